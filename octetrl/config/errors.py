@@ -1,0 +1,20 @@
+"""The one exception a user is meant to see.
+
+A `UserError` is one line that says what was given, what is allowed and what to do. The command line
+prints it without a traceback and exits with 2. Everything else that is raised is our bug.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """The user's input is wrong: recipe, override, path, model folder, device."""
+
+
+def nearest(word: str, allowed: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for the closest allowed word, or an empty string when none is close."""
+    matches = difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.6)
+    return f"; did you mean '{matches[0]}'?" if matches else ""

@@ -1,0 +1,189 @@
+"""The records that travel through one step, in the order in which they are born.
+
+    Task -> GenerationRequest -> Completion -> Turn -> Rollout -> RolloutGroup -> Sample -> PackedBatch -> PolicyUpdate
+
+Each is small, frozen and made in one place; each field says its shape, its maker and what None means.
+Nothing here imports torch: the two records that hold tensors name them for the type checker only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One problem, made by a taskset.
+
+    Example: Task(id="chain_sum/17", prompt="3 + 4 =", answer="7")
+    """
+
+    id: str  # unique within the taskset, stable across resumes
+    prompt: str  # what the user turn says, before any chat template
+    answer: str | None = None  # the reference answer; None when the scorer needs none
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # whatever the scorer wants back
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request is sampled. Log-probs are those of the distribution after `temperature` and
+    before top-k, top-p and min-p, which only choose where to draw from."""
+
+    max_new_tokens: int
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 keeps all
+    top_p: float = 1.0
+    min_p: float = 0.0  # keeps tokens with p >= min_p * max(p)
+    stop: tuple[str, ...] = ()  # stop strings; the text ends before the match, the tokens after it
+    stop_token_ids: tuple[int, ...] = ()  # besides the tokenizer's EOS
+    ignore_eos: bool = False  # benchmarks only
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A prompt and how many siblings to draw from it. Sibling `i` is seeded by (seed, i) alone, so its
+    tokens do not depend on who else is in the batch."""
+
+    id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    num_siblings: int = 1
+    seed: int = 0
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # EOS, a stop token or a stop string
+    LENGTH = "length"  # max_new_tokens or the context limit
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the engine generated in one call."""
+
+    token_ids: tuple[int, ...]  # the stop token included, the prompt not
+    logprobs: tuple[float, ...]  # float32 log-prob of each token, same length
+    text: str  # decoded, stop string removed
+    finish_reason: FinishReason
+    policy_version: int  # optimizer steps behind the weights that drew it
+    precision_digest: str  # which tensors were FP8 (fp8/policy.py); a difference to the trainer's is an error
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A completion and the environment's reply to it. `prompt_token_ids` are the tokens new in this turn,
+    before the completion: the whole prompt in the first, the tokens of the last reply afterwards."""
+
+    prompt_token_ids: tuple[int, ...]
+    completion: Completion
+    reply: str | None = None  # None: the environment had no more to say
+
+
+class RolloutStatus(StrEnum):
+    """Why a rollout has, or has not, a reward. Only SCORED and OVERLONG rollouts carry one."""
+
+    SCORED = "scored"
+    OVERLONG = "overlong"  # cut off by max_new_tokens, scored all the same
+    REWARD_ERROR = "reward_error"  # the reward function raised, or gave no finite number
+    REWARD_TIMEOUT = "reward_timeout"  # killed after reward_timeout_seconds
+    PROMPT_TOO_LONG = "prompt_too_long"  # never generated
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One sampled conversation with its reward, made by `collect_groups`."""
+
+    task: Task
+    turns: tuple[Turn, ...]  # empty when the prompt was too long
+    status: RolloutStatus
+    reward: float | None  # None unless status is SCORED or OVERLONG
+    detail: str | None = None  # the error's text where there was one
+
+    @property
+    def text(self) -> str:
+        return "".join(turn.completion.text + (turn.reply or "") for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutGroup:
+    """The `group_size` siblings of one task. Advantages are relative to the rollouts that have a reward."""
+
+    task: Task
+    rollouts: tuple[Rollout, ...]
+
+    @property
+    def scored(self) -> tuple[Rollout, ...]:
+        return tuple(rollout for rollout in self.rollouts if rollout.reward is not None)
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        return tuple(rollout.reward for rollout in self.rollouts if rollout.reward is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One token sequence to learn from, made by `to_samples` (RL) or by `data/conversations.py` (SFT).
+
+    `loss_mask[t]` says whether token t is trained on; `generator_logprobs[t]` is its log-prob in the engine.
+    All three have the length of `token_ids`; position 0 is never trained on.
+    """
+
+    token_ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    generator_logprobs: tuple[float, ...] | None  # 0.0 where loss_mask is False; None for SFT
+    advantage: float  # of every trained token; 1.0 for SFT
+    policy_version: int | None  # of the weights that drew it; None for SFT
+    precision_digest: str | None = None  # of the engine that drew it; None for SFT
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """A pack of whole sequences, end to end, made by `pack`. T tokens, B sequences, N trained tokens.
+
+    Row n of the trained tokens is predicted from the hidden state at `predictor_N[n]` (the token before it).
+    """
+
+    token_ids_T: Tensor  # int64
+    positions_T: Tensor  # int64, from 0 in each sequence
+    cu_seqlens_B1: Tensor  # int32, [0, ..., T]
+    max_seqlen: int
+    predictor_N: Tensor  # int64 index into T
+    targets_N: Tensor  # int64 token ids
+    weights_N: Tensor  # float32: from the token weighting; the loss is sum(weights * loss) / loss_denominator
+    advantages_N: Tensor  # float32
+    generator_logprobs_N: Tensor | None  # float32; None for SFT
+    sequence_N: Tensor  # int64: which of the B sequences
+    target_positions_N: Tensor  # int64: position of the target in its sequence
+    sequence_lengths_N: Tensor  # int64: length of its sequence
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """All micro-batches of one optimizer step (or of several: `minibatches`), made by `pack`."""
+
+    minibatches: tuple[tuple[MicroBatch, ...], ...]  # one optimizer step each
+    loss_denominators: tuple[float, ...]  # one a minibatch: the only division in the project
+    policy_version: int | None  # of the weights that drew the samples; None for SFT
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyUpdate:
+    """What `train` did, made by the trainer."""
+
+    policy_version: int  # after the update
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What `publish` did, made by the worker after reading the weights and scales back from the engine."""
+
+    policy_version: int
+    weights_digest: str  # of the FP8 codes and scales as the engine holds them
+    metrics: Mapping[str, float]
