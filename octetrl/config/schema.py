@@ -1,0 +1,225 @@
+"""The recipe: every section, every field, what it means, its unit and when to change it.
+
+Frozen, torch-free, and strict: an unknown key is an error with the nearest known name (`config/load.py`), a wrong
+type or range is an error here, an impossible combination is an error in `config/validate.py`; all problems of a
+recipe are reported together.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Precision = Literal["bf16", "fp8_rollout", "fp8", "fp8_full"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class ModelConfig(Section):
+    path: str | None = None
+    """Hugging Face folder with config.json, tokenizer and safetensors (BF16 or block-FP8). None with `preset`."""
+    preset: Literal["tiny", "qwen3-0.6b", "qwen3-8b"] | None = None
+    """A known shape, used with `init: random` where there are no weights. Exclusive with `path`."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """`random` draws weights from `seed`; it needs `preset`, or `path` for its config.json."""
+    tokenizer: str | None = None
+    """Folder of the tokenizer; None: `path`."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of the weights, the residual stream and everything that is not FP8. float32 is for comparisons."""
+    context_length: int = Field(default=4096, ge=16)
+    """Longest prompt + answer, in tokens. The KV cache and the checks are sized by it."""
+
+
+class Fp8Config(Section):
+    """All of it follows from the one-line `precision:`; a field given here overrides that line."""
+
+    rollout: bool = False
+    """FP8 block-scaled linears in the engine."""
+    train: bool = False
+    """FP8 block-scaled linears in the trainer: forward, dgrad and wgrad."""
+    kv_cache: Literal["none", "calibrated", "dynamic"] = "none"
+    """E4M3 pages with one scale per layer and KV head (calibrated) or per token and KV head (dynamic)."""
+    calibration: Literal["fused", "exact"] = "fused"
+    """When `calibrated`: amax from the training forward that runs anyway, or one extra forward with the new weights."""
+    calibration_margin: float = Field(default=1.05, ge=1.0, le=4.0)
+    """scale = margin * amax / 448. Raise it when `fp8/kv_saturation` is not 0."""
+    kv_replay: bool = True
+    """The trainer's attention reads K and V through the rollout's quantiser (straight-through gradient)."""
+    saturation_warn: Fraction = 0.001
+    """Share of clamped K and V values above which the run says so."""
+    power_of_two: bool = False
+    """Scales rounded up to powers of two, as Blackwell wants them. Hopper has more exact float32 scales."""
+    bf16_first_layers: int = Field(default=0, ge=0)
+    bf16_last_layers: int = Field(default=0, ge=0)
+    """Layers whose linears stay BF16, on both sides."""
+    ignore: tuple[str, ...] = ()
+    """Names of linears that stay BF16, on both sides; `*` matches any part: `layers.0.mlp.*`, `*.o_proj`."""
+    emulate: bool | None = None
+    """None: emulate FP8 on a CPU, use the tensor cores on Hopper. True: emulate anywhere (right numbers, slow)."""
+
+
+class RolloutConfig(Section):
+    prompts_per_step: int = Field(default=32, ge=1)
+    group_size: int = Field(default=8, ge=1)
+    """Siblings drawn from each prompt; advantages are relative to them."""
+    max_prompt_tokens: int = Field(default=1024, ge=1)
+    """A longer prompt is not generated from: it is recorded as `prompt_too_long` and counted."""
+    max_new_tokens: int = Field(default=1024, ge=1)
+    temperature: float = Field(default=1.0, ge=0.0, le=10.0)
+    top_k: int = Field(default=0, ge=0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    min_p: Fraction = 0.0
+    """Training refuses top_k, top_p and min_p: the trainer's log-probs could not follow them. `eval` and `generate` take them."""
+    stop: tuple[str, ...] = ()
+    system_prompt: str | None = None
+
+
+class EngineConfig(Section):
+    page_size: Literal[16, 32, 64, 128] = 128
+    """Tokens in one page of the KV cache; a prompt is shared by its siblings in whole pages."""
+    kv_cache_tokens: int | None = Field(default=None, ge=16)
+    """Capacity of the cache; None: `kv_memory_fraction` of the free device memory (on a CPU: all requests of a step)."""
+    kv_memory_fraction: Fraction = 0.35
+    max_batch: int = Field(default=256, ge=1)
+    """Most sequences decoded together."""
+    prefill_chunk: int = Field(default=2048, ge=16)
+    """Most prompt tokens of one forward; a longer prompt is prefilled in chunks."""
+
+
+class OptimizerConfig(Section):
+    lr: float = Field(default=1e-6, gt=0.0, le=1.0)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0.0)
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    """On matrices only; norms, biases and embeddings are never decayed."""
+    master: Literal["float32", "stochastic_rounding"] = "float32"
+    """float32 master weights (4 more bytes a parameter), or BF16 weights updated with stochastic rounding."""
+    max_grad_norm: float = Field(default=1.0, gt=0.0)
+    warmup_steps: int = Field(default=0, ge=0)
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    min_lr_fraction: Fraction = 0.0
+
+
+class TrainerConfig(Section):
+    optimizer: OptimizerConfig = OptimizerConfig()
+    tokens_per_micro_batch: int = Field(default=16384, ge=16)
+    """Token budget of one forward and backward. Neither loss nor gradient depends on it."""
+    minibatches: int = Field(default=1, ge=1)
+    """Optimizer steps a batch is split into."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over the batch. With more than one, or more than one minibatch, proximal log-probs are computed first."""
+    activation_checkpointing: Literal["none", "layer"] = "layer"
+    logprob_chunk: int = Field(default=1024, ge=1)
+    """Trained tokens whose logits exist at one time."""
+
+
+class AlgorithmConfig(Section):
+    name: Literal["grpo", "sft"] = "grpo"
+    clip_low: float = Field(default=0.2, ge=0.0, le=1.0)
+    clip_high: float = Field(default=0.2, ge=0.0)
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    normalize_advantages: bool = True
+    """Divide by the group's standard deviation (GRPO); false is Dr.GRPO's choice."""
+    token_weighting: Literal["token", "sequence"] = "token"
+    """`token`: each trained token counts the same (DAPO); `sequence`: each sample does (GRPO as published)."""
+    drop_zero_variance: bool = True
+    """Groups whose rewards are all equal teach nothing and are left out, counted."""
+    overlong: Literal["keep", "mask"] = "keep"
+    """Answers cut at max_new_tokens: learnt from like others, or counted in the baseline but not trained on."""
+    kl_coefficient: float = Field(default=0.0, ge=0.0)
+    """Weight of the KL to the reference policy (the weights the run began with); 0 keeps no reference model."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    correction: Literal["none", "tis", "mask"] = "tis"
+    """Importance correction between engine and trainer, token by token: truncated at `correction_cap`, or tokens
+    outside [1 / correction_cap, correction_cap] left out."""
+    correction_cap: float = Field(default=2.0, ge=1.0)
+    conversations: str | None = None
+    """SFT: a JSONL file of {"prompt": ..., "answer": ...}. None: the environment's own worked examples."""
+    batch_size: int = Field(default=64, ge=1)
+    """SFT: conversations a step."""
+
+
+class EnvironmentConfig(Section):
+    kind: Literal["reasoning_gym", "math", "jsonl"] = "reasoning_gym"
+    dataset: str | None = None
+    """reasoning_gym: the dataset's name. math and jsonl: path of a JSONL file of {"prompt", "answer"}."""
+    parameters: dict[str, Any] = {}
+    """reasoning_gym: the dataset's own parameters."""
+    reward: str | None = None
+    """A Python function `module:name`, called as reward(task, text) -> float, instead of the kind's own scorer."""
+    prompt_template: str = "{prompt}"
+    answer_marker: str | None = None
+    """The answer is the text after the last marker; None: the whole completion."""
+    train_size: int = Field(default=10_000, ge=1)
+    """Tasks generated for training (reasoning_gym); files are used whole less `eval_size`."""
+    eval_size: int = Field(default=128, ge=0)
+    """Held-out tasks, disjoint from the training ones by prompt."""
+    seed: int = 0
+    reward_timeout_seconds: float = Field(default=10.0, gt=0.0)
+    reward_workers: int = Field(default=1, ge=1)
+
+
+class EvaluationConfig(Section):
+    every: int = Field(default=0, ge=0)
+    """Evaluate on the held-out tasks each so many steps; 0: never during training."""
+    samples: int = Field(default=1, ge=1)
+    """Completions a task; accuracy is their mean."""
+    temperature: float = Field(default=0.0, ge=0.0)
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    """None: rollout.max_new_tokens."""
+
+
+class CheckpointConfig(Section):
+    every: int = Field(default=50, ge=0)
+    """Save each so many steps and at the end; 0: only at the end."""
+    keep_last: int = Field(default=2, ge=1)
+    keep_best: int = Field(default=0, ge=0)
+    best_metric: str = "eval/accuracy"
+
+
+class MismatchConfig(Section):
+    fail_above: float | None = Field(default=None, gt=1.0)
+    """Stop the run when `mismatch/token_mult_prob_error` exceeds this."""
+    warn_above: float = Field(default=1.03, gt=1.0)
+
+
+class ClusterConfig(Section):
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    cpu_threads: int | None = Field(default=None, ge=1)
+    """Threads of torch on a CPU; None: torch's choice."""
+
+
+class LoggingConfig(Section):
+    console: Literal["auto", "plain", "quiet"] = "auto"
+    tensorboard: bool = True
+    wandb_project: str | None = None
+    """Needs the `wandb` extra."""
+    rollouts: bool = True
+    """Write every rollout to rollouts/step_NNNNNN.jsonl."""
+
+
+class Recipe(Section):
+    """A whole run. `steps` counts optimizer-visible steps: produce, learn, publish."""
+
+    precision: Precision | None = None
+    """Sets fp8.rollout, fp8.train and fp8.kv_cache together: bf16 (none), fp8_rollout (rollout), fp8 (both),
+    fp8_full (both and a calibrated FP8 KV cache)."""
+    model: ModelConfig
+    fp8: Fp8Config = Fp8Config()
+    rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    mismatch: MismatchConfig = MismatchConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    logging: LoggingConfig = LoggingConfig()
+    seed: int = Field(default=0, ge=0)
+    steps: int = Field(default=100, ge=1)
+    output_dir: str = "runs/run"
