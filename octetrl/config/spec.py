@@ -1,0 +1,62 @@
+"""ModelSpec: all that tells one dense decoder from another. Llama, Qwen2.5 and Qwen3 are one decoder with a spec.
+
+Made from a Hugging Face `config.json` by `models/families.py`; read by the model, the engine, `check` and `export`.
+It lies in `config/`, below everything, because the precision policy and the memory estimate read it too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """Llama 3.1's frequency scaling: long wavelengths are slowed by `factor`, short ones kept, the band between blended."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    family: str  # "llama", "qwen2", "qwen3"
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    vocab_size: int
+    max_positions: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    qkv_bias: bool  # Qwen2, Qwen2.5
+    qk_norm: bool  # Qwen3
+    tied_embeddings: bool
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+    @property
+    def fp8_k_is_safe(self) -> bool:
+        """Without QK-norm, K has outlier channels that a per-head E4M3 scale ruins (numerics.md §4)."""
+        return self.qk_norm or not self.qkv_bias
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_size
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_size
+
+    @property
+    def num_parameters(self) -> int:
+        attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
+        bias = (self.q_size + 2 * self.kv_size) if self.qkv_bias else 0
+        norms = 2 * self.hidden_size + (2 * self.head_size if self.qk_norm else 0)
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+        return self.num_layers * (attention + bias + norms + mlp) + embeddings + self.hidden_size

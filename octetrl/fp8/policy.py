@@ -1,0 +1,100 @@
+"""What is FP8, in one table (numerics.md §3), for both sides of the run.
+
+Every linear of the model gets a format for the rollout and a format for training; K and V get a format in the cache.
+Embeddings, norms, the residual stream, RoPE, attention arithmetic and `lm_head` are BF16, log-softmax and loss float32:
+they are not in the table because nothing can change them. A digest of the table travels with every completion; the
+trainer refuses samples whose digest is not its own, so a layer that is BF16 on one side only cannot go unseen.
+
+Torch-free, so that `octetrl check` can print it at once.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from octetrl.config.errors import UserError
+from octetrl.config.schema import Fp8Config
+from octetrl.config.spec import ModelSpec
+
+Format = Literal["bf16", "fp8"]
+Side = Literal["rollout", "train"]
+LINEARS = ("attention.qkv_proj", "attention.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class LinearFormat:
+    name: str  # "layers.3.mlp.down_proj"
+    rollout: Format
+    train: Format
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionPolicy:
+    linears: tuple[LinearFormat, ...]
+    kv_mode: Literal["none", "calibrated", "dynamic"]
+    k_cache: Format  # BF16 where FP8 would ruin K (ModelSpec.fp8_k_is_safe)
+    v_cache: Format
+    power_of_two: bool
+
+    def format_of(self, name: str, side: Side) -> Format:
+        """Format of the linear `name`; KeyError for a name that is not in the model."""
+        for linear in self.linears:
+            if linear.name == name:
+                return getattr(linear, side)
+        raise KeyError(name)
+
+    def uses_fp8(self, side: Side) -> bool:
+        return any(getattr(linear, side) == "fp8" for linear in self.linears)
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits that name the whole table."""
+        table = [[linear.name, linear.rollout, linear.train] for linear in self.linears]
+        text = json.dumps([table, self.kv_mode, self.k_cache, self.v_cache, self.power_of_two])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def precision_policy(spec: ModelSpec, fp8: Fp8Config) -> PrecisionPolicy:
+    """The table for this model and these settings.
+
+    Raises UserError when an `ignore` pattern matches no linear: a typo there would quietly change the numerics.
+    """
+    names = list(_linear_names(spec))
+    for pattern in fp8.ignore:
+        if not fnmatch.filter(names, pattern):
+            raise UserError(
+                f"fp8.ignore: '{pattern}' matches no linear of this model; names look like '{names[0]}'"
+                f" and '*' stands for anything: correct the pattern or remove it"
+            )
+    linears = []
+    for name in names:
+        high = _stays_bf16(name, spec, fp8)
+        rollout: Format = "fp8" if fp8.rollout and not high else "bf16"
+        train: Format = "fp8" if fp8.train and not high else "bf16"
+        linears.append(LinearFormat(name, rollout, train))
+    quantized_cache = fp8.kv_cache != "none"
+    return PrecisionPolicy(
+        linears=tuple(linears),
+        kv_mode=fp8.kv_cache,
+        k_cache="fp8" if quantized_cache and spec.fp8_k_is_safe else "bf16",
+        v_cache="fp8" if quantized_cache else "bf16",
+        power_of_two=fp8.power_of_two,
+    )
+
+
+def _linear_names(spec: ModelSpec) -> Iterator[str]:
+    for layer in range(spec.num_layers):
+        for linear in LINEARS:
+            yield f"layers.{layer}.{linear}"
+
+
+def _stays_bf16(name: str, spec: ModelSpec, fp8: Fp8Config) -> bool:
+    layer = int(name.split(".")[1])
+    if layer < fp8.bf16_first_layers or layer >= spec.num_layers - fp8.bf16_last_layers:
+        return True
+    return any(fnmatch.fnmatch(name, pattern) for pattern in fp8.ignore)
