@@ -1,0 +1,255 @@
+"""The one order in which attention is summed, for rollout and training alike.
+
+A completion's log-probs are the trainer's log-probs bit for bit only if a query row meets its keys in the same order
+in all three kernels: decode (one query), chunked prefill (some queries) and the packed training forward (whole
+sequences). This file holds that order; `attention_paged.py` and `attention_packed.py` only fetch operands for it.
+
+For one query row, K and V codes as stored, keys in tiles of `KV_TILE` ascending from the sequence's first token:
+
+    s     = dot(q, k) * (softmax_scale * log2(e) * k_scale)     float32, masked to -inf past the query's position
+    m'    = max(m, max(s)),  alpha = exp2(m - m'),  p = exp2(s - m')
+    l     = l * alpha + tree(p)                                 float32; pairs, then pairs of pairs
+    o     = dot(round(p * v_token_scale), v, o * alpha)         float32 accumulator
+    out   = o * (v_scale / l),  lse2 = m + log2(l)              lse2 is in base 2: that is what the backward needs
+
+Nothing is split, no multiply and add is contracted (every launch says `enable_fp_fusion=False`), and a tile that lies
+wholly past a row's position leaves the row's m, l and o untouched, so who shares a program with it does not matter.
+
+Operands (`operand_dtype`): BF16 caches multiply as BF16. E4M3 codes with per-head scales multiply as float16, which
+holds every code exactly and gives P 11 bits (q must then stay under 65504). With per-token scales P carries the scale of V,
+whose range is unknown, so these multiply as bfloat16, which also holds every code exactly. float32 (CPU only, to
+compare with other implementations) rounds nowhere between.
+
+The torch form below serves the CPU. It computes each sum in float64 and rounds where the kernels round, so that order,
+batch, padding and threads do not matter there; sequences of like length share one padded batch, cut into pieces that
+stay in cache. Its tiles are the kernels' tiles, cut to the longest context present.
+
+T tokens, J sequences of one piece, M padded queries, S padded keys, K kv heads, G query heads per kv head, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+KV_TILE = 128
+LOG2E = 1.4426950408889634
+SUPPORTED_HEAD_SIZES = (16, 32, 64, 128, 256)
+KVMode = Literal["none", "calibrated", "dynamic"]
+
+QUERY_BLOCK = 128
+PIECE_ELEMENTS = 1 << 18  # float64 scores or keys of one piece: about 2 MB, measured fastest on two cores
+
+
+def operand_dtype(kv_dtype: torch.dtype, kv_mode: KVMode) -> torch.dtype:
+    """The dtype in which Q, K, P and V are multiplied; see the module's text."""
+    if kv_mode == "none":
+        return kv_dtype
+    return torch.float16 if kv_mode == "calibrated" else torch.bfloat16
+
+
+def head_scales(softmax_scale: float, k_scale_K: Tensor | None, num_kv_heads: int, device: torch.device) -> Tensor:
+    """Multiplier of the raw scores of each kv head, base 2: float32(softmax_scale * log2 e) * k_scale."""
+    base_K = torch.full((num_kv_heads,), softmax_scale * LOG2E, dtype=torch.float32, device=device)
+    return base_K if k_scale_K is None else base_K * k_scale_K
+
+
+@dataclass(frozen=True)
+class Span:
+    """The queries of one sequence: rows `first_query ... + num_queries` of q; the last one sits at key `context - 1`."""
+
+    sequence: int
+    first_query: int
+    num_queries: int
+    context: int
+
+
+@dataclass(frozen=True)
+class KVRows:
+    """K and V as tables of rows [N, D] in any stored dtype, with one float32 scale a row where `dynamic`."""
+
+    k_ND: Tensor
+    v_ND: Tensor
+    k_scale_N: Tensor | None = None
+    v_scale_N: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Sequences of like length, padded to one another. Padding queries sit at key 0 and are never written back."""
+
+    sequence_J: Tensor
+    query_JM: Tensor
+    position_JM: Tensor
+    valid_JM: Tensor
+    key_JS: Tensor
+    context_J: Tensor
+
+    def scatter(self, target: Tensor, value_JM: Tensor, first: int) -> None:
+        """Write the padded query block that begins at `first` back to its token rows."""
+        block = slice(first, first + value_JM.shape[1])
+        valid = self.valid_JM[:, block]
+        target[self.query_JM[:, block][valid]] = value_JM[valid]
+
+
+def _round_up(length: int) -> int:
+    """Padded length: steps of an eighth of the length's own power of two, so padding wastes at most an eighth."""
+    step = max(8, 1 << max(0, length.bit_length() - 3))
+    return -(-length // step) * step
+
+
+@lru_cache(maxsize=16)
+def pieces(spans: tuple[Span, ...], heads: int, head_size: int) -> tuple[Piece, ...]:
+    """Group spans of like size into padded pieces of about `PIECE_ELEMENTS` scores or keys."""
+    ordered = sorted(
+        (s for s in spans if s.num_queries > 0), key=lambda s: (_round_up(s.context), s.num_queries, s.sequence)
+    )
+    groups: list[list[Span]] = []
+    for span in ordered:
+        rows = min(span.num_queries, QUERY_BLOCK)
+        room = PIECE_ELEMENTS // (heads * _round_up(span.context) * max(rows, head_size))
+        joins = (
+            bool(groups)
+            and len(groups[-1]) < max(1, room)
+            and _round_up(groups[-1][0].context) == _round_up(span.context)
+            and _round_up(groups[-1][0].num_queries) == _round_up(span.num_queries)
+        )
+        if joins:
+            groups[-1].append(span)
+        else:
+            groups.append([span])
+    return tuple(_piece(group) for group in groups)
+
+
+def _piece(group: list[Span]) -> Piece:
+    first_J1 = torch.tensor([[s.first_query] for s in group])
+    count_J1 = torch.tensor([[s.num_queries] for s in group])
+    context_J1 = torch.tensor([[s.context] for s in group])
+    row_1M = torch.arange(int(count_J1.max()))[None]
+    valid_JM = row_1M < count_J1
+    return Piece(
+        sequence_J=torch.tensor([s.sequence for s in group]),
+        query_JM=first_J1 + torch.minimum(row_1M, count_J1 - 1),
+        position_JM=torch.where(valid_JM, context_J1 - count_J1 + row_1M, 0),
+        valid_JM=valid_JM,
+        key_JS=torch.minimum(torch.arange(int(context_J1.max()))[None], context_J1 - 1),
+        context_J=context_J1[:, 0],
+    )
+
+
+def query_blocks(piece: Piece) -> Iterator[tuple[slice, int]]:
+    """Blocks of padded queries, each with the number of keys that its last query may see."""
+    for first in range(0, piece.query_JM.shape[1], QUERY_BLOCK):
+        block = slice(first, first + QUERY_BLOCK)
+        yield block, int(piece.position_JM[:, block].max()) + 1
+
+
+@lru_cache(maxsize=1)
+def _code_values() -> Tensor:
+    """float64 value of each of the 256 E4M3 bytes; a table, because the cast itself is slow on a CPU."""
+    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+
+
+def fetch(table_ND: Tensor, row: Tensor) -> Tensor:
+    """Rows of a table as float64 [*row.shape, D]; E4M3 bytes become their values, NaN included."""
+    if table_ND.dtype == torch.float8_e4m3fn:
+        codes = table_ND.view(torch.uint8).index_select(0, row.reshape(-1))
+        values = _code_values().index_select(0, codes.reshape(-1).int())
+    else:
+        values = table_ND.index_select(0, row.reshape(-1)).double()
+    return values.view(*row.shape, table_ND.shape[-1])
+
+
+def attend_reference(
+    q_THD: Tensor,
+    kv: KVRows,
+    rows_of: Callable[[Piece], Tensor],
+    spans: tuple[Span, ...],
+    score_scale_K: Tensor,
+    out_scale_K: Tensor | None,
+    operand: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of every span over the table rows [J, K, S] that `rows_of(piece)` names.
+
+    Returns out [T, H, D] in q's dtype and lse2 [T, H] float32 (base 2). Rows of q in no span give zeros.
+    """
+    T, H, D = q_THD.shape
+    K = score_scale_K.shape[0]
+    q_rounded = q_THD.to(operand)
+    out_THD = torch.zeros_like(q_THD)
+    lse2_TH = torch.zeros(T, H, dtype=torch.float32)
+    for piece in pieces(spans, H, D):
+        J, M = piece.query_JM.shape
+        row_JKS = rows_of(piece)
+        k_NSD, v_NSD = (fetch(t, row_JKS).flatten(0, 1) for t in (kv.k_ND, kv.v_ND))
+        column_N1S = score_scale_K.repeat(J)[:, None, None]
+        if kv.k_scale_N is not None:
+            column_N1S = kv.k_scale_N[row_JKS].flatten(0, 1)[:, None] * column_N1S
+        v_scale_N1S = None if kv.v_scale_N is None else kv.v_scale_N[row_JKS].flatten(0, 1)[:, None]
+        for block, num_keys in query_blocks(piece):
+            q_NRD = _fold_heads(q_rounded[piece.query_JM[:, block]], K)
+            position_NR = _fold_positions(piece.position_JM[:, block], K, H // K)
+            o_NRD, m_NR, l_NR = _tiles(
+                q_NRD, k_NSD[:, :num_keys], v_NSD[:, :num_keys], position_NR, column_N1S, v_scale_N1S, operand
+            )
+            inverse_NR = (1.0 if out_scale_K is None else out_scale_K.repeat(J)[:, None]) / l_NR
+            out = _unfold_heads(o_NRD * inverse_NR[..., None], J, K).to(q_THD.dtype)
+            piece.scatter(out_THD, out, block.start)
+            lse2_NR1 = (m_NR + l_NR.double().log2().float())[..., None]
+            piece.scatter(lse2_TH, _unfold_heads(lse2_NR1, J, K)[..., 0], block.start)
+    return out_THD, lse2_TH
+
+
+def _tiles(
+    q_NRD: Tensor,
+    k_NSD: Tensor,
+    v_NSD: Tensor,
+    position_NR: Tensor,
+    column_N1S: Tensor,
+    v_scale_N1S: Tensor | None,
+    operand: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The online softmax over ascending tiles: unnormalised o [N, R, D], m and l [N, R], all float32."""
+    o = torch.zeros(q_NRD.shape, dtype=torch.float32)
+    m = torch.full(q_NRD.shape[:2], -math.inf)
+    l = torch.zeros(q_NRD.shape[:2])  # noqa: E741 (the letter every paper uses)
+    q_NRD = q_NRD.double()
+    for start in range(0, k_NSD.shape[1], KV_TILE):
+        tile = slice(start, start + KV_TILE)
+        s = torch.bmm(q_NRD, k_NSD[:, tile].mT).float()
+        s.mul_(column_N1S if column_N1S.shape[-1] == 1 else column_N1S[..., start : start + s.shape[-1]])
+        key_S = torch.arange(start, start + s.shape[-1])
+        s.masked_fill_(key_S > position_NR[..., None], -math.inf)
+        m_new = torch.maximum(m, s.amax(-1))
+        alpha = (m - m_new).double().exp2().float()
+        p = s.sub_(m_new[..., None]).double().exp2().float()
+        l = (l * alpha) + p.sum(-1, dtype=torch.float64).float()  # noqa: E741
+        if v_scale_N1S is not None:
+            p = p * v_scale_N1S[..., start : start + p.shape[-1]]
+        carried = (o * alpha[..., None]).double()
+        o = carried.baddbmm_(p.to(operand).double(), v_NSD[:, tile]).float()
+        m = m_new
+    return o, m, l
+
+
+def _fold_heads(x_JMHD: Tensor, num_kv_heads: int) -> Tensor:
+    """[J, M, H, D] -> [J * K, G * M, D]: the query heads of one kv head become rows of one matrix."""
+    J, M, H, D = x_JMHD.shape
+    split = x_JMHD.view(J, M, num_kv_heads, H // num_kv_heads, D)
+    return split.permute(0, 2, 3, 1, 4).reshape(J * num_kv_heads, -1, D)
+
+
+def _unfold_heads(x_NRD: Tensor, J: int, num_kv_heads: int) -> Tensor:
+    """[J * K, G * M, D] -> [J, M, H, D] for however many rows a query block has."""
+    raise NotImplementedError
+
+
+def _fold_positions(position_JM: Tensor, num_kv_heads: int, group: int) -> Tensor:
+    J, M = position_JM.shape
+    return position_JM[:, None, None].expand(J, num_kv_heads, group, M).reshape(J * num_kv_heads, group * M)
