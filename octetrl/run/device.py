@@ -1,0 +1,55 @@
+"""Which device a run uses, and the global switches that make a run repeatable."""
+
+from __future__ import annotations
+
+import random
+
+import numpy
+import torch
+
+from octetrl.config.errors import UserError
+from octetrl.config.schema import ClusterConfig
+
+
+def resolve_device(cluster: ClusterConfig) -> torch.device:
+    """`auto` is the GPU where there is one. Raises UserError when CUDA is asked for and absent."""
+    available = torch.cuda.is_available()
+    if cluster.device == "cuda" and not available:
+        raise UserError(
+            "cluster.device: 'cuda' was asked for and this machine has no usable GPU;"
+            " use cluster.device=cpu (FP8 is then emulated) or install a CUDA build of torch"
+        )
+    if cluster.cpu_threads is not None:
+        torch.set_num_threads(cluster.cpu_threads)
+    return torch.device("cuda" if available and cluster.device != "cpu" else "cpu")
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the generators that user code may touch; OctetRL itself draws from counters only."""
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def random_state() -> dict[str, object]:
+    """State of every generator, as JSON."""
+    algorithm, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+    version, internal, gauss = random.getstate()
+    state: dict[str, object] = {
+        "python": [version, list(internal), gauss],
+        "numpy": [algorithm, [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
+        "torch": torch.get_rng_state().tolist(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state().tolist()
+    return state
+
+
+def restore_random_state(state: dict) -> None:
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    algorithm, keys, position, has_gauss, cached = state["numpy"]
+    numpy.random.set_state((algorithm, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
+    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8))

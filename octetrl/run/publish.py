@@ -1,0 +1,87 @@
+"""Publishing: how the trainer's weights become the engine's.
+
+Colocated, both models hold the same tensors: the trainer quantises a weight once after its optimizer step, in place,
+into the very codes that the engine reads, so there is nothing to copy. Where only the rollout is FP8 the trainer has no
+codes, and publishing quantises its BF16 weight into the engine's.
+
+Whatever the way, what the engine holds is read back and compared: the bytes of every FP8 weight against the trainer's,
+one weight a step quantised afresh (a stale code would show), and the KV scales bit for bit. A published set has a digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from octetrl.kernels.quantize_weight import quantize_weight
+from octetrl.layers.linear import Float8Linear, Linear
+from octetrl.models.decoder import Decoder
+
+
+def share_weights(engine_model: Decoder, trainer_model: Decoder) -> None:
+    """Make every tensor of `engine_model` the trainer's own, but for codes that only the engine has."""
+    trainer_modules = dict(trainer_model.named_modules())
+    for name, module in engine_model.named_modules():
+        theirs = trainer_modules[name]
+        for key, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                module._parameters[key] = theirs._parameters[key]
+        if isinstance(module, Float8Linear) and isinstance(theirs, Float8Linear):
+            module.share_codes(theirs)
+
+
+def quantize_for_engine(engine_model: Decoder, trainer_model: Decoder) -> None:
+    """Fill the codes that only the engine has, from the trainer's BF16 weights."""
+    trainer_modules = dict(trainer_model.named_modules())
+    for name, module in engine_model.float8_linears():
+        if isinstance(trainer_modules[name], Linear):
+            module.requantize()
+
+
+def verify_weights(engine_model: Decoder, trainer_model: Decoder, version: int) -> str:
+    """Compare what the engine reads with what the trainer holds; returns the digest of the engine's weights.
+
+    Raises RuntimeError naming the first tensor that differs. One host synchronisation in all.
+    """
+    trainer_modules = dict(trainer_model.named_modules())
+    names: list[str] = []
+    same: list[Tensor] = []
+    sums: list[Tensor] = []
+    linears = list(engine_model.float8_linears())
+    for index, (name, module) in enumerate(linears):
+        theirs = trainer_modules[name]
+        names.append(name)
+        equal = torch.ones((), dtype=torch.bool, device=module.codes.device)
+        if isinstance(theirs, Float8Linear):
+            equal = _same_bytes(module.codes, theirs.codes) & _same_bytes(module.scale, theirs.scale)
+        if index == version % len(linears):
+            fresh = quantize_weight(theirs.weight.detach(), power_of_two=module.power_of_two)
+            equal = equal & _same_bytes(module.codes, fresh.codes) & _same_bytes(module.scale, fresh.scale)
+        same.append(equal)
+        sums += [_checksum(module.codes), _checksum(module.scale)]
+    for name, parameter in engine_model.named_parameters():
+        theirs_parameter = trainer_model.get_parameter(name)
+        names.append(name)
+        shared = parameter.data_ptr() == theirs_parameter.data_ptr()
+        equal = torch.full((), shared, device=parameter.device)
+        same.append(equal if shared else _same_bytes(parameter, theirs_parameter))
+    for name, equal in zip(names, torch.stack(same).tolist(), strict=True):
+        if not equal:
+            raise RuntimeError(
+                f"publish: the engine's '{name}' differs from the trainer's at policy version {version}; stopping"
+            )
+    payload = torch.stack(sums).tolist() if sums else []
+    return hashlib.sha256(repr((version, payload)).encode()).hexdigest()[:16]
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> Tensor:
+    return (a.contiguous().view(torch.uint8) == b.contiguous().view(torch.uint8)).all()
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """A position-sensitive int64 sum of the bytes; wraps around, which is fine for a digest."""
+    rows = tensor.contiguous().view(torch.uint8).flatten(1).sum(dim=1, dtype=torch.int64)
+    weights = 2 * torch.arange(rows.numel(), device=rows.device, dtype=torch.int64) + 1
+    return (rows * weights).sum()

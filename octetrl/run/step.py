@@ -1,0 +1,44 @@
+"""One step of a run. This is the whole of it: set-up, timing, logging and memory phases live elsewhere.
+
+`produce` turns tasks into samples that carry their advantages; `learn` turns samples into one update of the policy and
+puts the new weights into the engine. Supervised fine-tuning is `learn` fed with conversations.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from octetrl.records import Sample
+from octetrl.rollout.collect import collect_groups
+from octetrl.rollout.samples import to_samples
+from octetrl.telemetry.metrics import StepMetrics
+from octetrl.trainer.packing import pack
+
+if TYPE_CHECKING:
+    from octetrl.run.build import Run
+
+
+def train_step(run: Run) -> StepMetrics:
+    """One step of RL."""
+    return learn(run, produce(run))
+
+
+def supervised_step(run: Run) -> StepMetrics:
+    """One step of SFT."""
+    return learn(run, run.conversations.next_batch(run.config.algorithm.batch_size))
+
+
+def produce(run: Run) -> list[Sample]:
+    """Tasks -> scored groups -> samples that carry their advantages."""
+    tasks = run.taskset.next_batch(run.config.rollout.prompts_per_step)
+    groups = collect_groups(tasks, run.environment, run.workers, run.collection)
+    run.journal.record(groups)
+    return [sample for group in groups if run.algorithm.keeps(group) for sample in to_samples(group, run.algorithm)]
+
+
+def learn(run: Run, samples: list[Sample]) -> StepMetrics:
+    """Samples -> packed batch -> one update -> new weights and KV scales in the engine."""
+    batch = pack(samples, run.workers.layout, run.algorithm.token_weighting)
+    update = run.workers.train(batch)
+    published = run.workers.publish(update.policy_version)
+    return StepMetrics.merge(run.journal.metrics, batch.metrics, update.metrics, published.metrics)
