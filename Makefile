@@ -1,0 +1,50 @@
+# The verbs of the project. `make demo` and `make test` need Python 3.11 or newer with venv, and nothing else:
+# they make their environment in .venv beside this file, once, and again when pyproject.toml or constraints.txt change.
+#
+#   make demo PYTHON=python3     uses that interpreter and its packages as they are, and makes no environment
+#
+# Where the packages come from is pip's own configuration. On a machine without a GPU, the smaller CPU build of torch
+# is taken when pip's configuration offers one: torch==2.13.0+cpu satisfies the pin and sorts above torch==2.13.0.
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-gpu lint types fmt schema clean
+
+ifeq ($(origin PYTHON), undefined)
+PYTHON := .venv/bin/python
+READY := .venv/installed
+endif
+
+help:  ## list the verbs
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
+
+demo: $(READY)  ## train a tiny model by SFT and GRPO in emulated FP8, and print a table (about 6 minutes)
+	$(PYTHON) -m octetrl.run.demo
+
+test: lint types  ## lint, types and all tests that need no GPU
+	$(PYTHON) -m pytest -n 2 -m "not gpu"
+
+test-gpu: $(READY)  ## the tests that need a Hopper GPU
+	$(PYTHON) -m pytest -m gpu
+
+lint: $(READY)  ## ruff's rules
+	$(PYTHON) -m ruff check .
+
+types: $(READY)  ## mypy over the package
+	$(PYTHON) -m mypy
+
+fmt: $(READY)  ## rewrite the code as ruff formats it
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+schema: $(READY)  ## rewrite recipes/recipe.schema.json, which editors read, from the recipe's schema
+	$(PYTHON) -m octetrl.config.json_schema
+
+clean:  ## remove the environment and everything that tools left behind; runs/ stays
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/installed: pyproject.toml constraints.txt setup/make_environment.sh
+	@bash setup/make_environment.sh .venv
+	@touch $@
