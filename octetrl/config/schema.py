@@ -138,7 +138,7 @@ class AlgorithmConfig(Section):
     outside [1 / correction_cap, correction_cap] left out."""
     correction_cap: float = Field(default=2.0, ge=1.0)
     conversations: str | None = None
-    """SFT: a JSONL file of {"prompt": ..., "answer": ...}. None: the environment's own worked examples."""
+    """SFT: a JSONL file of {"prompt": ..., "answer": ...}; required for it."""
     batch_size: int = Field(default=64, ge=1)
     """SFT: conversations a step."""
 
