@@ -1,0 +1,187 @@
+"""The quantisers in plain torch: the definition that every kernel is held to, and what a CPU runs (numerics.md §1, §2).
+
+    scale = amax / 448        inverse = 448 / amax        code = e4m3(clamp(x * inverse, ±448))        x ~ code * scale
+
+    activation [M, K]   1 x 128 along K      scale [M, ceil(K/128)]            operand of forward and dgrad
+    weight     [N, K]   128 x 128            scale [ceil(N/128), ceil(K/128)]  once per optimizer step
+    tokens     [T, K]   128 x 1 along T      codes [K, T'], scale [K, T'/128]  operand of wgrad, whose contraction is T
+    KV         [T, K, D]  a scale per head (calibrated) or per token and head (dynamic)
+
+The amax is taken in float32 over BF16-rounded values, so a BF16 tensor and the float32 tensor it came from give the same
+codes. A ragged last block counts as padded with zeros. Both divisions are IEEE divisions by a *tensor*: torch turns
+`448.0 / amax` into a multiplication by a reciprocal, and on CUDA `amax / 448.0` too, each off by a bit at times.
+
+Edges, the same in the kernels:
+- A block of zeros has scale 1 and codes 0.
+- An amax below 448 / FLT_MAX has no finite inverse: the inverse is held at FLT_MAX (0 * inf would be a NaN from nothing).
+- `power_of_two` rounds the scale up to 2^ceil(log2(amax/448)), by its bits; the inverse is then exact.
+- A non-finite activation poisons its block: scale NaN, every code NaN (0x7F). Nothing non-finite can come back as a
+  plausible number, no host read is needed, and `non_finite_count` says how many there were. In a weight it is an error.
+
+`*_values` variants return the same codes as float32 *values* instead of bytes: see `fp8/format.py`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octetrl.fp8.format import BLOCK, E4M3_MAX, decode_e4m3, encode_e4m3, round_to_e4m3
+
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+_EXPONENT_BITS = 0x7F800000
+_MANTISSA_BITS = 0x007FFFFF
+
+
+class Quantized(NamedTuple):
+    """Codes (E4M3 bytes, or their values in a float dtype) and float32 scales: `value ~ code * scale`."""
+
+    codes: Tensor
+    scale: Tensor
+
+
+# ---------------------------------------------------------------- one rule for every block
+
+
+def scale_and_inverse(amax: Tensor, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
+    """Scale and inverse of blocks with these float32 amax values; both NaN where amax is not finite."""
+    largest = torch.full_like(amax, E4M3_MAX)
+    scale = torch.div(amax, largest)
+    if power_of_two:
+        bits = (scale.view(torch.int32) + _MANTISSA_BITS) & _EXPONENT_BITS
+        scale = bits.view(torch.float32)
+        inverse = torch.div(torch.ones_like(scale), scale)
+    else:
+        inverse = torch.div(largest, amax)
+    zero = amax == 0
+    scale = scale.masked_fill(zero, 1.0)
+    inverse = inverse.masked_fill(zero, 1.0).clamp_max(_FLOAT32_MAX)
+    bad = ~amax.isfinite()
+    return scale.masked_fill_(bad, torch.nan), inverse.masked_fill_(bad, torch.nan)
+
+
+def _bf16_rounded(x: Tensor) -> Tensor:
+    """A new float32 tensor of `x` rounded to BF16."""
+    return x.float() if x.dtype == torch.bfloat16 else x.to(torch.bfloat16).float()
+
+
+def _quantized_values(blocks: Tensor, dim: tuple[int, ...], power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """Values on the E4M3 grid, in `blocks`' shape, and the scale with `dim` reduced away. `blocks` is overwritten."""
+    amax = blocks.abs().amax(dim, keepdim=True)
+    scale, inverse = scale_and_inverse(amax, power_of_two)
+    blocks.mul_(inverse).clamp_(-E4M3_MAX, E4M3_MAX)
+    return round_to_e4m3(blocks), scale.squeeze(dim)
+
+
+def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
+    """A float32 copy of BF16-rounded `x`, with zeros up to the next multiples of `rows` and `columns`."""
+    extra_rows, extra_columns = -x.shape[0] % rows, -x.shape[1] % columns
+    if extra_rows or extra_columns:
+        return F.pad(_bf16_rounded(x), (0, extra_columns, 0, extra_rows))
+    return _bf16_rounded(x).contiguous()
+
+
+# ---------------------------------------------------------------- activation: 1 x 128 along K
+
+
+def quantize_activation_values(x_MK: Tensor, power_of_two: bool = False) -> Quantized:
+    """As `quantize_activation_reference`, with the codes' values in float32."""
+    rows, columns = x_MK.shape
+    blocks = _padded(x_MK, 1, BLOCK).view(rows, -1, BLOCK)
+    values, scale = _quantized_values(blocks, (2,), power_of_two)
+    return Quantized(values.view(rows, blocks.shape[1] * BLOCK)[:, :columns], scale)
+
+
+def quantize_activation_reference(x_MK: Tensor, power_of_two: bool = False) -> Quantized:
+    """[M, K] -> codes [M, K] E4M3, scale [M, ceil(K/128)] float32."""
+    values, scale = quantize_activation_values(x_MK, power_of_two)
+    return Quantized(encode_e4m3(values).contiguous(), scale)
+
+
+# ---------------------------------------------------------------- weight: 128 x 128
+
+
+def quantize_weight_reference(w_NK: Tensor, power_of_two: bool = False, name: str = "weight") -> Quantized:
+    """[N, K] -> codes [N, K] E4M3, scale [ceil(N/128), ceil(K/128)] float32.
+
+    Raises ValueError naming the tensor when it holds a non-finite value.
+    """
+    check_finite(w_NK, name)
+    rows, columns = w_NK.shape
+    padded = _padded(w_NK, BLOCK, BLOCK)
+    blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+    values, scale = _quantized_values(blocks, (1, 3), power_of_two)
+    return Quantized(encode_e4m3(values.view(padded.shape)[:rows, :columns]).contiguous(), scale)
+
+
+def check_finite(x: Tensor, name: str) -> None:
+    """Raises ValueError naming the tensor, with the count and the first place of a non-finite value. Reads the host."""
+    bad = int(non_finite_count(x))
+    if bad:
+        first = tuple(int(i) for i in (~x.isfinite()).nonzero()[0])
+        raise ValueError(f"{name}: {bad} non-finite value(s), the first at {first}; FP8 needs finite weights")
+
+
+def non_finite_count(x: Tensor) -> Tensor:
+    """How many elements are NaN or infinite: an int64 scalar on x's device, without a host read."""
+    return (~x.isfinite()).sum()
+
+
+# ---------------------------------------------------------------- tokens: 128 x 1, the operand of wgrad
+
+
+def quantize_tokens_values(x_TK: Tensor, power_of_two: bool = False) -> Quantized:
+    """As `quantize_tokens_reference`, with the codes' values in float32, a transposed view of [T', K]."""
+    padded = _padded(x_TK, BLOCK, 1)
+    blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1])
+    values, scale = _quantized_values(blocks, (1,), power_of_two)
+    return Quantized(values.view(padded.shape).t(), scale.t())
+
+
+def quantize_tokens_reference(x_TK: Tensor, power_of_two: bool = False) -> Quantized:
+    """[T, K] -> codes [K, T'] E4M3, scale [K, T'/128] float32; T' is T padded with zeros to a multiple of 128."""
+    values, scale = quantize_tokens_values(x_TK, power_of_two)
+    return Quantized(encode_e4m3(values).contiguous(), scale.contiguous())
+
+
+# ---------------------------------------------------------------- KV cache
+
+
+def quantize_kv_per_head(x_TKD: Tensor, scale_K: Tensor) -> Quantized:
+    """[T, K, D] with one given scale per head: code = e4m3(clamp(x * (1 / scale))). Values past 448 saturate."""
+    inverse_K = torch.div(torch.ones_like(scale_K), scale_K)
+    x = _bf16_rounded(x_TKD) * inverse_K[None, :, None]
+    return Quantized(encode_e4m3(x.clamp(-E4M3_MAX, E4M3_MAX)), scale_K)
+
+
+def quantize_kv_per_token(x_TKD: Tensor) -> Quantized:
+    """[T, K, D] -> codes [T, K, D], scale [T, K]: one scale per token and head, by the rule of every block."""
+    x = _bf16_rounded(x_TKD)
+    scale, inverse = scale_and_inverse(x.abs().amax(2))
+    return Quantized(encode_e4m3((x * inverse[:, :, None]).clamp(-E4M3_MAX, E4M3_MAX)), scale)
+
+
+# ---------------------------------------------------------------- back to float32
+
+
+def dequantize(q: Quantized, block: tuple[int, int]) -> Tensor:
+    """`code * scale` in float32 for 2-D codes; `block` is (1, 128) for activations and tokens, (128, 128) for weights."""
+    rows, columns = q.codes.shape
+    scale = q.scale
+    for dim, size in enumerate(block):
+        if size > 1:
+            scale = scale.repeat_interleave(size, dim)
+    return decode_e4m3(q.codes) * scale[:rows, :columns]
+
+
+def dequantize_activation(q: Quantized) -> Tensor:
+    """[M, K] float32 (also the wgrad operand, [K, T'])."""
+    return dequantize(q, (1, BLOCK))
+
+
+def dequantize_weight(q: Quantized) -> Tensor:
+    """[N, K] float32."""
+    return dequantize(q, (BLOCK, BLOCK))

@@ -1,0 +1,239 @@
+"""The two linears of the house: `Linear` in the model's dtype and `Float8Linear` in block-scaled FP8. Both sides use them.
+
+`Float8Linear` is one autograd Function with three GEMMs (fp8/gemm.py):
+
+    forward   y[M, N]  = q(x)[M, K]   w8[N, K]^T     x quantised 1x128 along K, on the fly
+    dgrad     dx[M, K] = q(dy)[M, N]  w8[N, K]       dy quantised 1x128 along N; the very codes of forward, transposed
+    wgrad     dw[N, K] = qt(dy)[N, M] qt(x)[K, M]^T  both quantised again in blocks of 128 tokens
+
+The weight is quantised **once per optimizer step**, by `requantize()`, from its BF16 rounding, into the buffers `codes` and
+`scale`; forward never quantises it. The engine reads the same buffers, so trainer and engine multiply by the same
+bytes. Whether the codes are those of the present weight is judged by the tensor's version counter, which every in-place
+change through autograd-visible operations bumps (an optimizer's step, `copy_` under no_grad; not writes through `.data`):
+forward refuses stale codes instead of training on last step's.
+
+An engine's copy has no `weight` (`drop_weight()`): it only reads `codes` and `scale`, whoever writes them. Until they are
+written `scale` is NaN, so a forgotten publish shows at the first token.
+
+Saved for backward: the input in BF16, not its codes. Forward's codes have their blocks along K and wgrad needs them along
+tokens, so codes would mean a second quantisation in forward, thrown away and redone wherever activations are
+recomputed; and the BF16 input is one tensor that the neighbours (norm, SiLU·mul) keep alive anyway. Price: one byte more
+per element where they do not.
+
+Layouts on Hopper: `codes` [N, K] row-major serves forward; dgrad's operand must be row-major [K, N], so `requantize`
+also fills a transposed copy, made on first use (an engine's copy never has one). Emulated, a float64 copy of the codes'
+values is kept beside them and renewed when the codes' version counter moves: decoding costs more than a small GEMM.
+
+Order of rounding, the same for trainer and engine because it is the same module. CPU: accumulate, add the bias in
+float32, round to the output dtype once. CUDA: cuBLAS rounds to BF16, then the bias is added in BF16. CPU forwards accumulate
+in float64 (`Linear`) or exactly (`Float8Linear` emulated), so a row's bits do not depend on the batch, the
+number of threads or the padding. Backward makes no such promise and runs in float32.
+
+Legend: M tokens, N out_features, K in_features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from octetrl.fp8.format import BLOCK, E4M3, decode_e4m3
+from octetrl.fp8.gemm import BackendName, fp8_gemm_dgrad, fp8_gemm_nt, fp8_gemm_wgrad, transposed
+from octetrl.fp8.quantize import Quantized, quantize_activation_values, quantize_tokens_values
+from octetrl.kernels.quantize_activation import quantize_activation
+from octetrl.kernels.quantize_tokens import quantize_tokens
+from octetrl.kernels.quantize_weight import quantize_weight
+
+_ACTIVATION_QUANTIZERS: dict[BackendName, Callable[[Tensor, bool], Quantized]] = {
+    "scaled_mm": quantize_activation,
+    "emulated": quantize_activation_values,
+}
+_TOKEN_QUANTIZERS: dict[BackendName, Callable[[Tensor, bool], Quantized]] = {
+    "scaled_mm": quantize_tokens,
+    "emulated": quantize_tokens_values,
+}
+
+
+class Linear(nn.Module):
+    """y = x W^T + b in `dtype`. weight [N, K], bias [N] or None; x [..., K]."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(_initial_weight(out_features, in_features, dtype, device))
+        self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type != "cpu":
+            return F.linear(x, self.weight, self.bias)
+        y_MN = _LinearFunction.apply(x.reshape(-1, self.in_features), self.weight, self.bias)
+        return y_MN.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}, {self.weight.dtype}"
+
+
+class _LinearFunction(torch.autograd.Function):
+    """CPU only. Forward accumulates in float64 and rounds to float32, adds the bias, rounds; backward in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x_MK, weight_NK)
+        y_MN = (x_MK.double() @ weight_NK.double().t()).float()
+        if bias_N is not None:
+            y_MN += bias_N
+        return y_MN.to(x_MK.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
+        x_MK, weight_NK = ctx.saved_tensors
+        need_x, need_weight, need_bias = ctx.needs_input_grad
+        dy_MN = dy_MN.float()
+        dx_MK = (dy_MN @ weight_NK.float()).to(x_MK.dtype) if need_x else None
+        dweight_NK = (dy_MN.t() @ x_MK.float()).to(weight_NK.dtype) if need_weight else None
+        return dx_MK, dweight_NK, dy_MN.sum(0) if need_bias else None
+
+
+class Float8Linear(nn.Module):
+    """y = x W^T + b with FP8 operands. x [..., K]; `weight` [N, K] in `dtype`; `codes` and `scale` are what is multiplied.
+
+    `backend` is `choose_backend(device, emulate)`. Call `requantize()` after every change of `weight`.
+    """
+
+    codes: Tensor  # E4M3 [N, K]
+    scale: Tensor  # float32 [ceil(N/128), ceil(K/128)]
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        backend: BackendName = "emulated",
+        power_of_two: bool = False,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.backend: BackendName = backend
+        self.power_of_two = power_of_two
+        self.weight: nn.Parameter | None
+        self.weight = nn.Parameter(_initial_weight(out_features, in_features, dtype, device))
+        self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
+        blocks = (-(-out_features // BLOCK), -(-in_features // BLOCK))
+        codes = torch.zeros(out_features, in_features, dtype=E4M3, device=device)
+        self.register_buffer("codes", codes, persistent=False)
+        self.register_buffer("scale", torch.full(blocks, torch.nan, device=device), persistent=False)
+        self._quantized_version: int | None = None
+        self._codes_transposed: Tensor | None = None
+        self._decoded: tuple[tuple[int, int], Tensor] | None = None
+
+    @property
+    def quantized(self) -> Quantized:
+        """What every GEMM multiplies by, and what is published: the live buffers, not a copy."""
+        assert self.codes.dtype == E4M3 and self.scale.dtype == torch.float32, (
+            "Float8Linear was cast as a whole (module.to(dtype)): cast its weight instead"
+        )
+        return Quantized(self.codes, self.scale)
+
+    @torch.no_grad()
+    def requantize(self, name: str = "weight") -> None:
+        """Quantises `weight` into `codes` and `scale`, in place. Raises ValueError, naming `name`, if it is not finite."""
+        assert self.weight is not None, "an engine's copy has no weight to quantise"
+        quantize_weight(self.weight.detach(), self.power_of_two, name=name, out=self.quantized)
+        self._quantized_version = self.weight._version
+        if self._codes_transposed is not None:
+            self._codes_transposed.copy_(self.codes.t())
+
+    def drop_weight(self) -> None:
+        """Makes this the engine's copy: codes and scales only, no gradients, nothing to go stale."""
+        self.weight = None
+        self._codes_transposed = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight is not None and self.weight._version != self._quantized_version:
+            was = "never quantised" if self._quantized_version is None else "changed since requantize()"
+            raise RuntimeError(f"Float8Linear: the weight was {was}; its FP8 codes are stale: call requantize()")
+        x_MK = x.reshape(-1, self.in_features)
+        y_MN = Float8LinearFunction.apply(x_MK, self.weight, self.bias, self)
+        return y_MN.view(*x.shape[:-1], self.out_features)
+
+    def forward_operand(self) -> Quantized:
+        """The weight as forward's GEMM wants it."""
+        return Quantized(self._codes_or_values(), self.quantized.scale)
+
+    def dgrad_operand(self) -> Quantized:
+        """The weight as dgrad's GEMM wants it: the same codes, transposed."""
+        if self.backend == "emulated":
+            return transposed(self.forward_operand())
+        if self._codes_transposed is None:
+            self._codes_transposed = self.codes.t().contiguous()
+        return Quantized(self._codes_transposed, self.scale.t())
+
+    def _codes_or_values(self) -> Tensor:
+        if self.backend != "emulated":
+            return self.codes
+        version = (self.codes.data_ptr(), self.codes._version)
+        if self._decoded is None or self._decoded[0] != version:
+            self._decoded = version, decode_e4m3(self.codes, torch.float64)
+        return self._decoded[1]
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}, backend={self.backend}"
+
+
+class Float8LinearFunction(torch.autograd.Function):
+    """The three GEMMs of `Float8Linear`; the module's docstring tells what is quantised when and what is saved."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_MK: Tensor, weight_NK: Tensor | None, bias_N: Tensor | None, linear: Float8Linear
+    ) -> Tensor:
+        # The weight is saved only so that autograd notices if it changes between forward and backward.
+        ctx.save_for_backward(x_MK, weight_NK)
+        ctx.linear = linear
+        x8 = _ACTIVATION_QUANTIZERS[linear.backend](x_MK, linear.power_of_two)
+        w8 = linear.forward_operand()
+        if linear.backend == "scaled_mm":
+            y_MN = fp8_gemm_nt(x8, w8, "scaled_mm", x_MK.dtype)
+            return y_MN if bias_N is None else y_MN + bias_N
+        y_MN = fp8_gemm_nt(x8, w8, "emulated", torch.float32 if bias_N is not None else x_MK.dtype)
+        return y_MN if bias_N is None else y_MN.add_(bias_N).to(x_MK.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
+        x_MK, weight_NK = ctx.saved_tensors
+        linear: Float8Linear = ctx.linear
+        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+        dx_MK = dweight_NK = dbias_N = None
+        if need_x:
+            dy8 = _ACTIVATION_QUANTIZERS[linear.backend](dy_MN, linear.power_of_two)
+            dx_MK = fp8_gemm_dgrad(dy8, linear.dgrad_operand(), linear.backend, x_MK.dtype)
+        if need_weight:
+            quantize = _TOKEN_QUANTIZERS[linear.backend]
+            dy8_NT, x8_KT = quantize(dy_MN, linear.power_of_two), quantize(x_MK, linear.power_of_two)
+            dweight_NK = fp8_gemm_wgrad(dy8_NT, x8_KT, linear.backend, weight_NK.dtype)
+        if need_bias:
+            dbias_N = dy_MN.float().sum(0)
+        return dx_MK, dweight_NK, dbias_N, None
+
+
+def _initial_weight(
+    out_features: int, in_features: int, dtype: torch.dtype, device: torch.device | str | None
+) -> Tensor:
+    """Normal with standard deviation 1/sqrt(in_features); a loaded checkpoint overwrites it."""
+    weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
+    return weight.normal_(std=1.0 / math.sqrt(in_features))
