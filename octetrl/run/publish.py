@@ -21,15 +21,24 @@ from octetrl.models.decoder import Decoder
 
 
 def share_weights(engine_model: Decoder, trainer_model: Decoder) -> None:
-    """Make every tensor of `engine_model` the trainer's own, but for codes that only the engine has."""
+    """Make every tensor of `engine_model`, which may have been built on the meta device, the trainer's own.
+
+    A linear that is FP8 on both sides keeps no weight in the engine, only the trainer's codes; one that is FP8 in the
+    rollout alone gets codes of its own beside the trainer's weight.
+    """
     trainer_modules = dict(trainer_model.named_modules())
     for name, module in engine_model.named_modules():
         theirs = trainer_modules[name]
-        for key, parameter in list(module._parameters.items()):
-            if parameter is not None:
-                module._parameters[key] = theirs._parameters[key]
-        if isinstance(module, Float8Linear) and isinstance(theirs, Float8Linear):
-            module.share_codes(theirs)
+        for key in module._parameters:
+            module._parameters[key] = theirs._parameters[key]
+        if isinstance(module, Float8Linear) and not isinstance(theirs, Float8Linear):
+            module.codes = torch.zeros_like(module.codes, device=theirs.weight.device)
+            module.scale = torch.full_like(module.scale, torch.nan, device=theirs.weight.device)
+            continue
+        for key in module._buffers:
+            module._buffers[key] = theirs._buffers[key]
+        if isinstance(module, Float8Linear):
+            module.drop_weight()
 
 
 def quantize_for_engine(engine_model: Decoder, trainer_model: Decoder) -> None:
@@ -37,7 +46,7 @@ def quantize_for_engine(engine_model: Decoder, trainer_model: Decoder) -> None:
     trainer_modules = dict(trainer_model.named_modules())
     for name, module in engine_model.float8_linears():
         if isinstance(trainer_modules[name], Linear):
-            module.requantize()
+            module.requantize(name)
 
 
 def verify_weights(engine_model: Decoder, trainer_model: Decoder, version: int) -> str:
