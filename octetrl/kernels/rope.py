@@ -1,0 +1,102 @@
+"""Rotary position embedding, rotate-half as in Hugging Face: element r of a head is paired with element r + D/2.
+
+    y[r]       = x[r] * cos[r] - x[r + D/2] * sin[r]
+    y[r + D/2] = x[r + D/2] * cos[r] + x[r] * sin[r]
+
+cos and sin are float32 (layers/rotary.py makes them in float64, once); products and sum are float32, each rounded by
+itself (no FMA), and the result is rounded once to x's dtype: transformers rounds cos and sin to BF16 first and so
+loses positions beyond 256 that we keep. Nothing is reduced, so CPU and GPU give the same bits. The backward is the
+rotation by the opposite angle. x may be a view into the fused QKV output: only its last axis must be contiguous.
+
+T tokens, H heads, D head size, R = D/2 rotation planes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _rope_kernel(
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    y_ptr,
+    num_heads,
+    stride_token,
+    stride_head,
+    SIGN: tl.constexpr,
+    PLANES: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head_H = tl.arange(0, BLOCK_H)
+    plane_R = tl.arange(0, BLOCK_R)
+    inside_R = plane_R < PLANES
+    inside_HR = (head_H < num_heads)[:, None] & inside_R[None, :]
+    cos_R = tl.load(cos_ptr + token * PLANES + plane_R, mask=inside_R, other=0.0)
+    sin_R = tl.load(sin_ptr + token * PLANES + plane_R, mask=inside_R, other=0.0) * SIGN
+    source_HR = x_ptr + token * stride_token + head_H[:, None] * stride_head + plane_R[None, :]
+    first_HR = tl.load(source_HR, mask=inside_HR, other=0.0).to(tl.float32)
+    second_HR = tl.load(source_HR + PLANES, mask=inside_HR, other=0.0).to(tl.float32)
+    dtype = y_ptr.dtype.element_ty
+    target_HR = y_ptr + (token * num_heads + head_H[:, None]) * (2 * PLANES) + plane_R[None, :]
+    tl.store(target_HR, (first_HR * cos_R[None, :] - second_HR * sin_R[None, :]).to(dtype), mask=inside_HR)
+    tl.store(target_HR + PLANES, (second_HR * cos_R[None, :] + first_HR * sin_R[None, :]).to(dtype), mask=inside_HR)
+
+
+def rope_triton(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, sign: int) -> Tensor:
+    """The kernel's launcher; sign -1 rotates back. Returns a contiguous tensor like x."""
+    num_tokens, num_heads, head_size = x_THD.shape
+    assert x_THD.stride(2) == 1, f"rope: last axis has stride {x_THD.stride(2)}, must be 1"
+    assert cos_TR.is_contiguous() and sin_TR.is_contiguous(), "rope: cos and sin must be contiguous"
+    y_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
+    if num_tokens == 0:
+        return y_THD
+    options = {"enable_fp_fusion": False} if x_THD.is_cuda else {}
+    _rope_kernel[(num_tokens,)](
+        x_THD, cos_TR, sin_TR, y_THD, num_heads, x_THD.stride(0), x_THD.stride(1), SIGN=sign, PLANES=head_size // 2,
+        BLOCK_H=triton.next_power_of_2(num_heads), BLOCK_R=triton.next_power_of_2(head_size // 2), **options,
+    )  # fmt: skip
+    return y_THD
+
+
+def rope_reference(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, sign: int = 1) -> Tensor:
+    """The same in plain torch, the same bits."""
+    first_THR, second_THR = x_THD.float().chunk(2, dim=-1)
+    cos_T1R, sin_T1R = cos_TR.unsqueeze(1), (sin_TR * sign).unsqueeze(1)
+    rotated = (first_THR * cos_T1R - second_THR * sin_T1R, second_THR * cos_T1R + first_THR * sin_T1R)
+    return torch.cat(rotated, dim=-1).to(x_THD.dtype)
+
+
+def _rotate(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, sign: int) -> Tensor:
+    if x_THD.is_cuda:
+        return rope_triton(x_THD, cos_TR, sin_TR, sign)
+    return rope_reference(x_THD, cos_TR, sin_TR, sign)
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_TR, sin_TR)
+        return _rotate(x_THD, cos_TR, sin_TR, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos_TR, sin_TR = ctx.saved_tensors
+        return _rotate(grads[0].contiguous(), cos_TR, sin_TR, -1), None, None
+
+
+def rope(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    """Rotates each head by its token's angles; differentiable in x.
+
+    x_THD: BF16 or float32, D even, last axis contiguous. cos_TR, sin_TR: float32, contiguous. Returns x's shape and dtype.
+    """
+    assert cos_TR.shape == (x_THD.shape[0], x_THD.shape[2] // 2), f"rope: x {x_THD.shape}, cos {cos_TR.shape}"
+    return _Rope.apply(x_THD, cos_TR, sin_TR)  # type: ignore[no-any-return]

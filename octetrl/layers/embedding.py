@@ -1,0 +1,45 @@
+"""Token embedding: a row of a matrix for each token.
+
+Its gradient adds up the rows of equal tokens. That sum is taken in float32 and rounded once: in BF16, torch's choice
+on a CPU, a token that occurs thousands of times would stop growing. On a GPU torch's own kernel sorts the tokens first, so
+the sum is the same every time; `index_add_` there is atomic and is not.
+
+T tokens, V vocabulary, E hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class _Embed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight_VE: Tensor, token_ids_T: Tensor) -> Tensor:
+        ctx.save_for_backward(token_ids_T)
+        ctx.vocab_size, ctx.dtype = weight_VE.shape[0], weight_VE.dtype
+        return weight_VE.index_select(0, token_ids_T)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (token_ids_T,) = ctx.saved_tensors
+        grad_TE = grads[0].float()
+        if grad_TE.is_cuda:
+            grad_VE = torch.ops.aten.embedding_dense_backward(grad_TE, token_ids_T, ctx.vocab_size, -1, False)
+        else:
+            grad_VE = grad_TE.new_zeros(ctx.vocab_size, grad_TE.shape[1]).index_add_(0, token_ids_T, grad_TE)
+        return grad_VE.to(ctx.dtype), None
+
+
+class Embedding(nn.Module):
+    """weight [V, E]; tied models use it as lm_head too."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=dtype, device=device))
+
+    def forward(self, token_ids_T: Tensor) -> Tensor:
+        """token_ids_T: int64 in [0, V). Returns [T, E]."""
+        return _Embed.apply(self.weight, token_ids_T)  # type: ignore[no-any-return]

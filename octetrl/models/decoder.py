@@ -1,0 +1,176 @@
+"""The decoder: Llama 3, Qwen2.5 and Qwen3 are this one model with a spec, for the trainer and for the engine.
+
+    hidden = embedding[token]
+    hidden = hidden + attention(norm(hidden));  hidden = hidden + mlp(norm(hidden))      each layer
+    hidden = norm(hidden);  logits = hidden @ lm_head^T                                   float32, only for rows asked for
+
+Which linears are FP8 is the policy's word for this side (fp8/policy.py); everything else is `dtype`, the residual
+stream included. Projections that share an input are fused, in the order q, k, v and gate, up; models/hf_weights.py
+splits them at the border. A 128 x 128 weight block may therefore span the border of q and k: both sides have the same.
+
+T tokens, N rows asked for, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from octetrl.config.spec import ModelSpec
+from octetrl.fp8.gemm import BackendName
+from octetrl.fp8.policy import PrecisionPolicy, Side
+from octetrl.kernels.linear_logprobs import linear_logprobs, lm_head_logits
+from octetrl.layers.attention import Attention
+from octetrl.layers.context import Context
+from octetrl.layers.embedding import Embedding
+from octetrl.layers.linear import Float8Linear, Linear
+from octetrl.layers.lm_head import LmHead
+from octetrl.layers.mlp import MLP
+from octetrl.layers.norm import RMSNorm
+from octetrl.layers.rotary import Rotary, RotaryTable
+
+INIT_STD = 0.02
+
+
+class DecoderLayer(nn.Module):
+    """One layer, pre-norm, residual around each half."""
+
+    def __init__(self, attention: Attention, mlp: MLP, attention_norm: RMSNorm, mlp_norm: RMSNorm) -> None:
+        super().__init__()
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+
+    def forward(self, hidden_TE: Tensor, rotary: Rotary, context: Context) -> Tensor:
+        hidden_TE = hidden_TE + self.attention(self.attention_norm(hidden_TE), rotary, context)
+        return hidden_TE + self.mlp(self.mlp_norm(hidden_TE))
+
+
+RunLayer = Callable[[DecoderLayer, Tensor, Rotary, Context], Tensor]
+
+
+class Decoder(nn.Module):
+    """A dense decoder of `spec`, with the formats that `policy` gives this `side`.
+
+    Weights are undefined until `random_init` or `hf_weights.load_weights`. After any change of a weight that is FP8
+    here, call `requantize()`; forward refuses stale codes.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        policy: PrecisionPolicy,
+        side: Side,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+        backend: BackendName = "emulated",
+    ) -> None:
+        super().__init__()
+        self.spec, self.policy, self.side, self.dtype, self.backend = spec, policy, side, dtype, backend
+        place = {"dtype": dtype, "device": device}
+        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, **place)
+        self.rotary = RotaryTable(
+            spec.head_size, spec.rope_theta, spec.rope_scaling, spec.max_positions, device=device
+        )
+        self.layers = nn.ModuleList(self._layer(index, device) for index in range(spec.num_layers))
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, **place)
+        self.lm_head = None if spec.tied_embeddings else LmHead(spec.vocab_size, spec.hidden_size, **place)
+
+    def _layer(self, index: int, device: torch.device | str) -> DecoderLayer:
+        spec = self.spec
+
+        def linear(name: str, in_features: int, out_features: int, bias: bool = False) -> nn.Module:
+            if self.policy.format_of(f"layers.{index}.{name}", self.side) == "bf16":
+                return Linear(in_features, out_features, bias, dtype=self.dtype, device=device)
+            return Float8Linear(
+                in_features,
+                out_features,
+                bias,
+                dtype=self.dtype,
+                device=device,
+                backend=self.backend,
+                power_of_two=self.policy.power_of_two,
+            )
+
+        def norm() -> RMSNorm:
+            return RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype=self.dtype, device=device)
+
+        attention = Attention(
+            spec,
+            index,
+            linear("attention.qkv_proj", spec.hidden_size, spec.q_size + 2 * spec.kv_size, spec.qkv_bias),
+            linear("attention.o_proj", spec.q_size, spec.hidden_size),
+            quantize_k=self.policy.k_cache == "fp8",
+            dtype=self.dtype,
+            device=device,
+        )
+        mlp = MLP(
+            linear("mlp.gate_up_proj", spec.hidden_size, 2 * spec.intermediate_size),
+            linear("mlp.down_proj", spec.intermediate_size, spec.hidden_size),
+        )
+        return DecoderLayer(attention, mlp, norm(), norm())
+
+    def forward(
+        self, token_ids_T: Tensor, positions_T: Tensor, context: Context, run_layer: RunLayer | None = None
+    ) -> Tensor:
+        """Hidden states [T, E] after the final norm. token_ids_T and positions_T: int64.
+
+        `run_layer(layer, hidden_TE, rotary, context)`, where given, calls each layer in the caller's way (activation
+        checkpointing).
+        """
+        hidden_TE = self.embedding(token_ids_T)
+        rotary = self.rotary(positions_T)
+        for layer in self.layers:
+            if run_layer is None:
+                hidden_TE = layer(hidden_TE, rotary, context)
+            else:
+                hidden_TE = run_layer(layer, hidden_TE, rotary, context)
+        normed_TE: Tensor = self.norm(hidden_TE)
+        return normed_TE
+
+    @property
+    def lm_head_weight(self) -> nn.Parameter:
+        """[V, E]; the embedding's own when tied."""
+        return self.embedding.weight if self.lm_head is None else self.lm_head.weight
+
+    def logits(self, hidden_NE: Tensor) -> Tensor:
+        """float32 [N, V], not differentiable: for sampling."""
+        return lm_head_logits(hidden_NE.detach(), self.lm_head_weight.detach())
+
+    def logprobs(
+        self, hidden_NE: Tensor, targets_N: Tensor, temperature: float = 1.0, chunk: int = 1024
+    ) -> tuple[Tensor, Tensor]:
+        """Log-prob of each target and entropy, float32 [N], differentiable; see kernels/linear_logprobs.py."""
+        return linear_logprobs(hidden_NE, self.lm_head_weight, targets_N, temperature, chunk)
+
+    def float8_linears(self) -> Iterator[tuple[str, Float8Linear]]:
+        """Every FP8 linear of this side with its name, in the order of the layers."""
+        for name, module in self.named_modules():
+            if isinstance(module, Float8Linear):
+                yield name, module
+
+    def requantize(self) -> None:
+        """Quantises every FP8 weight once, in place. ValueError names a weight that is not finite."""
+        for name, module in self.float8_linears():
+            module.requantize(f"{name}.weight")
+
+    @torch.no_grad()
+    def random_init(self, seed: int) -> None:
+        """Normal weights (std 0.02), norms one, biases zero, then `requantize`.
+
+        Each tensor is drawn on the CPU from (seed, its name), so neither device, dtype's rounding aside, nor the order
+        or presence of other tensors matters.
+        """
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+                continue
+            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+            parameter.copy_(torch.empty(parameter.shape).normal_(std=INIT_STD, generator=generator))
+        self.requantize()

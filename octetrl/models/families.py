@@ -1,0 +1,220 @@
+"""Hugging Face `config.json` -> ModelSpec and back. Torch-free, so that `octetrl check` needs no model library.
+
+Three architectures are one decoder: LlamaForCausalLM (3.x), Qwen2ForCausalLM (2 and 2.5) and Qwen3ForCausalLM. Whatever a
+config asks for that this decoder doesn't do (another activation, a sliding window in use, another kind of RoPE scaling)
+is refused by name: a model that runs with the wrong numbers is worse than one that doesn't.
+
+Both spellings are read: transformers 4 (`rope_theta` and `rope_scaling` at the top) and 5 (both in `rope_parameters`). The
+older one is written, because every reader knows it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from octetrl.config.errors import UserError, nearest
+from octetrl.config.spec import ModelSpec, RopeScaling
+
+FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+ARCHITECTURES = {family: architecture for architecture, family in FAMILIES.items()}
+DEFAULT_ROPE_THETA = {"llama": 10_000.0, "qwen2": 10_000.0, "qwen3": 10_000.0}
+DEFAULT_MAX_POSITIONS = {"llama": 2_048, "qwen2": 32_768, "qwen3": 32_768}
+
+
+def load_spec(folder: str | Path) -> ModelSpec:
+    """The spec of a model folder: config.json, and generation_config.json for the end-of-text tokens where it exists.
+
+    UserError: no folder, no config.json, not JSON, or a model that is not supported.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"model folder '{folder}' does not exist; give a Hugging Face folder with config.json")
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"model folder '{folder}' has no config.json; give a Hugging Face folder, as export writes it")
+    config = _read_json(path)
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        eos = _read_json(generation).get("eos_token_id")
+        config = config if eos is None else {**config, "eos_token_id": eos}
+    try:
+        return spec_from_config(config)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid JSON ({error}); fetch or export the model again") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds a JSON {type(content).__name__}, an object is needed; fetch the model again")
+    return content
+
+
+def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
+    """The spec of a config.json's content. UserError, one line, when this decoder can't run the model."""
+    family = _family(config)
+    _refuse_what_we_lack(config, family)
+    heads = _positive_int(config, "num_attention_heads")
+    hidden_size = _positive_int(config, "hidden_size")
+    rope = _rope_parameters(config)
+    spec = ModelSpec(
+        family=family,
+        num_layers=_positive_int(config, "num_hidden_layers"),
+        hidden_size=hidden_size,
+        intermediate_size=_positive_int(config, "intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=_positive_int(config, "num_key_value_heads", heads),
+        head_size=_positive_int(config, "head_dim", 128 if family == "qwen3" else hidden_size // heads),
+        vocab_size=_positive_int(config, "vocab_size"),
+        max_positions=_positive_int(config, "max_position_embeddings", DEFAULT_MAX_POSITIONS[family]),
+        rms_norm_eps=_positive_float(config, "rms_norm_eps", 1e-6),
+        rope_theta=_positive_float(rope, "rope_theta", DEFAULT_ROPE_THETA[family]),
+        rope_scaling=_rope_scaling(rope),
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        eos_token_ids=_token_ids(config, "eos_token_id"),
+        bos_token_id=next(iter(_token_ids(config, "bos_token_id")), None),
+    )
+    if spec.num_heads % spec.num_kv_heads:
+        raise UserError(
+            f"num_attention_heads {spec.num_heads} is not a multiple of num_key_value_heads {spec.num_kv_heads};"
+            f" correct the config"
+        )
+    if spec.head_size % 2:
+        raise UserError(f"head_dim {spec.head_size} is odd, rotary embedding needs pairs; correct the config")
+    return spec
+
+
+def hf_config(spec: ModelSpec, dtype: str = "bfloat16") -> dict[str, Any]:
+    """The config.json of an export: `spec_from_config` of it gives `spec` again, and transformers 4 and 5 read it."""
+    config: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[spec.family]],
+        "model_type": spec.family,
+        "num_hidden_layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_size,
+        "vocab_size": spec.vocab_size,
+        "max_position_embeddings": spec.max_positions,
+        "rms_norm_eps": spec.rms_norm_eps,
+        "rope_theta": spec.rope_theta,
+        "rope_scaling": None,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": spec.tied_embeddings,
+        "bos_token_id": spec.bos_token_id,
+        "eos_token_id": _eos_field(spec),
+        "torch_dtype": dtype,
+    }
+    if spec.rope_scaling is not None:
+        config["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": spec.rope_scaling.factor,
+            "low_freq_factor": spec.rope_scaling.low_freq_factor,
+            "high_freq_factor": spec.rope_scaling.high_freq_factor,
+            "original_max_position_embeddings": spec.rope_scaling.original_max_positions,
+        }
+    return config
+
+
+def hf_generation_config(spec: ModelSpec) -> dict[str, Any]:
+    """The generation_config.json of an export: where to begin and to stop."""
+    return {"bos_token_id": spec.bos_token_id, "eos_token_id": _eos_field(spec), "do_sample": True}
+
+
+def _eos_field(spec: ModelSpec) -> int | list[int] | None:
+    if not spec.eos_token_ids:
+        return None
+    return spec.eos_token_ids[0] if len(spec.eos_token_ids) == 1 else list(spec.eos_token_ids)
+
+
+def _family(config: Mapping[str, Any]) -> str:
+    architectures = config.get("architectures") or []
+    for architecture in architectures:
+        if architecture in FAMILIES:
+            return FAMILIES[architecture]
+    model_type = config.get("model_type")
+    if not architectures and model_type in ARCHITECTURES:
+        return str(model_type)
+    given = str(architectures[0]) if architectures else f"model_type {model_type!r}"
+    raise UserError(f"unsupported architecture {given}; supported are {', '.join(FAMILIES)}{nearest(given, FAMILIES)}")
+
+
+def _refuse_what_we_lack(config: Mapping[str, Any], family: str) -> None:
+    activation = config.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise UserError(f"hidden_act '{activation}' is not supported, only 'silu' is; use another model")
+    for key in ("attention_bias", "mlp_bias"):
+        if config.get(key):
+            raise UserError(f"{key} true is not supported for {family}; use a model without it")
+    if _uses_sliding_window(config):
+        raise UserError(
+            f"sliding window attention (sliding_window {config.get('sliding_window')}) is not supported;"
+            f" use a model with full attention in every layer"
+        )
+
+
+def _uses_sliding_window(config: Mapping[str, Any]) -> bool:
+    layer_types = config.get("layer_types")
+    if layer_types is not None:
+        return any(kind != "full_attention" for kind in layer_types)
+    if not config.get("use_sliding_window") or config.get("sliding_window") is None:
+        return False
+    return int(config.get("max_window_layers", 28)) < int(config.get("num_hidden_layers", 0))
+
+
+def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Theta and scaling in one mapping, whichever spelling they came in."""
+    merged = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    if "rope_theta" not in merged and config.get("rope_theta") is not None:
+        merged["rope_theta"] = config["rope_theta"]
+    return merged
+
+
+def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise UserError(f"RoPE type '{kind}' is not supported, only 'default' and 'llama3' are; use another model")
+    return RopeScaling(
+        factor=_positive_float(rope, "factor"),
+        low_freq_factor=_positive_float(rope, "low_freq_factor"),
+        high_freq_factor=_positive_float(rope, "high_freq_factor"),
+        original_max_positions=_positive_int(rope, "original_max_position_embeddings"),
+    )
+
+
+def _positive_int(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise UserError(f"'{key}' is {value!r}, a positive integer is needed; correct the config")
+    return value
+
+
+def _positive_float(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = config.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise UserError(f"'{key}' is {value!r}, a positive number is needed; correct the config")
+    return float(value)
+
+
+def _token_ids(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    value = config.get(key)
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(token, int) for token in values):
+        raise UserError(f"'{key}' is {value!r}, a token id or a list of them is needed; correct the config")
+    return tuple(values)
