@@ -1,10 +1,12 @@
 """The one order in which attention is summed, for rollout and training alike.
 
-A completion's log-probs are the trainer's log-probs bit for bit only if a query row meets its keys in the same order
-in all three kernels: decode (one query), chunked prefill (some queries) and the packed training forward (whole
-sequences). This file holds that order; `attention_paged.py` and `attention_packed.py` only fetch operands for it.
+A completion's log-probs are the trainer's log-probs bit for bit only if a query row meets its keys in the
+same order in all three kernels: decode (one query), chunked prefill (some queries) and the packed training
+forward (whole sequences). This file holds that order; `attention_paged.py` and `attention_packed.py` only
+fetch operands for it.
 
-For one query row, K and V codes as stored, keys in tiles of `KV_TILE` ascending from the sequence's first token:
+For one query row, K and V codes as stored, keys in tiles of `KV_TILE` ascending from the sequence's first
+token:
 
     s     = dot(q, k) * (softmax_scale * log2(e) * k_scale)     float32, masked to -inf past the query's position
     m'    = max(m, max(s)),  alpha = exp2(m - m'),  p = exp2(s - m')
@@ -12,19 +14,21 @@ For one query row, K and V codes as stored, keys in tiles of `KV_TILE` ascending
     o     = dot(round(p * v_token_scale), v, o * alpha)         float32 accumulator
     out   = o * (v_scale / l),  lse2 = m + log2(l)              lse2 is in base 2: that is what the backward needs
 
-Nothing is split, no multiply and add is contracted (every launch says `enable_fp_fusion=False`), and a tile that lies
-wholly past a row's position leaves the row's m, l and o untouched, so who shares a program with it does not matter.
+Nothing is split, no multiply and add is contracted (every launch says `enable_fp_fusion=False`), and a tile
+that lies wholly past a row's position leaves the row's m, l and o untouched, so who shares a program with it
+does not matter.
 
-Operands (`operand_dtype`): BF16 caches multiply as BF16. E4M3 codes with per-head scales multiply as float16, which
-holds every code exactly and gives P 11 bits (q must then stay under 65504). With per-token scales P carries the scale of V,
-whose range is unknown, so these multiply as bfloat16, which also holds every code exactly. float32 (CPU only, to
-compare with other implementations) rounds nowhere between.
+Operands (`operand_dtype`): BF16 caches multiply as BF16. E4M3 codes with per-head scales multiply as float16,
+which holds every code exactly and gives P 11 bits (q must then stay under 65504). With per-token scales P
+carries the scale of V, whose range is unknown, so these multiply as bfloat16, which also holds every code
+exactly. float32 (CPU only, to compare with other implementations) rounds nowhere between.
 
-The torch form below serves the CPU. It computes each sum in float64 and rounds where the kernels round, so that order,
-batch, padding and threads do not matter there; sequences of like length share one padded batch, cut into pieces that
-stay in cache. Its tiles are the kernels' tiles, cut to the longest context present.
+The torch form below serves the CPU. It computes each sum in float64 and rounds where the kernels round, so
+that order, batch, padding and threads do not matter there; sequences of like length share one padded batch,
+cut into pieces that stay in cache. Its tiles are the kernels' tiles, cut to the longest context present.
 
-T tokens, J sequences of one piece, M padded queries, S padded keys, K kv heads, G query heads per kv head, D head size.
+T tokens, J sequences of one piece, M padded queries, S padded keys, K kv heads, G query heads per kv head, D
+head size.
 """
 
 from __future__ import annotations
@@ -33,10 +37,12 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from octetrl.fp8.format import E4M3, decode_e4m3
 
 KV_TILE = 128
 LOG2E = 1.4426950408889634
@@ -54,15 +60,16 @@ def operand_dtype(kv_dtype: torch.dtype, kv_mode: KVMode) -> torch.dtype:
     return torch.float16 if kv_mode == "calibrated" else torch.bfloat16
 
 
-def head_scales(softmax_scale: float, k_scale_K: Tensor | None, num_kv_heads: int, device: torch.device) -> Tensor:
+def head_scales(
+    softmax_scale: float, k_scale_K: Tensor | None, num_kv_heads: int, device: torch.device
+) -> Tensor:
     """Multiplier of the raw scores of each kv head, base 2: float32(softmax_scale * log2 e) * k_scale."""
     base_K = torch.full((num_kv_heads,), softmax_scale * LOG2E, dtype=torch.float32, device=device)
     return base_K if k_scale_K is None else base_K * k_scale_K
 
 
-@dataclass(frozen=True)
-class Span:
-    """The queries of one sequence: rows `first_query ... + num_queries` of q; the last one sits at key `context - 1`."""
+class Span(NamedTuple):
+    """The queries of one sequence: `num_queries` rows of q from `first_query`; the last sits at key `context - 1`."""
 
     sequence: int
     first_query: int
@@ -89,7 +96,6 @@ class Piece:
     position_JM: Tensor
     valid_JM: Tensor
     key_JS: Tensor
-    context_J: Tensor
 
     def scatter(self, target: Tensor, value_JM: Tensor, first: int) -> None:
         """Write the padded query block that begins at `first` back to its token rows."""
@@ -105,41 +111,42 @@ def _round_up(length: int) -> int:
 
 
 @lru_cache(maxsize=16)
-def pieces(spans: tuple[Span, ...], heads: int, head_size: int) -> tuple[Piece, ...]:
-    """Group spans of like size into padded pieces of about `PIECE_ELEMENTS` scores or keys."""
-    ordered = sorted(
-        (s for s in spans if s.num_queries > 0), key=lambda s: (_round_up(s.context), s.num_queries, s.sequence)
-    )
-    groups: list[list[Span]] = []
-    for span in ordered:
-        rows = min(span.num_queries, QUERY_BLOCK)
-        room = PIECE_ELEMENTS // (heads * _round_up(span.context) * max(rows, head_size))
-        joins = (
-            bool(groups)
-            and len(groups[-1]) < max(1, room)
-            and _round_up(groups[-1][0].context) == _round_up(span.context)
-            and _round_up(groups[-1][0].num_queries) == _round_up(span.num_queries)
+def pieces(
+    cu_seqlens: tuple[int, ...], contexts: tuple[int, ...], heads: int, head_size: int
+) -> tuple[Piece, ...]:
+    """Group sequences of like size into padded pieces of about `PIECE_ELEMENTS` scores or keys.
+
+    Cached, since every layer of a forward asks for the same ones. Sequences without queries or keys are left
+    out.
+    """
+    spans = (
+        Span(sequence, first, end - first, context)
+        for sequence, (first, end, context) in enumerate(
+            zip(cu_seqlens[:-1], cu_seqlens[1:], contexts, strict=True)
         )
-        if joins:
-            groups[-1].append(span)
-        else:
-            groups.append([span])
-    return tuple(_piece(group) for group in groups)
+        if end > first and context > 0
+    )
+    groups: dict[tuple[int, int], list[list[Span]]] = {}
+    for span in sorted(spans, key=lambda s: (s.context, s.num_queries)):
+        size = (_round_up(span.context), _round_up(span.num_queries))
+        members = groups.setdefault(size, [[]])
+        room = PIECE_ELEMENTS // (heads * size[0] * max(min(size[1], QUERY_BLOCK), head_size))
+        if len(members[-1]) >= max(1, room):
+            members.append([])
+        members[-1].append(span)
+    return tuple(_piece(group) for members in groups.values() for group in members)
 
 
 def _piece(group: list[Span]) -> Piece:
-    first_J1 = torch.tensor([[s.first_query] for s in group])
-    count_J1 = torch.tensor([[s.num_queries] for s in group])
-    context_J1 = torch.tensor([[s.context] for s in group])
-    row_1M = torch.arange(int(count_J1.max()))[None]
-    valid_JM = row_1M < count_J1
+    sequence_J, first_J, count_J, context_J = torch.tensor(group).unbind(1)
+    row_1M = torch.arange(int(count_J.max()))[None]
+    valid_JM = row_1M < count_J[:, None]
     return Piece(
-        sequence_J=torch.tensor([s.sequence for s in group]),
-        query_JM=first_J1 + torch.minimum(row_1M, count_J1 - 1),
-        position_JM=torch.where(valid_JM, context_J1 - count_J1 + row_1M, 0),
+        sequence_J=sequence_J,
+        query_JM=first_J[:, None] + torch.minimum(row_1M, count_J[:, None] - 1),
+        position_JM=torch.where(valid_JM, (context_J - count_J)[:, None] + row_1M, 0),
         valid_JM=valid_JM,
-        key_JS=torch.minimum(torch.arange(int(context_J1.max()))[None], context_J1 - 1),
-        context_J=context_J1[:, 0],
+        key_JS=torch.minimum(torch.arange(int(context_J.max()))[None], context_J[:, None] - 1),
     )
 
 
@@ -150,19 +157,11 @@ def query_blocks(piece: Piece) -> Iterator[tuple[slice, int]]:
         yield block, int(piece.position_JM[:, block].max()) + 1
 
 
-@lru_cache(maxsize=1)
-def _code_values() -> Tensor:
-    """float64 value of each of the 256 E4M3 bytes; a table, because the cast itself is slow on a CPU."""
-    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
-
-
 def fetch(table_ND: Tensor, row: Tensor) -> Tensor:
     """Rows of a table as float64 [*row.shape, D]; E4M3 bytes become their values, NaN included."""
-    if table_ND.dtype == torch.float8_e4m3fn:
-        codes = table_ND.view(torch.uint8).index_select(0, row.reshape(-1))
-        values = _code_values().index_select(0, codes.reshape(-1).int())
-    else:
-        values = table_ND.index_select(0, row.reshape(-1)).double()
+    is_codes = table_ND.dtype == E4M3
+    rows = (table_ND.view(torch.uint8) if is_codes else table_ND).index_select(0, row.reshape(-1))
+    values = decode_e4m3(rows.view(E4M3), torch.float64) if is_codes else rows.double()
     return values.view(*row.shape, table_ND.shape[-1])
 
 
@@ -170,22 +169,23 @@ def attend_reference(
     q_THD: Tensor,
     kv: KVRows,
     rows_of: Callable[[Piece], Tensor],
-    spans: tuple[Span, ...],
+    cu_seqlens_q: tuple[int, ...],
+    contexts: tuple[int, ...],
     score_scale_K: Tensor,
     out_scale_K: Tensor | None,
     operand: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of every span over the table rows [J, K, S] that `rows_of(piece)` names.
+    """Causal attention of every sequence over the table rows [J, K, S] that `rows_of(piece)` names.
 
-    Returns out [T, H, D] in q's dtype and lse2 [T, H] float32 (base 2). Rows of q in no span give zeros.
+    Returns out [T, H, D] in q's dtype and lse2 [T, H] float32 (base 2). Rows of q in no sequence give zeros.
     """
     T, H, D = q_THD.shape
     K = score_scale_K.shape[0]
     q_rounded = q_THD.to(operand)
-    out_THD = torch.zeros_like(q_THD)
+    out_THD = torch.zeros(T, H, D, dtype=q_THD.dtype)
     lse2_TH = torch.zeros(T, H, dtype=torch.float32)
-    for piece in pieces(spans, H, D):
-        J, M = piece.query_JM.shape
+    for piece in pieces(cu_seqlens_q, contexts, H, D):
+        J = len(piece.sequence_J)
         row_JKS = rows_of(piece)
         k_NSD, v_NSD = (fetch(t, row_JKS).flatten(0, 1) for t in (kv.k_ND, kv.v_ND))
         column_N1S = score_scale_K.repeat(J)[:, None, None]
@@ -193,16 +193,17 @@ def attend_reference(
             column_N1S = kv.k_scale_N[row_JKS].flatten(0, 1)[:, None] * column_N1S
         v_scale_N1S = None if kv.v_scale_N is None else kv.v_scale_N[row_JKS].flatten(0, 1)[:, None]
         for block, num_keys in query_blocks(piece):
-            q_NRD = _fold_heads(q_rounded[piece.query_JM[:, block]], K)
-            position_NR = _fold_positions(piece.position_JM[:, block], K, H // K)
+            q_NRD = fold_heads(q_rounded[piece.query_JM[:, block]], K)
+            position_NR = fold_positions(piece.position_JM[:, block], K, H // K)
             o_NRD, m_NR, l_NR = _tiles(
                 q_NRD, k_NSD[:, :num_keys], v_NSD[:, :num_keys], position_NR, column_N1S, v_scale_N1S, operand
             )
             inverse_NR = (1.0 if out_scale_K is None else out_scale_K.repeat(J)[:, None]) / l_NR
-            out = _unfold_heads(o_NRD * inverse_NR[..., None], J, K).to(q_THD.dtype)
-            piece.scatter(out_THD, out, block.start)
+            num_queries = q_NRD.shape[1] * K // H
+            out_JMHD = unfold_heads(o_NRD * inverse_NR[..., None], J, num_queries).to(q_THD.dtype)
             lse2_NR1 = (m_NR + l_NR.double().log2().float())[..., None]
-            piece.scatter(lse2_TH, _unfold_heads(lse2_NR1, J, K)[..., 0], block.start)
+            piece.scatter(out_THD, out_JMHD, block.start)
+            piece.scatter(lse2_TH, unfold_heads(lse2_NR1, J, num_queries)[..., 0], block.start)
     return out_THD, lse2_TH
 
 
@@ -238,18 +239,19 @@ def _tiles(
     return o, m, l
 
 
-def _fold_heads(x_JMHD: Tensor, num_kv_heads: int) -> Tensor:
+def fold_heads(x_JMHD: Tensor, num_kv_heads: int) -> Tensor:
     """[J, M, H, D] -> [J * K, G * M, D]: the query heads of one kv head become rows of one matrix."""
     J, M, H, D = x_JMHD.shape
     split = x_JMHD.view(J, M, num_kv_heads, H // num_kv_heads, D)
     return split.permute(0, 2, 3, 1, 4).reshape(J * num_kv_heads, -1, D)
 
 
-def _unfold_heads(x_NRD: Tensor, J: int, num_kv_heads: int) -> Tensor:
-    """[J * K, G * M, D] -> [J, M, H, D] for however many rows a query block has."""
-    raise NotImplementedError
+def unfold_heads(x_NRD: Tensor, J: int, num_queries: int) -> Tensor:
+    """[J * K, G * M, D] -> [J, M, H, D], the inverse of `fold_heads`."""
+    D = x_NRD.shape[-1]
+    return x_NRD.view(J, -1, num_queries, D).transpose(1, 2)
 
 
-def _fold_positions(position_JM: Tensor, num_kv_heads: int, group: int) -> Tensor:
+def fold_positions(position_JM: Tensor, num_kv_heads: int, group: int) -> Tensor:
     J, M = position_JM.shape
     return position_JM[:, None, None].expand(J, num_kv_heads, group, M).reshape(J * num_kv_heads, group * M)

@@ -1,0 +1,231 @@
+"""Causal attention of packed training sequences: forward in the engine's order, with KV replay, and its backward.
+
+Forward: `kv_replay` puts K and V through the quantiser the rollout's cache used, then every query row meets
+its keys by `attention_order`. A trained token's attention output has the bits the engine had when it sampled
+that token.
+
+Backward (no parity needed, so float32 or BF16 operands, but deterministic: no atomics), with P recomputed
+from lse2:
+
+    delta = sum(dO * O)       P = exp2(s - lse2)        dP = dO V'^T         dS = P * (dP - delta)
+    dV = P^T dO               dQ = softmax_scale * dS K'                     dK = softmax_scale * dS^T Q
+
+K' and V' are the dequantised K and V, which is what the forward saw; their gradient goes to the original K
+and V straight through the rounding, clamped values included.
+
+B sequences, T tokens, H query heads, K kv heads, D head size; J, M, S, G as in `attention_order`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octetrl.kernels.attention_order import (
+    LOG2E,
+    KVMode,
+    KVRows,
+    Piece,
+    attend_reference,
+    fold_heads,
+    fold_positions,
+    head_scales,
+    pieces,
+    query_blocks,
+    unfold_heads,
+)
+from octetrl.kernels.kv_store import ReplayedKV, kv_replay
+
+
+def attention_packed(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    cu_seqlens_B1: Tensor,
+    max_seqlen: int,
+    softmax_scale: float,
+    k_scale_K: Tensor | None = None,
+    v_scale_K: Tensor | None = None,
+    kv_mode: KVMode = "none",
+) -> Tensor:
+    """Causal attention within each of the sequences that `cu_seqlens_B1` (int32) bounds; differentiable in q, k, v.
+
+    q_THD, k_TKD, v_TKD: BF16 (or float32 on a CPU). `kv_mode` "calibrated" replays the cache with the float32
+    scales [K], "dynamic" with a scale per token and head, "none" not at all. Returns [T, H, D] in q's dtype.
+    Rows past `cu_seqlens_B1[-1]` give zeros.
+    """
+    out_THD: Tensor = _AttentionPacked.apply(
+        q_THD, k_TKD, v_TKD, cu_seqlens_B1, max_seqlen, softmax_scale, k_scale_K, v_scale_K, kv_mode
+    )
+    return out_THD
+
+
+def attention_packed_forward(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    cu_seqlens_B1: Tensor,
+    max_seqlen: int,
+    softmax_scale: float,
+    k_scale_K: Tensor | None = None,
+    v_scale_K: Tensor | None = None,
+    kv_mode: KVMode = "none",
+) -> tuple[Tensor, Tensor]:
+    """The forward alone: out [T, H, D] and lse2 [T, H], the float32 log-sum-exp in base 2."""
+    kv = kv_replay(k_TKD, v_TKD, kv_mode, k_scale_K, v_scale_K)
+    scales = (k_scale_K, v_scale_K) if kv_mode == "calibrated" else (None, None)
+    return _forward(q_THD, kv, cu_seqlens_B1, max_seqlen, softmax_scale, *scales)
+
+
+def _forward(q_THD: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    forward = attention_packed_forward_triton if q_THD.is_cuda else attention_packed_forward_reference
+    return forward(q_THD, *arguments)
+
+
+class _AttentionPacked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        cu_seqlens_B1: Tensor,
+        max_seqlen: int,
+        softmax_scale: float,
+        k_scale_K: Tensor | None,
+        v_scale_K: Tensor | None,
+        kv_mode: KVMode,
+    ) -> Tensor:
+        if kv_mode != "calibrated":
+            k_scale_K = v_scale_K = None
+        kv = kv_replay(k_TKD, v_TKD, kv_mode, k_scale_K, v_scale_K)
+        out_THD, lse2_TH = _forward(q_THD, kv, cu_seqlens_B1, max_seqlen, softmax_scale, k_scale_K, v_scale_K)
+        ctx.save_for_backward(q_THD, *kv, out_THD, lse2_TH, cu_seqlens_B1, k_scale_K, v_scale_K)
+        ctx.settings = (max_seqlen, softmax_scale)
+        return out_THD
+
+    @staticmethod
+    def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor | None, ...]:
+        q_THD, k_TKD, v_TKD, k_scale_TK, v_scale_TK, *rest = ctx.saved_tensors
+        kv = ReplayedKV(k_TKD, v_TKD, k_scale_TK, v_scale_TK)
+        backward = attention_packed_backward_triton if q_THD.is_cuda else attention_packed_backward_reference
+        gradients = backward(dout_THD, q_THD, kv, *rest, *ctx.settings)
+        return (*gradients, None, None, None, None, None, None)
+
+
+# ---------------------------------------------------------------- plain torch
+
+
+def attention_packed_forward_reference(
+    q_THD: Tensor,
+    kv: ReplayedKV,
+    cu_seqlens_B1: Tensor,
+    max_seqlen: int,
+    softmax_scale: float,
+    k_scale_K: Tensor | None,
+    v_scale_K: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The forward by the CPU form of the order."""
+    cu_seqlens, lengths = _lengths(cu_seqlens_B1)
+    assert max(lengths, default=0) <= max_seqlen, (
+        f"a sequence of {max(lengths)} tokens, but max_seqlen {max_seqlen}"
+    )
+    return attend_reference(
+        q_THD,
+        _tables(kv),
+        _packed_rows(cu_seqlens_B1, kv.k_TKD.shape[1]),
+        cu_seqlens,
+        lengths,
+        head_scales(softmax_scale, k_scale_K, kv.k_TKD.shape[1], q_THD.device),
+        v_scale_K,
+        kv.k_TKD.dtype,
+    )
+
+
+def attention_packed_backward_reference(
+    dout_THD: Tensor,
+    q_THD: Tensor,
+    kv: ReplayedKV,
+    out_THD: Tensor,
+    lse2_TH: Tensor,
+    cu_seqlens_B1: Tensor,
+    k_scale_K: Tensor | None,
+    v_scale_K: Tensor | None,
+    max_seqlen: int,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, dK, dV in q's dtype, computed in float32 from the dequantised K and V."""
+    T, H, D = q_THD.shape
+    K = kv.k_TKD.shape[1]
+    cu_seqlens, lengths = _lengths(cu_seqlens_B1)
+    rows_of = _packed_rows(cu_seqlens_B1, K)
+    k_ND = _dequantized(kv.k_TKD, k_scale_K, kv.k_scale_TK)
+    v_ND = _dequantized(kv.v_TKD, v_scale_K, kv.v_scale_TK)
+    delta_TH = (dout_THD.float() * out_THD.float()).sum(-1)
+    dq_THD = torch.zeros(T, H, D)
+    dk_ND, dv_ND = torch.zeros(T * K, D), torch.zeros(T * K, D)
+    for piece in pieces(cu_seqlens, lengths, H, D):
+        J = len(piece.sequence_J)
+        row_JKS = rows_of(piece)
+        k_NSD, v_NSD = k_ND[row_JKS].flatten(0, 1), v_ND[row_JKS].flatten(0, 1)
+        dk_NSD, dv_NSD = torch.zeros_like(k_NSD), torch.zeros_like(v_NSD)
+        for block, num_keys in query_blocks(piece):
+            query_JM = piece.query_JM[:, block]
+            q, dout = (fold_heads(x[query_JM].float(), K) for x in (q_THD, dout_THD))
+            lse2, delta = (fold_heads(x[query_JM][..., None], K) for x in (lse2_TH, delta_TH))
+            position_NR = fold_positions(
+                torch.where(piece.valid_JM, piece.position_JM, -1)[:, block], K, H // K
+            )
+            k, v = k_NSD[:, :num_keys], v_NSD[:, :num_keys]
+            hidden = torch.arange(num_keys) > position_NR[..., None]
+            p = (
+                torch.bmm(q, k.mT)
+                .mul_(softmax_scale * LOG2E)
+                .sub_(lse2)
+                .masked_fill_(hidden, -math.inf)
+                .exp2_()
+            )
+            dv_NSD[:, :num_keys].baddbmm_(p.mT, dout)
+            ds = p.mul_(torch.bmm(dout, v.mT).sub_(delta)).mul_(softmax_scale)
+            dk_NSD[:, :num_keys].baddbmm_(ds.mT, q)
+            piece.scatter(dq_THD, unfold_heads(torch.bmm(ds, k), J, query_JM.shape[1]), block.start)
+        owned_JKS = piece.valid_JM[:, None].expand_as(row_JKS)
+        dk_ND[row_JKS[owned_JKS]] = dk_NSD.view(*row_JKS.shape, D)[owned_JKS]
+        dv_ND[row_JKS[owned_JKS]] = dv_NSD.view(*row_JKS.shape, D)[owned_JKS]
+    dtype = q_THD.dtype
+    return dq_THD.to(dtype), dk_ND.view(T, K, D).to(dtype), dv_ND.view(T, K, D).to(dtype)
+
+
+def _lengths(cu_seqlens_B1: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    bounds = cu_seqlens_B1.tolist()
+    return tuple(bounds), tuple(end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True))
+
+
+def _packed_rows(cu_seqlens_B1: Tensor, num_kv_heads: int) -> Callable[[Piece], Tensor]:
+    """Where a piece's keys lie in K and V seen as tables [T * K, D]."""
+
+    def rows_of(piece: Piece) -> Tensor:
+        token_JS = cu_seqlens_B1[piece.sequence_J, None].long() + piece.key_JS
+        return token_JS[:, None] * num_kv_heads + torch.arange(num_kv_heads)[:, None]
+
+    return rows_of
+
+
+def _tables(kv: ReplayedKV) -> KVRows:
+    k_scale_N, v_scale_N = (None if s is None else s.reshape(-1) for s in (kv.k_scale_TK, kv.v_scale_TK))
+    D = kv.k_TKD.shape[-1]
+    return KVRows(kv.k_TKD.reshape(-1, D), kv.v_TKD.reshape(-1, D), k_scale_N, v_scale_N)
+
+
+def _dequantized(x_TKD: Tensor, scale_K: Tensor | None, scale_TK: Tensor | None) -> Tensor:
+    """float32 values [T * K, D] of codes in the operand dtype."""
+    x_TKD = x_TKD.float()
+    if scale_K is not None:
+        x_TKD = x_TKD * scale_K[:, None]
+    elif scale_TK is not None:
+        x_TKD = x_TKD * scale_TK[..., None]
+    return x_TKD.reshape(-1, x_TKD.shape[-1])

@@ -1,0 +1,83 @@
+"""Inputs that the attention tests share: random packed sequences and a paged cache with shuffled pages."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from octetrl.fp8.format import E4M3
+
+
+def cu_seqlens_of(lengths: list[int], device: str = "cpu") -> Tensor:
+    return torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32, device=device)
+
+
+def random_qkv(
+    lengths: list[int],
+    kv_heads: int,
+    group: int,
+    head_size: int,
+    dtype: torch.dtype,
+    seed: int = 0,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v [T, heads, D], each a view into one fused tensor as the model's QKV projection gives them."""
+    generator = torch.Generator().manual_seed(seed)
+    heads = kv_heads * (group + 2)
+    fused = torch.randn(sum(lengths), heads, head_size, generator=generator).to(device, dtype)
+    return fused.split([kv_heads * group, kv_heads, kv_heads], dim=1)
+
+
+def scales_of(k: Tensor, v: Tensor, kv_mode: str) -> tuple[Tensor | None, Tensor | None]:
+    """Per-head scales a little too small, so that a few values saturate."""
+    if kv_mode != "calibrated":
+        return None, None
+    return tuple(x.float().abs().amax(dim=(0, 2)) * 0.9 / 448 for x in (k, v))
+
+
+@dataclass
+class PagedCache:
+    """Pages for given sequence lengths, in shuffled order."""
+
+    lengths: list[int]
+    kv_heads: int
+    head_size: int
+    page_size: int
+    kv_mode: str
+    dtype: torch.dtype
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    device: str = "cpu"
+    k: Tensor = field(init=False)
+    v: Tensor = field(init=False)
+    block_table: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        counts = [-(-length // self.page_size) for length in self.lengths]
+        shape = (sum(counts) + 1, self.kv_heads, self.page_size, self.head_size)
+        dtype = self.dtype if self.kv_mode == "none" else E4M3
+        self.k, self.v = (torch.zeros(shape, device=self.device).to(dtype) for _ in range(2))
+        self.k_token_scale = self.v_token_scale = None
+        if self.kv_mode == "dynamic":
+            self.k_token_scale, self.v_token_scale = (
+                torch.ones(shape[:3], device=self.device) for _ in range(2)
+            )
+        order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(1)).to(torch.int32)
+        table = torch.full((len(counts), max(counts)), -1, dtype=torch.int32)
+        for row, (first, count) in enumerate(zip(cu_seqlens_of(counts).tolist(), counts, strict=False)):
+            table[row, :count] = order[first : first + count]
+        self.block_table = table.to(self.device)
+
+    @property
+    def scales(self) -> tuple[Tensor | None, ...]:
+        return self.k_scale, self.v_scale, self.k_token_scale, self.v_token_scale
+
+    def slots(self, lengths: list[int]) -> Tensor:
+        """Slot of every token when all sequences are laid end to end."""
+        position = torch.cat([torch.arange(length) for length in lengths])
+        sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        page = self.block_table.cpu()[sequence, position // self.page_size].long()
+        return (page * self.page_size + position % self.page_size).to(self.device)

@@ -1,0 +1,96 @@
+"""Packed forward, chunked prefill and decode give one query row the same bits, whatever the KV cache."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from octetrl.kernels.attention_packed import attention_packed
+from octetrl.kernels.attention_paged import attention_paged
+from octetrl.kernels.kv_store import kv_store
+from tests.unit.kernels.attention_cases import PagedCache, cu_seqlens_of, random_qkv, scales_of
+
+
+def run_paged(q, cache, lengths, chunks_of):
+    """Feed every sequence to the engine's attention in chunks; `chunks_of(length)` cuts one sequence."""
+    outs = [torch.empty_like(part) for part in q.split(lengths)]
+    starts = [0] * len(lengths)
+    plans = [chunks_of(length) for length in lengths]
+    for step in range(max(len(plan) for plan in plans)):
+        counts = [plan[step] if step < len(plan) else 0 for plan in plans]
+        contexts = [start + count for start, count in zip(starts, counts, strict=True)]
+        rows = [part[s:e] for part, s, e in zip(q.split(lengths), starts, contexts, strict=True)]
+        out = attention_paged(
+            torch.cat(rows),
+            cache.k,
+            cache.v,
+            cache.block_table,
+            cu_seqlens_of(counts),
+            torch.tensor(contexts, dtype=torch.int32),
+            q.shape[-1] ** -0.5,
+            *cache.scales,
+        )
+        for target, piece, s, e in zip(outs, out.split(counts), starts, contexts, strict=True):
+            target[s:e] = piece
+        starts = contexts
+    return torch.cat(outs)
+
+
+def random_chunks(length, generator):
+    chunks = []
+    while sum(chunks) < length:
+        chunks.append(min(generator.choice([1, 7, 16, 64, 130]), length - sum(chunks)))
+    return chunks
+
+
+@pytest.mark.parametrize("kv_mode", ["none", "calibrated", "dynamic"])
+@pytest.mark.parametrize(
+    ("group", "head_size", "page_size"), [(1, 64, 128), (2, 32, 16), (4, 16, 32), (8, 128, 16)]
+)
+def test_packed_prefill_and_decode_have_equal_bits(kv_mode, group, head_size, page_size):
+    generator = random.Random(group)
+    lengths = [1, 127, 128, 129, 300, generator.randint(2, 90)]
+    q, k, v = random_qkv(lengths, kv_heads=2, group=group, head_size=head_size, dtype=torch.bfloat16)
+    k_scale, v_scale = scales_of(k, v, kv_mode)
+    packed = attention_packed(
+        q, k, v, cu_seqlens_of(lengths), 300, head_size**-0.5, k_scale, v_scale, kv_mode
+    )
+
+    cache = PagedCache(lengths, 2, head_size, page_size, kv_mode, torch.bfloat16, k_scale, v_scale)
+    kv_store(k, v, cache.k, cache.v, cache.slots(lengths), *cache.scales)
+
+    assert torch.equal(packed, run_paged(q, cache, lengths, lambda n: [n]))
+    assert torch.equal(packed, run_paged(q, cache, lengths, lambda n: random_chunks(n, generator)))
+    assert torch.equal(packed[:200], run_paged(q, cache, lengths, lambda n: [1] * n)[:200])
+
+
+def test_a_row_does_not_depend_on_who_else_is_in_the_batch():
+    lengths = [40, 131, 77]
+    q, k, v = random_qkv(lengths, kv_heads=2, group=2, head_size=32, dtype=torch.bfloat16)
+    packed = attention_packed(q, k, v, cu_seqlens_of(lengths), 131, 0.2, kv_mode="dynamic")
+    for out, *alone in zip(*(x.split(lengths) for x in (packed, q, k, v)), strict=True):
+        assert torch.equal(
+            out, attention_packed(*alone, cu_seqlens_of([len(out)]), 131, 0.2, kv_mode="dynamic")
+        )
+
+
+def test_what_lies_past_the_context_is_never_read():
+    q, k, v = random_qkv([20], kv_heads=2, group=2, head_size=32, dtype=torch.bfloat16)
+    k_scale, v_scale = scales_of(k, v, "calibrated")
+    cache = PagedCache([20], 2, 32, 16, "calibrated", torch.bfloat16, k_scale, v_scale)
+    for table in (cache.k, cache.v):
+        table.view(torch.uint8).fill_(0x7F)  # NaN codes
+    kv_store(k, v, cache.k, cache.v, cache.slots([20]), *cache.scales)
+    assert torch.isfinite(run_paged(q, cache, [20], lambda n: [5, 15])).all()
+
+
+def test_padding_sequences_give_zeros():
+    q, k, v = random_qkv([3], kv_heads=1, group=2, head_size=32, dtype=torch.bfloat16)
+    cache = PagedCache([1], 1, 32, 16, "none", torch.bfloat16, None, None)
+    kv_store(k[:1], v[:1], cache.k, cache.v, cache.slots([1]))
+    table = torch.tensor([[cache.block_table[0, 0]], [-1], [-1]], dtype=torch.int32)
+    contexts = torch.tensor([1, 0, 0], dtype=torch.int32)
+    out = attention_paged(q, cache.k, cache.v, table, cu_seqlens_of([1, 1, 1]), contexts, 0.2)
+    assert out[0].any() and not out[1:].any()
