@@ -1,23 +1,24 @@
-"""Log-probs and entropy of given tokens from hidden states and the lm_head: the one routine, for engine and trainer.
+"""Log-probs and entropy of tokens from hidden states and lm_head: one routine for engine and trainer.
 
     logits    = hidden @ weight^T                         BF16 operands, float32 sums and result
     z         = logits / temperature                      float32
     lse       = m + log(sum exp(z - m)),  m = max z       float32
     logprob   = z[target] - lse,   entropy = lse - sum softmax(z) * z
 
-The engine samples from `lm_head_logits` and records `logprobs_of`; the trainer calls `linear_logprobs`, which is those
-two in chunks of rows, so no more than [chunk, V] float32 exists at a time, in either pass: the backward makes the
-logits again. With upstream gradients a and b of log-prob and entropy the gradient to the logits is
+The engine samples from `lm_head_logits` and records `logprobs_of`; the trainer calls `linear_logprobs`,
+which is those two in chunks of rows, so no more than [chunk, V] float32 exists at a time, in either pass:
+the backward makes the logits again. With upstream gradients a and b of log-prob and entropy the gradient to
+the logits is
 
     (a * (onehot(target) - p) - b * p * (z - lse + entropy)) / temperature,   p = exp(z - lse)
 
-Order: on a GPU the product always has `LOGIT_ROWS` rows (a short chunk is padded), so cuBLAS sees one shape and a row
-has one order of sums whoever shares its batch; the log-sum-exp of a row is one program that walks the vocabulary in
-blocks of `VOCAB_BLOCK`. The price is a padded product for small batches, bound by reading the weight anyway. On a CPU
-products and sums are float64, rounded to float32.
+Order: on a GPU the product always has `LOGIT_ROWS` rows (a short chunk is padded), so cuBLAS sees one shape
+and a row has one order of sums whoever shares its batch; the log-sum-exp of a row is one program that walks
+the vocabulary in blocks of `VOCAB_BLOCK`. The price is a padded product for small batches, bound by reading
+the weight anyway. On a CPU products and sums are float64, rounded to float32.
 
-Gradients: the weight's is summed in float32 over the chunks and rounded once; on a GPU the logits' gradient is rounded
-to the weight's dtype, because it is the operand of two GEMMs.
+Gradients: the weight's is summed in float32 over the chunks and rounded once; on a GPU the logits' gradient
+is rounded to the weight's dtype, because it is the operand of two GEMMs.
 
 N rows (trained tokens), V vocabulary, E hidden size, C rows of one chunk.
 """
@@ -133,7 +134,14 @@ def statistics_triton(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tenso
     options = {"enable_fp_fusion": False} if logits_NV.is_cuda else {}
     if num_rows:
         _logprobs_kernel[(num_rows,)](
-            logits_NV, targets_N, temperature_N, *out, VOCAB=vocab_size, BLOCK=VOCAB_BLOCK, num_warps=8, **options
+            logits_NV,
+            targets_N,
+            temperature_N,
+            *out,
+            VOCAB=vocab_size,
+            BLOCK=VOCAB_BLOCK,
+            num_warps=8,
+            **options,
         )
     return out
 
@@ -161,8 +169,8 @@ def logits_gradient_triton(
     num_rows, vocab_size = logits_NV.shape
     dlogits_NV = torch.empty(num_rows, vocab_size, dtype=dtype, device=logits_NV.device)
     _logits_gradient_kernel[(num_rows, triton.cdiv(vocab_size, VOCAB_BLOCK))](
-        logits_NV, targets_N, temperature_N, forward.entropy_N, forward.lse_N, dlogprobs_N, dentropy_N, dlogits_NV,
-        VOCAB=vocab_size, BLOCK=VOCAB_BLOCK, num_warps=8,
+        logits_NV, targets_N, temperature_N, forward.entropy_N, forward.lse_N, dlogprobs_N, dentropy_N,
+        dlogits_NV, VOCAB=vocab_size, BLOCK=VOCAB_BLOCK, num_warps=8,
     )  # fmt: skip
     return dlogits_NV
 
@@ -202,7 +210,8 @@ def logprobs_of(
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each row's target and entropy of its distribution, both float32 [N]; not differentiable.
 
-    logits_NV: float32, contiguous. targets_N: int64. temperature: above 0, one number or one a row (greedy rows: 1).
+    logits_NV: float32, contiguous. targets_N: int64. temperature: above 0, one number or one a row (greedy
+    rows: 1).
     """
     temperature_N = _temperatures(temperature, logits_NV.shape[0], logits_NV.device)
     return _statistics(logits_NV, targets_N, temperature_N)[:2]
@@ -226,6 +235,7 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden_NE, weight_VE, targets_N, temperature_N, statistics_3N = ctx.saved_tensors
+        upstream = [grad_N.contiguous() for grad_N in grads]
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         dhidden_NE = torch.empty_like(hidden_NE) if needs_hidden else None
         dweight_VE = torch.zeros_like(weight_VE, dtype=torch.float32) if needs_weight else None
@@ -235,7 +245,13 @@ class _LinearLogprobs(torch.autograd.Function):
             rows = slice(start, start + ctx.chunk)
             statistics = TokenStatistics(*(row[rows] for row in statistics_3N))
             logits_CV = lm_head_logits(hidden_NE[rows], weight_VE)
-            given = (logits_CV, targets_N[rows], temperature_N[rows], statistics, *(g[rows] for g in grads))
+            given = (
+                logits_CV,
+                targets_N[rows],
+                temperature_N[rows],
+                statistics,
+                *(grad_N[rows] for grad_N in upstream),
+            )
             if logits_CV.is_cuda:
                 dlogits_CV = logits_gradient_triton(*given, dtype=operand)
             else:
@@ -254,13 +270,19 @@ def _float32_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def linear_logprobs(
-    hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor, temperature: float | Tensor = 1.0, chunk: int = 1024
+    hidden_NE: Tensor,
+    weight_VE: Tensor,
+    targets_N: Tensor,
+    temperature: float | Tensor = 1.0,
+    chunk: int = 1024,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy of its distribution, float32 [N]; differentiable in hidden and weight.
+    """Log-prob of each target and entropy of its distribution, float32 [N]; differentiable in both inputs.
 
-    hidden_NE, weight_VE: one dtype. targets_N: int64. temperature: above 0, one number or one a row. `chunk`: rows
-    whose logits exist at one time; it changes memory and speed, not the result.
+    hidden_NE, weight_VE: one dtype. targets_N: int64. temperature: above 0, one number or one a row.
+    `chunk`: rows whose logits exist at one time; it changes memory and speed, not the result.
     """
-    assert hidden_NE.shape[0] == targets_N.shape[0], f"{hidden_NE.shape[0]} rows, {targets_N.shape[0]} targets"
+    assert hidden_NE.shape[0] == targets_N.shape[0], (
+        f"{hidden_NE.shape[0]} rows, {targets_N.shape[0]} targets"
+    )
     temperature_N = _temperatures(temperature, hidden_NE.shape[0], hidden_NE.device)
     return _LinearLogprobs.apply(hidden_NE, weight_VE, targets_N, temperature_N, chunk)  # type: ignore[no-any-return]

@@ -1,16 +1,18 @@
 """RMSNorm of the last axis, for the residual stream [T, E] and for QK-norm [T, H, D] alike.
 
     rstd = 1 / sqrt(mean(x^2) + eps)                float32
-    y    = round(x * rstd) * weight                 both roundings to the model's dtype, as transformers rounds
+    y    = round(x * rstd) * weight                 both rounded to the model's dtype, as in transformers
 
-One row is one fixed tree of sums in one program, whatever the number of rows, so a token has the same bits in the
-engine's batch and in the trainer's pack. Several short rows share a program; which ones does not touch their sums.
-The input may be a view into the fused QKV output: only its last axis must be contiguous. The CPU form sums in float64
-and rounds where the kernel rounds.
+One row is one fixed tree of sums in one program, whatever the number of rows, so a token has the same bits
+in the engine's batch and in the trainer's pack. Several short rows share a program; which ones does not
+touch their sums. The input may be a view into the fused QKV output: only its last axis must be contiguous.
+The CPU form sums in float64 and rounds where the kernel rounds.
 
-The backward recomputes rstd, which costs one pass over x and saves keeping anything but x. It is float32 throughout:
+The backward recomputes rstd, which costs one pass over x and saves keeping anything but x. It is float32
+throughout:
 
-    dx = rstd * (g - xhat * mean(g * xhat)),  g = dy * weight,  xhat = x * rstd;    dweight = sum over rows of dy * xhat
+    dx = rstd * (g - xhat * mean(g * xhat)),  dweight = sum over rows of dy * xhat,
+    g = dy * weight,  xhat = x * rstd
 
 T tokens, H heads, D head size, E hidden size, R rows (T * H), C columns (E or D).
 """
@@ -56,7 +58,7 @@ def _rms_norm_kernel(
 
 
 def rms_norm_triton(x: Tensor, weight_C: Tensor, eps: float) -> Tensor:
-    """The kernel's launcher. x: [T, C] or [T, H, C], last axis contiguous. Returns a contiguous tensor like x."""
+    """The kernel's launcher. x: [T, C] or [T, H, C], last axis contiguous. Returns a contiguous tensor."""
     x_THC = x if x.dim() == 3 else x.unsqueeze(1)
     num_tokens, num_heads, size = x_THC.shape
     assert x_THC.stride(2) == 1, f"rms_norm: last axis has stride {x_THC.stride(2)}, must be 1"
@@ -109,7 +111,8 @@ class _RMSNorm(torch.autograd.Function):
 def rms_norm(x: Tensor, weight_C: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last axis; differentiable in x and weight.
 
-    x: [T, C] or [T, H, C], BF16 or float32, last axis contiguous. weight_C: same dtype. Returns x's shape and dtype.
+    x: [T, C] or [T, H, C], BF16 or float32, last axis contiguous. weight_C: same dtype. Returns x's shape
+    and dtype.
     """
     assert x.dim() in (2, 3) and x.shape[-1] == weight_C.numel(), f"rms_norm: {x.shape} and {weight_C.shape}"
     assert x.dtype == weight_C.dtype, f"rms_norm: x is {x.dtype}, weight is {weight_C.dtype}"

@@ -1,12 +1,13 @@
-"""Rotary position embedding, rotate-half as in Hugging Face: element r of a head is paired with element r + D/2.
+"""Rotary position embedding, rotate-half as in Hugging Face: element r of a head is paired with r + D/2.
 
     y[r]       = x[r] * cos[r] - x[r + D/2] * sin[r]
     y[r + D/2] = x[r + D/2] * cos[r] + x[r] * sin[r]
 
-cos and sin are float32 (layers/rotary.py makes them in float64, once); products and sum are float32, each rounded by
-itself (no FMA), and the result is rounded once to x's dtype: transformers rounds cos and sin to BF16 first and so
-loses positions beyond 256 that we keep. Nothing is reduced, so CPU and GPU give the same bits. The backward is the
-rotation by the opposite angle. x may be a view into the fused QKV output: only its last axis must be contiguous.
+cos and sin are float32 (layers/rotary.py makes them in float64, once); products and sum are float32, each
+rounded by itself (no FMA), and the result is rounded once to x's dtype: transformers rounds cos and sin to
+BF16 first and so loses positions beyond 256 that we keep. Nothing is reduced, so CPU and GPU give the same
+bits. The backward is the rotation by the opposite angle. x may be a view into the fused QKV output: only
+its last axis must be contiguous.
 
 T tokens, H heads, D head size, R = D/2 rotation planes.
 """
@@ -48,7 +49,9 @@ def _rope_kernel(
     dtype = y_ptr.dtype.element_ty
     target_HR = y_ptr + (token * num_heads + head_H[:, None]) * (2 * PLANES) + plane_R[None, :]
     tl.store(target_HR, (first_HR * cos_R[None, :] - second_HR * sin_R[None, :]).to(dtype), mask=inside_HR)
-    tl.store(target_HR + PLANES, (second_HR * cos_R[None, :] + first_HR * sin_R[None, :]).to(dtype), mask=inside_HR)
+    tl.store(
+        target_HR + PLANES, (second_HR * cos_R[None, :] + first_HR * sin_R[None, :]).to(dtype), mask=inside_HR
+    )
 
 
 def rope_triton(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, sign: int) -> Tensor:
@@ -61,8 +64,9 @@ def rope_triton(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, sign: int) -> Ten
         return y_THD
     options = {"enable_fp_fusion": False} if x_THD.is_cuda else {}
     _rope_kernel[(num_tokens,)](
-        x_THD, cos_TR, sin_TR, y_THD, num_heads, x_THD.stride(0), x_THD.stride(1), SIGN=sign, PLANES=head_size // 2,
-        BLOCK_H=triton.next_power_of_2(num_heads), BLOCK_R=triton.next_power_of_2(head_size // 2), **options,
+        x_THD, cos_TR, sin_TR, y_THD, num_heads, x_THD.stride(0), x_THD.stride(1), SIGN=sign,
+        PLANES=head_size // 2, BLOCK_H=triton.next_power_of_2(num_heads),
+        BLOCK_R=triton.next_power_of_2(head_size // 2), **options,
     )  # fmt: skip
     return y_THD
 
@@ -96,7 +100,8 @@ class _Rope(torch.autograd.Function):
 def rope(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     """Rotates each head by its token's angles; differentiable in x.
 
-    x_THD: BF16 or float32, D even, last axis contiguous. cos_TR, sin_TR: float32, contiguous. Returns x's shape and dtype.
+    x_THD: BF16 or float32, D even, last axis contiguous. cos_TR, sin_TR: float32, contiguous. Returns x's
+    shape and dtype.
     """
     assert cos_TR.shape == (x_THD.shape[0], x_THD.shape[2] // 2), f"rope: x {x_THD.shape}, cos {cos_TR.shape}"
     return _Rope.apply(x_THD, cos_TR, sin_TR)  # type: ignore[no-any-return]

@@ -1,13 +1,13 @@
-"""SiLU(gate) * up, the middle of the gated MLP, from the fused output [T, 2F]: gate in the first half, up in the second.
+"""SiLU(gate) * up, the middle of the gated MLP, from the fused output [T, 2F]: gate first, then up.
 
     y = round(gate * sigmoid(gate) * up)        float32 inside, one rounding to the model's dtype
 
-transformers rounds SiLU(gate) to BF16 before the product; one rounding is closer to the formula and is what a fused
-quantiser will read. Elementwise, so no order to keep; the CPU form takes the sigmoid in float64 because float32 `exp`
-differs in its last bit between the vectorised body and the scalar tail of a torch loop, which would make a token's
-bits depend on its place in the batch.
+transformers rounds SiLU(gate) to BF16 before the product; one rounding is closer to the formula and is what
+a fused quantiser will read. Elementwise, so no order to keep; the CPU form takes the sigmoid in float64
+because float32 `exp` differs in its last bit between the vectorised body and the scalar tail of a torch
+loop, which would make a token's bits depend on its place in the batch.
 
-    dgate = dy * up * s * (1 + gate * (1 - s)),  dup = dy * gate * s,  s = sigmoid(gate);       recomputed, float32
+    dgate = dy * up * s * (1 + gate * (1 - s)),  dup = dy * gate * s,  s = sigmoid(gate)     float32
 
 T tokens, F intermediate size.
 """
@@ -32,8 +32,8 @@ def _silu_mul_kernel(gate_up_ptr, y_ptr, SIZE: tl.constexpr, BLOCK_F: tl.constex
     column_F = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     inside_F = column_F < SIZE
     gate_F = tl.load(gate_up_ptr + token * (2 * SIZE) + column_F, mask=inside_F, other=0.0).to(tl.float32)
-    up_F = tl.load(gate_up_ptr + token * (2 * SIZE) + SIZE + column_F, mask=inside_F, other=0.0).to(tl.float32)
-    y_F = gate_F * (1.0 / (1.0 + tl.exp(-gate_F))) * up_F
+    up_F = tl.load(gate_up_ptr + token * (2 * SIZE) + SIZE + column_F, mask=inside_F, other=0.0)
+    y_F = gate_F * (1.0 / (1.0 + tl.exp(-gate_F))) * up_F.to(tl.float32)
     tl.store(y_ptr + token * SIZE + column_F, y_F.to(y_ptr.dtype.element_ty), mask=inside_F)
 
 
@@ -113,6 +113,6 @@ class _SiluMul(torch.autograd.Function):
 
 
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
-    """SiLU of the first half times the second half; differentiable. BF16 or float32, contiguous. Returns [T, F]."""
+    """SiLU of the first half times the second; differentiable. Contiguous; returns [T, F]."""
     assert gate_up_T2F.is_contiguous() and gate_up_T2F.shape[1] % 2 == 0, f"silu_mul: {gate_up_T2F.shape}"
     return _SiluMul.apply(gate_up_T2F)  # type: ignore[no-any-return]

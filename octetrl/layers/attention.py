@@ -1,8 +1,9 @@
 """Causal self-attention with grouped queries: qkv -> QK-norm -> RoPE -> attend -> output projection.
 
-One module for both sides of the run; the context says which. With a `PackedContext` (training) every key lies in the
-tensor it came with; with a `PagedContext` (rollout) K and V go into the pages first and are read back from them, the
-present chunk included, so that a prompt token sees the quantised values at prefill as at decode.
+One module for both sides of the run; the context says which. With a `PackedContext` (training) every key
+lies in the tensor it came with; with a `PagedContext` (rollout) K and V go into the pages first and are
+read back from them, the present chunk included, so that a prompt token sees the quantised values at prefill
+as at decode.
 
 T tokens, E hidden size, H query heads, K kv heads, D head size, Q = H * D, L layers.
 """
@@ -25,7 +26,8 @@ from octetrl.layers.rotary import Rotary
 class Attention(nn.Module):
     """qkv_proj: E -> (H + 2K) * D, query rows first; o_proj: H * D -> E; each a Linear or a Float8Linear.
 
-    `quantize_k` False keeps K in BF16 beside an FP8 V (PrecisionPolicy.k_cache), in the cache and in its replay.
+    `quantize_k` False keeps K in BF16 beside an FP8 V (PrecisionPolicy.k_cache), in the cache and in its
+    replay.
     """
 
     def __init__(
@@ -93,7 +95,9 @@ class Attention(nn.Module):
             "v_token_scale": cache.v_token_scale,
         }
         saturation_K2 = None if cache.saturated_2K is None else cache.saturated_2K.t()
-        kv_store(k_TKD, v_TKD, cache.k, cache.v, context.slot_mapping_T, **scales, saturation_K2=saturation_K2)
+        kv_store(
+            k_TKD, v_TKD, cache.k, cache.v, context.slot_mapping_T, **scales, saturation_K2=saturation_K2
+        )
         return attention_paged(
             q_THD,
             cache.k,
@@ -108,9 +112,9 @@ class Attention(nn.Module):
 
 @torch.no_grad()
 def observe_amax(amax_2K: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
-    """Raises amax_2K to max|K| and max|V| of each head, in place, on the device; NaN stays NaN (kv_scales refuses it).
+    """Raises amax_2K to max|K| and max|V| of each head, in place, on the device; NaN stays NaN.
 
-    One reduction each, without a copy of |x|. Running it twice on the same tokens (activation checkpointing) is harmless.
+    One reduction each, without a copy of |x|. Twice on the same tokens (activation checkpointing) is harmless.
     """
     for amax_K, x_TKD in zip(amax_2K, (k_TKD, v_TKD), strict=True):
         observed_K = torch.linalg.vector_norm(x_TKD, ord=float("inf"), dim=(0, 2))

@@ -1,8 +1,8 @@
 """Token embedding: a row of a matrix for each token.
 
-Its gradient adds up the rows of equal tokens. That sum is taken in float32 and rounded once: in BF16, torch's choice
-on a CPU, a token that occurs thousands of times would stop growing. On a GPU torch's own kernel sorts the tokens first, so
-the sum is the same every time; `index_add_` there is atomic and is not.
+Its gradient adds up the rows of equal tokens. That sum is taken in float32 and rounded once: in BF16,
+torch's choice on a CPU, a token that occurs thousands of times would stop growing. On a GPU torch's own
+kernel sorts the tokens first, so the sum is the same every time; `index_add_` there is atomic and is not.
 
 T tokens, V vocabulary, E hidden size.
 """
@@ -36,7 +36,9 @@ class _Embed(torch.autograd.Function):
 class Embedding(nn.Module):
     """weight [V, E]; tied models use it as lm_head too."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=dtype, device=device))
 

@@ -9,7 +9,7 @@ from octetrl.kernels.rms_norm import rms_norm
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis; see kernels/rms_norm.py for what is rounded where."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis; kernels/rms_norm.py says what is rounded."""
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()

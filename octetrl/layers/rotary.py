@@ -1,8 +1,9 @@
 """The angles of rotary embedding: cos and sin of every position, made once, in float64, rounded to float32.
 
-Plane r of a head of size D turns by position * theta^(-2r/D). Llama 3.1 onwards stretches it (`RopeScaling`): planes
-whose wavelength exceeds the original context / low_freq_factor turn `factor` times slower, those shorter than
-context / high_freq_factor are kept, and those between are blended linearly in 1/wavelength.
+Plane r of a head of size D turns by position * theta^(-2r/D). Llama 3.1 onwards stretches it
+(`RopeScaling`): planes whose wavelength exceeds the original context / low_freq_factor turn `factor` times
+slower, those shorter than context / high_freq_factor are kept, and those between are blended linearly in
+1/wavelength.
 
 The table is gathered once a forward (`Rotary`), not once a layer: 2 * T * D/2 floats that every layer reads.
 
@@ -43,7 +44,8 @@ class RotaryTable(nn.Module):
         device: torch.device | str,
     ) -> None:
         super().__init__()
-        angle_SR = torch.outer(torch.arange(max_positions, dtype=torch.float64), frequencies(head_size, theta, scaling))
+        position_S = torch.arange(max_positions, dtype=torch.float64)
+        angle_SR = torch.outer(position_S, frequencies(head_size, theta, scaling))
         self.register_buffer("cos_SR", angle_SR.cos().float().to(device), persistent=False)
         self.register_buffer("sin_SR", angle_SR.sin().float().to(device), persistent=False)
 

@@ -2,11 +2,12 @@
 
     hidden = embedding[token]
     hidden = hidden + attention(norm(hidden));  hidden = hidden + mlp(norm(hidden))      each layer
-    hidden = norm(hidden);  logits = hidden @ lm_head^T                                   float32, only for rows asked for
+    hidden = norm(hidden);  logits = hidden @ lm_head^T                    float32, only for rows asked for
 
-Which linears are FP8 is the policy's word for this side (fp8/policy.py); everything else is `dtype`, the residual
-stream included. Projections that share an input are fused, in the order q, k, v and gate, up; models/hf_weights.py
-splits them at the border. A 128 x 128 weight block may therefore span the border of q and k: both sides have the same.
+Which linears are FP8 is the policy's word for this side (fp8/policy.py); everything else is `dtype`, the
+residual stream included. Projections that share an input are fused, in the order q, k, v and gate, up;
+models/hf_weights.py splits them at the border. A 128 x 128 weight block may therefore span the border of q
+and k: both sides have the same.
 
 T tokens, N rows asked for, E hidden size, V vocabulary.
 """
@@ -56,8 +57,8 @@ RunLayer = Callable[[DecoderLayer, Tensor, Rotary, Context], Tensor]
 class Decoder(nn.Module):
     """A dense decoder of `spec`, with the formats that `policy` gives this `side`.
 
-    Weights are undefined until `random_init` or `hf_weights.load_weights`. After any change of a weight that is FP8
-    here, call `requantize()`; forward refuses stale codes.
+    Weights are undefined until `random_init` or `hf_weights.load_weights`. After any change of a weight
+    that is FP8 here, call `requantize()`; forward refuses stale codes.
     """
 
     def __init__(
@@ -120,8 +121,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Hidden states [T, E] after the final norm. token_ids_T and positions_T: int64.
 
-        `run_layer(layer, hidden_TE, rotary, context)`, where given, calls each layer in the caller's way (activation
-        checkpointing).
+        `run_layer(layer, hidden_TE, rotary, context)`, where given, calls each layer in the caller's way
+        (activation checkpointing).
         """
         hidden_TE = self.embedding(token_ids_T)
         rotary = self.rotary(positions_T)
@@ -145,7 +146,7 @@ class Decoder(nn.Module):
     def logprobs(
         self, hidden_NE: Tensor, targets_N: Tensor, temperature: float = 1.0, chunk: int = 1024
     ) -> tuple[Tensor, Tensor]:
-        """Log-prob of each target and entropy, float32 [N], differentiable; see kernels/linear_logprobs.py."""
+        """Log-prob of each target and entropy, float32 [N], differentiable (kernels/linear_logprobs.py)."""
         return linear_logprobs(hidden_NE, self.lm_head_weight, targets_N, temperature, chunk)
 
     def float8_linears(self) -> Iterator[tuple[str, Float8Linear]]:
@@ -163,8 +164,8 @@ class Decoder(nn.Module):
     def random_init(self, seed: int) -> None:
         """Normal weights (std 0.02), norms one, biases zero, then `requantize`.
 
-        Each tensor is drawn on the CPU from (seed, its name), so neither device, dtype's rounding aside, nor the order
-        or presence of other tensors matters.
+        Each tensor is drawn on the CPU from (seed, its name), so neither device, dtype's rounding aside,
+        nor the order or presence of other tensors matters.
         """
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:

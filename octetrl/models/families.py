@@ -1,11 +1,12 @@
-"""Hugging Face `config.json` -> ModelSpec and back. Torch-free, so that `octetrl check` needs no model library.
+"""Hugging Face `config.json` -> ModelSpec and back. Torch-free: `octetrl check` needs it at once.
 
-Three architectures are one decoder: LlamaForCausalLM (3.x), Qwen2ForCausalLM (2 and 2.5) and Qwen3ForCausalLM. Whatever a
-config asks for that this decoder doesn't do (another activation, a sliding window in use, another kind of RoPE scaling)
-is refused by name: a model that runs with the wrong numbers is worse than one that doesn't.
+Three architectures are one decoder: LlamaForCausalLM (3.x), Qwen2ForCausalLM (2 and 2.5) and
+Qwen3ForCausalLM. Whatever a config asks for that this decoder doesn't do (another activation, a sliding
+window in use, another kind of RoPE scaling) is refused by name: a model that runs with the wrong numbers is
+worse than one that doesn't.
 
-Both spellings are read: transformers 4 (`rope_theta` and `rope_scaling` at the top) and 5 (both in `rope_parameters`). The
-older one is written, because every reader knows it.
+Both spellings are read: transformers 4 (`rope_theta` and `rope_scaling` at the top) and 5 (both in
+`rope_parameters`). The older one is written, because every reader knows it.
 """
 
 from __future__ import annotations
@@ -26,16 +27,20 @@ DEFAULT_MAX_POSITIONS = {"llama": 2_048, "qwen2": 32_768, "qwen3": 32_768}
 
 
 def load_spec(folder: str | Path) -> ModelSpec:
-    """The spec of a model folder: config.json, and generation_config.json for the end-of-text tokens where it exists.
+    """The spec of a model folder: config.json, with generation_config.json's end-of-text tokens if it has any.
 
     UserError: no folder, no config.json, not JSON, or a model that is not supported.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"model folder '{folder}' does not exist; give a Hugging Face folder with config.json")
+        raise UserError(
+            f"model folder '{folder}' does not exist; give a Hugging Face folder with config.json"
+        )
     path = folder / "config.json"
     if not path.is_file():
-        raise UserError(f"model folder '{folder}' has no config.json; give a Hugging Face folder, as export writes it")
+        raise UserError(
+            f"model folder '{folder}' has no config.json; give a Hugging Face folder, as export writes it"
+        )
     config = _read_json(path)
     generation = folder / "generation_config.json"
     if generation.is_file():
@@ -53,7 +58,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid JSON ({error}); fetch or export the model again") from None
     if not isinstance(content, dict):
-        raise UserError(f"{path} holds a JSON {type(content).__name__}, an object is needed; fetch the model again")
+        raise UserError(
+            f"{path} holds a JSON {type(content).__name__}, an object is needed; fetch the model again"
+        )
     return content
 
 
@@ -85,7 +92,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     )
     if spec.num_heads % spec.num_kv_heads:
         raise UserError(
-            f"num_attention_heads {spec.num_heads} is not a multiple of num_key_value_heads {spec.num_kv_heads};"
+            f"num_attention_heads {spec.num_heads} is no multiple of num_key_value_heads {spec.num_kv_heads};"
             f" correct the config"
         )
     if spec.head_size % 2:
@@ -94,7 +101,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def hf_config(spec: ModelSpec, dtype: str = "bfloat16") -> dict[str, Any]:
-    """The config.json of an export: `spec_from_config` of it gives `spec` again, and transformers 4 and 5 read it."""
+    """The config.json of an export: `spec_from_config` gives `spec` again; transformers 4 and 5 read it."""
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[spec.family]],
         "model_type": spec.family,
@@ -148,7 +155,9 @@ def _family(config: Mapping[str, Any]) -> str:
     if not architectures and model_type in ARCHITECTURES:
         return str(model_type)
     given = str(architectures[0]) if architectures else f"model_type {model_type!r}"
-    raise UserError(f"unsupported architecture {given}; supported are {', '.join(FAMILIES)}{nearest(given, FAMILIES)}")
+    raise UserError(
+        f"unsupported architecture {given}; supported are {', '.join(FAMILIES)}{nearest(given, FAMILIES)}"
+    )
 
 
 def _refuse_what_we_lack(config: Mapping[str, Any], family: str) -> None:
@@ -187,7 +196,9 @@ def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
     if kind == "default":
         return None
     if kind != "llama3":
-        raise UserError(f"RoPE type '{kind}' is not supported, only 'default' and 'llama3' are; use another model")
+        raise UserError(
+            f"RoPE type '{kind}' is not supported, only 'default' and 'llama3' are; use another model"
+        )
     return RopeScaling(
         factor=_positive_float(rope, "factor"),
         low_freq_factor=_positive_float(rope, "low_freq_factor"),
