@@ -32,11 +32,10 @@ from torch import Tensor
 
 from octetrl.config.errors import UserError
 from octetrl.fp8.format import BLOCK, decode_e4m3
-from octetrl.fp8.quantize import Quantized, dequantize_activation, dequantize_weight
+from octetrl.fp8.quantize import Quantized, dequantize_activation, dequantize_tokens, dequantize_weight, row_chunks
 
 BackendName = Literal["scaled_mm", "emulated"]
 _SMALLEST_SAFE_M = 32
-_ROWS_AT_ONCE = 1024  # emulation: float64 temporaries of this many rows stay in the CPU's cache
 
 
 class Backend(NamedTuple):
@@ -126,8 +125,7 @@ def _emulated_nt(x: Quantized, w: Quantized, out_dtype: torch.dtype) -> Tensor:
     scale_NB = w.scale.repeat_interleave(BLOCK, 0)[: values_NK.shape[0]]
     values_MK = decode_e4m3(x.codes)
     out_MN = torch.empty(values_MK.shape[0], values_NK.shape[0], dtype=out_dtype, device=values_MK.device)
-    for start in range(0, values_MK.shape[0], _ROWS_AT_ONCE):
-        rows = slice(start, start + _ROWS_AT_ONCE)
+    for rows in row_chunks(*out_MN.shape, 1):
         out_MN[rows] = _emulated_rows(values_MK[rows], x.scale[rows], values_NK, scale_NB)
     return out_MN
 
@@ -151,7 +149,7 @@ def _emulated_dgrad(dy: Quantized, w_transposed: Quantized, out_dtype: torch.dty
 
 
 def _emulated_wgrad(dy_tokens: Quantized, x_tokens: Quantized, out_dtype: torch.dtype) -> Tensor:
-    return (dequantize_activation(dy_tokens) @ dequantize_activation(x_tokens).t()).to(out_dtype)
+    return (dequantize_tokens(dy_tokens).t() @ dequantize_tokens(x_tokens)).to(out_dtype)
 
 
 # ---------------------------------------------------------------- scaled_mm

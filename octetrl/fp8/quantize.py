@@ -23,17 +23,19 @@ Edges, the same in the kernels:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octetrl.fp8.format import BLOCK, E4M3_MAX, decode_e4m3, encode_e4m3, round_to_e4m3
+from octetrl.fp8.format import BLOCK, E4M3, E4M3_MAX, decode_e4m3, encode_e4m3, round_to_e4m3
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _EXPONENT_BITS = 0x7F800000
 _MANTISSA_BITS = 0x007FFFFF
+_CHUNK_ELEMENTS = 1 << 18
 
 
 class Quantized(NamedTuple):
@@ -63,17 +65,27 @@ def scale_and_inverse(amax: Tensor, power_of_two: bool = False) -> tuple[Tensor,
     return scale.masked_fill_(bad, torch.nan), inverse.masked_fill_(bad, torch.nan)
 
 
+def row_chunks(rows: int, columns: int, multiple: int) -> Iterator[slice]:
+    """Slices of rows, each a multiple of `multiple`, small enough that a pass over one stays in a CPU's cache."""
+    step = max(1, _CHUNK_ELEMENTS // (columns * multiple)) * multiple
+    for start in range(0, rows, step):
+        yield slice(start, min(rows, start + step))
+
+
 def _bf16_rounded(x: Tensor) -> Tensor:
     """A new float32 tensor of `x` rounded to BF16."""
     return x.float() if x.dtype == torch.bfloat16 else x.to(torch.bfloat16).float()
 
 
-def _quantized_values(blocks: Tensor, dim: tuple[int, ...], power_of_two: bool) -> tuple[Tensor, Tensor]:
-    """Values on the E4M3 grid, in `blocks`' shape, and the scale with `dim` reduced away. `blocks` is overwritten."""
-    amax = blocks.abs().amax(dim, keepdim=True)
-    scale, inverse = scale_and_inverse(amax, power_of_two)
-    blocks.mul_(inverse).clamp_(-E4M3_MAX, E4M3_MAX)
-    return round_to_e4m3(blocks), scale.squeeze(dim)
+Rounding = Callable[[Tensor], Tensor]  # scaled float32 -> E4M3 bytes (encode_e4m3) or their values (round_to_e4m3)
+
+
+def _quantize_blocks(
+    blocks: Tensor, dim: tuple[int, ...], power_of_two: bool, rounding: Rounding
+) -> tuple[Tensor, Tensor]:
+    """Codes in `blocks`' shape, and the scale with `dim` reduced away. `blocks` is overwritten."""
+    scale, inverse = scale_and_inverse(blocks.abs().amax(dim, keepdim=True), power_of_two)
+    return rounding(blocks.mul_(inverse).clamp_(-E4M3_MAX, E4M3_MAX)), scale.squeeze(dim)
 
 
 def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -87,18 +99,26 @@ def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
 # ---------------------------------------------------------------- activation: 1 x 128 along K
 
 
-def quantize_activation_values(x_MK: Tensor, power_of_two: bool = False) -> Quantized:
-    """As `quantize_activation_reference`, with the codes' values in float32."""
-    rows, columns = x_MK.shape
-    blocks = _padded(x_MK, 1, BLOCK).view(rows, -1, BLOCK)
-    values, scale = _quantized_values(blocks, (2,), power_of_two)
-    return Quantized(values.view(rows, blocks.shape[1] * BLOCK)[:, :columns], scale)
-
-
 def quantize_activation_reference(x_MK: Tensor, power_of_two: bool = False) -> Quantized:
     """[M, K] -> codes [M, K] E4M3, scale [M, ceil(K/128)] float32."""
-    values, scale = quantize_activation_values(x_MK, power_of_two)
-    return Quantized(encode_e4m3(values).contiguous(), scale)
+    return _quantize_activation(x_MK, power_of_two, encode_e4m3, E4M3)
+
+
+def quantize_activation_values(x_MK: Tensor, power_of_two: bool = False) -> Quantized:
+    """As `quantize_activation_reference`, with the codes' values in float32."""
+    return _quantize_activation(x_MK, power_of_two, round_to_e4m3, torch.float32)
+
+
+def _quantize_activation(x_MK: Tensor, power_of_two: bool, rounding: Rounding, dtype: torch.dtype) -> Quantized:
+    rows, columns = x_MK.shape
+    blocks = -(-columns // BLOCK)
+    codes = torch.empty(rows, columns, dtype=dtype, device=x_MK.device)
+    scale = torch.empty(rows, blocks, device=x_MK.device)
+    for chunk in row_chunks(rows, blocks * BLOCK, 1):
+        padded = _padded(x_MK[chunk], 1, BLOCK).view(-1, blocks, BLOCK)
+        rounded, scale[chunk] = _quantize_blocks(padded, (2,), power_of_two, rounding)
+        codes[chunk] = rounded.view(-1, blocks * BLOCK)[:, :columns]
+    return Quantized(codes, scale)
 
 
 # ---------------------------------------------------------------- weight: 128 x 128
@@ -113,8 +133,8 @@ def quantize_weight_reference(w_NK: Tensor, power_of_two: bool = False, name: st
     rows, columns = w_NK.shape
     padded = _padded(w_NK, BLOCK, BLOCK)
     blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
-    values, scale = _quantized_values(blocks, (1, 3), power_of_two)
-    return Quantized(encode_e4m3(values.view(padded.shape)[:rows, :columns]).contiguous(), scale)
+    codes, scale = _quantize_blocks(blocks, (1, 3), power_of_two, encode_e4m3)
+    return Quantized(codes.view(padded.shape)[:rows, :columns].contiguous(), scale)
 
 
 def check_finite(x: Tensor, name: str) -> None:
@@ -133,18 +153,28 @@ def non_finite_count(x: Tensor) -> Tensor:
 # ---------------------------------------------------------------- tokens: 128 x 1, the operand of wgrad
 
 
-def quantize_tokens_values(x_TK: Tensor, power_of_two: bool = False) -> Quantized:
-    """As `quantize_tokens_reference`, with the codes' values in float32, a transposed view of [T', K]."""
-    padded = _padded(x_TK, BLOCK, 1)
-    blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1])
-    values, scale = _quantized_values(blocks, (1,), power_of_two)
-    return Quantized(values.view(padded.shape).t(), scale.t())
-
-
 def quantize_tokens_reference(x_TK: Tensor, power_of_two: bool = False) -> Quantized:
     """[T, K] -> codes [K, T'] E4M3, scale [K, T'/128] float32; T' is T padded with zeros to a multiple of 128."""
-    values, scale = quantize_tokens_values(x_TK, power_of_two)
-    return Quantized(encode_e4m3(values).contiguous(), scale.contiguous())
+    codes, scale = _quantize_tokens(x_TK, power_of_two, encode_e4m3, E4M3)
+    return Quantized(codes.contiguous(), scale.contiguous())
+
+
+def quantize_tokens_values(x_TK: Tensor, power_of_two: bool = False) -> Quantized:
+    """As `quantize_tokens_reference`, with the codes' values in float32; both are views of [T', K], [T'/128, K]."""
+    return _quantize_tokens(x_TK, power_of_two, round_to_e4m3, torch.float32)
+
+
+def _quantize_tokens(x_TK: Tensor, power_of_two: bool, rounding: Rounding, dtype: torch.dtype) -> Quantized:
+    tokens, columns = x_TK.shape
+    blocks = -(-tokens // BLOCK)
+    codes = torch.empty(blocks * BLOCK, columns, dtype=dtype, device=x_TK.device)
+    scale = torch.empty(blocks, columns, device=x_TK.device)
+    for chunk in row_chunks(tokens, columns, BLOCK):
+        padded = _padded(x_TK[chunk], BLOCK, 1).view(-1, BLOCK, columns)
+        first, last = chunk.start // BLOCK, chunk.start // BLOCK + padded.shape[0]
+        rounded, scale[first:last] = _quantize_blocks(padded, (1,), power_of_two, rounding)
+        codes[first * BLOCK : last * BLOCK] = rounded.view(-1, columns)
+    return Quantized(codes.t(), scale.t())
 
 
 # ---------------------------------------------------------------- KV cache
@@ -178,8 +208,15 @@ def dequantize(q: Quantized, block: tuple[int, int]) -> Tensor:
 
 
 def dequantize_activation(q: Quantized) -> Tensor:
-    """[M, K] float32 (also the wgrad operand, [K, T'])."""
+    """[M, K] float32."""
     return dequantize(q, (1, BLOCK))
+
+
+def dequantize_tokens(q: Quantized) -> Tensor:
+    """[T', K] float32, the way the tensor was before `quantize_tokens` transposed it."""
+    values_TK, scale_BK = decode_e4m3(q.codes).t(), q.scale.t()
+    blocks = values_TK.reshape(scale_BK.shape[0], BLOCK, scale_BK.shape[1])
+    return (blocks * scale_BK[:, None, :]).view(values_TK.shape)
 
 
 def dequantize_weight(q: Quantized) -> Tensor:
