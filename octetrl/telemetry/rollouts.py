@@ -1,0 +1,120 @@
+"""What was sampled: its statistics for the step's metrics, and every rollout in a file of its step.
+
+`rollouts/step_NNNNNN.jsonl` has one line a rollout, siblings together:
+
+    task_id prompt answer sibling status reward detail text policy_version finish_reason
+    prompt_token_ids                 of the first turn
+    token_ids logprobs               of all completions, end to end: what was sampled
+    turns                            only with more than one: prompt_token_ids, text, reply and num_tokens of each
+
+The file is written aside, synced and renamed: it is there whole or not at all. A resumed run writes the files of its
+steps again and first removes those past the step it resumes from, so the folder equals a never-killed run's.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from octetrl.config.errors import UserError
+from octetrl.records import FinishReason, Rollout, RolloutGroup, RolloutStatus
+
+
+def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Rewards (over rollouts that have one), lengths in tokens, and a count for every status that is not plain success.
+
+    `reward/zero_variance_fraction` is the share of groups whose siblings all got the same reward: they teach nothing.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rewards = [reward for group in groups for reward in group.rewards]
+    lengths = [_generated_tokens(rollout) for rollout in rollouts if rollout.turns]
+    metrics: dict[str, float] = {"rollout/count": len(rollouts), "reward/count": len(rewards)}
+    for status in RolloutStatus:
+        if status is not RolloutStatus.SCORED:
+            metrics[f"rollout/{status.value}"] = sum(rollout.status is status for rollout in rollouts)
+    if rewards:
+        metrics["reward/mean"] = statistics.fmean(rewards)
+        metrics["reward/std"] = statistics.pstdev(rewards)
+        scored = [group.rewards for group in groups if group.rewards]
+        metrics["reward/zero_variance_fraction"] = statistics.fmean(len(set(r)) == 1 for r in scored)
+    if lengths:
+        metrics["rollout/mean_length"] = statistics.fmean(lengths)
+        metrics["rollout/max_length"] = max(lengths)
+    return metrics
+
+
+class RolloutFiles:
+    """Writes the rollouts of each step below `folder`. `resumed_step` is the step of the checkpoint a run resumes
+    from (0 for a new run): files of later steps are removed."""
+
+    def __init__(self, folder: Path, resumed_step: int = 0) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.glob("step_*.jsonl*"):
+            if path.suffix != ".jsonl" or int(path.stem.removeprefix("step_")) > resumed_step:
+                path.unlink()
+
+    def write(self, step: int, groups: Iterable[RolloutGroup]) -> Path:
+        """Write `step_NNNNNN.jsonl` and return its path. Raises UserError when the disk is full."""
+        path = self.folder / f"step_{step:06d}.jsonl"
+        aside = path.with_suffix(".jsonl.partial")
+        try:
+            with aside.open("w", encoding="utf-8") as file:
+                for group in groups:
+                    for sibling, rollout in enumerate(group.rollouts):
+                        line = json.dumps(_as_json(rollout, sibling), ensure_ascii=False, allow_nan=False)
+                        file.write(line + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(path)
+        except OSError as error:
+            aside.unlink(missing_ok=True)
+            raise no_space(self.folder, error) from error
+        return path
+
+
+def no_space(path: Path, error: OSError) -> Exception:
+    """A UserError for a full disk; any other operating-system error is handed back as it is."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return error
+    return UserError(f"no space left to write '{path}': free some, then continue with --resume")
+
+
+def _generated_tokens(rollout: Rollout) -> int:
+    return sum(len(turn.completion.token_ids) for turn in rollout.turns)
+
+
+def _as_json(rollout: Rollout, sibling: int) -> dict[str, Any]:
+    completions = [turn.completion for turn in rollout.turns]
+    last = completions[-1] if completions else None
+    fields: dict[str, Any] = {
+        "task_id": rollout.task.id,
+        "prompt": rollout.task.prompt,
+        "answer": rollout.task.answer,
+        "sibling": sibling,
+        "status": rollout.status.value,
+        "reward": rollout.reward,
+        "detail": rollout.detail,
+        "text": rollout.text,
+        "policy_version": last.policy_version if last else None,
+        "finish_reason": FinishReason(last.finish_reason).value if last else None,
+        "prompt_token_ids": list(rollout.turns[0].prompt_token_ids) if rollout.turns else [],
+        "token_ids": [token for completion in completions for token in completion.token_ids],
+        "logprobs": [logprob for completion in completions for logprob in completion.logprobs],
+    }
+    if len(rollout.turns) > 1:
+        fields["turns"] = [
+            {
+                "prompt_token_ids": list(turn.prompt_token_ids),
+                "num_tokens": len(turn.completion.token_ids),
+                "text": turn.completion.text,
+                "reply": turn.reply,
+            }
+            for turn in rollout.turns
+        ]
+    return fields

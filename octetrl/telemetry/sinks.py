@@ -1,0 +1,153 @@
+"""Where a step's metrics go: `metrics.jsonl` always, TensorBoard and wandb where asked for.
+
+`metrics.jsonl` is the record of the run: one JSON object a step, `{"step": 3, "loss": ..., ...}`, names sorted, floats
+written so that they read back to the same bits, non-finite ones as null. A line is on the disk when `write` returns, so
+write a step's line before its checkpoint. On resume the lines past the checkpoint's step, and a last line torn by a
+kill, are cut off: those steps are run again, and the file ends equal to a never-killed run's, timing fields aside.
+
+wandb is an extra and is imported here alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from octetrl.config.errors import UserError
+from octetrl.config.schema import LoggingConfig
+from octetrl.telemetry.rollouts import no_space
+
+
+class Sink(Protocol):
+    """Takes the metrics of each step, steps ascending."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsFile:
+    """`metrics.jsonl`. `resumed_step` is the step of the checkpoint a run resumes from; 0 starts the file anew."""
+
+    def __init__(self, path: Path, resumed_step: int = 0) -> None:
+        self.path = path
+        if path.exists():
+            _truncate_after(path, resumed_step)
+        elif resumed_step:
+            raise UserError(f"--resume: '{path}' is missing, though the run was at step {resumed_step}; put it back")
+        self._file = path.open("ab")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one step and sync it to the disk. Raises UserError when the disk is full."""
+        numbers = {name: value if math.isfinite(value) else None for name, value in sorted(metrics.items())}
+        line = json.dumps({"step": step, **numbers}, allow_nan=False).encode() + b"\n"
+        try:
+            self._file.write(line)
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise no_space(self.path, error) from error
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _truncate_after(path: Path, resumed_step: int) -> None:
+    """Cut the file after the line of `resumed_step`. Raises UserError when lines up to there are broken or missing."""
+    kept_bytes, last_step = 0, 0
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        if last_step == resumed_step:
+            break
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, TypeError, KeyError):
+            raise UserError(f"{path}, line {number}: not a step's JSON object; restore the file to resume") from None
+        if step > resumed_step:
+            break
+        kept_bytes, last_step = kept_bytes + len(line), step
+    if last_step != resumed_step:
+        raise UserError(
+            f"--resume: '{path}' ends at step {last_step}, the checkpoint is of step {resumed_step}; restore the file,"
+            f" or start anew in another output_dir"
+        )
+    with path.open("r+b") as file:
+        file.truncate(kept_bytes)
+        os.fsync(file.fileno())
+
+
+class TensorBoard:
+    """Scalars as TensorBoard events in the run's folder; a resumed run hides what it will write again."""
+
+    def __init__(self, folder: Path, resumed_step: int = 0) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # a second of imports that only a run should pay
+
+        self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1 if resumed_step else None)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, global_step=step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """Scalars to Weights & Biases. The run's id is its folder's name, so that a resumed run continues its curves."""
+
+    def __init__(self, project: str, folder: Path, recipe: Mapping[str, Any], resumed_step: int = 0) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise UserError(
+                f"logging.wandb_project: '{project}' needs wandb, which is not installed; pip install 'octetrl[wandb]',"
+                f" or leave it out: logging.wandb_project=null"
+            ) from None
+        self._run = wandb.init(
+            project=project,
+            name=folder.name,
+            id=folder.resolve().name,
+            dir=str(folder),
+            config=dict(recipe),
+            resume="allow" if resumed_step else "never",
+        )
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Sinks:
+    """All sinks of a run behind one `write`, opened together and closed together; a context manager."""
+
+    def __init__(self, *sinks: Sink) -> None:
+        self._sinks = sinks
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for sink in self._sinks:
+            sink.write(step, metrics)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+    def __enter__(self) -> Sinks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_sinks(folder: Path, config: LoggingConfig, recipe: Mapping[str, Any], resumed_step: int = 0) -> Sinks:
+    """The sinks that `logging` asks for, in the run's folder; `recipe` is the resolved recipe as a plain dict. A missing
+    wandb is refused before anything is written."""
+    wandb = Wandb(config.wandb_project, folder, recipe, resumed_step) if config.wandb_project else None
+    sinks: list[Sink] = [MetricsFile(folder / "metrics.jsonl", resumed_step)]
+    if config.tensorboard:
+        sinks.append(TensorBoard(folder, resumed_step))
+    return Sinks(*sinks, *([wandb] if wandb else []))

@@ -1,0 +1,71 @@
+import math
+
+import pytest
+import torch
+
+from octetrl.config.schema import Fp8Config, MismatchConfig
+from octetrl.telemetry.fp8_health import kv_saturation_warning
+from octetrl.telemetry.mismatch import GATED, MismatchError, MismatchGate, mismatch_metrics
+
+
+def test_metrics_equal_the_formulas_written_out() -> None:
+    generator = -torch.rand(50)
+    trainer = generator + 0.1 * torch.randn(50)
+    lengths = torch.full((50,), 50)
+    metrics = mismatch_metrics(generator, trainer, torch.arange(50), lengths)
+    pairs = list(zip(generator.tolist(), trainer.tolist(), strict=True))
+    mean = {
+        "token_mult_prob_error": [math.exp(abs(g - p)) for g, p in pairs],
+        "gen_kl": [math.exp(p - g) - (p - g) - 1 for g, p in pairs],
+        "importance_ratio": [math.exp(p - g) for g, p in pairs],
+    }
+    for name, values in mean.items():
+        assert metrics[f"mismatch/{name}"] == pytest.approx(sum(values) / 50, rel=1e-12)
+    assert metrics["mismatch/max_abs_diff"] == max(abs(g - p) for g, p in pairs)
+    last_tenth = mean["token_mult_prob_error"][45:]
+    assert metrics["mismatch/decile_9/token_mult_prob_error"] == pytest.approx(sum(last_tenth) / 5, rel=1e-12)
+
+
+def test_equal_logprobs_have_no_mismatch_at_all() -> None:
+    logprobs = -torch.rand(7)
+    metrics = mismatch_metrics(logprobs, logprobs.clone(), torch.arange(7), torch.full((7,), 9))
+    assert metrics[GATED] == 1.0 and metrics["mismatch/gen_kl"] == 0.0 and metrics["mismatch/equal_fraction"] == 1.0
+
+
+def test_deciles_follow_each_tokens_own_sequence_and_empty_ones_are_left_out() -> None:
+    generator, positions, lengths = torch.zeros(3), torch.tensor([0, 9, 99]), torch.tensor([10, 10, 100])
+    metrics = mismatch_metrics(generator, torch.tensor([0.0, 1.0, 1.0]), positions, lengths)
+    assert metrics["mismatch/decile_0/token_mult_prob_error"] == 1.0
+    assert metrics["mismatch/decile_9/token_mult_prob_error"] == pytest.approx(math.e)
+    assert not any("decile_5" in name for name in metrics)
+    assert mismatch_metrics(*[torch.zeros(0)] * 4) == {}
+
+
+def test_gate_passes_warns_and_stops() -> None:
+    gate = MismatchGate(MismatchConfig(warn_above=1.03, fail_above=1.2))
+    assert gate.check(1, {GATED: 1.01}) is None
+    assert gate.check(1, {"loss": 1.0}) is None
+    assert "mismatch.warn_above=1.03" in (gate.check(2, {GATED: 1.1}) or "")
+    with pytest.raises(MismatchError, match=r"step 3: .* is 1\.3000, above mismatch\.fail_above=1\.2"):
+        gate.check(3, {GATED: 1.3})
+    with pytest.raises(MismatchError, match="nan"):
+        gate.check(4, {GATED: math.nan})
+    assert MismatchGate(MismatchConfig()).check(5, {GATED: 9.0}) is not None
+
+
+def test_advice_follows_the_evidence() -> None:
+    gate = MismatchGate(MismatchConfig())
+    first, last = "mismatch/decile_0/token_mult_prob_error", "mismatch/decile_9/token_mult_prob_error"
+    assert "fp8.kv_replay" in (gate.check(1, {GATED: 1.1, first: 1.01, last: 1.2}) or "")
+    assert "linears" in (gate.check(1, {GATED: 1.1, first: 1.1, last: 1.1}) or "")
+    assert "calibration_margin" in (gate.check(1, {GATED: 1.1, "fp8/kv_saturation": 0.02}) or "")
+
+
+def test_saturation_warning_names_share_limit_and_remedy() -> None:
+    config = Fp8Config(kv_cache="calibrated")
+    assert kv_saturation_warning({"fp8/kv_saturation": 0.0005}, config) is None
+    assert kv_saturation_warning({}, config) is None
+    said = kv_saturation_warning({"fp8/kv_saturation": 0.02}, config) or ""
+    assert "2.00%" in said and "0.10%" in said and "calibration_margin=1.58" in said and "dynamic" in said
+    dynamic = kv_saturation_warning({"fp8/kv_saturation": 0.02}, Fp8Config(kv_cache="dynamic")) or ""
+    assert "margin" not in dynamic and "fp8.kv_cache=none" in dynamic

@@ -1,0 +1,79 @@
+import errno
+import json
+from pathlib import Path
+
+import pytest
+
+from octetrl.config.errors import UserError
+from octetrl.records import Completion, FinishReason, Rollout, RolloutGroup, RolloutStatus, Task, Turn
+from octetrl.telemetry.rollouts import RolloutFiles, rollout_metrics
+
+TASK = Task(id="chain_sum/17", prompt="3 + 4 =", answer="7")
+
+
+def turn(tokens: tuple[int, ...], reply: str | None = None) -> Turn:
+    text = "".join(str(token) for token in tokens)
+    completion = Completion(tokens, (-0.1,) * len(tokens), text, FinishReason.STOP, 5, "digest")
+    return Turn((1, 2), completion, reply)
+
+
+def rollout(status: RolloutStatus, reward: float | None, *turns: Turn) -> Rollout:
+    return Rollout(TASK, turns, status, reward)
+
+
+GROUP = RolloutGroup(
+    TASK,
+    (
+        rollout(RolloutStatus.SCORED, 1.0, turn((7, 9))),
+        rollout(RolloutStatus.OVERLONG, 0.0, turn((8, 8, 8, 8))),
+        rollout(RolloutStatus.REWARD_ERROR, None, turn((6, 9, 9), reply="go on"), turn((5, 9, 9))),
+        rollout(RolloutStatus.PROMPT_TOO_LONG, None),
+    ),
+)
+FLAT = RolloutGroup(TASK, (rollout(RolloutStatus.SCORED, 1.0, turn((7, 9))),) * 2)
+
+
+def test_metrics_leave_rollouts_without_reward_out_and_count_them() -> None:
+    metrics = rollout_metrics([GROUP, FLAT])
+    assert metrics["reward/mean"] == 0.75 and metrics["reward/count"] == 4
+    assert metrics["reward/zero_variance_fraction"] == 0.5
+    assert metrics["rollout/mean_length"] == pytest.approx((2 + 4 + 6 + 2 + 2) / 5)
+    assert metrics["rollout/max_length"] == 6
+    assert metrics["rollout/reward_error"] == 1 and metrics["rollout/overlong"] == 1
+    assert metrics["rollout/prompt_too_long"] == 1 and metrics["rollout/reward_timeout"] == 0
+    assert "reward/mean" not in rollout_metrics([])
+
+
+def test_file_holds_every_rollout_whole(tmp_path: Path) -> None:
+    path = RolloutFiles(tmp_path / "rollouts").write(3, [GROUP])
+    assert path.name == "step_000003.jsonl" and list(path.parent.iterdir()) == [path]
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["status"] for line in lines] == ["scored", "overlong", "reward_error", "prompt_too_long"]
+    assert [line["sibling"] for line in lines] == [0, 1, 2, 3]
+    first = lines[0]
+    assert (first["task_id"], first["prompt"], first["answer"]) == ("chain_sum/17", "3 + 4 =", "7")
+    assert (first["token_ids"], first["logprobs"], first["reward"]) == ([7, 9], [-0.1, -0.1], 1.0)
+    assert (first["policy_version"], first["finish_reason"], first["text"]) == (5, "stop", "79")
+    assert "turns" not in first
+    assert [part["reply"] for part in lines[2]["turns"]] == ["go on", None]
+    assert lines[3]["reward"] is None and lines[3]["token_ids"] == [] and lines[3]["policy_version"] is None
+
+
+def test_resume_removes_later_steps_and_torn_files(tmp_path: Path) -> None:
+    files = RolloutFiles(tmp_path)
+    for step in (1, 2, 3):
+        files.write(step, [FLAT])
+    (tmp_path / "step_000004.jsonl.partial").write_text("{")
+    RolloutFiles(tmp_path, resumed_step=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001.jsonl", "step_000002.jsonl"]
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    files = RolloutFiles(tmp_path)
+    monkeypatch.setattr("octetrl.telemetry.rollouts.os.fsync", full)
+    with pytest.raises(UserError, match="no space left"):
+        files.write(1, [FLAT])
+    assert list(tmp_path.iterdir()) == []

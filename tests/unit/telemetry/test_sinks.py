@@ -1,0 +1,72 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from octetrl.config.errors import UserError
+from octetrl.config.schema import LoggingConfig
+from octetrl.telemetry.sinks import MetricsFile, open_sinks
+
+
+def write(path: Path, steps: range, resumed_step: int = 0) -> None:
+    file = MetricsFile(path, resumed_step)
+    for step in steps:
+        file.write(step, {"reward/mean": step / 3, "loss": -step * 1e-7})
+    file.close()
+
+
+def test_lines_read_back_to_the_same_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, range(1, 4))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines[1] == {"step": 2, "loss": -2e-7, "reward/mean": 2 / 3}
+    assert list(lines[0]) == ["step", "loss", "reward/mean"]
+
+
+def test_a_killed_and_resumed_file_equals_a_never_killed_one(tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
+    write(whole, range(1, 8))
+    write(killed, range(1, 6))
+    with killed.open("a") as file:
+        file.write('{"step": 6, "lo')
+    write(killed, range(4, 8), resumed_step=3)
+    assert killed.read_bytes() == whole.read_bytes()
+
+
+def test_non_finite_numbers_are_null_and_a_new_run_starts_anew(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, range(1, 4))
+    file = MetricsFile(path)
+    file.write(1, {"loss": math.nan})
+    file.close()
+    assert path.read_text() == '{"step": 1, "loss": null}\n'
+
+
+def test_resume_refuses_a_file_that_lacks_steps(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with pytest.raises(UserError, match="is missing"):
+        MetricsFile(path, resumed_step=2)
+    write(path, range(1, 3))
+    with pytest.raises(UserError, match="ends at step 2, the checkpoint is of step 5"):
+        MetricsFile(path, resumed_step=5)
+    path.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
+    with pytest.raises(UserError, match="line 2"):
+        MetricsFile(path, resumed_step=3)
+
+
+def test_wandb_missing_names_the_extra_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    with pytest.raises(UserError, match=r"octetrl\[wandb\]"):
+        open_sinks(tmp_path, LoggingConfig(wandb_project="fp8"), {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensorboard_gets_what_the_file_gets(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with open_sinks(tmp_path, LoggingConfig(), {}) as sinks:
+        for step in (1, 2):
+            sinks.write(step, {"reward/mean": step / 4})
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
