@@ -1,0 +1,1 @@
+"""From tasks to scored groups to samples. No torch: token ids go out, records come back."""

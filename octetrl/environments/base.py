@@ -1,0 +1,134 @@
+"""What an environment is, and the order in which its tasks are drawn.
+
+An environment is two things: tasks, and a score for a completion of one of them. Any object with these two
+names will do (`examples/custom_environment.py` is one in ten lines); `TaskEnvironment` puts them together
+from parts.
+
+A `Taskset` draws training tasks in an endless seeded order (`environments/order.py`), so a resumed run draws
+the very prompts that a never-killed run would have drawn. Held-out tasks are set aside first, and a training
+task that has the prompt of a held-out one is passed over. Comparing prompts rather than ids matters for
+generated data, where a small dataset says the same thing under many indices.
+
+Tasks may be generated on access (`environments/reasoning_gym.py`), so nothing here walks through all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+from octetrl.config.errors import UserError
+from octetrl.environments.order import EndlessOrder
+from octetrl.records import Task
+
+Scorer = Callable[[Task, str], float]
+
+
+class Environment(Protocol):
+    """Tasks and their score. Two tasks are the same problem when their prompts are equal."""
+
+    @property
+    def tasks(self) -> Sequence[Task]: ...
+
+    def score(self, task: Task, completion_text: str, /) -> float:
+        """The reward of one completion: any finite number; bool counts as 0 or 1.
+
+        Runs in a reward worker (`environments/scoring.py`), so it must be picklable: define it in a module. Raise
+        when no reward can be given: the rollout is then left out, and counted, instead of being punished.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class TaskEnvironment:
+    """An environment put together from tasks and a scorer."""
+
+    tasks: Sequence[Task]
+    score: Scorer
+
+
+class Taskset:
+    """Training tasks in a seeded order without end, and held-out tasks that are never among them.
+
+    tasks: all of them; seed: which are held out and the order of the rest; eval_size: how many are held out.
+    Raises UserError when `tasks` has too few different prompts to hold out `eval_size` and train on another.
+    """
+
+    def __init__(self, tasks: Sequence[Task], *, eval_size: int, seed: int) -> None:
+        self._tasks = tasks
+        self._seed = seed
+        self._held_out = _choose_held_out(tasks, eval_size, seed)
+        self._held_out_prompts = frozenset(task.prompt for task in self._held_out)
+        if all(task.prompt in self._held_out_prompts for task in tasks):
+            raise UserError(
+                f"environment.eval_size: {eval_size} held-out tasks leave none of the {len(tasks)} tasks for training"
+                " (tasks with equal prompts count once); lower eval_size or give more tasks"
+            )
+        self._order = EndlessOrder(len(tasks), seed)
+        self._position = 0
+
+    def next_batch(self, n: int) -> list[Task]:
+        """The next `n` training tasks; a new epoch begins wherever the last one ends."""
+        batch: list[Task] = []
+        while len(batch) < n:
+            task = self._tasks[self._order[self._position]]
+            self._position += 1
+            if task.prompt not in self._held_out_prompts:
+                batch.append(task)
+        return batch
+
+    def held_out(self, n: int | None = None) -> list[Task]:
+        """The first `n` held-out tasks (None: all), all with different prompts and none ever in a training batch."""
+        if n is not None and n > len(self._held_out):
+            raise UserError(
+                f"{n} held-out tasks asked for, {len(self._held_out)} set aside; raise environment.eval_size"
+            )
+        return self._held_out[:n]
+
+    def state(self) -> dict[str, Any]:
+        """Where the order stands, as JSON."""
+        return {"position": self._position, "fingerprint": self._fingerprint}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state()`. Raises UserError when it was taken from other tasks or another seed."""
+        if state["fingerprint"] != self._fingerprint:
+            raise UserError(
+                "environment: its tasks or seed are not those the checkpoint was made with;"
+                " resume with the same data, or start a new run from its weights"
+            )
+        self._position = state["position"]
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        """Of what decides the order, and of a few tasks at fixed places: cheap, where tasks are generated on access."""
+        probes = [self._tasks[len(self._tasks) * eighth // 8] for eighth in range(8)]
+        words = [
+            str(self._seed),
+            str(len(self._tasks)),
+            *(task.prompt for task in (*self._held_out, *probes)),
+        ]
+        return hashlib.sha256("\0".join(words).encode()).hexdigest()
+
+
+def _choose_held_out(tasks: Sequence[Task], eval_size: int, seed: int) -> list[Task]:
+    """`eval_size` tasks with different prompts, drawn at random so that a sorted file is sampled evenly."""
+    if not tasks:
+        raise UserError("environment: there are no tasks; give a dataset or file that has some")
+    order = list(range(len(tasks)))
+    random.Random(f"held out/{seed}").shuffle(order)
+    chosen: dict[str, Task] = {}
+    for index in order:
+        if len(chosen) == eval_size:
+            break
+        task = tasks[index]
+        chosen.setdefault(task.prompt, task)
+    if len(chosen) < eval_size:
+        raise UserError(
+            f"environment.eval_size: {eval_size} held-out tasks asked for, but there are only {len(chosen)} different"
+            f" prompts among {len(tasks)} tasks; lower eval_size or give more tasks"
+        )
+    return list(chosen.values())

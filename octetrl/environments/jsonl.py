@@ -1,0 +1,25 @@
+"""Prompts and answers from a file, scored by equality.
+
+The tasks come from `data/tasks.py`. The reward is 1 when the completion's answer is the reference answer,
+character by character, and 0 otherwise. Anything cleverer is a function of the user's
+(`environments/python_reward.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octetrl.environments.answers import extract_answer
+from octetrl.records import Task
+
+
+@dataclass(frozen=True)
+class ExactScorer:
+    """1.0 when the answer after `answer_marker` (None: the completion) equals `task.answer`."""
+
+    answer_marker: str | None = None
+
+    def __call__(self, task: Task, completion_text: str) -> float:
+        if task.answer is None:
+            raise ValueError(f"task '{task.id}' has no answer to compare with; give one, or a reward function")
+        return float(extract_answer(completion_text, self.answer_marker) == task.answer.strip())

@@ -1,0 +1,54 @@
+"""Mathematical answers compared by value: 1/2, 0.5 and \\frac{1}{2} are one answer. math-verify parses and compares.
+
+The reference answer is LaTeX or plain (`\\frac{3}{4}`, `12`, `$x^2$`, `\\boxed{7}`). With an answer marker
+the text after it is read the same way; without one, math-verify looks for the answer in the whole completion
+(a box, then the last formula or number). A completion in which nothing parses is wrong and scores 0; a
+reference that does not parse is our data's fault and raises.
+
+math-verify limits its own time with SIGALRM; that is switched off here, since the reward worker is killed at
+the recipe's `reward_timeout_seconds` and a time-out must be told from a wrong answer.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from octetrl.environments.answers import extract_answer
+from octetrl.records import Task
+
+
+@dataclass(frozen=True)
+class MathScorer:
+    """1.0 when the completion's answer equals `task.answer` as mathematics, else 0.0."""
+
+    answer_marker: str | None = None
+
+    def __call__(self, task: Task, completion_text: str) -> float:
+        from math_verify import parse, verify  # takes 0.4 s to import, and only the reward worker needs it
+
+        logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns of the time limits switched off
+        if task.answer is None:
+            raise ValueError(f"task '{task.id}' has no answer to compare with")
+        reference = _parse_reference(task.answer)
+        if not reference:
+            raise ValueError(f"task '{task.id}': the answer {task.answer[:40]!r} is not mathematics that parses")
+        answer = extract_answer(completion_text, self.answer_marker)
+        if not answer:
+            return 0.0
+        text = answer if self.answer_marker is None else _as_formula(answer)
+        return float(verify(list(reference), parse(text, parsing_timeout=None), timeout_seconds=None))
+
+
+@lru_cache(maxsize=256)
+def _parse_reference(answer: str) -> tuple[Any, ...]:
+    from math_verify import parse
+
+    return tuple(parse(_as_formula(answer), parsing_timeout=None))
+
+
+def _as_formula(answer: str) -> str:
+    """math-verify reads LaTeX only between dollars or in a box."""
+    return answer if "$" in answer or "\\boxed" in answer else f"${answer}$"

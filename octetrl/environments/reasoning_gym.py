@@ -1,0 +1,145 @@
+"""Any dataset of reasoning_gym, by name and parameters, scored by its own `score_answer`.
+
+A dataset is a generator: task `i` is a function of (seed, i), made when it is asked for. Some of the hundred
+generators iterate over sets of strings, whose order changes with each interpreter, and `list_functions` draws
+from Python's global generator. So tasks are generated in one child process with a fixed hash seed, and the
+global generator is seeded before each: every name gives the same tasks in every run and after every resume.
+
+The answer handed to the scorer is what `environment.answer_marker` finds (`environments/answers.py`), or None
+when it finds nothing; most datasets give that 0, some 0.01. Scores between 0 and 1 are theirs (partial
+credit).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, overload
+
+from octetrl.config.errors import UserError, nearest
+from octetrl.environments.answers import extract_answer
+from octetrl.environments.base import TaskEnvironment
+from octetrl.environments.process import CallableProcess
+from octetrl.records import Task
+
+_RESERVED = {"size": "environment.train_size and environment.eval_size", "seed": "environment.seed"}
+
+
+def reasoning_gym_environment(
+    dataset: str,
+    parameters: Mapping[str, Any],
+    *,
+    size: int,
+    seed: int,
+    answer_marker: str | None = None,
+    prompt_template: str = "{prompt}",
+) -> TaskEnvironment:
+    """`size` tasks of `dataset`, generated on access, with the dataset's own scorer.
+
+    prompt_template: `{prompt}` stands for the dataset's question.
+    Raises UserError for an unknown dataset or parameter (with the nearest name) or a value the dataset refuses.
+    """
+    check_dataset(dataset, parameters)
+    generator = EntryGenerator(dataset, dict(parameters), size, seed)
+    return TaskEnvironment(
+        GeneratedTasks(generator, prompt_template),
+        ReasoningGymScorer(dataset, dict(parameters), answer_marker),
+    )
+
+
+def check_dataset(dataset: str, parameters: Mapping[str, Any]) -> None:
+    """Raises UserError unless reasoning_gym has `dataset` and it takes `parameters`."""
+    from reasoning_gym.factory import DATASETS
+
+    if dataset not in DATASETS:
+        raise UserError(
+            f"environment.dataset: reasoning_gym has no dataset '{dataset}'{nearest(dataset, DATASETS)}"
+            f" ({len(DATASETS)} names, chain_sum among them)"
+        )
+    config_class = DATASETS[dataset][1]
+    allowed = sorted({field.name for field in fields(config_class)} - _RESERVED.keys())
+    for name in parameters:
+        if name in _RESERVED:
+            raise UserError(f"environment.parameters.{name}: set {_RESERVED[name]} instead")
+        if name not in allowed:
+            raise UserError(
+                f"environment.parameters: dataset '{dataset}' has no parameter '{name}'{nearest(name, allowed)};"
+                f" it takes {', '.join(allowed)}"
+            )
+    try:
+        config_class(**parameters).validate()
+    except (AssertionError, ValueError, TypeError) as error:
+        raise UserError(f"environment.parameters: dataset '{dataset}' refuses {dict(parameters)}: {error}") from error
+
+
+@dataclass(frozen=True)
+class EntryGenerator:
+    """`(index) -> entry`, to be run in a child process."""
+
+    dataset: str
+    parameters: Mapping[str, Any]
+    size: int
+    seed: int
+
+    def __call__(self, index: int) -> dict[str, Any]:
+        random.seed(f"{self.seed}/{index}")
+        entry: dict[str, Any] = self._dataset[index]
+        return entry
+
+    @cached_property
+    def _dataset(self) -> Any:
+        import reasoning_gym
+
+        return reasoning_gym.create_dataset(self.dataset, **self.parameters, seed=self.seed, size=self.size)
+
+
+class GeneratedTasks(Sequence[Task]):
+    """Tasks made on access by a child process, which starts at the first access and ends with this object."""
+
+    def __init__(self, generator: EntryGenerator, prompt_template: str) -> None:
+        self._generator = generator
+        self._prompt_template = prompt_template
+        self._process: CallableProcess | None = None
+
+    def __len__(self) -> int:
+        return self._generator.size
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | list[Task]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(f"task {index} of {len(self)}")
+        if self._process is None:
+            self._process = CallableProcess(self._generator)
+        entry = self._process.call(index)
+        return Task(
+            id=f"{self._generator.dataset}/{index}",
+            prompt=self._prompt_template.replace("{prompt}", entry["question"]),
+            answer=None if entry["answer"] is None else str(entry["answer"]),
+            metadata={"entry": entry},
+        )
+
+
+@dataclass(frozen=True)
+class ReasoningGymScorer:
+    """The dataset's `score_answer`, on the answer after `answer_marker`."""
+
+    dataset: str
+    parameters: Mapping[str, Any]
+    answer_marker: str | None = None
+
+    def __call__(self, task: Task, completion_text: str) -> float:
+        answer = extract_answer(completion_text, self.answer_marker)
+        return float(self._dataset.score_answer(answer, task.metadata["entry"]))
+
+    @cached_property
+    def _dataset(self) -> Any:
+        import reasoning_gym
+
+        return reasoning_gym.create_dataset(self.dataset, **self.parameters, seed=0, size=1)

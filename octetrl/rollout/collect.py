@@ -1,0 +1,134 @@
+"""From tasks to scored groups: prompts out, completions in, rewards on.
+
+    tasks -> prompt tokens -> one GenerationRequest a task (its siblings share the prompt)
+          -> one call of `generate` for the whole step, so that the engine can batch it all
+          -> one call of `score` for all completions -> RolloutGroup, in the order of the tasks
+
+Nothing fails silently and nothing is a 0 that was not earned: a prompt that is too long is not generated
+from, an answer cut at the limit is scored and marked, a reward that raised or hung is None. Every such
+rollout says so in its status.
+
+A request's seed follows from (run seed, step, place in the batch), so a resumed step draws the same tokens,
+and two steps that meet the same task draw different ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from octetrl.config.schema import RolloutConfig
+from octetrl.environments.scoring import Score
+from octetrl.records import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    SamplingParams,
+    Task,
+    Turn,
+)
+from octetrl.rollout.chat_tokens import ChatTokens
+
+
+class Scores(Protocol):
+    """What scores completions: `RewardWorkers` (environments/scoring.py)."""
+
+    def score(self, completions: Sequence[tuple[Task, str]], /) -> list[Score]: ...
+
+
+class Generates(Protocol):
+    """What generates: the workers. `num_siblings` completions a request, in the order of the requests."""
+
+    def generate(self, requests: Sequence[GenerationRequest], /) -> list[list[Completion]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """How groups are collected, besides which tasks."""
+
+    chat: ChatTokens
+    sampling: SamplingParams
+    group_size: int
+    max_prompt_tokens: int
+    seed: int = 0
+    step: int = 0  # new for every collection: seeds follow from it
+
+    @classmethod
+    def from_config(cls, chat: ChatTokens, config: RolloutConfig, *, seed: int) -> Collection:
+        """As the recipe's `rollout` section says."""
+        sampling = SamplingParams(
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            min_p=config.min_p,
+            stop=config.stop,
+        )
+        return cls(chat, sampling, config.group_size, config.max_prompt_tokens, seed)
+
+    def at_step(self, step: int) -> Collection:
+        return replace(self, step=step)
+
+
+def collect_groups(
+    tasks: Sequence[Task], environment: Scores, workers: Generates, collection: Collection
+) -> list[RolloutGroup]:
+    """`group_size` rollouts of each task, scored, in the order of `tasks`."""
+    requests = [_request(task, place, collection) for place, task in enumerate(tasks)]
+    fits = [len(request.prompt_token_ids) <= collection.max_prompt_tokens for request in requests]
+    generated = iter(workers.generate([request for request, fit in zip(requests, fits, strict=True) if fit]))
+    siblings = [next(generated) if fit else [] for fit in fits]
+    scores = iter(
+        environment.score(
+            [(task, completion.text) for task, drawn in zip(tasks, siblings, strict=True) for completion in drawn]
+        )
+    )
+    groups = []
+    for task, request, drawn in zip(tasks, requests, siblings, strict=True):
+        rollouts = [_rollout(task, request, completion, next(scores)) for completion in drawn]
+        if not rollouts:
+            rollouts = [_too_long(task, request, collection)] * collection.group_size
+        groups.append(RolloutGroup(task, tuple(rollouts)))
+    return groups
+
+
+def count_statuses(groups: Sequence[RolloutGroup]) -> dict[RolloutStatus, int]:
+    """How many rollouts of each status there are, zeros included."""
+    counts = dict.fromkeys(RolloutStatus, 0)
+    for group in groups:
+        for rollout in group.rollouts:
+            counts[rollout.status] += 1
+    return counts
+
+
+def _request(task: Task, place: int, collection: Collection) -> GenerationRequest:
+    digest = hashlib.sha256(f"{collection.seed}/{collection.step}/{place}".encode()).digest()
+    return GenerationRequest(
+        id=f"{place}:{task.id}",
+        prompt_token_ids=collection.chat.prompt_tokens(task.prompt),
+        sampling=collection.sampling,
+        num_siblings=collection.group_size,
+        seed=int.from_bytes(digest[:8]) >> 1,
+    )
+
+
+def _rollout(task: Task, request: GenerationRequest, completion: Completion, score: Score) -> Rollout:
+    was_cut = score.status is RolloutStatus.SCORED and completion.finish_reason is FinishReason.LENGTH
+    return Rollout(
+        task=task,
+        turns=(Turn(request.prompt_token_ids, completion),),
+        status=RolloutStatus.OVERLONG if was_cut else score.status,
+        reward=score.reward,
+        detail=score.detail,
+    )
+
+
+def _too_long(task: Task, request: GenerationRequest, collection: Collection) -> Rollout:
+    length = len(request.prompt_token_ids)
+    detail = f"the prompt has {length} tokens, rollout.max_prompt_tokens is {collection.max_prompt_tokens}"
+    return Rollout(task=task, turns=(), status=RolloutStatus.PROMPT_TOO_LONG, reward=None, detail=detail)

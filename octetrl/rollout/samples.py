@@ -1,0 +1,54 @@
+"""From a scored group to samples that carry their advantages.
+
+Advantages are relative to the rollouts that have a reward, and to no other: one whose reward raised or timed
+out is neither in the baseline nor trained on. A rollout that the algorithm does not train on (an overlong
+one, if it says so) still counts in the baseline. The advantage goes to every generated token; prompts and
+replies are masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from octetrl.records import Rollout, RolloutGroup, Sample
+from octetrl.rollout.chat_tokens import conversation_tokens
+
+
+class CreditAssignment(Protocol):
+    """What is asked of an algorithm here (`algorithms/table.py`)."""
+
+    def advantages(self, rewards: Sequence[float], /) -> list[float]: ...
+
+    def trains(self, rollout: Rollout, /) -> bool: ...
+
+
+def to_samples(group: RolloutGroup, algorithm: CreditAssignment) -> list[Sample]:
+    """A sample for each rollout of `group` that has a reward and is trained on, in their order."""
+    advantages = algorithm.advantages(group.rewards)
+    return [
+        _sample(rollout, advantage)
+        for rollout, advantage in zip(group.scored, advantages, strict=True)
+        if algorithm.trains(rollout)
+    ]
+
+
+def _sample(rollout: Rollout, advantage: float) -> Sample:
+    loss_mask: list[bool] = []
+    logprobs: list[float] = []
+    for turn in rollout.turns:
+        loss_mask += [False] * len(turn.prompt_token_ids) + [True] * len(turn.completion.token_ids)
+        logprobs += [0.0] * len(turn.prompt_token_ids) + list(turn.completion.logprobs)
+    versions = {turn.completion.policy_version for turn in rollout.turns}
+    digests = {turn.completion.precision_digest for turn in rollout.turns}
+    assert len(versions) == len(digests) == 1, f"one rollout drawn by several policies: {versions}, {digests}"
+    token_ids = conversation_tokens(rollout)
+    assert len(logprobs) == len(token_ids), f"{len(token_ids)} tokens with {len(logprobs)} log-probs"
+    return Sample(
+        token_ids=token_ids,
+        loss_mask=tuple(loss_mask),
+        generator_logprobs=tuple(logprobs),
+        advantage=advantage,
+        policy_version=versions.pop(),
+        precision_digest=digests.pop(),
+    )
