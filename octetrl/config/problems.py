@@ -1,0 +1,132 @@
+"""A problem of a recipe, and the first ring of checks: names, types and ranges of single fields.
+
+pydantic finds them; here they are put in one line each that says what was given, what is allowed and what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from octetrl.config.errors import nearest
+from octetrl.config.schema import Recipe, Section
+
+_WORDS = {
+    "string_type": "is not a text; put it in quotes",
+    "int_type": "is not a whole number",
+    "int_from_float": "is not a whole number",
+    "float_type": "is not a number",
+    "bool_type": "is neither true nor false",
+    "tuple_type": "is not a list; write [a, b]",
+    "dict_type": "is not a mapping; write `key: value` lines under it",
+    "model_type": "is not a section; write its fields as `key: value` lines under it",
+    "greater_than": "is out of range; it must be above {gt:g}",
+    "greater_than_equal": "is out of range; it must be at least {ge:g}",
+    "less_than": "is out of range; it must be below {lt:g}",
+    "less_than_equal": "is out of range; it must be at most {le:g}",
+}
+_PLACEHOLDER_MODEL = {"path": "unknown"}  # stands in for a missing model while the other fields are checked
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    fields: tuple[str, ...]  # dotted names of the fields at odds
+    text: str
+
+
+def schema_problems(error: ValidationError, tree: dict[str, Any]) -> tuple[list[Problem], dict[str, Any]]:
+    """What pydantic found, in our words, and the tree without the fields it found wanting."""
+    sound = json.loads(json.dumps(tree))
+    problems = []
+    for detail in error.errors(include_url=False):
+        field = _field_of(detail["loc"])
+        if detail["type"] == "extra_forbidden":
+            problems.append(_unknown_key(field))
+        elif detail["type"] == "missing" and len(field) == len(detail["loc"]):
+            problems.append(Problem((".".join(field),), _missing(field)))
+        else:
+            problems.append(Problem((".".join(field),), _wrong_value(field, detail, tree)))
+        _remove(sound, field)
+    sound.setdefault("model", _PLACEHOLDER_MODEL)
+    return problems, sound
+
+
+def _field_of(location: tuple[int | str, ...]) -> tuple[str, ...]:
+    """The keys down to the field of the schema; what lies inside a list or a free mapping is the field's affair."""
+    keys: list[str] = []
+    schema: type[Section] | None = Recipe
+    for part in location:
+        if schema is None:
+            break
+        keys.append(str(part))
+        schema = section_of(schema, str(part))
+    return tuple(keys)
+
+
+def _unknown_key(keys: tuple[str, ...]) -> Problem:
+    schema: type[Section] = Recipe
+    for key in keys[:-1]:
+        schema = section_of(schema, key) or schema
+    parent, name = ".".join(keys[:-1]), keys[-1]
+    hint, meant = nearest(name, schema.model_fields), ""
+    if hint:
+        meant = ".".join(filter(None, (parent, hint.split("'")[1])))
+    else:
+        elsewhere = [full for full in _all_fields(Recipe) if full.split(".")[-1] == name]
+        hint = f"; did you mean '{elsewhere[0]}'?" if elsewhere else f"; allowed are {', '.join(schema.model_fields)}"
+        meant = elsewhere[0] if elsewhere else ""
+    fields = (".".join(keys), meant) if meant else (".".join(keys),)
+    return Problem(fields, f"{'.'.join(keys)}: unknown key{hint}")
+
+
+def _all_fields(schema: type[Section], prefix: str = "") -> Iterator[str]:
+    for name in schema.model_fields:
+        section = section_of(schema, name)
+        yield prefix + name
+        if section is not None:
+            yield from _all_fields(section, f"{prefix}{name}.")
+
+
+def _missing(field: tuple[str, ...]) -> str:
+    hint = "; for example `model: {path: models/Qwen3-0.6B}`" if field == ("model",) else ""
+    return f"{'.'.join(field)}: missing{hint}"
+
+
+def _wrong_value(field: tuple[str, ...], detail: Any, tree: dict[str, Any]) -> str:
+    name = ".".join(field)
+    if len(detail["loc"]) > len(field):
+        name += "".join(f"[{part}]" for part in detail["loc"][len(field) :] if part != "[key]")
+    if detail["type"] == "literal_error":
+        allowed = re.findall(r"'([^']*)'|\b(\d+)\b", detail["ctx"]["expected"])
+        words = [text or number for text, number in allowed]
+        hint = nearest(str(detail["input"]), words)
+        return f"{name}: {_show(detail['input'])} is not allowed; choose one of {', '.join(words)}{hint}"
+    if field == ("trainer", "optimizer", "betas") and detail["type"] in ("missing", "too_long", "too_short"):
+        return f"{name}: two numbers are needed, such as [0.9, 0.95]"
+    words_of_type = _WORDS.get(detail["type"], "is not valid: " + detail["msg"].replace("{", "{{"))
+    return f"{name}: {_show(detail['input'])} {words_of_type.format(**detail.get('ctx', {}))}"
+
+
+def _show(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False) if not isinstance(value, str) else f"'{value}'"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _remove(tree: dict[str, Any], keys: tuple[str, ...]) -> None:
+    node: Any = tree
+    for key in keys[:-1]:
+        node = node.get(key) if isinstance(node, dict) else None
+    if isinstance(node, dict):
+        node.pop(keys[-1], None)
+
+
+def section_of(schema: type[Section], key: str) -> type[Section] | None:
+    """The section that `key` is in `schema`; None when it is a plain field, or unknown."""
+    field = schema.model_fields.get(key)
+    annotation = field.annotation if field is not None else None
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None

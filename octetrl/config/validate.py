@@ -1,0 +1,273 @@
+"""What is wrong with a recipe: every problem at once, each a line that says what to do.
+
+Three rings of checks. Names, types and ranges of single fields (`config/problems.py`); fields that cannot stand together
+(`combination_problems`); fields that the model at hand cannot follow (`spec_problems`). No torch.
+
+A problem names its fields, so that the second ring can run although the first found something: a problem that touches a
+field already reported is not reported again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import ValidationError
+
+from octetrl.config.errors import UserError
+from octetrl.config.problems import Problem, schema_problems
+from octetrl.config.schema import Recipe
+from octetrl.config.spec import ModelSpec
+
+FP8_KV_HEAD_SIZES = (16, 32, 64, 128, 256)
+
+
+def build_recipe(tree: dict[str, Any]) -> tuple[Recipe | None, list[Problem]]:
+    """The recipe of a merged tree, or None and all its problems."""
+    try:
+        recipe = Recipe.model_validate_json(json.dumps(tree))
+    except ValidationError as error:
+        problems, sound = schema_problems(error, tree)
+        reported = [field for problem in problems for field in problem.fields]
+        rest = [
+            problem
+            for problem in combination_problems(Recipe.model_validate_json(json.dumps(sound)))
+            if not any(_overlap(field, other) for field in problem.fields for other in reported)
+        ]
+        return None, problems + rest
+    problems = list(combination_problems(recipe))
+    return (None if problems else recipe), problems
+
+
+def _overlap(field: str, other: str) -> bool:
+    """One of them is the other, or a section around it."""
+    return field == other or field.startswith(other + ".") or other.startswith(field + ".")
+
+
+def combination_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Problems of a recipe whose single fields are sound."""
+    yield from _model_problems(recipe)
+    yield from _fp8_problems(recipe)
+    yield from _length_problems(recipe)
+    yield from _algorithm_problems(recipe)
+    yield from _environment_problems(recipe)
+    yield from _trainer_problems(recipe)
+    yield from _run_problems(recipe)
+
+
+def _model_problems(recipe: Recipe) -> Iterator[Problem]:
+    model = recipe.model
+    if model.path and model.preset:
+        text = f"model: path '{model.path}' and preset '{model.preset}' exclude each other; keep one of them"
+        yield Problem(("model.path", "model.preset"), text)
+    elif not model.path and not model.preset:
+        text = "model: give a path (a Hugging Face folder), or a preset with init: random"
+        yield Problem(("model.path", "model.preset"), text)
+    elif model.preset and model.init == "pretrained":
+        text = f"model.preset: '{model.preset}' is a shape without weights; set model.init: random, or give model.path"
+        yield Problem(("model.preset", "model.init"), text)
+    if model.preset and not model.path and not model.tokenizer:
+        text = f"model.tokenizer: preset '{model.preset}' brings none; give the folder of a Hugging Face tokenizer"
+        yield Problem(("model.tokenizer", "model.preset"), text)
+    if model.dtype == "float32" and recipe.trainer.optimizer.master == "stochastic_rounding":
+        text = "trainer.optimizer.master: stochastic_rounding is for bfloat16 weights; with dtype float32 use float32"
+        yield Problem(("trainer.optimizer.master", "model.dtype"), text)
+
+
+def _fp8_problems(recipe: Recipe) -> Iterator[Problem]:
+    fp8 = recipe.fp8
+    if recipe.model.dtype == "float32" and (fp8.rollout or fp8.train or fp8.kv_cache != "none"):
+        text = "model.dtype: float32 has no FP8 path, values are quantised from bfloat16; use it, or precision: bf16"
+        yield Problem(("model.dtype", "fp8.rollout", "fp8.train", "fp8.kv_cache"), text)
+    if recipe.cluster.device == "cpu" and fp8.emulate is False and (fp8.rollout or fp8.train):
+        text = "fp8.emulate: false on a CPU, which has no FP8 tensor cores; leave it out or set fp8.emulate: true"
+        yield Problem(("fp8.emulate", "cluster.device"), text)
+    if fp8.kv_cache == "calibrated" and recipe.algorithm.name == "sft":
+        text = (
+            "fp8.kv_cache: 'calibrated' has nothing to calibrate on with sft, which draws no rollouts;"
+            " use 'none', or 'dynamic', which needs no calibration (precision: fp8_full means 'calibrated')"
+        )
+        yield Problem(("fp8.kv_cache", "algorithm.name"), text)
+
+
+def _length_problems(recipe: Recipe) -> Iterator[Problem]:
+    rollout, engine, evaluation = recipe.rollout, recipe.engine, recipe.evaluation
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    lengths = ("rollout.max_prompt_tokens", "rollout.max_new_tokens")
+    if recipe.model.context_length < longest:
+        text = (
+            f"model.context_length: {recipe.model.context_length} is shorter than rollout.max_prompt_tokens"
+            f" {rollout.max_prompt_tokens} + rollout.max_new_tokens {rollout.max_new_tokens};"
+            f" raise it to {longest}, or lower those"
+        )
+        yield Problem(("model.context_length", *lengths), text)
+    evaluated = rollout.max_prompt_tokens + (evaluation.max_new_tokens or 0)
+    if recipe.model.context_length < evaluated and evaluation.max_new_tokens is not None:
+        text = (
+            f"evaluation.max_new_tokens: {evaluation.max_new_tokens} and rollout.max_prompt_tokens"
+            f" {rollout.max_prompt_tokens} exceed model.context_length {recipe.model.context_length};"
+            f" lower it, or raise model.context_length to {evaluated}"
+        )
+        yield Problem(("evaluation.max_new_tokens", "model.context_length", lengths[0]), text)
+    longest = max(longest, evaluated)
+    pages = -(-longest // engine.page_size)
+    if engine.kv_cache_tokens is not None and engine.kv_cache_tokens // engine.page_size < pages:
+        text = (
+            f"engine.kv_cache_tokens: {engine.kv_cache_tokens} cannot hold one prompt and answer of {longest} tokens"
+            f" in pages of {engine.page_size}; raise it to at least {pages * engine.page_size}"
+        )
+        yield Problem(("engine.kv_cache_tokens", "engine.page_size", *lengths), text)
+    budget = recipe.trainer.tokens_per_micro_batch
+    trained = recipe.model.context_length if recipe.algorithm.name == "sft" else longest
+    if budget < trained:
+        text = (
+            f"trainer.tokens_per_micro_batch: {budget} cannot hold one sequence of {trained} tokens;"
+            f" raise it to at least {trained}"
+        )
+        yield Problem(("trainer.tokens_per_micro_batch", "model.context_length", *lengths), text)
+
+
+def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
+    algorithm, rollout = recipe.algorithm, recipe.rollout
+    if algorithm.name == "sft":
+        if algorithm.conversations is None:
+            text = 'algorithm.conversations: sft needs the path of a JSONL file of {"prompt": ..., "answer": ...}'
+            yield Problem(("algorithm.conversations", "algorithm.name"), text)
+        if algorithm.kl_coefficient > 0:
+            text = "algorithm.kl_coefficient: sft has no reference policy; set it to 0, or use grpo"
+            yield Problem(("algorithm.kl_coefficient", "algorithm.name"), text)
+        return
+    if rollout.group_size < 2:
+        text = "rollout.group_size: 1 gives grpo no siblings to compare; use at least 2, commonly 8"
+        yield Problem(("rollout.group_size", "algorithm.name"), text)
+    if rollout.temperature == 0:
+        text = "rollout.temperature: 0 is greedy, so all siblings of a group are equal and teach nothing; use 1.0"
+        yield Problem(("rollout.temperature", "algorithm.name"), text)
+    for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+        value = getattr(rollout, name)
+        if value != off:
+            text = (
+                f"rollout.{name}: {value} cuts the distribution, which the trainer's log-probs would not follow;"
+                f" train with {off} (`generate` takes --{name.replace('_', '-')})"
+            )
+            yield Problem((f"rollout.{name}", "algorithm.name"), text)
+
+
+def _environment_problems(recipe: Recipe) -> Iterator[Problem]:
+    environment = recipe.environment
+    if environment.dataset is None:
+        what = {
+            "reasoning_gym": "the name of a reasoning_gym dataset, such as chain_sum",
+            "math": 'the path of a JSONL file of {"prompt": ..., "answer": ...}',
+            "jsonl": 'the path of a JSONL file of {"prompt": ..., "answer": ...}',
+        }[environment.kind]
+        text = f"environment.dataset: missing; kind {environment.kind} needs {what}"
+        yield Problem(("environment.dataset", "environment.kind"), text)
+    if environment.parameters and environment.kind != "reasoning_gym":
+        text = (
+            f"environment.parameters: {', '.join(environment.parameters)} would go unused,"
+            f" kind {environment.kind} has no parameters; remove them"
+        )
+        yield Problem(("environment.parameters", "environment.kind"), text)
+    if environment.reward is not None and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", environment.reward):
+        text = f"environment.reward: '{environment.reward}' is not module:name, such as my_rewards:length"
+        yield Problem(("environment.reward",), text)
+    if "{prompt}" not in environment.prompt_template:
+        text = "environment.prompt_template: has no {prompt}, so every task would look the same; put {prompt} in it"
+        yield Problem(("environment.prompt_template",), text)
+    if environment.answer_marker == "":
+        text = "environment.answer_marker: an empty text marks nothing; give one, or null for the whole completion"
+        yield Problem(("environment.answer_marker",), text)
+    if "" in recipe.rollout.stop:
+        text = "rollout.stop: an empty text would stop every answer at once; remove it"
+        yield Problem(("rollout.stop",), text)
+
+
+def _trainer_problems(recipe: Recipe) -> Iterator[Problem]:
+    trainer, rollout = recipe.trainer, recipe.rollout
+    if 1.0 in trainer.optimizer.betas:
+        text = f"trainer.optimizer.betas: {list(trainer.optimizer.betas)} must each be below 1"
+        yield Problem(("trainer.optimizer.betas",), text)
+    is_sft = recipe.algorithm.name == "sft"
+    samples = recipe.algorithm.batch_size if is_sft else rollout.prompts_per_step * rollout.group_size
+    if trainer.minibatches > samples:
+        text = (
+            f"trainer.minibatches: {trainer.minibatches} optimizer steps cannot share a batch of {samples} samples;"
+            f" use at most {samples}"
+        )
+        of_batch = ("algorithm.batch_size",) if is_sft else ("rollout.prompts_per_step", "rollout.group_size")
+        yield Problem(("trainer.minibatches", *of_batch), text)
+
+
+def _run_problems(recipe: Recipe) -> Iterator[Problem]:
+    evaluation, checkpoint = recipe.evaluation, recipe.checkpoint
+    if evaluation.every and not recipe.environment.eval_size:
+        text = "evaluation.every: there are no held-out tasks, environment.eval_size is 0; raise it, or set every to 0"
+        yield Problem(("evaluation.every", "environment.eval_size"), text)
+    if evaluation.samples > 1 and evaluation.temperature == 0:
+        text = (
+            f"evaluation.samples: {evaluation.samples} greedy answers are one answer {evaluation.samples} times;"
+            f" use 1, or an evaluation.temperature above 0"
+        )
+        yield Problem(("evaluation.samples", "evaluation.temperature"), text)
+    if checkpoint.keep_best and not evaluation.every and checkpoint.best_metric.startswith("eval/"):
+        text = (
+            f"checkpoint.keep_best: '{checkpoint.best_metric}' is never measured, evaluation.every is 0;"
+            f" set evaluation.every, or checkpoint.keep_best: 0"
+        )
+        yield Problem(("checkpoint.keep_best", "checkpoint.best_metric", "evaluation.every"), text)
+    if recipe.seed >= 2**63 or not 0 <= recipe.environment.seed < 2**63:
+        text = "seed: seed and environment.seed are whole numbers from 0 to 2^63 - 1; choose a smaller one"
+        yield Problem(("seed", "environment.seed"), text)
+    if not recipe.output_dir.strip():
+        yield Problem(("output_dir",), "output_dir: is empty; give the folder that the run writes, such as runs/first")
+
+
+def validate_with_spec(recipe: Recipe, spec: ModelSpec) -> None:
+    """Refuse a recipe that this model cannot follow. Raises UserError with all problems together.
+
+    FP8 KV on a Qwen2.5 is not refused: its K stays BF16 and its V is FP8 (fp8/policy.py; `check` prints it).
+    """
+    problems = list(spec_problems(recipe, spec))
+    if len(problems) == 1:
+        raise UserError(problems[0].text)
+    if problems:
+        raise UserError("\n  ".join([f"{len(problems)} problems", *(problem.text for problem in problems)]))
+
+
+def spec_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
+    """Problems that show when the model's shape is known."""
+    fp8 = recipe.fp8
+    if recipe.model.context_length > spec.max_positions:
+        text = (
+            f"model.context_length: {recipe.model.context_length} exceeds the model's {spec.max_positions} positions;"
+            f" lower it to {spec.max_positions}"
+        )
+        yield Problem(("model.context_length",), text)
+    if fp8.kv_cache != "none" and spec.head_size not in FP8_KV_HEAD_SIZES:
+        text = (
+            f"fp8.kv_cache: '{fp8.kv_cache}' needs a head size of {', '.join(map(str, FP8_KV_HEAD_SIZES))};"
+            f" this model has {spec.head_size}; use fp8.kv_cache: none"
+        )
+        yield Problem(("fp8.kv_cache",), text)
+    if not (fp8.rollout or fp8.train):
+        return
+    sizes = {
+        "hidden size": spec.hidden_size,
+        "intermediate size": spec.intermediate_size,
+        "query size (heads * head size)": spec.q_size,
+        "key size (kv heads * head size)": spec.kv_size,
+    }
+    for name, size in sizes.items():
+        if size % 16:
+            text = f"fp8: linears need sizes divisible by 16, this model's {name} is {size}; use precision: bf16"
+            yield Problem(("fp8.rollout", "fp8.train"), text)
+    kept = fp8.bf16_first_layers + fp8.bf16_last_layers
+    if kept >= spec.num_layers:
+        text = (
+            f"fp8.bf16_first_layers + bf16_last_layers: {kept} leave none of the model's {spec.num_layers} layers"
+            f" in FP8; lower them, or use precision: bf16"
+        )
+        yield Problem(("fp8.bf16_first_layers", "fp8.bf16_last_layers"), text)
