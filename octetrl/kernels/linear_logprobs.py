@@ -205,9 +205,7 @@ def _temperatures(temperature: float | Tensor, num_rows: int, device: torch.devi
     return torch.full((num_rows,), temperature, dtype=torch.float32, device=device)
 
 
-def logprobs_of(
-    logits_NV: Tensor, targets_N: Tensor, temperature: float | Tensor = 1.0
-) -> tuple[Tensor, Tensor]:
+def logprobs_of(logits_NV: Tensor, targets_N: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
     """Log-prob of each row's target and entropy of its distribution, both float32 [N]; not differentiable.
 
     logits_NV: float32, contiguous. targets_N: int64. temperature: above 0, one number or one a row (greedy
@@ -281,8 +279,6 @@ def linear_logprobs(
     hidden_NE, weight_VE: one dtype. targets_N: int64. temperature: above 0, one number or one a row.
     `chunk`: rows whose logits exist at one time; it changes memory and speed, not the result.
     """
-    assert hidden_NE.shape[0] == targets_N.shape[0], (
-        f"{hidden_NE.shape[0]} rows, {targets_N.shape[0]} targets"
-    )
+    assert hidden_NE.shape[0] == targets_N.shape[0], f"{hidden_NE.shape[0]} rows, {targets_N.shape[0]} targets"
     temperature_N = _temperatures(temperature, hidden_NE.shape[0], hidden_NE.device)
     return _LinearLogprobs.apply(hidden_NE, weight_VE, targets_N, temperature_N, chunk)  # type: ignore[no-any-return]

@@ -49,9 +49,7 @@ def _rope_kernel(
     dtype = y_ptr.dtype.element_ty
     target_HR = y_ptr + (token * num_heads + head_H[:, None]) * (2 * PLANES) + plane_R[None, :]
     tl.store(target_HR, (first_HR * cos_R[None, :] - second_HR * sin_R[None, :]).to(dtype), mask=inside_HR)
-    tl.store(
-        target_HR + PLANES, (second_HR * cos_R[None, :] + first_HR * sin_R[None, :]).to(dtype), mask=inside_HR
-    )
+    tl.store(target_HR + PLANES, (second_HR * cos_R[None, :] + first_HR * sin_R[None, :]).to(dtype), mask=inside_HR)
 
 
 def rope_triton(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, sign: int) -> Tensor:

@@ -80,7 +80,7 @@ class Attention(nn.Module):
             k_scale_K=self._scale_of(context.k_scale_LK) if self.quantize_k else None,
             v_scale_K=self._scale_of(context.v_scale_LK),
             kv_mode=context.kv_mode,
-            quantize_k=self.quantize_k,
+            **({} if self.quantize_k else {"quantize_k": False}),
         )
 
     def _scale_of(self, scale_LK: Tensor | None) -> Tensor | None:
@@ -94,10 +94,7 @@ class Attention(nn.Module):
             "k_token_scale": cache.k_token_scale,
             "v_token_scale": cache.v_token_scale,
         }
-        saturation_K2 = None if cache.saturated_2K is None else cache.saturated_2K.t()
-        kv_store(
-            k_TKD, v_TKD, cache.k, cache.v, context.slot_mapping_T, **scales, saturation_K2=saturation_K2
-        )
+        kv_store(k_TKD, v_TKD, cache.k, cache.v, context.slot_mapping_T, **scales, saturated_2K=cache.saturated_2K)
         return attention_paged(
             q_THD,
             cache.k,
@@ -107,14 +104,15 @@ class Attention(nn.Module):
             context.context_lens_B,
             self.softmax_scale,
             **scales,
+            max_query_len=context.max_query_len,
         )
 
 
 @torch.no_grad()
 def observe_amax(amax_2K: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
-    """Raises amax_2K to max|K| and max|V| of each head, in place, on the device; NaN stays NaN.
+    """Raises amax_2K to max|K| and max|V| of each head, in place, on the device. NaN stays NaN.
 
-    One reduction each, without a copy of |x|. Twice on the same tokens (activation checkpointing) is harmless.
+    One reduction each, without a copy of |x|. Doing it twice (activation checkpointing) is harmless.
     """
     for amax_K, x_TKD in zip(amax_2K, (k_TKD, v_TKD), strict=True):
         observed_K = torch.linalg.vector_norm(x_TKD, ord=float("inf"), dim=(0, 2))

@@ -36,9 +36,7 @@ class _Embed(torch.autograd.Function):
 class Embedding(nn.Module):
     """weight [V, E]; tied models use it as lm_head too."""
 
-    def __init__(
-        self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=dtype, device=device))
 

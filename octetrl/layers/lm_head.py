@@ -12,8 +12,6 @@ from torch import nn
 class LmHead(nn.Module):
     """weight [V, E]. It has no forward: whole logits are never needed in training, see `Decoder.logprobs`."""
 
-    def __init__(
-        self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=dtype, device=device))

@@ -75,9 +75,7 @@ class Decoder(nn.Module):
         self.spec, self.policy, self.side, self.dtype, self.backend = spec, policy, side, dtype, backend
         place = {"dtype": dtype, "device": device}
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size, **place)
-        self.rotary = RotaryTable(
-            spec.head_size, spec.rope_theta, spec.rope_scaling, spec.max_positions, device=device
-        )
+        self.rotary = RotaryTable(spec.head_size, spec.rope_theta, spec.rope_scaling, spec.max_positions, device=device)
         self.layers = nn.ModuleList(self._layer(index, device) for index in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, **place)
         self.lm_head = None if spec.tied_embeddings else LmHead(spec.vocab_size, spec.hidden_size, **place)
@@ -106,7 +104,7 @@ class Decoder(nn.Module):
             index,
             linear("attention.qkv_proj", spec.hidden_size, spec.q_size + 2 * spec.kv_size, spec.qkv_bias),
             linear("attention.o_proj", spec.q_size, spec.hidden_size),
-            quantize_k=self.policy.k_cache == "fp8",
+            quantize_k=self.policy.k_cache == self.policy.v_cache,
             dtype=self.dtype,
             device=device,
         )

@@ -27,20 +27,16 @@ DEFAULT_MAX_POSITIONS = {"llama": 2_048, "qwen2": 32_768, "qwen3": 32_768}
 
 
 def load_spec(folder: str | Path) -> ModelSpec:
-    """The spec of a model folder: config.json, with generation_config.json's end-of-text tokens if it has any.
+    """The spec of a model folder: config.json, with the end-of-text tokens of generation_config.json if any.
 
     UserError: no folder, no config.json, not JSON, or a model that is not supported.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(
-            f"model folder '{folder}' does not exist; give a Hugging Face folder with config.json"
-        )
+        raise UserError(f"model folder '{folder}' does not exist; give a Hugging Face folder with config.json")
     path = folder / "config.json"
     if not path.is_file():
-        raise UserError(
-            f"model folder '{folder}' has no config.json; give a Hugging Face folder, as export writes it"
-        )
+        raise UserError(f"model folder '{folder}' has no config.json; give a Hugging Face folder, as export writes it")
     config = _read_json(path)
     generation = folder / "generation_config.json"
     if generation.is_file():
@@ -58,9 +54,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid JSON ({error}); fetch or export the model again") from None
     if not isinstance(content, dict):
-        raise UserError(
-            f"{path} holds a JSON {type(content).__name__}, an object is needed; fetch the model again"
-        )
+        raise UserError(f"{path} holds a JSON {type(content).__name__}, an object is needed; fetch the model again")
     return content
 
 
@@ -155,9 +149,7 @@ def _family(config: Mapping[str, Any]) -> str:
     if not architectures and model_type in ARCHITECTURES:
         return str(model_type)
     given = str(architectures[0]) if architectures else f"model_type {model_type!r}"
-    raise UserError(
-        f"unsupported architecture {given}; supported are {', '.join(FAMILIES)}{nearest(given, FAMILIES)}"
-    )
+    raise UserError(f"unsupported architecture {given}; supported are {', '.join(FAMILIES)}{nearest(given, FAMILIES)}")
 
 
 def _refuse_what_we_lack(config: Mapping[str, Any], family: str) -> None:
@@ -196,9 +188,7 @@ def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
     if kind == "default":
         return None
     if kind != "llama3":
-        raise UserError(
-            f"RoPE type '{kind}' is not supported, only 'default' and 'llama3' are; use another model"
-        )
+        raise UserError(f"RoPE type '{kind}' is not supported, only 'default' and 'llama3' are; use another model")
     return RopeScaling(
         factor=_positive_float(rope, "factor"),
         low_freq_factor=_positive_float(rope, "low_freq_factor"),

@@ -1,0 +1,109 @@
+"""Log-probs and entropy against log_softmax, their gradients against float64 autograd, and their memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from octetrl.kernels.linear_logprobs import linear_logprobs, lm_head_logits, logprobs_of
+
+N, V, E = 11, 301, 24
+
+
+def _inputs(num_rows: int = N, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden_NE = torch.randn(num_rows, E, generator=generator).to(dtype)
+    weight_VE = torch.randn(V, E, generator=generator).to(dtype)
+    return hidden_NE, weight_VE, torch.randint(V, (num_rows,), generator=generator)
+
+
+def _exact(hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    log_p_NV = torch.log_softmax(hidden_NE @ weight_VE.t() / temperature, dim=-1)
+    return log_p_NV.gather(1, targets_N[:, None]).squeeze(1), -(log_p_NV.exp() * log_p_NV).sum(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_equals_log_softmax(dtype: torch.dtype, temperature: float) -> None:
+    hidden_NE, weight_VE, targets_N = _inputs(dtype=dtype)
+    expected = _exact(hidden_NE.double(), weight_VE.double(), targets_N, temperature)
+    for ours, exact in zip(linear_logprobs(hidden_NE, weight_VE, targets_N, temperature), expected, strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_engine_and_trainer_get_the_same_bits_in_any_company() -> None:
+    hidden_NE, weight_VE, targets_N = _inputs(dtype=torch.bfloat16)
+    trainer = linear_logprobs(hidden_NE, weight_VE, targets_N, 0.7, chunk=4)
+    for row in range(N):
+        engine = logprobs_of(lm_head_logits(hidden_NE[row : row + 1], weight_VE), targets_N[row : row + 1], 0.7)
+        assert torch.equal(engine[0][0], trainer[0][row]) and torch.equal(engine[1][0], trainer[1][row])
+
+
+def test_a_temperature_for_each_row() -> None:
+    hidden_NE, weight_VE, targets_N = _inputs()
+    logits_NV = lm_head_logits(hidden_NE, weight_VE)
+    temperature_N = torch.linspace(0.5, 2.0, N)
+    mixed_N, _ = logprobs_of(logits_NV, targets_N, temperature_N)
+    for row in range(N):
+        alone_N, _ = logprobs_of(logits_NV[row : row + 1], targets_N[row : row + 1], float(temperature_N[row]))
+        assert torch.equal(alone_N[0], mixed_N[row])
+
+
+@pytest.mark.parametrize("chunk", [3, 100])
+def test_gradients_of_logprob_and_entropy(chunk: int) -> None:
+    hidden_NE, weight_VE, targets_N = _inputs()
+    upstream = torch.randn(2, N, generator=torch.Generator().manual_seed(1))
+    exact_hidden, exact_weight = hidden_NE.double().requires_grad_(), weight_VE.double().requires_grad_()
+    torch.autograd.backward(_exact(exact_hidden, exact_weight, targets_N, 0.7), tuple(upstream.double()))
+    hidden_NE.requires_grad_()
+    weight_VE.requires_grad_()
+    torch.autograd.backward(linear_logprobs(hidden_NE, weight_VE, targets_N, 0.7, chunk), tuple(upstream))
+    assert hidden_NE.grad is not None and weight_VE.grad is not None
+    torch.testing.assert_close(hidden_NE.grad.double(), exact_hidden.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(weight_VE.grad.double(), exact_weight.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_frozen_head_costs_no_gradient() -> None:
+    hidden_NE, weight_VE, targets_N = _inputs()
+    hidden_NE.requires_grad_()
+    linear_logprobs(hidden_NE, weight_VE, targets_N)[0].sum().backward()
+    assert hidden_NE.grad is not None and weight_VE.grad is None
+
+
+def test_an_excluded_token_keeps_the_entropy_finite() -> None:
+    logits_NV = torch.tensor([[0.0, 0.0, -torch.inf]])
+    logprobs_N, entropy_N = logprobs_of(logits_NV, torch.tensor([0]))
+    assert logprobs_N.item() == pytest.approx(-0.6931472) and entropy_N.item() == pytest.approx(0.6931472)
+
+
+def test_temperature_zero_is_refused() -> None:
+    with pytest.raises(AssertionError, match="temperature above 0"):
+        logprobs_of(torch.zeros(1, 3), torch.zeros(1, dtype=torch.int64), 0.0)
+
+
+class _LargestTensor(TorchDispatchMode):
+    """Remembers the most elements that any operation's result had."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+def test_never_more_than_a_chunk_of_logits_exists() -> None:
+    rows, chunk = 500, 32
+    hidden_NE, weight_VE, targets_N = _inputs(rows)
+    hidden_NE.requires_grad_()
+    weight_VE.requires_grad_()
+    with _LargestTensor() as largest:
+        logprobs_N, entropy_N = linear_logprobs(hidden_NE, weight_VE, targets_N, 1.0, chunk)
+        (logprobs_N.sum() + entropy_N.sum()).backward()
+    assert largest.elements <= max(chunk * V, rows * E, V * E) < rows * V
