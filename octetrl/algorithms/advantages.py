@@ -1,0 +1,26 @@
+"""Group-relative advantages: how much better a rollout did than its siblings.
+
+    GRPO     A_i = (r_i - mean r) / std r      DeepSeekMath, arXiv 2402.03300, eq. 3
+    Dr.GRPO  A_i =  r_i - mean r               arXiv 2503.20783: the division favours groups that are nearly all
+                                               right or nearly all wrong
+
+`std` is the sample deviation (n - 1 below), as in the implementations. Equal rewards give zeros, exactly: no epsilon
+that turns the rounding of a mean into an advantage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def group_relative_advantages(rewards: Sequence[float], normalize: bool = True) -> list[float]:
+    """The advantage of each sibling of one group, from the rewards of those that have one."""
+    if len(rewards) < 2 or min(rewards) == max(rewards):
+        return [0.0] * len(rewards)
+    mean = math.fsum(rewards) / len(rewards)
+    differences = [reward - mean for reward in rewards]
+    if not normalize:
+        return differences
+    deviation = math.sqrt(math.fsum(d * d for d in differences) / (len(rewards) - 1))
+    return [difference / deviation for difference in differences]

@@ -1,0 +1,42 @@
+"""Ratios between policies, and estimators of the KL between them, token by token.
+
+With the tokens drawn from the policy p, a reference q, and x = log p - log q (Schulman, joschu.net/blog/kl-approx):
+
+    k1 = x                     unbiased for KL(p||q), high variance, may be negative
+    k2 = x^2 / 2               biased, low variance
+    k3 = exp(-x) - 1 + x       unbiased for KL(p||q), low variance, never negative
+
+A good estimate need not have a good gradient. Differentiated as a loss through log p, on tokens drawn from p:
+
+    k1   E[grad] = E[grad log p] = 0: no penalty at all, only noise
+    k2   E[grad] = E[x grad log p] = grad KL(p||q): the right one
+    k3   E[grad] = E[(1 - q/p) grad log p] = grad KL(q||p): the forward KL's, close to the right one while p is near q
+
+So `k1` here has k1's value and k2's gradient; `k2` and `k3` are what they are, and k3 is what GRPO publishes. None is
+corrected for tokens that were drawn from another policy than p.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+MAX_LOG_RATIO = 20.0  # keeps exp finite, so that the branch a clip does not take cannot give 0 * inf = NaN
+
+
+def token_ratio(logprobs_N: Tensor, base_logprobs_N: Tensor) -> Tensor:
+    """exp(log p - log base), float32 [N]. With base = stop(log p), on-policy: exactly 1, with the gradient of log p."""
+    return (logprobs_N - base_logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def kl_estimate(logprobs_N: Tensor, reference_logprobs_N: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+    """The chosen estimate of KL(policy || reference) for each token, with the gradient described above."""
+    difference_N = (logprobs_N - reference_logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if estimator == "k3":
+        return torch.expm1(-difference_N) + difference_N
+    k2_N = difference_N.square() / 2
+    if estimator == "k2":
+        return k2_N
+    return k2_N + (difference_N - k2_N).detach()

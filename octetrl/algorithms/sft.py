@@ -1,0 +1,10 @@
+"""Supervised fine-tuning: the negative log-prob of each answer token. GRPO's machine with nothing to weigh."""
+
+from __future__ import annotations
+
+from octetrl.algorithms.token_loss import LossInputs, TokenLoss
+
+
+def sft_loss(inputs: LossInputs) -> TokenLoss:
+    """Per-token loss [N]."""
+    return TokenLoss(-inputs.logprobs_N)

@@ -1,0 +1,32 @@
+"""What an algorithm's loss is given and what it gives back. Both are per token: the trainer holds the only division.
+
+N trained tokens of one micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """Made by the trainer, one a micro-batch. Everything is float32 and only `logprobs_N` carries a gradient."""
+
+    logprobs_N: Tensor
+    entropy_N: Tensor
+    advantages_N: Tensor
+    generator_logprobs_N: Tensor | None = None  # the engine's, when it drew the tokens; None for SFT
+    proximal_logprobs_N: Tensor | None = None  # the trainer's before the first of several updates; None: one update
+    reference_logprobs_N: Tensor | None = None  # None: no KL term
+    on_policy: bool = False  # drawn with the very weights that `logprobs_N` come from, and this is the only update
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLoss:
+    """`loss_N` is summed with the token weights and divided once, by the trainer; so is every metric."""
+
+    loss_N: Tensor
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N], detached

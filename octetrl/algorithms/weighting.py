@@ -1,0 +1,27 @@
+"""How much one token counts. The loss of an optimizer step is  sum over tokens (weight * loss) / denominator.
+
+    token      weight 1,                     denominator = trained tokens     (DAPO, arXiv 2503.14476)
+    sequence   weight 1 / tokens of sample,  denominator = samples            (GRPO as published: each answer the same)
+
+Counts are those of the whole optimizer step, over all micro-batches, so the loss does not know how samples were packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+TokenWeighting = Literal["token", "sequence"]
+
+
+class Weighting(NamedTuple):
+    token_weights: list[float]  # for each sample: the weight of each of its trained tokens
+    denominator: float
+
+
+def weigh(trained_tokens: Sequence[int], weighting: TokenWeighting) -> Weighting:
+    """`trained_tokens` holds the count of each sample of one optimizer step; every count is at least 1."""
+    assert trained_tokens and min(trained_tokens) > 0, "samples without trained tokens must be left out before"
+    if weighting == "token":
+        return Weighting([1.0] * len(trained_tokens), float(sum(trained_tokens)))
+    return Weighting([1.0 / count for count in trained_tokens], float(len(trained_tokens)))

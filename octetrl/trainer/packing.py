@@ -1,0 +1,167 @@
+"""Samples into micro-batches: whole sequences end to end, up to a budget of tokens, never padded.
+
+    samples -> minibatches (one optimizer step each, in the order given) -> first-fit-decreasing into micro-batches
+
+First-fit-decreasing: longest sample first, each into the first micro-batch with room; within 11/9 of the fewest
+possible. Where attention pads (CPU), neighbours in length share a micro-batch instead. Both are deterministic. A sample
+longer than the budget has a micro-batch to itself.
+
+How samples are packed changes speed and memory, never the loss: token weights and the denominator come from the counts
+of the whole minibatch (algorithms/weighting.py), and the trainer divides by that alone.
+
+T tokens of a micro-batch, B sequences, N trained tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
+
+import torch
+
+from octetrl.algorithms.weighting import TokenWeighting, weigh
+from octetrl.records import MicroBatch, PackedBatch, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class PackingLayout:
+    """What packing needs to know of the trainer; made by the worker."""
+
+    tokens_per_micro_batch: int
+    minibatches: int = 1
+    padded_attention: bool = False  # attention costs as if all sequences of a micro-batch had its longest length
+    precision_digest: str | None = None  # of the trainer's table; samples drawn under another are refused
+
+
+def pack(samples: Sequence[Sample], layout: PackingLayout, token_weighting: TokenWeighting) -> PackedBatch:
+    """All micro-batches of one batch, on the CPU.
+
+    Samples without a trained token are left out and counted. Fewer samples than `layout.minibatches` give as many
+    minibatches as there are samples; none at all give an empty batch, from which the trainer learns nothing.
+    Raises RuntimeError when samples were drawn under another precision table than the trainer's.
+    """
+    _check_digests(samples, layout.precision_digest)
+    trained = [sample for sample in samples if any(sample.loss_mask)]
+    minibatches, denominators = [], []
+    for part in _split(trained, layout.minibatches):
+        weighting = weigh([sum(sample.loss_mask) for sample in part], token_weighting)
+        bins = _fill([len(sample.token_ids) for sample in part], layout)
+        minibatches.append(
+            tuple(
+                _micro_batch([part[i] for i in chosen], [weighting.token_weights[i] for i in chosen]) for chosen in bins
+            )
+        )
+        denominators.append(weighting.denominator)
+    return PackedBatch(
+        minibatches=tuple(minibatches),
+        loss_denominators=tuple(denominators),
+        policy_version=_oldest_version(trained),
+        metrics=_metrics(samples, trained, sum(map(len, minibatches)), layout),
+    )
+
+
+def pack_for_calibration(token_lists: Sequence[Sequence[int]], layout: PackingLayout) -> tuple[MicroBatch, ...]:
+    """Micro-batches for a forward alone, with nothing to train on (N = 0)."""
+    samples = [Sample(tuple(ids), (False,) * len(ids), None, 0.0, None) for ids in token_lists if len(ids)]
+    bins = _fill([len(sample.token_ids) for sample in samples], layout)
+    return tuple(_micro_batch([samples[i] for i in chosen], [0.0] * len(chosen)) for chosen in bins)
+
+
+def _check_digests(samples: Sequence[Sample], expected: str | None) -> None:
+    for sample in samples:
+        digest = sample.precision_digest
+        if None not in (digest, expected) and digest != expected:
+            raise RuntimeError(
+                f"samples were drawn under precision table {digest}, the trainer's is {expected}:"
+                f" a tensor is FP8 on one side only; build engine and trainer from one policy"
+            )
+
+
+def _split(samples: Sequence[Sample], parts: int) -> list[Sequence[Sample]]:
+    """Contiguous parts whose sizes differ by one at most; no empty part."""
+    parts = min(parts, len(samples))
+    bounds = [len(samples) * part // parts for part in range(parts + 1)] if parts else [0]
+    return [samples[start:end] for start, end in pairwise(bounds)]
+
+
+def _fill(lengths: Sequence[int], layout: PackingLayout) -> list[list[int]]:
+    """Indices of the samples of each micro-batch; every index once."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        first = max(0, len(bins) - 1) if layout.padded_attention else 0
+        for candidate in range(first, len(bins)):
+            if lengths[index] <= room[candidate]:
+                break
+        else:
+            candidate = len(bins)
+            bins.append([])
+            room.append(layout.tokens_per_micro_batch)
+        bins[candidate].append(index)
+        room[candidate] -= lengths[index]
+    return bins
+
+
+def _micro_batch(samples: Sequence[Sample], token_weights: Sequence[float]) -> MicroBatch:
+    lengths = [len(sample.token_ids) for sample in samples]
+    starts = list(accumulate(lengths, initial=0))
+    for sample in samples:
+        assert len(sample.loss_mask) == len(sample.token_ids), "a sample's loss_mask is as long as its tokens"
+        assert not sample.loss_mask[0], "the first token of a sequence has nothing to be predicted from"
+    positions = [[t for t, is_trained in enumerate(sample.loss_mask) if is_trained] for sample in samples]
+    counts = [len(row) for row in positions]
+
+    lengths_B, counts_B = torch.tensor(lengths), torch.tensor(counts)
+    token_ids_T = torch.tensor(list(chain.from_iterable(sample.token_ids for sample in samples)))
+    target_positions_N = torch.tensor(list(chain.from_iterable(positions)), dtype=torch.int64)
+    sequence_N = torch.arange(len(samples)).repeat_interleave(counts_B)
+    starts_B = torch.tensor(starts[:-1])
+    targets_at_N = starts_B[sequence_N] + target_positions_N
+    return MicroBatch(
+        token_ids_T=token_ids_T,
+        positions_T=torch.arange(starts[-1]) - starts_B.repeat_interleave(lengths_B),
+        cu_seqlens_B1=torch.tensor(starts, dtype=torch.int32),
+        max_seqlen=max(lengths),
+        predictor_N=targets_at_N - 1,
+        targets_N=token_ids_T[targets_at_N],
+        weights_N=torch.tensor(token_weights, dtype=torch.float32)[sequence_N],
+        advantages_N=torch.tensor([sample.advantage for sample in samples], dtype=torch.float32)[sequence_N],
+        generator_logprobs_N=_generator_logprobs(samples, positions),
+        sequence_N=sequence_N,
+        target_positions_N=target_positions_N,
+        sequence_lengths_N=lengths_B[sequence_N],
+    )
+
+
+def _generator_logprobs(samples: Sequence[Sample], positions: Sequence[Sequence[int]]) -> torch.Tensor | None:
+    drawn = [sample.generator_logprobs for sample in samples]
+    if all(logprobs is None for logprobs in drawn):
+        return None
+    chosen: list[float] = []
+    for logprobs, trained in zip(drawn, positions, strict=True):
+        assert logprobs is not None, "samples with and without generator log-probs cannot share a batch"
+        chosen += [logprobs[t] for t in trained]
+    return torch.tensor(chosen, dtype=torch.float32)
+
+
+def _oldest_version(samples: Sequence[Sample]) -> int | None:
+    """With samples of several versions, the oldest: such a batch is not on-policy."""
+    versions = {sample.policy_version for sample in samples}
+    assert len(versions) == 1 or None not in versions, "samples with and without policy version in one batch"
+    return min((version for version in versions if version is not None), default=None)
+
+
+def _metrics(
+    samples: Sequence[Sample], trained: Sequence[Sample], micro_batches: int, layout: PackingLayout
+) -> dict[str, float]:
+    tokens = sum(len(sample.token_ids) for sample in trained)
+    capacity = micro_batches * layout.tokens_per_micro_batch
+    return {
+        "train/samples": float(len(trained)),
+        "train/samples_without_trained_tokens": float(len(samples) - len(trained)),
+        "train/tokens": float(tokens),
+        "train/trained_tokens": float(sum(sum(sample.loss_mask) for sample in trained)),
+        "train/micro_batches": float(micro_batches),
+        "train/packing_efficiency": tokens / capacity if capacity else 0.0,
+    }

@@ -1,0 +1,330 @@
+"""The trainer: a packed batch in, one update of the weights out.
+
+One `train` call is `epochs` passes over `minibatches` optimizer steps. Each step:
+
+    for each micro-batch:  hidden = model(tokens);  log-probs of the trained tokens;  algorithm.loss per token
+                           sum(weights * loss) / denominator, backward          the only division in the project
+    clip the global norm;  look whether all is finite;  AdamW;  quantise every FP8 weight once
+
+Log-probs that must not move during the call come first, without gradient: the reference's where the algorithm has a KL
+term, and the trainer's own (proximal) where there is more than one optimizer step. With one step and samples drawn by
+these very weights, the ratio is exactly 1 and needs no second forward.
+
+The forward sees K and V as the rollout's cache did (`KVReplay`) and collects their amax on the way (numerics.md §5,
+§6). The reference is run without replay: the cache's scales are not its own.
+
+T tokens and N trained tokens of a micro-batch, L layers, K KV heads, E hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octetrl.algorithms.table import Algorithm
+from octetrl.algorithms.token_loss import LossInputs
+from octetrl.config.schema import TrainerConfig
+from octetrl.layers.context import KVMode, PackedContext
+from octetrl.models.decoder import Decoder
+from octetrl.records import MicroBatch, PackedBatch, PolicyUpdate
+from octetrl.trainer.activation_checkpoint import layer_runner
+from octetrl.trainer.optimizer import Optimizer, copy_all
+from octetrl.trainer.packing import PackingLayout, pack_for_calibration
+from octetrl.trainer.schedule import learning_rate
+
+NEVER_OBSERVED = -1.0  # below any amax
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or a gradient is not finite; the weights are those before the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVReplay:
+    """The cache that the samples were drawn with. Scales are float32 [L, K], for "calibrated" only."""
+
+    kv_mode: KVMode = "none"
+    k_scale_LK: Tensor | None = None
+    v_scale_LK: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Both sides' log-probs of every trained token, the trainer's before any update; on the CPU, for telemetry."""
+
+    generator_N: Tensor  # float32
+    trainer_N: Tensor  # float32
+    target_positions_N: Tensor  # int64
+    sequence_lengths_N: Tensor  # int64
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """All that a resumed trainer needs; live tensors, not copies."""
+
+    weights: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
+    policy_version: int
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """A micro-batch on the device, with the log-probs that stay as they are during the call."""
+
+    micro_batch: MicroBatch
+    proximal_N: Tensor | None = None
+    reference_N: Tensor | None = None
+    first_N: Tensor | None = None  # the trainer's, before any update
+
+
+@dataclass(frozen=True, slots=True)
+class _Objective:
+    """What one optimizer step minimises."""
+
+    minibatch: Sequence[_Prepared]
+    kv: KVReplay
+    on_policy: bool
+    denominator: float
+
+
+class Trainer:
+    """Owns the optimizer and the policy version. `model` and `reference` come loaded and quantised.
+
+    `policy_version` counts the `train` calls that changed the weights, and is the step of the learning-rate schedule.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        config: TrainerConfig,
+        algorithm: Algorithm,
+        temperature: float,
+        total_steps: int,
+        reference: Decoder | None = None,
+        collect_kv_amax: bool = False,
+        seed: int = 0,
+    ) -> None:
+        assert (reference is not None) == algorithm.needs_reference, "reference and needs_reference disagree"
+        self.model, self.reference = model, reference
+        self.config, self.algorithm = config, algorithm
+        self.temperature, self.total_steps = temperature, total_steps
+        self.policy_version = 0
+        self.last_logprobs: TokenLogprobs | None = None  # of the last `train`; None before it and for SFT
+        self.device = model.lm_head_weight.device
+        self.optimizer = Optimizer(model.named_parameters(), config.optimizer, seed=seed)
+        self._run_layer = layer_runner(config.activation_checkpointing)
+        self._kv_amax_2LK: Tensor | None = None
+        self._collects_in_training = collect_kv_amax
+
+    @property
+    def layout(self) -> PackingLayout:
+        """How `pack` should pack for this trainer."""
+        return PackingLayout(
+            tokens_per_micro_batch=self.config.tokens_per_micro_batch,
+            minibatches=self.config.minibatches,
+            padded_attention=self.device.type == "cpu",
+            precision_digest=self.model.policy.digest,
+        )
+
+    def train(self, batch: PackedBatch, kv: KVReplay, precision_digest: str | None) -> PolicyUpdate:
+        """Learns from `batch`, whose samples were drawn with the cache `kv` under the table `precision_digest`.
+
+        An empty batch changes nothing, the version included. Raises NonFiniteError naming the micro-batch, RuntimeError
+        when the samples' precision table is not the trainer's.
+        """
+        self._check_digest(precision_digest)
+        self.last_logprobs = None
+        if not batch.minibatches:
+            return PolicyUpdate(self.policy_version, {"train/skipped": 1.0})
+        started = time.perf_counter()
+        if self._collects_in_training:
+            self._kv_amax_2LK = self._unobserved()
+        num_updates = self.config.epochs * len(batch.minibatches)
+        on_policy = num_updates == 1 and batch.policy_version == self.policy_version
+        minibatches = [
+            [self._prepare(micro_batch, kv, several_updates=num_updates > 1) for micro_batch in minibatch]
+            for minibatch in batch.minibatches
+        ]
+        lr = learning_rate(self.policy_version, self.config.optimizer, self.total_steps)
+        updates: list[dict[str, float]] = []
+        for _ in range(self.config.epochs):
+            for minibatch, denominator in zip(minibatches, batch.loss_denominators, strict=True):
+                updates.append(self._update(_Objective(minibatch, kv, on_policy, denominator), lr))
+        self.last_logprobs = _token_logprobs(minibatches)
+        self.policy_version += 1
+        tokens = sum(m.token_ids_T.numel() for minibatch in batch.minibatches for m in minibatch)
+        metrics = {name: sum(update[name] for update in updates) / num_updates for name in updates[0]}
+        metrics["time/requantize"] *= num_updates
+        metrics["lr"] = lr
+        metrics["train/updates"] = float(num_updates)
+        metrics["train/tokens_per_second"] = tokens / (time.perf_counter() - started)
+        return PolicyUpdate(self.policy_version, metrics)
+
+    def collect_kv_amax(self, tokens: PackedBatch | Sequence[Sequence[int]]) -> None:
+        """A forward alone, with the present weights and no replay, that observes K and V: for the first step's prompts
+        and for `calibration: exact`. What it saw comes out of `take_kv_amax`."""
+        if isinstance(tokens, PackedBatch):
+            micro_batches: Sequence[MicroBatch] = [m for minibatch in tokens.minibatches for m in minibatch]
+        else:
+            micro_batches = pack_for_calibration(tokens, self.layout)
+        self._kv_amax_2LK = self._unobserved()
+        with torch.no_grad():
+            for micro_batch in micro_batches:
+                self._hidden(self.model, self._on_device(micro_batch), KVReplay(), self._kv_amax_2LK)
+
+    def take_kv_amax(self) -> Tensor | None:
+        """max|K| and max|V|, float32 [2, L, K] on the device, since the last take; None when nothing was observed. A
+        head that saw no token holds NEVER_OBSERVED."""
+        taken, self._kv_amax_2LK = self._kv_amax_2LK, None
+        return taken
+
+    def state(self) -> TrainerState:
+        weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        return TrainerState(weights, self.optimizer.state_tensors(), self.policy_version)
+
+    def load_state(self, state: TrainerState) -> None:
+        """The inverse of `state`, in place, bit for bit. UserError when it is another model's."""
+        copy_all(self.state().weights, state.weights, what="weights")
+        self.optimizer.load_state_tensors(state.optimizer)
+        self.policy_version = state.policy_version
+        self.model.requantize()
+
+    def _check_digest(self, precision_digest: str | None) -> None:
+        own = self.model.policy.digest
+        if precision_digest is not None and precision_digest != own:
+            raise RuntimeError(
+                f"the samples were drawn under precision table {precision_digest}, the trainer's is {own}:"
+                f" build engine and trainer from one policy"
+            )
+
+    def _prepare(self, micro_batch: MicroBatch, kv: KVReplay, *, several_updates: bool) -> _Prepared:
+        micro_batch = self._on_device(micro_batch)
+        prepared = _Prepared(micro_batch)
+        with torch.no_grad():
+            if self.reference is not None:
+                prepared.reference_N, _ = self._logprobs(self.reference, micro_batch, KVReplay())
+            if self.algorithm.needs_proximal and several_updates:
+                prepared.proximal_N, _ = self._logprobs(self.model, micro_batch, kv)
+                prepared.first_N = prepared.proximal_N
+        return prepared
+
+    def _update(self, objective: _Objective, lr: float) -> dict[str, float]:
+        """One optimizer step; returns its metrics."""
+        self.optimizer.zero_grad()
+        totals: dict[str, Tensor] = {}
+        for prepared in objective.minibatch:
+            for name, value in self._backward(objective, prepared).items():
+                totals[name] = totals[name] + value if name in totals else value
+        totals["grad_norm"] = self.optimizer.clip_gradients()
+        metrics = dict(zip(totals, torch.stack(list(totals.values())).tolist(), strict=True))
+        if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
+            raise NonFiniteError(self._blame(objective, metrics))
+        self.optimizer.step(lr)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        started = time.perf_counter()
+        self.model.requantize()
+        metrics["time/requantize"] = time.perf_counter() - started
+        return metrics
+
+    def _backward(self, objective: _Objective, prepared: _Prepared) -> dict[str, Tensor]:
+        """Adds one micro-batch's gradient; returns its share of the loss and of every metric."""
+        micro_batch = prepared.micro_batch
+        logprobs_N, entropy_N = self._logprobs(
+            self.model, micro_batch, objective.kv, self._kv_amax_2LK if self._collects_in_training else None
+        )
+        if prepared.first_N is None:
+            prepared.first_N = logprobs_N.detach()
+        token_loss = self.algorithm.loss(
+            LossInputs(
+                logprobs_N=logprobs_N,
+                entropy_N=entropy_N.detach(),
+                advantages_N=micro_batch.advantages_N,
+                generator_logprobs_N=micro_batch.generator_logprobs_N,
+                proximal_logprobs_N=prepared.proximal_N,
+                reference_logprobs_N=prepared.reference_N,
+                on_policy=objective.on_policy,
+            )
+        )
+
+        def reduced(values_N: Tensor) -> Tensor:
+            return (micro_batch.weights_N * values_N).sum() / objective.denominator
+
+        loss = reduced(token_loss.loss_N)
+        loss.backward()
+        shares = {"loss": loss.detach(), "entropy": reduced(entropy_N.detach())}
+        return shares | {name: reduced(values_N) for name, values_N in token_loss.metrics.items()}
+
+    def _blame(self, objective: _Objective, metrics: Mapping[str, float]) -> str:
+        """Runs the micro-batches of a failed step again, one by one, to name the one and the tensor."""
+        found = f"loss {metrics['loss']}, gradient norm {metrics['grad_norm']}"
+        count = len(objective.minibatch)
+        for index, prepared in enumerate(objective.minibatch):
+            self.optimizer.zero_grad()
+            loss = float(self._backward(objective, prepared)["loss"])
+            bad = self.optimizer.non_finite_gradients()
+            if bad or not math.isfinite(loss):
+                where = f", first non-finite gradient '{bad[0]}' ({len(bad)} in all)" if bad else ""
+                longest = prepared.micro_batch.max_seqlen
+                return (
+                    f"{found}: micro-batch {index + 1} of {count} (longest sequence {longest} tokens) has loss"
+                    f" {loss}{where}; nothing was stepped, the weights are those of version {self.policy_version}"
+                )
+        return f"{found}: finite in each of {count} micro-batches, not in their sum; nothing was stepped"
+
+    def _logprobs(
+        self, model: Decoder, micro_batch: MicroBatch, kv: KVReplay, kv_amax_2LK: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Log-prob and entropy of the trained tokens, float32 [N]."""
+        hidden_TE = self._hidden(model, micro_batch, kv, kv_amax_2LK)
+        hidden_NE = hidden_TE.index_select(0, micro_batch.predictor_N)
+        return model.logprobs(hidden_NE, micro_batch.targets_N, self.temperature, self.config.logprob_chunk)
+
+    def _hidden(self, model: Decoder, micro_batch: MicroBatch, kv: KVReplay, kv_amax_2LK: Tensor | None) -> Tensor:
+        context = PackedContext(
+            cu_seqlens_B1=micro_batch.cu_seqlens_B1,
+            max_seqlen=micro_batch.max_seqlen,
+            kv_mode=kv.kv_mode,
+            k_scale_LK=kv.k_scale_LK,
+            v_scale_LK=kv.v_scale_LK,
+            kv_amax_2LK=kv_amax_2LK,
+        )
+        run_layer = self._run_layer if torch.is_grad_enabled() else None
+        return model(micro_batch.token_ids_T, micro_batch.positions_T, context, run_layer)
+
+    def _unobserved(self) -> Tensor:
+        spec = self.model.spec
+        shape = (2, spec.num_layers, spec.num_kv_heads)
+        return torch.full(shape, NEVER_OBSERVED, dtype=torch.float32, device=self.device)
+
+    def _on_device(self, micro_batch: MicroBatch) -> MicroBatch:
+        values = {field.name: getattr(micro_batch, field.name) for field in fields(micro_batch)}
+        moved: dict[str, Any] = {
+            name: value.to(self.device) for name, value in values.items() if isinstance(value, Tensor)
+        }
+        return replace(micro_batch, **moved)
+
+
+def _token_logprobs(minibatches: Sequence[Sequence[_Prepared]]) -> TokenLogprobs | None:
+    prepared = [one for minibatch in minibatches for one in minibatch]
+    generator = [one.micro_batch.generator_logprobs_N for one in prepared]
+    if any(logprobs_N is None for logprobs_N in generator):
+        return None
+    first = [one.first_N for one in prepared]
+    return TokenLogprobs(
+        generator_N=_joined(generator),
+        trainer_N=_joined(first),
+        target_positions_N=_joined([one.micro_batch.target_positions_N for one in prepared]),
+        sequence_lengths_N=_joined([one.micro_batch.sequence_lengths_N for one in prepared]),
+    )
+
+
+def _joined(parts: Sequence[Tensor | None]) -> Tensor:
+    return torch.cat([part for part in parts if part is not None]).cpu()
