@@ -1,0 +1,72 @@
+"""Known shapes, as the content of their Hugging Face `config.json`.
+
+`tiny` is the demo's and the tests' own: a Qwen3 small enough to train on a laptop, about a million parameters. The others
+are the published shapes of Qwen/Qwen3-0.6B and Qwen/Qwen3-8B, for runs with random weights where there are none to load.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from octetrl.config.errors import UserError, nearest
+
+_QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "use_sliding_window": False,
+    "torch_dtype": "bfloat16",
+}
+_QWEN3_PUBLISHED: dict[str, Any] = _QWEN3 | {
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 40_960,
+    "rope_theta": 1_000_000,
+    "bos_token_id": 151_643,
+    "eos_token_id": 151_645,
+}
+_PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": _QWEN3
+    | {
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 384,
+        "max_position_embeddings": 1024,
+        "rope_theta": 10_000,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+    },
+    "qwen3-0.6b": _QWEN3_PUBLISHED
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": _QWEN3_PUBLISHED
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+def preset_config(name: str) -> dict[str, Any]:
+    """The `config.json` content of a preset, a copy of the caller's own. Raises UserError for an unknown name."""
+    if name not in _PRESETS:
+        raise UserError(f"model.preset: '{name}' is not one of {', '.join(_PRESETS)}{nearest(name, _PRESETS)}")
+    return dict(_PRESETS[name])
