@@ -52,7 +52,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True, slots=True)
 class Precisions:
-    """What the precision policy decided, in the words of this room: names of linears such as `layers.3.mlp.down_proj`."""
+    """What the precision policy decided; linears by their names, such as `layers.3.mlp.down_proj`."""
 
     fp8_rollout: Collection[str]
     fp8_train: Collection[str]
@@ -134,7 +134,7 @@ def _activations(recipe: Recipe, spec: ModelSpec, value_bytes: int) -> list[Memo
 
 
 def _kv_cache_tokens(recipe: Recipe, per_token: int, on_gpu: bool, free_bytes: int | None) -> int | None:
-    """As the engine sizes it, in whole pages: as told, by a share of what is free, or for a step's requests on a CPU."""
+    """As the engine sizes it, in whole pages: as told, a share of what is free, or a step's requests on a CPU."""
     engine, rollout = recipe.engine, recipe.rollout
     if engine.kv_cache_tokens is not None:
         tokens = engine.kv_cache_tokens

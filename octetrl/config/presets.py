@@ -1,7 +1,8 @@
 """Known shapes, as the content of their Hugging Face `config.json`.
 
-`tiny` is the demo's and the tests' own: a Qwen3 small enough to train on a laptop, about a million parameters. The others
-are the published shapes of Qwen/Qwen3-0.6B and Qwen/Qwen3-8B, for runs with random weights where there are none to load.
+`tiny` is the demo's and the tests' own: a Qwen3 small enough to train on a laptop, about a million parameters.
+The others are the published shapes of Qwen/Qwen3-0.6B and Qwen/Qwen3-8B, for runs with random weights where there are
+none to load.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What is wrong with a recipe: every problem at once, each a line that says what to do.
 
-Three rings of checks. Names, types and ranges of single fields (`config/problems.py`); fields that cannot stand together
-(`combination_problems`); fields that the model at hand cannot follow (`spec_problems`). No torch.
+Three rings of checks. Names, types and ranges of single fields (`config/problems.py`); fields that cannot stand
+together (`combination_problems`); fields that the model at hand cannot follow (`spec_problems`). No torch.
 
 A problem names its fields, so that the second ring can run although the first found something: a problem that touches a
 field already reported is not reported again.
