@@ -1,0 +1,234 @@
+"""Checkpoints that are either whole or not there.
+
+    checkpoints/step_000050/    manifest.json, and the files it names with size and sha256
+
+Written to `.step_000050.partial` beside it, every file synced, then the folder; renamed; the parent synced. A process
+killed at any point leaves the checkpoints before it as they were, and a hidden folder that the next start removes.
+Deleting renames to a hidden name first, for the same reason. No pickle: safetensors for tensors, else JSON or bytes.
+
+Reading verifies every file first. What is missing, cut short or altered is named, and the checkpoint before it offered.
+Tensors beyond SHARD_BYTES go on in further files (`optimizer.safetensors.1`), so that only one shard is ever copied to
+the host.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from octetrl.config.errors import UserError
+
+MANIFEST = "manifest.json"
+SHARD_BYTES = 4 << 30
+STEP_NAME = re.compile(r"step_(\d{6,})")
+HIDDEN_SUFFIXES = (".partial", ".replaced", ".removed")
+
+Payload = Mapping[str, bytes | Mapping[str, Any]]  # *.safetensors: tensors; *.json: JSON; anything else: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A verified checkpoint. Each method reads one file of the payload that `save` was given."""
+
+    folder: Path
+    step: int
+    metrics: Mapping[str, float]
+    files: tuple[str, ...]
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """All shards of a *.safetensors entry, on the CPU."""
+        self._check(name)
+        tensors: dict[str, Tensor] = {}
+        for file in self.files:
+            if file == name or file.startswith(f"{name}."):
+                tensors |= load_file(self.folder / file)
+        return tensors
+
+    def json(self, name: str) -> Any:
+        return json.loads(self.bytes(name))
+
+    def bytes(self, name: str) -> bytes:
+        self._check(name)
+        return (self.folder / name).read_bytes()
+
+    def _check(self, name: str) -> None:
+        if name not in self.files:
+            raise UserError(f"checkpoint {self.folder} has no {name}; it was written by another kind of run")
+
+
+def save(folder: Path, step: int, payload: Payload, *, metrics: Mapping[str, float] | None = None) -> Path:
+    """Writes `folder/step_NNNNNN`, replacing one of that step, and returns it.
+
+    `metrics` are kept for `prune`. A full disk is a UserError, and leaves nothing half-written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder)
+    final = folder / f"step_{step:06d}"
+    partial = _hidden(final, ".partial")
+    partial.mkdir()
+    try:
+        for name, content in payload.items():
+            _write(partial, name, content)
+        _write(partial, MANIFEST, _manifest(partial, step, metrics or {}))
+        _sync(partial)
+        if final.exists():
+            final.rename(_hidden(final, ".replaced"))
+        partial.rename(final)
+        _sync(folder)
+    except (OSError, SafetensorError) as error:
+        if not _is_disk_full(error):
+            raise
+        kept = latest(folder)
+        before = f"the last whole checkpoint is {kept.name}" if kept else "there is no checkpoint before it"
+        raise UserError(
+            f"no space left for checkpoint {final} ({before}); free some, or lower checkpoint.keep_last, then --resume"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    remove_leftovers(folder)
+    return final
+
+
+def load(path: Path) -> Checkpoint:
+    """Verifies every file of `.../step_NNNNNN`. UserError names what is wrong and what to resume from."""
+    if not path.is_dir() or STEP_NAME.fullmatch(path.name) is None:
+        raise UserError(f"{path} is not a checkpoint folder; one is called step_NNNNNN and holds {MANIFEST}")
+    manifest = _read_manifest(path)
+    if manifest is None:
+        raise _damaged(path, MANIFEST, "is missing or altered")
+    for name, entry in manifest["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise _damaged(path, name, "is missing")
+        if file.stat().st_size != entry["size"]:
+            raise _damaged(path, name, f"has {file.stat().st_size} bytes where {entry['size']} were written")
+        if _sha256(file) != entry["sha256"]:
+            raise _damaged(path, name, f"was altered (its sha256 is not that of {MANIFEST})")
+    return Checkpoint(path, manifest["step"], manifest["metrics"], tuple(manifest["files"]))
+
+
+def latest(folder: Path) -> Path | None:
+    """The checkpoint of the highest step, not verified; None when there is none."""
+    steps = _steps(folder)
+    return steps[max(steps)] if steps else None
+
+
+def prune(folder: Path, *, keep_last: int, keep_best: int = 0, best_metric: str = "") -> None:
+    """Removes all but the last `keep_last` and the `keep_best` of highest `best_metric` (of equals, the later)."""
+    steps = _steps(folder)
+    kept = set(sorted(steps)[-keep_last:])
+    scores: list[tuple[float, int]] = []
+    for step, path in steps.items() if keep_best else ():
+        manifest = _read_manifest(path)
+        if manifest is not None and best_metric in manifest["metrics"]:
+            scores.append((manifest["metrics"][best_metric], step))
+    kept |= {step for _, step in sorted(scores, reverse=True)[:keep_best]}
+    for step, path in steps.items():
+        if step not in kept:
+            path.rename(_hidden(path, ".removed"))
+    remove_leftovers(folder)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes what a killed process left: call it at the start of a run, when no other writes here."""
+    if folder.is_dir():
+        for path in folder.glob(".step_*"):
+            if path.suffix in HIDDEN_SUFFIXES:
+                shutil.rmtree(path)
+
+
+def _hidden(path: Path, suffix: str) -> Path:
+    return path.with_name(f".{path.name}{suffix}")
+
+
+def _steps(folder: Path) -> dict[int, Path]:
+    matches = [(STEP_NAME.fullmatch(path.name), path) for path in folder.glob("step_*")]
+    return {int(match[1]): path for match, path in matches if match}
+
+
+def _write(folder: Path, name: str, content: bytes | Mapping[str, Any]) -> None:
+    assert "/" not in name, f"a checkpoint is flat, '{name}' is not a plain file name"
+    if name.endswith(".safetensors"):
+        assert isinstance(content, Mapping), f"{name} takes a mapping of tensors"
+        for index, shard in enumerate(_shards(content)):
+            file = folder / (f"{name}.{index}" if index else name)
+            save_file({key: tensor.detach().cpu().contiguous() for key, tensor in shard.items()}, file)
+            _sync(file)
+        return
+    if name.endswith(".json"):
+        content = json.dumps(content, indent=1).encode()
+    assert isinstance(content, bytes), f"{name} takes bytes"
+    (folder / name).write_bytes(content)
+    _sync(folder / name)
+
+
+def _shards(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        if shard and size + tensor.nbytes > SHARD_BYTES:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor
+        size += tensor.nbytes
+    yield shard
+
+
+def _manifest(folder: Path, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
+    files = {file.name: {"size": file.stat().st_size, "sha256": _sha256(file)} for file in sorted(folder.iterdir())}
+    body = {"step": step, "metrics": dict(metrics), "files": files}
+    return body | {"sha256": _body_sha256(body)}
+
+
+def _read_manifest(path: Path) -> dict[str, Any] | None:
+    """None when it is missing or is not what was written."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _body_sha256(manifest):
+        return None
+    return manifest
+
+
+def _body_sha256(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_disk_full(error: OSError | SafetensorError) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return f"os error {errno.ENOSPC}" in str(error) or f"os error {errno.EDQUOT}" in str(error)
+
+
+def _damaged(path: Path, name: str, what: str) -> UserError:
+    earlier = [step for step in _steps(path.parent) if step < int(path.name.removeprefix("step_"))]
+    remedy = "there is none before it: start again with another output_dir"
+    if earlier:
+        remedy = f"delete that folder and --resume: the run goes on from step_{max(earlier):06d}"
+    return UserError(f"checkpoint {path}: {name} {what}; {remedy}")
