@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -64,6 +64,15 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     if problems:
         raise UserError(_report(str(path), layers, problems))
     assert recipe is not None, "a recipe without problems was not built"
+    return recipe
+
+
+def recipe_from_mapping(tree: Mapping[str, Any], source: str = "recipe") -> Recipe:
+    """A recipe made in code from plain data; `precision` means what it means in a file. Raises UserError likewise."""
+    plain = _with_precision(json.loads(json.dumps(tree)))
+    recipe, problems = build_recipe(plain)
+    if recipe is None:
+        raise UserError(_report(source, [], problems))
     return recipe
 
 

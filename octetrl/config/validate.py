@@ -119,14 +119,6 @@ def _length_problems(recipe: Recipe) -> Iterator[Problem]:
             f" in pages of {engine.page_size}; raise it to at least {pages * engine.page_size}"
         )
         yield Problem(("engine.kv_cache_tokens", "engine.page_size", *lengths), text)
-    budget = recipe.trainer.tokens_per_micro_batch
-    trained = recipe.model.context_length if recipe.algorithm.name == "sft" else longest
-    if budget < trained:
-        text = (
-            f"trainer.tokens_per_micro_batch: {budget} cannot hold one sequence of {trained} tokens;"
-            f" raise it to at least {trained}"
-        )
-        yield Problem(("trainer.tokens_per_micro_batch", "model.context_length", *lengths), text)
 
 
 def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
