@@ -144,7 +144,7 @@ class Sinks:
 
 
 def open_sinks(folder: Path, config: LoggingConfig, recipe: Mapping[str, Any], resumed_step: int = 0) -> Sinks:
-    """The sinks that `logging` asks for, in the run's folder; `recipe` is the resolved recipe as a plain dict. A missing
+    """The sinks that `logging` asks for, in the run's folder; `recipe` is the resolved recipe as a dict. A missing
     wandb is refused before anything is written."""
     wandb = Wandb(config.wandb_project, folder, recipe, resumed_step) if config.wandb_project else None
     sinks: list[Sink] = [MetricsFile(folder / "metrics.jsonl", resumed_step)]

@@ -1,0 +1,41 @@
+"""What we write can be read anywhere: no paths of one machine, no package hosts, nothing left for later."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from tests.house.tree import REPO, python_files, syntax, text_files
+
+FORBIDDEN = {
+    "a path of one machine": re.compile(r"(?<![\w.~-])/(?:work|root|home|opt|mnt|srv|data)/\w"),
+    "a package host": re.compile(r"pypi\.org|pythonhosted\.org|download\.pytorch|index-url|artifactory", re.I),
+    "something left for later": re.compile(r"\b(?:TODO|FIXME|XXX|HACK)\b"),
+    "a merge that was not finished": re.compile(r"^(?:<{7}|>{7}) ", re.MULTILINE),
+}
+SELF = "tests/house/test_docs.py"
+
+
+@pytest.mark.parametrize("what", FORBIDDEN)
+def test_no_text_holds(what: str) -> None:
+    for path in text_files():
+        if path in (SELF, "LICENSE"):
+            continue
+        text = (REPO / path).read_text(encoding="utf-8")
+        found = FORBIDDEN[what].search(text)
+        line = text.count("\n", 0, found.start()) + 1 if found else 0
+        assert found is None, f"{path}:{line}: {what}: {found and found[0]}"
+
+
+def test_modules_tell_their_story() -> None:
+    """Every module of the package says in its docstring what it is for."""
+    for path in python_files("octetrl"):
+        if not path.endswith("__init__.py"):
+            assert len(ast.get_docstring(syntax(path)) or "") > 40, f"{path}: what is it for?"
+
+
+@pytest.mark.parametrize("name", ["LICENSE", "README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/fp8.md"])
+def test_documents_are_there(name: str) -> None:
+    assert (REPO / name).is_file()

@@ -1,0 +1,93 @@
+"""Imports point down, heavy packages stay where they belong, and the light rooms start without torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.house.tree import REPO, python_files, syntax
+
+BASE = {"config", "records"}  # whoever imports a room may import these
+ARROWS: dict[str, set[str]] = {
+    "records": set(),
+    "config": set(),
+    "fp8": {"config"},
+    "kernels": {"fp8", "config"},
+    "layers": {"kernels", "fp8", "config"},
+    "models": {"layers", "kernels", "fp8", "config"},
+    "algorithms": BASE,
+    "environments": BASE,
+    "data": {"environments", *BASE},
+    "rollout": {"environments", *BASE},
+    "telemetry": BASE,
+    "engine": {"models", "layers", "kernels", "fp8", *BASE},
+    "trainer": {"models", "layers", "kernels", "fp8", "algorithms", *BASE},
+}
+ARROWS["run"] = set(ARROWS)
+ARROWS["cli"] = set(ARROWS)
+
+ONLY_IN = {
+    "ray": {"octetrl/run/ray_cluster.py"},
+    "wandb": {"octetrl/telemetry/sinks.py"},
+    "transformers": {"octetrl/run/tokenizer.py", "octetrl/run/tiny_model.py"},
+}
+TORCH_FREE = ("records", "config", "environments", "rollout", "data")
+TORCH_FREE_FILES = ("octetrl.telemetry.metrics", "octetrl.fp8.policy", "octetrl.models.families", "octetrl.cli.main")
+
+
+def imports(path: str) -> Iterator[tuple[str, int]]:
+    """(dotted name, line) of each import; `from octetrl import records` counts as octetrl.records."""
+    for node in ast.walk(syntax(path)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute here"
+            names = [f".{alias.name}" for alias in node.names] if node.module == "octetrl" else [""]
+            yield from ((f"{node.module}{name}", node.lineno) for name in names)
+
+
+def room_of(path: str) -> str:
+    return path.removeprefix("octetrl/").split("/")[0].removesuffix(".py")
+
+
+def test_every_room_has_its_arrows() -> None:
+    rooms = {room_of(path) for path in python_files("octetrl")} - {"__init__", "__main__"}
+    assert rooms == set(ARROWS), "a room joined or left: say in ARROWS what it may import"
+
+
+@pytest.mark.parametrize("path", [path for path in python_files("octetrl") if "/" in path.removeprefix("octetrl/")])
+def test_imports_point_down(path: str) -> None:
+    room = room_of(path)
+    for name, line in imports(path):
+        if name.startswith("octetrl."):
+            imported = name.split(".")[1]
+            assert imported == room or imported in ARROWS[room], f"{path}:{line}: {room} may not import {imported}"
+
+
+def test_heavy_packages_stay_in_their_files() -> None:
+    for path in python_files("octetrl"):
+        for name, line in imports(path):
+            package = name.split(".")[0]
+            assert path in ONLY_IN.get(package, {path}), f"{path}:{line}: {package} belongs in {ONLY_IN[package]}"
+            assert package != "triton" or room_of(path) == "kernels", f"{path}:{line}: triton belongs in kernels/"
+
+
+def test_light_rooms_import_without_torch() -> None:
+    light = [path for path in python_files("octetrl") if room_of(path) in TORCH_FREE]
+    modules = [path.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for path in light]
+    modules += [name for name in TORCH_FREE_FILES if (REPO / f"{name.replace('.', '/')}.py").exists()]
+    script = (
+        "import importlib, sys\n"
+        "sys.modules['torch'] = None\n"  # an import of it now raises
+        "failed = []\n"
+        "for name in sys.argv[1:]:\n"
+        "    try: importlib.import_module(name)\n"
+        "    except ImportError as error: failed.append(f'{name}: {error}')\n"
+        "sys.exit('\\n'.join(failed) or 0)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script, *modules], cwd=REPO, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr

@@ -1,0 +1,138 @@
+"""What the README shows is so: its commands parse, its files exist, its Python compiles, its tree is the tree."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+from tests.house.markdown import code_blocks, commands, links
+from tests.house.tree import REPO
+
+OUR_FOLDERS = ("recipes/", "examples/", "benchmarks/", "docs/", "tests/", "octetrl/", "setup/")
+
+
+def readme() -> str:
+    return (REPO / "README.md").read_text(encoding="utf-8")
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):", (REPO / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
+
+
+def check_command(command: str) -> None:
+    """Raise when a shell line of ours would not do as shown; lines of other programs pass."""
+    words = shlex.split(command)
+    while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):  # FOO=1 octetrl ...
+        words = words[1:]
+    for word in words:
+        path = word.split("=")[-1]
+        if path.startswith(OUR_FOLDERS):
+            assert (REPO / path).exists(), f"'{command}': {path} does not exist"
+    program = words[0].rsplit("/", 1)[-1] if words else ""
+    if program == "make":
+        unknown = {word for word in words[1:] if "=" not in word and not word.startswith("-")} - make_targets()
+        assert not unknown, f"'{command}': the Makefile has no {sorted(unknown)}"
+    elif program == "octetrl":
+        check_octetrl(command, words[1:])
+
+
+def check_octetrl(command: str, arguments: list[str]) -> None:
+    """Parse with the real command line, and resolve the recipe with its overrides, but run nothing."""
+    import click
+    import typer
+    from octetrl.cli.main import app
+
+    from octetrl.config.load import load_recipe
+
+    group = typer.main.get_command(app)
+    assert isinstance(group, click.Group)
+    verb = group.commands.get(arguments[0])
+    assert verb is not None, f"'{command}': no such verb; there are {sorted(group.commands)}"
+    try:
+        verb.make_context(arguments[0], list(arguments[1:]))
+    except click.exceptions.Exit as done:  # --help
+        assert done.exit_code == 0
+    except click.ClickException as error:
+        pytest.fail(f"'{command}': {error.format_message()}")
+    recipes = [word for word in arguments if word.startswith("recipes/") and word.endswith(".yaml")]
+    overrides = [word for word in arguments if re.match(r"[a-z_0-9.]+=", word)]
+    for recipe in recipes:
+        load_recipe(str(REPO / recipe), overrides)
+
+
+def check_tree(text: str) -> None:
+    """Raise when a line of a file tree names what is not there, or a package is left out."""
+    parents: list[tuple[int, str]] = []
+    shown = set()
+    for line in text.splitlines():
+        name = line.strip().split(" ")[0]
+        if not name or not re.fullmatch(r"[\w.-]+/?", name):
+            continue
+        indent = len(line) - len(line.lstrip())
+        parents = [(depth, path) for depth, path in parents if depth < indent]
+        path = (parents[-1][1] if parents else "") + name
+        assert (REPO / path).exists(), f"the README's tree shows {path}, which does not exist"
+        shown.add(path.rstrip("/"))
+        if name.endswith("/"):
+            parents.append((indent, path))
+    packages = {f"octetrl/{file.parent.name}" for file in (REPO / "octetrl").glob("*/__init__.py")}
+    assert packages <= shown, f"the README's tree leaves out {sorted(packages - shown)}"
+
+
+def test_length() -> None:
+    assert len(readme().splitlines()) <= 150
+
+
+def test_commands_do_as_shown() -> None:
+    for command in commands(readme()):
+        check_command(command)
+
+
+def test_python_compiles() -> None:
+    for block in code_blocks(readme()):
+        if block.language == "python":
+            compile(block.text, "README.md", "exec")
+
+
+def test_tree_is_the_tree() -> None:
+    trees = [block.text for block in code_blocks(readme()) if block.text.lstrip().startswith("octetrl/")]
+    assert len(trees) == 1, "the README shows the file tree once, in a block that begins with octetrl/"
+    check_tree(trees[0])
+
+
+def test_linked_files_exist() -> None:
+    for document in (REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))):
+        for target in links(document.read_text(encoding="utf-8")):
+            assert (document.parent / target).exists(), f"{document.name} links to {target}, which does not exist"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "make demonstrate",
+        "octetrl trian recipes/demo_grpo.yaml",
+        "octetrl train recipes/no_such_recipe.yaml",
+        "octetrl train recipes/demo_grpo.yaml --resumee",
+        "octetrl train recipes/demo_grpo.yaml rollout.group_sze=4",
+        "python examples/no_such_example.py",
+    ],
+)
+def test_a_wrong_command_is_noticed(command: str) -> None:
+    with pytest.raises((AssertionError, ValueError, pytest.fail.Exception)):
+        check_command(command)
+
+
+def test_right_commands_pass() -> None:
+    document = "```bash\nmake test   # about ten minutes\nmake demo PYTHON=python3\n$ ls recipes/\n```\n"
+    assert list(commands(document)) == ["make test", "make demo PYTHON=python3", "ls recipes/"]
+    for command in commands(document):
+        check_command(command)
+
+
+def test_a_wrong_tree_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="no_such_file"):
+        check_tree("octetrl/\n  records.py       the records\n  no_such_file.py  nothing\n")
+    with pytest.raises(AssertionError, match="leaves out"):
+        check_tree("octetrl/\n  records.py   the records\n")
