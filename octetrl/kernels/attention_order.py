@@ -23,7 +23,12 @@ which holds every code exactly and gives P 11 bits (q must then stay under 65504
 carries the scale of V, whose range is unknown, so these multiply as bfloat16, which also holds every code
 exactly. float32 (CPU only, to compare with other implementations) rounds nowhere between.
 
-The torch form below serves the CPU. It computes each sum in float64 and rounds where the kernels round, so
+Two Triton forms: `update_rows` has queries on the tensor core's long side (prefill, training),
+`update_columns` has keys there and a few queries on the short one (decode). On a Hopper GPU both sum S and O
+in the same order; only the row sum of P could depend on a layout, which is why it is a tree written out in
+reshapes.
+
+The torch form serves the CPU. It computes each sum in float64 and rounds where the kernels round, so
 that order, batch, padding and threads do not matter there; sequences of like length share one padded batch,
 cut into pieces that stay in cache. Its tiles are the kernels' tiles, cut to the longest context present.
 
@@ -40,6 +45,8 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from octetrl.fp8.format import E4M3, decode_e4m3
@@ -48,6 +55,9 @@ KV_TILE = 128
 LOG2E = 1.4426950408889634
 SUPPORTED_HEAD_SIZES = (16, 32, 64, 128, 256)
 KVMode = Literal["none", "calibrated", "dynamic"]
+
+MODE_NUMBER: dict[KVMode, int] = {"none": 0, "calibrated": 1, "dynamic": 2}
+TRITON_DTYPE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 QUERY_BLOCK = 128
 PIECE_ELEMENTS = 1 << 18  # float64 scores or keys of one piece: about 2 MB, measured fastest on two cores
@@ -60,9 +70,7 @@ def operand_dtype(kv_dtype: torch.dtype, kv_mode: KVMode) -> torch.dtype:
     return torch.float16 if kv_mode == "calibrated" else torch.bfloat16
 
 
-def head_scales(
-    softmax_scale: float, k_scale_K: Tensor | None, num_kv_heads: int, device: torch.device
-) -> Tensor:
+def head_scales(softmax_scale: float, k_scale_K: Tensor | None, num_kv_heads: int, device: torch.device) -> Tensor:
     """Multiplier of the raw scores of each kv head, base 2: float32(softmax_scale * log2 e) * k_scale."""
     base_K = torch.full((num_kv_heads,), softmax_scale * LOG2E, dtype=torch.float32, device=device)
     return base_K if k_scale_K is None else base_K * k_scale_K
@@ -75,6 +83,71 @@ class Span(NamedTuple):
     first_query: int
     num_queries: int
     context: int
+
+
+# ---------------------------------------------------------------- Triton: one KV tile
+
+
+@triton.jit
+def _tree_rows(p, ROWS: tl.constexpr, N: tl.constexpr):
+    """Sum of 128 columns: neighbours first, then pairs of pairs. No layout can change this order."""
+    p = tl.sum(tl.reshape(p, [ROWS, N // 2, 2]), 2)
+    p = tl.sum(tl.reshape(p, [ROWS, N // 4, 2]), 2)
+    p = tl.sum(tl.reshape(p, [ROWS, N // 8, 2]), 2)
+    p = tl.sum(tl.reshape(p, [ROWS, N // 16, 2]), 2)
+    p = tl.sum(tl.reshape(p, [ROWS, N // 32, 2]), 2)
+    p = tl.sum(tl.reshape(p, [ROWS, N // 64, 2]), 2)
+    return tl.sum(p, 1)
+
+
+@triton.jit
+def _tree_columns(p, COLUMNS: tl.constexpr, N: tl.constexpr):
+    """The same tree where the keys are the rows."""
+    p = tl.sum(tl.reshape(p, [N // 2, 2, COLUMNS]), 1)
+    p = tl.sum(tl.reshape(p, [N // 4, 2, COLUMNS]), 1)
+    p = tl.sum(tl.reshape(p, [N // 8, 2, COLUMNS]), 1)
+    p = tl.sum(tl.reshape(p, [N // 16, 2, COLUMNS]), 1)
+    p = tl.sum(tl.reshape(p, [N // 32, 2, COLUMNS]), 1)
+    p = tl.sum(tl.reshape(p, [N // 64, 2, COLUMNS]), 1)
+    return tl.sum(p, 0)
+
+
+@triton.jit
+def update_rows(s_RN, m_R, l_R, o_RD, v_ND, v_scale_N, ROWS: tl.constexpr, N: tl.constexpr, MODE: tl.constexpr):
+    """One tile for `ROWS` queries: scaled, masked scores and V in the operand dtype; new m, l, o."""
+    m_new_R = tl.maximum(m_R, tl.max(s_RN, 1))
+    alpha_R = tl.exp2(m_R - m_new_R)
+    p_RN = tl.exp2(s_RN - m_new_R[:, None])
+    l_R = l_R * alpha_R + _tree_rows(p_RN, ROWS, N)
+    if MODE == 2:
+        p_RN = p_RN * v_scale_N[None, :]
+    o_RD = tl.dot(p_RN.to(v_ND.dtype), v_ND, o_RD * alpha_R[:, None])
+    return m_new_R, l_R, o_RD
+
+
+@triton.jit
+def update_columns(s_NC, m_C, l_C, o_DC, v_DN, v_scale_N, COLUMNS: tl.constexpr, N: tl.constexpr, MODE: tl.constexpr):
+    """`update_rows` turned on its side: keys are rows, queries columns."""
+    m_new_C = tl.maximum(m_C, tl.max(s_NC, 0))
+    alpha_C = tl.exp2(m_C - m_new_C)
+    p_NC = tl.exp2(s_NC - m_new_C[None, :])
+    l_C = l_C * alpha_C + _tree_columns(p_NC, COLUMNS, N)
+    if MODE == 2:
+        p_NC = p_NC * v_scale_N[:, None]
+    o_DC = tl.dot(v_DN, p_NC.to(v_DN.dtype), o_DC * alpha_C[None, :])
+    return m_new_C, l_C, o_DC
+
+
+@triton.jit
+def load_pages(table_ptr, start, context, PAGE_SIZE: tl.constexpr, N: tl.constexpr):
+    """Page of each key of the tile at `start`: one number if a page holds the whole tile; past the context, page 0."""
+    if PAGE_SIZE >= N:
+        return tl.load(table_ptr + start // PAGE_SIZE, mask=start < context, other=0)
+    key_N = start + tl.arange(0, N)
+    return tl.load(table_ptr + key_N // PAGE_SIZE, mask=key_N < context, other=0)
+
+
+# ---------------------------------------------------------------- plain torch
 
 
 @dataclass(frozen=True)
@@ -111,9 +184,7 @@ def _round_up(length: int) -> int:
 
 
 @lru_cache(maxsize=16)
-def pieces(
-    cu_seqlens: tuple[int, ...], contexts: tuple[int, ...], heads: int, head_size: int
-) -> tuple[Piece, ...]:
+def pieces(cu_seqlens: tuple[int, ...], contexts: tuple[int, ...], heads: int, head_size: int) -> tuple[Piece, ...]:
     """Group sequences of like size into padded pieces of about `PIECE_ELEMENTS` scores or keys.
 
     Cached, since every layer of a forward asks for the same ones. Sequences without queries or keys are left
@@ -121,9 +192,7 @@ def pieces(
     """
     spans = (
         Span(sequence, first, end - first, context)
-        for sequence, (first, end, context) in enumerate(
-            zip(cu_seqlens[:-1], cu_seqlens[1:], contexts, strict=True)
-        )
+        for sequence, (first, end, context) in enumerate(zip(cu_seqlens[:-1], cu_seqlens[1:], contexts, strict=True))
         if end > first and context > 0
     )
     groups: dict[tuple[int, int], list[list[Span]]] = {}

@@ -18,6 +18,7 @@ B sequences, T tokens, H query heads, K kv heads, D head size; J, M, S, G as in 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +39,8 @@ from octetrl.kernels.attention_order import (
     query_blocks,
     unfold_heads,
 )
+from octetrl.kernels.attention_packed_backward import attention_packed_backward_triton
+from octetrl.kernels.attention_rows import attention_rows
 from octetrl.kernels.kv_store import ReplayedKV, kv_replay
 
 
@@ -117,6 +120,32 @@ class _AttentionPacked(torch.autograd.Function):
         return (*gradients, None, None, None, None, None, None)
 
 
+# ---------------------------------------------------------------- Triton
+
+
+def attention_packed_forward_triton(
+    q_THD: Tensor,
+    kv: ReplayedKV,
+    cu_seqlens_B1: Tensor,
+    max_seqlen: int,
+    softmax_scale: float,
+    k_scale_K: Tensor | None,
+    v_scale_K: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The forward by `attention_rows`, the kernel of the engine's prefill."""
+    kv_mode: KVMode = "none"
+    k_scale, v_scale = k_scale_K, v_scale_K
+    if k_scale_K is not None:
+        kv_mode = "calibrated"
+    elif kv.k_scale_TK is not None:
+        kv_mode, k_scale, v_scale = "dynamic", kv.k_scale_TK, kv.v_scale_TK
+    out_THD, lse2_TH = attention_rows(
+        q_THD, kv.k_TKD, kv.v_TKD, cu_seqlens_B1, max_seqlen, softmax_scale, kv_mode, kv.k_TKD.dtype, k_scale, v_scale
+    )
+    assert lse2_TH is not None
+    return out_THD, lse2_TH
+
+
 # ---------------------------------------------------------------- plain torch
 
 
@@ -131,9 +160,7 @@ def attention_packed_forward_reference(
 ) -> tuple[Tensor, Tensor]:
     """The forward by the CPU form of the order."""
     cu_seqlens, lengths = _lengths(cu_seqlens_B1)
-    assert max(lengths, default=0) <= max_seqlen, (
-        f"a sequence of {max(lengths)} tokens, but max_seqlen {max_seqlen}"
-    )
+    assert max(lengths, default=0) <= max_seqlen, f"a sequence of {max(lengths)} tokens, but max_seqlen {max_seqlen}"
     return attend_reference(
         q_THD,
         _tables(kv),
@@ -177,18 +204,10 @@ def attention_packed_backward_reference(
             query_JM = piece.query_JM[:, block]
             q, dout = (fold_heads(x[query_JM].float(), K) for x in (q_THD, dout_THD))
             lse2, delta = (fold_heads(x[query_JM][..., None], K) for x in (lse2_TH, delta_TH))
-            position_NR = fold_positions(
-                torch.where(piece.valid_JM, piece.position_JM, -1)[:, block], K, H // K
-            )
+            position_NR = fold_positions(torch.where(piece.valid_JM, piece.position_JM, -1)[:, block], K, H // K)
             k, v = k_NSD[:, :num_keys], v_NSD[:, :num_keys]
             hidden = torch.arange(num_keys) > position_NR[..., None]
-            p = (
-                torch.bmm(q, k.mT)
-                .mul_(softmax_scale * LOG2E)
-                .sub_(lse2)
-                .masked_fill_(hidden, -math.inf)
-                .exp2_()
-            )
+            p = torch.bmm(q, k.mT).mul_(softmax_scale * LOG2E).sub_(lse2).masked_fill_(hidden, -math.inf).exp2_()
             dv_NSD[:, :num_keys].baddbmm_(p.mT, dout)
             ds = p.mul_(torch.bmm(dout, v.mT).sub_(delta)).mul_(softmax_scale)
             dk_NSD[:, :num_keys].baddbmm_(ds.mT, q)
@@ -202,7 +221,7 @@ def attention_packed_backward_reference(
 
 def _lengths(cu_seqlens_B1: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     bounds = cu_seqlens_B1.tolist()
-    return tuple(bounds), tuple(end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True))
+    return tuple(bounds), tuple(end - start for start, end in itertools.pairwise(bounds))
 
 
 def _packed_rows(cu_seqlens_B1: Tensor, num_kv_heads: int) -> Callable[[Piece], Tensor]:

@@ -4,16 +4,41 @@ Sequence b has the queries `cu_seqlens_q[b] : cu_seqlens_q[b + 1]`; the last one
 - 1`, and the keys of this very chunk are read from the cache too, so a prompt token meets the same quantised
 K and V at prefill as at decode.
 
-B sequences, P pages of the longest block table, T tokens, H query heads, K kv heads, D head size, S keys.
+Decode has one program per sequence and kv head, with 128 keys on the tensor core's long side and that head's
+query heads, padded to 16 columns, on the short one: 16 columns and 4 warps make it wgmma. With 8 the codes
+would go through mma.sync, for which Triton permutes K inside a pair of instructions, and the sums would come
+out in another order. There is no split of long contexts: at rollout's batch sizes the programs fill the GPU without it (an H200, 128 x 2,560 FP8
+keys: 159 us a layer, 160-162 with splits), and a split would be one more order to keep. Prefill is `attention_rows`.
+
+B sequences, P pages of the longest block table, T tokens, H query heads, K kv heads, D head size, S keys,
+N keys of a tile, C query columns.
 """
 
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from octetrl.kernels.attention_order import KVRows, Piece, attend_reference, head_scales, operand_dtype
+from octetrl.kernels.attention_order import (
+    KV_TILE,
+    LOG2E,
+    MODE_NUMBER,
+    SUPPORTED_HEAD_SIZES,
+    TRITON_DTYPE,
+    KVRows,
+    Piece,
+    attend_reference,
+    head_scales,
+    load_pages,
+    operand_dtype,
+    update_columns,
+)
+from octetrl.kernels.attention_rows import SMALLEST_BLOCK_D, attention_rows
 from octetrl.kernels.kv_store import kv_mode_of
+
+DECODE_COLUMNS = 16
 
 
 def attention_paged(
@@ -92,4 +117,117 @@ def attention_paged_reference(
         v_scale_K if calibrated else None,
         operand_dtype(k_cache.dtype, kv_mode),
     )
+    return out_THD
+
+
+# ---------------------------------------------------------------- Triton
+
+
+@triton.jit(do_not_specialize=["stride_table"])
+def _attention_decode_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, contexts_ptr, k_scale_ptr, v_scale_ptr,
+    stride_q_token, stride_q_head, stride_page, stride_head, stride_token, stride_scale_page, stride_scale_head,
+    stride_scale_token, stride_table, base_scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr, N: tl.constexpr, MODE: tl.constexpr, OPERAND: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    sequence = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    num_keys = tl.load(contexts_ptr + sequence)
+    d_D = tl.arange(0, BLOCK_D)
+    n_N = tl.arange(0, N)
+    column_C = tl.arange(0, COLUMNS)
+    head_C = kv_head * GROUP + column_C % GROUP
+    head_D = d_D < HEAD_SIZE
+    q_DC = tl.load(
+        q_ptr + sequence * stride_q_token + head_C[None, :] * stride_q_head + d_D[:, None],
+        mask=head_D[:, None], other=0.0,
+    ).to(OPERAND)  # fmt: skip
+    score_scale = base_scale
+    out_scale = 1.0
+    if MODE == 1:
+        score_scale = base_scale * tl.load(k_scale_ptr + kv_head)
+        out_scale = tl.load(v_scale_ptr + kv_head)
+    table_ptr += sequence * stride_table
+
+    m_C = tl.full([COLUMNS], float("-inf"), tl.float32)
+    l_C = tl.zeros([COLUMNS], tl.float32)
+    o_DC = tl.zeros([BLOCK_D, COLUMNS], tl.float32)
+    page = load_pages(table_ptr, 0, num_keys, PAGE_SIZE, N)
+    for start in tl.range(0, num_keys, N, num_stages=STAGES):
+        key_N = start + n_N
+        present_N = key_N < num_keys
+        row_N = page.to(tl.int64) * stride_page + kv_head * stride_head + (key_N % PAGE_SIZE) * stride_token
+        scale_N = page.to(tl.int64) * stride_scale_page + (key_N % PAGE_SIZE) * stride_scale_token
+        page = load_pages(table_ptr, start + N, num_keys, PAGE_SIZE, N)
+        k_mask_ND = present_N[:, None] & head_D[None, :]
+        v_mask_DN = head_D[:, None] & present_N[None, :]
+        k_ND = tl.load(k_ptr + row_N[:, None] + d_D[None, :], mask=k_mask_ND, other=0.0).to(OPERAND)
+        v_scale_N = score_scale
+        if MODE == 2:
+            scale_N += kv_head * stride_scale_head
+            k_scale_N = tl.load(k_scale_ptr + scale_N, mask=present_N, other=0.0)
+            v_scale_N = tl.load(v_scale_ptr + scale_N, mask=present_N, other=0.0)
+            s_NC = tl.dot(k_ND, q_DC) * (k_scale_N * score_scale)[:, None]
+        else:
+            s_NC = tl.dot(k_ND, q_DC) * score_scale
+        s_NC = tl.where(present_N[:, None], s_NC, float("-inf"))
+        v_DN = tl.load(v_ptr + row_N[None, :] + d_D[:, None], mask=v_mask_DN, other=0.0).to(OPERAND)
+        m_C, l_C, o_DC = update_columns(s_NC, m_C, l_C, o_DC, v_DN, v_scale_N, COLUMNS, N, MODE)
+
+    l_safe_C = tl.where(num_keys > 0, l_C, 1.0)  # a padding sequence gives zeros; NaN stays NaN
+    out_DC = o_DC * tl.div_rn(tl.zeros_like(l_C) + out_scale, l_safe_C)[None, :]
+    out_offset_DC = (sequence * HEADS + head_C)[None, :] * HEAD_SIZE + d_D[:, None]
+    own_DC = (column_C < GROUP)[None, :] & head_D[:, None]
+    tl.store(out_ptr + out_offset_DC, out_DC.to(out_ptr.dtype.element_ty), mask=own_DC)
+
+
+def attention_paged_triton(
+    q_THD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table_BP: Tensor,
+    cu_seqlens_q_B1: Tensor,
+    context_lens_B: Tensor,
+    softmax_scale: float,
+    k_scale_K: Tensor | None = None,
+    v_scale_K: Tensor | None = None,
+    k_token_scale: Tensor | None = None,
+    v_token_scale: Tensor | None = None,
+    max_query_len: int | None = None,
+) -> Tensor:
+    """`attention_paged` by the decode kernel where every sequence has one query, else by the rows kernel."""
+    _, num_kv_heads, page_size, head_size = k_cache.shape
+    assert KV_TILE % page_size == 0 or page_size % KV_TILE == 0, f"page size {page_size} does not fit the KV tile"
+    assert block_table_BP.stride(1) == 1, "attention_paged: rows of the block table must be contiguous"
+    kv_mode = kv_mode_of(k_cache, k_scale_K, k_token_scale)
+    operand = operand_dtype(k_cache.dtype, kv_mode)
+    dynamic = kv_mode == "dynamic"
+    k_scale, v_scale = (k_token_scale, v_token_scale) if dynamic else (k_scale_K, v_scale_K)
+    if max_query_len != 1:
+        longest = q_THD.shape[0] if max_query_len is None else max_query_len
+        out_THD, _ = attention_rows(
+            q_THD, k_cache, v_cache, cu_seqlens_q_B1, longest, softmax_scale, kv_mode, operand,
+            k_scale, v_scale, block_table_BP, context_lens_B,
+        )  # fmt: skip
+        return out_THD
+    num_sequences, num_heads = q_THD.shape[0], q_THD.shape[1]
+    assert num_sequences == context_lens_B.shape[0], "decode takes exactly one query a sequence"
+    assert head_size in SUPPORTED_HEAD_SIZES, f"head size {head_size} is not one of {SUPPORTED_HEAD_SIZES}"
+    assert q_THD.stride(2) == k_cache.stride(3) == 1, "attention_paged: the last axis must be contiguous"
+    assert k_cache.stride() == v_cache.stride(), "attention_paged: K and V caches must have one layout"
+    group = num_heads // num_kv_heads
+    stride_scale = k_token_scale.stride() if dynamic and k_token_scale is not None else (0, 0, 0)
+    out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    if num_sequences == 0:
+        return out_THD
+    _attention_decode_kernel[(num_sequences, num_kv_heads)](
+        q_THD, k_cache, v_cache, out_THD, block_table_BP, context_lens_B, k_scale, v_scale,
+        q_THD.stride(0), q_THD.stride(1), *k_cache.stride()[:3], *stride_scale, block_table_BP.stride(0),
+        softmax_scale * LOG2E, HEADS=num_heads, GROUP=group, HEAD_SIZE=head_size,
+        BLOCK_D=max(SMALLEST_BLOCK_D, head_size), PAGE_SIZE=page_size,
+        COLUMNS=max(DECODE_COLUMNS, triton.next_power_of_2(group)), N=KV_TILE, MODE=MODE_NUMBER[kv_mode],
+        OPERAND=TRITON_DTYPE[operand], STAGES=2 if head_size == 256 else 3, num_warps=4,
+        **({"enable_fp_fusion": False} if q_THD.is_cuda else {}),
+    )  # fmt: skip
     return out_THD

@@ -24,11 +24,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from octetrl.fp8.format import E4M3, E4M3_MAX, decode_e4m3
 from octetrl.fp8.quantize import quantize_kv_per_head, quantize_kv_per_token
-from octetrl.kernels.attention_order import KVMode, operand_dtype
+from octetrl.kernels.attention_order import MODE_NUMBER, KVMode, operand_dtype
 
 
 def kv_mode_of(cache: Tensor, head_scale_K: Tensor | None, token_scale: Tensor | None) -> KVMode:
@@ -36,9 +38,7 @@ def kv_mode_of(cache: Tensor, head_scale_K: Tensor | None, token_scale: Tensor |
     if cache.dtype != E4M3:
         return "none"
     if (head_scale_K is None) == (token_scale is None):
-        raise ValueError(
-            "an FP8 KV cache needs either per-head scales (calibrated) or per-token scales (dynamic)"
-        )
+        raise ValueError("an FP8 KV cache needs either per-head scales (calibrated) or per-token scales (dynamic)")
     return "calibrated" if head_scale_K is not None else "dynamic"
 
 
@@ -129,9 +129,7 @@ def kv_replay(
         return ReplayedKV(k_TKD, v_TKD, None, None)
     if kv_mode == "calibrated" and (k_scale_K is None or v_scale_K is None):
         raise ValueError("KV replay with calibrated scales was asked for, but no scales were given")
-    return (kv_replay_triton if k_TKD.is_cuda else kv_replay_reference)(
-        k_TKD, v_TKD, kv_mode, k_scale_K, v_scale_K
-    )
+    return (kv_replay_triton if k_TKD.is_cuda else kv_replay_reference)(k_TKD, v_TKD, kv_mode, k_scale_K, v_scale_K)
 
 
 def kv_replay_reference(
@@ -146,3 +144,174 @@ def kv_replay_reference(
     k_codes, k_scale_TK = quantize_kv_per_token(k_TKD)
     v_codes, v_scale_TK = quantize_kv_per_token(v_TKD)
     return ReplayedKV(decode_e4m3(k_codes, operand), decode_e4m3(v_codes, operand), k_scale_TK, v_scale_TK)
+
+
+# ---------------------------------------------------------------- Triton
+
+
+@triton.jit
+def _quantize_heads(x_KD, scale_ptr, head_K, is_head_K, MODE: tl.constexpr):
+    """Codes, scales and saturated counts of one token's heads; x is float32, zero past the head's end."""
+    if MODE == 1:
+        scale_K = tl.load(scale_ptr + head_K, mask=is_head_K, other=1.0)
+        inverse_K = tl.div_rn(tl.full(scale_K.shape, 1.0, tl.float32), scale_K)
+    else:
+        amax_K = tl.max(tl.abs(x_KD), 1)
+        scale_K = tl.div_rn(amax_K, tl.full(amax_K.shape, 448.0, tl.float32))
+        inverse_K = tl.div_rn(tl.full(amax_K.shape, 448.0, tl.float32), amax_K)
+        inverse_K = tl.minimum(inverse_K, 3.4028234663852886e38)
+        scale_K = tl.where(amax_K == 0.0, 1.0, scale_K)
+        inverse_K = tl.where(amax_K == 0.0, 1.0, inverse_K)
+        finite_K = tl.min((tl.abs(x_KD) < float("inf")).to(tl.int32), 1) == 1
+        scale_K = tl.where(finite_K, scale_K, float("nan"))
+        inverse_K = tl.where(finite_K, inverse_K, float("nan"))
+    scaled_KD = x_KD * inverse_K[:, None]
+    saturated_K = tl.sum((tl.abs(scaled_KD) <= 448.0).to(tl.int32) ^ 1, 1)
+    codes_KD = tl.clamp(scaled_KD, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+    return codes_KD, scale_K, saturated_K
+
+
+@triton.jit
+def _store_heads(
+    x_ptr, cache_ptr, scale_ptr, token_scale_ptr, saturated_ptr, page, offset,
+    stride_head, stride_page, stride_cache_head, stride_offset, stride_scale_page, stride_scale_head, stride_scale_offset,
+    HEADS: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, MODE: tl.constexpr,
+    COUNT: tl.constexpr,
+):  # fmt: skip
+    head_K = tl.arange(0, BLOCK_K)
+    d_D = tl.arange(0, BLOCK_D)
+    is_head_K = head_K < HEADS
+    inside_KD = is_head_K[:, None] & (d_D < HEAD_SIZE)[None, :]
+    x_KD = tl.load(x_ptr + head_K[:, None] * stride_head + d_D[None, :], mask=inside_KD, other=0.0)
+    target_KD = (
+        cache_ptr + page * stride_page + head_K[:, None] * stride_cache_head + offset * stride_offset + d_D[None, :]
+    )
+    if MODE == 0:
+        tl.store(target_KD, x_KD.to(cache_ptr.dtype.element_ty), mask=inside_KD)
+    else:
+        x_KD = x_KD.to(tl.bfloat16).to(tl.float32)
+        codes_KD, scale_K, saturated_K = _quantize_heads(x_KD, scale_ptr, head_K, is_head_K, MODE)
+        tl.store(target_KD, codes_KD, mask=inside_KD)
+        if MODE == 2:
+            target_K = (
+                token_scale_ptr + page * stride_scale_page + head_K * stride_scale_head + offset * stride_scale_offset
+            )
+            tl.store(target_K, scale_K, mask=is_head_K)
+        if COUNT:  # integers: the order of the additions does not matter
+            tl.atomic_add(
+                saturated_ptr + head_K, saturated_K.to(tl.int64), mask=is_head_K & (saturated_K > 0), sem="relaxed"
+            )
+
+
+@triton.jit
+def _kv_store_kernel(
+    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_ptr, k_scale_ptr, v_scale_ptr, k_token_ptr, v_token_ptr, saturated_ptr,
+    stride_k_token, stride_k_head, stride_v_token, stride_v_head, stride_page, stride_cache_head, stride_offset,
+    stride_scale_page, stride_scale_head, stride_scale_offset,
+    HEADS: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    MODE: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_ptr + token).to(tl.int64)
+    if slot >= 0:
+        page = slot // PAGE_SIZE
+        offset = slot % PAGE_SIZE
+        _store_heads(
+            k_ptr + token * stride_k_token, k_cache_ptr, k_scale_ptr, k_token_ptr, saturated_ptr, page, offset,
+            stride_k_head, stride_page, stride_cache_head, stride_offset, stride_scale_page, stride_scale_head,
+            stride_scale_offset, HEADS, BLOCK_K, HEAD_SIZE, BLOCK_D, MODE, COUNT,
+        )  # fmt: skip
+        _store_heads(
+            v_ptr + token * stride_v_token, v_cache_ptr, v_scale_ptr, v_token_ptr,
+            saturated_ptr + HEADS if COUNT else saturated_ptr, page, offset,
+            stride_v_head, stride_page, stride_cache_head, stride_offset, stride_scale_page, stride_scale_head,
+            stride_scale_offset, HEADS, BLOCK_K, HEAD_SIZE, BLOCK_D, MODE, COUNT,
+        )  # fmt: skip
+
+
+def kv_store_triton(
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping_T: Tensor,
+    k_scale_K: Tensor | None = None,
+    v_scale_K: Tensor | None = None,
+    k_token_scale: Tensor | None = None,
+    v_token_scale: Tensor | None = None,
+    saturated_2K: Tensor | None = None,
+) -> None:
+    """`kv_store` as one kernel: a program writes all heads of one token's K and V."""
+    num_tokens, num_heads, head_size = k_TKD.shape
+    mode = kv_mode_of(k_cache, k_scale_K, k_token_scale)
+    assert k_cache.stride() == v_cache.stride(), "kv_store: K and V caches must have one layout"
+    assert k_TKD.stride(2) == v_TKD.stride(2) == k_cache.stride(3) == 1, "kv_store: the last axis must be contiguous"
+    count = mode == "calibrated" and saturated_2K is not None
+    assert not count or saturated_2K.is_contiguous(), "kv_store: the saturation counter must be contiguous"
+    if num_tokens == 0:
+        return
+    stride_scale = k_token_scale.stride() if mode == "dynamic" and k_token_scale is not None else (0, 0, 0)
+    _kv_store_kernel[(num_tokens,)](
+        k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T, k_scale_K, v_scale_K, k_token_scale, v_token_scale, saturated_2K,
+        k_TKD.stride(0), k_TKD.stride(1), v_TKD.stride(0), v_TKD.stride(1), *k_cache.stride()[:3], *stride_scale,
+        HEADS=num_heads, BLOCK_K=triton.next_power_of_2(num_heads), HEAD_SIZE=head_size,
+        BLOCK_D=triton.next_power_of_2(head_size), PAGE_SIZE=k_cache.shape[2], MODE=MODE_NUMBER[mode], COUNT=count,
+        num_warps=4, **({"enable_fp_fusion": False} if k_TKD.is_cuda else {}),
+    )  # fmt: skip
+
+
+@triton.jit
+def _replay_heads(
+    x_ptr, out_ptr, scale_ptr, token_scale_ptr, token, stride_token, stride_head,
+    HEADS: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    head_K = tl.arange(0, BLOCK_K)
+    d_D = tl.arange(0, BLOCK_D)
+    is_head_K = head_K < HEADS
+    inside_KD = is_head_K[:, None] & (d_D < HEAD_SIZE)[None, :]
+    x_offset_KD = token * stride_token + head_K[:, None] * stride_head + d_D[None, :]
+    x_KD = tl.load(x_ptr + x_offset_KD, mask=inside_KD, other=0.0).to(tl.bfloat16).to(tl.float32)
+    codes_KD, scale_K, _saturated_K = _quantize_heads(x_KD, scale_ptr, head_K, is_head_K, MODE)
+    out_offset_KD = (token * HEADS + head_K[:, None]) * HEAD_SIZE + d_D[None, :]
+    tl.store(out_ptr + out_offset_KD, codes_KD.to(out_ptr.dtype.element_ty), mask=inside_KD)
+    if MODE == 2:
+        tl.store(token_scale_ptr + token * HEADS + head_K, scale_K, mask=is_head_K)
+
+
+@triton.jit
+def _kv_replay_kernel(
+    k_ptr, v_ptr, k_out_ptr, v_out_ptr, k_scale_ptr, v_scale_ptr, k_token_ptr, v_token_ptr,
+    stride_k_token, stride_k_head, stride_v_token, stride_v_head,
+    HEADS: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    _replay_heads(
+        k_ptr, k_out_ptr, k_scale_ptr, k_token_ptr, token, stride_k_token, stride_k_head,
+        HEADS, BLOCK_K, HEAD_SIZE, BLOCK_D, MODE,
+    )  # fmt: skip
+    _replay_heads(
+        v_ptr, v_out_ptr, v_scale_ptr, v_token_ptr, token, stride_v_token, stride_v_head,
+        HEADS, BLOCK_K, HEAD_SIZE, BLOCK_D, MODE,
+    )  # fmt: skip
+
+
+def kv_replay_triton(
+    k_TKD: Tensor, v_TKD: Tensor, kv_mode: KVMode, k_scale_K: Tensor | None, v_scale_K: Tensor | None
+) -> ReplayedKV:
+    """`kv_replay` as one kernel."""
+    num_tokens, num_heads, head_size = k_TKD.shape
+    assert k_TKD.stride(2) == v_TKD.stride(2) == 1, "kv_replay: the last axis must be contiguous"
+    operand = operand_dtype(E4M3, kv_mode)
+    k_out_TKD, v_out_TKD = (torch.empty(k_TKD.shape, dtype=operand, device=k_TKD.device) for _ in range(2))
+    k_scale_TK = v_scale_TK = None
+    if kv_mode == "dynamic":
+        k_scale_TK, v_scale_TK = (torch.empty(num_tokens, num_heads, device=k_TKD.device) for _ in range(2))
+    if num_tokens > 0:
+        _kv_replay_kernel[(num_tokens,)](
+            k_TKD, v_TKD, k_out_TKD, v_out_TKD, k_scale_K, v_scale_K, k_scale_TK, v_scale_TK,
+            k_TKD.stride(0), k_TKD.stride(1), v_TKD.stride(0), v_TKD.stride(1),
+            HEADS=num_heads, BLOCK_K=triton.next_power_of_2(num_heads), HEAD_SIZE=head_size,
+            BLOCK_D=triton.next_power_of_2(head_size), MODE=MODE_NUMBER[kv_mode], num_warps=4,
+            **({"enable_fp_fusion": False} if k_TKD.is_cuda else {}),
+        )  # fmt: skip
+    return ReplayedKV(k_out_TKD, v_out_TKD, k_scale_TK, v_scale_TK)
