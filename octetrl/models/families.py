@@ -159,6 +159,14 @@ def _refuse_what_we_lack(config: Mapping[str, Any], family: str) -> None:
     for key in ("attention_bias", "mlp_bias"):
         if config.get(key):
             raise UserError(f"{key} true is not supported for {family}; use a model without it")
+    quantization = config.get("quantization_config") or {}
+    if quantization and (
+        quantization.get("quant_method") != "fp8" or quantization.get("weight_block_size") != [128, 128]
+    ):
+        raise UserError(
+            f"quantization '{quantization.get('quant_method')}' with blocks {quantization.get('weight_block_size')} is"
+            f" not supported, only 'fp8' with [128, 128] is; use the BF16 weights of the model"
+        )
     if _uses_sliding_window(config):
         raise UserError(
             f"sliding window attention (sliding_window {config.get('sliding_window')}) is not supported;"

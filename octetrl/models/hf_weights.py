@@ -1,0 +1,317 @@
+"""Hugging Face safetensors in and out: the border where names, fused projections and FP8 checkpoints are translated.
+
+In: one `model.safetensors` or shards with their index, BF16, float16 or float32; or block-FP8 (E4M3 codes with a
+`weight_scale_inv` of 128 x 128 blocks), dequantised to BF16 here, once: inside, there is one quantiser. Every tensor's
+name and shape is checked against the model before the first is read, so a wrong folder costs one line and no minutes;
+a value that is not finite is an error that names its tensor.
+
+Out: the same names, BF16 (`save_weights`) or block-FP8 (`save_weights_fp8`), split into shards by size, with
+config.json and generation_config.json. q, k, v and gate, up are separate there and fused here, in that order; tied
+models have no lm_head.weight (where a checkpoint brings one anyway it must equal the embedding). A buffer that old
+checkpoints carry, `rotary_emb.inv_freq`, follows from the config and is ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from octetrl.config.errors import UserError
+from octetrl.config.spec import ModelSpec
+from octetrl.fp8.format import BLOCK, E4M3
+from octetrl.fp8.quantize import Quantized, dequantize_weight, quantize_weight_reference
+from octetrl.models.decoder import Decoder
+from octetrl.models.families import hf_config, hf_generation_config
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+SCALE_SUFFIX = "_scale_inv"
+LM_HEAD = "lm_head.weight"
+IGNORED_SUFFIX = "rotary_emb.inv_freq"
+FLOATS = {"BF16", "F16", "F32"}
+NAMES_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A Hugging Face tensor: rows `start ... + rows` of our parameter `parameter`."""
+
+    name: str
+    parameter: str
+    start: int
+    shape: tuple[int, ...]
+
+
+def pieces(spec: ModelSpec) -> Iterator[Piece]:
+    """Every tensor of the checkpoint of `spec`, in the order in which they are written."""
+    hidden, kv = spec.hidden_size, spec.kv_size
+    yield Piece("model.embed_tokens.weight", "embedding.weight", 0, (spec.vocab_size, hidden))
+    for layer in range(spec.num_layers):
+        ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
+        qkv = (("q", 0, spec.q_size), ("k", spec.q_size, kv), ("v", spec.q_size + kv, kv))
+        yield Piece(f"{theirs}.input_layernorm.weight", f"{ours}.attention_norm.weight", 0, (hidden,))
+        for head, start, rows in qkv:
+            fused = f"{ours}.attention.qkv_proj"
+            yield Piece(f"{theirs}.self_attn.{head}_proj.weight", f"{fused}.weight", start, (rows, hidden))
+            if spec.qkv_bias:
+                yield Piece(f"{theirs}.self_attn.{head}_proj.bias", f"{fused}.bias", start, (rows,))
+        if spec.qk_norm:
+            for norm in ("q_norm", "k_norm"):
+                name = f"{norm}.weight"
+                yield Piece(f"{theirs}.self_attn.{name}", f"{ours}.attention.{name}", 0, (spec.head_size,))
+        o_shape = (hidden, spec.q_size)
+        yield Piece(f"{theirs}.self_attn.o_proj.weight", f"{ours}.attention.o_proj.weight", 0, o_shape)
+        yield Piece(f"{theirs}.post_attention_layernorm.weight", f"{ours}.mlp_norm.weight", 0, (hidden,))
+        half = (spec.intermediate_size, hidden)
+        for index, name in enumerate(("gate_proj", "up_proj")):
+            start = index * spec.intermediate_size
+            yield Piece(f"{theirs}.mlp.{name}.weight", f"{ours}.mlp.gate_up_proj.weight", start, half)
+        yield Piece(f"{theirs}.mlp.down_proj.weight", f"{ours}.mlp.down_proj.weight", 0, half[::-1])
+    yield Piece("model.norm.weight", "norm.weight", 0, (hidden,))
+    if not spec.tied_embeddings:
+        yield Piece(LM_HEAD, "lm_head.weight", 0, (spec.vocab_size, hidden))
+
+
+# ---------------------------------------------------------------- in
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Where a tensor of the folder lies, and what its header says."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@torch.no_grad()
+def load_weights(model: Decoder, folder: str | Path) -> None:
+    """Fill `model` from a Hugging Face folder, then `requantize`.
+
+    UserError, one line: no or unreadable safetensors; tensors missing, extra, misshapen or of a foreign dtype (their
+    number and the first names); a value that is not finite (its tensor).
+    """
+    folder = Path(folder)
+    stored = _headers(folder)
+    wanted = list(pieces(model.spec))
+    _check(folder, wanted, stored, model.spec.tied_embeddings)
+    parameters = dict(model.named_parameters())
+    with _Reader(stored) as reader:
+        for piece in wanted:
+            value = reader.weight(piece.name)
+            if not torch.isfinite(value).all():
+                raise UserError(f"{stored[piece.name].file}: '{piece.name}' is not finite everywhere; fetch it again")
+            parameters[piece.parameter][piece.start : piece.start + piece.shape[0]].copy_(value)
+        if model.spec.tied_embeddings and LM_HEAD in stored:
+            _check_tied(reader, stored[LM_HEAD].file)
+    model.requantize()
+
+
+def _headers(folder: Path) -> dict[str, _Stored]:
+    """Name, file, shape and dtype of every tensor in the folder, without reading a tensor."""
+    stored: dict[str, _Stored] = {}
+    for file in _files(folder):
+        try:
+            with safe_open(file, framework="pt") as handle:
+                for name in handle.keys():  # noqa: SIM118 (not a dict)
+                    header = handle.get_slice(name)
+                    stored[name] = _Stored(file, tuple(header.get_shape()), header.get_dtype())
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{file} can't be read as safetensors ({error}); fetch it again") from None
+    return {name: entry for name, entry in stored.items() if not name.endswith(IGNORED_SUFFIX)}
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise UserError(f"{index} is not a safetensors index ({error!r}); fetch it again") from None
+        absent = [name for name in names if not (folder / name).is_file()]
+        if absent:
+            raise UserError(f"{folder} lacks {_some(absent)} named by {INDEX}; fetch the missing files")
+        return [folder / name for name in names]
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    raise UserError(
+        f"'{folder}' has neither {SINGLE} nor {INDEX}; give a folder with safetensors weights, or set model.init=random"
+    )
+
+
+def _check(folder: Path, wanted: list[Piece], stored: Mapping[str, _Stored], tied: bool) -> None:
+    """One UserError that tells everything wrong with the names, shapes and dtypes."""
+    names = {piece.name for piece in wanted}
+    known = names | ({LM_HEAD} if tied else set())
+    scales = {name for name in stored if name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in known}
+    missing = [piece.name for piece in wanted if piece.name not in stored]
+    missing += [
+        name + SCALE_SUFFIX
+        for name, entry in stored.items()
+        if entry.dtype == "F8_E4M3" and name in known and name + SCALE_SUFFIX not in stored
+    ]
+    extra = sorted(name for name in stored if name not in known and name not in scales)
+    misshapen = [
+        f"{name} {list(stored[name].shape)} instead of {list(shape)}"
+        for name, shape in _expected_shapes(wanted, scales)
+        if name in stored and stored[name].shape != shape
+    ]
+    foreign = [
+        f"{name} {entry.dtype}"
+        for name, entry in stored.items()
+        if name in known and entry.dtype not in FLOATS | {"F8_E4M3"}
+    ]
+    problems = [
+        f"{len(found)} {kind}: {_some(found)}"
+        for kind, found in (
+            ("missing", missing),
+            ("extra", extra),
+            ("misshapen", misshapen),
+            ("foreign dtype", foreign),
+        )
+        if found
+    ]
+    if problems:
+        raise UserError(
+            f"'{folder}' does not hold the tensors that its config.json describes ({'; '.join(problems)});"
+            f" use the config.json and weights of one model"
+        )
+
+
+def _expected_shapes(wanted: Iterable[Piece], scales: set[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for piece in wanted:
+        yield piece.name, piece.shape
+        if piece.name + SCALE_SUFFIX in scales:
+            yield piece.name + SCALE_SUFFIX, tuple(-(-size // BLOCK) for size in piece.shape)
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - NAMES_SHOWN
+    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+class _Reader:
+    """Reads tensors by name from whichever file has them; block-FP8 comes out as BF16."""
+
+    def __init__(self, stored: Mapping[str, _Stored]) -> None:
+        self._stored = stored
+        self._handles: dict[Path, Any] = {}
+
+    def __enter__(self) -> _Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles.values():
+            handle.__exit__(None, None, None)
+
+    def _read(self, name: str) -> Tensor:
+        file = self._stored[name].file
+        if file not in self._handles:
+            self._handles[file] = safe_open(file, framework="pt").__enter__()
+        tensor: Tensor = self._handles[file].get_tensor(name)
+        return tensor
+
+    def weight(self, name: str) -> Tensor:
+        value = self._read(name)
+        if value.dtype != E4M3:
+            return value
+        scale = self._read(name + SCALE_SUFFIX).float()
+        return dequantize_weight(Quantized(value, scale)).to(torch.bfloat16)
+
+
+def _check_tied(reader: _Reader, file: Path) -> None:
+    if not torch.equal(reader.weight(LM_HEAD), reader.weight("model.embed_tokens.weight")):
+        raise UserError(
+            f"{file}: {LM_HEAD} differs from the embedding though config.json says tie_word_embeddings; set it false"
+        )
+
+
+# ---------------------------------------------------------------- out
+
+
+def save_weights(model: Decoder, folder: str | Path, max_shard_bytes: int = 5_000_000_000) -> None:
+    """Write `model` as a Hugging Face folder in its own dtype: shards, config.json, generation_config.json."""
+    config = hf_config(model.spec, str(model.dtype).removeprefix("torch."))
+    _write(_split(model), config, model.spec, Path(folder), max_shard_bytes)
+
+
+def save_weights_fp8(model: Decoder, folder: str | Path, max_shard_bytes: int = 5_000_000_000) -> None:
+    """Write `model` as block-FP8, DeepSeek's layout, which vLLM, SGLang and transformers read.
+
+    The linears of the layers become E4M3 codes with a float32 `weight_scale_inv` (our `scale`) for each 128 x 128
+    block of the tensors as they are named there, so blocks begin anew at k, v and up; the rest stays as it is.
+    """
+    config = hf_config(model.spec, str(model.dtype).removeprefix("torch."))
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+    }
+    _write(_quantized(_split(model)), config, model.spec, Path(folder), max_shard_bytes)
+
+
+def _split(model: Decoder) -> Iterator[tuple[str, Tensor]]:
+    parameters = dict(model.named_parameters())
+    for piece in pieces(model.spec):
+        fused = parameters[piece.parameter].detach()
+        yield piece.name, fused[piece.start : piece.start + piece.shape[0]]
+
+
+def _quantized(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors:
+        if not name.endswith("_proj.weight"):
+            yield name, tensor
+            continue
+        codes, scale = quantize_weight_reference(tensor.cpu(), name=name)
+        yield name, codes
+        yield name + SCALE_SUFFIX, scale
+
+
+def _write(
+    tensors: Iterator[tuple[str, Tensor]], config: dict[str, Any], spec: ModelSpec, folder: Path, max_shard_bytes: int
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    shards: list[Path] = []
+    weight_map: dict[str, Path] = {}
+    total_bytes = 0
+    for number, shard in enumerate(_shards(tensors, max_shard_bytes), start=1):
+        shards.append(folder / f"model-{number:05d}.part")
+        save_file(shard, shards[-1], metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, shards[-1])
+        total_bytes += sum(tensor.nbytes for tensor in shard.values())
+    final = {
+        part: SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        for number, part in enumerate(shards, start=1)
+    }
+    for part, name in final.items():
+        part.replace(folder / name)
+    (folder / INDEX).unlink(missing_ok=True)  # of an earlier export, it would win over a single file
+    if len(shards) > 1:
+        names = {name: final[part] for name, part in weight_map.items()}
+        _write_json(folder / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": names})
+    _write_json(folder / "config.json", config)
+    _write_json(folder / "generation_config.json", hf_generation_config(spec))
+
+
+def _shards(tensors: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Groups of at most `max_bytes` in order; a larger tensor has a shard to itself. One group is held at a time."""
+    shard: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if shard and sum(held.nbytes for held in shard.values()) + tensor.nbytes > max_bytes:
+            yield shard
+            shard = {}
+        shard[name] = tensor.cpu().contiguous()
+    yield shard
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,141 @@
+"""config.json to spec and back: both spellings of transformers, and refusal of what the decoder can't run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octetrl.config.errors import UserError
+from octetrl.config.spec import RopeScaling
+from octetrl.models.families import hf_config, load_spec, spec_from_config
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_hidden_layers": 28,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "rope_scaling": None,
+    "tie_word_embeddings": True,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+    "eos_token_id": 151645,
+    "bos_token_id": 151643,
+    "hidden_act": "silu",
+}
+LLAMA3_SCALING = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+LLAMA = {
+    **{key: QWEN3[key] for key in ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")},
+    "architectures": ["LlamaForCausalLM"],
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "rope_theta": 500000.0,
+    "rope_scaling": LLAMA3_SCALING,
+    "eos_token_id": [128001, 128008, 128009],
+}
+
+
+def test_qwen3_as_published() -> None:
+    spec = spec_from_config(QWEN3)
+    assert (spec.family, spec.qk_norm, spec.qkv_bias, spec.tied_embeddings) == ("qwen3", True, False, True)
+    assert (spec.head_size, spec.q_size, spec.kv_size, spec.eos_token_ids) == (128, 2048, 1024, (151645,))
+    assert spec.num_parameters == 596_049_920  # as Qwen3-0.6B is published
+
+
+def test_llama_scaling_and_several_eos_tokens() -> None:
+    spec = spec_from_config(LLAMA)
+    assert spec.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
+    assert (spec.head_size, spec.eos_token_ids) == (64, (128001, 128008, 128009))
+
+
+def test_transformers_5_spelling_gives_the_same_spec() -> None:
+    new = {key: value for key, value in LLAMA.items() if not key.startswith("rope_")}
+    new["rope_parameters"] = {**LLAMA3_SCALING, "rope_theta": 500000.0}
+    assert spec_from_config(new) == spec_from_config(LLAMA)
+    old_type = {**LLAMA, "rope_scaling": {**LLAMA3_SCALING, "type": "llama3"}}
+    del old_type["rope_scaling"]["rope_type"]
+    assert spec_from_config(old_type) == spec_from_config(LLAMA)
+
+
+def test_qwen2_has_a_bias_and_its_unused_window_is_fine() -> None:
+    config = {**QWEN3, "architectures": ["Qwen2ForCausalLM"], "sliding_window": 32768, "head_dim": None}
+    spec = spec_from_config(config)
+    assert (spec.qkv_bias, spec.qk_norm, spec.head_size, spec.fp8_k_is_safe) == (True, False, 64, False)
+    assert spec_from_config({**config, "use_sliding_window": True, "max_window_layers": 28}) == spec
+
+
+@pytest.mark.parametrize("config", [QWEN3, LLAMA, {**QWEN3, "architectures": ["Qwen2ForCausalLM"]}])
+def test_hf_config_round_trips(config: dict[str, Any]) -> None:
+    spec = spec_from_config(config)
+    assert spec_from_config(json.loads(json.dumps(hf_config(spec)))) == spec
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, "unsupported architecture Qwen3MoeForCausalLM"),
+        ({"architectures": None, "model_type": "gpt2"}, "model_type 'gpt2'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "RoPE type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "'low_freq_factor' is None"),
+        ({"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 20}, "sliding_window 4096"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization 'awq'"),
+        ({"vocab_size": None}, "'vocab_size' is None"),
+        ({"hidden_size": "1024"}, "'hidden_size' is '1024'"),
+        ({"num_key_value_heads": 7}, "no multiple"),
+        ({"head_dim": 127}, "odd"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+    ],
+)
+def test_what_we_lack_is_refused_by_name(change: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=told) as caught:
+        spec_from_config({**QWEN3, **change})
+    assert "\n" not in str(caught.value)
+
+
+def test_folders_that_are_no_model(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        load_spec(tmp_path / "absent")
+    with pytest.raises(UserError, match=r"has no config\.json"):
+        load_spec(tmp_path)
+    config = tmp_path / "config.json"
+    for content, told in (
+        ("{", "not valid JSON"),
+        ("[]", "JSON list"),
+        ("{}", r"config\.json: unsupported architecture"),
+    ):
+        config.write_text(content)
+        with pytest.raises(UserError, match=told) as caught:
+            load_spec(tmp_path)
+        assert "\n" not in str(caught.value)
+
+
+def test_end_of_text_comes_from_the_generation_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [151645, 151643]}))
+    assert load_spec(tmp_path).eos_token_ids == (151645, 151643)
+
+
+def test_reading_a_spec_needs_no_torch() -> None:
+    code = "import sys, octetrl.models.families; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

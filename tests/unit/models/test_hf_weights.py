@@ -1,0 +1,162 @@
+"""Checkpoints in and out: transformers loads what we write, we refuse what doesn't fit, FP8 and shards round-trip."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from octetrl.config.errors import UserError
+from octetrl.config.schema import Fp8Config
+from octetrl.models.decoder import Decoder
+from octetrl.models.families import load_spec
+from octetrl.models.hf_weights import load_weights, save_weights, save_weights_fp8
+from tests.unit.models.tiny_families import FAMILIES, decoder_of, hf_logits, hf_model, packed
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A float32 Qwen3 model as transformers writes it."""
+    hf_model("qwen3").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def _edit(folder: Path, **changes: Tensor | None) -> None:
+    """Replace, add or (None) remove tensors; `__` stands for the dot."""
+    tensors = load_file(folder / "model.safetensors")
+    for key, value in changes.items():
+        name = key.replace("__", ".")
+        if value is None:
+            del tensors[name]
+        else:
+            tensors[name] = value
+    save_file(tensors, folder / "model.safetensors")
+
+
+def _refusal(folder: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        decoder_of(folder)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("max_shard_bytes", [5_000_000_000, 40_000])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_transformers_loads_an_export_and_gives_the_same_logits(
+    name: str, max_shard_bytes: int, tmp_path: Path
+) -> None:
+    hf_model(name).save_pretrained(tmp_path / "theirs")
+    ours = decoder_of(tmp_path / "theirs")
+    save_weights(ours, tmp_path / "export", max_shard_bytes)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32, attn_implementation="eager")
+    token_ids_T, positions_T, context = packed([12])
+    with torch.no_grad():
+        theirs_TV = hf_logits(again, token_ids_T, [12])
+        torch.testing.assert_close(
+            ours.logits(ours(token_ids_T, positions_T, context)), theirs_TV, rtol=1e-4, atol=1e-4
+        )
+
+
+def test_our_own_export_is_bit_equal_whatever_the_shards(folder: Path, tmp_path: Path) -> None:
+    ours = decoder_of(folder, dtype=torch.bfloat16)
+    for max_shard_bytes in (1, 30_000, 5_000_000_000):
+        save_weights(ours, tmp_path / "export", max_shard_bytes)
+        assert load_spec(tmp_path / "export") == ours.spec
+        for (name, mine), again in zip(
+            ours.named_parameters(), decoder_of(tmp_path / "export", dtype=torch.bfloat16).parameters(), strict=True
+        ):
+            assert torch.equal(mine, again), name
+    assert not list((tmp_path / "export").glob("*.part"))
+
+
+def test_shards_keep_to_their_size(folder: Path, tmp_path: Path) -> None:
+    save_weights(decoder_of(folder), tmp_path / "export", max_shard_bytes=60_000)
+    index = json.loads((tmp_path / "export/model.safetensors.index.json").read_text())
+    files = set(index["weight_map"].values())
+    assert len(files) > 2 and files == {path.name for path in (tmp_path / "export").glob("*.safetensors")}
+    for file in files:
+        assert sum(tensor.nbytes for tensor in load_file(tmp_path / "export" / file).values()) <= 60_000
+
+
+def test_fp8_checkpoint_round_trips_within_its_rounding(folder: Path, tmp_path: Path) -> None:
+    ours = decoder_of(folder, dtype=torch.bfloat16)
+    save_weights_fp8(ours, tmp_path / "fp8")
+    stored = load_file(tmp_path / "fp8/model.safetensors")
+    codes = stored["model.layers.0.mlp.down_proj.weight"]
+    assert codes.dtype == torch.float8_e4m3fn
+    assert stored["model.layers.0.mlp.down_proj.weight_scale_inv"].shape == (1, 2)
+    again = decoder_of(tmp_path / "fp8", dtype=torch.bfloat16)
+    expected = (
+        codes.float() * stored["model.layers.0.mlp.down_proj.weight_scale_inv"].repeat_interleave(128, 1)[:, :160]
+    )
+    assert torch.equal(again.layers[0].mlp.down_proj.weight, expected.bfloat16())
+    assert torch.equal(again.embedding.weight, ours.embedding.weight)
+    for (name, mine), theirs in zip(ours.named_parameters(), again.parameters(), strict=True):
+        assert (mine - theirs).float().norm() <= 0.04 * mine.float().norm(), name
+
+
+def test_old_checkpoints_rotary_buffers_and_redundant_lm_head_are_fine(tmp_path: Path) -> None:
+    hf_model("qwen2-tied").save_pretrained(tmp_path)
+    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    _edit(tmp_path, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4), lm_head__weight=embedding.clone())
+    decoder_of(tmp_path)
+    _edit(tmp_path, lm_head__weight=embedding + 1)
+    assert "tie_word_embeddings" in _refusal(tmp_path)
+
+
+def test_missing_extra_and_misshapen_tensors_are_told_in_one_line(folder: Path) -> None:
+    _edit(
+        folder,
+        model__norm__weight=None,
+        model__layers__0__mlp__up_proj__weight=None,
+        model__layers__7__mlp__up_proj__weight=torch.zeros(1),
+        model__embed_tokens__weight=torch.zeros(96, 64),
+    )
+    message = _refusal(folder)
+    assert "2 missing: model.layers.0.mlp.up_proj.weight, model.norm.weight" in message
+    assert "1 extra: model.layers.7.mlp.up_proj.weight" in message
+    assert "1 misshapen: model.embed_tokens.weight [96, 64] instead of [97, 64]" in message
+
+
+def test_many_missing_tensors_are_counted(folder: Path) -> None:
+    save_file({"model.norm.weight": torch.ones(64)}, folder / "model.safetensors")
+    assert " more" in _refusal(folder)
+
+
+def test_codes_without_scales_and_foreign_dtypes_are_refused(folder: Path) -> None:
+    codes = torch.zeros(64, 160, dtype=torch.float8_e4m3fn)
+    _edit(folder, model__layers__0__mlp__down_proj__weight=codes)
+    assert "1 missing: model.layers.0.mlp.down_proj.weight_scale_inv" in _refusal(folder)
+    _edit(folder, model__layers__0__mlp__down_proj__weight=torch.zeros(64, 160, dtype=torch.int8))
+    assert "1 foreign dtype: model.layers.0.mlp.down_proj.weight I8" in _refusal(folder)
+
+
+def test_a_value_that_is_not_finite_is_named(folder: Path) -> None:
+    _edit(folder, model__norm__weight=torch.full((64,), torch.inf))
+    assert "'model.norm.weight' is not finite" in _refusal(folder)
+
+
+def test_files_that_are_absent_or_broken_are_named(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"not a checkpoint")
+    assert "can't be read as safetensors" in _refusal(folder)
+    (folder / "model.safetensors").unlink()
+    assert "model.init=random" in _refusal(folder)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-00001.safetensors"}}))
+    assert "lacks model-00001.safetensors" in _refusal(folder)
+    index.write_text("{}")
+    assert "not a safetensors index" in _refusal(folder)
+
+
+def test_fp8_codes_follow_the_loaded_weights(folder: Path) -> None:
+    model: Decoder = decoder_of(folder, Fp8Config(train=True, rollout=True), torch.bfloat16)
+    token_ids_T, positions_T, context = packed([4])
+    first = model(token_ids_T, positions_T, context)
+    load_weights(model, folder)
+    assert torch.equal(model(token_ids_T, positions_T, context), first)
