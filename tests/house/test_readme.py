@@ -40,22 +40,23 @@ def check_command(command: str) -> None:
 
 def check_octetrl(command: str, arguments: list[str]) -> None:
     """Parse with the real command line, and resolve the recipe with its overrides, but run nothing."""
-    import click
     import typer
-    from octetrl.cli.main import app
+    from typer.core import TyperGroup
+    from typer.exceptions import TyperException
 
+    from octetrl.cli.main import app
     from octetrl.config.load import load_recipe
 
     group = typer.main.get_command(app)
-    assert isinstance(group, click.Group)
+    assert isinstance(group, TyperGroup)
     verb = group.commands.get(arguments[0])
     assert verb is not None, f"'{command}': no such verb; there are {sorted(group.commands)}"
     try:
         verb.make_context(arguments[0], list(arguments[1:]))
-    except click.exceptions.Exit as done:  # --help
+    except typer.Exit as done:  # --help
         assert done.exit_code == 0
-    except click.ClickException as error:
-        pytest.fail(f"'{command}': {error.format_message()}")
+    except TyperException as error:
+        pytest.fail(f"'{command}': {error}")
     recipes = [word for word in arguments if word.startswith("recipes/") and word.endswith(".yaml")]
     overrides = [word for word in arguments if re.match(r"[a-z_0-9.]+=", word)]
     for recipe in recipes:
