@@ -165,13 +165,23 @@ def logits_gradient_triton(
     dentropy_N: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The backward kernel's launcher: the gradient to the logits, in `dtype`."""
+    """The backward kernel's launcher: the gradient to the logits, rounded to `dtype`."""
     num_rows, vocab_size = logits_NV.shape
     dlogits_NV = torch.empty(num_rows, vocab_size, dtype=dtype, device=logits_NV.device)
-    _logits_gradient_kernel[(num_rows, triton.cdiv(vocab_size, VOCAB_BLOCK))](
-        logits_NV, targets_N, temperature_N, forward.entropy_N, forward.lse_N, dlogprobs_N, dentropy_N,
-        dlogits_NV, VOCAB=vocab_size, BLOCK=VOCAB_BLOCK, num_warps=8,
-    )  # fmt: skip
+    if num_rows:
+        _logits_gradient_kernel[(num_rows, triton.cdiv(vocab_size, VOCAB_BLOCK))](
+            logits_NV,
+            targets_N,
+            temperature_N,
+            forward.entropy_N,
+            forward.lse_N,
+            dlogprobs_N,
+            dentropy_N,
+            dlogits_NV,
+            VOCAB=vocab_size,
+            BLOCK=VOCAB_BLOCK,
+            num_warps=8,
+        )
     return dlogits_NV
 
 
@@ -182,20 +192,25 @@ def logits_gradient_reference(
     forward: TokenStatistics,
     dlogprobs_N: Tensor,
     dentropy_N: Tensor,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """The same in plain torch, float32."""
+    """The same in plain torch: float32, rounded to `dtype`."""
     log_p_NV = logits_NV / temperature_N[:, None] - forward.lse_N[:, None]
     p_NV = log_p_NV.exp()
     surprise_NV = torch.where(p_NV > 0, p_NV * (log_p_NV + forward.entropy_N[:, None]), 0.0)
     dz_NV = surprise_NV.mul_(-dentropy_N[:, None]).sub_(p_NV.mul_(dlogprobs_N[:, None]))
     dz_NV.scatter_add_(1, targets_N[:, None], dlogprobs_N[:, None])
-    return dz_NV.div_(temperature_N[:, None])
+    return dz_NV.div_(temperature_N[:, None]).to(dtype)
 
 
 def _statistics(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor) -> TokenStatistics:
     if logits_NV.is_cuda:
         return statistics_triton(logits_NV, targets_N, temperature_N)
     return statistics_reference(logits_NV, targets_N, temperature_N)
+
+
+def _logits_gradient(logits_NV: Tensor, *given: Any) -> Tensor:
+    return (logits_gradient_triton if logits_NV.is_cuda else logits_gradient_reference)(logits_NV, *given)
 
 
 def _temperatures(temperature: float | Tensor, num_rows: int, device: torch.device) -> Tensor:
@@ -243,18 +258,11 @@ class _LinearLogprobs(torch.autograd.Function):
             rows = slice(start, start + ctx.chunk)
             statistics = TokenStatistics(*(row[rows] for row in statistics_3N))
             logits_CV = lm_head_logits(hidden_NE[rows], weight_VE)
-            given = (
-                logits_CV,
-                targets_N[rows],
-                temperature_N[rows],
-                statistics,
-                *(grad_N[rows] for grad_N in upstream),
+            dlogprobs_C, dentropy_C = (grad_N[rows] for grad_N in upstream)
+            dlogits_CV = _logits_gradient(
+                logits_CV, targets_N[rows], temperature_N[rows], statistics, dlogprobs_C, dentropy_C, operand
             )
-            if logits_CV.is_cuda:
-                dlogits_CV = logits_gradient_triton(*given, dtype=operand)
-            else:
-                dlogits_CV = logits_gradient_reference(*given)
-            del logits_CV, given
+            del logits_CV
             if dhidden_NE is not None:
                 dhidden_NE[rows] = dlogits_CV @ weight_operand_VE
             if dweight_VE is not None:
@@ -281,4 +289,4 @@ def linear_logprobs(
     """
     assert hidden_NE.shape[0] == targets_N.shape[0], f"{hidden_NE.shape[0]} rows, {targets_N.shape[0]} targets"
     temperature_N = _temperatures(temperature, hidden_NE.shape[0], hidden_NE.device)
-    return _LinearLogprobs.apply(hidden_NE, weight_VE, targets_N, temperature_N, chunk)  # type: ignore[no-any-return]
+    return _LinearLogprobs.apply(hidden_NE, weight_VE, targets_N, temperature_N, chunk)

@@ -116,4 +116,4 @@ def rms_norm(x: Tensor, weight_C: Tensor, eps: float) -> Tensor:
     """
     assert x.dim() in (2, 3) and x.shape[-1] == weight_C.numel(), f"rms_norm: {x.shape} and {weight_C.shape}"
     assert x.dtype == weight_C.dtype, f"rms_norm: x is {x.dtype}, weight is {weight_C.dtype}"
-    return _RMSNorm.apply(x, weight_C, eps)  # type: ignore[no-any-return]
+    return _RMSNorm.apply(x, weight_C, eps)

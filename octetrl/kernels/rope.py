@@ -102,4 +102,4 @@ def rope(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     shape and dtype.
     """
     assert cos_TR.shape == (x_THD.shape[0], x_THD.shape[2] // 2), f"rope: x {x_THD.shape}, cos {cos_TR.shape}"
-    return _Rope.apply(x_THD, cos_TR, sin_TR)  # type: ignore[no-any-return]
+    return _Rope.apply(x_THD, cos_TR, sin_TR)

@@ -115,4 +115,4 @@ class _SiluMul(torch.autograd.Function):
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     """SiLU of the first half times the second; differentiable. Contiguous; returns [T, F]."""
     assert gate_up_T2F.is_contiguous() and gate_up_T2F.shape[1] % 2 == 0, f"silu_mul: {gate_up_T2F.shape}"
-    return _SiluMul.apply(gate_up_T2F)  # type: ignore[no-any-return]
+    return _SiluMul.apply(gate_up_T2F)

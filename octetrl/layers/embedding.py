@@ -42,4 +42,4 @@ class Embedding(nn.Module):
 
     def forward(self, token_ids_T: Tensor) -> Tensor:
         """token_ids_T: int64 in [0, V). Returns [T, E]."""
-        return _Embed.apply(self.weight, token_ids_T)  # type: ignore[no-any-return]
+        return _Embed.apply(self.weight, token_ids_T)

@@ -51,7 +51,7 @@ class DecoderLayer(nn.Module):
         return hidden_TE + self.mlp(self.mlp_norm(hidden_TE))
 
 
-RunLayer = Callable[[DecoderLayer, Tensor, Rotary, Context], Tensor]
+RunLayer = Callable[[nn.Module, Tensor, Rotary, Context], Tensor]
 
 
 class Decoder(nn.Module):
@@ -73,12 +73,13 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.spec, self.policy, self.side, self.dtype, self.backend = spec, policy, side, dtype, backend
-        place = {"dtype": dtype, "device": device}
-        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, **place)
+        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
         self.rotary = RotaryTable(spec.head_size, spec.rope_theta, spec.rope_scaling, spec.max_positions, device=device)
         self.layers = nn.ModuleList(self._layer(index, device) for index in range(spec.num_layers))
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, **place)
-        self.lm_head = None if spec.tied_embeddings else LmHead(spec.vocab_size, spec.hidden_size, **place)
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype=dtype, device=device)
+        self.lm_head: LmHead | None = None
+        if not spec.tied_embeddings:
+            self.lm_head = LmHead(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
 
     def _layer(self, index: int, device: torch.device | str) -> DecoderLayer:
         spec = self.spec

@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from octetrl.kernels.linear_logprobs import linear_logprobs, lm_head_logits, logprobs_of
+from octetrl.kernels.linear_logprobs import (
+    VOCAB_BLOCK,
+    linear_logprobs,
+    lm_head_logits,
+    logits_gradient_reference,
+    logits_gradient_triton,
+    logprobs_of,
+    statistics_reference,
+    statistics_triton,
+)
+from tests.unit.kernels.row_cases import interpreted  # noqa: F401
 
 N, V, E = 11, 301, 24
 
@@ -107,3 +117,18 @@ def test_never_more_than_a_chunk_of_logits_exists() -> None:
         logprobs_N, entropy_N = linear_logprobs(hidden_NE, weight_VE, targets_N, 1.0, chunk)
         (logprobs_N.sum() + entropy_N.sum()).backward()
     assert largest.elements <= max(chunk * V, rows * E, V * E) < rows * V
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_kernels_are_near_the_reference() -> None:
+    """Two blocks of the vocabulary, the last one ragged; one logit excluded."""
+    generator = torch.Generator().manual_seed(0)
+    logits_NV = 3 * torch.randn(4, VOCAB_BLOCK + 100, generator=generator)
+    logits_NV[1, 5] = -torch.inf
+    targets_N, temperature_N = torch.tensor([0, 6, VOCAB_BLOCK, VOCAB_BLOCK + 99]), torch.tensor([1.0, 0.7, 2.0, 1.0])
+    statistics = statistics_reference(logits_NV, targets_N, temperature_N)
+    for ours, expected in zip(statistics_triton(logits_NV, targets_N, temperature_N), statistics, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    upstream = torch.randn(2, 4, generator=generator)
+    given = (logits_NV, targets_N, temperature_N, statistics, *upstream, torch.float32)
+    torch.testing.assert_close(logits_gradient_triton(*given), logits_gradient_reference(*given), rtol=1e-4, atol=1e-7)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from octetrl.kernels.rms_norm import rms_norm, rms_norm_reference
+from octetrl.kernels.rms_norm import rms_norm, rms_norm_reference, rms_norm_triton
+from tests.unit.kernels.row_cases import interpreted  # noqa: F401
 
 EPS = 1e-6
 
@@ -60,3 +61,16 @@ def test_gradients_equal_autograd_in_float64(shape: tuple[int, ...]) -> None:
     assert x.grad is not None and weight_C.grad is not None
     torch.testing.assert_close(x.grad.double(), x64.grad, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(weight_C.grad.double(), weight64.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("shape", [(5, 96), (3, 2, 32), (1, 1000), (0, 96)])
+def test_kernel_is_near_the_reference(shape: tuple[int, ...]) -> None:
+    x, weight_C = _inputs(shape, torch.float32)
+    torch.testing.assert_close(
+        rms_norm_triton(x, weight_C, EPS), rms_norm_reference(x, weight_C, EPS), rtol=1e-6, atol=0
+    )
+    if x.dim() == 3:
+        view = x[:, 1:]
+        expected = rms_norm_reference(view, weight_C, EPS)
+        torch.testing.assert_close(rms_norm_triton(view, weight_C, EPS), expected, rtol=1e-6, atol=0)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from octetrl.config.spec import RopeScaling
-from octetrl.kernels.rope import rope, rope_reference
+from octetrl.kernels.rope import rope, rope_reference, rope_triton
 from octetrl.layers.rotary import Rotary, RotaryTable
+from tests.unit.kernels.row_cases import interpreted  # noqa: F401
 
 HEAD_SIZE, THETA = 32, 500_000.0
 
@@ -78,3 +80,11 @@ def test_a_strided_view_and_bfloat16() -> None:
     assert torch.equal(rope(view_THD, *rotary), rope(view_THD.contiguous(), *rotary))
     exact_THD = rope(view_THD.float(), *rotary)
     assert torch.equal(rope(view_THD, *rotary), exact_THD.bfloat16())
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("sign", [1, -1])
+def test_kernel_has_the_bits_of_the_reference(sign: int) -> None:
+    rotary = _table()(torch.tensor([0, 3, 4095, 17, 1, 2]))
+    view_THD = _heads(num_heads=5)[:, 1:4]
+    assert torch.equal(rope_triton(view_THD, *rotary, sign), rope_reference(view_THD, *rotary, sign))

@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from octetrl.kernels.silu_mul import silu_mul
+from octetrl.kernels.silu_mul import (
+    silu_mul,
+    silu_mul_backward_reference,
+    silu_mul_backward_triton,
+    silu_mul_reference,
+    silu_mul_triton,
+)
+from tests.unit.kernels.row_cases import interpreted  # noqa: F401
 
 
 def _gate_up(num_tokens: int, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -45,3 +52,12 @@ def test_gradient_equals_autograd_in_float64() -> None:
     silu_mul(gate_up_T2F).backward(dy_TF)
     assert gate_up_T2F.grad is not None
     torch.testing.assert_close(gate_up_T2F.grad.double(), exact_T2F.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("size", [37, 1500])
+def test_kernels_are_near_the_reference(size: int) -> None:
+    gate_up_T2F, dy_TF = _gate_up(3, size, torch.float32), _gate_up(3, size, torch.float32)[:, :size].contiguous()
+    expected_TF, expected_T2F = silu_mul_reference(gate_up_T2F), silu_mul_backward_reference(gate_up_T2F, dy_TF)
+    torch.testing.assert_close(silu_mul_triton(gate_up_T2F), expected_TF, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(silu_mul_backward_triton(gate_up_T2F, dy_TF), expected_T2F, rtol=1e-5, atol=1e-5)
