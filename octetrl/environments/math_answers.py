@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from octetrl.environments.answers import extract_answer
@@ -27,9 +27,7 @@ class MathScorer:
     answer_marker: str | None = None
 
     def __call__(self, task: Task, completion_text: str) -> float:
-        from math_verify import parse, verify  # takes 0.4 s to import, and only the reward worker needs it
-
-        logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns of the time limits switched off
+        math_verify = _math_verify()
         if task.answer is None:
             raise ValueError(f"task '{task.id}' has no answer to compare with")
         reference = _parse_reference(task.answer)
@@ -39,14 +37,27 @@ class MathScorer:
         if not answer:
             return 0.0
         text = answer if self.answer_marker is None else _as_formula(answer)
-        return float(verify(list(reference), parse(text, parsing_timeout=None), timeout_seconds=None))
+        return float(
+            math_verify.verify(list(reference), math_verify.parse(text, parsing_timeout=None), timeout_seconds=None)
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _math_verify()  # in the reward worker: imported before the first call, whose time is limited
+
+
+@cache
+def _math_verify() -> Any:
+    """The library: 0.4 s to import, and only reward workers need it."""
+    import math_verify
+
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that its time limits are off
+    return math_verify
 
 
 @lru_cache(maxsize=256)
 def _parse_reference(answer: str) -> tuple[Any, ...]:
-    from math_verify import parse
-
-    return tuple(parse(_as_formula(answer), parsing_timeout=None))
+    return tuple(_math_verify().parse(_as_formula(answer), parsing_timeout=None))
 
 
 def _as_formula(answer: str) -> str:

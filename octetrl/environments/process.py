@@ -25,6 +25,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 import weakref
 from collections.abc import Callable
@@ -35,6 +36,7 @@ from typing import Any
 
 _LINUX_PR_SET_PDEATHSIG = 1
 _ERROR_LENGTH = 300
+_EXIT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,12 @@ class CallableProcess:
         self._finalizer()
 
     def _exit_text(self) -> str:
-        _kill_group(self._child)
+        deadline = time.monotonic() + _EXIT_SECONDS
+        while os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.002)
+        _kill_group(self._child)  # what it started, and itself when it lives on without its socket
         code = self._child.wait()
         return f"the process was killed by signal {-code}" if code < 0 else f"the process exited with code {code}"
 

@@ -35,6 +35,10 @@ class PythonReward:
     def __getstate__(self) -> dict[str, str]:
         return {"path": self.path}  # not the function: the worker imports its own
 
+    def __setstate__(self, state: dict[str, str]) -> None:
+        self.__dict__.update(state)
+        _ = self._function  # before the first call, whose time is limited
+
     @cached_property
     def _function(self) -> Scorer:
         module_name, colon, name = self.path.partition(":")

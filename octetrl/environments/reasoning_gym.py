@@ -138,6 +138,10 @@ class ReasoningGymScorer:
         answer = extract_answer(completion_text, self.answer_marker)
         return float(self._dataset.score_answer(answer, task.metadata["entry"]))
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _ = self._dataset  # in the reward worker: imported before the first call, whose time is limited
+
     @cached_property
     def _dataset(self) -> Any:
         import reasoning_gym

@@ -8,7 +8,7 @@ What comes back is never a silent 0:
     a raise, a crash, NaN, None, a string   REWARD_ERROR, reward None, the error's text and line as detail
     no answer after `timeout_seconds`       REWARD_TIMEOUT, reward None; the worker is killed and replaced
 
-Cost: about 0.1 ms a completion over the score itself. A replaced worker imports the scorer's libraries anew
+Cost: 0.13 ms a completion over the score itself. A replaced worker imports the scorer's libraries anew
 (a second for reasoning_gym) while the others go on; batching calls, or forking from a warm process, would
 save that at the price of clear deadlines.
 """

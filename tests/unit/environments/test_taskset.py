@@ -1,0 +1,98 @@
+"""The endless order, its resumption, and held-out tasks that are never trained on."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octetrl.config.errors import UserError
+from octetrl.environments.base import Taskset
+from octetrl.environments.order import EndlessOrder
+from octetrl.records import Task
+
+
+def tasks_of(prompts: list[str]) -> list[Task]:
+    return [Task(id=str(index), prompt=prompt) for index, prompt in enumerate(prompts)]
+
+
+def numbered(n: int) -> list[Task]:
+    return tasks_of([f"question {index}" for index in range(n)])
+
+
+@given(length=st.integers(1, 40), seed=st.integers(0, 5), epoch=st.integers(0, 3))
+def test_each_epoch_is_a_permutation_found_from_any_place(length: int, seed: int, epoch: int) -> None:
+    order = EndlessOrder(length, seed)
+    indices = [order[position] for position in range(epoch * length, (epoch + 1) * length)]
+    assert sorted(indices) == list(range(length))
+    assert EndlessOrder(length, seed)[epoch * length + length // 2] == indices[length // 2]
+
+
+def test_epochs_and_seeds_are_shuffled_differently() -> None:
+    one, other = EndlessOrder(50, 0), EndlessOrder(50, 1)
+    first = [one[position] for position in range(50)]
+    assert first != [one[position] for position in range(50, 100)]
+    assert first != [other[position] for position in range(50)]
+
+
+@given(st.lists(st.integers(0, 12), min_size=2, max_size=60), st.integers(0, 4), st.integers(0, 3))
+def test_no_training_prompt_is_a_held_out_one(values: list[int], eval_size: int, seed: int) -> None:
+    tasks = tasks_of([f"question {value}" for value in values])  # ids differ where prompts do not
+    distinct = len(set(values))
+    if eval_size >= distinct:
+        with pytest.raises(UserError, match="eval_size"):
+            Taskset(tasks, eval_size=eval_size, seed=seed)
+        return
+    taskset = Taskset(tasks, eval_size=eval_size, seed=seed)
+    held_out = {task.prompt for task in taskset.held_out()}
+    trained = {task.prompt for task in taskset.next_batch(2 * len(tasks))}
+    assert len(held_out) == eval_size
+    assert not held_out & trained
+    assert held_out | trained == {task.prompt for task in tasks}
+
+
+@given(st.integers(1, 9), st.integers(0, 30), st.integers(1, 9))
+def test_a_resumed_order_is_the_order_never_interrupted(batch: int, killed_after: int, other_batch: int) -> None:
+    def fresh() -> Taskset:
+        return Taskset(numbered(17), eval_size=4, seed=3)
+
+    whole = fresh().next_batch((killed_after + 20) * batch * other_batch)
+    taskset = fresh()
+    for _ in range(killed_after):
+        taskset.next_batch(batch)
+    resumed = fresh()
+    resumed.restore(json.loads(json.dumps(taskset.state())))
+    drawn = killed_after * batch
+    assert resumed.next_batch(other_batch) == whole[drawn : drawn + other_batch]
+
+
+def test_every_prompt_is_drawn_equally_often() -> None:
+    taskset = Taskset(numbered(20), eval_size=5, seed=0)
+    counts = Counter(task.id for _ in range(9) for task in taskset.next_batch(5))
+    assert set(counts.values()) == {3}
+    assert len(counts) == 15
+
+
+def test_held_out_tasks_are_spread_over_a_sorted_file() -> None:
+    places = [int(task.id) for task in Taskset(numbered(1000), eval_size=50, seed=0).held_out()]
+    assert min(places) < 200
+    assert max(places) > 800
+
+
+def test_other_tasks_are_not_resumed() -> None:
+    state = Taskset(numbered(17), eval_size=4, seed=3).state()
+    for tasks, seed in ((numbered(18), 3), (numbered(17), 4)):
+        with pytest.raises(UserError, match="not those the checkpoint was made with"):
+            Taskset(tasks, eval_size=4, seed=seed).restore(state)
+
+
+def test_more_held_out_tasks_than_were_set_aside_are_refused() -> None:
+    taskset = Taskset(numbered(10), eval_size=4, seed=0)
+    assert taskset.held_out(3) == taskset.held_out()[:3]
+    with pytest.raises(UserError, match="5 held-out tasks asked for, 4 set aside"):
+        taskset.held_out(5)
+    with pytest.raises(UserError, match="there are no tasks"):
+        Taskset([], eval_size=0, seed=0)

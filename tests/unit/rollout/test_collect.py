@@ -1,0 +1,116 @@
+"""Tasks to groups: one call of the engine, one of the scorers, and a status for every rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from octetrl.config.schema import RolloutConfig
+from octetrl.environments.scoring import Score
+from octetrl.records import Completion, FinishReason, GenerationRequest, RolloutStatus, Task
+from octetrl.rollout.chat_tokens import ChatTokens
+from octetrl.rollout.collect import Collection, collect_groups, count_statuses
+from octetrl.run.tiny_model import train_tokenizer
+
+
+class EchoWorkers:
+    """Answers request r, sibling s with the text "r.s"; sibling 1 is cut off."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[GenerationRequest]] = []
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+        self.calls.append(list(requests))
+        return [
+            [
+                Completion(
+                    token_ids=(7, sibling),
+                    logprobs=(-0.5, -0.25),
+                    text=f"{request.id}.{sibling}",
+                    finish_reason=FinishReason.LENGTH if sibling == 1 else FinishReason.STOP,
+                    policy_version=4,
+                    precision_digest="digest",
+                )
+                for sibling in range(request.num_siblings)
+            ]
+            for request in requests
+        ]
+
+
+class SiblingScores:
+    """The reward is the sibling's number; sibling 2 fails."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[tuple[Task, str]]] = []
+
+    def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
+        self.calls.append(list(completions))
+        return [
+            Score(RolloutStatus.REWARD_TIMEOUT, None, "no reward")
+            if text.endswith(".2")
+            else Score(RolloutStatus.SCORED, float(text.rpartition(".")[2]))
+            for _, text in completions
+        ]
+
+
+@pytest.fixture(scope="module")
+def chat() -> ChatTokens:
+    tokenizer: Any = train_tokenizer(["1 + 2 ="])
+    return ChatTokens(tokenizer)
+
+
+def collection_of(chat: ChatTokens, **changes: Any) -> Collection:
+    return Collection.from_config(chat, RolloutConfig(group_size=4, max_prompt_tokens=12, **changes), seed=1)
+
+
+TASKS = [Task(id="a", prompt="1 + 2 ="), Task(id="b", prompt="x" * 40), Task(id="a", prompt="1 + 2 =")]
+
+
+def test_groups_come_in_the_order_of_the_tasks_with_a_status_each(chat: ChatTokens) -> None:
+    workers, scores = EchoWorkers(), SiblingScores()
+    groups = collect_groups(TASKS, scores, workers, collection_of(chat))
+    assert [group.task for group in groups] == TASKS
+    assert len(workers.calls) == len(scores.calls) == 1
+    scored, overlong, timeout = RolloutStatus.SCORED, RolloutStatus.OVERLONG, RolloutStatus.REWARD_TIMEOUT
+    for group in (groups[0], groups[2]):
+        assert [rollout.status for rollout in group.rollouts] == [scored, overlong, timeout, scored]
+        assert [rollout.reward for rollout in group.rollouts] == [0.0, 1.0, None, 3.0]
+        assert group.rewards == (0.0, 1.0, 3.0)
+    assert groups[0].rollouts[3].text == "0:a.3"
+    assert groups[2].rollouts[3].text == "2:a.3"
+    assert groups[0].rollouts[0].turns[0].prompt_token_ids == chat.prompt_tokens("1 + 2 =")
+
+
+def test_a_prompt_that_is_too_long_is_counted_and_not_generated_from(chat: ChatTokens) -> None:
+    workers = EchoWorkers()
+    groups = collect_groups(TASKS, SiblingScores(), workers, collection_of(chat))
+    assert [request.id for request in workers.calls[0]] == ["0:a", "2:a"]
+    counts = count_statuses(groups)
+    assert counts[RolloutStatus.PROMPT_TOO_LONG] == 4
+    assert counts[RolloutStatus.REWARD_ERROR] == 0
+    assert sum(counts.values()) == 12
+    rollout = groups[1].rollouts[0]
+    assert rollout.reward is None
+    assert rollout.turns == ()
+    assert "rollout.max_prompt_tokens is 12" in (rollout.detail or "")
+
+
+def test_requests_say_what_the_recipe_says(chat: ChatTokens) -> None:
+    workers = EchoWorkers()
+    collection = collection_of(chat, temperature=0.7, top_p=0.9, stop=("\n",), max_new_tokens=5)
+    collect_groups(TASKS[:1], SiblingScores(), workers, collection)
+    sampling = workers.calls[0][0].sampling
+    assert (sampling.temperature, sampling.top_p, sampling.stop, sampling.max_new_tokens) == (0.7, 0.9, ("\n",), 5)
+
+
+def test_seeds_are_new_for_each_step_and_place_and_the_same_again_on_resume(chat: ChatTokens) -> None:
+    def seeds(step: int) -> list[int]:
+        workers = EchoWorkers()
+        collect_groups(TASKS, SiblingScores(), workers, collection_of(chat).at_step(step))
+        return [request.seed for request in workers.calls[0]]
+
+    assert seeds(3) == seeds(3)
+    assert len({*seeds(3), *seeds(4)}) == 4
+    assert all(0 <= seed < 2**63 for seed in seeds(3))
