@@ -66,5 +66,16 @@ def test_launches_of_the_forward_do_not_contract(path: str) -> None:
         assert not forward or keywords & {"enable_fp_fusion", None}, f"{path}:{launch.lineno}: {name} may contract"
 
 
+@pytest.mark.parametrize("path", python_files("octetrl/kernels"))
+def test_host_code_is_typed(path: str) -> None:
+    """mypy lets untyped functions pass in kernels/, for the sake of device code alone."""
+    for name, function in functions(path):
+        if not is_triton(function):
+            arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+            untyped = [argument.arg for argument in arguments if argument.annotation is None]
+            bare = set(untyped) - {"self", "cls", "ctx"}
+            assert not bare and function.returns is not None, f"{path}: {name} lacks types ({sorted(bare) or 'return'})"
+
+
 def test_shared_files_exist() -> None:
     assert all((REPO / path).exists() for path in SHARED), "take files that are gone out of tests/house/budget.toml"
