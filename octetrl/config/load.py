@@ -24,7 +24,7 @@ import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -44,9 +44,10 @@ PRECISIONS: dict[str, Tree] = {
 COMMAND_LINE = "command line"
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, training: bool = True) -> Recipe:
     """The recipe at `path` with `overrides` (`section.key=value`) on top, checked as far as no model is needed.
 
+    training: False for evaluation, which the limits of the algorithm do not concern (top-p, group size, ...).
     Raises UserError: one line for one problem, else a first line and one indented line a problem.
     """
     layers = _read_chain(Path(path))
@@ -59,7 +60,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         override = _nest(keys, value)
         layers.append(_Layer(COMMAND_LINE, override))
         problems += _assign(tree, keys, value)
-    recipe, found = build_recipe(tree)
+    recipe, found = build_recipe(tree, training=training)
     problems += found
     if problems:
         raise UserError(_report(str(path), layers, problems))
@@ -236,9 +237,6 @@ def _where(error: yaml.MarkedYAMLError) -> str:
 class _RecipeLoader(yaml.SafeLoader):
     """YAML 1.2's plain scalars, and nothing that is not plain data."""
 
-    yaml_implicit_resolvers: ClassVar[dict] = {}
-    yaml_constructors: ClassVar[dict] = {}
-
     def construct_plain_mapping(self, node: yaml.MappingNode) -> dict[Hashable, Any]:
         seen = set()
         for key, _ in node.value:
@@ -268,8 +266,6 @@ class _RecipeLoader(yaml.SafeLoader):
 class _RecipeDumper(yaml.SafeDumper):
     """Quotes whatever the loader above would read as something else than text."""
 
-    yaml_implicit_resolvers: ClassVar[dict] = {}
-
 
 def _refusal(problem: str, node: yaml.Node) -> yaml.constructor.ConstructorError:
     return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
@@ -283,6 +279,8 @@ _PLAIN_SCALARS = (
     ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", list("-+.")),
     ("merge", r"<<", ["<"]),
 )
+_RecipeLoader.yaml_constructors = {}  # nothing inherited: what is not named below is refused
+_RecipeLoader.yaml_implicit_resolvers, _RecipeDumper.yaml_implicit_resolvers = {}, {}
 for _tag, _pattern, _first in _PLAIN_SCALARS:
     for _class in (_RecipeLoader, _RecipeDumper):
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)

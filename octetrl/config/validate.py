@@ -24,8 +24,8 @@ from octetrl.config.spec import ModelSpec
 FP8_KV_HEAD_SIZES = (16, 32, 64, 128, 256)
 
 
-def build_recipe(tree: dict[str, Any]) -> tuple[Recipe | None, list[Problem]]:
-    """The recipe of a merged tree, or None and all its problems."""
+def build_recipe(tree: dict[str, Any], *, training: bool = True) -> tuple[Recipe | None, list[Problem]]:
+    """The recipe of a merged tree, or None and all its problems. training: see `combination_problems`."""
     try:
         recipe = Recipe.model_validate_json(json.dumps(tree))
     except ValidationError as error:
@@ -33,11 +33,11 @@ def build_recipe(tree: dict[str, Any]) -> tuple[Recipe | None, list[Problem]]:
         reported = [field for problem in problems for field in problem.fields]
         rest = [
             problem
-            for problem in combination_problems(Recipe.model_validate_json(json.dumps(sound)))
+            for problem in combination_problems(Recipe.model_validate_json(json.dumps(sound)), training)
             if not any(_overlap(field, other) for field in problem.fields for other in reported)
         ]
         return None, problems + rest
-    problems = list(combination_problems(recipe))
+    problems = list(combination_problems(recipe, training))
     return (None if problems else recipe), problems
 
 
@@ -46,12 +46,13 @@ def _overlap(field: str, other: str) -> bool:
     return field == other or field.startswith(other + ".") or other.startswith(field + ".")
 
 
-def combination_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Problems of a recipe whose single fields are sound."""
+def combination_problems(recipe: Recipe, training: bool = True) -> Iterator[Problem]:
+    """Problems of a recipe whose single fields are sound. training: include what only concerns the algorithm."""
     yield from _model_problems(recipe)
     yield from _fp8_problems(recipe)
     yield from _length_problems(recipe)
-    yield from _algorithm_problems(recipe)
+    if training:
+        yield from _algorithm_problems(recipe)
     yield from _environment_problems(recipe)
     yield from _trainer_problems(recipe)
     yield from _run_problems(recipe)
@@ -84,12 +85,6 @@ def _fp8_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.cluster.device == "cpu" and fp8.emulate is False and (fp8.rollout or fp8.train):
         text = "fp8.emulate: false on a CPU, which has no FP8 tensor cores; leave it out or set fp8.emulate: true"
         yield Problem(("fp8.emulate", "cluster.device"), text)
-    if fp8.kv_cache == "calibrated" and recipe.algorithm.name == "sft":
-        text = (
-            "fp8.kv_cache: 'calibrated' has nothing to calibrate on with sft, which draws no rollouts;"
-            " use 'none', or 'dynamic', which needs no calibration (precision: fp8_full means 'calibrated')"
-        )
-        yield Problem(("fp8.kv_cache", "algorithm.name"), text)
 
 
 def _length_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -130,6 +125,12 @@ def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
         if algorithm.kl_coefficient > 0:
             text = "algorithm.kl_coefficient: sft has no reference policy; set it to 0, or use grpo"
             yield Problem(("algorithm.kl_coefficient", "algorithm.name"), text)
+        if recipe.fp8.kv_cache == "calibrated":
+            text = (
+                "fp8.kv_cache: 'calibrated' has nothing to calibrate on with sft, which draws no rollouts;"
+                " use 'none', or 'dynamic', which needs no calibration (precision: fp8_full means 'calibrated')"
+            )
+            yield Problem(("fp8.kv_cache", "algorithm.name"), text)
         return
     if rollout.group_size < 2:
         text = "rollout.group_size: 1 gives grpo no siblings to compare; use at least 2, commonly 8"

@@ -1,0 +1,17 @@
+"""Arguments that several verbs take, said once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+RecipePath = Annotated[str, typer.Argument(metavar="RECIPE.yaml", help="The recipe; see recipes/.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[section.key=value]...",
+        help="Fields that differ from the recipe, such as trainer.optimizer.lr=2e-6 or precision=bf16.",
+        show_default=False,
+    ),
+]

@@ -1,0 +1,191 @@
+"""`octetrl check`: what a recipe means, before anything is built: essentials, what is FP8, memory by part, problems.
+
+No torch: the shape comes from config.json, the device from nvidia-smi. A recipe for a machine elsewhere is checked with
+that machine's memory: `--memory-gib 140`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from octetrl.cli.arguments import Overrides, RecipePath
+from octetrl.config.errors import UserError
+from octetrl.config.load import load_recipe
+from octetrl.config.memory import Precisions, estimate_memory
+from octetrl.config.presets import preset_config
+from octetrl.config.schema import Recipe
+from octetrl.config.spec import ModelSpec
+from octetrl.config.validate import spec_problems
+from octetrl.fp8.policy import LINEARS, PrecisionPolicy, Side, precision_policy
+from octetrl.models.families import load_spec, spec_from_config
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    name: str
+    on_gpu: bool
+    num_bytes: int | None  # None: not known
+
+
+def check(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    memory_gib: Annotated[
+        float | None,
+        typer.Option("--memory-gib", min=0.001, help="Plan for a GPU with so much memory.", show_default=False),
+    ] = None,
+) -> None:
+    """Show what a recipe means, what it needs, and every problem it has."""
+    resolved = load_recipe(recipe, overrides or [])
+    problems = list(_file_problems(resolved))
+    device = find_device(resolved, memory_gib)
+    print_lines("recipe", _essentials(resolved, device))
+    try:
+        spec = _model_spec(resolved)
+        problems += [problem.text for problem in spec_problems(resolved, spec)]
+        policy = precision_policy(spec, resolved.fp8)
+        print_lines("model", _model(spec))
+        print_lines("precision", _precision(resolved, spec, policy))
+        print_lines("memory", _memory(resolved, spec, policy, device))
+    except UserError as error:
+        problems.append(str(error))
+    if len(problems) == 1:
+        raise UserError(f"{recipe}: {problems[0]}")
+    if problems:
+        raise UserError("\n  ".join([f"{recipe}: {len(problems)} problems", *problems]))
+    typer.echo("no problems")
+
+
+def print_lines(title: str, lines: Iterator[tuple[str, str]]) -> None:
+    rows = list(lines)  # all of them first: a section is shown whole or not at all
+    typer.echo(title)
+    for name, value in rows:
+        typer.echo(f"  {name:<20}{value}")
+
+
+def find_device(recipe: Recipe, memory_gib: float | None) -> Device:
+    """The device the recipe would run on here, or the one it is planned for."""
+    if memory_gib is not None:
+        return Device(f"a GPU with {memory_gib:g} GiB", True, int(memory_gib * GIB))
+    if recipe.cluster.device != "cpu":
+        found = _first_gpu()
+        if found is not None:
+            return found
+        if recipe.cluster.device == "cuda":
+            return Device("cuda, of which there is none here; plan for one with --memory-gib", True, None)
+    return Device("CPU, FP8 is emulated", False, None)
+
+
+def _first_gpu() -> Device | None:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    query = [program, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits", "--id=0"]
+    answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False).stdout.strip()
+    name, comma, mebibytes = answer.rpartition(", ")
+    if not comma or not mebibytes.isdigit():
+        return None
+    return Device(f"{name}, {int(mebibytes) / 1024:.1f} GiB", True, int(mebibytes) * 2**20)
+
+
+def _model_spec(recipe: Recipe) -> ModelSpec:
+    if recipe.model.preset is not None:
+        return spec_from_config(preset_config(recipe.model.preset))
+    return load_spec(str(recipe.model.path))
+
+
+def _file_problems(recipe: Recipe) -> Iterator[str]:
+    """What the recipe names and is not there."""
+    environment = recipe.environment
+    if recipe.model.tokenizer is not None and not Path(recipe.model.tokenizer).is_dir():
+        yield f"model.tokenizer: no folder '{recipe.model.tokenizer}'; give a Hugging Face tokenizer folder"
+    if recipe.algorithm.name == "sft" and not Path(str(recipe.algorithm.conversations)).is_file():
+        yield f"algorithm.conversations: no file '{recipe.algorithm.conversations}'; give a JSONL file"
+    if environment.kind != "reasoning_gym":
+        if not Path(str(environment.dataset)).is_file():
+            yield f"environment.dataset: no file '{environment.dataset}'; give a JSONL file"
+        return
+    from octetrl.environments.reasoning_gym import check_dataset
+
+    try:
+        check_dataset(str(environment.dataset), environment.parameters)
+    except UserError as error:
+        yield str(error)
+
+
+def _essentials(recipe: Recipe, device: Device) -> Iterator[tuple[str, str]]:
+    rollout, algorithm, optimizer = recipe.rollout, recipe.algorithm, recipe.trainer.optimizer
+    if algorithm.name == "sft":
+        yield "algorithm", f"sft, {algorithm.batch_size} conversations a step from {algorithm.conversations}"
+    else:
+        size = f"{rollout.prompts_per_step} prompts x {rollout.group_size} siblings a step"
+        yield "algorithm", f"grpo, {size}, temperature {rollout.temperature:g}"
+    yield "steps", f"{recipe.steps:,}, seed {recipe.seed}, into {recipe.output_dir}"
+    yield "optimizer", f"AdamW, lr {optimizer.lr:g}, {optimizer.decay}, {optimizer.warmup_steps} warm-up steps"
+    longest = f"{rollout.max_prompt_tokens:,} prompt + {rollout.max_new_tokens:,} answer tokens"
+    yield "lengths", f"{longest}, context {recipe.model.context_length:,}"
+    environment = recipe.environment
+    yield "environment", f"{environment.kind} {environment.dataset}, {environment.eval_size} tasks held out"
+    yield "device", device.name
+
+
+def _model(spec: ModelSpec) -> Iterator[tuple[str, str]]:
+    yield "parameters", f"{spec.num_parameters:,} ({'tied' if spec.tied_embeddings else 'untied'} embeddings)"
+    yield "shape", f"{spec.family}, {spec.num_layers} layers, hidden {spec.hidden_size}, MLP {spec.intermediate_size}"
+    yield "heads", f"{spec.num_heads} query, {spec.num_kv_heads} KV, of {spec.head_size}"
+    yield "vocabulary", f"{spec.vocab_size:,}"
+
+
+def _precision(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy) -> Iterator[tuple[str, str]]:
+    yield "", f"{'rollout':<16}training"
+    for kind in LINEARS:
+        yield kind, f"{_share(policy, spec, kind, 'rollout'):<16}{_share(policy, spec, kind, 'train')}"
+    if policy.kv_mode == "none":
+        yield "KV cache", recipe.model.dtype
+    else:
+        scales = f"calibrated scales ({recipe.fp8.calibration})" if policy.kv_mode == "calibrated" else "dynamic scales"
+        replay = "replayed in training" if recipe.fp8.kv_replay else "not replayed in training"
+        yield "KV cache", f"K {policy.k_cache}, V {policy.v_cache}, {scales}, {replay}"
+        if policy.k_cache == "bf16":
+            yield "", "K stays BF16: this family has no QK-norm, and FP8 ruins its outlier channels"
+    yield "everything else", f"{recipe.model.dtype}; log-softmax and loss float32"
+
+
+def _share(policy: PrecisionPolicy, spec: ModelSpec, kind: str, side: Side) -> str:
+    """`fp8`, `bf16`, or how many of the layers are FP8."""
+    formats = [policy.format_of(f"layers.{layer}.{kind}", side) for layer in range(spec.num_layers)]
+    count = formats.count("fp8")
+    return formats[0] if count in (0, len(formats)) else f"fp8 in {count} of {len(formats)}"
+
+
+def _memory(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device: Device) -> Iterator[tuple[str, str]]:
+    precisions = Precisions(
+        fp8_rollout=[linear.name for linear in policy.linears if linear.rollout == "fp8"],
+        fp8_train=[linear.name for linear in policy.linears if linear.train == "fp8"],
+        k_cache=policy.k_cache,
+        v_cache=policy.v_cache,
+    )
+    estimate = estimate_memory(recipe, spec, precisions, on_gpu=device.on_gpu, device_bytes=device.num_bytes)
+    for part in estimate.parts:
+        yield part.name, f"{_size(part.num_bytes):>12}   {part.how}"
+    if estimate.kv_cache_tokens is None:
+        share = f"{recipe.engine.kv_memory_fraction:.0%} of the memory left"
+        yield "KV cache", f"{'?':>12}   {share}, {estimate.kv_bytes_per_token:,} bytes a token"
+    of_device = "" if device.num_bytes is None else f"   of {_size(device.num_bytes)}"
+    yield "total", f"{_size(estimate.total_bytes):>12}{of_device}"
+    if device.num_bytes is not None and estimate.total_bytes > device.num_bytes:
+        yield "", "more than the device has: lower trainer.tokens_per_micro_batch or trainer.logprob_chunk,"
+        yield "", "or set trainer.optimizer.master=stochastic_rounding"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.2f} MiB"

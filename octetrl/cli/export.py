@@ -1,0 +1,17 @@
+"""`octetrl export`: a run's weights as a Hugging Face folder that transformers loads."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def export(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or one of its checkpoints.")],
+    to: Annotated[str, typer.Option("--to", metavar="DIR", help="The folder to write; new, or empty.")],
+) -> None:
+    """Write a run's last weights in Hugging Face format."""
+    from octetrl.run.export import export_run
+
+    typer.echo(f"wrote {export_run(run, to)}")

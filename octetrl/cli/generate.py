@@ -1,0 +1,73 @@
+"""`octetrl generate`: completions of one or several prompts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import typer
+
+from octetrl.config.errors import UserError
+from octetrl.config.schema import Precision
+from octetrl.records import Completion, SamplingParams
+
+
+def generate(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, a run folder or one of its checkpoints.")
+    ],
+    prompt: Annotated[
+        list[str], typer.Option("--prompt", "-p", help="What the user says; may be given several times.")
+    ],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one completion.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
+    top_p: Annotated[float, typer.Option(max=1.0, help="Keep the likeliest tokens with so much probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Keep so many of the likeliest tokens; 0 keeps all.")] = 0,
+    min_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Keep tokens with at least this share of the likeliest one's.")
+    ] = 0.0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends a completion; may be given several times.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same text.")] = 0,
+    n: Annotated[int, typer.Option("--n", "-n", min=1, help="Completions of each prompt.")] = 1,
+    precision: Annotated[Precision, typer.Option(help="What is FP8.")] = "bf16",
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: the GPU where there is one.")] = "auto",
+) -> None:
+    """Generate text from a model or a run."""
+    sampling = SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=_finite("--temperature", temperature),
+        top_k=top_k,
+        top_p=_finite("--top-p", top_p),
+        min_p=_finite("--min-p", min_p),
+        stop=tuple(stop or ()),
+    )
+    if sampling.top_p <= 0:
+        raise UserError(f"--top-p: {top_p:g} would keep no token; give a number above 0 and at most 1")
+    if "" in sampling.stop:
+        raise UserError("--stop: an empty text would stop every completion at once; leave it out")
+    from octetrl.run.generate import generate_text
+
+    completions = generate_text(model, prompt, sampling, precision=precision, device=device, seed=seed, n=n)
+    typer.echo(completions_text(completions))
+
+
+def completions_text(completions: Sequence[Sequence[Completion]]) -> str:
+    """The bare text of a single completion, so that it can be piped; else each under a line that says whose it is."""
+    if len(completions) == 1 and len(completions[0]) == 1:
+        return completions[0][0].text
+    blocks = [
+        f"--- prompt {which + 1}, completion {sibling + 1}: {len(completion.token_ids)} tokens,"
+        f" {completion.finish_reason}\n{completion.text}"
+        for which, siblings in enumerate(completions)
+        for sibling, completion in enumerate(siblings)
+    ]
+    return "\n".join(blocks)
+
+
+def _finite(option: str, value: float) -> float:
+    if not math.isfinite(value):
+        raise UserError(f"{option}: {value} is not a finite number")
+    return value

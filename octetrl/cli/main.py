@@ -1,0 +1,71 @@
+"""The command line: `octetrl VERB ...`, one file a verb.
+
+Exit codes: 0 done; 1 the run failed; 2 the user's input is wrong (one line on stderr, no traceback, nothing written);
+130 stopped by Ctrl-C. Nothing here imports torch: a verb imports what it runs when it runs, so `--help`, `check` and
+every refusal of a recipe come at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import typer
+
+from octetrl.cli.check import check
+from octetrl.cli.eval import evaluate
+from octetrl.cli.export import export
+from octetrl.cli.generate import generate
+from octetrl.cli.train import train
+from octetrl.config.errors import UserError
+
+DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_UsageError: Any = typer.BadParameter.__bases__[0]  # click's, wherever this typer keeps its click
+
+app = typer.Typer(
+    help="RL post-training of language models with FP8 end to end.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("train")(train)
+app.command("eval")(evaluate)
+app.command("generate")(generate)
+app.command("check")(check)
+app.command("export")(export)
+
+
+def main() -> NoReturn:
+    """The `octetrl` command."""
+    sys.exit(run_command(sys.argv[1:]))
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit code. What is not the user's doing is raised: its traceback is for us."""
+    try:
+        code = app(list(arguments) or ["--help"], prog_name="octetrl", standalone_mode=False)
+        return code if isinstance(code, int) else DONE
+    except UserError as error:
+        return _refuse(str(error))
+    except _UsageError as error:
+        command = error.ctx.command_path if error.ctx is not None else "octetrl"
+        return _refuse(f"{' '.join(error.format_message().split()).rstrip('.')}; see `{command} --help`")
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        where = f" to write '{error.filename}'" if error.filename else ""
+        return _refuse(f"no space left{where}; free some or choose another folder")
+    except (KeyboardInterrupt, typer.Abort):
+        print("octetrl: stopped", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _refuse(problem: str) -> int:
+    print(f"octetrl: {problem}", file=sys.stderr)
+    return WRONG_INPUT
+
+
+if __name__ == "__main__":
+    main()

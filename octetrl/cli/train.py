@@ -1,0 +1,40 @@
+"""`octetrl train`: run a recipe from its first step to its last, or on from its last checkpoint."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from octetrl.cli.arguments import Overrides, RecipePath
+from octetrl.config.load import load_recipe
+from octetrl.config.schema import Recipe
+
+
+def train(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run folder's last checkpoint.")] = False,
+) -> None:
+    """Train by a recipe: grpo or sft."""
+    resolved = load_recipe(recipe, overrides or [])
+    from octetrl.run import loop
+    from octetrl.telemetry.mismatch import MismatchError
+    from octetrl.trainer.trainer import NonFiniteError
+
+    try:
+        loop.train(resolved, resume=resume)
+    except KeyboardInterrupt:
+        typer.echo(f"octetrl: {_how_to_go_on(resolved, recipe, overrides or [])}", err=True)
+        raise typer.Exit(130) from None
+    except (MismatchError, NonFiniteError) as error:
+        typer.echo(f"octetrl: the run failed: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def _how_to_go_on(resolved: Recipe, recipe: str, overrides: list[str]) -> str:
+    if not (Path(resolved.output_dir) / "config.yaml").exists():
+        return "stopped before the run began; nothing was written"
+    return f"stopped; go on with: {shlex.join(['octetrl', 'train', recipe, *overrides, '--resume'])}"
