@@ -1,0 +1,284 @@
+"""The engine: requests in, completions out.
+
+    generate -> sequences -> [schedule -> forward -> sample -> stop?] until all are done -> completions, in order
+
+One call serves one batch of requests with one policy version. Nothing outlives the call but the pages, and those are
+empty: prefixes are shared among the siblings of a request, not between calls, since the next call usually has other
+weights. An error or an interrupt in the middle therefore leaves nothing behind.
+
+What a request gets does not depend on the others: its tokens are a function of the weights, the prompt, the seed and
+the sibling's number, because every op on the way keeps a row's order of sums (numerics.md §10) and draws from counters.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octetrl.config.errors import UserError
+from octetrl.config.schema import EngineConfig
+from octetrl.config.spec import ModelSpec
+from octetrl.engine.admission import Admission, check_fits, pages_wanted
+from octetrl.engine.block_manager import BlockManager
+from octetrl.engine.kv_cache import KVCache, cache_format, configured_pages, host_pages
+from octetrl.engine.metrics import EngineMetrics, GenerationProgress
+from octetrl.engine.model_runner import ModelRunner, Sampled
+from octetrl.engine.request import Group, Step
+from octetrl.engine.request import Sequence as Sibling
+from octetrl.engine.scheduler import Scheduler
+from octetrl.engine.stopping import Tokenizer, decoder_of, memoised
+from octetrl.fp8.kv_scales import KVScales
+from octetrl.fp8.policy import PrecisionPolicy
+from octetrl.models.decoder import Decoder
+from octetrl.records import Completion, FinishReason, GenerationRequest
+
+OnProgress = Callable[[GenerationProgress], None]
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Counts of one call."""
+
+    started: float
+    done: int = 0
+    generated_tokens: int = 0
+    prefilled_tokens: int = 0
+    steps: int = 0
+    decode_steps: int = 0
+
+    def count(self, step: Step) -> None:
+        self.steps += 1
+        self.decode_steps += bool(step.decode)
+        self.generated_tokens += len(step.decode)
+        self.prefilled_tokens += sum(chunk.stop - chunk.start for chunk in step.chunks)
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.started
+
+
+class Engine:
+    """Generates with `model`, whose weights somebody else fills and publishes.
+
+    `policy` says how K and V are cached and stamps every completion; `dtype` is the model's. A calibrated cache needs
+    `set_kv_scales` for every policy version before `generate`.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        spec: ModelSpec,
+        policy: PrecisionPolicy,
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        context_length: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        if context_length > spec.max_positions:
+            raise UserError(
+                f"model.context_length: {context_length} tokens were asked for and this model has"
+                f" {spec.max_positions} positions; lower model.context_length to at most that"
+            )
+        self.device = torch.device(device)
+        self.policy_version = 0
+        self.metrics: EngineMetrics | None = None  # of the last `generate`
+        self._config, self._policy, self._digest = config, policy, policy.digest
+        self._page = cache_format(spec, policy, dtype, config.page_size)
+        self._decode = decoder_of(tokenizer)
+        eos_token_ids = set(spec.eos_token_ids)
+        if tokenizer.eos_token_id is not None:
+            eos_token_ids.add(tokenizer.eos_token_id)
+        self._admission = Admission(
+            vocab_size=spec.vocab_size,
+            context_length=context_length,
+            eos_token_ids=frozenset(eos_token_ids),
+            decode=memoised(self._decode),
+        )
+        self._runner = ModelRunner(
+            model,
+            max_batch=config.max_batch,
+            max_tokens=context_length,
+            page_size=config.page_size,
+            device=self.device,
+        )
+        self._cache: KVCache | None = None
+        self._scale_2LK: Tensor | None = None
+        self._scales_version: int | None = None
+        if policy.kv_mode == "calibrated":
+            heads = (2, spec.num_layers, spec.num_kv_heads)
+            self._scale_2LK = torch.full(heads, torch.nan, dtype=torch.float32, device=self.device)
+
+    def publish(self, version: int) -> None:
+        """The model's weights are those of `version` from now on. No prefix of older ones is kept between calls."""
+        self.policy_version = version
+
+    def set_kv_scales(self, scales: KVScales) -> None:
+        """Puts the scales of a calibrated cache where the kernels read them. Raises ValueError for bad scales."""
+        mode = self._policy.kv_mode
+        assert self._scale_2LK is not None, f"KV scales are for a calibrated cache, this one is '{mode}'"
+        given_2LK = torch.stack((scales.k_scale_LK, scales.v_scale_LK))
+        if given_2LK.shape != self._scale_2LK.shape:
+            raise ValueError(
+                f"KV scales: got [L, K] = {list(given_2LK.shape[1:])}, this model has {list(self._scale_2LK.shape[1:])}"
+            )
+        if not bool((given_2LK.isfinite() & (given_2LK > 0)).all()):
+            which, layer, head = (~(given_2LK.isfinite() & (given_2LK > 0))).nonzero()[0].tolist()
+            raise ValueError(
+                f"KV scales: the scale of {'KV'[which]} in layer {layer}, head {head} is"
+                f" {float(given_2LK[which, layer, head])}; a scale is finite and above 0"
+            )
+        self._scale_2LK.copy_(given_2LK)
+        self._scales_version = scales.policy_version
+
+    @property
+    def kv_scales(self) -> KVScales | None:
+        """The scales as they lie where the kernels read them; None before `set_kv_scales`, or without calibration."""
+        if self._scale_2LK is None or self._scales_version is None:
+            return None
+        k_scale_LK, v_scale_LK = self._scale_2LK.clone().unbind()
+        return KVScales(k_scale_LK, v_scale_LK, self._scales_version)
+
+    def allocate_cache(self) -> None:
+        """Takes the cache's memory now; `generate` does so too.
+
+        On a CPU without `engine.kv_cache_tokens` the size follows from the requests, so there it waits for them.
+        """
+        num_pages = configured_pages(self._config, self._page, self.device)
+        if self._cache is None and num_pages is not None:
+            if num_pages < 1:
+                raise UserError(
+                    f"engine.kv_memory_fraction: {self._config.kv_memory_fraction} of the free memory does not hold one"
+                    f" page ({self._page.bytes_per_page} bytes); raise it or free memory"
+                )
+            self._cache = KVCache(self._page, num_pages, self.device, self._scale_2LK)
+
+    def release_cache(self) -> None:
+        """Gives the cache's memory back; scales stay."""
+        self._cache = None
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], on_progress: OnProgress | None = None
+    ) -> list[list[Completion]]:
+        """The completions of each request, `num_siblings` each, in the requests' order.
+
+        Raises UserError, before any work, for a request that cannot be served, and RuntimeError for a calibrated
+        cache without the scales of this policy version and for logits that are not finite.
+        """
+        self._check_scales()
+        tally = _Tally(time.perf_counter())
+        groups = [self._admission.group(index, request) for index, request in enumerate(requests)]
+        cache = self._cache_for(groups)
+        blocks = BlockManager(cache.num_pages, self._page.page_size)
+        check_fits(groups, blocks)
+        scheduler = Scheduler(blocks, max_batch=self._config.max_batch, prefill_chunk=self._config.prefill_chunk)
+        scheduler.submit(sibling for group in groups for sibling in self._admission.siblings(group))
+        finished: list[dict[int, Completion]] = [{} for _ in groups]
+        while scheduler.has_work:
+            step = scheduler.next_step()
+            sampled = self._runner.run(step, cache)
+            scheduler.complete(step)
+            tally.count(step)
+            for sibling, completion in self._take(step, sampled):
+                scheduler.finish(sibling)
+                finished[sibling.group.index][sibling.sibling] = completion
+                tally.done += 1
+            if on_progress is not None:
+                on_progress(_progress(tally, scheduler))
+        scheduler.check()
+        assert blocks.num_used == 0, f"page accounting: {blocks.num_used} pages are still owned after the last sequence"
+        self.metrics = self._metrics(tally, groups, scheduler, cache)
+        return [[by_sibling[i] for i in sorted(by_sibling)] for by_sibling in finished]
+
+    def _take(self, step: Step, sampled: Sampled) -> list[tuple[Sibling, Completion]]:
+        """Appends the sampled tokens to their sequences; returns those that ended."""
+        ended: list[tuple[Sibling, Completion]] = []
+        for sequence, token, logprob in zip(step.decode, sampled.tokens, sampled.logprobs, strict=True):
+            if token < 0:
+                raise RuntimeError(
+                    f"request '{sequence.group.request.id}', sibling {sequence.sibling}: the logits after"
+                    f" {len(sequence.token_ids)} tokens are not finite, so nothing was sampled; look at the weights of"
+                    f" policy version {self.policy_version}, at the last grad_norm and at the KV scales"
+                )
+            sequence.append(token, logprob)
+            reason = sequence.stopping.after(token, len(sequence.token_ids))
+            if reason is not None:
+                ended.append((sequence, self._completion(sequence, reason)))
+        return ended
+
+    def _completion(self, sequence: Sibling, reason: FinishReason) -> Completion:
+        token_ids = tuple(sequence.completion_token_ids)
+        return Completion(
+            token_ids=token_ids,
+            logprobs=tuple(sequence.logprobs),
+            text=sequence.stopping.text_of(token_ids, self._decode),
+            finish_reason=reason,
+            policy_version=self.policy_version,
+            precision_digest=self._digest,
+        )
+
+    def _check_scales(self) -> None:
+        if self._scale_2LK is None:
+            return
+        if self._scales_version is None:
+            raise RuntimeError(
+                "the KV cache is calibrated FP8 and has no scales: calibrate on some prompts and call set_kv_scales"
+                " before generate, or set fp8.kv_cache to dynamic or none"
+            )
+        if self._scales_version != self.policy_version:
+            raise RuntimeError(
+                f"the KV scales belong to policy version {self._scales_version} and the weights to"
+                f" {self.policy_version}: publish both (publish and set_kv_scales) before generate"
+            )
+
+    def _cache_for(self, groups: Sequence[Group]) -> KVCache:
+        self.allocate_cache()
+        if configured_pages(self._config, self._page, self.device) is None:
+            wanted = pages_wanted(groups, self._config.max_batch, self._page.page_size)
+            wanted = max(1, min(wanted, host_pages(self._config, self._page)))
+            if self._cache is None or self._cache.num_pages < wanted:
+                self._cache = None  # the old pages go before the new ones come
+                self._cache = KVCache(self._page, wanted, self.device, self._scale_2LK)
+        assert self._cache is not None, "the KV cache was not allocated"
+        if self._cache.saturated_L2K is not None:
+            self._cache.saturated_L2K.zero_()
+        return self._cache
+
+    def _metrics(self, tally: _Tally, groups: Sequence[Group], scheduler: Scheduler, cache: KVCache) -> EngineMetrics:
+        blocks = scheduler.blocks
+        share_L2K = None
+        total = 0.0
+        values_per_head = (tally.generated_tokens + tally.prefilled_tokens) * self._page.head_size
+        if cache.saturated_L2K is not None:
+            share_L2K = cache.saturated_L2K.cpu().double() / max(1, values_per_head)
+            total = float(share_L2K.sum()) / (share_L2K[:, 0].numel() * self._page.scaled_tensors)
+        places = tally.decode_steps * self._config.max_batch
+        return EngineMetrics(
+            completions=tally.done,
+            generated_tokens=tally.generated_tokens,
+            prompt_tokens=sum(len(group.request.prompt_token_ids) for group in groups),
+            prefilled_tokens=tally.prefilled_tokens,
+            steps=tally.steps,
+            seconds=tally.seconds,
+            preemptions=scheduler.preemptions,
+            batch_occupancy=tally.generated_tokens / places if places else 0.0,
+            cache_occupancy=blocks.peak_used / blocks.num_pages,
+            kv_capacity_tokens=blocks.num_pages * blocks.page_size,
+            kv_saturation=total,
+            kv_saturation_L2K=share_L2K,
+        )
+
+
+def _progress(tally: _Tally, scheduler: Scheduler) -> GenerationProgress:
+    return GenerationProgress(
+        done=tally.done,
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting),
+        generated_tokens=tally.generated_tokens,
+        seconds=tally.seconds,
+    )
