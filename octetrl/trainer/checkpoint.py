@@ -77,8 +77,8 @@ def save(folder: Path, step: int, payload: Payload, *, metrics: Mapping[str, flo
     remove_leftovers(folder)
     final = folder / f"step_{step:06d}"
     partial = _hidden(final, ".partial")
-    partial.mkdir()
     try:
+        partial.mkdir()
         for name, content in payload.items():
             _write(partial, name, content)
         _write(partial, MANIFEST, _manifest(partial, step, metrics or {}))

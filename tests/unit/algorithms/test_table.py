@@ -1,0 +1,58 @@
+"""What `build_algorithm` makes of the recipe's words."""
+
+from __future__ import annotations
+
+import torch
+
+from octetrl.algorithms.table import build_algorithm
+from octetrl.algorithms.token_loss import LossInputs
+from octetrl.config.schema import AlgorithmConfig
+from octetrl.records import Rollout, RolloutGroup, RolloutStatus, Task
+
+TASK = Task(id="t", prompt="p")
+
+
+def group(*rewards: float | None) -> RolloutGroup:
+    return RolloutGroup(TASK, tuple(rollout(reward) for reward in rewards))
+
+
+def rollout(reward: float | None, status: RolloutStatus | None = None) -> Rollout:
+    default = RolloutStatus.SCORED if reward is not None else RolloutStatus.REWARD_ERROR
+    return Rollout(TASK, (), status or default, reward)
+
+
+def test_groups_that_teach_nothing_are_dropped() -> None:
+    algorithm = build_algorithm(AlgorithmConfig())
+    assert algorithm.keeps(group(1.0, 0.0, None))
+    assert not algorithm.keeps(group(1.0, 1.0, 1.0))
+    assert not algorithm.keeps(group(1.0, None, None))
+    assert not algorithm.keeps(group(None, None))
+
+
+def test_zero_variance_groups_can_be_kept_but_not_those_without_baseline() -> None:
+    algorithm = build_algorithm(AlgorithmConfig(drop_zero_variance=False))
+    assert algorithm.keeps(group(1.0, 1.0)) and not algorithm.keeps(group(1.0, None))
+
+
+def test_overlong_rollouts_are_trained_on_unless_masked() -> None:
+    overlong = rollout(0.0, RolloutStatus.OVERLONG)
+    assert build_algorithm(AlgorithmConfig()).trains(overlong)
+    masking = build_algorithm(AlgorithmConfig(overlong="mask"))
+    assert not masking.trains(overlong) and masking.trains(rollout(1.0))
+
+
+def test_advantages_follow_the_recipe() -> None:
+    assert build_algorithm(AlgorithmConfig(normalize_advantages=False)).advantages([3.0, 1.0]) == [1.0, -1.0]
+    assert build_algorithm(AlgorithmConfig(name="sft")).advantages([3.0, 1.0]) == [1.0, 1.0]
+
+
+def test_a_reference_is_needed_only_for_a_kl_term() -> None:
+    assert not build_algorithm(AlgorithmConfig()).needs_reference
+    assert build_algorithm(AlgorithmConfig(kl_coefficient=0.01)).needs_reference
+
+
+def test_sft_is_the_negative_logprob() -> None:
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    algorithm = build_algorithm(AlgorithmConfig(name="sft"))
+    loss = algorithm.loss(LossInputs(logprobs, torch.zeros(2), torch.ones(2)))
+    assert loss.loss_N.tolist() == [1.0, 2.0] and not loss.metrics and not algorithm.needs_proximal
