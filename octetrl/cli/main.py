@@ -51,7 +51,7 @@ def run_command(arguments: Sequence[str]) -> int:
         return _refuse(str(error))
     except _UsageError as error:
         command = error.ctx.command_path if error.ctx is not None else "octetrl"
-        return _refuse(f"{' '.join(error.format_message().split()).rstrip('.')}; see `{command} --help`")
+        return _refuse(f"{' '.join(error.format_message().split())} (see `{command} --help`)")
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise

@@ -256,6 +256,12 @@ class _RecipeLoader(yaml.SafeLoader):
             raise _refusal(f"{node.value} is not a finite number", node)
         return value
 
+    def construct_text(self, node: yaml.ScalarNode) -> str:
+        text = self.construct_yaml_str(node)
+        if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise _refusal(f"{text!r} holds half a character; write the whole one", node)
+        return text
+
     def construct_list(self, node: yaml.SequenceNode) -> list[Any]:
         return self.construct_sequence(node, deep=True)
 
@@ -275,7 +281,7 @@ _PLAIN_SCALARS = (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     ("int", r"[-+]?(0|[1-9][0-9_]{0,24})", list("-+0123456789")),
-    ("float", r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
+    ("float", r"[-+]?((0|[1-9][0-9_]*)(\.[0-9_]*)?|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
     ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", list("-+.")),
     ("merge", r"<<", ["<"]),
 )
@@ -283,13 +289,13 @@ _RecipeLoader.yaml_constructors = {}  # nothing inherited: what is not named bel
 _RecipeLoader.yaml_implicit_resolvers, _RecipeDumper.yaml_implicit_resolvers = {}, {}
 for _tag, _pattern, _first in _PLAIN_SCALARS:
     for _class in (_RecipeLoader, _RecipeDumper):
-        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first)
 for _tag, _constructor in (
     ("null", yaml.SafeLoader.construct_yaml_null),
     ("bool", yaml.SafeLoader.construct_yaml_bool),
     ("int", yaml.SafeLoader.construct_yaml_int),
     ("float", _RecipeLoader.construct_finite_float),
-    ("str", yaml.SafeLoader.construct_yaml_str),
+    ("str", _RecipeLoader.construct_text),
     ("seq", _RecipeLoader.construct_list),
     ("map", _RecipeLoader.construct_plain_mapping),
 ):

@@ -14,6 +14,7 @@ BF16). Per part:
                     b T L A                             else
                     A = 4 E + Q + 3 F + (Q + 2 K) (2 with QK-norm, else 1)    what one layer keeps for its backward
     logits          3 * 4 * logprob_chunk * V           logits, their gradient and one temporary, in float32
+                    + (4 + b) V E                       the gradient of lm_head, summed in float32, then rounded
     KV cache        kv_bytes_per_token * tokens         L kv_size (bytes of K + bytes of V), + 8 L heads if dynamic
 
 E hidden size, F intermediate size, Q heads * head size, K kv heads * head size, V vocabulary. What no formula knows
@@ -126,10 +127,10 @@ def _activations(recipe: Recipe, spec: ModelSpec, value_bytes: int) -> list[Memo
     checkpointed = trainer.activation_checkpointing == "layer"
     kept = spec.num_layers * spec.hidden_size + layer if checkpointed else spec.num_layers * layer
     how = f"{trainer.tokens_per_micro_batch:,} tokens, {'checkpointed' if checkpointed else 'all kept'}"
-    logits = 3 * 4 * trainer.logprob_chunk * spec.vocab_size
+    logits = (3 * 4 * trainer.logprob_chunk + (4 + value_bytes) * spec.hidden_size) * spec.vocab_size
     return [
         MemoryPart("activations", value_bytes * trainer.tokens_per_micro_batch * kept, how),
-        MemoryPart("logits", logits, f"{trainer.logprob_chunk:,} trained tokens at a time, float32"),
+        MemoryPart("logits", logits, f"{trainer.logprob_chunk:,} trained tokens at a time, and lm_head's gradient"),
     ]
 
 
