@@ -1,12 +1,14 @@
-"""E4M3: eight bits, 1 sign, 4 exponent, 3 mantissa; largest finite value 448, no infinity, NaN is 0x7F or 0xFF.
+"""E4M3: eight bits, 1 sign, 4 exponent, 3 mantissa; largest finite value 448, no infinity, NaN is 0x7F or
+0xFF.
 
-A code is one byte on a GPU. Without FP8 hardware bytes are slow (torch's CPU cast from float8 costs 4 ns an element,
-sixty times an ordinary pass), so the emulated path keeps the *value* of a code in float32 instead: `round_to_e4m3`
-gives that value by arithmetic alone and `decode_e4m3` gets it back from bytes. Same numbers, other storage.
+A code is one byte on a GPU. Without FP8 hardware bytes are slow (torch's CPU cast from float8 costs 4 ns an
+element, sixty times an ordinary pass), so the emulated path keeps the *value* of a code in float32 instead:
+`round_to_e4m3` gives that value by arithmetic alone and `decode_e4m3` gets it back from bytes. Same numbers,
+other storage.
 
-How rounding by arithmetic works: at magnitude 2^e neighbouring E4M3 values lie 2^(e-3) apart (2^-9 below the smallest
-normal, 2^-6). Adding 1.5 * 2^(e+20) puts that spacing at float32's last bit, so the addition itself rounds to nearest
-even; subtracting it again is exact.
+How rounding by arithmetic works: at magnitude 2^e neighbouring E4M3 values lie 2^(e-3) apart (2^-9 below the
+smallest normal, 2^-6). Adding 1.5 * 2^(e+20) puts that spacing at float32's last bit, so the addition itself
+rounds to nearest even; subtracting it again is exact.
 """
 
 from __future__ import annotations

@@ -4,21 +4,24 @@
     dgrad   dx[M, K] = dy[M, N] w[N, K]        1x128 by 128x128    forward's product with w's codes transposed
     wgrad   dw[N, K] = dy[T, N]^T x[T, K]      1x128 by 1x128      both operands blocked along tokens
 
-Every back-end forms the 128-wide partial product of codes, then `acc = fma(partial, scale_x * scale_w, acc)` in float32
-with K ascending, one accumulator, no split. A row of y therefore does not depend on who else is in the batch.
+Every back-end forms the 128-wide partial product of codes, then `acc = fma(partial, scale_x * scale_w, acc)`
+in float32 with K ascending, one accumulator, no split. A row of y therefore does not depend on who else is in
+the batch.
 
-"scaled_mm" (Hopper): cuBLASLt through `torch.nn.functional.scaled_mm`. Its demands, met here by padding where a shape
-does not meet them (an ordinary model's shapes all do, except small batches):
-- scale of the 1x128 operand [M, K/128] with strides (1, M); of the 128x128 one [roundup(K/128, 4), N/128] with strides
-  (1, roundup(K/128, 4)); early versions gave wrong numbers in silence when that padding was missing (pytorch #166752);
+"scaled_mm" (Hopper): cuBLASLt through `torch.nn.functional.scaled_mm`. Its demands, met here by padding where
+a shape does not meet them (an ordinary model's shapes all do, except small batches):
+- scale of the 1x128 operand [M, K/128] with strides (1, M); of the 128x128 one [roundup(K/128, 4), N/128]
+  with strides (1, roundup(K/128, 4)); early versions gave wrong numbers in silence when that padding was
+  missing (pytorch #166752);
 - the second operand column-major; K and N multiples of 128; M a multiple of 4;
-- M >= 32: below it cuBLAS may pick a kernel that sums in another order, so rows would change bits with the batch.
-Hopper keeps fewer than 24 bits inside a 128-wide partial; that is the hardware's, the same for rollout and training.
+- M >= 32: below it cuBLAS may pick a kernel that sums in another order, so rows would change bits with the
+  batch. Hopper keeps fewer than 24 bits inside a 128-wide partial; that is the hardware's, the same for
+  rollout and training.
 
-"emulated" (any device, meant for a CPU): products of E4M3 values are multiples of 2^-18 below 2^18, so the sum of 128
-of them fits float64's 53 bits *exactly*, in whatever order BLAS takes them. Rounding that sum to float32 and doing the fma
-through float64 gives bits that depend on nothing but the row itself. Price: float64 runs at half float32's rate. Backward
-needs no such promise and runs in float32 on dequantised values.
+"emulated" (any device, meant for a CPU): products of E4M3 values are multiples of 2^-18 below 2^18, so the
+sum of 128 of them fits float64's 53 bits *exactly*, in whatever order BLAS takes them. Rounding that sum to
+float32 and doing the fma through float64 gives bits that depend on nothing but the row itself. Price: float64
+runs at half float32's rate. Backward needs no such promise and runs in float32 on dequantised values.
 """
 
 from __future__ import annotations
@@ -85,7 +88,8 @@ def fp8_gemm_nt(
 def fp8_gemm_dgrad(
     dy: Quantized, w_transposed: Quantized, backend: BackendName = "emulated", out_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """dx[M, K] = dy[M, N] w[N, K]. `w_transposed` is `transposed(w)`: codes [K, N], scale [ceil(K/128), ceil(N/128)].
+    """dx[M, K] = dy[M, N] w[N, K]. `w_transposed` is `transposed(w)`: codes [K, N], scale [ceil(K/128),
+    ceil(N/128)].
 
     On scaled_mm the transposed codes must be contiguous; emulated, a view does.
     """

@@ -2,10 +2,10 @@
 
     scale = margin * amax / 448        an amax of zero: scale 1
 
-The amax is that of the weights which are about to be published, as near as the training forward saw it; the margin leaves
-room for what the next rollout brings. The scales carry the policy version of the weights they belong to and are
-published with them. There is no default: a scale of 1.0 put in silently where calibration was lost is the classic
-bug of this technique, so what was never observed is an error, not a guess.
+The amax is that of the weights which are about to be published, as near as the training forward saw it; the
+margin leaves room for what the next rollout brings. The scales carry the policy version of the weights they
+belong to and are published with them. There is no default: a scale of 1.0 put in silently where calibration
+was lost is the classic bug of this technique, so what was never observed is an error, not a guess.
 
 Legend: L layers, K KV heads.
 """
@@ -43,9 +43,7 @@ def kv_scales_from_amax(
     A head that was never observed holds NaN or a negative amax (start the collection from -1); that, or an
     infinite one, raises ValueError naming K or V, layer and head.
     """
-    return KVScales(
-        _scales(k_amax_LK, "K", margin), _scales(v_amax_LK, "V", margin), policy_version=policy_version
-    )
+    return KVScales(_scales(k_amax_LK, "K", margin), _scales(v_amax_LK, "V", margin), policy_version=policy_version)
 
 
 def _scales(amax_LK: Tensor, which: str, margin: float) -> Tensor:

@@ -1,22 +1,27 @@
-"""The quantisers in plain torch: the definition that every kernel is held to, and what a CPU runs (numerics.md §1, §2).
+"""The quantisers in plain torch: the definition that every kernel is held to, and what a CPU runs
+(numerics.md §1, §2).
 
-    scale = amax / 448        inverse = 448 / amax        code = e4m3(clamp(x * inverse, ±448))        x ~ code * scale
+    scale = amax / 448        inverse = 448 / amax        code = e4m3(clamp(x * inverse, ±448))        x ~
+    code * scale
 
     activation [M, K]   1 x 128 along K      scale [M, ceil(K/128)]            operand of forward and dgrad
     weight     [N, K]   128 x 128            scale [ceil(N/128), ceil(K/128)]  once per optimizer step
-    tokens     [T, K]   128 x 1 along T      codes [K, T'], scale [K, T'/128]  operand of wgrad, whose contraction is T
-    KV         [T, K, D]  a scale per head (calibrated) or per token and head (dynamic)
+    tokens     [T, K]   128 x 1 along T      codes [K, T'], scale [K, T'/128]  operand of wgrad, whose
+    contraction is T KV         [T, K, D]  a scale per head (calibrated) or per token and head (dynamic)
 
-The amax is taken in float32 over BF16-rounded values, so a BF16 tensor and the float32 tensor it came from give the same
-codes. A ragged last block counts as padded with zeros. Both divisions are IEEE divisions by a *tensor*: torch turns
-`448.0 / amax` into a multiplication by a reciprocal, and on CUDA `amax / 448.0` too, each off by a bit at times.
+The amax is taken in float32 over BF16-rounded values, so a BF16 tensor and the float32 tensor it came from
+give the same codes. A ragged last block counts as padded with zeros. Both divisions are IEEE divisions by a
+*tensor*: torch turns `448.0 / amax` into a multiplication by a reciprocal, and on CUDA `amax / 448.0` too,
+each off by a bit at times.
 
 Edges, the same in the kernels:
-- A block of zeros has scale 1 and codes 0.
-- An amax below 448 / FLT_MAX has no finite inverse: the inverse is held at FLT_MAX (0 * inf would be a NaN from nothing).
+- A block of zeros has scale 1 and codes 0 (a negative zero keeps its sign: byte 0x80).
+- An amax below 448 / FLT_MAX has no finite inverse: the inverse is held at FLT_MAX (0 * inf would be a NaN
+  from nothing); such a block, all of it below 1.4e-36, shrinks towards zero.
 - `power_of_two` rounds the scale up to 2^ceil(log2(amax/448)), by its bits; the inverse is then exact.
-- A non-finite activation poisons its block: scale NaN, every code NaN (0x7F). Nothing non-finite can come back as a
-  plausible number, no host read is needed, and `non_finite_count` says how many there were. In a weight it is an error.
+- A non-finite activation poisons its block: scale NaN, every code NaN (0x7F). Nothing non-finite can come
+  back as a plausible number, no host read is needed, and `non_finite_count` says how many there were. In a
+  weight it is an error.
 
 `*_values` variants return the same codes as float32 *values* instead of bytes: see `fp8/format.py`.
 """
@@ -66,7 +71,9 @@ def scale_and_inverse(amax: Tensor, power_of_two: bool = False) -> tuple[Tensor,
 
 
 def row_chunks(rows: int, columns: int, multiple: int) -> Iterator[slice]:
-    """Slices of rows, each a multiple of `multiple`, small enough that a pass over one stays in a CPU's cache."""
+    """Slices of rows, each a multiple of `multiple`, small enough that a pass over one stays in a CPU's
+    cache.
+    """
     step = max(1, _CHUNK_ELEMENTS // (columns * multiple)) * multiple
     for start in range(0, rows, step):
         yield slice(start, min(rows, start + step))
@@ -138,7 +145,9 @@ def quantize_weight_reference(w_NK: Tensor, power_of_two: bool = False, name: st
 
 
 def check_finite(x: Tensor, name: str) -> None:
-    """Raises ValueError naming the tensor, with the count and the first place of a non-finite value. Reads the host."""
+    """Raises ValueError naming the tensor, with the count and the first place of a non-finite value. Reads
+    the host.
+    """
     bad = int(non_finite_count(x))
     if bad:
         first = tuple(int(i) for i in (~x.isfinite()).nonzero()[0])
@@ -154,13 +163,17 @@ def non_finite_count(x: Tensor) -> Tensor:
 
 
 def quantize_tokens_reference(x_TK: Tensor, power_of_two: bool = False) -> Quantized:
-    """[T, K] -> codes [K, T'] E4M3, scale [K, T'/128] float32; T' is T padded with zeros to a multiple of 128."""
+    """[T, K] -> codes [K, T'] E4M3, scale [K, T'/128] float32; T' is T padded with zeros to a multiple of
+    128.
+    """
     codes, scale = _quantize_tokens(x_TK, power_of_two, encode_e4m3, E4M3)
     return Quantized(codes.contiguous(), scale.contiguous())
 
 
 def quantize_tokens_values(x_TK: Tensor, power_of_two: bool = False) -> Quantized:
-    """As `quantize_tokens_reference`, with the codes' values in float32; both are views of [T', K], [T'/128, K]."""
+    """As `quantize_tokens_reference`, with the codes' values in float32; both are views of [T', K], [T'/128,
+    K].
+    """
     return _quantize_tokens(x_TK, power_of_two, round_to_e4m3, torch.float32)
 
 
@@ -198,7 +211,9 @@ def quantize_kv_per_token(x_TKD: Tensor) -> Quantized:
 
 
 def dequantize(q: Quantized, block: tuple[int, int]) -> Tensor:
-    """`code * scale` in float32 for 2-D codes; `block` is (1, 128) for activations and tokens, (128, 128) for weights."""
+    """`code * scale` in float32 for 2-D codes; `block` is (1, 128) for activations and tokens, (128, 128) for
+    weights.
+    """
     rows, columns = q.codes.shape
     scale = q.scale
     for dim, size in enumerate(block):

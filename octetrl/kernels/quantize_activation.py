@@ -1,12 +1,13 @@
 """Quantise an activation [M, K] to E4M3 in blocks of 1 x 128 along K: operand of the forward and dgrad GEMMs.
 
-One program takes 32 rows of one block column: a tile [32, 128], one amax a row. The rule and its edges are those of
-`fp8/quantize.py`, to the byte; `block_scale` and `e4m3_byte` below are its device form, used by every quantiser here.
-The amax is a maximum of *bit patterns*: as integers, magnitudes of floats keep their order and NaN lies above
-infinity, so a NaN cannot get lost in it as it does in a float maximum.
+One program takes 32 rows of one block column: a tile [32, 128], one amax a row. The rule and its edges are
+those of `fp8/quantize.py`, to the byte; `block_scale` and `e4m3_byte` below are its device form, used by
+every quantiser here. The amax is a maximum of *bit patterns*: as integers, magnitudes of floats keep their
+order and NaN lies above infinity, so a NaN cannot get lost in it as it does in a float maximum.
 
-Layout: x [M, K] with K contiguous; scale is stored [ceil(K/128), M] and returned transposed, so that its strides are the
-(1, M) which scaled_mm asks of a 1x128 operand. Pure bandwidth: 2 bytes read, 1 + 4/128 written.
+Layout: x [M, K] with K contiguous; scale is stored [ceil(K/128), M] and returned transposed, so that its
+strides are the (1, M) which scaled_mm asks of a 1x128 operand. Pure bandwidth: 2 bytes read, 1 + 4/128
+written.
 
 Legend: M rows, K columns, R rows of a tile, C columns of a tile.
 """

@@ -1,10 +1,12 @@
-"""Quantise a tensor [T, K] to E4M3 in blocks of 128 tokens: operand of the wgrad GEMM, whose contraction is T.
+"""Quantise a tensor [T, K] to E4M3 in blocks of 128 tokens: operand of the wgrad GEMM, whose contraction is
+T.
 
-One program takes 128 tokens by 64 columns, one amax a column, and writes the codes transposed: tokens are contiguous in
-the result, as both operands of `scaled_mm` want their contraction. T is padded with zeros to a multiple of 128 (zeros
-add nothing to a sum over tokens). The rule is that of `fp8/quantize.py`, to the byte.
+One program takes 128 tokens by 64 columns, one amax a column, and writes the codes transposed: tokens are
+contiguous in the result, as both operands of `scaled_mm` want their contraction. T is padded with zeros to a
+multiple of 128 (zeros add nothing to a sum over tokens). The rule is that of `fp8/quantize.py`, to the byte.
 
-Layout: x [T, K] with K contiguous; codes [K, T']; scale stored [T'/128, K] and returned transposed, strides (1, K).
+Layout: x [T, K] with K contiguous; codes [K, T']; scale stored [T'/128, K] and returned transposed, strides
+(1, K).
 
 Legend: T tokens, T' padded tokens, K columns, C columns of a tile.
 """

@@ -1,9 +1,9 @@
 """Quantise a weight [N, K] to E4M3 in blocks of 128 x 128, once per optimizer step.
 
-One program takes one block. The result goes into given codes and scale where there are any: those are the buffers
-the engine reads, so publishing a weight is this one kernel and no copy. The rule is that of `fp8/quantize.py`, to
-the byte. A non-finite weight is an error that names it: the kernel marks its block's scale NaN, and one read of the
-small scale tensor afterwards looks for that mark.
+One program takes one block. The result goes into given codes and scale where there are any: those are the
+buffers the engine reads, so publishing a weight is this one kernel and no copy. The rule is that of
+`fp8/quantize.py`, to the byte. A non-finite weight is an error that names it: the kernel marks its block's
+scale NaN, and one read of the small scale tensor afterwards looks for that mark.
 
 Layout: w [N, K] with K contiguous; codes [N, K] and scale [ceil(N/128), ceil(K/128)] contiguous.
 
@@ -57,8 +57,8 @@ def quantize_weight(
 ) -> Quantized:
     """[N, K] -> codes [N, K] E4M3, scale [ceil(N/128), ceil(K/128)] float32, into `out` where given.
 
-    Raises ValueError naming the tensor when it holds a non-finite value; a CPU's `out` is then untouched, a GPU's
-    is not fit for use.
+    Raises ValueError naming the tensor when it holds a non-finite value; a CPU's `out` is then untouched, a
+    GPU's is not fit for use.
     """
     assert w_NK.dim() == 2, f"want [N, K], got {tuple(w_NK.shape)}"
     if w_NK.is_cuda:

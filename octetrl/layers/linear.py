@@ -1,33 +1,36 @@
-"""The two linears of the house: `Linear` in the model's dtype and `Float8Linear` in block-scaled FP8. Both sides use them.
+"""The two linears of the house: `Linear` in the model's dtype and `Float8Linear` in block-scaled FP8. Both
+sides use them.
 
 `Float8Linear` is one autograd Function with three GEMMs (fp8/gemm.py):
 
     forward   y[M, N]  = q(x)[M, K]   w8[N, K]^T     x quantised 1x128 along K, on the fly
-    dgrad     dx[M, K] = q(dy)[M, N]  w8[N, K]       dy quantised 1x128 along N; the very codes of forward, transposed
-    wgrad     dw[N, K] = qt(dy)[N, M] qt(x)[K, M]^T  both quantised again in blocks of 128 tokens
+    dgrad     dx[M, K] = q(dy)[M, N]  w8[N, K]       dy quantised 1x128 along N; the very codes of forward,
+    transposed wgrad     dw[N, K] = qt(dy)[N, M] qt(x)[K, M]^T  both quantised again in blocks of 128 tokens
 
-The weight is quantised **once per optimizer step**, by `requantize()`, from its BF16 rounding, into the buffers `codes` and
-`scale`; forward never quantises it. The engine reads the same buffers, so trainer and engine multiply by the same
-bytes. Whether the codes are those of the present weight is judged by the tensor's version counter, which every in-place
-change through autograd-visible operations bumps (an optimizer's step, `copy_` under no_grad; not writes through `.data`):
-forward refuses stale codes instead of training on last step's.
+The weight is quantised **once per optimizer step**, by `requantize()`, from its BF16 rounding, into the
+buffers `codes` and `scale`; forward never quantises it. The engine reads the same buffers, so trainer and
+engine multiply by the same bytes. Whether the codes are those of the present weight is judged by the tensor's
+version counter, which every in-place change through autograd-visible operations bumps (an optimizer's step,
+`copy_` under no_grad; not writes through `.data`): forward refuses stale codes instead of training on last
+step's.
 
-An engine's copy has no `weight` (`drop_weight()`): it only reads `codes` and `scale`, whoever writes them. Until they are
-written `scale` is NaN, so a forgotten publish shows at the first token.
+An engine's copy has no `weight` (`drop_weight()`): it only reads `codes` and `scale`, whoever writes them.
+Until they are written `scale` is NaN, so a forgotten publish shows at the first token.
 
-Saved for backward: the input in BF16, not its codes. Forward's codes have their blocks along K and wgrad needs them along
-tokens, so codes would mean a second quantisation in forward, thrown away and redone wherever activations are
-recomputed; and the BF16 input is one tensor that the neighbours (norm, SiLU·mul) keep alive anyway. Price: one byte more
-per element where they do not.
+Saved for backward: the input in BF16, not its codes. Forward's codes have their blocks along K and wgrad
+needs them along tokens, so codes would mean a second quantisation in forward, thrown away and redone wherever
+activations are recomputed; and the BF16 input is one tensor that the neighbours (norm, SiLU·mul) keep alive
+anyway. Price: one byte more per element where they do not.
 
-Layouts on Hopper: `codes` [N, K] row-major serves forward; dgrad's operand must be row-major [K, N], so `requantize`
-also fills a transposed copy, made on first use (an engine's copy never has one). Emulated, a float64 copy of the codes'
-values is kept beside them and renewed when the codes' version counter moves: decoding costs more than a small GEMM.
+Layouts on Hopper: `codes` [N, K] row-major serves forward; dgrad's operand must be row-major [K, N], so
+`requantize` also fills a transposed copy, made on first use (an engine's copy never has one). Emulated, a
+float64 copy of the codes' values is kept beside them and renewed when the codes' version counter moves:
+decoding costs more than a small GEMM.
 
-Order of rounding, the same for trainer and engine because it is the same module. CPU: accumulate, add the bias in
-float32, round to the output dtype once. CUDA: cuBLAS rounds to BF16, then the bias is added in BF16. CPU forwards accumulate
-in float64 (`Linear`) or exactly (`Float8Linear` emulated), so a row's bits do not depend on the batch, the
-number of threads or the padding. Backward makes no such promise and runs in float32.
+Order of rounding, the same for trainer and engine because it is the same module. CPU: accumulate, add the
+bias in float32, round to the output dtype once. CUDA: cuBLAS rounds to BF16, then the bias is added in BF16.
+CPU forwards accumulate in float64 (`Linear`) or exactly (`Float8Linear` emulated), so a row's bits do not
+depend on the batch, the number of threads or the padding. Backward makes no such promise and runs in float32.
 
 Legend: M tokens, N out_features, K in_features.
 """
@@ -86,7 +89,9 @@ class Linear(nn.Module):
 
 
 class _LinearFunction(torch.autograd.Function):
-    """CPU only. Forward accumulates in float64 and rounds to float32, adds the bias, rounds; backward in float32."""
+    """CPU only. Forward accumulates in float64 and rounds to float32, adds the bias, rounds; backward in
+    float32.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
@@ -107,7 +112,8 @@ class _LinearFunction(torch.autograd.Function):
 
 
 class Float8Linear(nn.Module):
-    """y = x W^T + b with FP8 operands. x [..., K]; `weight` [N, K] in `dtype`; `codes` and `scale` are what is multiplied.
+    """y = x W^T + b with FP8 operands. x [..., K]; `weight` [N, K] in `dtype`; `codes` and `scale` are what
+    is multiplied.
 
     `backend` is `choose_backend(device, emulate)`. Call `requantize()` after every change of `weight`.
     """
@@ -151,7 +157,9 @@ class Float8Linear(nn.Module):
 
     @torch.no_grad()
     def requantize(self, name: str = "weight") -> None:
-        """Quantises `weight` into `codes` and `scale`, in place. Raises ValueError, naming `name`, if it is not finite."""
+        """Quantises `weight` into `codes` and `scale`, in place. Raises ValueError, naming `name`, if it is
+        not finite.
+        """
         assert self.weight is not None, "an engine's copy has no weight to quantise"
         quantize_weight(self.weight.detach(), self.power_of_two, name=name, out=self.quantized)
         self._quantized_version = self.weight._version
@@ -196,7 +204,9 @@ class Float8Linear(nn.Module):
 
 
 class Float8LinearFunction(torch.autograd.Function):
-    """The three GEMMs of `Float8Linear`; the module's docstring tells what is quantised when and what is saved."""
+    """The three GEMMs of `Float8Linear`; the module's docstring tells what is quantised when and what is
+    saved.
+    """
 
     @staticmethod
     def forward(

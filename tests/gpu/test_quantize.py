@@ -1,0 +1,89 @@
+"""On a Hopper GPU the Triton quantisers give the reference's bytes: golden vectors, edges, and large ragged
+tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from octetrl.fp8.quantize import (
+    Quantized,
+    quantize_activation_reference,
+    quantize_tokens_reference,
+    quantize_weight_reference,
+)
+from octetrl.kernels.quantize_activation import quantize_activation
+from octetrl.kernels.quantize_tokens import quantize_tokens
+from octetrl.kernels.quantize_weight import quantize_weight
+from tests.golden.make import PATH
+
+pytestmark = pytest.mark.gpu
+
+KERNELS: dict[str, tuple[Callable[..., Quantized], Callable[..., Quantized]]] = {
+    "activation": (quantize_activation, quantize_activation_reference),
+    "tokens": (quantize_tokens, quantize_tokens_reference),
+    "weight": (quantize_weight, quantize_weight_reference),
+}
+OPTIONS = {"float32": False, "power_of_two": True}
+
+
+def assert_same_bytes(got: Quantized, want: Quantized) -> None:
+    got_scale, want_scale = (q.scale.cpu().contiguous().view(torch.int32) for q in (got, want))
+    differ = (got_scale != want_scale).nonzero()
+    assert not len(differ), f"{len(differ)} scales differ, the first at {differ[0].tolist()}"
+    got_codes, want_codes = (q.codes.cpu().contiguous().view(torch.uint8) for q in (got, want))
+    differ = (got_codes != want_codes).nonzero()
+    assert not len(differ), f"{len(differ)} codes differ, the first at {differ[0].tolist()}"
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("kind", KERNELS)
+def test_golden_bytes(kind: str, option: str) -> None:
+    golden = load_file(PATH)
+    x = golden["w" if kind == "weight" else "x"].cuda()
+    want = Quantized(golden[f"{kind}.{option}.codes"], golden[f"{kind}.{option}.scale"])
+    assert_same_bytes(KERNELS[kind][0](x, OPTIONS[option]), want)
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (33, 129), (1000, 4096), (4097, 300), (128, 12288)])
+@pytest.mark.parametrize("kind", KERNELS)
+def test_bytes_of_random_tensors(kind: str, shape: tuple[int, int], power_of_two: bool) -> None:
+    """Every BF16 exponent occurs: bit patterns are drawn, not values."""
+    generator = torch.Generator().manual_seed(shape[0])
+    bits = torch.randint(0, 1 << 16, shape, generator=generator, dtype=torch.int32).to(torch.int16)
+    any_value = torch.where(bits.view(torch.bfloat16).isfinite(), bits.view(torch.bfloat16), 0)
+    normal = torch.randn(shape, generator=generator).bfloat16()
+    kernel, reference = KERNELS[kind]
+    for x in (any_value, normal, normal.float()):
+        assert_same_bytes(kernel(x.cuda(), power_of_two), reference(x, power_of_two))
+
+
+@pytest.mark.parametrize("kind", ["activation", "tokens"])
+def test_non_finite_values_poison_the_same_bytes(kind: str) -> None:
+    x = torch.randn(300, 400).bfloat16()
+    x[5, 7], x[200, 399], x[299, 0] = torch.nan, torch.inf, -torch.inf
+    kernel, reference = KERNELS[kind]
+    assert_same_bytes(kernel(x.cuda()), reference(x))
+
+
+def test_a_non_finite_weight_is_named() -> None:
+    w = torch.randn(300, 400).bfloat16()
+    w[299, 399] = torch.nan
+    with pytest.raises(ValueError, match=r"o_proj: 1 non-finite value\(s\), the first at \(299, 399\)"):
+        quantize_weight(w.cuda(), name="o_proj")
+
+
+def test_strided_input_and_publishing_in_place() -> None:
+    w = torch.randn(256, 384).bfloat16()
+    out = quantize_weight(torch.zeros_like(w).cuda())
+    places = [tensor.data_ptr() for tensor in out]
+    quantize_weight(w.cuda(), out=out)
+    assert [tensor.data_ptr() for tensor in out] == places
+    assert_same_bytes(out, quantize_weight_reference(w))
+    assert_same_bytes(quantize_activation(w.cuda()[:, 64:]), quantize_activation_reference(w[:, 64:]))
+    assert_same_bytes(quantize_tokens(w.cuda().t()), quantize_tokens_reference(w.t().contiguous()))

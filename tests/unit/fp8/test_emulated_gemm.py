@@ -1,0 +1,124 @@
+"""The emulated GEMMs against the contract's arithmetic done with exact fractions, and rows that keep their
+bits.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from octetrl.config.errors import UserError
+from octetrl.fp8.errors import relative_error
+from octetrl.fp8.format import decode_e4m3
+from octetrl.fp8.gemm import choose_backend, fp8_gemm_dgrad, fp8_gemm_nt, fp8_gemm_wgrad, transposed
+from octetrl.fp8.quantize import (
+    Quantized,
+    dequantize_activation,
+    dequantize_tokens,
+    dequantize_weight,
+    quantize_activation_reference,
+    quantize_activation_values,
+    quantize_tokens_reference,
+    quantize_tokens_values,
+    quantize_weight_reference,
+)
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def float32(exact: Fraction) -> np.float32:
+    """Nearest float32 of an exact number (through float64, as the contract's emulated fma does)."""
+    return np.float32(float(exact))
+
+
+def nt_by_the_contract(x: Quantized, w: Quantized) -> torch.Tensor:
+    """Element by element: exact 128-wide partials, rounded, then fma(partial, sx * sw, acc), K ascending."""
+    x_values, w_values = decode_e4m3(x.codes).tolist(), decode_e4m3(w.codes).tolist()
+    depth = x.codes.shape[1]
+    out = torch.empty(x.codes.shape[0], w.codes.shape[0])
+    for i, j in np.ndindex(out.shape):
+        acc = np.float32(0)
+        for start in range(0, depth, 128):
+            ks = range(start, min(depth, start + 128))
+            partial = float32(sum((Fraction(x_values[i][k]) * Fraction(w_values[j][k]) for k in ks), Fraction(0)))
+            scale = np.float32(x.scale[i, start // 128].item()) * np.float32(w.scale[j // 128, start // 128].item())
+            acc = float32(Fraction(float(partial)) * Fraction(float(scale)) + Fraction(float(acc)))
+        out[i, j] = float(acc)
+    return out
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(3, 5, 2), (2, 128, 3), (2, 300, 130), (1, 129, 1)])
+def test_forward_is_the_contract_bit_for_bit(m: int, k: int, n: int) -> None:
+    x, w = quantize_activation_reference(randn(m, k)), quantize_weight_reference(randn(n, k, seed=1))
+    n_checked = min(n, 6)
+    some = Quantized(w.codes[-n_checked:], w.scale[-1:])
+    want = nt_by_the_contract(x, some)
+    assert torch.equal(fp8_gemm_nt(x, w, out_dtype=torch.float32)[:, -n_checked:], want) or n > 128
+    if n > 128:  # the last columns belong to the second row of weight blocks
+        last = Quantized(w.codes[128:], w.scale[1:])
+        assert torch.equal(fp8_gemm_nt(x, w, out_dtype=torch.float32)[:, 128:], nt_by_the_contract(x, last))
+    assert torch.equal(fp8_gemm_nt(x, w), fp8_gemm_nt(x, w, out_dtype=torch.float32).bfloat16())
+
+
+def test_a_rows_bits_do_not_depend_on_the_batch() -> None:
+    w = quantize_weight_reference(randn(200, 400, seed=1))
+    x = randn(1400, 400)
+    whole = fp8_gemm_nt(quantize_activation_values(x), w, out_dtype=torch.float32)
+    for rows in (1, 2, 3, 17, 64):
+        alone = fp8_gemm_nt(quantize_activation_values(x[:rows]), w, out_dtype=torch.float32)
+        assert torch.equal(alone, whole[:rows])
+    last = fp8_gemm_nt(quantize_activation_values(x[-1:]), w, out_dtype=torch.float32)
+    assert torch.equal(last, whole[-1:])
+
+
+def test_bytes_and_values_give_the_same_product() -> None:
+    x, w = randn(40, 300), quantize_weight_reference(randn(130, 300, seed=1))
+    decoded = Quantized(decode_e4m3(w.codes, torch.float64), w.scale)
+    of_bytes = fp8_gemm_nt(quantize_activation_reference(x), w)
+    assert torch.equal(of_bytes, fp8_gemm_nt(quantize_activation_values(x), decoded))
+    dy, tokens = randn(40, 130, seed=2), quantize_tokens_reference
+    assert torch.equal(
+        fp8_gemm_wgrad(tokens(dy), tokens(x)),
+        fp8_gemm_wgrad(quantize_tokens_values(dy), quantize_tokens_values(x)),
+    )
+
+
+def test_dgrad_and_wgrad_are_the_products_of_the_dequantized_values() -> None:
+    x, dy, w = randn(200, 300), randn(200, 130, seed=2), quantize_weight_reference(randn(130, 300, seed=1))
+    dy8, dy_tokens, x_tokens = quantize_activation_reference(dy), *map(quantize_tokens_reference, (dy, x))
+    dx = fp8_gemm_dgrad(dy8, transposed(w), out_dtype=torch.float32)
+    assert relative_error(dx, dequantize_activation(dy8).double() @ dequantize_weight(w).double()) < 1e-6
+    assert relative_error(dx, dy.double() @ dequantize_weight(w).double()) < 0.04
+    dw = fp8_gemm_wgrad(dy_tokens, x_tokens)
+    exact = dequantize_tokens(dy_tokens).double().t() @ dequantize_tokens(x_tokens).double()
+    assert relative_error(dw, exact) < 1e-6
+    assert relative_error(dw, dy.double().t() @ x.double()) < 0.04
+
+
+def test_a_poisoned_activation_poisons_its_row_alone() -> None:
+    x, w = randn(4, 300), quantize_weight_reference(randn(5, 300, seed=1))
+    x[1, 200] = torch.nan
+    y = fp8_gemm_nt(quantize_activation_values(x), w)
+    assert y.isnan().any(1).tolist() == [False, True, False, False]
+
+
+def test_misfitting_operands_are_refused() -> None:
+    x, w = quantize_activation_reference(randn(4, 256)), quantize_weight_reference(randn(5, 200))
+    with pytest.raises(AssertionError, match="contraction differs"):
+        fp8_gemm_nt(x, w)
+    with pytest.raises(AssertionError, match="activation scale"):
+        fp8_gemm_nt(Quantized(x.codes, x.scale[:, :1]), quantize_weight_reference(randn(5, 256)))
+
+
+def test_choosing_a_backend() -> None:
+    assert choose_backend("cpu") == choose_backend("cpu", True) == "emulated"
+    with pytest.raises(UserError, match=r"fp8\.emulate=true"):
+        choose_backend("cpu", False)
+    with pytest.raises(UserError, match=r"'mps'.*fp8\.emulate=true"):
+        choose_backend("mps")
+    assert choose_backend("mps", True) == "emulated"

@@ -1,0 +1,41 @@
+"""Calibrated KV scales: the formula, what is refused, and equality by bits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from octetrl.fp8.kv_scales import KVScales, kv_scales_from_amax, same_bits
+
+AMAX = torch.tensor([[1.0, 448.0, 0.0], [3.5, 0.1, 1e4]])
+
+
+def test_scale_is_margin_times_amax_over_448_and_zero_gives_one() -> None:
+    scales = kv_scales_from_amax(AMAX, 2 * AMAX, policy_version=7)
+    assert scales.policy_version == 7
+    assert scales.k_scale_LK[0, 1].item() == pytest.approx(1.05, rel=1e-6)
+    assert scales.k_scale_LK[0, 2].item() == scales.v_scale_LK[0, 2].item() == 1.0
+    assert torch.allclose(scales.v_scale_LK[1], AMAX[1] * 2.1 / 448)
+    assert (AMAX[1] / scales.k_scale_LK[1] < 448).all(), "the margin leaves room"
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"), [(math.nan, "never observed"), (-1.0, "never observed"), (math.inf, "infinite")]
+)
+def test_an_unusable_amax_is_refused_by_layer_and_head(bad: float, said: str) -> None:
+    v_amax = AMAX.clone()
+    v_amax[1, 2] = bad
+    with pytest.raises(ValueError, match=rf"amax of V in layer 1, head 2 was {said}"):
+        kv_scales_from_amax(AMAX, v_amax, policy_version=0)
+
+
+def test_same_bits() -> None:
+    scales = kv_scales_from_amax(AMAX, AMAX, policy_version=3)
+    copy = KVScales(scales.k_scale_LK.clone(), scales.v_scale_LK.clone(), 3)
+    assert same_bits(scales, copy)
+    assert not same_bits(scales, KVScales(copy.k_scale_LK, copy.v_scale_LK, 4))
+    copy.v_scale_LK[0, 0] = torch.nextafter(copy.v_scale_LK[0, 0], torch.tensor(1e9))
+    assert not same_bits(scales, copy)
+    assert not same_bits(scales, KVScales(scales.k_scale_LK[:1], scales.v_scale_LK[:1], 3))

@@ -1,0 +1,219 @@
+"""The quantisers against numerics.md §1, computed here block by block with numpy, and their edges."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octetrl.fp8.errors import relative_error
+from octetrl.fp8.format import BLOCK, E4M3, E4M3_MAX, NAN_CODE, decode_e4m3
+from octetrl.fp8.quantize import (
+    Quantized,
+    dequantize_activation,
+    dequantize_tokens,
+    dequantize_weight,
+    non_finite_count,
+    quantize_activation_reference,
+    quantize_activation_values,
+    quantize_kv_per_head,
+    quantize_kv_per_token,
+    quantize_tokens_reference,
+    quantize_tokens_values,
+    quantize_weight_reference,
+)
+
+KINDS = ("normal", "huge", "tiny", "subnormal", "zeros", "border", "mixed")
+
+
+def awkward(shape: tuple[int, ...], kind: str, seed: int) -> torch.Tensor:
+    """BF16 test matter of one kind."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    if kind == "mixed":
+        x = x * torch.logspace(-30, 30, shape[0])[:, None]
+    if kind == "border":
+        x = x.sign() * E4M3_MAX
+    factor = {"huge": 1e37, "tiny": 1e-33, "subnormal": 1e-39, "zeros": 0.0}.get(kind, 1.0)
+    return (x * factor).to(torch.bfloat16)
+
+
+def block_by_the_contract(block: torch.Tensor, power_of_two: bool) -> tuple[torch.Tensor, np.float32]:
+    """Bytes and scale of one block, as numerics.md §1 words them, in numpy's IEEE float32."""
+    amax = np.float32(block.float().abs().max().item())
+    if amax == 0:
+        return torch.where(block.signbit(), 0x80, 0).to(torch.uint8), np.float32(1.0)  # -0.0 keeps its sign
+    scale = amax / np.float32(448)
+    with np.errstate(over="ignore"):
+        inverse = np.minimum(np.float32(448) / amax, np.finfo(np.float32).max)
+    if power_of_two:
+        exponent = math.ceil(math.log2(max(float(scale), 2.0**-126)))
+        scale, inverse = np.float32(2.0**exponent), np.float32(2.0**-exponent)
+    scaled = torch.from_numpy(block.float().numpy() * inverse).clamp(-E4M3_MAX, E4M3_MAX)
+    return scaled.to(E4M3).view(torch.uint8), scale
+
+
+def assert_blocks(x: torch.Tensor, q: Quantized, block: tuple[int, int], power_of_two: bool) -> None:
+    codes = q.codes.view(torch.uint8)
+    for i in range(q.scale.shape[0]):
+        for j in range(q.scale.shape[1]):
+            place = (slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1]))
+            want_codes, want_scale = block_by_the_contract(x[place], power_of_two)
+            assert q.scale[i, j].item() == float(want_scale)
+            assert torch.equal(codes[place], want_codes)
+
+
+sizes = st.sampled_from([1, 2, 7, 127, 128, 129, 200])
+cases = given(
+    rows=sizes, columns=sizes, kind=st.sampled_from(KINDS), seed=st.integers(0, 99), power_of_two=st.booleans()
+)
+
+
+@cases
+@settings(max_examples=15, deadline=None)
+def test_activation_follows_the_contract(rows: int, columns: int, kind: str, seed: int, power_of_two: bool) -> None:
+    x = awkward((min(rows, 7), columns), kind, seed)
+    q = quantize_activation_reference(x, power_of_two)
+    assert q.scale.shape == (x.shape[0], -(-columns // BLOCK))
+    assert_blocks(x, q, (1, BLOCK), power_of_two)
+
+
+@cases
+@settings(max_examples=15, deadline=None)
+def test_weight_follows_the_contract(rows: int, columns: int, kind: str, seed: int, power_of_two: bool) -> None:
+    w = awkward((rows, columns), kind, seed)
+    assert_blocks(w, quantize_weight_reference(w, power_of_two), (BLOCK, BLOCK), power_of_two)
+
+
+@cases
+@settings(max_examples=15, deadline=None)
+def test_tokens_follow_the_contract(rows: int, columns: int, kind: str, seed: int, power_of_two: bool) -> None:
+    x = awkward((rows, min(columns, 7)), kind, seed)
+    q = quantize_tokens_reference(x, power_of_two)
+    assert q.codes.shape == (x.shape[1], -(-rows // BLOCK) * BLOCK)
+    padded = torch.zeros(q.codes.shape[1], x.shape[1], dtype=x.dtype)
+    padded[:rows] = x
+    assert_blocks(padded.t().contiguous(), q, (1, BLOCK), power_of_two)
+
+
+@cases
+@settings(max_examples=15, deadline=None)
+def test_values_are_the_codes_values(rows: int, columns: int, kind: str, seed: int, power_of_two: bool) -> None:
+    x = awkward((rows, columns), kind, seed)
+    for reference, values in (
+        (quantize_activation_reference, quantize_activation_values),
+        (quantize_tokens_reference, quantize_tokens_values),
+    ):
+        codes, held = reference(x, power_of_two), values(x, power_of_two)
+        assert torch.equal(decode_e4m3(codes.codes), held.codes)
+        assert torch.equal(codes.scale, held.scale)
+
+
+@given(kind=st.sampled_from([kind for kind in KINDS if kind != "subnormal"]), seed=st.integers(0, 99))
+@settings(max_examples=15, deadline=None)
+def test_dequantized_values_lie_within_half_a_step(kind: str, seed: int) -> None:
+    """At most 1/16 of a value, or half of the smallest step of its block: amax / 448 * 2^-9 / 2."""
+    x = awkward((130, 140), kind, seed)
+    for back in (
+        dequantize_activation(quantize_activation_reference(x)),
+        dequantize_weight(quantize_weight_reference(x)),
+        dequantize_tokens(quantize_tokens_reference(x))[:130],
+    ):
+        bound = x.float().abs() / 16 + x.float().abs().max() / E4M3_MAX * 2.0**-10
+        assert (back.double() - x.double()).abs().le(bound.double() * 1.001).all()
+
+
+def test_blocks_too_small_for_an_inverse_shrink_and_stay_finite() -> None:
+    x = awkward((9, 140), "subnormal", 0)
+    x[:, 3] = 0
+    for q in (quantize_activation_reference(x), quantize_activation_values(x)):
+        back = dequantize_activation(q)
+        assert back.isfinite().all() and (back.abs() <= 1.1 * x.float().abs()).all()
+        assert (back[:, 3] == 0).all()
+
+
+def test_chunking_changes_nothing() -> None:
+    x = awkward((2000, 200), "mixed", 1)
+    whole = quantize_activation_values(x)
+    parts = [quantize_activation_values(part) for part in x.split(700)]
+    assert torch.equal(whole.codes, torch.cat([part.codes for part in parts]))
+    tokens = quantize_tokens_values(x)
+    first = quantize_tokens_values(x[:1280])
+    assert torch.equal(tokens.codes[:, :1280], first.codes)
+    assert torch.equal(tokens.scale[:, :10], first.scale)
+
+
+def test_float32_input_is_rounded_to_bf16_first() -> None:
+    x = torch.randn(9, 200, generator=torch.Generator().manual_seed(3))
+    for quantize in (quantize_activation_reference, quantize_weight_reference, quantize_tokens_reference):
+        of_float32, of_bf16 = quantize(x), quantize(x.bfloat16())
+        assert torch.equal(of_float32.codes.view(torch.uint8), of_bf16.codes.view(torch.uint8))
+        assert torch.equal(of_float32.scale, of_bf16.scale)
+
+
+def test_input_is_left_alone_and_may_be_strided() -> None:
+    x = awkward((200, 130), "normal", 5)
+    before = x.clone()
+    of_view = quantize_activation_reference(x.t())
+    of_copy = quantize_activation_reference(x.t().contiguous())
+    assert torch.equal(of_view.codes.view(torch.uint8), of_copy.codes.view(torch.uint8))
+    quantize_tokens_values(x), quantize_activation_values(x.float())
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_non_finite_activation_poisons_its_block_and_no_other(bad: float) -> None:
+    x = awkward((4, 300), "normal", 0)
+    x[2, 130] = bad
+    assert int(non_finite_count(x)) == 1
+    q = quantize_activation_reference(x)
+    assert q.scale.isnan().nonzero().tolist() == [[2, 1]]
+    poisoned = (q.codes.view(torch.uint8) & 0x7F) == NAN_CODE
+    assert poisoned.nonzero().tolist() == [[2, j] for j in range(128, 256)]
+    assert (q.codes.view(torch.uint8)[2, 128:256] == NAN_CODE).all()
+    tokens = quantize_tokens_reference(x)
+    assert tokens.scale.isnan().nonzero().tolist() == [[130, 0]]
+    assert (tokens.codes.view(torch.uint8)[130] == NAN_CODE).all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_non_finite_weight_is_an_error_that_names_it(bad: float) -> None:
+    w = awkward((3, 5), "normal", 0)
+    w[1, 4] = bad
+    with pytest.raises(ValueError, match=r"layers\.3\.mlp\.down_proj: 1 non-finite.*\(1, 4\)"):
+        quantize_weight_reference(w, name="layers.3.mlp.down_proj")
+
+
+def test_kv_per_head_uses_the_given_scale_and_saturates() -> None:
+    x = torch.randn(5, 2, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+    scale = torch.tensor([0.01, 1e-5])
+    q = quantize_kv_per_head(x, scale)
+    inverse = 1.0 / scale.numpy()
+    want = torch.from_numpy(x.float().numpy() * inverse[None, :, None]).clamp(-448, 448).to(E4M3)
+    assert torch.equal(q.codes.view(torch.uint8), want.view(torch.uint8))
+    assert decode_e4m3(q.codes)[:, 1].abs().max() == E4M3_MAX
+    assert torch.equal(q.scale, scale)
+
+
+def test_kv_per_token_is_the_block_rule_over_the_head() -> None:
+    x = torch.randn(5, 2, 16, generator=torch.Generator().manual_seed(2)).bfloat16()
+    x[3, 1] = 0
+    codes, scale = quantize_kv_per_token(x)
+    for token in range(5):
+        for head in range(2):
+            want_codes, want_scale = block_by_the_contract(x[token, head], False)
+            assert torch.equal(codes[token, head].view(torch.uint8), want_codes)
+            assert scale[token, head].item() == float(want_scale)
+
+
+def test_power_of_two_scale_is_the_next_power_and_costs_range_not_correctness() -> None:
+    x = awkward((64, 256), "normal", 7)
+    q = quantize_activation_reference(x, power_of_two=True)
+    plain = quantize_activation_reference(x)
+    mantissa, _ = torch.frexp(q.scale)
+    assert (mantissa == 0.5).all()
+    assert (q.scale >= plain.scale).all() and (q.scale < 2 * plain.scale).all()
+    assert relative_error(dequantize_activation(q), x) < 0.04

@@ -1,0 +1,83 @@
+"""What the three quantise kernels' tests share: a way to interpret a kernel on the CPU, and inputs to judge
+it by.
+
+Triton's interpreter rounds to E4M3 in its own way: about 3% of codes come out a neighbour of the right one (a
+step of the mantissa, or a missed carry into the exponent), and it flushes BF16 subnormals. So two kinds of
+input: `on_the_grid`, where every scaled value is an E4M3 value already and all bytes must agree, and
+`off_the_grid`, where scales must agree to the bit and codes nearly. The kernels' own rounding is judged on a
+GPU (tests/gpu/test_quantize.py).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton.experimental.gluon  # noqa: F401  (the interpreter imports it, and must not find patched functions)
+import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+import octetrl.kernels.quantize_activation as quantize_activation
+import octetrl.kernels.quantize_tokens as quantize_tokens
+import octetrl.kernels.quantize_weight as quantize_weight
+from octetrl.fp8.format import E4M3
+from octetrl.fp8.quantize import Quantized
+
+SHAPES = [(1, 1), (3, 130), (128, 128), (70, 300), (257, 65)]
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the quantise kernels, and the device functions they call (Triton's own included), in Triton's
+    interpreter.
+    """
+    for module in (quantize_activation, quantize_tokens, quantize_weight, tl, tl.standard):
+        for name, member in list(vars(module).items()):
+            if isinstance(member, JITFunction):
+                monkeypatch.setattr(module, name, InterpretedFunction(member.fn))
+
+
+def on_the_grid(shape: tuple[int, int]) -> torch.Tensor:
+    """Random E4M3 values, ±448 everywhere a block could look for its amax, times 2^-5: the inverse is exactly
+    32.
+    """
+    generator = torch.Generator().manual_seed(4)
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    codes[(codes & 0x7F) == 0x7F] = 0x80  # NaN codes become -0
+    codes[::32], codes[:, ::32] = 0x7E, 0xFE
+    return (codes.view(E4M3).float() / 32).bfloat16()
+
+
+def off_the_grid(shape: tuple[int, int]) -> torch.Tensor:
+    """Normal values of very different rows, a zero row and zero columns among them."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(shape, generator=generator) * torch.logspace(-1, 1, shape[0])[:, None]
+    x[shape[0] // 2] = 0
+    x[:, shape[1] // 3] = 0
+    return x.bfloat16()
+
+
+def poisoned(shape: tuple[int, int]) -> torch.Tensor:
+    """On the grid, with a NaN and an infinity."""
+    x = on_the_grid(shape)
+    x[0, 0], x[-1, -1] = torch.nan, -torch.inf
+    return x
+
+
+def assert_same_bytes(got: Quantized, want: Quantized) -> None:
+    assert_same_scale(got, want)
+    assert torch.equal(got.codes.view(torch.uint8), want.codes.view(torch.uint8))
+
+
+def assert_nearly_same_codes(got: Quantized, want: Quantized) -> None:
+    """Equal scales; codes equal but for the interpreter's rounding."""
+    assert_same_scale(got, want)
+    assert (got.codes.view(torch.uint8) != want.codes.view(torch.uint8)).float().mean() < 0.1
+
+
+def assert_same_scale(got: Quantized, want: Quantized) -> None:
+    assert got.codes.dtype == want.codes.dtype == E4M3
+    assert got.codes.shape == want.codes.shape
+    assert got.scale.shape == want.scale.shape
+    got_bits, want_bits = (q.scale.contiguous().view(torch.int32) for q in (got, want))
+    assert torch.equal(got_bits, want_bits)

@@ -1,0 +1,47 @@
+"""The Triton quantiser against the plain-torch one, interpreted on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from octetrl.fp8.quantize import quantize_tokens_reference
+from octetrl.kernels.quantize_tokens import quantize_tokens, quantize_tokens_triton
+from tests.unit.kernels.quantize_cases import (
+    SHAPES,
+    assert_nearly_same_codes,
+    assert_same_bytes,
+    interpreted,  # noqa: F401
+    off_the_grid,
+    on_the_grid,
+    poisoned,
+)
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernel_is_the_reference(shape: tuple[int, int], power_of_two: bool) -> None:
+    for x in (on_the_grid(shape), poisoned(shape), torch.zeros(shape).bfloat16()):
+        assert_same_bytes(quantize_tokens_triton(x, power_of_two), quantize_tokens_reference(x, power_of_two))
+    x = off_the_grid(shape)
+    assert_nearly_same_codes(quantize_tokens_triton(x, power_of_two), quantize_tokens_reference(x, power_of_two))
+
+
+def test_strided_and_float32_input() -> None:
+    x = on_the_grid((130, 200))
+    for view in (x.t(), x[:, 30:161], x[::2], x.float()):
+        assert_same_bytes(quantize_tokens_triton(view), quantize_tokens_reference(view))
+
+
+def test_scale_has_the_strides_that_scaled_mm_asks_for() -> None:
+    scale = quantize_tokens_triton(on_the_grid((256, 384))).scale
+    assert scale.stride() == (1, scale.shape[0])
+
+
+def test_a_cpu_tensor_takes_the_reference_and_no_rows_are_fine() -> None:
+    x = off_the_grid((5, 140))
+    assert_same_bytes(quantize_tokens(x), quantize_tokens_reference(x))
+    empty = torch.empty(0, 140, dtype=torch.bfloat16)
+    assert_same_bytes(quantize_tokens_triton(empty), quantize_tokens_reference(empty))

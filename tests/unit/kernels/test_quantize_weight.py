@@ -1,0 +1,58 @@
+"""The Triton quantiser against the plain-torch one, interpreted on a CPU; and writing into what an engine
+reads.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from octetrl.fp8.format import E4M3
+from octetrl.fp8.quantize import Quantized, quantize_weight_reference
+from octetrl.kernels.quantize_weight import quantize_weight, quantize_weight_triton
+from tests.unit.kernels.quantize_cases import (
+    SHAPES,
+    assert_nearly_same_codes,
+    assert_same_bytes,
+    interpreted,  # noqa: F401
+    off_the_grid,
+    on_the_grid,
+)
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+
+def room_for(w: torch.Tensor) -> Quantized:
+    blocks = [-(-size // 128) for size in w.shape]
+    return Quantized(torch.zeros(w.shape, dtype=E4M3), torch.full(blocks, torch.nan))
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernel_is_the_reference(shape: tuple[int, int], power_of_two: bool) -> None:
+    for w in (on_the_grid(shape), torch.zeros(shape).bfloat16(), on_the_grid(shape).t()):
+        got = quantize_weight_triton(w, power_of_two, "w", room_for(w))
+        assert_same_bytes(got, quantize_weight_reference(w, power_of_two))
+    w = off_the_grid(shape)
+    got = quantize_weight_triton(w, power_of_two, "w", room_for(w))
+    assert_nearly_same_codes(got, quantize_weight_reference(w, power_of_two))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_non_finite_weight_is_named(bad: float) -> None:
+    w = on_the_grid((130, 200))
+    w[129, 3] = bad
+    with pytest.raises(ValueError, match=r"lm\.o_proj: 1 non-finite value\(s\), the first at \(129, 3\)"):
+        quantize_weight_triton(w, False, "lm.o_proj", room_for(w))
+    out = room_for(w)
+    with pytest.raises(ValueError, match=r"lm\.o_proj"):
+        quantize_weight(w, name="lm.o_proj", out=out)
+    assert out.scale.isnan().all(), "a refused weight leaves what the engine reads alone"
+
+
+def test_it_writes_in_place_into_given_codes_and_scale() -> None:
+    w = off_the_grid((130, 200))
+    out = room_for(w)
+    places = [tensor.data_ptr() for tensor in out]
+    assert [tensor.data_ptr() for tensor in quantize_weight(w, out=out)] == places
+    assert_same_bytes(out, quantize_weight_reference(w))

@@ -1,0 +1,192 @@
+"""`Linear` and `Float8Linear`: numbers against float32, exactness against dequantised math, staleness, rows'
+bits.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from octetrl.fp8.errors import relative_error
+from octetrl.fp8.quantize import (
+    dequantize_activation,
+    dequantize_tokens,
+    dequantize_weight,
+    quantize_activation_reference,
+    quantize_tokens_reference,
+    quantize_weight_reference,
+)
+from octetrl.layers.linear import Float8Linear, Linear
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def float8_linear(k: int, n: int, bias: bool = False, **options: bool) -> Float8Linear:
+    linear = Float8Linear(k, n, bias, **options)
+    with torch.no_grad():
+        linear.weight.copy_(randn(n, k, seed=1) / k**0.5)
+        if bias:
+            linear.bias.copy_(randn(n, seed=2))
+    linear.requantize()
+    return linear
+
+
+def gradients(linear: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    x = x.clone().requires_grad_()
+    linear(x).backward(dy)
+    bias = linear.bias
+    return x.grad, linear.weight.grad, *([] if bias is None else [bias.grad])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(7, 40), (2, 3, 40)])
+def test_linear_in_float32_is_torchs(shape: tuple[int, ...], bias: bool) -> None:
+    linear = Linear(40, 13, bias, dtype=torch.float32)
+    x, dy = randn(*shape), randn(*shape[:-1], 13, seed=5)
+    torch.testing.assert_close(linear(x), F.linear(x, linear.weight, linear.bias))
+    plain = torch.nn.Linear(40, 13, bias)
+    plain.load_state_dict(linear.state_dict())
+    for ours, theirs in zip(gradients(linear, x, dy), gradients(plain, x, dy), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_linear_rounds_once_and_adds_the_bias_before() -> None:
+    linear = Linear(200, 30, bias=True)
+    x = randn(5, 200).bfloat16()
+    exact = x.double() @ linear.weight.double().t()
+    assert torch.equal(linear(x), (exact.float() + linear.bias.float()).bfloat16())
+
+
+@pytest.mark.parametrize("make", [lambda: Linear(300, 140, True), lambda: float8_linear(300, 140, True)])
+def test_a_rows_bits_do_not_depend_on_the_batch(make) -> None:
+    linear, x = make(), randn(64, 300).bfloat16()
+    with torch.no_grad():
+        whole = linear(x)
+        for rows in (1, 2, 3, 17):
+            assert torch.equal(linear(x[:rows]), whole[:rows])
+        assert torch.equal(linear(x.view(4, 16, 300)), whole.view(4, 16, 140))
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize(("m", "k", "n"), [(300, 256, 384), (5, 7, 3), (130, 129, 200), (1, 128, 128)])
+def test_float8_gradients_lie_where_fp8_puts_them(m: int, k: int, n: int, power_of_two: bool) -> None:
+    """Measured: 0.037 for each of the three GEMMs on normal data; 0.05 leaves room for small shapes."""
+    linear = float8_linear(k, n, bias=True, power_of_two=power_of_two)
+    x, dy = randn(m, k).bfloat16(), randn(m, n, seed=5).bfloat16()
+    plain = torch.nn.Linear(k, n)
+    plain.load_state_dict({name: value.float() for name, value in linear.state_dict().items()})
+    assert relative_error(linear(x), plain(x.float())) < 0.05
+    for ours, theirs in zip(gradients(linear, x, dy), gradients(plain, x.float(), dy.float()), strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert relative_error(ours, theirs) < 0.05
+
+
+def test_float8_is_exactly_the_product_of_dequantized_operands() -> None:
+    linear = float8_linear(300, 200)
+    x, dy = randn(130, 300).bfloat16(), randn(130, 200, seed=5).bfloat16()
+    w = dequantize_weight(quantize_weight_reference(linear.weight.detach())).double()
+    y = dequantize_activation(quantize_activation_reference(x)).double() @ w.t()
+    dx = dequantize_activation(quantize_activation_reference(dy)).double() @ w
+    dw = (
+        dequantize_tokens(quantize_tokens_reference(dy)).double().t()
+        @ dequantize_tokens(quantize_tokens_reference(x)).double()
+    )
+    one_bf16_rounding = 2.0**-8
+    for ours, exact in zip((linear(x), *gradients(linear, x, dy)), (y, dx, dw), strict=True):
+        assert relative_error(ours, exact) < one_bf16_rounding
+    torch.testing.assert_close(linear(x).double(), y, rtol=one_bf16_rounding, atol=1e-6)
+
+
+def test_only_the_needed_gradients_are_made() -> None:
+    linear = float8_linear(40, 30, bias=True)
+    linear.weight.requires_grad_(False)
+    x = randn(4, 40).bfloat16().requires_grad_()
+    linear(x).float().sum().backward()
+    assert linear.weight.grad is None and linear.bias.grad is not None and x.grad is not None
+    linear(x.detach()).float().sum().backward()
+
+
+def test_stale_codes_are_refused_until_requantized() -> None:
+    linear, x = float8_linear(40, 30), randn(4, 40).bfloat16()
+    before = linear(x)
+    optimizer = torch.optim.SGD(linear.parameters(), lr=1.0)
+    before.float().sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"changed since requantize\(\)"):
+        linear(x)
+    places = [linear.codes.data_ptr(), linear.scale.data_ptr()]
+    linear.requantize()
+    assert [linear.codes.data_ptr(), linear.scale.data_ptr()] == places
+    assert not torch.equal(linear(x), before)
+    with pytest.raises(RuntimeError, match="never quantised"):
+        Float8Linear(4, 4)(randn(2, 4).bfloat16())
+
+
+def test_forward_never_quantises_the_weight() -> None:
+    linear, x = float8_linear(40, 30), randn(4, 40).bfloat16()
+    codes = linear.codes.view(torch.uint8).clone()
+    linear(x).float().sum().backward()
+    assert torch.equal(linear.codes.view(torch.uint8), codes)
+
+
+def test_a_weight_changed_between_forward_and_backward_is_noticed() -> None:
+    linear, x = float8_linear(40, 30), randn(4, 40).bfloat16().requires_grad_()
+    y = linear(x).float().sum()
+    with torch.no_grad():
+        linear.weight.mul_(2)
+    linear.requantize()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_an_engines_copy_multiplies_by_the_published_bytes() -> None:
+    trainer, x = float8_linear(300, 140), randn(9, 300).bfloat16()
+    engine = Float8Linear(300, 140)
+    engine.drop_weight()
+    assert not list(engine.parameters())
+    with torch.no_grad():
+        assert engine(x).isnan().all(), "an unpublished copy must show"
+        for version in range(2):
+            engine.codes.copy_(trainer.codes)
+            engine.scale.copy_(trainer.scale)
+            assert torch.equal(engine(x), trainer(x)), version
+            trainer.weight.mul_(1.3)
+            trainer.requantize()
+        shared = copy.deepcopy(engine)
+        shared.codes, shared.scale = trainer.codes, trainer.scale
+        assert torch.equal(shared(x), trainer(x))
+        trainer.weight.mul_(0.7)
+        trainer.requantize()
+        assert torch.equal(shared(x), trainer(x)), "one set of buffers: nothing to copy"
+
+
+def test_codes_are_not_part_of_a_checkpoint_and_a_cast_is_noticed() -> None:
+    linear = float8_linear(40, 30)
+    assert list(linear.state_dict()) == ["weight"]
+    with pytest.raises(AssertionError, match="cast its weight instead"):
+        linear.to(torch.float32).requantize()
+
+
+def test_a_non_finite_weight_is_named_and_a_non_finite_input_is_not_hidden() -> None:
+    linear = float8_linear(200, 30)
+    x = randn(4, 200).bfloat16()
+    x[2, 150] = torch.inf
+    assert linear(x).isnan().any(1).tolist() == [False, False, True, False]
+    with torch.no_grad():
+        linear.weight[3, 4] = torch.nan
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.down_proj"):
+        linear.requantize("layers.0.mlp.down_proj")
+
+
+def test_no_rows() -> None:
+    linear = float8_linear(40, 30, bias=True)
+    x = torch.empty(0, 40, dtype=torch.bfloat16, requires_grad=True)
+    y = linear(x)
+    assert y.shape == (0, 30)
+    y.sum().backward()
+    assert linear.weight.grad.eq(0).all() and Linear(40, 30)(x).shape == (0, 30)
