@@ -1,0 +1,149 @@
+"""Checkpoints under kill -9, altered bytes, missing files and a full disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octetrl.config.errors import UserError
+from octetrl.trainer import checkpoint
+from octetrl.trainer.checkpoint import latest, load, prune, remove_leftovers, save
+
+
+def payload(value: float = 1.0) -> dict[str, Any]:
+    tensors = {"w": torch.full((3, 2), value, dtype=torch.bfloat16), "m": torch.arange(4.0)}
+    return {"weights.safetensors": tensors, "state.json": {"step": value, "names": ["a"]}, "rng.bin": b"\x00\xff"}
+
+
+def test_what_was_saved_is_loaded_exactly(tmp_path: Path) -> None:
+    path = save(tmp_path / "checkpoints", 12, payload(), metrics={"eval/accuracy": 0.5})
+    assert path.name == "step_000012" and latest(tmp_path / "checkpoints") == path
+    loaded = load(path)
+    assert loaded.step == 12 and loaded.metrics == {"eval/accuracy": 0.5}
+    tensors = loaded.tensors("weights.safetensors")
+    assert torch.equal(tensors["w"], payload()["weights.safetensors"]["w"]) and tensors["w"].dtype == torch.bfloat16
+    assert torch.equal(tensors["m"], torch.arange(4.0))
+    assert loaded.json("state.json") == {"step": 1.0, "names": ["a"]} and loaded.bytes("rng.bin") == b"\x00\xff"
+    with pytest.raises(UserError, match="has no optimizer"):
+        loaded.tensors("optimizer.safetensors")
+
+
+def test_large_tensors_go_on_in_further_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 40)
+    tensors = {f"t{i}": torch.full((8,), float(i)) for i in range(3)}
+    loaded = load(save(tmp_path, 1, {"a.safetensors": tensors}))
+    assert loaded.files == ("a.safetensors", "a.safetensors.1", "a.safetensors.2")
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in loaded.tensors("a.safetensors").items())
+    assert loaded.tensors("a.safetensors").keys() == tensors.keys()
+
+
+class Killer(dict[str, Any]):
+    """A payload that kills its process after so many files."""
+
+    def __init__(self, files: int) -> None:
+        super().__init__(payload(2.0))
+        self.files = files
+
+    def items(self) -> Iterator[tuple[str, Any]]:  # type: ignore[override]
+        for index, item in enumerate(super().items()):
+            if index == self.files:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield item
+
+
+@pytest.mark.parametrize("files", [0, 1, 2])
+def test_killed_while_writing_leaves_the_one_before(tmp_path: Path, files: int) -> None:
+    save(tmp_path, 1, payload(1.0))
+    child = os.fork()
+    if child == 0:
+        save(tmp_path, 2, Killer(files))
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert (tmp_path / ".step_000002.partial").exists()
+    newest = latest(tmp_path)
+    assert newest is not None and load(newest).json("state.json")["step"] == 1.0
+    remove_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+    assert load(save(tmp_path, 2, payload(2.0))).step == 2
+
+
+def test_an_exception_while_writing_leaves_nothing_of_it(tmp_path: Path) -> None:
+    save(tmp_path, 1, payload())
+    with pytest.raises(AssertionError):
+        save(tmp_path, 2, payload() | {"later.bin": 3})
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "state.json", "rng.bin", "manifest.json"])
+@pytest.mark.parametrize("damage", ["altered", "cut", "gone"])
+def test_damage_is_named_and_the_one_before_offered(tmp_path: Path, name: str, damage: str) -> None:
+    save(tmp_path, 1, payload())
+    save(tmp_path, 5, payload())
+    path = save(tmp_path, 9, payload())
+    content = bytearray((path / name).read_bytes())
+    if damage == "altered":
+        content[-2] ^= 1
+        (path / name).write_bytes(content)
+    elif damage == "cut":
+        (path / name).write_bytes(content[:-1])
+    else:
+        (path / name).unlink()
+    with pytest.raises(UserError, match=rf"step_000009: {name} .*goes on from step_000005") as error:
+        load(path)
+    assert "\n" not in str(error.value)
+    assert load(tmp_path / "step_000005").step == 5
+
+
+def test_every_altered_byte_of_the_manifests_figures_is_seen(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, payload(), metrics={"eval/accuracy": 0.5})
+    manifest = path / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("0.5", "0.9"))
+    with pytest.raises(UserError, match=r"manifest.json is missing or altered; there is none before it"):
+        load(path)
+
+
+@pytest.mark.parametrize("name", ["nothing", "step_000001", "run"])
+def test_what_is_no_checkpoint_is_said_in_a_line(tmp_path: Path, name: str) -> None:
+    (tmp_path / "run").mkdir()
+    with pytest.raises(UserError, match="is not a checkpoint folder"):
+        load(tmp_path / name)
+
+
+def test_a_full_disk_is_a_users_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1, payload())
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(UserError, match=r"no space left .*step_000002 .*last whole checkpoint is step_000001"):
+            save(tmp_path, 2, payload())
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    save(tmp_path, 3, payload(1.0))
+    assert load(save(tmp_path, 3, payload(2.0))).json("state.json")["step"] == 2.0
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000003"]
+
+
+def test_pruning_keeps_the_last_and_the_best(tmp_path: Path) -> None:
+    for step, accuracy in enumerate([0.1, 0.9, 0.4, 0.9, None, 0.2, 0.3], start=1):
+        save(tmp_path, step, payload(), metrics={} if accuracy is None else {"eval/accuracy": accuracy})
+    prune(tmp_path, keep_last=2, keep_best=1, best_metric="eval/accuracy")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000004", "step_000006", "step_000007"]
+    prune(tmp_path, keep_last=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000007"]
+
+
+def test_latest_of_an_empty_or_missing_folder(tmp_path: Path) -> None:
+    assert latest(tmp_path) is None and latest(tmp_path / "missing") is None
+    remove_leftovers(tmp_path / "missing")

@@ -1,0 +1,122 @@
+"""Packing: every token once, budgets kept, the fields of a micro-batch worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octetrl.records import MicroBatch, PackedBatch, Sample
+from octetrl.trainer.packing import PackingLayout, pack, pack_for_calibration
+
+
+def sample(length: int, first: int = 0, trained: int = 2, **changes: object) -> Sample:
+    mask = tuple(position >= length - trained for position in range(length))
+    fields = {"generator_logprobs": (-0.5,) * length, "advantage": float(first), "policy_version": 3}
+    return Sample(tuple(range(first, first + length)), mask, **(fields | changes))
+
+
+def micro_batches(batch: PackedBatch) -> list[MicroBatch]:
+    return [micro_batch for minibatch in batch.minibatches for micro_batch in minibatch]
+
+
+def test_fields_by_hand() -> None:
+    long = Sample((10, 11, 12, 13), (False, True, False, True), (0.0, -1.0, 0.0, -3.0), 0.5, 7)
+    short = Sample((20, 21, 22), (False, False, True), (0.0, 0.0, -5.0), -2.0, 7)
+    batch = pack([short, long], PackingLayout(16), "sequence")
+    (micro_batch,) = micro_batches(batch)
+    assert batch.loss_denominators == (2.0,) and batch.policy_version == 7
+    assert micro_batch.token_ids_T.tolist() == [10, 11, 12, 13, 20, 21, 22]
+    assert micro_batch.positions_T.tolist() == [0, 1, 2, 3, 0, 1, 2]
+    assert micro_batch.cu_seqlens_B1.tolist() == [0, 4, 7] and micro_batch.cu_seqlens_B1.dtype == torch.int32
+    assert micro_batch.max_seqlen == 4
+    assert micro_batch.predictor_N.tolist() == [0, 2, 5]
+    assert micro_batch.targets_N.tolist() == [11, 13, 22]
+    assert micro_batch.weights_N.tolist() == [0.5, 0.5, 1.0]
+    assert micro_batch.advantages_N.tolist() == [0.5, 0.5, -2.0]
+    assert micro_batch.generator_logprobs_N is not None
+    assert micro_batch.generator_logprobs_N.tolist() == [-1.0, -3.0, -5.0]
+    assert micro_batch.sequence_N.tolist() == [0, 0, 1]
+    assert micro_batch.target_positions_N.tolist() == [1, 3, 2]
+    assert micro_batch.sequence_lengths_N.tolist() == [4, 4, 3]
+
+
+def test_first_fit_decreasing() -> None:
+    batch = pack([sample(n) for n in (3, 9, 4, 6, 7)], PackingLayout(13), "token")
+    assert [m.cu_seqlens_B1.diff().tolist() for m in micro_batches(batch)] == [[9, 4], [7, 6], [3]]
+    assert batch.metrics["train/packing_efficiency"] == pytest.approx(29 / 39)
+
+
+def test_neighbours_in_length_share_where_attention_pads() -> None:
+    batch = pack([sample(n) for n in (3, 12, 3, 12, 3)], PackingLayout(16, padded_attention=True), "token")
+    assert [m.cu_seqlens_B1.diff().tolist() for m in micro_batches(batch)] == [[12], [12, 3], [3, 3]]
+
+
+@settings(max_examples=30)
+@given(
+    lengths=st.lists(st.integers(2, 40), min_size=1, max_size=20),
+    budget=st.integers(2, 50),
+    minibatches=st.integers(1, 4),
+    padded=st.booleans(),
+)
+def test_every_sample_once_and_no_budget_broken(
+    lengths: list[int], budget: int, minibatches: int, padded: bool
+) -> None:
+    samples = [sample(length, first=100 * i, trained=1) for i, length in enumerate(lengths)]
+    batch = pack(samples, PackingLayout(budget, minibatches, padded), "token")
+    firsts = []
+    for micro_batch in micro_batches(batch):
+        tokens = micro_batch.token_ids_T.numel()
+        assert tokens <= budget or micro_batch.cu_seqlens_B1.numel() == 2
+        firsts += [int(micro_batch.token_ids_T[start]) for start in micro_batch.cu_seqlens_B1[:-1].tolist()]
+    assert sorted(firsts) == [100 * i for i in range(len(lengths))]
+    assert len(batch.minibatches) == min(minibatches, len(lengths)) and all(batch.minibatches)
+    assert sum(batch.loss_denominators) == len(lengths)
+
+
+def test_minibatches_keep_the_order_and_count_for_themselves() -> None:
+    samples = [sample(6, first=100 * i, trained=i + 1) for i in range(4)]
+    batch = pack(samples, PackingLayout(64, minibatches=2), "token")
+    assert batch.loss_denominators == (3.0, 7.0)
+    assert sorted(batch.minibatches[0][0].advantages_N.unique().tolist()) == [0.0, 100.0]
+
+
+def test_samples_without_trained_tokens_are_left_out_and_counted() -> None:
+    batch = pack([sample(5), sample(5, trained=0)], PackingLayout(64), "sequence")
+    assert batch.loss_denominators == (1.0,)
+    assert batch.metrics["train/samples"] == 1 and batch.metrics["train/samples_without_trained_tokens"] == 1
+    assert batch.metrics["train/tokens"] == 5 and batch.metrics["train/trained_tokens"] == 2
+
+
+@pytest.mark.parametrize("samples", [[], [sample(5, trained=0)]])
+def test_nothing_to_learn_is_an_empty_batch(samples: list[Sample]) -> None:
+    batch = pack(samples, PackingLayout(64), "token")
+    assert batch.minibatches == () and batch.loss_denominators == () and batch.policy_version is None
+
+
+def test_several_versions_count_as_the_oldest() -> None:
+    samples = [sample(5, policy_version=version) for version in (4, 2, 3)]
+    assert pack(samples, PackingLayout(64), "token").policy_version == 2
+
+
+def test_supervised_samples_have_no_generator() -> None:
+    batch = pack([sample(5, generator_logprobs=None, policy_version=None)], PackingLayout(64), "token")
+    assert micro_batches(batch)[0].generator_logprobs_N is None and batch.policy_version is None
+
+
+def test_samples_of_another_precision_table_are_refused() -> None:
+    layout = PackingLayout(64, precision_digest="aaaa")
+    pack([sample(5, precision_digest="aaaa")], layout, "token")
+    with pytest.raises(RuntimeError, match=r"bbbb.*aaaa"):
+        pack([sample(5, precision_digest="bbbb")], layout, "token")
+
+
+def test_a_trained_first_token_is_our_bug() -> None:
+    with pytest.raises(AssertionError, match="first token"):
+        pack([Sample((1, 2), (True, True), None, 1.0, None)], PackingLayout(8), "token")
+
+
+def test_calibration_packs_have_nothing_to_train_on() -> None:
+    (micro_batch,) = pack_for_calibration([[1, 2, 3], [], [4]], PackingLayout(8))
+    assert micro_batch.token_ids_T.tolist() == [1, 2, 3, 4] and micro_batch.predictor_N.numel() == 0

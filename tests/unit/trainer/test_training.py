@@ -1,0 +1,228 @@
+"""The trainer over a real (tiny) decoder: its gradient against plain autograd, and all that must not change it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from octetrl.config.errors import UserError
+from octetrl.config.schema import AlgorithmConfig, OptimizerConfig
+from octetrl.layers.context import PackedContext
+from octetrl.models.decoder import Decoder
+from octetrl.records import PackedBatch, PolicyUpdate, Sample
+from octetrl.trainer.packing import PackingLayout, pack
+from octetrl.trainer.trainer import KVReplay, NonFiniteError, Trainer, TrainerState
+from tests.unit.trainer.tiny_trainer import BF16, FP8, random_samples, supervised, tiny_decoder, tiny_trainer
+
+ON_POLICY = AlgorithmConfig(token_weighting="token")
+NO_REPLAY = KVReplay()
+DYNAMIC = KVReplay(kv_mode="dynamic")
+
+
+def gradients(trainer: Trainer) -> dict[str, Tensor]:
+    return {slot.name: slot.gradient.clone() for slot in trainer.optimizer.slots}
+
+
+def train(trainer: Trainer, samples: list[Sample], kv: KVReplay = NO_REPLAY) -> PolicyUpdate:
+    return trainer.train(pack(samples, trainer.layout, trainer.algorithm.token_weighting), kv, None)
+
+
+def logprobs_of(model: Decoder, sample: Sample) -> Tensor:
+    """One sequence alone, through torch's own log_softmax: float32 [trained tokens]."""
+    ids = torch.tensor(sample.token_ids)
+    context = PackedContext(torch.tensor([0, len(ids)], dtype=torch.int32), len(ids))
+    logits = (model(ids, torch.arange(len(ids)), context) @ model.lm_head_weight.t()).float()
+    trained = torch.tensor(sample.loss_mask).nonzero().squeeze(1)
+    return logits.log_softmax(-1)[trained - 1, ids[trained]]
+
+
+@pytest.mark.parametrize("weighting", ["token", "sequence"])
+def test_gradient_is_that_of_the_plain_formula(weighting: str) -> None:
+    samples = random_samples(5)
+    trainer = tiny_trainer(tiny_decoder(dtype=torch.float32), AlgorithmConfig(token_weighting=weighting))
+    model = tiny_decoder(dtype=torch.float32)
+    losses = []
+    for sample in samples:
+        generator = torch.tensor([g for g, m in zip(sample.generator_logprobs, sample.loss_mask, strict=True) if m])
+        logprobs = logprobs_of(model, sample)
+        loss = -sample.advantage * (logprobs.detach() - generator).exp().clamp(max=2.0) * logprobs
+        losses.append(loss.mean() if weighting == "sequence" else loss)
+    torch.stack(losses).mean().backward() if weighting == "sequence" else torch.cat(losses).mean().backward()
+    train(trainer, samples)
+    for name, gradient in gradients(trainer).items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("weighting", ["token", "sequence"])
+def test_neither_loss_nor_gradient_depends_on_packing(weighting: str) -> None:
+    results = []
+    for budget, padded in ((16, True), (40, False), (50, True), (1000, False)):
+        trainer = tiny_trainer(tiny_decoder(dtype=torch.float32), AlgorithmConfig(token_weighting=weighting))
+        batch = pack(random_samples(9), PackingLayout(budget, padded_attention=padded), weighting)
+        update = trainer.train(batch, NO_REPLAY, None)
+        results.append((len(batch.minibatches[0]), update.metrics["loss"], gradients(trainer)))
+    assert len({count for count, _, _ in results}) >= 3
+    for _, loss, gradient in results[1:]:
+        assert loss == pytest.approx(results[0][1], abs=1e-6)
+        for name, expected in results[0][2].items():
+            torch.testing.assert_close(gradient[name], expected, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(("fp8", "kv"), [(BF16, NO_REPLAY), (FP8, DYNAMIC)])
+def test_activation_checkpointing_changes_no_bit(fp8: object, kv: KVReplay) -> None:
+    results = []
+    for mode in ("none", "layer"):
+        trainer = tiny_trainer(tiny_decoder(fp8), activation_checkpointing=mode, collect_kv_amax=True)
+        update = train(trainer, random_samples(4), kv)
+        results.append((update.metrics["loss"], gradients(trainer), trainer.take_kv_amax()))
+    plain, checkpointed = results
+    assert plain[0] == checkpointed[0] and torch.equal(plain[2], checkpointed[2])
+    for name, gradient in plain[1].items():
+        assert torch.equal(gradient, checkpointed[1][name]), name
+
+
+@pytest.mark.parametrize(("fp8", "kv"), [(BF16, NO_REPLAY), (FP8, DYNAMIC)])
+def test_training_reduces_a_toy_loss(fp8: object, kv: KVReplay) -> None:
+    trainer = tiny_trainer(tiny_decoder(fp8), AlgorithmConfig(name="sft"))
+    samples = supervised(random_samples(6))
+    losses = [train(trainer, samples, kv).metrics["loss"] for _ in range(8)]
+    assert losses[0] == pytest.approx(math.log(40), rel=0.2) and losses[-1] < 0.7 * losses[0]
+    assert trainer.last_logprobs is None  # no engine drew these
+
+
+def test_grpo_makes_the_better_answers_likelier() -> None:
+    trainer = tiny_trainer()
+    samples = [s for s in random_samples(8)]
+    before = [logprobs_of(trainer.model, sample).sum().item() for sample in samples]
+    train(trainer, samples)
+    after = [logprobs_of(trainer.model, sample).sum().item() for sample in samples]
+    gain = sum(s.advantage * (a - b) for s, a, b in zip(samples, after, before, strict=True))
+    assert gain > 0
+
+
+def test_first_pass_logprobs_are_those_before_any_update() -> None:
+    samples = random_samples(6)
+    model = tiny_decoder()
+    expected = sorted(value for sample in samples for value in logprobs_of(model, sample).tolist())
+    for minibatches, epochs in ((1, 1), (2, 1), (1, 2)):
+        trainer = tiny_trainer(minibatches=minibatches, epochs=epochs)
+        update = train(trainer, samples)
+        assert update.metrics["train/updates"] == minibatches * epochs == trainer.optimizer.step_count
+        assert trainer.last_logprobs is not None and update.policy_version == 1
+        assert sorted(trainer.last_logprobs.trainer_N.tolist()) == pytest.approx(expected, abs=0.02)
+        generated = sorted(
+            value for s in samples for value, mask in zip(s.generator_logprobs, s.loss_mask, strict=True) if mask
+        )
+        assert sorted(trainer.last_logprobs.generator_N.tolist()) == pytest.approx(generated)
+        assert trainer.last_logprobs.target_positions_N.max() < trainer.last_logprobs.sequence_lengths_N.max()
+
+
+def test_several_updates_take_their_ratio_against_the_first_pass() -> None:
+    """The second epoch's ratio has left 1, so with a clip of width 0 about half of the tokens are clipped."""
+    algorithm = AlgorithmConfig(clip_low=0.0, clip_high=0.0)
+    assert train(tiny_trainer(algorithm=algorithm), random_samples(4)).metrics["ratio/clip_fraction"] == 0.0
+    twice = train(tiny_trainer(algorithm=algorithm, epochs=2), random_samples(4)).metrics["ratio/clip_fraction"]
+    assert 0.15 < twice <= 0.5  # the mean of 0 and of what is clipped in the second
+
+
+def test_stale_samples_are_not_on_policy() -> None:
+    """The exact ratio of 1 cannot be clipped; the ratio to a generator half as sure can."""
+    samples = [Sample(s.token_ids, s.loss_mask, tuple(-8.0 for _ in s.token_ids), 1.0, 0) for s in random_samples(4)]
+    trainer = tiny_trainer()
+    assert train(trainer, samples).metrics["ratio/clip_fraction"] == 0.0
+    assert train(trainer, samples).metrics["ratio/clip_fraction"] == 1.0  # drawn by version 0, trained by 1
+
+
+def test_reference_kl_starts_at_zero_and_grows() -> None:
+    algorithm = AlgorithmConfig(kl_coefficient=0.1)
+    trainer = tiny_trainer(algorithm=algorithm, reference=tiny_decoder())
+    first, second = (train(trainer, random_samples(4)).metrics["kl"] for _ in range(2))
+    assert first == 0.0 and second > 0.0
+
+
+def test_kv_amax_of_the_training_forward_is_that_of_a_forward_alone() -> None:
+    samples = random_samples(5)
+    trainer = tiny_trainer(collect_kv_amax=True)
+    assert trainer.take_kv_amax() is None
+    trainer.collect_kv_amax([sample.token_ids for sample in samples])
+    from_tokens = trainer.take_kv_amax()
+    batch = pack(samples, trainer.layout, "token")
+    trainer.collect_kv_amax(batch)
+    from_batch = trainer.take_kv_amax()
+    trainer.train(batch, NO_REPLAY, None)
+    fused = trainer.take_kv_amax()
+    assert fused is not None and fused.shape == (2, 2, 1) and (fused > 0).all()
+    assert torch.equal(from_tokens, fused) and torch.equal(from_batch, fused)
+    assert trainer.take_kv_amax() is None
+
+
+def test_an_empty_batch_changes_nothing() -> None:
+    trainer = tiny_trainer()
+    before = {name: tensor.clone() for name, tensor in trainer.state().weights.items()}
+    update = trainer.train(PackedBatch((), (), None), NO_REPLAY, None)
+    assert update == PolicyUpdate(0, {"train/skipped": 1.0})
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.state().weights.items())
+
+
+def test_a_loss_that_is_not_finite_names_the_micro_batch_and_steps_nothing() -> None:
+    trainer = tiny_trainer(tokens_per_micro_batch=16)
+    samples = random_samples(3, longest=10)
+    bad = Sample((1, 2, 3), (False, True, True), (0.0, -3.0, -3.0), math.inf, 0)
+    before = {name: tensor.clone() for name, tensor in trainer.state().weights.items()}
+    with pytest.raises(NonFiniteError, match=r"micro-batch \d of \d .* nothing was stepped"):
+        train(trainer, [*samples, bad])
+    assert trainer.optimizer.step_count == 0 and trainer.policy_version == 0
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.state().weights.items())
+    assert math.isfinite(train(trainer, samples).metrics["loss"])
+
+
+def test_a_gradient_that_is_not_finite_names_the_tensor() -> None:
+    trainer = tiny_trainer()
+    trainer.model.get_parameter("layers.1.mlp.down_proj.weight").register_hook(lambda gradient: gradient * math.nan)
+    with pytest.raises(NonFiniteError, match=r"micro-batch 1 of .*'layers\.1\.mlp\.down_proj\.weight' \(1 in all\)"):
+        train(trainer, random_samples(3))
+
+
+def test_another_precision_table_is_refused() -> None:
+    trainer = tiny_trainer()
+    batch = pack(random_samples(2), trainer.layout, "token")
+    with pytest.raises(RuntimeError, match="precision table"):
+        trainer.train(batch, NO_REPLAY, tiny_decoder(FP8).policy.digest)
+    trainer.train(batch, NO_REPLAY, trainer.model.policy.digest)
+
+
+@pytest.mark.parametrize("master", ["float32", "stochastic_rounding"])
+def test_a_resumed_trainer_equals_one_never_stopped(master: str) -> None:
+    """Weights, optimizer, schedule and rounding, bit for bit."""
+    optimizer = OptimizerConfig(lr=1e-2, master=master, warmup_steps=2, decay="cosine", weight_decay=0.01)
+
+    def run(trainer: Trainer, steps: range) -> list[dict[str, float]]:
+        metrics = []
+        for step in steps:
+            samples = random_samples(4, seed=step, policy_version=trainer.policy_version)
+            metrics.append(dict(train(trainer, samples, DYNAMIC).metrics))
+        return [{name: value for name, value in one.items() if not name.endswith("second") and "time/" not in name}
+                for one in metrics]  # fmt: skip
+
+    straight = tiny_trainer(tiny_decoder(FP8), optimizer=optimizer, total_steps=4)
+    expected = run(straight, range(4))
+    stopped = tiny_trainer(tiny_decoder(FP8), optimizer=optimizer, total_steps=4)
+    run(stopped, range(2))
+    saved = stopped.state()
+    copies = ({name: tensor.clone() for name, tensor in part.items()} for part in (saved.weights, saved.optimizer))
+    resumed = tiny_trainer(tiny_decoder(FP8, seed=9), optimizer=optimizer, total_steps=4)
+    resumed.load_state(TrainerState(*copies, saved.policy_version))
+    assert run(resumed, range(2, 4)) == expected[2:]
+    for name, tensor in straight.state().weights.items():
+        assert torch.equal(tensor, resumed.state().weights[name]), name
+
+
+def test_the_state_of_another_model_is_refused() -> None:
+    trainer = tiny_trainer()
+    state = trainer.state()
+    weights = {name: tensor for name, tensor in state.weights.items() if name != "norm.weight"}
+    with pytest.raises(UserError, match=r"'norm\.weight' is missing"):
+        trainer.load_state(TrainerState(weights, state.optimizer, 3))
