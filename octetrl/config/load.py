@@ -79,7 +79,7 @@ def recipe_from_mapping(tree: Mapping[str, Any], source: str = "recipe") -> Reci
 
 def dump_recipe(recipe: Recipe) -> str:
     """The resolved recipe as YAML; `load_recipe` of it is the same recipe."""
-    return yaml.dump(recipe.model_dump(mode="json"), Dumper=_RecipeDumper, sort_keys=False, allow_unicode=True)
+    return yaml.dump(recipe.model_dump(mode="json"), Dumper=_RecipeDumper, sort_keys=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,61 @@
+"""Every shipped recipe is sound as it stands and under each precision, and editors find its schema."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from octetrl.config.load import PRECISIONS, dump_recipe, load_recipe
+from octetrl.config.presets import preset_config
+from octetrl.config.validate import validate_with_spec
+from octetrl.models.families import spec_from_config
+from tests.house.tree import REPO
+
+RECIPES = sorted((REPO / "recipes").glob("*.yaml"))
+BASES = sorted((REPO / "recipes" / "bases").glob("*.yaml"))
+PRESETS = ("tiny", "qwen3-0.6b", "qwen3-8b")
+
+
+def name(path: Path) -> str:
+    return path.stem
+
+
+def test_there_are_recipes_for_the_demo_and_for_a_gpu() -> None:
+    names = [path.stem for path in RECIPES]
+    assert any(name.startswith("demo") for name in names)
+    assert any("1gpu" in name for name in names)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=name)
+def test_it_validates_as_it_stands_and_survives_being_written(path: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(path)
+    (tmp_path / "config.yaml").write_text(dump_recipe(recipe))
+    assert load_recipe(tmp_path / "config.yaml") == recipe
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=name)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_it_runs_under_every_precision_that_its_algorithm_allows(path: Path, precision: str) -> None:
+    if precision == "fp8_full" and load_recipe(path).algorithm.name == "sft":
+        pytest.skip("sft has no rollouts to calibrate a KV cache on")
+    assert load_recipe(path, [f"precision={precision}"]).precision == precision
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=name)
+def test_it_fits_the_shape_in_its_name(path: Path) -> None:
+    shape = next((preset for preset in PRESETS if preset in path.stem), "tiny")
+    validate_with_spec(load_recipe(path), spec_from_config(preset_config(shape)))
+
+
+@pytest.mark.parametrize("path", [*RECIPES, *BASES], ids=name)
+def test_editors_find_its_schema(path: Path) -> None:
+    first = path.read_text(encoding="utf-8").splitlines()[0]
+    schema = first.removeprefix("# yaml-language-server: $schema=")
+    assert (path.parent / schema).resolve() == REPO / "recipes" / "recipe.schema.json", first
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=name)
+def test_a_gpu_recipes_name_tells_its_precision(path: Path) -> None:
+    if "1gpu" in path.stem:
+        assert path.stem.endswith(str(load_recipe(path).precision).replace("_", "-"))

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from octetrl.cli.main import run_command
+from octetrl.config.presets import preset_config
+
+RECIPE = """
+precision: fp8_full
+model: {path: model}
+environment: {kind: jsonl, dataset: tasks.jsonl}
+cluster: {device: cpu}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe, the config.json of a tiny model and a file of tasks, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    (tmp_path / "model").mkdir()
+    write_config(tmp_path, max_position_embeddings=4096)
+    return tmp_path
+
+
+def write_config(folder: Path, **fields: object) -> None:
+    (folder / "model/config.json").write_text(json.dumps(preset_config("tiny") | fields))
+
+
+def check(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = run_command(["check", "r.yaml", *arguments])
+    captured = capsys.readouterr()
+    return code, " ".join(captured.out.split()), captured.err
+
+
+def test_it_shows_essentials_parameters_precision_and_memory(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = check(capsys, "fp8.bf16_last_layers=1", "fp8.ignore=['*.o_proj']")
+    assert (code, err) == (0, "")
+    for shown in (
+        "grpo, 32 prompts x 8 siblings a step",
+        "CPU, FP8 is emulated",
+        "parameters 1,033,600",
+        "attention.qkv_proj fp8 in 3 of 4 fp8 in 3 of 4",
+        "attention.o_proj bf16 bf16",
+        "K fp8, V fp8, calibrated scales (fused), replayed in training",
+        "KV cache 0.25 GiB 524,288 tokens of 512 bytes",
+        "no problems",
+    ):
+        assert shown in out
+
+
+def test_a_model_without_qk_norm_keeps_k_in_bf16(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_config(folder, architectures=["Qwen2ForCausalLM"], model_type="qwen2", max_position_embeddings=4096)
+    code, out, _ = check(capsys)
+    assert code == 0
+    assert "K bf16, V fp8" in out
+    assert "K stays BF16" in out
+
+
+def test_it_plans_for_a_gpu_elsewhere(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = check(capsys, "--memory-gib", "1", "trainer.tokens_per_micro_batch=200000")
+    assert code == 0
+    assert "a GPU with 1 GiB" in out
+    assert "more than the device has" in out
+
+
+def test_a_gpu_that_is_not_here_leaves_the_cache_open(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = check(capsys, "cluster.device=cuda")
+    assert code == 0
+    if "there is none here" in out:
+        assert "35% of the memory left, 512 bytes a token" in out
+
+
+def test_everything_that_is_wrong_is_told_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_config(folder, head_dim=48)
+    code, _, err = check(capsys, "model.tokenizer=gone", "environment.dataset=gone.jsonl", "fp8.ignore=['*.nothing']")
+    assert code == 2
+    first, *lines = err.splitlines()
+    assert first == "octetrl: r.yaml: 5 problems"
+    for said in ("gone.jsonl", "model.tokenizer", "head size", "1024 positions", "'*.nothing' matches no linear"):
+        assert any(said in line for line in lines), said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["model.path=gone"], "does not exist"),
+        (["environment.kind=reasoning_gym", "environment.dataset=chain_sun"], "did you mean 'chain_sum'"),
+        (
+            ["algorithm.name=sft", "precision=fp8", "algorithm.conversations=gone"],
+            "algorithm.conversations: no file 'gone'",
+        ),
+    ],
+)
+def test_one_problem_is_one_line(
+    overrides: list[str], says: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = check(capsys, *overrides)
+    assert code == 2
+    assert says in err
+    assert err.count("\n") == 1

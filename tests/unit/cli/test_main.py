@@ -1,0 +1,143 @@
+"""Exit codes, one line for the user, and no torch before it is needed."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from octetrl.cli.main import run_command
+from octetrl.config.errors import UserError
+from octetrl.config.schema import Recipe
+
+RECIPE = "model: {path: m}\nenvironment: {dataset: chain_sum}\noutput_dir: run\n"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A sound recipe in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    return "r.yaml"
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, behaviour: object) -> None:
+    """`octetrl.run.loop` and what `train` imports beside it, replaced by modules of a few lines."""
+
+    def train(recipe: Recipe, resume: bool) -> None:
+        if isinstance(behaviour, BaseException):
+            raise behaviour
+        assert callable(behaviour)
+        behaviour(recipe, resume)
+
+    loop = ModuleType("octetrl.run.loop")
+    loop.train = train  # type: ignore[attr-defined]
+    run = ModuleType("octetrl.run")
+    run.loop = loop  # type: ignore[attr-defined]
+    mismatch = ModuleType("octetrl.telemetry.mismatch")
+    mismatch.MismatchError = FailedGate  # type: ignore[attr-defined]
+    trainer = ModuleType("octetrl.trainer.trainer")
+    trainer.NonFiniteError = FailedGate  # type: ignore[attr-defined]
+    for module in (run, loop, mismatch, trainer):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+class FailedGate(RuntimeError):
+    pass
+
+
+def test_train_hands_over_the_resolved_recipe(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Recipe, bool]] = []
+    stand_in(monkeypatch, lambda resolved, resume: seen.append((resolved, resume)))
+    assert run_command(["train", recipe, "seed=7", "--resume", "precision=fp8"]) == 0
+    [(resolved, resume)] = seen
+    assert (resolved.seed, resolved.fp8.train, resume) == (7, True, True)
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "line"),
+    [
+        (UserError("model.path: wrong"), 2, "octetrl: model.path: wrong"),
+        (FailedGate("step 3: too far apart"), 1, "octetrl: the run failed: step 3: too far apart"),
+        (KeyboardInterrupt(), 130, "octetrl: stopped before the run began; nothing was written"),
+        (
+            OSError(errno.ENOSPC, "full", "run/x"),
+            2,
+            "octetrl: no space left to write 'run/x'; free some or choose another",
+        ),
+    ],
+)
+def test_how_a_run_ends(
+    raised: BaseException,
+    code: int,
+    line: str,
+    recipe: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stand_in(monkeypatch, raised)
+    assert run_command(["train", recipe]) == code
+    error = capsys.readouterr().err
+    assert error.startswith(line)
+    assert error.count("\n") == 1
+
+
+def test_our_own_bugs_keep_their_traceback(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for bug in (RuntimeError("bug"), OSError(errno.EIO, "broken disk"), AssertionError("bug")):
+        stand_in(monkeypatch, bug)
+        with pytest.raises(type(bug)):
+            run_command(["train", recipe])
+
+
+def test_ctrl_c_says_how_to_go_on(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run").mkdir()
+    Path("run/config.yaml").write_text("")
+    stand_in(monkeypatch, KeyboardInterrupt())
+    assert run_command(["train", recipe, "rollout.stop=[a b]"]) == 130
+    assert "octetrl train r.yaml 'rollout.stop=[a b]' --resume" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["trian", "r.yaml"], "Did you mean 'train'?"),
+        (["train"], "RECIPE.yaml"),
+        (["train", "r.yaml", "--resumee"], "--resume"),
+        (["eval", "m"], "--recipe"),
+        (["generate", "m"], "--prompt"),
+        (["generate", "m", "-p", "x", "--top-p", "2"], "--top-p"),
+        (["generate", "m", "-p", "x", "--top-p", "0"], "keep no token"),
+        (["generate", "m", "-p", "x", "--temperature", "nan"], "--temperature"),
+        (["generate", "m", "-p", "x", "--temperature", "-1"], "--temperature"),
+        (["generate", "m", "-p", "x", "--precision", "fp9"], "fp8_full"),
+        (["generate", "m", "-p", "x", "--max-new-tokens", "0"], "--max-new-tokens"),
+        (["generate", "m", "-p", "x", "--stop", ""], "--stop"),
+        (["export", "run"], "--to"),
+    ],
+)
+def test_wrong_words_on_the_command_line(
+    arguments: list[str], says: str, recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(arguments) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.startswith("octetrl: ")
+    assert error.count("\n") == 1
+
+
+def test_help_and_refusals_come_without_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from octetrl.cli.main import run_command\n"
+        "codes = [run_command(words) for words in (['--help'], ['train', '--help'], ['train', 'gone.yaml'])]\n"
+        "assert codes == [0, 0, 2], codes\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'reasoning_gym'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)

@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octetrl.config.errors import UserError
+from octetrl.config.load import PRECISIONS, dump_recipe, load_recipe, recipe_from_mapping
+from octetrl.config.schema import Recipe
+
+BASE = "model: {path: models/m}\nenvironment: {dataset: chain_sum}\n"
+
+
+def load(folder: Path, text: str, *overrides: str) -> Recipe:
+    path = folder / "recipe.yaml"
+    path.write_text(text)
+    return load_recipe(path, overrides)
+
+
+def refusal(folder: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load(folder, text, *overrides)
+    return str(caught.value).replace(f"{folder}/", "")
+
+
+def test_numbers_lists_and_text_have_the_types_of_the_schema(tmp_path: Path) -> None:
+    recipe = load(
+        tmp_path,
+        BASE
+        + "trainer: {optimizer: {lr: 1e-6, betas: [0, 0.5], eps: 1E-9}}\nrollout: {stop: [a, 'no']}\nsteps: 1_000\n",
+    )
+    assert recipe.trainer.optimizer.lr == 1e-6
+    assert recipe.trainer.optimizer.betas == (0.0, 0.5)
+    assert recipe.trainer.optimizer.eps == 1e-9
+    assert recipe.rollout.stop == ("a", "no")
+    assert recipe.steps == 1000
+
+
+@pytest.mark.parametrize("text", ["yes", "off", "1:30", "010", "2024-01-01", "0x10", "1e"])
+def test_yaml_traps_are_texts(tmp_path: Path, text: str) -> None:
+    assert load(tmp_path, BASE + f"output_dir: {text}\n").output_dir == text
+
+
+def test_an_empty_section_keeps_the_defaults(tmp_path: Path) -> None:
+    assert load(tmp_path, BASE + "fp8:\nengine:\n") == load(tmp_path, BASE)
+
+
+# --- extends ------------------------------------------------------------------------------------------------
+
+
+def test_extends_merges_sections_and_replaces_everything_else(tmp_path: Path) -> None:
+    (tmp_path / "bases").mkdir()
+    (tmp_path / "bases/far.yaml").write_text(BASE + "rollout: {group_size: 4, stop: [a, b]}\nseed: 3\n")
+    (tmp_path / "bases/near.yaml").write_text("extends: far.yaml\nenvironment: {parameters: {p: 1, q: 2}}\nsteps: 7\n")
+    recipe = load(tmp_path, "extends: bases/near.yaml\nrollout: {stop: [c]}\nenvironment: {parameters: {r: 3}}\n")
+    assert (recipe.rollout.group_size, recipe.rollout.stop) == (4, ("c",))
+    assert recipe.environment.parameters == {"r": 3}
+    assert (recipe.seed, recipe.steps, recipe.environment.dataset) == (3, 7, "chain_sum")
+
+
+def test_extends_in_a_circle_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other.yaml").write_text("extends: recipe.yaml\n")
+    assert "circle" in refusal(tmp_path, "extends: other.yaml\n")
+
+
+def test_a_missing_base_names_who_wants_it(tmp_path: Path) -> None:
+    assert refusal(tmp_path, "extends: gone.yaml\n").startswith("gone.yaml: no such recipe (")
+
+
+def test_a_problem_names_the_file_it_comes_from(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text(BASE + "rollout: {group_sise: 4}\n")
+    assert refusal(tmp_path, "extends: base.yaml\n").startswith("base.yaml: rollout.group_sise: unknown key")
+
+
+# --- overrides ----------------------------------------------------------------------------------------------
+
+
+def test_overrides_are_yaml_and_the_last_word(tmp_path: Path) -> None:
+    recipe = load(
+        tmp_path,
+        BASE,
+        "seed=1",
+        "seed=2",
+        "environment.parameters.max_terms=4",
+        "rollout.stop=[x, y]",
+        "trainer.optimizer={lr: 2e-5}",
+        "rollout.system_prompt=a = b",
+        "mismatch.fail_above=",
+    )
+    assert recipe.seed == 2
+    assert recipe.environment.parameters == {"max_terms": 4}
+    assert recipe.rollout.stop == ("x", "y")
+    assert recipe.trainer.optimizer.lr == 2e-5
+    assert recipe.rollout.system_prompt == "a = b"
+    assert recipe.mismatch.fail_above is None
+
+
+def test_an_override_reaches_into_parameters_and_keeps_the_rest(tmp_path: Path) -> None:
+    text = "model: {path: m}\nenvironment: {dataset: d, parameters: {p: 1, q: 2}}\n"
+    assert load(tmp_path, text, "environment.parameters.q=3").environment.parameters == {"p": 1, "q": 3}
+    assert load(tmp_path, text, "environment.parameters={}").environment.parameters == {}
+
+
+@pytest.mark.parametrize("override", ["seed", "=1", "a..b=1", ".=1"])
+def test_a_malformed_override_is_refused(tmp_path: Path, override: str) -> None:
+    assert "is not section.key=value" in refusal(tmp_path, BASE, override)
+
+
+def test_an_override_that_is_not_yaml_is_refused(tmp_path: Path) -> None:
+    assert "put the value in quotes" in refusal(tmp_path, BASE, "rollout.stop=[a")
+
+
+# --- precision ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+def test_precision_stands_for_three_fields(tmp_path: Path, precision: str) -> None:
+    recipe = load(tmp_path, BASE, f"precision={precision}")
+    assert recipe.fp8.model_dump() | PRECISIONS[precision] == recipe.fp8.model_dump()
+    assert recipe.precision == precision
+
+
+def test_fields_written_beside_precision_win(tmp_path: Path) -> None:
+    assert load(tmp_path, BASE + "fp8: {kv_cache: dynamic}\nprecision: fp8_full\n").fp8.kv_cache == "dynamic"
+    for words in (["fp8.kv_cache=dynamic", "precision=fp8_full"], ["precision=fp8_full", "fp8.kv_cache=dynamic"]):
+        assert load(tmp_path, BASE, *words).fp8.kv_cache == "dynamic"
+
+
+def test_what_comes_later_wins(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text(BASE + "fp8: {train: true, kv_cache: dynamic, ignore: ['*.o_proj']}\n")
+    later = load(tmp_path, "extends: base.yaml\nprecision: bf16\n")
+    assert (later.fp8.train, later.fp8.kv_cache, later.fp8.ignore) == (False, "none", ("*.o_proj",))
+    (tmp_path / "base.yaml").write_text(BASE + "precision: fp8_full\n")
+    assert load(tmp_path, "extends: base.yaml\nfp8: {train: false}\n").fp8.train is False
+    assert load(tmp_path, "extends: base.yaml\nfp8: {train: false}\n", "precision=fp8").fp8.train is True
+
+
+# --- refusals -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "is empty"),
+        ("# only a comment\n", "is empty"),
+        ("- a\n- b\n", "holds a list"),
+        ("hello\n", "holds a str"),
+        ("a: [1\n", "not YAML"),
+        ("model: {path: a\n", "not YAML"),
+        ("a: b: c\n", "line 1: not YAML"),
+        ("seed: 1\nseed: 2\n", "line 2: the key 'seed' is given twice"),
+        ("1: 2\n", "the key '1' is not a text"),
+        ("a: !!python/object:os.system {}\n", "is not allowed in a recipe"),
+        ("a: !!binary aGk=\n", "is not allowed in a recipe"),
+        ("rollout: {temperature: .nan}\n", ".nan is not a finite number"),
+        ("rollout: {temperature: 1e999}\n", "is not a finite number"),
+        ("a: &a [*a]\n", "recursive"),
+        ("a: " + "[" * 1000, "nested too deeply"),
+        ('a: "\\uD800"\n', "half a character"),
+        ("extends: 3\n", "is not the path of one recipe"),
+        ("extends: [a, b]\n", "is not the path of one recipe"),
+        ("a: \x00\n", "not YAML"),
+    ],
+)
+def test_what_is_no_recipe_is_refused_in_one_line(tmp_path: Path, text: str, says: str) -> None:
+    message = refusal(tmp_path, text)
+    assert says in message
+    assert "\n" not in message
+    assert message.startswith("recipe.yaml")
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "gone.yaml"):
+        with pytest.raises(UserError, match="give the path of a YAML file"):
+            load_recipe(path)
+    (tmp_path / "latin.yaml").write_bytes(b"model: \xff\xfe")
+    with pytest.raises(UserError, match="not UTF-8"):
+        load_recipe(tmp_path / "latin.yaml")
+
+
+def test_all_problems_are_reported_together(tmp_path: Path) -> None:
+    message = refusal(
+        tmp_path,
+        BASE + "rollout: {group_size: 1, temperature: hot}\nmodle: 3\nfp8: {kv_cache: calibratd}\n",
+        "engine.page_size=7",
+        "nonsense",
+    )
+    first, *lines = message.split("\n")
+    assert first == "recipe.yaml: 6 problems"
+    assert all(line.startswith("  ") for line in lines)
+    for said in (
+        "override 'nonsense'",
+        "rollout.temperature: 'hot' is not a number",
+        "modle: unknown key; did you mean 'model'?",
+        "did you mean 'calibrated'?",
+        "command line: engine.page_size: 7 is not allowed; choose one of 16, 32, 64, 128",
+        "rollout.group_size: 1 gives grpo no siblings",
+    ):
+        assert said in message
+
+
+# --- dump ---------------------------------------------------------------------------------------------------
+
+plain_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**40), 2**40)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.sampled_from(["1e-6", "yes", "010", "~", "", " a", "a: b", "#", "1_0", "<<", "2024-01-01", "é\n\u2028x"])
+    | st.text(st.characters(codec="utf-8"), max_size=8),
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=5), children, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=30)
+@given(parameters=st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=5), plain_values, max_size=3))
+def test_a_dumped_recipe_is_the_same_recipe(tmp_path_factory: pytest.TempPathFactory, parameters: dict) -> None:
+    recipe = recipe_from_mapping(
+        {
+            "precision": "fp8_full",
+            "model": {"path": "m"},
+            "fp8": {"kv_cache": "dynamic"},
+            "environment": {"dataset": "d", "parameters": parameters},
+            "trainer": {"optimizer": {"lr": 1e-7}},
+        }
+    )
+    path = tmp_path_factory.getbasetemp() / "dumped.yaml"
+    path.write_text(dump_recipe(recipe), encoding="utf-8")
+    assert load_recipe(path) == recipe
+
+
+def test_a_mapping_made_in_code_is_checked_like_a_file() -> None:
+    assert recipe_from_mapping({"model": {"path": "m"}, "precision": "fp8", "environment": {"dataset": "d"}}).fp8.train
+    with pytest.raises(UserError, match=r"environment\.dataset: missing"):
+        recipe_from_mapping({"model": {"path": "m"}})

@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import pytest
+
+from octetrl.config.errors import UserError
+from octetrl.config.presets import preset_config
+from octetrl.models.families import spec_from_config
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "tied"),
+    [("tiny", 1_033_600, True), ("qwen3-0.6b", 596_049_920, True), ("qwen3-8b", 8_190_735_360, False)],
+)
+def test_shapes_have_the_published_number_of_parameters(name: str, parameters: int, tied: bool) -> None:
+    spec = spec_from_config(preset_config(name))
+    assert spec.num_parameters == parameters
+    assert (spec.tied_embeddings, spec.qk_norm) == (tied, True)
+
+
+def test_a_preset_is_the_callers_own_copy() -> None:
+    preset_config("tiny")["vocab_size"] = 1
+    assert preset_config("tiny")["vocab_size"] == 384
+
+
+def test_an_unknown_preset_comes_with_the_nearest() -> None:
+    with pytest.raises(UserError, match="did you mean 'qwen3-8b'"):
+        preset_config("qwen3-8")

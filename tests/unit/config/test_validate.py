@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octetrl.config.errors import UserError
+from octetrl.config.load import load_recipe, recipe_from_mapping
+from octetrl.config.presets import preset_config
+from octetrl.config.problems import section_of
+from octetrl.config.schema import EngineConfig, Recipe, TrainerConfig
+from octetrl.config.spec import ModelSpec
+from octetrl.config.validate import validate_with_spec
+from octetrl.models.families import spec_from_config
+
+
+def recipe_with(*fields: tuple[str, Any]) -> Recipe:
+    """A sound GRPO recipe with some fields set."""
+    tree: dict[str, Any] = {"model": {"path": "m"}, "environment": {"dataset": "chain_sum"}}
+    for name, value in fields:
+        node = tree
+        *sections, last = name.split(".")
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[last] = value
+    return recipe_from_mapping(tree)
+
+
+def problem_of(*fields: tuple[str, Any]) -> str:
+    with pytest.raises(UserError) as caught:
+        recipe_with(*fields)
+    return str(caught.value)
+
+
+SFT = (("algorithm.name", "sft"), ("algorithm.conversations", "c.jsonl"))
+
+IMPOSSIBLE = [
+    ([("rollout.group_size", 1)], "no siblings to compare"),
+    ([("model.context_length", 1000)], "raise it to 2048"),
+    ([("evaluation.max_new_tokens", 4000)], "exceed model.context_length"),
+    ([("rollout.temperature", 0)], "is greedy"),
+    ([("rollout.top_k", 5)], "rollout.top_k: 5 cuts"),
+    ([("rollout.top_p", 0.9)], "(`generate` takes --top-p)"),
+    ([("rollout.min_p", 0.1)], "train with 0.0"),
+    ([("rollout.stop", [""])], "rollout.stop"),
+    ([*SFT, ("precision", "fp8_full")], "nothing to calibrate on"),
+    ([("algorithm.name", "sft")], "algorithm.conversations: sft needs"),
+    ([*SFT, ("algorithm.kl_coefficient", 0.1)], "no reference policy"),
+    ([*SFT, ("trainer.minibatches", 65)], "use at most 64"),
+    ([("trainer.minibatches", 257)], "use at most 256"),
+    ([("environment.dataset", None)], "such as chain_sum"),
+    ([("environment.kind", "math"), ("environment.dataset", None)], "JSONL file"),
+    ([("environment.kind", "jsonl"), ("environment.parameters", {"p": 1})], "p would go unused"),
+    ([("environment.reward", "rewards.py")], "is not module:name"),
+    ([("environment.prompt_template", "hello")], "{prompt}"),
+    ([("environment.answer_marker", "")], "marks nothing"),
+    ([("model.path", None)], "give a path"),
+    ([("model.preset", "tiny")], "exclude each other"),
+    ([("model.path", None), ("model.preset", "tiny"), ("model.tokenizer", "t")], "without weights"),
+    ([("model.path", None), ("model.preset", "tiny"), ("model.init", "random")], "model.tokenizer"),
+    ([("model.dtype", "float32"), ("precision", "fp8")], "no FP8 path"),
+    ([("model.dtype", "float32"), ("trainer.optimizer.master", "stochastic_rounding")], "stochastic_rounding"),
+    ([("cluster.device", "cpu"), ("precision", "fp8"), ("fp8.emulate", False)], "no FP8 tensor cores"),
+    ([("engine.kv_cache_tokens", 2047)], "raise it to at least 2048"),
+    ([("trainer.optimizer.betas", [0.9, 1.0])], "below 1"),
+    ([("evaluation.every", 1), ("environment.eval_size", 0)], "no held-out tasks"),
+    ([("evaluation.samples", 4)], "greedy"),
+    ([("checkpoint.keep_best", 1)], "is never measured"),
+    ([("seed", 2**63)], "choose a smaller one"),
+    ([("output_dir", " ")], "output_dir"),
+]
+
+
+@pytest.mark.parametrize(("fields", "says"), IMPOSSIBLE, ids=[says for _, says in IMPOSSIBLE])
+def test_what_cannot_stand_together_is_refused_in_one_line(fields: list[tuple[str, Any]], says: str) -> None:
+    message = problem_of(*fields)
+    assert says in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        SFT,
+        [*SFT, ("rollout.group_size", 1), ("rollout.top_p", 0.5), ("fp8.kv_cache", "dynamic")],
+        [("model.path", None), ("model.preset", "tiny"), ("model.init", "random"), ("model.tokenizer", "t")],
+        [("model.init", "random")],
+        [("model.context_length", 2048)],
+        [("engine.kv_cache_tokens", 2048)],
+        [("algorithm.conversations", "inherited.jsonl")],
+        [("evaluation.samples", 4), ("evaluation.temperature", 0.6)],
+        [("environment.reward", "my_package.rewards:length")],
+    ],
+)
+def test_what_can_stand_together_passes(fields: list[tuple[str, Any]]) -> None:
+    recipe_with(*fields)
+
+
+WRONG_VALUES = [
+    ("steps", 1.0, "steps: 1.0 is not a whole number"),
+    ("steps", True, "steps: true is not a whole number"),
+    ("steps", 0, "it must be at least 1"),
+    ("seed", "1", "seed: '1' is not a whole number"),
+    ("model.path", 3, "model.path: 3 is not a text; put it in quotes"),
+    ("fp8.train", "yes", "fp8.train: 'yes' is neither true nor false"),
+    ("rollout.stop", "a", "rollout.stop: 'a' is not a list"),
+    ("rollout.stop", ["a", 3], "rollout.stop[1]: 3 is not a text"),
+    ("rollout.top_p", 0, "it must be above 0"),
+    ("rollout.min_p", 1.5, "it must be at most 1"),
+    ("trainer.optimizer.betas", [0.9], "two numbers are needed"),
+    ("trainer.optimizer.betas", [0.9, 0.9, 0.9], "two numbers are needed"),
+    ("engine", 3, "engine: 3 is not a section"),
+    ("engine", [1, 2], "engine: [1, 2] is not a section"),
+    ("environment.parameters", 3, "environment.parameters: 3 is not a mapping"),
+    ("precision", "fp16", "choose one of bf16, fp8_rollout, fp8, fp8_full"),
+    ("engine.page_size", 48, "choose one of 16, 32, 64, 128"),
+    ("output_dir", "x" * 30 + "\n", None),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "says"), WRONG_VALUES)
+def test_types_and_ranges(name: str, value: Any, says: str | None) -> None:
+    if says is None:
+        recipe_with((name, value))
+        return
+    message = problem_of((name, value))
+    assert says in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("modl", "did you mean 'model'?"),
+        ("rollout.group_sise", "did you mean 'group_size'?"),
+        ("trainer.optimizer.learning_rate", "allowed are lr, betas"),
+        ("trainer.lr", "did you mean 'trainer.optimizer.lr'?"),
+        ("logging.quux", "allowed are console, tensorboard"),
+    ],
+)
+def test_an_unknown_key_comes_with_the_nearest(name: str, says: str) -> None:
+    assert f"{name}: unknown key" in problem_of((name, 1))
+    assert says in problem_of((name, 1))
+
+
+def test_a_field_found_wrong_is_not_blamed_again() -> None:
+    """context_length is wrong in itself; that its default would be too short is nobody's problem."""
+    message = problem_of(("model.context_length", "long"), ("rollout.max_new_tokens", 8000))
+    assert "problems" not in message
+    message = problem_of(("environment.dataset", None), ("environment.datset", "chain_sum"))
+    assert "problems" not in message
+    assert "did you mean 'dataset'?" in message
+
+
+def test_a_recipe_without_a_model_still_has_its_other_problems_told() -> None:
+    with pytest.raises(UserError) as caught:
+        recipe_from_mapping({"rollout": {"group_size": 1}})
+    assert "3 problems" in str(caught.value)  # no model, no dataset, no siblings
+    assert "model: missing" in str(caught.value)
+
+
+def test_evaluation_is_free_of_what_only_training_demands(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("model: {path: m}\nenvironment: {dataset: d}\nrollout: {top_p: 0.9, group_size: 1}\n")
+    assert load_recipe(path, training=False).rollout.top_p == 0.9
+    with pytest.raises(UserError, match="2 problems"):
+        load_recipe(path)
+
+
+def test_sections_are_told_from_fields() -> None:
+    assert section_of(Recipe, "engine") is EngineConfig
+    assert section_of(TrainerConfig, "minibatches") is None
+    assert section_of(Recipe, "nothing") is None
+
+
+# --- with the model's shape ---------------------------------------------------------------------------------
+
+TINY = spec_from_config(preset_config("tiny"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "spec", "says"),
+    [
+        (
+            [("precision", "fp8_full")],
+            replace(TINY, head_size=48),
+            "head size of 16, 32, 64, 128, 256; this model has 48",
+        ),
+        ([("fp8.kv_cache", "dynamic")], replace(TINY, head_size=80), "this model has 80"),
+        ([("fp8.rollout", True)], replace(TINY, hidden_size=120), "hidden size is 120"),
+        ([("fp8.train", True)], replace(TINY, intermediate_size=500), "intermediate size is 500"),
+        ([("fp8.train", True), ("fp8.bf16_first_layers", 4)], TINY, "4 leave none of the model's 4 layers in FP8"),
+        ([("model.context_length", 5000)], TINY, "exceeds the model's 4096 positions"),
+    ],
+)
+def test_what_the_model_cannot_follow_is_refused(fields: list[tuple[str, Any]], spec: ModelSpec, says: str) -> None:
+    recipe = recipe_with(*fields)
+    with pytest.raises(UserError) as caught:
+        validate_with_spec(recipe, replace(spec, max_positions=4096))
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("head_size", [16, 32, 64, 128, 256])
+def test_supported_head_sizes_pass(head_size: int) -> None:
+    spec = replace(TINY, head_size=head_size, max_positions=4096)
+    validate_with_spec(recipe_with(("precision", "fp8_full")), spec)
+
+
+def test_odd_head_sizes_and_k_without_norm_are_no_problem_elsewhere() -> None:
+    validate_with_spec(recipe_with(("precision", "fp8")), replace(TINY, head_size=48, max_positions=4096))
+    qwen2 = replace(TINY, family="qwen2", qkv_bias=True, qk_norm=False, max_positions=4096)
+    validate_with_spec(recipe_with(("precision", "fp8_full")), qwen2)
+
+
+def test_all_problems_with_a_model_are_reported_together() -> None:
+    spec = replace(TINY, head_size=48, hidden_size=120)
+    with pytest.raises(UserError, match=r"^3 problems\n  model\.context_length"):
+        validate_with_spec(recipe_with(("precision", "fp8_full")), spec)
