@@ -1,10 +1,9 @@
 """Any dataset of reasoning_gym, by name and parameters, scored by its own `score_answer`.
 
 A dataset is a generator: task `i` is a function of (seed, i), made when it is asked for. Some of the hundred
-generators iterate over sets of strings, whose order changes with each interpreter, and some draw from the
-global generators of Python and numpy. So tasks are generated in one child process with a fixed hash seed, and
-the global generators are seeded before each: every name gives the same tasks in every run and after every
-resume.
+generators iterate over sets of strings, whose order changes with each interpreter, and `list_functions` draws
+from Python's global generator. So tasks are generated in one child process with a fixed hash seed, and the
+global generator is seeded before each: every name gives the same tasks in every run and after every resume.
 
 The answer handed to the scorer is what `environment.answer_marker` finds (`environments/answers.py`), or None
 when it finds nothing; most datasets give that 0, some 0.01. Scores between 0 and 1 are theirs (partial
@@ -85,10 +84,7 @@ class EntryGenerator:
     seed: int
 
     def __call__(self, index: int) -> dict[str, Any]:
-        import numpy
-
         random.seed(f"{self.seed}/{index}")
-        numpy.random.seed(random.getrandbits(32))
         entry: dict[str, Any] = self._dataset[index]
         return entry
 
