@@ -4,7 +4,7 @@
 
 transformers rounds SiLU(gate) to BF16 before the product; one rounding is closer to the formula and is what
 a fused quantiser will read. Elementwise, so no order to keep; the CPU form takes the sigmoid in float64
-because float32 `exp` differs in its last bit between the vectorised body and the scalar tail of a torch
+because float32 `silu` differs in its last bit between the vectorised body and the scalar tail of a torch
 loop, which would make a token's bits depend on its place in the batch.
 
     dgate = dy * up * s * (1 + gate * (1 - s)),  dup = dy * gate * s,  s = sigmoid(gate)     float32

@@ -1,0 +1,167 @@
+"""The whole decoder on the GPU: near a float32 CPU run, and engine and trainer equal bit for bit in every precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from octetrl.config.schema import Fp8Config
+from octetrl.config.spec import ModelSpec
+from octetrl.fp8.gemm import choose_backend
+from octetrl.fp8.policy import precision_policy
+from octetrl.kernels.linear_logprobs import logprobs_of
+from octetrl.layers.context import LayerCache, PackedContext, PagedContext
+from octetrl.models.decoder import Decoder
+from octetrl.models.families import spec_from_config
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = [300, 1, 129, 700]
+PAGE_SIZE = 128
+PRECISIONS = {
+    "bf16": Fp8Config(),
+    "fp8": Fp8Config(rollout=True, train=True),
+    "fp8_full": Fp8Config(rollout=True, train=True, kv_cache="calibrated"),
+    "fp8_dynamic": Fp8Config(rollout=True, train=True, kv_cache="dynamic"),
+}
+
+
+def _spec() -> ModelSpec:
+    return spec_from_config(
+        {
+            "architectures": ["Qwen3ForCausalLM"],
+            "num_hidden_layers": 3,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 32_000,
+            "max_position_embeddings": 4096,
+            "tie_word_embeddings": True,
+        }
+    )
+
+
+def _decoder(side: str, fp8: Fp8Config, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Decoder:
+    spec, policy = _spec(), precision_policy(_spec(), fp8)
+    backend = choose_backend(device, None if device == "cuda" else True)
+    model = Decoder(spec, policy, side, dtype=dtype, device=device, backend=backend)  # type: ignore[arg-type]
+    model.random_init(seed=0)
+    return model
+
+
+def _tokens(device: str = "cuda") -> tuple[Tensor, Tensor, Tensor]:
+    token_ids_T = torch.randint(32_000, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
+    positions_T = torch.cat([torch.arange(length) for length in LENGTHS])
+    cu_seqlens_B1 = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
+    return token_ids_T.to(device), positions_T.to(device), cu_seqlens_B1.to(device)
+
+
+def relative_error(ours: Tensor, exact: Tensor) -> float:
+    ours, exact = ours.cpu().double(), exact.cpu().double()
+    return ((ours - exact).norm() / exact.norm()).item()
+
+
+def _step(model: Decoder, device: str) -> tuple[Tensor, Tensor]:
+    token_ids_T, positions_T, cu_seqlens_B1 = _tokens(device)
+    hidden_TE = model(token_ids_T, positions_T, PackedContext(cu_seqlens_B1, max(LENGTHS)))
+    logprobs_N, _ = model.logprobs(hidden_TE, token_ids_T.roll(-1), chunk=512)
+    logprobs_N.mean().backward()
+    gradient = model.get_parameter("layers.0.mlp.gate_up_proj.weight").grad
+    assert gradient is not None
+    return hidden_TE.detach(), gradient
+
+
+@pytest.mark.parametrize(("precision", "distance"), [("bf16", 0.02), ("fp8", 0.1)])
+def test_hidden_states_and_gradients_are_near_float32(precision: str, distance: float) -> None:
+    exact_TE, exact_gradient = _step(_decoder("train", Fp8Config(), "cpu", torch.float32), "cpu")
+    ours_TE, our_gradient = _step(_decoder("train", PRECISIONS[precision]), "cuda")
+    assert relative_error(ours_TE, exact_TE) < distance
+    assert relative_error(our_gradient, exact_gradient) < 3 * distance
+
+
+class _Engine:
+    """The least that drives a rollout-side model: one sequence's pages each, all sequences together."""
+
+    def __init__(self, model: Decoder, k_scale_LK: Tensor | None, v_scale_LK: Tensor | None) -> None:
+        self.model = model
+        pages = [-(-length // PAGE_SIZE) for length in LENGTHS]
+        order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(1)).tolist()
+        self.table_BP = torch.full((len(LENGTHS), max(pages)), -1, dtype=torch.int32)
+        for row, count in enumerate(pages):
+            self.table_BP[row, :count] = torch.tensor([order.pop() for _ in range(count)])
+        spec, fp8 = model.spec, model.policy.v_cache == "fp8"
+        shape = (sum(pages), spec.num_kv_heads, PAGE_SIZE, spec.head_size)
+        dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
+
+        def scales() -> Tensor | None:
+            return torch.zeros(shape[:3], device="cuda") if model.policy.kv_mode == "dynamic" else None
+
+        self.caches = tuple(
+            LayerCache(
+                torch.zeros(shape, dtype=dtype, device="cuda"),
+                torch.zeros(shape, dtype=dtype, device="cuda"),
+                k_scale_K=None if k_scale_LK is None else k_scale_LK[layer],
+                v_scale_K=None if v_scale_LK is None else v_scale_LK[layer],
+                k_token_scale=scales(),
+                v_token_scale=scales(),
+            )
+            for layer in range(spec.num_layers)
+        )
+
+    def forward(self, token_ids: list[Tensor], starts: list[int], rows: list[int]) -> Tensor:
+        """Hidden states of these tokens of sequences `rows`, beginning at `starts`."""
+        positions = [torch.arange(start, start + len(ids)) for start, ids in zip(starts, token_ids, strict=True)]
+        slots = [
+            self.table_BP[row].long()[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE
+            for row, at in zip(rows, positions, strict=True)
+        ]
+        counts = torch.tensor([0] + [len(ids) for ids in token_ids])
+        contexts = [start + len(ids) for start, ids in zip(starts, token_ids, strict=True)]
+        context = PagedContext(
+            layers=self.caches,
+            slot_mapping_T=torch.cat(slots).cuda(),
+            block_table_BP=self.table_BP[rows].cuda(),
+            cu_seqlens_q_B1=counts.cumsum(0).to(torch.int32).cuda(),
+            context_lens_B=torch.tensor(contexts, dtype=torch.int32).cuda(),
+            max_query_len=int(counts.max()),
+            max_context_len=max(contexts),
+        )
+        return self.model(torch.cat(token_ids), torch.cat(positions).cuda(), context)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_engine_and_trainer_are_bit_equal(precision: str) -> None:
+    """Prefill in two chunks, then eight decode steps together, against one packed forward: hidden states and log-probs."""
+    trainer, engine_model = _decoder("train", PRECISIONS[precision]), _decoder("rollout", PRECISIONS[precision])
+    token_ids_T, positions_T, cu_seqlens_B1 = _tokens()
+    spec, mode = trainer.spec, trainer.policy.kv_mode
+    amax_2LK = torch.zeros(2, spec.num_layers, spec.num_kv_heads, device="cuda")
+    trainer(token_ids_T, positions_T, PackedContext(cu_seqlens_B1, max(LENGTHS), kv_amax_2LK=amax_2LK))
+    k_scale_LK, v_scale_LK = (amax_2LK * 1.05 / 448).unbind() if mode == "calibrated" else (None, None)
+    expected_TE = trainer(
+        token_ids_T, positions_T, PackedContext(cu_seqlens_B1, max(LENGTHS), mode, k_scale_LK, v_scale_LK)
+    )
+
+    engine = _Engine(engine_model, k_scale_LK, v_scale_LK)
+    sequences = token_ids_T.split(LENGTHS)
+    ours = [torch.empty_like(expected_TE[:length]) for length in LENGTHS]
+    decoded = 8
+    rows = [row for row, length in enumerate(LENGTHS) if length > decoded]
+    first = [(LENGTHS[row] - decoded) // 2 + 3 for row in rows]
+    bounds = [[0] * len(rows), first, *([LENGTHS[row] - decoded + step for row in rows] for step in range(decoded + 1))]
+    for starts, ends in zip(bounds, bounds[1:], strict=False):
+        chunks = [sequences[row][start:end] for row, start, end in zip(rows, starts, ends, strict=True)]
+        hidden_TE = engine.forward(chunks, starts, rows)
+        for row, start, end, part in zip(rows, starts, ends, hidden_TE.split([len(c) for c in chunks]), strict=True):
+            ours[row][start:end] = part
+    for row in rows:
+        expected = expected_TE.split(LENGTHS)[row]
+        assert torch.equal(ours[row], expected), f"sequence of {LENGTHS[row]}"
+        targets = sequences[row][1:]
+        trained, _ = trainer.logprobs(expected[:-1], targets, chunk=200)
+        sampled, _ = logprobs_of(engine_model.logits(ours[row][-9:-1]), targets[-8:])
+        assert torch.equal(sampled, trained[-8:])
