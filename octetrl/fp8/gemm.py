@@ -129,7 +129,7 @@ def _emulated_nt(x: Quantized, w: Quantized, out_dtype: torch.dtype) -> Tensor:
     scale_NB = w.scale.repeat_interleave(BLOCK, 0)[: values_NK.shape[0]]
     values_MK = decode_e4m3(x.codes)
     out_MN = torch.empty(values_MK.shape[0], values_NK.shape[0], dtype=out_dtype, device=values_MK.device)
-    for rows in row_chunks(*out_MN.shape, 1):
+    for rows in row_chunks(out_MN.shape[0], out_MN.shape[1], 1):
         out_MN[rows] = _emulated_rows(values_MK[rows], x.scale[rows], values_NK, scale_NB)
     return out_MN
 

@@ -47,7 +47,7 @@ from torch import Tensor, nn
 
 from octetrl.fp8.format import BLOCK, E4M3, decode_e4m3
 from octetrl.fp8.gemm import BackendName, fp8_gemm_dgrad, fp8_gemm_nt, fp8_gemm_wgrad, transposed
-from octetrl.fp8.quantize import Quantized, quantize_activation_values, quantize_tokens_values
+from octetrl.fp8.quantize import Quantized, quantize_activation_values, quantize_tokens_values, row_chunks
 from octetrl.kernels.quantize_activation import quantize_activation
 from octetrl.kernels.quantize_tokens import quantize_tokens
 from octetrl.kernels.quantize_weight import quantize_weight
@@ -96,10 +96,12 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
         ctx.save_for_backward(x_MK, weight_NK)
-        y_MN = (x_MK.double() @ weight_NK.double().t()).float()
-        if bias_N is not None:
-            y_MN += bias_N
-        return y_MN.to(x_MK.dtype)
+        weight_KN = weight_NK.double().t()
+        y_MN = torch.empty(x_MK.shape[0], weight_NK.shape[0], dtype=x_MK.dtype)
+        for rows in row_chunks(x_MK.shape[0], max(weight_NK.shape), 1):
+            chunk_MN = (x_MK[rows].double() @ weight_KN).float()
+            y_MN[rows] = chunk_MN if bias_N is None else chunk_MN.add_(bias_N)
+        return y_MN
 
     @staticmethod
     def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:

@@ -17,7 +17,7 @@ from tests.unit.kernels.quantize_cases import (
     poisoned,
 )
 
-pytestmark = pytest.mark.usefixtures("interpreted")
+pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.filterwarnings("ignore:.* encountered in divide")]
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])

@@ -19,7 +19,7 @@ from tests.unit.kernels.quantize_cases import (
     on_the_grid,
 )
 
-pytestmark = pytest.mark.usefixtures("interpreted")
+pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.filterwarnings("ignore:.* encountered in divide")]
 
 
 def room_for(w: torch.Tensor) -> Quantized:
