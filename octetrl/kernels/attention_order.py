@@ -142,9 +142,11 @@ def update_columns(s_NC, m_C, l_C, o_DC, v_DN, v_scale_N, COLUMNS: tl.constexpr,
 def load_pages(table_ptr, start, context, PAGE_SIZE: tl.constexpr, N: tl.constexpr):
     """Page of each key of the tile at `start`: one number if a page holds the whole tile; past the context, page 0."""
     if PAGE_SIZE >= N:
-        return tl.load(table_ptr + start // PAGE_SIZE, mask=start < context, other=0)
-    key_N = start + tl.arange(0, N)
-    return tl.load(table_ptr + key_N // PAGE_SIZE, mask=key_N < context, other=0)
+        page = tl.load(table_ptr + start // PAGE_SIZE, mask=start < context, other=0)
+    else:
+        key_N = start + tl.arange(0, N)
+        page = tl.load(table_ptr + key_N // PAGE_SIZE, mask=key_N < context, other=0)
+    return page
 
 
 # ---------------------------------------------------------------- plain torch

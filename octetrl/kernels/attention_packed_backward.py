@@ -42,11 +42,12 @@ def _delta_kernel(
 
 
 @triton.jit
-def _load_block(ptr, first_token, stride_token, rows, num_rows, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows `rows` of a head that begins at `ptr`; zeros past `num_rows` and past the head's end."""
+def _load_block(ptr, token, stride_token, num_rows, ROWS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr):
+    """`ROWS` tokens from `token` (int64) of the head at `ptr`; zeros past `num_rows` and past the head's end."""
+    row = tl.arange(0, ROWS)
     d_D = tl.arange(0, BLOCK_D)
-    offset = (first_token + rows)[:, None] * stride_token + d_D[None, :]
-    return tl.load(ptr + offset, mask=(rows < num_rows)[:, None] & (d_D < HEAD_SIZE)[None, :], other=0.0)
+    mask = (row < num_rows)[:, None] & (d_D < HEAD_SIZE)[None, :]
+    return tl.load(ptr + token * stride_token + (row[:, None] * stride_token + d_D[None, :]), mask=mask, other=0.0)
 
 
 @triton.jit
@@ -54,25 +55,37 @@ def _dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dk_ptr, dv_ptr, cu_seqlens_ptr, k_scale_ptr, v_scale_ptr,
     stride_q_token, stride_q_head, stride_k_token, stride_k_head, stride_v_token, stride_v_head,
     stride_dout_token, stride_dout_head, base_scale, softmax_scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, I: tl.constexpr,
-    J: tl.constexpr, MODE: tl.constexpr, STAGES: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_J: tl.constexpr, MODE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)  # the first keys have the most queries: longest first
     kv_head = tl.program_id(1)
     sequence = tl.program_id(2)
     first_token = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
     length = (tl.load(cu_seqlens_ptr + sequence + 1) - first_token).to(tl.int32)
-    if block * J < length:
+    if block * BLOCK_J < length:
         KV_HEADS: tl.constexpr = HEADS // GROUP
-        key_J = block * J + tl.arange(0, J)
+        key_J = block * BLOCK_J + tl.arange(0, BLOCK_J)
         k_JD = _load_block(
-            k_ptr + kv_head * stride_k_head, first_token, stride_k_token, key_J, length, HEAD_SIZE, BLOCK_D
+            k_ptr + kv_head * stride_k_head,
+            first_token + block * BLOCK_J,
+            stride_k_token,
+            length - block * BLOCK_J,
+            BLOCK_J,
+            HEAD_SIZE,
+            BLOCK_D,
         )
         v_JD = _load_block(
-            v_ptr + kv_head * stride_v_head, first_token, stride_v_token, key_J, length, HEAD_SIZE, BLOCK_D
+            v_ptr + kv_head * stride_v_head,
+            first_token + block * BLOCK_J,
+            stride_v_token,
+            length - block * BLOCK_J,
+            BLOCK_J,
+            HEAD_SIZE,
+            BLOCK_D,
         )
-        k_column_J = tl.full([J], base_scale, tl.float32)
-        v_column_J = tl.full([J], 1.0, tl.float32)
+        k_column_J = tl.full([BLOCK_J], base_scale, tl.float32)
+        v_column_J = tl.full([BLOCK_J], 1.0, tl.float32)
         if MODE == 1:
             k_column_J = k_column_J * tl.load(k_scale_ptr + kv_head)
             v_column_J = v_column_J * tl.load(v_scale_ptr + kv_head)
@@ -80,19 +93,30 @@ def _dkdv_kernel(
             scale_J = (first_token + key_J) * KV_HEADS + kv_head
             k_column_J = tl.load(k_scale_ptr + scale_J, mask=key_J < length, other=0.0) * k_column_J
             v_column_J = tl.load(v_scale_ptr + scale_J, mask=key_J < length, other=0.0)
-        dk_JD = tl.zeros([J, BLOCK_D], tl.float32)
-        dv_JD = tl.zeros([J, BLOCK_D], tl.float32)
+        dk_JD = tl.zeros([BLOCK_J, BLOCK_D], tl.float32)
+        dv_JD = tl.zeros([BLOCK_J, BLOCK_D], tl.float32)
         for member in range(GROUP):
             head = kv_head * GROUP + member
-            for start in tl.range(block * J // I * I, length, I, num_stages=STAGES):
-                query_I = start + tl.arange(0, I)
+            for start in tl.range(block * BLOCK_J // BLOCK_I * BLOCK_I, length, BLOCK_I, num_stages=STAGES):
+                query_I = start + tl.arange(0, BLOCK_I)
                 q_ID = _load_block(
-                    q_ptr + head * stride_q_head, first_token, stride_q_token, query_I, length, HEAD_SIZE, BLOCK_D
+                    q_ptr + head * stride_q_head,
+                    first_token + start,
+                    stride_q_token,
+                    length - start,
+                    BLOCK_I,
+                    HEAD_SIZE,
+                    BLOCK_D,
                 )
                 dout_ID = _load_block(
                     dout_ptr + head * stride_dout_head,
-                    first_token, stride_dout_token, query_I, length, HEAD_SIZE, BLOCK_D,
-                )  # fmt: skip
+                    first_token + start,
+                    stride_dout_token,
+                    length - start,
+                    BLOCK_I,
+                    HEAD_SIZE,
+                    BLOCK_D,
+                )
                 row_I = (first_token + query_I) * HEADS + head
                 lse2_I = tl.load(lse2_ptr + row_I, mask=query_I < length, other=0.0)
                 delta_I = tl.load(delta_ptr + row_I, mask=query_I < length, other=0.0)
@@ -115,8 +139,8 @@ def _dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dq_ptr, cu_seqlens_ptr, k_scale_ptr, v_scale_ptr,
     stride_q_token, stride_q_head, stride_k_token, stride_k_head, stride_v_token, stride_v_head,
     stride_dout_token, stride_dout_head, base_scale, softmax_scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, I: tl.constexpr,
-    J: tl.constexpr, MODE: tl.constexpr, STAGES: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_J: tl.constexpr, MODE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
@@ -124,14 +148,26 @@ def _dq_kernel(
     kv_head = head // GROUP
     first_token = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
     length = (tl.load(cu_seqlens_ptr + sequence + 1) - first_token).to(tl.int32)
-    if block * I < length:
+    if block * BLOCK_I < length:
         KV_HEADS: tl.constexpr = HEADS // GROUP
-        query_I = block * I + tl.arange(0, I)
+        query_I = block * BLOCK_I + tl.arange(0, BLOCK_I)
         q_ID = _load_block(
-            q_ptr + head * stride_q_head, first_token, stride_q_token, query_I, length, HEAD_SIZE, BLOCK_D
+            q_ptr + head * stride_q_head,
+            first_token + block * BLOCK_I,
+            stride_q_token,
+            length - block * BLOCK_I,
+            BLOCK_I,
+            HEAD_SIZE,
+            BLOCK_D,
         )
         dout_ID = _load_block(
-            dout_ptr + head * stride_dout_head, first_token, stride_dout_token, query_I, length, HEAD_SIZE, BLOCK_D
+            dout_ptr + head * stride_dout_head,
+            first_token + block * BLOCK_I,
+            stride_dout_token,
+            length - block * BLOCK_I,
+            BLOCK_I,
+            HEAD_SIZE,
+            BLOCK_D,
         )
         row_I = (first_token + query_I) * HEADS + head
         lse2_I = tl.load(lse2_ptr + row_I, mask=query_I < length, other=0.0)
@@ -143,14 +179,26 @@ def _dq_kernel(
             score_scale = base_scale * tl.load(k_scale_ptr + kv_head)
             v_scale = tl.load(v_scale_ptr + kv_head)
             dq_scale = softmax_scale * tl.load(k_scale_ptr + kv_head)
-        dq_ID = tl.zeros([I, BLOCK_D], tl.float32)
-        for start in tl.range(0, tl.minimum(length, (block + 1) * I), J, num_stages=STAGES):
-            key_J = start + tl.arange(0, J)
+        dq_ID = tl.zeros([BLOCK_I, BLOCK_D], tl.float32)
+        for start in tl.range(0, tl.minimum(length, (block + 1) * BLOCK_I), BLOCK_J, num_stages=STAGES):
+            key_J = start + tl.arange(0, BLOCK_J)
             k_JD = _load_block(
-                k_ptr + kv_head * stride_k_head, first_token, stride_k_token, key_J, length, HEAD_SIZE, BLOCK_D
+                k_ptr + kv_head * stride_k_head,
+                first_token + start,
+                stride_k_token,
+                length - start,
+                BLOCK_J,
+                HEAD_SIZE,
+                BLOCK_D,
             )
             v_JD = _load_block(
-                v_ptr + kv_head * stride_v_head, first_token, stride_v_token, key_J, length, HEAD_SIZE, BLOCK_D
+                v_ptr + kv_head * stride_v_head,
+                first_token + start,
+                stride_v_token,
+                length - start,
+                BLOCK_J,
+                HEAD_SIZE,
+                BLOCK_D,
             )
             s_IJ = tl.dot(q_ID, tl.trans(k_JD))
             dp_IJ = tl.dot(dout_ID, tl.trans(v_JD))
@@ -222,14 +270,14 @@ def attention_packed_backward_triton(
         "MODE": MODE_NUMBER[kv_mode],
     }
     wide = head_size == 256
-    queries, keys, stages = (32, 64, 1) if wide else (64, 128, 2)
+    queries, keys, stages = (32, 64, 1) if wide else (32, 128, 2)
     _dkdv_kernel[(triton.cdiv(max_seqlen, keys), num_kv_heads, num_sequences)](
         *inputs, dk_TKD, dv_TKD, cu_seqlens_B1, k_scale, v_scale, *strides, *scales,
-        **shape, I=queries, J=keys, STAGES=stages, num_warps=8,
+        **shape, BLOCK_I=queries, BLOCK_J=keys, STAGES=stages, num_warps=8,
     )  # fmt: skip
     queries, keys, stages = (64, 32, 1) if wide else (128, 64, 2)
     _dq_kernel[(triton.cdiv(max_seqlen, queries), num_heads, num_sequences)](
         *inputs, dq_THD, cu_seqlens_B1, k_scale, v_scale, *strides, *scales,
-        **shape, I=queries, J=keys, STAGES=stages, num_warps=8,
+        **shape, BLOCK_I=queries, BLOCK_J=keys, STAGES=stages, num_warps=8,
     )  # fmt: skip
     return dq_THD, dk_TKD, dv_TKD

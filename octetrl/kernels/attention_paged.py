@@ -4,11 +4,12 @@ Sequence b has the queries `cu_seqlens_q[b] : cu_seqlens_q[b + 1]`; the last one
 - 1`, and the keys of this very chunk are read from the cache too, so a prompt token meets the same quantised
 K and V at prefill as at decode.
 
-Decode has one program per sequence and kv head, with 128 keys on the tensor core's long side and that head's
-query heads, padded to 16 columns, on the short one: 16 columns and 4 warps make it wgmma. With 8 the codes
-would go through mma.sync, for which Triton permutes K inside a pair of instructions, and the sums would come
-out in another order. There is no split of long contexts: at rollout's batch sizes the programs fill the GPU without it (an H200, 128 x 2,560 FP8
-keys: 159 us a layer, 160-162 with splits), and a split would be one more order to keep. Prefill is `attention_rows`.
+Decode has one program per sequence and kv head, with 128 keys on the tensor core's long side and that head's query
+heads, padded to 16 columns, on the short one: 16 columns and 4 warps make it wgmma. With 8 the codes would go through
+mma.sync, for which Triton permutes K inside a pair of instructions, and the sums would come out in another order.
+There is no split of long contexts: at rollout's batch sizes the programs fill the GPU without it (an H200, 128 x 2,560
+FP8 keys: 159 us a layer, 160-162 with splits), and a split would be one more order to keep. Prefill is
+`attention_rows`.
 
 B sequences, P pages of the longest block table, T tokens, H query heads, K kv heads, D head size, S keys,
 N keys of a tile, C query columns.

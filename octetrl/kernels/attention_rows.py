@@ -40,33 +40,37 @@ SMALLEST_BLOCK_D = 64  # wgmma's shortest long side; smaller heads are padded wi
 @triton.jit
 def _rows_tile(
     q_RD, m_R, l_R, o_RD, start, page, position_R, num_keys, first_key,
-    k_ptr, v_ptr, stride_page, stride_token, k_scale_ptr, v_scale_ptr, stride_scale_page, stride_scale_token, score_scale,
+    k_ptr, v_ptr, stride_page, stride_token, k_scale_ptr, v_scale_ptr, stride_scale_page, stride_scale_token,
+    score_scale,
     ROWS: tl.constexpr, N: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
     MODE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     key_N = start + tl.arange(0, N)
     d_D = tl.arange(0, BLOCK_D)
     if PAGE_SIZE == 0:
-        token_N = (first_key + start).to(tl.int64) + tl.arange(0, N)
-        row_N = token_N * stride_token
-        scale_N = token_N * stride_scale_token
+        row_N = (first_key + start).to(tl.int64) + tl.arange(0, N)
+        scale_N = row_N * stride_scale_token
     else:
-        row_N = page.to(tl.int64) * stride_page + (key_N % PAGE_SIZE) * stride_token
-        scale_N = page.to(tl.int64) * stride_scale_page + (key_N % PAGE_SIZE) * stride_scale_token
+        k_ptr += page.to(tl.int64) * stride_page  # a page for each key where a tile spans several
+        v_ptr += page.to(tl.int64) * stride_page
+        row_N = key_N % PAGE_SIZE
+        scale_N = page.to(tl.int64) * stride_scale_page + row_N * stride_scale_token
+    k_ptr_N = k_ptr + row_N * stride_token
+    v_ptr_N = v_ptr + row_N * stride_token
     present_N = key_N < num_keys
     if MASKED:
         k_mask_DN = present_N[None, :] & (d_D < HEAD_SIZE)[:, None]
         v_mask_ND = present_N[:, None] & (d_D < HEAD_SIZE)[None, :]
-        k_DN = tl.load(k_ptr + row_N[None, :] + d_D[:, None], mask=k_mask_DN, other=0.0).to(q_RD.dtype)
-        v_ND = tl.load(v_ptr + row_N[:, None] + d_D[None, :], mask=v_mask_ND, other=0.0).to(q_RD.dtype)
+        k_DN = tl.load(k_ptr_N[None, :] + d_D[:, None], mask=k_mask_DN, other=0.0).to(q_RD.dtype)
+        v_ND = tl.load(v_ptr_N[:, None] + d_D[None, :], mask=v_mask_ND, other=0.0).to(q_RD.dtype)
     else:
         if BLOCK_D == HEAD_SIZE:
-            k_DN = tl.load(k_ptr + row_N[None, :] + d_D[:, None]).to(q_RD.dtype)
-            v_ND = tl.load(v_ptr + row_N[:, None] + d_D[None, :]).to(q_RD.dtype)
+            k_DN = tl.load(k_ptr_N[None, :] + d_D[:, None]).to(q_RD.dtype)
+            v_ND = tl.load(v_ptr_N[:, None] + d_D[None, :]).to(q_RD.dtype)
         else:
             head_D = d_D < HEAD_SIZE
-            k_DN = tl.load(k_ptr + row_N[None, :] + d_D[:, None], mask=head_D[:, None], other=0.0).to(q_RD.dtype)
-            v_ND = tl.load(v_ptr + row_N[:, None] + d_D[None, :], mask=head_D[None, :], other=0.0).to(q_RD.dtype)
+            k_DN = tl.load(k_ptr_N[None, :] + d_D[:, None], mask=head_D[:, None], other=0.0).to(q_RD.dtype)
+            v_ND = tl.load(v_ptr_N[:, None] + d_D[None, :], mask=head_D[None, :], other=0.0).to(q_RD.dtype)
     v_scale_N = score_scale
     if MODE == 2:
         k_scale_N = tl.load(k_scale_ptr + scale_N, mask=present_N, other=0.0)
@@ -179,7 +183,7 @@ def attention_rows(
     paged = block_table_BP is not None
     page_size = k.shape[2] if paged else 0
     stride_page, stride_head, stride_token = (k.stride()[:3]) if paged else (0, k.stride(1), k.stride(0))
-    stride_scale = (0, 0, 0)
+    stride_scale: tuple[int, ...] = (0, 0, 0)
     if kv_mode == "dynamic":
         assert k_scale is not None and v_scale is not None and k_scale.stride() == v_scale.stride()
         stride_scale = k_scale.stride() if paged else (0, k_scale.stride(1), k_scale.stride(0))

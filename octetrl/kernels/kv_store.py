@@ -127,7 +127,9 @@ def kv_replay(
     """K and V put through the cache's quantiser. `none`: as they are; `calibrated` needs the float32 scales [K]."""
     if kv_mode == "none":
         return ReplayedKV(k_TKD, v_TKD, None, None)
-    if kv_mode == "calibrated" and (k_scale_K is None or v_scale_K is None):
+    if kv_mode == "dynamic":
+        k_scale_K = v_scale_K = None
+    elif k_scale_K is None or v_scale_K is None:
         raise ValueError("KV replay with calibrated scales was asked for, but no scales were given")
     return (kv_replay_triton if k_TKD.is_cuda else kv_replay_reference)(k_TKD, v_TKD, kv_mode, k_scale_K, v_scale_K)
 
@@ -174,7 +176,8 @@ def _quantize_heads(x_KD, scale_ptr, head_K, is_head_K, MODE: tl.constexpr):
 @triton.jit
 def _store_heads(
     x_ptr, cache_ptr, scale_ptr, token_scale_ptr, saturated_ptr, page, offset,
-    stride_head, stride_page, stride_cache_head, stride_offset, stride_scale_page, stride_scale_head, stride_scale_offset,
+    stride_head, stride_page, stride_cache_head, stride_offset, stride_scale_page, stride_scale_head,
+    stride_scale_offset,
     HEADS: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, MODE: tl.constexpr,
     COUNT: tl.constexpr,
 ):  # fmt: skip
@@ -247,13 +250,14 @@ def kv_store_triton(
     assert k_cache.stride() == v_cache.stride(), "kv_store: K and V caches must have one layout"
     assert k_TKD.stride(2) == v_TKD.stride(2) == k_cache.stride(3) == 1, "kv_store: the last axis must be contiguous"
     count = mode == "calibrated" and saturated_2K is not None
-    assert not count or saturated_2K.is_contiguous(), "kv_store: the saturation counter must be contiguous"
+    assert saturated_2K is None or saturated_2K.is_contiguous(), "kv_store: the saturation counter must be contiguous"
     if num_tokens == 0:
         return
     stride_scale = k_token_scale.stride() if mode == "dynamic" and k_token_scale is not None else (0, 0, 0)
     _kv_store_kernel[(num_tokens,)](
-        k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T, k_scale_K, v_scale_K, k_token_scale, v_token_scale, saturated_2K,
-        k_TKD.stride(0), k_TKD.stride(1), v_TKD.stride(0), v_TKD.stride(1), *k_cache.stride()[:3], *stride_scale,
+        k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T, k_scale_K, v_scale_K, k_token_scale, v_token_scale,
+        saturated_2K, k_TKD.stride(0), k_TKD.stride(1), v_TKD.stride(0), v_TKD.stride(1), *k_cache.stride()[:3],
+        *stride_scale,
         HEADS=num_heads, BLOCK_K=triton.next_power_of_2(num_heads), HEAD_SIZE=head_size,
         BLOCK_D=triton.next_power_of_2(head_size), PAGE_SIZE=k_cache.shape[2], MODE=MODE_NUMBER[mode], COUNT=count,
         num_warps=4, **({"enable_fp_fusion": False} if k_TKD.is_cuda else {}),

@@ -62,9 +62,7 @@ class PagedCache:
         self.k, self.v = (torch.zeros(shape, device=self.device).to(dtype) for _ in range(2))
         self.k_token_scale = self.v_token_scale = None
         if self.kv_mode == "dynamic":
-            self.k_token_scale, self.v_token_scale = (
-                torch.ones(shape[:3], device=self.device) for _ in range(2)
-            )
+            self.k_token_scale, self.v_token_scale = (torch.ones(shape[:3], device=self.device) for _ in range(2))
         order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(1)).to(torch.int32)
         table = torch.full((len(counts), max(counts)), -1, dtype=torch.int32)
         for row, (first, count) in enumerate(zip(cu_seqlens_of(counts).tolist(), counts, strict=False)):

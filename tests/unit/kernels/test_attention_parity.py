@@ -46,17 +46,13 @@ def random_chunks(length, generator):
 
 
 @pytest.mark.parametrize("kv_mode", ["none", "calibrated", "dynamic"])
-@pytest.mark.parametrize(
-    ("group", "head_size", "page_size"), [(1, 64, 128), (2, 32, 16), (4, 16, 32), (8, 128, 16)]
-)
+@pytest.mark.parametrize(("group", "head_size", "page_size"), [(1, 64, 128), (2, 32, 16), (4, 16, 32), (8, 128, 16)])
 def test_packed_prefill_and_decode_have_equal_bits(kv_mode, group, head_size, page_size):
     generator = random.Random(group)
     lengths = [1, 127, 128, 129, 300, generator.randint(2, 90)]
     q, k, v = random_qkv(lengths, kv_heads=2, group=group, head_size=head_size, dtype=torch.bfloat16)
     k_scale, v_scale = scales_of(k, v, kv_mode)
-    packed = attention_packed(
-        q, k, v, cu_seqlens_of(lengths), 300, head_size**-0.5, k_scale, v_scale, kv_mode
-    )
+    packed = attention_packed(q, k, v, cu_seqlens_of(lengths), 300, head_size**-0.5, k_scale, v_scale, kv_mode)
 
     cache = PagedCache(lengths, 2, head_size, page_size, kv_mode, torch.bfloat16, k_scale, v_scale)
     kv_store(k, v, cache.k, cache.v, cache.slots(lengths), *cache.scales)
@@ -71,9 +67,7 @@ def test_a_row_does_not_depend_on_who_else_is_in_the_batch():
     q, k, v = random_qkv(lengths, kv_heads=2, group=2, head_size=32, dtype=torch.bfloat16)
     packed = attention_packed(q, k, v, cu_seqlens_of(lengths), 131, 0.2, kv_mode="dynamic")
     for out, *alone in zip(*(x.split(lengths) for x in (packed, q, k, v)), strict=True):
-        assert torch.equal(
-            out, attention_packed(*alone, cu_seqlens_of([len(out)]), 131, 0.2, kv_mode="dynamic")
-        )
+        assert torch.equal(out, attention_packed(*alone, cu_seqlens_of([len(out)]), 131, 0.2, kv_mode="dynamic"))
 
 
 def test_what_lies_past_the_context_is_never_read():

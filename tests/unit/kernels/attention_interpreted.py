@@ -1,0 +1,103 @@
+"""Runs the attention kernels in Triton's interpreter, on CPU tensors, and prints their distance from the references.
+
+Started by test_attention_triton.py in a process of its own: the interpreter must be chosen before Triton is imported,
+and it changes every kernel of the process. Two faults of the interpreter are mended first: it multiplies the bit
+patterns of BF16 tensors as integers, and with NumPy 2.4 it can't use a loaded number as a loop's bound. Its FP8 cast
+rounds some values to the neighbouring code, so codes are compared by distance here and by bytes on a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+from torch import Tensor
+
+from octetrl.kernels import attention_packed, attention_packed_backward, attention_paged, kv_store
+from tests.unit.kernels.attention_cases import PagedCache, cu_seqlens_of, random_qkv, scales_of
+
+LENGTHS = [3, 130]
+SCALE = 0.2
+
+
+def mend_interpreter() -> None:
+    create_dot = interpreter.InterpreterBuilder.create_dot
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def widen(x: Any) -> Any:
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def create_dot_of_values(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return create_dot(self, widen(a), widen(b), *rest)
+
+    def patch_tensor_with_index(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter.InterpreterBuilder.create_dot = create_dot_of_values
+    interpreter._patch_lang_tensor = patch_tensor_with_index
+
+
+def distance(got: Tensor, want: Tensor) -> float:
+    return float((got.float() - want.float()).norm() / want.float().norm())
+
+
+def compare(kv_mode: str, head_size: int, page_size: int, group: int) -> dict[str, float]:
+    q, k, v = random_qkv(LENGTHS, 2, group, head_size, torch.bfloat16)
+    cu_seqlens = cu_seqlens_of(LENGTHS)
+    longest = max(LENGTHS)
+    contexts = torch.tensor(LENGTHS, dtype=torch.int32)
+    head_scales = scales_of(k, v, kv_mode)
+    want, got = (PagedCache(LENGTHS, 2, head_size, page_size, kv_mode, torch.bfloat16, *head_scales) for _ in range(2))
+    counts, counts_triton = (torch.zeros(2, 2, dtype=torch.int64) for _ in range(2))
+    slots = want.slots(LENGTHS)
+    slots[1] = -1
+    kv_store.kv_store_reference(k, v, want.k, want.v, slots, *want.scales, counts)
+    kv_store.kv_store_triton(k, v, got.k, got.v, slots, *got.scales, counts_triton)
+    errors = {
+        "store": max(distance(got.k, want.k), distance(got.v, want.v)),
+        "saturated": float((counts - counts_triton).abs().sum()),
+    }
+    if got.k_token_scale is not None and want.k_token_scale is not None:
+        errors["token_scale"] = distance(got.k_token_scale, want.k_token_scale)
+
+    paged = (want.k, want.v, want.block_table)
+    out = attention_paged.attention_paged_reference(q, *paged, cu_seqlens, contexts, SCALE, *want.scales)
+    rows = attention_paged.attention_paged_triton(q, *paged, cu_seqlens, contexts, SCALE, *want.scales)
+    errors["prefill"] = distance(rows, out)
+    last = (cu_seqlens[1:] - 1).long()
+    each = torch.arange(len(LENGTHS) + 1, dtype=torch.int32)
+    decoded = attention_paged.attention_paged_triton(q[last], *paged, each, contexts, SCALE, *want.scales, 1)
+    errors["decode"] = distance(decoded, out[last])
+
+    kv = kv_store.kv_replay(k, v, kv_mode, *head_scales)
+    if kv_mode != "none":
+        replayed = kv_store.kv_replay_triton(k, v, kv_mode, *head_scales)
+        errors["replay"] = max(distance(replayed.k_TKD, kv.k_TKD), distance(replayed.v_TKD, kv.v_TKD))
+    shape = (longest, SCALE)
+    out, lse2 = attention_packed.attention_packed_forward_reference(q, kv, cu_seqlens, *shape, *head_scales)
+    out_triton, lse2_triton = attention_packed.attention_packed_forward_triton(q, kv, cu_seqlens, *shape, *head_scales)
+    errors["packed"] = distance(out_triton, out)
+    errors["lse2"] = float((lse2_triton - lse2).abs().max())
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+    saved = (dout, q, kv, out, lse2, cu_seqlens, *head_scales, *shape)
+    gradients = attention_packed.attention_packed_backward_reference(*saved)
+    gradients_triton = attention_packed_backward.attention_packed_backward_triton(*saved)
+    for name, g, w in zip(("dq", "dk", "dv"), gradients_triton, gradients, strict=True):
+        errors[name] = distance(g, w)
+    return errors
+
+
+if __name__ == "__main__":
+    assert os.environ.get("TRITON_INTERPRET") == "1"
+    torch.set_num_threads(1)
+    mend_interpreter()
+    cases = [("none", 64, 16, 3), ("calibrated", 32, 128, 2), ("dynamic", 32, 32, 1)]
+    print(json.dumps({kv_mode: compare(kv_mode, *numbers) for kv_mode, *numbers in cases}))

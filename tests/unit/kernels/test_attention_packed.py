@@ -1,0 +1,111 @@
+"""The packed attention against plain softmax attention by autograd: values, gradients, every KV mode."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from octetrl.fp8.quantize import quantize_kv_per_head, quantize_kv_per_token
+from octetrl.kernels.attention_packed import attention_packed, attention_packed_forward
+from tests.unit.kernels.attention_cases import cu_seqlens_of, random_qkv, scales_of
+
+SCALE = 0.2
+
+
+def plain_attention(q, k, v, lengths):
+    """Float32 or float64 softmax attention, one sequence at a time."""
+    outs = []
+    for q_s, k_s, v_s in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
+        heads = (x.transpose(0, 1) for x in (q_s, k_s, v_s))
+        out = F.scaled_dot_product_attention(*heads, is_causal=True, scale=SCALE, enable_gqa=True)
+        outs.append(out.transpose(0, 1))
+    return torch.cat(outs)
+
+
+def dequantised(x, kv_mode, scale):
+    """What the cache gives back for x, with a straight-through gradient."""
+    if kv_mode == "none":
+        return x
+    quantised = quantize_kv_per_head(x, scale) if kv_mode == "calibrated" else quantize_kv_per_token(x)
+    value = quantised.codes.to(x.dtype) * quantised.scale[..., None].to(x.dtype)
+    return x + (value - x).detach()
+
+
+def relative_error(got, want):
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+
+@pytest.mark.parametrize("head_size", [16, 32, 64, 128, 256])
+def test_float32_matches_plain_attention(head_size):
+    lengths = [1, 127, 129, 30]
+    q, k, v = (x.double() for x in random_qkv(lengths, 2, 2, head_size, torch.float32))
+    out = attention_packed(q.float(), k.float(), v.float(), cu_seqlens_of(lengths), 129, SCALE)
+    assert relative_error(out, plain_attention(q, k, v, lengths)) < 1e-6
+
+
+@pytest.mark.parametrize("kv_mode", ["none", "calibrated", "dynamic"])
+@pytest.mark.parametrize("group", [1, 4])
+def test_values_and_gradients(kv_mode, group):
+    lengths = [1, 131, 33]
+    inputs = [x.contiguous().requires_grad_() for x in random_qkv(lengths, 2, group, 32, torch.float32, seed=group)]
+    with torch.no_grad():  # BF16 values, so that the quantisers round nothing before they quantise
+        for x in inputs:
+            x.copy_(x.bfloat16())
+    q, k, v = inputs
+    k_scale, v_scale = scales_of(k.detach(), v.detach(), kv_mode)
+    want = plain_attention(q, dequantised(k, kv_mode, k_scale), dequantised(v, kv_mode, v_scale), lengths)
+    dout = torch.randn_like(want)
+    gradients = torch.autograd.grad(want, inputs, dout)
+    out = attention_packed(q, k, v, cu_seqlens_of(lengths), 131, SCALE, k_scale, v_scale, kv_mode)
+    rounding = {"none": 1e-5, "calibrated": 1e-3, "dynamic": 1e-2}[kv_mode]  # of P, to the operand dtype
+    assert relative_error(out, want) < rounding
+    for got, expected in zip(torch.autograd.grad(out, inputs, dout), gradients, strict=True):
+        assert relative_error(got, expected) < rounding
+
+
+def test_bf16_stays_close_and_returns_bf16_gradients():
+    lengths = [60, 61]
+    inputs = [x.contiguous().requires_grad_() for x in random_qkv(lengths, 2, 2, 64, torch.bfloat16)]
+    want = plain_attention(*(x.float() for x in inputs), lengths)
+    out = attention_packed(*inputs, cu_seqlens_of(lengths), 61, SCALE)
+    assert relative_error(out.detach(), want.detach()) < 5e-3
+    dout = torch.randn_like(out)
+    expected = torch.autograd.grad(want, inputs, dout.float())
+    for got, e, x in zip(torch.autograd.grad(out, inputs, dout), expected, inputs, strict=True):
+        assert got.dtype == x.dtype and relative_error(got, e) < 1e-2
+
+
+def test_lse2_is_the_base_2_log_sum_exp():
+    q, k, v = random_qkv([40], 1, 1, 32, torch.float32)
+    _, lse2 = attention_packed_forward(q, k, v, cu_seqlens_of([40]), 40, SCALE)
+    scores = torch.einsum("thd,skd->hts", q, k) * SCALE
+    scores = scores.masked_fill(torch.ones(40, 40).triu(1).bool(), float("-inf"))
+    torch.testing.assert_close(lse2[:, 0] * 0.6931471805599453, scores[0].logsumexp(-1), rtol=1e-5, atol=1e-5)
+
+
+def test_sequences_do_not_see_one_another_and_rows_past_the_last_are_zero():
+    q, k, v = random_qkv([10, 10, 4], 1, 2, 32, torch.bfloat16)
+    cu_seqlens = cu_seqlens_of([10, 10])
+    out = attention_packed(q, k, v, cu_seqlens, 10, SCALE)
+    changed = [x.clone() for x in (q, k, v)]
+    for x in changed:
+        x[:10] = 1.0
+    assert torch.equal(attention_packed(*changed, cu_seqlens, 10, SCALE)[10:], out[10:])
+    assert not out[20:].any()
+
+
+def test_dynamic_scales_survive_tiny_and_huge_values():
+    q, k, v = random_qkv([70], 1, 1, 32, torch.bfloat16)
+    cu_seqlens = cu_seqlens_of([70])
+    out = attention_packed(q, k, v, cu_seqlens, 70, SCALE, kv_mode="dynamic")
+    for factor in (2.0**-30, 2.0**30):
+        scaled = attention_packed(q, k, v * factor, cu_seqlens, 70, SCALE, kv_mode="dynamic")
+        assert torch.equal(scaled, out * factor)
+
+
+def test_many_short_sequences_and_one_long_one_share_a_pack():
+    lengths = [7] * 20 + [300] + [9] * 20
+    q, k, v = (x.contiguous() for x in random_qkv(lengths, 2, 2, 32, torch.float32))
+    out = attention_packed(q, k, v, cu_seqlens_of(lengths), 300, SCALE)
+    assert relative_error(out, plain_attention(q, k, v, lengths)) < 1e-5

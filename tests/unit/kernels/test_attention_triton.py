@@ -1,0 +1,41 @@
+"""The Triton kernels' logic, run in the interpreter against the references. Bits and speed are judged on a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+CODES = 0.1  # the interpreter rounds some FP8 values to the neighbouring code
+BF16 = 0.01
+LIMITS = {
+    "store": CODES,
+    "replay": CODES,
+    "saturated": 0.0,
+    "token_scale": 0.0,
+    "prefill": BF16,
+    "decode": BF16,
+    "packed": BF16,
+    "lse2": 1e-5,
+    "dq": BF16,
+    "dk": BF16,
+    "dv": BF16,
+}
+
+
+@pytest.fixture(scope="module")
+def errors():
+    script = [sys.executable, "-m", "tests.unit.kernels.attention_interpreted"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    result = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("kv_mode", ["none", "calibrated", "dynamic"])
+def test_kernels_agree_with_their_references(errors, kv_mode):
+    too_far = {name: error for name, error in errors[kv_mode].items() if not error <= LIMITS[name]}
+    assert too_far == {}

@@ -1,0 +1,82 @@
+"""Writing K and V into pages: the right place, the quantiser's bytes, the counted saturation, the refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from octetrl.fp8.format import E4M3
+from octetrl.kernels.kv_store import kv_replay, kv_store
+from tests.unit.kernels.attention_cases import PagedCache, random_qkv, scales_of
+
+
+def read_back(cache, slots):
+    page_size = cache.k.shape[2]
+    return [x.float()[slots // page_size, :, slots % page_size] for x in (cache.k, cache.v)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_unquantised_values_come_back_as_they_went_in(dtype):
+    _, k, v = random_qkv([5, 20], 2, 1, 16, dtype)
+    cache = PagedCache([5, 20], 2, 16, 8, "none", dtype, None, None)
+    slots = cache.slots([5, 20])
+    kv_store(k, v, cache.k, cache.v, slots)
+    for got, want in zip(read_back(cache, slots), (k, v), strict=True):
+        assert torch.equal(got, want.float())
+
+
+@pytest.mark.parametrize("kv_mode", ["calibrated", "dynamic"])
+def test_cache_and_replay_hold_the_same_codes_and_scales(kv_mode):
+    _, k, v = random_qkv([33], 2, 1, 32, torch.bfloat16)
+    cache = PagedCache([33], 2, 32, 16, kv_mode, torch.bfloat16, *scales_of(k, v, kv_mode))
+    slots = cache.slots([33])
+    kv_store(k, v, cache.k, cache.v, slots, *cache.scales)
+    replayed = kv_replay(k, v, kv_mode, cache.k_scale, cache.v_scale)
+    k_codes, v_codes = read_back(cache, slots)
+    assert torch.equal(k_codes, replayed.k_TKD.float())
+    assert torch.equal(v_codes, replayed.v_TKD.float())
+    if kv_mode == "dynamic":
+        assert torch.equal(cache.k_token_scale[slots // 16, :, slots % 16], replayed.k_scale_TK)
+        assert torch.equal(cache.v_token_scale[slots // 16, :, slots % 16], replayed.v_scale_TK)
+
+
+@pytest.mark.parametrize("kv_mode", ["calibrated", "dynamic"])
+def test_dequantised_values_lie_within_half_a_step_of_e4m3(kv_mode):
+    _, k, v = random_qkv([50], 2, 1, 64, torch.bfloat16)
+    scales = tuple(x.float().abs().amax(dim=(0, 2)) * 1.05 / 448 for x in (k, v))
+    replayed = kv_replay(k, v, kv_mode, *scales)
+    k_scale = scales[0][None] if kv_mode == "calibrated" else replayed.k_scale_TK
+    k_float = k.float()
+    error = (replayed.k_TKD.float() * k_scale[..., None] - k_float).abs()
+    assert (error <= k_float.abs() / 16 + k_scale[..., None] * 2**-9).all()
+
+
+def test_values_past_the_calibrated_range_are_clamped_and_counted():
+    k = torch.tensor([[[1.0, -500.0], [449.0, 448.0]]], dtype=torch.bfloat16)  # 449 is 448 in BF16
+    v = torch.tensor([[[float("nan"), 500.0], [0.0, float("-inf")]]], dtype=torch.bfloat16)
+    cache = PagedCache([1], 2, 2, 16, "calibrated", torch.bfloat16, torch.ones(2), torch.ones(2))
+    counter = torch.ones(2, 2, dtype=torch.int64)
+    slots = cache.slots([1])
+    kv_store(k, v, cache.k, cache.v, slots, *cache.scales, saturated_2K=counter)
+    assert counter.tolist() == [[2, 1], [3, 2]]
+    k_codes, v_codes = read_back(cache, slots)
+    assert k_codes.tolist() == [[[1.0, -448.0], [448.0, 448.0]]]
+    assert v_codes[0, 0, 0].isnan() and v_codes[0, 1].tolist() == [0.0, -448.0]
+
+
+def test_slot_minus_one_writes_nothing():
+    _, k, v = random_qkv([3], 1, 1, 16, torch.bfloat16)
+    cache = PagedCache([3], 1, 16, 16, "none", torch.bfloat16, None, None)
+    slots = cache.slots([3])
+    slots[1] = -1
+    kv_store(k, v, cache.k, cache.v, slots)
+    assert cache.k.abs().amax(dim=(1, 3)).count_nonzero() == 2
+
+
+def test_an_fp8_cache_without_scales_is_refused():
+    _, k, v = random_qkv([1], 1, 1, 16, torch.bfloat16)
+    cache = torch.zeros(1, 1, 16, 16).to(E4M3)
+    with pytest.raises(ValueError, match="needs either per-head scales"):
+        kv_store(k, v, cache, cache, torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(ValueError, match="no scales were given"):
+        kv_replay(k, v, "calibrated")
