@@ -100,7 +100,8 @@ class KVCache:
             scale = torch.ones(shape, device=device) if page.token_scales and dtype == E4M3 else None
             pools.append(pool)
             token_scales.append(scale)
-        self._copied = [pool.view(torch.uint8) for pool in pools] + [s for s in token_scales if s is not None]
+        copied = [*pools, *(scale for scale in token_scales if scale is not None)]
+        self._copied = [pool.view(torch.int64) for pool in copied]  # wide words: E4M3 has no indexing, bytes are slow
         self.saturated_L2K: Tensor | None = None
         if scale_2LK is not None:
             heads = (page.num_layers, 2, page.num_kv_heads)

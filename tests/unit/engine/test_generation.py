@@ -1,0 +1,217 @@
+"""The engine as a whole: what it returns, refuses and counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from octetrl.config.errors import UserError
+from octetrl.engine.metrics import GenerationProgress
+from octetrl.fp8.kv_scales import KVScales, same_bits
+from octetrl.records import FinishReason
+from tests.unit.engine.tiny_engine import CONTEXT_LENGTH, EOS, SCALES, policy_of, request, tiny_engine, tiny_model
+
+
+def test_completions_come_in_the_order_of_requests_and_siblings() -> None:
+    engine = tiny_engine(page_size=16)
+    engine.publish(3)
+    asked = [request(str(n), prompt_length=30 - 9 * n, num_siblings=2 + n, seed=n) for n in range(3)]
+    answers = engine.generate(asked)
+    assert [len(siblings) for siblings in answers] == [2, 3, 4]
+    for one, siblings in zip(asked, answers, strict=True):
+        assert engine.generate([one]) == [siblings]
+        assert len({completion.token_ids for completion in siblings}) > 1
+        for completion in siblings:
+            assert len(completion.token_ids) == len(completion.logprobs) <= one.sampling.max_new_tokens
+            assert completion.policy_version == 3
+            assert completion.precision_digest == policy_of("bf16").digest
+            ended = completion.token_ids[-1] == EOS
+            assert completion.finish_reason == (FinishReason.STOP if ended else FinishReason.LENGTH)
+            assert EOS not in completion.token_ids[:-1]
+            letters = completion.token_ids[:-1] if ended else completion.token_ids
+            assert completion.text == "".join(chr(65 + token) for token in letters)
+
+
+def test_a_siblings_answer_does_not_depend_on_how_many_there_are() -> None:
+    engine = tiny_engine()
+    (many,), (few,) = (engine.generate([request(num_siblings=n)]) for n in (5, 2))
+    assert many[:2] == few
+
+
+def test_ignore_eos_and_the_limits() -> None:
+    engine = tiny_engine()
+    (long,), (full,) = engine.generate(
+        [
+            request(max_new_tokens=15, ignore_eos=True),
+            request(prompt_length=CONTEXT_LENGTH - 5, max_new_tokens=15, ignore_eos=True),
+        ]
+    )
+    assert (len(long.token_ids), long.finish_reason) == (15, FinishReason.LENGTH)
+    assert (len(full.token_ids), full.finish_reason) == (5, FinishReason.LENGTH)
+
+
+def test_a_stop_string_ends_the_text_before_and_the_tokens_after_it() -> None:
+    engine = tiny_engine()
+    ((free,),) = engine.generate([request(max_new_tokens=12, ignore_eos=True)])
+    stop = free.text[6:9]  # spans three tokens
+    first = free.text.index(stop)
+    ((cut,),) = engine.generate([request(max_new_tokens=12, ignore_eos=True, stop=("never", stop))])
+    assert cut.text == free.text[:first]
+    assert cut.token_ids == free.token_ids[: first + 3] and cut.logprobs == free.logprobs[: first + 3]
+    assert cut.finish_reason == FinishReason.STOP
+
+
+def test_a_stop_token_ends_the_text_before_itself() -> None:
+    engine = tiny_engine()
+    ((free,),) = engine.generate([request(max_new_tokens=12, ignore_eos=True)])
+    stop = free.token_ids[7]
+    first = free.token_ids.index(stop)
+    ((cut,),) = engine.generate([request(max_new_tokens=12, ignore_eos=True, stop_token_ids=(stop,))])
+    assert cut.token_ids == free.token_ids[: first + 1]
+    assert cut.text == free.text[:first]
+
+
+def test_metrics_and_progress() -> None:
+    engine = tiny_engine(page_size=16, max_batch=4)
+    seen: list[GenerationProgress] = []
+    answers = engine.generate([request(str(n), num_siblings=3, seed=n) for n in range(3)], seen.append)
+    metrics = engine.metrics
+    assert metrics is not None
+    tokens = sum(len(completion.token_ids) for siblings in answers for completion in siblings)
+    assert (metrics.completions, metrics.generated_tokens, metrics.prompt_tokens) == (9, tokens, 30)
+    assert metrics.prefilled_tokens == 27  # each prompt once, without its last token
+    assert metrics.preemptions == 0 and metrics.kv_saturation == 0.0 and metrics.kv_saturation_L2K is None
+    assert 0 < metrics.batch_occupancy <= 1 and 0 < metrics.cache_occupancy <= 1
+    assert metrics.tokens_per_second > 0
+    assert len(seen) == metrics.steps and {progress.total for progress in seen} == {9}
+    assert (seen[-1].done, seen[-1].running, seen[-1].waiting, seen[-1].generated_tokens) == (9, 0, 0, tokens)
+    assert all(progress.running <= 4 for progress in seen)
+
+
+def test_no_requests_no_work() -> None:
+    engine = tiny_engine()
+    assert engine.generate([]) == []
+    assert engine.metrics is not None and engine.metrics.steps == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (request(prompt_length=0), "the prompt has no tokens"),
+        (request(prompt_length=CONTEXT_LENGTH), "leaves none to generate"),
+        (replace(request(), prompt_token_ids=(3, 50)), "the model knows 0 to 49"),
+        (request(num_siblings=0), "num_siblings is 0"),
+        (request(max_new_tokens=0), "max_new_tokens is 0"),
+        (request(temperature=-1.0), "temperature is -1.0"),
+        (request(temperature=float("nan")), "temperature is nan"),
+        (request(top_p=0.0), "top_p is 0.0"),
+        (request(min_p=1.5), "min_p is 1.5"),
+        (request(stop=("",)), "stop is"),
+        (request(prompt_length=40, max_new_tokens=26), "raise engine.kv_cache_tokens to 80"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_one_line(asked, said: str) -> None:
+    engine = tiny_engine(page_size=16, kv_cache_tokens=64)
+    with pytest.raises(UserError, match="request 'bad'") as error:
+        engine.generate([request("good"), replace(asked, id="bad")])
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_largest_request_that_fits_is_served() -> None:
+    engine = tiny_engine(page_size=16, kv_cache_tokens=64)
+    ((answer,),) = engine.generate([request(prompt_length=40, max_new_tokens=25, ignore_eos=True)])
+    assert len(answer.token_ids) == 25
+
+
+def test_a_context_beyond_the_models_positions_is_refused() -> None:
+    from octetrl.config.schema import EngineConfig
+    from octetrl.engine.engine import Engine
+    from tests.unit.engine.tiny_engine import SPEC, Letters
+
+    with pytest.raises(UserError, match=r"161 tokens .* has 160 positions"):
+        Engine(
+            tiny_model("bf16"), spec=SPEC, policy=policy_of("bf16"), tokenizer=Letters(), config=EngineConfig(),
+            context_length=161, dtype=torch.bfloat16, device="cpu",
+        )  # fmt: skip
+
+
+def test_a_calibrated_cache_refuses_to_be_written_without_scales_of_this_version() -> None:
+    engine = tiny_engine("fp8_full")
+    engine.generate([request()])
+    engine.publish(1)
+    with pytest.raises(RuntimeError, match=r"belong to policy version 0 and the weights to 1"):
+        engine.generate([request()])
+    fresh = tiny_engine("fp8_full")
+    fresh._scales_version = None
+    with pytest.raises(RuntimeError, match=r"has no scales: calibrate .* set_kv_scales"):
+        fresh.generate([request()])
+
+
+def test_scales_are_read_back_as_given_and_bad_ones_refused() -> None:
+    engine = tiny_engine("fp8_full")
+    assert engine.kv_scales is not None and same_bits(engine.kv_scales, SCALES)
+    bad = SCALES.v_scale_LK.clone()
+    bad[1, 0] = torch.nan
+    with pytest.raises(ValueError, match="scale of V in layer 1, head 0 is nan"):
+        engine.set_kv_scales(KVScales(SCALES.k_scale_LK, bad, 0))
+    with pytest.raises(ValueError, match=r"got \[L, K\] = \[3, 2\]"):
+        engine.set_kv_scales(KVScales(torch.ones(3, 2), torch.ones(3, 2), 0))
+    assert same_bits(engine.kv_scales, SCALES)
+
+
+def test_saturation_is_counted_by_layer_and_head() -> None:
+    engine = tiny_engine("fp8_full")
+    engine.generate([request()])
+    assert engine.metrics is not None and engine.metrics.kv_saturation == 0.0
+    narrow = SCALES.v_scale_LK.clone()
+    narrow[1, 0] = 1e-6
+    engine.set_kv_scales(KVScales(SCALES.k_scale_LK, narrow, 0))
+    for _ in range(2):  # counted anew in each call
+        engine.generate([request()])
+        share = engine.metrics.kv_saturation_L2K
+        assert share is not None
+        assert share[1, 1, 0] > 0.9 and share.count_nonzero() == 1
+        assert engine.metrics.kv_saturation == pytest.approx(float(share[1, 1, 0]) / 8)
+
+
+def test_logits_that_are_not_finite_are_an_error_that_names_the_request() -> None:
+    model = tiny_model("bf16")
+
+    class Broken:
+        def __call__(self, *inputs):
+            return model(*inputs)
+
+        def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+            logits_NV = model.logits(hidden_NE)
+            logits_NV[1, 3] = torch.nan
+            return logits_NV
+
+    engine = tiny_engine(model=Broken())
+    with pytest.raises(RuntimeError, match=r"request 'b', sibling 0: the logits after 10 tokens are not finite"):
+        engine.generate([request("a"), request("b")])
+
+
+def test_an_interrupted_call_leaves_nothing_behind() -> None:
+    engine = tiny_engine(page_size=16, kv_cache_tokens=320)
+    asked = [request(str(n), num_siblings=2, seed=n) for n in range(3)]
+    expected = engine.generate(asked)
+
+    def interrupt(progress: GenerationProgress) -> None:
+        if progress.generated_tokens > 10:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(asked, interrupt)
+    assert engine.generate(asked) == expected
+
+
+def test_the_cache_can_be_released_and_taken_again() -> None:
+    engine = tiny_engine("fp8_full", page_size=16, kv_cache_tokens=320)
+    expected = engine.generate([request()])
+    engine.release_cache()
+    assert engine._cache is None
+    engine.allocate_cache()
+    assert engine._cache is not None
+    assert engine.generate([request()]) == expected

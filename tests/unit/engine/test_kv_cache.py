@@ -1,0 +1,72 @@
+"""The pages: formats by policy, sizes, and copies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from octetrl.config.schema import EngineConfig, Fp8Config
+from octetrl.engine.kv_cache import KVCache, cache_format, configured_pages
+from octetrl.fp8.format import E4M3
+from octetrl.fp8.policy import precision_policy
+from tests.unit.engine.tiny_engine import PRECISIONS, SPEC
+
+CPU = torch.device("cpu")
+
+
+def page_of(precision: str):
+    return cache_format(SPEC, precision_policy(SPEC, PRECISIONS[precision]), torch.bfloat16, page_size=16)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "bytes_per_page"),
+    [
+        ("bf16", torch.bfloat16, 2 * 2 * 16 * 16 * 4),
+        ("fp8_full", E4M3, 2 * 2 * 16 * 16 * 2),
+        ("fp8_dynamic", E4M3, 2 * 2 * 16 * (16 * 2 + 8)),
+    ],
+)
+def test_the_policy_decides_the_format(precision: str, dtype: torch.dtype, bytes_per_page: int) -> None:
+    page = page_of(precision)
+    assert (page.k_dtype, page.v_dtype, page.bytes_per_page) == (dtype, dtype, bytes_per_page)
+    cache = KVCache(page, 3, CPU, torch.ones(2, 2, 2) if precision == "fp8_full" else None)
+    layer = cache.layers[1]
+    assert layer.k.shape == layer.v.shape == (3, 2, 16, 16) and layer.k.dtype == dtype
+    held = [layer.k, layer.v, layer.k_token_scale, layer.v_token_scale]
+    held = [t for t in held if t is not None]
+    assert 2 * sum(t.numel() * t.element_size() for t in held) == 3 * page.bytes_per_page
+    assert (layer.k_scale_K is not None) == (layer.saturated_2K is not None) == (precision == "fp8_full")
+
+
+def test_k_stays_bf16_where_fp8_would_ruin_it() -> None:
+    spec = replace(SPEC, qk_norm=False, qkv_bias=True)
+    policy = precision_policy(spec, Fp8Config(kv_cache="calibrated"))
+    page = cache_format(spec, policy, torch.bfloat16, page_size=16)
+    layer = KVCache(page, 1, CPU, torch.ones(2, 2, 2)).layers[0]
+    assert (layer.k.dtype, layer.v.dtype) == (torch.bfloat16, E4M3)
+    assert layer.k_scale_K is None and layer.v_scale_K is not None
+
+
+def tensors_of(cache: KVCache) -> list[torch.Tensor]:
+    held = [t for layer in cache.layers for t in (layer.k, layer.v, layer.k_token_scale, layer.v_token_scale)]
+    return [t for t in held if t is not None]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8_dynamic"])
+def test_pages_are_copied_whole_and_all_at_once(precision: str) -> None:
+    cache = KVCache(page_of(precision), 4, CPU)
+    for number, tensor in enumerate(tensors_of(cache)):
+        for page in range(4):
+            tensor[page] = torch.full(tensor[page].shape, 4.0 * number + page).to(tensor.dtype)
+    before = [tensor.float().clone() for tensor in tensors_of(cache)]
+    cache.copy_pages([(0, 1), (1, 2)])
+    for tensor, old in zip(tensors_of(cache), before, strict=True):
+        assert torch.equal(tensor.float(), old[[0, 0, 1, 3]])
+
+
+def test_capacity_follows_the_recipe() -> None:
+    page = page_of("bf16")
+    assert configured_pages(EngineConfig(page_size=16, kv_cache_tokens=100), page, CPU) == 6
+    assert configured_pages(EngineConfig(page_size=16), page, CPU) is None

@@ -1,0 +1,120 @@
+"""Stop tokens, stop strings across token borders, and text that grows token by token."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octetrl.engine.stopping import Decode, Stopping, StopStrings, TextStream, decoder_of
+from octetrl.records import FinishReason
+from octetrl.run.tiny_model import train_tokenizer
+
+TEXTS = ["The answer is 42. hello hello world", "grüße 你好 😀😀 naïve café"]
+
+
+@lru_cache(maxsize=1)
+def tokenizer():
+    return train_tokenizer(TEXTS, vocab_size=300)
+
+
+def decode_bytes() -> Decode:
+    return decoder_of(tokenizer())
+
+
+def pieces(*parts: str) -> list[int]:
+    """Tokens of each part on its own, so that the borders between parts are token borders."""
+    return [token for part in parts for token in tokenizer().encode(part, add_special_tokens=False)]
+
+
+def feed(stops: tuple[str, ...], tokens: list[int]) -> tuple[int | None, str]:
+    """After how many tokens the watch stops, and the text."""
+    watch = StopStrings(stops, decode_bytes())
+    for count, token in enumerate(tokens, start=1):
+        if watch.found_after(token):
+            return count, watch.cut_text()
+    return None, watch.cut_text()
+
+
+@settings(max_examples=200)
+@given(st.lists(st.integers(0, 299), max_size=40))
+def test_the_stream_ends_with_the_text_of_all_tokens(tokens: list[int]) -> None:
+    """Random tokens: broken characters, special tokens and stray bytes included."""
+    stream = TextStream(decode_bytes())
+    whole = decode_bytes()(tuple(tokens))
+    for token in tokens:
+        before = stream.text
+        stream.push(token)
+        assert stream.text.startswith(before)
+        assert whole.startswith(stream.text)
+    assert stream.finish() == whole
+
+
+def test_a_character_of_several_tokens_appears_whole() -> None:
+    tokens = pieces("a€b")  # not in the training texts: three byte tokens
+    assert len(tokens) == 5
+    stream = TextStream(decode_bytes())
+    seen = []
+    for token in tokens:
+        stream.push(token)
+        seen.append(stream.text)
+    assert seen == ["a", "a", "a", "a€", "a€b"]
+
+
+def test_a_stop_string_is_found_across_token_borders() -> None:
+    tokens = pieces("he", "l", "l", "o", "#", "#", "#", " tail")
+    count, text = feed(("###",), tokens)
+    assert text == "hello" and tokenizer().decode(tokens[:count]) == "hello###"
+
+
+def test_a_stop_string_inside_one_token_cuts_the_text() -> None:
+    (token,) = pieces(" hello")
+    assert feed(("ll",), [token, *pieces("x")]) == (1, " he")
+
+
+def test_the_first_of_several_stop_strings_wins() -> None:
+    assert feed(("llo", "hell", "zzz"), pieces("hello"))[1] == ""
+
+
+def test_a_stop_string_of_several_bytes() -> None:
+    assert feed(("€",), pieces("a€b")) == (4, "a")
+
+
+def test_without_a_match_the_text_is_all_of_it() -> None:
+    assert feed(("@@",), pieces("hello @ world")) == (None, "hello @ world")
+
+
+@settings(max_examples=100)
+@given(st.lists(st.integers(0, 299), max_size=30), st.text("abel o#", min_size=1, max_size=3))
+def test_stopping_early_equals_searching_the_whole_text(tokens: list[int], stop: str) -> None:
+    count, text = feed((stop,), tokens)
+    whole = decode_bytes()(tuple(tokens))
+    assert text == (whole if stop not in whole else whole[: whole.find(stop)])
+    if count is not None:
+        assert stop in decode_bytes()(tuple(tokens[:count]))
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "reason", "length", "text"),
+    [
+        ([5, 6, 1, 7], FinishReason.STOP, 3, "5 6"),
+        ([5, 9, 6], FinishReason.STOP, 2, "5"),
+        ([5, 6, 7, 8], FinishReason.LENGTH, 4, "5 6 7 8"),
+        ([5, 6, 7, 1], FinishReason.STOP, 4, "5 6 7"),
+    ],
+)
+def test_stop_tokens_and_the_limit(token_ids: list[int], reason: FinishReason, length: int, text: str) -> None:
+    """EOS 1 and stop token 9; three tokens of prompt and at most seven in all. A stop at the limit is a stop."""
+
+    def decode(tokens: tuple[int, ...]) -> str:
+        return " ".join(map(str, tokens))
+
+    stopping = Stopping(frozenset({1, 9}), (), limit=7, decode=decode)
+    for count, token in enumerate(token_ids, start=1):
+        ended = stopping.after(token, 3 + count)
+        if ended is not None:
+            break
+    assert (ended, count) == (reason, length)
+    assert stopping.text_of(token_ids[:count], decode) == text

@@ -1,0 +1,93 @@
+"""An engine small enough for a unit test: a random two-layer Qwen3, an alphabet as tokenizer, every precision."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from octetrl.config.schema import EngineConfig, Fp8Config
+from octetrl.config.spec import ModelSpec
+from octetrl.engine.engine import Engine
+from octetrl.fp8.kv_scales import KVScales
+from octetrl.fp8.policy import PrecisionPolicy, precision_policy
+from octetrl.models.decoder import Decoder
+from octetrl.records import GenerationRequest, SamplingParams
+
+EOS = 1
+CONTEXT_LENGTH = 160
+SPEC = ModelSpec(
+    family="qwen3",
+    num_layers=2,
+    hidden_size=64,
+    intermediate_size=96,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=16,
+    vocab_size=50,
+    max_positions=CONTEXT_LENGTH,
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+    rope_scaling=None,
+    qkv_bias=False,
+    qk_norm=True,
+    tied_embeddings=True,
+    eos_token_ids=(EOS,),
+)
+PRECISIONS = {
+    "bf16": Fp8Config(),
+    "fp8": Fp8Config(rollout=True, train=True),
+    "fp8_dynamic": Fp8Config(rollout=True, train=True, kv_cache="dynamic"),
+    "fp8_full": Fp8Config(rollout=True, train=True, kv_cache="calibrated"),
+}
+SCALES = KVScales(torch.tensor([[0.008, 0.01], [0.009, 0.007]]), torch.tensor([[0.05, 0.04], [0.06, 0.05]]), 0)
+
+
+class Letters:
+    """Token n is the letter n; EOS is special and leaves no text."""
+
+    eos_token_id = EOS
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+        return "".join(chr(ord("A") + token) for token in token_ids if token != EOS or not skip_special_tokens)
+
+
+def policy_of(precision: str) -> PrecisionPolicy:
+    return precision_policy(SPEC, PRECISIONS[precision])
+
+
+@lru_cache(maxsize=16)
+def tiny_model(precision: str, side: Any = "rollout") -> Decoder:
+    """Weights ten times larger than usual, so that the logits are far from flat."""
+    model = Decoder(SPEC, policy_of(precision), side)
+    model.random_init(seed=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(10)
+    model.requantize()
+    return model
+
+
+def tiny_engine(precision: str = "bf16", model: Any = None, tokenizer: Any = None, **config: Any) -> Engine:
+    engine = Engine(
+        model or tiny_model(precision),
+        spec=SPEC,
+        policy=policy_of(precision),
+        tokenizer=tokenizer or Letters(),
+        config=EngineConfig(**config),
+        context_length=CONTEXT_LENGTH,
+        dtype=torch.bfloat16,
+        device="cpu",
+    )
+    if precision == "fp8_full":
+        engine.set_kv_scales(SCALES)
+    return engine
+
+
+def request(name: str = "r", prompt_length: int = 10, num_siblings: int = 1, seed: int = 0, **sampling: Any):
+    """A request whose prompt is a function of its length."""
+    prompt = tuple(2 + (7 * i + prompt_length) % 40 for i in range(prompt_length))
+    params = SamplingParams(**{"max_new_tokens": 12, **sampling})
+    return GenerationRequest(name, prompt, params, num_siblings=num_siblings, seed=seed)
