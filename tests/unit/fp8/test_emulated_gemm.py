@@ -55,14 +55,19 @@ def nt_by_the_contract(x: Quantized, w: Quantized) -> torch.Tensor:
 @pytest.mark.parametrize(("m", "k", "n"), [(3, 5, 2), (2, 128, 3), (2, 300, 130), (1, 129, 1)])
 def test_forward_is_the_contract_bit_for_bit(m: int, k: int, n: int) -> None:
     x, w = quantize_activation_reference(randn(m, k)), quantize_weight_reference(randn(n, k, seed=1))
-    n_checked = min(n, 6)
-    some = Quantized(w.codes[-n_checked:], w.scale[-1:])
-    want = nt_by_the_contract(x, some)
-    assert torch.equal(fp8_gemm_nt(x, w, out_dtype=torch.float32)[:, -n_checked:], want) or n > 128
-    if n > 128:  # the last columns belong to the second row of weight blocks
-        last = Quantized(w.codes[128:], w.scale[1:])
-        assert torch.equal(fp8_gemm_nt(x, w, out_dtype=torch.float32)[:, 128:], nt_by_the_contract(x, last))
-    assert torch.equal(fp8_gemm_nt(x, w), fp8_gemm_nt(x, w, out_dtype=torch.float32).bfloat16())
+    last_block = (n - 1) // 128
+    some = Quantized(w.codes[last_block * 128 :][:6], w.scale[last_block:])
+    y = fp8_gemm_nt(x, w, out_dtype=torch.float32)
+    assert torch.equal(y[:, last_block * 128 :][:, :6], nt_by_the_contract(x, some))
+    assert torch.equal(fp8_gemm_nt(x, w), y.bfloat16())
+
+
+def test_partials_that_float32_cannot_hold_are_rounded_once_and_before_scaling() -> None:
+    """Fifth powers spread over all of E4M3's exponents, so that a sum of 128 products needs more than 24 bits."""
+    x, w = quantize_activation_reference(randn(3, 300) ** 5), quantize_weight_reference(randn(40, 300, seed=1) ** 5)
+    products = decode_e4m3(x.codes, torch.float64)[:, :128] @ decode_e4m3(w.codes, torch.float64)[:, :128].t()
+    assert (products.float().double() != products).any()
+    assert torch.equal(fp8_gemm_nt(x, w, out_dtype=torch.float32), nt_by_the_contract(x, w))
 
 
 def test_a_rows_bits_do_not_depend_on_the_batch() -> None:

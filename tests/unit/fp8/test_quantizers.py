@@ -25,6 +25,7 @@ from octetrl.fp8.quantize import (
     quantize_tokens_reference,
     quantize_tokens_values,
     quantize_weight_reference,
+    scale_and_inverse,
 )
 
 KINDS = ("normal", "huge", "tiny", "subnormal", "zeros", "border", "mixed")
@@ -110,6 +111,14 @@ def test_values_are_the_codes_values(rows: int, columns: int, kind: str, seed: i
         codes, held = reference(x, power_of_two), values(x, power_of_two)
         assert torch.equal(decode_e4m3(codes.codes), held.codes)
         assert torch.equal(codes.scale, held.scale)
+
+
+def test_both_divisions_are_ieee_divisions() -> None:
+    """Codes alone hide a division that is off by a bit: this looks at the quotients themselves."""
+    amax = torch.rand(20_000, generator=torch.Generator().manual_seed(8)) * 10
+    scale, inverse = scale_and_inverse(amax)
+    assert torch.equal(scale, torch.from_numpy(amax.numpy() / np.float32(448)))
+    assert torch.equal(inverse, torch.from_numpy(np.float32(448) / amax.numpy()))
 
 
 @given(kind=st.sampled_from([kind for kind in KINDS if kind != "subnormal"]), seed=st.integers(0, 99))
