@@ -6,6 +6,7 @@ that machine's memory: `--memory-gib 140`.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -82,7 +83,8 @@ def find_device(recipe: Recipe, memory_gib: float | None) -> Device:
             return found
         if recipe.cluster.device == "cuda":
             return Device("cuda, of which there is none here; plan for one with --memory-gib", True, None)
-    return Device("CPU, FP8 is emulated", False, None)
+    num_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return Device(f"CPU with {num_bytes / GIB:.1f} GiB, FP8 is emulated", False, num_bytes)
 
 
 def _first_gpu() -> Device | None:

@@ -42,7 +42,7 @@ def test_it_shows_essentials_parameters_precision_and_memory(folder: Path, capsy
     assert (code, err) == (0, "")
     for shown in (
         "grpo, 32 prompts x 8 siblings a step",
-        "CPU, FP8 is emulated",
+        "GiB, FP8 is emulated",
         "parameters 1,033,600",
         "attention.qkv_proj fp8 in 3 of 4 fp8 in 3 of 4",
         "attention.o_proj bf16 bf16",
