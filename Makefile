@@ -3,8 +3,8 @@
 #
 #   make demo PYTHON=python3     uses that interpreter and its packages as they are, and makes no environment
 #
-# Where the packages come from is pip's own configuration. On a machine without a GPU, the smaller CPU build of torch
-# is taken when pip's configuration offers one: torch==2.13.0+cpu satisfies the pin and sorts above torch==2.13.0.
+# Packages come from wherever pip is configured to look. Where that offers CPU builds of torch, one is taken
+# (torch==2.13.0+cpu meets the pin and sorts above torch==2.13.0); elsewhere it is the default build, which uses a GPU.
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c

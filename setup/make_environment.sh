@@ -32,15 +32,8 @@ echo "making $environment with $("$python" --version) (once; a few minutes, most
 "$python" -m venv --clear "$environment"
 pip() { "$environment/bin/python" -m pip --disable-pip-version-check "$@"; }
 
-constraints=$environment/constraints.txt
-if command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then
-    grep -v -E '^(torch|triton)==' constraints.txt >"$constraints"
-else
-    cp constraints.txt "$constraints"
-fi
-
 if ! can_build_c "$python"; then
     echo "no C compiler or no Python headers: pycosat is left out, so reasoning_gym's zebra_puzzles will not work"
     pip install -qq setup/pycosat_absent
 fi
-pip install -qq --progress-bar off --constraint "$constraints" --editable '.[dev]'
+pip install -qq --progress-bar off --constraint constraints.txt --editable '.[dev]'
