@@ -24,11 +24,7 @@ from octetrl.layers.rotary import Rotary
 
 
 class Attention(nn.Module):
-    """qkv_proj: E -> (H + 2K) * D, query rows first; o_proj: H * D -> E; each a Linear or a Float8Linear.
-
-    `quantize_k` False keeps K in BF16 beside an FP8 V (PrecisionPolicy.k_cache), in the cache and in its
-    replay.
-    """
+    """qkv_proj: E -> (H + 2K) * D, query rows first; o_proj: H * D -> E; each a Linear or a Float8Linear."""
 
     def __init__(
         self,
@@ -37,7 +33,6 @@ class Attention(nn.Module):
         qkv_proj: nn.Module,
         o_proj: nn.Module,
         *,
-        quantize_k: bool,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
@@ -45,7 +40,6 @@ class Attention(nn.Module):
         self.layer = layer
         self.num_heads, self.num_kv_heads, self.head_size = spec.num_heads, spec.num_kv_heads, spec.head_size
         self.softmax_scale = spec.head_size**-0.5
-        self.quantize_k = quantize_k
         self.qkv_proj = qkv_proj
         self.o_proj = o_proj
         self.q_norm: RMSNorm | None = None
@@ -77,10 +71,9 @@ class Attention(nn.Module):
             context.cu_seqlens_B1,
             context.max_seqlen,
             self.softmax_scale,
-            k_scale_K=self._scale_of(context.k_scale_LK) if self.quantize_k else None,
+            k_scale_K=self._scale_of(context.k_scale_LK),
             v_scale_K=self._scale_of(context.v_scale_LK),
             kv_mode=context.kv_mode,
-            **({} if self.quantize_k else {"quantize_k": False}),
         )
 
     def _scale_of(self, scale_LK: Tensor | None) -> Tensor | None:

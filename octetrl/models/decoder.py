@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from octetrl.config.errors import UserError
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.gemm import BackendName
 from octetrl.fp8.policy import PrecisionPolicy, Side
@@ -71,6 +72,11 @@ class Decoder(nn.Module):
         device: torch.device | str = "cpu",
         backend: BackendName = "emulated",
     ) -> None:
+        if policy.k_cache != policy.v_cache:
+            raise UserError(
+                f"fp8.kv_cache '{policy.kv_mode}' is not supported for {spec.family}: without QK-norm its K must stay BF16,"
+                f" and attention can't read a BF16 K beside an FP8 V yet; set fp8.kv_cache=none"
+            )
         super().__init__()
         self.spec, self.policy, self.side, self.dtype, self.backend = spec, policy, side, dtype, backend
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
@@ -105,7 +111,6 @@ class Decoder(nn.Module):
             index,
             linear("attention.qkv_proj", spec.hidden_size, spec.q_size + 2 * spec.kv_size, spec.qkv_bias),
             linear("attention.o_proj", spec.q_size, spec.hidden_size),
-            quantize_k=self.policy.k_cache == self.policy.v_cache,
             dtype=self.dtype,
             device=device,
         )

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octetrl.config.errors import UserError
 from octetrl.config.schema import Fp8Config
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.context import LayerCache, PackedContext, PagedContext
@@ -179,3 +180,10 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
         model.layers[1].mlp.down_proj.weight[3, 4] = torch.nan
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj\.weight"):
         model.requantize()
+
+
+def test_a_cache_that_would_ruin_k_is_refused(tmp_path: Path) -> None:
+    hf_model("qwen2").save_pretrained(tmp_path)
+    spec = load_spec(tmp_path)
+    with pytest.raises(UserError, match=r"set fp8\.kv_cache=none"):
+        Decoder(spec, precision_policy(spec, FP8_FULL), "rollout")
