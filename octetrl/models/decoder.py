@@ -74,8 +74,8 @@ class Decoder(nn.Module):
     ) -> None:
         if policy.k_cache != policy.v_cache:
             raise UserError(
-                f"fp8.kv_cache '{policy.kv_mode}' is not supported for {spec.family}: without QK-norm its K must stay BF16,"
-                f" and attention can't read a BF16 K beside an FP8 V yet; set fp8.kv_cache=none"
+                f"fp8.kv_cache '{policy.kv_mode}' is not supported for {spec.family}: without QK-norm its K must stay"
+                f" BF16, and attention can't read a BF16 K beside an FP8 V yet; set fp8.kv_cache=none"
             )
         super().__init__()
         self.spec, self.policy, self.side, self.dtype, self.backend = spec, policy, side, dtype, backend
