@@ -19,8 +19,8 @@ KVMode = Literal["none", "calibrated", "dynamic"]
 class PackedContext:
     """Training: `cu_seqlens_B1` bounds each sequence.
 
-    `kv_mode` says which cache the rollout used: with "calibrated" or "dynamic", K and V are replayed through
-    that quantiser (numerics.md §6). `kv_amax_2LK`, where given, collects max|K| and max|V| per layer and head, in place.
+    `kv_mode` says which cache the rollout used: with "calibrated" or "dynamic", K and V are replayed through that
+    quantiser (numerics.md §6). `kv_amax_2LK`, where given, collects max|K| and max|V| per layer and head, in place.
     """
 
     cu_seqlens_B1: Tensor  # int32

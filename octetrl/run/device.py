@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
+from typing import Any
 
 import numpy
 import torch
@@ -45,7 +47,7 @@ def random_state() -> dict[str, object]:
     return state
 
 
-def restore_random_state(state: dict) -> None:
+def restore_random_state(state: Mapping[str, Any]) -> None:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     algorithm, keys, position, has_gauss, cached = state["numpy"]

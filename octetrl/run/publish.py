@@ -5,7 +5,7 @@ into the very codes that the engine reads, so there is nothing to copy. Where on
 codes, and publishing quantises its BF16 weight into the engine's.
 
 Whatever the way, what the engine holds is read back and compared: the bytes of every FP8 weight against the trainer's,
-one weight a step quantised afresh (a stale code would show), and the KV scales bit for bit. A published set has a digest.
+one weight a step quantised afresh (a stale code would show), the KV scales bit for bit. A published set has a digest.
 """
 
 from __future__ import annotations

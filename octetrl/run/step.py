@@ -25,13 +25,14 @@ def train_step(run: Run) -> StepMetrics:
 
 def supervised_step(run: Run) -> StepMetrics:
     """One step of SFT."""
+    assert run.conversations is not None, "a recipe for SFT has conversations"
     return learn(run, run.conversations.next_batch(run.config.algorithm.batch_size))
 
 
 def produce(run: Run) -> list[Sample]:
     """Tasks -> scored groups -> samples that carry their advantages."""
     tasks = run.taskset.next_batch(run.config.rollout.prompts_per_step)
-    groups = collect_groups(tasks, run.environment, run.workers, run.collection)
+    groups = collect_groups(tasks, run.rewards, run.workers, run.collection)
     run.journal.record(groups)
     return [sample for group in groups if run.algorithm.keeps(group) for sample in to_samples(group, run.algorithm)]
 

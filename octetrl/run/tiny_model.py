@@ -1,7 +1,8 @@
 """A model small enough for a laptop: a Qwen3-architecture folder in Hugging Face form, tokenizer included.
 
-The demo and the tests have no hub to load from, so they make what they train. The tokenizer is byte-level BPE, so that
-any text can be encoded; digits stay single tokens, so that arithmetic can be learnt; its merges come from the texts given.
+The demo and the tests have no hub to load from, so they make what they train. The tokenizer is byte-level BPE, so
+that any text can be encoded; digits stay single tokens, so that arithmetic can be learnt; its merges come from the
+texts given.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from octetrl.config.errors import UserError
 
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 Tokenizer = Any  # transformers' PreTrainedTokenizerBase; rooms below see only the methods they call
 
 
@@ -17,6 +18,11 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     path = Path(folder)
     if not path.is_dir():
         raise UserError(f"tokenizer: no folder '{path}'; give model.tokenizer a Hugging Face tokenizer folder")
+    if not any((path / name).is_file() for name in VOCABULARIES):
+        raise UserError(
+            f"tokenizer: '{path}' holds none of {', '.join(VOCABULARIES)};"
+            f" give model.tokenizer a Hugging Face tokenizer folder"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:

@@ -1,9 +1,10 @@
 """What one GPU (or one CPU process) holds: a trainer, an engine, and the quantised weights they share.
 
-    generate -> Completions drawn with the published weights
-    train    -> one update of the trainer's weights; KV amax comes out of its forward
-    publish  -> codes and KV scales into the engine, read back and compared
-    calibrate, save, load
+    generate   completions drawn with the published weights
+    train      one update of the trainer's weights; the amax of K and V comes out of its forward
+    publish    codes and KV scales into the engine, read back and compared
+    calibrate  KV scales before the first rollout, from its prompts
+    save, load
 
 Trainer and engine are built from one `Decoder` class with one `PrecisionPolicy`; this file is where they meet.
 """
@@ -11,29 +12,40 @@ Trainer and engine are built from one `Decoder` class with one `PrecisionPolicy`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from octetrl.algorithms.table import Algorithm
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.engine.engine import Engine
-from octetrl.fp8.gemm import choose_backend
+from octetrl.engine.metrics import GenerationProgress
+from octetrl.fp8.gemm import BackendName, choose_backend
 from octetrl.fp8.kv_scales import KVScales, kv_scales_from_amax, same_bits
-from octetrl.fp8.policy import PrecisionPolicy
+from octetrl.fp8.policy import PrecisionPolicy, Side
 from octetrl.models.decoder import Decoder
+from octetrl.models.hf_weights import load_weights, save_weights
 from octetrl.records import Completion, GenerationRequest, PackedBatch, PolicyUpdate, Published
 from octetrl.run.publish import quantize_for_engine, share_weights, verify_weights
 from octetrl.run.tokenizer import Tokenizer
 from octetrl.telemetry.mismatch import mismatch_metrics
 from octetrl.telemetry.spans import Spans
+from octetrl.trainer.checkpoint import Checkpoint
+from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.trainer import KVReplay, Trainer
 
 LoadWeights = Callable[[Decoder], None]
+OnProgress = Callable[[GenerationProgress], None]
 
 
 class Worker:
-    """Built once; `load_weights` fills the trainer's model (and the reference's), the engine's shares its tensors."""
+    """Built once. `load_weights` fills the trainer's model (and the reference's); the engine's shares its tensors.
+
+    `trains` false makes no optimizer state: for evaluation and generation.
+    """
 
     def __init__(
         self,
@@ -46,32 +58,24 @@ class Worker:
         load_weights: LoadWeights,
         device: torch.device,
         spans: Spans,
+        trains: bool = True,
     ) -> None:
-        self.recipe, self.spec, self.policy, self.spans = recipe, spec, policy, spans
-        backend = choose_backend(device, recipe.fp8.emulate) if policy.uses_fp8("rollout") or policy.uses_fp8("train") else "emulated"
-        dtype = getattr(torch, recipe.model.dtype)
-
-        def build(side: str) -> Decoder:
-            return Decoder(spec, policy, side, dtype=dtype, device=device, backend=backend)
-
-        self.trainer_model = build("train")
-        load_weights(self.trainer_model)
-        self.trainer_model.requantize()
-        self.engine_model = build("rollout")
+        self.recipe, self.spec, self.policy, self.device, self.spans = recipe, spec, policy, device, spans
+        self._dtype: torch.dtype = getattr(torch, recipe.model.dtype)
+        self._backend = _backend(policy, device, recipe.fp8.emulate)
+        self.trainer_model = self._loaded_model(load_weights)
+        self.engine_model = self._model("rollout", torch.device("meta"))
         share_weights(self.engine_model, self.trainer_model)
-        reference = None
-        if algorithm.needs_reference:
-            reference = build("train")
-            load_weights(reference)
-            reference.requantize()
         self.trainer = Trainer(
             self.trainer_model,
             config=recipe.trainer,
             algorithm=algorithm,
-            temperature=recipe.rollout.temperature,
+            temperature=recipe.rollout.temperature or 1.0,
             total_steps=recipe.steps,
-            reference=reference,
+            reference=self._loaded_model(load_weights) if algorithm.needs_reference else None,
             collect_kv_amax=policy.kv_mode == "calibrated" and recipe.fp8.calibration == "fused",
+            seed=recipe.seed,
+            trains=trains,
         )
         self.engine = Engine(
             self.engine_model,
@@ -80,11 +84,157 @@ class Worker:
             tokenizer=tokenizer,
             config=recipe.engine,
             context_length=recipe.model.context_length,
-            dtype=dtype,
+            dtype=self._dtype,
             device=device,
         )
-        self._kv_scales: KVScales | None = None
+        self.kv_scales: KVScales | None = None
+        self._put_into_engine(self.trainer.policy_version)
 
-    def generate(self, requests: Sequence[GenerationRequest], on_progress: Callable | None = None) -> list[list[Completion]]:
+    def _model(self, side: Side, device: torch.device) -> Decoder:
+        return Decoder(self.spec, self.policy, side, dtype=self._dtype, device=device, backend=self._backend)
+
+    def _loaded_model(self, load_weights: LoadWeights) -> Decoder:
+        model = self._model("train", self.device)
+        load_weights(model)
+        model.requantize()
+        return model
+
+    @property
+    def layout(self) -> PackingLayout:
+        """How `pack` should pack for this worker."""
+        return self.trainer.layout
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether the engine would refuse to write its cache: FP8, calibrated, and no scales yet."""
+        return self.policy.kv_mode == "calibrated" and self.kv_scales is None
+
+    # ------------------------------------------------------------ the verbs of a step
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], on_progress: OnProgress | None = None
+    ) -> list[list[Completion]]:
+        """`num_siblings` completions of each request, in the order of the requests."""
         with self.spans("rollout"):
             return self.engine.generate(requests, on_progress)
+
+    def train(self, batch: PackedBatch) -> PolicyUpdate:
+        """One update from `batch`, seen through the cache it was drawn with; mismatch among the metrics."""
+        with self.spans("train"):
+            update = self.trainer.train(batch, self._replay(), self.policy.digest)
+        if self.policy.kv_mode == "calibrated" and batch.minibatches:
+            with self.spans("calibrate"):
+                if self.recipe.fp8.calibration == "exact":
+                    self.trainer.collect_kv_amax(batch)  # one more forward, with the new weights
+                self._take_scales()
+        return replace(update, metrics={**update.metrics, **self._mismatch()})
+
+    def publish(self, policy_version: int) -> Published:
+        """The trainer's weights and scales become the engine's; what the engine then holds is compared."""
+        with self.spans("publish"):
+            digest = self._put_into_engine(policy_version)
+        return Published(policy_version, digest, {"publish/policy_version": float(policy_version)})
+
+    def rollout_metrics(self) -> dict[str, float]:
+        """Of the last `generate`; the names are those of the step's metrics."""
+        metrics = self.engine.metrics
+        if metrics is None:
+            return {}
+        numbers = {
+            "rollout/tokens_per_second": metrics.tokens_per_second,
+            "rollout/prefilled_tokens": float(metrics.prefilled_tokens),
+            "rollout/preemptions": float(metrics.preemptions),
+            "rollout/batch_occupancy": metrics.batch_occupancy,
+            "rollout/cache_occupancy": metrics.cache_occupancy,
+        }
+        if self.policy.kv_mode != "none":
+            numbers["fp8/kv_saturation"] = metrics.kv_saturation
+        return numbers
+
+    # ------------------------------------------------------------ saving and loading
+
+    def write_model(self, folder: Path) -> None:
+        """The trainer's weights in Hugging Face form."""
+        save_weights(self.trainer_model, folder)
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Tensors of a checkpoint besides the model, by file."""
+        files = {"optimizer.safetensors": dict(self.trainer.state().optimizer)}
+        if self.kv_scales is not None:
+            scales = self.kv_scales
+            files["kv_scales.safetensors"] = {
+                "k_scale": scales.k_scale_LK,
+                "v_scale": scales.v_scale_LK,
+                "policy_version": torch.tensor(scales.policy_version),
+            }
+        return files
+
+    def load(self, saved: Checkpoint, policy_version: int) -> None:
+        """Put a verified checkpoint back, weights, optimizer and scales, and publish it."""
+        load_weights(self.trainer_model, saved.folder)
+        state = self.trainer.state()
+        optimizer = saved.tensors("optimizer.safetensors")
+        self.trainer.load_state(replace(state, optimizer=optimizer, policy_version=policy_version))
+        if "kv_scales.safetensors" in saved.files:
+            scales = saved.tensors("kv_scales.safetensors")
+            self.kv_scales = KVScales(
+                scales["k_scale"].to(self.device),
+                scales["v_scale"].to(self.device),
+                policy_version=int(scales["policy_version"]),
+            )
+        self._put_into_engine(policy_version)
+
+    # ------------------------------------------------------------ calibration
+
+    def calibrate(self, token_lists: Sequence[Sequence[int]]) -> None:
+        """KV scales from one forward over these sequences: before the first rollout, with its prompts."""
+        with self.spans("calibrate"):
+            self.trainer.collect_kv_amax(token_lists)
+            self._take_scales()
+            self._put_into_engine(self.trainer.policy_version)
+
+    def _take_scales(self) -> None:
+        amax_2LK = self.trainer.take_kv_amax()
+        assert amax_2LK is not None, "KV calibration: no forward has observed K and V"
+        self.kv_scales = kv_scales_from_amax(
+            amax_2LK[0],
+            amax_2LK[1],
+            margin=self.recipe.fp8.calibration_margin,
+            policy_version=self.trainer.policy_version,
+        )
+
+    def _replay(self) -> KVReplay:
+        if not self.recipe.fp8.kv_replay or self.policy.kv_mode == "none":
+            return KVReplay()
+        if self.kv_scales is None:
+            return KVReplay(self.policy.kv_mode)
+        return KVReplay(self.policy.kv_mode, self.kv_scales.k_scale_LK, self.kv_scales.v_scale_LK)
+
+    # ------------------------------------------------------------ publishing and measuring
+
+    def _put_into_engine(self, policy_version: int) -> str:
+        quantize_for_engine(self.engine_model, self.trainer_model)
+        if self.kv_scales is not None:
+            self.engine.set_kv_scales(self.kv_scales)
+            held = self.engine.kv_scales
+            if held is None or not same_bits(held, self.kv_scales):
+                raise RuntimeError(
+                    f"publish: the engine's KV scales are not those published with policy version {policy_version}"
+                )
+        self.engine.publish(policy_version)
+        return verify_weights(self.engine_model, self.trainer_model, policy_version)
+
+    def _mismatch(self) -> dict[str, float]:
+        logprobs = self.trainer.last_logprobs
+        if logprobs is None:
+            return {}
+        return mismatch_metrics(
+            logprobs.generator_N, logprobs.trainer_N, logprobs.target_positions_N, logprobs.sequence_lengths_N
+        )
+
+
+def _backend(policy: PrecisionPolicy, device: torch.device, emulate: bool | None) -> BackendName:
+    """Asked of the device only where something is FP8: a BF16 run works on any GPU."""
+    if policy.uses_fp8("rollout") or policy.uses_fp8("train"):
+        return choose_backend(device, emulate)
+    return "emulated"

@@ -19,7 +19,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,9 +68,17 @@ class Checkpoint:
             raise UserError(f"checkpoint {self.folder} has no {name}; it was written by another kind of run")
 
 
-def save(folder: Path, step: int, payload: Payload, *, metrics: Mapping[str, float] | None = None) -> Path:
+def save(
+    folder: Path,
+    step: int,
+    payload: Payload,
+    *,
+    write_more: Callable[[Path], None] | None = None,
+    metrics: Mapping[str, float] | None = None,
+) -> Path:
     """Writes `folder/step_NNNNNN`, replacing one of that step, and returns it.
 
+    `write_more(folder)` may add files of its own form (a Hugging Face model); they are synced and checksummed likewise.
     `metrics` are kept for `prune`. A full disk is a UserError, and leaves nothing half-written.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -81,6 +89,10 @@ def save(folder: Path, step: int, payload: Payload, *, metrics: Mapping[str, flo
         partial.mkdir()
         for name, content in payload.items():
             _write(partial, name, content)
+        if write_more is not None:
+            write_more(partial)
+            for file in partial.iterdir():
+                _sync(file)
         _write(partial, MANIFEST, _manifest(partial, step, metrics or {}))
         _sync(partial)
         if final.exists():

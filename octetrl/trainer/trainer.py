@@ -110,15 +110,18 @@ class Trainer:
         reference: Decoder | None = None,
         collect_kv_amax: bool = False,
         seed: int = 0,
+        trains: bool = True,
     ) -> None:
         assert (reference is not None) == algorithm.needs_reference, "reference and needs_reference disagree"
         self.model, self.reference = model, reference
         self.config, self.algorithm = config, algorithm
         self.temperature, self.total_steps = temperature, total_steps
         self.policy_version = 0
+        self.weights_are_whole = True  # false from the first optimizer step of a `train` call to its end
         self.last_logprobs: TokenLogprobs | None = None  # of the last `train`; None before it and for SFT
         self.device = model.lm_head_weight.device
-        self.optimizer = Optimizer(model.named_parameters(), config.optimizer, seed=seed)
+        parameters = model.named_parameters() if trains else ()
+        self.optimizer = Optimizer(parameters, config.optimizer, seed=seed)
         self._run_layer = layer_runner(config.activation_checkpointing)
         self._kv_amax_2LK: Tensor | None = None
         self._collects_in_training = collect_kv_amax
@@ -159,6 +162,7 @@ class Trainer:
                 updates.append(self._update(_Objective(minibatch, kv, on_policy, denominator), lr))
         self.last_logprobs = _token_logprobs(minibatches)
         self.policy_version += 1
+        self.weights_are_whole = True
         tokens = sum(m.token_ids_T.numel() for minibatch in batch.minibatches for m in minibatch)
         metrics = {name: sum(update[name] for update in updates) / num_updates for name in updates[0]}
         metrics["time/requantize"] *= num_updates
@@ -226,6 +230,7 @@ class Trainer:
         metrics = dict(zip(totals, torch.stack(list(totals.values())).tolist(), strict=True))
         if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
             raise NonFiniteError(self._blame(objective, metrics))
+        self.weights_are_whole = False
         self.optimizer.step(lr)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

@@ -1,0 +1,174 @@
+"""From a recipe to a live run: the only place that constructs everything.
+
+Order: what can be refused cheaply comes first (device, folder, tokenizer, tasks), what takes time and memory last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from octetrl.algorithms.table import Algorithm, build_algorithm
+from octetrl.config.errors import UserError
+from octetrl.config.presets import preset_config
+from octetrl.config.schema import EnvironmentConfig, Fp8Config, Recipe
+from octetrl.config.spec import ModelSpec
+from octetrl.config.validate import validate_with_spec
+from octetrl.data.conversations import ConversationOrder, read_conversations
+from octetrl.data.tasks import read_tasks
+from octetrl.environments.base import Scorer, TaskEnvironment, Taskset
+from octetrl.environments.jsonl import ExactScorer
+from octetrl.environments.math_answers import MathScorer
+from octetrl.environments.python_reward import PythonReward
+from octetrl.environments.reasoning_gym import reasoning_gym_environment
+from octetrl.environments.scoring import RewardWorkers
+from octetrl.fp8.policy import PrecisionPolicy, precision_policy
+from octetrl.models.decoder import Decoder
+from octetrl.models.families import load_spec, spec_from_config
+from octetrl.models.hf_weights import load_weights
+from octetrl.rollout.chat_tokens import ChatTokens
+from octetrl.rollout.collect import Collection
+from octetrl.run.device import resolve_device, seed_everything
+from octetrl.run.journal import Journal
+from octetrl.run.local import LocalWorkers
+from octetrl.run.tokenizer import Tokenizer, load_tokenizer
+from octetrl.run.worker import Worker
+from octetrl.telemetry.console import Console
+from octetrl.telemetry.spans import Spans
+
+
+@dataclass(slots=True)
+class Run:
+    """All that one step needs, alive. `step` is the step being run, from 1."""
+
+    config: Recipe
+    tokenizer: Tokenizer
+    taskset: Taskset
+    conversations: ConversationOrder | None  # SFT only
+    rewards: RewardWorkers
+    algorithm: Algorithm
+    workers: LocalWorkers
+    journal: Journal
+    console: Console
+    spans: Spans
+    base_collection: Collection
+    step: int = field(default=0)
+
+    @property
+    def collection(self) -> Collection:
+        """How this step's groups are drawn: its seeds follow from the step."""
+        return self.base_collection.at_step(self.step)
+
+    def close(self) -> None:
+        self.rewards.close()
+
+
+def build_run(recipe: Recipe, *, trains: bool = True) -> Run:
+    """Everything for `train` and, without an optimizer, for `eval`. Raises UserError for whatever the user can mend."""
+    device = resolve_device(recipe.cluster)
+    seed_everything(recipe.seed)
+    spec = model_spec(recipe)
+    validate_with_spec(recipe, spec)
+    tokenizer = load_tokenizer(tokenizer_folder(recipe))
+    chat = ChatTokens(tokenizer, recipe.rollout.system_prompt)
+    environment = build_environment(recipe.environment)
+    algorithm = build_algorithm(recipe.algorithm)
+    spans = Spans(torch.cuda.synchronize if device.type == "cuda" else None)
+    console = Console(recipe.logging.console, recipe.steps)
+    worker = Worker(
+        recipe,
+        spec=spec,
+        policy=precision_policy(spec, recipe.fp8),
+        tokenizer=tokenizer,
+        algorithm=algorithm,
+        load_weights=lambda model: fill_weights(model, recipe),
+        device=device,
+        spans=spans,
+        trains=trains,
+    )
+    return Run(
+        config=recipe,
+        tokenizer=tokenizer,
+        taskset=Taskset(environment.tasks, eval_size=recipe.environment.eval_size, seed=recipe.environment.seed),
+        conversations=build_conversations(recipe, chat),
+        rewards=RewardWorkers(
+            environment.score,
+            timeout_seconds=recipe.environment.reward_timeout_seconds,
+            processes=recipe.environment.reward_workers,
+        ),
+        algorithm=algorithm,
+        workers=LocalWorkers(worker, console),
+        journal=Journal(),
+        console=console,
+        spans=spans,
+        base_collection=Collection.from_config(chat, recipe.rollout, seed=recipe.seed),
+    )
+
+
+def model_spec(recipe: Recipe) -> ModelSpec:
+    """From the preset, or from the folder's config.json."""
+    if recipe.model.preset is not None:
+        return spec_from_config(preset_config(recipe.model.preset))
+    return load_spec(_folder(recipe))
+
+
+def tokenizer_folder(recipe: Recipe) -> Path:
+    if recipe.model.tokenizer is not None:
+        return Path(recipe.model.tokenizer)
+    if recipe.model.path is None:
+        raise UserError("model.tokenizer: a preset has no tokenizer of its own; name a Hugging Face tokenizer folder")
+    return Path(recipe.model.path)
+
+
+def fill_weights(model: Decoder, recipe: Recipe) -> None:
+    """Loaded from `model.path`, or drawn from the seed."""
+    if recipe.model.init == "random":
+        model.random_init(recipe.seed)
+    else:
+        load_weights(model, _folder(recipe))
+
+
+def _folder(recipe: Recipe) -> Path:
+    assert recipe.model.path is not None, "validated: a pretrained model has a path"
+    return Path(recipe.model.path)
+
+
+def full_precision(spec: ModelSpec) -> PrecisionPolicy:
+    """The table of a model that is not FP8 anywhere: for loading, saving and export."""
+    return precision_policy(spec, Fp8Config())
+
+
+def build_environment(config: EnvironmentConfig) -> TaskEnvironment:
+    """Tasks and scorer of the recipe; `environment.reward` replaces the kind's own scorer."""
+    assert config.dataset is not None, "validated: every kind of environment has a dataset"
+    if config.kind == "reasoning_gym":
+        environment = reasoning_gym_environment(
+            config.dataset,
+            config.parameters,
+            size=config.train_size + config.eval_size,
+            seed=config.seed,
+            answer_marker=config.answer_marker,
+            prompt_template=config.prompt_template,
+        )
+    else:
+        scorer: Scorer = MathScorer(config.answer_marker)
+        if config.kind == "jsonl":
+            scorer = ExactScorer(config.answer_marker)
+        environment = TaskEnvironment(read_tasks(config.dataset, config.prompt_template), scorer)
+    if config.reward is None:
+        return environment
+    return TaskEnvironment(environment.tasks, PythonReward(config.reward))
+
+
+def build_conversations(recipe: Recipe, chat: ChatTokens) -> ConversationOrder | None:
+    if recipe.algorithm.name != "sft":
+        return None
+    assert recipe.algorithm.conversations is not None, "validated: SFT has conversations"
+    return ConversationOrder(
+        read_conversations(recipe.algorithm.conversations),
+        chat,
+        seed=recipe.seed,
+        context_length=recipe.model.context_length,
+    )

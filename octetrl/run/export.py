@@ -1,0 +1,27 @@
+"""A run's weights as a Hugging Face folder: `octetrl export`.
+
+A checkpoint keeps the weights in Hugging Face form already (config.json, safetensors, tokenizer), so that exporting is
+copying: what was trained, evaluated and exported are the same bytes.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from octetrl.config.errors import UserError
+from octetrl.run.resume import weights_folder
+from octetrl.telemetry.rollouts import no_space
+
+
+def export_run(run_or_checkpoint: str, to: str) -> Path:
+    """Copy the model of a run's last checkpoint (or of a checkpoint) to `to`, a folder that is new or empty."""
+    source, target = weights_folder(Path(run_or_checkpoint)), Path(to)
+    if target.exists() and any(target.iterdir()):
+        raise UserError(f"--to: '{target}' exists and is not empty; give a new folder")
+    try:
+        shutil.copytree(source, target, dirs_exist_ok=True)
+    except OSError as error:
+        shutil.rmtree(target, ignore_errors=True)
+        raise no_space(target, error) from error
+    return target

@@ -1,0 +1,72 @@
+"""Text from a model folder, a run or a checkpoint: `octetrl generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from octetrl.algorithms.table import build_algorithm
+from octetrl.config.load import recipe_from_mapping
+from octetrl.config.schema import Recipe
+from octetrl.config.validate import validate_with_spec
+from octetrl.fp8.policy import precision_policy
+from octetrl.records import Completion, GenerationRequest, SamplingParams
+from octetrl.rollout.chat_tokens import ChatTokens
+from octetrl.run.build import fill_weights, model_spec
+from octetrl.run.device import resolve_device
+from octetrl.run.resume import weights_folder
+from octetrl.run.tokenizer import load_tokenizer
+from octetrl.run.worker import Worker
+from octetrl.telemetry.spans import Spans
+
+
+def generate_text(
+    model: str,
+    prompts: Sequence[str],
+    sampling: SamplingParams,
+    *,
+    precision: str = "bf16",
+    device: str = "auto",
+    seed: int = 0,
+    n: int = 1,
+    system_prompt: str | None = None,
+) -> list[list[Completion]]:
+    """`n` completions of each prompt. `model` is a Hugging Face folder, a run folder or a checkpoint."""
+    folder = weights_folder(Path(model))
+    tokenizer = load_tokenizer(folder)
+    chat = ChatTokens(tokenizer, system_prompt)
+    token_lists = [chat.prompt_tokens(prompt) for prompt in prompts]
+    longest = max(len(tokens) for tokens in token_lists)
+    recipe = _recipe(folder, precision, device, longest + sampling.max_new_tokens)
+    spec = model_spec(recipe)
+    validate_with_spec(recipe, spec)
+    worker = Worker(
+        recipe,
+        spec=spec,
+        policy=precision_policy(spec, recipe.fp8),
+        tokenizer=tokenizer,
+        algorithm=build_algorithm(recipe.algorithm),
+        load_weights=lambda decoder: fill_weights(decoder, recipe),
+        device=resolve_device(recipe.cluster),
+        spans=Spans(),
+        trains=False,
+    )
+    if worker.needs_calibration:
+        worker.calibrate(token_lists)
+    requests = [
+        GenerationRequest(f"prompt {index}", tokens, sampling, num_siblings=n, seed=seed + index)
+        for index, tokens in enumerate(token_lists)
+    ]
+    return worker.generate(requests)
+
+
+def _recipe(folder: Path, precision: str, device: str, context_length: int) -> Recipe:
+    return recipe_from_mapping(
+        {
+            "precision": precision,
+            "model": {"path": str(folder), "context_length": max(16, context_length)},
+            "cluster": {"device": device},
+            "environment": {"dataset": "chain_sum"},
+            "rollout": {"max_prompt_tokens": max(1, context_length - 1), "max_new_tokens": 1},
+        }
+    )

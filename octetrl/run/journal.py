@@ -1,0 +1,25 @@
+"""What a step's rollouts leave behind: a file of them, and the metrics that `learn` merges with the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from octetrl.records import RolloutGroup
+from octetrl.telemetry.rollouts import RolloutFiles, rollout_metrics
+
+
+class Journal:
+    """`record` once a step; `metrics` are of that step. `files` None writes no rollouts."""
+
+    def __init__(self, files: RolloutFiles | None = None) -> None:
+        self._files = files
+        self._step = 0
+        self.metrics: Mapping[str, float] = {}
+
+    def begin(self, step: int) -> None:
+        self._step, self.metrics = step, {}
+
+    def record(self, groups: Sequence[RolloutGroup]) -> None:
+        if self._files is not None:
+            self._files.write(self._step, groups)
+        self.metrics = rollout_metrics(groups)

@@ -1,0 +1,118 @@
+"""The loop round the step: set-up, timing, evaluation, gates, logging, checkpoints, and what becomes of a cut-off run.
+
+Order within a step: run it, evaluate if due, write its line, save if due, and only then pass the gates that may end
+the run, so that whatever ends it can be read in the run's folder. Ctrl-C lets the step end and saves. A step that is
+cut off (an exception, a second Ctrl-C) leaves no trace: the run is saved as the last whole step left it, unless the
+weights were being changed at that very moment.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from octetrl.config.schema import Recipe
+from octetrl.run.build import Run, build_run
+from octetrl.run.evaluate import evaluate
+from octetrl.run.interrupt import StopRequest
+from octetrl.run.journal import Journal
+from octetrl.run.output_folder import OutputFolder
+from octetrl.run.resume import Checkpoints, Cursor, open_checkpoints
+from octetrl.run.step import supervised_step, train_step
+from octetrl.telemetry.fp8_health import kv_saturation_warning
+from octetrl.telemetry.metrics import StepMetrics
+from octetrl.telemetry.mismatch import MismatchGate
+from octetrl.telemetry.rollouts import RolloutFiles
+from octetrl.telemetry.sinks import Sinks, open_sinks
+
+
+def train(recipe: Recipe, resume: bool = False) -> None:
+    """Run a recipe to its last step. Raises UserError for bad input; MismatchError and others when the run fails."""
+    with OutputFolder(recipe, resume=resume) as folder:
+        checkpoints = open_checkpoints(folder.path, recipe.checkpoint)
+        start = checkpoints.latest_step() if resume else 0
+        run = build_run(recipe)
+        try:
+            if start:
+                checkpoints.restore(run, start)
+                run.console.note(f"resumed after step {start} from {checkpoints.folder}")
+            folder.keep()
+            if recipe.logging.rollouts:
+                run.journal = Journal(RolloutFiles(folder.path / "rollouts", start))
+            with open_sinks(folder.path, recipe.logging, recipe.model_dump(mode="json"), start) as sinks:
+                _run_steps(run, start, sinks, checkpoints)
+        finally:
+            run.close()
+
+
+def _run_steps(run: Run, start: int, sinks: Sinks, checkpoints: Checkpoints) -> None:
+    recipe, gate = run.config, MismatchGate(run.config.mismatch)
+    with StopRequest(run.console) as stop:
+        for step in range(start + 1, recipe.steps + 1):
+            with _saved_if_cut_off(run, step, checkpoints):
+                metrics = _one_step(run, step)
+            sinks.write(step, metrics)
+            run.console.step(step, metrics)
+            is_due = recipe.checkpoint.every and step % recipe.checkpoint.every == 0
+            if is_due or stop.asked or step == recipe.steps:
+                checkpoints.save(run, step, metrics)
+            for warning in (gate.check(step, metrics), kv_saturation_warning(metrics, recipe.fp8)):
+                if warning is not None:
+                    run.console.warn(warning)
+            if stop.asked and step < recipe.steps:
+                raise KeyboardInterrupt
+
+
+def _one_step(run: Run, step: int) -> StepMetrics:
+    """The step itself with its clock, and the evaluation that is due after it."""
+    run.step = step
+    run.journal.begin(step)
+    began = time.perf_counter()
+    if run.conversations is None:
+        _calibrate_first(run)
+        metrics = train_step(run)
+    else:
+        metrics = supervised_step(run)
+    rollout = {} if run.conversations is not None else run.workers.rollout_metrics()
+    own: dict[str, float] = {"time/step": time.perf_counter() - began, **_memory(run)}
+    evaluation: Mapping[str, float] = {}
+    every = run.config.evaluation.every
+    if every and step % every == 0:
+        evaluation = evaluate(run).metrics
+    return StepMetrics.merge(metrics, rollout, own, evaluation, run.spans.take())
+
+
+def _calibrate_first(run: Run) -> None:
+    """Before the first rollout of an FP8 cache, its scales come from the prompts that will be generated from."""
+    worker = run.workers.worker
+    if not worker.needs_calibration:
+        return
+    place = run.taskset.state()
+    tasks = run.taskset.next_batch(run.config.rollout.prompts_per_step)
+    run.taskset.restore(place)
+    limit = run.config.rollout.max_prompt_tokens
+    prompts = [run.base_collection.chat.prompt_tokens(task.prompt)[:limit] for task in tasks]
+    worker.calibrate(prompts)
+
+
+def _memory(run: Run) -> dict[str, float]:
+    if run.workers.worker.device.type != "cuda":
+        return {}
+    peak = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return {"memory/peak_gb": peak / 1e9}
+
+
+@contextmanager
+def _saved_if_cut_off(run: Run, step: int, checkpoints: Checkpoints) -> Iterator[None]:
+    """If the step does not end, save the run as the step before left it."""
+    before = Cursor.of(run, step - 1)
+    try:
+        yield
+    except BaseException:
+        saved = checkpoints.save_interrupted(run, before)
+        run.console.warn(saved)
+        raise

@@ -1,0 +1,127 @@
+"""Checkpoints of a run, and what must come back for a resumed run to equal one that was never cut off.
+
+    model-*.safetensors, config.json, tokenizer ...   the weights as a Hugging Face folder, as eval and export read it
+    optimizer.safetensors                             float32 masters and moments, or moments alone
+    kv_scales.safetensors                             the scales that the next rollout's cache is written with
+    cursor.json                                       step, policy version, data order, state of every random generator
+
+Everything else (request seeds, stochastic rounding, held-out tasks) follows from these and the recipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octetrl.config.errors import UserError
+from octetrl.config.schema import CheckpointConfig
+from octetrl.run.build import Run
+from octetrl.run.device import random_state, restore_random_state
+from octetrl.trainer import checkpoint
+
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """Where a run stands after a whole step, besides its tensors."""
+
+    step: int
+    policy_version: int
+    taskset: Mapping[str, Any]
+    conversations: Mapping[str, Any] | None
+    random: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, run: Run, step: int) -> Cursor:
+        return cls(
+            step=step,
+            policy_version=run.workers.worker.trainer.policy_version,
+            taskset=run.taskset.state(),
+            conversations=None if run.conversations is None else run.conversations.state(),
+            random=random_state(),
+        )
+
+    def put_into(self, run: Run) -> None:
+        run.taskset.restore(self.taskset)
+        if run.conversations is not None and self.conversations is not None:
+            run.conversations.restore(self.conversations)
+        restore_random_state(self.random)
+
+    def as_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+class Checkpoints:
+    """The checkpoints of one run folder."""
+
+    def __init__(self, folder: Path, config: CheckpointConfig) -> None:
+        self.folder, self._config = folder, config
+        checkpoint.remove_leftovers(folder)
+
+    def latest_step(self) -> int:
+        """Step of the last checkpoint; 0 when the run was cut off before its first, and then starts anew."""
+        path = checkpoint.latest(self.folder)
+        return 0 if path is None else int(path.name.removeprefix("step_"))
+
+    def save(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
+        self._save(run, Cursor.of(run, step), metrics)
+        checkpoint.prune(
+            self.folder,
+            keep_last=self._config.keep_last,
+            keep_best=self._config.keep_best,
+            best_metric=self._config.best_metric,
+        )
+
+    def save_interrupted(self, run: Run, before: Cursor) -> str:
+        """Save the run as it stood before the step that was cut off, if it still stands so; says what was done."""
+        worker = run.workers.worker
+        at = f"cut off in step {before.step + 1}"
+        if before.step == 0:
+            return f"{at}: nothing to save yet"
+        if before.step == self.latest_step():
+            return f"{at}: step {before.step} was saved already; go on from it with --resume"
+        if not worker.trainer.weights_are_whole or worker.trainer.policy_version != before.policy_version:
+            return f"{at}, while the weights changed: go on from step {self.latest_step()} with --resume"
+        self._save(run, before, {})
+        return f"{at}: saved step {before.step}; go on with --resume"
+
+    def _save(self, run: Run, cursor: Cursor, metrics: Mapping[str, float]) -> None:
+        worker = run.workers.worker
+
+        def write_model(folder: Path) -> None:
+            worker.write_model(folder)
+            run.tokenizer.save_pretrained(folder)
+
+        payload = {**worker.state(), "cursor.json": cursor.as_json()}
+        with run.spans("checkpoint"):
+            checkpoint.save(self.folder, cursor.step, payload, write_more=write_model, metrics=metrics)
+
+    def restore(self, run: Run, step: int) -> None:
+        """Verify the checkpoint of `step` and put all of it back. Raises UserError for a damaged one."""
+        saved = checkpoint.load(self.folder / f"step_{step:06d}")
+        cursor = Cursor(**saved.json("cursor.json"))
+        run.workers.worker.load(saved, cursor.policy_version)
+        cursor.put_into(run)
+
+
+def open_checkpoints(run_folder: Path, config: CheckpointConfig) -> Checkpoints:
+    return Checkpoints(run_folder / CHECKPOINTS, config)
+
+
+def weights_folder(path: Path) -> Path:
+    """The Hugging Face folder meant by a run folder (its last checkpoint), a checkpoint or a model folder."""
+    if (path / CHECKPOINTS).is_dir():
+        last = checkpoint.latest(path / CHECKPOINTS)
+        if last is None:
+            raise UserError(f"run '{path}' has no checkpoint yet; let it reach one, or give a model folder")
+        path = last
+    if (path / checkpoint.MANIFEST).is_file():
+        return checkpoint.load(path).folder
+    if (path / "config.json").is_file():
+        return path
+    raise UserError(
+        f"'{path}' is neither a run folder, nor a checkpoint, nor a Hugging Face model folder with config.json"
+    )
