@@ -73,7 +73,7 @@ class RolloutConfig(Section):
     top_k: int = Field(default=0, ge=0)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     min_p: Fraction = 0.0
-    """Training refuses top_k, top_p and min_p: the trainer's log-probs could not follow them. `eval` and `generate` take them."""
+    """Training refuses top_k, top_p and min_p: the trainer's log-probs could not follow. `eval` and `generate` take them."""
     stop: tuple[str, ...] = ()
     system_prompt: str | None = None
 
@@ -82,7 +82,7 @@ class EngineConfig(Section):
     page_size: Literal[16, 32, 64, 128] = 128
     """Tokens in one page of the KV cache; a prompt is shared by its siblings in whole pages."""
     kv_cache_tokens: int | None = Field(default=None, ge=16)
-    """Capacity of the cache; None: `kv_memory_fraction` of the free device memory (on a CPU: all requests of a step)."""
+    """Capacity of the cache; None: `kv_memory_fraction` of the free device memory (CPU: what a step needs)."""
     kv_memory_fraction: Fraction = 0.35
     max_batch: int = Field(default=256, ge=1)
     """Most sequences decoded together."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """Llama 3.1's frequency scaling: long wavelengths are slowed by `factor`, short ones kept, the band between blended."""
+    """Llama 3.1's frequency scaling: long wavelengths are slowed by `factor`, short ones kept, the rest blended."""
 
     factor: float
     low_freq_factor: float

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from octetrl.layers.context import Context
 from octetrl.layers.rotary import Rotary
-from octetrl.models.decoder import DecoderLayer, RunLayer
+from octetrl.models.decoder import RunLayer
 
 
 def layer_runner(mode: Literal["none", "layer"]) -> RunLayer | None:
@@ -22,6 +22,6 @@ def layer_runner(mode: Literal["none", "layer"]) -> RunLayer | None:
     return run_checkpointed if mode == "layer" else None
 
 
-def run_checkpointed(layer: DecoderLayer, hidden_TE: Tensor, rotary: Rotary, context: Context) -> Tensor:
+def run_checkpointed(layer: nn.Module, hidden_TE: Tensor, rotary: Rotary, context: Context) -> Tensor:
     output_TE: Tensor = checkpoint(layer, hidden_TE, rotary, context, use_reentrant=False, preserve_rng_state=False)
     return output_TE
