@@ -1,0 +1,133 @@
+"""The trainer on a Hopper GPU: FP8 tensor cores, KV replay, masters and checkpoints of device tensors."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from octetrl.algorithms.table import build_algorithm
+from octetrl.config.schema import AlgorithmConfig, Fp8Config, OptimizerConfig, TrainerConfig
+from octetrl.config.spec import ModelSpec
+from octetrl.fp8.policy import precision_policy
+from octetrl.models.decoder import Decoder
+from octetrl.records import Sample
+from octetrl.trainer.checkpoint import load, save
+from octetrl.trainer.packing import pack
+from octetrl.trainer.trainer import KVReplay, Trainer, TrainerState
+
+pytestmark = pytest.mark.gpu
+
+SPEC = ModelSpec(
+    family="qwen3",
+    num_layers=2,
+    hidden_size=256,
+    intermediate_size=512,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=64,
+    vocab_size=1000,
+    max_positions=512,
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+    rope_scaling=None,
+    qkv_bias=False,
+    qk_norm=True,
+    tied_embeddings=True,
+)
+BF16 = Fp8Config()
+FP8 = Fp8Config(rollout=True, train=True, kv_cache="dynamic")
+MODES = pytest.mark.parametrize(
+    ("fp8", "kv"), [(BF16, KVReplay()), (FP8, KVReplay(kv_mode="dynamic"))], ids=["bf16", "fp8"]
+)
+
+
+def make_trainer(fp8: Fp8Config, *, seed: int = 0, algorithm: str = "grpo", **config: object) -> Trainer:
+    backend = "scaled_mm" if fp8.train else "emulated"
+    model = Decoder(SPEC, precision_policy(SPEC, fp8), "train", device="cuda", backend=backend)
+    model.random_init(seed)
+    optimizer = OptimizerConfig(lr=3e-3, max_grad_norm=1e9, master=str(config.pop("master", "float32")))
+    return Trainer(
+        model,
+        config=TrainerConfig(optimizer=optimizer, **{"tokens_per_micro_batch": 1024} | config),
+        algorithm=build_algorithm(AlgorithmConfig(name=algorithm)),
+        temperature=1.0,
+        total_steps=10,
+        collect_kv_amax=True,
+    )
+
+
+def make_samples(count: int, *, supervised: bool = False) -> list[Sample]:
+    draw = random.Random(0)
+    samples = []
+    for _ in range(count):
+        length = draw.randint(20, 200)
+        tokens, mask = tuple(draw.randrange(50) for _ in range(length)), (False,) * 4 + (True,) * (length - 4)
+        logprobs = None if supervised else (-6.9,) * length
+        advantage = 1.0 if supervised else draw.uniform(-1, 1)
+        samples.append(Sample(tokens, mask, logprobs, advantage, None if supervised else 0))
+    return samples
+
+
+def train(trainer: Trainer, samples: list[Sample], kv: KVReplay) -> dict[str, float]:
+    return dict(trainer.train(pack(samples, trainer.layout, "token"), kv, None).metrics)
+
+
+def gradients(trainer: Trainer) -> dict[str, Tensor]:
+    return {slot.name: slot.gradient.clone() for slot in trainer.optimizer.slots}
+
+
+@MODES
+def test_training_reduces_the_loss(fp8: Fp8Config, kv: KVReplay) -> None:
+    trainer = make_trainer(fp8, algorithm="sft")
+    samples = make_samples(16, supervised=True)
+    losses = [train(trainer, samples, kv)["loss"] for _ in range(10)]
+    assert losses[-1] < 0.75 * losses[0]
+
+
+@MODES
+def test_activation_checkpointing_changes_no_bit(fp8: Fp8Config, kv: KVReplay) -> None:
+    results = []
+    for mode in ("none", "layer"):
+        trainer = make_trainer(fp8, activation_checkpointing=mode)
+        train(trainer, make_samples(12), kv)
+        results.append(gradients(trainer))
+    for name, gradient in results[0].items():
+        if name != "embedding.weight":  # its gather is summed by atomics
+            assert torch.equal(gradient, results[1][name]), name
+
+
+def test_packing_changes_the_gradient_by_rounding_alone() -> None:
+    results = []
+    for budget in (256, 4096):
+        trainer = make_trainer(BF16, tokens_per_micro_batch=budget)
+        train(trainer, make_samples(12), KVReplay())
+        results.append(gradients(trainer))
+    for name, gradient in results[0].items():
+        assert (gradient - results[1][name]).norm() < 0.02 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("master", ["float32", "stochastic_rounding"])
+def test_a_saved_trainer_comes_back_bit_for_bit(tmp_path: Path, master: str) -> None:
+    trainer, kv = make_trainer(FP8, master=master), KVReplay(kv_mode="dynamic")
+    train(trainer, make_samples(6), kv)
+    state = trainer.state()
+    path = save(tmp_path, 1, {"weights.safetensors": state.weights, "optimizer.safetensors": state.optimizer})
+    restored, saved = make_trainer(FP8, seed=7, master=master), load(path)
+    restored.load_state(TrainerState(saved.tensors("weights.safetensors"), saved.tensors("optimizer.safetensors"), 1))
+    for part in ("weights", "optimizer"):
+        for name, tensor in getattr(trainer.state(), part).items():
+            assert torch.equal(tensor, getattr(restored.state(), part)[name]), name
+    assert restored.policy_version == trainer.policy_version == 1
+    samples = make_samples(6)
+    assert train(trainer, samples, kv)["loss"] == train(restored, samples, kv)["loss"]
+
+
+def test_amax_of_k_and_v_is_observed_on_the_device() -> None:
+    trainer = make_trainer(FP8)
+    train(trainer, make_samples(4), KVReplay(kv_mode="dynamic"))
+    amax_2LK = trainer.take_kv_amax()
+    assert amax_2LK is not None and amax_2LK.is_cuda and (amax_2LK > 0).all()
