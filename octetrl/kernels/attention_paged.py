@@ -218,6 +218,7 @@ def attention_paged_triton(
     assert q_THD.stride(2) == k_cache.stride(3) == 1, "attention_paged: the last axis must be contiguous"
     assert k_cache.stride() == v_cache.stride(), "attention_paged: K and V caches must have one layout"
     group = num_heads // num_kv_heads
+    stages = max(1, (3 if k_cache.element_size() == 1 else 2) - (head_size == 256))  # what shared memory holds
     stride_scale = k_token_scale.stride() if dynamic and k_token_scale is not None else (0, 0, 0)
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     if num_sequences == 0:
@@ -228,7 +229,7 @@ def attention_paged_triton(
         softmax_scale * LOG2E, HEADS=num_heads, GROUP=group, HEAD_SIZE=head_size,
         BLOCK_D=max(SMALLEST_BLOCK_D, head_size), PAGE_SIZE=page_size,
         COLUMNS=max(DECODE_COLUMNS, triton.next_power_of_2(group)), N=KV_TILE, MODE=MODE_NUMBER[kv_mode],
-        OPERAND=TRITON_DTYPE[operand], STAGES=2 if head_size == 256 else 3, num_warps=4,
+        OPERAND=TRITON_DTYPE[operand], STAGES=stages, num_warps=4,
         **({"enable_fp_fusion": False} if q_THD.is_cuda else {}),
     )  # fmt: skip
     return out_THD

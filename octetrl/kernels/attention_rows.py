@@ -189,7 +189,7 @@ def attention_rows(
         stride_scale = k_scale.stride() if paged else (0, k_scale.stride(1), k_scale.stride(0))
     out_THD = torch.zeros(num_tokens, num_heads, head_size, dtype=q_THD.dtype, device=q_THD.device)
     lse2_TH = None if paged else torch.zeros(num_tokens, num_heads, dtype=torch.float32, device=q_THD.device)
-    rows, warps, stages = (64, 4, 1) if head_size == 256 else (128, 8, 2)
+    rows, warps, stages = (64, 8, 1) if head_size == 256 else (128, 8, 2)
     grid = (triton.cdiv(max_query_len, rows), num_heads, cu_seqlens_B1.shape[0] - 1)
     if num_tokens == 0 or 0 in grid:
         return out_THD, lse2_TH
