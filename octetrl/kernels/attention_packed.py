@@ -139,8 +139,9 @@ def attention_packed_forward_triton(
         kv_mode = "calibrated"
     elif kv.k_scale_TK is not None:
         kv_mode, k_scale, v_scale = "dynamic", kv.k_scale_TK, kv.v_scale_TK
+    k_TKD, v_TKD = kv.k_TKD.contiguous(), kv.v_TKD.contiguous()  # V may be a slice of the fused projection
     out_THD, lse2_TH = attention_rows(
-        q_THD, kv.k_TKD, kv.v_TKD, cu_seqlens_B1, max_seqlen, softmax_scale, kv_mode, kv.k_TKD.dtype, k_scale, v_scale
+        q_THD, k_TKD, v_TKD, cu_seqlens_B1, max_seqlen, softmax_scale, kv_mode, k_TKD.dtype, k_scale, v_scale
     )
     assert lse2_TH is not None
     return out_THD, lse2_TH

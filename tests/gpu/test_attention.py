@@ -39,9 +39,8 @@ def test_kv_store_writes_the_reference_bytes(kv_mode, head_size, page_size):
     kv_store_reference(k, v, want.k, want.v, want.slots(lengths), *want.scales, counter)
 
     k_gpu, v_gpu = k.cuda(), v.cuda()
-    got = PagedCache(
-        lengths, 4, head_size, page_size, kv_mode, torch.bfloat16, *scales_of(k_gpu, v_gpu, kv_mode), "cuda"
-    )
+    scales = [None if scale is None else scale.cuda() for scale in (k_scale, v_scale)]
+    got = PagedCache(lengths, 4, head_size, page_size, kv_mode, torch.bfloat16, *scales, "cuda")
     counter_gpu = torch.zeros(2, 4, dtype=torch.int64, device="cuda")
     kv_store(k_gpu, v_gpu, got.k, got.v, got.slots(lengths), *got.scales, counter_gpu)
     for g, w in ((got.k, want.k), (got.v, want.v)):
