@@ -40,6 +40,13 @@ def test_a_siblings_answer_does_not_depend_on_how_many_there_are() -> None:
     assert many[:2] == few
 
 
+def test_a_place_in_the_batch_keeps_nothing_of_who_had_it_before() -> None:
+    """One place: the second request decodes in the very step in which it takes the place of the first."""
+    first, second = request("a", 1, seed=1), request("b", 1, seed=2, temperature=0.5, max_new_tokens=9)
+    together = tiny_engine(max_batch=1).generate([first, second])
+    assert together == [*tiny_engine().generate([first]), *tiny_engine().generate([second])]
+
+
 def test_ignore_eos_and_the_limits() -> None:
     engine = tiny_engine()
     (long,), (full,) = engine.generate(

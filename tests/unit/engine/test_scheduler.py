@@ -132,7 +132,15 @@ def test_preemption_takes_the_newest_and_brings_it_back() -> None:
     assert all(len(s.token_ids) == 80 for s in sequences)
 
 
-@settings(max_examples=150)
+def test_a_prefix_that_nobody_uses_makes_room_for_the_eldest() -> None:
+    """The group is preempted, and its prompt's two pages are all that the first sequence can still take."""
+    simulation = Simulation(num_pages=6, max_batch=2, prefill_chunk=64)
+    simulation.run(sequences_of(10, 1, 70) + sequences_of(33, 2, 30, index=1))
+    assert simulation.scheduler.preemptions > 0
+    assert simulation.prefilled > 9 + 32  # the prompt had to be prefilled again
+
+
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.integers(1, 60), st.integers(1, 5), st.integers(1, 50)), min_size=1, max_size=5),
     st.integers(1, 10),
