@@ -14,6 +14,7 @@ import json
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -46,7 +47,7 @@ def main() -> None:
     folder = Path(sft.output_dir).parent
     shutil.rmtree(folder, ignore_errors=True)
     console.rule("1 · a tiny model and its worked examples")
-    make_model_and_examples(sft)
+    make_model_and_examples(sft, preset_config("tiny"))
     reports = {"before SFT": evaluate_checkpoint(str(sft.model.path), sft)}
     console.rule("2 · cold start: SFT on worked sums")
     train(sft, resume=False)
@@ -59,8 +60,8 @@ def main() -> None:
     console.print(summary(reports, Path(grpo.output_dir), time.perf_counter() - started))
 
 
-def make_model_and_examples(recipe: Recipe) -> None:
-    """Write the random model, its tokenizer and `worked_examples.jsonl` where the recipe expects them."""
+def make_model_and_examples(recipe: Recipe, config: dict[str, Any]) -> None:
+    """Write a random model of this shape, its tokenizer and the worked examples where the SFT recipe expects them."""
     model_folder, conversations = Path(str(recipe.model.path)), Path(str(recipe.algorithm.conversations))
     model_folder.mkdir(parents=True)
     environment = build_environment(recipe.environment)
@@ -69,7 +70,7 @@ def make_model_and_examples(recipe: Recipe) -> None:
     conversations.write_text("".join(json.dumps(example) + "\n" for example in examples))
     texts = [example["prompt"] + example["answer"] for example in examples[:TOKENIZER_EXAMPLES]]
     tokenizer = save_tokenizer(texts, model_folder, vocab_size=VOCAB_SIZE)
-    spec = spec_from_config(preset_config("tiny") | {"vocab_size": VOCAB_SIZE, "eos_token_id": tokenizer.eos_token_id})
+    spec = spec_from_config({**config, "vocab_size": VOCAB_SIZE, "eos_token_id": tokenizer.eos_token_id})
     model = Decoder(spec, full_precision(spec), "train")
     model.random_init(recipe.seed)
     save_weights(model, model_folder)
