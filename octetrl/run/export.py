@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 from octetrl.config.errors import UserError
-from octetrl.run.resume import weights_folder
+from octetrl.run.resume import OF_THE_RUN, weights_folder
 from octetrl.telemetry.rollouts import no_space
 
 
@@ -20,7 +20,10 @@ def export_run(run_or_checkpoint: str, to: str) -> Path:
     if target.exists() and any(target.iterdir()):
         raise UserError(f"--to: '{target}' exists and is not empty; give a new folder")
     try:
-        shutil.copytree(source, target, dirs_exist_ok=True)
+        target.mkdir(parents=True, exist_ok=True)
+        for file in source.iterdir():
+            if not file.name.startswith(OF_THE_RUN):
+                shutil.copy2(file, target)
     except OSError as error:
         shutil.rmtree(target, ignore_errors=True)
         raise no_space(target, error) from error

@@ -22,6 +22,7 @@ from octetrl.run.device import random_state, restore_random_state
 from octetrl.trainer import checkpoint
 
 CHECKPOINTS = "checkpoints"
+OF_THE_RUN = ("optimizer.safetensors", "kv_scales.safetensors", "cursor.json", checkpoint.MANIFEST)  # not the model's
 
 
 @dataclass(frozen=True, slots=True)
