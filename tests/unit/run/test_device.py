@@ -1,0 +1,62 @@
+"""Which device is taken, and generators that go on where they were saved."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+
+import numpy
+import pytest
+import torch
+
+from octetrl.config.errors import UserError
+from octetrl.config.schema import ClusterConfig
+from octetrl.run.device import random_state, resolve_device, restore_random_state, seed_everything
+
+
+@pytest.fixture
+def same_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def draws() -> tuple[list[float], list[float], list[float]]:
+    """Some of each kind; the odd number of normals leaves one in Python's and one in numpy's cache."""
+    return (
+        [random.random(), random.gauss(), *random.sample(range(100), 3)],
+        [float(numpy.random.rand()), *numpy.random.randn(3).tolist()],
+        [*torch.rand(2).tolist(), *torch.randn(3).tolist()],
+    )
+
+
+def test_generators_go_on_where_they_were_saved() -> None:
+    seed_everything(3)
+    draws()
+    saved = json.dumps(random_state())
+    expected = draws(), draws()
+    seed_everything(4)
+    restore_random_state(json.loads(saved))
+    assert (draws(), draws()) == expected
+
+
+def test_a_seed_repeats_all_of_them() -> None:
+    seed_everything(5)
+    first = draws()
+    seed_everything(5)
+    assert draws() == first
+    seed_everything(6)
+    assert all(now != before for now, before in zip(draws(), first, strict=True))
+
+
+def test_cpu_is_taken_when_asked_for(same_threads: None) -> None:
+    assert resolve_device(ClusterConfig(device="cpu", cpu_threads=1)) == torch.device("cpu")
+    assert torch.get_num_threads() == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu() -> None:
+    assert resolve_device(ClusterConfig()) == torch.device("cpu")
+    with pytest.raises(UserError, match=r"'cuda' was asked for .* use cluster.device=cpu"):
+        resolve_device(ClusterConfig(device="cuda"))

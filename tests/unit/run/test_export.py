@@ -1,0 +1,101 @@
+"""Export: the weights of a run as they were saved, and no folder half written or written over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from octetrl.config.errors import UserError
+from octetrl.config.presets import preset_config
+from octetrl.config.schema import Fp8Config
+from octetrl.fp8.policy import precision_policy
+from octetrl.models.decoder import Decoder
+from octetrl.models.families import spec_from_config
+from octetrl.models.hf_weights import load_weights, save_weights
+from octetrl.run.export import export_run
+from octetrl.run.resume import CHECKPOINTS, weights_folder
+from octetrl.trainer import checkpoint
+
+SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 40}
+SPEC = spec_from_config(preset_config("tiny") | SMALL)
+
+
+def model(seed: int) -> Decoder:
+    decoder = Decoder(SPEC, precision_policy(SPEC, Fp8Config()), "train")
+    decoder.random_init(seed)
+    return decoder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run folder with checkpoints of steps 1 and 2, whose weights differ."""
+    for step in (1, 2):
+        checkpoint.save(
+            tmp_path / "run" / CHECKPOINTS,
+            step,
+            {"optimizer.safetensors": {"exp_avg": torch.ones(3)}, "cursor.json": {"step": step}},
+            write_more=lambda folder, step=step: save_weights(model(seed=step), folder),
+        )
+    return tmp_path / "run"
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    loaded = model(seed=9)
+    load_weights(loaded, folder)
+    return dict(loaded.named_parameters())
+
+
+def same(weights: dict[str, torch.Tensor], expected: Decoder) -> bool:
+    return all(torch.equal(weights[name], parameter) for name, parameter in expected.named_parameters())
+
+
+def test_a_run_exports_its_last_checkpoint(run: Path, tmp_path: Path) -> None:
+    assert export_run(str(run), str(tmp_path / "out")) == tmp_path / "out"
+    assert same(weights_of(tmp_path / "out"), model(seed=2))
+
+
+def test_a_checkpoint_exports_itself(run: Path, tmp_path: Path) -> None:
+    export_run(str(run / CHECKPOINTS / "step_000001"), str(tmp_path / "out"))
+    assert same(weights_of(tmp_path / "out"), model(seed=1))
+
+
+def test_an_export_is_a_model_folder(run: Path, tmp_path: Path) -> None:
+    """It can be named wherever a model can, and carries nothing of the training."""
+    out = export_run(str(run), str(tmp_path / "out"))
+    assert weights_folder(out) == out
+    assert not {"optimizer.safetensors", "cursor.json", checkpoint.MANIFEST} & {path.name for path in out.iterdir()}
+
+
+def test_an_empty_folder_may_be_given(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    export_run(str(run), str(tmp_path / "out"))
+    assert same(weights_of(tmp_path / "out"), model(seed=2))
+
+
+def test_nothing_is_written_over(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("the only copy")
+    with pytest.raises(UserError, match="exists and is not empty; give a new folder"):
+        export_run(str(run), str(tmp_path / "out"))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
+
+
+def test_an_altered_checkpoint_is_not_exported(run: Path, tmp_path: Path) -> None:
+    weights = run / CHECKPOINTS / "step_000002" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(UserError, match=r"model\.safetensors was altered"):
+        export_run(str(run), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("made", ["nothing", "run without a checkpoint"])
+def test_what_is_no_run_is_refused(made: str, tmp_path: Path) -> None:
+    if made != "nothing":
+        (tmp_path / "run" / CHECKPOINTS).mkdir(parents=True)
+    with pytest.raises(UserError, match=r"no checkpoint yet|neither a run folder"):
+        export_run(str(tmp_path / "run"), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,41 @@
+"""Ctrl-C once asks, twice stops, and the handler from before comes back."""
+
+from __future__ import annotations
+
+import io
+import signal
+
+import pytest
+
+from octetrl.run.interrupt import StopRequest
+from octetrl.telemetry.console import Console
+
+
+def quiet_console() -> tuple[Console, io.StringIO]:
+    err = io.StringIO()
+    return Console("quiet", 1, out=io.StringIO(), err=err), err
+
+
+def test_the_first_asks_and_says_how_to_insist() -> None:
+    console, err = quiet_console()
+    with StopRequest(console) as stop:
+        assert not stop.asked
+        signal.raise_signal(signal.SIGINT)
+        assert stop.asked
+    assert "stopping after this step" in err.getvalue()
+
+
+def test_the_second_stops_at_once() -> None:
+    console, _ = quiet_console()
+    with pytest.raises(KeyboardInterrupt), StopRequest(console):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_the_handler_from_before_comes_back() -> None:
+    console, _ = quiet_console()
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(RuntimeError), StopRequest(console):
+        assert signal.getsignal(signal.SIGINT) != before
+        raise RuntimeError("a step failed")
+    assert signal.getsignal(signal.SIGINT) == before

@@ -1,0 +1,151 @@
+"""Publishing: the engine reads the trainer's own tensors, and whatever it holds instead is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from octetrl.config.presets import preset_config
+from octetrl.config.schema import Fp8Config
+from octetrl.fp8.policy import precision_policy
+from octetrl.layers.context import PackedContext
+from octetrl.layers.linear import Float8Linear
+from octetrl.models.decoder import Decoder
+from octetrl.models.families import spec_from_config
+from octetrl.run.publish import quantize_for_engine, share_weights, verify_weights
+
+PRECISIONS = {
+    "bf16": Fp8Config(),
+    "fp8_rollout": Fp8Config(rollout=True),
+    "fp8": Fp8Config(rollout=True, train=True),
+    "mixed": Fp8Config(rollout=True, train=True, ignore=("layers.0.mlp.*",)),
+}
+SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 40}
+
+
+def pair(precision: str, *, tied: bool = True, seed: int = 0) -> tuple[Decoder, Decoder]:
+    """An engine's model, made of nothing, and the trainer's whose weights it shares; both filled."""
+    spec = spec_from_config(preset_config("tiny") | SMALL | {"tie_word_embeddings": tied})
+    policy = precision_policy(spec, PRECISIONS[precision])
+    trainer = Decoder(spec, policy, "train")
+    trainer.random_init(seed)
+    engine = Decoder(spec, policy, "rollout", device="meta")
+    share_weights(engine, trainer)
+    quantize_for_engine(engine, trainer)
+    return engine, trainer
+
+
+def step(trainer: Decoder, *, requantize: bool = True) -> None:
+    """What an optimizer does to the weights."""
+    with torch.no_grad():
+        for parameter in trainer.parameters():
+            parameter.mul_(1.5)
+    if requantize:
+        trainer.requantize()
+
+
+@torch.no_grad()
+def hidden_states(model: Decoder) -> torch.Tensor:
+    tokens_T = torch.arange(12) % 40
+    return model(tokens_T, torch.arange(12), PackedContext(torch.tensor([0, 12], dtype=torch.int32), 12))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_an_engine_of_nothing_takes_the_trainers_tensors(precision: str, tied: bool) -> None:
+    engine, trainer = pair(precision, tied=tied)
+    for name, parameter in engine.named_parameters():
+        assert parameter.data_ptr() == trainer.get_parameter(name).data_ptr(), name
+    assert not any(tensor.is_meta for tensor in (*engine.parameters(), *engine.buffers()))
+    if precision != "fp8_rollout":
+        assert torch.equal(hidden_states(engine), hidden_states(trainer))
+
+
+def test_codes_are_shared_where_both_sides_have_them() -> None:
+    engine, trainer = pair("fp8")
+    theirs = dict(trainer.float8_linears())
+    assert len(theirs) == len(list(engine.float8_linears())) == 8
+    for name, linear in engine.float8_linears():
+        assert linear.weight is None and linear.codes is theirs[name].codes and linear.scale is theirs[name].scale
+    before = hidden_states(engine)
+    step(trainer)
+    assert not torch.equal(hidden_states(engine), before)
+    assert torch.equal(hidden_states(engine), hidden_states(trainer))
+
+
+def test_codes_of_the_rollout_alone_are_the_engines_own() -> None:
+    engine, trainer = pair("fp8_rollout")
+    assert not list(trainer.float8_linears())
+    step(trainer)
+    with pytest.raises(RuntimeError, match="stale"):
+        hidden_states(engine)
+    quantize_for_engine(engine, trainer)
+    published = hidden_states(engine)
+    assert published.isfinite().all() and not torch.equal(published, hidden_states(trainer))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_what_was_published_passes_and_its_digest_tells_it_apart(precision: str) -> None:
+    engine, trainer = pair(precision)
+    first = [verify_weights(engine, trainer, version) for version in range(9)]
+    assert len(set(first)) == 9, "the version is part of the digest"
+    assert verify_weights(*pair(precision), 3) == first[3]
+    step(trainer)
+    quantize_for_engine(engine, trainer)
+    assert (verify_weights(engine, trainer, 3) == first[3]) == (precision == "bf16"), "codes or scales changed"
+
+
+def flip_a_code(linear: Float8Linear) -> None:
+    linear.codes = linear.codes.clone()
+    linear.codes.view(torch.uint8)[3, 5] ^= 1
+
+
+def flip_a_scale(linear: Float8Linear) -> None:
+    linear.scale = linear.scale.clone()
+    linear.scale.view(torch.int32)[0, 0] ^= 1
+
+
+@pytest.mark.parametrize("flip", [flip_a_code, flip_a_scale])
+def test_a_flipped_bit_is_found_and_named(flip: Callable[[Float8Linear], None]) -> None:
+    engine, trainer = pair("fp8")
+    flip(dict(engine.float8_linears())["layers.1.attention.o_proj"])
+    for version in range(8):
+        with pytest.raises(RuntimeError, match=f"'layers.1.attention.o_proj' differs .* policy version {version}"):
+            verify_weights(engine, trainer, version)
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8_rollout"])
+def test_stale_codes_are_found(precision: str) -> None:
+    """All of them: each version quantises another weight afresh, and none has the codes of the stepped weights."""
+    engine, trainer = pair(precision)
+    step(trainer, requantize=False)
+    names = [name for name, _ in engine.float8_linears()]
+    for version in range(len(names)):
+        with pytest.raises(RuntimeError, match=f"'{names[version]}' differs"):
+            verify_weights(engine, trainer, version)
+
+
+def test_one_stale_weight_is_found_within_a_round_of_versions() -> None:
+    engine, trainer = pair("fp8")
+    with torch.no_grad():
+        trainer.get_parameter("layers.0.mlp.down_proj.weight").mul_(1.5)
+    found = []
+    for version in range(8):
+        try:
+            verify_weights(engine, trainer, version)
+        except RuntimeError as error:
+            found.append(str(error))
+    assert len(found) == 1 and "layers.0.mlp.down_proj" in found[0]
+
+
+@pytest.mark.parametrize("name", ["layers.1.attention.q_norm", "norm", "embedding"])
+def test_a_tensor_that_is_no_longer_shared_is_found_once_it_differs(name: str) -> None:
+    engine, trainer = pair("fp8")
+    module = engine.get_submodule(name)
+    module.weight = torch.nn.Parameter(module.weight.detach().clone())
+    verify_weights(engine, trainer, 1)
+    step(trainer)
+    with pytest.raises(RuntimeError, match=f"'{name}.weight' differs"):
+        verify_weights(engine, trainer, 1)

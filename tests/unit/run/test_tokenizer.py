@@ -1,0 +1,71 @@
+"""Tokenizer folders: the one we make comes back whole, and what can't be used is one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from octetrl.config.errors import UserError
+from octetrl.run.tiny_model import ASSISTANT, END, USER, save_tokenizer
+from octetrl.run.tokenizer import load_tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_tokenizer(["12 + 34 = 46", "12 - 34 = -22"], tmp_path, vocab_size=300)
+    return tmp_path
+
+
+def test_it_comes_back_from_its_folder(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    text = "45 + 12 = 57, naïve – 字"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode([tokenizer.eos_token_id]) == END
+
+
+def test_a_digit_is_a_token(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    tokens = tokenizer.convert_ids_to_tokens(tokenizer.encode("12 + 34"))
+    assert [token for token in tokens if any(letter.isdigit() for letter in token)] == ["1", "2", "3", "4"]
+
+
+def test_its_chat_template_ends_where_the_answer_begins(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    messages = [{"role": "user", "content": "1 + 2"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == f"{USER}1 + 2{ASSISTANT}"
+    answered = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": "3"}], tokenize=False)
+    assert answered == f"{text}3{END}"
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(UserError) as refused:
+        load_tokenizer(folder)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    assert "no folder" in refusal(tmp_path / "gone")
+
+
+def test_a_folder_without_vocabulary(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert "holds none of tokenizer.json" in refusal(tmp_path)
+
+
+def test_a_torn_file(folder: Path) -> None:
+    config = folder / "tokenizer_config.json"
+    config.write_text(config.read_text()[:20])
+    assert "holds none that loads" in refusal(folder)
+
+
+def test_no_eos(folder: Path) -> None:
+    config = folder / "tokenizer_config.json"
+    settings = json.loads(config.read_text())
+    del settings["eos_token"]
+    config.write_text(json.dumps(settings))
+    (folder / "special_tokens_map.json").unlink(missing_ok=True)
+    assert 'set "eos_token"' in refusal(folder)
