@@ -90,11 +90,17 @@ def silu_mul_reference(gate_up_T2F: Tensor) -> Tensor:
 
 
 def silu_mul_backward_reference(gate_up_T2F: Tensor, dy_TF: Tensor) -> Tensor:
-    """The backward in plain torch."""
-    gate_TF, up_TF = gate_up_T2F.float().chunk(2, dim=-1)
-    sigmoid_TF, dy_TF = gate_TF.sigmoid(), dy_TF.float()
-    dgate_TF = dy_TF * up_TF * sigmoid_TF * (1.0 + gate_TF * (1.0 - sigmoid_TF))
-    return torch.cat((dgate_TF, dy_TF * gate_TF * sigmoid_TF), dim=-1).to(gate_up_T2F.dtype)
+    """The backward in plain torch, float32, a piece at a time so that temporaries stay in the cache."""
+    size = dy_TF.shape[1]
+    dgate_up_T2F = torch.empty_like(gate_up_T2F)
+    rows = max(1, PIECE_ELEMENTS // size)
+    for gate_up_P2F, dy_PF, out_P2F in zip(*(x.split(rows) for x in (gate_up_T2F, dy_TF, dgate_up_T2F)), strict=True):
+        gate_PF, up_PF = gate_up_P2F.float().chunk(2, dim=-1)
+        sigmoid_PF, dy_PF = gate_PF.sigmoid(), dy_PF.float()
+        slope_PF = sigmoid_PF * (1.0 + gate_PF * (1.0 - sigmoid_PF))
+        out_P2F[:, :size] = slope_PF.mul_(up_PF).mul_(dy_PF)
+        out_P2F[:, size:] = sigmoid_PF.mul_(gate_PF).mul_(dy_PF)
+    return dgate_up_T2F
 
 
 class _SiluMul(torch.autograd.Function):
