@@ -73,7 +73,7 @@ class RolloutConfig(Section):
     top_k: int = Field(default=0, ge=0)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     min_p: Fraction = 0.0
-    """Training refuses top_k, top_p and min_p, which the trainer's log-probs could not follow; eval and generate don't."""
+    """Training refuses top_k, top_p and min_p: the trainer's log-probs could not follow. Evaluation takes them."""
     stop: tuple[str, ...] = ()
     system_prompt: str | None = None
 
