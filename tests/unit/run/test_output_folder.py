@@ -34,6 +34,7 @@ def test_a_run_that_begins_leaves_its_recipe() -> None:
     begin(recipe())
     assert load_recipe("runs/one/config.yaml") == recipe()
     assert Path("runs/one/lock").read_text() == str(os.getpid())
+    assert sorted(path.name for path in Path("runs/one").iterdir()) == ["config.yaml", "lock"]
 
 
 def test_a_run_that_was_refused_leaves_nothing(here: Path) -> None:
