@@ -18,10 +18,13 @@ Nothing is split, no multiply and add is contracted (every launch says `enable_f
 that lies wholly past a row's position leaves the row's m, l and o untouched, so who shares a program with it
 does not matter.
 
-Operands (`operand_dtype`): BF16 caches multiply as BF16. E4M3 codes with per-head scales multiply as float16,
-which holds every code exactly and gives P 11 bits (q must then stay under 65504). With per-token scales P
-carries the scale of V, whose range is unknown, so these multiply as bfloat16, which also holds every code
-exactly. float32 (CPU only, to compare with other implementations) rounds nowhere between.
+K and V are scaled each in its own way (`mode_of`): K may stay BF16 beside an E4M3 V, where FP8 would ruin K.
+
+Operands (`operand_dtype`), K's for q and K, V's for P and V: a BF16 cache multiplies as BF16. E4M3 codes with
+per-head scales multiply as float16, which holds every code exactly and gives P 11 bits (q must then stay under
+65504). With per-token scales P carries the scale of V, whose range is unknown, so these multiply as bfloat16,
+which also holds every code exactly. float32 (CPU only, to compare with other implementations) rounds nowhere
+between.
 
 Two Triton forms: `update_rows` has queries on the tensor core's long side (prefill, training),
 `update_columns` has keys there and a few queries on the short one (decode). On a Hopper GPU both sum S and O
@@ -63,8 +66,15 @@ QUERY_BLOCK = 128
 PIECE_ELEMENTS = 1 << 18  # float64 scores or keys of one piece: about 2 MB, measured fastest on two cores
 
 
+def mode_of(scale: Tensor | None) -> KVMode:
+    """How K or V is scaled, told by its scales: float32 [K] is calibrated; one for each token and head is dynamic."""
+    if scale is None:
+        return "none"
+    return "calibrated" if scale.dim() == 1 else "dynamic"
+
+
 def operand_dtype(kv_dtype: torch.dtype, kv_mode: KVMode) -> torch.dtype:
-    """The dtype in which Q, K, P and V are multiplied; see the module's text."""
+    """The dtype in which K and Q, or V and P, are multiplied; see the module's text."""
     if kv_mode == "none":
         return kv_dtype
     return torch.float16 if kv_mode == "calibrated" else torch.bfloat16
@@ -74,6 +84,13 @@ def head_scales(softmax_scale: float, k_scale_K: Tensor | None, num_kv_heads: in
     """Multiplier of the raw scores of each kv head, base 2: float32(softmax_scale * log2 e) * k_scale."""
     base_K = torch.full((num_kv_heads,), softmax_scale * LOG2E, dtype=torch.float32, device=device)
     return base_K if k_scale_K is None else base_K * k_scale_K
+
+
+def by_head_or_row(scale: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Scales as [K] of `calibrated`, and as one for each row of a table of tokens and heads, of `dynamic`."""
+    if scale is None:
+        return None, None
+    return (scale, None) if mode_of(scale) == "calibrated" else (None, scale.reshape(-1))
 
 
 class Span(NamedTuple):
@@ -113,26 +130,28 @@ def _tree_columns(p, COLUMNS: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def update_rows(s_RN, m_R, l_R, o_RD, v_ND, v_scale_N, ROWS: tl.constexpr, N: tl.constexpr, MODE: tl.constexpr):
-    """One tile for `ROWS` queries: scaled, masked scores and V in the operand dtype; new m, l, o."""
+def update_rows(s_RN, m_R, l_R, o_RD, v_ND, v_scale_N, ROWS: tl.constexpr, N: tl.constexpr, V_MODE: tl.constexpr):
+    """One tile for `ROWS` queries: scaled, masked scores and V in its operand dtype; new m, l, o."""
     m_new_R = tl.maximum(m_R, tl.max(s_RN, 1))
     alpha_R = tl.exp2(m_R - m_new_R)
     p_RN = tl.exp2(s_RN - m_new_R[:, None])
     l_R = l_R * alpha_R + _tree_rows(p_RN, ROWS, N)
-    if MODE == 2:
+    if V_MODE == 2:
         p_RN = p_RN * v_scale_N[None, :]
     o_RD = tl.dot(p_RN.to(v_ND.dtype), v_ND, o_RD * alpha_R[:, None])
     return m_new_R, l_R, o_RD
 
 
 @triton.jit
-def update_columns(s_NC, m_C, l_C, o_DC, v_DN, v_scale_N, COLUMNS: tl.constexpr, N: tl.constexpr, MODE: tl.constexpr):
+def update_columns(
+    s_NC, m_C, l_C, o_DC, v_DN, v_scale_N, COLUMNS: tl.constexpr, N: tl.constexpr, V_MODE: tl.constexpr
+):  # fmt: skip
     """`update_rows` turned on its side: keys are rows, queries columns."""
     m_new_C = tl.maximum(m_C, tl.max(s_NC, 0))
     alpha_C = tl.exp2(m_C - m_new_C)
     p_NC = tl.exp2(s_NC - m_new_C[None, :])
     l_C = l_C * alpha_C + _tree_columns(p_NC, COLUMNS, N)
-    if MODE == 2:
+    if V_MODE == 2:
         p_NC = p_NC * v_scale_N[:, None]
     o_DC = tl.dot(v_DN, p_NC.to(v_DN.dtype), o_DC * alpha_C[None, :])
     return m_new_C, l_C, o_DC
@@ -154,12 +173,18 @@ def load_pages(table_ptr, start, context, PAGE_SIZE: tl.constexpr, N: tl.constex
 
 @dataclass(frozen=True)
 class KVRows:
-    """K and V as tables of rows [N, D] in any stored dtype, with one float32 scale a row where `dynamic`."""
+    """K and V as tables of rows [N, D] in any stored dtype, each with its scales in any form of `mode_of`."""
 
     k_ND: Tensor
     v_ND: Tensor
-    k_scale_N: Tensor | None = None
-    v_scale_N: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    @property
+    def operands(self) -> tuple[torch.dtype, torch.dtype]:
+        """In which dtype q and K, and in which P and V are multiplied."""
+        k_operand = operand_dtype(self.k_ND.dtype, mode_of(self.k_scale))
+        return k_operand, operand_dtype(self.v_ND.dtype, mode_of(self.v_scale))
 
 
 @dataclass(frozen=True)
@@ -242,17 +267,20 @@ def attend_reference(
     rows_of: Callable[[Piece], Tensor],
     cu_seqlens_q: tuple[int, ...],
     contexts: tuple[int, ...],
-    score_scale_K: Tensor,
-    out_scale_K: Tensor | None,
-    operand: torch.dtype,
+    softmax_scale: float,
+    num_kv_heads: int,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of every sequence over the table rows [J, K, S] that `rows_of(piece)` names.
 
     Returns out [T, H, D] in q's dtype and lse2 [T, H] float32 (base 2). Rows of q in no sequence give zeros.
     """
     T, H, D = q_THD.shape
-    K = score_scale_K.shape[0]
-    q_rounded = q_THD.to(operand)
+    K = num_kv_heads
+    k_operand, v_operand = kv.operands
+    k_scale_K, k_scale_N = by_head_or_row(kv.k_scale)
+    v_scale_K, v_scale_N = by_head_or_row(kv.v_scale)
+    score_scale_K = head_scales(softmax_scale, k_scale_K, K, q_THD.device)
+    q_rounded = q_THD.to(k_operand)
     out_THD = torch.zeros(T, H, D, dtype=q_THD.dtype)
     lse2_TH = torch.zeros(T, H, dtype=torch.float32)
     for piece in pieces(cu_seqlens_q, contexts, H, D):
@@ -260,16 +288,16 @@ def attend_reference(
         row_JKS = rows_of(piece)
         k_NSD, v_NSD = (fetch(t, row_JKS).flatten(0, 1) for t in (kv.k_ND, kv.v_ND))
         column_N1S = score_scale_K.repeat(J)[:, None, None]
-        if kv.k_scale_N is not None:
-            column_N1S = kv.k_scale_N[row_JKS].flatten(0, 1)[:, None] * column_N1S
-        v_scale_N1S = None if kv.v_scale_N is None else kv.v_scale_N[row_JKS].flatten(0, 1)[:, None]
+        if k_scale_N is not None:
+            column_N1S = k_scale_N[row_JKS].flatten(0, 1)[:, None] * column_N1S
+        v_scale_N1S = None if v_scale_N is None else v_scale_N[row_JKS].flatten(0, 1)[:, None]
         for block, num_keys in query_blocks(piece):
             q_NRD = fold_heads(q_rounded[piece.query_JM[:, block]], K)
             position_NR = fold_positions(piece.position_JM[:, block], K, H // K)
             o_NRD, m_NR, l_NR = _tiles(
-                q_NRD, k_NSD[:, :num_keys], v_NSD[:, :num_keys], position_NR, column_N1S, v_scale_N1S, operand
+                q_NRD, k_NSD[:, :num_keys], v_NSD[:, :num_keys], position_NR, column_N1S, v_scale_N1S, v_operand
             )
-            inverse_NR = (1.0 if out_scale_K is None else out_scale_K.repeat(J)[:, None]) / l_NR
+            inverse_NR = (1.0 if v_scale_K is None else v_scale_K.repeat(J)[:, None]) / l_NR
             num_queries = q_NRD.shape[1] * K // H
             out_JMHD = unfold_heads(o_NRD * inverse_NR[..., None], J, num_queries).to(q_THD.dtype)
             lse2_NR1 = (m_NR + l_NR.double().log2().float())[..., None]
@@ -285,7 +313,7 @@ def _tiles(
     position_NR: Tensor,
     column_N1S: Tensor,
     v_scale_N1S: Tensor | None,
-    operand: torch.dtype,
+    v_operand: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The online softmax over ascending tiles: unnormalised o [N, R, D], m and l [N, R], all float32."""
     o = torch.zeros(q_NRD.shape, dtype=torch.float32)
@@ -305,7 +333,7 @@ def _tiles(
         if v_scale_N1S is not None:
             p = p * v_scale_N1S[..., start : start + p.shape[-1]]
         carried = (o * alpha[..., None]).double()
-        o = carried.baddbmm_(p.to(operand).double(), v_NSD[:, tile]).float()
+        o = carried.baddbmm_(p.to(v_operand).double(), v_NSD[:, tile]).float()
         m = m_new
     return o, m, l
 

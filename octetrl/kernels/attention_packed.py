@@ -34,7 +34,6 @@ from octetrl.kernels.attention_order import (
     attend_reference,
     fold_heads,
     fold_positions,
-    head_scales,
     pieces,
     query_blocks,
     unfold_heads,
@@ -54,15 +53,16 @@ def attention_packed(
     k_scale_K: Tensor | None = None,
     v_scale_K: Tensor | None = None,
     kv_mode: KVMode = "none",
+    quantize_k: bool = True,
 ) -> Tensor:
     """Causal attention within each of the sequences that `cu_seqlens_B1` (int32) bounds; differentiable in q, k, v.
 
     q_THD, k_TKD, v_TKD: BF16 (or float32 on a CPU). `kv_mode` "calibrated" replays the cache with the float32
-    scales [K], "dynamic" with a scale per token and head, "none" not at all. Returns [T, H, D] in q's dtype.
-    Rows past `cu_seqlens_B1[-1]` give zeros.
+    scales [K], "dynamic" with a scale per token and head, "none" not at all; `quantize_k=False` replays V alone, for
+    a cache that holds K in BF16. Returns [T, H, D] in q's dtype. Rows past `cu_seqlens_B1[-1]` give zeros.
     """
     out_THD: Tensor = _AttentionPacked.apply(
-        q_THD, k_TKD, v_TKD, cu_seqlens_B1, max_seqlen, softmax_scale, k_scale_K, v_scale_K, kv_mode
+        q_THD, k_TKD, v_TKD, cu_seqlens_B1, max_seqlen, softmax_scale, k_scale_K, v_scale_K, kv_mode, quantize_k
     )
     return out_THD
 
@@ -77,11 +77,11 @@ def attention_packed_forward(
     k_scale_K: Tensor | None = None,
     v_scale_K: Tensor | None = None,
     kv_mode: KVMode = "none",
+    quantize_k: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """The forward alone: out [T, H, D] and lse2 [T, H], the float32 log-sum-exp in base 2."""
-    kv = kv_replay(k_TKD, v_TKD, kv_mode, k_scale_K, v_scale_K)
-    scales = (k_scale_K, v_scale_K) if kv_mode == "calibrated" else (None, None)
-    return _forward(q_THD, kv, cu_seqlens_B1, max_seqlen, softmax_scale, *scales)
+    kv = kv_replay(k_TKD, v_TKD, kv_mode, k_scale_K, v_scale_K, quantize_k)
+    return _forward(q_THD, kv, cu_seqlens_B1, max_seqlen, softmax_scale)
 
 
 def _forward(q_THD: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -102,22 +102,21 @@ class _AttentionPacked(torch.autograd.Function):
         k_scale_K: Tensor | None,
         v_scale_K: Tensor | None,
         kv_mode: KVMode,
+        quantize_k: bool,
     ) -> Tensor:
-        if kv_mode != "calibrated":
-            k_scale_K = v_scale_K = None
-        kv = kv_replay(k_TKD, v_TKD, kv_mode, k_scale_K, v_scale_K)
-        out_THD, lse2_TH = _forward(q_THD, kv, cu_seqlens_B1, max_seqlen, softmax_scale, k_scale_K, v_scale_K)
-        ctx.save_for_backward(q_THD, *kv, out_THD, lse2_TH, cu_seqlens_B1, k_scale_K, v_scale_K)
+        kv = kv_replay(k_TKD, v_TKD, kv_mode, k_scale_K, v_scale_K, quantize_k)
+        out_THD, lse2_TH = _forward(q_THD, kv, cu_seqlens_B1, max_seqlen, softmax_scale)
+        ctx.save_for_backward(q_THD, *kv, out_THD, lse2_TH, cu_seqlens_B1)
         ctx.settings = (max_seqlen, softmax_scale)
         return out_THD
 
     @staticmethod
     def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor | None, ...]:
-        q_THD, k_TKD, v_TKD, k_scale_TK, v_scale_TK, *rest = ctx.saved_tensors
-        kv = ReplayedKV(k_TKD, v_TKD, k_scale_TK, v_scale_TK)
+        q_THD, *kv, out_THD, lse2_TH, cu_seqlens_B1 = ctx.saved_tensors
+        saved = (q_THD, ReplayedKV(*kv), out_THD, lse2_TH, cu_seqlens_B1)
         backward = attention_packed_backward_triton if q_THD.is_cuda else attention_packed_backward_reference
-        gradients = backward(dout_THD, q_THD, kv, *rest, *ctx.settings)
-        return (*gradients, None, None, None, None, None, None)
+        gradients = backward(dout_THD, *saved, *ctx.settings)
+        return (*gradients, *[None] * 7)
 
 
 # ---------------------------------------------------------------- Triton
@@ -129,19 +128,10 @@ def attention_packed_forward_triton(
     cu_seqlens_B1: Tensor,
     max_seqlen: int,
     softmax_scale: float,
-    k_scale_K: Tensor | None,
-    v_scale_K: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The forward by `attention_rows`, the kernel of the engine's prefill."""
-    kv_mode: KVMode = "none"
-    k_scale, v_scale = k_scale_K, v_scale_K
-    if k_scale_K is not None:
-        kv_mode = "calibrated"
-    elif kv.k_scale_TK is not None:
-        kv_mode, k_scale, v_scale = "dynamic", kv.k_scale_TK, kv.v_scale_TK
-    k_TKD, v_TKD = kv.k_TKD.contiguous(), kv.v_TKD.contiguous()  # V may be a slice of the fused projection
     out_THD, lse2_TH = attention_rows(
-        q_THD, k_TKD, v_TKD, cu_seqlens_B1, max_seqlen, softmax_scale, kv_mode, k_TKD.dtype, k_scale, v_scale
+        q_THD, kv.k_TKD, kv.v_TKD, cu_seqlens_B1, max_seqlen, softmax_scale, kv.k_scale, kv.v_scale
     )
     assert lse2_TH is not None
     return out_THD, lse2_TH
@@ -156,8 +146,6 @@ def attention_packed_forward_reference(
     cu_seqlens_B1: Tensor,
     max_seqlen: int,
     softmax_scale: float,
-    k_scale_K: Tensor | None,
-    v_scale_K: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The forward by the CPU form of the order."""
     cu_seqlens, lengths = _lengths(cu_seqlens_B1)
@@ -168,9 +156,8 @@ def attention_packed_forward_reference(
         _packed_rows(cu_seqlens_B1, kv.k_TKD.shape[1]),
         cu_seqlens,
         lengths,
-        head_scales(softmax_scale, k_scale_K, kv.k_TKD.shape[1], q_THD.device),
-        v_scale_K,
-        kv.k_TKD.dtype,
+        softmax_scale,
+        kv.k_TKD.shape[1],
     )
 
 
@@ -181,8 +168,6 @@ def attention_packed_backward_reference(
     out_THD: Tensor,
     lse2_TH: Tensor,
     cu_seqlens_B1: Tensor,
-    k_scale_K: Tensor | None,
-    v_scale_K: Tensor | None,
     max_seqlen: int,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -191,8 +176,8 @@ def attention_packed_backward_reference(
     K = kv.k_TKD.shape[1]
     cu_seqlens, lengths = _lengths(cu_seqlens_B1)
     rows_of = _packed_rows(cu_seqlens_B1, K)
-    k_ND = _dequantized(kv.k_TKD, k_scale_K, kv.k_scale_TK)
-    v_ND = _dequantized(kv.v_TKD, v_scale_K, kv.v_scale_TK)
+    k_ND = _dequantized(kv.k_TKD, kv.k_scale)
+    v_ND = _dequantized(kv.v_TKD, kv.v_scale)
     delta_TH = (dout_THD.float() * out_THD.float()).sum(-1)
     dq_THD = torch.zeros(T, H, D)
     dk_ND, dv_ND = torch.zeros(T * K, D), torch.zeros(T * K, D)
@@ -236,16 +221,13 @@ def _packed_rows(cu_seqlens_B1: Tensor, num_kv_heads: int) -> Callable[[Piece], 
 
 
 def _tables(kv: ReplayedKV) -> KVRows:
-    k_scale_N, v_scale_N = (None if s is None else s.reshape(-1) for s in (kv.k_scale_TK, kv.v_scale_TK))
     D = kv.k_TKD.shape[-1]
-    return KVRows(kv.k_TKD.reshape(-1, D), kv.v_TKD.reshape(-1, D), k_scale_N, v_scale_N)
+    return KVRows(kv.k_TKD.reshape(-1, D), kv.v_TKD.reshape(-1, D), kv.k_scale, kv.v_scale)
 
 
-def _dequantized(x_TKD: Tensor, scale_K: Tensor | None, scale_TK: Tensor | None) -> Tensor:
+def _dequantized(x_TKD: Tensor, scale: Tensor | None) -> Tensor:
     """float32 values [T * K, D] of codes in the operand dtype."""
     x_TKD = x_TKD.float()
-    if scale_K is not None:
-        x_TKD = x_TKD * scale_K[:, None]
-    elif scale_TK is not None:
-        x_TKD = x_TKD * scale_TK[..., None]
+    if scale is not None:
+        x_TKD = x_TKD * scale[..., None]  # [K] or [T, K]
     return x_TKD.reshape(-1, x_TKD.shape[-1])

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octetrl.kernels.attention_order import LOG2E, MODE_NUMBER, SUPPORTED_HEAD_SIZES, KVMode
+from octetrl.kernels.attention_order import LOG2E, MODE_NUMBER, SUPPORTED_HEAD_SIZES, mode_of
 from octetrl.kernels.kv_store import ReplayedKV
 
 
@@ -56,7 +56,7 @@ def _dkdv_kernel(
     stride_q_token, stride_q_head, stride_k_token, stride_k_head, stride_v_token, stride_v_head,
     stride_dout_token, stride_dout_head, base_scale, softmax_scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_I: tl.constexpr,
-    BLOCK_J: tl.constexpr, MODE: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_J: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)  # the first keys have the most queries: longest first
     kv_head = tl.program_id(1)
@@ -86,12 +86,14 @@ def _dkdv_kernel(
         )
         k_column_J = tl.full([BLOCK_J], base_scale, tl.float32)
         v_column_J = tl.full([BLOCK_J], 1.0, tl.float32)
-        if MODE == 1:
+        scale_J = (first_token + key_J) * KV_HEADS + kv_head
+        if K_MODE == 1:
             k_column_J = k_column_J * tl.load(k_scale_ptr + kv_head)
+        if V_MODE == 1:
             v_column_J = v_column_J * tl.load(v_scale_ptr + kv_head)
-        if MODE == 2:
-            scale_J = (first_token + key_J) * KV_HEADS + kv_head
+        if K_MODE == 2:
             k_column_J = tl.load(k_scale_ptr + scale_J, mask=key_J < length, other=0.0) * k_column_J
+        if V_MODE == 2:
             v_column_J = tl.load(v_scale_ptr + scale_J, mask=key_J < length, other=0.0)
         dk_JD = tl.zeros([BLOCK_J, BLOCK_D], tl.float32)
         dv_JD = tl.zeros([BLOCK_J, BLOCK_D], tl.float32)
@@ -140,7 +142,7 @@ def _dq_kernel(
     stride_q_token, stride_q_head, stride_k_token, stride_k_head, stride_v_token, stride_v_head,
     stride_dout_token, stride_dout_head, base_scale, softmax_scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_I: tl.constexpr,
-    BLOCK_J: tl.constexpr, MODE: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_J: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
@@ -175,10 +177,11 @@ def _dq_kernel(
         score_scale = base_scale
         v_scale = 1.0
         dq_scale = softmax_scale
-        if MODE == 1:
+        if K_MODE == 1:
             score_scale = base_scale * tl.load(k_scale_ptr + kv_head)
-            v_scale = tl.load(v_scale_ptr + kv_head)
             dq_scale = softmax_scale * tl.load(k_scale_ptr + kv_head)
+        if V_MODE == 1:
+            v_scale = tl.load(v_scale_ptr + kv_head)
         dq_ID = tl.zeros([BLOCK_I, BLOCK_D], tl.float32)
         for start in tl.range(0, tl.minimum(length, (block + 1) * BLOCK_I), BLOCK_J, num_stages=STAGES):
             key_J = start + tl.arange(0, BLOCK_J)
@@ -202,19 +205,21 @@ def _dq_kernel(
             )
             s_IJ = tl.dot(q_ID, tl.trans(k_JD))
             dp_IJ = tl.dot(dout_ID, tl.trans(v_JD))
-            if MODE == 2:
-                scale_J = (first_token + key_J) * KV_HEADS + kv_head
+            scale_J = (first_token + key_J) * KV_HEADS + kv_head
+            if K_MODE == 2:
                 k_scale_J = tl.load(k_scale_ptr + scale_J, mask=key_J < length, other=0.0)
-                v_scale_J = tl.load(v_scale_ptr + scale_J, mask=key_J < length, other=0.0)
                 s_IJ = s_IJ * (k_scale_J * score_scale)[None, :]
-                dp_IJ = dp_IJ * v_scale_J[None, :]
             else:
                 s_IJ = s_IJ * score_scale
+            if V_MODE == 2:
+                v_scale_J = tl.load(v_scale_ptr + scale_J, mask=key_J < length, other=0.0)
+                dp_IJ = dp_IJ * v_scale_J[None, :]
+            else:
                 dp_IJ = dp_IJ * v_scale
             seen_IJ = query_I[:, None] >= key_J[None, :]
             p_IJ = tl.exp2(tl.where(seen_IJ, s_IJ - lse2_I[:, None], float("-inf")))
             ds_IJ = p_IJ * (dp_IJ - delta_I[:, None])
-            if MODE == 2:
+            if K_MODE == 2:
                 ds_IJ = ds_IJ * k_scale_J[None, :]
             dq_ID = tl.dot(ds_IJ.to(tl.bfloat16), k_JD, dq_ID)
         d_D = tl.arange(0, BLOCK_D)
@@ -229,8 +234,6 @@ def attention_packed_backward_triton(
     out_THD: Tensor,
     lse2_TH: Tensor,
     cu_seqlens_B1: Tensor,
-    k_scale_K: Tensor | None,
-    v_scale_K: Tensor | None,
     max_seqlen: int,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -241,12 +244,6 @@ def attention_packed_backward_triton(
     assert head_size in SUPPORTED_HEAD_SIZES, f"head size {head_size} is not one of {SUPPORTED_HEAD_SIZES}"
     k_TKD, v_TKD = kv.k_TKD.to(torch.bfloat16), kv.v_TKD.to(torch.bfloat16)
     dout_THD = dout_THD if dout_THD.stride(2) == 1 else dout_THD.contiguous()
-    kv_mode: KVMode = "none"
-    k_scale, v_scale = k_scale_K, v_scale_K
-    if k_scale_K is not None:
-        kv_mode = "calibrated"
-    elif kv.k_scale_TK is not None:
-        kv_mode, k_scale, v_scale = "dynamic", kv.k_scale_TK, kv.v_scale_TK
     device = q_THD.device
     dq_THD = torch.zeros(q_THD.shape, dtype=torch.bfloat16, device=device)
     dk_TKD, dv_TKD = (torch.zeros(k_TKD.shape, dtype=torch.bfloat16, device=device) for _ in range(2))
@@ -267,17 +264,18 @@ def attention_packed_backward_triton(
         "GROUP": num_heads // num_kv_heads,
         "HEAD_SIZE": head_size,
         "BLOCK_D": block_d,
-        "MODE": MODE_NUMBER[kv_mode],
+        "K_MODE": MODE_NUMBER[mode_of(kv.k_scale)],
+        "V_MODE": MODE_NUMBER[mode_of(kv.v_scale)],
     }
     wide = head_size == 256
     queries, keys, stages = (32, 64, 1) if wide else (32, 128, 2)
     _dkdv_kernel[(triton.cdiv(max_seqlen, keys), num_kv_heads, num_sequences)](
-        *inputs, dk_TKD, dv_TKD, cu_seqlens_B1, k_scale, v_scale, *strides, *scales,
+        *inputs, dk_TKD, dv_TKD, cu_seqlens_B1, kv.k_scale, kv.v_scale, *strides, *scales,
         **shape, BLOCK_I=queries, BLOCK_J=keys, STAGES=stages, num_warps=8,
     )  # fmt: skip
     queries, keys, stages = (64, 32, 1) if wide else (128, 64, 2)
     _dq_kernel[(triton.cdiv(max_seqlen, queries), num_heads, num_sequences)](
-        *inputs, dq_THD, cu_seqlens_B1, k_scale, v_scale, *strides, *scales,
+        *inputs, dq_THD, cu_seqlens_B1, kv.k_scale, kv.v_scale, *strides, *scales,
         **shape, BLOCK_I=queries, BLOCK_J=keys, STAGES=stages, num_warps=8,
     )  # fmt: skip
     return dq_THD, dk_TKD, dv_TKD

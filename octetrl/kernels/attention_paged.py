@@ -31,13 +31,13 @@ from octetrl.kernels.attention_order import (
     KVRows,
     Piece,
     attend_reference,
-    head_scales,
     load_pages,
+    mode_of,
     operand_dtype,
     update_columns,
 )
 from octetrl.kernels.attention_rows import SMALLEST_BLOCK_D, attention_rows
-from octetrl.kernels.kv_store import kv_mode_of
+from octetrl.kernels.kv_store import scale_in_use
 
 DECODE_COLUMNS = 16
 
@@ -58,7 +58,7 @@ def attention_paged(
 ) -> Tensor:
     """out [T, H, D] in q's dtype.
 
-    k_cache, v_cache: [num_pages, K, page_size, D], BF16, E4M3 or (CPU) float32. block_table_BP: int32, -1
+    k_cache, v_cache: [num_pages, K, page_size, D], each BF16, E4M3 or (CPU) float32. block_table_BP: int32, -1
     padded. cu_seqlens_q_B1, context_lens_B: int32; a context of 0 marks a padding sequence, whose rows come
     back as zeros. Scales as in `kv_store`. max_query_len: longest query run, 1 for pure decode; without it T
     - B + 1 is assumed.
@@ -94,13 +94,11 @@ def attention_paged_reference(
 ) -> Tensor:
     """`attention_paged` in plain torch, by the CPU form of the order."""
     _, num_kv_heads, page_size, head_size = k_cache.shape
-    kv_mode = kv_mode_of(k_cache, k_scale_K, k_token_scale)
-    calibrated, dynamic = kv_mode == "calibrated", kv_mode == "dynamic"
     kv = KVRows(
         k_cache.view(-1, head_size),
         v_cache.view(-1, head_size),
-        k_token_scale.view(-1) if dynamic and k_token_scale is not None else None,
-        v_token_scale.view(-1) if dynamic and v_token_scale is not None else None,
+        scale_in_use(k_cache, k_scale_K, k_token_scale),
+        scale_in_use(v_cache, v_scale_K, v_token_scale),
     )
 
     def rows_of(piece: Piece) -> Tensor:
@@ -114,9 +112,8 @@ def attention_paged_reference(
         rows_of,
         tuple(cu_seqlens_q_B1.tolist()),
         tuple(context_lens_B.tolist()),
-        head_scales(softmax_scale, k_scale_K if calibrated else None, num_kv_heads, q_THD.device),
-        v_scale_K if calibrated else None,
-        operand_dtype(k_cache.dtype, kv_mode),
+        softmax_scale,
+        num_kv_heads,
     )
     return out_THD
 
@@ -130,7 +127,8 @@ def _attention_decode_kernel(
     stride_q_token, stride_q_head, stride_page, stride_head, stride_token, stride_scale_page, stride_scale_head,
     stride_scale_token, stride_table, base_scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr, N: tl.constexpr, MODE: tl.constexpr, OPERAND: tl.constexpr, STAGES: tl.constexpr,
+    COLUMNS: tl.constexpr, N: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr, K_OPERAND: tl.constexpr,
+    V_OPERAND: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -143,11 +141,12 @@ def _attention_decode_kernel(
     q_DC = tl.load(
         q_ptr + sequence * stride_q_token + head_C[None, :] * stride_q_head + d_D[:, None],
         mask=head_D[:, None], other=0.0,
-    ).to(OPERAND)  # fmt: skip
+    ).to(K_OPERAND)  # fmt: skip
     score_scale = base_scale
     out_scale = 1.0
-    if MODE == 1:
+    if K_MODE == 1:
         score_scale = base_scale * tl.load(k_scale_ptr + kv_head)
+    if V_MODE == 1:
         out_scale = tl.load(v_scale_ptr + kv_head)
     table_ptr += sequence * stride_table
 
@@ -163,18 +162,18 @@ def _attention_decode_kernel(
         page = load_pages(table_ptr, start + N, num_keys, PAGE_SIZE, N)
         k_mask_ND = present_N[:, None] & head_D[None, :]
         v_mask_DN = head_D[:, None] & present_N[None, :]
-        k_ND = tl.load(k_ptr + row_N[:, None] + d_D[None, :], mask=k_mask_ND, other=0.0).to(OPERAND)
+        k_ND = tl.load(k_ptr + row_N[:, None] + d_D[None, :], mask=k_mask_ND, other=0.0).to(K_OPERAND)
         v_scale_N = score_scale
-        if MODE == 2:
-            scale_N += kv_head * stride_scale_head
+        scale_N += kv_head * stride_scale_head
+        if K_MODE == 2:
             k_scale_N = tl.load(k_scale_ptr + scale_N, mask=present_N, other=0.0)
+        if V_MODE == 2:
             v_scale_N = tl.load(v_scale_ptr + scale_N, mask=present_N, other=0.0)
-            s_NC = tl.dot(k_ND, q_DC) * (k_scale_N * score_scale)[:, None]
-        else:
-            s_NC = tl.dot(k_ND, q_DC) * score_scale
+        s_NC = tl.dot(k_ND, q_DC)
+        s_NC = s_NC * (k_scale_N * score_scale)[:, None] if K_MODE == 2 else s_NC * score_scale
         s_NC = tl.where(present_N[:, None], s_NC, float("-inf"))
-        v_DN = tl.load(v_ptr + row_N[None, :] + d_D[:, None], mask=v_mask_DN, other=0.0).to(OPERAND)
-        m_C, l_C, o_DC = update_columns(s_NC, m_C, l_C, o_DC, v_DN, v_scale_N, COLUMNS, N, MODE)
+        v_DN = tl.load(v_ptr + row_N[None, :] + d_D[:, None], mask=v_mask_DN, other=0.0).to(V_OPERAND)
+        m_C, l_C, o_DC = update_columns(s_NC, m_C, l_C, o_DC, v_DN, v_scale_N, COLUMNS, N, V_MODE)
 
     l_safe_C = tl.where(num_keys > 0, l_C, 1.0)  # a padding sequence gives zeros; NaN stays NaN
     out_DC = o_DC * tl.div_rn(tl.zeros_like(l_C) + out_scale, l_safe_C)[None, :]
@@ -201,25 +200,25 @@ def attention_paged_triton(
     _, num_kv_heads, page_size, head_size = k_cache.shape
     assert KV_TILE % page_size == 0 or page_size % KV_TILE == 0, f"page size {page_size} does not fit the KV tile"
     assert block_table_BP.stride(1) == 1, "attention_paged: rows of the block table must be contiguous"
-    kv_mode = kv_mode_of(k_cache, k_scale_K, k_token_scale)
-    operand = operand_dtype(k_cache.dtype, kv_mode)
-    dynamic = kv_mode == "dynamic"
-    k_scale, v_scale = (k_token_scale, v_token_scale) if dynamic else (k_scale_K, v_scale_K)
+    assert k_cache.stride() == v_cache.stride(), "attention_paged: K and V caches must have one layout"
+    k_scale = scale_in_use(k_cache, k_scale_K, k_token_scale)
+    v_scale = scale_in_use(v_cache, v_scale_K, v_token_scale)
     if max_query_len != 1:
         longest = q_THD.shape[0] if max_query_len is None else max_query_len
         out_THD, _ = attention_rows(
-            q_THD, k_cache, v_cache, cu_seqlens_q_B1, longest, softmax_scale, kv_mode, operand,
-            k_scale, v_scale, block_table_BP, context_lens_B,
+            q_THD, k_cache, v_cache, cu_seqlens_q_B1, longest, softmax_scale, k_scale, v_scale,
+            block_table_BP, context_lens_B,
         )  # fmt: skip
         return out_THD
     num_sequences, num_heads = q_THD.shape[0], q_THD.shape[1]
     assert num_sequences == context_lens_B.shape[0], "decode takes exactly one query a sequence"
     assert head_size in SUPPORTED_HEAD_SIZES, f"head size {head_size} is not one of {SUPPORTED_HEAD_SIZES}"
     assert q_THD.stride(2) == k_cache.stride(3) == 1, "attention_paged: the last axis must be contiguous"
-    assert k_cache.stride() == v_cache.stride(), "attention_paged: K and V caches must have one layout"
     group = num_heads // num_kv_heads
     stages = max(1, (3 if k_cache.element_size() == 1 else 2) - (head_size == 256))  # what shared memory holds
-    stride_scale = k_token_scale.stride() if dynamic and k_token_scale is not None else (0, 0, 0)
+    k_mode, v_mode = mode_of(k_scale), mode_of(v_scale)
+    token_scales = [scale for scale in (k_scale, v_scale) if mode_of(scale) == "dynamic" and scale is not None]
+    stride_scale = token_scales[0].stride() if token_scales else (0, 0, 0)
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     if num_sequences == 0:
         return out_THD
@@ -228,8 +227,10 @@ def attention_paged_triton(
         q_THD.stride(0), q_THD.stride(1), *k_cache.stride()[:3], *stride_scale, block_table_BP.stride(0),
         softmax_scale * LOG2E, HEADS=num_heads, GROUP=group, HEAD_SIZE=head_size,
         BLOCK_D=max(SMALLEST_BLOCK_D, head_size), PAGE_SIZE=page_size,
-        COLUMNS=max(DECODE_COLUMNS, triton.next_power_of_2(group)), N=KV_TILE, MODE=MODE_NUMBER[kv_mode],
-        OPERAND=TRITON_DTYPE[operand], STAGES=stages, num_warps=4,
+        COLUMNS=max(DECODE_COLUMNS, triton.next_power_of_2(group)), N=KV_TILE,
+        K_MODE=MODE_NUMBER[k_mode], V_MODE=MODE_NUMBER[v_mode],
+        K_OPERAND=TRITON_DTYPE[operand_dtype(k_cache.dtype, k_mode)],
+        V_OPERAND=TRITON_DTYPE[operand_dtype(v_cache.dtype, v_mode)], STAGES=stages, num_warps=4,
         **({"enable_fp_fusion": False} if q_THD.is_cuda else {}),
     )  # fmt: skip
     return out_THD

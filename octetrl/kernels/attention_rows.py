@@ -29,8 +29,9 @@ from octetrl.kernels.attention_order import (
     MODE_NUMBER,
     SUPPORTED_HEAD_SIZES,
     TRITON_DTYPE,
-    KVMode,
     load_pages,
+    mode_of,
+    operand_dtype,
     update_rows,
 )
 
@@ -40,10 +41,10 @@ SMALLEST_BLOCK_D = 64  # wgmma's shortest long side; smaller heads are padded wi
 @triton.jit
 def _rows_tile(
     q_RD, m_R, l_R, o_RD, start, page, position_R, num_keys, first_key,
-    k_ptr, v_ptr, stride_page, stride_token, k_scale_ptr, v_scale_ptr, stride_scale_page, stride_scale_token,
-    score_scale,
+    k_ptr, v_ptr, stride_page, stride_k_token, stride_v_token, k_scale_ptr, v_scale_ptr, stride_scale_page,
+    stride_scale_token, score_scale,
     ROWS: tl.constexpr, N: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    MODE: tl.constexpr, MASKED: tl.constexpr,
+    K_MODE: tl.constexpr, V_MODE: tl.constexpr, V_OPERAND: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     key_N = start + tl.arange(0, N)
     d_D = tl.arange(0, BLOCK_D)
@@ -55,42 +56,42 @@ def _rows_tile(
         v_ptr += page.to(tl.int64) * stride_page
         row_N = key_N % PAGE_SIZE
         scale_N = page.to(tl.int64) * stride_scale_page + row_N * stride_scale_token
-    k_ptr_N = k_ptr + row_N * stride_token
-    v_ptr_N = v_ptr + row_N * stride_token
+    k_ptr_N = k_ptr + row_N * stride_k_token
+    v_ptr_N = v_ptr + row_N * stride_v_token
     present_N = key_N < num_keys
     if MASKED:
         k_mask_DN = present_N[None, :] & (d_D < HEAD_SIZE)[:, None]
         v_mask_ND = present_N[:, None] & (d_D < HEAD_SIZE)[None, :]
         k_DN = tl.load(k_ptr_N[None, :] + d_D[:, None], mask=k_mask_DN, other=0.0).to(q_RD.dtype)
-        v_ND = tl.load(v_ptr_N[:, None] + d_D[None, :], mask=v_mask_ND, other=0.0).to(q_RD.dtype)
+        v_ND = tl.load(v_ptr_N[:, None] + d_D[None, :], mask=v_mask_ND, other=0.0).to(V_OPERAND)
     else:
         if BLOCK_D == HEAD_SIZE:
             k_DN = tl.load(k_ptr_N[None, :] + d_D[:, None]).to(q_RD.dtype)
-            v_ND = tl.load(v_ptr_N[:, None] + d_D[None, :]).to(q_RD.dtype)
+            v_ND = tl.load(v_ptr_N[:, None] + d_D[None, :]).to(V_OPERAND)
         else:
             head_D = d_D < HEAD_SIZE
             k_DN = tl.load(k_ptr_N[None, :] + d_D[:, None], mask=head_D[:, None], other=0.0).to(q_RD.dtype)
-            v_ND = tl.load(v_ptr_N[:, None] + d_D[None, :], mask=head_D[None, :], other=0.0).to(q_RD.dtype)
+            v_ND = tl.load(v_ptr_N[:, None] + d_D[None, :], mask=head_D[None, :], other=0.0).to(V_OPERAND)
     v_scale_N = score_scale
-    if MODE == 2:
+    if K_MODE == 2:
         k_scale_N = tl.load(k_scale_ptr + scale_N, mask=present_N, other=0.0)
+    if V_MODE == 2:
         v_scale_N = tl.load(v_scale_ptr + scale_N, mask=present_N, other=0.0)
-        s_RN = tl.dot(q_RD, k_DN) * (k_scale_N * score_scale)[None, :]
-    else:
-        s_RN = tl.dot(q_RD, k_DN) * score_scale
+    s_RN = tl.dot(q_RD, k_DN)
+    s_RN = s_RN * (k_scale_N * score_scale)[None, :] if K_MODE == 2 else s_RN * score_scale
     if MASKED:
         s_RN = tl.where(position_R[:, None] >= key_N[None, :], s_RN, float("-inf"))
-    return update_rows(s_RN, m_R, l_R, o_RD, v_ND, v_scale_N, ROWS, N, MODE)
+    return update_rows(s_RN, m_R, l_R, o_RD, v_ND, v_scale_N, ROWS, N, V_MODE)
 
 
 @triton.jit(do_not_specialize=["stride_table"])
 def _attention_rows_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse2_ptr, table_ptr, cu_seqlens_ptr, contexts_ptr, k_scale_ptr, v_scale_ptr,
-    stride_q_token, stride_q_head, stride_page, stride_head, stride_token, stride_scale_page, stride_scale_head,
-    stride_scale_token, stride_table, base_scale,
+    stride_q_token, stride_q_head, stride_page, stride_k_head, stride_k_token, stride_v_head, stride_v_token,
+    stride_scale_page, stride_scale_head, stride_scale_token, stride_table, base_scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, N: tl.constexpr, MODE: tl.constexpr, OPERAND: tl.constexpr, STORE_LSE: tl.constexpr,
-    STAGES: tl.constexpr,
+    ROWS: tl.constexpr, N: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr, K_OPERAND: tl.constexpr,
+    V_OPERAND: tl.constexpr, STORE_LSE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
     head = tl.program_id(1)
@@ -108,18 +109,23 @@ def _attention_rows_kernel(
         inside_RD = (row_R < num_queries)[:, None] & (d_D < HEAD_SIZE)[None, :]
         q_RD = tl.load(
             q_ptr + token_R[:, None] * stride_q_token + head * stride_q_head + d_D[None, :], mask=inside_RD, other=0.0
-        ).to(OPERAND)
+        ).to(K_OPERAND)
         score_scale = base_scale
         out_scale = 1.0
-        if MODE == 1:
+        if K_MODE == 1:
             score_scale = base_scale * tl.load(k_scale_ptr + kv_head)
+        if V_MODE == 1:
             out_scale = tl.load(v_scale_ptr + kv_head)
-        k_ptr += kv_head * stride_head
-        v_ptr += kv_head * stride_head
+        if PAGE_SIZE > 0:  # pages of K and V lie alike: one set of offsets for both
+            stride_v_head = stride_k_head
+            stride_v_token = stride_k_token
+        k_ptr += kv_head * stride_k_head
+        v_ptr += kv_head * stride_v_head
         k_token_ptr = k_scale_ptr
         v_token_ptr = v_scale_ptr
-        if MODE == 2:
+        if K_MODE == 2:
             k_token_ptr += kv_head * stride_scale_head
+        if V_MODE == 2:
             v_token_ptr += kv_head * stride_scale_head
         if PAGE_SIZE > 0:
             table_ptr += sequence.to(tl.int64) * stride_table
@@ -136,8 +142,9 @@ def _attention_rows_kernel(
                 page = load_pages(table_ptr, start + N, num_keys, PAGE_SIZE, N)
             m_R, l_R, o_RD = _rows_tile(
                 q_RD, m_R, l_R, o_RD, start, here, position_R, num_keys, first_query,
-                k_ptr, v_ptr, stride_page, stride_token, k_token_ptr, v_token_ptr, stride_scale_page,
-                stride_scale_token, score_scale, ROWS, N, HEAD_SIZE, BLOCK_D, PAGE_SIZE, MODE, False,
+                k_ptr, v_ptr, stride_page, stride_k_token, stride_v_token, k_token_ptr, v_token_ptr, stride_scale_page,
+                stride_scale_token, score_scale, ROWS, N, HEAD_SIZE, BLOCK_D, PAGE_SIZE, K_MODE, V_MODE, V_OPERAND,
+                False,
             )  # fmt: skip
         for start in tl.range(unmasked_end, end, N, num_stages=1):
             here = page
@@ -145,8 +152,9 @@ def _attention_rows_kernel(
                 page = load_pages(table_ptr, start + N, num_keys, PAGE_SIZE, N)
             m_R, l_R, o_RD = _rows_tile(
                 q_RD, m_R, l_R, o_RD, start, here, position_R, num_keys, first_query,
-                k_ptr, v_ptr, stride_page, stride_token, k_token_ptr, v_token_ptr, stride_scale_page,
-                stride_scale_token, score_scale, ROWS, N, HEAD_SIZE, BLOCK_D, PAGE_SIZE, MODE, True,
+                k_ptr, v_ptr, stride_page, stride_k_token, stride_v_token, k_token_ptr, v_token_ptr, stride_scale_page,
+                stride_scale_token, score_scale, ROWS, N, HEAD_SIZE, BLOCK_D, PAGE_SIZE, K_MODE, V_MODE, V_OPERAND,
+                True,
             )  # fmt: skip
 
         l_safe_R = tl.where(num_keys > 0, l_R, 1.0)  # a padding sequence gives zeros; NaN stays NaN
@@ -157,6 +165,11 @@ def _attention_rows_kernel(
             tl.store(lse2_ptr + token_R * HEADS + head, m_R + tl.log2(l_R), mask=row_R < num_queries)
 
 
+def _strides(x: Tensor, paged: bool) -> tuple[int, int, int]:
+    """Of a page (none if packed), of a kv head and of a token."""
+    return (x.stride(0), x.stride(1), x.stride(2)) if paged else (0, x.stride(1), x.stride(0))
+
+
 def attention_rows(
     q_THD: Tensor,
     k: Tensor,
@@ -164,8 +177,6 @@ def attention_rows(
     cu_seqlens_B1: Tensor,
     max_query_len: int,
     softmax_scale: float,
-    kv_mode: KVMode,
-    operand: torch.dtype,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     block_table_BP: Tensor | None = None,
@@ -173,20 +184,21 @@ def attention_rows(
 ) -> tuple[Tensor, Tensor | None]:
     """Launch for packed K and V [T, K, D] or, with a block table, pages [num_pages, K, page_size, D].
 
-    The scales are [K] for `calibrated`; for `dynamic` [T, K] or [num_pages, K, page_size]. Last axes
-    contiguous. Returns out [T, H, D], zero where no sequence lies, and for packed input lse2 [T, H].
+    K and V each come as they are, or with scales: [K] for `calibrated`; for `dynamic` [T, K] or [num_pages, K,
+    page_size]. Last axes contiguous; pages of K and V have one layout. Returns out [T, H, D], zero where no
+    sequence lies, and for packed input lse2 [T, H].
     """
     num_tokens, num_heads, head_size = q_THD.shape
     assert head_size in SUPPORTED_HEAD_SIZES, f"head size {head_size} is not one of {SUPPORTED_HEAD_SIZES}"
     assert q_THD.stride(2) == k.stride(-1) == v.stride(-1) == 1, "attention: the last axis must be contiguous"
-    assert k.stride() == v.stride(), f"attention: K strides {k.stride()} and V strides {v.stride()} differ"
+    k_mode, v_mode = mode_of(k_scale), mode_of(v_scale)
     paged = block_table_BP is not None
+    assert not paged or k.stride() == v.stride(), f"attention: pages of K {k.stride()} and V {v.stride()} differ"
     page_size = k.shape[2] if paged else 0
-    stride_page, stride_head, stride_token = (k.stride()[:3]) if paged else (0, k.stride(1), k.stride(0))
-    stride_scale: tuple[int, ...] = (0, 0, 0)
-    if kv_mode == "dynamic":
-        assert k_scale is not None and v_scale is not None and k_scale.stride() == v_scale.stride()
-        stride_scale = k_scale.stride() if paged else (0, k_scale.stride(1), k_scale.stride(0))
+    strides = _strides(k, paged) + _strides(v, paged)[1:]
+    token_scales = [scale for scale in (k_scale, v_scale) if scale is not None and mode_of(scale) == "dynamic"]
+    stride_scale = _strides(token_scales[0], paged) if token_scales else (0, 0, 0)
+    assert all(_strides(scale, paged) == stride_scale for scale in token_scales), "attention: scales lie differently"
     out_THD = torch.zeros(num_tokens, num_heads, head_size, dtype=q_THD.dtype, device=q_THD.device)
     lse2_TH = None if paged else torch.zeros(num_tokens, num_heads, dtype=torch.float32, device=q_THD.device)
     rows, warps, stages = (64, 8, 1) if head_size == 256 else (128, 8, 2)
@@ -195,10 +207,11 @@ def attention_rows(
         return out_THD, lse2_TH
     _attention_rows_kernel[grid](
         q_THD, k, v, out_THD, lse2_TH, block_table_BP, cu_seqlens_B1, context_lens_B, k_scale, v_scale,
-        q_THD.stride(0), q_THD.stride(1), stride_page, stride_head, stride_token, *stride_scale,
+        q_THD.stride(0), q_THD.stride(1), *strides, *stride_scale,
         block_table_BP.stride(0) if block_table_BP is not None else 0, softmax_scale * LOG2E,
         HEADS=num_heads, GROUP=num_heads // k.shape[1], HEAD_SIZE=head_size, BLOCK_D=max(SMALLEST_BLOCK_D, head_size),
-        PAGE_SIZE=page_size, ROWS=rows, N=KV_TILE, MODE=MODE_NUMBER[kv_mode], OPERAND=TRITON_DTYPE[operand],
+        PAGE_SIZE=page_size, ROWS=rows, N=KV_TILE, K_MODE=MODE_NUMBER[k_mode], V_MODE=MODE_NUMBER[v_mode],
+        K_OPERAND=TRITON_DTYPE[operand_dtype(k.dtype, k_mode)], V_OPERAND=TRITON_DTYPE[operand_dtype(v.dtype, v_mode)],
         STORE_LSE=not paged, STAGES=stages, num_warps=warps, **({"enable_fp_fusion": False} if q_THD.is_cuda else {}),
     )  # fmt: skip
     return out_THD, lse2_TH

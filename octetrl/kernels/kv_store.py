@@ -8,13 +8,14 @@ One kv head of one page is one contiguous `[page_size, D]` matrix: what an atten
     dynamic      amax over the head's D;      scale and inverse by the rule of every block (fp8/quantize.py)
     none         the value, cast to the cache's dtype
 
-x is rounded to BF16 first. Divisions are IEEE float32 (`div_rn`), so the bytes are those of the reference.
-NaN stays NaN (0x7f), never a finite code. Values past the calibrated range are clamped and counted per head
-in `saturated_2K` (row 0 K, row 1 V), NaN among them.
+K and V each go by their own cache's rule: a BF16 K may lie beside an E4M3 V. Where it is quantised, x is
+rounded to BF16 first. Divisions are IEEE float32 (`div_rn`), so the bytes are those of the reference. NaN stays
+NaN (0x7f), never a finite code. Values past the calibrated range are clamped and counted per head in
+`saturated_2K` (row 0 K, row 1 V), NaN among them.
 
 `kv_replay` quantises by the same rule and returns the codes already converted, exactly, to the dtype in which
 the training forward multiplies them (`attention_order.operand_dtype`): once a layer is faster than inside the
-kernel.
+kernel. A K that stays BF16 is passed through.
 
 T tokens, K kv heads, D head size.
 """
@@ -30,16 +31,16 @@ from torch import Tensor
 
 from octetrl.fp8.format import E4M3, E4M3_MAX, decode_e4m3
 from octetrl.fp8.quantize import quantize_kv_per_head, quantize_kv_per_token
-from octetrl.kernels.attention_order import MODE_NUMBER, KVMode, operand_dtype
+from octetrl.kernels.attention_order import MODE_NUMBER, KVMode, mode_of, operand_dtype
 
 
-def kv_mode_of(cache: Tensor, head_scale_K: Tensor | None, token_scale: Tensor | None) -> KVMode:
-    """How a cache is scaled, told by its dtype and by the scales given; an E4M3 cache without scales is refused."""
+def scale_in_use(cache: Tensor, head_scale_K: Tensor | None, token_scale: Tensor | None) -> Tensor | None:
+    """The scales by which K's or V's cache is read: None unless it is E4M3; ValueError if that has not one kind."""
     if cache.dtype != E4M3:
-        return "none"
+        return None
     if (head_scale_K is None) == (token_scale is None):
         raise ValueError("an FP8 KV cache needs either per-head scales (calibrated) or per-token scales (dynamic)")
-    return "calibrated" if head_scale_K is not None else "dynamic"
+    return head_scale_K if token_scale is None else token_scale
 
 
 def kv_store(
@@ -56,7 +57,7 @@ def kv_store(
 ) -> None:
     """Write K and V at their slots, in place.
 
-    k_TKD, v_TKD: [T, K, D], last axis contiguous. k_cache, v_cache: [num_pages, K, page_size, D].
+    k_TKD, v_TKD: [T, K, D], last axis contiguous. k_cache, v_cache: [num_pages, K, page_size, D], each by its dtype.
     slot_mapping_T: int64, -1 skips. Per-head scales: float32 [K]. Per-token scales: float32 [num_pages, K,
     page_size], written here. saturated_2K: int64 counter, added to. Raises ValueError for an FP8 cache
     without scales.
@@ -85,9 +86,9 @@ def kv_store_reference(
     page_T, offset_T = slot_T // k_cache.shape[2], slot_T % k_cache.shape[2]
     both = ((k_TKD, k_cache, k_scale_K, k_token_scale), (v_TKD, v_cache, v_scale_K, v_token_scale))
     for which, (x_TKD, cache, head_scale_K, token_scale) in enumerate(both):
-        mode = kv_mode_of(cache, head_scale_K, token_scale)
+        scale = scale_in_use(cache, head_scale_K, token_scale)
         x_TKD = x_TKD[kept_T]
-        if mode == "none":
+        if scale is None:
             cache[page_T, :, offset_T] = x_TKD.to(cache.dtype)
             continue
         if head_scale_K is not None:
@@ -109,12 +110,15 @@ def saturated_count(x_TKD: Tensor, scale_K: Tensor) -> Tensor:
 
 
 class ReplayedKV(NamedTuple):
-    """K and V as the attention kernels multiply them: codes without their scales, in the operand dtype [T, K, D]."""
+    """K and V as the attention kernels multiply them: codes in the operand dtype [T, K, D], and the codes' scales.
+
+    Scales are float32 [K] for "calibrated", [T, K] for "dynamic", None for values as they came.
+    """
 
     k_TKD: Tensor
     v_TKD: Tensor
-    k_scale_TK: Tensor | None  # "dynamic" only
-    v_scale_TK: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
 
 
 def kv_replay(
@@ -123,29 +127,39 @@ def kv_replay(
     kv_mode: KVMode,
     k_scale_K: Tensor | None = None,
     v_scale_K: Tensor | None = None,
+    quantize_k: bool = True,
 ) -> ReplayedKV:
-    """K and V put through the cache's quantiser. `none`: as they are; `calibrated` needs the float32 scales [K]."""
+    """K and V put through the cache's quantiser. `none`: as they are; `calibrated` needs the float32 scales [K].
+
+    `quantize_k=False`: the cache holds K in BF16, so K is as it is.
+    """
     if kv_mode == "none":
         return ReplayedKV(k_TKD, v_TKD, None, None)
     if kv_mode == "dynamic":
         k_scale_K = v_scale_K = None
-    elif k_scale_K is None or v_scale_K is None:
+    elif v_scale_K is None or (quantize_k and k_scale_K is None):
         raise ValueError("KV replay with calibrated scales was asked for, but no scales were given")
-    return (kv_replay_triton if k_TKD.is_cuda else kv_replay_reference)(k_TKD, v_TKD, kv_mode, k_scale_K, v_scale_K)
+    replay = kv_replay_triton if k_TKD.is_cuda else kv_replay_reference
+    return replay(k_TKD, v_TKD, kv_mode, k_scale_K, v_scale_K, quantize_k)
 
 
 def kv_replay_reference(
-    k_TKD: Tensor, v_TKD: Tensor, kv_mode: KVMode, k_scale_K: Tensor | None, v_scale_K: Tensor | None
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    kv_mode: KVMode,
+    k_scale_K: Tensor | None,
+    v_scale_K: Tensor | None,
+    quantize_k: bool = True,
 ) -> ReplayedKV:
     """`kv_replay` in plain torch."""
-    operand = operand_dtype(E4M3, kv_mode)
-    if k_scale_K is not None and v_scale_K is not None:
-        k_codes = quantize_kv_per_head(k_TKD, k_scale_K).codes
-        v_codes = quantize_kv_per_head(v_TKD, v_scale_K).codes
-        return ReplayedKV(decode_e4m3(k_codes, operand), decode_e4m3(v_codes, operand), None, None)
-    k_codes, k_scale_TK = quantize_kv_per_token(k_TKD)
-    v_codes, v_scale_TK = quantize_kv_per_token(v_TKD)
-    return ReplayedKV(decode_e4m3(k_codes, operand), decode_e4m3(v_codes, operand), k_scale_TK, v_scale_TK)
+
+    def replayed(x_TKD: Tensor, scale_K: Tensor | None) -> tuple[Tensor, Tensor]:
+        codes, scale = quantize_kv_per_token(x_TKD) if scale_K is None else quantize_kv_per_head(x_TKD, scale_K)
+        return decode_e4m3(codes, operand_dtype(E4M3, kv_mode)), scale
+
+    k_TKD, k_scale = replayed(k_TKD, k_scale_K) if quantize_k else (k_TKD, None)
+    v_TKD, v_scale = replayed(v_TKD, v_scale_K)
+    return ReplayedKV(k_TKD, v_TKD, k_scale, v_scale)
 
 
 # ---------------------------------------------------------------- Triton
@@ -212,7 +226,7 @@ def _kv_store_kernel(
     stride_k_token, stride_k_head, stride_v_token, stride_v_head, stride_page, stride_cache_head, stride_offset,
     stride_scale_page, stride_scale_head, stride_scale_offset,
     HEADS: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    MODE: tl.constexpr, COUNT: tl.constexpr,
+    K_MODE: tl.constexpr, V_MODE: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token).to(tl.int64)
@@ -222,13 +236,13 @@ def _kv_store_kernel(
         _store_heads(
             k_ptr + token * stride_k_token, k_cache_ptr, k_scale_ptr, k_token_ptr, saturated_ptr, page, offset,
             stride_k_head, stride_page, stride_cache_head, stride_offset, stride_scale_page, stride_scale_head,
-            stride_scale_offset, HEADS, BLOCK_K, HEAD_SIZE, BLOCK_D, MODE, COUNT,
+            stride_scale_offset, HEADS, BLOCK_K, HEAD_SIZE, BLOCK_D, K_MODE, COUNT,
         )  # fmt: skip
         _store_heads(
             v_ptr + token * stride_v_token, v_cache_ptr, v_scale_ptr, v_token_ptr,
             saturated_ptr + HEADS if COUNT else saturated_ptr, page, offset,
             stride_v_head, stride_page, stride_cache_head, stride_offset, stride_scale_page, stride_scale_head,
-            stride_scale_offset, HEADS, BLOCK_K, HEAD_SIZE, BLOCK_D, MODE, COUNT,
+            stride_scale_offset, HEADS, BLOCK_K, HEAD_SIZE, BLOCK_D, V_MODE, COUNT,
         )  # fmt: skip
 
 
@@ -246,27 +260,30 @@ def kv_store_triton(
 ) -> None:
     """`kv_store` as one kernel: a program writes all heads of one token's K and V."""
     num_tokens, num_heads, head_size = k_TKD.shape
-    mode = kv_mode_of(k_cache, k_scale_K, k_token_scale)
+    k_mode = mode_of(scale_in_use(k_cache, k_scale_K, k_token_scale))
+    v_mode = mode_of(scale_in_use(v_cache, v_scale_K, v_token_scale))
     assert k_cache.stride() == v_cache.stride(), "kv_store: K and V caches must have one layout"
     assert k_TKD.stride(2) == v_TKD.stride(2) == k_cache.stride(3) == 1, "kv_store: the last axis must be contiguous"
-    count = mode == "calibrated" and saturated_2K is not None
+    count = "calibrated" in (k_mode, v_mode) and saturated_2K is not None
     assert saturated_2K is None or saturated_2K.is_contiguous(), "kv_store: the saturation counter must be contiguous"
     if num_tokens == 0:
         return
-    stride_scale = k_token_scale.stride() if mode == "dynamic" and k_token_scale is not None else (0, 0, 0)
+    token_scales = [scale for scale in (k_token_scale, v_token_scale) if scale is not None]
+    stride_scale = token_scales[0].stride() if token_scales else (0, 0, 0)
     _kv_store_kernel[(num_tokens,)](
         k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T, k_scale_K, v_scale_K, k_token_scale, v_token_scale,
         saturated_2K, k_TKD.stride(0), k_TKD.stride(1), v_TKD.stride(0), v_TKD.stride(1), *k_cache.stride()[:3],
         *stride_scale,
         HEADS=num_heads, BLOCK_K=triton.next_power_of_2(num_heads), HEAD_SIZE=head_size,
-        BLOCK_D=triton.next_power_of_2(head_size), PAGE_SIZE=k_cache.shape[2], MODE=MODE_NUMBER[mode], COUNT=count,
+        BLOCK_D=triton.next_power_of_2(head_size), PAGE_SIZE=k_cache.shape[2],
+        K_MODE=MODE_NUMBER[k_mode], V_MODE=MODE_NUMBER[v_mode], COUNT=count,
         num_warps=4, **({"enable_fp_fusion": False} if k_TKD.is_cuda else {}),
     )  # fmt: skip
 
 
 @triton.jit
 def _replay_heads(
-    x_ptr, out_ptr, scale_ptr, token_scale_ptr, token, stride_token, stride_head,
+    x_ptr, out_ptr, scale_ptr, token, stride_token, stride_head,
     HEADS: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     head_K = tl.arange(0, BLOCK_K)
@@ -279,43 +296,52 @@ def _replay_heads(
     out_offset_KD = (token * HEADS + head_K[:, None]) * HEAD_SIZE + d_D[None, :]
     tl.store(out_ptr + out_offset_KD, codes_KD.to(out_ptr.dtype.element_ty), mask=inside_KD)
     if MODE == 2:
-        tl.store(token_scale_ptr + token * HEADS + head_K, scale_K, mask=is_head_K)
+        tl.store(scale_ptr + token * HEADS + head_K, scale_K, mask=is_head_K)
 
 
 @triton.jit
 def _kv_replay_kernel(
-    k_ptr, v_ptr, k_out_ptr, v_out_ptr, k_scale_ptr, v_scale_ptr, k_token_ptr, v_token_ptr,
+    k_ptr, v_ptr, k_out_ptr, v_out_ptr, k_scale_ptr, v_scale_ptr,
     stride_k_token, stride_k_head, stride_v_token, stride_v_head,
     HEADS: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, MODE: tl.constexpr,
+    QUANTIZE_K: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
+    if QUANTIZE_K:
+        _replay_heads(
+            k_ptr, k_out_ptr, k_scale_ptr, token, stride_k_token, stride_k_head,
+            HEADS, BLOCK_K, HEAD_SIZE, BLOCK_D, MODE,
+        )  # fmt: skip
     _replay_heads(
-        k_ptr, k_out_ptr, k_scale_ptr, k_token_ptr, token, stride_k_token, stride_k_head,
-        HEADS, BLOCK_K, HEAD_SIZE, BLOCK_D, MODE,
-    )  # fmt: skip
-    _replay_heads(
-        v_ptr, v_out_ptr, v_scale_ptr, v_token_ptr, token, stride_v_token, stride_v_head,
+        v_ptr, v_out_ptr, v_scale_ptr, token, stride_v_token, stride_v_head,
         HEADS, BLOCK_K, HEAD_SIZE, BLOCK_D, MODE,
     )  # fmt: skip
 
 
 def kv_replay_triton(
-    k_TKD: Tensor, v_TKD: Tensor, kv_mode: KVMode, k_scale_K: Tensor | None, v_scale_K: Tensor | None
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    kv_mode: KVMode,
+    k_scale_K: Tensor | None,
+    v_scale_K: Tensor | None,
+    quantize_k: bool = True,
 ) -> ReplayedKV:
     """`kv_replay` as one kernel."""
     num_tokens, num_heads, head_size = k_TKD.shape
     assert k_TKD.stride(2) == v_TKD.stride(2) == 1, "kv_replay: the last axis must be contiguous"
-    operand = operand_dtype(E4M3, kv_mode)
-    k_out_TKD, v_out_TKD = (torch.empty(k_TKD.shape, dtype=operand, device=k_TKD.device) for _ in range(2))
-    k_scale_TK = v_scale_TK = None
-    if kv_mode == "dynamic":
-        k_scale_TK, v_scale_TK = (torch.empty(num_tokens, num_heads, device=k_TKD.device) for _ in range(2))
+
+    def outputs(scale_K: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        codes_TKD = torch.empty(k_TKD.shape, dtype=operand_dtype(E4M3, kv_mode), device=k_TKD.device)
+        return codes_TKD, torch.empty(num_tokens, num_heads, device=k_TKD.device) if scale_K is None else scale_K
+
+    k_out_TKD, k_scale = outputs(k_scale_K) if quantize_k else (k_TKD, None)
+    v_out_TKD, v_scale = outputs(v_scale_K)
     if num_tokens > 0:
         _kv_replay_kernel[(num_tokens,)](
-            k_TKD, v_TKD, k_out_TKD, v_out_TKD, k_scale_K, v_scale_K, k_scale_TK, v_scale_TK,
+            k_TKD, v_TKD, k_out_TKD, v_out_TKD, k_scale, v_scale,
             k_TKD.stride(0), k_TKD.stride(1), v_TKD.stride(0), v_TKD.stride(1),
             HEADS=num_heads, BLOCK_K=triton.next_power_of_2(num_heads), HEAD_SIZE=head_size,
-            BLOCK_D=triton.next_power_of_2(head_size), MODE=MODE_NUMBER[kv_mode], num_warps=4,
-            **({"enable_fp_fusion": False} if k_TKD.is_cuda else {}),
+            BLOCK_D=triton.next_power_of_2(head_size), MODE=MODE_NUMBER[kv_mode], QUANTIZE_K=quantize_k,
+            num_warps=4, **({"enable_fp_fusion": False} if k_TKD.is_cuda else {}),
         )  # fmt: skip
-    return ReplayedKV(k_out_TKD, v_out_TKD, k_scale_TK, v_scale_TK)
+    return ReplayedKV(k_out_TKD, v_out_TKD, k_scale, v_scale)

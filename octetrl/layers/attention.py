@@ -24,7 +24,10 @@ from octetrl.layers.rotary import Rotary
 
 
 class Attention(nn.Module):
-    """qkv_proj: E -> (H + 2K) * D, query rows first; o_proj: H * D -> E; each a Linear or a Float8Linear."""
+    """qkv_proj: E -> (H + 2K) * D, query rows first; o_proj: H * D -> E; each a Linear or a Float8Linear.
+
+    `quantize_k`: whether an FP8 cache holds K in FP8 too; if not, K is BF16 beside an FP8 V.
+    """
 
     def __init__(
         self,
@@ -33,11 +36,13 @@ class Attention(nn.Module):
         qkv_proj: nn.Module,
         o_proj: nn.Module,
         *,
+        quantize_k: bool,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
         super().__init__()
         self.layer = layer
+        self.quantize_k = quantize_k
         self.num_heads, self.num_kv_heads, self.head_size = spec.num_heads, spec.num_kv_heads, spec.head_size
         self.softmax_scale = spec.head_size**-0.5
         self.qkv_proj = qkv_proj
@@ -74,6 +79,7 @@ class Attention(nn.Module):
             k_scale_K=self._scale_of(context.k_scale_LK),
             v_scale_K=self._scale_of(context.v_scale_LK),
             kv_mode=context.kv_mode,
+            quantize_k=self.quantize_k,
         )
 
     def _scale_of(self, scale_LK: Tensor | None) -> Tensor | None:

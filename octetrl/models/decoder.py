@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from octetrl.config.errors import UserError
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.gemm import BackendName
 from octetrl.fp8.policy import PrecisionPolicy, Side
@@ -34,7 +33,7 @@ from octetrl.layers.mlp import MLP
 from octetrl.layers.norm import RMSNorm
 from octetrl.layers.rotary import Rotary, RotaryTable
 
-INIT_STD = 0.02
+EMBEDDING_STD = 0.02
 
 
 class DecoderLayer(nn.Module):
@@ -72,11 +71,6 @@ class Decoder(nn.Module):
         device: torch.device | str = "cpu",
         backend: BackendName = "emulated",
     ) -> None:
-        if policy.k_cache != policy.v_cache:
-            raise UserError(
-                f"fp8.kv_cache '{policy.kv_mode}' is not supported for {spec.family}: without QK-norm its K must stay"
-                f" BF16, and attention can't read a BF16 K beside an FP8 V yet; set fp8.kv_cache=none"
-            )
         super().__init__()
         self.spec, self.policy, self.side, self.dtype, self.backend = spec, policy, side, dtype, backend
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
@@ -111,6 +105,7 @@ class Decoder(nn.Module):
             index,
             linear("attention.qkv_proj", spec.hidden_size, spec.q_size + 2 * spec.kv_size, spec.qkv_bias),
             linear("attention.o_proj", spec.q_size, spec.hidden_size),
+            quantize_k=self.policy.k_cache == "fp8",
             dtype=self.dtype,
             device=device,
         )
@@ -166,7 +161,8 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def random_init(self, seed: int) -> None:
-        """Normal weights (std 0.02), norms one, biases zero, then `requantize`.
+        """Normal weights (embedding and lm_head std 0.02, linears 1/sqrt(in_features)), norms one, biases zero, then
+        `requantize`.
 
         Each tensor is drawn on the CPU from (seed, its name), so neither device, dtype's rounding aside,
         nor the order or presence of other tensors matters.
@@ -177,5 +173,6 @@ class Decoder(nn.Module):
                 continue
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-            parameter.copy_(torch.empty(parameter.shape).normal_(std=INIT_STD, generator=generator))
+            std = parameter.shape[1] ** -0.5 if name.startswith("layers.") else EMBEDDING_STD
+            parameter.copy_(torch.empty(parameter.shape).normal_(std=std, generator=generator))
         self.requantize()

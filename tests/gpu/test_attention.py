@@ -9,58 +9,58 @@ import torch.nn.functional as F
 from octetrl.kernels import attention_packed as packed
 from octetrl.kernels.attention_paged import attention_paged, attention_paged_reference
 from octetrl.kernels.kv_store import kv_replay, kv_replay_reference, kv_store, kv_store_reference
-from tests.unit.kernels.attention_cases import PagedCache, cu_seqlens_of, random_qkv, scales_of
+from tests.unit.kernels.attention_cases import CACHES, PagedCache, cu_seqlens_of, random_qkv, scales_of
 
 pytestmark = pytest.mark.gpu
 
 SCALE = 0.09
-MODES = ["none", "calibrated", "dynamic"]
 
 
 def relative_error(got, want):
     return ((got.float().cpu() - want.float().cpu()).norm() / want.float().cpu().norm()).item()
 
 
-def filled_cache(lengths, k, v, kv_mode, page_size, device="cuda"):
+def filled_cache(lengths, k, v, kv_mode, quantize_k, page_size):
     kv_heads, head_size = k.shape[1:]
-    cache = PagedCache(lengths, kv_heads, head_size, page_size, kv_mode, k.dtype, *scales_of(k, v, kv_mode), device)
+    scales = scales_of(k, v, kv_mode)
+    cache = PagedCache(lengths, kv_heads, head_size, page_size, kv_mode, k.dtype, *scales, "cuda", quantize_k)
     kv_store(k, v, cache.k, cache.v, cache.slots(lengths), *cache.scales)
     return cache
 
 
-@pytest.mark.parametrize("kv_mode", MODES)
+@pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES)
 @pytest.mark.parametrize(("head_size", "page_size"), [(32, 16), (128, 128), (256, 32)])
-def test_kv_store_writes_the_reference_bytes(kv_mode, head_size, page_size):
+def test_kv_store_writes_the_reference_bytes(kv_mode, quantize_k, head_size, page_size):
     lengths = [1, 63, 300]
     _, k, v = random_qkv(lengths, 4, 1, head_size, torch.bfloat16)
     k_scale, v_scale = scales_of(k, v, kv_mode)
-    want = PagedCache(lengths, 4, head_size, page_size, kv_mode, torch.bfloat16, k_scale, v_scale)
+    pages = (lengths, 4, head_size, page_size, kv_mode, torch.bfloat16)
+    want = PagedCache(*pages, k_scale, v_scale, quantize_k=quantize_k)
     counter = torch.zeros(2, 4, dtype=torch.int64)
     kv_store_reference(k, v, want.k, want.v, want.slots(lengths), *want.scales, counter)
 
     k_gpu, v_gpu = k.cuda(), v.cuda()
     scales = [None if scale is None else scale.cuda() for scale in (k_scale, v_scale)]
-    got = PagedCache(lengths, 4, head_size, page_size, kv_mode, torch.bfloat16, *scales, "cuda")
+    got = PagedCache(*pages, *scales, "cuda", quantize_k)
     counter_gpu = torch.zeros(2, 4, dtype=torch.int64, device="cuda")
     kv_store(k_gpu, v_gpu, got.k, got.v, got.slots(lengths), *got.scales, counter_gpu)
     for g, w in ((got.k, want.k), (got.v, want.v)):
         assert torch.equal(g.cpu().view(torch.uint8), w.view(torch.uint8))
-    if kv_mode == "dynamic":
-        assert torch.equal(got.k_token_scale.cpu(), want.k_token_scale)
-        assert torch.equal(got.v_token_scale.cpu(), want.v_token_scale)
+    for g, w in ((got.k_token_scale, want.k_token_scale), (got.v_token_scale, want.v_token_scale)):
+        assert g is w is None or torch.equal(g.cpu(), w)
     assert torch.equal(counter_gpu.cpu(), counter)
     if kv_mode != "none":
-        replayed = kv_replay(k_gpu, v_gpu, kv_mode, got.k_scale, got.v_scale)
-        expected = kv_replay_reference(k, v, kv_mode, k_scale, v_scale)
+        replayed = kv_replay(k_gpu, v_gpu, kv_mode, got.k_scale, got.v_scale, quantize_k)
+        expected = kv_replay_reference(k, v, kv_mode, k_scale, v_scale, quantize_k)
         assert torch.equal(replayed.k_TKD.cpu(), expected.k_TKD) and torch.equal(replayed.v_TKD.cpu(), expected.v_TKD)
 
 
-@pytest.mark.parametrize("kv_mode", MODES)
+@pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES)
 @pytest.mark.parametrize(("head_size", "page_size", "group"), [(32, 16, 2), (64, 128, 1), (128, 32, 8), (256, 128, 4)])
-def test_close_to_the_reference(kv_mode, head_size, page_size, group):
+def test_close_to_the_reference(kv_mode, quantize_k, head_size, page_size, group):
     lengths = [1, 127, 128, 129, 300]
     q, k, v = random_qkv(lengths, 2, group, head_size, torch.bfloat16, device="cuda")
-    cache = filled_cache(lengths, k, v, kv_mode, page_size)
+    cache = filled_cache(lengths, k, v, kv_mode, quantize_k, page_size)
     cu_seqlens = cu_seqlens_of(lengths, "cuda")
     contexts = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     tables = (cache.k, cache.v, cache.block_table)
@@ -71,15 +71,15 @@ def test_close_to_the_reference(kv_mode, head_size, page_size, group):
     assert relative_error(out, want) < 1e-2
 
 
-@pytest.mark.parametrize("kv_mode", MODES)
+@pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES)
 @pytest.mark.parametrize(("head_size", "page_size", "group"), [(64, 16, 4), (128, 128, 4), (128, 16, 2), (32, 32, 2)])
-def test_packed_prefill_and_decode_have_equal_bits(kv_mode, head_size, page_size, group):
+def test_packed_prefill_and_decode_have_equal_bits(kv_mode, quantize_k, head_size, page_size, group):
     lengths = [1, 127, 128, 129, 1000, 4096]
     q, k, v = random_qkv(lengths, 2, group, head_size, torch.bfloat16, device="cuda")
     k_scale, v_scale = scales_of(k, v, kv_mode)
     cu_seqlens = cu_seqlens_of(lengths, "cuda")
-    out = packed.attention_packed(q, k, v, cu_seqlens, 4096, SCALE, k_scale, v_scale, kv_mode)
-    cache = filled_cache(lengths, k, v, kv_mode, page_size)
+    out = packed.attention_packed(q, k, v, cu_seqlens, 4096, SCALE, k_scale, v_scale, kv_mode, quantize_k)
+    cache = filled_cache(lengths, k, v, kv_mode, quantize_k, page_size)
     contexts = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     tables = (cache.k, cache.v, cache.block_table)
     whole = attention_paged(q, *tables, cu_seqlens, contexts, SCALE, *cache.scales, max_query_len=4096)
@@ -108,29 +108,27 @@ def test_packed_prefill_and_decode_have_equal_bits(kv_mode, head_size, page_size
     assert torch.equal(decoded, out[rows])
 
 
-@pytest.mark.parametrize("kv_mode", MODES)
+@pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES)
 @pytest.mark.parametrize(("head_size", "group"), [(32, 2), (64, 1), (128, 4), (256, 2)])
-def test_gradients(kv_mode, head_size, group):
+def test_gradients(kv_mode, quantize_k, head_size, group):
     lengths = [1, 127, 129, 500]
     inputs = [
         x.contiguous().requires_grad_() for x in random_qkv(lengths, 2, group, head_size, torch.bfloat16, device="cuda")
     ]
     q, k, v = inputs
     k_scale, v_scale = scales_of(k.detach(), v.detach(), kv_mode)
-    replayed = kv_replay(k.detach(), v.detach(), kv_mode, k_scale, v_scale)
+    replayed = kv_replay(k.detach(), v.detach(), kv_mode, k_scale, v_scale, quantize_k)
     values = []
-    for x, codes, head_scale, token_scale in (
-        (k, replayed.k_TKD, k_scale, replayed.k_scale_TK),
-        (v, replayed.v_TKD, v_scale, replayed.v_scale_TK),
-    ):
-        scale = 1.0 if kv_mode == "none" else (head_scale if kv_mode == "calibrated" else token_scale)[..., None]
-        values.append(x.float() + (codes.float() * scale - x.float()).detach())
+    for x, codes, scale in ((k, replayed.k_TKD, replayed.k_scale), (v, replayed.v_TKD, replayed.v_scale)):
+        seen = codes.float() if scale is None else codes.float() * scale[..., None]
+        values.append(x.float() + (seen - x.float()).detach())
     wants = []
     for q_s, k_s, v_s in zip(q.float().split(lengths), *(x.split(lengths) for x in values), strict=True):
         heads = [q_s.transpose(0, 1), *(x.transpose(0, 1).repeat_interleave(group, 0) for x in (k_s, v_s))]
         wants.append(F.scaled_dot_product_attention(*heads, is_causal=True, scale=SCALE).transpose(0, 1))
     want = torch.cat(wants)
-    out = packed.attention_packed(q, k, v, cu_seqlens_of(lengths, "cuda"), 500, SCALE, k_scale, v_scale, kv_mode)
+    replay = (k_scale, v_scale, kv_mode, quantize_k)
+    out = packed.attention_packed(q, k, v, cu_seqlens_of(lengths, "cuda"), 500, SCALE, *replay)
     assert relative_error(out.detach(), want.detach()) < 1e-2
     dout = torch.randn_like(out)
     expected = torch.autograd.grad(want, inputs, dout.float())
@@ -143,7 +141,7 @@ def test_gradients(kv_mode, head_size, group):
 
 def test_a_padding_sequence_gives_zeros():
     q, k, v = random_qkv([8], 2, 4, 128, torch.bfloat16, device="cuda")
-    cache = filled_cache([8], k, v, "calibrated", 16)
+    cache = filled_cache([8], k, v, "calibrated", True, 16)
     table = torch.cat([cache.block_table, torch.full_like(cache.block_table, -1)])
     contexts = torch.tensor([8, 0], dtype=torch.int32, device="cuda")
     cu_seqlens = cu_seqlens_of([1, 1], "cuda")

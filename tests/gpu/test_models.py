@@ -10,10 +10,11 @@ from torch import Tensor
 
 from octetrl.config.schema import Fp8Config
 from octetrl.config.spec import ModelSpec
+from octetrl.engine.kv_cache import KVCache, cache_format
 from octetrl.fp8.gemm import choose_backend
-from octetrl.fp8.policy import precision_policy
+from octetrl.fp8.policy import Side, precision_policy
 from octetrl.kernels.linear_logprobs import logprobs_of
-from octetrl.layers.context import LayerCache, PackedContext, PagedContext
+from octetrl.layers.context import PackedContext, PagedContext
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
 
@@ -29,10 +30,10 @@ PRECISIONS = {
 }
 
 
-def _spec() -> ModelSpec:
+def _spec(architecture: str = "Qwen3ForCausalLM") -> ModelSpec:
     return spec_from_config(
         {
-            "architectures": ["Qwen3ForCausalLM"],
+            "architectures": [architecture],
             "num_hidden_layers": 3,
             "hidden_size": 1024,
             "intermediate_size": 3072,
@@ -46,10 +47,12 @@ def _spec() -> ModelSpec:
     )
 
 
-def _decoder(side: str, fp8: Fp8Config, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Decoder:
-    spec, policy = _spec(), precision_policy(_spec(), fp8)
+def _decoder(
+    side: Side, fp8: Fp8Config, device: str = "cuda", dtype: torch.dtype = torch.bfloat16, spec: ModelSpec | None = None
+) -> Decoder:
+    spec = spec or _spec()
     backend = choose_backend(device, None if device == "cuda" else True)
-    model = Decoder(spec, policy, side, dtype=dtype, device=device, backend=backend)  # type: ignore[arg-type]
+    model = Decoder(spec, precision_policy(spec, fp8), side, dtype=dtype, device=device, backend=backend)
     model.random_init(seed=0)
     return model
 
@@ -76,42 +79,28 @@ def _step(model: Decoder, device: str) -> tuple[Tensor, Tensor]:
     return hidden_TE.detach(), gradient
 
 
-@pytest.mark.parametrize(("precision", "distance"), [("bf16", 0.02), ("fp8", 0.1)])
-def test_hidden_states_and_gradients_are_near_float32(precision: str, distance: float) -> None:
-    exact_TE, exact_gradient = _step(_decoder("train", Fp8Config(), "cpu", torch.float32), "cpu")
-    ours_TE, our_gradient = _step(_decoder("train", PRECISIONS[precision]), "cuda")
-    assert relative_error(ours_TE, exact_TE) < distance
-    assert relative_error(our_gradient, exact_gradient) < 3 * distance
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_hidden_states_and_gradients_are_as_near_to_float32_as_the_emulation(precision: str) -> None:
+    """The distance from float32 is the precision's own price. The emulation pays it with exact sums; so may the GPU."""
+    exact = _step(_decoder("train", Fp8Config(), "cpu", torch.float32), "cpu")
+    emulated = _step(_decoder("train", PRECISIONS[precision], "cpu"), "cpu")
+    ours = _step(_decoder("train", PRECISIONS[precision]), "cuda")
+    for mine, theirs, truth in zip(ours, emulated, exact, strict=True):
+        assert relative_error(mine, truth) <= 1.15 * relative_error(theirs, truth)
 
 
 class _Engine:
     """The least that drives a rollout-side model: one sequence's pages each, all sequences together."""
 
-    def __init__(self, model: Decoder, k_scale_LK: Tensor | None, v_scale_LK: Tensor | None) -> None:
+    def __init__(self, model: Decoder, scale_2LK: Tensor | None) -> None:
         self.model = model
         pages = [-(-length // PAGE_SIZE) for length in LENGTHS]
         order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(1)).tolist()
         self.table_BP = torch.full((len(LENGTHS), max(pages)), -1, dtype=torch.int32)
         for row, count in enumerate(pages):
             self.table_BP[row, :count] = torch.tensor([order.pop() for _ in range(count)])
-        spec, fp8 = model.spec, model.policy.v_cache == "fp8"
-        shape = (sum(pages), spec.num_kv_heads, PAGE_SIZE, spec.head_size)
-        dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
-
-        def scales() -> Tensor | None:
-            return torch.zeros(shape[:3], device="cuda") if model.policy.kv_mode == "dynamic" else None
-
-        self.caches = tuple(
-            LayerCache(
-                torch.zeros(shape, dtype=dtype, device="cuda"),
-                torch.zeros(shape, dtype=dtype, device="cuda"),
-                k_scale_K=None if k_scale_LK is None else k_scale_LK[layer],
-                v_scale_K=None if v_scale_LK is None else v_scale_LK[layer],
-                k_token_scale=scales(),
-                v_token_scale=scales(),
-            )
-            for layer in range(spec.num_layers)
-        )
+        page = cache_format(model.spec, model.policy, model.dtype, PAGE_SIZE)
+        self.cache = KVCache(page, sum(pages), torch.device("cuda"), scale_2LK)
 
     def forward(self, token_ids: list[Tensor], starts: list[int], rows: list[int]) -> Tensor:
         """Hidden states of these tokens of sequences `rows`, beginning at `starts`."""
@@ -123,7 +112,7 @@ class _Engine:
         counts = torch.tensor([0] + [len(ids) for ids in token_ids])
         contexts = [start + len(ids) for start, ids in zip(starts, token_ids, strict=True)]
         context = PagedContext(
-            layers=self.caches,
+            layers=self.cache.layers,
             slot_mapping_T=torch.cat(slots).cuda(),
             block_table_BP=self.table_BP[rows].cuda(),
             cu_seqlens_q_B1=counts.cumsum(0).to(torch.int32).cuda(),
@@ -135,23 +124,34 @@ class _Engine:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_engine_and_trainer_are_bit_equal(precision: str) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "precision"),
+    [
+        *(("Qwen3ForCausalLM", precision) for precision in PRECISIONS),
+        ("Qwen2ForCausalLM", "fp8_full"),
+        ("Qwen2ForCausalLM", "fp8_dynamic"),
+    ],
+)
+def test_engine_and_trainer_are_bit_equal(architecture: str, precision: str) -> None:
     """Prefill in two chunks, then eight decode steps together, against one packed forward.
+
+    Qwen2 has no QK-norm: its FP8 cache holds K in BF16.
 
     The BF16 linears are cuBLAS's, which picks another order of sums for a few rows: there hidden states are only near.
     """
-    trainer, engine_model = _decoder("train", PRECISIONS[precision]), _decoder("rollout", PRECISIONS[precision])
+    trainer = _decoder("train", PRECISIONS[precision], spec=_spec(architecture))
+    engine_model = _decoder("rollout", PRECISIONS[precision], spec=_spec(architecture))
     token_ids_T, positions_T, cu_seqlens_B1 = _tokens()
     spec, mode = trainer.spec, trainer.policy.kv_mode
     amax_2LK = torch.zeros(2, spec.num_layers, spec.num_kv_heads, device="cuda")
     trainer(token_ids_T, positions_T, PackedContext(cu_seqlens_B1, max(LENGTHS), kv_amax_2LK=amax_2LK))
-    k_scale_LK, v_scale_LK = (amax_2LK * 1.05 / 448).unbind() if mode == "calibrated" else (None, None)
+    scale_2LK = amax_2LK * 1.05 / 448 if mode == "calibrated" else None
+    k_scale_LK, v_scale_LK = (None, None) if scale_2LK is None else scale_2LK
     expected_TE = trainer(
         token_ids_T, positions_T, PackedContext(cu_seqlens_B1, max(LENGTHS), mode, k_scale_LK, v_scale_LK)
     )
 
-    engine = _Engine(engine_model, k_scale_LK, v_scale_LK)
+    engine = _Engine(engine_model, scale_2LK)
     sequences = token_ids_T.split(LENGTHS)
     ours = [torch.empty_like(expected_TE[:length]) for length in LENGTHS]
     decoded = 8

@@ -5,10 +5,19 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from torch import Tensor
 
 from octetrl.fp8.format import E4M3
+
+CACHES = [  # kv_mode, quantize_k
+    pytest.param("none", False, id="none"),
+    pytest.param("calibrated", True, id="calibrated"),
+    pytest.param("dynamic", True, id="dynamic"),
+    pytest.param("calibrated", False, id="calibrated-v"),
+    pytest.param("dynamic", False, id="dynamic-v"),
+]
 
 
 def cu_seqlens_of(lengths: list[int], device: str = "cpu") -> Tensor:
@@ -40,7 +49,7 @@ def scales_of(k: Tensor, v: Tensor, kv_mode: str) -> tuple[Tensor | None, Tensor
 
 @dataclass
 class PagedCache:
-    """Pages for given sequence lengths, in shuffled order."""
+    """Pages for given sequence lengths, in shuffled order. `quantize_k=False`: K as it is beside an FP8 V."""
 
     lengths: list[int]
     kv_heads: int
@@ -51,6 +60,7 @@ class PagedCache:
     k_scale: Tensor | None
     v_scale: Tensor | None
     device: str = "cpu"
+    quantize_k: bool = True
     k: Tensor = field(init=False)
     v: Tensor = field(init=False)
     block_table: Tensor = field(init=False)
@@ -58,11 +68,13 @@ class PagedCache:
     def __post_init__(self) -> None:
         counts = [-(-length // self.page_size) for length in self.lengths]
         shape = (sum(counts) + 1, self.kv_heads, self.page_size, self.head_size)
-        dtype = self.dtype if self.kv_mode == "none" else E4M3
-        self.k, self.v = (torch.zeros(shape, device=self.device).to(dtype) for _ in range(2))
+        v_dtype = self.dtype if self.kv_mode == "none" else E4M3
+        k_dtype = v_dtype if self.quantize_k else self.dtype
+        self.k, self.v = (torch.zeros(shape, device=self.device).to(dtype) for dtype in (k_dtype, v_dtype))
         self.k_token_scale = self.v_token_scale = None
         if self.kv_mode == "dynamic":
-            self.k_token_scale, self.v_token_scale = (torch.ones(shape[:3], device=self.device) for _ in range(2))
+            self.v_token_scale = torch.ones(shape[:3], device=self.device)
+            self.k_token_scale = self.v_token_scale.clone() if self.quantize_k else None
         order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(1)).to(torch.int32)
         table = torch.full((len(counts), max(counts)), -1, dtype=torch.int32)
         for row, (first, count) in enumerate(zip(cu_seqlens_of(counts).tolist(), counts, strict=False)):

@@ -49,13 +49,14 @@ def distance(got: Tensor, want: Tensor) -> float:
     return float((got.float() - want.float()).norm() / want.float().norm())
 
 
-def compare(kv_mode: str, head_size: int, page_size: int, group: int) -> dict[str, float]:
+def compare(kv_mode: str, quantize_k: bool, head_size: int, page_size: int, group: int) -> dict[str, float]:
     q, k, v = random_qkv(LENGTHS, 2, group, head_size, torch.bfloat16)
     cu_seqlens = cu_seqlens_of(LENGTHS)
     longest = max(LENGTHS)
     contexts = torch.tensor(LENGTHS, dtype=torch.int32)
     head_scales = scales_of(k, v, kv_mode)
-    want, got = (PagedCache(LENGTHS, 2, head_size, page_size, kv_mode, torch.bfloat16, *head_scales) for _ in range(2))
+    cache = (LENGTHS, 2, head_size, page_size, kv_mode, torch.bfloat16, *head_scales)
+    want, got = (PagedCache(*cache, quantize_k=quantize_k) for _ in range(2))
     counts, counts_triton = (torch.zeros(2, 2, dtype=torch.int64) for _ in range(2))
     slots = want.slots(LENGTHS)
     slots[1] = -1
@@ -65,8 +66,9 @@ def compare(kv_mode: str, head_size: int, page_size: int, group: int) -> dict[st
         "store": max(distance(got.k, want.k), distance(got.v, want.v)),
         "saturated": float((counts - counts_triton).abs().sum()),
     }
-    if got.k_token_scale is not None and want.k_token_scale is not None:
-        errors["token_scale"] = distance(got.k_token_scale, want.k_token_scale)
+    for got_scale, want_scale in ((got.k_token_scale, want.k_token_scale), (got.v_token_scale, want.v_token_scale)):
+        if got_scale is not None and want_scale is not None:
+            errors["token_scale"] = max(errors.get("token_scale", 0.0), distance(got_scale, want_scale))
 
     paged = (want.k, want.v, want.block_table)
     out = attention_paged.attention_paged_reference(q, *paged, cu_seqlens, contexts, SCALE, *want.scales)
@@ -77,17 +79,17 @@ def compare(kv_mode: str, head_size: int, page_size: int, group: int) -> dict[st
     decoded = attention_paged.attention_paged_triton(q[last], *paged, each, contexts, SCALE, *want.scales, 1)
     errors["decode"] = distance(decoded, out[last])
 
-    kv = kv_store.kv_replay(k, v, kv_mode, *head_scales)
+    kv = kv_store.kv_replay(k, v, kv_mode, *head_scales, quantize_k)
     if kv_mode != "none":
-        replayed = kv_store.kv_replay_triton(k, v, kv_mode, *head_scales)
+        replayed = kv_store.kv_replay_triton(k, v, kv_mode, *head_scales, quantize_k)
         errors["replay"] = max(distance(replayed.k_TKD, kv.k_TKD), distance(replayed.v_TKD, kv.v_TKD))
     shape = (longest, SCALE)
-    out, lse2 = attention_packed.attention_packed_forward_reference(q, kv, cu_seqlens, *shape, *head_scales)
-    out_triton, lse2_triton = attention_packed.attention_packed_forward_triton(q, kv, cu_seqlens, *shape, *head_scales)
+    out, lse2 = attention_packed.attention_packed_forward_reference(q, kv, cu_seqlens, *shape)
+    out_triton, lse2_triton = attention_packed.attention_packed_forward_triton(q, kv, cu_seqlens, *shape)
     errors["packed"] = distance(out_triton, out)
     errors["lse2"] = float((lse2_triton - lse2).abs().max())
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
-    saved = (dout, q, kv, out, lse2, cu_seqlens, *head_scales, *shape)
+    saved = (dout, q, kv, out, lse2, cu_seqlens, *shape)
     gradients = attention_packed.attention_packed_backward_reference(*saved)
     gradients_triton = attention_packed_backward.attention_packed_backward_triton(*saved)
     for name, g, w in zip(("dq", "dk", "dv"), gradients_triton, gradients, strict=True):
@@ -99,5 +101,11 @@ if __name__ == "__main__":
     assert os.environ.get("TRITON_INTERPRET") == "1"
     torch.set_num_threads(1)
     mend_interpreter()
-    cases = [("none", 64, 16, 3), ("calibrated", 32, 128, 2), ("dynamic", 32, 32, 1)]
-    print(json.dumps({kv_mode: compare(kv_mode, *numbers) for kv_mode, *numbers in cases}))
+    cases = {
+        "none": ("none", False, 64, 16, 3),
+        "calibrated": ("calibrated", True, 32, 128, 2),
+        "dynamic": ("dynamic", True, 32, 32, 1),
+        "calibrated-v": ("calibrated", False, 32, 32, 1),
+        "dynamic-v": ("dynamic", False, 16, 128, 2),
+    }
+    print(json.dumps({name: compare(*case) for name, case in cases.items()}))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from octetrl.fp8.quantize import quantize_kv_per_head, quantize_kv_per_token
 from octetrl.kernels.attention_packed import attention_packed, attention_packed_forward
-from tests.unit.kernels.attention_cases import cu_seqlens_of, random_qkv, scales_of
+from tests.unit.kernels.attention_cases import CACHES, cu_seqlens_of, random_qkv, scales_of
 
 SCALE = 0.2
 
@@ -44,9 +44,9 @@ def test_float32_matches_plain_attention(head_size):
     assert relative_error(out, plain_attention(q, k, v, lengths)) < 1e-6
 
 
-@pytest.mark.parametrize("kv_mode", ["none", "calibrated", "dynamic"])
+@pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES)
 @pytest.mark.parametrize("group", [1, 4])
-def test_values_and_gradients(kv_mode, group):
+def test_values_and_gradients(kv_mode, quantize_k, group):
     lengths = [1, 131, 33]
     inputs = [x.contiguous().requires_grad_() for x in random_qkv(lengths, 2, group, 32, torch.float32, seed=group)]
     with torch.no_grad():  # BF16 values, so that the quantisers round nothing before they quantise
@@ -54,10 +54,11 @@ def test_values_and_gradients(kv_mode, group):
             x.copy_(x.bfloat16())
     q, k, v = inputs
     k_scale, v_scale = scales_of(k.detach(), v.detach(), kv_mode)
-    want = plain_attention(q, dequantised(k, kv_mode, k_scale), dequantised(v, kv_mode, v_scale), lengths)
+    k_seen = dequantised(k, kv_mode, k_scale) if quantize_k else k
+    want = plain_attention(q, k_seen, dequantised(v, kv_mode, v_scale), lengths)
     dout = torch.randn_like(want)
     gradients = torch.autograd.grad(want, inputs, dout)
-    out = attention_packed(q, k, v, cu_seqlens_of(lengths), 131, SCALE, k_scale, v_scale, kv_mode)
+    out = attention_packed(q, k, v, cu_seqlens_of(lengths), 131, SCALE, k_scale, v_scale, kv_mode, quantize_k)
     rounding = {"none": 1e-5, "calibrated": 1e-3, "dynamic": 1e-2}[kv_mode]  # of P, to the operand dtype
     assert relative_error(out, want) < rounding
     for got, expected in zip(torch.autograd.grad(out, inputs, dout), gradients, strict=True):
@@ -109,3 +110,18 @@ def test_many_short_sequences_and_one_long_one_share_a_pack():
     q, k, v = (x.contiguous() for x in random_qkv(lengths, 2, 2, 32, torch.float32))
     out = attention_packed(q, k, v, cu_seqlens_of(lengths), 300, SCALE)
     assert relative_error(out, plain_attention(q, k, v, lengths)) < 1e-5
+
+
+def test_a_k_that_fp8_would_ruin_stays_whole_beside_an_fp8_v():
+    """Qwen2.5's bias puts some channels of K far from zero, where E4M3's steps are wider than the keys' differences."""
+    lengths = [90]
+    q, k, v = random_qkv(lengths, 1, 2, 32, torch.float32)
+    k = k.clone()
+    k[..., :4] = 400.0 + 8.0 * k[..., :4]
+    want = plain_attention(q.double(), k.double(), v.double(), lengths)
+    scales = [x.abs().amax(dim=(0, 2)) / 448 for x in (k, v)]
+    distances = []
+    for quantize_k in (True, False):
+        out = attention_packed(q, k, v, cu_seqlens_of(lengths), 90, SCALE, *scales, "calibrated", quantize_k)
+        distances.append(relative_error(out, want))
+    assert distances[0] > 0.2 and distances[1] < 0.04

@@ -10,7 +10,7 @@ import torch
 from octetrl.kernels.attention_packed import attention_packed
 from octetrl.kernels.attention_paged import attention_paged
 from octetrl.kernels.kv_store import kv_store
-from tests.unit.kernels.attention_cases import PagedCache, cu_seqlens_of, random_qkv, scales_of
+from tests.unit.kernels.attention_cases import CACHES, PagedCache, cu_seqlens_of, random_qkv, scales_of
 
 
 def run_paged(q, cache, lengths, chunks_of):
@@ -45,16 +45,18 @@ def random_chunks(length, generator):
     return chunks
 
 
-@pytest.mark.parametrize("kv_mode", ["none", "calibrated", "dynamic"])
+@pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES)
 @pytest.mark.parametrize(("group", "head_size", "page_size"), [(1, 64, 128), (2, 32, 16), (4, 16, 32), (8, 128, 16)])
-def test_packed_prefill_and_decode_have_equal_bits(kv_mode, group, head_size, page_size):
+def test_packed_prefill_and_decode_have_equal_bits(kv_mode, quantize_k, group, head_size, page_size):
     generator = random.Random(group)
     lengths = [1, 127, 128, 129, 300, generator.randint(2, 90)]
     q, k, v = random_qkv(lengths, kv_heads=2, group=group, head_size=head_size, dtype=torch.bfloat16)
     k_scale, v_scale = scales_of(k, v, kv_mode)
-    packed = attention_packed(q, k, v, cu_seqlens_of(lengths), 300, head_size**-0.5, k_scale, v_scale, kv_mode)
+    replay = (k_scale, v_scale, kv_mode, quantize_k)
+    packed = attention_packed(q, k, v, cu_seqlens_of(lengths), 300, head_size**-0.5, *replay)
 
-    cache = PagedCache(lengths, 2, head_size, page_size, kv_mode, torch.bfloat16, k_scale, v_scale)
+    format_of_pages = (kv_mode, torch.bfloat16, k_scale, v_scale)
+    cache = PagedCache(lengths, 2, head_size, page_size, *format_of_pages, quantize_k=quantize_k)
     kv_store(k, v, cache.k, cache.v, cache.slots(lengths), *cache.scales)
 
     assert torch.equal(packed, run_paged(q, cache, lengths, lambda n: [n]))

@@ -7,7 +7,7 @@ import torch
 
 from octetrl.fp8.format import E4M3
 from octetrl.kernels.kv_store import kv_replay, kv_store
-from tests.unit.kernels.attention_cases import PagedCache, random_qkv, scales_of
+from tests.unit.kernels.attention_cases import CACHES, PagedCache, random_qkv, scales_of
 
 
 def read_back(cache, slots):
@@ -25,19 +25,19 @@ def test_unquantised_values_come_back_as_they_went_in(dtype):
         assert torch.equal(got, want.float())
 
 
-@pytest.mark.parametrize("kv_mode", ["calibrated", "dynamic"])
-def test_cache_and_replay_hold_the_same_codes_and_scales(kv_mode):
+@pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES)
+def test_cache_and_replay_hold_the_same_codes_and_scales(kv_mode, quantize_k):
     _, k, v = random_qkv([33], 2, 1, 32, torch.bfloat16)
-    cache = PagedCache([33], 2, 32, 16, kv_mode, torch.bfloat16, *scales_of(k, v, kv_mode))
+    cache = PagedCache([33], 2, 32, 16, kv_mode, torch.bfloat16, *scales_of(k, v, kv_mode), quantize_k=quantize_k)
     slots = cache.slots([33])
     kv_store(k, v, cache.k, cache.v, slots, *cache.scales)
-    replayed = kv_replay(k, v, kv_mode, cache.k_scale, cache.v_scale)
+    replayed = kv_replay(k, v, kv_mode, cache.k_scale, cache.v_scale, quantize_k)
     k_codes, v_codes = read_back(cache, slots)
     assert torch.equal(k_codes, replayed.k_TKD.float())
     assert torch.equal(v_codes, replayed.v_TKD.float())
-    if kv_mode == "dynamic":
-        assert torch.equal(cache.k_token_scale[slots // 16, :, slots % 16], replayed.k_scale_TK)
-        assert torch.equal(cache.v_token_scale[slots // 16, :, slots % 16], replayed.v_scale_TK)
+    assert quantize_k or torch.equal(k_codes, k.float())
+    for paged, scale in ((cache.k_token_scale, replayed.k_scale), (cache.v_token_scale, replayed.v_scale)):
+        assert paged is None or torch.equal(paged[slots // 16, :, slots % 16], scale)
 
 
 @pytest.mark.parametrize("kv_mode", ["calibrated", "dynamic"])
@@ -45,7 +45,7 @@ def test_dequantised_values_lie_within_half_a_step_of_e4m3(kv_mode):
     _, k, v = random_qkv([50], 2, 1, 64, torch.bfloat16)
     scales = tuple(x.float().abs().amax(dim=(0, 2)) * 1.05 / 448 for x in (k, v))
     replayed = kv_replay(k, v, kv_mode, *scales)
-    k_scale = scales[0][None] if kv_mode == "calibrated" else replayed.k_scale_TK
+    k_scale = scales[0][None] if kv_mode == "calibrated" else replayed.k_scale
     k_float = k.float()
     error = (replayed.k_TKD.float() * k_scale[..., None] - k_float).abs()
     assert (error <= k_float.abs() / 16 + k_scale[..., None] * 2**-9).all()
@@ -64,6 +64,16 @@ def test_values_past_the_calibrated_range_are_clamped_and_counted():
     assert v_codes[0, 0, 0].isnan() and v_codes[0, 1].tolist() == [0.0, -448.0]
 
 
+def test_a_k_left_in_bf16_is_neither_clamped_nor_counted():
+    k = torch.full((1, 1, 4), 1000.0, dtype=torch.bfloat16)
+    cache = PagedCache([1], 1, 4, 16, "calibrated", torch.bfloat16, None, torch.ones(1), quantize_k=False)
+    counter = torch.zeros(2, 1, dtype=torch.int64)
+    slots = cache.slots([1])
+    kv_store(k, k, cache.k, cache.v, slots, *cache.scales, saturated_2K=counter)
+    assert counter.tolist() == [[0], [4]]
+    assert [x.unique().item() for x in read_back(cache, slots)] == [1000.0, 448.0]
+
+
 def test_slot_minus_one_writes_nothing():
     _, k, v = random_qkv([3], 1, 1, 16, torch.bfloat16)
     cache = PagedCache([3], 1, 16, 16, "none", torch.bfloat16, None, None)
@@ -80,3 +90,5 @@ def test_an_fp8_cache_without_scales_is_refused():
         kv_store(k, v, cache, cache, torch.zeros(1, dtype=torch.int64))
     with pytest.raises(ValueError, match="no scales were given"):
         kv_replay(k, v, "calibrated")
+    with pytest.raises(ValueError, match="needs either per-head scales"):
+        kv_store(k, v, cache.bfloat16(), cache, torch.zeros(1, dtype=torch.int64))

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from octetrl.config.errors import UserError
 from octetrl.config.schema import Fp8Config
+from octetrl.engine.kv_cache import KVCache, cache_format
 from octetrl.fp8.policy import precision_policy
-from octetrl.layers.context import LayerCache, PackedContext, PagedContext
+from octetrl.layers.context import PackedContext, PagedContext
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import load_spec
 from tests.unit.models.tiny_families import FAMILIES, decoder_of, hf_logits, hf_model, packed
@@ -49,56 +49,51 @@ def test_logits_and_gradients_equal_transformers(name: str, tmp_path: Path) -> N
         assert mine.grad is not None and relative_error(mine.grad, other.grad) < 1e-4
 
 
-def _tiny(tmp_path: Path, side: str, fp8: Fp8Config, dtype: torch.dtype = torch.bfloat16) -> Decoder:
-    hf_model("qwen3-tied").config.save_pretrained(tmp_path)
+def _tiny(tmp_path: Path, side: str, fp8: Fp8Config, family: str = "qwen3-tied") -> Decoder:
+    theirs = hf_model(family)
+    theirs.config.save_pretrained(tmp_path)
     config = tmp_path / "config.json"
-    config.write_text(config.read_text().replace('"architectures": null', '"architectures": ["Qwen3ForCausalLM"]'))
+    config.write_text(
+        config.read_text().replace('"architectures": null', f'"architectures": ["{type(theirs).__name__}"]')
+    )
     spec = load_spec(tmp_path)
-    model = Decoder(spec, precision_policy(spec, fp8), side, dtype=dtype)  # type: ignore[arg-type]
+    model = Decoder(spec, precision_policy(spec, fp8), side)  # type: ignore[arg-type]
     model.random_init(seed=7)
     return model
 
 
-FP8_FULL = Fp8Config(rollout=True, train=True, kv_cache="dynamic")
-PRECISIONS = [Fp8Config(), Fp8Config(rollout=True, train=True), FP8_FULL]
+FP8_DYNAMIC = Fp8Config(rollout=True, train=True, kv_cache="dynamic")
+FP8_FULL = Fp8Config(rollout=True, train=True, kv_cache="calibrated")
+PRECISIONS = [Fp8Config(), Fp8Config(rollout=True, train=True), FP8_DYNAMIC, FP8_FULL]
 
 
-def _paged(model: Decoder, num_pages: int, page_size: int) -> tuple[LayerCache, ...]:
-    spec, dtype = model.spec, torch.float8_e4m3fn if model.policy.v_cache == "fp8" else model.dtype
-    shape = (num_pages, spec.num_kv_heads, page_size, spec.head_size)
+@pytest.mark.parametrize("fp8", PRECISIONS, ids=["bf16", "fp8", "fp8_dynamic", "fp8_full"])
+@pytest.mark.parametrize("family", ["qwen3-tied", "qwen2"])
+def test_engine_and_trainer_logprobs_are_bit_equal(family: str, fp8: Fp8Config, tmp_path: Path) -> None:
+    """A prompt prefilled in two chunks, then decoded token by token, against the packed training forward.
 
-    def scales() -> Tensor | None:
-        return torch.zeros(shape[:3]) if model.policy.kv_mode == "dynamic" else None
-
-    return tuple(
-        LayerCache(
-            torch.zeros(shape, dtype=dtype),
-            torch.zeros(shape, dtype=dtype),
-            k_token_scale=scales(),
-            v_token_scale=scales(),
-        )
-        for _ in range(spec.num_layers)
-    )
-
-
-@pytest.mark.parametrize("fp8", PRECISIONS, ids=["bf16", "fp8", "fp8_full"])
-def test_engine_and_trainer_logprobs_are_bit_equal(fp8: Fp8Config, tmp_path: Path) -> None:
-    """A prompt prefilled in two chunks, then decoded token by token, against the packed training forward."""
-    trainer, engine = _tiny(tmp_path, "train", fp8), _tiny(tmp_path, "rollout", fp8)
+    Qwen2 has no QK-norm: its FP8 cache holds K in BF16.
+    """
+    trainer, engine = _tiny(tmp_path, "train", fp8, family), _tiny(tmp_path, "rollout", fp8, family)
     length, page_size, steps = 23, 16, [9, 8, 1, 1, 1, 1, 1, 1]
     token_ids_T, positions_T, context = packed([length, 40])
-    kv_mode = trainer.policy.kv_mode
-    context = PackedContext(context.cu_seqlens_B1, context.max_seqlen, kv_mode=kv_mode)
+    spec, kv_mode = trainer.spec, trainer.policy.kv_mode
+    scale_2LK = None
+    if kv_mode == "calibrated":
+        scale_2LK = torch.full((2, spec.num_layers, spec.num_kv_heads), 0.003)
+    k_scale_LK, v_scale_LK = (None, None) if scale_2LK is None else scale_2LK
+    context = PackedContext(context.cu_seqlens_B1, context.max_seqlen, kv_mode, k_scale_LK, v_scale_LK)
     with torch.no_grad():
         hidden_TE = trainer(token_ids_T, positions_T, context)
         expected_N, _ = trainer.logprobs(hidden_TE[: length - 1], token_ids_T[1:length])
-        caches = _paged(engine, num_pages=4, page_size=page_size)
+        page = cache_format(spec, engine.policy, engine.dtype, page_size)
+        cache = KVCache(page, 4, torch.device("cpu"), scale_2LK)
         rows, start = [], 0
         for count in steps:
             at = torch.arange(start, start + count)
             start += count
             paged = PagedContext(
-                layers=caches,
+                layers=cache.layers,
                 slot_mapping_T=(3 - at // page_size) * page_size + at % page_size,
                 block_table_BP=torch.tensor([[3, 2]], dtype=torch.int32),
                 cu_seqlens_q_B1=torch.tensor([0, count], dtype=torch.int32),
@@ -182,8 +177,15 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
         model.requantize()
 
 
-def test_a_cache_that_would_ruin_k_is_refused(tmp_path: Path) -> None:
-    hf_model("qwen2").save_pretrained(tmp_path)
-    spec = load_spec(tmp_path)
-    with pytest.raises(UserError, match=r"set fp8\.kv_cache=none"):
-        Decoder(spec, precision_policy(spec, FP8_FULL), "rollout")
+def test_an_fp8_cache_of_qwen2_replays_v_alone(tmp_path: Path) -> None:
+    model = _tiny(tmp_path, "train", FP8_DYNAMIC, "qwen2")
+    assert (model.policy.k_cache, model.policy.v_cache) == ("bf16", "fp8")
+    token_ids_T, positions_T, context = packed([20])
+    replayed = PackedContext(context.cu_seqlens_B1, 20, kv_mode="dynamic")
+    with torch.no_grad():
+        plain_TE = model(token_ids_T, positions_T, context)
+        v_alone_TE = model(token_ids_T, positions_T, replayed)
+        for layer in model.layers:
+            layer.attention.quantize_k = True
+        both_TE = model(token_ids_T, positions_T, replayed)
+    assert not torch.equal(v_alone_TE, plain_TE) and not torch.equal(v_alone_TE, both_TE)

@@ -1,0 +1,60 @@
+"""Decode and chunked prefill against plain softmax attention over what the cache gives back, in every KV mode.
+
+That their bits are the packed forward's is for test_attention_parity; the Triton kernels are for test_attention_triton.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from octetrl.kernels.attention_paged import attention_paged
+from octetrl.kernels.kv_store import kv_store
+from tests.unit.kernels.attention_cases import CACHES, PagedCache, cu_seqlens_of, random_qkv, scales_of
+
+SCALE = 0.2
+LENGTHS = [5, 140, 33]
+CHUNKS = [1, 9, 33]  # the last queries of each sequence
+
+
+def as_the_cache_gives_it(table, head_scale, token_scale, pages, length):
+    """K or V [length, K, D] of one sequence in float64, dequantised."""
+    value = table.double()
+    if token_scale is not None:
+        value = value * token_scale[..., None]
+    elif table.element_size() == 1:
+        value = value * head_scale[:, None, None]
+    return value[pages].transpose(1, 2).flatten(0, 1)[:length]
+
+
+@pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES)
+@pytest.mark.parametrize(("group", "page_size"), [(1, 128), (3, 16)])
+def test_values(kv_mode, quantize_k, group, page_size):
+    q, k, v = random_qkv(LENGTHS, 2, group, 32, torch.bfloat16)
+    scales = scales_of(k, v, kv_mode)
+    cache = PagedCache(LENGTHS, 2, 32, page_size, kv_mode, torch.bfloat16, *scales, quantize_k=quantize_k)
+    kv_store(k, v, cache.k, cache.v, cache.slots(LENGTHS), *cache.scales)
+    rows = torch.cat([part[-count:] for part, count in zip(q.split(LENGTHS), CHUNKS, strict=True)])
+    contexts = torch.tensor(LENGTHS, dtype=torch.int32)
+    tables = (cache.k, cache.v, cache.block_table)
+    out = attention_paged(rows, *tables, cu_seqlens_of(CHUNKS), contexts, SCALE, *cache.scales)
+
+    for sequence, (queries, got) in enumerate(zip(rows.split(CHUNKS), out.split(CHUNKS), strict=True)):
+        length, count = LENGTHS[sequence], CHUNKS[sequence]
+        pages = cache.block_table[sequence].long()
+        k_seen = as_the_cache_gives_it(cache.k, cache.k_scale, cache.k_token_scale, pages, length)
+        v_seen = as_the_cache_gives_it(cache.v, cache.v_scale, cache.v_token_scale, pages, length)
+        k_seen, v_seen = (x.repeat_interleave(group, 1) for x in (k_seen, v_seen))
+        scores = torch.einsum("qhd,shd->hqs", queries.double(), k_seen) * SCALE
+        unseen = torch.ones(count, length).triu(length - count + 1).bool()
+        want = torch.einsum("hqs,shd->qhd", scores.masked_fill(unseen, -torch.inf).softmax(-1), v_seen)
+        assert (got.double() - want).norm() / want.norm() < 5e-3  # BF16: of P, where V is BF16 or dynamic, and of out
+
+
+def test_an_fp8_cache_without_scales_is_refused():
+    q, k, v = random_qkv([4], 1, 1, 16, torch.bfloat16)
+    cache = PagedCache([4], 1, 16, 16, "calibrated", torch.bfloat16, *scales_of(k, v, "calibrated"), quantize_k=False)
+    kv_store(k, v, cache.k, cache.v, cache.slots([4]), *cache.scales)
+    contexts = torch.tensor([4], dtype=torch.int32)
+    with pytest.raises(ValueError, match="needs either per-head scales"):
+        attention_paged(q, cache.k, cache.v, cache.block_table, cu_seqlens_of([4]), contexts, SCALE)
