@@ -144,9 +144,10 @@ class AlgorithmConfig(Section):
 
 
 class EnvironmentConfig(Section):
-    kind: Literal["reasoning_gym", "math", "jsonl"] = "reasoning_gym"
+    kind: Literal["reasoning_gym", "math", "jsonl", "python"] = "reasoning_gym"
     dataset: str | None = None
-    """reasoning_gym: the dataset's name. math and jsonl: path of a JSONL file of {"prompt", "answer"}."""
+    """reasoning_gym: the dataset's name. math and jsonl: path of a JSONL file of {"prompt", "answer"}. python: an
+    environment of your own, `module:name`, with `tasks` and `score(task, completion_text)`."""
     parameters: dict[str, Any] = {}
     """reasoning_gym: the dataset's own parameters."""
     reward: str | None = None

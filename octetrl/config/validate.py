@@ -155,6 +155,7 @@ def _environment_problems(recipe: Recipe) -> Iterator[Problem]:
             "reasoning_gym": "the name of a reasoning_gym dataset, such as chain_sum",
             "math": 'the path of a JSONL file of {"prompt": ..., "answer": ...}',
             "jsonl": 'the path of a JSONL file of {"prompt": ..., "answer": ...}',
+            "python": "an environment of yours as 'module:name'",
         }[environment.kind]
         text = f"environment.dataset: missing; kind {environment.kind} needs {what}"
         yield Problem(("environment.dataset", "environment.kind"), text)

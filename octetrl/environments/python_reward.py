@@ -1,20 +1,17 @@
 """A reward that is a Python function of the user's: `module:name`, called as `reward(task, completion_text) -> float`.
 
-The module is looked for as Python does, in the working directory too. It is imported once here, so that a
-misspelt name is an error before anything is built, and again in each reward worker, where it runs.
-`examples/custom_reward.py` is one.
+It is found by `environments/python_object.py` once here, so that a misspelt name is an error before anything is built,
+and again in each reward worker, where it runs. `examples/custom_reward.py` is one.
 """
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from dataclasses import dataclass
 from functools import cached_property
 
-from octetrl.config.errors import UserError, nearest
+from octetrl.config.errors import UserError
 from octetrl.environments.base import Scorer
+from octetrl.environments.python_object import load_object
 from octetrl.records import Task
 
 
@@ -25,8 +22,6 @@ class PythonReward:
     path: str
 
     def __post_init__(self) -> None:
-        if os.getcwd() not in sys.path and "" not in sys.path:
-            sys.path.append(os.getcwd())
         _ = self._function
 
     def __call__(self, task: Task, completion_text: str) -> float:
@@ -41,26 +36,8 @@ class PythonReward:
 
     @cached_property
     def _function(self) -> Scorer:
-        module_name, colon, name = self.path.partition(":")
-        if not (module_name and colon and name):
-            raise UserError(
-                f"environment.reward: '{self.path}' is not of the form 'module:name', as in 'rewards:exact'"
-            )
-        try:
-            module = importlib.import_module(module_name)
-        except ImportError as error:
-            raise UserError(
-                f"environment.reward: module '{module_name}' does not import ({error});"
-                " it is looked for in the working directory and on PYTHONPATH"
-            ) from error
-        except (SyntaxError, NameError, AttributeError, TypeError, ValueError, OSError) as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise UserError(f"environment.reward: module '{module_name}' fails when imported ({reason})") from error
-        function = getattr(module, name, None)
+        function = load_object("environment.reward", self.path)
         if not callable(function):
-            known = [word for word in vars(module) if callable(getattr(module, word)) and not word.startswith("_")]
-            raise UserError(
-                f"environment.reward: module '{module_name}' has no function '{name}'{nearest(name, known)}"
-            )
+            raise UserError(f"environment.reward: '{self.path}' is a {type(function).__name__}, not a function")
         scorer: Scorer = function
         return scorer

@@ -18,9 +18,10 @@ from octetrl.config.spec import ModelSpec
 from octetrl.config.validate import validate_with_spec
 from octetrl.data.conversations import ConversationOrder, read_conversations
 from octetrl.data.tasks import read_tasks
-from octetrl.environments.base import Scorer, TaskEnvironment, Taskset
+from octetrl.environments.base import Environment, Scorer, TaskEnvironment, Taskset
 from octetrl.environments.jsonl import ExactScorer
 from octetrl.environments.math_answers import MathScorer
+from octetrl.environments.python_object import load_environment
 from octetrl.environments.python_reward import PythonReward
 from octetrl.environments.reasoning_gym import reasoning_gym_environment
 from octetrl.environments.scoring import RewardWorkers
@@ -140,11 +141,11 @@ def full_precision(spec: ModelSpec) -> PrecisionPolicy:
     return precision_policy(spec, Fp8Config())
 
 
-def build_environment(config: EnvironmentConfig) -> TaskEnvironment:
+def build_environment(config: EnvironmentConfig) -> Environment:
     """Tasks and scorer of the recipe; `environment.reward` replaces the kind's own scorer."""
     assert config.dataset is not None, "validated: every kind of environment has a dataset"
     if config.kind == "reasoning_gym":
-        environment = reasoning_gym_environment(
+        environment: Environment = reasoning_gym_environment(
             config.dataset,
             config.parameters,
             size=config.train_size + config.eval_size,
@@ -152,6 +153,8 @@ def build_environment(config: EnvironmentConfig) -> TaskEnvironment:
             answer_marker=config.answer_marker,
             prompt_template=config.prompt_template,
         )
+    elif config.kind == "python":
+        environment = load_environment(config.dataset)
     else:
         scorer: Scorer = MathScorer(config.answer_marker)
         if config.kind == "jsonl":
