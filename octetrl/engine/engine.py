@@ -241,7 +241,7 @@ class Engine:
         if configured_pages(self._config, self._page, self.device) is None:
             wanted = pages_wanted(groups, self._config.max_batch, self._page.page_size)
             wanted = max(1, min(wanted, host_pages(self._config, self._page)))
-            if self._cache is None or self._cache.num_pages < wanted:
+            if self._cache is None or self._cache.num_pages != wanted:  # no trace of earlier calls, in metrics neither
                 self._cache = None  # the old pages go before the new ones come
                 self._cache = KVCache(self._page, wanted, self.device, self._scale_2LK)
         assert self._cache is not None, "the KV cache was not allocated"

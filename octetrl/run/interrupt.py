@@ -1,8 +1,13 @@
-"""Ctrl-C: the first asks the run to stop after the current step, the second stops it at once."""
+"""Ctrl-C: the first asks the run to stop after the current step, the second stops it at once.
+
+What the first one says, it says from a thread of its own: the signal may have come while the console was printing (or
+importing what it prints with), and the console must not be entered twice by one thread.
+"""
 
 from __future__ import annotations
 
 import signal
+import threading
 from types import FrameType, TracebackType
 
 from octetrl.telemetry.console import Console
@@ -13,7 +18,9 @@ class StopRequest:
 
     def __init__(self, console: Console) -> None:
         self.asked = False
-        self._console = console
+        self._answer = threading.Thread(
+            target=console.warn, args=("stopping after this step; press Ctrl-C again to stop at once",)
+        )
 
     def __enter__(self) -> StopRequest:
         self._before = signal.signal(signal.SIGINT, self._on_signal)
@@ -23,9 +30,11 @@ class StopRequest:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         signal.signal(signal.SIGINT, self._before)
+        if self.asked:
+            self._answer.join()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
-        self._console.warn("stopping after this step; press Ctrl-C again to stop at once")
+        self._answer.start()

@@ -49,9 +49,14 @@ class OutputFolder:
             self._lock = self._take_lock()
 
     def keep(self) -> None:
-        """The run begins: its resolved recipe is written."""
+        """The run begins: its resolved recipe is written, aside and renamed, so that a kill leaves a whole one."""
+        aside = self.path / "config.yaml.partial"
         with self._writing():
-            (self.path / "config.yaml").write_text(dump_recipe(self._recipe))
+            with aside.open("w", encoding="utf-8") as file:
+                file.write(dump_recipe(self._recipe))
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(self.path / "config.yaml")
         self._kept = True
 
     @contextmanager

@@ -1,0 +1,324 @@
+"""A run in every precision and with every option: what it leaves in its folder, and what its metrics must say.
+
+On a CPU the forward rounds where the GPU does and sums without loss, so an engine and a trainer with the same numerics
+agree to the last bit: a mismatch other than 0 under `bf16`, `fp8` or `fp8_full` is a bug, however small.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from octetrl.config.load import load_recipe
+from octetrl.config.schema import Recipe
+from octetrl.fp8.quantize import quantize_weight_reference
+from octetrl.layers.linear import Float8Linear
+from octetrl.run.build import Run, build_run
+from octetrl.run.loop import train
+from octetrl.run.step import train_step
+from octetrl.telemetry.mismatch import MismatchError
+from octetrl.trainer import checkpoint
+from tests.e2e.tiny_run import make_model, read_lines, run, timeless, tiny_recipe
+
+PRECISIONS = ("bf16", "fp8_rollout", "fp8", "fp8_full")
+METRICS = {
+    "reward/mean",
+    "reward/std",
+    "rollout/tokens_per_second",
+    "rollout/mean_length",
+    "train/tokens_per_second",
+    "time/step",
+    "time/rollout",
+    "time/train",
+    "time/publish",
+    "loss",
+    "grad_norm",
+    "entropy",
+    "correction/clip_fraction",
+    "correction/mean_weight",
+    "mismatch/token_mult_prob_error",
+    "mismatch/gen_kl",
+    "mismatch/max_abs_diff",
+    "mismatch/importance_ratio",
+}
+Finished = Callable[[str], Path]
+Lines = list[dict[str, Any]]
+
+
+def of(lines: Lines, name: str) -> list[float]:
+    return [line[name] for line in lines]
+
+
+# --- the run folder -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_run_leaves_a_whole_folder(precision: str, finished: Finished, model: Path) -> None:
+    folder = finished(precision)
+    saved = load_recipe(folder / "config.yaml")
+    assert saved == tiny_recipe(
+        model, folder, {"precision": precision, "checkpoint.every": 1, "logging.tensorboard": True}
+    )
+    lines = read_lines(folder / "metrics.jsonl")
+    assert of(lines, "step") == [1, 2, 3]
+    assert sorted(path.name for path in (folder / "rollouts").iterdir()) == [f"step_00000{n}.jsonl" for n in (1, 2, 3)]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step_000002", "step_000003"]
+    assert checkpoint.load(folder / "checkpoints" / "step_000003").step == 3
+    assert len(list(folder.glob("events.out.tfevents.*"))) == 1
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_step_has_the_metrics_that_are_promised(precision: str, finished: Finished) -> None:
+    promised = METRICS | ({"fp8/kv_saturation", "time/calibrate"} if precision == "fp8_full" else set())
+    for line in read_lines(finished(precision) / "metrics.jsonl"):
+        assert promised <= line.keys()
+        assert all(isinstance(value, int | float) and math.isfinite(value) for value in line.values()), line
+    assert "time/checkpoint" in line  # that of the step before: a step's line is written ahead of its checkpoint
+
+
+def test_rollouts_say_what_was_sampled(finished: Finished) -> None:
+    folder = finished("fp8_full")
+    metrics = read_lines(folder / "metrics.jsonl")
+    for step in (1, 2, 3):
+        rows = read_lines(folder / "rollouts" / f"step_{step:06d}.jsonl")
+        assert [row["sibling"] for row in rows] == [0, 1, 2, 3] * 2
+        assert {row["policy_version"] for row in rows} == {step - 1}
+        assert sum(row["reward"] for row in rows) / 8 == pytest.approx(metrics[step - 1]["reward/mean"])
+        for row in rows:
+            assert row["prompt"] and row["answer"] and row["prompt_token_ids"]
+            assert len(row["token_ids"]) == len(row["logprobs"]) <= 12
+            assert all(logprob < 0 for logprob in row["logprobs"])
+            assert row["status"] == ("overlong" if row["finish_reason"] == "length" else "scored")
+        assert len({row["task_id"] for row in rows}) == 2
+        assert len({row["text"] for row in rows}) == 8
+
+
+# --- both sides see one policy ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8_full"])
+def test_equal_numerics_have_no_mismatch(precision: str, finished: Finished) -> None:
+    lines = read_lines(finished(precision) / "metrics.jsonl")
+    assert of(lines, "mismatch/max_abs_diff") == [0.0] * 3
+    assert of(lines, "mismatch/equal_fraction") == [1.0] * 3
+    assert of(lines, "correction/mean_weight") == [1.0] * 3
+
+
+def test_fp8_in_the_rollout_alone_has_a_mismatch(finished: Finished) -> None:
+    lines = read_lines(finished("fp8_rollout") / "metrics.jsonl")
+    assert all(0.001 < value < 0.1 for value in of(lines, "mismatch/max_abs_diff"))
+    assert all(1.0005 < value < 1.03 for value in of(lines, "mismatch/token_mult_prob_error"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"precision": "fp8", "fp8.kv_cache": "dynamic"},
+        {"fp8.calibration": "exact"},
+        {"fp8.power_of_two": True},
+        {"fp8.bf16_first_layers": 1, "fp8.ignore": ["*.down_proj"]},
+        {"engine.prefill_chunk": 16, "engine.max_batch": 3, "engine.kv_cache_tokens": 256},
+        {"trainer.logprob_chunk": 5, "trainer.tokens_per_micro_batch": 100},
+        {"rollout.temperature": 0.7},
+    ],
+)
+def test_no_mismatch_whatever_the_options(changes: dict[str, Any], model: Path, tmp_path: Path) -> None:
+    lines = run(model, tmp_path / "run", {"steps": 2, **changes})
+    assert of(lines, "mismatch/max_abs_diff") == [0.0] * 2
+    assert all(value > 0 for value in of(lines, "grad_norm"))
+
+
+def test_a_trainer_that_does_not_replay_the_cache_has_a_mismatch(model: Path, tmp_path: Path) -> None:
+    lines = run(model, tmp_path / "run", {"fp8.kv_replay": False, "steps": 2})
+    assert all(0 < value < 0.1 for value in of(lines, "mismatch/max_abs_diff"))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": False},
+        {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    ],
+    ids=["qwen2", "llama"],
+)
+def test_the_other_families(config: dict[str, Any], tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", **config)
+    lines = run(model, tmp_path / "run", {"precision": "fp8"})
+    assert of(lines, "mismatch/max_abs_diff") == [0.0] * 3
+    assert len(set(of(lines, "grad_norm"))) == 3
+
+
+def test_the_gate_stops_a_run_and_its_line_is_written(model: Path, tmp_path: Path) -> None:
+    changes = {"precision": "fp8_rollout", "mismatch.fail_above": 1.001}
+    with pytest.raises(MismatchError, match=r"step 1: .* above mismatch\.fail_above=1\.001"):
+        run(model, tmp_path / "run", changes)
+    assert [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == [1]
+
+
+# --- published weights --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def live(model: Path, tmp_path: Path) -> Iterator[Run]:
+    """A run in FP8 end to end, before its first step."""
+    run = build_run(tiny_recipe(model, tmp_path / "run", {"fp8.kv_cache": "dynamic"}))
+    yield run
+    run.close()
+
+
+def test_the_engine_reads_what_the_trainer_quantised(live: Run) -> None:
+    digests = set()
+    for step in (1, 2):
+        live.step = step
+        train_step(live)
+        worker = live.workers.worker
+        trainer_linears = dict(worker.trainer_model.float8_linears())
+        for name, linear in worker.engine_model.float8_linears():
+            theirs = trainer_linears[name]
+            assert linear.codes.data_ptr() == theirs.codes.data_ptr()
+            codes, scale = quantize_weight_reference(theirs.weight.detach())
+            assert torch.equal(linear.codes.view(torch.uint8), codes.view(torch.uint8))
+            assert torch.equal(linear.scale, scale)
+        assert worker.engine.policy_version == worker.trainer.policy_version == step
+        digests.add(live.workers.publish(step).weights_digest)
+    assert len(digests) == 2
+
+
+def test_a_stale_code_stops_the_run(live: Run) -> None:
+    live.step = 1
+    train_step(live)
+    linears: list[tuple[str, Float8Linear]] = list(live.workers.worker.engine_model.float8_linears())
+    name, linear = linears[2 % len(linears)]
+    linear.codes.view(torch.uint8)[0, 0] ^= 1
+    with pytest.raises(RuntimeError, match=rf"publish: the engine's '{name}' differs .* policy version 2"):
+        live.workers.publish(2)
+
+
+def test_lost_scales_stop_the_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = build_run(tiny_recipe(model, tmp_path / "run"))
+    try:
+        worker = run.workers.worker
+        worker.calibrate([[1, 2, 3]])
+        run.step = 1
+        monkeypatch.setattr(worker.engine, "set_kv_scales", lambda scales: None)
+        with pytest.raises(RuntimeError, match="KV scales are not those published with policy version 1"):
+            train_step(run)
+    finally:
+        run.close()
+
+
+def test_a_checkpoint_holds_the_scales_of_its_weights(finished: Finished) -> None:
+    saved = checkpoint.load(finished("fp8_full") / "checkpoints" / "step_000003")
+    scales = saved.tensors("kv_scales.safetensors")
+    assert int(scales["policy_version"]) == saved.json("cursor.json")["policy_version"] == 3
+    assert scales["k_scale"].shape == scales["v_scale"].shape == (2, 2)
+    assert bool((scales["k_scale"] > 0).all())
+
+
+# --- the trainer's options ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Lines:
+    """The tiny recipe as it stands."""
+    return run(model, tmp_path_factory.mktemp("plain") / "run")
+
+
+def test_the_same_seed_gives_the_same_run(plain: Lines, finished: Finished, model: Path, tmp_path: Path) -> None:
+    assert timeless(read_lines(finished("fp8_full") / "metrics.jsonl")) == timeless(plain)
+    other = run(model, tmp_path / "run", {"seed": 4})
+    assert of(other, "reward/mean")[0] != of(plain, "reward/mean")[0]
+
+
+def test_activation_checkpointing_changes_nothing(plain: Lines, model: Path, tmp_path: Path) -> None:
+    lines = run(model, tmp_path / "run", {"trainer.activation_checkpointing": "none"})
+    assert timeless(lines) == timeless(plain)
+
+
+def test_several_updates_a_step(plain: Lines, model: Path, tmp_path: Path) -> None:
+    lines = run(model, tmp_path / "run", {"trainer.minibatches": 2, "trainer.epochs": 2})
+    assert of(lines, "train/updates") == [4.0] * 3
+    assert of(lines, "mismatch/max_abs_diff") == [0.0] * 3
+    assert of(lines, "publish/policy_version") == [1.0, 2.0, 3.0]
+    assert of(lines, "reward/mean")[0] == of(plain, "reward/mean")[0]  # drawn by the same weights
+    assert of(lines, "loss")[0] != of(plain, "loss")[0]
+    assert any(value > 0 for value in of(lines, "ratio/clip_fraction"))  # the policy moved between the updates
+    assert of(plain, "ratio/clip_fraction") == [0.0] * 3
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_to_the_weights_the_run_began_with(estimator: str, model: Path, tmp_path: Path) -> None:
+    changes = {"steps": 2, "precision": "fp8", "algorithm.kl_coefficient": 0.1, "algorithm.kl_estimator": estimator}
+    lines = run(model, tmp_path / "run", changes)
+    assert of(lines, "kl")[0] == 0.0
+    assert all(value != 0.0 for value in of(lines, "kl")[1:])
+    assert estimator == "k1" or all(value >= 0.0 for value in of(lines, "kl"))
+
+
+def test_stochastic_rounding_keeps_no_masters(plain: Lines, model: Path, tmp_path: Path) -> None:
+    changes = {"trainer.optimizer.master": "stochastic_rounding"}
+    first, second = (run(model, tmp_path / name, changes) for name in ("first", "second"))
+    assert timeless(first) == timeless(second)
+    assert of(first, "grad_norm")[0] == of(plain, "grad_norm")[0]
+    assert of(first, "grad_norm")[1] != of(plain, "grad_norm")[1]
+    parameters = load_file(tmp_path / "first" / "checkpoints" / "step_000003" / "model.safetensors")
+    state = checkpoint.load(tmp_path / "first" / "checkpoints" / "step_000003").tensors("optimizer.safetensors")
+    assert not any(name.startswith("master") for name in state)
+    assert all(tensor.dtype == torch.bfloat16 for tensor in parameters.values())
+
+
+def test_token_and_sequence_weighting_differ(model: Path, tmp_path: Path) -> None:
+    """Where siblings differ in length; so the stop text is one that noise soon meets."""
+    changes = {"precision": "bf16", "rollout.stop": ["e", "a", "1", "0"], "rollout.max_new_tokens": 24}
+    changes |= {"steps": 1}
+    by_token = run(model, tmp_path / "token", changes)
+    by_sequence = run(model, tmp_path / "sequence", {**changes, "algorithm.token_weighting": "sequence"})
+    assert by_token[0]["rollout/mean_length"] == by_sequence[0]["rollout/mean_length"] < 24
+    assert by_token[0]["loss"] != pytest.approx(by_sequence[0]["loss"], abs=1e-4)
+    assert by_sequence[0]["loss"] == pytest.approx(0.0, abs=1e-6)  # normalised advantages, each sample counts once
+
+
+def test_answers_cut_off_may_be_masked(model: Path, tmp_path: Path) -> None:
+    changes = {"algorithm.overlong": "mask", "rollout.stop": ["e", "a", "1"], "precision": "bf16"}
+    lines = run(model, tmp_path / "run", changes)
+    for line in lines:
+        assert 0 < line["rollout/overlong"] < 8
+        assert line["train/samples"] == 8 - line["rollout/overlong"]
+
+
+def test_evaluation_during_a_run_changes_nothing_else(plain: Lines, model: Path, tmp_path: Path) -> None:
+    lines = run(model, tmp_path / "run", {"evaluation.every": 2})
+    assert ["eval/accuracy" in line for line in lines] == [False, True, False]
+    assert lines[1]["eval/tasks"] == 4
+    without = [{name: value for name, value in line.items() if not name.startswith("eval/")} for line in lines]
+    assert timeless(without) == timeless(plain)
+
+
+# --- SFT ----------------------------------------------------------------------------------------------------
+
+
+def sft_recipe(model: Path, folder: Path, **changes: Any) -> Recipe:
+    examples = [{"prompt": f"{n} + 1 =", "answer": str(n + 1)} for n in range(9)]
+    (folder / "worked.jsonl").write_text("".join(json.dumps(example) + "\n" for example in examples))
+    sft = {
+        "precision": "fp8",
+        "algorithm": {"name": "sft", "conversations": str(folder / "worked.jsonl"), "batch_size": 4},
+        "trainer.optimizer.lr": 1e-2,
+        "steps": 20,
+    }
+    return tiny_recipe(model, folder / "run", {**sft, **changes})
+
+
+def test_sft_learns(model: Path, tmp_path: Path) -> None:
+    train(sft_recipe(model, tmp_path))
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert len(lines) == 20
+    assert of(lines, "loss")[-1] < 0.5 * of(lines, "loss")[0]
+    assert not any(name.startswith(("reward/", "rollout/", "mismatch/")) for line in lines for name in line)

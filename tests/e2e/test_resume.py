@@ -1,0 +1,269 @@
+"""A run that was cut off and resumed equals one that never was: the same metrics, rollouts and weights, to the bit.
+
+Cut off by what may happen: `kill -9` at any moment and at every stage of writing a checkpoint, Ctrl-C, an error in the
+middle of a step. What cannot be resumed is refused by name.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from octetrl.cli.main import run_command
+from octetrl.config.errors import UserError
+from octetrl.run.loop import train
+from octetrl.run.worker import Worker
+from octetrl.trainer import checkpoint
+from tests.e2e import killed_run
+from tests.e2e.tiny_run import read_lines, recipe_tree, run, timeless, tiny_recipe
+
+STEPS = 5
+CHANGES: dict[str, Any] = {
+    "steps": STEPS,
+    "checkpoint.every": 1,
+    "evaluation.every": 2,
+    "trainer.minibatches": 2,
+    "algorithm.kl_coefficient": 0.01,
+    "trainer.optimizer.warmup_steps": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was never cut off."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run(model, folder, CHANGES)
+    return folder
+
+
+def assert_equal_runs(folder: Path, whole: Path) -> None:
+    """Metrics less what the clock says, rollouts and the last checkpoint's tensors."""
+    assert timeless(read_lines(folder / "metrics.jsonl")) == timeless(read_lines(whole / "metrics.jsonl"))
+    names = sorted(path.name for path in (whole / "rollouts").iterdir())
+    assert sorted(path.name for path in (folder / "rollouts").iterdir()) == names
+    for name in names:
+        assert (folder / "rollouts" / name).read_bytes() == (whole / "rollouts" / name).read_bytes()
+    ours, theirs = (checkpoint.load(place / "checkpoints" / f"step_{STEPS:06d}") for place in (folder, whole))
+    assert set(ours.files) == set(theirs.files)
+    for name in ours.files:
+        assert (ours.folder / name).read_bytes() == (theirs.folder / name).read_bytes(), name
+    assert not list((folder / "checkpoints").glob(".*"))
+
+
+# --- kill -9 ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments(model: Path, whole: Path, tmp_path: Path) -> None:
+    tree = recipe_tree(model, tmp_path / "run", CHANGES)
+    moments = random.Random(time.time_ns())
+    for _ in range(6):
+        process = killed_run.start(tree)
+        process.join(moments.uniform(0.5, 2.5))
+        process.kill()
+        process.join()
+    process = killed_run.start(tree)
+    process.join()
+    assert process.exitcode == 0
+    assert_equal_runs(tmp_path / "run", whole)
+
+
+WRITES = {
+    1: "config.yaml is written aside",
+    4: "the rollouts of step 1 have no name yet",
+    6: "its metrics are not on the disk",
+    9: "files of its checkpoint are missing",
+    20: "the manifest is missing",
+    22: "the checkpoint is whole and hidden",
+    23: "the checkpoint of step 1 stands; the folder is not synced",
+    25: "that of step 2 stands, and the rollouts of step 3 have no name yet",
+    24: "that of step 3 stands, and the oldest is about to go",
+}
+
+
+@pytest.mark.slow
+def test_killed_at_each_stage_of_writing(model: Path, whole: Path, tmp_path: Path) -> None:
+    """One attempt after the other, each going on from what the one before left."""
+    tree = recipe_tree(model, tmp_path / "run", CHANGES)
+    for write, stage in WRITES.items():
+        process = killed_run.start(tree, kill_at_write=write)
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, stage
+    names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert names == {"step_000001", "step_000002", "step_000003"}  # as WRITES says
+    process = killed_run.start(tree)
+    process.join()
+    assert process.exitcode == 0
+    assert_equal_runs(tmp_path / "run", whole)
+
+
+def _wait(while_true: Callable[[], bool], until: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while while_true() and not until():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+# --- Ctrl-C -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_step_and_saves(model: Path, whole: Path, tmp_path: Path) -> None:
+    changes = CHANGES | {"checkpoint.every": 0, "steps": 400}
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(yaml.safe_dump(recipe_tree(model, tmp_path / "run", changes)))
+    command = [sys.executable, "-m", "octetrl.cli.main", "train", str(recipe), "logging.console=plain"]
+    repository = str(Path(__file__).parents[2])
+    process = subprocess.Popen(
+        command, env=os.environ | {"PYTHONPATH": repository}, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    _wait(lambda: process.poll() is None, lambda: metrics.exists() and metrics.stat().st_size > 0)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "stopping after this step" in err
+    assert err.splitlines()[-1] == (
+        f"octetrl: stopped; go on with: octetrl train {recipe} logging.console=plain --resume"
+    )
+    last = read_lines(metrics)[-1]["step"]
+    assert checkpoint.latest(tmp_path / "run" / "checkpoints") == tmp_path / "run" / "checkpoints" / f"step_{last:06d}"
+    assert f"step {last}/400" in out
+    if last <= STEPS:
+        assert run_command(["train", str(recipe), f"steps={STEPS}", "--resume"]) == 0
+        assert timeless(read_lines(metrics)) == timeless(read_lines(whole / "metrics.jsonl"))
+
+
+# --- an error in the middle of a step -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("verb", "saved"), [("generate", 2), ("train", 2), ("publish", 0)], ids=["rollout", "train", "publish"]
+)
+def test_an_error_within_a_step(
+    verb: str,
+    saved: int,
+    model: Path,
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In step 3: the two before are saved, unless the weights had changed already."""
+    recipe = tiny_recipe(model, tmp_path / "run", CHANGES | {"checkpoint.every": 0, "evaluation.every": 0})
+    method = getattr(Worker, verb)
+
+    def fails(worker: Worker, *args: Any) -> Any:
+        if len(list((tmp_path / "run" / "rollouts").glob("*"))) == (2 if verb == "generate" else 3):
+            raise RuntimeError("the lights went out")
+        return method(worker, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, verb, fails)
+        with pytest.raises(RuntimeError, match="the lights went out"):
+            train(recipe)
+    assert "cut off in step 3" in capsys.readouterr().err
+    latest = checkpoint.latest(tmp_path / "run" / "checkpoints")
+    assert (latest.name if latest else None) == (f"step_{saved:06d}" if saved else None)
+    train(recipe, resume=True)
+    expected = [
+        {name: value for name, value in line.items() if not name.startswith("eval/")}
+        for line in read_lines(whole / "metrics.jsonl")
+    ]
+    assert timeless(read_lines(tmp_path / "run" / "metrics.jsonl")) == timeless(expected)
+
+
+# --- what is refused, and what may change -------------------------------------------------------------------
+
+
+@pytest.fixture
+def copied(whole: Path, model: Path, tmp_path: Path) -> dict[str, Any]:
+    """The changes that make a recipe go on with a copy of the whole run, which ends at its last step but one."""
+    shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step_{STEPS:06d}")
+    return CHANGES
+
+
+def _truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def _alter(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "cursor.json", "manifest.json"])
+@pytest.mark.parametrize("damage", [_truncate, _alter, Path.unlink])
+def test_a_damaged_checkpoint_is_refused_by_name(
+    name: str, damage: Callable[[Path], None], whole: Path, model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    last = tmp_path / "run" / "checkpoints" / f"step_{STEPS:06d}"
+    damage(last / name)
+    with pytest.raises(UserError) as refusal:
+        train(tiny_recipe(model, tmp_path / "run", CHANGES), resume=True)
+    assert f"{last}: {name}" in str(refusal.value)
+    assert f"goes on from step_{STEPS - 1:06d}" in str(refusal.value)
+
+
+def test_the_checkpoint_before_a_damaged_one_will_do(
+    copied: dict[str, Any], whole: Path, model: Path, tmp_path: Path
+) -> None:
+    train(tiny_recipe(model, tmp_path / "run", copied), resume=True)
+    assert_equal_runs(tmp_path / "run", whole)
+
+
+@pytest.mark.parametrize(
+    "change", [{"trainer.optimizer.lr": 1e-4}, {"precision": "fp8"}, {"rollout.group_size": 2}, {"seed": 5}]
+)
+def test_another_recipe_is_refused(change: dict[str, Any], copied: dict[str, Any], model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="was started with another recipe"):
+        train(tiny_recipe(model, tmp_path / "run", copied | change), resume=True)
+    with pytest.raises(UserError, match="already holds a run"):
+        train(tiny_recipe(model, tmp_path / "run", copied | change))
+
+
+def test_steps_may_be_raised(whole: Path, model: Path, tmp_path: Path) -> None:
+    run(model, tmp_path / "run", CHANGES | {"steps": 2})
+    train(tiny_recipe(model, tmp_path / "run", CHANGES), resume=True)
+    assert_equal_runs(tmp_path / "run", whole)
+
+
+def test_a_run_at_its_end_has_nothing_left_to_do(whole: Path, model: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    train(tiny_recipe(model, tmp_path / "run", CHANGES), resume=True)
+    assert_equal_runs(tmp_path / "run", whole)
+
+
+def test_every_option_with_a_state_survives_a_resume(model: Path, tmp_path: Path) -> None:
+    """Stochastic rounding draws, dynamic scales and a decaying learning rate."""
+    changes = {
+        "steps": 4,
+        "precision": "fp8",
+        "fp8.kv_cache": "dynamic",
+        "trainer.optimizer.master": "stochastic_rounding",
+        "trainer.optimizer.decay": "cosine",
+        "trainer.epochs": 2,
+        "checkpoint.every": 2,
+    }
+    expected = run(model, tmp_path / "whole", changes)
+    shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_000004")
+    train(tiny_recipe(model, tmp_path / "run", changes), resume=True)
+    assert timeless(read_lines(tmp_path / "run" / "metrics.jsonl")) == timeless(expected)
+    ours, theirs = (load_file(tmp_path / n / "checkpoints/step_000004/model.safetensors") for n in ("run", "whole"))
+    assert all(ours[name].equal(theirs[name]) for name in theirs)

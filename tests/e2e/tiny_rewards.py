@@ -1,0 +1,44 @@
+"""Rewards for runs too short to learn a sum: each tells siblings apart from the first step on.
+
+They live at the top level of a module because a reward worker imports them by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+
+from octetrl.records import Task
+
+
+def by_text(task: Task, completion_text: str) -> float:
+    """A number in [0, 1) that looks like chance and is a function of the text alone."""
+    return _fraction(completion_text)
+
+
+def sometimes_wrong(task: Task, completion_text: str) -> float:
+    """Raises for a third of the texts and is NaN for another third."""
+    fraction = _fraction(completion_text)
+    if fraction < 1 / 3:
+        raise KeyError(f"no reward for {fraction}")
+    return float("nan") if fraction < 2 / 3 else fraction
+
+
+def sometimes_hangs(task: Task, completion_text: str) -> float:
+    """Never comes back for a quarter of the texts."""
+    fraction = _fraction(completion_text)
+    if fraction < 1 / 4:
+        time.sleep(600)
+    return fraction
+
+
+def always_wrong(task: Task, completion_text: str) -> float:
+    raise RuntimeError("out of order")
+
+
+def always_equal(task: Task, completion_text: str) -> float:
+    return 0.5
+
+
+def _fraction(text: str) -> float:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) / 2**32
