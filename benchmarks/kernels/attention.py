@@ -62,25 +62,26 @@ def paged_call(
     shape = (sequences * pages, KV_HEADS, PAGE_SIZE, HEAD_SIZE)
     v_dtype = torch.bfloat16 if kv_mode == "none" else E4M3
     k_dtype = E4M3 if quantize_k else torch.bfloat16
-    caches = [torch.randn(shape, dtype=torch.bfloat16, device=device).to(dtype) for dtype in (k_dtype, v_dtype)]
-    head_scales: list[Tensor | None] = [None, None]
-    token_scales: list[Tensor | None] = [None, None]
-    for side, cache in enumerate(caches):
-        if cache.dtype == E4M3 and kv_mode == "dynamic":
-            token_scales[side] = torch.ones(shape[:3], device=device)
-        elif cache.dtype == E4M3:
-            head_scales[side] = torch.ones(KV_HEADS, device=device)
+    k_cache = torch.randn(shape, dtype=torch.bfloat16, device=device).to(k_dtype)
+    v_cache = torch.randn(shape, dtype=torch.bfloat16, device=device).to(v_dtype)
+
+    def scales(cache: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        by_head, by_token = torch.ones(KV_HEADS, device=device), torch.ones(shape[:3], device=device)
+        if cache.dtype != E4M3:
+            return None, None
+        return (None, by_token) if kv_mode == "dynamic" else (by_head, None)
+
+    (k_scale, k_token_scale), (v_scale, v_token_scale) = scales(k_cache), scales(v_cache)
     table = torch.randperm(sequences * pages, device=device).view(sequences, pages).int()
     q = torch.randn(sequences * queries, HEADS, HEAD_SIZE, dtype=torch.bfloat16, device=device)
     cu_seqlens = torch.arange(0, sequences * queries + 1, queries, dtype=torch.int32, device=device)
     contexts = torch.full((sequences,), context, dtype=torch.int32, device=device)
-    row_bytes = sum(cache.element_size() * HEAD_SIZE for cache in caches) + sum(
-        4 for s in token_scales if s is not None
-    )
+    row_bytes = (k_cache.element_size() + v_cache.element_size()) * HEAD_SIZE
+    row_bytes += 4 * sum(scale is not None for scale in (k_token_scale, v_token_scale))
 
     def call() -> Tensor:
-        scales = (*head_scales, *token_scales)
-        return attention_paged(q, *caches, table, cu_seqlens, contexts, SCALE, *scales, max_query_len=queries)
+        tables = (q, k_cache, v_cache, table, cu_seqlens, contexts)
+        return attention_paged(*tables, SCALE, k_scale, v_scale, k_token_scale, v_token_scale, queries)
 
     return call, sequences * context * KV_HEADS * row_bytes
 
