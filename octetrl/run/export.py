@@ -22,7 +22,7 @@ def export_run(run_or_checkpoint: str, to: str) -> Path:
     try:
         target.mkdir(parents=True, exist_ok=True)
         for file in source.iterdir():
-            if not file.name.startswith(OF_THE_RUN):
+            if file.is_file() and not file.name.startswith(OF_THE_RUN):
                 shutil.copy2(file, target)
     except OSError as error:
         shutil.rmtree(target, ignore_errors=True)

@@ -59,7 +59,12 @@ def _run_steps(run: Run, start: int, sinks: Sinks, checkpoints: Checkpoints) -> 
             is_due = recipe.checkpoint.every and step % recipe.checkpoint.every == 0
             if is_due or stop.asked or step == recipe.steps:
                 checkpoints.save(run, step, metrics)
-            for warning in (gate.check(step, metrics), kv_saturation_warning(metrics, recipe.fp8)):
+            health = (
+                gate.check(step, metrics),
+                kv_saturation_warning(metrics, recipe.fp8),
+                _nothing_learnt(step, metrics),
+            )
+            for warning in health:
                 if warning is not None:
                     run.console.warn(warning)
             if stop.asked and step < recipe.steps:
@@ -96,6 +101,17 @@ def _calibrate_first(run: Run) -> None:
     limit = run.config.rollout.max_prompt_tokens
     prompts = [run.base_collection.chat.prompt_tokens(task.prompt)[:limit] for task in tasks]
     worker.calibrate(prompts)
+
+
+def _nothing_learnt(step: int, metrics: Mapping[str, float]) -> str | None:
+    """A step whose groups were all left out is no error (the policy may do better on the next tasks), but is said."""
+    if "train/skipped" not in metrics:
+        return None
+    rewards = f"{metrics['reward/count']:.0f} of {metrics['rollout/count']:.0f} rollouts have a reward"
+    return (
+        f"step {step}: nothing was learnt, no group had both rewards that differ and answers to train on ({rewards});"
+        f" look at rollouts/step_{step:06d}.jsonl"
+    )
 
 
 def _memory(run: Run) -> dict[str, float]:

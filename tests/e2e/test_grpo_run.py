@@ -140,17 +140,19 @@ def test_a_trainer_that_does_not_replay_the_cache_has_a_mismatch(model: Path, tm
     assert all(0 < value < 0.1 for value in of(lines, "mismatch/max_abs_diff"))
 
 
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": False}
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+
+
 @pytest.mark.parametrize(
-    "config",
-    [
-        {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": False},
-        {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
-    ],
-    ids=["qwen2", "llama"],
+    ("config", "precision"),
+    [(QWEN2, "fp8"), (QWEN2, "fp8_full"), (LLAMA, "fp8_full")],
+    ids=["qwen2-fp8", "qwen2-fp8_full", "llama-fp8_full"],
 )
-def test_the_other_families(config: dict[str, Any], tmp_path: Path) -> None:
+def test_the_other_families(config: dict[str, Any], precision: str, tmp_path: Path) -> None:
+    """Qwen2's K stays BF16 in an FP8 cache."""
     model = make_model(tmp_path / "model", **config)
-    lines = run(model, tmp_path / "run", {"precision": "fp8"})
+    lines = run(model, tmp_path / "run", {"precision": precision})
     assert of(lines, "mismatch/max_abs_diff") == [0.0] * 3
     assert len(set(of(lines, "grad_norm"))) == 3
 

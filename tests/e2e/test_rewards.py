@@ -1,0 +1,124 @@
+"""Rewards that fail in a real run are counted and left out: never a 0, never in a sibling's baseline."""
+
+from __future__ import annotations
+
+import statistics
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octetrl.run.loop import train
+from tests.e2e.tiny_run import read_lines, run, tiny_recipe
+
+REWARDS = "tests.e2e.tiny_rewards"
+NOTHING: dict[str, Any] = {"evaluation.every": 1, "rollout.max_new_tokens": 4}
+Row = dict[str, Any]
+
+
+def rollouts(folder: Path, step: int) -> list[list[Row]]:
+    """The rows of one step, by group."""
+    rows = read_lines(folder / "rollouts" / f"step_{step:06d}.jsonl")
+    return [list(group) for _, group in groupby(rows, key=lambda row: row["task_id"])]
+
+
+def kept_rewards(group: list[Row]) -> list[float]:
+    """The rewards of a group that can teach something."""
+    rewards = [row["reward"] for row in group if row["reward"] is not None]
+    return rewards if len(set(rewards)) > 1 else []
+
+
+def assert_only_rewards_count(folder: Path, status: str) -> list[Row]:
+    """Metrics and batch sizes are those of the rollouts with a reward; returns the rows without one."""
+    failed = []
+    for line in read_lines(folder / "metrics.jsonl"):
+        groups = rollouts(folder, line["step"])
+        rows = [row for group in groups for row in group]
+        rewards = [row["reward"] for row in rows if row["reward"] is not None]
+        failed += [row for row in rows if row["status"] == status]
+        assert all(row["reward"] is None for row in rows if row["status"] == status)
+        assert line[f"rollout/{status}"] == len(rows) - len(rewards)
+        assert line["reward/count"] == len(rewards)
+        assert line["reward/mean"] == pytest.approx(statistics.fmean(rewards))
+        assert line["train/samples"] == sum(len(kept_rewards(group)) for group in groups)
+    return failed
+
+
+def test_a_reward_that_raises_or_is_nan(model: Path, tmp_path: Path) -> None:
+    run(model, tmp_path / "run", {"environment.reward": f"{REWARDS}:sometimes_wrong", "rollout.prompts_per_step": 3})
+    failed = assert_only_rewards_count(tmp_path / "run", "reward_error")
+    details = [row["detail"] for row in failed]
+    assert any("KeyError" in detail and "tiny_rewards.py" in detail for detail in details)
+    assert any("the reward is nan, not a finite number" in detail for detail in details)
+
+
+def test_a_reward_that_hangs(model: Path, tmp_path: Path) -> None:
+    hangs = {
+        "environment.reward": f"{REWARDS}:sometimes_hangs",
+        "environment.reward_timeout_seconds": 0.3,
+        "environment.reward_workers": 2,
+    }
+    run(model, tmp_path / "run", hangs)
+    failed = assert_only_rewards_count(tmp_path / "run", "reward_timeout")
+    assert failed
+    assert all("no reward after 0.3 s" in row["detail"] for row in failed)
+
+
+def unchanged(folder: Path, model: Path) -> bool:
+    """Whether the last checkpoint holds the very weights the run began with."""
+    saved = folder / "checkpoints" / "step_000003" / "model.safetensors"
+    return saved.read_bytes() == (model / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "counted"),
+    [
+        ({"environment.reward": f"{REWARDS}:always_wrong"}, {"rollout/reward_error": 8, "reward/count": 0}),
+        (
+            {"environment.reward": f"{REWARDS}:always_equal"},
+            {"reward/zero_variance_fraction": 1.0, "reward/mean": 0.5, "reward/std": 0.0},
+        ),
+        ({"rollout.max_prompt_tokens": 5}, {"rollout/prompt_too_long": 8, "reward/count": 0}),
+        ({"algorithm.overlong": "mask", "rollout.max_new_tokens": 2}, {"rollout/overlong": 8, "reward/count": 8}),
+    ],
+    ids=["every reward fails", "all rewards equal", "every prompt too long", "every answer masked"],
+)
+def test_steps_that_teach_nothing(
+    changes: dict[str, Any],
+    counted: dict[str, float],
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """They are said, they change nothing, and the run goes on."""
+    lines = run(model, tmp_path / "run", NOTHING | changes)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    for line in lines:
+        assert line["train/skipped"] == 1.0
+        assert line["publish/policy_version"] == 0.0
+        assert line.items() >= counted.items()
+        assert line.keys().isdisjoint({"loss", "grad_norm", "mismatch/max_abs_diff"})
+        assert ("reward/mean" in line) == (line["reward/count"] > 0)
+        assert ("eval/accuracy" in line) == (line["reward/count"] > 0)
+    said = capsys.readouterr().err
+    assert said.count("nothing was learnt") == 3
+    assert f"({lines[0]['reward/count']} of 8 rollouts have a reward)" in said
+    assert unchanged(tmp_path / "run", model)
+    train(tiny_recipe(model, tmp_path / "run", NOTHING | changes | {"steps": 4}), resume=True)
+    assert read_lines(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == 4
+
+
+def test_groups_without_variance_may_be_kept(model: Path, tmp_path: Path) -> None:
+    changes = {"environment.reward": f"{REWARDS}:always_equal", "algorithm.drop_zero_variance": False}
+    lines = run(model, tmp_path / "run", changes)
+    assert [line["loss"] for line in lines] == [0.0] * 3
+    assert [line["train/samples"] for line in lines] == [8.0] * 3
+    assert unchanged(tmp_path / "run", model)
+
+
+def test_the_dataset_scores_by_itself(model: Path, tmp_path: Path) -> None:
+    """chain_sum's own scorer finds nothing right in noise, and says so with a number."""
+    line = run(model, tmp_path / "run", {"environment.reward": None, "steps": 1})[0]
+    assert line["reward/count"] == 8
+    assert line["reward/mean"] < 0.5
