@@ -6,6 +6,7 @@ middle of a step. What cannot be resumed is refused by name.
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -267,3 +268,37 @@ def test_every_option_with_a_state_survives_a_resume(model: Path, tmp_path: Path
     assert timeless(read_lines(tmp_path / "run" / "metrics.jsonl")) == timeless(expected)
     ours, theirs = (load_file(tmp_path / n / "checkpoints/step_000004/model.safetensors") for n in ("run", "whole"))
     assert all(ours[name].equal(theirs[name]) for name in theirs)
+
+
+# --- a full disk --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", ["rollouts/step_000002", "checkpoints/.step_000002", "metrics.jsonl", "config.yaml"])
+def test_a_full_disk_is_one_line_and_the_run_goes_on_later(
+    at: str,
+    model: Path,
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(yaml.safe_dump(recipe_tree(model, tmp_path / "run", CHANGES)))
+    sync = os.fsync
+
+    def full(descriptor: int) -> None:
+        if at in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        assert run_command(["train", str(recipe)]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("octetrl: ")
+    assert "space left" in error.lower()
+    if at == "config.yaml":
+        assert not (tmp_path / "run").exists()
+        return
+    assert run_command(["train", str(recipe), "--resume"]) == 0
+    assert_equal_runs(tmp_path / "run", whole)
