@@ -26,7 +26,7 @@ test: lint types  ## lint, types and all tests that need no GPU
 	$(PYTHON) -m pytest -n 2 -m "not gpu"
 
 test-gpu: $(READY)  ## the tests that need a Hopper GPU
-	$(PYTHON) -m pytest -m gpu
+	$(PYTHON) -m pytest -n 6 -m gpu
 
 lint: $(READY)  ## ruff's rules
 	$(PYTHON) -m ruff check .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -26,11 +27,19 @@ def write_result(bench: str, name: str, rows: Sequence[Mapping[str, object]], fo
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "machine": _machine(),
         "versions": {package: version(package) for package in ("torch", "triton", "transformers")},
-        "command": " ".join(["python", *sys.argv]),
+        "command": _command(),
         "rows": list(rows),
     }
     path.write_text(json.dumps(record, indent=1) + "\n")
     return path
+
+
+def _command() -> str:
+    """As typed from the repository's root: `python -m benchmarks.precisions --steps 20`."""
+    script = Path(sys.argv[0]).resolve()
+    root = RESULTS.parents[1]
+    module = ".".join(script.relative_to(root).with_suffix("").parts) if script.is_relative_to(root) else script.name
+    return " ".join(["python", "-m", module, *sys.argv[1:]])
 
 
 def _machine() -> str:
@@ -40,5 +49,8 @@ def _machine() -> str:
 
 
 def _commit() -> str:
+    """Of the checkout, or what OCTETRL_COMMIT says where only the files were copied."""
+    if "OCTETRL_COMMIT" in os.environ:
+        return os.environ["OCTETRL_COMMIT"]
     found = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     return found.stdout.strip() or "unknown"
