@@ -81,10 +81,9 @@ def evaluate_checkpoint(target: str, recipe: Recipe) -> EvalReport:
     )
     run = build_run(recipe.model_copy(update={"model": model}), trains=False)
     try:
-        worker = run.workers.worker
-        if worker.needs_calibration:
+        if run.workers.needs_calibration:
             chat = run.base_collection.chat
-            worker.calibrate([chat.prompt_tokens(task.prompt) for task in run.taskset.held_out()])
+            run.workers.calibrate([chat.prompt_tokens(task.prompt) for task in run.taskset.held_out()])
         return evaluate(run)
     finally:
         run.close()

@@ -1,25 +1,32 @@
 """One worker in this process: the embedded default, on a CPU or one GPU.
 
-The step talks to *workers*; here that is one `Worker`, called directly, with its progress shown on the console.
+The step, the loop and the checkpoints talk to *workers*, in verbs; here that is one `Worker`, called directly, with its
+progress shown on the console. Another set of workers has these same verbs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
 
 from octetrl.engine.metrics import GenerationProgress
 from octetrl.records import Completion, GenerationRequest, PackedBatch, PolicyUpdate, Published
 from octetrl.run.worker import Worker
 from octetrl.telemetry.console import Console
+from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.packing import PackingLayout
 
 
 class LocalWorkers:
-    """The verbs of a step on one worker."""
+    """The verbs of a run on one worker."""
 
     def __init__(self, worker: Worker, console: Console) -> None:
         self.worker = worker
         self._console = console
+
+    # ------------------------------------------------------------ of a step
 
     @property
     def layout(self) -> PackingLayout:
@@ -40,6 +47,39 @@ class LocalWorkers:
     def publish(self, policy_version: int) -> Published:
         return self.worker.publish(policy_version)
 
+    # ------------------------------------------------------------ before the first
+
+    @property
+    def needs_calibration(self) -> bool:
+        return self.worker.needs_calibration
+
+    def calibrate(self, token_lists: Sequence[Sequence[int]]) -> None:
+        self.worker.calibrate(token_lists)
+
+    # ------------------------------------------------------------ of a checkpoint
+
+    @property
+    def policy_version(self) -> int:
+        return self.worker.trainer.policy_version
+
+    @property
+    def weights_are_whole(self) -> bool:
+        """False while an update is under way: such weights must not be saved."""
+        return self.worker.trainer.weights_are_whole
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        return self.worker.state()
+
+    def write_model(self, folder: Path) -> None:
+        self.worker.write_model(folder)
+
+    def load(self, saved: Checkpoint, policy_version: int) -> None:
+        self.worker.load(saved, policy_version)
+
+    # ------------------------------------------------------------ what they measured
+
     def rollout_metrics(self) -> dict[str, float]:
-        """Of the last `generate`."""
         return self.worker.rollout_metrics()
+
+    def memory_metrics(self) -> dict[str, float]:
+        return self.worker.memory_metrics()

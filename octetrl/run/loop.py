@@ -12,8 +12,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-import torch
-
 from octetrl.config.schema import Recipe
 from octetrl.run.build import Run, build_run
 from octetrl.run.evaluate import evaluate
@@ -82,7 +80,7 @@ def _one_step(run: Run, step: int) -> StepMetrics:
     else:
         metrics = supervised_step(run)
     rollout = {} if run.conversations is not None else run.workers.rollout_metrics()
-    own: dict[str, float] = {"time/step": time.perf_counter() - began, **_memory(run)}
+    own: dict[str, float] = {"time/step": time.perf_counter() - began, **run.workers.memory_metrics()}
     evaluation: Mapping[str, float] = {}
     every = run.config.evaluation.every
     if every and step % every == 0:
@@ -92,15 +90,14 @@ def _one_step(run: Run, step: int) -> StepMetrics:
 
 def _calibrate_first(run: Run) -> None:
     """Before the first rollout of an FP8 cache, its scales come from the prompts that will be generated from."""
-    worker = run.workers.worker
-    if not worker.needs_calibration:
+    if not run.workers.needs_calibration:
         return
     place = run.taskset.state()
     tasks = run.taskset.next_batch(run.config.rollout.prompts_per_step)
     run.taskset.restore(place)
     limit = run.config.rollout.max_prompt_tokens
     prompts = [run.base_collection.chat.prompt_tokens(task.prompt)[:limit] for task in tasks]
-    worker.calibrate(prompts)
+    run.workers.calibrate(prompts)
 
 
 def _nothing_learnt(step: int, metrics: Mapping[str, float]) -> str | None:
@@ -112,14 +109,6 @@ def _nothing_learnt(step: int, metrics: Mapping[str, float]) -> str | None:
         f"step {step}: nothing was learnt, no group had both rewards that differ and answers to train on ({rewards});"
         f" look at rollouts/step_{step:06d}.jsonl"
     )
-
-
-def _memory(run: Run) -> dict[str, float]:
-    if run.workers.worker.device.type != "cuda":
-        return {}
-    peak = torch.cuda.max_memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    return {"memory/peak_gb": peak / 1e9}
 
 
 @contextmanager

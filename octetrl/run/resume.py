@@ -39,7 +39,7 @@ class Cursor:
     def of(cls, run: Run, step: int) -> Cursor:
         return cls(
             step=step,
-            policy_version=run.workers.worker.trainer.policy_version,
+            policy_version=run.workers.policy_version,
             taskset=run.taskset.state(),
             conversations=None if run.conversations is None else run.conversations.state(),
             random=random_state(),
@@ -78,25 +78,22 @@ class Checkpoints:
 
     def save_interrupted(self, run: Run, before: Cursor) -> str:
         """Save the run as it stood before the step that was cut off, if it still stands so; says what was done."""
-        worker = run.workers.worker
         at = f"cut off in step {before.step + 1}"
         if before.step == 0:
             return f"{at}: nothing to save yet"
         if before.step == self.latest_step():
             return f"{at}: step {before.step} was saved already; go on from it with --resume"
-        if not worker.trainer.weights_are_whole or worker.trainer.policy_version != before.policy_version:
+        if not run.workers.weights_are_whole or run.workers.policy_version != before.policy_version:
             return f"{at}, while the weights changed: go on from step {self.latest_step()} with --resume"
         self._save(run, before, {})
         return f"{at}: saved step {before.step}; go on with --resume"
 
     def _save(self, run: Run, cursor: Cursor, metrics: Mapping[str, float]) -> None:
-        worker = run.workers.worker
-
         def write_model(folder: Path) -> None:
-            worker.write_model(folder)
+            run.workers.write_model(folder)
             run.tokenizer.save_pretrained(folder)
 
-        payload = {**worker.state(), "cursor.json": cursor.as_json()}
+        payload = {**run.workers.state(), "cursor.json": cursor.as_json()}
         with run.spans("checkpoint"):
             checkpoint.save(self.folder, cursor.step, payload, write_more=write_model, metrics=metrics)
 
@@ -104,7 +101,7 @@ class Checkpoints:
         """Verify the checkpoint of `step` and put all of it back. Raises UserError for a damaged one."""
         saved = checkpoint.load(self.folder / f"step_{step:06d}")
         cursor = Cursor(**saved.json("cursor.json"))
-        run.workers.worker.load(saved, cursor.policy_version)
+        run.workers.load(saved, cursor.policy_version)
         cursor.put_into(run)
 
 

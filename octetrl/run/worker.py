@@ -151,6 +151,14 @@ class Worker:
             numbers["fp8/kv_saturation"] = metrics.kv_saturation
         return numbers
 
+    def memory_metrics(self) -> dict[str, float]:
+        """The device's peak since the last call; nothing on a CPU."""
+        if self.device.type != "cuda":
+            return {}
+        peak = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return {"memory/peak_gb": peak / 1e9}
+
     # ------------------------------------------------------------ saving and loading
 
     def write_model(self, folder: Path) -> None:
