@@ -41,7 +41,7 @@ PRECISIONS = {
     "fp8_dynamic": Fp8Config(rollout=True, train=True, kv_cache="dynamic"),
     "fp8_full": Fp8Config(rollout=True, train=True, kv_cache="calibrated"),
 }
-SCALES = KVScales(torch.tensor([[0.008, 0.01], [0.009, 0.007]]), torch.tensor([[0.05, 0.04], [0.06, 0.05]]), 0)
+SCALES = KVScales(torch.tensor([[0.008, 0.01], [0.009, 0.007]]), torch.tensor([[0.15, 0.14], [0.16, 0.15]]), 0)
 
 
 class Letters:
