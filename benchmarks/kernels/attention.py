@@ -51,6 +51,7 @@ Timer = Callable[[Callable[[], Any]], float]
 
 
 def median_us(call: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()  # the capture runs on a stream of its own, which would not wait for the inputs
     return 1e3 * do_bench_cudagraph(call, rep=50, return_mode="median")
 
 
