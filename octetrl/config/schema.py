@@ -196,6 +196,8 @@ class ClusterConfig(Section):
 
 class LoggingConfig(Section):
     console: Literal["auto", "plain", "quiet"] = "auto"
+    console_every: int = Field(default=1, ge=1)
+    """Steps between what the console shows; files get every step."""
     tensorboard: bool = True
     wandb_project: str | None = None
     """Needs the `wandb` extra."""

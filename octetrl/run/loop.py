@@ -53,7 +53,8 @@ def _run_steps(run: Run, start: int, sinks: Sinks, checkpoints: Checkpoints) -> 
             with _saved_if_cut_off(run, step, checkpoints):
                 metrics = _one_step(run, step)
             sinks.write(step, metrics)
-            run.console.step(step, metrics)
+            if step % recipe.logging.console_every == 0 or step in (start + 1, recipe.steps):
+                run.console.step(step, metrics)
             is_due = recipe.checkpoint.every and step % recipe.checkpoint.every == 0
             if is_due or stop.asked or step == recipe.steps:
                 checkpoints.save(run, step, metrics)

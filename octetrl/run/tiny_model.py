@@ -2,7 +2,7 @@
 
 The demo and the tests have no hub to load from, so they make what they train. The tokenizer is byte-level BPE, so
 that any text can be encoded; digits stay single tokens, so that arithmetic can be learnt; its merges come from the
-texts given.
+texts given and may span words, so that a phrase that every prompt repeats is a token or two.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 384) -> PreTrainedTo
     """A byte-level BPE tokenizer with a chat template; EOS is `<|end|>`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
