@@ -51,7 +51,7 @@ def _run_steps(run: Run, start: int, sinks: Sinks, checkpoints: Checkpoints) -> 
     with StopRequest(run.console) as stop:
         for step in range(start + 1, recipe.steps + 1):
             with _saved_if_cut_off(run, step, checkpoints):
-                metrics = _one_step(run, step)
+                metrics = one_step(run, step)
             sinks.write(step, metrics)
             if step % recipe.logging.console_every == 0 or step in (start + 1, recipe.steps):
                 run.console.step(step, metrics)
@@ -70,7 +70,7 @@ def _run_steps(run: Run, start: int, sinks: Sinks, checkpoints: Checkpoints) -> 
                 raise KeyboardInterrupt
 
 
-def _one_step(run: Run, step: int) -> StepMetrics:
+def one_step(run: Run, step: int) -> StepMetrics:
     """The step itself with its clock, and the evaluation that is due after it."""
     run.step = step
     run.journal.begin(step)

@@ -1,0 +1,65 @@
+"""Does a recipe fit the GPU, and what does a step cost? Runs a recipe's steps without saving anything.
+
+    python -m benchmarks.one_step RECIPE.yaml NAME [section.key=value ...] [--steps 2]
+
+Everything is the recipe's own but the weights, which are random where `model.init=random`, and the tokenizer, a small
+one made here where the recipe has none. Prints each step's memory, times and mismatch; writes `results/fit_NAME.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.record import RESULTS, write_result
+from octetrl.config.load import load_recipe
+from octetrl.run.build import build_run
+from octetrl.run.loop import one_step
+from octetrl.run.tiny_model import save_tokenizer
+
+SHOWN = (
+    "memory/peak_gb",
+    "time/step",
+    "time/rollout",
+    "time/train",
+    "time/calibrate",
+    "time/publish",
+    "rollout/tokens_per_second",
+    "train/tokens_per_second",
+    "mismatch/token_mult_prob_error",
+    "mismatch/max_abs_diff",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe")
+    parser.add_argument("name")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = Path(folder)
+        save_tokenizer(["State the final answer to the following arithmetic problem: 1 + 2 ="], tokenizer)
+        given = [*arguments.overrides, f"model.tokenizer={tokenizer}", f"output_dir={tokenizer / 'run'}"]
+        recipe = load_recipe(arguments.recipe, given)
+        began = time.perf_counter()
+        run = build_run(recipe)
+        print(f"built in {time.perf_counter() - began:.1f} s", flush=True)
+        rows = []
+        try:
+            for step in range(1, arguments.steps + 1):
+                metrics = one_step(run, step)
+                row = {name: metrics[name] for name in SHOWN if name in metrics}
+                print(f"step {step}", {name: round(value, 5) for name, value in row.items()}, flush=True)
+                rows.append({"precision": str(recipe.precision), "workload": arguments.name, "step": step, **row})
+        finally:
+            run.close()
+    print(f"wrote {write_result('fit', arguments.name, rows, arguments.out)}")
+
+
+if __name__ == "__main__":
+    main()
