@@ -137,7 +137,7 @@ def test_types_and_ranges(name: str, value: Any, says: str | None) -> None:
         ("rollout.group_sise", "did you mean 'group_size'?"),
         ("trainer.optimizer.learning_rate", "allowed are lr, betas"),
         ("trainer.lr", "did you mean 'trainer.optimizer.lr'?"),
-        ("logging.quux", "allowed are console, tensorboard"),
+        ("logging.quux", "allowed are console, console_every, tensorboard"),
     ],
 )
 def test_an_unknown_key_comes_with_the_nearest(name: str, says: str) -> None:
