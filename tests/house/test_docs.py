@@ -11,7 +11,7 @@ from tests.house.tree import REPO, python_files, syntax, text_files
 
 FORBIDDEN = {
     "a path of one machine": re.compile(r"(?<![\w.~-])/(?:work|root|home|opt|mnt|srv|data)/\w"),
-    "a package host": re.compile(r"pypi\.org|pythonhosted\.org|download\.pytorch|index-url|artifactory", re.I),
+    "a package host": re.compile(r"pypi\.org|pythonhosted\.org|download\.pytorch|index.url|artifactory", re.I),
     "something left for later": re.compile(r"\b(?:TODO|FIXME|XXX|HACK)\b"),
     "a merge that was not finished": re.compile(r"^(?:<{7}|>{7}) ", re.MULTILINE),
 }
