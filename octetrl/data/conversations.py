@@ -17,9 +17,8 @@ from typing import Any, Protocol
 
 from octetrl.config.errors import UserError
 from octetrl.data.tasks import read_jsonl, required_text
-from octetrl.environments.answers import with_marker
 from octetrl.environments.order import EndlessOrder
-from octetrl.records import Sample, Task
+from octetrl.records import Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +45,6 @@ def read_conversations(path: str | Path) -> list[Conversation]:
             required_text(record, "answer", f"{path}:{number}"),
         )
         for number, record in read_jsonl(path)
-    ]
-
-
-def worked_examples(tasks: Sequence[Task], answer_marker: str | None) -> list[Conversation]:
-    """Tasks and their reference answers, after the marker, as conversations. Tasks without an answer are left out."""
-    return [
-        Conversation(task.prompt, with_marker(task.answer, answer_marker)) for task in tasks if task.answer is not None
     ]
 
 

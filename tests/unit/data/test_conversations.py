@@ -13,9 +13,7 @@ from octetrl.data.conversations import (
     ConversationOrder,
     read_conversations,
     to_sample,
-    worked_examples,
 )
-from octetrl.records import Task
 
 
 class LetterTokens:
@@ -74,9 +72,3 @@ def test_a_file_of_conversations(tmp_path: Path) -> None:
         read_conversations(path)
     path.write_text('{"prompt": "p", "answer": "a"}\n')
     assert read_conversations(path) == [Conversation("p", "a")]
-
-
-def test_worked_examples_carry_the_marker() -> None:
-    tasks = [Task(id="1", prompt="p", answer="7"), Task(id="2", prompt="q")]
-    assert worked_examples(tasks, "####") == [Conversation("p", "#### 7")]
-    assert worked_examples(tasks, None) == [Conversation("p", "7")]
