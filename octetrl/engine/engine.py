@@ -202,8 +202,9 @@ class Engine:
             if token < 0:
                 raise RuntimeError(
                     f"request '{sequence.group.request.id}', sibling {sequence.sibling}: the logits after"
-                    f" {len(sequence.token_ids)} tokens are not finite, so nothing was sampled; look at the weights of"
-                    f" policy version {self.policy_version}, at the last grad_norm and at the KV scales"
+                    f" {len(sequence.token_ids)} tokens are not finite, so nothing was sampled (tokens with non-finite"
+                    f" activations so far: {int(self._runner.poisoned_tokens)}); look at the weights of policy version"
+                    f" {self.policy_version}, at the last grad_norm and at the KV scales"
                 )
             sequence.append(token, logprob)
             reason = sequence.stopping.after(token, len(sequence.token_ids))
@@ -245,6 +246,7 @@ class Engine:
                 self._cache = None  # the old pages go before the new ones come
                 self._cache = KVCache(self._page, wanted, self.device, self._scale_2LK)
         assert self._cache is not None, "the KV cache was not allocated"
+        self._runner.poisoned_tokens.zero_()
         if self._cache.saturated_L2K is not None:
             self._cache.saturated_L2K.zero_()
         return self._cache
@@ -270,6 +272,7 @@ class Engine:
             cache_occupancy=blocks.peak_used / blocks.num_pages,
             kv_capacity_tokens=blocks.num_pages * blocks.page_size,
             kv_saturation=total,
+            non_finite_tokens=int(self._runner.poisoned_tokens),
             kv_saturation_L2K=share_L2K,
         )
 

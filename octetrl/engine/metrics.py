@@ -41,6 +41,7 @@ class EngineMetrics:
     cache_occupancy: float  # largest share of the pages in use
     kv_capacity_tokens: int
     kv_saturation: float  # share of K and V values clamped on the way into a calibrated cache
+    non_finite_tokens: int  # tokens that met a non-finite activation
     kv_saturation_L2K: Tensor | None  # the same per layer, K or V, and head; float64, CPU. None: nothing is clamped
 
     @property

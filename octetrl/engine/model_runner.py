@@ -25,7 +25,7 @@ from octetrl.engine.request import Chunk, Step
 from octetrl.engine.sampler import SamplingRows, sample, sequence_key
 from octetrl.kernels.linear_logprobs import logprobs_of
 from octetrl.layers.context import PagedContext
-from octetrl.models.decoder import Decoder
+from octetrl.models.decoder import Decoder, poisoned_tokens
 
 
 class Sampled(NamedTuple):
@@ -60,6 +60,7 @@ class ModelRunner:
         self._fractions_3R = np.ones((3, max_batch), dtype=np.float32)  # temperature, top_p, min_p
         self._rows_B = np.zeros(0, dtype=np.int64)
         self._parameters: SamplingRows | None = None
+        self.poisoned_tokens = torch.zeros((), dtype=torch.int64, device=device)  # added to by every forward
         self._prompt_lengths_B = torch.zeros(0, dtype=torch.int64, device=device)
 
     @torch.no_grad()
@@ -80,6 +81,7 @@ class ModelRunner:
             max_context_len=inputs.max_context_len,
         )
         hidden_TE = self.model(token_T, position_T, context)
+        self.poisoned_tokens += poisoned_tokens(hidden_TE)
         if not step.decode:
             return NOTHING
         num_decoding = len(step.decode)

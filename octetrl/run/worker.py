@@ -143,6 +143,7 @@ class Worker:
         numbers = {
             "rollout/tokens_per_second": metrics.tokens_per_second,
             "rollout/prefilled_tokens": float(metrics.prefilled_tokens),
+            "rollout/non_finite_tokens": float(metrics.non_finite_tokens),
             "rollout/preemptions": float(metrics.preemptions),
             "rollout/batch_occupancy": metrics.batch_occupancy,
             "rollout/cache_occupancy": metrics.cache_occupancy,

@@ -31,7 +31,7 @@ from octetrl.algorithms.table import Algorithm
 from octetrl.algorithms.token_loss import LossInputs
 from octetrl.config.schema import TrainerConfig
 from octetrl.layers.context import KVMode, PackedContext
-from octetrl.models.decoder import Decoder
+from octetrl.models.decoder import Decoder, poisoned_tokens
 from octetrl.records import MicroBatch, PackedBatch, PolicyUpdate
 from octetrl.trainer.activation_checkpoint import layer_runner
 from octetrl.trainer.optimizer import Optimizer, copy_all
@@ -125,6 +125,7 @@ class Trainer:
         self._run_layer = layer_runner(config.activation_checkpointing)
         self._kv_amax_2LK: Tensor | None = None
         self._collects_in_training = collect_kv_amax
+        self._poisoned = torch.zeros((), dtype=torch.int64, device=self.device)  # tokens, in all forwards of a `train`
 
     @property
     def layout(self) -> PackingLayout:
@@ -147,6 +148,7 @@ class Trainer:
         if not batch.minibatches:
             return PolicyUpdate(self.policy_version, {"train/skipped": 1.0})
         started = time.perf_counter()
+        self._poisoned.zero_()
         if self._collects_in_training:
             self._kv_amax_2LK = self._unobserved()
         num_updates = self.config.epochs * len(batch.minibatches)
@@ -168,6 +170,7 @@ class Trainer:
         metrics["time/requantize"] *= num_updates
         metrics["lr"] = lr
         metrics["train/updates"] = float(num_updates)
+        metrics["train/non_finite_tokens"] = float(self._poisoned)
         metrics["train/tokens_per_second"] = tokens / (time.perf_counter() - started)
         return PolicyUpdate(self.policy_version, metrics)
 
@@ -270,6 +273,7 @@ class Trainer:
     def _blame(self, objective: _Objective, metrics: Mapping[str, float]) -> str:
         """Runs the micro-batches of a failed step again, one by one, to name the one and the tensor."""
         found = f"loss {metrics['loss']}, gradient norm {metrics['grad_norm']}"
+        found += f", tokens with non-finite activations: {int(self._poisoned)}"
         count = len(objective.minibatch)
         for index, prepared in enumerate(objective.minibatch):
             self.optimizer.zero_grad()
@@ -302,7 +306,9 @@ class Trainer:
             kv_amax_2LK=kv_amax_2LK,
         )
         run_layer = self._run_layer if torch.is_grad_enabled() else None
-        return model(micro_batch.token_ids_T, micro_batch.positions_T, context, run_layer)
+        hidden_TE: Tensor = model(micro_batch.token_ids_T, micro_batch.positions_T, context, run_layer)
+        self._poisoned += poisoned_tokens(hidden_TE.detach())
+        return hidden_TE
 
     def _unobserved(self) -> Tensor:
         spec = self.model.spec

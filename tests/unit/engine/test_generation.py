@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -198,6 +199,19 @@ def test_logits_that_are_not_finite_are_an_error_that_names_the_request() -> Non
     engine = tiny_engine(model=Broken())
     with pytest.raises(RuntimeError, match=r"request 'b', sibling 0: the logits after 10 tokens are not finite"):
         engine.generate([request("a"), request("b")])
+
+
+def test_tokens_that_met_a_non_finite_activation_are_counted() -> None:
+    def overflow_in_decode(module: torch.nn.Module, inputs: object, output_TE: torch.Tensor) -> torch.Tensor:
+        return output_TE.fill_(torch.inf) if len(output_TE) == 1 else output_TE
+
+    engine = tiny_engine(model=deepcopy(tiny_model("bf16")))
+    engine.generate([request()])
+    assert engine.metrics is not None and engine.metrics.non_finite_tokens == 0
+    engine = tiny_engine(model=(model := deepcopy(tiny_model("bf16"))))
+    model.layers[0].mlp.register_forward_hook(overflow_in_decode)
+    with pytest.raises(RuntimeError, match=r"\(tokens with non-finite activations so far: 1\)"):
+        engine.generate([request(num_siblings=1)])
 
 
 def test_an_interrupted_call_leaves_nothing_behind() -> None:

@@ -186,6 +186,17 @@ def test_a_gradient_that_is_not_finite_names_the_tensor() -> None:
         train(trainer, random_samples(3))
 
 
+def test_tokens_that_met_a_non_finite_activation_are_counted() -> None:
+    def overflow(module: torch.nn.Module, inputs: object, output_TE: torch.Tensor) -> torch.Tensor:
+        return output_TE.index_fill(0, torch.tensor([1, 3]), torch.inf)
+
+    trainer = tiny_trainer()
+    assert train(trainer, random_samples(3)).metrics["train/non_finite_tokens"] == 0
+    trainer.model.layers[-1].mlp.register_forward_hook(overflow)
+    with pytest.raises(NonFiniteError, match="tokens with non-finite activations: 2:"):
+        train(trainer, random_samples(3))
+
+
 def test_another_precision_table_is_refused() -> None:
     trainer = tiny_trainer()
     batch = pack(random_samples(2), trainer.layout, "token")
