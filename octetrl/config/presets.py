@@ -1,8 +1,8 @@
 """Known shapes, as the content of their Hugging Face `config.json`.
 
 `tiny` is the demo's and the tests' own: a Qwen3 small enough to train on a laptop, about a million parameters.
-The others are the published shapes of Qwen/Qwen3-0.6B and Qwen/Qwen3-8B, for runs with random weights where there are
-none to load.
+The others are the published shapes of Qwen/Qwen3-0.6B, -1.7B and -8B and of meta-llama/Llama-3.1-8B, for runs with
+random weights where there are none to load.
 """
 
 from __future__ import annotations
@@ -55,6 +55,14 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 16,
         "tie_word_embeddings": True,
     },
+    "qwen3-1.7b": _QWEN3_PUBLISHED
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
     "qwen3-8b": _QWEN3_PUBLISHED
     | {
         "hidden_size": 4096,
@@ -63,7 +71,36 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "tie_word_embeddings": False,
     },
+    "llama-3.1-8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128_256,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "tie_word_embeddings": False,
+        "bos_token_id": 128_000,
+        "eos_token_id": 128_001,
+        "torch_dtype": "bfloat16",
+    },
 }
+PRESETS = tuple(_PRESETS)
 
 
 def preset_config(name: str) -> dict[str, Any]:

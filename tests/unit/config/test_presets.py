@@ -3,18 +3,29 @@ from __future__ import annotations
 import pytest
 
 from octetrl.config.errors import UserError
-from octetrl.config.presets import preset_config
+from octetrl.config.presets import PRESETS, preset_config
 from octetrl.models.families import spec_from_config
 
 
 @pytest.mark.parametrize(
     ("name", "parameters", "tied"),
-    [("tiny", 1_033_600, True), ("qwen3-0.6b", 596_049_920, True), ("qwen3-8b", 8_190_735_360, False)],
+    [
+        ("tiny", 1_033_600, True),
+        ("qwen3-0.6b", 596_049_920, True),
+        ("qwen3-1.7b", 1_720_574_976, True),
+        ("qwen3-8b", 8_190_735_360, False),
+        ("llama-3.1-8b", 8_030_261_248, False),
+    ],
 )
 def test_shapes_have_the_published_number_of_parameters(name: str, parameters: int, tied: bool) -> None:
     spec = spec_from_config(preset_config(name))
     assert spec.num_parameters == parameters
-    assert (spec.tied_embeddings, spec.qk_norm) == (tied, True)
+    assert (spec.tied_embeddings, spec.qk_norm) == (tied, not name.startswith("llama"))
+
+
+def test_every_preset_is_one_this_decoder_can_run() -> None:
+    for name in PRESETS:
+        assert spec_from_config(preset_config(name)).max_positions >= 1024
 
 
 def test_a_preset_is_the_callers_own_copy() -> None:
