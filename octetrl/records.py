@@ -55,6 +55,9 @@ class GenerationRequest:
     sampling: SamplingParams
     num_siblings: int = 1
     seed: int = 0
+    expected_tokens: int | None = None
+    """How long its completions are expected to be, say as they were last time: what runs longest is started first.
+    None: not known. It changes when things are computed, never what."""
 
 
 class FinishReason(StrEnum):

@@ -1,10 +1,13 @@
 """The engine: requests in, completions out.
 
-    generate -> sequences -> [schedule -> forward -> sample -> stop?] until all are done -> completions, in order
+    generate -> sequences -> [schedule -> launch -> ... -> read results -> stop?] until all are done -> completions
+
+The host launches `LAG` forwards ahead of the results it reads, so the device never waits for it. A sequence's last
+tokens may thus be drawn in vain; they are dropped, and what the others draw does not depend on them.
 
 One call serves one batch of requests with one policy version. Nothing outlives the call but the pages, and those are
 empty: prefixes are shared among the siblings of a request, not between calls, since the next call usually has other
-weights. An error or an interrupt in the middle therefore leaves nothing behind.
+weights. After an error or an interrupt in the middle the pages go too.
 
 What a request gets does not depend on the others: its tokens are a function of the weights, the prompt, the seed and
 the sibling's number, because every op on the way keeps a row's order of sums (numerics.md §10) and draws from counters.
@@ -12,9 +15,9 @@ the sibling's number, because every op on the way keeps a row's order of sums (n
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -25,40 +28,21 @@ from octetrl.config.spec import ModelSpec
 from octetrl.engine.admission import Admission, check_fits, pages_wanted
 from octetrl.engine.block_manager import BlockManager
 from octetrl.engine.kv_cache import KVCache, cache_format, configured_pages, host_pages
-from octetrl.engine.metrics import EngineMetrics, GenerationProgress
-from octetrl.engine.model_runner import ModelRunner, Sampled
-from octetrl.engine.request import Group, Step
+from octetrl.engine.metrics import EngineMetrics, GenerationProgress, Tally
+from octetrl.engine.model_runner import ModelRunner, Results
+from octetrl.engine.request import Group
 from octetrl.engine.request import Sequence as Sibling
 from octetrl.engine.scheduler import Scheduler
 from octetrl.engine.stopping import Tokenizer, decoder_of, memoised
+from octetrl.engine.transcript import Batch, Transcript
 from octetrl.fp8.kv_scales import KVScales
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.models.decoder import Decoder
 from octetrl.records import Completion, FinishReason, GenerationRequest
 
+LAG = 2  # forwards launched beyond the one whose results are read, on a GPU
+
 OnProgress = Callable[[GenerationProgress], None]
-
-
-@dataclass(slots=True)
-class _Tally:
-    """Counts of one call."""
-
-    started: float
-    done: int = 0
-    generated_tokens: int = 0
-    prefilled_tokens: int = 0
-    steps: int = 0
-    decode_steps: int = 0
-
-    def count(self, step: Step) -> None:
-        self.steps += 1
-        self.decode_steps += bool(step.decode)
-        self.generated_tokens += len(step.decode)
-        self.prefilled_tokens += sum(chunk.stop - chunk.start for chunk in step.chunks)
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self.started
 
 
 class Engine:
@@ -100,6 +84,7 @@ class Engine:
             eos_token_ids=frozenset(eos_token_ids),
             decode=memoised(self._decode),
         )
+        self._lag = LAG if self.device.type == "cuda" else 0
         self._runner = ModelRunner(
             model,
             max_batch=config.max_batch,
@@ -159,8 +144,10 @@ class Engine:
             self._cache = KVCache(self._page, num_pages, self.device, self._scale_2LK)
 
     def release_cache(self) -> None:
-        """Gives the cache's memory back; scales stay."""
+        """Gives the cache's memory back, and what was captured with it; scales stay."""
         self._cache = None
+        if self._runner.graphs is not None:
+            self._runner.graphs.forget()
 
     def generate(
         self, requests: Sequence[GenerationRequest], on_progress: OnProgress | None = None
@@ -171,49 +158,74 @@ class Engine:
         cache without the scales of this policy version and for logits that are not finite.
         """
         self._check_scales()
-        tally = _Tally(time.perf_counter())
+        tally = Tally(self._config.max_batch)
         groups = [self._admission.group(index, request) for index, request in enumerate(requests)]
         cache = self._cache_for(groups)
         blocks = BlockManager(cache.num_pages, self._page.page_size)
         check_fits(groups, blocks)
         scheduler = Scheduler(blocks, max_batch=self._config.max_batch, prefill_chunk=self._config.prefill_chunk)
-        scheduler.submit(sibling for group in groups for sibling in self._admission.siblings(group))
+        scheduler.submit(sibling for group in longest_first(groups) for sibling in self._admission.siblings(group))
         finished: list[dict[int, Completion]] = [{} for _ in groups]
-        while scheduler.has_work:
-            step = scheduler.next_step()
-            sampled = self._runner.run(step, cache)
-            scheduler.complete(step)
-            tally.count(step)
-            for sibling, completion in self._take(step, sampled):
-                scheduler.finish(sibling)
+        try:
+            for sibling, completion in self._work(scheduler, cache, tally, on_progress):
                 finished[sibling.group.index][sibling.sibling] = completion
-                tally.done += 1
-            if on_progress is not None:
-                on_progress(_progress(tally, scheduler))
+        except BaseException:
+            self.release_cache()  # it may hold whatever went wrong
+            raise
         scheduler.check()
         assert blocks.num_used == 0, f"page accounting: {blocks.num_used} pages are still owned after the last sequence"
         self.metrics = self._metrics(tally, groups, scheduler, cache)
         return [[by_sibling[i] for i in sorted(by_sibling)] for by_sibling in finished]
 
-    def _take(self, step: Step, sampled: Sampled) -> list[tuple[Sibling, Completion]]:
-        """Appends the sampled tokens to their sequences; returns those that ended."""
-        ended: list[tuple[Sibling, Completion]] = []
-        for sequence, token, logprob in zip(step.decode, sampled.tokens, sampled.logprobs, strict=True):
+    def _work(
+        self, scheduler: Scheduler, cache: KVCache, tally: Tally, on_progress: OnProgress | None
+    ) -> Iterator[tuple[Sibling, Completion]]:
+        """Launches forwards, `LAG` ahead of reading their results; yields sequences as they end."""
+        transcript = Transcript(self._config.max_batch, self._admission.context_length, self._admission.eos_token_ids)
+        in_flight: deque[tuple[Batch, Results]] = deque()
+        batch = transcript.batch(())
+        while scheduler.has_work:
+            step = scheduler.next_step(results_pending=bool(in_flight))
+            if step is not None:
+                for sequence, row in step.preempted:
+                    transcript.close(sequence, row)
+                transcript.open(step.joined)
+                if step.decode is not batch.sequences and step.decode:
+                    batch = transcript.batch(step.decode)
+                results = self._runner.launch(step, batch, cache)
+                scheduler.complete(step)
+                tally.count_launch(step)
+                if results is not None:
+                    in_flight.append((batch, results))
+            if in_flight and (step is None or len(in_flight) > self._lag):
+                yield from self._take(*in_flight.popleft(), scheduler, transcript, tally)
+            if on_progress is not None:
+                on_progress(tally.progress(len(scheduler.running), len(scheduler.waiting)))
+
+    def _take(
+        self, batch: Batch, results: Results, scheduler: Scheduler, transcript: Transcript, tally: Tally
+    ) -> Iterator[tuple[Sibling, Completion]]:
+        """Reads a forward's results; yields the sequences that ended with it."""
+        sampled = results.read()
+        tally.count_results(transcript.num_added(batch))
+        for sequence in transcript.add(batch, *sampled):
+            token, num_tokens = transcript.last_token(sequence), transcript.num_tokens(sequence)
             if token < 0:
                 raise RuntimeError(
                     f"request '{sequence.group.request.id}', sibling {sequence.sibling}: the logits after"
-                    f" {len(sequence.token_ids)} tokens are not finite, so nothing was sampled (tokens with non-finite"
+                    f" {num_tokens - 1} tokens are not finite, so nothing was sampled (tokens with non-finite"
                     f" activations so far: {int(self._runner.poisoned_tokens)}); look at the weights of policy version"
                     f" {self.policy_version}, at the last grad_norm and at the KV scales"
                 )
-            sequence.append(token, logprob)
-            reason = sequence.stopping.after(token, len(sequence.token_ids))
+            reason = sequence.stopping.after(token, num_tokens)
             if reason is not None:
-                ended.append((sequence, self._completion(sequence, reason)))
-        return ended
+                transcript.close(sequence, sequence.row)
+                scheduler.finish(sequence)
+                tally.done += 1
+                yield sequence, self._completion(sequence, reason)
 
     def _completion(self, sequence: Sibling, reason: FinishReason) -> Completion:
-        token_ids = tuple(sequence.completion_token_ids)
+        token_ids = tuple(sequence.token_ids[sequence.prompt_length :])
         return Completion(
             token_ids=token_ids,
             logprobs=tuple(sequence.logprobs),
@@ -246,42 +258,39 @@ class Engine:
                 self._cache = None  # the old pages go before the new ones come
                 self._cache = KVCache(self._page, wanted, self.device, self._scale_2LK)
         assert self._cache is not None, "the KV cache was not allocated"
-        self._runner.poisoned_tokens.zero_()
+        self._runner.reset()
         if self._cache.saturated_L2K is not None:
             self._cache.saturated_L2K.zero_()
         return self._cache
 
-    def _metrics(self, tally: _Tally, groups: Sequence[Group], scheduler: Scheduler, cache: KVCache) -> EngineMetrics:
+    def _metrics(self, tally: Tally, groups: Sequence[Group], scheduler: Scheduler, cache: KVCache) -> EngineMetrics:
         blocks = scheduler.blocks
         share_L2K = None
         total = 0.0
-        values_per_head = (tally.generated_tokens + tally.prefilled_tokens) * self._page.head_size
+        values_per_head = (tally.decoded_tokens + tally.prefilled_tokens) * self._page.head_size
         if cache.saturated_L2K is not None:
             share_L2K = cache.saturated_L2K.cpu().double() / max(1, values_per_head)
             total = float(share_L2K.sum()) / (share_L2K[:, 0].numel() * self._page.scaled_tensors)
-        places = tally.decode_steps * self._config.max_batch
-        return EngineMetrics(
-            completions=tally.done,
-            generated_tokens=tally.generated_tokens,
+        return tally.metrics(
             prompt_tokens=sum(len(group.request.prompt_token_ids) for group in groups),
-            prefilled_tokens=tally.prefilled_tokens,
-            steps=tally.steps,
-            seconds=tally.seconds,
             preemptions=scheduler.preemptions,
-            batch_occupancy=tally.generated_tokens / places if places else 0.0,
             cache_occupancy=blocks.peak_used / blocks.num_pages,
             kv_capacity_tokens=blocks.num_pages * blocks.page_size,
             kv_saturation=total,
-            non_finite_tokens=int(self._runner.poisoned_tokens),
             kv_saturation_L2K=share_L2K,
+            non_finite_tokens=int(self._runner.poisoned_tokens),
+            capture_seconds=0.0 if self._runner.graphs is None else self._runner.graphs.seconds,
         )
 
 
-def _progress(tally: _Tally, scheduler: Scheduler) -> GenerationProgress:
-    return GenerationProgress(
-        done=tally.done,
-        running=len(scheduler.running),
-        waiting=len(scheduler.waiting),
-        generated_tokens=tally.generated_tokens,
-        seconds=tally.seconds,
-    )
+def longest_first(groups: Sequence[Group]) -> list[Group]:
+    """By the length that each request is expected to reach, where it says so; the others first, as they came.
+
+    What runs longest should start first, or the last of them run alone. A request nobody knows may be as long as any.
+    """
+
+    def key(group: Group) -> float:
+        expected = group.request.expected_tokens
+        return -math.inf if expected is None else -expected
+
+    return sorted(groups, key=key)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 from torch import Tensor
+
+from octetrl.engine.request import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +44,93 @@ class EngineMetrics:
     cache_occupancy: float  # largest share of the pages in use
     kv_capacity_tokens: int
     kv_saturation: float  # share of K and V values clamped on the way into a calibrated cache
-    non_finite_tokens: int  # tokens that met a non-finite activation
     kv_saturation_L2K: Tensor | None  # the same per layer, K or V, and head; float64, CPU. None: nothing is clamped
+    non_finite_tokens: int  # tokens that met a non-finite activation
+    tail_share: float  # share of the decoding time with less than half of the largest batch running: the long tail
+    step_seconds: tuple[float, ...]  # between the results of decode forwards that followed one another
+    capture_seconds: float  # spent capturing CUDA graphs since the engine was made
 
     @property
     def tokens_per_second(self) -> float:
         return self.generated_tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of one call of `generate`, while it goes on."""
+
+    max_batch: int
+    started: float = field(default_factory=time.perf_counter)
+    done: int = 0
+    generated_tokens: int = 0
+    decoded_tokens: int = 0  # generated, and drawn in vain after a stop
+    prefilled_tokens: int = 0
+    steps: int = 0
+    decode_steps: int = 0
+    _last_results: float | None = None  # None: none yet, or something other than a decode forward came between
+    _step_seconds: list[float] = field(default_factory=list)
+    _batches: list[int] = field(default_factory=list)  # sequences that wanted the results, of each of these steps
+
+    def count_launch(self, step: Step) -> None:
+        self.steps += 1
+        self.decode_steps += bool(step.decode)
+        self.decoded_tokens += len(step.decode)
+        self.prefilled_tokens += sum(chunk.stop - chunk.start for chunk in step.chunks)
+        if step.chunks:
+            self._last_results = None
+
+    def count_results(self, num_tokens: int) -> None:
+        """The results of a decode forward have come; `num_tokens` of them belong to sequences that had not ended."""
+        now = time.perf_counter()
+        self.generated_tokens += num_tokens
+        if self._last_results is not None:
+            self._step_seconds.append(now - self._last_results)
+            self._batches.append(num_tokens)
+        self._last_results = now
+
+    def progress(self, running: int, waiting: int) -> GenerationProgress:
+        return GenerationProgress(
+            done=self.done,
+            running=running,
+            waiting=waiting,
+            generated_tokens=self.generated_tokens,
+            seconds=time.perf_counter() - self.started,
+        )
+
+    def metrics(
+        self,
+        *,
+        prompt_tokens: int,
+        preemptions: int,
+        cache_occupancy: float,
+        kv_capacity_tokens: int,
+        kv_saturation: float,
+        kv_saturation_L2K: Tensor | None,
+        non_finite_tokens: int,
+        capture_seconds: float,
+    ) -> EngineMetrics:
+        """The call is over."""
+        places = self.decode_steps * self.max_batch
+        return EngineMetrics(
+            completions=self.done,
+            generated_tokens=self.generated_tokens,
+            prompt_tokens=prompt_tokens,
+            prefilled_tokens=self.prefilled_tokens,
+            steps=self.steps,
+            seconds=time.perf_counter() - self.started,
+            preemptions=preemptions,
+            batch_occupancy=self.generated_tokens / places if places else 0.0,
+            cache_occupancy=cache_occupancy,
+            kv_capacity_tokens=kv_capacity_tokens,
+            kv_saturation=kv_saturation,
+            kv_saturation_L2K=kv_saturation_L2K,
+            non_finite_tokens=non_finite_tokens,
+            tail_share=self._tail_share(),
+            step_seconds=tuple(self._step_seconds),
+            capture_seconds=capture_seconds,
+        )
+
+    def _tail_share(self) -> float:
+        half = max(self._batches, default=0) / 2
+        tail = sum(s for s, n in zip(self._step_seconds, self._batches, strict=True) if n < half)
+        return tail / sum(self._step_seconds) if self._step_seconds else 0.0

@@ -1,51 +1,62 @@
-"""One step on the device: sequences -> tensors -> forward -> logits -> tokens and log-probs on the host.
+"""One step on the device: what changed -> page copies -> a forward -> tokens and log-probs, on their way to the host.
 
-A forward has one query for each decoding sequence, first, and after them the tokens of the chunks; only the decoding
-queries have logits. What changes rarely lives in arrays with one row for each place in the batch, written when a
-sequence comes or its pages change: sampling parameters, block tables. What changes every step (last token, length) is
-read from the sequences. All of it is assembled in numpy and crosses to the device in a few copies; tokens and log-probs
-come back in one.
+A decode forward reads and writes the batch's rows on the device (batch_rows.py), sampling included, so forwards follow
+one another without the host; on a GPU each size of batch is one captured graph (cuda_graphs.py). `launch` returns
+before the device is done, with a `Results` that can be read later. A prefill forward takes chunks of prompts and gives
+nothing but their K and V.
 
-B decoding sequences, C chunks, S = B + C, T tokens, P pages of the longest block table, W pages of the longest
-possible one, E hidden size.
+B sequences of a decode forward, C chunks, T tokens of the chunks, P pages of the longest block table, E hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from octetrl.engine.batch_rows import BatchRows, to_device
+from octetrl.engine.cuda_graphs import DecodeGraphs, padded_batch
 from octetrl.engine.kv_cache import KVCache
 from octetrl.engine.request import Chunk, Step
-from octetrl.engine.sampler import SamplingRows, sample, sequence_key
+from octetrl.engine.sampler import sample
+from octetrl.engine.transcript import Batch
 from octetrl.kernels.linear_logprobs import logprobs_of
 from octetrl.layers.context import PagedContext
 from octetrl.models.decoder import Decoder, poisoned_tokens
+from octetrl.models.rollout_forward import can_fuse, rollout_forward
 
 
 class Sampled(NamedTuple):
-    """Of each decoding sequence, in the step's order."""
+    """Of each sequence of a batch, in its order."""
 
-    tokens: list[int]  # -1: the logits were not finite
-    logprobs: list[float]
-
-
-class Inputs(NamedTuple):
-    """A forward's input, made on the host."""
-
-    token_position_slot_3T: np.ndarray  # int64
-    table_SP: np.ndarray  # int32
-    cu_seqlens_context_2S1: np.ndarray  # int32; row 1: context lengths, then one unused number
-    max_query_len: int
-    max_context_len: int
+    token_B: np.ndarray  # int32; -1: the logits were not finite
+    logprob_B: np.ndarray  # float32
 
 
-NOTHING = Sampled([], [])
+class Results:
+    """A decode forward's tokens and log-probs, on their way to the host."""
+
+    def __init__(self, bits_2B: Tensor, num_sequences: int) -> None:
+        """bits_2B: int32 on the device: tokens, and log-probs bit by bit. It may be overwritten after this."""
+        self._num_sequences = num_sequences
+        self._arrived: torch.cuda.Event | None = None
+        if bits_2B.is_cuda:
+            self._bits_2B = torch.empty(bits_2B.shape, dtype=bits_2B.dtype, pin_memory=True)
+            self._bits_2B.copy_(bits_2B, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+        else:
+            self._bits_2B = bits_2B
+
+    def read(self) -> Sampled:
+        """Waits for the device if it has to."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        bits_2B = self._bits_2B[:, : self._num_sequences].numpy()
+        return Sampled(bits_2B[0], bits_2B[1].view(np.float32))
 
 
 class ModelRunner:
@@ -54,105 +65,82 @@ class ModelRunner:
     def __init__(
         self, model: Decoder, *, max_batch: int, max_tokens: int, page_size: int, device: torch.device
     ) -> None:
-        self.model, self.device, self._page_size = model, device, page_size
-        self._table_RW = np.full((max_batch, -(-max_tokens // page_size)), -1, dtype=np.int32)
-        self._integers_3R = np.zeros((3, max_batch), dtype=np.int64)  # key, prompt length, top_k
-        self._fractions_3R = np.ones((3, max_batch), dtype=np.float32)  # temperature, top_p, min_p
-        self._rows_B = np.zeros(0, dtype=np.int64)
-        self._parameters: SamplingRows | None = None
+        self.model, self.device = model, device
         self.poisoned_tokens = torch.zeros((), dtype=torch.int64, device=device)  # added to by every forward
-        self._prompt_lengths_B = torch.zeros(0, dtype=torch.int64, device=device)
+        self.graphs = DecodeGraphs(self._decode) if device.type == "cuda" else None
+        self.fused = device.type == "cuda" and can_fuse(model)
+        self._page_size, self._max_batch, self._max_tokens = page_size, max_batch, max_tokens
+        self._rows = BatchRows(max_batch=max_batch, max_tokens=max_tokens, page_size=page_size, device=device)
+        self._cu_seqlens_B1 = torch.arange(max_batch + 2, dtype=torch.int32, device=device)
+        self._batch: Batch | None = None
+        self._how = (False, False)
+
+    def reset(self) -> None:
+        """For a new call of `generate`, perhaps with another cache."""
+        self.poisoned_tokens.zero_()
+        self._rows.reset()
+        self._batch = None
 
     @torch.no_grad()
-    def run(self, step: Step, cache: KVCache) -> Sampled:
-        """Runs the step; the caches hold its tokens afterwards."""
-        self._take_in(step)
+    def launch(self, step: Step, batch: Batch, cache: KVCache) -> Results | None:
+        """Runs the step; None where it has only chunks. `batch`: who decodes, the same object while it is the same."""
         cache.copy_pages(step.page_copies)
-        inputs = self._inputs(step)
-        token_T, position_T, slot_T = self._to_device(inputs.token_position_slot_3T).unbind()
-        cu_seqlens_S1, context_S1 = self._to_device(inputs.cu_seqlens_context_2S1).unbind()
+        self._rows.write_pages(step.new_pages)
+        if not step.decode:
+            self._prefill(step.chunks, cache)
+            return None
+        self._rows.join(step.joined)
+        size = len(batch.sequences) if self.graphs is None else padded_batch(len(batch.sequences), self._max_batch)
+        if batch is not self._batch:
+            self._rows.activate(batch.row_B, size)
+            self._batch, self._how = batch, self._rows.samples_how(batch.row_B)
+        if self.graphs is None:
+            return Results(self._decode(size, *self._how, cache), len(batch.sequences))
+        return Results(self.graphs.run(size, *self._how, cache), len(batch.sequences))
+
+    def _decode(self, size: int, draws: bool, filters: bool, cache: KVCache) -> Tensor:
+        """One token for each of the first `size` active rows: int32 [2, B], tokens and the bits of their log-probs."""
+        inputs = self._rows.gather(size, draws, filters)
+        context = PagedContext(
+            layers=cache.layers,
+            slot_mapping_T=inputs.slot_B,
+            block_table_BP=inputs.table_BW,
+            cu_seqlens_q_B1=self._cu_seqlens_B1[: size + 1],
+            context_lens_B=inputs.length_B.int(),
+            max_query_len=1,
+            max_context_len=self._max_tokens,
+        )
+        hidden_BE = self._forward(inputs.token_B, inputs.position_B, context)
+        logits_BV = self.model.logits(hidden_BE)
+        token_B = sample(logits_BV, inputs.rows)
+        temperature_B = torch.where(inputs.rows.temperature_N == 0, 1.0, inputs.rows.temperature_N)
+        logprob_B, _ = logprobs_of(logits_BV, token_B.clamp_min(0), temperature_B)
+        self._rows.advance(inputs, token_B)
+        return torch.stack((token_B.int(), logprob_B.view(torch.int32)))
+
+    def _prefill(self, chunks: Many[Chunk], cache: KVCache) -> None:
+        columns_3T = np.concatenate([self._chunk_columns(chunk) for chunk in chunks], axis=1)
+        token_T, position_T, slot_T = self._to_device(columns_3T).unbind()
+        context_C = np.array([chunk.stop for chunk in chunks], dtype=np.int32)
+        lengths_C = np.array([chunk.stop - chunk.start for chunk in chunks], dtype=np.int32)
         context = PagedContext(
             layers=cache.layers,
             slot_mapping_T=slot_T,
-            block_table_BP=self._to_device(inputs.table_SP),
-            cu_seqlens_q_B1=cu_seqlens_S1,
-            context_lens_B=context_S1[:-1],
-            max_query_len=inputs.max_query_len,
-            max_context_len=inputs.max_context_len,
+            block_table_BP=self._to_device(self._chunk_tables(chunks, int(context_C.max()))),
+            cu_seqlens_q_B1=self._to_device(np.concatenate(([0], lengths_C.cumsum())).astype(np.int32)),
+            context_lens_B=self._to_device(context_C),
+            max_query_len=int(lengths_C.max()),
+            max_context_len=int(context_C.max()),
         )
-        hidden_TE = self.model(token_T, position_T, context)
+        self._forward(token_T, position_T, context)
+
+    def _forward(self, token_T: Tensor, position_T: Tensor, context: PagedContext) -> Tensor:
+        if self.fused:
+            hidden_TE = rollout_forward(self.model, token_T, position_T, context)
+        else:
+            hidden_TE = self.model(token_T, position_T, context)
         self.poisoned_tokens += poisoned_tokens(hidden_TE)
-        if not step.decode:
-            return NOTHING
-        num_decoding = len(step.decode)
-        return self._sample(hidden_TE[:num_decoding], position_T[:num_decoding])
-
-    def _sample(self, hidden_BE: Tensor, position_B: Tensor) -> Sampled:
-        logits_BV = self.model.logits(hidden_BE)
-        rows = self._sampling_rows(position_B)
-        token_B = sample(logits_BV, rows)
-        temperature_B = torch.where(rows.temperature_N == 0, 1.0, rows.temperature_N)
-        logprob_B, _ = logprobs_of(logits_BV, token_B.clamp_min(0), temperature_B)
-        bits_2B = torch.stack((token_B.int(), logprob_B.view(torch.int32))).cpu().numpy()
-        return Sampled(bits_2B[0].tolist(), bits_2B[1].view(np.float32).tolist())
-
-    def _take_in(self, step: Step) -> None:
-        """Writes the rows of new sequences and the block tables that changed."""
-        for sequence in step.admitted:
-            request = sequence.group.request
-            sampling = request.sampling
-            key = sequence_key(request.seed, sequence.sibling)
-            self._integers_3R[:, sequence.row] = key, len(request.prompt_token_ids), sampling.top_k
-            self._fractions_3R[:, sequence.row] = sampling.temperature, sampling.top_p, sampling.min_p
-        for sequence in step.repaged:
-            row_W = self._table_RW[sequence.row]
-            row_W[: len(sequence.pages)] = sequence.pages
-            row_W[len(sequence.pages) :] = -1
-        rows_B = np.fromiter((s.row for s in step.decode), np.int64, len(step.decode))
-        if step.admitted or not np.array_equal(rows_B, self._rows_B):
-            self._rows_B, self._parameters = rows_B, None
-
-    def _sampling_rows(self, position_B: Tensor) -> SamplingRows:
-        """The parameters of the decoding rows, sent anew when the batch changed, and the counters of this step."""
-        if self._parameters is None:
-            integers_3B, fractions_3B = self._integers_3R[:, self._rows_B], self._fractions_3R[:, self._rows_B]
-            key_B, self._prompt_lengths_B, top_k_B = self._to_device(integers_3B).unbind()
-            temperature_B, top_p_B, min_p_B = self._to_device(fractions_3B).unbind()
-            filtered_B = (integers_3B[2] > 0) | (fractions_3B[1] < 1) | (fractions_3B[2] > 0)
-            self._parameters = SamplingRows(
-                key_N=key_B,
-                counter_N=self._prompt_lengths_B,
-                temperature_N=temperature_B,
-                top_k_N=top_k_B,
-                top_p_N=top_p_B,
-                min_p_N=min_p_B,
-                draws=bool((fractions_3B[0] > 0).any()),
-                filters=bool((filtered_B & (fractions_3B[0] > 0)).any()),
-            )
-        return replace(self._parameters, counter_N=position_B + 1 - self._prompt_lengths_B)
-
-    def _inputs(self, step: Step) -> Inputs:
-        num_decoding, page_size = len(step.decode), self._page_size
-        token_B = np.fromiter((s.token_ids[-1] for s in step.decode), np.int64, num_decoding)
-        context_B = np.fromiter((len(s.token_ids) for s in step.decode), np.int64, num_decoding)
-        position_B = context_B - 1
-        slot_B = self._table_RW[self._rows_B, position_B // page_size].astype(np.int64) * page_size
-        slot_B += position_B % page_size
-        columns = [np.stack((token_B, position_B, slot_B)), *(self._chunk_columns(c) for c in step.chunks)]
-        context_S = np.concatenate((context_B, [chunk.stop for chunk in step.chunks]))
-        query_lens_S = np.ones(len(context_S), dtype=np.int64)
-        query_lens_S[num_decoding:] = [chunk.stop - chunk.start for chunk in step.chunks]
-        cu_seqlens_context_2S1 = np.zeros((2, len(context_S) + 1), dtype=np.int32)
-        cu_seqlens_context_2S1[0, 1:] = query_lens_S.cumsum()
-        cu_seqlens_context_2S1[1, :-1] = context_S
-        max_context = int(context_S.max())
-        return Inputs(
-            token_position_slot_3T=np.concatenate(columns, axis=1),
-            table_SP=self._tables(step.chunks, -(-max_context // page_size)),
-            cu_seqlens_context_2S1=cu_seqlens_context_2S1,
-            max_query_len=int(query_lens_S.max()),
-            max_context_len=max_context,
-        )
+        return hidden_TE
 
     def _chunk_columns(self, chunk: Chunk) -> np.ndarray:
         """Tokens, positions and slots of a chunk, int64 [3, stop - start]."""
@@ -161,15 +149,12 @@ class ModelRunner:
         slot_t = page_t * self._page_size + position_t % self._page_size
         return np.stack((np.array(chunk.owner.token_ids[chunk.start : chunk.stop]), position_t, slot_t))
 
-    def _tables(self, chunks: Many[Chunk], width: int) -> np.ndarray:
-        table_BP = self._table_RW[self._rows_B, :width]
-        if not chunks:
-            return table_BP
-        table_CP = np.full((len(chunks), width), -1, dtype=np.int32)
+    def _chunk_tables(self, chunks: Many[Chunk], max_context: int) -> np.ndarray:
+        table_CP = np.full((len(chunks), -(-max_context // self._page_size)), -1, dtype=np.int32)
         for row_P, chunk in zip(table_CP, chunks, strict=True):
-            pages = chunk.owner.pages[:width]
+            pages = chunk.owner.pages[: len(row_P)]
             row_P[: len(pages)] = pages
-        return np.concatenate((table_BP, table_CP))
+        return table_CP
 
     def _to_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+        return to_device(array, self.device)

@@ -4,6 +4,10 @@ A sequence is ready to decode when all its tokens but the last are in the cache:
 next forward, and its logits give the next token. So a prompt's last token is never prefilled, siblings need no logits
 from one another, and a preempted sequence is brought back by prefilling what it had and going on. The price is one
 query per completion that a prefill could have answered.
+
+While a sequence decodes, its newest tokens are on the device only: the host launches forwards ahead of their results.
+How long it is follows from the number of forwards alone (`length`); what its tokens are is known to the transcript once
+their results are read (transcript.py), and to `token_ids` when the sequence leaves the batch.
 """
 
 from __future__ import annotations
@@ -27,6 +31,10 @@ class Prefix:
     @property
     def num_to_cache(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def is_cached(self) -> bool:
+        return self.num_cached == len(self.token_ids)
 
 
 @dataclass(slots=True, eq=False)
@@ -52,26 +60,25 @@ class Sequence:
     group: Group
     sibling: int
     stopping: Stopping
-    token_ids: list[int]  # prompt and completion so far
-    logprobs: list[float] = field(default_factory=list)  # of the completion's tokens
+    token_ids: list[int]  # prompt, and what was generated until it last left the batch
+    logprobs: list[float] = field(default_factory=list)  # of the completion's tokens in `token_ids`
     pages: list[int] = field(default_factory=list)
-    num_cached: int = 0
+    num_cached: int = 0  # before it decodes
     writable: int = 0  # tokens, a multiple of the page size
     row: int = NO_ROW  # its place in the runner's batch while it runs
+    joined_at: int | None = None  # the forward with which it began to decode; None: it does not decode
 
     @property
     def num_to_cache(self) -> int:
         return len(self.token_ids) - 1
 
     @property
-    def completion_token_ids(self) -> list[int]:
-        return self.token_ids[len(self.group.request.prompt_token_ids) :]
+    def prompt_length(self) -> int:
+        return len(self.group.request.prompt_token_ids)
 
-    def append(self, token: int, logprob: float) -> None:
-        """The query that gave `token` is now cached; `token` is the next query."""
-        self.num_cached += 1
-        self.token_ids.append(token)
-        self.logprobs.append(logprob)
+    def length(self, clock: int) -> int:
+        """Tokens it has when `clock` forwards have been launched, known or not."""
+        return len(self.token_ids) + (0 if self.joined_at is None else clock - self.joined_at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +92,11 @@ class Chunk:
 
 @dataclass(slots=True)
 class Step:
-    """One forward: a query for each sequence of `decode`, after them the tokens of `chunks`."""
+    """What the device does next: page copies, then one forward over `chunks`, or over a query of each of `decode`."""
 
-    decode: list[Sequence] = field(default_factory=list)
+    decode: tuple[Sequence, ...] = ()  # the same object as in the step before where the batch did not change
     chunks: list[Chunk] = field(default_factory=list)
     page_copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to), before the forward
-    admitted: list[Sequence] = field(default_factory=list)  # have a row since this step
-    repaged: list[Sequence] = field(default_factory=list)  # their page list changed
+    new_pages: list[tuple[int, int, int]] = field(default_factory=list)  # (row, index in its block table, page)
+    joined: list[Sequence] = field(default_factory=list)  # decode since this step
+    preempted: list[tuple[Sequence, int]] = field(default_factory=list)  # with the row each had; none is in `decode`

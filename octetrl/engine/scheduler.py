@@ -1,22 +1,30 @@
 """Who runs next: continuous batching over a fixed number of pages.
 
-Every step takes all sequences that are ready to decode and up to `prefill_chunk` tokens of those that are not; a
-finished sequence makes room at once. Admission is first come, first served, a sequence after its elder siblings. The
-first sibling brings the group's prefix with it; the others share its pages, and take a copy of the last, partly filled
-one when they come to write there.
+A step is a forward over prompt chunks (`prefill_chunk` tokens at most) while any are to be cached, and otherwise one
+query of every sequence that is ready. Prompts go first because a fuller batch decodes at the same price; a finished
+sequence makes room at once. Admission is first come, first served, a sequence after its elder siblings. The first
+sibling brings the group's prefix with it; the others share its pages, and take a copy of the last, partly filled one
+when they come to write there.
+
+The host runs ahead: forwards are launched before the results of earlier ones are read. Everything that a launch needs
+follows from counting (`clock`, the number of decode forwards launched): how long a sequence is, when it needs its next
+page, when it has reached its limit. The last two stand in a calendar, so a step costs what changes in it, not the size
+of the batch. What only results can tell, a stop token, comes late by a few forwards; the tokens drawn meanwhile are
+dropped, and since the device runs in order, the pages are free to be given away at once.
 
 A sequence is admitted when the pages it needs to start are there and one more remains for each running sequence to
 grow into. That is a guess, so pages can run out. Then, in this order: prefixes that no running sequence uses are
 dropped; the newest running sequence is preempted, which gives up its pages and keeps its tokens, and is prefilled
-again when its turn comes; a sequence left alone drops its own group's prefix. All running sequences are older than all
-waiting ones, so the eldest always goes on: nobody starves, and nothing is computed twice for a newcomer's sake.
+again when its turn comes; a sequence left alone drops its own group's prefix. Preemption waits until all results are
+read, since the tokens have to be known. All running sequences are older than all waiting ones, so the eldest always
+goes on: nobody starves, and nothing is computed twice for a newcomer's sake.
 
 What a sequence generates depends on none of this (sampler.py, kernels/attention_order.py).
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable
 
 from octetrl.engine.block_manager import BlockManager
@@ -31,44 +39,53 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # eldest first
         self.preemptions = 0
+        self.clock = 0  # decode forwards launched
         self._prefill_chunk = prefill_chunk
         self._free_rows = list(range(max_batch - 1, -1, -1))
+        self._room_changed = False  # whether admission, refused last time, is worth another look
         self._prefixed: list[Group] = []
+        self._awaiting: dict[Prefix, list[Sequence]] = {}  # siblings of prefixes that are being prefilled
+        self._starting: list[Sequence] = []  # whose prefix is there, to be given pages of their own
+        self._to_prefill: deque[Prefix | Sequence] = deque()
+        self._decoding: dict[Sequence, None] = {}
+        self._joined: list[Sequence] = []  # since the last decode forward
+        self._batch: tuple[Sequence, ...] | None = ()  # `_decoding` as the steps carry it; None: to be made anew
+        self._results_pending = False
+        self._due: defaultdict[int, list[Sequence]] = defaultdict(list)  # clock -> who needs a page or ends then
 
     def submit(self, sequences: Iterable[Sequence]) -> None:
         """Queues sequences in the order given; each fits the cache when it is alone (the engine has checked)."""
         self.waiting.extend(sequences)
+        self._room_changed = True
 
     @property
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
-    def next_step(self) -> Step:
-        """The next forward. It always contains work while `has_work`."""
+    def next_step(self, *, results_pending: bool = False) -> Step | None:
+        """The next forward; None, only while `results_pending`: read results first, then ask again."""
         step = Step()
-        if self.waiting and self._free_rows:
-            self._admit(step)
-        budget = self._prefill_chunk
-        for sequence in tuple(self.running):
-            if sequence.row == NO_ROW or _awaits_prefix(sequence):
-                continue
-            if sequence.writable < len(sequence.token_ids) and not self._grow(sequence, step):
-                continue
-            if sequence.num_cached == sequence.num_to_cache:
-                step.decode.append(sequence)
-            else:
-                budget -= _plan_chunk(step, sequence, budget)
-        for group in self._prefixed:
-            assert group.prefix is not None, "a group without prefix is listed as having one"
-            budget -= _plan_chunk(step, group.prefix, budget)
-        step.admitted = [sequence for sequence in step.admitted if sequence.row != NO_ROW]
-        assert step.decode or step.chunks, "the scheduler made a step without work"
-        return step
+        self._results_pending = results_pending
+        if self._room_changed and self.waiting and self._free_rows:
+            self._admit()
+        if results_pending and self._pages_needed() > self.blocks.num_free:
+            return None
+        self._start_prefilling(step)
+        self._plan_chunks(step)
+        if not step.chunks:
+            self._plan_decode(step)
+        if step.decode or step.chunks:
+            return step
+        assert results_pending, "the scheduler made a step without work"
+        return None
 
     def complete(self, step: Step) -> None:
-        """The chunks of `step` are in the cache now."""
+        """The forward of `step` is launched: whatever comes after it on the device finds its tokens in the cache."""
+        self.clock += bool(step.decode)
         for chunk in step.chunks:
             chunk.owner.num_cached = chunk.stop
+            if chunk.stop == chunk.owner.num_to_cache:
+                self._cached(chunk.owner)
 
     def finish(self, sequence: Sequence) -> None:
         """Takes a sequence out for good."""
@@ -84,7 +101,9 @@ class Scheduler:
         owners += [group.prefix.pages for group in self._prefixed if group.prefix is not None]
         self.blocks.check(owners)
 
-    def _admit(self, step: Step) -> None:
+    # ------------------------------------------------------------ from waiting to running
+
+    def _admit(self) -> None:
         reserved = sum(self._missing_pages(sequence) + 1 for sequence in self.running)
         while self.waiting and self._free_rows:
             sequence = self.waiting[0]
@@ -97,40 +116,116 @@ class Scheduler:
                 for idle in self._idle_groups(besides=group):
                     self._drop_prefix(idle)
             elif self.blocks.num_free < reserved + needed:
-                return
+                break
             self.waiting.popleft()
             if needs_prefix:
                 self._make_prefix(group)
-            self._start(sequence)
-            step.admitted.append(sequence)
+            self._run(sequence)
             reserved += self._missing_pages(sequence) + 1
+        self._room_changed = False
 
-    def _start(self, sequence: Sequence) -> None:
-        group = sequence.group
+    def _run(self, sequence: Sequence) -> None:
+        prefix = sequence.group.prefix
         sequence.row = self._free_rows.pop()
         sequence.num_cached = self._prefix_tokens(sequence)
         sequence.writable = sequence.num_cached // self.blocks.page_size * self.blocks.page_size
-        sequence.pages = [] if group.prefix is None else self.blocks.share(group.prefix.pages)
-        group.num_running += 1
+        sequence.pages = [] if prefix is None else self.blocks.share(prefix.pages)
+        sequence.group.num_running += 1
         self.running.append(sequence)
+        if prefix is not None and not prefix.is_cached:
+            self._awaiting[prefix].append(sequence)
+        else:
+            self._starting.append(sequence)
 
     def _prefix_tokens(self, sequence: Sequence) -> int:
-        group = sequence.group
-        return len(group.request.prompt_token_ids) - 1 if group.shares_prefix else 0
+        return sequence.prompt_length - 1 if sequence.group.shares_prefix else 0
 
     def _missing_pages(self, sequence: Sequence) -> int:
         """Pages that the next token of a running sequence, and what it still prefills, will take."""
         present = sequence.writable // self.blocks.page_size
-        return max(0, self.blocks.pages_for(len(sequence.token_ids)) - present)
+        return max(0, self.blocks.pages_for(sequence.length(self.clock)) - present)
+
+    def _pages_needed(self) -> int:
+        """An upper bound of the pages that this step allocates."""
+        return sum(self._missing_pages(sequence) for sequence in (*self._starting, *self._due.get(self.clock, ())))
+
+    # ------------------------------------------------------------ prefill
+
+    def _start_prefilling(self, step: Step) -> None:
+        starting, self._starting = self._starting, []
+        for sequence in starting:
+            if sequence.row == NO_ROW or not self._grow(sequence, step):
+                continue
+            if sequence.num_cached == sequence.num_to_cache:
+                self._join(sequence, step)
+            else:
+                self._to_prefill.append(sequence)
+
+    def _plan_chunks(self, step: Step) -> None:
+        """As much of what is to be cached as the budget allows, first come, first served."""
+        budget = self._prefill_chunk
+        for owner in self._to_prefill:
+            num_tokens = min(budget, owner.num_to_cache - owner.num_cached)
+            if num_tokens == 0:
+                return
+            step.chunks.append(Chunk(owner, owner.num_cached, owner.num_cached + num_tokens))
+            budget -= num_tokens
+
+    def _cached(self, owner: Prefix | Sequence) -> None:
+        self._to_prefill.remove(owner)
+        if isinstance(owner, Prefix):
+            self._starting += self._awaiting.pop(owner)
+        else:
+            self._starting.append(owner)
+
+    # ------------------------------------------------------------ decode
+
+    def _join(self, sequence: Sequence, step: Step) -> None:
+        """It has its pages and all its tokens but the last are cached: it decodes from the next decode forward on."""
+        sequence.joined_at = self.clock
+        self._decoding[sequence] = None
+        self._batch = None
+        self._joined.append(sequence)
+        self._note_due(sequence)
+        step.new_pages += ((sequence.row, index, page) for index, page in enumerate(sequence.pages))
+
+    def _plan_decode(self, step: Step) -> None:
+        for sequence in self._due.pop(self.clock, ()):
+            if sequence not in self._decoding or self._due_at(sequence) != self.clock:
+                continue  # it left, or came back since
+            if sequence.length(self.clock) == sequence.group.limit:
+                self._stop_decoding(sequence)  # its last results are on their way
+            elif self._grow(sequence, step):
+                self._note_due(sequence)
+        if self._batch is None:
+            self._batch = tuple(self._decoding)
+        step.decode = self._batch
+        step.joined = [sequence for sequence in self._joined if sequence in self._decoding]
+        self._joined = []
+
+    def _due_at(self, sequence: Sequence) -> int:
+        """The clock at which its query has no page, or at which it has reached its limit."""
+        ahead = min(sequence.writable + 1, sequence.group.limit) - sequence.length(self.clock)
+        return self.clock + ahead
+
+    def _note_due(self, sequence: Sequence) -> None:
+        self._due[self._due_at(sequence)].append(sequence)
+
+    def _stop_decoding(self, sequence: Sequence) -> None:
+        if sequence in self._decoding:
+            del self._decoding[sequence]
+            self._batch = None
+
+    # ------------------------------------------------------------ pages
 
     def _grow(self, sequence: Sequence, step: Step) -> bool:
         """Gives the sequence pages of its own for all its tokens; False where it had to be preempted itself."""
-        blocks, pages = self.blocks, sequence.pages
-        while sequence.writable < len(sequence.token_ids):
+        blocks, pages, length = self.blocks, sequence.pages, sequence.length(self.clock)
+        while sequence.writable < length:
             index = sequence.writable // blocks.page_size
             while index == len(pages) or blocks.is_shared(pages[index]):
                 if blocks.num_free == 0:
-                    self._make_room(sequence)
+                    self._make_room(sequence, step)
                     if sequence.row == NO_ROW:
                         return False
                 elif index == len(pages):
@@ -140,59 +235,64 @@ class Scheduler:
                     step.page_copies.append((pages[index], copy))
                     blocks.release([pages[index]])
                     pages[index] = copy
+            if sequence.joined_at is not None:
+                step.new_pages.append((sequence.row, index, pages[index]))
             sequence.writable += blocks.page_size
-        step.repaged.append(sequence)
         return True
 
-    def _make_room(self, sequence: Sequence) -> None:
+    def _make_room(self, sequence: Sequence, step: Step) -> None:
         """One measure against having no free page, the mildest left. It may free none yet: call again."""
         idle = self._idle_groups(besides=sequence.group)
         if idle:
             self._drop_prefix(idle[0])
         elif len(self.running) > 1:
-            self._preempt(self.running[-1])
+            self._preempt(self.running[-1], step)
         else:
             assert sequence.group.prefix is not None, "a sequence alone in the cache ran out of pages"
             self._drop_prefix(sequence.group)
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence, step: Step) -> None:
+        assert not self._results_pending, "a sequence was preempted whose tokens are not all known yet"
+        own = set(sequence.pages)
+        step.page_copies = [copy for copy in step.page_copies if copy[1] not in own]
+        step.preempted.append((sequence, sequence.row))
         self._leave(sequence)
         self.waiting.appendleft(sequence)
         self.preemptions += 1
 
     def _leave(self, sequence: Sequence) -> None:
+        self._stop_decoding(sequence)
+        if sequence in self._to_prefill:
+            self._to_prefill.remove(sequence)
+        for siblings in (*self._awaiting.values(), self._starting):
+            if sequence in siblings:
+                siblings.remove(sequence)
         self.blocks.release(sequence.pages)
         self.running.remove(sequence)
         self._free_rows.append(sequence.row)
         sequence.group.num_running -= 1
-        sequence.pages, sequence.num_cached, sequence.writable, sequence.row = [], 0, 0, NO_ROW
+        sequence.pages, sequence.num_cached, sequence.writable = [], 0, 0
+        sequence.row, sequence.joined_at = NO_ROW, None
+        self._room_changed = True
 
     def _make_prefix(self, group: Group) -> None:
         token_ids = group.request.prompt_token_ids[:-1]
         num_pages = self.blocks.pages_for(len(token_ids))
         group.prefix = Prefix(token_ids, [self.blocks.allocate() for _ in range(num_pages)])
         self._prefixed.append(group)
+        self._to_prefill.append(group.prefix)
+        self._awaiting[group.prefix] = []
 
     def _drop_prefix(self, group: Group) -> None:
-        assert group.prefix is not None, "this group's prefix is gone already"
-        self.blocks.release(group.prefix.pages)
+        prefix = group.prefix
+        assert prefix is not None, "this group's prefix is gone already"
+        self.blocks.release(prefix.pages)
         group.prefix = None
         self._prefixed.remove(group)
+        if not prefix.is_cached:
+            self._to_prefill.remove(prefix)
+            assert not self._awaiting.pop(prefix), "a prefix that siblings wait for was dropped"
+        self._room_changed = True
 
     def _idle_groups(self, besides: Group) -> list[Group]:
         return [group for group in self._prefixed if group.num_running == 0 and group is not besides]
-
-
-def _awaits_prefix(sequence: Sequence) -> bool:
-    prefix = sequence.group.prefix
-    if prefix is None or prefix.num_cached == prefix.num_to_cache:
-        return False
-    return sequence.num_cached == prefix.num_to_cache  # an elder sibling may be past a prefix that was made again
-
-
-def _plan_chunk(step: Step, owner: Prefix | Sequence, budget: int) -> int:
-    """Adds as much of what `owner` lacks as the budget allows; returns how much."""
-    num_tokens = min(budget, owner.num_to_cache - owner.num_cached)
-    if num_tokens:
-        step.chunks.append(Chunk(owner, owner.num_cached, owner.num_cached + num_tokens))
-    return num_tokens

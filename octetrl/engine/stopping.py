@@ -101,13 +101,18 @@ class Stopping:
     """Decides after each token of one completion. `limit` is the most tokens of prompt and completion together."""
 
     def __init__(self, stop_token_ids: frozenset[int], stops: Sequence[str], limit: int, decode: Decode) -> None:
-        self._stop_token_ids = stop_token_ids
+        self.stop_token_ids = stop_token_ids
         self._limit = limit
         self._strings = StopStrings(stops, decode) if stops else None
 
+    @property
+    def watches_text(self) -> bool:
+        """Whether every token has to be looked at, for a stop string may end with it."""
+        return self._strings is not None
+
     def after(self, token: int, num_tokens: int) -> FinishReason | None:
         """`token` is the last of `num_tokens` tokens of prompt and completion; None: go on."""
-        if token in self._stop_token_ids:
+        if token in self.stop_token_ids:
             return FinishReason.STOP
         if self._strings is not None and self._strings.found_after(token):
             return FinishReason.STOP
@@ -117,5 +122,5 @@ class Stopping:
         """The text of a finished completion."""
         if self._strings is not None:
             return self._strings.cut_text()
-        ended_by_token = token_ids[-1] in self._stop_token_ids
+        ended_by_token = token_ids[-1] in self.stop_token_ids
         return decode(tuple(token_ids[:-1] if ended_by_token else token_ids))

@@ -19,6 +19,7 @@ from octetrl.kernels.attention_paged import attention_paged
 from octetrl.kernels.kv_store import kv_store
 from octetrl.kernels.rope import rope
 from octetrl.layers.context import Context, LayerCache, PackedContext, PagedContext
+from octetrl.layers.linear import Projection
 from octetrl.layers.norm import RMSNorm
 from octetrl.layers.rotary import Rotary
 
@@ -33,8 +34,8 @@ class Attention(nn.Module):
         self,
         spec: ModelSpec,
         layer: int,
-        qkv_proj: nn.Module,
-        o_proj: nn.Module,
+        qkv_proj: Projection,
+        o_proj: Projection,
         *,
         quantize_k: bool,
         dtype: torch.dtype,
@@ -87,14 +88,9 @@ class Attention(nn.Module):
 
     def _attend_paged(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, context: PagedContext) -> Tensor:
         cache: LayerCache = context.layers[self.layer]
-        scales = {
-            "k_scale_K": cache.k_scale_K,
-            "v_scale_K": cache.v_scale_K,
-            "k_token_scale": cache.k_token_scale,
-            "v_token_scale": cache.v_token_scale,
-        }
-        kv_store(k_TKD, v_TKD, cache.k, cache.v, context.slot_mapping_T, **scales, saturated_2K=cache.saturated_2K)
-        return attention_paged(
+        scales = (cache.k_scale_K, cache.v_scale_K, cache.k_token_scale, cache.v_token_scale)
+        kv_store(k_TKD, v_TKD, cache.k, cache.v, context.slot_mapping_T, *scales, cache.saturated_2K)
+        out_THD = attention_paged(
             q_THD,
             cache.k,
             cache.v,
@@ -102,9 +98,11 @@ class Attention(nn.Module):
             context.cu_seqlens_q_B1,
             context.context_lens_B,
             self.softmax_scale,
-            **scales,
+            *scales,
             max_query_len=context.max_query_len,
         )
+        assert isinstance(out_THD, Tensor)
+        return out_THD
 
 
 @torch.no_grad()

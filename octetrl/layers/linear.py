@@ -205,6 +205,9 @@ class Float8Linear(nn.Module):
         return f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}, backend={self.backend}"
 
 
+Projection = Linear | Float8Linear
+
+
 class Float8LinearFunction(torch.autograd.Function):
     """The three GEMMs of `Float8Linear`; the module's docstring tells what is quantised when and what is
     saved.

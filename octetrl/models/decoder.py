@@ -27,7 +27,7 @@ from octetrl.kernels.linear_logprobs import linear_logprobs, lm_head_logits
 from octetrl.layers.attention import Attention
 from octetrl.layers.context import Context
 from octetrl.layers.embedding import Embedding
-from octetrl.layers.linear import Float8Linear, Linear
+from octetrl.layers.linear import Float8Linear, Linear, Projection
 from octetrl.layers.lm_head import LmHead
 from octetrl.layers.mlp import MLP
 from octetrl.layers.norm import RMSNorm
@@ -93,7 +93,7 @@ class Decoder(nn.Module):
     def _layer(self, index: int, device: torch.device | str) -> DecoderLayer:
         spec = self.spec
 
-        def linear(name: str, in_features: int, out_features: int, bias: bool = False) -> nn.Module:
+        def linear(name: str, in_features: int, out_features: int, bias: bool = False) -> Projection:
             if self.policy.format_of(f"layers.{index}.{name}", self.side) == "bf16":
                 return Linear(in_features, out_features, bias, dtype=self.dtype, device=device)
             return Float8Linear(
@@ -156,6 +156,11 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Log-prob of each target and entropy, float32 [N], differentiable (kernels/linear_logprobs.py)."""
         return linear_logprobs(hidden_NE, self.lm_head_weight, targets_N, temperature, chunk)
+
+    def decoder_layers(self) -> Iterator[DecoderLayer]:
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            yield layer
 
     def float8_linears(self) -> Iterator[tuple[str, Float8Linear]]:
         """Every FP8 linear of this side with its name, in the order of the layers."""

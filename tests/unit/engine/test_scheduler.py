@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from collections import deque
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octetrl.engine.block_manager import BlockManager
-from octetrl.engine.request import Group, Prefix, Sequence, Step
+from octetrl.engine.request import NO_ROW, Group, Prefix, Sequence, Step
 from octetrl.engine.scheduler import Scheduler
 from octetrl.engine.stopping import Stopping
 from octetrl.records import GenerationRequest, SamplingParams
@@ -22,68 +25,110 @@ def sequences_of(prompt_length: int, num_siblings: int, max_new_tokens: int, ind
     return [Sequence(group, sibling, stopping, list(prompt)) for sibling in range(num_siblings)]
 
 
-class Simulation:
-    """A cache that holds token ids: what a query would read must be its own sequence's tokens."""
+def token_of(sequence: Sequence, position: int) -> int:
+    """What this sequence says at `position`: known to the device at once, to the host when results come."""
+    prompt = sequence.group.request.prompt_token_ids
+    return prompt[position] if position < len(prompt) else 7 * position + sequence.sibling
 
-    def __init__(self, num_pages: int, max_batch: int, prefill_chunk: int) -> None:
+
+class Simulation:
+    """A cache that holds token ids: what a query would read must be its own sequence's tokens. Results come `lag`
+    forwards late; a sequence `ends_at` a number of tokens that the scheduler does not know of."""
+
+    def __init__(self, num_pages: int, max_batch: int, prefill_chunk: int, lag: int = 0) -> None:
         self.blocks = BlockManager(num_pages, PAGE)
         self.scheduler = Scheduler(self.blocks, max_batch=max_batch, prefill_chunk=prefill_chunk)
-        self.max_batch, self.prefill_chunk = max_batch, prefill_chunk
+        self.max_batch, self.prefill_chunk, self.lag = max_batch, prefill_chunk, lag
         self.slots: dict[tuple[int, int], int] = {}
+        self.tables: dict[int, dict[int, int]] = {}  # row -> index -> page, as the device has them
         self.prefilled = 0
         self.steps: list[Step] = []
+        self.ends_at: dict[Sequence, int] = {}
+        self.known: dict[Sequence, int] = {}  # tokens whose results were read, of sequences that decode
+        self.in_flight: deque[list[tuple[Sequence, int, int]]] = deque()  # (sequence, its join, its token's position)
 
     def run(self, sequences: list[Sequence], max_steps: int = 5000) -> None:
         self.scheduler.submit(sequences)
         while self.scheduler.has_work:
             assert len(self.steps) < max_steps, "no progress"
-            self.step()
+            step = self.scheduler.next_step(results_pending=bool(self.in_flight))
+            if step is not None:
+                self.launch(step)
+            if self.in_flight and (step is None or len(self.in_flight) > self.lag):
+                self.take(self.in_flight.popleft())
         self.scheduler.check()
         assert self.blocks.num_used == 0
 
-    def step(self) -> None:
-        step = self.scheduler.next_step()
+    def launch(self, step: Step) -> None:
         self.steps.append(step)
         self.scheduler.check()
-        assert len(self.scheduler.running) <= self.max_batch
-        assert len({s.row for s in self.scheduler.running}) == len(self.scheduler.running)
-        assert all(0 <= s.row < self.max_batch for s in self.scheduler.running)
+        running = self.scheduler.running
+        assert len(running) <= self.max_batch
+        assert len({s.row for s in running}) == len(running)
+        assert all(0 <= s.row < self.max_batch for s in running)
+        for sequence, _ in step.preempted:
+            assert not self.in_flight, "preempted with tokens unknown"
+            self.settle(sequence)
+        assert not (step.decode and step.chunks)
         self._copy_pages(step)
+        for row, index, page in step.new_pages:
+            self.tables.setdefault(row, {})[index] = page
+        self._prefill(step)
+        clock = self.scheduler.clock
+        for sequence in step.decode:
+            position = sequence.length(clock) - 1
+            assert position + 1 < sequence.group.limit
+            assert sequence.pages == [self.tables[sequence.row][i] for i in range(len(sequence.pages))]
+            self._write(sequence, position, token_of(sequence, position))
+            self._read(sequence, [token_of(sequence, p) for p in range(position + 1)])
+        if step.decode:
+            self.in_flight.append([(s, s.joined_at or 0, s.length(clock)) for s in step.decode])
+        for sequence in step.joined:
+            self.known[sequence] = len(sequence.token_ids)
+        self.scheduler.complete(step)
+
+    def take(self, results: list[tuple[Sequence, int, int]]) -> None:
+        for sequence, joined_at, position in results:
+            if sequence.row == NO_ROW or sequence.joined_at not in (joined_at, None) or sequence not in self.known:
+                continue
+            assert position == self.known[sequence]
+            self.known[sequence] += 1
+            if self.known[sequence] == self.ends_at.get(sequence, sequence.group.limit):
+                self.settle(sequence)
+                self.scheduler.finish(sequence)
+
+    def settle(self, sequence: Sequence) -> None:
+        count = self.known.pop(sequence, len(sequence.token_ids))
+        sequence.token_ids += [token_of(sequence, p) for p in range(len(sequence.token_ids), count)]
+
+    def _prefill(self, step: Step) -> None:
         num_chunk_tokens = sum(chunk.stop - chunk.start for chunk in step.chunks)
         assert num_chunk_tokens <= self.prefill_chunk
         self.prefilled += num_chunk_tokens
         for chunk in step.chunks:
             for position in range(chunk.start, chunk.stop):
-                self._write(chunk.owner, position)
-        for sequence in step.decode:
-            self._write(sequence, len(sequence.token_ids) - 1)
+                self._write(chunk.owner, position, chunk.owner.token_ids[position])
         for chunk in step.chunks:
-            self._read(chunk.owner, chunk.stop)
-        self.scheduler.complete(step)
-        for sequence in step.decode:
-            self._read(sequence, len(sequence.token_ids))
-            token = 7 * len(sequence.token_ids) + sequence.sibling
-            sequence.append(token, 0.0)
-            if sequence.stopping.after(token, len(sequence.token_ids)):
-                self.scheduler.finish(sequence)
+            self._read(chunk.owner, list(chunk.owner.token_ids[: chunk.stop]))
 
     def _copy_pages(self, step: Step) -> None:
         before = dict(self.slots)
+        assert len({target for _, target in step.page_copies}) == len(step.page_copies), "two copies to one page"
         for source, target in step.page_copies:
             for offset in range(PAGE):
                 self.slots[target, offset] = before.get((source, offset), -1)
 
-    def _write(self, owner: Sequence | Prefix, position: int) -> None:
+    def _write(self, owner: Sequence | Prefix, position: int, token: int) -> None:
         page = owner.pages[position // PAGE]
         expected_owners = 1
         if isinstance(owner, Prefix):  # siblings share it before it is filled
             expected_owners += sum(page in s.pages for s in self.scheduler.running)
         assert self.blocks._owners[page] == expected_owners, "a shared page was written"
-        self.slots[page, position % PAGE] = owner.token_ids[position]
+        self.slots[page, position % PAGE] = token
 
-    def _read(self, owner: Sequence | Prefix, num_tokens: int) -> None:
-        held = [self.slots[owner.pages[p // PAGE], p % PAGE] for p in range(num_tokens)]
-        assert held == list(owner.token_ids[:num_tokens])
+    def _read(self, owner: Sequence | Prefix, expected: list[int]) -> None:
+        held = [self.slots[owner.pages[p // PAGE], p % PAGE] for p in range(len(expected))]
+        assert held == expected
 
 
 def test_a_prompt_is_prefilled_once_and_shared() -> None:
@@ -107,12 +152,31 @@ def test_whole_pages_are_not_copied() -> None:
     assert all(not step.page_copies for step in simulation.steps)
 
 
-def test_a_long_prompt_is_prefilled_in_chunks_while_others_decode() -> None:
+def test_prompts_are_prefilled_in_chunks_before_anyone_decodes() -> None:
     simulation = Simulation(num_pages=64, max_batch=16, prefill_chunk=16)
     simulation.run(sequences_of(5, 1, 20) + sequences_of(70, 1, 3, index=1))
     sizes = [sum(chunk.stop - chunk.start for chunk in step.chunks) for step in simulation.steps]
-    assert sizes[:6] == [16, 16, 16, 16, 9, 0]
-    assert all(step.decode for step in simulation.steps[1:])
+    assert sizes == [16, 16, 16, 16, 9] + [0] * 20
+    assert [len(step.decode) for step in simulation.steps[5:]] == [2] * 3 + [1] * 17
+
+
+def test_a_step_says_only_what_changed() -> None:
+    """40 sequences of 100 tokens, each of which needs a page every 16: nothing else is said of them."""
+    simulation = Simulation(num_pages=400, max_batch=64, prefill_chunk=4096, lag=2)
+    simulation.run([s for i in range(40) for s in sequences_of(3 + i % 16, 1, 100, index=i)])
+    decoding = [step for step in simulation.steps if step.decode]
+    assert len(decoding) == 100
+    assert len({id(step.decode) for step in decoding}) == 1
+    assert [len(step.joined) for step in decoding] == [40] + [0] * 99
+    assert sum(len(step.new_pages) for step in decoding[1:]) <= 40 * 7
+
+
+def test_what_was_drawn_after_an_end_is_dropped_and_its_pages_are_used_again() -> None:
+    simulation = Simulation(num_pages=8, max_batch=2, prefill_chunk=64, lag=2)
+    sequences = [s for i in range(6) for s in sequences_of(10, 1, 40, index=i)]
+    simulation.ends_at = {sequence: 13 + 3 * i for i, sequence in enumerate(sequences)}
+    simulation.run(sequences)
+    assert [len(sequence.token_ids) for sequence in sequences] == list(simulation.ends_at.values())
 
 
 def test_preemption_takes_the_newest_and_brings_it_back() -> None:
@@ -146,17 +210,23 @@ def test_a_prefix_that_nobody_uses_makes_room_for_the_eldest() -> None:
     st.integers(1, 10),
     st.integers(1, 6),
     st.sampled_from([16, 37, 256]),
+    st.integers(0, 3),
+    st.randoms(use_true_random=False),
 )
 def test_nothing_is_lost_or_mixed_up_whatever_the_cache(
-    shapes: list[tuple[int, int, int]], spare_pages: int, max_batch: int, prefill_chunk: int
+    shapes: list[tuple[int, int, int]],
+    spare_pages: int,
+    max_batch: int,
+    prefill_chunk: int,
+    lag: int,
+    chance: random.Random,
 ) -> None:
     """The smallest cache allowed holds just the longest sequence."""
     longest = max(prompt + new - 1 for prompt, _, new in shapes)
-    simulation = Simulation(-(-longest // PAGE) + spare_pages - 1, max_batch, prefill_chunk)
+    simulation = Simulation(-(-longest // PAGE) + spare_pages - 1, max_batch, prefill_chunk, lag)
     sequences = [s for i, shape in enumerate(shapes) for s in sequences_of(*shape, index=i)]
+    for sequence in sequences:
+        simulation.ends_at[sequence] = chance.randint(sequence.prompt_length + 1, sequence.group.limit)
     simulation.run(sequences)
     for sequence in sequences:
-        assert len(sequence.token_ids) == sequence.group.limit
-        prompt = sequence.group.request.prompt_token_ids
-        expected = [7 * n + sequence.sibling for n in range(len(prompt), sequence.group.limit)]
-        assert sequence.token_ids == [*prompt, *expected]
+        assert sequence.token_ids == [token_of(sequence, p) for p in range(simulation.ends_at[sequence])]

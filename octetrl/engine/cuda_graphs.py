@@ -1,0 +1,87 @@
+"""One captured graph for each size of decode batch: a forward is one launch, whatever the number of its kernels.
+
+Batches are padded to one of a few sizes (`padded_batch`) with rows that compute nothing of use. A graph holds the
+addresses of the KV cache it was captured with, so graphs live as long as the cache: giving the cache back for training
+drops them, and each is captured again when its size first comes. That costs one forward launched kernel by kernel and
+its capture; `seconds` adds it up, and the engine reports it.
+
+All graphs share one memory pool: they never run at the same time, and what one leaves behind, only its output, is
+copied away before the next one runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octetrl.engine.kv_cache import KVCache
+
+SMALL_SIZES = (1, 2, 4, 8)
+STEP, LARGE_STEP, LARGE = 16, 32, 128
+
+Decode = Callable[[int, bool, bool, KVCache], Tensor]
+
+
+def padded_batch(num_sequences: int, max_batch: int) -> int:
+    """1, 2, 4, 8, then in steps of 16, above 128 in steps of 32; `max_batch` at most."""
+    if num_sequences <= SMALL_SIZES[-1]:
+        size = next(size for size in SMALL_SIZES if size >= num_sequences)
+    else:
+        step = STEP if num_sequences <= LARGE else LARGE_STEP
+        size = -(-num_sequences // step) * step
+    return min(size, max_batch)
+
+
+class _Captured(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    output: Tensor
+
+
+class DecodeGraphs:
+    """Graphs of `decode(size, draws, filters, cache)`."""
+
+    def __init__(self, decode: Decode) -> None:
+        self.seconds = 0.0  # spent capturing, since the engine was made
+        self._decode = decode
+        self._captured: dict[tuple[int, bool, bool], _Captured] = {}
+        self._cache: KVCache | None = None
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def run(self, size: int, draws: bool, filters: bool, cache: KVCache) -> Tensor:
+        """What `decode` returns; overwritten by the next run."""
+        if cache is not self._cache:
+            self.forget()
+            self._cache = cache
+        key = (size, draws, filters)
+        if key not in self._captured:
+            # The first forward of a size is not replayed: it runs as it is, compiles and tunes what it needs, and
+            # only then is the same work recorded.
+            started = time.perf_counter()
+            output = self._decode(size, draws, filters, cache)
+            torch.cuda.synchronize()
+            self._captured[key] = self._capture(key, cache)
+            self.seconds += time.perf_counter() - started
+            return output
+        self._captured[key].graph.replay()
+        return self._captured[key].output
+
+    def forget(self) -> None:
+        """Drops all graphs, and with them the memory they hold."""
+        self._captured.clear()
+        self._cache = None
+        self._pool = torch.cuda.graph_pool_handle()  # a pool without graphs can't be captured into again
+
+    def _capture(self, key: tuple[int, bool, bool], cache: KVCache) -> _Captured:
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.stream(stream):  # not torch.cuda.graph, which collects garbage and empties the allocator first
+            graph.capture_begin(pool=self._pool)
+            try:
+                output = self._decode(*key, cache)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        return _Captured(graph, output)

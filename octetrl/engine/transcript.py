@@ -1,0 +1,87 @@
+"""What the sequences of the batch have said, as the results come in.
+
+One row for each place in the batch, so that a step's results are taken in with a few array operations, whatever the
+batch. Results come late: those of a sequence that has ended, or given its place to another, are told by the row's
+`epoch` and dropped. Most endings are found in arrays too (the model's own stop tokens, the limit); rows with stop
+strings or stop tokens of their own are watched token by token (stopping.py).
+
+R places, B sequences of a batch, N tokens of a completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from octetrl.engine.request import Sequence
+
+
+class Batch(NamedTuple):
+    """The sequences of a decode forward, and where they sat when it was launched."""
+
+    sequences: tuple[Sequence, ...]
+    row_B: np.ndarray  # int64
+    epoch_B: np.ndarray  # int64
+
+
+class Transcript:
+    """For `max_batch` places and completions of at most `max_tokens` tokens. `eos_token_ids`: where most rows stop."""
+
+    def __init__(self, max_batch: int, max_tokens: int, eos_token_ids: frozenset[int]) -> None:
+        self._tokens_RN = np.zeros((max_batch, max_tokens), dtype=np.int32)  # untouched pages cost nothing
+        self._logprobs_RN = np.zeros((max_batch, max_tokens), dtype=np.float32)
+        self._count_R = np.zeros(max_batch, dtype=np.int64)
+        self._limit_R = np.zeros(max_batch, dtype=np.int64)
+        self._epoch_R = np.zeros(max_batch, dtype=np.int64)
+        self._stops_at_eos_R = np.zeros(max_batch, dtype=bool)
+        self._watched_R = np.zeros(max_batch, dtype=bool)
+        self._eos_token_ids = eos_token_ids
+        self._eos = np.array(sorted(eos_token_ids), dtype=np.int32)
+
+    def open(self, sequences: Iterable[Sequence]) -> None:
+        """These sequences begin to decode; each has its row."""
+        for sequence in sequences:
+            row, stopping = sequence.row, sequence.stopping
+            self._count_R[row] = 0
+            self._limit_R[row] = sequence.group.limit - len(sequence.token_ids)
+            self._stops_at_eos_R[row] = stopping.stop_token_ids == self._eos_token_ids
+            self._watched_R[row] = stopping.watches_text or not (
+                self._stops_at_eos_R[row] or not stopping.stop_token_ids
+            )
+
+    def batch(self, sequences: tuple[Sequence, ...]) -> Batch:
+        row_B = np.fromiter((sequence.row for sequence in sequences), np.int64, len(sequences))
+        return Batch(sequences, row_B, self._epoch_R[row_B])
+
+    def add(self, batch: Batch, token_B: np.ndarray, logprob_B: np.ndarray) -> list[Sequence]:
+        """Takes one forward's results in; returns the sequences that may have ended with it."""
+        (kept_b,) = np.nonzero(self._epoch_R[batch.row_B] == batch.epoch_B)
+        row_b, token_b = batch.row_B[kept_b], token_B[kept_b]
+        count_b = self._count_R[row_b]
+        self._tokens_RN[row_b, count_b] = token_b
+        self._logprobs_RN[row_b, count_b] = logprob_B[kept_b]
+        self._count_R[row_b] = count_b + 1
+        attention_b = (count_b + 1 == self._limit_R[row_b]) | self._watched_R[row_b] | (token_b < 0)
+        attention_b |= self._stops_at_eos_R[row_b] & np.isin(token_b, self._eos)
+        return [batch.sequences[i] for i in kept_b[attention_b]]
+
+    def last_token(self, sequence: Sequence) -> int:
+        return int(self._tokens_RN[sequence.row, self._count_R[sequence.row] - 1])
+
+    def num_tokens(self, sequence: Sequence) -> int:
+        """Of prompt and completion, so far as results have come."""
+        return len(sequence.token_ids) + int(self._count_R[sequence.row])
+
+    def num_added(self, batch: Batch) -> int:
+        """How many of a batch's sequences still want its results."""
+        return int((self._epoch_R[batch.row_B] == batch.epoch_B).sum())
+
+    def close(self, sequence: Sequence, row: int) -> None:
+        """The sequence has left `row`: what it said there becomes its own, and what still comes is dropped."""
+        count = self._count_R[row]
+        sequence.token_ids += self._tokens_RN[row, :count].tolist()
+        sequence.logprobs += self._logprobs_RN[row, :count].tolist()
+        self._count_R[row] = 0
+        self._epoch_R[row] += 1
