@@ -83,7 +83,10 @@ class EngineConfig(Section):
     """Tokens in one page of the KV cache; a prompt is shared by its siblings in whole pages."""
     kv_cache_tokens: int | None = Field(default=None, ge=16)
     """Capacity of the cache; None: `kv_memory_fraction` of the free device memory (CPU: what a step needs)."""
-    kv_memory_fraction: Fraction = 0.35
+    kv_memory_fraction: Fraction = 0.85
+    """Of what is free when the cache is taken. With `release_for_training: false` leave room for training: 0.35, say."""
+    release_for_training: bool = True
+    """On a GPU: give the cache's memory back while training, and take what is free then for the next rollout."""
     max_batch: int = Field(default=256, ge=1)
     """Most sequences decoded together."""
     prefill_chunk: int = Field(default=2048, ge=16)

@@ -148,6 +148,7 @@ class Engine:
         self._cache = None
         if self._runner.graphs is not None:
             self._runner.graphs.forget()
+            torch.cuda.empty_cache()  # or the trainer's first tensors would sit in the middle of that memory for good
 
     def generate(
         self, requests: Sequence[GenerationRequest], on_progress: OnProgress | None = None

@@ -8,6 +8,9 @@ Nothing fails silently and nothing is a 0 that was not earned: a prompt that is 
 from, an answer cut at the limit is scored and marked, a reward that raised or hung is None. Every such
 rollout says so in its status.
 
+How long a task's answers were is kept (`Collection.lengths`) and told to the engine when the task comes again, so that
+long ones start first.
+
 A request's seed follows from (run seed, step, place in the batch), so a resumed step draws the same tokens,
 and two steps that meet the same task draw different ones.
 """
@@ -16,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from octetrl.config.schema import RolloutConfig
@@ -57,6 +60,7 @@ class Collection:
     max_prompt_tokens: int
     seed: int = 0
     step: int = 0  # new for every collection: seeds follow from it
+    lengths: dict[str, int] = field(default_factory=dict)  # task id -> mean tokens of its completions, last time
 
     @classmethod
     def from_config(cls, chat: ChatTokens, config: RolloutConfig, *, seed: int) -> Collection:
@@ -83,6 +87,9 @@ def collect_groups(
     fits = [len(request.prompt_token_ids) <= collection.max_prompt_tokens for request in requests]
     generated = iter(workers.generate([request for request, fit in zip(requests, fits, strict=True) if fit]))
     siblings = [next(generated) if fit else [] for fit in fits]
+    for task, drawn in zip(tasks, siblings, strict=True):
+        if drawn:
+            collection.lengths[task.id] = sum(len(completion.token_ids) for completion in drawn) // len(drawn)
     scores = iter(
         environment.score(
             [(task, completion.text) for task, drawn in zip(tasks, siblings, strict=True) for completion in drawn]
@@ -114,6 +121,7 @@ def _request(task: Task, place: int, collection: Collection) -> GenerationReques
         sampling=collection.sampling,
         num_siblings=collection.group_size,
         seed=int.from_bytes(digest[:8]) >> 1,
+        expected_tokens=collection.lengths.get(task.id),
     )
 
 

@@ -3,7 +3,8 @@
     model-*.safetensors, config.json, tokenizer ...   the weights as a Hugging Face folder, as eval and export read it
     optimizer.safetensors                             float32 masters and moments, or moments alone
     kv_scales.safetensors                             the scales that the next rollout's cache is written with
-    cursor.json                                       step, policy version, data order, state of every random generator
+    cursor.json                                       step, policy version, data order, answers' lengths, state of every
+                                                      random generator
 
 Everything else (request seeds, stochastic rounding, held-out tasks) follows from these and the recipe.
 """
@@ -33,6 +34,7 @@ class Cursor:
     policy_version: int
     taskset: Mapping[str, Any]
     conversations: Mapping[str, Any] | None
+    lengths: Mapping[str, int]
     random: Mapping[str, Any]
 
     @classmethod
@@ -42,6 +44,7 @@ class Cursor:
             policy_version=run.workers.policy_version,
             taskset=run.taskset.state(),
             conversations=None if run.conversations is None else run.conversations.state(),
+            lengths=dict(run.collection.lengths),
             random=random_state(),
         )
 
@@ -49,6 +52,8 @@ class Cursor:
         run.taskset.restore(self.taskset)
         if run.conversations is not None and self.conversations is not None:
             run.conversations.restore(self.conversations)
+        run.collection.lengths.clear()
+        run.collection.lengths.update(self.lengths)
         restore_random_state(self.random)
 
     def as_json(self) -> dict[str, Any]:

@@ -120,6 +120,8 @@ class Worker:
 
     def train(self, batch: PackedBatch) -> PolicyUpdate:
         """One update from `batch`, seen through the cache it was drawn with; mismatch among the metrics."""
+        if self.device.type == "cuda" and self.recipe.engine.release_for_training:
+            self.engine.release_cache()
         with self.spans("train"):
             update = self.trainer.train(batch, self._replay(), self.policy.digest)
         if self.policy.kv_mode == "calibrated" and batch.minibatches:
@@ -147,6 +149,7 @@ class Worker:
             "rollout/preemptions": float(metrics.preemptions),
             "rollout/batch_occupancy": metrics.batch_occupancy,
             "rollout/cache_occupancy": metrics.cache_occupancy,
+            "time/rollout_tail": metrics.tail_share,
         }
         if self.policy.kv_mode != "none":
             numbers["fp8/kv_saturation"] = metrics.kv_saturation
