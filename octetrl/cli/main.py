@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import typer
 
+from octetrl.cli.bench import bench
 from octetrl.cli.check import check
 from octetrl.cli.eval import evaluate
 from octetrl.cli.export import export
@@ -35,6 +36,7 @@ app.command("eval")(evaluate)
 app.command("generate")(generate)
 app.command("check")(check)
 app.command("export")(export)
+app.add_typer(bench, name="bench")
 
 
 def main() -> NoReturn:

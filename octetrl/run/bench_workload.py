@@ -1,0 +1,178 @@
+"""What `octetrl bench rollout` asks of an engine: random prompts, siblings, and answers of a given length.
+
+    fixed        every answer has the same length; the siblings of a group are one request
+    lognormal    lengths drawn with the given mean and sigma (of the logarithm), cut at the model's positions
+    a file       prompt and answer lengths of a run's rollouts/step_NNNNNN.jsonl, in its order
+
+Answers end at their length and nowhere else (`ignore_eos`). A request has one length for all its siblings, so where
+lengths differ each sibling is a request of its own, with its group's prompt; such prompts are prefilled once a sibling.
+
+The memory floor wants the tokens that are live in each decode step, a shared prompt counted per sibling. Answer t of a
+sibling with prompt P reads P + t - 1 keys, its own included, so A answers read A * P + A * (A - 1) / 2 in all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from octetrl.config.errors import UserError
+from octetrl.records import GenerationRequest, SamplingParams
+
+_SHAPE = re.compile(r"(\d+)x(\d+)\+(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """`128x512+4096`: requests (counted per sibling), tokens of a prompt, tokens of an answer."""
+
+    requests: int
+    prompt: int
+    answer: int
+
+    def __str__(self) -> str:
+        return f"{self.requests}x{self.prompt}+{self.answer}"
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        match = _SHAPE.fullmatch(text)
+        if match is None or not all(int(number) for number in match.groups()):
+            raise UserError(f"--workload: '{text}' is not REQUESTSxPROMPT+ANSWER; write for example 128x512+4096")
+        return cls(*(int(number) for number in match.groups()))
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """`requests` as the engine gets them; `name` as the results name it."""
+
+    name: str
+    requests: tuple[GenerationRequest, ...]
+
+    @property
+    def siblings(self) -> list[tuple[int, int]]:
+        """(tokens of the prompt, tokens of the answer) of every completion."""
+        return [
+            (len(request.prompt_token_ids), request.sampling.max_new_tokens)
+            for request in self.requests
+            for _ in range(request.num_siblings)
+        ]
+
+    @property
+    def longest(self) -> Shape:
+        """The completion that takes most positions."""
+        return Shape(1, *max(self.siblings, key=sum))
+
+    @property
+    def generated_tokens(self) -> int:
+        return sum(answer for _, answer in self.siblings)
+
+    @property
+    def live_token_steps(self) -> int:
+        """Keys read, summed over all decode steps and sequences."""
+        return sum(answer * prompt + answer * (answer - 1) // 2 for prompt, answer in self.siblings)
+
+    def cut(self, tokens: int) -> tuple[GenerationRequest, ...]:
+        """The same requests with at most so many tokens of answer: a warm-up."""
+        return tuple(
+            replace(request, sampling=_answers(min(tokens, request.sampling.max_new_tokens)))
+            for request in self.requests
+        )
+
+
+def fixed_lengths(shape: Shape, group_size: int, vocab_size: int, seed: int) -> Workload:
+    _check_groups(shape, group_size)
+    rng = random.Random(seed)
+    prompts = [_random_tokens(rng, vocab_size, shape.prompt) for _ in range(shape.requests // group_size)]
+    requests = (_request(index, prompt, shape.answer, group_size, seed=seed) for index, prompt in enumerate(prompts))
+    return Workload(str(shape), tuple(requests))
+
+
+def lognormal_lengths(
+    shape: Shape, group_size: int, vocab_size: int, seed: int, *, sigma: float, max_positions: int
+) -> Workload:
+    """`shape.answer` is the mean, of the distribution before the cut at the model's positions."""
+    _check_groups(shape, group_size)
+    rng = random.Random(seed)
+    mu = math.log(shape.answer) - sigma**2 / 2
+    requests = []
+    for _ in range(shape.requests // group_size):
+        prompt = _random_tokens(rng, vocab_size, shape.prompt)
+        for _ in range(group_size):
+            answer = min(max(1, round(rng.lognormvariate(mu, sigma))), max_positions - shape.prompt)
+            requests.append(_request(len(requests), prompt, answer, seed=seed))
+    return Workload(f"{shape} lognormal {sigma:g}", tuple(requests))
+
+
+def recorded_lengths(path: Path, most: int | None, vocab_size: int, seed: int) -> Workload:
+    """The first `most` rollouts of the file, all when None. Prompts are random tokens, one prompt a task."""
+    lengths = _read_lengths(path)
+    if most is not None and most > len(lengths):
+        raise UserError(f"--requests: {most} were asked for and '{path}' holds {len(lengths)} rollouts; ask for fewer")
+    rng = random.Random(seed)
+    prompts: dict[tuple[str, int], tuple[int, ...]] = {}
+    requests = []
+    for index, (task, prompt, answer) in enumerate(lengths[:most]):
+        if (task, prompt) not in prompts:
+            prompts[task, prompt] = _random_tokens(rng, vocab_size, prompt)
+        requests.append(_request(index, prompts[task, prompt], answer, seed=seed))
+    mean_prompt, mean_answer = (
+        round(sum(column) / len(requests)) for column in list(zip(*lengths[:most], strict=True))[1:]
+    )
+    return Workload(f"{Shape(len(requests), mean_prompt, mean_answer)} {path.stem}", tuple(requests))
+
+
+def _read_lengths(path: Path) -> list[tuple[str, int, int]]:
+    """(task, tokens of the prompt, tokens of the answer) of each rollout that has both."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = "it is no text" if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise UserError(f"--lengths: cannot read '{path}' ({why}); give fixed, lognormal or a rollouts file") from error
+    found = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            record = json.loads(line)
+            task, prompt, answer = record["task_id"], len(record["prompt_token_ids"]), len(record["token_ids"])
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise UserError(
+                f"--lengths: line {number} of '{path}' is no rollout; give a rollouts/step_NNNNNN.jsonl of a run"
+            ) from error
+        if prompt and answer:
+            found.append((str(task), prompt, answer))
+    if not found:
+        raise UserError(f"--lengths: '{path}' holds no rollout with an answer; give another step's file")
+    return found
+
+
+def _check_groups(shape: Shape, group_size: int) -> None:
+    if shape.requests % group_size:
+        raise UserError(
+            f"--requests: {shape.requests} requests are no whole groups of {group_size};"
+            f" give a multiple of --group-size, such as {-(-shape.requests // group_size) * group_size}"
+        )
+
+
+def check_positions(shape: Shape, max_positions: int, model: str) -> None:
+    """Raises UserError when a prompt and its answer are longer than the model."""
+    if shape.prompt + shape.answer > max_positions:
+        raise UserError(
+            f"workload {shape}: prompt and answer take {shape.prompt} + {shape.answer} tokens and {model} has"
+            f" {max_positions} positions; shorten --prompt or --answer"
+        )
+
+
+def _random_tokens(rng: random.Random, vocab_size: int, length: int) -> tuple[int, ...]:
+    return tuple(rng.choices(range(vocab_size), k=length))
+
+
+def _request(index: int, prompt: Sequence[int], answer: int, num_siblings: int = 1, *, seed: int) -> GenerationRequest:
+    return GenerationRequest(f"bench {index}", tuple(prompt), _answers(answer), num_siblings, seed=seed + index)
+
+
+def _answers(tokens: int) -> SamplingParams:
+    return SamplingParams(max_new_tokens=tokens, ignore_eos=True)
