@@ -53,7 +53,9 @@ def evaluate(run: Run) -> EvalReport:
         temperature=config.evaluation.temperature,
         max_new_tokens=config.evaluation.max_new_tokens or config.rollout.max_new_tokens,
     )
-    collection = replace(run.base_collection, sampling=sampling, group_size=config.evaluation.samples, step=0)
+    collection = replace(
+        run.base_collection, sampling=sampling, group_size=config.evaluation.samples, step=0, lengths={}
+    )
     with run.spans("evaluate"):
         groups = collect_groups(run.taskset.held_out(), run.rewards, run.workers, collection)
     return _report(groups, run.workers.rollout_metrics()["rollout/tokens_per_second"])

@@ -236,3 +236,20 @@ def test_the_cache_can_be_released_and_taken_again() -> None:
     engine.allocate_cache()
     assert engine._cache is not None
     assert engine.generate([request()]) == expected
+
+
+def test_those_expected_to_run_longest_start_first_and_draw_the_same() -> None:
+    """One place: they run one after the other."""
+    asked = [request(str(n), num_siblings=1, seed=n) for n in range(3)]
+    expected = tiny_engine().generate(asked)
+    hinted = [replace(one, expected_tokens=tokens) for one, tokens in zip(asked, (4, None, 9), strict=True)]
+    engine, started = tiny_engine(max_batch=1), []
+    run = engine._runner.launch
+
+    def launch(step, batch, cache):
+        started.extend(sequence.group.index for sequence in step.joined)
+        return run(step, batch, cache)
+
+    engine._runner.launch = launch
+    assert engine.generate(hinted) == expected
+    assert started == [1, 2, 0]  # the unknown one, then the longest

@@ -114,3 +114,13 @@ def test_seeds_are_new_for_each_step_and_place_and_the_same_again_on_resume(chat
     assert seeds(3) == seeds(3)
     assert len({*seeds(3), *seeds(4)}) == 4
     assert all(0 <= seed < 2**63 for seed in seeds(3))
+
+
+def test_how_long_a_tasks_answers_were_is_told_when_it_comes_again(chat: ChatTokens) -> None:
+    workers, collection = EchoWorkers(), collection_of(chat)
+    for step in (1, 2):
+        collect_groups(TASKS[:2], SiblingScores(), workers, collection.at_step(step))
+    first, second = workers.calls
+    assert [request.expected_tokens for request in first] == [None]
+    assert [request.expected_tokens for request in second] == [2]
+    assert collection.lengths == {"a": 2}  # nothing was drawn for the prompt that is too long
