@@ -114,6 +114,12 @@ def _length_problems(recipe: Recipe) -> Iterator[Problem]:
             f" in pages of {engine.page_size}; raise it to at least {pages * engine.page_size}"
         )
         yield Problem(("engine.kv_cache_tokens", "engine.page_size", *lengths), text)
+    if engine.prefix_cache == "keep" and recipe.fp8.kv_cache == "calibrated":
+        text = (
+            "engine.prefix_cache: 'keep' would read old codes by the new scales of a calibrated KV cache;"
+            " use 'drop_on_publish', or fp8.kv_cache 'dynamic' or 'none'"
+        )
+        yield Problem(("engine.prefix_cache", "fp8.kv_cache"), text)
 
 
 def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -1,13 +1,21 @@
-"""Who owns which page of the KV cache.
+"""Who owns which page of the KV cache, and what free pages still hold.
 
 Pages are only numbers here; their bytes lie in `kv_cache.py`. A page may have several owners: the prompt of a group is
 computed once and every sibling reads the same pages. A page with more than one owner is never written; who has to
 write there takes a copy first (`scheduler.py`). A page without owners is free.
+
+A full page may be remembered by what it holds: the hash of all tokens up to its end (`page_keys`), for K and V of a
+position follow from these, the weights and the scales. A free page keeps its bytes until it is taken for something
+else, blank ones first, then those released longest ago; until then whoever needs the same tokens can have it back. So
+the next turn of a conversation prefills what is new in it. `forget` when weights or scales change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
 
 
 class BlockManager:
@@ -16,16 +24,19 @@ class BlockManager:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages, self.page_size = num_pages, page_size
         self.peak_used = 0
-        self._free = list(range(num_pages - 1, -1, -1))
+        self._blank = list(range(num_pages - 1, -1, -1))
+        self._kept: dict[int, None] = {}  # free pages that are remembered, the one released longest ago first
         self._owners = [0] * num_pages
+        self._page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._blank) + len(self._kept)
 
     @property
     def num_used(self) -> int:
-        return self.num_pages - len(self._free)
+        return self.num_pages - self.num_free
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens."""
@@ -33,8 +44,8 @@ class BlockManager:
 
     def allocate(self) -> int:
         """A free page with one owner. The caller has made sure that there is one."""
-        assert self._free, f"page accounting: none of {self.num_pages} pages is free"
-        page = self._free.pop()
+        assert self.num_free, f"page accounting: none of {self.num_pages} pages is free"
+        page = self._blank.pop() if self._blank else self._oldest_kept()
         assert self._owners[page] == 0, f"page accounting: free page {page} has {self._owners[page]} owners"
         self._owners[page] = 1
         self.peak_used = max(self.peak_used, self.num_used)
@@ -56,7 +67,43 @@ class BlockManager:
             assert self._owners[page] > 0, f"page accounting: page {page} is released but has no owner"
             self._owners[page] -= 1
             if self._owners[page] == 0:
-                self._free.append(page)
+                if page in self._key_of:
+                    self._kept[page] = None
+                else:
+                    self._blank.append(page)
+
+    # ------------------------------------------------------------ what pages hold
+
+    def remember(self, token_ids: Sequence[int], pages: Sequence[int]) -> None:
+        """The first pages hold K and V of these tokens; those that are full can be found from now on."""
+        for key, page in zip(page_keys(token_ids, self.page_size), pages, strict=False):
+            if key not in self._page_of and page not in self._key_of:
+                self._page_of[key], self._key_of[page] = page, key
+
+    def find(self, token_ids: Sequence[int]) -> list[int]:
+        """Full pages that hold the beginning of these tokens, as many as are there, with one more owner each."""
+        found: list[int] = []
+        for key in page_keys(token_ids, self.page_size):
+            page = self._page_of.get(key)
+            if page is None:
+                break
+            self._kept.pop(page, None)
+            self._owners[page] += 1
+            found.append(page)
+        self.peak_used = max(self.peak_used, self.num_used)
+        return found
+
+    def forget(self) -> None:
+        """No page is known by what it holds any more."""
+        self._blank += self._kept
+        self._kept.clear()
+        self._page_of.clear()
+        self._key_of.clear()
+
+    def _oldest_kept(self) -> int:
+        page = next(iter(self._kept))
+        del self._kept[page], self._page_of[self._key_of.pop(page)]
+        return page
 
     def check(self, owners: Iterable[Sequence[int]]) -> None:
         """Asserts that `owners`, the page lists of everyone, explain every count, and that nothing leaked."""
@@ -66,4 +113,16 @@ class BlockManager:
                 expected[page] += 1
         assert expected == self._owners, "page accounting: the owners' lists do not explain the counts"
         free = sorted(page for page, count in enumerate(expected) if count == 0)
-        assert free == sorted(self._free), "page accounting: the free list is not the pages without owners"
+        held = sorted((*self._blank, *self._kept))
+        assert free == held, "page accounting: the free pages are not those without owners"
+        assert all(self._page_of[key] == page for page, key in self._key_of.items()), "page accounting: keys differ"
+        assert not set(self._blank) & set(self._key_of), "page accounting: a blank page is remembered"
+
+
+def page_keys(token_ids: Sequence[int], page_size: int) -> Iterator[bytes]:
+    """For each page that these tokens fill, a hash of all tokens up to its end."""
+    key = b""
+    for start in range(0, len(token_ids) - page_size + 1, page_size):
+        tokens = np.asarray(token_ids[start : start + page_size], dtype=np.int64)
+        key = hashlib.blake2b(key + tokens.tobytes(), digest_size=16).digest()
+        yield key

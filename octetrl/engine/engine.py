@@ -5,9 +5,9 @@
 The host launches `LAG` forwards ahead of the results it reads, so the device never waits for it. A sequence's last
 tokens may thus be drawn in vain; they are dropped, and what the others draw does not depend on them.
 
-One call serves one batch of requests with one policy version. Nothing outlives the call but the pages, and those are
-empty: prefixes are shared among the siblings of a request, not between calls, since the next call usually has other
-weights. After an error or an interrupt in the middle the pages go too.
+One call serves one batch of requests with one policy version. Nothing outlives the call but the pages and what they
+hold: the next turn of a conversation finds its beginning there, until new weights are published. After an error or an
+interrupt in the middle the pages go too.
 
 What a request gets does not depend on the others: its tokens are a function of the weights, the prompt, the seed and
 the sibling's number, because every op on the way keeps a row's order of sums (numerics.md §10) and draws from counters.
@@ -93,6 +93,7 @@ class Engine:
             device=self.device,
         )
         self._cache: KVCache | None = None
+        self._blocks: BlockManager | None = None  # of this cache
         self._scale_2LK: Tensor | None = None
         self._scales_version: int | None = None
         if policy.kv_mode == "calibrated":
@@ -100,8 +101,16 @@ class Engine:
             self._scale_2LK = torch.full(heads, torch.nan, dtype=torch.float32, device=self.device)
 
     def publish(self, version: int) -> None:
-        """The model's weights are those of `version` from now on. No prefix of older ones is kept between calls."""
+        """The model's weights are those of `version` from now on; prefixes of older ones go, unless the recipe keeps
+        them."""
         self.policy_version = version
+        if self._config.prefix_cache != "keep":
+            self.forget_prefixes()
+
+    def forget_prefixes(self) -> None:
+        """What the pages hold is not used again: the next call prefills every prompt."""
+        if self._blocks is not None:
+            self._blocks.forget()
 
     def set_kv_scales(self, scales: KVScales) -> None:
         """Puts the scales of a calibrated cache where the kernels read them. Raises ValueError for bad scales."""
@@ -119,6 +128,7 @@ class Engine:
                 f" {float(given_2LK[which, layer, head])}; a scale is finite and above 0"
             )
         self._scale_2LK.copy_(given_2LK)
+        self.forget_prefixes()  # their codes were written with other scales
         self._scales_version = scales.policy_version
 
     @property
@@ -141,11 +151,15 @@ class Engine:
                     f"engine.kv_memory_fraction: {self._config.kv_memory_fraction} of the free memory does not hold one"
                     f" page ({self._page.bytes_per_page} bytes); raise it or free memory"
                 )
-            self._cache = KVCache(self._page, num_pages, self.device, self._scale_2LK)
+            self._make_cache(num_pages)
+
+    def _make_cache(self, num_pages: int) -> None:
+        self._cache = KVCache(self._page, num_pages, self.device, self._scale_2LK)
+        self._blocks = BlockManager(num_pages, self._page.page_size)
 
     def release_cache(self) -> None:
         """Gives the cache's memory back, and what was captured with it; scales stay."""
-        self._cache = None
+        self._cache = self._blocks = None
         if self._runner.graphs is not None:
             self._runner.graphs.forget()
             torch.cuda.empty_cache()  # or the trainer's first tensors would sit in the middle of that memory for good
@@ -161,10 +175,15 @@ class Engine:
         self._check_scales()
         tally = Tally(self._config.max_batch)
         groups = [self._admission.group(index, request) for index, request in enumerate(requests)]
-        cache = self._cache_for(groups)
-        blocks = BlockManager(cache.num_pages, self._page.page_size)
+        cache, blocks = self._cache_for(groups)
         check_fits(groups, blocks)
-        scheduler = Scheduler(blocks, max_batch=self._config.max_batch, prefill_chunk=self._config.prefill_chunk)
+        blocks.peak_used = 0
+        scheduler = Scheduler(
+            blocks,
+            max_batch=self._config.max_batch,
+            prefill_chunk=self._config.prefill_chunk,
+            keeps_prefixes=self._config.prefix_cache != "off",
+        )
         scheduler.submit(sibling for group in longest_first(groups) for sibling in self._admission.siblings(group))
         finished: list[dict[int, Completion]] = [{} for _ in groups]
         try:
@@ -250,19 +269,19 @@ class Engine:
                 f" {self.policy_version}: publish both (publish and set_kv_scales) before generate"
             )
 
-    def _cache_for(self, groups: Sequence[Group]) -> KVCache:
+    def _cache_for(self, groups: Sequence[Group]) -> tuple[KVCache, BlockManager]:
         self.allocate_cache()
         if configured_pages(self._config, self._page, self.device) is None:
             wanted = pages_wanted(groups, self._config.max_batch, self._page.page_size)
             wanted = max(1, min(wanted, host_pages(self._config, self._page)))
             if self._cache is None or self._cache.num_pages != wanted:  # no trace of earlier calls, in metrics neither
                 self._cache = None  # the old pages go before the new ones come
-                self._cache = KVCache(self._page, wanted, self.device, self._scale_2LK)
-        assert self._cache is not None, "the KV cache was not allocated"
+                self._make_cache(wanted)
+        assert self._cache is not None and self._blocks is not None, "the KV cache was not allocated"
         self._runner.reset()
         if self._cache.saturated_L2K is not None:
             self._cache.saturated_L2K.zero_()
-        return self._cache
+        return self._cache, self._blocks
 
     def _metrics(self, tally: Tally, groups: Sequence[Group], scheduler: Scheduler, cache: KVCache) -> EngineMetrics:
         blocks = scheduler.blocks

@@ -34,8 +34,9 @@ from octetrl.engine.request import NO_ROW, Chunk, Group, Prefix, Sequence, Step
 class Scheduler:
     """For one call of `generate`. `max_batch` sequences run at most, each with a row of its own."""
 
-    def __init__(self, blocks: BlockManager, *, max_batch: int, prefill_chunk: int) -> None:
+    def __init__(self, blocks: BlockManager, *, max_batch: int, prefill_chunk: int, keeps_prefixes: bool) -> None:
         self.blocks = blocks
+        self._keeps_prefixes = keeps_prefixes  # pages stay known by what they hold when their owners are gone
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # eldest first
         self.preemptions = 0
@@ -88,7 +89,8 @@ class Scheduler:
                 self._cached(chunk.owner)
 
     def finish(self, sequence: Sequence) -> None:
-        """Takes a sequence out for good."""
+        """Takes a sequence out for good. All its tokens are known."""
+        self._remember(sequence)
         self._leave(sequence)
         group = sequence.group
         group.num_unfinished -= 1
@@ -127,9 +129,13 @@ class Scheduler:
     def _run(self, sequence: Sequence) -> None:
         prefix = sequence.group.prefix
         sequence.row = self._free_rows.pop()
-        sequence.num_cached = self._prefix_tokens(sequence)
+        if prefix is not None:
+            sequence.pages = self.blocks.share(prefix.pages)
+            sequence.num_cached = prefix.num_to_cache
+        else:
+            sequence.pages = self.blocks.find(sequence.token_ids[:-1])
+            sequence.num_cached = len(sequence.pages) * self.blocks.page_size
         sequence.writable = sequence.num_cached // self.blocks.page_size * self.blocks.page_size
-        sequence.pages = [] if prefix is None else self.blocks.share(prefix.pages)
         sequence.group.num_running += 1
         self.running.append(sequence)
         if prefix is not None and not prefix.is_cached:
@@ -173,6 +179,7 @@ class Scheduler:
 
     def _cached(self, owner: Prefix | Sequence) -> None:
         self._to_prefill.remove(owner)
+        self._remember(owner)
         if isinstance(owner, Prefix):
             self._starting += self._awaiting.pop(owner)
         else:
@@ -277,11 +284,18 @@ class Scheduler:
 
     def _make_prefix(self, group: Group) -> None:
         token_ids = group.request.prompt_token_ids[:-1]
-        num_pages = self.blocks.pages_for(len(token_ids))
-        group.prefix = Prefix(token_ids, [self.blocks.allocate() for _ in range(num_pages)])
+        pages = self.blocks.find(token_ids)
+        num_cached = len(pages) * self.blocks.page_size
+        pages += (self.blocks.allocate() for _ in range(self.blocks.pages_for(len(token_ids)) - len(pages)))
+        group.prefix = Prefix(token_ids, pages, num_cached)
         self._prefixed.append(group)
-        self._to_prefill.append(group.prefix)
-        self._awaiting[group.prefix] = []
+        if not group.prefix.is_cached:
+            self._to_prefill.append(group.prefix)
+            self._awaiting[group.prefix] = []
+
+    def _remember(self, owner: Prefix | Sequence) -> None:
+        if self._keeps_prefixes:
+            self.blocks.remember(owner.token_ids[: owner.num_to_cache], owner.pages)
 
     def _drop_prefix(self, group: Group) -> None:
         prefix = group.prefix

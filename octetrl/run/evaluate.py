@@ -58,6 +58,7 @@ def evaluate(run: Run) -> EvalReport:
     )
     with run.spans("evaluate"):
         groups = collect_groups(run.taskset.held_out(), run.rewards, run.workers, collection)
+    run.workers.forget_prefixes()  # so that a step is the same whether an evaluation came before it or not
     return _report(groups, run.workers.rollout_metrics()["rollout/tokens_per_second"])
 
 

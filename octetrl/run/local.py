@@ -40,6 +40,9 @@ class LocalWorkers:
 
             return self.worker.generate(requests, on_progress)
 
+    def forget_prefixes(self) -> None:
+        self.worker.forget_prefixes()
+
     def train(self, batch: PackedBatch) -> PolicyUpdate:
         with self._console.phase("train"):
             return self.worker.train(batch)

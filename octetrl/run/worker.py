@@ -118,6 +118,10 @@ class Worker:
         with self.spans("rollout"):
             return self.engine.generate(requests, on_progress)
 
+    def forget_prefixes(self) -> None:
+        """The next `generate` prefills every prompt, whatever was generated before."""
+        self.engine.forget_prefixes()
+
     def train(self, batch: PackedBatch) -> PolicyUpdate:
         """One update from `batch`, seen through the cache it was drawn with; mismatch among the metrics."""
         if self.device.type == "cuda" and self.recipe.engine.release_for_training:

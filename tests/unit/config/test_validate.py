@@ -46,6 +46,7 @@ IMPOSSIBLE = [
     ([("rollout.min_p", 0.1)], "train with 0.0"),
     ([("rollout.stop", [""])], "rollout.stop"),
     ([*SFT, ("precision", "fp8_full")], "nothing to calibrate on"),
+    ([("precision", "fp8_full"), ("engine.prefix_cache", "keep")], "old codes by the new scales"),
     ([("algorithm.name", "sft")], "algorithm.conversations: sft needs"),
     ([*SFT, ("algorithm.kl_coefficient", 0.1)], "no reference policy"),
     ([*SFT, ("trainer.minibatches", 65)], "use at most 64"),

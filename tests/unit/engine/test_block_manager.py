@@ -51,3 +51,31 @@ def test_counts_are_always_explained_by_the_owners(actions: list[tuple[str, int]
         elif action == "release" and owners:
             blocks.release(owners.pop(choice % len(owners)))
         blocks.check(owners)
+
+
+def test_what_a_free_page_holds_is_found_until_the_page_is_taken() -> None:
+    blocks = BlockManager(num_pages=4, page_size=2)
+    pages = [blocks.allocate() for _ in range(3)]
+    blocks.remember((1, 2, 3, 4, 5), pages)  # two full pages and a half
+    blocks.release(pages)
+    assert blocks.num_free == 4
+    assert blocks.find((1, 2, 3, 9)) == pages[:1]
+    assert blocks.find((1, 2, 3, 4, 5, 6)) == pages[:2] and blocks.is_shared(pages[0])
+    assert blocks.find((3, 4)) == []  # a page is its tokens and all before them
+    for owner in (pages[:1], pages[:2]):
+        blocks.release(owner)
+    blank = [blocks.allocate(), blocks.allocate()]
+    assert not set(blank) & set(pages[:2])  # blank pages go first,
+    assert [blocks.allocate(), blocks.allocate()] == pages[:2]  # then the one released longest ago
+    assert blocks.find((1, 2)) == []
+    blocks.check([blank, pages[:2]])
+
+
+def test_forgetting_frees_nothing_and_finds_nothing() -> None:
+    blocks = BlockManager(num_pages=2, page_size=2)
+    pages = [blocks.allocate(), blocks.allocate()]
+    blocks.remember((1, 2, 3, 4), pages)
+    blocks.release(pages[1:])
+    blocks.forget()
+    assert blocks.num_free == 1 and blocks.find((1, 2, 3, 4)) == []
+    blocks.check([pages[:1]])

@@ -37,7 +37,7 @@ class Simulation:
 
     def __init__(self, num_pages: int, max_batch: int, prefill_chunk: int, lag: int = 0) -> None:
         self.blocks = BlockManager(num_pages, PAGE)
-        self.scheduler = Scheduler(self.blocks, max_batch=max_batch, prefill_chunk=prefill_chunk)
+        self.scheduler = Scheduler(self.blocks, max_batch=max_batch, prefill_chunk=prefill_chunk, keeps_prefixes=True)
         self.max_batch, self.prefill_chunk, self.lag = max_batch, prefill_chunk, lag
         self.slots: dict[tuple[int, int], int] = {}
         self.tables: dict[int, dict[int, int]] = {}  # row -> index -> page, as the device has them
@@ -230,3 +230,21 @@ def test_nothing_is_lost_or_mixed_up_whatever_the_cache(
     simulation.run(sequences)
     for sequence in sequences:
         assert sequence.token_ids == [token_of(sequence, p) for p in range(simulation.ends_at[sequence])]
+
+
+def test_a_prompt_that_goes_on_from_an_earlier_answer_prefills_what_is_new() -> None:
+    simulation = Simulation(num_pages=64, max_batch=8, prefill_chunk=2048)
+    (first,) = sequences_of(prompt_length=40, num_siblings=1, max_new_tokens=30)
+    simulation.run([first])
+    assert simulation.prefilled == 39
+    turn = (*first.token_ids, 8, 9)  # 72 tokens; of the first 69, which were cached, 64 fill pages
+    asked = GenerationRequest("turn", turn, SamplingParams(5), num_siblings=2)
+    group = Group(asked, 0, len(turn) + 5, num_unfinished=2)
+    stopping = Stopping(frozenset(), (), group.limit, decode=lambda token_ids: "")
+    simulation.prefilled = 0
+    simulation.run([Sequence(group, sibling, stopping, list(turn)) for sibling in range(2)])
+    assert simulation.prefilled == 71 - 64
+    simulation.blocks.forget()
+    simulation.prefilled = 0
+    simulation.run(sequences_of(prompt_length=40, num_siblings=1, max_new_tokens=30))
+    assert simulation.prefilled == 39
