@@ -1,12 +1,13 @@
 """The pages of K and V: how large, in what format, how many, and copied where.
 
-    K and V      [L, num_pages, K, page_size, D]; one layer's pages are one contiguous slice of it (`LayerCache`)
+    K and V      [L, num_pages, ...]: one layer's pages are one contiguous slice of it (`LayerCache`), and what is in
+                 a page, K's rows or V's turned codes, is said in kernels/kv_store.py
     calibrated   E4M3 codes and one float32 scale per layer and KV head, in buffers that outlive the pages
     dynamic      E4M3 codes and one float32 scale per token and KV head, [L, num_pages, K, page_size]
     none         the model's dtype; also K's format beside an E4M3 V where the policy says so
 
-All layers share page numbers, so a page is copied in every layer at once. Pages begin as zeros: a kernel may load rows
-past the end of a sequence before it masks them, and zeros, unlike stray bytes, are never NaN.
+All layers share page numbers, so a page is copied in every layer at once. Pages begin as zeros: decode multiplies what
+lies past the end of a sequence by 0, and zeros, unlike stray bytes, are never NaN.
 
 L layers, K KV heads, D head size.
 """
@@ -24,6 +25,7 @@ from octetrl.config.schema import EngineConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.format import E4M3
 from octetrl.fp8.policy import Format, PrecisionPolicy
+from octetrl.kernels.kv_store import v_pages_shape
 from octetrl.layers.context import LayerCache
 
 
@@ -92,16 +94,20 @@ class KVCache:
         self, page: CacheFormat, num_pages: int, device: torch.device, scale_2LK: Tensor | None = None
     ) -> None:
         self.page, self.num_pages = page, num_pages
-        shape = (page.num_layers, num_pages, page.num_kv_heads, page.page_size)
+        rows = (num_pages, page.num_kv_heads, page.page_size)
+        shapes = (torch.Size((*rows, page.head_size)), v_pages_shape(*rows, page.head_size, page.v_dtype))
         pools: list[Tensor] = []
         token_scales: list[Tensor | None] = []
-        for dtype in (page.k_dtype, page.v_dtype):
-            pool = torch.zeros(*shape, page.head_size * dtype.itemsize, dtype=torch.uint8, device=device).view(dtype)
-            scale = torch.ones(shape, device=device) if page.token_scales and dtype == E4M3 else None
+        for dtype, (*outer, inner) in zip((page.k_dtype, page.v_dtype), shapes, strict=True):
+            zeros = torch.zeros(page.num_layers, *outer, inner * dtype.itemsize, dtype=torch.uint8, device=device)
+            pool = zeros.view(dtype)
+            with_scale = page.token_scales and dtype == E4M3
+            scale = torch.ones(page.num_layers, *rows, device=device) if with_scale else None
             pools.append(pool)
             token_scales.append(scale)
         copied = [*pools, *(scale for scale in token_scales if scale is not None)]
-        self._copied = [pool.view(torch.int64) for pool in copied]  # wide words: E4M3 has no indexing, bytes are slow
+        # wide words: E4M3 has no indexing, bytes are slow
+        self._copied = [pool.flatten(2).view(torch.int64) for pool in copied]
         self.saturated_L2K: Tensor | None = None
         if scale_2LK is not None:
             heads = (page.num_layers, 2, page.num_kv_heads)

@@ -41,8 +41,8 @@ SMALLEST_BLOCK_D = 64  # wgmma's shortest long side; smaller heads are padded wi
 @triton.jit
 def _rows_tile(
     q_RD, m_R, l_R, o_RD, start, page, position_R, num_keys, first_key,
-    k_ptr, v_ptr, stride_page, stride_k_token, stride_v_token, k_scale_ptr, v_scale_ptr, stride_scale_page,
-    stride_scale_token, score_scale,
+    k_ptr, v_ptr, stride_k_page, stride_k_token, stride_v_page, stride_v_token, stride_v_d, k_scale_ptr, v_scale_ptr,
+    stride_scale_page, stride_scale_token, score_scale,
     ROWS: tl.constexpr, N: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
     K_MODE: tl.constexpr, V_MODE: tl.constexpr, V_OPERAND: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -52,8 +52,10 @@ def _rows_tile(
         row_N = (first_key + start).to(tl.int64) + tl.arange(0, N)
         scale_N = row_N * stride_scale_token
     else:
-        k_ptr += page.to(tl.int64) * stride_page  # a page for each key where a tile spans several
-        v_ptr += page.to(tl.int64) * stride_page
+        k_ptr += page.to(tl.int64) * stride_k_page  # a page for each key where a tile spans several
+        v_ptr += page.to(tl.int64) * stride_v_page
+        if PAGE_SIZE > 0 and PAGE_SIZE < N:
+            v_ptr = tl.max_constancy(v_ptr, PAGE_SIZE)  # so that turned codes load in words
         row_N = key_N % PAGE_SIZE
         scale_N = page.to(tl.int64) * stride_scale_page + row_N * stride_scale_token
     k_ptr_N = k_ptr + row_N * stride_k_token
@@ -63,15 +65,15 @@ def _rows_tile(
         k_mask_DN = present_N[None, :] & (d_D < HEAD_SIZE)[:, None]
         v_mask_ND = present_N[:, None] & (d_D < HEAD_SIZE)[None, :]
         k_DN = tl.load(k_ptr_N[None, :] + d_D[:, None], mask=k_mask_DN, other=0.0).to(q_RD.dtype)
-        v_ND = tl.load(v_ptr_N[:, None] + d_D[None, :], mask=v_mask_ND, other=0.0).to(V_OPERAND)
+        v_ND = tl.load(v_ptr_N[:, None] + d_D[None, :] * stride_v_d, mask=v_mask_ND, other=0.0).to(V_OPERAND)
     else:
         if BLOCK_D == HEAD_SIZE:
             k_DN = tl.load(k_ptr_N[None, :] + d_D[:, None]).to(q_RD.dtype)
-            v_ND = tl.load(v_ptr_N[:, None] + d_D[None, :]).to(V_OPERAND)
+            v_ND = tl.load(v_ptr_N[:, None] + d_D[None, :] * stride_v_d).to(V_OPERAND)
         else:
             head_D = d_D < HEAD_SIZE
             k_DN = tl.load(k_ptr_N[None, :] + d_D[:, None], mask=head_D[:, None], other=0.0).to(q_RD.dtype)
-            v_ND = tl.load(v_ptr_N[:, None] + d_D[None, :], mask=head_D[None, :], other=0.0).to(V_OPERAND)
+            v_ND = tl.load(v_ptr_N[:, None] + d_D[None, :] * stride_v_d, mask=head_D[None, :], other=0.0).to(V_OPERAND)
     v_scale_N = score_scale
     if K_MODE == 2:
         k_scale_N = tl.load(k_scale_ptr + scale_N, mask=present_N, other=0.0)
@@ -87,11 +89,11 @@ def _rows_tile(
 @triton.jit(do_not_specialize=["stride_table"])
 def _attention_rows_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse2_ptr, table_ptr, cu_seqlens_ptr, contexts_ptr, k_scale_ptr, v_scale_ptr,
-    stride_q_token, stride_q_head, stride_page, stride_k_head, stride_k_token, stride_v_head, stride_v_token,
-    stride_scale_page, stride_scale_head, stride_scale_token, stride_table, base_scale,
+    stride_q_token, stride_q_head, stride_k_page, stride_k_head, stride_k_token, stride_v_page, stride_v_head,
+    stride_v_token, stride_v_d, stride_scale_page, stride_scale_head, stride_scale_token, stride_table, base_scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr, N: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr, K_OPERAND: tl.constexpr,
-    V_OPERAND: tl.constexpr, STORE_LSE: tl.constexpr, STAGES: tl.constexpr,
+    V_OPERAND: tl.constexpr, V_TURNED: tl.constexpr, STORE_LSE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
     head = tl.program_id(1)
@@ -116,7 +118,8 @@ def _attention_rows_kernel(
             score_scale = base_scale * tl.load(k_scale_ptr + kv_head)
         if V_MODE == 1:
             out_scale = tl.load(v_scale_ptr + kv_head)
-        if PAGE_SIZE > 0:  # pages of K and V lie alike: one set of offsets for both
+        if PAGE_SIZE > 0 and not V_TURNED:  # K and V share their offsets, or registers spill
+            stride_v_page = stride_k_page
             stride_v_head = stride_k_head
             stride_v_token = stride_k_token
         k_ptr += kv_head * stride_k_head
@@ -142,9 +145,9 @@ def _attention_rows_kernel(
                 page = load_pages(table_ptr, start + N, num_keys, PAGE_SIZE, N)
             m_R, l_R, o_RD = _rows_tile(
                 q_RD, m_R, l_R, o_RD, start, here, position_R, num_keys, first_query,
-                k_ptr, v_ptr, stride_page, stride_k_token, stride_v_token, k_token_ptr, v_token_ptr, stride_scale_page,
-                stride_scale_token, score_scale, ROWS, N, HEAD_SIZE, BLOCK_D, PAGE_SIZE, K_MODE, V_MODE, V_OPERAND,
-                False,
+                k_ptr, v_ptr, stride_k_page, stride_k_token, stride_v_page, stride_v_token, stride_v_d, k_token_ptr,
+                v_token_ptr, stride_scale_page, stride_scale_token, score_scale, ROWS, N, HEAD_SIZE, BLOCK_D,
+                PAGE_SIZE, K_MODE, V_MODE, V_OPERAND, False,
             )  # fmt: skip
         for start in tl.range(unmasked_end, end, N, num_stages=1):
             here = page
@@ -152,9 +155,9 @@ def _attention_rows_kernel(
                 page = load_pages(table_ptr, start + N, num_keys, PAGE_SIZE, N)
             m_R, l_R, o_RD = _rows_tile(
                 q_RD, m_R, l_R, o_RD, start, here, position_R, num_keys, first_query,
-                k_ptr, v_ptr, stride_page, stride_k_token, stride_v_token, k_token_ptr, v_token_ptr, stride_scale_page,
-                stride_scale_token, score_scale, ROWS, N, HEAD_SIZE, BLOCK_D, PAGE_SIZE, K_MODE, V_MODE, V_OPERAND,
-                True,
+                k_ptr, v_ptr, stride_k_page, stride_k_token, stride_v_page, stride_v_token, stride_v_d, k_token_ptr,
+                v_token_ptr, stride_scale_page, stride_scale_token, score_scale, ROWS, N, HEAD_SIZE, BLOCK_D,
+                PAGE_SIZE, K_MODE, V_MODE, V_OPERAND, True,
             )  # fmt: skip
 
         l_safe_R = tl.where(num_keys > 0, l_R, 1.0)  # a padding sequence gives zeros; NaN stays NaN
@@ -185,17 +188,18 @@ def attention_rows(
     """Launch for packed K and V [T, K, D] or, with a block table, pages [num_pages, K, page_size, D].
 
     K and V each come as they are, or with scales: [K] for `calibrated`; for `dynamic` [T, K] or [num_pages, K,
-    page_size]. Last axes contiguous; pages of K and V have one layout. Returns out [T, H, D], zero where no
-    sequence lies, and for packed input lse2 [T, H].
+    page_size]. K's last axis is contiguous. Pages of V lie as those of K, or turned (`kv_store.by_key`). Returns
+    out [T, H, D], zero where no sequence lies, and for packed input lse2 [T, H].
     """
     num_tokens, num_heads, head_size = q_THD.shape
     assert head_size in SUPPORTED_HEAD_SIZES, f"head size {head_size} is not one of {SUPPORTED_HEAD_SIZES}"
-    assert q_THD.stride(2) == k.stride(-1) == v.stride(-1) == 1, "attention: the last axis must be contiguous"
+    assert q_THD.stride(2) == k.stride(-1) == 1, "attention: the last axis must be contiguous"
     k_mode, v_mode = mode_of(k_scale), mode_of(v_scale)
     paged = block_table_BP is not None
-    assert not paged or k.stride() == v.stride(), f"attention: pages of K {k.stride()} and V {v.stride()} differ"
     page_size = k.shape[2] if paged else 0
-    strides = _strides(k, paged) + _strides(v, paged)[1:]
+    strides = (*_strides(k, paged), *_strides(v, paged), v.stride(-1))
+    turned = v.stride(-1) != 1
+    assert turned or not paged or k.stride() == v.stride(), f"attention: pages of K {k.stride()} and V {v.stride()}"
     token_scales = [scale for scale in (k_scale, v_scale) if scale is not None and mode_of(scale) == "dynamic"]
     stride_scale = _strides(token_scales[0], paged) if token_scales else (0, 0, 0)
     assert all(_strides(scale, paged) == stride_scale for scale in token_scales), "attention: scales lie differently"
@@ -212,6 +216,7 @@ def attention_rows(
         HEADS=num_heads, GROUP=num_heads // k.shape[1], HEAD_SIZE=head_size, BLOCK_D=max(SMALLEST_BLOCK_D, head_size),
         PAGE_SIZE=page_size, ROWS=rows, N=KV_TILE, K_MODE=MODE_NUMBER[k_mode], V_MODE=MODE_NUMBER[v_mode],
         K_OPERAND=TRITON_DTYPE[operand_dtype(k.dtype, k_mode)], V_OPERAND=TRITON_DTYPE[operand_dtype(v.dtype, v_mode)],
-        STORE_LSE=not paged, STAGES=stages, num_warps=warps, **({"enable_fp_fusion": False} if q_THD.is_cuda else {}),
+        V_TURNED=turned, STORE_LSE=not paged, STAGES=stages, num_warps=warps,
+        **({"enable_fp_fusion": False} if q_THD.is_cuda else {}),
     )  # fmt: skip
     return out_THD, lse2_TH

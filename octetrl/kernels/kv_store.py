@@ -1,8 +1,18 @@
 """K and V into their pages, and the same codes for a trainer that has no pages.
 
-`kv_store` writes one token's K and V (after QK-norm and RoPE) into the paged caches `[num_pages, K,
-page_size, D]` at `slot = page * page_size + offset`; slot -1 is skipped, so padded batches need no branch.
-One kv head of one page is one contiguous `[page_size, D]` matrix: what an attention tile loads.
+`kv_store` writes one token's K and V (after QK-norm and RoPE) at `slot = page * page_size + offset`; slot -1 is
+skipped, so padded batches need no branch. One kv head of one page is one contiguous matrix, what an attention tile
+loads:
+
+    K, in any dtype        [num_pages, K, page_size, D]
+    V, BF16 or float32     [num_pages, K, page_size, D]
+    V, E4M3                [num_pages, K, D, page_size]
+
+Codes are converted in registers and V is multiplied from the left, D on its rows: turned, its codes load as they are
+needed, which is worth 7-12% of a decode on an H200 (128 x 2,560 keys). The price is paid here, in single bytes. This is
+the only place that decides it: `v_pages_shape` gives V's shape, and `by_key` the view that all who do not care index.
+
+How a value becomes a code:
 
     calibrated   inverse = 1 / scale[head];   code = e4m3(clamp(x * inverse, -448, 448))
     dynamic      amax over the head's D;      scale and inverse by the rule of every block (fp8/quantize.py)
@@ -34,6 +44,17 @@ from octetrl.fp8.quantize import quantize_kv_per_head, quantize_kv_per_token
 from octetrl.kernels.attention_order import MODE_NUMBER, KVMode, mode_of, operand_dtype
 
 
+def v_pages_shape(num_pages: int, num_heads: int, page_size: int, head_size: int, dtype: torch.dtype) -> torch.Size:
+    """Of a V cache in this dtype: E4M3 pages are turned; see the module's text."""
+    rows = (head_size, page_size) if dtype == E4M3 else (page_size, head_size)
+    return torch.Size((num_pages, num_heads, *rows))
+
+
+def by_key(v_cache: Tensor) -> Tensor:
+    """View [num_pages, K, page_size, D] of a V cache in its own layout."""
+    return v_cache.transpose(2, 3) if v_cache.dtype == E4M3 else v_cache
+
+
 def scale_in_use(cache: Tensor, head_scale_K: Tensor | None, token_scale: Tensor | None) -> Tensor | None:
     """The scales by which K's or V's cache is read: None unless it is E4M3; ValueError if that has not one kind."""
     if cache.dtype != E4M3:
@@ -57,7 +78,7 @@ def kv_store(
 ) -> None:
     """Write K and V at their slots, in place.
 
-    k_TKD, v_TKD: [T, K, D], last axis contiguous. k_cache, v_cache: [num_pages, K, page_size, D], each by its dtype.
+    k_TKD, v_TKD: [T, K, D], last axis contiguous. k_cache, v_cache: pages laid out as above, each by its dtype.
     slot_mapping_T: int64, -1 skips. Per-head scales: float32 [K]. Per-token scales: float32 [num_pages, K,
     page_size], written here. saturated_2K: int64 counter, added to. Raises ValueError for an FP8 cache
     without scales.
@@ -84,7 +105,7 @@ def kv_store_reference(
     kept_T = slot_mapping_T >= 0
     slot_T = slot_mapping_T[kept_T].long()
     page_T, offset_T = slot_T // k_cache.shape[2], slot_T % k_cache.shape[2]
-    both = ((k_TKD, k_cache, k_scale_K, k_token_scale), (v_TKD, v_cache, v_scale_K, v_token_scale))
+    both = ((k_TKD, k_cache, k_scale_K, k_token_scale), (v_TKD, by_key(v_cache), v_scale_K, v_token_scale))
     for which, (x_TKD, cache, head_scale_K, token_scale) in enumerate(both):
         scale = scale_in_use(cache, head_scale_K, token_scale)
         x_TKD = x_TKD[kept_T]
@@ -190,7 +211,7 @@ def _quantize_heads(x_KD, scale_ptr, head_K, is_head_K, MODE: tl.constexpr):
 @triton.jit
 def _store_heads(
     x_ptr, cache_ptr, scale_ptr, token_scale_ptr, saturated_ptr, page, offset,
-    stride_head, stride_page, stride_cache_head, stride_offset, stride_scale_page, stride_scale_head,
+    stride_head, stride_page, stride_cache_head, stride_offset, stride_d, stride_scale_page, stride_scale_head,
     stride_scale_offset,
     HEADS: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, MODE: tl.constexpr,
     COUNT: tl.constexpr,
@@ -200,9 +221,8 @@ def _store_heads(
     is_head_K = head_K < HEADS
     inside_KD = is_head_K[:, None] & (d_D < HEAD_SIZE)[None, :]
     x_KD = tl.load(x_ptr + head_K[:, None] * stride_head + d_D[None, :], mask=inside_KD, other=0.0)
-    target_KD = (
-        cache_ptr + page * stride_page + head_K[:, None] * stride_cache_head + offset * stride_offset + d_D[None, :]
-    )
+    cache_ptr += page * stride_page + offset * stride_offset
+    target_KD = cache_ptr + head_K[:, None] * stride_cache_head + d_D[None, :] * stride_d
     if MODE == 0:
         tl.store(target_KD, x_KD.to(cache_ptr.dtype.element_ty), mask=inside_KD)
     else:
@@ -223,8 +243,9 @@ def _store_heads(
 @triton.jit
 def _kv_store_kernel(
     k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_ptr, k_scale_ptr, v_scale_ptr, k_token_ptr, v_token_ptr, saturated_ptr,
-    stride_k_token, stride_k_head, stride_v_token, stride_v_head, stride_page, stride_cache_head, stride_offset,
-    stride_scale_page, stride_scale_head, stride_scale_offset,
+    stride_k_token, stride_k_head, stride_v_token, stride_v_head,
+    stride_k_page, stride_k_cache_head, stride_k_offset, stride_v_page, stride_v_cache_head, stride_v_offset,
+    stride_v_d, stride_scale_page, stride_scale_head, stride_scale_offset,
     HEADS: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
     K_MODE: tl.constexpr, V_MODE: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
@@ -235,14 +256,14 @@ def _kv_store_kernel(
         offset = slot % PAGE_SIZE
         _store_heads(
             k_ptr + token * stride_k_token, k_cache_ptr, k_scale_ptr, k_token_ptr, saturated_ptr, page, offset,
-            stride_k_head, stride_page, stride_cache_head, stride_offset, stride_scale_page, stride_scale_head,
+            stride_k_head, stride_k_page, stride_k_cache_head, stride_k_offset, 1, stride_scale_page, stride_scale_head,
             stride_scale_offset, HEADS, BLOCK_K, HEAD_SIZE, BLOCK_D, K_MODE, COUNT,
         )  # fmt: skip
         _store_heads(
             v_ptr + token * stride_v_token, v_cache_ptr, v_scale_ptr, v_token_ptr,
             saturated_ptr + HEADS if COUNT else saturated_ptr, page, offset,
-            stride_v_head, stride_page, stride_cache_head, stride_offset, stride_scale_page, stride_scale_head,
-            stride_scale_offset, HEADS, BLOCK_K, HEAD_SIZE, BLOCK_D, V_MODE, COUNT,
+            stride_v_head, stride_v_page, stride_v_cache_head, stride_v_offset, stride_v_d, stride_scale_page,
+            stride_scale_head, stride_scale_offset, HEADS, BLOCK_K, HEAD_SIZE, BLOCK_D, V_MODE, COUNT,
         )  # fmt: skip
 
 
@@ -262,7 +283,6 @@ def kv_store_triton(
     num_tokens, num_heads, head_size = k_TKD.shape
     k_mode = mode_of(scale_in_use(k_cache, k_scale_K, k_token_scale))
     v_mode = mode_of(scale_in_use(v_cache, v_scale_K, v_token_scale))
-    assert k_cache.stride() == v_cache.stride(), "kv_store: K and V caches must have one layout"
     assert k_TKD.stride(2) == v_TKD.stride(2) == k_cache.stride(3) == 1, "kv_store: the last axis must be contiguous"
     count = "calibrated" in (k_mode, v_mode) and saturated_2K is not None
     assert saturated_2K is None or saturated_2K.is_contiguous(), "kv_store: the saturation counter must be contiguous"
@@ -273,7 +293,7 @@ def kv_store_triton(
     _kv_store_kernel[(num_tokens,)](
         k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T, k_scale_K, v_scale_K, k_token_scale, v_token_scale,
         saturated_2K, k_TKD.stride(0), k_TKD.stride(1), v_TKD.stride(0), v_TKD.stride(1), *k_cache.stride()[:3],
-        *stride_scale,
+        *by_key(v_cache).stride(), *stride_scale,
         HEADS=num_heads, BLOCK_K=triton.next_power_of_2(num_heads), HEAD_SIZE=head_size,
         BLOCK_D=triton.next_power_of_2(head_size), PAGE_SIZE=k_cache.shape[2],
         K_MODE=MODE_NUMBER[k_mode], V_MODE=MODE_NUMBER[v_mode], COUNT=count,

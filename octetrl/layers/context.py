@@ -33,7 +33,8 @@ class PackedContext:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's pages. K and V: [num_pages, K, page_size, D] in BF16, float32 or E4M3."""
+    """One layer's pages, in BF16, float32 or E4M3. K: [num_pages, K, page_size, D]; V too, but turned where it is E4M3:
+    [num_pages, K, D, page_size] (kernels/kv_store.py)."""
 
     k: Tensor
     v: Tensor

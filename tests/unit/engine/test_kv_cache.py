@@ -17,15 +17,15 @@ CPU = torch.device("cpu")
 
 
 def page_of(precision: str):
-    return cache_format(SPEC, precision_policy(SPEC, PRECISIONS[precision]), torch.bfloat16, page_size=16)
+    return cache_format(SPEC, precision_policy(SPEC, PRECISIONS[precision]), torch.bfloat16, page_size=32)
 
 
 @pytest.mark.parametrize(
     ("precision", "dtype", "bytes_per_page"),
     [
-        ("bf16", torch.bfloat16, 2 * 2 * 16 * 16 * 4),
-        ("fp8_full", E4M3, 2 * 2 * 16 * 16 * 2),
-        ("fp8_dynamic", E4M3, 2 * 2 * 16 * (16 * 2 + 8)),
+        ("bf16", torch.bfloat16, 2 * 2 * 32 * 16 * 4),
+        ("fp8_full", E4M3, 2 * 2 * 32 * 16 * 2),
+        ("fp8_dynamic", E4M3, 2 * 2 * 32 * (16 * 2 + 8)),
     ],
 )
 def test_the_policy_decides_the_format(precision: str, dtype: torch.dtype, bytes_per_page: int) -> None:
@@ -33,7 +33,8 @@ def test_the_policy_decides_the_format(precision: str, dtype: torch.dtype, bytes
     assert (page.k_dtype, page.v_dtype, page.bytes_per_page) == (dtype, dtype, bytes_per_page)
     cache = KVCache(page, 3, CPU, torch.ones(2, 2, 2) if precision == "fp8_full" else None)
     layer = cache.layers[1]
-    assert layer.k.shape == layer.v.shape == (3, 2, 16, 16) and layer.k.dtype == dtype
+    assert layer.k.shape == (3, 2, 32, 16) and layer.k.dtype == layer.v.dtype == dtype
+    assert layer.v.shape == ((3, 2, 32, 16) if precision == "bf16" else (3, 2, 16, 32))
     held = [layer.k, layer.v, layer.k_token_scale, layer.v_token_scale]
     held = [t for t in held if t is not None]
     assert 2 * sum(t.numel() * t.element_size() for t in held) == 3 * page.bytes_per_page

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from octetrl.fp8.format import E4M3
+from octetrl.kernels.kv_store import v_pages_shape
 
 CACHES = [  # kv_mode, quantize_k
     pytest.param("none", False, id="none"),
@@ -70,7 +71,8 @@ class PagedCache:
         shape = (sum(counts) + 1, self.kv_heads, self.page_size, self.head_size)
         v_dtype = self.dtype if self.kv_mode == "none" else E4M3
         k_dtype = v_dtype if self.quantize_k else self.dtype
-        self.k, self.v = (torch.zeros(shape, device=self.device).to(dtype) for dtype in (k_dtype, v_dtype))
+        self.k = torch.zeros(shape, device=self.device).to(k_dtype)
+        self.v = torch.zeros(v_pages_shape(*shape, v_dtype), device=self.device).to(v_dtype)
         self.k_token_scale = self.v_token_scale = None
         if self.kv_mode == "dynamic":
             self.v_token_scale = torch.ones(shape[:3], device=self.device)

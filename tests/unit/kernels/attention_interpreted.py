@@ -18,6 +18,7 @@ import triton.language as tl
 import triton.runtime.interpreter as interpreter
 from torch import Tensor
 
+from octetrl.fp8.quantize import quantize_activation_reference
 from octetrl.kernels import attention_packed, attention_packed_backward, attention_paged, kv_store
 from tests.unit.kernels.attention_cases import PagedCache, cu_seqlens_of, random_qkv, scales_of
 
@@ -101,6 +102,27 @@ def compare(kv_mode: str, quantize_k: bool, head_size: int, page_size: int, grou
     return errors
 
 
+def compare_decode(kv_mode: str, quantize_k: bool, head_size: int, page_size: int) -> dict[str, float]:
+    """Decode of ragged contexts, one of them a padding sequence, and its quantised output."""
+    lengths, contexts = [300, 7, 128], torch.tensor([300, 7, 128, 0], dtype=torch.int32)
+    q, k, v = random_qkv(lengths, 2, 3, head_size, torch.bfloat16)
+    scales = scales_of(k, v, kv_mode)
+    cache = PagedCache(lengths, 2, head_size, page_size, kv_mode, torch.bfloat16, *scales, quantize_k=quantize_k)
+    kv_store.kv_store_reference(k, v, cache.k, cache.v, cache.slots(lengths), *cache.scales)
+    table = torch.cat([cache.block_table, torch.full_like(cache.block_table[:1], -1)])
+    arguments = (q[[299, 306, 434, 0]], cache.k, cache.v, table, torch.arange(5, dtype=torch.int32), contexts, SCALE)
+    out = attention_paged.attention_paged_triton(*arguments, *cache.scales, 1)
+    want = attention_paged.attention_paged_reference(*arguments, *cache.scales)
+    errors = {"decode": distance(out, want), "padding": float(out[3].abs().max())}
+    if head_size == 128:
+        for power_of_two in (False, True):
+            got = attention_paged.attention_paged_triton(*arguments, *cache.scales, 1, True, power_of_two)
+            codes, scale = quantize_activation_reference(out.flatten(1), power_of_two)
+            errors["out_scale"] = max(errors.get("out_scale", 0.0), distance(got.scale, scale))
+            errors["out_codes"] = max(errors.get("out_codes", 0.0), distance(got.codes, codes))
+    return errors
+
+
 if __name__ == "__main__":
     assert os.environ.get("TRITON_INTERPRET") == "1"
     torch.set_num_threads(1)
@@ -112,4 +134,13 @@ if __name__ == "__main__":
         "calibrated-v": ("calibrated", False, 32, 32, 1),
         "dynamic-v": ("dynamic", False, 16, 128, 1),
     }
-    print(json.dumps({name: compare(*case) for name, case in cases.items()}))
+    decodes = {
+        "decode-none": ("none", False, 64, 128),
+        "decode-calibrated": ("calibrated", True, 128, 128),
+        "decode-dynamic": ("dynamic", True, 64, 128),
+        "decode-calibrated-v": ("calibrated", False, 128, 128),
+        "decode-dynamic-v": ("dynamic", False, 128, 128),
+        "decode-small-pages": ("calibrated", True, 128, 32),
+    }
+    errors = {name: compare(*case) for name, case in cases.items()}
+    print(json.dumps(errors | {name: compare_decode(*case) for name, case in decodes.items()}))

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from octetrl.kernels.attention_paged import attention_paged
-from octetrl.kernels.kv_store import kv_store
+from octetrl.kernels.kv_store import by_key, kv_store
+from octetrl.kernels.quantize_activation import quantize_activation
 from tests.unit.kernels.attention_cases import CACHES, PagedCache, cu_seqlens_of, random_qkv, scales_of
 
 SCALE = 0.2
@@ -43,12 +44,27 @@ def test_values(kv_mode, quantize_k, group, page_size):
         length, count = LENGTHS[sequence], CHUNKS[sequence]
         pages = cache.block_table[sequence].long()
         k_seen = as_the_cache_gives_it(cache.k, cache.k_scale, cache.k_token_scale, pages, length)
-        v_seen = as_the_cache_gives_it(cache.v, cache.v_scale, cache.v_token_scale, pages, length)
+        v_seen = as_the_cache_gives_it(by_key(cache.v), cache.v_scale, cache.v_token_scale, pages, length)
         k_seen, v_seen = (x.repeat_interleave(group, 1) for x in (k_seen, v_seen))
         scores = torch.einsum("qhd,shd->hqs", queries.double(), k_seen) * SCALE
         unseen = torch.ones(count, length).triu(length - count + 1).bool()
         want = torch.einsum("hqs,shd->qhd", scores.masked_fill(unseen, -torch.inf).softmax(-1), v_seen)
         assert (got.double() - want).norm() / want.norm() < 5e-3  # BF16: of P, where V is BF16 or dynamic, and of out
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("chunks", [[1, 1, 1], [2, 1, 30]])
+def test_a_quantised_output_is_the_quantised_output(chunks, power_of_two):
+    q, k, v = random_qkv(LENGTHS, 2, 2, 128, torch.bfloat16)
+    cache = PagedCache(LENGTHS, 2, 128, 128, "calibrated", torch.bfloat16, *scales_of(k, v, "calibrated"))
+    kv_store(k, v, cache.k, cache.v, cache.slots(LENGTHS), *cache.scales)
+    rows = torch.cat([part[-count:] for part, count in zip(q.split(LENGTHS), chunks, strict=True)])
+    contexts = torch.tensor(LENGTHS, dtype=torch.int32)
+    arguments = (rows, cache.k, cache.v, cache.block_table, cu_seqlens_of(chunks), contexts, SCALE, *cache.scales)
+    want = quantize_activation(attention_paged(*arguments).flatten(1), power_of_two)
+    got = attention_paged(*arguments, quantize_out=True, power_of_two=power_of_two)
+    assert torch.equal(got.codes.view(torch.uint8), want.codes.view(torch.uint8))
+    assert torch.equal(got.scale, want.scale) and got.scale.shape == (len(rows), 4)
 
 
 def test_an_fp8_cache_without_scales_is_refused():

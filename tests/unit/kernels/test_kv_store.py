@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from octetrl.fp8.format import E4M3
-from octetrl.kernels.kv_store import kv_replay, kv_store
+from octetrl.kernels.kv_store import by_key, kv_replay, kv_store
 from tests.unit.kernels.attention_cases import CACHES, PagedCache, random_qkv, scales_of
 
 
 def read_back(cache, slots):
     page_size = cache.k.shape[2]
-    return [x.float()[slots // page_size, :, slots % page_size] for x in (cache.k, cache.v)]
+    return [x.float()[slots // page_size, :, slots % page_size] for x in (cache.k, by_key(cache.v))]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -23,6 +23,21 @@ def test_unquantised_values_come_back_as_they_went_in(dtype):
     kv_store(k, v, cache.k, cache.v, slots)
     for got, want in zip(read_back(cache, slots), (k, v), strict=True):
         assert torch.equal(got, want.float())
+
+
+def test_only_the_codes_of_v_are_turned_inside_their_page():
+    k = torch.arange(1.0, 17.0).view(1, 1, 16).bfloat16()
+    v = k + 16
+    ones = torch.ones(1)
+    for kv_mode, shape in (("none", (2, 1, 8, 16)), ("calibrated", (2, 1, 16, 8))):
+        cache = PagedCache([1], 1, 16, 8, kv_mode, torch.bfloat16, ones, ones)
+        kv_store(k, v, cache.k, cache.v, torch.tensor([8 + 3]), *cache.scales)
+        v_page = cache.v[1, 0].float()
+        assert cache.v.shape == shape and cache.k.shape == (2, 1, 8, 16)
+        assert torch.equal(cache.k[1, 0, 3].float(), k[0, 0].float())
+        written = v_page[:, 3] if kv_mode == "calibrated" else v_page[3]
+        assert torch.equal(written, v[0, 0].float().to(cache.v.dtype).float())
+        assert v_page.count_nonzero() == 16
 
 
 @pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES)
@@ -85,7 +100,7 @@ def test_slot_minus_one_writes_nothing():
 
 def test_an_fp8_cache_without_scales_is_refused():
     _, k, v = random_qkv([1], 1, 1, 16, torch.bfloat16)
-    cache = torch.zeros(1, 1, 16, 16).to(E4M3)
+    cache = torch.zeros(1, 1, 16, 16).to(E4M3)  # square, so it is a K as well as a V
     with pytest.raises(ValueError, match="needs either per-head scales"):
         kv_store(k, v, cache, cache, torch.zeros(1, dtype=torch.int64))
     with pytest.raises(ValueError, match="no scales were given"):
