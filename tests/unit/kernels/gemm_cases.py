@@ -1,0 +1,48 @@
+"""A way to run the small GEMMs in Triton's interpreter, on CPU tensors.
+
+Two faults of the interpreter are mended on the way: it multiplies the bit patterns of BF16 tensors as integers, and
+with NumPy 2.4 it cannot take an argument as a loop's bound.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import triton.experimental.gluon  # noqa: F401  (the interpreter imports it, and must not find patched functions)
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+from triton.runtime.jit import JITFunction
+
+import octetrl.kernels.bf16_gemm as bf16_gemm
+import octetrl.kernels.fp8_gemm as fp8_gemm
+
+create_dot = interpreter.InterpreterBuilder.create_dot
+patch_tensor = interpreter._patch_lang_tensor
+
+
+def values(x: Any) -> Any:
+    if x.dtype.scalar != tl.bfloat16:
+        return x
+    return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+
+def create_dot_of_values(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+    return create_dot(self, values(a), values(b), *rest)
+
+
+def patch_tensor_with_index(tensor: Any, scope: Any) -> None:
+    patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the GEMMs, and the device functions of Triton that they call, in Triton's interpreter."""
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot_of_values)
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor_with_index)
+    for module in (bf16_gemm, fp8_gemm, tl, tl.standard):
+        for name, member in list(vars(module).items()):
+            if isinstance(member, JITFunction):
+                monkeypatch.setattr(module, name, interpreter.InterpretedFunction(member.fn))

@@ -1,0 +1,56 @@
+"""The straight BF16 GEMM against float64 (interpreted), and which weights it takes over."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from octetrl.fp8.errors import relative_error
+from octetrl.kernels.bf16_gemm import bf16_gemm, bf16_gemm_reference, bf16_gemm_triton, straight_config
+from octetrl.kernels.fp8_gemm import Config, gemm_table
+from tests.unit.kernels.gemm_cases import interpreted  # noqa: F401
+
+
+def operands(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(m + n + k)
+    return torch.randn(m, k, generator=generator).bfloat16(), torch.randn(n, k, generator=generator).bfloat16()
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    ("m", "n", "k", "config"),
+    [
+        (3, 64, 256, Config("straight", 16, 32, 2, tile_k=64)),
+        (70, 100, 200, Config("straight", 64, 32, 2, tile_k=128)),  # ragged everywhere
+        (0, 64, 64, Config("straight", 64, 32, 2, tile_k=64)),
+    ],
+)
+def test_kernel_is_near_the_reference(m: int, n: int, k: int, config: Config) -> None:
+    x_MK, w_NK = operands(m, n, k)
+    y_MN = bf16_gemm_triton(x_MK, w_NK, config)
+    assert y_MN.shape == (m, n)
+    if m > 0:
+        assert relative_error(y_MN, x_MK.double() @ w_NK.double().t()) < 5e-3  # the interpreter truncates to BF16
+        assert relative_error(y_MN, bf16_gemm_reference(x_MK, w_NK)) < 5e-3
+
+
+def test_a_cpu_has_the_reference() -> None:
+    x_MK, w_NK = operands(5, 24, 100)
+    assert torch.equal(bf16_gemm(x_MK, w_NK), bf16_gemm_reference(x_MK, w_NK))
+    torch.testing.assert_close(bf16_gemm(x_MK, w_NK), F.linear(x_MK, w_NK), rtol=1e-2, atol=1e-2)
+
+
+def test_takes_over_only_where_cublas_splits_k() -> None:
+    n, k = 4096, 12288
+    assert all(straight_config(m, n, k) is not None for m in (1, 2, 64, 65, 256, 257, 511))
+    assert straight_config(512, n, k) is None and straight_config(8192, n, k) is None
+    assert straight_config(64, 24576, 4096) is None, "cuBLAS does not split K there, and is faster"
+
+
+def test_every_entry_serves_small_batches() -> None:
+    for shape in gemm_table()["bf16"]:
+        n, k = map(int, shape.split("x"))
+        for m in (1, 16, 100, 300, 511):
+            config = straight_config(m, n, k)
+            assert config is not None and config.kernel == "straight" and config.tile_k in (32, 64, 128)

@@ -1,0 +1,139 @@
+"""The small FP8 GEMM: its choice of kernels, its table, and plain Triton against the exact emulation (interpreted).
+
+What a GPU's tensor core adds up, bit for bit, and the Gluon kernel, stand in tests/gpu/test_small_gemm.py.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+import torch
+
+from octetrl.fp8.errors import relative_error
+from octetrl.fp8.gemm import fp8_gemm_nt
+from octetrl.fp8.quantize import Quantized, quantize_activation_reference, quantize_weight_reference
+from octetrl.kernels import fp8_gemm as module
+from octetrl.kernels.fp8_gemm import SCALED_MM, Config, choose_config, fp8_gemm, fp8_gemm_triton
+from octetrl.kernels.fp8_gemm_gluon import RING_LIMIT, ring_bytes
+from tests.unit.kernels.gemm_cases import interpreted  # noqa: F401
+
+
+def operands(m: int, n: int, k: int) -> tuple[Quantized, Quantized]:
+    """Random ones, whose scales differ from block to block; the activation's scale with strides (1, M)."""
+    generator = torch.Generator().manual_seed(m + n + k)
+    x_MK = torch.randn(m, k, generator=generator) * torch.logspace(-1, 1, k)
+    w_NK = torch.randn(n, k, generator=generator) * torch.logspace(-1, 1, n)[:, None]
+    x = quantize_activation_reference(x_MK.bfloat16())
+    return Quantized(x.codes, x.scale.t().contiguous().t()), quantize_weight_reference(w_NK.bfloat16())
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    ("m", "n", "k", "config"),
+    [
+        (5, 128, 256, Config("triton", 16, 64, 2, swap=True)),
+        (33, 200, 384, Config("triton", 16, 64, 2, swap=True)),  # ragged rows, columns and blocks of columns
+        (70, 256, 128, Config("triton", 64, 32, 2)),
+        (150, 200, 256, Config("triton", 64, 128, 2, group=2)),
+        (0, 128, 128, Config("triton", 64, 64, 2)),
+    ],
+)
+def test_kernel_is_near_the_emulation(m: int, n: int, k: int, config: Config) -> None:
+    x, w = operands(m, n, k)
+    y = fp8_gemm_triton(x, w, config)
+    assert y.shape == (m, n) and y.dtype == torch.bfloat16
+    if m > 0:
+        exact = fp8_gemm_nt(x, w, out_dtype=torch.float32)
+        assert relative_error(y, exact) < 5e-3  # the interpreter truncates to BF16
+        per_row = (y.float() - exact).norm(dim=1) / exact.norm(dim=1)
+        per_column = (y.float() - exact).norm(dim=0) / exact.norm(dim=0)
+        assert max(per_row.max(), per_column.max()) < 8e-3
+
+
+def test_a_cpu_has_the_emulation() -> None:
+    x, w = operands(3, 200, 200)
+    assert torch.equal(fp8_gemm(x, w), fp8_gemm_nt(x, w, "emulated"))
+
+
+def test_layouts_that_cannot_be_read_are_refused() -> None:
+    x, w = operands(4, 128, 256)
+    config = Config("triton", 64, 64, 2)
+    with pytest.raises(ValueError, match="strides"):
+        fp8_gemm_triton(Quantized(x.codes, x.scale.contiguous()), w, config)
+    with pytest.raises(ValueError, match="scales"):
+        fp8_gemm_triton(Quantized(x.codes, x.scale[:, :1]), w, config)
+    with pytest.raises(ValueError, match="contiguous"):
+        fp8_gemm_triton(x, Quantized(w.codes.t().contiguous().t(), w.scale), config)
+    for bits_at_risk in (Config("triton", 16, 64, 2), Config("triton", 64, 256, 2)):
+        with pytest.raises(AssertionError):
+            fp8_gemm_triton(x, w, bits_at_risk)
+
+
+def test_the_table_is_written_as_it_is_read() -> None:
+    assert module.table_text(module.gemm_table()) == module.TABLE.read_text(encoding="utf-8")
+
+
+def test_every_entry_can_run() -> None:
+    """By the kernels' own demands: wgmma's 64 rows, one weight scale a tile, a ring that fits, two blocks a turn."""
+    for shape, entries in module.gemm_table()["fp8"].items():
+        n, k = map(int, shape.split("x"))
+        assert n % 128 == k % 128 == 0
+        for config in module.fp8_entries(n, k).values():
+            if config.kernel == "triton":
+                assert 128 % config.tile_n == 0 and (config.tile_n if config.swap else config.tile_m) >= 64, config
+            elif config.kernel == "gluon":
+                assert k % 256 == 0 and ring_bytes(config.tile_m, config.tile_n, config.stages) <= RING_LIMIT, config
+            else:
+                assert config == SCALED_MM
+        assert all(entry == Config(**entry).as_json() for entry in entries.values())
+
+
+def test_an_entry_serves_the_sizes_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = Config("triton", 64, 64, 3), Config("gluon", 128, 64, 8)
+    entries = {"32": SCALED_MM.as_json(), "64": small.as_json(), "256": large.as_json()}
+    table = {"fp8": {"512x1024": entries}, "bf16": {}}
+    for cached in (module.gemm_table, module.fp8_entries, module.choose_config):
+        cached.cache_clear()
+    monkeypatch.setattr(module, "gemm_table", lambda: json.loads(json.dumps(table)))
+    chosen = {m: choose_config(m, 512, 1024) for m in (1, 31, 32, 33, 64, 65, 256, 257)}
+    module.fp8_entries.cache_clear(), module.choose_config.cache_clear()
+    assert chosen[32] == SCALED_MM and chosen[257] == SCALED_MM
+    assert chosen[33] == chosen[64] == small and chosen[65] == chosen[256] == large
+    assert chosen[1].kernel == chosen[31].kernel == "triton", "cuBLAS may sum in another order below 32 rows"
+
+
+def test_a_shape_out_of_the_table_goes_by_rule() -> None:
+    kernels = {m: choose_config(m, 640, 384).kernel for m in (1, 16, 17, 256, 257, 100_000)}
+    assert kernels == {1: "triton", 16: "triton", 17: "triton", 256: "triton", 257: "scaled_mm", 100_000: "scaled_mm"}
+
+
+class _OnGpu(torch.Tensor):
+    """A CPU tensor that says it lies on a GPU."""
+
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+
+
+def test_gluon_that_fails_is_replaced_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = operands(40, 128, 256)
+    x = Quantized(x.codes.as_subclass(_OnGpu), x.scale)
+    calls: list[Config] = []
+
+    def plain(x: Quantized, w: Quantized, config: Config) -> torch.Tensor:
+        calls.append(config)
+        return torch.zeros(1)
+
+    def broken(*_: object) -> torch.Tensor:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(module, "choose_config", lambda m, n, k: Config("gluon", 64, 64, 8))
+    monkeypatch.setattr(module, "fp8_gemm_triton", plain)
+    monkeypatch.setattr(module, "gluon_launcher", broken)
+    monkeypatch.setattr(module, "_without_gluon", set())
+    with pytest.warns(UserWarning, match="plain Triton instead.*no such instruction"):
+        fp8_gemm(x, w)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fp8_gemm(x, w)
+    assert calls == [module.plain_config(40)] * 2
