@@ -12,15 +12,23 @@ the logits is
 
     (a * (onehot(target) - p) - b * p * (z - lse + entropy)) / temperature,   p = exp(z - lse)
 
-Order: on a GPU the product always has `LOGIT_ROWS` rows (a short chunk is padded), so cuBLAS sees one shape
-and a row has one order of sums whoever shares its batch; the log-sum-exp of a row is one program that walks
-the vocabulary in blocks of `VOCAB_BLOCK`. The price is a padded product for small batches, bound by reading
-the weight anyway. On a CPU products and sums are float64, rounded to float32.
+Order: on a GPU the rows of a product are padded to one of `LOGIT_ROWS`, for each of which cuBLAS sums K in one order
+(tests/gpu/test_sampling.py), so a row has the same bits whoever shares its batch. That was checked for large
+vocabularies, whose tiles fill the machine unsplit; one smaller than `LARGE_VOCAB` always has `SMALL_VOCAB_ROWS` rows,
+which costs it little. The product is written where it is returned from: the caller's rows are the first of the padded
+ones. The log-sum-exp takes the vocabulary in chunks of `VOCAB_CHUNK`, a program for each chunk of each row, whose
+maximum m_c, sum s_c = sum exp(z - m_c) and w_c = sum exp(z - m_c) (z - m_c) a second kernel joins, chunks in order of
+their number in one fixed tree:
+
+    m = max m_c,   s = sum s_c exp(m_c - m),   entropy = log s - sum exp(m_c - m) (w_c + s_c (m_c - m)) / s
+
+Without the entropy, which the engine does not need, log-probs have the same bits. On a CPU products and sums are
+float64, rounded to float32.
 
 Gradients: the weight's is summed in float32 over the chunks and rounded once; on a GPU the logits' gradient
 is rounded to the weight's dtype, because it is the operand of two GEMMs.
 
-N rows (trained tokens), V vocabulary, E hidden size, C rows of one chunk.
+N rows (trained tokens), V vocabulary, E hidden size, C rows of one chunk, P vocabulary chunks.
 """
 
 from __future__ import annotations
@@ -32,8 +40,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LOGIT_ROWS = 256
-VOCAB_BLOCK = 4096
+LOGIT_ROWS: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024)  # ascending; (256,) is one shape for everybody
+LARGE_VOCAB = 65_536
+SMALL_VOCAB_ROWS: tuple[int, ...] = (256,)
+VOCAB_CHUNK = 4096
+VOCAB_BLOCK = 4096  # of a program of the backward
 VOCAB_PIECE = 4096  # vocabulary rows that the CPU form widens to float64 at a time
 
 
@@ -46,57 +57,91 @@ class TokenStatistics(NamedTuple):
 def lm_head_logits(hidden_NE: Tensor, weight_VE: Tensor) -> Tensor:
     """float32 logits [N, V]. hidden and weight of one dtype. A row's bits do not depend on the other rows."""
     assert hidden_NE.dtype == weight_VE.dtype, f"lm_head: hidden {hidden_NE.dtype}, weight {weight_VE.dtype}"
-    num_rows, vocab_size = hidden_NE.shape[0], weight_VE.shape[0]
-    logits_NV = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=hidden_NE.device)
-    if not hidden_NE.is_cuda:
-        hidden_NE = hidden_NE.double()
-        pieces = zip(weight_VE.split(VOCAB_PIECE), logits_NV.split(VOCAB_PIECE, dim=1), strict=True)
-        for weight_PE, logits_NP in pieces:
-            logits_NP.copy_(hidden_NE @ weight_PE.double().t())
-        return logits_NV
-    for hidden_CE, logits_CV in zip(hidden_NE.split(LOGIT_ROWS), logits_NV.split(LOGIT_ROWS), strict=True):
-        rows = hidden_CE.shape[0]
-        padded_CE = torch.nn.functional.pad(hidden_CE, (0, 0, 0, LOGIT_ROWS - rows))
-        logits_CV.copy_(torch.mm(padded_CE, weight_VE.t(), out_dtype=torch.float32)[:rows])
+    if hidden_NE.is_cuda:
+        return _padded_logits(hidden_NE, weight_VE)
+    logits_NV = torch.empty(hidden_NE.shape[0], weight_VE.shape[0], dtype=torch.float32)
+    hidden_NE = hidden_NE.double()
+    pieces = zip(weight_VE.split(VOCAB_PIECE), logits_NV.split(VOCAB_PIECE, dim=1), strict=True)
+    for weight_PE, logits_NP in pieces:
+        logits_NP.copy_(hidden_NE @ weight_PE.double().t())
     return logits_NV
 
 
+def padded_rows(num_rows: int, vocab_size: int) -> list[int]:
+    """The rows of each product that together hold `num_rows`: full ones, then the smallest that holds the rest."""
+    allowed = LOGIT_ROWS if vocab_size >= LARGE_VOCAB else SMALL_VOCAB_ROWS
+    full, rest = divmod(num_rows, allowed[-1])
+    return [allowed[-1]] * full + ([min(rows for rows in allowed if rows >= rest)] if rest else [])
+
+
+def _padded_logits(hidden_NE: Tensor, weight_VE: Tensor) -> Tensor:
+    num_rows, vocab_size = hidden_NE.shape[0], weight_VE.shape[0]
+    heights = padded_rows(num_rows, vocab_size)
+    if sum(heights) > num_rows:
+        hidden_NE = torch.nn.functional.pad(hidden_NE, (0, 0, 0, sum(heights) - num_rows))
+    logits_NV = torch.empty(sum(heights), vocab_size, dtype=torch.float32, device=hidden_NE.device)
+    for hidden_CE, logits_CV in zip(hidden_NE.split(heights), logits_NV.split(heights), strict=True):
+        torch.mm(hidden_CE, weight_VE.t(), out_dtype=torch.float32, out=logits_CV)
+    return logits_NV[:num_rows]
+
+
 @triton.jit
-def _logprobs_kernel(
+def _chunk_statistics_kernel(
+    logits_ptr,
+    temperature_ptr,
+    partial_ptr,
+    VOCAB: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ENTROPY: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    column = chunk * BLOCK + tl.arange(0, BLOCK)
+    logit = tl.load(logits_ptr + row * VOCAB + column, mask=column < VOCAB, other=float("-inf"))
+    z = tl.div_rn(logit, tl.load(temperature_ptr + row))
+    m = tl.max(z, axis=0)
+    z -= tl.where(m == float("-inf"), 0.0, m)
+    p = tl.exp(z)
+    partial_ptr += row * (3 * CHUNKS) + chunk
+    tl.store(partial_ptr, m)
+    tl.store(partial_ptr + CHUNKS, tl.sum(p, axis=0))
+    if ENTROPY:
+        tl.store(partial_ptr + 2 * CHUNKS, tl.sum(tl.where(p > 0.0, p * z, 0.0), axis=0))
+
+
+@triton.jit
+def _row_statistics_kernel(
     logits_ptr,
     targets_ptr,
     temperature_ptr,
+    partial_ptr,
     logprobs_ptr,
     entropy_ptr,
     lse_ptr,
     VOCAB: tl.constexpr,
+    CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
+    ENTROPY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperature_ptr + row)
-    logits_ptr += row * VOCAB
-    column = tl.arange(0, BLOCK)
-    highest = tl.full([BLOCK], float("-inf"), tl.float32)
-    for start in range(0, VOCAB, BLOCK):
-        inside = start + column < VOCAB
-        logit = tl.load(logits_ptr + start + column, mask=inside, other=float("-inf"))
-        highest = tl.maximum(highest, tl.div_rn(logit, temperature))
-    m = tl.max(highest, axis=0)
-    total = tl.zeros([BLOCK], tl.float32)
-    weighted = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, VOCAB, BLOCK):
-        inside = start + column < VOCAB
-        logit = tl.load(logits_ptr + start + column, mask=inside, other=float("-inf"))
-        z = tl.div_rn(logit, temperature) - m
-        p = tl.exp(z)
-        total += p
-        weighted += tl.where(p > 0.0, p * z, 0.0)
-    sum_total = tl.sum(total, axis=0)
-    log_total = tl.log(sum_total)
-    target_logit = tl.load(logits_ptr + tl.load(targets_ptr + row))
-    tl.store(logprobs_ptr + row, (tl.div_rn(target_logit, temperature) - m) - log_total)
-    tl.store(entropy_ptr + row, log_total - tl.div_rn(tl.sum(weighted, axis=0), sum_total))
+    chunk_P = tl.arange(0, BLOCK)
+    inside_P = chunk_P < CHUNKS
+    partial_ptr += row * (3 * CHUNKS) + chunk_P
+    m_P = tl.load(partial_ptr, mask=inside_P, other=float("-inf"))
+    sum_P = tl.load(partial_ptr + CHUNKS, mask=inside_P, other=0.0)
+    m = tl.max(m_P, axis=0)
+    factor_P = tl.exp(m_P - m)
+    total = tl.sum(sum_P * factor_P, axis=0)
+    log_total = tl.log(total)
+    target_logit = tl.load(logits_ptr + row * VOCAB + tl.load(targets_ptr + row))
+    tl.store(logprobs_ptr + row, (tl.div_rn(target_logit, tl.load(temperature_ptr + row)) - m) - log_total)
     tl.store(lse_ptr + row, m + log_total)
+    if ENTROPY:
+        weighted_P = tl.load(partial_ptr + 2 * CHUNKS, mask=inside_P, other=0.0)
+        shifted_P = weighted_P + sum_P * tl.where(sum_P == 0.0, 0.0, m_P - m)
+        weighted = tl.sum(factor_P * shifted_P, axis=0)
+        tl.store(entropy_ptr + row, log_total - tl.div_rn(weighted, total))
 
 
 @triton.jit
@@ -126,23 +171,27 @@ def _logits_gradient_kernel(
     tl.store(dlogits_ptr + row * VOCAB + column, dlogits, mask=inside)
 
 
-def statistics_triton(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor) -> TokenStatistics:
-    """The forward kernel's launcher. logits contiguous."""
+def statistics_triton(
+    logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor, entropy: bool = True
+) -> TokenStatistics:
+    """The forward kernels' launcher. logits contiguous. Without `entropy` that field is not written."""
     assert logits_NV.is_contiguous(), "logprobs: logits must be contiguous"
+    if logits_NV.data_ptr() % 16:
+        logits_NV = logits_NV.clone()  # narrower loads would spread a row over threads, and so sum it, otherwise
     num_rows, vocab_size = logits_NV.shape
+    chunks = triton.cdiv(vocab_size, VOCAB_CHUNK)
     out = TokenStatistics(*torch.empty(3, num_rows, dtype=torch.float32, device=logits_NV.device).unbind())
+    partial_N3P = torch.empty(num_rows, 3, chunks, dtype=torch.float32, device=logits_NV.device)
     options = {"enable_fp_fusion": False} if logits_NV.is_cuda else {}
+    sizes = {"VOCAB": vocab_size, "CHUNKS": chunks, "ENTROPY": entropy, **options}
     if num_rows:
-        _logprobs_kernel[(num_rows,)](
-            logits_NV,
-            targets_N,
-            temperature_N,
-            *out,
-            VOCAB=vocab_size,
-            BLOCK=VOCAB_BLOCK,
-            num_warps=8,
-            **options,
+        _chunk_statistics_kernel[(num_rows, chunks)](
+            logits_NV, temperature_N, partial_N3P, BLOCK=VOCAB_CHUNK, num_warps=4, **sizes
         )
+        _row_statistics_kernel[(num_rows,)](
+            logits_NV, targets_N, temperature_N, partial_N3P, *out,
+            BLOCK=triton.next_power_of_2(chunks), num_warps=1, **sizes,
+        )  # fmt: skip
     return out
 
 
@@ -228,6 +277,14 @@ def logprobs_of(logits_NV: Tensor, targets_N: Tensor, temperature: float | Tenso
     """
     temperature_N = _temperatures(temperature, logits_NV.shape[0], logits_NV.device)
     return _statistics(logits_NV, targets_N, temperature_N)[:2]
+
+
+def logprobs_alone(logits_NV: Tensor, targets_N: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
+    """The log-probs of `logprobs_of`, bit for bit, without the entropy: what the engine records."""
+    temperature_N = _temperatures(temperature, logits_NV.shape[0], logits_NV.device)
+    if logits_NV.is_cuda:
+        return statistics_triton(logits_NV, targets_N, temperature_N, entropy=False).logprobs_N
+    return statistics_reference(logits_NV, targets_N, temperature_N).logprobs_N
 
 
 class _LinearLogprobs(torch.autograd.Function):

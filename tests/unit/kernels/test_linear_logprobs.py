@@ -10,12 +10,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octetrl.kernels.linear_logprobs import (
-    VOCAB_BLOCK,
+    LARGE_VOCAB,
+    LOGIT_ROWS,
+    VOCAB_CHUNK,
     linear_logprobs,
     lm_head_logits,
     logits_gradient_reference,
     logits_gradient_triton,
+    logprobs_alone,
     logprobs_of,
+    padded_rows,
     statistics_reference,
     statistics_triton,
 )
@@ -121,14 +125,54 @@ def test_never_more_than_a_chunk_of_logits_exists() -> None:
 
 @pytest.mark.usefixtures("interpreted")
 def test_kernels_are_near_the_reference() -> None:
-    """Two blocks of the vocabulary, the last one ragged; one logit excluded."""
+    """Two chunks of the vocabulary, the last one ragged; one logit excluded, then a whole chunk."""
     generator = torch.Generator().manual_seed(0)
-    logits_NV = 3 * torch.randn(4, VOCAB_BLOCK + 100, generator=generator)
+    logits_NV = 3 * torch.randn(4, VOCAB_CHUNK + 100, generator=generator)
     logits_NV[1, 5] = -torch.inf
-    targets_N, temperature_N = torch.tensor([0, 6, VOCAB_BLOCK, VOCAB_BLOCK + 99]), torch.tensor([1.0, 0.7, 2.0, 1.0])
+    logits_NV[3, :VOCAB_CHUNK] = -torch.inf
+    targets_N, temperature_N = torch.tensor([0, 6, VOCAB_CHUNK, VOCAB_CHUNK + 99]), torch.tensor([1.0, 0.7, 2.0, 1.0])
     statistics = statistics_reference(logits_NV, targets_N, temperature_N)
     for ours, expected in zip(statistics_triton(logits_NV, targets_N, temperature_N), statistics, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
     upstream = torch.randn(2, 4, generator=generator)
     given = (logits_NV, targets_N, temperature_N, statistics, *upstream, torch.float32)
     torch.testing.assert_close(logits_gradient_triton(*given), logits_gradient_reference(*given), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_row_has_the_same_bits_alone_and_without_the_entropy() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits_NV = 3 * torch.randn(3, 2 * VOCAB_CHUNK + 8, generator=generator)
+    targets_N, temperature_N = torch.tensor([0, VOCAB_CHUNK, 2 * VOCAB_CHUNK]), torch.tensor([1.0, 0.7, 2.0])
+    together = statistics_triton(logits_NV, targets_N, temperature_N)
+    bare = statistics_triton(logits_NV, targets_N, temperature_N, entropy=False)
+    assert torch.equal(bare.logprobs_N, together.logprobs_N) and torch.equal(bare.lse_N, together.lse_N)
+    for n in range(3):
+        one = slice(n, n + 1)
+        alone = statistics_triton(logits_NV[one], targets_N[one], temperature_N[one])
+        assert all(torch.equal(mine, whole[one]) for mine, whole in zip(alone, together, strict=True))
+
+
+def test_logprobs_alone_are_those_of_both() -> None:
+    hidden_NE, weight_VE, targets_N = _inputs()
+    logits_NV = lm_head_logits(hidden_NE, weight_VE)
+    assert torch.equal(logprobs_alone(logits_NV, targets_N, 0.7), logprobs_of(logits_NV, targets_N, 0.7)[0])
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "vocab_size", "expected"),
+    [
+        (0, 151_936, []),
+        (1, 151_936, [16]),
+        (16, 151_936, [16]),
+        (17, 151_936, [32]),
+        (200, 151_936, [256]),
+        (1024, 151_936, [1024]),
+        (2100, 151_936, [1024, 1024, 64]),
+        (1, 32_000, [256]),
+        (300, 32_000, [256, 256]),
+    ],
+)
+def test_rows_are_padded_to_shapes_with_known_bits(num_rows: int, vocab_size: int, expected: list[int]) -> None:
+    assert list(LOGIT_ROWS) == sorted(LOGIT_ROWS) and LARGE_VOCAB > 32_000
+    assert padded_rows(num_rows, vocab_size) == expected
