@@ -99,7 +99,7 @@ def lognormal_lengths(
     _check_groups(shape, group_size)
     rng = random.Random(seed)
     mu = math.log(shape.answer) - sigma**2 / 2
-    requests = []
+    requests: list[GenerationRequest] = []
     for _ in range(shape.requests // group_size):
         prompt = _random_tokens(rng, vocab_size, shape.prompt)
         for _ in range(group_size):
@@ -115,7 +115,7 @@ def recorded_lengths(path: Path, most: int | None, vocab_size: int, seed: int) -
         raise UserError(f"--requests: {most} were asked for and '{path}' holds {len(lengths)} rollouts; ask for fewer")
     rng = random.Random(seed)
     prompts: dict[tuple[str, int], tuple[int, ...]] = {}
-    requests = []
+    requests: list[GenerationRequest] = []
     for index, (task, prompt, answer) in enumerate(lengths[:most]):
         if (task, prompt) not in prompts:
             prompts[task, prompt] = _random_tokens(rng, vocab_size, prompt)

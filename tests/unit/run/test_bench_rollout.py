@@ -154,10 +154,10 @@ def test_precisions_alternate_and_leave_no_cache_behind() -> None:
 
     def look(number: int, turn: bench_rollout.Turn) -> None:
         gc.collect()
-        alive.append(sum(isinstance(thing, KVCache) for thing in gc.get_objects()))
+        alive.append(sum(type(thing) is KVCache for thing in gc.get_objects()))
 
     gc.collect()
-    before = sum(isinstance(thing, KVCache) for thing in gc.get_objects())
+    before = sum(type(thing) is KVCache for thing in gc.get_objects())
     turns = measure(bench("bf16", "fp8_full", rounds=2), look)
     assert [turn.precision for turn in turns] == ["bf16", "fp8_full", "bf16", "fp8_full"]
     assert alive == [before] * 4
