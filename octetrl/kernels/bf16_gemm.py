@@ -57,7 +57,7 @@ def bf16_gemm_reference(x_MK: Tensor, w_NK: Tensor) -> Tensor:
     return (x_MK.double() @ w_NK.double().t()).float().to(x_MK.dtype)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "depth"])
 def _bf16_gemm_kernel(
     x_desc,
     w_desc,

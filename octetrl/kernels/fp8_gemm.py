@@ -166,7 +166,7 @@ def fp8_gemm_reference(x: Quantized, w: Quantized) -> Tensor:
 # ---------------------------------------------------------------- plain Triton
 
 
-@triton.jit(do_not_specialize=["num_rows", "scale_stride"])
+@triton.jit(do_not_specialize=["num_rows", "num_blocks", "scale_stride"])
 def _fp8_gemm_kernel(
     x_desc,
     w_desc,

@@ -126,7 +126,7 @@ def _consume(
         gl.store(y_ptr + row_M.to(gl.int64) * num_columns + column_N, acc.to(gl.bfloat16), mask=inside_MN)
 
 
-@gluon.jit(do_not_specialize=["num_rows", "scale_stride", "num_tiles"])
+@gluon.jit(do_not_specialize=["num_rows", "num_blocks", "scale_stride", "num_tiles"])
 def _fp8_gemm_gluon_kernel(
     x_desc: gl.tensor, w_desc: gl.tensor, x_scale_desc: gl.tensor, y_ptr: gl.tensor, w_scale_ptr: gl.tensor,
     num_rows: gl.tensor, num_columns: gl.tensor, num_blocks: gl.tensor, scale_stride: gl.tensor, num_tiles: gl.tensor,
