@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 RESULTS = Path("benchmarks/results")
 ON_GPU, ON_CPU = Shape(128, 512, 4096), Shape(8, 16, 32)
+DRAWN = ("fixed", "lognormal")  # --lengths; anything else is a file
 TABLE_WIDTH = 150
 KERNELS_SHOWN = 20
 COLUMNS = {  # key of a row: heading, format
@@ -124,6 +125,8 @@ def rollout(
     precisions, folder = _precisions(precision), _folder(out)
     if workload and (requests, prompt, answer) != (None, None, None):
         raise UserError("--workload: says what --requests, --prompt and --answer say; give it, or them")
+    if lengths not in DRAWN and (workload, prompt, answer) != (None, None, None):
+        raise UserError(f"--lengths: '{lengths}' says how long prompts and answers are; give with it --requests alone")
     shapes = [Shape.parse(text) for text in workload or ()]
     from octetrl.config.schema import ClusterConfig
     from octetrl.run.bench_rollout import Bench, find_model, measure, rows_of
@@ -172,7 +175,7 @@ def _folder(out: Path | None) -> Path:
 
 def _workloads(asked: _Asked, model: BenchModel) -> Iterator[Workload]:
     vocab_size, positions = model.spec.vocab_size, model.spec.max_positions
-    if asked.lengths not in ("fixed", "lognormal"):
+    if asked.lengths not in DRAWN:
         found = recorded_lengths(Path(asked.lengths), asked.requests, vocab_size, asked.seed)
         check_positions(found.longest, positions, model.name)
         yield found

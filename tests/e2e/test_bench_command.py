@@ -71,6 +71,7 @@ def test_lengths_of_a_file(tmp_path: Path, capsys: Capture) -> None:
         (["--workload", "4x4"], "'4x4' is not REQUESTSxPROMPT+ANSWER"),
         (["--workload", "4x4+4", "--answer", "3"], "--workload: says what"),
         (["--lengths", "log-normal"], "cannot read 'log-normal'"),
+        (["--lengths", "step_000001.jsonl", "--answer", "3"], "give with it --requests alone"),
         (["--profile"], "--profile: it times kernels on a GPU"),
         (["--kv-fraction", "1.5"], "--kv-fraction"),
         (["--model", "."], "config.json"),
