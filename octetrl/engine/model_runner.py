@@ -23,7 +23,7 @@ from octetrl.engine.kv_cache import KVCache
 from octetrl.engine.request import Chunk, Step
 from octetrl.engine.sampler import sample
 from octetrl.engine.transcript import Batch
-from octetrl.kernels.linear_logprobs import logprobs_of
+from octetrl.kernels.linear_logprobs import logprobs_alone
 from octetrl.layers.context import PagedContext
 from octetrl.models.decoder import Decoder, poisoned_tokens
 from octetrl.models.rollout_forward import can_fuse, rollout_forward
@@ -114,7 +114,7 @@ class ModelRunner:
         logits_BV = self.model.logits(hidden_BE)
         token_B = sample(logits_BV, inputs.rows)
         temperature_B = torch.where(inputs.rows.temperature_N == 0, 1.0, inputs.rows.temperature_N)
-        logprob_B, _ = logprobs_of(logits_BV, token_B.clamp_min(0), temperature_B)
+        logprob_B = logprobs_alone(logits_BV, token_B.clamp_min(0), temperature_B)
         self._rows.advance(inputs, token_B)
         return torch.stack((token_B.int(), logprob_B.view(torch.int32)))
 
