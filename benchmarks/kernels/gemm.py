@@ -64,23 +64,15 @@ DEVICE = "cuda"
 Row = dict[str, object]
 
 
-def triton(*sizes: int, **more: Any) -> Config:
-    return Config("triton", *sizes, **more)
-
-
-def gluon(*sizes: int, **more: Any) -> Config:
-    return Config("gluon", *sizes, **more)
-
-
-def straight(*sizes: int, **more: Any) -> Config:
-    return Config("straight", *sizes, **more)
+triton, gluon, straight = (partial(Config, kernel) for kernel in ("triton", "gluon", "straight"))
 
 
 def fp8_candidates(m: int) -> list[Config]:
     """Tiles m x n and stages. One row of tiles as long as M allows; few columns where N is small; deep rings."""
     if m <= 64:
         tile = 16 if m <= 16 else 32 if m <= 32 else 64
-        swapped = [triton(tile, *rest, swap=True) for rest in ((64, 4), (64, 6), (64, 10), (128, 3), (128, 5))]
+        sizes = ((64, 4), (64, 6), (64, 10), (128, 3), (128, 5))
+        swapped = [triton(tile, columns, stages, swap=True) for columns, stages in sizes]
         plain = [triton(64, 64, 4), triton(64, 64, 6), triton(64, 32, 8), triton(64, 128, 4)]
         ours = [*swapped, *plain, gluon(64, 32, 12), gluon(64, 32, 18), gluon(64, 64, 8), gluon(64, 64, 12)]
     elif m <= 128:
@@ -128,7 +120,8 @@ def compile_config(config: Config) -> str | None:
     """In a worker: fill Triton's cache for `config` on a small product; what the compiler said if it failed."""
     try:
         if config.kernel == "straight":
-            bf16_gemm_triton(*(torch.zeros(256, 512, dtype=torch.bfloat16, device=DEVICE) for _ in "xw"), config)
+            values = torch.zeros(256, 512, dtype=torch.bfloat16, device=DEVICE)
+            bf16_gemm_triton(values, values, config)
         elif config != SCALED_MM:
             codes = torch.zeros(256, 512, dtype=torch.float8_e4m3fn, device=DEVICE)
             scale_KM, w_scale = torch.ones(4, 256, device=DEVICE), torch.ones(2, 4, device=DEVICE)
