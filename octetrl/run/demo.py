@@ -37,7 +37,7 @@ from octetrl.run.tiny_model import save_tokenizer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 NUM_EXAMPLES = 30_000
-BARE_SHARE = 0.65  # of the examples that show the result without the steps
+BARE_SHARE = 0.72  # of the examples that show the result without the steps
 TOKENIZER_EXAMPLES = 1_000
 VOCAB_SIZE = 384
 
