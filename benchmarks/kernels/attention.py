@@ -1,13 +1,15 @@
 """Attention alone, one layer, in every format of the KV cache: decode, prefill, and the packed forward and backward.
 
-    python -m benchmarks.kernels.attention [--out FOLDER]
+    python -m benchmarks.kernels.attention [--only decode] [--out FOLDER]
 
-32 query heads, 8 kv heads, head size 128, pages of 128 keys, random values. Decode is counted in bytes of K and V (and
-their scales) a second, all else in floating-point operations under the causal mask, a backward as 2.5 forwards. The
-packed forward includes the replay of the cache. Times are medians over replays of a CUDA graph; what a call reads is
-far larger than L2.
+First decode is checked against the packed forward, bit for bit, and its quantised output against the quantiser, byte
+for byte. Then the times: 32 query heads, 8 kv heads, head size 128, pages of 128 keys, random values. Decode is counted
+in bytes of K and V (and their scales) a second, and as a share of the 4.3 TB/s that an H200's memory gives; all else in
+floating-point operations under the causal mask, a backward as 2.5 forwards. The packed forward includes the replay of
+the cache. Times are medians over replays of a CUDA graph; what a call reads is far larger than L2.
 
-A workload is `sequences x context`, for prefill `sequences x context-before + chunk`.
+A workload is `sequences x context`, for prefill `sequences x context-before + chunk`; ragged contexts are spread evenly
+from one length to another, in random, rising or falling order. `--only decode` leaves the rest out, and writes nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,11 +30,13 @@ from triton.testing import do_bench_cudagraph
 
 from benchmarks.record import RESULTS, write_result
 from octetrl.fp8.format import E4M3
+from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.attention_order import KVMode
-from octetrl.kernels.attention_packed import attention_packed_forward
+from octetrl.kernels.attention_packed import attention_packed, attention_packed_forward
 from octetrl.kernels.attention_packed_backward import attention_packed_backward_triton
-from octetrl.kernels.attention_paged import attention_paged
-from octetrl.kernels.kv_store import kv_replay
+from octetrl.kernels.attention_paged import DecodeTile, attention_decode_triton, attention_paged
+from octetrl.kernels.kv_store import kv_replay, kv_store, v_pages_shape
+from octetrl.kernels.quantize_activation import quantize_activation
 
 HEADS, KV_HEADS, HEAD_SIZE, PAGE_SIZE = 32, 8, 128, 128
 SCALE = HEAD_SIZE**-0.5
@@ -42,7 +47,25 @@ CACHES: dict[str, tuple[KVMode, bool]] = {  # kv_mode, and whether K is quantise
     "fp8_v_calibrated": ("calibrated", False),
     "fp8_v_dynamic": ("dynamic", False),
 }
-DECODE = [(128, 2560), (256, 1024), (16, 8192)]  # sequences, context
+MEMORY_TB_PER_S = 4.3
+DECODE: dict[str, list[int]] = {  # contexts
+    "128x2560": [2560] * 128,
+    "128x512..4608": torch.linspace(512, 4608, 128)[torch.randperm(128, generator=torch.Generator().manual_seed(0))]
+    .int()
+    .tolist(),
+    "256x1024": [1024] * 256,
+    "64x16384": [16384] * 64,
+    "16x8192": [8192] * 16,
+}
+DECODE |= {
+    "128x512..4608 rising": sorted(DECODE["128x512..4608"]),
+    "128x512..4608 falling": sorted(DECODE["128x512..4608"], reverse=True),
+}
+TILES: dict[str, list[DecodeTile]] = {  # compared with one another; codes take 16 columns
+    "bf16": [DecodeTile(columns, stages) for columns in (8, 16) for stages in (2, 3)],
+    "fp8_calibrated": [DecodeTile(16, stages) for stages in (2, 3, 4)],
+    "fp8_v_calibrated": [DecodeTile(16, stages) for stages in (2, 3)],
+}
 PREFILL = [(4, 0, 4096), (16, 2048, 512)]  # sequences, context before, chunk
 PACKED = [(16, 1024), (4, 4096), (1, 16384)]  # sequences, length
 
@@ -55,36 +78,122 @@ def median_us(call: Callable[[], Any]) -> float:
     return 1e3 * do_bench_cudagraph(call, rep=50, return_mode="median")
 
 
-def paged_call(
-    kv_mode: KVMode, quantize_k: bool, sequences: int, context: int, queries: int, device: str
-) -> tuple[Callable[[], Tensor], int]:
-    """A call of the engine's attention with `queries` new tokens a sequence, and the bytes of K and V that it reads."""
-    pages = -(-context // PAGE_SIZE)
-    shape = (sequences * pages, KV_HEADS, PAGE_SIZE, HEAD_SIZE)
-    v_dtype = torch.bfloat16 if kv_mode == "none" else E4M3
-    k_dtype = E4M3 if quantize_k else torch.bfloat16
-    k_cache = torch.randn(shape, dtype=torch.bfloat16, device=device).to(k_dtype)
-    v_cache = torch.randn(shape, dtype=torch.bfloat16, device=device).to(v_dtype)
+@dataclass(frozen=True)
+class Pages:
+    """A cache for sequences with these contexts, their pages in random order."""
 
-    def scales(cache: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        by_head, by_token = torch.ones(KV_HEADS, device=device), torch.ones(shape[:3], device=device)
-        if cache.dtype != E4M3:
-            return None, None
-        return (None, by_token) if kv_mode == "dynamic" else (by_head, None)
+    k: Tensor
+    v: Tensor
+    table: Tensor
+    contexts: Tensor
+    k_scale: Tensor | None  # by head or by token, as the cache's mode has it
+    v_scale: Tensor | None
 
-    (k_scale, k_token_scale), (v_scale, v_token_scale) = scales(k_cache), scales(v_cache)
-    table = torch.randperm(sequences * pages, device=device).view(sequences, pages).int()
-    q = torch.randn(sequences * queries, HEADS, HEAD_SIZE, dtype=torch.bfloat16, device=device)
-    cu_seqlens = torch.arange(0, sequences * queries + 1, queries, dtype=torch.int32, device=device)
-    contexts = torch.full((sequences,), context, dtype=torch.int32, device=device)
-    row_bytes = (k_cache.element_size() + v_cache.element_size()) * HEAD_SIZE
-    row_bytes += 4 * sum(scale is not None for scale in (k_token_scale, v_token_scale))
+    @classmethod
+    def zeros(
+        cls, precision: str, contexts: list[int], scale_2K: Tensor, head_size: int = HEAD_SIZE, device: str = "cuda"
+    ) -> Pages:
+        kv_mode, quantize_k = CACHES[precision]
+        counts = [-(-context // PAGE_SIZE) for context in contexts]
+        rows = (sum(counts), scale_2K.shape[1], PAGE_SIZE)
+        v_dtype = torch.bfloat16 if kv_mode == "none" else E4M3
+        k_dtype = E4M3 if quantize_k else torch.bfloat16
+        table = torch.full((len(contexts), max(counts)), -1, dtype=torch.int32)
+        for row, pages in zip(table, torch.randperm(sum(counts)).int().split(counts), strict=True):
+            row[: len(pages)] = pages
 
-    def call() -> Tensor:
-        tables = (q, k_cache, v_cache, table, cu_seqlens, contexts)
-        return attention_paged(*tables, SCALE, k_scale, v_scale, k_token_scale, v_token_scale, queries)
+        def scale_of(dtype: torch.dtype, scale_K: Tensor) -> Tensor | None:
+            if dtype != E4M3:
+                return None
+            return scale_K if kv_mode == "calibrated" else torch.ones(rows, device=device)
 
-    return call, sequences * context * KV_HEADS * row_bytes
+        return cls(
+            k=torch.zeros(*rows, head_size, dtype=torch.bfloat16, device=device).to(k_dtype),
+            v=torch.zeros(v_pages_shape(*rows, head_size, v_dtype), dtype=torch.bfloat16, device=device).to(v_dtype),
+            table=table.to(device),
+            contexts=torch.tensor(contexts, dtype=torch.int32, device=device),
+            k_scale=scale_of(k_dtype, scale_2K[0]),
+            v_scale=scale_of(v_dtype, scale_2K[1]),
+        )
+
+    @classmethod
+    def random(cls, precision: str, contexts: list[int], device: str) -> Pages:
+        pages = cls.zeros(precision, contexts, torch.ones(2, KV_HEADS, device=device), device=device)
+        for cache in (pages.k, pages.v):
+            cache.copy_(torch.randn(cache.shape, dtype=torch.bfloat16, device=device).to(cache.dtype))
+        return pages
+
+    @property
+    def scales(self) -> dict[str, Tensor | None]:
+        """As `kv_store` and `attention_paged` take them."""
+        by_head = [None if scale is None or scale.dim() == 3 else scale for scale in (self.k_scale, self.v_scale)]
+        by_token = [None if scale is None or scale.dim() == 1 else scale for scale in (self.k_scale, self.v_scale)]
+        names = ("k_scale_K", "v_scale_K", "k_token_scale", "v_token_scale")
+        return dict(zip(names, by_head + by_token, strict=True))
+
+    @property
+    def bytes_read(self) -> int:
+        row_bytes = (self.k.element_size() + self.v.element_size()) * HEAD_SIZE
+        row_bytes += 4 * sum(scale is not None and scale.dim() == 3 for scale in (self.k_scale, self.v_scale))
+        return int(self.contexts.sum()) * KV_HEADS * row_bytes
+
+    def decode(self, q_BHD: Tensor, tile: DecodeTile | None, quantize: bool = False) -> Tensor | Quantized:
+        tables = (self.k, self.v, self.table, self.contexts)
+        return attention_decode_triton(q_BHD, *tables, SCALE, self.k_scale, self.v_scale, quantize, tile=tile)
+
+
+# ---------------------------------------------------------------- bits
+
+
+def differing_rows(
+    precision: str, head_size: int, tile: DecodeTile | None, device: str, longest: int, count: int = 512
+) -> tuple[int, int]:
+    """Rows in which decode differs from the packed forward, and in which its codes differ from the quantiser's."""
+    kv_mode, quantize_k = CACHES[precision]
+    lengths = [1, 127, 128, 129, longest // 4 - 24, longest]
+    tokens, heads = sum(lengths), (8, 2, 2)
+    fused = torch.randn(tokens, sum(heads), head_size, dtype=torch.bfloat16, device=device)
+    q, k, v = fused.split(heads, dim=1)
+    scale_2K = torch.stack([x.float().abs().amax((0, 2)) * 0.9 / 448 for x in (k, v)])
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    replay = (scale_2K[0], scale_2K[1], kv_mode, quantize_k)
+    want = attention_packed(q, k, v, ends.int().to(device), longest, SCALE, *replay)
+
+    pages = Pages.zeros(precision, lengths, scale_2K, head_size, device)
+    sequence_T = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(device)
+    position_T = torch.arange(tokens, device=device) - ends.to(device)[sequence_T]
+    slots = pages.table[sequence_T, position_T // PAGE_SIZE].long() * PAGE_SIZE + position_T % PAGE_SIZE
+    kv_store(k, v, pages.k, pages.v, slots, **pages.scales)
+
+    row_B = torch.randint(0, tokens, (count,), device=device)
+    each = replace(pages, table=pages.table[sequence_T[row_B]], contexts=(position_T[row_B] + 1).int())
+    out = each.decode(q[row_B], tile)
+    assert isinstance(out, Tensor)
+    differing = int((out != want[row_B]).flatten(1).any(1).sum())
+    if head_size != HEAD_SIZE:
+        return differing, 0
+    got, expected = each.decode(q[row_B], tile, quantize=True), quantize_activation(out.flatten(1))
+    assert isinstance(got, Quantized)
+    wrong = (got.codes.view(torch.uint8) != expected.codes.view(torch.uint8)).any(1)
+    return differing, int((wrong | (got.scale != expected.scale).any(1)).sum())
+
+
+def check_bits(device: str, longest: int = 4096) -> bool:
+    """Prints one line a precision, head size and tile; whether all are right."""
+    right = True
+    for precision in CACHES:
+        for head_size in (64, 128):
+            for tile in TILES.get(precision, [None]):
+                rows, codes = differing_rows(precision, head_size, tile, device, longest)
+                right &= rows == codes == 0
+                print(
+                    f"{'FAIL' if rows or codes else 'OK'} decode {precision} head {head_size} {tile or ''}: of 512 rows"
+                    f" {rows} differ from the packed forward, {codes} from the quantiser"
+                )
+    return right
+
+
+# ---------------------------------------------------------------- times
 
 
 def causal_flops(sequences: int, before: int, queries: int) -> int:
@@ -92,16 +201,37 @@ def causal_flops(sequences: int, before: int, queries: int) -> int:
     return 4 * HEADS * HEAD_SIZE * sequences * (queries * before + queries * (queries + 1) // 2)
 
 
-def engine_rows(precision: str, device: str, timer: Timer) -> Iterator[Row]:
-    kv_mode, quantize_k = CACHES[precision]
-    for sequences, context in DECODE:
-        call, read = paged_call(kv_mode, quantize_k, sequences, context, 1, device)
-        us = timer(call)
-        workload = f"{sequences}x{context}"
-        yield {"precision": precision, "op": "decode", "workload": workload, "us": us, "tb_per_s": read / us / 1e6}
+def decode_rows(precision: str, device: str, timer: Timer) -> Iterator[Row]:
+    for workload, contexts in DECODE.items():
+        pages = Pages.random(precision, contexts, device)
+        q = torch.randn(len(contexts), HEADS, HEAD_SIZE, dtype=torch.bfloat16, device=device)
+        calls = {
+            "decode": partial(pages.decode, q, None),
+            "decode, quantised": partial(pages.decode, q, None, quantize=True),
+        }
+        for tile in TILES.get(precision, []):
+            calls[f"decode {tile.columns} columns {tile.stages} stages"] = partial(pages.decode, q, tile)
+        for op, call in calls.items():
+            us = timer(call)
+            tb_per_s = pages.bytes_read / us / 1e6
+            figures = {"us": us, "tb_per_s": tb_per_s, "share": tb_per_s / MEMORY_TB_PER_S}
+            yield {"precision": precision, "op": op, "workload": workload, **figures}
+
+
+def prefill_rows(precision: str, device: str, timer: Timer) -> Iterator[Row]:
     for sequences, before, chunk in PREFILL:
-        call, _ = paged_call(kv_mode, quantize_k, sequences, before + chunk, chunk, device)
-        us = timer(call)
+        pages = Pages.random(precision, [before + chunk] * sequences, device)
+        tokens = sequences * chunk
+        q = torch.randn(tokens, HEADS, HEAD_SIZE, dtype=torch.bfloat16, device=device)
+        cu_seqlens = torch.arange(0, tokens + 1, chunk, dtype=torch.int32, device=device)
+        tables = (q, pages.k, pages.v, pages.table, cu_seqlens, pages.contexts, SCALE)
+        scales = pages.scales
+        us = timer(
+            partial(
+                attention_paged, *tables, scales["k_scale_K"], scales["v_scale_K"], scales["k_token_scale"],
+                scales["v_token_scale"], chunk,
+            )
+        )  # fmt: skip
         tflops = causal_flops(sequences, before, chunk) / us / 1e6
         workload = f"{sequences}x{before}+{chunk}"
         yield {"precision": precision, "op": "prefill", "workload": workload, "us": us, "tflop_per_s": tflops}
@@ -133,7 +263,7 @@ def trainer_rows(precision: str, device: str, timer: Timer) -> Iterator[Row]:
 
 
 def show(rows: list[Row]) -> None:
-    columns = ("precision", "op", "workload", "us", "tb_per_s", "tflop_per_s")
+    columns = ("precision", "op", "workload", "us", "tb_per_s", "share", "tflop_per_s")
     table = Table(*columns, title="attention, one layer")
     for row in rows:
         cells = [row.get(name, "") for name in columns]
@@ -143,20 +273,20 @@ def show(rows: list[Row]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=["decode"])
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
         print("benchmarks.kernels.attention: no Hopper GPU here; run it on one", file=sys.stderr)
         raise SystemExit(2)
     torch.manual_seed(0)
-    rows = [
-        row
-        for precision in CACHES
-        for side in (engine_rows, trainer_rows)
-        for row in side(precision, "cuda", median_us)
-    ]
+    right = check_bits("cuda")
+    sides = (decode_rows,) if arguments.only else (decode_rows, prefill_rows, trainer_rows)
+    rows = [row for precision in CACHES for side in sides for row in side(precision, "cuda", median_us)]
     show(rows)
-    print(f"wrote {write_result('kernels', 'attention', rows, arguments.out)}")
+    if not arguments.only:
+        print(f"wrote {write_result('kernels', 'attention', rows, arguments.out)}")
+    raise SystemExit(0 if right else 1)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from octetrl.kernels import attention_packed as packed
 from octetrl.kernels.attention_paged import attention_paged, attention_paged_reference
 from octetrl.kernels.kv_store import kv_replay, kv_replay_reference, kv_store, kv_store_reference
+from octetrl.kernels.quantize_activation import quantize_activation
 from tests.unit.kernels.attention_cases import CACHES, PagedCache, cu_seqlens_of, random_qkv, scales_of
 
 pytestmark = pytest.mark.gpu
@@ -72,7 +73,7 @@ def test_close_to_the_reference(kv_mode, quantize_k, head_size, page_size, group
 
 
 @pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES)
-@pytest.mark.parametrize(("head_size", "page_size", "group"), [(64, 16, 4), (128, 128, 4), (128, 16, 2), (32, 32, 2)])
+@pytest.mark.parametrize(("head_size", "page_size", "group"), [(64, 16, 4), (64, 128, 2), (128, 128, 4), (128, 16, 2)])
 def test_packed_prefill_and_decode_have_equal_bits(kv_mode, quantize_k, head_size, page_size, group):
     lengths = [1, 127, 128, 129, 1000, 4096]
     q, k, v = random_qkv(lengths, 2, group, head_size, torch.bfloat16, device="cuda")
@@ -106,6 +107,27 @@ def test_packed_prefill_and_decode_have_equal_bits(kv_mode, quantize_k, head_siz
         max_query_len=1,
     )
     assert torch.equal(decoded, out[rows])
+
+
+@pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES)
+@pytest.mark.parametrize(("longest", "page_size"), [(1, 128), (1, 32), (4, 128)])
+def test_a_quantised_output_has_the_quantisers_bytes(kv_mode, quantize_k, longest, page_size):
+    lengths = [1, 127, 700, 128]
+    q, k, v = random_qkv(lengths, 2, 4, 128, torch.bfloat16, device="cuda")
+    cache = filled_cache(lengths, k, v, kv_mode, quantize_k, page_size)
+    table = torch.cat([cache.block_table, torch.full_like(cache.block_table[:1], -1)])  # and a padding sequence
+    contexts = torch.tensor([*lengths, 0], dtype=torch.int32, device="cuda")
+    counts = [1, longest, longest, 1, 1]
+    arguments = (q[: sum(counts)], cache.k, cache.v, table, cu_seqlens_of(counts, "cuda"), contexts, SCALE)
+    out = attention_paged(*arguments, *cache.scales, max_query_len=longest)
+    for power_of_two in (False, True):
+        want = quantize_activation(out.flatten(1), power_of_two)
+        got = attention_paged(
+            *arguments, *cache.scales, max_query_len=longest, quantize_out=True, power_of_two=power_of_two
+        )
+        assert torch.equal(got.codes.view(torch.uint8), want.codes.view(torch.uint8))
+        assert torch.equal(got.scale, want.scale) and got.scale.stride() == want.scale.stride()
+        assert got.codes[-1].view(torch.uint8).count_nonzero() == 0 and (got.scale[-1] == 1).all()
 
 
 @pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES)
