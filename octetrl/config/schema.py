@@ -22,7 +22,7 @@ class Section(BaseModel):
 class ModelConfig(Section):
     path: str | None = None
     """Hugging Face folder with config.json, tokenizer and safetensors (BF16 or block-FP8). None with `preset`."""
-    preset: Literal["tiny", "qwen3-0.6b", "qwen3-8b"] | None = None
+    preset: Literal["tiny", "qwen3-0.6b", "qwen3-1.7b", "qwen3-8b", "llama-3.1-8b"] | None = None
     """A known shape, used with `init: random` where there are no weights. Exclusive with `path`."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` draws weights from `seed`; it needs `preset`, or `path` for its config.json."""
