@@ -128,7 +128,7 @@ def run_config(config: Config, x: Quantized, w: Quantized) -> Tensor:
         return fp8_gemm_triton(x, w, config)
     if gluon_launcher is None:
         raise _no_gluon
-    return gluon_launcher(x, w, config.tile_m, config.tile_n, config.stages, config.group)
+    return gluon_launcher(x, w, check_operands(x, w), config.tile_m, config.tile_n, config.stages, config.group)
 
 
 _without_gluon: set[Config] = set()

@@ -174,8 +174,10 @@ def ring_bytes(tile_m: int, tile_n: int, stages: int) -> int:
     return stages * ((tile_m + tile_n) * 128 + tile_m * 4)
 
 
-def fp8_gemm_gluon(x: Quantized, w: Quantized, tile_m: int, tile_n: int, stages: int, group: int = 1) -> Tensor:
-    """y[M, N] in BF16, operands as `fp8_gemm` has checked them. tile_m: 64 or 128; tile_n: a divisor of 128.
+def fp8_gemm_gluon(
+    x: Quantized, w: Quantized, scale_stride: int, tile_m: int, tile_n: int, stages: int, group: int = 1
+) -> Tensor:
+    """y[M, N] in BF16; operands and `scale_stride` from `check_operands`. tile_m: 64 or 128; tile_n: a divisor of 128.
 
     Raises ValueError for a depth that is no multiple of 256, or a ring that does not fit.
     """
@@ -188,7 +190,7 @@ def fp8_gemm_gluon(x: Quantized, w: Quantized, tile_m: int, tile_n: int, stages:
     y_MN = torch.empty(m, n, dtype=torch.bfloat16, device=x.codes.device)
     if m == 0:
         return y_MN
-    blocks, scale_stride = k // 128, x.scale.stride(1)
+    blocks = k // 128
     tiles = triton.cdiv(m, tile_m) * triton.cdiv(n, tile_n)
     _fp8_gemm_gluon_kernel[(min(tiles, _multiprocessors(x.codes.device)),)](
         TensorDescriptor(x.codes, [m, k], [k, 1], [64, 128], CODES_LAYOUT),
