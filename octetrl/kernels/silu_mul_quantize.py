@@ -1,0 +1,73 @@
+"""SiLU(gate) * up and the E4M3 codes of the result, from the fused output [T, 2F], without the BF16 tensor between.
+
+    y     = round(gate * sigmoid(gate) * up)       kernels/silu_mul.py, the same expression
+    codes = quantize_activation(y)                 kernels/quantize_activation.py, blocks of 1 x 128
+
+The same bytes as those two calls: nothing is summed, and a maximum has no order, so tile and warps are free. A tile
+is a few blocks of one token, [N, 128]; a ragged last block counts as padded with zeros. Read 4 bytes an element of
+the result, written 1 + 4/128. For the rollout only: not differentiable.
+
+T tokens, F intermediate size, N blocks of a tile, C columns of a block.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octetrl.fp8.format import BLOCK, E4M3
+from octetrl.fp8.quantize import Quantized, quantize_activation_reference
+from octetrl.kernels.quantize_activation import block_scale, e4m3_byte, magnitude_bits
+from octetrl.kernels.silu_mul import silu_mul_reference
+
+TILES = {4096: 8, 2048: 4, 1024: 4}  # columns a program, and its warps; the widest that divides F is taken
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _silu_mul_quantize_kernel(
+    gate_up_ptr, code_ptr, scale_ptr, num_tokens,
+    SIZE: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    block_N = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    column_NC = block_N[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    column_NC = tl.max_contiguous(column_NC, (1, 8))  # a thread: 16 bytes of gate, 16 of up, 8 of codes
+    inside_NC = column_NC < SIZE
+    gate_ptr_NC = gate_up_ptr + token * (2 * SIZE) + column_NC
+    gate_NC = tl.load(gate_ptr_NC, mask=inside_NC, other=0.0).to(tl.float32)
+    up_NC = tl.load(gate_ptr_NC + SIZE, mask=inside_NC, other=0.0)
+    y_NC = gate_NC * (1.0 / (1.0 + tl.exp(-gate_NC))) * up_NC.to(tl.float32)
+    y_NC = y_NC.to(gate_up_ptr.dtype.element_ty).to(tl.bfloat16).to(tl.float32)
+    scale_N, inverse_N = block_scale(tl.max(magnitude_bits(y_NC), 1), POWER_OF_TWO)
+    code_NC = e4m3_byte(y_NC * inverse_N[:, None])
+    tl.store(code_ptr + token * SIZE + column_NC, code_NC, mask=inside_NC)
+    tl.store(scale_ptr + block_N.to(tl.int64) * num_tokens + token, scale_N, mask=block_N * BLOCK < SIZE)
+
+
+def silu_mul_quantize_triton(gate_up_T2F: Tensor, power_of_two: bool = False) -> Quantized:
+    """The kernel's launcher."""
+    num_tokens, size = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
+    codes = torch.empty(num_tokens, size, dtype=torch.uint8, device=gate_up_T2F.device)
+    scale = torch.empty(triton.cdiv(size, BLOCK), num_tokens, dtype=torch.float32, device=gate_up_T2F.device)
+    columns = next((columns for columns in TILES if size % columns == 0), min(TILES))
+    if num_tokens:
+        _silu_mul_quantize_kernel[(num_tokens, triton.cdiv(size, columns))](
+            gate_up_T2F, codes, scale, num_tokens, SIZE=size, BLOCKS=columns // BLOCK, BLOCK=BLOCK,
+            POWER_OF_TWO=power_of_two, num_warps=TILES[columns],
+            **({"enable_fp_fusion": False} if gate_up_T2F.is_cuda else {}),
+        )  # fmt: skip
+    return Quantized(codes.view(E4M3), scale.t())
+
+
+def silu_mul_quantize_reference(gate_up_T2F: Tensor, power_of_two: bool = False) -> Quantized:
+    """The same in plain torch, from the references of its parts."""
+    return quantize_activation_reference(silu_mul_reference(gate_up_T2F), power_of_two)
+
+
+def silu_mul_quantize(gate_up_T2F: Tensor, power_of_two: bool = False) -> Quantized:
+    """[T, 2F] contiguous -> codes [T, F] E4M3, scale [T, ceil(F/128)] float32 (on CUDA with strides (1, T))."""
+    assert gate_up_T2F.is_contiguous() and gate_up_T2F.shape[1] % 2 == 0, f"silu_mul_quantize: {gate_up_T2F.shape}"
+    run = silu_mul_quantize_triton if gate_up_T2F.is_cuda else silu_mul_quantize_reference
+    return run(gate_up_T2F, power_of_two)

@@ -1,0 +1,50 @@
+"""What the tests of the fused row kernels share: running them in Triton's interpreter, and judging their codes.
+
+The interpreter rounds to BF16 and to E4M3 in its own way (quantize_cases.py) and takes sums in another order than a
+GPU, so here float32 results are compared closely and codes by distance. Bits are compared on a GPU, with the chain
+that a kernel replaces (tests/gpu/test_fused_rows.py).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton.experimental.gluon  # noqa: F401  (the interpreter imports it, and must not find patched functions)
+import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+import octetrl.kernels.add_rms_norm as add_rms_norm
+import octetrl.kernels.kv_store as kv_store
+import octetrl.kernels.qkv_store as qkv_store
+import octetrl.kernels.quantize_activation as quantize_activation
+import octetrl.kernels.silu_mul_quantize as silu_mul_quantize
+from octetrl.fp8.format import E4M3
+from octetrl.fp8.quantize import Quantized
+
+MODULES = (add_rms_norm, kv_store, qkv_store, quantize_activation, silu_mul_quantize, tl, tl.standard)
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the fused kernels, and the device functions that they call, in Triton's interpreter."""
+    for module in MODULES:
+        for name, member in list(vars(module).items()):
+            if isinstance(member, JITFunction):
+                monkeypatch.setattr(module, name, InterpretedFunction(member.fn))
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def distance(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Relative, by norm: a code may come out a step off, or with a carry missed, twice or half of what it should be."""
+    return float((got.float() - want.float()).norm() / want.float().norm().clamp_min(1e-30))
+
+
+def assert_near(got: Quantized, want: Quantized) -> None:
+    """Scales within a rounding or two of BF16, codes by distance."""
+    assert got.codes.dtype == want.codes.dtype == E4M3 and got.codes.shape == want.codes.shape
+    torch.testing.assert_close(got.scale, want.scale, rtol=2**-6, atol=0)
+    assert distance(got.codes, want.codes) < 0.12

@@ -1,0 +1,63 @@
+"""Residual, norm and codes in one kernel, against the three references one after the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from octetrl.fp8.quantize import Quantized, quantize_activation_reference
+from octetrl.kernels.add_rms_norm import add_rms_norm, add_rms_norm_triton
+from octetrl.kernels.rms_norm import rms_norm_reference
+from tests.unit.kernels.fused_row_cases import assert_near, interpreted, normal  # noqa: F401
+
+EPS = 1e-6
+SHAPES = [(3, 1024), (5, 96), (2, 1136), (0, 256)]
+
+
+def _inputs(
+    shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    delta, residual = normal(*shape, dtype=dtype), normal(*shape, seed=1, dtype=dtype) * 3
+    return delta, residual, 1 + 0.1 * normal(shape[1], seed=2, dtype=dtype)
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+def test_is_the_sum_then_the_norm_then_the_codes(quantize: bool) -> None:
+    delta, residual, weight = _inputs((7, 160))
+    want_residual = residual + delta
+    want = rms_norm_reference(want_residual, weight, EPS)
+    for given in (delta, None):  # the second time the residual is already summed
+        got_residual, got = add_rms_norm(given, residual, weight, EPS, quantize=quantize)
+        assert got_residual is residual and torch.equal(residual, want_residual)
+        if isinstance(got, Quantized):
+            codes, scale = quantize_activation_reference(want)
+            assert torch.equal(got.codes.float(), codes.float()) and torch.equal(got.scale, scale)
+        else:
+            assert torch.equal(got, want)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.filterwarnings("ignore:.* encountered in divide")
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernel_is_near_the_reference(shape: tuple[int, int], power_of_two: bool) -> None:
+    delta, residual, weight = _inputs(shape, torch.float32)
+    view = torch.cat((delta, residual), dim=1)[:, : shape[1]]  # rows further apart than they are long
+    for given in (view, None):
+        want_residual, want = add_rms_norm(given, residual.clone(), weight, EPS, quantize=False)
+        got_residual, got = add_rms_norm_triton(given, residual.clone(), weight, EPS, quantize=False)
+        assert torch.equal(got_residual, want_residual)
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+        _, codes = add_rms_norm_triton(given, residual.clone(), weight, EPS, quantize=True, power_of_two=power_of_two)
+        assert isinstance(codes, Quantized) and codes.scale.stride() == (1, max(1, shape[0]))
+        assert_near(codes, quantize_activation_reference(got, power_of_two))
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.filterwarnings("ignore:(invalid value|.* encountered)")
+def test_a_non_finite_value_poisons_its_row_alone() -> None:
+    delta, residual, weight = _inputs((3, 1024))
+    delta[1, 700] = torch.nan
+    _, (codes, scale) = add_rms_norm_triton(delta, residual, weight, EPS, quantize=True)
+    assert codes[1].float().isnan().all() and scale[1].isnan().all()
+    assert codes[[0, 2]].float().isfinite().all() and scale[[0, 2]].isfinite().all()

@@ -1,0 +1,116 @@
+"""QK-norm, RoPE and the store into pages in one kernel, against the references one after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import octetrl.kernels.qkv_store as module
+from octetrl.kernels.kv_store import by_key, kv_store
+from octetrl.kernels.qkv_store import qkv_store, qkv_store_triton
+from octetrl.kernels.rms_norm import rms_norm
+from octetrl.kernels.rope import rope
+from octetrl.layers.rotary import RotaryTable
+from tests.unit.kernels.attention_cases import CACHES, PagedCache
+from tests.unit.kernels.fused_row_cases import distance, interpreted, normal  # noqa: F401
+
+EPS = 1e-6
+TOKENS = 11
+
+
+def _pages(
+    kv_heads: int, size: int, kv_mode: str, quantize_k: bool, page_size: int = 16, dtype: torch.dtype = torch.bfloat16
+) -> PagedCache:
+    """Per-head scales so small that a few values saturate."""
+    v_scale = torch.full((kv_heads,), 0.004) if kv_mode == "calibrated" else None
+    k_scale = v_scale * 1.5 if v_scale is not None and quantize_k else None
+    return PagedCache([TOKENS], kv_heads, size, page_size, kv_mode, dtype, k_scale, v_scale, "cpu", quantize_k)
+
+
+def _inputs(heads: int, kv_heads: int, size: int, norm: bool, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, ...]:
+    qkv = normal(TOKENS, heads + 2 * kv_heads, size, dtype=dtype)
+    q_norm, k_norm = (1 + 0.1 * normal(size, seed=seed, dtype=dtype) if norm else None for seed in (1, 2))
+    rotary = RotaryTable(size, 1e4, None, 64, device="cpu")
+    return qkv, q_norm, k_norm, EPS, rotary.cos_SR, rotary.sin_SR, torch.arange(TOKENS) * 5
+
+
+def _slots(cache: PagedCache) -> Tensor:
+    slots = cache.slots([TOKENS])
+    slots[[2, -1]] = -1
+    return slots
+
+
+def _stored(cache: PagedCache) -> list[Tensor]:
+    """Both caches by key, and the scales of tokens."""
+    scales = [scale for scale in (cache.k_token_scale, cache.v_token_scale) if scale is not None]
+    return [cache.k.float(), by_key(cache.v).float(), *scales]
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES)
+def test_is_the_chain(kv_mode: str, quantize_k: bool, norm: bool) -> None:
+    inputs = _inputs(4, 2, 32, norm)
+    qkv, q_norm, k_norm, _, cos_SR, sin_SR, positions = inputs
+    got, want = (_pages(2, 32, kv_mode, quantize_k) for _ in range(2))
+    got_count, want_count = (torch.zeros(2, 2, dtype=torch.int64) for _ in range(2))
+    q = qkv_store(*inputs, got.k, got.v, _slots(got), *got.scales, saturated_2K=got_count)
+    want_q, k, v = qkv.split((4, 2, 2), dim=1)
+    if q_norm is not None and k_norm is not None:
+        want_q, k = rms_norm(want_q, q_norm, EPS), rms_norm(k, k_norm, EPS)
+    want_q, k = (rope(x, cos_SR[positions], sin_SR[positions]) for x in (want_q, k))
+    kv_store(k, v, want.k, want.v, _slots(want), *want.scales, saturated_2K=want_count)
+    assert torch.equal(q, want_q) and q.is_contiguous()
+    assert all(torch.equal(g, w) for g, w in zip(_stored(got), _stored(want), strict=True))
+    assert torch.equal(got_count, want_count) and (kv_mode != "calibrated" or got_count[1].sum() > 0)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.filterwarnings("ignore:.* encountered in divide")
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES)
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "norm"), [(6, 3, 32, True), (9, 5, 64, False)])
+def test_kernel_is_near_the_reference(
+    heads: int,
+    kv_heads: int,
+    size: int,
+    norm: bool,
+    kv_mode: str,
+    quantize_k: bool,
+    many: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MANY_TOKENS", 1 if many else 1024)
+    inputs = _inputs(heads, kv_heads, size, norm, torch.float32)
+    got, want = (_pages(kv_heads, size, kv_mode, quantize_k, 8, torch.float32) for _ in range(2))
+    got_count, want_count = (torch.zeros(2, kv_heads, dtype=torch.int64) for _ in range(2))
+    want_q = qkv_store(*inputs, want.k, want.v, _slots(want), *want.scales, saturated_2K=want_count)
+    flat = torch.nn.functional.pad(inputs[0].flatten(1), (0, 16))[:, :-16]  # tokens further apart than they are long
+    q = qkv_store_triton(flat, *inputs[1:], got.k, got.v, _slots(got), *got.scales, saturated_2K=got_count)
+    torch.testing.assert_close(q, want_q, rtol=1e-5, atol=1e-6)
+    for stored, reference in zip(_stored(got), _stored(want), strict=True):
+        assert distance(stored, reference) < 0.07
+        assert torch.equal(stored.abs().amax((1, -1)) == 0, reference.abs().amax((1, -1)) == 0)
+    assert ((got_count - want_count).abs() <= 1 + want_count / 10).all()  # some lie on the border
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_padding_has_a_q_and_leaves_the_pages_alone() -> None:
+    inputs = _inputs(4, 2, 32, True, torch.float32)
+    cache = _pages(2, 32, "calibrated", True)
+    count = torch.zeros(2, 2, dtype=torch.int64)
+    nowhere = torch.full((TOKENS,), -1)
+    qkv = inputs[0].flatten(1)
+    q = qkv_store_triton(qkv, *inputs[1:], cache.k, cache.v, nowhere, *cache.scales, saturated_2K=count)
+    assert all(x.count_nonzero() == 0 for x in (cache.k.float(), cache.v.float(), count))
+    want = qkv_store(*inputs, cache.k, cache.v, nowhere, *cache.scales)
+    torch.testing.assert_close(q, want, rtol=1e-5, atol=1e-6)
+
+
+def test_one_norm_without_the_other_is_refused() -> None:
+    qkv, q_norm, _, *rest = _inputs(4, 2, 32, True)
+    cache = _pages(2, 32, "none", False)
+    with pytest.raises(AssertionError, match="has not"):
+        qkv_store(qkv, q_norm, None, *rest, cache.k, cache.v, _slots(cache))
