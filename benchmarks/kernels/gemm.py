@@ -262,7 +262,7 @@ def tune_bf16(weight: Weight, sizes: Sequence[int], usable: set[Config]) -> dict
 def written(entries: dict[int, Config]) -> dict[str, object]:
     """As the table has them: a size that the next larger one serves just so is left out."""
     sizes = sorted(entries)
-    following = [*sizes[1:], None]
+    following = [*sizes[1:], None][: len(sizes)]
     kept = [m for m, after in zip(sizes, following, strict=True) if after is None or entries[m] != entries[after]]
     return {str(m): entries[m].as_json() for m in kept}
 

@@ -84,7 +84,7 @@ class EngineConfig(Section):
     kv_cache_tokens: int | None = Field(default=None, ge=16)
     """Capacity of the cache; None: `kv_memory_fraction` of the free device memory (CPU: what a step needs)."""
     kv_memory_fraction: Fraction = 0.85
-    """Of what is free when the cache is taken. With `release_for_training: false` leave room for training: 0.35, say."""
+    """Of what is free when the cache is taken. With `release_for_training: false` leave room for training: 0.35."""
     prefix_cache: Literal["drop_on_publish", "keep", "off"] = "drop_on_publish"
     """Whether a prompt that begins like an earlier one takes over its pages. `keep` does so across new weights too: the
     answers are then no longer those of one policy. Only for a cache that is not calibrated."""

@@ -47,6 +47,7 @@ class DecodeGraphs:
     def __init__(self, decode: Decode) -> None:
         self.seconds = 0.0  # spent capturing, since the engine was made
         self._decode = decode
+        self._stream = torch.cuda.Stream()  # one for all captures: cuBLAS keeps a work space for every stream it met
         self._captured: dict[tuple[int, bool, bool], _Captured] = {}
         self._cache: KVCache | None = None
         self._pool = torch.cuda.graph_pool_handle()
@@ -76,12 +77,14 @@ class DecodeGraphs:
         self._pool = torch.cuda.graph_pool_handle()  # a pool without graphs can't be captured into again
 
     def _capture(self, key: tuple[int, bool, bool], cache: KVCache) -> _Captured:
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        with torch.cuda.stream(stream):  # not torch.cuda.graph, which collects garbage and empties the allocator first
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        # Not torch.cuda.graph, which collects garbage and empties the allocator first.
+        with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool)
             try:
                 output = self._decode(*key, cache)
             finally:
                 graph.capture_end()
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self._stream)
         return _Captured(graph, output)

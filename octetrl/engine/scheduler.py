@@ -205,7 +205,8 @@ class Scheduler:
             elif self._grow(sequence, step):
                 self._note_due(sequence)
         if self._batch is None:
-            self._batch = tuple(self._decoding)
+            longest_first = sorted(self._decoding, key=lambda sequence: -sequence.length(self.clock))
+            self._batch = tuple(longest_first)  # attention starts with what takes longest; all grow alike from here
         step.decode = self._batch
         step.joined = [sequence for sequence in self._joined if sequence in self._decoding]
         self._joined = []

@@ -40,6 +40,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from octetrl.fp8.format import BLOCK, E4M3
 from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.attention_order import (
+    CLASSES,
     KV_TILE,
     LOG2E,
     MODE_NUMBER,
@@ -51,6 +52,7 @@ from octetrl.kernels.attention_order import (
     load_pages,
     mode_of,
     operand_dtype,
+    total_of_columns,
     update_columns,
 )
 from octetrl.kernels.attention_rows import SMALLEST_BLOCK_D, attention_rows
@@ -58,20 +60,36 @@ from octetrl.kernels.kv_store import by_key, scale_in_use
 from octetrl.kernels.quantize_activation import block_scale, e4m3_byte, magnitude_bits, quantize_activation
 
 TMA_HEAD_SIZES = (64, 128)
+MULTIPROCESSORS = 132  # of an H100 or H200
 
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """How decode lays out a tile: query columns (8 or 16; 16 where codes are multiplied) and tiles in flight."""
+    """How decode lays out a tile: query columns (8 or 16; 16 where codes are multiplied), tiles in flight, and the most
+    registers a thread may take (None: as many as it likes)."""
 
     columns: int
     stages: int
+    registers: int | None = None
 
     @classmethod
-    def chosen(cls, k_cache: Tensor, v_cache: Tensor) -> DecodeTile:
-        """16 columns everywhere; as many stages as shared memory holds beside a second program, where codes allow."""
-        stages = 3 if k_cache.dtype == v_cache.dtype == E4M3 else 2
-        return cls(columns=16, stages=stages - (k_cache.shape[3] == 256))
+    def chosen(cls, k_cache: Tensor, v_cache: Tensor, num_programs: int) -> DecodeTile:
+        """What was fastest on an H200 at head size 128 (docs/log.md).
+
+        With 3 tiles of codes in flight three programs share a multiprocessor, with 4 two do: that is slower, but better
+        than a last wave of programs that leaves most multiprocessors idle.
+        """
+        if k_cache.shape[3] == 256:
+            return cls(columns=16, stages=2 if k_cache.dtype == v_cache.dtype == E4M3 else 1)
+        if k_cache.dtype == v_cache.dtype == E4M3:
+            by_three, by_two = (_filled(num_programs, each * MULTIPROCESSORS) for each in (3, 2))
+            return cls(columns=16, stages=4) if by_two > 1.25 * by_three else cls(columns=16, stages=3, registers=168)
+        return cls(columns=16, stages=2) if v_cache.dtype == E4M3 else cls(columns=8, stages=3)
+
+
+def _filled(num_programs: int, places: int) -> float:
+    """Share of the places that are taken, over all waves of programs."""
+    return num_programs / (places * -(-num_programs // places)) if num_programs else 0.0
 
 
 def attention_paged(
@@ -208,7 +226,7 @@ def _attention_decode_kernel(
     table_ptr += sequence * stride_table
 
     m_C = tl.full([COLUMNS], float("-inf"), tl.float32)
-    l_C = tl.zeros([COLUMNS], tl.float32)
+    l_XC = tl.zeros([CLASSES, COLUMNS], tl.float32)
     o_DC = tl.zeros([BLOCK_D, COLUMNS], tl.float32)
     page = load_pages(table_ptr, 0, num_keys, PAGE_SIZE, N)
     for start in tl.range(0, num_keys, N, num_stages=STAGES):
@@ -246,8 +264,9 @@ def _attention_decode_kernel(
             v_ptr_DN = v_pages + row_N[None, :] + d_D[:, None] * stride_v_d
             v_mask_DN = head_D[:, None] if V_TURNED else head_D[:, None] & present_N[None, :]
             v_DN = tl.load(v_ptr_DN, mask=v_mask_DN, other=0.0).to(V_OPERAND)
-        m_C, l_C, o_DC = update_columns(s_NC, m_C, l_C, o_DC, v_DN, v_scale_N, COLUMNS, N, V_MODE)
+        m_C, l_XC, o_DC = update_columns(s_NC, m_C, l_XC, o_DC, v_DN, v_scale_N, COLUMNS, V_MODE)
 
+    l_C = total_of_columns(l_XC, COLUMNS)
     l_safe_C = tl.where(num_keys > 0, l_C, 1.0)  # a padding sequence gives zeros; NaN stays NaN
     out_DC = o_DC * tl.div_rn(tl.zeros_like(l_C) + out_scale, l_safe_C)[None, :]
     out_offset_DC = (sequence * HEADS + head_C)[None, :] * HEAD_SIZE + d_D[:, None]
@@ -318,7 +337,7 @@ def attention_decode_triton(
     assert head_size in SUPPORTED_HEAD_SIZES, f"head size {head_size} is not one of {SUPPORTED_HEAD_SIZES}"
     assert q_BHD.stride(2) == k_cache.stride(3) == 1, "attention_paged: the last axis must be contiguous"
     assert not quantize or head_size == BLOCK, f"a head of {head_size} is not one block of {BLOCK}"
-    tile = tile or DecodeTile.chosen(k_cache, v_cache)
+    tile = tile or DecodeTile.chosen(k_cache, v_cache, num_sequences * num_kv_heads)
     group = num_heads // num_kv_heads
     k_mode, v_mode = mode_of(k_scale), mode_of(v_scale)
     token_scales = [scale for scale in (k_scale, v_scale) if mode_of(scale) == "dynamic" and scale is not None]
@@ -339,7 +358,8 @@ def attention_decode_triton(
             K_OPERAND=TRITON_DTYPE[operand_dtype(k_cache.dtype, k_mode)],
             V_OPERAND=TRITON_DTYPE[operand_dtype(v_cache.dtype, v_mode)],
             TMA=tma, V_TURNED=v_cache.dtype == E4M3, QUANTIZE=quantize, POWER_OF_TWO=power_of_two,
-            STAGES=tile.stages, num_warps=4, **({"enable_fp_fusion": False} if q_BHD.is_cuda else {}),
+            STAGES=tile.stages, num_warps=4,
+            **({"enable_fp_fusion": False, "maxnreg": tile.registers} if q_BHD.is_cuda else {}),
         )  # fmt: skip
     if out_scale_HB is None:
         return out_BHD

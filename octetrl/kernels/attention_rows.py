@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octetrl.kernels.attention_order import (
+    CLASSES,
     KV_TILE,
     LOG2E,
     MODE_NUMBER,
@@ -32,6 +33,7 @@ from octetrl.kernels.attention_order import (
     load_pages,
     mode_of,
     operand_dtype,
+    total_of_rows,
     update_rows,
 )
 
@@ -40,7 +42,7 @@ SMALLEST_BLOCK_D = 64  # wgmma's shortest long side; smaller heads are padded wi
 
 @triton.jit
 def _rows_tile(
-    q_RD, m_R, l_R, o_RD, start, page, position_R, num_keys, first_key,
+    q_RD, m_R, l_RX, o_RD, start, page, position_R, num_keys, first_key,
     k_ptr, v_ptr, stride_k_page, stride_k_token, stride_v_page, stride_v_token, stride_v_d, k_scale_ptr, v_scale_ptr,
     stride_scale_page, stride_scale_token, score_scale,
     ROWS: tl.constexpr, N: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
@@ -83,7 +85,7 @@ def _rows_tile(
     s_RN = s_RN * (k_scale_N * score_scale)[None, :] if K_MODE == 2 else s_RN * score_scale
     if MASKED:
         s_RN = tl.where(position_R[:, None] >= key_N[None, :], s_RN, float("-inf"))
-    return update_rows(s_RN, m_R, l_R, o_RD, v_ND, v_scale_N, ROWS, N, V_MODE)
+    return update_rows(s_RN, m_R, l_RX, o_RD, v_ND, v_scale_N, ROWS, V_MODE)
 
 
 @triton.jit(do_not_specialize=["stride_table"])
@@ -134,7 +136,7 @@ def _attention_rows_kernel(
             table_ptr += sequence.to(tl.int64) * stride_table
 
         m_R = tl.full([ROWS], float("-inf"), tl.float32)
-        l_R = tl.zeros([ROWS], tl.float32)
+        l_RX = tl.zeros([ROWS, CLASSES], tl.float32)
         o_RD = tl.zeros([ROWS, BLOCK_D], tl.float32)
         unmasked_end = (before + 1) // N * N
         end = tl.minimum(num_keys, before + ROWS)
@@ -143,8 +145,8 @@ def _attention_rows_kernel(
             here = page
             if PAGE_SIZE > 0:
                 page = load_pages(table_ptr, start + N, num_keys, PAGE_SIZE, N)
-            m_R, l_R, o_RD = _rows_tile(
-                q_RD, m_R, l_R, o_RD, start, here, position_R, num_keys, first_query,
+            m_R, l_RX, o_RD = _rows_tile(
+                q_RD, m_R, l_RX, o_RD, start, here, position_R, num_keys, first_query,
                 k_ptr, v_ptr, stride_k_page, stride_k_token, stride_v_page, stride_v_token, stride_v_d, k_token_ptr,
                 v_token_ptr, stride_scale_page, stride_scale_token, score_scale, ROWS, N, HEAD_SIZE, BLOCK_D,
                 PAGE_SIZE, K_MODE, V_MODE, V_OPERAND, False,
@@ -153,13 +155,14 @@ def _attention_rows_kernel(
             here = page
             if PAGE_SIZE > 0:
                 page = load_pages(table_ptr, start + N, num_keys, PAGE_SIZE, N)
-            m_R, l_R, o_RD = _rows_tile(
-                q_RD, m_R, l_R, o_RD, start, here, position_R, num_keys, first_query,
+            m_R, l_RX, o_RD = _rows_tile(
+                q_RD, m_R, l_RX, o_RD, start, here, position_R, num_keys, first_query,
                 k_ptr, v_ptr, stride_k_page, stride_k_token, stride_v_page, stride_v_token, stride_v_d, k_token_ptr,
                 v_token_ptr, stride_scale_page, stride_scale_token, score_scale, ROWS, N, HEAD_SIZE, BLOCK_D,
                 PAGE_SIZE, K_MODE, V_MODE, V_OPERAND, True,
             )  # fmt: skip
 
+        l_R = total_of_rows(l_RX, ROWS)
         l_safe_R = tl.where(num_keys > 0, l_R, 1.0)  # a padding sequence gives zeros; NaN stays NaN
         out_RD = o_RD * tl.div_rn(tl.zeros_like(l_R) + out_scale, l_safe_R)[:, None]
         out_offset_RD = (token_R[:, None] * HEADS + head) * HEAD_SIZE + d_D[None, :]

@@ -49,6 +49,7 @@ except ImportError as error:  # Gluon is Triton's experimental part, whose names
 TABLE = Path(__file__).with_name("fp8_gemm_table.json")
 LARGEST_WITHOUT_ENTRY = 256  # rows; beyond, a shape that is not in the table takes cuBLAS
 SMALLEST_SCALED_MM = 32
+SCALES_OF_16_BYTES = 4  # Gluon loads x's scales by TMA, whose lines begin at multiples of 16 bytes
 
 
 class Config(NamedTuple):
@@ -146,6 +147,8 @@ def fp8_gemm(x: Quantized, w: Quantized) -> Tensor:
     if n % BLOCK or k % BLOCK:
         return fp8_gemm_nt(x, w, "scaled_mm")
     config = choose_config(m, n, k)
+    if config.kernel == "gluon" and m % SCALES_OF_16_BYTES:
+        config = plain_config(m)
     if config.kernel != "gluon":
         return run_config(config, x, w)
     if config not in _without_gluon:

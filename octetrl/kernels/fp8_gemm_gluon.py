@@ -179,11 +179,14 @@ def fp8_gemm_gluon(
 ) -> Tensor:
     """y[M, N] in BF16; operands and `scale_stride` from `check_operands`. tile_m: 64 or 128; tile_n: a divisor of 128.
 
-    Raises ValueError for a depth that is no multiple of 256, or a ring that does not fit.
+    Raises ValueError for a depth that is no multiple of 256, a `scale_stride` that is none of 4 (TMA would fault), or a
+    ring that does not fit.
     """
     (m, k), n = x.codes.shape, w.codes.shape[0]
     if k % 256:
         raise ValueError(f"the Gluon kernel takes two blocks of K a turn: {k} is no multiple of 256")
+    if scale_stride % 4:
+        raise ValueError(f"the Gluon kernel loads scales by 16 bytes: a stride of {scale_stride} does not fit")
     if ring_bytes(tile_m, tile_n, stages) > RING_LIMIT:
         raise ValueError(f"{stages} stages of {tile_m}x{tile_n} do not fit in shared memory")
     assert tile_m in (64, 128) and 128 % tile_n == 0, f"tile {tile_m}x{tile_n}"

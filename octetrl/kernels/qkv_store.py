@@ -37,7 +37,7 @@ from octetrl.kernels.rms_norm import rms_norm_reference
 from octetrl.kernels.rope import rope_reference
 
 HEADS, HEADS_OF_MANY = 4, 8  # of a program; more where a warp at eight elements a thread needs more
-MANY_TOKENS = 1024  # from here on a transposed V goes by tiles of tokens, as many as heads
+MANY_TOKENS = 1024  # from here on a program takes more heads; beside a transposed V, which goes by tokens, always
 
 
 @triton.jit
@@ -201,9 +201,9 @@ def qkv_store_triton(
     assert cos_SR.is_contiguous() and sin_SR.is_contiguous(), "qkv_store: cos and sin must be contiguous"
     assert saturated_2K is None or saturated_2K.is_contiguous(), "qkv_store: the counter must be contiguous"
     q_THD = torch.empty(num_tokens, num_heads, size, dtype=qkv_TX.dtype, device=qkv_TX.device)
-    many = num_tokens >= MANY_TOKENS
-    heads = max(HEADS_OF_MANY if many else HEADS, 256 // size)
-    v_tokens = heads if many and v_cache.dtype == E4M3 else 1
+    turned = v_cache.dtype == E4M3
+    heads = max(HEADS_OF_MANY if turned or num_tokens >= MANY_TOKENS else HEADS, 256 // size)
+    v_tokens = heads if turned else 1
     kv_tiles = triton.cdiv(kv_heads, heads)
     v_programs = num_tokens * kv_tiles if v_tokens == 1 else triton.cdiv(num_tokens, v_tokens) * kv_heads
     programs = v_programs + num_tokens * (triton.cdiv(num_heads, heads) + kv_tiles)
