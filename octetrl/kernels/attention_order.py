@@ -157,15 +157,41 @@ def update_rows(s_RN, m_R, l_RX, o_RD, v_ND, v_scale_N, ROWS: tl.constexpr, V_MO
 
 
 @triton.jit
-def update_columns(s_NC, m_C, l_XC, o_DC, v_DN, v_scale_N, COLUMNS: tl.constexpr, V_MODE: tl.constexpr):
-    """`update_rows` turned on its side: keys are rows, queries columns."""
+def interleaved(x_RN, ROWS: tl.constexpr, N: tl.constexpr):
+    """Columns 0 1 4 5 8 9 12 13 | 2 3 6 7 10 11 14 15 of every 16: see `update_columns`."""
+    x = tl.permute(tl.reshape(x_RN, [ROWS, N // 16, 4, 2, 2]), (0, 1, 3, 2, 4))
+    return tl.reshape(x, [ROWS, N])
+
+
+@triton.jit
+def interleaved_index(n_N):
+    """Where the elements of `interleaved` come from."""
+    return n_N // 16 * 16 + n_N // 2 % 4 * 4 + n_N // 8 % 2 * 2 + n_N % 2
+
+
+@triton.jit
+def update_columns(
+    s_NC, m_C, l_XC, o_DC, v_DN, v_scale_N, COLUMNS: tl.constexpr, N: tl.constexpr, V_MODE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """`update_rows` turned on its side: keys are rows, queries columns.
+
+    An MMA takes 16 of a contraction at a time, of which a thread holds two pairs that lie eight apart; of codes, two
+    bytes here and two there. Where both operands are `interleaved` along the contraction the pairs are neighbours, and
+    codes come from shared memory in words. An MMA's sum does not depend on the order of its 16 (tests/gpu), and who is
+    in which MMA stays as it was.
+    """
     m_new_C = tl.maximum(m_C, tl.max(s_NC, 0))
     alpha_C = tl.exp2(m_C - m_new_C)
     p_NC = tl.exp2(s_NC - m_new_C[None, :])
     l_XC = l_XC * alpha_C[None, :] + _classes_of_columns(p_NC, COLUMNS)
     if V_MODE == 2:
         p_NC = p_NC * v_scale_N[:, None]
-    o_DC = tl.dot(v_DN, p_NC.to(v_DN.dtype), o_DC * alpha_C[None, :])
+    p_NC = p_NC.to(v_DN.dtype)
+    if INTERLEAVED:
+        p_NC = tl.permute(tl.reshape(p_NC, [N // 16, 4, 2, 2, COLUMNS]), (0, 2, 1, 3, 4))
+        p_NC = tl.reshape(p_NC, [N, COLUMNS])
+    o_DC = tl.dot(v_DN, p_NC, o_DC * alpha_C[None, :])
     return m_new_C, l_XC, o_DC
 
 

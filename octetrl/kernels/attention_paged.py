@@ -49,6 +49,8 @@ from octetrl.kernels.attention_order import (
     KVRows,
     Piece,
     attend_reference,
+    interleaved,
+    interleaved_index,
     load_pages,
     mode_of,
     operand_dtype,
@@ -213,8 +215,10 @@ def _attention_decode_kernel(
     column_C = tl.arange(0, COLUMNS)
     head_C = kv_head * GROUP + column_C % GROUP
     head_D = d_D < HEAD_SIZE
+    K_INTERLEAVED: tl.constexpr = TMA and K_MODE > 0
+    q_d_D = interleaved_index(d_D) if K_INTERLEAVED else d_D
     q_DC = tl.load(
-        q_ptr + sequence * stride_q_token + head_C[None, :] * stride_q_head + d_D[:, None],
+        q_ptr + sequence * stride_q_token + head_C[None, :] * stride_q_head + q_d_D[:, None],
         mask=head_D[:, None], other=0.0,
     ).to(K_OPERAND)  # fmt: skip
     score_scale = base_scale
@@ -236,7 +240,8 @@ def _attention_decode_kernel(
         page = load_pages(table_ptr, start + N, num_keys, PAGE_SIZE, N)
         if TMA:
             matrix = here * (HEADS // GROUP) + kv_head  # one page of one head
-            k_ND = k_pages.load([matrix * N, 0]).to(K_OPERAND)
+            k_ND = k_pages.load([matrix * N, 0])
+            k_ND = (interleaved(k_ND, N, HEAD_SIZE) if K_INTERLEAVED else k_ND).to(K_OPERAND)
         else:
             row_N = here.to(tl.int64) * stride_k_page + kv_head * stride_k_head + key_N % PAGE_SIZE * stride_k_token
             k_mask_ND = present_N[:, None] & head_D[None, :]
@@ -253,7 +258,7 @@ def _attention_decode_kernel(
         s_NC = tl.where(present_N[:, None], s_NC, float("-inf"))
         if TMA:
             if V_TURNED:
-                v_DN = v_pages.load([matrix * HEAD_SIZE, 0]).to(V_OPERAND)
+                v_DN = interleaved(v_pages.load([matrix * HEAD_SIZE, 0]), HEAD_SIZE, N).to(V_OPERAND)
             else:
                 v_DN = tl.trans(v_pages.load([matrix * N, 0]).to(V_OPERAND))
         else:
@@ -264,7 +269,7 @@ def _attention_decode_kernel(
             v_ptr_DN = v_pages + row_N[None, :] + d_D[:, None] * stride_v_d
             v_mask_DN = head_D[:, None] if V_TURNED else head_D[:, None] & present_N[None, :]
             v_DN = tl.load(v_ptr_DN, mask=v_mask_DN, other=0.0).to(V_OPERAND)
-        m_C, l_XC, o_DC = update_columns(s_NC, m_C, l_XC, o_DC, v_DN, v_scale_N, COLUMNS, V_MODE)
+        m_C, l_XC, o_DC = update_columns(s_NC, m_C, l_XC, o_DC, v_DN, v_scale_N, COLUMNS, N, V_MODE, TMA and V_TURNED)
 
     l_C = total_of_columns(l_XC, COLUMNS)
     l_safe_C = tl.where(num_keys > 0, l_C, 1.0)  # a padding sequence gives zeros; NaN stays NaN

@@ -155,6 +155,7 @@ def take_turn(bench: Bench, precision: str, workload: Workload) -> Turn:
     engine.generate(first)
     again = time.perf_counter()
     warm_up(arm, workload, bench.warmup_tokens)
+    engine.forget_prefixes()  # the prompts are prefilled in the time that counts
     engine.generate(workload.requests)
     assert engine.metrics is not None, "the engine says nothing about the call"
     turn = Turn(
