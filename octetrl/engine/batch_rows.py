@@ -15,29 +15,15 @@ R places and the idle one, B sequences of a forward, W pages of the longest poss
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from octetrl.engine.request import Sequence
-from octetrl.engine.sampler import SamplingRows, sequence_key
-
-TOKEN, LENGTH, PROMPT, KEY, TOP_K = range(5)
-TEMPERATURE, TOP_P, MIN_P = range(3)
-
-
-class DecodeInputs(NamedTuple):
-    """A decode forward's input: one query for each row of the batch."""
-
-    active_B: Tensor  # int64: its rows
-    token_B: Tensor  # int64
-    length_B: Tensor  # int64: the query is the last of so many tokens; 0 in idle rows
-    position_B: Tensor  # int64
-    table_BW: Tensor  # int32
-    slot_B: Tensor  # int64; -1 in idle rows
-    rows: SamplingRows
+from octetrl.engine.sampler import sequence_key
+from octetrl.kernels.advance_rows import advance_rows
+from octetrl.kernels.gather_rows import DecodeRows, gather_rows
 
 
 class BatchRows:
@@ -46,7 +32,7 @@ class BatchRows:
     def __init__(self, *, max_batch: int, max_tokens: int, page_size: int, device: torch.device) -> None:
         self._device, self._page_size, self._idle = device, page_size, max_batch
         rows = max_batch + 1
-        self._integers_5R = torch.zeros(5, rows, dtype=torch.int64, device=device)
+        self._integers_5R = torch.zeros(5, rows, dtype=torch.int64, device=device)  # as kernels/gather_rows.py has them
         self._fractions_3R = torch.ones(3, rows, dtype=torch.float32, device=device)
         self._table_RW = torch.zeros(rows, -(-max_tokens // page_size), dtype=torch.int32, device=device)
         self._active_R = torch.full((rows,), max_batch, dtype=torch.int64, device=device)
@@ -94,35 +80,14 @@ class BatchRows:
 
     # ------------------------------------------------------------ in the forward, on the device alone
 
-    def gather(self, batch: int, draws: bool, filters: bool) -> DecodeInputs:
-        """The first `batch` active rows."""
+    def gather(self, batch: int) -> DecodeRows:
+        """The first `batch` active rows: one query each."""
         active_B = self._active_R[:batch]
-        integers_5B = self._integers_5R.index_select(1, active_B)
-        temperature_B, top_p_B, min_p_B = self._fractions_3R.index_select(1, active_B).unbind()
-        length_B = integers_5B[LENGTH]
-        position_B = (length_B - 1).clamp_min_(0)
-        table_BW = self._table_RW.index_select(0, active_B)
-        page_B = table_BW.gather(1, (position_B // self._page_size)[:, None])[:, 0].long()
-        slot_B = page_B * self._page_size + position_B % self._page_size
-        rows = SamplingRows(
-            key_N=integers_5B[KEY],
-            counter_N=length_B - integers_5B[PROMPT],
-            temperature_N=temperature_B,
-            top_k_N=integers_5B[TOP_K],
-            top_p_N=top_p_B,
-            min_p_N=min_p_B,
-            draws=draws,
-            filters=filters,
-        )
-        return DecodeInputs(
-            active_B, integers_5B[TOKEN], length_B, position_B, table_BW, slot_B.masked_fill_(length_B == 0, -1), rows
-        )
+        return gather_rows(active_B, self._integers_5R, self._fractions_3R, self._table_RW, self._page_size)
 
-    def advance(self, inputs: DecodeInputs, token_B: Tensor) -> None:
-        """Each row's token becomes its next query; the idle row stays as it is."""
-        idle_B = inputs.length_B == 0
-        moved_2B = torch.stack((token_B.clamp_min(0).masked_fill(idle_B, 0), inputs.length_B + ~idle_B))
-        self._integers_5R[TOKEN : LENGTH + 1].index_copy_(1, inputs.active_B, moved_2B)
+    def advance(self, batch: int, token_B: Tensor, logprob_B: Tensor) -> Tensor:
+        """Each row's token becomes its next query; returns both as int32 [2, B], the log-probs bit by bit."""
+        return advance_rows(token_B, logprob_B, self._active_R[:batch], self._integers_5R)
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         return to_device(array, self._device)

@@ -21,11 +21,12 @@ from octetrl.engine.batch_rows import BatchRows, to_device
 from octetrl.engine.cuda_graphs import DecodeGraphs, padded_batch
 from octetrl.engine.kv_cache import KVCache
 from octetrl.engine.request import Chunk, Step
-from octetrl.engine.sampler import sample
+from octetrl.engine.sampler import SamplingRows, sample
 from octetrl.engine.transcript import Batch
+from octetrl.kernels.count_poisoned import count_poisoned
 from octetrl.kernels.linear_logprobs import logprobs_alone
 from octetrl.layers.context import PagedContext
-from octetrl.models.decoder import Decoder, poisoned_tokens
+from octetrl.models.decoder import Decoder
 from octetrl.models.rollout_forward import can_fuse, rollout_forward
 
 
@@ -100,23 +101,21 @@ class ModelRunner:
 
     def _decode(self, size: int, draws: bool, filters: bool, cache: KVCache) -> Tensor:
         """One token for each of the first `size` active rows: int32 [2, B], tokens and the bits of their log-probs."""
-        inputs = self._rows.gather(size, draws, filters)
+        inputs = self._rows.gather(size)
         context = PagedContext(
             layers=cache.layers,
             slot_mapping_T=inputs.slot_B,
             block_table_BP=inputs.table_BW,
             cu_seqlens_q_B1=self._cu_seqlens_B1[: size + 1],
-            context_lens_B=inputs.length_B.int(),
+            context_lens_B=inputs.length_B,
             max_query_len=1,
             max_context_len=self._max_tokens,
         )
         hidden_BE = self._forward(inputs.token_B, inputs.position_B, context)
         logits_BV = self.model.logits(hidden_BE)
-        token_B = sample(logits_BV, inputs.rows)
-        temperature_B = torch.where(inputs.rows.temperature_N == 0, 1.0, inputs.rows.temperature_N)
-        logprob_B = logprobs_alone(logits_BV, token_B.clamp_min(0), temperature_B)
-        self._rows.advance(inputs, token_B)
-        return torch.stack((token_B.int(), logprob_B.view(torch.int32)))
+        token_B = sample(logits_BV, SamplingRows.of(inputs, draws=draws, filters=filters))
+        logprob_B = logprobs_alone(logits_BV, token_B.clamp_min(0), inputs.divisor_B)
+        return self._rows.advance(size, token_B, logprob_B)
 
     def _prefill(self, chunks: Many[Chunk], cache: KVCache) -> None:
         columns_3T = np.concatenate([self._chunk_columns(chunk) for chunk in chunks], axis=1)
@@ -139,7 +138,7 @@ class ModelRunner:
             hidden_TE = rollout_forward(self.model, token_T, position_T, context)
         else:
             hidden_TE = self.model(token_T, position_T, context)
-        self.poisoned_tokens += poisoned_tokens(hidden_TE)
+        count_poisoned(hidden_TE, self.poisoned_tokens)
         return hidden_TE
 
     def _chunk_columns(self, chunk: Chunk) -> np.ndarray:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from octetrl.kernels.gather_rows import DecodeRows
 from octetrl.kernels.sample_tokens import GOLDEN, greedy_tokens, sample_tokens, sample_tokens_reference
 
 _MASK64 = (1 << 64) - 1
@@ -42,6 +43,19 @@ class SamplingRows:
     min_p_N: Tensor  # float32
     draws: bool  # some row is not greedy
     filters: bool  # some row has top-k, top-p or min-p
+
+    @classmethod
+    def of(cls, rows: DecodeRows, *, draws: bool, filters: bool) -> SamplingRows:
+        return cls(
+            key_N=rows.key_B,
+            counter_N=rows.counter_B,
+            temperature_N=rows.temperature_B,
+            top_k_N=rows.top_k_B,
+            top_p_N=rows.top_p_B,
+            min_p_N=rows.min_p_B,
+            draws=draws,
+            filters=filters,
+        )
 
 
 def sample(logits_NV: Tensor, rows: SamplingRows) -> Tensor:

@@ -36,15 +36,6 @@ from octetrl.layers.rotary import Rotary, RotaryTable
 EMBEDDING_STD = 0.02
 
 
-def poisoned_tokens(hidden_TE: Tensor) -> Tensor:
-    """How many tokens met a non-finite activation on their way: int64 scalar on the device, without a host read.
-
-    A NaN or infinity anywhere in a layer makes its block, its GEMM's row and so the token's residual stream NaN or
-    infinite from there on (fp8/quantize.py), so looking once behind the last layer sees them all.
-    """
-    return (~hidden_TE.abs().amax(dim=1).isfinite()).sum()
-
-
 class DecoderLayer(nn.Module):
     """One layer, pre-norm, residual around each half."""
 

@@ -30,8 +30,9 @@ from torch import Tensor
 from octetrl.algorithms.table import Algorithm
 from octetrl.algorithms.token_loss import LossInputs
 from octetrl.config.schema import TrainerConfig
+from octetrl.kernels.count_poisoned import count_poisoned
 from octetrl.layers.context import KVMode, PackedContext
-from octetrl.models.decoder import Decoder, poisoned_tokens
+from octetrl.models.decoder import Decoder
 from octetrl.records import MicroBatch, PackedBatch, PolicyUpdate
 from octetrl.trainer.activation_checkpoint import layer_runner
 from octetrl.trainer.optimizer import Optimizer, copy_all
@@ -307,7 +308,7 @@ class Trainer:
         )
         run_layer = self._run_layer if torch.is_grad_enabled() else None
         hidden_TE: Tensor = model(micro_batch.token_ids_T, micro_batch.positions_T, context, run_layer)
-        self._poisoned += poisoned_tokens(hidden_TE.detach())
+        count_poisoned(hidden_TE.detach(), self._poisoned)
         return hidden_TE
 
     def _unobserved(self) -> Tensor:

@@ -1,0 +1,50 @@
+"""The rows of a batch become a forward's input, in torch and in Triton alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton.experimental.gluon  # noqa: F401  (the interpreter imports it, and must not find patched functions)
+from triton.runtime.interpreter import InterpretedFunction
+
+import octetrl.kernels.gather_rows as op
+from octetrl.kernels.gather_rows import DecodeRows, gather_rows_reference, gather_rows_triton
+
+PAGE = 16
+
+
+def rows() -> tuple[torch.Tensor, ...]:
+    """Five places and an idle one; a table of 5 pages a row."""
+    chance = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([1, 16, 17, 80, 33, 0])
+    prompts = torch.tensor([1, 4, 17, 2, 30, 0])
+    others = torch.randint(-(1 << 62), 1 << 62, (3, 6), generator=chance)
+    integers_5R = torch.stack((others[0].abs() % 100, lengths, prompts, others[1], others[2].abs() % 7))
+    fractions_3R = torch.tensor([[1.0, 0.0, 0.7, 1.0, 2.0, 1.0], [1.0, 0.9, 1, 1, 1, 1], [0.0, 0.1, 0, 0, 0, 0]])
+    table_RW = torch.randint(0, 1000, (6, 5), dtype=torch.int32, generator=chance)
+    return integers_5R, fractions_3R, table_RW
+
+
+ACTIVE = torch.tensor([3, 0, 4, 1, 2, 5, 5])
+
+
+def test_what_a_query_is() -> None:
+    integers_5R, fractions_3R, table_RW = rows()
+    got = gather_rows_reference(ACTIVE, integers_5R, fractions_3R, table_RW, PAGE)
+    assert got.position_B.tolist() == [79, 0, 32, 15, 16, 0, 0]
+    pages = [table_RW[3, 4], table_RW[0, 0], table_RW[4, 2], table_RW[1, 0], table_RW[2, 1]]
+    offsets = [15, 0, 0, 15, 0]
+    slots = [int(page) * PAGE + offset for page, offset in zip(pages, offsets, strict=True)]
+    assert got.slot_B.tolist() == [*slots, -1, -1]
+    assert got.counter_B.tolist() == [78, 0, 3, 12, 0, 0, 0]
+    assert got.divisor_B.tolist() == [1.0, 1.0, 2.0, 1.0, pytest.approx(0.7), 1.0, 1.0]
+    assert got.length_B.tolist() == [80, 1, 33, 16, 17, 0, 0]
+
+
+def test_triton_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op, "_gather_rows_kernel", InterpretedFunction(op._gather_rows_kernel.fn))
+    arguments = (ACTIVE, *rows(), PAGE)
+    ours, reference = gather_rows_triton(*arguments), gather_rows_reference(*arguments)
+    for name in DecodeRows._fields:
+        one, other = getattr(ours, name), getattr(reference, name)
+        assert one.dtype == other.dtype and torch.equal(one, other), name
