@@ -207,8 +207,8 @@ def _attention_decode_kernel(
     V_OPERAND: tl.constexpr, TMA: tl.constexpr, V_TURNED: tl.constexpr, QUANTIZE: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    sequence = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
+    sequence = tl.program_id(1).to(tl.int64)
+    kv_head = tl.program_id(0)  # a page of all heads is one piece of memory: they run side by side
     num_keys = tl.load(contexts_ptr + sequence)
     d_D = tl.arange(0, BLOCK_D)
     n_N = tl.arange(0, N)
@@ -277,7 +277,7 @@ def _attention_decode_kernel(
     out_offset_DC = (sequence * HEADS + head_C)[None, :] * HEAD_SIZE + d_D[:, None]
     own_C = column_C < GROUP
     if QUANTIZE:
-        scale_offset_C = head_C * tl.num_programs(0) + sequence
+        scale_offset_C = head_C * tl.num_programs(1) + sequence
         _store_quantized(out_DC, out_ptr, out_scale_ptr, out_offset_DC, scale_offset_C, own_C, POWER_OF_TWO)
     else:
         own_DC = own_C[None, :] & head_D[:, None]
@@ -353,7 +353,7 @@ def attention_decode_triton(
     out_BHD = torch.empty(q_BHD.shape, dtype=out_dtype, device=q_BHD.device)
     out_scale_HB = torch.empty(num_heads, num_sequences, device=q_BHD.device) if quantize else None
     if num_sequences > 0:
-        _attention_decode_kernel[(num_sequences, num_kv_heads)](
+        _attention_decode_kernel[(num_kv_heads, num_sequences)](
             q_BHD, *pages, out_BHD, out_scale_HB, block_table_BP, context_lens_B, k_scale, v_scale,
             q_BHD.stride(0), q_BHD.stride(1), *k_cache.stride()[:3], *by_key(v_cache).stride(), *stride_scale,
             block_table_BP.stride(0), softmax_scale * LOG2E, HEADS=num_heads, GROUP=group, HEAD_SIZE=head_size,
