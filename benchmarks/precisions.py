@@ -92,6 +92,15 @@ def recipe_tree(folder: Path, arguments: argparse.Namespace, precision: str, see
 
 def cold_start(folder: Path, arguments: argparse.Namespace) -> float | None:
     """Make the model and train it by SFT in BF16; returns its held-out accuracy."""
+    recipe = recipe_from_mapping(sft_tree(folder, arguments))
+    make_model_and_examples(recipe, model_shape(arguments))
+    train(recipe)
+    export_run(recipe.output_dir, str(folder / "start"))
+    return evaluate_checkpoint(str(folder / "start"), recipe).accuracy
+
+
+def sft_tree(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The recipe of the cold start: from `folder/random` by `folder/examples.jsonl`."""
     tree = recipe_tree(folder, arguments, "bf16", 0)
     tree["model"]["path"] = str(folder / "random")
     tree["algorithm"] = {"name": "sft", "conversations": str(folder / "examples.jsonl"), "batch_size": 64}
@@ -101,13 +110,12 @@ def cold_start(folder: Path, arguments: argparse.Namespace) -> float | None:
         "decay": "linear",
         "min_lr_fraction": 0.1,
     }
-    tree |= {"steps": arguments.sft_steps, "output_dir": str(folder / "sft")}
-    recipe = recipe_from_mapping(tree)
-    shape = preset_config("tiny") | ({} if arguments.tiny else WIDE)
-    make_model_and_examples(recipe, shape)
-    train(recipe)
-    export_run(recipe.output_dir, str(folder / "start"))
-    return evaluate_checkpoint(str(folder / "start"), recipe).accuracy
+    return tree | {"steps": arguments.sft_steps, "output_dir": str(folder / "sft")}
+
+
+def model_shape(arguments: argparse.Namespace) -> dict[str, Any]:
+    """config.json of the model that is trained."""
+    return preset_config("tiny") | ({} if arguments.tiny else WIDE)
 
 
 def run_arm(folder: Path, arguments: argparse.Namespace, precision: str, seed: int) -> dict[str, object]:

@@ -1,0 +1,355 @@
+"""Do the numbers stay right? A trained model under every precision: its perplexity, and engine against trainer.
+
+    python -m benchmarks.quality [--sft-steps 350] [--seed 0]
+
+One model of 126 million parameters learns in BF16, once, from documents: worked sums, one after another, as many as
+make 2,000 tokens. Then, for each precision, from the same weights:
+
+    perplexity   of held-out documents, by the weights, codes and cache formats that the rollout reads
+                 |perplexity / BF16's - 1| < 1%
+    mismatch     the engine draws 16 x 2 sequences of 2,000 tokens; its log-probs g against the trainer's p of the same
+                 tokens: mean exp|g - p| < 1.03 and mean exp(p - g) - (p - g) - 1 < 1e-3
+
+`fp8_rollout`, whose trainer is BF16, differs from its engine by design: reported, not held to the second limit. KV
+scales are calibrated on documents of the training set. The error of the relative perplexity is that of the mean over
+tokens of paired differences. Exit status 1 where a limit is not met. Needs a Hopper GPU, or `--tiny` on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.precisions import model_shape, recipe_tree, sft_tree
+from benchmarks.record import RESULTS, write_result
+from octetrl.algorithms.table import build_algorithm
+from octetrl.config.load import recipe_from_mapping
+from octetrl.config.schema import Recipe
+from octetrl.data.conversations import Conversation, read_conversations, to_sample
+from octetrl.environments.base import Taskset
+from octetrl.fp8.policy import precision_policy
+from octetrl.layers.context import PackedContext
+from octetrl.models.decoder import Decoder
+from octetrl.records import GenerationRequest, Sample, SamplingParams
+from octetrl.rollout.chat_tokens import ChatTokens
+from octetrl.run.build import build_environment, fill_weights, model_spec
+from octetrl.run.demo import BARE_SHARE, bare_answer, make_model_and_examples, worked_answer
+from octetrl.run.device import resolve_device
+from octetrl.run.export import export_run
+from octetrl.run.loop import train
+from octetrl.run.tokenizer import Tokenizer, load_tokenizer
+from octetrl.run.worker import Worker
+from octetrl.telemetry.mismatch import mismatch_metrics
+from octetrl.telemetry.spans import Spans
+from octetrl.trainer.packing import pack
+
+Row = dict[str, object]
+PERPLEXITY_LIMIT = 0.01
+TOKEN_ERROR_LIMIT = 1.03
+GEN_KL_LIMIT = 1e-3
+ARMS: dict[str, dict[str, Any]] = {
+    "bf16": {"precision": "bf16"},
+    "fp8_rollout": {"precision": "fp8_rollout"},
+    "fp8": {"precision": "fp8"},
+    "fp8_full": {"precision": "fp8_full"},
+    "fp8_full_dynamic": {"precision": "fp8_full", "fp8": {"kv_cache": "dynamic"}},
+}
+MIXED = ("fp8_rollout",)  # engine and trainer differ by design
+COLUMNS = {
+    "perplexity": ".5f",
+    "perplexity/relative": "+.3%",
+    "perplexity/relative_error": ".3%",
+    "mismatch/token_mult_prob_error": ".6f",
+    "mismatch/gen_kl": ".2e",
+    "mismatch/max_abs_diff": ".2e",
+    "mismatch/equal_fraction": ".4f",
+    "fp8/kv_saturation": ".2e",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much is learnt and looked at."""
+
+    tokens: int  # of a document, and of a generated sequence with its prompt
+    batch: int  # documents of an SFT step
+    held_out: int  # documents
+    prompts: int
+    siblings: int
+    prompt_tokens: int  # of the shortest prompt; each further one is a token longer
+    calibration: int  # documents
+
+
+FULL = Size(tokens=2000, batch=16, held_out=32, prompts=16, siblings=2, prompt_tokens=100, calibration=16)
+TINY = Size(tokens=200, batch=8, held_out=8, prompts=4, siblings=2, prompt_tokens=40, calibration=4)
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """What is put to every precision, in tokens."""
+
+    held_out: list[Sample]
+    calibration: list[tuple[int, ...]]
+
+
+# ---------------------------------------------------------------- the model and its documents
+
+
+def quality_tree(folder: Path, arguments: argparse.Namespace, size: Size, arm: str) -> dict[str, Any]:
+    """The recipe of one precision's engine and trainer."""
+    tree = recipe_tree(folder, arguments, ARMS[arm]["precision"], arguments.seed) | ARMS[arm]
+    return _longer(tree, size)
+
+
+def _longer(tree: dict[str, Any], size: Size) -> dict[str, Any]:
+    """Room for documents where the recipe has it for sums."""
+    tree["model"]["context_length"] = size.tokens + size.tokens // 20
+    tree["environment"]["eval_size"] = size.held_out * size.tokens // 15  # more sums than these documents take
+    return tree
+
+
+def trained_model(folder: Path, arguments: argparse.Namespace, size: Size) -> Documents:
+    """Leaves the model at `folder/start`."""
+    tree = _longer(sft_tree(folder, arguments), size)
+    tree["algorithm"]["batch_size"] = size.batch
+    tree["seed"] = arguments.seed
+    recipe = recipe_from_mapping(tree)
+    make_model_and_examples(recipe, model_shape(arguments))
+    examples = Path(str(recipe.algorithm.conversations))
+    chat = ChatTokens(load_tokenizer(folder / "random"))
+    documents = chained(read_conversations(examples), chat, size.tokens)
+    examples.write_text("".join(json.dumps({"prompt": one.prompt, "answer": one.answer}) + "\n" for one in documents))
+    print(f"{len(documents)} documents of {size.tokens} tokens to learn from", flush=True)
+    unseen = chained(held_out_sums(recipe), chat, size.tokens)[: size.held_out]
+    assert len(unseen) == size.held_out, f"the held-out sums make {len(unseen)} documents of {size.held_out}"
+    train(recipe)
+    export_run(recipe.output_dir, str(folder / "start"))
+    return Documents(
+        held_out=[to_sample(document, chat) for document in unseen],
+        calibration=[to_sample(document, chat).token_ids for document in documents[: size.calibration]],
+    )
+
+
+def chained(sums: Iterable[Conversation], chat: ChatTokens, tokens: int) -> list[Conversation]:
+    """Documents of at most `tokens` tokens: a sum and its answer, then the next, a line each. What is left over at the
+    end makes none."""
+    documents: list[Conversation] = []
+    chosen: list[Conversation] = []
+    length = 0
+    for one in sums:
+        more = len(to_sample(Conversation(one.prompt, f" {one.answer}\n"), chat).token_ids)
+        if chosen and length + more > tokens:
+            documents.append(document_of(chosen))
+            chosen, length = [], 0
+        chosen.append(one)
+        length += more
+    return documents
+
+
+def document_of(sums: Sequence[Conversation]) -> Conversation:
+    """The first sum asks, the rest is the answer."""
+    first, *rest = sums
+    return Conversation(first.prompt, f"{first.answer}\n" + "".join(f"{one.prompt} {one.answer}\n" for one in rest))
+
+
+def held_out_sums(recipe: Recipe) -> list[Conversation]:
+    """The held-out tasks with answers in the proportion in which they were learnt."""
+    config = recipe.environment
+    tasks = Taskset(build_environment(config).tasks, eval_size=config.eval_size, seed=config.seed).held_out()
+    bare = round(BARE_SHARE * 100)
+    return [
+        Conversation(task.prompt, bare_answer(task) if index * 37 % 100 < bare else worked_answer(task))
+        for index, task in enumerate(tasks)
+    ]
+
+
+# ---------------------------------------------------------------- one precision
+
+
+def build_worker(recipe: Recipe, tokenizer: Tokenizer) -> Worker:
+    """Engine and trainer of one precision, their FP8 weights the same codes."""
+    spec = model_spec(recipe)
+    return Worker(
+        recipe,
+        spec=spec,
+        policy=precision_policy(spec, recipe.fp8),
+        tokenizer=tokenizer,
+        algorithm=build_algorithm(recipe.algorithm),
+        load_weights=lambda model: fill_weights(model, recipe),
+        device=resolve_device(recipe.cluster),
+        spans=Spans(),
+        trains=False,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Log-probs of N tokens by a packed forward, beside what `mismatch_metrics` wants to know of them; on the CPU."""
+
+    logprobs_N: Tensor
+    generator_N: Tensor | None
+    positions_N: Tensor
+    lengths_N: Tensor
+
+
+@torch.no_grad()
+def score(worker: Worker, model: Decoder, samples: Sequence[Sample]) -> Scored:
+    """Log-probs of the samples' trained tokens under `model`, which sees K and V as the rollout's cache has them."""
+    scales = worker.kv_scales
+    parts: list[Tensor] = []
+    (minibatch,) = pack(samples, worker.layout, "token").minibatches
+    for micro_batch in minibatch:
+        context = PackedContext(
+            cu_seqlens_B1=micro_batch.cu_seqlens_B1.to(worker.device),
+            max_seqlen=micro_batch.max_seqlen,
+            kv_mode=worker.policy.kv_mode,
+            k_scale_LK=None if scales is None else scales.k_scale_LK,
+            v_scale_LK=None if scales is None else scales.v_scale_LK,
+        )
+        ids_T, positions_T = micro_batch.token_ids_T.to(worker.device), micro_batch.positions_T.to(worker.device)
+        hidden_NE = model(ids_T, positions_T, context).index_select(0, micro_batch.predictor_N.to(worker.device))
+        parts.append(model.logprobs(hidden_NE, micro_batch.targets_N.to(worker.device))[0].cpu())
+    drawn = [one.generator_logprobs_N for one in minibatch if one.generator_logprobs_N is not None]
+    return Scored(
+        logprobs_N=torch.cat(parts),
+        generator_N=torch.cat(drawn) if drawn else None,
+        positions_N=torch.cat([one.target_positions_N for one in minibatch]),
+        lengths_N=torch.cat([one.sequence_lengths_N for one in minibatch]),
+    )
+
+
+def draw(worker: Worker, documents: Documents, size: Size, seed: int) -> list[Sample]:
+    """Sequences of `size.tokens` tokens that the engine continued from the beginnings of held-out documents."""
+    requests = []
+    for index, document in enumerate(documents.held_out[: size.prompts]):
+        prompt = document.token_ids[: size.prompt_tokens + index]
+        sampling = SamplingParams(max_new_tokens=size.tokens - len(prompt), ignore_eos=True)
+        requests.append(GenerationRequest(f"document {index}", prompt, sampling, size.siblings, seed + index))
+    samples = []
+    for request, completions in zip(requests, worker.generate(requests), strict=True):
+        prompt = request.prompt_token_ids
+        for drawn in completions:
+            assert len(prompt) + len(drawn.token_ids) == size.tokens, "an answer ended before its length"
+            samples.append(
+                Sample(
+                    token_ids=prompt + drawn.token_ids,
+                    loss_mask=(False,) * len(prompt) + (True,) * len(drawn.token_ids),
+                    generator_logprobs=(0.0,) * len(prompt) + drawn.logprobs,
+                    advantage=0.0,
+                    policy_version=drawn.policy_version,
+                    precision_digest=drawn.precision_digest,
+                )
+            )
+    return samples
+
+
+def measure(recipe: Recipe, arm: str, documents: Documents, size: Size) -> tuple[Row, Tensor]:
+    """The row of one precision, and the log-prob of every token of the held-out documents."""
+    worker = build_worker(recipe, load_tokenizer(str(recipe.model.path)))
+    if worker.needs_calibration:
+        worker.calibrate(documents.calibration)
+    read = score(worker, worker.engine_model, documents.held_out).logprobs_N.double()
+    samples = draw(worker, documents, size, recipe.seed)
+    metrics = worker.engine.metrics
+    worker.engine.release_cache()
+    scored = score(worker, worker.trainer_model, samples)
+    assert metrics is not None and scored.generator_N is not None, "the engine said nothing of its call"
+    row: Row = {
+        "precision": arm,
+        "workload": f"{len(samples)}x{size.tokens}",
+        "parameters": worker.spec.num_parameters,
+        "perplexity": math.exp(-float(read.mean())),
+        "perplexity/tokens": read.numel(),
+        "mismatch/tokens": scored.logprobs_N.numel(),
+        **mismatch_metrics(scored.generator_N, scored.logprobs_N, scored.positions_N, scored.lengths_N),
+        "rollout/non_finite_tokens": metrics.non_finite_tokens,
+    }
+    if worker.policy.kv_mode == "calibrated":
+        row["fp8/kv_saturation"] = metrics.kv_saturation
+    return row, read
+
+
+# ---------------------------------------------------------------- limits and the table
+
+
+def compare(row: Row, logprobs_N: Tensor, plain_N: Tensor) -> None:
+    """Puts the distance of a precision's perplexity from BF16's into its row, with its standard error."""
+    difference_N = plain_N - logprobs_N
+    row["perplexity/relative"] = math.expm1(float(difference_N.mean()))
+    row["perplexity/relative_error"] = float(difference_N.std()) / math.sqrt(difference_N.numel())
+
+
+def failures(row: Row) -> list[str]:
+    """The limits that a row does not meet; NaN meets none."""
+    limits = {"perplexity/relative": PERPLEXITY_LIMIT}
+    if row["precision"] not in MIXED:
+        limits |= {"mismatch/token_mult_prob_error": TOKEN_ERROR_LIMIT, "mismatch/gen_kl": GEN_KL_LIMIT}
+    return [
+        f"{row['precision']}: {name} is {row[name]}, the limit is {limit}"
+        for name, limit in limits.items()
+        if not abs(float(str(row[name]))) < limit
+    ]
+
+
+def show(rows: Sequence[Row]) -> None:
+    table = Table(title="One model under five precisions: perplexity, and engine against trainer")
+    for name in ("precision", *COLUMNS, "limits"):
+        table.add_column(name.removeprefix("mismatch/").removeprefix("perplexity/"))
+    for row in rows:
+        cells = [format(row[name], form) if name in row else "" for name, form in COLUMNS.items()]
+        table.add_row(str(row["precision"]), *cells, str(row["limits"]))
+    Console(width=180).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sft-steps", type=int, default=350)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tiny", action="store_true", help="the demo's model and short documents, on any machine")
+    parser.add_argument("--verbose", action="store_true", help="a line a step of training")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    arguments.steps = 1  # `recipe_tree` asks; nothing is trained after the SFT
+    size = TINY if arguments.tiny else FULL
+    folder = Path(tempfile.mkdtemp(prefix="octetrl-quality-"))
+    rows: list[Row] = []
+    failed: list[str] = []
+    plain_N = None
+    try:
+        documents = trained_model(folder, arguments, size)
+        for arm in ARMS:
+            gc.collect()  # the arm before
+            recipe = recipe_from_mapping(quality_tree(folder, arguments, size, arm))
+            row, logprobs_N = measure(recipe, arm, documents, size)
+            plain_N = logprobs_N if plain_N is None else plain_N
+            compare(row, logprobs_N, plain_N)
+            found = failures(row)
+            row["limits"] = "FAIL" if found else "PASS"
+            failed += found
+            rows.append(row)
+            print(f"{arm}: {row['limits']}", flush=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    show(rows)
+    print(f"wrote {write_result('quality', 'tiny' if arguments.tiny else '126m', rows, arguments.out)}")
+    for line in failed:
+        print(f"FAIL {line}")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
