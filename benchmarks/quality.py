@@ -2,8 +2,8 @@
 
     python -m benchmarks.quality [--sft-steps 350] [--seed 0]
 
-One model of 126 million parameters learns in BF16, once, from documents: worked sums, one after another, as many as
-make 2,000 tokens. Then, for each precision, from the same weights:
+One model of 126 million parameters learns in BF16, once, from documents: worked sums, one after another, for
+2,000 tokens and more. Then, for each precision, from the same weights:
 
     perplexity   of held-out documents, by the weights, codes and cache formats that the rollout reads
                  |perplexity / BF16's - 1| < 1%
@@ -21,11 +21,12 @@ import argparse
 import gc
 import json
 import math
+import random
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,12 @@ from benchmarks.record import RESULTS, write_result
 from octetrl.algorithms.table import build_algorithm
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.schema import Recipe
-from octetrl.data.conversations import Conversation, read_conversations, to_sample
+from octetrl.data.conversations import Conversation, to_sample
 from octetrl.environments.base import Taskset
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.context import PackedContext
 from octetrl.models.decoder import Decoder
-from octetrl.records import GenerationRequest, Sample, SamplingParams
+from octetrl.records import GenerationRequest, Sample, SamplingParams, Task
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.run.build import build_environment, fill_weights, model_spec
 from octetrl.run.demo import BARE_SHARE, bare_answer, make_model_and_examples, worked_answer
@@ -68,6 +69,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "fp8_full": {"precision": "fp8_full"},
     "fp8_full_dynamic": {"precision": "fp8_full", "fp8": {"kv_cache": "dynamic"}},
 }
+MARGIN = 8  # tokens of a document's own: template, EOS, merges across lines
 MIXED = ("fp8_rollout",)  # engine and trainer differ by design
 COLUMNS = {
     "perplexity": ".5f",
@@ -85,7 +87,8 @@ COLUMNS = {
 class Size:
     """How much is learnt and looked at."""
 
-    tokens: int  # of a document, and of a generated sequence with its prompt
+    tokens: int  # of a held-out document, and of a generated sequence with its prompt
+    sums: int  # to learn
     batch: int  # documents of an SFT step
     held_out: int  # documents
     prompts: int
@@ -93,9 +96,19 @@ class Size:
     prompt_tokens: int  # of the shortest prompt; each further one is a token longer
     calibration: int  # documents
 
+    @property
+    def context_length(self) -> int:
+        """Documents are made a little longer than what is looked at, and cut."""
+        return self.tokens + self.tokens // 4
 
-FULL = Size(tokens=2000, batch=16, held_out=32, prompts=16, siblings=2, prompt_tokens=100, calibration=16)
-TINY = Size(tokens=200, batch=8, held_out=8, prompts=4, siblings=2, prompt_tokens=40, calibration=4)
+    @property
+    def held_out_sums(self) -> int:
+        """More than the held-out documents take."""
+        return self.held_out * self.context_length // 15
+
+
+FULL = Size(tokens=2000, sums=100_000, batch=16, held_out=32, prompts=16, siblings=2, prompt_tokens=100, calibration=16)
+TINY = Size(tokens=200, sums=15_000, batch=8, held_out=8, prompts=4, siblings=2, prompt_tokens=40, calibration=4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,47 +125,63 @@ class Documents:
 def quality_tree(folder: Path, arguments: argparse.Namespace, size: Size, arm: str) -> dict[str, Any]:
     """The recipe of one precision's engine and trainer."""
     tree = recipe_tree(folder, arguments, ARMS[arm]["precision"], arguments.seed) | ARMS[arm]
-    return _longer(tree, size)
-
-
-def _longer(tree: dict[str, Any], size: Size) -> dict[str, Any]:
-    """Room for documents where the recipe has it for sums."""
-    tree["model"]["context_length"] = size.tokens + size.tokens // 20
-    tree["environment"]["eval_size"] = size.held_out * size.tokens // 15  # more sums than these documents take
+    tree["model"]["context_length"] = size.context_length
     return tree
 
 
 def trained_model(folder: Path, arguments: argparse.Namespace, size: Size) -> Documents:
     """Leaves the model at `folder/start`."""
-    tree = _longer(sft_tree(folder, arguments), size)
+    tree = sft_tree(folder, arguments)
+    tree["model"]["context_length"] = size.context_length
     tree["algorithm"]["batch_size"] = size.batch
+    tree["trainer"]["tokens_per_micro_batch"] = size.batch * size.context_length
     tree["seed"] = arguments.seed
     recipe = recipe_from_mapping(tree)
     make_model_and_examples(recipe, model_shape(arguments))
-    examples = Path(str(recipe.algorithm.conversations))
     chat = ChatTokens(load_tokenizer(folder / "random"))
-    documents = chained(read_conversations(examples), chat, size.tokens)
-    examples.write_text("".join(json.dumps({"prompt": one.prompt, "answer": one.answer}) + "\n" for one in documents))
-    print(f"{len(documents)} documents of {size.tokens} tokens to learn from", flush=True)
-    unseen = chained(held_out_sums(recipe), chat, size.tokens)[: size.held_out]
-    assert len(unseen) == size.held_out, f"the held-out sums make {len(unseen)} documents of {size.held_out}"
+    learnt, unseen = (chained(sums, chat, size.context_length - MARGIN) for sums in worked_sums(recipe, size))
+    assert len(unseen) >= size.held_out, f"the held-out sums make {len(unseen)} documents of {size.held_out}"
+    examples = "".join(json.dumps({"prompt": one.prompt, "answer": one.answer}) + "\n" for one in learnt)
+    Path(str(recipe.algorithm.conversations)).write_text(examples)
+    print(f"{len(learnt)} documents to learn from, {arguments.sft_steps} steps of {size.batch}", flush=True)
+    documents = Documents(
+        held_out=[cut(to_sample(document, chat), size.tokens) for document in unseen[: size.held_out]],
+        calibration=[to_sample(document, chat).token_ids for document in learnt[: size.calibration]],
+    )
     train(recipe)
     export_run(recipe.output_dir, str(folder / "start"))
-    return Documents(
-        held_out=[to_sample(document, chat) for document in unseen],
-        calibration=[to_sample(document, chat).token_ids for document in documents[: size.calibration]],
-    )
+    return documents
 
 
-def chained(sums: Iterable[Conversation], chat: ChatTokens, tokens: int) -> list[Conversation]:
-    """Documents of at most `tokens` tokens: a sum and its answer, then the next, a line each. What is left over at the
-    end makes none."""
+def worked_sums(recipe: Recipe, size: Size) -> tuple[list[Conversation], list[Conversation]]:
+    """Sums to learn and sums held out; answered with and without the steps in the demo's proportion."""
+    config = recipe.environment.model_copy(update={"train_size": size.sums, "eval_size": size.held_out_sums})
+    taskset = Taskset(build_environment(config).tasks, eval_size=config.eval_size, seed=config.seed)
+    chance = random.Random(recipe.seed)
+
+    def answered(tasks: Sequence[Task]) -> list[Conversation]:
+        bare = [chance.random() < BARE_SHARE for _ in tasks]
+        answers = [bare_answer(task) if one else worked_answer(task) for task, one in zip(tasks, bare, strict=True)]
+        return [Conversation(task.prompt, answer) for task, answer in zip(tasks, answers, strict=True)]
+
+    return answered(taskset.next_batch(size.sums)), answered(taskset.held_out())
+
+
+def cut(sample: Sample, tokens: int) -> Sample:
+    """Its first `tokens` tokens."""
+    assert len(sample.token_ids) >= tokens, f"a document has {len(sample.token_ids)} tokens of {tokens}"
+    return replace(sample, token_ids=sample.token_ids[:tokens], loss_mask=sample.loss_mask[:tokens])
+
+
+def chained(sums: Iterable[Conversation], chat: ChatTokens, room: int) -> list[Conversation]:
+    """Documents of about `room` tokens, or less by a sum: a sum and its answer, then the next, a line each. What is
+    left over at the end makes none."""
     documents: list[Conversation] = []
     chosen: list[Conversation] = []
     length = 0
     for one in sums:
-        more = len(to_sample(Conversation(one.prompt, f" {one.answer}\n"), chat).token_ids)
-        if chosen and length + more > tokens:
+        more = len(chat.answer_tokens(line_of(one))) - 1  # without the EOS
+        if chosen and length + more > room:
             documents.append(document_of(chosen))
             chosen, length = [], 0
         chosen.append(one)
@@ -163,18 +192,11 @@ def chained(sums: Iterable[Conversation], chat: ChatTokens, tokens: int) -> list
 def document_of(sums: Sequence[Conversation]) -> Conversation:
     """The first sum asks, the rest is the answer."""
     first, *rest = sums
-    return Conversation(first.prompt, f"{first.answer}\n" + "".join(f"{one.prompt} {one.answer}\n" for one in rest))
+    return Conversation(first.prompt, f"{first.answer}\n" + "".join(line_of(one) for one in rest))
 
 
-def held_out_sums(recipe: Recipe) -> list[Conversation]:
-    """The held-out tasks with answers in the proportion in which they were learnt."""
-    config = recipe.environment
-    tasks = Taskset(build_environment(config).tasks, eval_size=config.eval_size, seed=config.seed).held_out()
-    bare = round(BARE_SHARE * 100)
-    return [
-        Conversation(task.prompt, bare_answer(task) if index * 37 % 100 < bare else worked_answer(task))
-        for index, task in enumerate(tasks)
-    ]
+def line_of(one: Conversation) -> str:
+    return f"{one.prompt} {one.answer}\n"
 
 
 # ---------------------------------------------------------------- one precision
