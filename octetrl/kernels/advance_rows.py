@@ -38,6 +38,7 @@ def advance_rows_triton(drawn_B: Tensor, logprob_B: Tensor, active_B: Tensor, in
     bits_2B = torch.empty(2, len(drawn_B), dtype=torch.int32, device=drawn_B.device)
     _advance_rows_kernel[(triton.cdiv(len(drawn_B), 128),)](
         drawn_B, logprob_B, active_B, integers_5R, bits_2B, len(drawn_B), integers_5R.shape[1], BLOCK_B=128,
+        **({"enable_fp_fusion": False} if drawn_B.is_cuda else {}),
     )  # fmt: skip
     return bits_2B
 

@@ -31,7 +31,9 @@ def count_poisoned_triton(hidden_TE: Tensor, count: Tensor) -> None:
     """The kernel's launcher. hidden_TE contiguous."""
     num_tokens, size = hidden_TE.shape
     if num_tokens:
-        _count_poisoned_kernel[(num_tokens,)](hidden_TE, count, SIZE=size, BLOCK_E=triton.next_power_of_2(size))
+        options = {"enable_fp_fusion": False} if hidden_TE.is_cuda else {}
+        block_e = triton.next_power_of_2(size)
+        _count_poisoned_kernel[(num_tokens,)](hidden_TE, count, SIZE=size, BLOCK_E=block_e, **options)
 
 
 def count_poisoned_reference(hidden_TE: Tensor, count: Tensor) -> None:

@@ -80,7 +80,7 @@ def gather_rows_triton(
     _gather_rows_kernel[(batch,)](
         active_B, integers_5R, fractions_3R, table_RW, integers_6B, length_B, fractions_4B, table_BW,
         integers_5R.shape[1], PAGE_SIZE=page_size, WIDTH=width, BLOCK_W=min(1024, triton.next_power_of_2(width)),
-        num_warps=1,
+        num_warps=1, **({"enable_fp_fusion": False} if active_B.is_cuda else {}),
     )  # fmt: skip
     token_B, position_B, slot_B, key_B, counter_B, top_k_B = integers_6B.unbind()
     temperature_B, top_p_B, min_p_B, divisor_B = fractions_4B.unbind()

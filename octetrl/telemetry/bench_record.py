@@ -45,12 +45,17 @@ def write_result(bench: str, name: str, rows: Rows, folder: Path, **further: Row
 
 
 def _command() -> str:
-    """As typed: `octetrl bench rollout ...`, or `python -m benchmarks.precisions --steps 20` from the checkout."""
+    """As typed, but for `--out`, which is a place on that machine: `octetrl bench rollout ...`, or `python -m
+    benchmarks.precisions --steps 20` from the checkout."""
     script = Path(sys.argv[0]).resolve()
     words = [script.name]
     if script.suffix == ".py" and script.is_relative_to(ROOT):
         words = ["python", "-m", ".".join(script.relative_to(ROOT).with_suffix("").parts)]
-    return shlex.join([*words, *sys.argv[1:]])
+    arguments = sys.argv[1:]
+    if "--out" in arguments:
+        place = arguments.index("--out")
+        del arguments[place : place + 2]
+    return shlex.join([*words, *arguments])
 
 
 def _machine() -> str:
