@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +22,14 @@ from octetrl.run.bench_workload import (
 )
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from octetrl.run.bench_rollout import Bench, BenchModel, Row, Turn
 
 RESULTS = Path("benchmarks/results")
 ON_GPU, ON_CPU = Shape(128, 512, 4096), Shape(8, 16, 32)
 DRAWN = ("fixed", "lognormal")  # --lengths; anything else is a file
-TABLE_WIDTH = 150
+TABLE_WIDTH, MOST_WIDTH = 150, 1000
 KERNELS_SHOWN = 20
 COLUMNS = {  # key of a row: heading, format
     "rollout/tokens_per_second": ("tokens/s", ",.0f"),
@@ -79,7 +82,7 @@ KVFraction = Annotated[float, typer.Option(min=0.01, max=0.95, help="Share of th
 Profile = Annotated[bool, typer.Option("--profile", help="Also the time of every kernel of a decode step; on a GPU.")]
 Out = Annotated[Path | None, typer.Option(help="Folder of the JSON. Default: benchmarks/results if there, else here.")]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: the GPU where there is one.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of weights, prompts, lengths and sampling.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of weights, prompts, lengths and sampling.")]
 
 bench = typer.Typer()
 
@@ -137,12 +140,13 @@ def rollout(
     on_gpu = chosen.type == "cuda"
     if profile and not on_gpu:
         raise UserError("--profile: it times kernels on a GPU and this would run on a CPU; leave it out")
-    found = find_model(model or ("qwen3-8b" if on_gpu else "tiny"))
+    found = find_model(model if model is not None else "qwen3-8b" if on_gpu else "tiny")
     usual = ON_GPU if on_gpu else ON_CPU
     shapes = shapes or [Shape(requests or usual.requests, prompt or usual.prompt, answer or usual.answer)]
     asked = _Asked(shapes, requests, lengths, sigma, group_size or (8 if on_gpu else 4), seed)
     workloads = tuple(_workloads(asked, found))
     plan = Bench(found, precisions, workloads, chosen, rounds, warmup, max_batch, kv_fraction, seed)
+    _make(folder)  # now, so that minutes of measuring are not lost
     rows = rows_of(measure(plan, _say))
     _print_rows(plan, rows)
     path = write_result("rollout", found.name, rows, folder)  # before the profile, which might fail
@@ -173,6 +177,15 @@ def _folder(out: Path | None) -> Path:
     return folder
 
 
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out: cannot make the folder '{folder}' ({error.strerror}); give another") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"--out: cannot write in '{folder}' (Permission denied); give another folder")
+
+
 def _workloads(asked: _Asked, model: BenchModel) -> Iterator[Workload]:
     vocab_size, positions = model.spec.vocab_size, model.spec.max_positions
     if asked.lengths not in DRAWN:
@@ -195,8 +208,15 @@ def _say(number: int, turn: Turn) -> None:
     typer.echo(f"round {number}  {turn.workload.name}  {turn.precision}: {speed}, up in {turn.startup_seconds:.1f} s")
 
 
-def _print_rows(plan: Bench, rows: Sequence[Row]) -> None:
+def _print(table: Table) -> None:
+    """As wide as its columns, whatever the terminal: a cell that is cut is a figure that is lost."""
     from rich.console import Console
+
+    wide = Console(width=MOST_WIDTH)
+    Console(width=max(TABLE_WIDTH, wide.measure(table).minimum)).print(table)
+
+
+def _print_rows(plan: Bench, rows: Sequence[Row]) -> None:
     from rich.table import Table
 
     table = Table(title=f"rollout, {plan.model.name} on {plan.device.type}", caption=LEGEND, caption_justify="left")
@@ -207,11 +227,10 @@ def _print_rows(plan: Bench, rows: Sequence[Row]) -> None:
     for row in rows:
         cells = [format(row[key], form) if key in row else "-" for key, (_, form) in COLUMNS.items()]
         table.add_row(str(row["precision"]), str(row["workload"]), *cells)
-    Console(width=TABLE_WIDTH).print(table)
+    _print(table)
 
 
 def _print_kernels(kernels: Sequence[Row]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     by_arm: dict[tuple[object, object], list[Row]] = {}
@@ -227,4 +246,4 @@ def _print_kernels(kernels: Sequence[Row]) -> None:
             numbers = [row["calls_per_step"], row["us_per_step"], row["share"]]
             cells = [format(value, form) for value, form in zip(numbers, (".1f", ",.1f", ".1%"), strict=True)]
             table.add_row(str(row["kernel"]), *cells)
-        Console(width=TABLE_WIDTH).print(table)
+        _print(table)

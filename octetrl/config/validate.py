@@ -168,7 +168,7 @@ def _environment_problems(recipe: Recipe) -> Iterator[Problem]:
     if environment.parameters and environment.kind != "reasoning_gym":
         text = (
             f"environment.parameters: {', '.join(environment.parameters)} would go unused,"
-            f" kind {environment.kind} has no parameters; remove them"
+            f" kind {environment.kind} has no parameters; set environment.parameters={{}}"
         )
         yield Problem(("environment.parameters", "environment.kind"), text)
     if environment.reward is not None and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", environment.reward):

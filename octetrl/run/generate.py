@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from octetrl.algorithms.table import build_algorithm
+from octetrl.config.errors import UserError
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.schema import Recipe
 from octetrl.config.validate import validate_with_spec
@@ -39,6 +40,11 @@ def generate_text(
     longest = max(len(tokens) for tokens in token_lists)
     recipe = _recipe(folder, precision, device, longest + sampling.max_new_tokens)
     spec = model_spec(recipe)
+    if longest + sampling.max_new_tokens > spec.max_positions:
+        raise UserError(
+            f"--max-new-tokens: a prompt of {longest} tokens and an answer of {sampling.max_new_tokens} exceed the"
+            f" model's {spec.max_positions} positions; shorten one of them"
+        )
     validate_with_spec(recipe, spec)
     worker = Worker(
         recipe,

@@ -105,10 +105,11 @@ def test_a_worker_killed_from_outside_is_replaced(workers: RewardWorkers) -> Non
 
 
 RUN = """
-import sys, time
+import signal, sys, time
 import misbehaving_rewards
 from octetrl.environments.scoring import RewardWorkers
 from octetrl.records import Task
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
 workers = RewardWorkers(misbehaving_rewards.by_name, timeout_seconds=60, processes=2)
 task = Task(id="task", prompt="?")
 print(*{int(score.reward) for score in workers.score([(task, "pid")] * 40)}, flush=True)
