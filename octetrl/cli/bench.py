@@ -22,14 +22,12 @@ from octetrl.run.bench_workload import (
 )
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from octetrl.run.bench_rollout import Bench, BenchModel, Row, Turn
 
 RESULTS = Path("benchmarks/results")
 ON_GPU, ON_CPU = Shape(128, 512, 4096), Shape(8, 16, 32)
 DRAWN = ("fixed", "lognormal")  # --lengths; anything else is a file
-TABLE_WIDTH, MOST_WIDTH = 150, 1000
+TABLE_WIDTH = 150
 KERNELS_SHOWN = 20
 COLUMNS = {  # key of a row: heading, format
     "rollout/tokens_per_second": ("tokens/s", ",.0f"),
@@ -208,15 +206,8 @@ def _say(number: int, turn: Turn) -> None:
     typer.echo(f"round {number}  {turn.workload.name}  {turn.precision}: {speed}, up in {turn.startup_seconds:.1f} s")
 
 
-def _print(table: Table) -> None:
-    """As wide as its columns, whatever the terminal: a cell that is cut is a figure that is lost."""
-    from rich.console import Console
-
-    wide = Console(width=MOST_WIDTH)
-    Console(width=max(TABLE_WIDTH, wide.measure(table).minimum)).print(table)
-
-
 def _print_rows(plan: Bench, rows: Sequence[Row]) -> None:
+    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=f"rollout, {plan.model.name} on {plan.device.type}", caption=LEGEND, caption_justify="left")
@@ -227,10 +218,12 @@ def _print_rows(plan: Bench, rows: Sequence[Row]) -> None:
     for row in rows:
         cells = [format(row[key], form) if key in row else "-" for key, (_, form) in COLUMNS.items()]
         table.add_row(str(row["precision"]), str(row["workload"]), *cells)
-    _print(table)
+    needed = Console(width=TABLE_WIDTH * 4).measure(table).maximum  # a cell that is cut is a figure that is lost
+    Console(width=max(TABLE_WIDTH, needed)).print(table)
 
 
 def _print_kernels(kernels: Sequence[Row]) -> None:
+    from rich.console import Console
     from rich.table import Table
 
     by_arm: dict[tuple[object, object], list[Row]] = {}
@@ -246,4 +239,4 @@ def _print_kernels(kernels: Sequence[Row]) -> None:
             numbers = [row["calls_per_step"], row["us_per_step"], row["share"]]
             cells = [format(value, form) for value, form in zip(numbers, (".1f", ",.1f", ".1%"), strict=True)]
             table.add_row(str(row["kernel"]), *cells)
-        _print(table)
+        Console(width=TABLE_WIDTH).print(table)

@@ -1,7 +1,7 @@
 """`octetrl check`: what a recipe means, before anything is built: essentials, what is FP8, memory by part, problems.
 
-No torch: the shape comes from config.json, the device from nvidia-smi. A recipe for a machine elsewhere is checked with
-that machine's memory: `--memory-gib 140`.
+No torch of its own: the shape comes from config.json, the device from nvidia-smi. A recipe for a machine elsewhere is
+checked with that machine's memory: `--memory-gib 140`.
 """
 
 from __future__ import annotations
@@ -106,22 +106,47 @@ def _model_spec(recipe: Recipe) -> ModelSpec:
 
 
 def _file_problems(recipe: Recipe) -> Iterator[str]:
-    """What the recipe names and is not there."""
-    environment = recipe.environment
+    """What the recipe names and is not there, or is wrong."""
     if recipe.model.tokenizer is not None and not Path(recipe.model.tokenizer).is_dir():
         yield f"model.tokenizer: no folder '{recipe.model.tokenizer}'; give a Hugging Face tokenizer folder"
-    if recipe.algorithm.name == "sft" and not Path(str(recipe.algorithm.conversations)).is_file():
-        yield f"algorithm.conversations: no file '{recipe.algorithm.conversations}'; give a JSONL file"
-    if environment.kind != "reasoning_gym":
-        if not Path(str(environment.dataset)).is_file():
-            yield f"environment.dataset: no file '{environment.dataset}'; give a JSONL file"
-        return
+    for read in (_read_conversations, _read_dataset, _find_reward):
+        try:
+            read(recipe)
+        except UserError as error:
+            yield str(error)
+
+
+def _read_conversations(recipe: Recipe) -> None:
+    from octetrl.data.conversations import read_conversations
+
+    if recipe.algorithm.name == "sft":
+        path = str(recipe.algorithm.conversations)
+        if not Path(path).is_file():
+            raise UserError(f"algorithm.conversations: no file '{path}'; give a JSONL file")
+        read_conversations(path)
+
+
+def _read_dataset(recipe: Recipe) -> None:
+    from octetrl.data.tasks import read_tasks
+    from octetrl.environments.python_object import load_environment
     from octetrl.environments.reasoning_gym import check_dataset
 
-    try:
-        check_dataset(str(environment.dataset), environment.parameters)
-    except UserError as error:
-        yield str(error)
+    environment, dataset = recipe.environment, str(recipe.environment.dataset)
+    if environment.kind == "reasoning_gym":
+        check_dataset(dataset, environment.parameters)
+    elif environment.kind == "python":
+        load_environment(dataset)
+    elif not Path(dataset).is_file():
+        raise UserError(f"environment.dataset: no file '{dataset}'; give a JSONL file")
+    else:
+        read_tasks(dataset)
+
+
+def _find_reward(recipe: Recipe) -> None:
+    from octetrl.environments.python_reward import PythonReward
+
+    if recipe.environment.reward is not None:
+        PythonReward(recipe.environment.reward)
 
 
 def _essentials(recipe: Recipe, device: Device) -> Iterator[tuple[str, str]]:

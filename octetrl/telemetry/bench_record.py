@@ -51,7 +51,7 @@ def _command() -> str:
     words = [script.name]
     if script.suffix == ".py" and script.is_relative_to(ROOT):
         words = ["python", "-m", ".".join(script.relative_to(ROOT).with_suffix("").parts)]
-    arguments = sys.argv[1:]
+    arguments = [word for word in sys.argv[1:] if not word.startswith("--out=")]
     if "--out" in arguments:
         place = arguments.index("--out")
         del arguments[place : place + 2]

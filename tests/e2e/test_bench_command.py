@@ -60,6 +60,15 @@ def test_lengths_of_a_file(tmp_path: Path, capsys: Capture) -> None:
     assert record["rows"][0]["rollout/max_length"] == 9
 
 
+def test_a_long_name_costs_no_figures(tmp_path: Path, capsys: Capture) -> None:
+    lines = [{"task_id": "a", "prompt_token_ids": [1] * 4, "token_ids": [2] * 3}]
+    rollouts = tmp_path / f"{'long_' * 12}.jsonl"
+    rollouts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text, _ = bench(tmp_path, capsys, "--precision", "bf16", "--lengths", str(rollouts))
+    assert "…" not in text
+    assert rollouts.stem in text and "peak GB" in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -75,6 +84,9 @@ def test_lengths_of_a_file(tmp_path: Path, capsys: Capture) -> None:
         (["--profile"], "--profile: it times kernels on a GPU"),
         (["--kv-fraction", "1.5"], "--kv-fraction"),
         (["--model", "."], "config.json"),
+        (["--model", ""], "config.json"),
+        (["--seed", str(2**63)], "--seed"),
+        (["--out", "/dev/null/results"], "--out: cannot make the folder"),
     ],
 )
 def test_a_wrong_input_is_one_line(

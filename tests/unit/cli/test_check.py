@@ -88,6 +88,9 @@ def test_everything_that_is_wrong_is_told_at_once(folder: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
+        (["environment.kind=python", "environment.dataset=json:Nothing"], "module 'json' has no 'Nothing'"),
+        (["environment.reward=no_such_module:reward"], "no_such_module"),
+        (["environment.dataset=torn.jsonl"], "torn.jsonl:2: not JSON"),
         (["model.path=gone"], "does not exist"),
         (["environment.kind=reasoning_gym", "environment.dataset=chain_sun"], "did you mean 'chain_sum'"),
         (
@@ -99,7 +102,14 @@ def test_everything_that_is_wrong_is_told_at_once(folder: Path, capsys: pytest.C
 def test_one_problem_is_one_line(
     overrides: list[str], says: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (folder / "torn.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{')
     code, _, err = check(capsys, *overrides)
     assert code == 2
     assert says in err
     assert err.count("\n") == 1
+
+
+def test_an_environment_in_python(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "sums_to_check.py").write_text("class Sums:\n    tasks = ()\n    def score(self, task, text): ...\n")
+    code, _, err = check(capsys, "environment.kind=python", "environment.dataset=sums_to_check:Sums")
+    assert (code, err) == (0, "")

@@ -262,12 +262,15 @@ def test_names_of_kernels_are_short(name: str, short: str) -> None:
     assert short_name(name) == short
 
 
-def test_a_record_has_what_is_needed_to_judge_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("words", [["rollout", "--out", "a b", "--seed", "1"], ["rollout", "--out=a b", "--seed", "1"]])
+def test_a_record_has_what_is_needed_to_judge_it(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OCTETRL_COMMIT", "abc123")
-    monkeypatch.setattr("sys.argv", ["/somewhere/bin/octetrl", "bench", "rollout", "--out", "a b"])
+    monkeypatch.setattr("sys.argv", ["/somewhere/bin/octetrl", "bench", *words])
     path = write_result("rollout", "tiny", [{"precision": "bf16", "workload": "w"}], tmp_path / "new", kernels=[])
     record = json.loads(path.read_text())
     assert path.name == "rollout_tiny.json"
     assert list(record) == ["bench", "commit", "date", "machine", "versions", "command", "rows", "kernels"]
-    assert (record["commit"], record["command"]) == ("abc123", "octetrl bench rollout --out 'a b'")
+    assert (record["commit"], record["command"]) == ("abc123", "octetrl bench rollout --seed 1")
     assert record["rows"] == [{"precision": "bf16", "workload": "w"}] and record["kernels"] == []
