@@ -71,7 +71,9 @@ Lengths = Annotated[
         " each sibling is a request of its own with its group's prompt, which is then prefilled for each of them.",
     ),
 ]
-Sigma = Annotated[float, typer.Option(min=0.0, max=3.0, help="lognormal: of the logarithm of the length.")]
+Sigma = Annotated[
+    float | None, typer.Option(min=0.0, max=3.0, help="lognormal: of the logarithm of the length. Default: 0.7.")
+]
 GroupSize = Annotated[int | None, typer.Option(min=1, help="Siblings that share a prompt. Default: 8; on a CPU 4.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Turns of each precision, in alternation.")]
 Warmup = Annotated[int, typer.Option(min=0, help="Tokens of each answer in an untimed call before the timed one.")]
@@ -111,7 +113,7 @@ def rollout(
     answer: Answer = None,
     workload: Workloads = None,
     lengths: Lengths = "fixed",
-    sigma: Sigma = 0.7,
+    sigma: Sigma = None,
     group_size: GroupSize = None,
     rounds: Rounds = 1,
     warmup: Warmup = 16,
@@ -128,6 +130,8 @@ def rollout(
         raise UserError("--workload: says what --requests, --prompt and --answer say; give it, or them")
     if lengths not in DRAWN and (workload, prompt, answer) != (None, None, None):
         raise UserError(f"--lengths: '{lengths}' says how long prompts and answers are; give with it --requests alone")
+    if sigma is not None and lengths != "lognormal":
+        raise UserError(f"--sigma: {sigma} spreads drawn lengths and --lengths is '{lengths}'; add --lengths lognormal")
     shapes = [Shape.parse(text) for text in workload or ()]
     from octetrl.config.schema import ClusterConfig
     from octetrl.run.bench_rollout import Bench, find_model, measure, rows_of
@@ -141,7 +145,8 @@ def rollout(
     found = find_model(model if model is not None else "qwen3-8b" if on_gpu else "tiny")
     usual = ON_GPU if on_gpu else ON_CPU
     shapes = shapes or [Shape(requests or usual.requests, prompt or usual.prompt, answer or usual.answer)]
-    asked = _Asked(shapes, requests, lengths, sigma, group_size or (8 if on_gpu else 4), seed)
+    spread = 0.7 if sigma is None else sigma
+    asked = _Asked(shapes, requests, lengths, spread, group_size or (8 if on_gpu else 4), seed)
     workloads = tuple(_workloads(asked, found))
     plan = Bench(found, precisions, workloads, chosen, rounds, warmup, max_batch, kv_fraction, seed)
     _make(folder)  # now, so that minutes of measuring are not lost

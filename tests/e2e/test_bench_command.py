@@ -81,6 +81,7 @@ def test_a_long_name_costs_no_figures(tmp_path: Path, capsys: Capture) -> None:
         (["--workload", "4x4+4", "--answer", "3"], "--workload: says what"),
         (["--lengths", "log-normal"], "cannot read 'log-normal'"),
         (["--lengths", "step_000001.jsonl", "--answer", "3"], "give with it --requests alone"),
+        (["--sigma", "0.5"], "add --lengths lognormal"),
         (["--profile"], "--profile: it times kernels on a GPU"),
         (["--kv-fraction", "1.5"], "--kv-fraction"),
         (["--model", "."], "config.json"),
