@@ -125,6 +125,7 @@ def _project(linear: Projection, x: Operand) -> Tensor:
     if isinstance(linear, Float8Linear):
         assert isinstance(x, Quantized)
         y_TN = fp8_gemm(x, linear.quantized)
-        return y_TN if linear.bias is None else y_TN + linear.bias
-    assert isinstance(x, Tensor)
-    return bf16_gemm(x, linear.weight) if linear.bias is None else linear(x)  # cuBLAS adds the bias before it rounds
+    else:
+        assert isinstance(x, Tensor)
+        y_TN = bf16_gemm(x, linear.weight)
+    return y_TN if linear.bias is None else y_TN + linear.bias

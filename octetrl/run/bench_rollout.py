@@ -320,17 +320,13 @@ def _row(rounds: Sequence[Turn]) -> Row:
 
 
 def _step_times(metrics: Sequence[EngineMetrics]) -> Iterator[tuple[str, float]]:
-    """Where the engine says so: steps, percentiles over those of all rounds; the long tail; capturing CUDA graphs."""
-    seconds = [second for one in metrics for second in getattr(one, "step_seconds", None) or ()]
+    """Percentiles over the steps of all rounds, where one step followed another; the long tail; capturing graphs."""
+    seconds = [second for one in metrics for second in one.step_seconds]
     if seconds:
         yield "rollout/step_ms_p50", float(np.percentile(seconds, 50)) * 1e3
         yield "rollout/step_ms_p99", float(np.percentile(seconds, 99)) * 1e3
-    tails = [tail for one in metrics if (tail := getattr(one, "tail_share", None)) is not None]
-    if tails:
-        yield "rollout/tail_share", statistics.median(tails)
-    captures = [spent for one in metrics if (spent := getattr(one, "capture_seconds", None)) is not None]
-    if captures:
-        yield "time/capture", max(captures)
+    yield "rollout/tail_share", statistics.median(one.tail_share for one in metrics)
+    yield "time/capture", max(one.capture_seconds for one in metrics)
 
 
 def _floor(rounds: Sequence[Turn]) -> Iterator[tuple[str, float]]:
