@@ -53,6 +53,8 @@ class Fp8Config(Section):
     """Share of clamped K and V values above which the run says so."""
     power_of_two: bool = False
     """Scales rounded up to powers of two, as Blackwell wants them. Hopper has more exact float32 scales."""
+    wgrad_blocks: Literal["square", "tokens"] = "square"
+    """Blocks of the activations in wgrad: 128 tokens x 128 channels, whose GEMM is the faster, or 128 tokens x 1."""
     bf16_first_layers: int = Field(default=0, ge=0)
     bf16_last_layers: int = Field(default=0, ge=0)
     """Layers whose linears stay BF16, on both sides."""

@@ -40,6 +40,7 @@ class PrecisionPolicy:
     k_cache: Format  # BF16 where FP8 would ruin K (ModelSpec.fp8_k_is_safe)
     v_cache: Format
     power_of_two: bool
+    square_wgrad: bool  # wgrad's activations in blocks of 128 tokens x 128 channels, not 128 x 1
 
     def format_of(self, name: str, side: Side) -> Format:
         """Format of the linear `name`; KeyError for a name that is not in the model."""
@@ -84,6 +85,7 @@ def precision_policy(spec: ModelSpec, fp8: Fp8Config) -> PrecisionPolicy:
         k_cache="fp8" if quantized_cache and spec.fp8_k_is_safe else "bf16",
         v_cache="fp8" if quantized_cache else "bf16",
         power_of_two=fp8.power_of_two,
+        square_wgrad=fp8.wgrad_blocks == "square",
     )
 
 

@@ -133,11 +133,13 @@ class Float8Linear(nn.Module):
         device: torch.device | str | None = None,
         backend: BackendName = "emulated",
         power_of_two: bool = False,
+        square_wgrad: bool = False,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.backend: BackendName = backend
         self.power_of_two = power_of_two
+        self.square_wgrad = square_wgrad
         self.weight: nn.Parameter | None
         self.weight = nn.Parameter(_initial_weight(out_features, in_features, dtype, device))
         self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
@@ -173,10 +175,14 @@ class Float8Linear(nn.Module):
         self.weight = None
         self._codes_transposed = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def check_codes(self) -> None:
+        """RuntimeError if the weight is not the one that the codes were made from."""
         if self.weight is not None and self.weight._version != self._quantized_version:
             was = "never quantised" if self._quantized_version is None else "changed since requantize()"
             raise RuntimeError(f"Float8Linear: the weight was {was}; its FP8 codes are stale: call requantize()")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.check_codes()
         x_MK = x.reshape(-1, self.in_features)
         y_MN = Float8LinearFunction.apply(x_MK, self.weight, self.bias, self)
         return y_MN.view(*x.shape[:-1], self.out_features)

@@ -95,6 +95,7 @@ class Decoder(nn.Module):
                 device=device,
                 backend=self.backend,
                 power_of_two=self.policy.power_of_two,
+                square_wgrad=self.policy.square_wgrad,
             )
 
         def norm() -> RMSNorm:

@@ -1,27 +1,44 @@
-"""Activation checkpointing: keep the input of each layer, run the layer again in the backward.
+"""Activation checkpointing: what a layer's backward finds kept of its forward, and what it makes again.
 
-Memory of a micro-batch falls from everything a layer saves to T * E values a layer, plus one layer's worth at a time;
-the price is one more forward, about a third of the step's arithmetic. Gradients are identical to the bit, because a
-layer is deterministic: there is no dropout, so no random state needs restoring.
+    none        everything the backward reads is kept
+    attention   the layer's input, and attention's output with its log-sum-exp: attention runs once
+    layer       the layer's input alone: T * E values a layer, for one more forward, about a quarter of the step
+
+On a GPU models/training_forward.py keeps and makes again by hand. Elsewhere a layer is checkpointed whole by torch, and
+`attention` is as `layer`. Gradients are identical to the bit, because a layer is deterministic: there is no dropout, so
+no random state needs restoring.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from octetrl.layers.context import Context
 from octetrl.layers.rotary import Rotary
-from octetrl.models.decoder import RunLayer
+from octetrl.models.decoder import Decoder, RunLayer
+
+ActivationCheckpointing = Literal["none", "attention", "layer"]
+KEPT: dict[ActivationCheckpointing, str] = {"none": "everything", "attention": "attention", "layer": "layer"}
 
 
-def layer_runner(mode: Literal["none", "layer"]) -> RunLayer | None:
-    """What `Decoder.forward` takes as `run_layer`; None runs layers plainly."""
-    return run_checkpointed if mode == "layer" else None
+def layer_runner(model: Decoder, mode: ActivationCheckpointing) -> RunLayer | None:
+    """What `model.forward` takes as `run_layer`; None runs layers plainly."""
+    if model.lm_head_weight.is_cuda:
+        from octetrl.models.training_forward import fused_layer_runner
+
+        fused = fused_layer_runner(model, KEPT[mode])
+        if fused is not None:
+            return fused
+    return None if mode == "none" else run_checkpointed
 
 
 def run_checkpointed(layer: nn.Module, hidden_TE: Tensor, rotary: Rotary, context: Context) -> Tensor:
+    if not torch.is_grad_enabled():
+        plain_TE: Tensor = layer(hidden_TE, rotary, context)
+        return plain_TE
     output_TE: Tensor = checkpoint(layer, hidden_TE, rotary, context, use_reentrant=False, preserve_rng_state=False)
     return output_TE

@@ -123,7 +123,8 @@ class Trainer:
         self.device = model.lm_head_weight.device
         parameters = model.named_parameters() if trains else ()
         self.optimizer = Optimizer(parameters, config.optimizer, seed=seed)
-        self._run_layer = layer_runner(config.activation_checkpointing)
+        self._run_layer = layer_runner(model, config.activation_checkpointing)
+        self._run_reference_layer = None if reference is None else layer_runner(reference, "none")
         self._kv_amax_2LK: Tensor | None = None
         self._collects_in_training = collect_kv_amax
         self._poisoned = torch.zeros((), dtype=torch.int64, device=self.device)  # tokens, in all forwards of a `train`
@@ -306,7 +307,7 @@ class Trainer:
             v_scale_LK=kv.v_scale_LK,
             kv_amax_2LK=kv_amax_2LK,
         )
-        run_layer = self._run_layer if torch.is_grad_enabled() else None
+        run_layer = self._run_reference_layer if model is self.reference else self._run_layer
         hidden_TE: Tensor = model(micro_batch.token_ids_T, micro_batch.positions_T, context, run_layer)
         count_poisoned(hidden_TE.detach(), self._poisoned)
         return hidden_TE
