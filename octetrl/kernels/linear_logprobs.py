@@ -7,10 +7,7 @@
 
 The engine samples from `lm_head_logits` and records `logprobs_of`; the trainer calls `linear_logprobs`,
 which is those two in chunks of rows, so no more than [chunk, V] float32 exists at a time, in either pass:
-the backward makes the logits again. With upstream gradients a and b of log-prob and entropy the gradient to
-the logits is
-
-    (a * (onehot(target) - p) - b * p * (z - lse + entropy)) / temperature,   p = exp(z - lse)
+the backward makes the logits again, and turns them into their gradient (linear_logprobs_backward.py).
 
 Order: on a GPU the rows of a product are padded to one of `LOGIT_ROWS`, for each of which cuBLAS sums K in one order
 (tests/gpu/test_sampling.py), so a row has the same bits whoever shares its batch. That was checked for large
@@ -25,14 +22,21 @@ their number in one fixed tree:
 Without the entropy, which the engine does not need, log-probs have the same bits. On a CPU products and sums are
 float64, rounded to float32.
 
-Gradients: the weight's is summed in float32 over the chunks and rounded once; on a GPU the logits' gradient
-is rounded to the weight's dtype, because it is the operand of two GEMMs.
+Gradients: those of the logits of `GATHERED` chunks lie side by side, in the weight's dtype on a GPU, because they are
+the operand of two GEMMs: 2 GATHERED chunk V bytes beside the 4 chunk V of one chunk's logits. The weight's gradient is
+summed in float32, inside its GEMM, and rounded once: autograd wants a gradient of its parameter's dtype.
+
+Cost with BF16. FLOPs: forward 2 N V E; backward 6 N V E, a third of it the logits again. Bytes besides the GEMMs'
+operands: forward 8 N V, written by the GEMM and read once; backward 8 N V again, 2 N V written and 4 N V read of the
+logits' gradient, and the weight's gradient, 4 V E, read and written once in each group of GATHERED chunks: with one
+chunk of 1024 rows, not four, a group that traffic would be two thirds of its GEMM's time.
 
 N rows (trained tokens), V vocabulary, E hidden size, C rows of one chunk, P vocabulary chunks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -40,11 +44,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octetrl.kernels.linear_logprobs_backward import add_product, logits_gradient
+
 LOGIT_ROWS: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024)  # ascending; (256,) is one shape for everybody
 LARGE_VOCAB = 65_536
 SMALL_VOCAB_ROWS: tuple[int, ...] = (256,)
 VOCAB_CHUNK = 4096
-VOCAB_BLOCK = 4096  # of a program of the backward
+GATHERED = 4  # chunks whose logits' gradients the backward multiplies at once
 VOCAB_PIECE = 4096  # vocabulary rows that the CPU form widens to float64 at a time
 
 
@@ -99,7 +105,10 @@ def _chunk_statistics_kernel(
     chunk = tl.program_id(1)
     column = chunk * BLOCK + tl.arange(0, BLOCK)
     logit = tl.load(logits_ptr + row * VOCAB + column, mask=column < VOCAB, other=float("-inf"))
-    z = tl.div_rn(logit, tl.load(temperature_ptr + row))
+    temperature = tl.load(temperature_ptr + row)
+    z = logit
+    if temperature != 1.0:  # the same bits without it; an IEEE division costs more than all the rest
+        z = tl.div_rn(logit, temperature)
     m = tl.max(z, axis=0)
     z -= tl.where(m == float("-inf"), 0.0, m)
     p = tl.exp(z)
@@ -144,35 +153,12 @@ def _row_statistics_kernel(
         tl.store(entropy_ptr + row, log_total - tl.div_rn(weighted, total))
 
 
-@triton.jit
-def _logits_gradient_kernel(
-    logits_ptr,
-    targets_ptr,
-    temperature_ptr,
-    entropy_ptr,
-    lse_ptr,
-    dlogprobs_ptr,
-    dentropy_ptr,
-    dlogits_ptr,
-    VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < VOCAB
-    temperature = tl.load(temperature_ptr + row)
-    logit = tl.load(logits_ptr + row * VOCAB + column, mask=inside, other=float("-inf"))
-    log_p = logit / temperature - tl.load(lse_ptr + row)
-    p = tl.exp(log_p)
-    hit = (column == tl.load(targets_ptr + row)).to(tl.float32)
-    surprise = tl.where(p > 0.0, p * (log_p + tl.load(entropy_ptr + row)), 0.0)
-    dz = tl.load(dlogprobs_ptr + row) * (hit - p) - tl.load(dentropy_ptr + row) * surprise
-    dlogits = (dz / temperature).to(dlogits_ptr.dtype.element_ty)
-    tl.store(dlogits_ptr + row * VOCAB + column, dlogits, mask=inside)
-
-
 def statistics_triton(
-    logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor, entropy: bool = True
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    temperature_N: Tensor,
+    entropy: bool = True,
+    out: TokenStatistics | None = None,
 ) -> TokenStatistics:
     """The forward kernels' launcher. logits contiguous. Without `entropy` that field is not written."""
     assert logits_NV.is_contiguous(), "logprobs: logits must be contiguous"
@@ -180,7 +166,8 @@ def statistics_triton(
         logits_NV = logits_NV.clone()  # narrower loads would spread a row over threads, and so sum it, otherwise
     num_rows, vocab_size = logits_NV.shape
     chunks = triton.cdiv(vocab_size, VOCAB_CHUNK)
-    out = TokenStatistics(*torch.empty(3, num_rows, dtype=torch.float32, device=logits_NV.device).unbind())
+    if out is None:
+        out = TokenStatistics(*torch.empty(3, num_rows, dtype=torch.float32, device=logits_NV.device).unbind())
     partial_N3P = torch.empty(num_rows, 3, chunks, dtype=torch.float32, device=logits_NV.device)
     options = {"enable_fp_fusion": False} if logits_NV.is_cuda else {}
     sizes = {"VOCAB": vocab_size, "CHUNKS": chunks, "ENTROPY": entropy, **options}
@@ -205,61 +192,10 @@ def statistics_reference(logits_NV: Tensor, targets_N: Tensor, temperature_N: Te
     return TokenStatistics(logprobs_N.float(), entropy_N.float(), lse_N.float())
 
 
-def logits_gradient_triton(
-    logits_NV: Tensor,
-    targets_N: Tensor,
-    temperature_N: Tensor,
-    forward: TokenStatistics,
-    dlogprobs_N: Tensor,
-    dentropy_N: Tensor,
-    dtype: torch.dtype,
-) -> Tensor:
-    """The backward kernel's launcher: the gradient to the logits, rounded to `dtype`."""
-    num_rows, vocab_size = logits_NV.shape
-    dlogits_NV = torch.empty(num_rows, vocab_size, dtype=dtype, device=logits_NV.device)
-    if num_rows:
-        _logits_gradient_kernel[(num_rows, triton.cdiv(vocab_size, VOCAB_BLOCK))](
-            logits_NV,
-            targets_N,
-            temperature_N,
-            forward.entropy_N,
-            forward.lse_N,
-            dlogprobs_N,
-            dentropy_N,
-            dlogits_NV,
-            VOCAB=vocab_size,
-            BLOCK=VOCAB_BLOCK,
-            num_warps=8,
-        )
-    return dlogits_NV
-
-
-def logits_gradient_reference(
-    logits_NV: Tensor,
-    targets_N: Tensor,
-    temperature_N: Tensor,
-    forward: TokenStatistics,
-    dlogprobs_N: Tensor,
-    dentropy_N: Tensor,
-    dtype: torch.dtype,
-) -> Tensor:
-    """The same in plain torch: float32, rounded to `dtype`."""
-    log_p_NV = logits_NV / temperature_N[:, None] - forward.lse_N[:, None]
-    p_NV = log_p_NV.exp()
-    surprise_NV = torch.where(p_NV > 0, p_NV * (log_p_NV + forward.entropy_N[:, None]), 0.0)
-    dz_NV = surprise_NV.mul_(-dentropy_N[:, None]).sub_(p_NV.mul_(dlogprobs_N[:, None]))
-    dz_NV.scatter_add_(1, targets_N[:, None], dlogprobs_N[:, None])
-    return dz_NV.div_(temperature_N[:, None]).to(dtype)
-
-
 def _statistics(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor) -> TokenStatistics:
     if logits_NV.is_cuda:
         return statistics_triton(logits_NV, targets_N, temperature_N)
     return statistics_reference(logits_NV, targets_N, temperature_N)
-
-
-def _logits_gradient(logits_NV: Tensor, *given: Any) -> Tensor:
-    return (logits_gradient_triton if logits_NV.is_cuda else logits_gradient_reference)(logits_NV, *given)
 
 
 def _temperatures(temperature: float | Tensor, num_rows: int, device: torch.device) -> Tensor:
@@ -293,43 +229,67 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx: Any, hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor, temperature_N: Tensor, chunk: int
     ) -> tuple[Tensor, Tensor]:
         statistics_3N = hidden_NE.new_empty(3, hidden_NE.shape[0], dtype=torch.float32)
-        for start in range(0, hidden_NE.shape[0], chunk):
-            rows = slice(start, start + chunk)
+        for rows in _pieces(0, hidden_NE.shape[0], chunk):
             logits_CV = lm_head_logits(hidden_NE[rows], weight_VE)
-            statistics_3N[:, rows] = torch.stack(_statistics(logits_CV, targets_N[rows], temperature_N[rows]))
+            if logits_CV.is_cuda:
+                out = TokenStatistics(*statistics_3N[:, rows].unbind())
+                statistics_triton(logits_CV, targets_N[rows], temperature_N[rows], out=out)
+            else:
+                made = statistics_reference(logits_CV, targets_N[rows], temperature_N[rows])
+                statistics_3N[:, rows] = torch.stack(made)
+            del logits_CV  # before the next chunk's
         ctx.save_for_backward(hidden_NE, weight_VE, targets_N, temperature_N, statistics_3N)
         ctx.chunk = chunk
+        ctx.set_materialize_grads(False)  # an entropy that nobody differentiates costs nothing
         logprobs_N, entropy_N, _ = statistics_3N.clone().unbind()
         return logprobs_N, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden_NE, weight_VE, targets_N, temperature_N, statistics_3N = ctx.saved_tensors
-        upstream = [grad_N.contiguous() for grad_N in grads]
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        dhidden_NE = torch.empty_like(hidden_NE) if needs_hidden else None
-        dweight_VE = torch.zeros_like(weight_VE, dtype=torch.float32) if needs_weight else None
-        operand = weight_VE.dtype if weight_VE.is_cuda else torch.float32
-        weight_operand_VE = weight_VE.to(operand)
-        for start in range(0, hidden_NE.shape[0], ctx.chunk):
-            rows = slice(start, start + ctx.chunk)
-            statistics = TokenStatistics(*(row[rows] for row in statistics_3N))
-            logits_CV = lm_head_logits(hidden_NE[rows], weight_VE)
-            dlogprobs_C, dentropy_C = (grad_N[rows] for grad_N in upstream)
-            dlogits_CV = _logits_gradient(
-                logits_CV, targets_N[rows], temperature_N[rows], statistics, dlogprobs_C, dentropy_C, operand
+        num_rows, vocab_size = hidden_NE.shape[0], weight_VE.shape[0]
+        if num_rows == 0 or (grads[0] is None and grads[1] is None):
+            return (
+                torch.zeros_like(hidden_NE) if needs_hidden else None,
+                torch.zeros_like(weight_VE) if needs_weight else None,
+                *(None, None, None),
             )
-            del logits_CV
+        dlogprobs_N = torch.zeros_like(temperature_N) if grads[0] is None else grads[0].contiguous()
+        dentropy_N = None if grads[1] is None else grads[1].contiguous()
+        operand = weight_VE.dtype if weight_VE.is_cuda else torch.float32
+        dhidden_NE = torch.empty_like(hidden_NE, dtype=operand) if needs_hidden else None
+        dweight_VE = torch.empty_like(weight_VE, dtype=torch.float32) if needs_weight else None
+        weight_operand_VE = weight_VE.to(operand)
+        gathered = min(num_rows, GATHERED * ctx.chunk)
+        dlogits_GV = torch.empty(gathered, vocab_size, dtype=operand, device=hidden_NE.device)
+        for group in _pieces(0, num_rows, gathered):
+            dlogits_CV = dlogits_GV[: group.stop - group.start]
+            for rows in _pieces(group.start, group.stop, ctx.chunk):
+                logits_gradient(
+                    lm_head_logits(hidden_NE[rows], weight_VE),
+                    targets_N[rows],
+                    temperature_N[rows],
+                    statistics_3N[2, rows],
+                    statistics_3N[1, rows],
+                    dlogprobs_N[rows],
+                    None if dentropy_N is None else dentropy_N[rows],
+                    dlogits_CV[rows.start - group.start : rows.stop - group.start],
+                )
             if dhidden_NE is not None:
-                dhidden_NE[rows] = dlogits_CV @ weight_operand_VE
+                torch.mm(dlogits_CV, weight_operand_VE, out=dhidden_NE[group])
             if dweight_VE is not None:
-                dweight_VE += _float32_product(dlogits_CV.t(), hidden_NE[rows].to(operand))
+                add_product(dweight_VE, dlogits_CV, hidden_NE[group].to(operand), first=group.start == 0)
+        del dlogits_CV, dlogits_GV
+        dhidden = None if dhidden_NE is None else dhidden_NE.to(hidden_NE.dtype)
         dweight = None if dweight_VE is None else dweight_VE.to(weight_VE.dtype)
-        return dhidden_NE, dweight, None, None, None
+        return dhidden, dweight, None, None, None
 
 
-def _float32_product(a: Tensor, b: Tensor) -> Tensor:
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a @ b
+def _pieces(start: int, stop: int, size: int) -> Iterator[slice]:
+    """Consecutive slices of `size` rows, the last one shorter."""
+    for first in range(start, stop, size):
+        yield slice(first, min(first + size, stop))
 
 
 def linear_logprobs(

@@ -8,24 +8,33 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import InterpretedFunction
 
+from octetrl.kernels import linear_logprobs_backward
 from octetrl.kernels.linear_logprobs import (
+    GATHERED,
     LARGE_VOCAB,
     LOGIT_ROWS,
     VOCAB_CHUNK,
     linear_logprobs,
     lm_head_logits,
-    logits_gradient_reference,
-    logits_gradient_triton,
     logprobs_alone,
     logprobs_of,
     padded_rows,
     statistics_reference,
     statistics_triton,
 )
+from octetrl.kernels.linear_logprobs_backward import logits_gradient_reference, logits_gradient_triton
 from tests.unit.kernels.row_cases import interpreted  # noqa: F401
 
 N, V, E = 11, 301, 24
+
+
+@pytest.fixture
+def interpreted_backward(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """`interpreted`, which does not know the backward's file."""
+    kernel = linear_logprobs_backward._logits_gradient_kernel
+    monkeypatch.setattr(linear_logprobs_backward, "_logits_gradient_kernel", InterpretedFunction(kernel.fn))
 
 
 def _inputs(num_rows: int = N, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,7 +76,7 @@ def test_a_temperature_for_each_row() -> None:
         assert torch.equal(alone_N[0], mixed_N[row])
 
 
-@pytest.mark.parametrize("chunk", [3, 100])
+@pytest.mark.parametrize("chunk", [1, 3, 100])  # three groups of chunks, one of ragged chunks, one chunk
 def test_gradients_of_logprob_and_entropy(chunk: int) -> None:
     hidden_NE, weight_VE, targets_N = _inputs()
     upstream = torch.randn(2, N, generator=torch.Generator().manual_seed(1))
@@ -79,6 +88,28 @@ def test_gradients_of_logprob_and_entropy(chunk: int) -> None:
     assert hidden_NE.grad is not None and weight_VE.grad is not None
     torch.testing.assert_close(hidden_NE.grad.double(), exact_hidden.grad, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(weight_VE.grad.double(), exact_weight.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_gradient_of_one_result_alone(which: int) -> None:
+    """The half that nobody differentiates is left out, not guessed."""
+    hidden_NE, weight_VE, targets_N = _inputs()
+    gradients = []
+    for function in (lambda h, w: linear_logprobs(h, w, targets_N, 0.7, 2), lambda h, w: _exact(h, w, targets_N, 0.7)):
+        leaves = [hidden_NE.double() if gradients else hidden_NE, weight_VE.double() if gradients else weight_VE]
+        leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+        gradients.append(torch.autograd.grad(function(*leaves)[which].sum(), leaves))
+    for ours, exact in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-5)
+
+
+def test_no_rows_have_no_gradient() -> None:
+    hidden_NE, weight_VE, targets_N = (tensor[:0] if tensor.shape[0] == N else tensor for tensor in _inputs())
+    hidden_NE.requires_grad_()
+    weight_VE.requires_grad_()
+    linear_logprobs(hidden_NE, weight_VE, targets_N)[0].sum().backward()
+    assert hidden_NE.grad is not None and hidden_NE.grad.shape == (0, E)
+    assert weight_VE.grad is not None and not weight_VE.grad.any()
 
 
 def test_a_frozen_head_costs_no_gradient() -> None:
@@ -112,18 +143,18 @@ class _LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_never_more_than_a_chunk_of_logits_exists() -> None:
-    rows, chunk = 500, 32
+def test_never_more_than_a_few_chunks_of_logits_exist() -> None:
+    rows, chunk = 500, 16
     hidden_NE, weight_VE, targets_N = _inputs(rows)
     hidden_NE.requires_grad_()
     weight_VE.requires_grad_()
     with _LargestTensor() as largest:
         logprobs_N, entropy_N = linear_logprobs(hidden_NE, weight_VE, targets_N, 1.0, chunk)
         (logprobs_N.sum() + entropy_N.sum()).backward()
-    assert largest.elements <= max(chunk * V, rows * E, V * E) < rows * V
+    assert largest.elements <= max(GATHERED * chunk * V, rows * E, V * E) < rows * V
 
 
-@pytest.mark.usefixtures("interpreted")
+@pytest.mark.usefixtures("interpreted_backward")
 def test_kernels_are_near_the_reference() -> None:
     """Two chunks of the vocabulary, the last one ragged; one logit excluded, then a whole chunk."""
     generator = torch.Generator().manual_seed(0)
@@ -134,9 +165,25 @@ def test_kernels_are_near_the_reference() -> None:
     statistics = statistics_reference(logits_NV, targets_N, temperature_N)
     for ours, expected in zip(statistics_triton(logits_NV, targets_N, temperature_N), statistics, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
-    upstream = torch.randn(2, 4, generator=generator)
-    given = (logits_NV, targets_N, temperature_N, statistics, *upstream, torch.float32)
-    torch.testing.assert_close(logits_gradient_triton(*given), logits_gradient_reference(*given), rtol=1e-4, atol=1e-7)
+    dlogprobs_N, dentropy_N = torch.randn(2, 4, generator=generator)
+    for up in (dentropy_N, None):
+        given = (logits_NV, targets_N, temperature_N, statistics.lse_N, statistics.entropy_N, dlogprobs_N, up)
+        ours, expected = torch.full_like(logits_NV, torch.nan), torch.empty_like(logits_NV)
+        logits_gradient_triton(*given, ours)
+        logits_gradient_reference(*given, expected)
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_temperature_one_has_the_bits_of_a_division_by_one() -> None:
+    """Its kernel leaves the division out; a temperature next to 1 does not."""
+    logits_NV = 30 * torch.randn(2, 500, generator=torch.Generator().manual_seed(0))
+    targets_N, temperature_N = torch.tensor([0, 499]), torch.tensor([1.0, 1.0 + 2**-20])
+    for n in range(2):
+        one = slice(n, n + 1)
+        ours = statistics_triton(logits_NV[one], targets_N[one], temperature_N[one])
+        divided = statistics_triton(logits_NV[one] / temperature_N[one, None], targets_N[one], torch.ones(1))
+        assert all(torch.equal(a, b) for a, b in zip(ours, divided, strict=True))
 
 
 @pytest.mark.usefixtures("interpreted")
