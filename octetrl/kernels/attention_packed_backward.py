@@ -1,230 +1,298 @@
-"""The backward of `attention_packed` on a GPU: three kernels, no atomics, so a gradient's bits repeat.
+"""The backward of `attention_packed` on a GPU: two kernels, no atomics, so a gradient's bits repeat.
 
-    delta    sum over D of dO * O                                one program per token
-    dK, dV   one program per block of keys and kv head; goes through the query heads of its group and their queries
-    dQ       one program per block of queries and query head; goes through the keys
+    dQ       one program per block of queries and query head; goes through the keys. It forms delta, the sum over D of
+             dO * O, and hands it on with lse2, turned to [H, T], so that the next kernel loads whole lines
+    dK, dV   one program per block of keys and kv head; goes through the queries of all query heads of its group in one
+             loop, whose loads run ahead from one head into the next
 
 P is recomputed from the forward's lse2 with the forward's scales. All operands are BF16: codes are exact in it, and
 its range holds small gradients that float16 would flush. Scales enter where the forward used them: the K scale on the
 scores and on dQ, the V scale on dP; dK and dV are gradients of the dequantised values, which pass straight through.
 
-Each sequence is walked in blocks from its own first token. Two GEMMs are done twice (S and dP, once a kernel); a fused
-kernel would save them but needs atomics on dQ.
+Each sequence is walked in blocks from its own first token. Tiles that the causal mask leaves whole run in a loop of
+their own without a mask; the few on the diagonal and past the sequence's end run in a second one. The scores stand
+keys by queries in the second kernel, so that P^T and dS^T go from the accumulator into the next wgmma by registers.
 
-I query rows, J keys of a block, T tokens, H query heads, K kv heads, D head size.
+All tiles come by TMA, so the heads of a token must lie side by side. A tile may reach into the next sequence; what it
+finds there is masked wherever it would be multiplied into a row that is stored, so no NaN crosses over.
+
+The grid has T / block + B + 1 items a head, whatever the lengths: sequence b owns the items from
+`cu_seqlens[b] / block + b`, which are at least as many as its blocks, and every program finds its own. The rows past
+`cu_seqlens[-1]` are one sequence more, whose programs write zeros; so nothing is filled beforehand.
+
+Two GEMMs are done twice (S and dP, once a kernel), seven for five counted; a fused kernel would save them but needs
+atomics on dQ, or a lock that sets their order.
+
+I query rows, J keys of a block, T tokens, B sequences, H query heads, K kv heads, D head size.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octetrl.kernels.attention_order import LOG2E, MODE_NUMBER, SUPPORTED_HEAD_SIZES, mode_of
 from octetrl.kernels.kv_store import ReplayedKV
 
+SEARCH = tl.constexpr(128)  # sequences compared at a time when a program looks for its own
+ALIGN = tl.constexpr(4)  # float32 values in the 16 bytes at which TMA's tiles of lse2 and delta start
+
+
+class Tile(NamedTuple):
+    """Queries and keys that meet at once, and how a kernel is launched."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class BackwardTiles(NamedTuple):
+    dq: Tile
+    dkdv: Tile
+
+
+def backward_tiles(head_size: int) -> BackwardTiles:
+    """The tiles in use; benchmarks/kernels/attention_backward.py times others beside them."""
+    if head_size == 256:
+        return BackwardTiles(dq=Tile(64, 32, 8, 2), dkdv=Tile(32, 64, 8, 2))
+    return BackwardTiles(dq=Tile(128, 64, 8, 3), dkdv=Tile(64, 128, 8, 2))
+
 
 @triton.jit
-def _delta_kernel(
-    dout_ptr, out_ptr, delta_ptr, stride_dout_token, stride_dout_head,
-    HEADS: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+def _find_sequence(item, cu_seqlens_ptr, num_sequences, num_tokens, BLOCK: tl.constexpr):
+    """The sequence that owns an item (B: the rows past all), its first token, its length, the item's number in it."""
+    sequence = 0
+    for start in range(1, num_sequences + 1, SEARCH):
+        b = start + tl.arange(0, SEARCH)
+        first_B = tl.load(cu_seqlens_ptr + b, mask=b <= num_sequences, other=0)
+        sequence += tl.sum(((b <= num_sequences) & (first_B // BLOCK + b <= item)).to(tl.int32), 0)
+    first = tl.load(cu_seqlens_ptr + sequence)
+    following = tl.load(cu_seqlens_ptr + sequence + 1, mask=sequence < num_sequences, other=0)
+    end = tl.where(sequence < num_sequences, following, num_tokens)
+    return sequence, first, end - first, item - (first // BLOCK + sequence)
+
+
+@triton.jit
+def _store_block(ptr, x, start, length, ROWS: tl.constexpr, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr):
+    """`x` in BF16 as rows of [T, HEADS, D], of the sequence and head at `ptr`; nothing from `length` on."""
+    row = start + tl.arange(0, ROWS)
+    offset = row.to(tl.int64)[:, None] * (HEADS * HEAD_SIZE) + tl.arange(0, HEAD_SIZE)[None, :]
+    tl.store(ptr + offset, x.to(tl.bfloat16), mask=(row < length)[:, None])
+
+
+@triton.jit
+def _dq_tile(
+    dq_ID, q_ID, dout_ID, lse2_I, delta_I, k_desc, v_desc, kv_head, first, start, first_query, length,
+    score_scale, v_scale, k_token_ptr, v_token_ptr,
+    KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_J: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    head_H = tl.arange(0, BLOCK_H)
-    d_D = tl.arange(0, BLOCK_D)
-    mask_HD = (head_H < HEADS)[:, None] & (d_D < HEAD_SIZE)[None, :]
-    dout_offset_HD = token * stride_dout_token + head_H[:, None] * stride_dout_head + d_D[None, :]
-    out_offset_HD = (token * HEADS + head_H[:, None]) * HEAD_SIZE + d_D[None, :]
-    dout_HD = tl.load(dout_ptr + dout_offset_HD, mask=mask_HD, other=0.0).to(tl.float32)
-    out_HD = tl.load(out_ptr + out_offset_HD, mask=mask_HD, other=0.0).to(tl.float32)
-    tl.store(delta_ptr + token * HEADS + head_H, tl.sum(dout_HD * out_HD, 1), mask=head_H < HEADS)
-
-
-@triton.jit
-def _load_block(ptr, token, stride_token, num_rows, ROWS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr):
-    """`ROWS` tokens from `token` (int64) of the head at `ptr`; zeros past `num_rows` and past the head's end."""
-    row = tl.arange(0, ROWS)
-    d_D = tl.arange(0, BLOCK_D)
-    mask = (row < num_rows)[:, None] & (d_D < HEAD_SIZE)[None, :]
-    return tl.load(ptr + token * stride_token + (row[:, None] * stride_token + d_D[None, :]), mask=mask, other=0.0)
-
-
-@triton.jit
-def _dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dk_ptr, dv_ptr, cu_seqlens_ptr, k_scale_ptr, v_scale_ptr,
-    stride_q_token, stride_q_head, stride_k_token, stride_k_head, stride_v_token, stride_v_head,
-    stride_dout_token, stride_dout_head, base_scale, softmax_scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_I: tl.constexpr,
-    BLOCK_J: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    block = tl.program_id(0)  # the first keys have the most queries: longest first
-    kv_head = tl.program_id(1)
-    sequence = tl.program_id(2)
-    first_token = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
-    length = (tl.load(cu_seqlens_ptr + sequence + 1) - first_token).to(tl.int32)
-    if block * BLOCK_J < length:
-        KV_HEADS: tl.constexpr = HEADS // GROUP
-        key_J = block * BLOCK_J + tl.arange(0, BLOCK_J)
-        k_JD = _load_block(
-            k_ptr + kv_head * stride_k_head,
-            first_token + block * BLOCK_J,
-            stride_k_token,
-            length - block * BLOCK_J,
-            BLOCK_J,
-            HEAD_SIZE,
-            BLOCK_D,
-        )
-        v_JD = _load_block(
-            v_ptr + kv_head * stride_v_head,
-            first_token + block * BLOCK_J,
-            stride_v_token,
-            length - block * BLOCK_J,
-            BLOCK_J,
-            HEAD_SIZE,
-            BLOCK_D,
-        )
-        k_column_J = tl.full([BLOCK_J], base_scale, tl.float32)
-        v_column_J = tl.full([BLOCK_J], 1.0, tl.float32)
-        scale_J = (first_token + key_J) * KV_HEADS + kv_head
-        if K_MODE == 1:
-            k_column_J = k_column_J * tl.load(k_scale_ptr + kv_head)
-        if V_MODE == 1:
-            v_column_J = v_column_J * tl.load(v_scale_ptr + kv_head)
-        if K_MODE == 2:
-            k_column_J = tl.load(k_scale_ptr + scale_J, mask=key_J < length, other=0.0) * k_column_J
-        if V_MODE == 2:
-            v_column_J = tl.load(v_scale_ptr + scale_J, mask=key_J < length, other=0.0)
-        dk_JD = tl.zeros([BLOCK_J, BLOCK_D], tl.float32)
-        dv_JD = tl.zeros([BLOCK_J, BLOCK_D], tl.float32)
-        for member in range(GROUP):
-            head = kv_head * GROUP + member
-            for start in tl.range(block * BLOCK_J // BLOCK_I * BLOCK_I, length, BLOCK_I, num_stages=STAGES):
-                query_I = start + tl.arange(0, BLOCK_I)
-                q_ID = _load_block(
-                    q_ptr + head * stride_q_head,
-                    first_token + start,
-                    stride_q_token,
-                    length - start,
-                    BLOCK_I,
-                    HEAD_SIZE,
-                    BLOCK_D,
-                )
-                dout_ID = _load_block(
-                    dout_ptr + head * stride_dout_head,
-                    first_token + start,
-                    stride_dout_token,
-                    length - start,
-                    BLOCK_I,
-                    HEAD_SIZE,
-                    BLOCK_D,
-                )
-                row_I = (first_token + query_I) * HEADS + head
-                lse2_I = tl.load(lse2_ptr + row_I, mask=query_I < length, other=0.0)
-                delta_I = tl.load(delta_ptr + row_I, mask=query_I < length, other=0.0)
-                seen_JI = (query_I[None, :] >= key_J[:, None]) & (query_I < length)[None, :]
-                s_JI = tl.dot(k_JD, tl.trans(q_ID)) * k_column_J[:, None]
-                p_JI = tl.exp2(tl.where(seen_JI, s_JI - lse2_I[None, :], float("-inf")))
-                dv_JD = tl.dot(p_JI.to(tl.bfloat16), dout_ID, dv_JD)
-                dp_JI = tl.dot(v_JD, tl.trans(dout_ID)) * v_column_J[:, None]
-                ds_JI = p_JI * (dp_JI - delta_I[None, :])
-                dk_JD = tl.dot(ds_JI.to(tl.bfloat16), q_ID, dk_JD)
-        d_D = tl.arange(0, BLOCK_D)
-        offset_JD = ((first_token + key_J) * KV_HEADS + kv_head)[:, None] * HEAD_SIZE + d_D[None, :]
-        mask_JD = (key_J < length)[:, None] & (d_D < HEAD_SIZE)[None, :]
-        tl.store(dk_ptr + offset_JD, (dk_JD * softmax_scale).to(tl.bfloat16), mask=mask_JD)
-        tl.store(dv_ptr + offset_JD, dv_JD.to(tl.bfloat16), mask=mask_JD)
+    """dQ, but for its constant factor, with the keys from `start` added."""
+    k_JD = k_desc.load([first + start, kv_head * HEAD_SIZE])
+    v_JD = v_desc.load([first + start, kv_head * HEAD_SIZE])
+    key_J = start + tl.arange(0, BLOCK_J)
+    if MASKED:
+        k_JD = tl.where((key_J < length)[:, None], k_JD, 0.0)
+    s_IJ = tl.dot(q_ID, tl.trans(k_JD))
+    dp_IJ = tl.dot(dout_ID, tl.trans(v_JD))
+    if K_MODE == 2:
+        k_scale_J = tl.load(k_token_ptr + key_J * KV_HEADS, mask=key_J < length, other=0.0)
+        s_IJ = s_IJ * (k_scale_J * score_scale)[None, :]
+    else:
+        s_IJ = s_IJ * score_scale
+    p_IJ = tl.exp2(s_IJ - lse2_I[:, None])
+    if V_MODE == 2:
+        v_scale_J = tl.load(v_token_ptr + key_J * KV_HEADS, mask=key_J < length, other=0.0)
+        dp_IJ = dp_IJ * v_scale_J[None, :]
+    elif V_MODE == 1:
+        dp_IJ = dp_IJ * v_scale
+    ds_IJ = p_IJ * (dp_IJ - delta_I[:, None])
+    if K_MODE == 2:
+        ds_IJ = ds_IJ * k_scale_J[None, :]
+    if MASKED:  # of a row of the sequence, this hides all keys past its end too
+        ds_IJ = tl.where((first_query + tl.arange(0, BLOCK_I))[:, None] >= key_J[None, :], ds_IJ, 0.0)
+    return tl.dot(ds_IJ.to(tl.bfloat16), k_JD, dq_ID)
 
 
 @triton.jit
 def _dq_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dq_ptr, cu_seqlens_ptr, k_scale_ptr, v_scale_ptr,
-    stride_q_token, stride_q_head, stride_k_token, stride_k_head, stride_v_token, stride_v_head,
-    stride_dout_token, stride_dout_head, base_scale, softmax_scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_I: tl.constexpr,
+    q_desc, dout_desc, out_desc, k_desc, v_desc, lse2_ptr, rows_ptr, dq_ptr, cu_seqlens_ptr, k_scale_ptr, v_scale_ptr,
+    base_scale, softmax_scale, num_sequences, num_tokens, stride_row,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    head = tl.program_id(1)
-    sequence = tl.program_id(2)
-    kv_head = head // GROUP
-    first_token = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
-    length = (tl.load(cu_seqlens_ptr + sequence + 1) - first_token).to(tl.int32)
-    if block * BLOCK_I < length:
-        KV_HEADS: tl.constexpr = HEADS // GROUP
-        query_I = block * BLOCK_I + tl.arange(0, BLOCK_I)
-        q_ID = _load_block(
-            q_ptr + head * stride_q_head,
-            first_token + block * BLOCK_I,
-            stride_q_token,
-            length - block * BLOCK_I,
-            BLOCK_I,
-            HEAD_SIZE,
-            BLOCK_D,
-        )
-        dout_ID = _load_block(
-            dout_ptr + head * stride_dout_head,
-            first_token + block * BLOCK_I,
-            stride_dout_token,
-            length - block * BLOCK_I,
-            BLOCK_I,
-            HEAD_SIZE,
-            BLOCK_D,
-        )
-        row_I = (first_token + query_I) * HEADS + head
-        lse2_I = tl.load(lse2_ptr + row_I, mask=query_I < length, other=0.0)
-        delta_I = tl.load(delta_ptr + row_I, mask=query_I < length, other=0.0)
-        score_scale = base_scale
-        v_scale = 1.0
-        dq_scale = softmax_scale
-        if K_MODE == 1:
-            score_scale = base_scale * tl.load(k_scale_ptr + kv_head)
-            dq_scale = softmax_scale * tl.load(k_scale_ptr + kv_head)
-        if V_MODE == 1:
-            v_scale = tl.load(v_scale_ptr + kv_head)
-        dq_ID = tl.zeros([BLOCK_I, BLOCK_D], tl.float32)
-        for start in tl.range(0, tl.minimum(length, (block + 1) * BLOCK_I), BLOCK_J, num_stages=STAGES):
-            key_J = start + tl.arange(0, BLOCK_J)
-            k_JD = _load_block(
-                k_ptr + kv_head * stride_k_head,
-                first_token + start,
-                stride_k_token,
-                length - start,
-                BLOCK_J,
-                HEAD_SIZE,
-                BLOCK_D,
-            )
-            v_JD = _load_block(
-                v_ptr + kv_head * stride_v_head,
-                first_token + start,
-                stride_v_token,
-                length - start,
-                BLOCK_J,
-                HEAD_SIZE,
-                BLOCK_D,
-            )
-            s_IJ = tl.dot(q_ID, tl.trans(k_JD))
-            dp_IJ = tl.dot(dout_ID, tl.trans(v_JD))
-            scale_J = (first_token + key_J) * KV_HEADS + kv_head
+    KV_HEADS: tl.constexpr = HEADS // GROUP
+    head = tl.program_id(0)
+    sequence, first, length, number = _find_sequence(
+        tl.program_id(1), cu_seqlens_ptr, num_sequences, num_tokens, BLOCK_I
+    )
+    if number * BLOCK_I < length:
+        first_query = (tl.cdiv(length, BLOCK_I) - 1 - number) * BLOCK_I  # the last rows have the most keys: first
+        token = first.to(tl.int64)
+        dq_ID = tl.zeros([BLOCK_I, HEAD_SIZE], tl.float32)
+        if sequence < num_sequences:
+            kv_head = head // GROUP
+            k_token_ptr = k_scale_ptr
+            v_token_ptr = v_scale_ptr
+            score_scale = base_scale
+            dq_scale = softmax_scale
+            v_scale = softmax_scale  # unused unless V_MODE == 1
+            if K_MODE == 1:
+                score_scale = base_scale * tl.load(k_scale_ptr + kv_head)
+                dq_scale = softmax_scale * tl.load(k_scale_ptr + kv_head)
             if K_MODE == 2:
-                k_scale_J = tl.load(k_scale_ptr + scale_J, mask=key_J < length, other=0.0)
-                s_IJ = s_IJ * (k_scale_J * score_scale)[None, :]
-            else:
-                s_IJ = s_IJ * score_scale
+                k_token_ptr += token * KV_HEADS + kv_head
+            if V_MODE == 1:
+                v_scale = tl.load(v_scale_ptr + kv_head)
             if V_MODE == 2:
-                v_scale_J = tl.load(v_scale_ptr + scale_J, mask=key_J < length, other=0.0)
-                dp_IJ = dp_IJ * v_scale_J[None, :]
-            else:
-                dp_IJ = dp_IJ * v_scale
-            seen_IJ = query_I[:, None] >= key_J[None, :]
-            p_IJ = tl.exp2(tl.where(seen_IJ, s_IJ - lse2_I[:, None], float("-inf")))
-            ds_IJ = p_IJ * (dp_IJ - delta_I[:, None])
+                v_token_ptr += token * KV_HEADS + kv_head
+
+            q_ID = q_desc.load([first + first_query, head * HEAD_SIZE])
+            dout_ID = dout_desc.load([first + first_query, head * HEAD_SIZE])
+            out_ID = out_desc.load([first + first_query, head * HEAD_SIZE])
+            delta_I = tl.sum(dout_ID.to(tl.float32) * out_ID.to(tl.float32), 1)
+            query_I = first_query + tl.arange(0, BLOCK_I)
+            inside_I = query_I < length
+            lse2_I = tl.load(lse2_ptr + (token + query_I) * HEADS + head, mask=inside_I, other=0.0)
+            row_ptr_I = rows_ptr + head.to(tl.int64) * stride_row + (first // ALIGN + sequence) * ALIGN + query_I
+            tl.store(row_ptr_I, lse2_I, mask=inside_I)
+            tl.store(row_ptr_I + stride_row.to(tl.int64) * HEADS, delta_I, mask=inside_I)
+
+            whole = first_query // BLOCK_J * BLOCK_J
+            for start in tl.range(0, whole, BLOCK_J, num_stages=STAGES):
+                dq_ID = _dq_tile(
+                    dq_ID, q_ID, dout_ID, lse2_I, delta_I, k_desc, v_desc, kv_head, first, start, first_query, length,
+                    score_scale, v_scale, k_token_ptr, v_token_ptr,
+                    KV_HEADS, HEAD_SIZE, BLOCK_I, BLOCK_J, K_MODE, V_MODE, False,
+                )  # fmt: skip
+            for start in tl.range(whole, tl.minimum(length, first_query + BLOCK_I), BLOCK_J, num_stages=1):
+                dq_ID = _dq_tile(
+                    dq_ID, q_ID, dout_ID, lse2_I, delta_I, k_desc, v_desc, kv_head, first, start, first_query, length,
+                    score_scale, v_scale, k_token_ptr, v_token_ptr,
+                    KV_HEADS, HEAD_SIZE, BLOCK_I, BLOCK_J, K_MODE, V_MODE, True,
+                )  # fmt: skip
+            dq_ID = dq_ID * dq_scale
+        _store_block(
+            dq_ptr + (token * HEADS + head) * HEAD_SIZE, dq_ID, first_query, length, BLOCK_I, HEADS, HEAD_SIZE
+        )
+
+
+@triton.jit
+def _dkdv_tile(
+    dk_JD, dv_JD, k_JD, v_JD, k_factor_J, v_factor_J, k_factor, v_factor, q_desc, dout_desc, rows_desc,
+    head, first, first_row, start, first_key, length,
+    HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_J: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """dK, but for its constant factor, and dV with the queries from `start` of one head added."""
+    q_ID = q_desc.load([first + start, head * HEAD_SIZE])
+    dout_ID = dout_desc.load([first + start, head * HEAD_SIZE])
+    lse2_I = tl.reshape(rows_desc.load([head, first_row + start]), [BLOCK_I])
+    delta_I = tl.reshape(rows_desc.load([HEADS + head, first_row + start]), [BLOCK_I])
+    query_I = start + tl.arange(0, BLOCK_I)
+    if MASKED:
+        inside_I = query_I < length
+        q_ID = tl.where(inside_I[:, None], q_ID, 0.0)
+        dout_ID = tl.where(inside_I[:, None], dout_ID, 0.0)
+        delta_I = tl.where(inside_I, delta_I, 0.0)
+    s_JI = tl.dot(k_JD, tl.trans(q_ID))
+    dp_JI = tl.dot(v_JD, tl.trans(dout_ID))
+    s_JI = s_JI * k_factor_J[:, None] if K_MODE == 2 else s_JI * k_factor
+    p_JI = tl.exp2(s_JI - lse2_I[None, :])
+    if MASKED:
+        key_J = first_key + tl.arange(0, BLOCK_J)
+        p_JI = tl.where((query_I[None, :] >= key_J[:, None]) & inside_I[None, :], p_JI, 0.0)
+    dv_JD = tl.dot(p_JI.to(tl.bfloat16), dout_ID, dv_JD)
+    if V_MODE == 2:
+        dp_JI = dp_JI * v_factor_J[:, None]
+    elif V_MODE == 1:
+        dp_JI = dp_JI * v_factor
+    ds_JI = p_JI * (dp_JI - delta_I[None, :])
+    dk_JD = tl.dot(ds_JI.to(tl.bfloat16), q_ID, dk_JD)
+    return dk_JD, dv_JD
+
+
+@triton.jit
+def _dkdv_kernel(
+    q_desc, dout_desc, rows_desc, k_desc, v_desc, dk_ptr, dv_ptr, cu_seqlens_ptr, k_scale_ptr, v_scale_ptr,
+    base_scale, softmax_scale, num_sequences, num_tokens,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_J: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    KV_HEADS: tl.constexpr = HEADS // GROUP
+    kv_head = tl.program_id(0)
+    sequence, first, length, number = _find_sequence(
+        tl.program_id(1), cu_seqlens_ptr, num_sequences, num_tokens, BLOCK_J
+    )
+    first_key = number * BLOCK_J  # the first keys have the most queries: longest first
+    if first_key < length:
+        token = first.to(tl.int64)
+        dk_JD = tl.zeros([BLOCK_J, HEAD_SIZE], tl.float32)
+        dv_JD = tl.zeros([BLOCK_J, HEAD_SIZE], tl.float32)
+        if sequence < num_sequences:
+            k_JD = k_desc.load([first + first_key, kv_head * HEAD_SIZE])
+            v_JD = v_desc.load([first + first_key, kv_head * HEAD_SIZE])
+            key_J = first_key + tl.arange(0, BLOCK_J)
+            scale_J = (token + key_J) * KV_HEADS + kv_head
+            k_factor = base_scale
+            v_factor = softmax_scale  # unused unless V_MODE == 1
+            k_factor_J = key_J  # unused unless K_MODE == 2
+            v_factor_J = key_J
+            if K_MODE == 1:
+                k_factor = base_scale * tl.load(k_scale_ptr + kv_head)
             if K_MODE == 2:
-                ds_IJ = ds_IJ * k_scale_J[None, :]
-            dq_ID = tl.dot(ds_IJ.to(tl.bfloat16), k_JD, dq_ID)
-        d_D = tl.arange(0, BLOCK_D)
-        mask_ID = (query_I < length)[:, None] & (d_D < HEAD_SIZE)[None, :]
-        tl.store(dq_ptr + row_I[:, None] * HEAD_SIZE + d_D[None, :], (dq_ID * dq_scale).to(tl.bfloat16), mask=mask_ID)
+                k_factor_J = tl.load(k_scale_ptr + scale_J, mask=key_J < length, other=0.0) * base_scale
+            if V_MODE == 1:
+                v_factor = tl.load(v_scale_ptr + kv_head)
+            if V_MODE == 2:
+                v_factor_J = tl.load(v_scale_ptr + scale_J, mask=key_J < length, other=0.0)
+
+            first_row = (first // ALIGN + sequence) * ALIGN
+            # tiles of queries: the diagonal's, then the whole ones, then perhaps a last one that the sequence cuts
+            num_tiles = (length - first_key + BLOCK_I - 1) // BLOCK_I
+            diagonal = tl.minimum(BLOCK_J // BLOCK_I, num_tiles)
+            whole = tl.maximum((length - first_key) // BLOCK_I - diagonal, 0)
+            masked = num_tiles - whole
+            for turn in tl.range(0, GROUP * whole, num_stages=STAGES):
+                member = turn // whole
+                start = first_key + (diagonal + turn - member * whole) * BLOCK_I
+                dk_JD, dv_JD = _dkdv_tile(
+                    dk_JD, dv_JD, k_JD, v_JD, k_factor_J, v_factor_J, k_factor, v_factor, q_desc, dout_desc, rows_desc,
+                    kv_head * GROUP + member, first, first_row, start, first_key, length,
+                    HEADS, HEAD_SIZE, BLOCK_I, BLOCK_J, K_MODE, V_MODE, False,
+                )  # fmt: skip
+            for turn in tl.range(0, GROUP * masked, num_stages=1):
+                member = turn // masked
+                tile = turn - member * masked
+                start = first_key + tl.where(tile < diagonal, tile, tile + whole) * BLOCK_I
+                dk_JD, dv_JD = _dkdv_tile(
+                    dk_JD, dv_JD, k_JD, v_JD, k_factor_J, v_factor_J, k_factor, v_factor, q_desc, dout_desc, rows_desc,
+                    kv_head * GROUP + member, first, first_row, start, first_key, length,
+                    HEADS, HEAD_SIZE, BLOCK_I, BLOCK_J, K_MODE, V_MODE, True,
+                )  # fmt: skip
+            dk_JD = dk_JD * softmax_scale
+        offset = (token * KV_HEADS + kv_head) * HEAD_SIZE
+        _store_block(dk_ptr + offset, dk_JD, first_key, length, BLOCK_J, KV_HEADS, HEAD_SIZE)
+        _store_block(dv_ptr + offset, dv_JD, first_key, length, BLOCK_J, KV_HEADS, HEAD_SIZE)
+
+
+def _side_by_side(x_THD: Tensor) -> Tensor:
+    """BF16 with the heads of a token next to one another, as TMA takes them; a view where `x` lies so already."""
+    x_THD = x_THD.to(torch.bfloat16)
+    aligned = x_THD.stride(0) * 2 % 16 == 0 and x_THD.data_ptr() % 16 == 0
+    return x_THD if aligned and x_THD.stride()[1:] == (x_THD.shape[2], 1) else x_THD.contiguous()
+
+
+def _descriptor(x_THD: Tensor, rows: int) -> TensorDescriptor:
+    """Of `rows` tokens of one head: x as [T, H * D]."""
+    T, H, D = x_THD.shape
+    return TensorDescriptor(x_THD, [T, H * D], [x_THD.stride(0), 1], [rows, D])
 
 
 def attention_packed_backward_triton(
@@ -236,46 +304,41 @@ def attention_packed_backward_triton(
     cu_seqlens_B1: Tensor,
     max_seqlen: int,
     softmax_scale: float,
+    *,
+    tiles: BackwardTiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ [T, H, D], dK and dV [T, K, D] in BF16; zero where no sequence lies."""
+    """dQ [T, H, D], dK and dV [T, K, D] in BF16; zero where no sequence lies. `max_seqlen` is not needed here."""
     num_tokens, num_heads, head_size = q_THD.shape
     num_kv_heads = kv.k_TKD.shape[1]
     assert q_THD.dtype == torch.bfloat16, f"the attention backward takes BF16, not {q_THD.dtype}"
     assert head_size in SUPPORTED_HEAD_SIZES, f"head size {head_size} is not one of {SUPPORTED_HEAD_SIZES}"
-    k_TKD, v_TKD = kv.k_TKD.to(torch.bfloat16), kv.v_TKD.to(torch.bfloat16)
-    dout_THD = dout_THD if dout_THD.stride(2) == 1 else dout_THD.contiguous()
-    device = q_THD.device
-    dq_THD = torch.zeros(q_THD.shape, dtype=torch.bfloat16, device=device)
-    dk_TKD, dv_TKD = (torch.zeros(k_TKD.shape, dtype=torch.bfloat16, device=device) for _ in range(2))
-    delta_TH = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=device)
-    num_sequences = cu_seqlens_B1.shape[0] - 1
-    if num_tokens == 0 or num_sequences == 0:
+    q, k, v, out, dout = (_side_by_side(x) for x in (q_THD, kv.k_TKD, kv.v_TKD, out_THD, dout_THD))
+    dq_THD, dk_TKD, dv_TKD = (torch.empty(x.shape, dtype=torch.bfloat16, device=x.device) for x in (q, k, v))
+    if num_tokens == 0:
         return dq_THD, dk_TKD, dv_TKD
-    block_d = max(32, triton.next_power_of_2(head_size))
-    _delta_kernel[(num_tokens,)](
-        dout_THD, out_THD, delta_TH, dout_THD.stride(0), dout_THD.stride(1), HEADS=num_heads,
-        BLOCK_H=triton.next_power_of_2(num_heads), HEAD_SIZE=head_size, BLOCK_D=block_d, num_warps=4,
-    )  # fmt: skip
-    inputs = (q_THD, k_TKD, v_TKD, dout_THD, lse2_TH, delta_TH)
-    strides = [stride for x in (q_THD, k_TKD, v_TKD, dout_THD) for stride in x.stride()[:2]]
-    scales = (softmax_scale * LOG2E, softmax_scale)
+    num_sequences = cu_seqlens_B1.shape[0] - 1
+    stride_row = (num_tokens // ALIGN.value + num_sequences + 1) * ALIGN.value  # room to align every sequence
+    rows = torch.empty(2 * num_heads, stride_row, dtype=torch.float32, device=q.device)  # lse2, then delta
+    tables = (cu_seqlens_B1, kv.k_scale, kv.v_scale)
+    numbers = (softmax_scale * LOG2E, softmax_scale, num_sequences, num_tokens)
     shape = {
         "HEADS": num_heads,
         "GROUP": num_heads // num_kv_heads,
         "HEAD_SIZE": head_size,
-        "BLOCK_D": block_d,
         "K_MODE": MODE_NUMBER[mode_of(kv.k_scale)],
         "V_MODE": MODE_NUMBER[mode_of(kv.v_scale)],
     }
-    wide = head_size == 256
-    queries, keys, stages = (32, 64, 1) if wide else (32, 128, 2)
-    _dkdv_kernel[(triton.cdiv(max_seqlen, keys), num_kv_heads, num_sequences)](
-        *inputs, dk_TKD, dv_TKD, cu_seqlens_B1, kv.k_scale, kv.v_scale, *strides, *scales,
-        **shape, BLOCK_I=queries, BLOCK_J=keys, STAGES=stages, num_warps=8,
+    dq, dkdv = tiles or backward_tiles(head_size)
+    assert dkdv.keys % dkdv.queries == 0, f"{dkdv.queries} queries don't divide {dkdv.keys} keys"
+    _dq_kernel[(num_heads, num_tokens // dq.queries + num_sequences + 1)](
+        *(_descriptor(x, dq.queries) for x in (q, dout, out)), *(_descriptor(x, dq.keys) for x in (k, v)),
+        lse2_TH, rows, dq_THD, *tables, *numbers, stride_row, **shape,
+        BLOCK_I=dq.queries, BLOCK_J=dq.keys, STAGES=dq.stages, num_warps=dq.warps,
     )  # fmt: skip
-    queries, keys, stages = (64, 32, 1) if wide else (128, 64, 2)
-    _dq_kernel[(triton.cdiv(max_seqlen, queries), num_heads, num_sequences)](
-        *inputs, dq_THD, cu_seqlens_B1, kv.k_scale, kv.v_scale, *strides, *scales,
-        **shape, BLOCK_I=queries, BLOCK_J=keys, STAGES=stages, num_warps=8,
+    rows_descriptor = TensorDescriptor(rows, list(rows.shape), [stride_row, 1], [1, dkdv.queries])
+    _dkdv_kernel[(num_kv_heads, num_tokens // dkdv.keys + num_sequences + 1)](
+        *(_descriptor(x, dkdv.queries) for x in (q, dout)), rows_descriptor,
+        *(_descriptor(x, dkdv.keys) for x in (k, v)), dk_TKD, dv_TKD, *tables, *numbers, **shape,
+        BLOCK_I=dkdv.queries, BLOCK_J=dkdv.keys, STAGES=dkdv.stages, num_warps=dkdv.warps,
     )  # fmt: skip
     return dq_THD, dk_TKD, dv_TKD
