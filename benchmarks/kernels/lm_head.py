@@ -28,7 +28,7 @@ from torch import Tensor
 
 from benchmarks.record import RESULTS, write_result
 from octetrl.fp8.errors import relative_error
-from octetrl.kernels import linear_logprobs as module
+from octetrl.kernels import linear_logprobs_backward as module
 from octetrl.kernels.linear_logprobs import linear_logprobs, lm_head_logits, logprobs_of, statistics_triton
 from octetrl.kernels.linear_logprobs_backward import add_product, logits_gradient
 

@@ -22,21 +22,13 @@ their number in one fixed tree:
 Without the entropy, which the engine does not need, log-probs have the same bits. On a CPU products and sums are
 float64, rounded to float32.
 
-Gradients: those of the logits of `GATHERED` chunks lie side by side, in the weight's dtype on a GPU, because they are
-the operand of two GEMMs: 2 GATHERED chunk V bytes beside the 4 chunk V of one chunk's logits. The weight's gradient is
-summed in float32, inside its GEMM, and rounded once: autograd wants a gradient of its parameter's dtype.
-
-Cost with BF16. FLOPs: forward 2 N V E; backward 6 N V E, a third of it the logits again. Bytes besides the GEMMs'
-operands: forward 8 N V, written by the GEMM and read once; backward 8 N V again, 2 N V written and 4 N V read of the
-logits' gradient, and the weight's gradient, 4 V E, read and written once in each group of GATHERED chunks: with one
-chunk of 1024 rows, not four, a group that traffic would be two thirds of its GEMM's time.
+Cost of the forward with BF16: 2 N V E FLOPs; 8 N V bytes besides the GEMM's operands, logits written and read once.
 
 N rows (trained tokens), V vocabulary, E hidden size, C rows of one chunk, P vocabulary chunks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -44,13 +36,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octetrl.kernels.linear_logprobs_backward import add_product, logits_gradient
+from octetrl.kernels.linear_logprobs_backward import linear_logprobs_backward, logits_gradient, pieces
 
 LOGIT_ROWS: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024)  # ascending; (256,) is one shape for everybody
 LARGE_VOCAB = 65_536
 SMALL_VOCAB_ROWS: tuple[int, ...] = (256,)
 VOCAB_CHUNK = 4096
-GATHERED = 4  # chunks whose logits' gradients the backward multiplies at once
 VOCAB_PIECE = 4096  # vocabulary rows that the CPU form widens to float64 at a time
 
 
@@ -229,7 +220,7 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx: Any, hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor, temperature_N: Tensor, chunk: int
     ) -> tuple[Tensor, Tensor]:
         statistics_3N = hidden_NE.new_empty(3, hidden_NE.shape[0], dtype=torch.float32)
-        for rows in _pieces(0, hidden_NE.shape[0], chunk):
+        for rows in pieces(0, hidden_NE.shape[0], chunk):
             logits_CV = lm_head_logits(hidden_NE[rows], weight_VE)
             if logits_CV.is_cuda:
                 out = TokenStatistics(*statistics_3N[:, rows].unbind())
@@ -248,8 +239,7 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden_NE, weight_VE, targets_N, temperature_N, statistics_3N = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        num_rows, vocab_size = hidden_NE.shape[0], weight_VE.shape[0]
-        if num_rows == 0 or (grads[0] is None and grads[1] is None):
+        if hidden_NE.shape[0] == 0 or (grads[0] is None and grads[1] is None):
             return (
                 torch.zeros_like(hidden_NE) if needs_hidden else None,
                 torch.zeros_like(weight_VE) if needs_weight else None,
@@ -257,39 +247,21 @@ class _LinearLogprobs(torch.autograd.Function):
             )
         dlogprobs_N = torch.zeros_like(temperature_N) if grads[0] is None else grads[0].contiguous()
         dentropy_N = None if grads[1] is None else grads[1].contiguous()
-        operand = weight_VE.dtype if weight_VE.is_cuda else torch.float32
-        dhidden_NE = torch.empty_like(hidden_NE, dtype=operand) if needs_hidden else None
-        dweight_VE = torch.empty_like(weight_VE, dtype=torch.float32) if needs_weight else None
-        weight_operand_VE = weight_VE.to(operand)
-        gathered = min(num_rows, GATHERED * ctx.chunk)
-        dlogits_GV = torch.empty(gathered, vocab_size, dtype=operand, device=hidden_NE.device)
-        for group in _pieces(0, num_rows, gathered):
-            dlogits_CV = dlogits_GV[: group.stop - group.start]
-            for rows in _pieces(group.start, group.stop, ctx.chunk):
-                logits_gradient(
-                    lm_head_logits(hidden_NE[rows], weight_VE),
-                    targets_N[rows],
-                    temperature_N[rows],
-                    statistics_3N[2, rows],
-                    statistics_3N[1, rows],
-                    dlogprobs_N[rows],
-                    None if dentropy_N is None else dentropy_N[rows],
-                    dlogits_CV[rows.start - group.start : rows.stop - group.start],
-                )
-            if dhidden_NE is not None:
-                torch.mm(dlogits_CV, weight_operand_VE, out=dhidden_NE[group])
-            if dweight_VE is not None:
-                add_product(dweight_VE, dlogits_CV, hidden_NE[group].to(operand), first=group.start == 0)
-        del dlogits_CV, dlogits_GV
-        dhidden = None if dhidden_NE is None else dhidden_NE.to(hidden_NE.dtype)
-        dweight = None if dweight_VE is None else dweight_VE.to(weight_VE.dtype)
-        return dhidden, dweight, None, None, None
 
+        def gradient_into(rows: slice, dlogits_CV: Tensor) -> None:
+            logits_gradient(
+                lm_head_logits(hidden_NE[rows], weight_VE),
+                targets_N[rows],
+                temperature_N[rows],
+                statistics_3N[2, rows],
+                statistics_3N[1, rows],
+                dlogprobs_N[rows],
+                None if dentropy_N is None else dentropy_N[rows],
+                dlogits_CV,
+            )
 
-def _pieces(start: int, stop: int, size: int) -> Iterator[slice]:
-    """Consecutive slices of `size` rows, the last one shorter."""
-    for first in range(start, stop, size):
-        yield slice(first, min(first + size, stop))
+        needs = (needs_hidden, needs_weight)
+        return *linear_logprobs_backward(hidden_NE, weight_VE, gradient_into, ctx.chunk, needs), None, None, None
 
 
 def linear_logprobs(

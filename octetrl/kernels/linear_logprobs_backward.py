@@ -1,27 +1,36 @@
-"""The gradient of log-prob and entropy to the logits, and the float32 sum of the weight's gradient.
+"""The backward of log-prob and entropy from hidden states and lm_head (kernels/linear_logprobs.py has the forward).
 
 With upstream gradients a and b of log-prob and entropy, z = logits / temperature, p = exp(z - lse):
 
     dlogits = (a * (onehot(target) - p) - b * p * (z - lse + entropy)) / temperature
+    dhidden = dlogits @ weight,   dweight = dlogits^T @ hidden
 
-One read of the float32 logits and one write of the result, which is rounded because it is the operand of two GEMMs:
-(4 + 2) N V bytes with BF16. Where nothing upstream looks at the entropy, b is None and its half is not computed.
+The logits are made again, `chunk` rows at a time, by the forward's own function. Their gradients, rounded to the
+weight's dtype on a GPU because they are the operand of two GEMMs, are gathered from `GATHERED` chunks before they are
+multiplied. The weight's gradient is summed in float32, inside its GEMM (`add_product`), and rounded once at the end:
+autograd wants a gradient of its parameter's dtype. Where nothing upstream looks at the entropy, its half of the formula
+is not computed.
 
-`add_product` adds a GEMM to a float32 sum in the GEMM itself: a product of its own, added afterwards, would be 12 V E
-bytes more to move (7.5 GB at V = 151,936 and E = 4096), which takes as long as the product of 4096 rows.
+Cost with BF16. FLOPs: 6 N V E, a third of it the logits again. Bytes besides the GEMMs' operands: 8 N V of logits,
+written and read; 2 N V written and 4 N V read of their gradient; 8 V E of the weight's gradient a group, and 6 V E to
+round it. With a group of one chunk of 1024 rows those 8 V E would take two thirds of their GEMM's time; a product of
+its own, added afterwards, would make them 20 V E. Memory: 4 chunk V + 2 GATHERED chunk V + 4 V E, whatever N is.
 
 Nothing here is on the path of a log-prob, so no order of sums is promised.
 
-N rows, V vocabulary, E hidden size.
+N rows (trained tokens), V vocabulary, E hidden size, C rows of one chunk, G rows of a group of chunks.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+GATHERED = 4  # chunks whose logits' gradients are multiplied at once
 VOCAB_BLOCK = 4096  # columns of one program
 
 
@@ -130,3 +139,42 @@ def add_product(sum_VE: Tensor, dlogits_NV: Tensor, hidden_NE: Tensor, *, first:
         torch.mm(dlogits_NV.t(), hidden_NE, out_dtype=torch.float32, out=sum_VE)
     else:
         torch.addmm(sum_VE, dlogits_NV.t(), hidden_NE, out_dtype=torch.float32, out=sum_VE)
+
+
+def linear_logprobs_backward(
+    hidden_NE: Tensor,
+    weight_VE: Tensor,
+    gradient_into: Callable[[slice, Tensor], None],
+    chunk: int,
+    needs: tuple[bool, bool] = (True, True),
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of hidden and weight, in their dtypes; None where `needs` has no wish for one.
+
+    gradient_into(rows, dlogits_CV) writes the gradient to the logits of those rows, at most `chunk` of them.
+    """
+    num_rows = hidden_NE.shape[0]
+    operand = weight_VE.dtype if weight_VE.is_cuda else torch.float32
+    weight_operand_VE = weight_VE.to(operand)
+    dhidden_NE = torch.empty_like(hidden_NE, dtype=operand) if needs[0] else None
+    dweight_VE = torch.empty_like(weight_VE, dtype=torch.float32) if needs[1] else None
+    gathered = min(num_rows, GATHERED * chunk)
+    dlogits_GV = torch.empty(gathered, weight_VE.shape[0], dtype=operand, device=hidden_NE.device)
+    for group in pieces(0, num_rows, gathered):
+        dlogits_CV = dlogits_GV[: group.stop - group.start]
+        for rows in pieces(group.start, group.stop, chunk):
+            gradient_into(rows, dlogits_CV[rows.start - group.start : rows.stop - group.start])
+        if dhidden_NE is not None:
+            torch.mm(dlogits_CV, weight_operand_VE, out=dhidden_NE[group])
+        if dweight_VE is not None:
+            add_product(dweight_VE, dlogits_CV, hidden_NE[group].to(operand), first=group.start == 0)
+    del dlogits_CV, dlogits_GV  # before the weight's gradient exists twice
+    return (
+        None if dhidden_NE is None else dhidden_NE.to(hidden_NE.dtype),
+        None if dweight_VE is None else dweight_VE.to(weight_VE.dtype),
+    )
+
+
+def pieces(start: int, stop: int, size: int) -> Iterator[slice]:
+    """Consecutive slices of `size` rows, the last one shorter."""
+    for first in range(start, stop, size):
+        yield slice(first, min(first + size, stop))

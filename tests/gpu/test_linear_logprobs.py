@@ -7,8 +7,13 @@ import torch
 from torch import Tensor
 
 from octetrl.fp8.errors import relative_error
-from octetrl.kernels.linear_logprobs import GATHERED, linear_logprobs, lm_head_logits, logprobs_of
-from octetrl.kernels.linear_logprobs_backward import add_product, logits_gradient_reference, logits_gradient_triton
+from octetrl.kernels.linear_logprobs import linear_logprobs, lm_head_logits, logprobs_of
+from octetrl.kernels.linear_logprobs_backward import (
+    GATHERED,
+    add_product,
+    logits_gradient_reference,
+    logits_gradient_triton,
+)
 
 pytestmark = pytest.mark.gpu
 

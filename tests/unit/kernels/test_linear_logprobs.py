@@ -1,18 +1,12 @@
-"""Log-probs and entropy against log_softmax, their gradients against float64 autograd, and their memory."""
+"""Log-probs and entropy against log_softmax, and their bits."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime.interpreter import InterpretedFunction
 
-from octetrl.kernels import linear_logprobs_backward
 from octetrl.kernels.linear_logprobs import (
-    GATHERED,
     LARGE_VOCAB,
     LOGIT_ROWS,
     VOCAB_CHUNK,
@@ -24,17 +18,9 @@ from octetrl.kernels.linear_logprobs import (
     statistics_reference,
     statistics_triton,
 )
-from octetrl.kernels.linear_logprobs_backward import logits_gradient_reference, logits_gradient_triton
 from tests.unit.kernels.row_cases import interpreted  # noqa: F401
 
 N, V, E = 11, 301, 24
-
-
-@pytest.fixture
-def interpreted_backward(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    """`interpreted`, which does not know the backward's file."""
-    kernel = linear_logprobs_backward._logits_gradient_kernel
-    monkeypatch.setattr(linear_logprobs_backward, "_logits_gradient_kernel", InterpretedFunction(kernel.fn))
 
 
 def _inputs(num_rows: int = N, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,49 +62,6 @@ def test_a_temperature_for_each_row() -> None:
         assert torch.equal(alone_N[0], mixed_N[row])
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 100])  # three groups of chunks, one of ragged chunks, one chunk
-def test_gradients_of_logprob_and_entropy(chunk: int) -> None:
-    hidden_NE, weight_VE, targets_N = _inputs()
-    upstream = torch.randn(2, N, generator=torch.Generator().manual_seed(1))
-    exact_hidden, exact_weight = hidden_NE.double().requires_grad_(), weight_VE.double().requires_grad_()
-    torch.autograd.backward(_exact(exact_hidden, exact_weight, targets_N, 0.7), tuple(upstream.double()))
-    hidden_NE.requires_grad_()
-    weight_VE.requires_grad_()
-    torch.autograd.backward(linear_logprobs(hidden_NE, weight_VE, targets_N, 0.7, chunk), tuple(upstream))
-    assert hidden_NE.grad is not None and weight_VE.grad is not None
-    torch.testing.assert_close(hidden_NE.grad.double(), exact_hidden.grad, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(weight_VE.grad.double(), exact_weight.grad, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("which", [0, 1])
-def test_gradient_of_one_result_alone(which: int) -> None:
-    """The half that nobody differentiates is left out, not guessed."""
-    hidden_NE, weight_VE, targets_N = _inputs()
-    gradients = []
-    for function in (lambda h, w: linear_logprobs(h, w, targets_N, 0.7, 2), lambda h, w: _exact(h, w, targets_N, 0.7)):
-        leaves = [hidden_NE.double() if gradients else hidden_NE, weight_VE.double() if gradients else weight_VE]
-        leaves = [leaf.clone().requires_grad_() for leaf in leaves]
-        gradients.append(torch.autograd.grad(function(*leaves)[which].sum(), leaves))
-    for ours, exact in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-5)
-
-
-def test_no_rows_have_no_gradient() -> None:
-    hidden_NE, weight_VE, targets_N = (tensor[:0] if tensor.shape[0] == N else tensor for tensor in _inputs())
-    hidden_NE.requires_grad_()
-    weight_VE.requires_grad_()
-    linear_logprobs(hidden_NE, weight_VE, targets_N)[0].sum().backward()
-    assert hidden_NE.grad is not None and hidden_NE.grad.shape == (0, E)
-    assert weight_VE.grad is not None and not weight_VE.grad.any()
-
-
-def test_a_frozen_head_costs_no_gradient() -> None:
-    hidden_NE, weight_VE, targets_N = _inputs()
-    hidden_NE.requires_grad_()
-    linear_logprobs(hidden_NE, weight_VE, targets_N)[0].sum().backward()
-    assert hidden_NE.grad is not None and weight_VE.grad is None
-
-
 def test_an_excluded_token_keeps_the_entropy_finite() -> None:
     logits_NV = torch.tensor([[0.0, 0.0, -torch.inf]])
     logprobs_N, entropy_N = logprobs_of(logits_NV, torch.tensor([0]))
@@ -130,31 +73,7 @@ def test_temperature_zero_is_refused() -> None:
         logprobs_of(torch.zeros(1, 3), torch.zeros(1, dtype=torch.int64), 0.0)
 
 
-class _LargestTensor(TorchDispatchMode):
-    """Remembers the most elements that any operation's result had."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return result
-
-
-def test_never_more_than_a_few_chunks_of_logits_exist() -> None:
-    rows, chunk = 500, 16
-    hidden_NE, weight_VE, targets_N = _inputs(rows)
-    hidden_NE.requires_grad_()
-    weight_VE.requires_grad_()
-    with _LargestTensor() as largest:
-        logprobs_N, entropy_N = linear_logprobs(hidden_NE, weight_VE, targets_N, 1.0, chunk)
-        (logprobs_N.sum() + entropy_N.sum()).backward()
-    assert largest.elements <= max(GATHERED * chunk * V, rows * E, V * E) < rows * V
-
-
-@pytest.mark.usefixtures("interpreted_backward")
+@pytest.mark.usefixtures("interpreted")
 def test_kernels_are_near_the_reference() -> None:
     """Two chunks of the vocabulary, the last one ragged; one logit excluded, then a whole chunk."""
     generator = torch.Generator().manual_seed(0)
@@ -165,13 +84,6 @@ def test_kernels_are_near_the_reference() -> None:
     statistics = statistics_reference(logits_NV, targets_N, temperature_N)
     for ours, expected in zip(statistics_triton(logits_NV, targets_N, temperature_N), statistics, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
-    dlogprobs_N, dentropy_N = torch.randn(2, 4, generator=generator)
-    for up in (dentropy_N, None):
-        given = (logits_NV, targets_N, temperature_N, statistics.lse_N, statistics.entropy_N, dlogprobs_N, up)
-        ours, expected = torch.full_like(logits_NV, torch.nan), torch.empty_like(logits_NV)
-        logits_gradient_triton(*given, ours)
-        logits_gradient_reference(*given, expected)
-        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.usefixtures("interpreted")
