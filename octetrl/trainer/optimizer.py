@@ -1,14 +1,17 @@
-"""AdamW over float32, whatever the weights are.
+"""AdamW over float32 gradients, whatever the weights are.
 
 - **Gradients** are summed over micro-batches in float32: as autograd finishes a parameter's gradient, a hook adds it to
   a float32 buffer and frees it. BF16 sums would lose small contributions, and depend on how samples were packed.
 - **Master weights**: `float32` keeps a float32 copy of each BF16 weight, updates that and rounds it to nearest into the
   weight; `stochastic_rounding` has no copy: the weight is widened, updated and rounded by chance (4 bytes a parameter
   less). A float32 weight is its own master.
+- **Moments** are float32, bfloat16 or 8bit (optimizer_states.py), on the device or in the host's memory (`offload`,
+  optimizer_offload.py; on a CPU they are there anyway).
 - **Weight decay** falls on matrices only: not on vectors (norms, biases), not on the embedding, tied or not.
 
-The arithmetic is torch's own fused AdamW, called bucket by bucket so that temporaries stay small. Weights change in
-place: the engine reads the same tensors.
+On a GPU, and on a CPU for narrow moments, the update is kernels/adamw.py, one pass a parameter. On a CPU with float32
+moments it is torch's own fused AdamW, bucket by bucket so that temporaries stay small. Weights change in place: the
+engine reads the same tensors.
 """
 
 from __future__ import annotations
@@ -19,25 +22,35 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
-from torch.optim.adamw import adamw
+from torch.optim.adamw import adamw as torch_adamw
 
 from octetrl.config.errors import UserError
 from octetrl.config.schema import OptimizerConfig
-from octetrl.trainer.stochastic_rounding import round_stochastically
+from octetrl.kernels.adamw import AdamScalars, Moment, adamw
+from octetrl.trainer.optimizer_offload import OffloadStream, Piece, pieces_of
+from octetrl.trainer.optimizer_states import (
+    HostMemory,
+    aligned,
+    check_format,
+    meta_moment,
+    named_tensors,
+    zero_moment,
+)
+from octetrl.trainer.stochastic_rounding import chance_key, round_stochastically
 
 BUCKET_ELEMENTS = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One parameter with what belongs to it. All tensors but `parameter` are float32."""
+    """One parameter with what belongs to it. Gradient and master are float32."""
 
     name: str
     parameter: nn.Parameter
     gradient: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    master: Tensor | None  # None: made for the update and rounded by chance afterwards
+    exp_avg: Moment
+    exp_avg_sq: Moment
+    master: Tensor | None  # the parameter itself if it is float32; None: rounded by chance
     decays: bool
 
     @property
@@ -52,9 +65,24 @@ class Optimizer:
         self, named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, *, seed: int = 0
     ) -> None:
         self.config, self.seed, self.step_count = config, seed, 0
-        self.slots = tuple(self._slot(name, parameter) for name, parameter in named_parameters)
+        named = list(named_parameters)
+        self._device = named[0][1].device if named else torch.device("cpu")
+        self._host = self._host_memory(named) if config.offload and self._device.type == "cuda" else None
+        self.slots = tuple(self._slot(name, parameter) for name, parameter in named)
         self._buckets = tuple(_buckets(self.slots))
         self._gradients = [slot.gradient for slot in self.slots]
+        self._clip: Tensor | None = None  # what the next step multiplies gradients by; None: nothing
+        self._pieces = [piece for slot in self.slots for piece in _pieces(slot)] if self._host is not None else []
+        self._stream = OffloadStream(self._pieces, self._device) if self._pieces else None
+
+    def _host_memory(self, named: Iterable[tuple[str, nn.Parameter]]) -> HostMemory:
+        num_bytes = 0
+        for _, parameter in named:
+            moment = meta_moment(parameter, self.config.states)
+            num_bytes += 2 * sum(aligned(tensor.nbytes) for tensor in moment if tensor is not None)
+            if parameter.dtype != torch.float32 and self.config.master == "float32":
+                num_bytes += aligned(4 * parameter.numel())
+        return HostMemory(num_bytes, self._device)
 
     def _slot(self, name: str, parameter: nn.Parameter) -> Slot:
         gradient = torch.zeros_like(parameter, dtype=torch.float32)
@@ -64,17 +92,25 @@ class Optimizer:
             parameter.grad = None
 
         parameter.register_post_accumulate_grad_hook(accumulate)
-        master: Tensor | None = parameter.detach()
-        if parameter.dtype != torch.float32:
-            master = parameter.detach().float() if self.config.master == "float32" else None
         return Slot(
             name,
             parameter,
             gradient,
-            exp_avg=torch.zeros_like(gradient),
-            exp_avg_sq=torch.zeros_like(gradient),
-            master=master,
+            exp_avg=zero_moment(parameter, self.config.states, self._host),
+            exp_avg_sq=zero_moment(parameter, self.config.states, self._host),
+            master=self._master(parameter),
             decays=parameter.dim() >= 2 and "embedding" not in name,
+        )
+
+    def _master(self, parameter: nn.Parameter) -> Tensor | None:
+        if parameter.dtype == torch.float32:
+            return parameter.detach()
+        if self.config.master != "float32":
+            return None
+        if self._host is None:
+            return parameter.detach().float()
+        return self._host.take(torch.empty_like(parameter, dtype=torch.float32, device="meta")).copy_(
+            parameter.detach()
         )
 
     def zero_grad(self) -> None:
@@ -82,10 +118,10 @@ class Optimizer:
 
     @torch.no_grad()
     def clip_gradients(self) -> Tensor:
-        """Scales all gradients so that their global norm is at most `max_grad_norm`; returns the norm before, float32
-        on the device. A norm that is not finite must not be stepped with: the caller looks."""
+        """Has the next step scale all gradients so that their global norm is at most `max_grad_norm`; returns the norm
+        as it is, float32 on the device. A norm that is not finite must not be stepped with: the caller looks."""
         norm = get_total_norm(self._gradients)
-        torch._foreach_mul_(self._gradients, (self.config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
+        self._clip = (self.config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm
 
     def non_finite_gradients(self) -> list[str]:
@@ -94,15 +130,51 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """One update of every parameter, in place."""
+        """One update of every parameter, in place. The gradients are used up."""
+        if self._device.type == "cpu" and self.config.states == "float32":
+            self._step_by_torch(lr)
+        else:
+            self._step_by_kernel(lr)
+        self._clip = None
+        self.step_count += 1
+
+    def _step_by_kernel(self, lr: float) -> None:
+        clip = torch.ones((), device=self._device) if self._clip is None else self._clip
+        if self._stream is not None:
+            scalars = [self._scalars(lr, piece.decays) for piece in self._pieces]
+            self._stream.step(self._pieces, clip, scalars, [self._key(piece.name) for piece in self._pieces])
+        else:
+            for slot in self.slots:
+                adamw(
+                    slot.parameter.detach(),
+                    slot.master if slot.has_own_master else None,
+                    slot.gradient,
+                    slot.exp_avg,
+                    slot.exp_avg_sq,
+                    clip,
+                    self._scalars(lr, slot.decays),
+                    key=self._key(slot.name),
+                )
+        torch.autograd.graph.increment_version([slot.parameter for slot in self.slots])  # a kernel's write is not seen
+
+    def _scalars(self, lr: float, decays: bool) -> AdamScalars:
+        decay = self.config.weight_decay if decays else 0.0
+        return AdamScalars(lr, *self.config.betas, self.config.eps, decay, self.step_count + 1)
+
+    def _key(self, name: str) -> int:
+        return chance_key(seed=self.seed, step=self.step_count, name=name)
+
+    def _step_by_torch(self, lr: float) -> None:
+        if self._clip is not None:
+            torch._foreach_mul_(self._gradients, self._clip)
         for bucket in self._buckets:
             masters = [slot.parameter.detach().float() if slot.master is None else slot.master for slot in bucket]
             steps_done = torch.full((len(bucket),), float(self.step_count), device=masters[0].device)
-            adamw(
+            torch_adamw(
                 masters,
                 [slot.gradient for slot in bucket],
-                [slot.exp_avg for slot in bucket],
-                [slot.exp_avg_sq for slot in bucket],
+                [slot.exp_avg.values for slot in bucket],
+                [slot.exp_avg_sq.values for slot in bucket],
                 [],
                 list(steps_done.unbind()),
                 fused=True,
@@ -119,14 +191,15 @@ class Optimizer:
                     master = round_stochastically(master, seed=self.seed, step=self.step_count, name=slot.name)
                 if slot.master is None or slot.has_own_master:
                     slot.parameter.copy_(master)
-        self.step_count += 1
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Everything the next step depends on, less the weights themselves; live tensors, not copies."""
+        if self._stream is not None:
+            torch.cuda.synchronize(self._device)
         tensors = {"step_count": torch.tensor(self.step_count, dtype=torch.int64)}
         for slot in self.slots:
-            tensors[f"exp_avg/{slot.name}"] = slot.exp_avg
-            tensors[f"exp_avg_sq/{slot.name}"] = slot.exp_avg_sq
+            tensors |= named_tensors("exp_avg", slot.name, slot.exp_avg)
+            tensors |= named_tensors("exp_avg_sq", slot.name, slot.exp_avg_sq)
             if slot.master is not None and slot.has_own_master:
                 tensors[f"master/{slot.name}"] = slot.master
         return tensors
@@ -134,6 +207,7 @@ class Optimizer:
     @torch.no_grad()
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """The inverse of `state_tensors`, in place. UserError when the tensors are not this optimizer's."""
+        check_format(tensors, self.config.states)
         own = self.state_tensors()
         copy_all(own, tensors, what="optimizer state")
         self.step_count = int(tensors["step_count"])
@@ -155,6 +229,12 @@ def copy_all(own: Mapping[str, Tensor], given: Mapping[str, Tensor], *, what: st
         )
     for name, tensor in own.items():
         tensor.copy_(given[name])
+
+
+def _pieces(slot: Slot) -> Iterator[Piece]:
+    master = slot.master if slot.has_own_master else None
+    weight = slot.parameter.detach()
+    return pieces_of(slot.name, weight, slot.gradient, slot.exp_avg, slot.exp_avg_sq, master, slot.decays)
 
 
 def _buckets(slots: Iterable[Slot]) -> Iterator[tuple[Slot, ...]]:
