@@ -21,11 +21,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from octetrl.kernels.attention_library import Library, attention_packed_backward_library
 from octetrl.kernels.attention_order import (
     LOG2E,
     KVMode,
@@ -41,6 +42,8 @@ from octetrl.kernels.attention_order import (
 from octetrl.kernels.attention_packed_backward import attention_packed_backward_triton
 from octetrl.kernels.attention_rows import attention_rows
 from octetrl.kernels.kv_store import ReplayedKV, kv_replay
+
+BACKWARD: Library | Literal["triton"] = "triton"  # on a GPU: our own kernels, which repeat their bits, or a library's
 
 
 def attention_packed(
@@ -84,6 +87,25 @@ def attention_packed_forward(
     return _forward(q_THD, kv, cu_seqlens_B1, max_seqlen, softmax_scale)
 
 
+def attention_packed_backward(
+    dout_THD: Tensor,
+    q_THD: Tensor,
+    kv: ReplayedKV,
+    out_THD: Tensor,
+    lse2_TH: Tensor,
+    cu_seqlens_B1: Tensor,
+    max_seqlen: int,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ [T, H, D], dK and dV [T, K, D] from what the forward took and gave; zero where no sequence lies."""
+    arguments = (dout_THD, q_THD, kv, out_THD, lse2_TH, cu_seqlens_B1, max_seqlen, softmax_scale)
+    if not q_THD.is_cuda:
+        return attention_packed_backward_reference(*arguments)
+    if BACKWARD == "triton":
+        return attention_packed_backward_triton(*arguments)
+    return attention_packed_backward_library(*arguments, which=BACKWARD)
+
+
 def _forward(q_THD: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     forward = attention_packed_forward_triton if q_THD.is_cuda else attention_packed_forward_reference
     return forward(q_THD, *arguments)
@@ -114,8 +136,7 @@ class _AttentionPacked(torch.autograd.Function):
     def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor | None, ...]:
         q_THD, *kv, out_THD, lse2_TH, cu_seqlens_B1 = ctx.saved_tensors
         saved = (q_THD, ReplayedKV(*kv), out_THD, lse2_TH, cu_seqlens_B1)
-        backward = attention_packed_backward_triton if q_THD.is_cuda else attention_packed_backward_reference
-        gradients = backward(dout_THD, *saved, *ctx.settings)
+        gradients = attention_packed_backward(dout_THD, *saved, *ctx.settings)
         return (*gradients, *[None] * 7)
 
 

@@ -61,7 +61,7 @@ def backward_tiles(head_size: int) -> BackwardTiles:
     """The tiles in use; benchmarks/kernels/attention_backward.py times others beside them."""
     if head_size == 256:
         return BackwardTiles(dq=Tile(64, 32, 8, 2), dkdv=Tile(32, 64, 8, 2))
-    return BackwardTiles(dq=Tile(128, 64, 8, 3), dkdv=Tile(64, 128, 8, 2))
+    return BackwardTiles(dq=Tile(128, 64, 8, 3), dkdv=Tile(64, 128, 8, 3))
 
 
 @triton.jit
@@ -178,9 +178,7 @@ def _dq_kernel(
                     KV_HEADS, HEAD_SIZE, BLOCK_I, BLOCK_J, K_MODE, V_MODE, True,
                 )  # fmt: skip
             dq_ID = dq_ID * dq_scale
-        _store_block(
-            dq_ptr + (token * HEADS + head) * HEAD_SIZE, dq_ID, first_query, length, BLOCK_I, HEADS, HEAD_SIZE
-        )
+        _store_block(dq_ptr + (token * HEADS + head) * HEAD_SIZE, dq_ID, first_query, length, BLOCK_I, HEADS, HEAD_SIZE)
 
 
 @triton.jit
@@ -295,6 +293,79 @@ def _descriptor(x_THD: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x_THD, [T, H * D], [x_THD.stride(0), 1], [rows, D])
 
 
+class Operands(NamedTuple):
+    """What both kernels take: tensors as `_side_by_side` leaves them, and the table that one hands to the other."""
+
+    q_THD: Tensor
+    k_TKD: Tensor
+    v_TKD: Tensor
+    dout_THD: Tensor
+    rows: Tensor  # lse2, then delta: [2 * H, T and room to align every sequence]
+    cu_seqlens_B1: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    softmax_scale: float
+
+    @property
+    def tables(self) -> tuple[Tensor | float | None, ...]:
+        """The last arguments of both kernels."""
+        tensors = (self.cu_seqlens_B1, self.k_scale, self.v_scale)
+        counts = (self.cu_seqlens_B1.shape[0] - 1, self.q_THD.shape[0])
+        return (*tensors, self.softmax_scale * LOG2E, self.softmax_scale, *counts)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Their constants."""
+        return {
+            "HEADS": self.q_THD.shape[1],
+            "GROUP": self.q_THD.shape[1] // self.k_TKD.shape[1],
+            "HEAD_SIZE": self.q_THD.shape[2],
+            "K_MODE": MODE_NUMBER[mode_of(self.k_scale)],
+            "V_MODE": MODE_NUMBER[mode_of(self.v_scale)],
+        }
+
+    def items(self, block: int) -> int:
+        """Programs a head that certainly suffice for blocks of this many rows, whatever the lengths."""
+        return self.q_THD.shape[0] // block + self.cu_seqlens_B1.shape[0]
+
+
+def operands_of(
+    dout_THD: Tensor, q_THD: Tensor, kv: ReplayedKV, cu_seqlens_B1: Tensor, softmax_scale: float
+) -> Operands:
+    q, k, v, dout = (_side_by_side(x) for x in (q_THD, kv.k_TKD, kv.v_TKD, dout_THD))
+    length = (q.shape[0] // ALIGN.value + cu_seqlens_B1.shape[0]) * ALIGN.value
+    rows = torch.empty(2 * q.shape[1], length, dtype=torch.float32, device=q.device)
+    return Operands(q, k, v, dout, rows, cu_seqlens_B1, kv.k_scale, kv.v_scale, softmax_scale)
+
+
+def launch_dq(operands: Operands, out_THD: Tensor, lse2_TH: Tensor, tile: Tile) -> Tensor:
+    """dQ [T, H, D]; fills `operands.rows`, so it comes first."""
+    q = operands.q_THD
+    dq_THD = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    by_query = (_descriptor(x, tile.queries) for x in (q, operands.dout_THD, _side_by_side(out_THD)))
+    by_key = (_descriptor(x, tile.keys) for x in (operands.k_TKD, operands.v_TKD))
+    _dq_kernel[(q.shape[1], operands.items(tile.queries))](
+        *by_query, *by_key, lse2_TH, operands.rows, dq_THD, *operands.tables, operands.rows.stride(0),
+        **operands.shape, BLOCK_I=tile.queries, BLOCK_J=tile.keys, STAGES=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
+    return dq_THD
+
+
+def launch_dkdv(operands: Operands, tile: Tile) -> tuple[Tensor, Tensor]:
+    """dK and dV [T, K, D], after `launch_dq`."""
+    assert tile.keys % tile.queries == 0, f"{tile.queries} queries don't divide {tile.keys} keys"
+    k, rows = operands.k_TKD, operands.rows
+    dk_TKD, dv_TKD = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
+    by_query = (_descriptor(x, tile.queries) for x in (operands.q_THD, operands.dout_THD))
+    by_key = (_descriptor(x, tile.keys) for x in (k, operands.v_TKD))
+    by_row = TensorDescriptor(rows, list(rows.shape), [rows.stride(0), 1], [1, tile.queries])
+    _dkdv_kernel[(k.shape[1], operands.items(tile.keys))](
+        *by_query, by_row, *by_key, dk_TKD, dv_TKD, *operands.tables,
+        **operands.shape, BLOCK_I=tile.queries, BLOCK_J=tile.keys, STAGES=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
+    return dk_TKD, dv_TKD
+
+
 def attention_packed_backward_triton(
     dout_THD: Tensor,
     q_THD: Tensor,
@@ -308,37 +379,12 @@ def attention_packed_backward_triton(
     tiles: BackwardTiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ [T, H, D], dK and dV [T, K, D] in BF16; zero where no sequence lies. `max_seqlen` is not needed here."""
-    num_tokens, num_heads, head_size = q_THD.shape
-    num_kv_heads = kv.k_TKD.shape[1]
+    head_size = q_THD.shape[2]
     assert q_THD.dtype == torch.bfloat16, f"the attention backward takes BF16, not {q_THD.dtype}"
     assert head_size in SUPPORTED_HEAD_SIZES, f"head size {head_size} is not one of {SUPPORTED_HEAD_SIZES}"
-    q, k, v, out, dout = (_side_by_side(x) for x in (q_THD, kv.k_TKD, kv.v_TKD, out_THD, dout_THD))
-    dq_THD, dk_TKD, dv_TKD = (torch.empty(x.shape, dtype=torch.bfloat16, device=x.device) for x in (q, k, v))
-    if num_tokens == 0:
-        return dq_THD, dk_TKD, dv_TKD
-    num_sequences = cu_seqlens_B1.shape[0] - 1
-    stride_row = (num_tokens // ALIGN.value + num_sequences + 1) * ALIGN.value  # room to align every sequence
-    rows = torch.empty(2 * num_heads, stride_row, dtype=torch.float32, device=q.device)  # lse2, then delta
-    tables = (cu_seqlens_B1, kv.k_scale, kv.v_scale)
-    numbers = (softmax_scale * LOG2E, softmax_scale, num_sequences, num_tokens)
-    shape = {
-        "HEADS": num_heads,
-        "GROUP": num_heads // num_kv_heads,
-        "HEAD_SIZE": head_size,
-        "K_MODE": MODE_NUMBER[mode_of(kv.k_scale)],
-        "V_MODE": MODE_NUMBER[mode_of(kv.v_scale)],
-    }
-    dq, dkdv = tiles or backward_tiles(head_size)
-    assert dkdv.keys % dkdv.queries == 0, f"{dkdv.queries} queries don't divide {dkdv.keys} keys"
-    _dq_kernel[(num_heads, num_tokens // dq.queries + num_sequences + 1)](
-        *(_descriptor(x, dq.queries) for x in (q, dout, out)), *(_descriptor(x, dq.keys) for x in (k, v)),
-        lse2_TH, rows, dq_THD, *tables, *numbers, stride_row, **shape,
-        BLOCK_I=dq.queries, BLOCK_J=dq.keys, STAGES=dq.stages, num_warps=dq.warps,
-    )  # fmt: skip
-    rows_descriptor = TensorDescriptor(rows, list(rows.shape), [stride_row, 1], [1, dkdv.queries])
-    _dkdv_kernel[(num_kv_heads, num_tokens // dkdv.keys + num_sequences + 1)](
-        *(_descriptor(x, dkdv.queries) for x in (q, dout)), rows_descriptor,
-        *(_descriptor(x, dkdv.keys) for x in (k, v)), dk_TKD, dv_TKD, *tables, *numbers, **shape,
-        BLOCK_I=dkdv.queries, BLOCK_J=dkdv.keys, STAGES=dkdv.stages, num_warps=dkdv.warps,
-    )  # fmt: skip
-    return dq_THD, dk_TKD, dv_TKD
+    operands = operands_of(dout_THD, q_THD, kv, cu_seqlens_B1, softmax_scale)
+    if q_THD.shape[0] == 0:
+        return torch.empty_like(q_THD), torch.empty_like(operands.k_TKD), torch.empty_like(operands.v_TKD)
+    tiles = tiles or backward_tiles(head_size)
+    dq_THD = launch_dq(operands, out_THD, lse2_TH, tiles.dq)
+    return dq_THD, *launch_dkdv(operands, tiles.dkdv)
