@@ -3,6 +3,7 @@
     nt      y[M, N]  = x[M, K]  w[N, K]^T      1x128 by 128x128    forward
     dgrad   dx[M, K] = dy[M, N] w[N, K]        1x128 by 128x128    forward's product with w's codes transposed
     wgrad   dw[N, K] = dy[T, N]^T x[T, K]      1x128 by 1x128      both operands blocked along tokens
+                                               1x128 by 128x128    x in square blocks: the faster pair
 
 Every back-end forms the 128-wide partial product of codes, then `acc = fma(partial, scale_x * scale_w, acc)`
 in float32 with K ascending, one accumulator, no split. A row of y therefore does not depend on who else is in
@@ -35,7 +36,14 @@ from torch import Tensor
 
 from octetrl.config.errors import UserError
 from octetrl.fp8.format import BLOCK, decode_e4m3
-from octetrl.fp8.quantize import Quantized, dequantize_activation, dequantize_tokens, dequantize_weight, row_chunks
+from octetrl.fp8.quantize import (
+    Quantized,
+    dequantize_activation,
+    dequantize_tokens,
+    dequantize_weight,
+    is_square,
+    row_chunks,
+)
 
 BackendName = Literal["scaled_mm", "emulated"]
 _SMALLEST_SAFE_M = 32
@@ -100,9 +108,13 @@ def fp8_gemm_dgrad(
 def fp8_gemm_wgrad(
     dy_tokens: Quantized, x_tokens: Quantized, backend: BackendName = "emulated", out_dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """dw[N, K] from codes dy [N, T] and x [K, T] (`quantize_tokens`), T a multiple of 128, scales [., T/128]."""
+    """dw[N, K] from codes dy [N, T] and x [K, T] (`quantize_tokens`), T a multiple of 128, scales [., T/128].
+
+    dy has a scale a row; x too, or one for 128 rows (`square`): its scale's shape tells which, and the GEMM to run.
+    """
     assert dy_tokens.codes.shape[1] == x_tokens.codes.shape[1], "wgrad operands differ in tokens"
     assert dy_tokens.codes.shape[1] % BLOCK == 0, "wgrad operands must be padded to 128 tokens: quantize_tokens does"
+    assert not is_square(dy_tokens), "only wgrad's second operand, x, may have square blocks"
     return BACKENDS[backend].wgrad(dy_tokens, x_tokens, out_dtype)
 
 
@@ -176,6 +188,8 @@ def _scaled_mm_nt(x: Quantized, w: Quantized, out_dtype: torch.dtype) -> Tensor:
 
 
 def _scaled_mm_wgrad(dy_tokens: Quantized, x_tokens: Quantized, out_dtype: torch.dtype) -> Tensor:
+    if is_square(x_tokens):
+        return _scaled_mm_nt(dy_tokens, x_tokens, out_dtype)  # x's tokens stand where a weight's K does
     recipe = F.ScalingType
     rows, columns, tokens = dy_tokens.codes.shape[0], x_tokens.codes.shape[0], x_tokens.codes.shape[1]
     padded_rows, padded_columns = max(_SMALLEST_SAFE_M, _round_up(rows, 16)), _round_up(columns, 16)

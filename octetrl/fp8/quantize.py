@@ -7,7 +7,9 @@
     activation [M, K]   1 x 128 along K      scale [M, ceil(K/128)]            operand of forward and dgrad
     weight     [N, K]   128 x 128            scale [ceil(N/128), ceil(K/128)]  once per optimizer step
     tokens     [T, K]   128 x 1 along T      codes [K, T'], scale [K, T'/128]  operand of wgrad, whose
-    contraction is T KV         [T, K, D]  a scale per head (calibrated) or per token and head (dynamic)
+                                             contraction is T
+               `square`: 128 x 128           codes [K, T'], scale [ceil(K/128), T'/128], a weight's layout
+    KV         [T, K, D]  a scale per head (calibrated) or per token and head (dynamic)
 
 The amax is taken in float32 over BF16-rounded values, so a BF16 tensor and the float32 tensor it came from
 give the same codes. A ragged last block counts as padded with zeros. Both divisions are IEEE divisions by a
@@ -162,32 +164,43 @@ def non_finite_count(x: Tensor) -> Tensor:
 # ---------------------------------------------------------------- tokens: 128 x 1, the operand of wgrad
 
 
-def quantize_tokens_reference(x_TK: Tensor, power_of_two: bool = False) -> Quantized:
-    """[T, K] -> codes [K, T'] E4M3, scale [K, T'/128] float32; T' is T padded with zeros to a multiple of
-    128.
+def quantize_tokens_reference(x_TK: Tensor, power_of_two: bool = False, square: bool = False) -> Quantized:
+    """[T, K] -> codes [K, T'] E4M3, scale [K, T'/128] float32; T' is T padded with zeros to a multiple of 128.
+
+    `square`: one scale for 128 tokens of 128 columns, scale [ceil(K/128), T'/128].
     """
-    codes, scale = _quantize_tokens(x_TK, power_of_two, encode_e4m3, E4M3)
+    codes, scale = _quantize_tokens(x_TK, power_of_two, square, encode_e4m3, E4M3)
     return Quantized(codes.contiguous(), scale.contiguous())
 
 
-def quantize_tokens_values(x_TK: Tensor, power_of_two: bool = False) -> Quantized:
-    """As `quantize_tokens_reference`, with the codes' values in float32; both are views of [T', K], [T'/128,
-    K].
-    """
-    return _quantize_tokens(x_TK, power_of_two, round_to_e4m3, torch.float32)
+def quantize_tokens_values(x_TK: Tensor, power_of_two: bool = False, square: bool = False) -> Quantized:
+    """As `quantize_tokens_reference`, with the codes' values in float32; both are views of [T', K] and [T'/128, .]."""
+    return _quantize_tokens(x_TK, power_of_two, square, round_to_e4m3, torch.float32)
 
 
-def _quantize_tokens(x_TK: Tensor, power_of_two: bool, rounding: Rounding, dtype: torch.dtype) -> Quantized:
+def _quantize_tokens(
+    x_TK: Tensor, power_of_two: bool, square: bool, rounding: Rounding, dtype: torch.dtype
+) -> Quantized:
     tokens, columns = x_TK.shape
-    blocks = -(-tokens // BLOCK)
+    blocks, width = -(-tokens // BLOCK), BLOCK if square else 1
+    column_blocks = -(-columns // width)
     codes = torch.empty(blocks * BLOCK, columns, dtype=dtype, device=x_TK.device)
-    scale = torch.empty(blocks, columns, device=x_TK.device)
-    for chunk in row_chunks(tokens, columns, BLOCK):
-        padded = _padded(x_TK[chunk], BLOCK, 1).view(-1, BLOCK, columns)
+    scale = torch.empty(blocks, column_blocks, device=x_TK.device)
+    for chunk in row_chunks(tokens, column_blocks * width, BLOCK):
+        padded = _padded(x_TK[chunk], BLOCK, width).view(-1, BLOCK, column_blocks, width)
         first, last = chunk.start // BLOCK, chunk.start // BLOCK + padded.shape[0]
-        rounded, scale[first:last] = _quantize_blocks(padded, (1,), power_of_two, rounding)
-        codes[first * BLOCK : last * BLOCK] = rounded.view(-1, columns)
+        rounded, scale[first:last] = _quantize_blocks(padded, (1, 3), power_of_two, rounding)
+        codes[first * BLOCK : last * BLOCK] = rounded.view(-1, column_blocks * width)[:, :columns]
     return Quantized(codes.t(), scale.t())
+
+
+def is_square(tokens: Quantized) -> bool:
+    """Whether token codes [K, T'] have a scale a 128 columns and not one a column (K = 1 is both, and the same)."""
+    rows, blocks = tokens.codes.shape[0], tokens.codes.shape[1] // BLOCK
+    square = tokens.scale.shape[0] != rows
+    want = (-(-rows // BLOCK) if square else rows, blocks)
+    assert tokens.scale.shape == want, f"token scale {tuple(tokens.scale.shape)}, want {want}"
+    return square
 
 
 # ---------------------------------------------------------------- KV cache
@@ -230,6 +243,8 @@ def dequantize_activation(q: Quantized) -> Tensor:
 def dequantize_tokens(q: Quantized) -> Tensor:
     """[T', K] float32, the way the tensor was before `quantize_tokens` transposed it."""
     values_TK, scale_BK = decode_e4m3(q.codes).t(), q.scale.t()
+    if is_square(q):
+        scale_BK = scale_BK.repeat_interleave(BLOCK, 1)[:, : values_TK.shape[1]]
     blocks = values_TK.reshape(scale_BK.shape[0], BLOCK, scale_BK.shape[1])
     return (blocks * scale_BK[:, None, :]).view(values_TK.shape)
 

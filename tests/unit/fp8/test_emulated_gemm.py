@@ -105,6 +105,17 @@ def test_dgrad_and_wgrad_are_the_products_of_the_dequantized_values() -> None:
     assert relative_error(dw, dy.double().t() @ x.double()) < 0.04
 
 
+def test_wgrad_takes_x_in_square_blocks() -> None:
+    """The same product as the forward's, with dy for x and x for the weight; K = 1 is square and not, and no matter."""
+    for columns in (1, 130, 300):
+        x, dy = randn(200, columns), randn(200, 70, seed=2)
+        dy_tokens, x_tokens = quantize_tokens_reference(dy), quantize_tokens_reference(x, square=True)
+        dw = fp8_gemm_wgrad(dy_tokens, x_tokens)
+        assert relative_error(dw, fp8_gemm_nt(dy_tokens, x_tokens, out_dtype=torch.float32)) < 1e-6
+        assert relative_error(dw, dy.double().t() @ x.double()) < 0.05
+        assert torch.equal(dw, fp8_gemm_wgrad(dy_tokens, quantize_tokens_values(x, square=True)))
+
+
 def test_a_poisoned_activation_poisons_its_row_alone() -> None:
     x, w = randn(4, 300), quantize_weight_reference(randn(5, 300, seed=1))
     x[1, 200] = torch.nan
@@ -118,6 +129,14 @@ def test_misfitting_operands_are_refused() -> None:
         fp8_gemm_nt(x, w)
     with pytest.raises(AssertionError, match="activation scale"):
         fp8_gemm_nt(Quantized(x.codes, x.scale[:, :1]), quantize_weight_reference(randn(5, 256)))
+    dy_tokens, x_tokens = (
+        quantize_tokens_reference(randn(130, 8)),
+        quantize_tokens_reference(randn(130, 200), False, True),
+    )
+    with pytest.raises(AssertionError, match=r"token scale \(3, 2\), want \(2, 2\)"):
+        fp8_gemm_wgrad(dy_tokens, Quantized(x_tokens.codes, torch.ones(3, 2)))
+    with pytest.raises(AssertionError, match="second operand"):
+        fp8_gemm_wgrad(x_tokens, dy_tokens)
 
 
 def test_choosing_a_backend() -> None:

@@ -17,6 +17,7 @@ from octetrl.fp8.quantize import (
     dequantize_activation,
     dequantize_tokens,
     dequantize_weight,
+    is_square,
     non_finite_count,
     quantize_activation_reference,
     quantize_activation_values,
@@ -102,6 +103,23 @@ def test_tokens_follow_the_contract(rows: int, columns: int, kind: str, seed: in
 
 @cases
 @settings(max_examples=15, deadline=None)
+def test_square_tokens_are_the_transposed_tensor_as_a_weight(
+    rows: int, columns: int, kind: str, seed: int, power_of_two: bool
+) -> None:
+    x = awkward((rows, columns), kind, seed)
+    q = quantize_tokens_reference(x, power_of_two, square=True)
+    assert q.scale.shape == (-(-columns // BLOCK), -(-rows // BLOCK)) and q.scale.is_contiguous()
+    assert is_square(q) or columns == 1
+    padded = torch.zeros(q.codes.shape[1], columns, dtype=x.dtype)
+    padded[:rows] = x
+    assert_blocks(padded.t().contiguous(), q, (BLOCK, BLOCK), power_of_two)
+    assert torch.equal(dequantize_tokens(q), dequantize_weight(q).t())
+    values = quantize_tokens_values(x, power_of_two, square=True)
+    assert torch.equal(decode_e4m3(q.codes), values.codes) and torch.equal(q.scale, values.scale)
+
+
+@cases
+@settings(max_examples=15, deadline=None)
 def test_values_are_the_codes_values(rows: int, columns: int, kind: str, seed: int, power_of_two: bool) -> None:
     x = awkward((rows, columns), kind, seed)
     for reference, values in (
@@ -153,6 +171,9 @@ def test_chunking_changes_nothing() -> None:
     first = quantize_tokens_values(x[:1280])
     assert torch.equal(tokens.codes[:, :1280], first.codes)
     assert torch.equal(tokens.scale[:, :10], first.scale)
+    square, first = (quantize_tokens_values(part, square=True) for part in (x, x[:1280]))
+    assert torch.equal(square.codes[:, :1280], first.codes)
+    assert torch.equal(square.scale[:, :10], first.scale)
 
 
 def test_float32_input_is_rounded_to_bf16_first() -> None:
@@ -186,6 +207,8 @@ def test_non_finite_activation_poisons_its_block_and_no_other(bad: float) -> Non
     tokens = quantize_tokens_reference(x)
     assert tokens.scale.isnan().nonzero().tolist() == [[130, 0]]
     assert (tokens.codes.view(torch.uint8)[130] == NAN_CODE).all()
+    square = quantize_tokens_reference(x, square=True)
+    assert square.scale.isnan().nonzero().tolist() == [[1, 0]]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -20,13 +20,15 @@ from tests.unit.kernels.quantize_cases import (
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.filterwarnings("ignore:.* encountered in divide")]
 
 
+@pytest.mark.parametrize("square", [False, True])
 @pytest.mark.parametrize("power_of_two", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_kernel_is_the_reference(shape: tuple[int, int], power_of_two: bool) -> None:
+@pytest.mark.parametrize("shape", [*SHAPES, (1100, 140)])  # the last: more token blocks than programs take in a row
+def test_kernel_is_the_reference(shape: tuple[int, int], power_of_two: bool, square: bool) -> None:
+    options = (power_of_two, square)
     for x in (on_the_grid(shape), poisoned(shape), torch.zeros(shape).bfloat16()):
-        assert_same_bytes(quantize_tokens_triton(x, power_of_two), quantize_tokens_reference(x, power_of_two))
+        assert_same_bytes(quantize_tokens_triton(x, *options), quantize_tokens_reference(x, *options))
     x = off_the_grid(shape)
-    assert_nearly_same_codes(quantize_tokens_triton(x, power_of_two), quantize_tokens_reference(x, power_of_two))
+    assert_nearly_same_codes(quantize_tokens_triton(x, *options), quantize_tokens_reference(x, *options))
 
 
 def test_strided_and_float32_input() -> None:
@@ -36,8 +38,11 @@ def test_strided_and_float32_input() -> None:
 
 
 def test_scale_has_the_strides_that_scaled_mm_asks_for() -> None:
-    scale = quantize_tokens_triton(on_the_grid((256, 384))).scale
+    x = on_the_grid((256, 384))
+    scale = quantize_tokens_triton(x).scale
     assert scale.stride() == (1, scale.shape[0])
+    square = quantize_tokens_triton(x, square=True).scale
+    assert square.shape == (3, 2) and square.is_contiguous()
 
 
 def test_a_cpu_tensor_takes_the_reference_and_no_rows_are_fine() -> None:
