@@ -8,11 +8,7 @@ in the engine's batch and in the trainer's pack. Several short rows share a prog
 touch their sums. The input may be a view into the fused QKV output: only its last axis must be contiguous.
 The CPU form sums in float64 and rounds where the kernel rounds.
 
-The backward recomputes rstd, which costs one pass over x and saves keeping anything but x. It is float32
-throughout:
-
-    dx = rstd * (g - xhat * mean(g * xhat)),  dweight = sum over rows of dy * xhat,
-    g = dy * weight,  xhat = x * rstd
+The backward (`rms_norm_backward.py`) recomputes rstd, so nothing but x is kept.
 
 T tokens, H heads, D head size, E hidden size, R rows (T * H), C columns (E or D).
 """
@@ -25,6 +21,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from octetrl.kernels.rms_norm_backward import rms_norm_backward
 
 PROGRAM_ELEMENTS = 4096  # of the rows that share one program
 PIECE_ELEMENTS = 1 << 18  # of the rows that the CPU form takes at a time: float64 copies stay in cache
@@ -98,14 +96,8 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight_C = ctx.saved_tensors
-        xhat = x.float()
-        rstd = xhat.square().mean(-1, keepdim=True).add_(ctx.eps).rsqrt_()
-        xhat = xhat * rstd
-        dy = grads[0].float()
-        dweight_C = (dy * xhat).reshape(-1, weight_C.numel()).sum(0)
-        g = dy * weight_C.float()
-        dx = (g - xhat * (g * xhat).mean(-1, keepdim=True)).mul_(rstd)
-        return dx.to(x.dtype), dweight_C.to(weight_C.dtype), None
+        dx, dweight_C = rms_norm_backward(grads[0], x, weight_C, ctx.eps)
+        return dx, dweight_C, None
 
 
 def rms_norm(x: Tensor, weight_C: Tensor, eps: float) -> Tensor:

@@ -1,0 +1,134 @@
+"""QK-norm, RoPE and KV replay in one kernel, against the ops one after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octetrl.kernels.attention_order import KVMode
+from octetrl.kernels.kv_store import ReplayedKV, kv_replay
+from octetrl.kernels.qkv_rotate import qkv_rotate, qkv_rotate_triton
+from octetrl.kernels.rms_norm import rms_norm
+from octetrl.kernels.rope import rope
+from octetrl.layers.attention import observe_amax
+from octetrl.layers.rotary import RotaryTable
+from tests.unit.kernels.fused_row_cases import distance, normal
+from tests.unit.kernels.training_row_cases import interpreted  # noqa: F401
+
+EPS = 1e-6
+TOKENS = 11
+NEVER = -1.0
+REPLAYS: list[tuple[KVMode, bool]] = [
+    ("none", True),
+    ("calibrated", True),
+    ("calibrated", False),
+    ("dynamic", True),
+    ("dynamic", False),
+]
+SHAPES = [(6, 3, 32, True), (9, 5, 64, False), (4, 2, 128, True), (2, 1, 16, True)]
+
+
+def _inputs(heads: int, kv_heads: int, size: int, norm: bool, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, ...]:
+    qkv = normal(TOKENS, heads + 2 * kv_heads, size, dtype=dtype)
+    q_weight, k_weight = (1 + 0.1 * normal(size, seed=seed, dtype=dtype) if norm else None for seed in (1, 2))
+    cos, sin = RotaryTable(size, 1e4, None, 99, device="cpu")(torch.arange(TOKENS) * 7)
+    return qkv, q_weight, k_weight, EPS, cos, sin, heads, kv_heads
+
+
+def _replay(kv_heads: int, kv_mode: KVMode, quantize_k: bool) -> dict[str, Any]:
+    """Per-head scales so small that a few values saturate."""
+    v_scale = 0.004 + 0.001 * torch.arange(kv_heads)
+    return {"kv_mode": kv_mode, "quantize_k": quantize_k, "k_scale_K": 1.5 * v_scale, "v_scale_K": v_scale}
+
+
+def _chain(inputs: tuple[Any, ...], replay: dict[str, Any], amax: Tensor) -> tuple[Tensor, ReplayedKV]:
+    qkv, q_weight, k_weight, eps, cos, sin, heads, kv_heads = inputs
+    q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+    if q_weight is not None:
+        q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
+    q, k = rope(q, cos, sin), rope(k, cos, sin)
+    observe_amax(amax, k, v)
+    return q, kv_replay(k, v, **replay)
+
+
+def _same(got: Tensor | None, want: Tensor | None) -> bool:
+    return want is None if got is None else want is not None and got.dtype == want.dtype and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("kv_mode", "quantize_k"), REPLAYS)
+def test_is_the_chain(kv_mode: KVMode, quantize_k: bool, norm: bool) -> None:
+    inputs, replay = _inputs(4, 2, 32, norm), _replay(2, kv_mode, quantize_k)
+    got_amax, want_amax = (torch.tensor([[NEVER, 99.0], [0.5, NEVER]]) for _ in range(2))
+    q, kv = qkv_rotate(*inputs, **replay, amax_2K=got_amax)
+    want_q, want_kv = _chain(inputs, replay, want_amax)
+    assert torch.equal(q, want_q) and all(_same(got, want) for got, want in zip(kv, want_kv, strict=True))
+    assert torch.equal(got_amax, want_amax) and (got_amax[:, 0] > 0.5).all()
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.filterwarnings("ignore:.* encountered in divide")
+@pytest.mark.parametrize(("kv_mode", "quantize_k"), REPLAYS)
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "norm"), SHAPES)
+def test_kernel_is_near_the_reference(
+    heads: int, kv_heads: int, size: int, norm: bool, kv_mode: KVMode, quantize_k: bool
+) -> None:
+    inputs = _inputs(heads, kv_heads, size, norm, torch.float32)
+    replay = _replay(kv_heads, kv_mode, quantize_k)
+    want_amax = torch.full((2, kv_heads), NEVER)
+    q, kv = qkv_rotate(*inputs, **replay, amax_2K=want_amax)
+    wide = torch.nn.functional.pad(inputs[0].flatten(1), (0, 16))[:, :-16].unflatten(1, (-1, size))
+    amax = torch.full((2, 3, kv_heads), NEVER)[:, 1]
+    calibrated = kv_mode == "calibrated"
+    scales = (replay["k_scale_K"], replay["v_scale_K"]) if calibrated else (None, None)
+    quantize_k = quantize_k and kv_mode != "none"
+    got_q, got_kv = qkv_rotate_triton(wide, *inputs[1:], kv_mode, quantize_k, *scales, amax)
+    torch.testing.assert_close(got_q, q, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(amax, want_amax, rtol=1e-5, atol=0)
+    for ours, theirs in zip(got_kv, kv, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None and theirs is not None:
+            assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+            rounded = 2**-7 if ours.dtype == torch.float32 else 0.12  # the interpreter's own way
+            assert distance(ours, theirs) < (1e-5 if kv_mode == "none" else rounded)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_amax_is_raised_never_lowered_and_nan_sticks() -> None:
+    inputs = _inputs(2, 3, 32, False, torch.float32)
+    inputs[0][4, 2 + 1, 5] = float("nan")  # K's second head
+    inputs[0][10, 2 + 3 + 2, 31] = float("inf")  # V's third
+    amax = torch.tensor([[NEVER, NEVER, 50.0], [float("nan"), NEVER, NEVER]])
+    want = amax.clone()
+    qkv_rotate_triton(*inputs, "none", False, None, None, amax)
+    qkv_rotate(*inputs, kv_mode="none", amax_2K=want)
+    torch.testing.assert_close(amax, want, rtol=1e-6, atol=0, equal_nan=True)
+    assert amax[0, 1].isnan() and amax[0, 2] == 50 and amax[1, 0].isnan() and amax[1, 2].isinf()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_v_stays_a_view_where_it_is_not_quantised() -> None:
+    inputs = _inputs(4, 2, 32, True, torch.float32)
+    _, kv = qkv_rotate_triton(*inputs, "none", False, None, None, None)
+    assert kv.v_TKD.data_ptr() == inputs[0][:, 6:].data_ptr() and kv.k_scale is kv.v_scale is None
+
+
+def test_no_tokens_observe_nothing() -> None:
+    qkv, q_weight, k_weight, _, cos, sin, heads, kv_heads = _inputs(4, 2, 32, True)
+    amax = torch.full((2, 2), NEVER)
+    place = (EPS, cos[:0], sin[:0], heads, kv_heads)
+    q, kv = qkv_rotate(qkv[:0], q_weight, k_weight, *place, kv_mode="dynamic", amax_2K=amax)
+    assert q.shape == (0, 4, 32) and kv.v_TKD.shape == (0, 2, 32) and (amax == NEVER).all()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    inputs = _inputs(4, 2, 32, True)
+    with pytest.raises(AssertionError, match="has not"):
+        qkv_rotate(inputs[0], inputs[1], None, *inputs[3:], kv_mode="none")
+    with pytest.raises(AssertionError, match="heads"):
+        qkv_rotate(*inputs[:6], 5, 2, kv_mode="none")
+    with pytest.raises(ValueError, match="no scales"):
+        qkv_rotate(*inputs, kv_mode="calibrated")

@@ -1,0 +1,81 @@
+"""RMSNorm's backward: the reference against float64 autograd, the kernel in the interpreter against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from octetrl.kernels.rms_norm_backward import rms_norm_backward, rms_norm_backward_reference, rms_norm_backward_triton
+from tests.unit.kernels.fused_row_cases import normal
+from tests.unit.kernels.training_row_cases import interpreted  # noqa: F401
+
+EPS = 1e-6
+SHAPES = [(5, 96), (3, 2, 32), (1, 1000), (70, 4, 16)]
+
+
+def _inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dy, x, weight, the residual's gradient."""
+    weight = 1 + 0.1 * normal(shape[-1], seed=3, dtype=dtype)
+    dy, x, residual = (normal(*shape, seed=seed, dtype=dtype) for seed in range(3))
+    return dy, 3 * x, weight, residual
+
+
+def _exact(dy: Tensor, x: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Of float64 autograd."""
+    x64, weight64 = x.double().requires_grad_(), weight.double().requires_grad_()
+    y = x64 * torch.rsqrt(x64.square().mean(-1, keepdim=True) + EPS) * weight64
+    dx, dweight = torch.autograd.grad(y, (x64, weight64), dy.double())
+    return dx if residual is None else dx + residual.double(), dweight
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_autograd_in_float64(shape: tuple[int, ...], with_residual: bool) -> None:
+    dy, x, weight, residual = _inputs(shape)
+    got = rms_norm_backward(dy, x, weight, EPS, residual if with_residual else None)
+    want = _exact(dy, x, weight, residual if with_residual else None)
+    torch.testing.assert_close(got[0].double(), want[0], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(got[1].double(), want[1], rtol=1e-5, atol=1e-5)
+
+
+def test_bf16_is_rounded_once() -> None:
+    """Half a step of BF16 is at most 2^-8: a sum rounded before the residual is added would be further away."""
+    dy, x, weight, residual = _inputs((64, 96), torch.bfloat16)
+    dx, dweight = rms_norm_backward(dy, x, weight, EPS, residual)
+    exact_dx, exact_dweight = _exact(dy, x, weight, residual)
+    assert dx.dtype == dweight.dtype == torch.bfloat16
+    assert ((dx.double() - exact_dx).abs() <= exact_dx.abs() * 2**-7.99 + 1e-6).all()
+    assert ((dweight.double() - exact_dweight).abs() <= exact_dweight.abs() * 2**-7.99 + 1e-5).all()
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("shape", [*SHAPES, (0, 96)])
+def test_kernel_is_near_the_reference(shape: tuple[int, ...], with_residual: bool) -> None:
+    dy, x, weight, residual = _inputs(shape)
+    inputs = (dy, x, weight, EPS, residual if with_residual else None)
+    got, want = rms_norm_backward_triton(*inputs), rms_norm_backward_reference(*inputs)
+    torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_kernel_takes_views_of_heads() -> None:
+    """Tokens and heads lie differently far apart in each input; a gradient may even be expanded."""
+    dy, x, weight, residual = _inputs((9, 6, 32))
+    views = (dy[:, 1:4], x[:, 3:], weight, EPS, residual[:, ::2])
+    got, want = rms_norm_backward_triton(*views), rms_norm_backward_reference(*views)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    expanded = (torch.ones(()).expand(9, 3, 32), *views[1:])
+    torch.testing.assert_close(
+        rms_norm_backward_triton(*expanded), rms_norm_backward_reference(*expanded), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_wrong_shapes_are_refused() -> None:
+    dy, x, weight, residual = _inputs((5, 96))
+    with pytest.raises(AssertionError, match="residual"):
+        rms_norm_backward(dy, x, weight, EPS, residual[:4])
+    with pytest.raises(AssertionError, match="rms_norm_backward"):
+        rms_norm_backward(dy, x, weight[:95], EPS)
