@@ -184,7 +184,7 @@ def _qkv_rotate_kernel(
         )  # fmt: skip
 
 
-def tile_of(head_size: int, warps: int = WARPS) -> int:
+def tile_of(head_size: int, warps: int) -> int:
     """Rows of a tile in which a thread has eight elements of each half."""
     assert head_size >= 16 and head_size & (head_size - 1) == 0, f"head size {head_size}: not a power of two from 16 on"
     return warps * 32 * ROW_ELEMENTS // head_size
@@ -228,7 +228,7 @@ def qkv_rotate_triton(
     v_TKD, v_scale = qkv_TXD[:, num_heads + num_kv_heads :], None
     if kv_mode != "none":
         v_TKD, v_scale = output(num_kv_heads, kv_mode, v_scale_K)
-    rows = tile_of(size)
+    rows = tile_of(size, WARPS)
     (q_block, q_tiles), (kv_block, kv_tiles) = (head_tiles(num_tokens, n, rows) for n in (num_heads, num_kv_heads))
     v_tiles = 0 if kv_mode == "none" and amax_2K is None else kv_tiles
     amax = None if amax_2K is None else amax_2K.view(torch.int32)

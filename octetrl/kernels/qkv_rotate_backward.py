@@ -22,12 +22,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octetrl.kernels.qkv_rotate import WARPS, head_rows, head_tiles, load_halves, load_weight, tile_of
+from octetrl.kernels.qkv_rotate import head_rows, head_tiles, load_halves, load_weight, tile_of
 from octetrl.kernels.rms_norm_backward import rms_norm_backward_reference, sum_partials
 from octetrl.kernels.rope import rope_reference
 
 PROGRAMS = 528  # four for each of an H200's multiprocessors; the same everywhere, for the same bits
 STAGES = 3
+WARPS = 4
 
 
 @triton.jit
@@ -122,7 +123,7 @@ def qkv_rotate_backward_triton(
     assert cos_TR.is_contiguous() and sin_TR.is_contiguous(), "qkv_rotate_backward: cos and sin must be contiguous"
     dqkv_TXD = torch.empty(qkv_TXD.shape, dtype=qkv_TXD.dtype, device=qkv_TXD.device)
     partial = torch.empty(PROGRAMS, 2 * size, dtype=torch.float32, device=qkv_TXD.device)
-    rows = tile_of(size)
+    rows = tile_of(size, WARPS)
     (q_block, q_tiles), (kv_block, kv_tiles) = (head_tiles(num_tokens, n, rows) for n in (num_heads, kv_heads))
     _qkv_rotate_backward_kernel[(PROGRAMS,)](
         *gradients, qkv_TXD, q_weight_D, k_weight_D, cos_TR, sin_TR, dqkv_TXD, partial, num_tokens, q_tiles, kv_tiles,
