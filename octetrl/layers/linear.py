@@ -5,7 +5,8 @@ sides use them.
 
     forward   y[M, N]  = q(x)[M, K]   w8[N, K]^T     x quantised 1x128 along K, on the fly
     dgrad     dx[M, K] = q(dy)[M, N]  w8[N, K]       dy quantised 1x128 along N; the very codes of forward,
-    transposed wgrad     dw[N, K] = qt(dy)[N, M] qt(x)[K, M]^T  both quantised again in blocks of 128 tokens
+    transposed wgrad     dw[N, K] = qt(dy)[N, M] qt(x)[K, M]^T  both quantised again in blocks of 128 tokens; x's
+                                                        span 128 channels too if `square_wgrad`: the faster GEMM
 
 The weight is quantised **once per optimizer step**, by `requantize()`, from its BF16 rounding, into the
 buffers `codes` and `scale`; forward never quantises it. The engine reads the same buffers, so trainer and
@@ -56,7 +57,7 @@ _ACTIVATION_QUANTIZERS: dict[BackendName, Callable[[Tensor, bool], Quantized]] =
     "scaled_mm": quantize_activation,
     "emulated": quantize_activation_values,
 }
-_TOKEN_QUANTIZERS: dict[BackendName, Callable[[Tensor, bool], Quantized]] = {
+_TOKEN_QUANTIZERS: dict[BackendName, Callable[[Tensor, bool, bool], Quantized]] = {
     "scaled_mm": quantize_tokens,
     "emulated": quantize_tokens_values,
 }
@@ -245,7 +246,8 @@ class Float8LinearFunction(torch.autograd.Function):
             dx_MK = fp8_gemm_dgrad(dy8, linear.dgrad_operand(), linear.backend, x_MK.dtype)
         if need_weight:
             quantize = _TOKEN_QUANTIZERS[linear.backend]
-            dy8_NT, x8_KT = quantize(dy_MN, linear.power_of_two), quantize(x_MK, linear.power_of_two)
+            dy8_NT = quantize(dy_MN, linear.power_of_two, False)
+            x8_KT = quantize(x_MK, linear.power_of_two, linear.square_wgrad)
             dweight_NK = fp8_gemm_wgrad(dy8_NT, x8_KT, linear.backend, weight_NK.dtype)
         if need_bias:
             dbias_N = dy_MN.float().sum(0)

@@ -43,12 +43,12 @@ from torch.profiler import record_function
 from octetrl.fp8.gemm import fp8_gemm_dgrad, fp8_gemm_wgrad
 from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.add_rms_norm import add_rms_norm
-from octetrl.kernels.attention_packed import attention_packed_forward_triton
-from octetrl.kernels.attention_packed_backward import attention_packed_backward_triton
+from octetrl.kernels.attention_packed import attention_packed_backward, attention_packed_forward_triton
 from octetrl.kernels.bf16_gemm import bf16_gemm
 from octetrl.kernels.fp8_gemm import fp8_gemm
 from octetrl.kernels.kv_store import ReplayedKV
-from octetrl.kernels.qkv_rotate import qkv_rotate, qkv_rotate_backward
+from octetrl.kernels.qkv_rotate import qkv_rotate
+from octetrl.kernels.qkv_rotate_backward import qkv_rotate_backward
 from octetrl.kernels.quantize_activation import quantize_activation
 from octetrl.kernels.quantize_both import quantize_both
 from octetrl.kernels.rms_norm_backward import rms_norm_backward
@@ -228,7 +228,7 @@ def _attention_backward(
     rotated, activations.rotated = activations.rotated, None
     q_THD, kv = rotated or _rotated(attention, activations.qkv_TX, rotary, context, observe=False)
     with record_function("attention_backward"):
-        dq_THD, dk_TKD, dv_TKD = attention_packed_backward_triton(
+        dq_THD, dk_TKD, dv_TKD = attention_packed_backward(
             dout_TQ.view(q_THD.shape),
             q_THD,
             kv,
@@ -316,10 +316,10 @@ def _gated_backward(layer: DecoderLayer, gate_up_T2F: Tensor, dy_TF: Tensor) -> 
     if isinstance(gate_up, Float8Linear) and isinstance(down, Float8Linear):
         dgate_up, y = silu_mul_backward_quantize(gate_up_T2F, dy_TF, down.power_of_two, square=down.square_wgrad)
         return _Input(*dgate_up), y
-    y = _input(down, silu_mul_triton(gate_up_T2F), for_wgrad=True).tokens
-    assert y is not None
+    gated = _input(down, silu_mul_triton(gate_up_T2F), for_wgrad=True)
+    assert gated.tokens is not None
     dgate_up_T2F = silu_mul_backward_triton(gate_up_T2F, dy_TF)
-    return _input(gate_up, dgate_up_T2F, for_wgrad=True, is_gradient=True), y
+    return _input(gate_up, dgate_up_T2F, for_wgrad=True, is_gradient=True), gated.tokens
 
 
 # ---------------------------------------------------------------- the GEMMs

@@ -20,19 +20,17 @@ from torch.utils.checkpoint import checkpoint
 from octetrl.layers.context import Context
 from octetrl.layers.rotary import Rotary
 from octetrl.models.decoder import Decoder, RunLayer
+from octetrl.models.training_forward import Keep, fused_layer_runner
 
 ActivationCheckpointing = Literal["none", "attention", "layer"]
-KEPT: dict[ActivationCheckpointing, str] = {"none": "everything", "attention": "attention", "layer": "layer"}
+KEPT: dict[ActivationCheckpointing, Keep] = {"none": "everything", "attention": "attention", "layer": "layer"}
 
 
 def layer_runner(model: Decoder, mode: ActivationCheckpointing) -> RunLayer | None:
     """What `model.forward` takes as `run_layer`; None runs layers plainly."""
-    if model.lm_head_weight.is_cuda:
-        from octetrl.models.training_forward import fused_layer_runner
-
-        fused = fused_layer_runner(model, KEPT[mode])
-        if fused is not None:
-            return fused
+    fused = fused_layer_runner(model, KEPT[mode])
+    if fused is not None:
+        return fused
     return None if mode == "none" else run_checkpointed
 
 
