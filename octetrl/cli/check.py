@@ -19,7 +19,7 @@ import typer
 from octetrl.cli.arguments import Overrides, RecipePath
 from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
-from octetrl.config.memory import Precisions, estimate_memory
+from octetrl.config.memory import MemoryEstimate, Precisions, estimate_memory
 from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
@@ -208,10 +208,25 @@ def _memory(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device: De
         share = f"{recipe.engine.kv_memory_fraction:.0%} of the memory left"
         yield "KV cache", f"{'?':>12}   {share}, {estimate.kv_bytes_per_token:,} bytes a token"
     of_device = "" if device.num_bytes is None else f"   of {_size(device.num_bytes)}"
+    if estimate.takes_turns:
+        training = estimate.bytes_when("always") + estimate.bytes_when("training")
+        of_device += f"; {_size(training)} while training, when the KV cache is given back"
     yield "total", f"{_size(estimate.total_bytes):>12}{of_device}"
-    if device.num_bytes is not None and estimate.total_bytes > device.num_bytes:
+    if device.num_bytes is not None:
+        yield from _room(estimate, device.num_bytes)
+
+
+def _room(estimate: MemoryEstimate, device_bytes: int) -> Iterator[tuple[str, str]]:
+    """What a larger KV cache could take; or what to do when even this does not fit."""
+    if estimate.total_bytes > device_bytes:
         yield "", "more than the device has: lower trainer.tokens_per_micro_batch or trainer.logprob_chunk,"
-        yield "", "or set trainer.optimizer.master=stochastic_rounding"
+        yield "", "or set trainer.optimizer.master=stochastic_rounding and trainer.optimizer.states=8bit"
+        return
+    room = device_bytes - estimate.bytes_when("always")
+    if not estimate.takes_turns:
+        room -= estimate.bytes_when("training")
+    tokens = room // estimate.kv_bytes_per_token
+    yield "room for KV cache", f"{_size(room):>12}   {tokens:,} tokens, if nothing else is to fit"
 
 
 def _size(num_bytes: int) -> str:

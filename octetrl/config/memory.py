@@ -1,24 +1,35 @@
 """How much device memory a recipe takes, by part, before anything is built. No torch.
 
 P parameters, P8 those of linears that are FP8, L layers, T tokens of a micro-batch, b bytes of the model's dtype (2 in
-BF16). Per part:
+BF16), c of an operand of wgrad (1 + 4/128 in FP8: codes and scales; else b). Always there:
 
     weights         b P                                 one set: engine and trainer read the same tensors
     FP8 copies      (1 + 4 / 128^2) P8                  codes and one float32 scale a 128x128 block, shared as well
                     + 1 P8                              the transposed codes of dgrad, where training is FP8
                     + 8 P8                              emulated only: the codes' values in float64
     gradients       4 P                                 summed in float32
-    optimizer       8 P + 4 P                           two moments; the float32 master, unless `stochastic_rounding`
+    optimizer       s P + 4 P                           two moments, s = 8, 4 or 2 + 2/128; the float32 master, unless
+                                                        `stochastic_rounding`. `offload`: two pieces of 2^24 elements
     reference       as weights and FP8 copies           where `kl_coefficient` is above 0
-    activations     b T (L E + A)                       checkpointed: each layer's input and one layer's inside, A
-                    b T L A                             else
-                    A = 4 E + Q + 3 F + (Q + 2 K) (2 with QK-norm, else 1)    what one layer keeps for its backward
-    logits          3 * 4 * logprob_chunk * V           logits, their gradient and one temporary, in float32
-                    + (4 + b) V E                       the gradient of lm_head, summed in float32, then rounded
-    KV cache        kv_bytes_per_token * tokens         L kv_size (bytes of K + bytes of V), + 8 L heads if dynamic
+    CUDA context    0.6 GB                              kernels and the driver's own, measured; torch does not count it
 
-E hidden size, F intermediate size, Q heads * head size, K kv heads * head size, V vocabulary. What no formula knows
-(the CUDA context, cuBLAS work space, fragmentation) is left out: keep a tenth of the device free.
+While training, activations and working set:
+
+    activations     b T L E                             "layer": each layer's input
+                    + T L (b Q + 4 H)                   "attention": its output and log-sum-exp as well
+                    + T L (b (E + X + 2 F) + 2 c E)     "none": all that a layer's backward reads
+    working set     the larger of
+      one layer's backward      what is alive at its fullest moment, `_layer_backward`
+      logits                    (4 + 4 b) chunk V + 4 V E, or (4 + b) V E: logits of a chunk, the gradients of four, the
+                                gradient of lm_head summed in float32, then rounded; and 4 b T E of hidden states
+                    + b V E where embeddings are tied: lm_head's gradient waits for the embedding's
+
+While generating, the KV cache: L kv_size (bytes of K + bytes of V) a token, + 8 L heads if dynamic. On a GPU with
+`release_for_training` the two share what is left, so the total is what is always there and the larger of them.
+
+E hidden size, F intermediate size, H heads, Q = H * head size, K kv heads * head size, X = Q + 2 K, V vocabulary. What
+no formula knows (cuBLAS work space, fragmentation, CUDA graphs of decoding) is left out: keep a tenth of the device
+free. The layer's list is that of models/training_forward.py; what torch's autograd keeps on a CPU is of that order.
 """
 
 from __future__ import annotations
@@ -31,6 +42,13 @@ from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
 
 Format = Literal["bf16", "fp8"]
+When = Literal["always", "training", "generating"]
+
+CUDA_CONTEXT = 600_000_000
+STATE_BYTES = {"float32": 8.0, "bfloat16": 4.0, "8bit": 2 + 2 / 128}  # of both moments of a parameter
+OFFLOAD_ELEMENTS = 2 << 24  # on the device at one time: two pieces (trainer/optimizer_offload.py)
+GATHERED_CHUNKS = 4  # whose logits' gradients are multiplied at once (kernels/linear_logprobs_backward.py)
+SCALED = 1 + 4 / 128  # bytes of a code with its share of a scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +56,7 @@ class MemoryPart:
     name: str
     num_bytes: int
     how: str  # one phrase on what it is made of
+    when: When = "always"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +64,17 @@ class MemoryEstimate:
     parts: tuple[MemoryPart, ...]  # the KV cache last, if its size is known
     kv_bytes_per_token: int
     kv_cache_tokens: int | None  # None: a share of a device whose memory is not known
+    takes_turns: bool  # the KV cache is given back while training
+
+    def bytes_when(self, when: When) -> int:
+        return sum(part.num_bytes for part in self.parts if part.when == when)
 
     @property
     def total_bytes(self) -> int:
-        return sum(part.num_bytes for part in self.parts)
+        """At the fullest moment."""
+        training, generating = self.bytes_when("training"), self.bytes_when("generating")
+        both = max(training, generating) if self.takes_turns else training + generating
+        return self.bytes_when("always") + both
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +100,21 @@ def estimate_memory(
     if copies:
         parts.append(MemoryPart("FP8 copies", copies, "codes, transposed codes and scales"))
     parts.append(MemoryPart("gradients", 4 * spec.num_parameters, "float32 sums"))
-    own_master = recipe.trainer.optimizer.master == "float32" and weight_bytes == 2
-    moments = "two moments and the master, float32" if own_master else "two moments, float32"
-    parts.append(MemoryPart("optimizer", (12 if own_master else 8) * spec.num_parameters, moments))
+    parts.append(_optimizer(recipe, spec, weight_bytes, on_gpu))
     if recipe.algorithm.kl_coefficient > 0:
         reference = weight_bytes * spec.num_parameters + copies
         parts.append(MemoryPart("reference model", reference, "weights and FP8 copies of the policy it began with"))
-    parts += _activations(recipe, spec, weight_bytes)
+    if on_gpu:
+        parts.append(MemoryPart("CUDA context", CUDA_CONTEXT, "kernels and the driver's own"))
+    parts += _activations(recipe, spec, precisions, weight_bytes)
     per_token = kv_bytes_per_token(recipe, spec, precisions)
-    taken = sum(part.num_bytes for part in parts if part.name not in ("activations", "logits"))
+    taken = sum(part.num_bytes for part in parts if part.when == "always")
     tokens = _kv_cache_tokens(recipe, per_token, on_gpu, None if device_bytes is None else device_bytes - taken)
     if tokens is not None:
         how = f"{tokens:,} tokens of {per_token:,} bytes"
-        parts.append(MemoryPart("KV cache", tokens * per_token, how))
-    return MemoryEstimate(tuple(parts), per_token, tokens)
+        parts.append(MemoryPart("KV cache", tokens * per_token, how, "generating"))
+    takes_turns = on_gpu and recipe.engine.release_for_training
+    return MemoryEstimate(tuple(parts), per_token, tokens, takes_turns)
 
 
 def kv_bytes_per_token(recipe: Recipe, spec: ModelSpec, precisions: Precisions) -> int:
@@ -120,18 +147,96 @@ def _fp8_copies(spec: ModelSpec, precisions: Precisions, *, emulated: bool) -> i
     return codes_and_scales + (8 * either if emulated else total(precisions.fp8_train))
 
 
-def _activations(recipe: Recipe, spec: ModelSpec, value_bytes: int) -> list[MemoryPart]:
+def _optimizer(recipe: Recipe, spec: ModelSpec, weight_bytes: int, on_gpu: bool) -> MemoryPart:
+    optimizer = recipe.trainer.optimizer
+    own_master = optimizer.master == "float32" and weight_bytes == 2
+    each = STATE_BYTES[optimizer.states] + (4 if own_master else 0)
+    how = f"two moments, {optimizer.states}"
+    if own_master:
+        how += " and the master" if optimizer.states == "float32" else ", and the master, float32"
+    if optimizer.offload and on_gpu:
+        held = f"{how}: {each * spec.num_parameters / 2**30:.1f} GiB of the host's memory, here two pieces of it"
+        return MemoryPart("optimizer", int(each * min(OFFLOAD_ELEMENTS, spec.num_parameters)), held)
+    return MemoryPart("optimizer", int(each * spec.num_parameters), how)
+
+
+def _activations(recipe: Recipe, spec: ModelSpec, precisions: Precisions, value_bytes: int) -> list[MemoryPart]:
     trainer = recipe.trainer
-    qkv = spec.q_size + 2 * spec.kv_size
-    layer = 4 * spec.hidden_size + spec.q_size + 3 * spec.intermediate_size + qkv * (2 if spec.qk_norm else 1)
-    checkpointed = trainer.activation_checkpointing == "layer"
-    kept = spec.num_layers * spec.hidden_size + layer if checkpointed else spec.num_layers * layer
-    how = f"{trainer.tokens_per_micro_batch:,} tokens, {'checkpointed' if checkpointed else 'all kept'}"
-    logits = (3 * 4 * trainer.logprob_chunk + (4 + value_bytes) * spec.hidden_size) * spec.vocab_size
+    tokens, keep = trainer.tokens_per_micro_batch, trainer.activation_checkpointing
+    num_fp8 = len(precisions.fp8_train)
+    layers = [_LayerMemory(spec, tokens, value_bytes, fp8=True)] if num_fp8 else []
+    if num_fp8 < spec.num_layers * len(linear_elements(spec)):
+        layers.append(_LayerMemory(spec, tokens, value_bytes, fp8=False))
+    kept = spec.num_layers * max(layer.kept(keep) for layer in layers)
+    what = {"none": "all kept", "attention": "inputs of layers and attention's output", "layer": "inputs of layers"}
+    backward = max(layer.backward(keep) for layer in layers)
+    logits = _logits(spec, tokens, value_bytes, trainer.logprob_chunk)
+    backward += value_bytes * spec.vocab_size * spec.hidden_size if spec.tied_embeddings else 0  # lm_head's, waiting
+    how = f"one layer's backward ({backward / 2**30:.2f}) or logits and lm_head's gradient ({logits / 2**30:.2f})"
     return [
-        MemoryPart("activations", value_bytes * trainer.tokens_per_micro_batch * kept, how),
-        MemoryPart("logits", logits, f"{trainer.logprob_chunk:,} trained tokens at a time, and lm_head's gradient"),
+        MemoryPart("activations", kept, f"{tokens:,} tokens, {what[keep]}", "training"),
+        MemoryPart("working set", max(backward, logits), how, "training"),
     ]
+
+
+def _logits(spec: ModelSpec, tokens: int, value_bytes: int, chunk: int) -> int:
+    rows, group = min(chunk, tokens), min(GATHERED_CHUNKS * chunk, tokens)
+    weight = spec.vocab_size * spec.hidden_size
+    while_summed = (4 * rows + value_bytes * group) * spec.vocab_size + 4 * weight
+    while_rounded = (4 + (value_bytes if value_bytes < 4 else 0)) * weight
+    return max(while_summed, while_rounded) + 4 * value_bytes * tokens * spec.hidden_size
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerMemory:
+    """Bytes of one layer of models/training_forward.py; `fp8`: its linears are."""
+
+    spec: ModelSpec
+    tokens: int
+    value_bytes: int
+    fp8: bool
+
+    @property
+    def operand_bytes(self) -> float:
+        """Of what wgrad reads."""
+        return SCALED if self.fp8 else self.value_bytes
+
+    def kept(self, keep: str) -> int:
+        """From forward to backward."""
+        spec, b = self.spec, self.value_bytes
+        each: float = b * spec.hidden_size
+        if keep != "layer":
+            each += b * spec.q_size + 4 * spec.num_heads
+        if keep == "none":
+            qkv = spec.q_size + 2 * spec.kv_size
+            each += b * (spec.hidden_size + qkv + 2 * spec.intermediate_size)
+            each += 2 * self.operand_bytes * spec.hidden_size
+        return int(self.tokens * each)
+
+    def backward(self, keep: str) -> int:
+        """Beside what is kept, at the fullest of three moments: when SiLU's backward has made its operands, after the
+        MLP's wgrads, and when attention's backward is done."""
+        spec, b, c = self.spec, self.value_bytes, self.operand_bytes
+        hidden, inner, qkv = spec.hidden_size, spec.intermediate_size, spec.q_size + 2 * spec.kv_size
+        gradients = (2 * SCALED if self.fp8 else 0) * hidden  # codes both ways; BF16 multiplies the gradient itself
+        remade: float = 0.0
+        if keep != "none":
+            remade += 2 * c * hidden + b * (hidden + qkv + 2 * inner)  # n1, n2, h1, qkv, gate_up
+        if keep == "layer":
+            remade += b * spec.q_size + 4 * spec.num_heads  # attention's output
+        rotated = b * qkv
+        gated = (4 * SCALED if self.fp8 else 2 * b) * inner  # gate_up's gradient
+        at_gate = remade + (rotated if keep == "layer" else 0) + b * hidden + gradients
+        at_gate += b * inner + gated + c * inner  # its upstream, itself, and y
+        after_mlp = remade + (rotated if keep == "layer" else 0) + 2 * b * hidden + gated
+        attention = remade + 2 * b * hidden + rotated + 2 * b * qkv + b * spec.q_size
+        wgrad = b * hidden * inner
+        moments = (
+            self.tokens * at_gate,
+            self.tokens * after_mlp + 3 * wgrad,
+            self.tokens * attention + 3 * wgrad + b * hidden * spec.q_size,
+        )
+        return int(max(moments))
 
 
 def _kv_cache_tokens(recipe: Recipe, per_token: int, on_gpu: bool, free_bytes: int | None) -> int | None:

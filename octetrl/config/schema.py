@@ -107,7 +107,7 @@ class OptimizerConfig(Section):
     master: Literal["float32", "stochastic_rounding"] = "float32"
     """float32 master weights (4 more bytes a parameter), or BF16 weights updated with stochastic rounding."""
     states: Literal["float32", "bfloat16", "8bit"] = "float32"
-    """Of the two moments: 8, 4 or 2 bytes a parameter. Narrow ones are rounded stochastically, 8bit within blocks of 128
+    """Of the two moments: 8, 4 or 2 bytes a parameter. Narrow ones are rounded stochastically; 8bit has blocks of 128
     that share a window of exponents."""
     offload: bool = False
     """Keep moments and masters in the host's memory and stream them over the GPU at each update: no device memory for

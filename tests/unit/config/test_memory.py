@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from octetrl.config.load import recipe_from_mapping
+from octetrl.config.load import load_recipe, recipe_from_mapping
 from octetrl.config.memory import MemoryEstimate, Precisions, estimate_memory, linear_elements
 from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
 from octetrl.fp8.policy import LINEARS
 from octetrl.models.families import spec_from_config
+from tests.house.tree import REPO
 
 TINY = spec_from_config(preset_config("tiny"))
 LINEAR_NAMES = [f"layers.{layer}.{kind}" for layer in range(4) for kind in LINEARS]
@@ -37,14 +39,51 @@ def test_the_linears_and_the_rest_are_all_parameters() -> None:
 def test_parts_in_bf16() -> None:
     plain = recipe(trainer={"tokens_per_micro_batch": 4096, "logprob_chunk": 100})
     parts = parts_of(estimate_memory(plain, TINY, PLAIN, on_gpu=True, device_bytes=None))
-    layer = 4 * 128 + 128 + 3 * 512 + 2 * (128 + 2 * 64)
+    remade = 3 * 128 + 256 + 2 * 512 + 128  # n1, n2, h1, qkv, gate_up, attention's output
+    at_gate = remade + 256 + 128 + 512 + 2 * 512 + 512  # rotated, dh2, dy, dgate_up, y
     assert parts == {
         "weights": 2 * P,
         "gradients": 4 * P,
         "optimizer": 12 * P,
-        "activations": 2 * 4096 * (4 * 128 + layer),
-        "logits": 12 * 100 * 384 + 6 * 384 * 128,
+        "CUDA context": 600_000_000,
+        "activations": 2 * 4096 * 4 * 128,
+        "working set": 4096 * (2 * at_gate + 4 * 4) + 2 * 384 * 128,
     }
+
+
+def backward(tokens: int, precisions: Precisions, checkpointing: str = "layer", chunk: int = 1) -> tuple[int, int]:
+    trainer = {"tokens_per_micro_batch": tokens, "logprob_chunk": chunk, "activation_checkpointing": checkpointing}
+    parts = parts_of(estimate_memory(recipe(trainer=trainer), TINY, precisions, on_gpu=True, device_bytes=None))
+    return parts["activations"], parts["working set"]
+
+
+def test_a_layer_in_fp8_at_its_fullest_moment() -> None:
+    code = 1 + 4 / 128
+    remade = 2 * code * 128 + 2 * (128 + 256 + 2 * 512 + 128) + 4 * 4  # n1, n2; h1, qkv, gate_up, out; lse
+    at_gate = remade + 2 * 256 + 2 * 128 + 2 * code * 128 + 2 * 512 + 5 * code * 512
+    assert backward(8192, FULL)[1] == int(8192 * at_gate) + 2 * 384 * 128
+
+
+def test_what_is_not_made_again_is_kept() -> None:
+    layer, attention, everything = (backward(8192, FULL, keep) for keep in ("layer", "attention", "none"))
+    assert attention[0] - layer[0] == 4 * 8192 * (2 * 128 + 4 * 4)
+    assert everything[0] - attention[0] == 4 * 8192 * (2 * (128 + 256 + 2 * 512) + 2 * 128 * (1 + 4 / 128))
+    assert layer[1] > attention[1] > everything[1]
+
+
+@pytest.mark.parametrize(
+    ("chunk", "expected"),
+    [
+        (32, 4 * 32 + 2 * 128 + 4 * 128),
+        (200, 4 * 128 + 2 * 128 + 4 * 128),  # no more rows than tokens
+        (1, 6 * 128),  # float32 and BF16 gradient of lm_head, when the logits are gone
+    ],
+)
+def test_logits_of_a_chunk_and_gradients_of_four(chunk: int, expected: int) -> None:
+    spec = replace(TINY, vocab_size=100_000)
+    sized = recipe(trainer={"tokens_per_micro_batch": 128, "logprob_chunk": chunk})
+    parts = parts_of(estimate_memory(sized, spec, PLAIN, on_gpu=True, device_bytes=None))
+    assert parts["working set"] == 4 * 2 * 128 * 128 + 100_000 * expected
 
 
 def test_fp8_adds_codes_and_for_training_the_transposed_ones() -> None:
@@ -78,7 +117,7 @@ def test_capacity_is_what_was_told_a_share_of_what_is_free_or_a_steps_requests()
 
     assert tokens(True, None, kv_cache_tokens=1000) == 896
     assert tokens(True, None) is None
-    assert tokens(True, 18 * P + 1024 * 2560, kv_memory_fraction=0.5) == 1280
+    assert tokens(True, 600_000_000 + 18 * P + 1024 * 2560, kv_memory_fraction=0.5) == 1280
     assert tokens(True, 0) == 0
     assert tokens(False, None, max_batch=10) == 10 * 256
 
@@ -87,8 +126,48 @@ def test_choices_that_cost_or_save_memory() -> None:
     def parts(**sections: Any) -> dict[str, int]:
         return parts_of(estimate_memory(recipe(**sections), TINY, FULL, on_gpu=True, device_bytes=None))
 
+    def optimizer(**choices: Any) -> int:
+        return parts(trainer={"optimizer": choices})["optimizer"]
+
     base = parts()
-    assert parts(trainer={"optimizer": {"master": "stochastic_rounding"}})["optimizer"] == base["optimizer"] - 4 * P
-    assert parts(trainer={"activation_checkpointing": "none"})["activations"] > base["activations"]
+    assert optimizer(master="stochastic_rounding") == 8 * P
+    assert optimizer(states="bfloat16") == 8 * P
+    assert optimizer(states="8bit") == int((6 + 2 / 128) * P)
+    assert optimizer(states="8bit", master="stochastic_rounding") == int((2 + 2 / 128) * P)
     assert parts(algorithm={"kl_coefficient": 0.1})["reference model"] == base["weights"] + base["FP8 copies"]
     assert parts(model={"path": "m", "dtype": "float32"})["optimizer"] == 8 * P
+
+
+def test_offloaded_states_leave_two_pieces_on_a_gpu() -> None:
+    offloaded = recipe(trainer={"optimizer": {"offload": True}})
+    large = spec_from_config(preset_config("qwen3-0.6b"))
+    for on_gpu, expected in ((True, 12 * 2 * 2**24), (False, 12 * large.num_parameters)):
+        parts = parts_of(estimate_memory(offloaded, large, PLAIN, on_gpu=on_gpu, device_bytes=None))
+        assert parts["optimizer"] == expected
+
+
+def test_training_and_the_cache_take_turns_where_it_is_given_back() -> None:
+    def estimate(release: bool, on_gpu: bool = True) -> MemoryEstimate:
+        engine = {"kv_cache_tokens": 4096, "release_for_training": release}
+        return estimate_memory(recipe(engine=engine), TINY, PLAIN, on_gpu=on_gpu, device_bytes=None)
+
+    shared, apart = estimate(True), estimate(False)
+    training, cache = shared.bytes_when("training"), 4096 * 4 * 64 * 4
+    always = 18 * P + 600_000_000
+    assert shared.bytes_when("generating") == cache and shared.bytes_when("always") == always
+    assert shared.total_bytes == always + max(training, cache)
+    assert apart.total_bytes == always + training + cache
+    assert estimate(True, on_gpu=False).total_bytes == 18 * P + training + cache
+
+
+def test_full_parameter_fp8_grpo_of_8b_fits_one_h200_at_8k() -> None:
+    """141 GB: trainer at 16k tokens a micro-batch, and a cache for dozens of whole answers."""
+    path = REPO / "recipes" / "grpo_math_qwen3-8b-8k_1gpu_fp8-full.yaml"
+    spec = spec_from_config(preset_config("qwen3-8b"))
+    names = [f"layers.{layer}.{kind}" for layer in range(spec.num_layers) for kind in LINEARS]
+    h200 = 143_771 * 2**20
+    estimate = estimate_memory(
+        load_recipe(path), spec, Precisions(names, names, "fp8", "fp8"), on_gpu=True, device_bytes=h200
+    )
+    assert estimate.total_bytes < 0.9 * h200
+    assert estimate.kv_cache_tokens is not None and estimate.kv_cache_tokens > 64 * 8192
