@@ -38,6 +38,7 @@ from octetrl.kernels.quantize_tokens import (
 )
 
 WARPS = 8
+REGISTERS: int | None = None  # of a thread at most, where the compiler's choice is not taken
 
 
 class BothWays(NamedTuple):
@@ -127,7 +128,7 @@ def quantize_both_triton(x_TK: Tensor, power_of_two: bool = False, square: bool 
         _quantize_both_kernel[(triton.cdiv(tokens, BLOCK) * column_blocks,)](
             x_TK, row_codes, row_scale, codes, scale, tokens, columns, x_TK.stride(0), codes.shape[1],
             POWER_OF_TWO=power_of_two, SQUARE=square, SATURATES=x_TK.is_cuda, TOKEN_BLOCKS=TOKEN_BLOCKS, BLOCK=BLOCK,
-            num_warps=WARPS, enable_fp_fusion=False,
+            num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False,
         )  # fmt: skip
     return BothWays(Quantized(row_codes.view(E4M3), row_scale.t()), as_tokens(codes, scale, square))
 

@@ -30,8 +30,11 @@ from octetrl.fp8.format import BLOCK, E4M3
 from octetrl.fp8.quantize import Quantized, quantize_tokens_reference
 from octetrl.kernels.quantize_activation import block_scale, e4m3_byte, magnitude_bits
 
-TOKEN_BLOCKS = 8  # programs that follow one another take so many token blocks, then the next columns: both orders
-WARPS = 8  # of reading and writing then have neighbours in time
+# Programs that follow one another take so many token blocks, then the next columns: reads and transposed writes both
+# have neighbours in time.
+TOKEN_BLOCKS = 8
+WARPS = 8
+REGISTERS: int | None = None  # of a thread at most, where the compiler's choice is not taken
 
 
 @triton.jit
@@ -144,7 +147,7 @@ def quantize_tokens_triton(x_TK: Tensor, power_of_two: bool = False, square: boo
         _quantize_tokens_kernel[(triton.cdiv(tokens, BLOCK) * triton.cdiv(columns, BLOCK),)](
             x_TK, codes, scale, tokens, columns, x_TK.stride(0), codes.shape[1],
             POWER_OF_TWO=power_of_two, SQUARE=square, SATURATES=x_TK.is_cuda, TOKEN_BLOCKS=TOKEN_BLOCKS, BLOCK=BLOCK,
-            num_warps=WARPS, enable_fp_fusion=False,
+            num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False,
         )  # fmt: skip
     return as_tokens(codes, scale, square)
 

@@ -74,7 +74,8 @@ def silu_mul_backward_triton(gate_up_T2F: Tensor, dy_TF: Tensor) -> Tensor:
     dgate_up_T2F = torch.empty_like(gate_up_T2F)
     if num_tokens:
         grid = _grid(num_tokens, size)
-        _silu_mul_backward_kernel[grid](gate_up_T2F, dy_TF, dgate_up_T2F, SIZE=size, BLOCK_F=BLOCK_F)
+        options = {"enable_fp_fusion": False} if dy_TF.is_cuda else {}  # silu_mul_backward_quantize has the same bits
+        _silu_mul_backward_kernel[grid](gate_up_T2F, dy_TF, dgate_up_T2F, SIZE=size, BLOCK_F=BLOCK_F, **options)
     return dgate_up_T2F
 
 

@@ -1,0 +1,188 @@
+"""The backward of SiLU(gate) * up, quantised both ways, and the product again as wgrad's operand, in one pass.
+
+    dgate_up = silu_mul_backward(gate_up, dy)     kernels/silu_mul.py, the same expressions, each rounded to BF16
+    both     = quantize_both(dgate_up)            rows for dgrad, tokens for wgrad of gate_up
+    y        = quantize_tokens(silu_mul(gate_up)) tokens for wgrad of down, `square` or not
+
+The same bytes as those calls, and dgate_up and y never exist in BF16. One program takes 128 tokens by 128 columns of
+gate and of up, whose gradients are two whole tiles of the row [2F]; that needs F to be a multiple of 128, and where it
+is not (then a block of the row would straddle gate and up) the separate kernels run. kernels/quantize_tokens.py says
+how a tile is held. The three tiles wait as BF16, two to a register, for their turn to be quantised.
+
+Read 6 bytes an element of y, written 5 + 20/128; the separate calls move 26.
+
+Layout: gate_up [T, 2F] and dy [T, F] contiguous. Scales strided as scaled_mm asks.
+
+Legend: T tokens, T' padded tokens, F intermediate size, G groups of four tokens, C columns of a tile.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octetrl.fp8.format import BLOCK, E4M3
+from octetrl.fp8.quantize import Quantized, quantize_tokens_reference
+from octetrl.kernels.quantize_both import (
+    BothWays,
+    quantize_both_reference,
+    quantize_both_triton,
+    store_both,
+)
+from octetrl.kernels.quantize_tokens import (
+    TOKEN_BLOCKS,
+    as_tokens,
+    empty_tokens,
+    load_quarter,
+    quantize_tokens_triton,
+    store_tokens,
+    tile_magnitudes,
+    tile_place,
+)
+from octetrl.kernels.silu_mul import (
+    silu_mul_backward_reference,
+    silu_mul_backward_triton,
+    silu_mul_reference,
+    silu_mul_triton,
+)
+
+WARPS = 8
+REGISTERS: int | None = 128  # of a thread at most, at the price of a few spills: two programs fit an SM
+
+
+@triton.jit
+def _bf16_pair(low, high, HARDWARE: tl.constexpr):
+    """Two float32 rounded to BF16 in one word: one instruction that LLVM cannot take apart again, as it does the plain
+    form, keeping each half in a register of its own.
+    """
+    if HARDWARE:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [high, low], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    else:
+        low_half = low.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
+        return low_half | (high.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
+
+
+@triton.jit
+def _low(pair):
+    return (pair << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _high(pair):
+    return (pair & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _gradients(gate_up_ptr, dy_ptr, tokens_left, QUARTER: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """(dgate, dup, y) of a quarter, float32 yet: silu_mul.py's expressions to the letter."""
+    gate_GC = load_quarter(gate_up_ptr, 2 * SIZE, tokens_left, BLOCK, QUARTER, BLOCK).to(tl.float32)
+    up_GC = load_quarter(gate_up_ptr + SIZE, 2 * SIZE, tokens_left, BLOCK, QUARTER, BLOCK).to(tl.float32)
+    dy_GC = load_quarter(dy_ptr, SIZE, tokens_left, BLOCK, QUARTER, BLOCK).to(tl.float32)
+    sigmoid_GC = 1.0 / (1.0 + tl.exp(-gate_GC))
+    dgate_GC = dy_GC * up_GC * sigmoid_GC * (1.0 + gate_GC * (1.0 - sigmoid_GC))
+    return dgate_GC, dy_GC * gate_GC * sigmoid_GC, gate_GC * sigmoid_GC * up_GC
+
+
+@triton.jit
+def _gradient_pairs(
+    gate_up_ptr, dy_ptr, tokens_left, QUARTER: tl.constexpr, SIZE: tl.constexpr, HARDWARE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """(dgate, dup, y) of a quarter and the next, rounded to BF16, in pairs."""
+    dgate0_GC, dup0_GC, y0_GC = _gradients(gate_up_ptr, dy_ptr, tokens_left, QUARTER, SIZE, BLOCK)
+    dgate1_GC, dup1_GC, y1_GC = _gradients(gate_up_ptr, dy_ptr, tokens_left, QUARTER + 1, SIZE, BLOCK)
+    dgate_GC, dup_GC = _bf16_pair(dgate0_GC, dgate1_GC, HARDWARE), _bf16_pair(dup0_GC, dup1_GC, HARDWARE)
+    return dgate_GC, dup_GC, _bf16_pair(y0_GC, y1_GC, HARDWARE)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _silu_mul_backward_quantize_kernel(
+    gate_up_ptr, dy_ptr, row_code_ptr, row_scale_ptr, token_code_ptr, token_scale_ptr, y_code_ptr, y_scale_ptr,
+    T, padded_T, SIZE: tl.constexpr, POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr, SATURATES: tl.constexpr,
+    TOKEN_BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    block, column_block = tile_place(T, SIZE, TOKEN_BLOCKS, BLOCK)
+    token, column = block.to(tl.int64) * BLOCK, column_block.to(tl.int64) * BLOCK
+    left = T - block * BLOCK
+    gate_up_ptr += token * (2 * SIZE) + column
+    dy_ptr += token * SIZE + column
+    dgate01_GC, dup01_GC, y01_GC = _gradient_pairs(gate_up_ptr, dy_ptr, left, 0, SIZE, SATURATES, BLOCK)
+    dgate23_GC, dup23_GC, y23_GC = _gradient_pairs(gate_up_ptr, dy_ptr, left, 2, SIZE, SATURATES, BLOCK)
+
+    row_code_ptr += token * (2 * SIZE) + column
+    row_scale_ptr += column_block.to(tl.int64) * T + token
+    token_code_ptr += column * padded_T + token
+    token_scale_ptr += block.to(tl.int64) * (2 * SIZE) + column
+    store_both(
+        _low(dgate01_GC), _high(dgate01_GC), _low(dgate23_GC), _high(dgate23_GC),
+        row_code_ptr, row_scale_ptr, token_code_ptr, token_scale_ptr,
+        2 * SIZE, padded_T, left, BLOCK, POWER_OF_TWO, False, SATURATES, BLOCK,
+    )  # fmt: skip
+    row_scale_ptr += (SIZE // BLOCK) * T.to(tl.int64)
+    token_code_ptr += SIZE * padded_T.to(tl.int64)
+    store_both(
+        _low(dup01_GC), _high(dup01_GC), _low(dup23_GC), _high(dup23_GC),
+        row_code_ptr + SIZE, row_scale_ptr, token_code_ptr, token_scale_ptr + SIZE,
+        2 * SIZE, padded_T, left, BLOCK, POWER_OF_TWO, False, SATURATES, BLOCK,
+    )  # fmt: skip
+
+    if SQUARE:
+        y_scale_ptr += column_block.to(tl.int64) * (padded_T // BLOCK) + block
+    else:
+        y_scale_ptr += block.to(tl.int64) * SIZE + column
+    y0_GC, y1_GC, y2_GC, y3_GC = _low(y01_GC), _high(y01_GC), _low(y23_GC), _high(y23_GC)
+    amax_C = tl.max(tile_magnitudes(y0_GC, y1_GC, y2_GC, y3_GC), 0)
+    store_tokens(
+        y0_GC, y1_GC, y2_GC, y3_GC, amax_C, y_code_ptr + column * padded_T + token, y_scale_ptr, padded_T, BLOCK,
+        POWER_OF_TWO, SQUARE, SATURATES, BLOCK,
+    )  # fmt: skip
+
+
+def silu_mul_backward_quantize_triton(
+    gate_up_T2F: Tensor, dy_TF: Tensor, power_of_two: bool = False, square: bool = False
+) -> tuple[BothWays, Quantized]:
+    """The Triton launcher: both contiguous, of one dtype; any T and F, in one kernel if F is a multiple of 128."""
+    tokens, size = dy_TF.shape
+    if size % BLOCK:
+        both = quantize_both_triton(silu_mul_backward_triton(gate_up_T2F, dy_TF), power_of_two)
+        return both, quantize_tokens_triton(silu_mul_triton(gate_up_T2F), power_of_two, square)
+    device = dy_TF.device
+    row_codes = torch.empty(tokens, 2 * size, dtype=torch.uint8, device=device)
+    row_scale = torch.empty(2 * size // BLOCK, tokens, dtype=torch.float32, device=device)
+    token_codes, token_scale = empty_tokens(tokens, 2 * size, False, device)
+    y_codes, y_scale = empty_tokens(tokens, size, square, device)
+    if tokens:
+        _silu_mul_backward_quantize_kernel[(triton.cdiv(tokens, BLOCK) * (size // BLOCK),)](
+            gate_up_T2F, dy_TF, row_codes, row_scale, token_codes, token_scale, y_codes, y_scale,
+            tokens, token_codes.shape[1], SIZE=size, POWER_OF_TWO=power_of_two, SQUARE=square,
+            SATURATES=dy_TF.is_cuda, TOKEN_BLOCKS=TOKEN_BLOCKS, BLOCK=BLOCK,
+            num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False,
+        )  # fmt: skip
+    rows = Quantized(row_codes.view(E4M3), row_scale.t())
+    return BothWays(rows, as_tokens(token_codes, token_scale, False)), as_tokens(y_codes, y_scale, square)
+
+
+def silu_mul_backward_quantize_reference(
+    gate_up_T2F: Tensor, dy_TF: Tensor, power_of_two: bool = False, square: bool = False
+) -> tuple[BothWays, Quantized]:
+    """The same in plain torch, from the references of its parts."""
+    both = quantize_both_reference(silu_mul_backward_reference(gate_up_T2F, dy_TF), power_of_two)
+    return both, quantize_tokens_reference(silu_mul_reference(gate_up_T2F), power_of_two, square)
+
+
+def silu_mul_backward_quantize(
+    gate_up_T2F: Tensor, dy_TF: Tensor, power_of_two: bool = False, *, square: bool = False
+) -> tuple[BothWays, Quantized]:
+    """(codes of gate_up's gradient both ways, codes of y = SiLU(gate) * up along tokens); `square` is for y alone."""
+    tokens, size = dy_TF.shape
+    assert gate_up_T2F.shape == (tokens, 2 * size), f"want gate_up [T, 2F] and dy [T, F]: {gate_up_T2F.shape}"
+    assert gate_up_T2F.is_contiguous() and dy_TF.is_contiguous(), "silu_mul_backward_quantize: not contiguous"
+    assert gate_up_T2F.dtype == dy_TF.dtype and dy_TF.dtype in (torch.bfloat16, torch.float32), (
+        f"gate_up is {gate_up_T2F.dtype}, dy is {dy_TF.dtype}"
+    )
+    run = silu_mul_backward_quantize_triton if dy_TF.is_cuda else silu_mul_backward_quantize_reference
+    return run(gate_up_T2F, dy_TF, power_of_two, square)

@@ -1,0 +1,92 @@
+"""SiLU·mul's gradient and product, quantised in one kernel, against the separate kernels and the references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton.experimental.gluon  # noqa: F401  (the interpreter imports it, and must not find patched functions)
+import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+import octetrl.kernels.quantize_activation as quantize_activation
+import octetrl.kernels.quantize_both as quantize_both
+import octetrl.kernels.quantize_tokens as quantize_tokens
+import octetrl.kernels.silu_mul as silu_mul_module
+import octetrl.kernels.silu_mul_backward_quantize as module
+from octetrl.fp8.quantize import Quantized, quantize_activation_reference, quantize_tokens_reference
+from octetrl.kernels.silu_mul import silu_mul, silu_mul_backward_reference
+from octetrl.kernels.silu_mul_backward_quantize import (
+    silu_mul_backward_quantize,
+    silu_mul_backward_quantize_triton,
+)
+from tests.unit.kernels.fused_row_cases import assert_near, normal
+from tests.unit.kernels.quantize_cases import assert_same_bytes
+
+MODULES = (quantize_activation, quantize_both, quantize_tokens, silu_mul_module, module, tl, tl.standard)
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for patched in MODULES:
+        for name, member in list(vars(patched).items()):
+            if isinstance(member, JITFunction):
+                monkeypatch.setattr(patched, name, InterpretedFunction(member.fn))
+
+
+def three(result: tuple[quantize_both.BothWays, Quantized]) -> tuple[Quantized, Quantized, Quantized]:
+    return (*result[0], result[1])
+
+
+@pytest.mark.parametrize("square", [False, True])
+def test_is_the_separate_references(square: bool) -> None:
+    gate_up, dy = 2 * normal(200, 2 * 140), normal(200, 140, seed=1)
+    rows, tokens, y = three(silu_mul_backward_quantize(gate_up, dy, square=square))
+    gradient = silu_mul_backward_reference(gate_up, dy)
+    assert_same_bytes(rows, quantize_activation_reference(gradient))
+    assert_same_bytes(tokens, quantize_tokens_reference(gradient))
+    assert_same_bytes(y, quantize_tokens_reference(silu_mul(gate_up), square=square))
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.filterwarnings("ignore:.* encountered in")
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("shape", [(1, 128), (128, 256), (130, 384), (1100, 128), (40, 100), (0, 128)])
+def test_kernel_is_the_separate_kernels(shape: tuple[int, int], power_of_two: bool, square: bool) -> None:
+    """Interpreted both, so byte for byte; near the references, whose sigmoid is another."""
+    gate_up, dy = 2 * normal(shape[0], 2 * shape[1]), normal(*shape, seed=1)
+    gate_up[:, :16] = 0
+    dy[shape[0] // 2 :][:1] = 0
+    got = three(silu_mul_backward_quantize_triton(gate_up, dy, power_of_two, square))
+    gradient = silu_mul_module.silu_mul_backward_triton(gate_up, dy)
+    want = (
+        *quantize_both.quantize_both_triton(gradient, power_of_two),
+        quantize_tokens.quantize_tokens_triton(silu_mul_module.silu_mul_triton(gate_up), power_of_two, square),
+    )
+    near = three(silu_mul_backward_quantize(gate_up, dy, power_of_two, square=square))
+    for ours, theirs, reference in zip(got, want, near, strict=True):
+        assert_same_bytes(ours, theirs)
+        if not power_of_two:  # a last bit of the sigmoid may double such a scale
+            assert_near(ours, reference)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.filterwarnings("ignore:(invalid value|.* encountered)")
+def test_a_poisoned_token_poisons_its_blocks_alone() -> None:
+    gate_up, dy = normal(130, 2 * 256), normal(130, 256, seed=1)
+    dy[129, 200] = torch.nan
+    rows, tokens, y = three(silu_mul_backward_quantize_triton(gate_up, dy))
+    assert rows.scale.isnan().nonzero().tolist() == [[129, 1], [129, 3]]
+    assert tokens.scale.isnan().nonzero().tolist() == [[200, 1], [456, 1]]
+    assert tokens.codes[200, 128:].float().isnan().all() and y.scale.isfinite().all()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_scales_have_the_strides_that_scaled_mm_asks_for() -> None:
+    gate_up, dy = normal(130, 2 * 256), normal(130, 256, seed=1)
+    rows, tokens, y = three(silu_mul_backward_quantize_triton(gate_up, dy, square=True))
+    assert rows.scale.stride() == (1, 130) and tokens.scale.stride() == (1, 512)
+    assert y.scale.shape == (2, 2) and y.scale.is_contiguous()
+    with pytest.raises(AssertionError, match="not contiguous"):
+        silu_mul_backward_quantize(gate_up, dy.t().contiguous().t())
