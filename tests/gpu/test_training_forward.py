@@ -92,15 +92,32 @@ class Case:
 @pytest.mark.parametrize("fp8", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_it_is_the_modules_to_the_bit_forward_and_to_rounding_backward(spec: ModelSpec, fp8: Fp8Config) -> None:
+    """In FP8 a last bit of a BF16 gradient moves whole codes, so two backwards of one formula are as far apart as codes
+    are; what must hold is that the written one is no further from a BF16 gradient than the modules' is."""
     case = Case(spec, fp8)
     hidden, amax, gradients = case.run("layer")
     expected, expected_amax, expected_gradients = case.run(None)
     assert torch.equal(hidden, expected)
     assert torch.equal(amax, expected_amax)
     assert gradients.keys() == expected_gradients.keys()
+    _, _, exact = Case(spec, replace_train(fp8)).run(None)
     for name, want in expected_gradients.items():
-        error = float((gradients[name].float() - want.float()).norm() / want.float().norm())
-        assert error < (0.04 if fp8.train else 0.01), f"{name}: {error:.4f}"
+        apart = relative_error(gradients[name], want)
+        if fp8.train:
+            assert apart < 0.12, f"{name}: {apart:.4f} from the modules'"
+            ours, theirs = (relative_error(gradient, exact[name]) for gradient in (gradients[name], want))
+            assert ours < 1.1 * theirs + 0.005, f"{name}: {ours:.4f} from BF16's, the modules' {theirs:.4f}"
+        else:
+            assert apart < 0.015, f"{name}: {apart:.4f}"
+
+
+def replace_train(fp8: Fp8Config) -> Fp8Config:
+    """The same cache, BF16 linears."""
+    return fp8.model_copy(update={"rollout": False, "train": False, "ignore": ()})
+
+
+def relative_error(given: Tensor, want: Tensor) -> float:
+    return float((given.float() - want.float()).norm() / want.float().norm())
 
 
 @pytest.mark.parametrize("fp8", [FORMATS["bf16"], FORMATS["fp8_full"], FORMATS["dynamic"]], ids=str)
