@@ -57,9 +57,10 @@ def pieces_of(
     exp_avg_sq: Moment,
     master: Tensor | None,
     decays: bool,
-    elements: int = PIECE_ELEMENTS,
+    elements: int | None = None,
 ) -> Iterator[Piece]:
     """One parameter in pieces of at most `elements`, a multiple of STATE_BLOCK."""
+    elements = elements or PIECE_ELEMENTS
     assert elements % STATE_BLOCK == 0, f"pieces of {elements} elements cut a block of states"
     for first in range(0, weight.numel(), elements):
         piece, blocks = slice(first, first + elements), slice(first // STATE_BLOCK, (first + elements) // STATE_BLOCK)
