@@ -195,7 +195,7 @@ def build_arm(bench: Bench, precision: str, workload: Workload) -> Arm:
     backend = choose_backend(device, None) if policy.uses_fp8("rollout") else "emulated"
     model = Decoder(spec, policy, "rollout", dtype=torch.bfloat16, device=device, backend=backend)
     if bench.model.folder is None:
-        _draw_weights(model, bench.seed)
+        draw_weights(model, bench.seed)
     else:
         load_weights(model, bench.model.folder)
     model.requantize()
@@ -207,7 +207,7 @@ def build_arm(bench: Bench, precision: str, workload: Workload) -> Arm:
         model,
         spec=spec,
         policy=policy,
-        tokenizer=_tokenizer(bench.model),
+        tokenizer=tokenizer_of(bench.model),
         config=config,
         context_length=longest.prompt + longest.answer,
         dtype=torch.bfloat16,
@@ -232,7 +232,7 @@ def weight_bytes(model: Decoder) -> int:
 
 
 @torch.no_grad()
-def _draw_weights(model: Decoder, seed: int) -> None:
+def draw_weights(model: Decoder, seed: int) -> None:
     """As `Decoder.random_init`, but drawn on the device: billions of numbers in a second."""
     generator = torch.Generator(model.lm_head_weight.device).manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -262,7 +262,7 @@ def _kv_scales(model: Decoder, workload: Workload, policy_version: int) -> KVSca
     return kv_scales_from_amax(amax_2LK[0], amax_2LK[1], policy_version=policy_version)
 
 
-def _tokenizer(model: BenchModel) -> Tokenizer:
+def tokenizer_of(model: BenchModel) -> Tokenizer:
     folder = model.folder
     if folder is None or not any((folder / name).is_file() for name in VOCABULARIES):
         return NoText()

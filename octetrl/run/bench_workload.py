@@ -25,6 +25,7 @@ from octetrl.config.errors import UserError
 from octetrl.records import GenerationRequest, SamplingParams
 
 _SHAPE = re.compile(r"(\d+)x(\d+)\+(\d+)")
+_SPAN = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,26 @@ class Shape:
         if match is None or not all(int(number) for number in match.groups()):
             raise UserError(f"--workload: '{text}' is not REQUESTSxPROMPT+ANSWER; write for example 128x512+4096")
         return cls(*(int(number) for number in match.groups()))
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`4096`, or `2048-4096`: lengths drawn uniformly, both ends included."""
+
+    shortest: int
+    longest: int
+
+    def __str__(self) -> str:
+        return str(self.shortest) if self.shortest == self.longest else f"{self.shortest}-{self.longest}"
+
+    @classmethod
+    def parse(cls, text: str, option: str) -> Span:
+        match = _SPAN.fullmatch(text)
+        if match is not None:
+            shortest, longest = int(match[1]), int(match[2] or match[1])
+            if 0 < shortest <= longest:
+                return cls(shortest, longest)
+        raise UserError(f"{option}: '{text}' is no length and no span of lengths; write for example 4096 or 2048-4096")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +127,23 @@ def lognormal_lengths(
             answer = min(max(1, round(rng.lognormvariate(mu, sigma))), max_positions - shape.prompt)
             requests.append(_request(len(requests), prompt, answer, seed=seed))
     return Workload(f"{shape} lognormal {sigma:g}", tuple(requests))
+
+
+def uniform_lengths(
+    num_groups: int, group_size: int, prompt: int, answers: Span, vocab_size: int, seed: int
+) -> Workload:
+    """Groups of siblings whose answers are drawn from the span; one length alone keeps a group one request."""
+    shape = Shape(num_groups * group_size, prompt, answers.longest)
+    if answers.shortest == answers.longest:
+        return fixed_lengths(shape, group_size, vocab_size, seed)
+    rng = random.Random(seed)
+    requests: list[GenerationRequest] = []
+    for _ in range(num_groups):
+        tokens = _random_tokens(rng, vocab_size, prompt)
+        for _ in range(group_size):
+            answer = rng.randint(answers.shortest, answers.longest)
+            requests.append(_request(len(requests), tokens, answer, seed=seed))
+    return Workload(f"{shape.requests}x{prompt}+{answers}", tuple(requests))
 
 
 def recorded_lengths(path: Path, most: int | None, vocab_size: int, seed: int) -> Workload:

@@ -176,6 +176,19 @@ class Trainer:
         metrics["train/tokens_per_second"] = tokens / (time.perf_counter() - started)
         return PolicyUpdate(self.policy_version, metrics)
 
+    def accumulate(self, batch: PackedBatch, kv: KVReplay, *, collect_kv_amax: bool = False) -> Tensor:
+        """Adds the on-policy gradient of every micro-batch and updates nothing; returns the loss, on the device. What
+        `train` does but for the update, for benchmarks. K and V can be observed where `train` would observe them."""
+        assert self._collects_in_training or not collect_kv_amax, "built with collect_kv_amax=False"
+        self._kv_amax_2LK = self._unobserved() if collect_kv_amax else None
+        loss = torch.zeros((), device=self.device)
+        for minibatch, denominator in zip(batch.minibatches, batch.loss_denominators, strict=True):
+            prepared = [_Prepared(self._on_device(micro_batch)) for micro_batch in minibatch]
+            objective = _Objective(prepared, kv, on_policy=True, denominator=denominator)
+            for one in prepared:
+                loss += self._backward(objective, one)["loss"]
+        return loss
+
     def collect_kv_amax(self, tokens: PackedBatch | Sequence[Sequence[int]]) -> None:
         """A forward alone, with the present weights and no replay, that observes K and V: for the first step's prompts
         and for `calibration: exact`. What it saw comes out of `take_kv_amax`."""

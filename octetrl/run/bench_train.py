@@ -1,0 +1,384 @@
+"""Training speed: forward and backward of packed micro-batches under several precisions, through the real trainer.
+
+A turn builds one precision's trainer alone on the device, takes one untimed step and then `steps` timed ones: the
+gradient of all micro-batches, the optimizer's update, the new FP8 codes of the weights, each timed by itself. Turns
+alternate, A B A B, so that a device that slows down slows them all; what is reported is the median over all steps.
+
+Every micro-batch is full to the last token: sequences of drawn lengths, the last one cut; the last `trained_share` of a
+sequence's tokens are trained on, by GRPO's loss with random advantages. Weights are random (those of a folder where one
+is given); a precision with a calibrated cache replays it and observes K and V, as in a run.
+
+Model FLOPs, which are counted the same whatever is FP8, cached or made again in the backward:
+
+    6 * weights of linears * tokens  +  6 * V * E * trained tokens  +  3.5 * L * 4 * Q * sum of S (S + 1) / 2
+
+(a forward and two GEMMs of the same size in the backward; attention's backward has five where its forward has two). The
+ceiling beside them is 790 TFLOP/s, what a large BF16 GEMM reaches on an H200.
+
+S tokens of a sequence, V vocabulary, E hidden size, L layers, Q heads * head size.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.profiler import record_function
+
+from octetrl.algorithms.table import build_algorithm
+from octetrl.config.load import PRECISIONS
+from octetrl.config.memory import Precisions, estimate_memory, linear_elements
+from octetrl.config.schema import AlgorithmConfig, Fp8Config, ModelConfig, Recipe, TrainerConfig
+from octetrl.config.spec import ModelSpec
+from octetrl.fp8.gemm import choose_backend
+from octetrl.fp8.kv_scales import kv_scales_from_amax
+from octetrl.fp8.policy import PrecisionPolicy, precision_policy
+from octetrl.models.decoder import Decoder
+from octetrl.models.hf_weights import load_weights
+from octetrl.records import PackedBatch, Sample
+from octetrl.run.bench_parts import Trace, kernels_of_parts, part_rows, read_trace
+from octetrl.run.bench_rollout import BenchModel, Row, draw_weights, give_memory_back
+from octetrl.run.bench_workload import Span
+from octetrl.trainer.packing import PackingLayout, pack
+from octetrl.trainer.trainer import KVReplay, Trainer
+
+CEILING_FLOPS = 790e12  # per second, of a large BF16 GEMM on an H200
+PROFILED_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """How long the sequences of a micro-batch are: drawn from a span, or lognormally with this mean."""
+
+    span: Span | None
+    mean: int = 2048
+    sigma: float = 0.7
+
+    def __str__(self) -> str:
+        return str(self.span) if self.span is not None else f"lognormal {self.mean} {self.sigma:g}"
+
+    def draw(self, rng: random.Random, tokens: int) -> list[int]:
+        """Lengths whose sum is `tokens`, the last of them cut. None is below 2: a token must have a predecessor."""
+        lengths: list[int] = []
+        left = tokens
+        while left:
+            if self.span is not None:
+                length = rng.randint(self.span.shortest, self.span.longest)
+            else:
+                length = round(rng.lognormvariate(math.log(self.mean) - self.sigma**2 / 2, self.sigma))
+            length = min(max(2, length), left)
+            if left - length == 1:  # nothing could be learnt from the one token left
+                length += 1
+            lengths.append(length)
+            left -= length
+        return lengths
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBench:
+    """What is measured, and on what."""
+
+    model: BenchModel
+    precisions: tuple[str, ...]
+    mix: Mix
+    trainer: TrainerConfig
+    device: torch.device
+    micro_batches: int = 2
+    trained_share: float = 0.875
+    rounds: int = 1
+    steps: int = 3
+    optimizer: bool = True
+    profile: bool = False
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.micro_batches}x{self.trainer.tokens_per_micro_batch} of {self.mix}"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The micro-batches of a step, and what they amount to."""
+
+    batch: PackedBatch
+    lengths: tuple[int, ...]  # of every sequence
+    trained_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    gradient: float  # seconds
+    optimizer: float | None  # None: measured without one
+    requantize: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrainTurn:
+    """One precision, once."""
+
+    precision: str
+    steps: tuple[StepTime, ...]
+    work: Work
+    loss: float
+    startup_seconds: float  # nothing -> the first step's end
+    estimate_bytes: int
+    peak_bytes: int | None  # None on a CPU
+    trace: Trace | None = None
+
+
+def measure(bench: TrainBench, on_turn: Callable[[int, TrainTurn], None] | None = None) -> list[TrainTurn]:
+    """All turns, in the order in which they were taken. The last round is profiled where that was asked for."""
+    turns = []
+    for number in range(1, bench.rounds + 1):
+        for precision in bench.precisions:
+            turns.append(take_turn(bench, precision, profiled=bench.profile and number == bench.rounds))
+            if on_turn is not None:
+                on_turn(number, turns[-1])
+    return turns
+
+
+def take_turn(bench: TrainBench, precision: str, *, profiled: bool = False) -> TrainTurn:
+    """Builds, measures and takes down one trainer."""
+    began = time.perf_counter()
+    trainer = build_trainer(bench, precision)
+    work = draw_work(bench, trainer.layout)
+    arm = _Arm(trainer, work.batch, _replay(trainer, work.batch), bench.optimizer)
+    arm.step()  # compiles, allocates
+    up = _now(bench.device)
+    on_gpu = bench.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(bench.device)
+    steps = tuple(arm.step() for _ in range(bench.steps))
+    peak = torch.cuda.max_memory_allocated(bench.device) if on_gpu else None
+    loss = float(arm.loss)
+    assert math.isfinite(loss), f"{precision}: the loss is {loss}"
+    turn = TrainTurn(
+        precision=precision,
+        steps=steps,
+        work=work,
+        loss=loss,
+        startup_seconds=up - began,
+        estimate_bytes=estimate_bytes(bench, trainer.model.policy),
+        peak_bytes=peak,
+        trace=record(arm.step, PROFILED_STEPS) if profiled else None,
+    )
+    del arm, trainer
+    give_memory_back(bench.device)
+    return turn
+
+
+def build_trainer(bench: TrainBench, precision: str) -> Trainer:
+    """The trainer of one precision, weights in place."""
+    spec = bench.model.spec
+    policy = precision_policy(spec, Fp8Config(**PRECISIONS[precision]))
+    backend = choose_backend(bench.device, None) if policy.uses_fp8("train") else "emulated"
+    model = Decoder(spec, policy, "train", dtype=torch.bfloat16, device=bench.device, backend=backend)
+    if bench.model.folder is None:
+        draw_weights(model, bench.seed)
+    else:
+        load_weights(model, bench.model.folder)
+    model.requantize()
+    return Trainer(
+        model,
+        config=bench.trainer,
+        algorithm=build_algorithm(AlgorithmConfig()),
+        temperature=1.0,
+        total_steps=1,
+        reference=None,
+        collect_kv_amax=policy.kv_mode == "calibrated",
+        seed=bench.seed,
+        trains=bench.optimizer,
+    )
+
+
+def draw_work(bench: TrainBench, layout: PackingLayout) -> Work:
+    """The same for every precision, from the seed."""
+    rng = random.Random(bench.seed)
+    vocab_size = bench.model.spec.vocab_size
+    packed, lengths = [], []
+    for _ in range(bench.micro_batches):
+        drawn = bench.mix.draw(rng, layout.tokens_per_micro_batch)
+        samples = [_sample(rng, length, bench.trained_share, vocab_size) for length in drawn]
+        packed.append(pack(samples, layout, "token"))
+        lengths += drawn
+    batch = PackedBatch(
+        minibatches=(tuple(one for part in packed for minibatch in part.minibatches for one in minibatch),),
+        loss_denominators=(sum(part.loss_denominators[0] for part in packed),),
+        policy_version=0,
+    )
+    assert len(batch.minibatches[0]) == bench.micro_batches, "a full micro-batch was packed into several"
+    trained = sum(one.targets_N.numel() for one in batch.minibatches[0])
+    return Work(batch, tuple(lengths), trained)
+
+
+def _sample(rng: random.Random, length: int, trained_share: float, vocab_size: int) -> Sample:
+    trained = min(max(1, round(length * trained_share)), length - 1)
+    untrained = length - trained
+    logprob = -math.log(vocab_size)  # of an untrained model, about
+    return Sample(
+        token_ids=tuple(rng.choices(range(vocab_size), k=length)),
+        loss_mask=(False,) * untrained + (True,) * trained,
+        generator_logprobs=(0.0,) * untrained + (logprob,) * trained,
+        advantage=rng.gauss(0.0, 1.0),
+        policy_version=0,
+    )
+
+
+def _replay(trainer: Trainer, batch: PackedBatch) -> KVReplay:
+    policy = trainer.model.policy
+    if policy.kv_mode != "calibrated":
+        return KVReplay(policy.kv_mode)
+    trainer.collect_kv_amax(batch)
+    amax_2LK = trainer.take_kv_amax()
+    assert amax_2LK is not None, "KV calibration: no forward has observed K and V"
+    scales = kv_scales_from_amax(amax_2LK[0], amax_2LK[1], policy_version=0)
+    return KVReplay(policy.kv_mode, scales.k_scale_LK, scales.v_scale_LK)
+
+
+class _Arm:
+    """One trainer at work on one batch."""
+
+    def __init__(self, trainer: Trainer, batch: PackedBatch, kv: KVReplay, optimizer: bool) -> None:
+        self.trainer, self.batch, self.kv, self.optimizer = trainer, batch, kv, optimizer
+        self.loss = torch.zeros(())
+        self._observes = trainer.model.policy.kv_mode == "calibrated"
+
+    def step(self) -> StepTime:
+        trainer, device = self.trainer, self.trainer.device
+        if not self.optimizer:
+            trainer.model.zero_grad(set_to_none=True)
+        began = _now(device)
+        self.loss = trainer.accumulate(self.batch, self.kv, collect_kv_amax=self._observes)
+        learnt = _now(device)
+        if self.optimizer:
+            with record_function("optimizer"):
+                trainer.optimizer.clip_gradients()
+                trainer.optimizer.step(trainer.config.optimizer.lr)
+                trainer.optimizer.zero_grad()
+        updated = _now(device)
+        with record_function("requantize"):
+            trainer.model.requantize()
+        ended = _now(device)
+        return StepTime(learnt - began, updated - learnt if self.optimizer else None, ended - updated)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def record(step: Callable[[], object], steps: int) -> Trace:
+    """What the GPU did in so many steps, and who launched it."""
+    os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")  # see bench_profile.py
+    os.environ.setdefault("TEARDOWN_CUPTI", "0")
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(steps):
+            step()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return read_trace(json.loads(path.read_text())["traceEvents"])
+
+
+def estimate_bytes(bench: TrainBench, policy: PrecisionPolicy) -> int:
+    """What `octetrl check` says of the trainer's share: no KV cache and no codes that only an engine reads."""
+    recipe = Recipe(model=ModelConfig(path="random", init="random"), trainer=bench.trainer)
+    trained = [linear.name for linear in policy.linears if linear.train == "fp8"]
+    precisions = Precisions(fp8_rollout=(), fp8_train=trained, k_cache=policy.k_cache, v_cache=policy.v_cache)
+    on_gpu = bench.device.type == "cuda"
+    estimate = estimate_memory(recipe, bench.model.spec, precisions, on_gpu=on_gpu, device_bytes=None)
+    left_out = {"KV cache"} if bench.optimizer else {"KV cache", "optimizer", "gradients"}
+    total = sum(part.num_bytes for part in estimate.parts if part.name not in left_out)
+    return total if bench.optimizer else total + 2 * bench.model.spec.num_parameters  # gradients in BF16
+
+
+# ---------------------------------------------------------------- from turns to rows
+
+
+def model_flops(spec: ModelSpec, lengths: Sequence[int], trained_tokens: int) -> int:
+    """Of one forward and backward; the module's docstring has the formula."""
+    weights = spec.num_layers * sum(linear_elements(spec).values())
+    pairs = sum(length * (length + 1) // 2 for length in lengths)
+    attention = 14 * spec.num_layers * spec.q_size * pairs
+    return 6 * weights * sum(lengths) + 6 * spec.vocab_size * spec.hidden_size * trained_tokens + attention
+
+
+def rows_of(bench: TrainBench, turns: Sequence[TrainTurn]) -> list[Row]:
+    """A row for each precision: medians over the steps of all rounds, the worst case of memory."""
+    by_precision: dict[str, list[TrainTurn]] = {}
+    for turn in turns:
+        by_precision.setdefault(turn.precision, []).append(turn)
+    rows = [_row(bench, rounds) for rounds in by_precision.values()]
+    plain = {row["precision"]: float(row["train/tokens_per_second"]) for row in rows}.get("bf16")
+    for row in rows if plain is not None else ():
+        row["train/speedup_over_bf16"] = float(row["train/tokens_per_second"]) / plain
+    return rows
+
+
+def _row(bench: TrainBench, rounds: Sequence[TrainTurn]) -> Row:
+    work = rounds[0].work
+    steps = [step for turn in rounds for step in turn.steps]
+    seconds = [step.gradient for step in steps]
+    flops = model_flops(bench.model.spec, work.lengths, work.trained_tokens) / statistics.median(seconds)
+    row: Row = {
+        "precision": rounds[0].precision,
+        "workload": bench.name,
+        "rounds": len(rounds),
+        "steps": len(steps),
+        "train/tokens": work.tokens,
+        "train/trained_tokens": work.trained_tokens,
+        "train/sequences": len(work.lengths),
+        "train/layers": bench.model.spec.num_layers,
+        "train/checkpointing": bench.trainer.activation_checkpointing,
+        "train/tokens_per_second": work.tokens / statistics.median(seconds),
+        "train/tokens_per_second_min": work.tokens / max(seconds),
+        "train/tokens_per_second_max": work.tokens / min(seconds),
+        "train/gradient_ms": statistics.median(seconds) * 1e3,
+        "train/tflops": flops / 1e12,
+        "train/loss": rounds[0].loss,
+        "time/startup": rounds[0].startup_seconds,
+        "memory/estimate_gb": rounds[0].estimate_bytes / 1e9,
+    }
+    return row | dict(_further(rounds, steps, flops))
+
+
+def _further(rounds: Sequence[TrainTurn], steps: Sequence[StepTime], flops: float) -> Iterator[tuple[str, float]]:
+    """What a machine without a GPU, or a turn without an optimizer, has not; and the codes' renewal."""
+    updates = [step.optimizer for step in steps if step.optimizer is not None]
+    if updates:
+        yield "train/optimizer_ms", statistics.median(updates) * 1e3
+    yield "train/requantize_ms", statistics.median(step.requantize for step in steps) * 1e3
+    if rounds[0].peak_bytes is not None:
+        yield "train/ceiling_share", flops / CEILING_FLOPS
+        yield "memory/peak_gb", max(turn.peak_bytes or 0 for turn in rounds) / 1e9
+
+
+def profile_rows(turns: Sequence[TrainTurn]) -> tuple[list[Row], list[Row]]:
+    """The time table by part and the kernels behind it, of the turns that were profiled."""
+    parts: list[Row] = []
+    kernels: list[Row] = []
+    for turn in turns:
+        if turn.trace is None:
+            continue
+        walls = [step.gradient + (step.optimizer or 0.0) + step.requantize for step in turn.steps]
+        head: Row = {"precision": turn.precision}
+        parts += [head | row for row in part_rows(turn.trace, PROFILED_STEPS, statistics.median(walls))]
+        kernels += [head | row for row in kernels_of_parts(turn.trace, PROFILED_STEPS)]
+    return parts, kernels
