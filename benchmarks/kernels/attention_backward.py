@@ -30,7 +30,7 @@ from torch import Tensor
 from triton.testing import do_bench
 
 from benchmarks.record import RESULTS, write_result
-from octetrl.kernels.attention_library import attention_packed_backward_library
+from octetrl.kernels.attention_library import Library, attention_packed_backward_library
 from octetrl.kernels.attention_order import KVMode
 from octetrl.kernels.attention_packed import attention_packed_forward_triton
 from octetrl.kernels.attention_packed_backward import (
@@ -58,9 +58,23 @@ PACKS: dict[str, list[int]] = {
     "16x1024": [1024] * 16,
     "ragged 300..4600": [300, 4600, 950, 3100, 1700, 2234, 700, 2800],
 }
-DQ_TILES = [Tile(128, 64, 8, 2), Tile(128, 64, 8, 3), Tile(128, 128, 8, 2), Tile(64, 64, 4, 2), Tile(64, 128, 4, 2)]
-DKDV_TILES = [Tile(64, 128, 8, 2), Tile(64, 128, 8, 3), Tile(32, 128, 8, 3), Tile(64, 64, 4, 2), Tile(32, 64, 4, 3)]
-LIBRARIES = ("flash", "cudnn")
+DQ_TILES = [
+    Tile(128, 64, 8, 2),
+    Tile(128, 64, 8, 3),
+    Tile(128, 64, 8, 3, 1),
+    Tile(128, 128, 8, 2),
+    Tile(64, 64, 4, 2),
+    Tile(64, 128, 4, 2),
+]
+DKDV_TILES = [
+    Tile(64, 128, 8, 2),
+    Tile(64, 128, 8, 3),
+    Tile(64, 128, 8, 3, 1),
+    Tile(32, 128, 8, 3),
+    Tile(64, 64, 4, 2),
+    Tile(32, 64, 4, 3),
+]
+LIBRARIES: tuple[Library, ...] = ("flash", "cudnn")
 LIMIT = 1e-2
 
 Row = dict[str, object]
@@ -86,8 +100,8 @@ def case_of(lengths: list[int], heads: tuple[int, int], head_size: int, cache: s
     split = (heads[0], heads[1], heads[1])
     fused = torch.randn(tokens, sum(split), head_size, dtype=torch.bfloat16, device="cuda")
     q, k, v = fused.split(split, dim=1)
-    scales = [x.float().abs().amax((0, 2)) * 0.9 / 448 for x in (k, v)]
-    kv = kv_replay(k, v, kv_mode, *(scales if kv_mode == "calibrated" else (None, None)), quantize_k)
+    k_scale, v_scale = (x.float().abs().amax((0, 2)) * 0.9 / 448 for x in (k, v))
+    kv = kv_replay(k, v, kv_mode, k_scale, v_scale, quantize_k)
     cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
     tables = (cu_seqlens, max(lengths), head_size**-0.5)
     out, lse2 = attention_packed_forward_triton(q, kv, *tables)
@@ -124,8 +138,7 @@ def candidates() -> dict[str, Callable[..., Any]]:
 
 
 def tiled() -> Iterator[tuple[str, Callable[..., Any]]]:
-    for dq, dkdv in itertools.zip_longest(DQ_TILES, DKDV_TILES):
-        tiles = BackwardTiles(dq or DQ_TILES[0], dkdv or DKDV_TILES[0])
+    for tiles in map(BackwardTiles, DQ_TILES, DKDV_TILES):
         yield (
             f"triton {name_of(tiles.dq)} {name_of(tiles.dkdv)}",
             partial(attention_packed_backward_triton, tiles=tiles),
@@ -133,7 +146,7 @@ def tiled() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def name_of(tile: Tile) -> str:
-    return f"{tile.queries}x{tile.keys} w{tile.warps} s{tile.stages}"
+    return f"{tile.queries}x{tile.keys} w{tile.warps} s{tile.stages}/{tile.masked_stages}"
 
 
 def check(name: str, backward: Callable[..., Any], case: Case, wants: list[Tensor], used: int) -> bool:

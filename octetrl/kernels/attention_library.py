@@ -9,12 +9,12 @@ cuDNN's packed form is not offered: torch up to 2.12 takes the head size for the
 writes past a buffer wherever a sequence is longer (mended in pytorch/pytorch#186142).
 
 Both want BF16 operands and one softmax scale for all heads, so codes can't go in with their scales beside them:
-K' = code * scale and V' are rounded to BF16 once. That is exact where the scale is a power of two. Elsewhere each value
-moves by up to 2^-9 of itself, at random: dP by as much as rounding dS to BF16 does anyway, but a score by about
-2^-9 / sqrt(3 D) * |q| |k| * softmax_scale, and P = exp(s - lse) by that part of itself, while lse comes from the scores
-before rounding. That is 0.1% of P where |q| |k| softmax_scale is 11 (D = 128, unit variance), and 1% where it is 100;
-rows of P then no longer sum to one exactly. Our own kernels (attention_packed_backward.py) multiply the codes
-themselves and don't pay it.
+K' = code * scale and V' are rounded to BF16 once. That is exact where the scale is a power of two. Elsewhere a value
+moves by up to 2^-8 of itself, by 2^-9 in the mean square, at random: dP by as much as rounding dS to BF16 does anyway,
+but a score by about 2^-9 / sqrt(D) * |q| |k| * softmax_scale, and P = exp(s - lse) by that part of itself, while lse
+comes from the scores before rounding. With D = 128 that is 0.2% of P where |q| |k| softmax_scale is 11 (unit variance),
+and 2% where it is 100; rows of P then no longer sum to one exactly. Our own kernels (attention_packed_backward.py)
+multiply the codes themselves and don't pay it.
 
 T tokens, B sequences, S tokens of one sequence, H query heads, K kv heads, D head size.
 """
@@ -38,7 +38,7 @@ ROWS = 4  # that one program looks after when rows past the last sequence are ze
 
 
 @triton.jit
-def _zero_rest_kernel(
+def _zero_rest_gradient_kernel(
     x_ptr, cu_seqlens_ptr, num_sequences, num_tokens, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):
     used = tl.load(cu_seqlens_ptr + num_sequences)
@@ -54,7 +54,7 @@ def _zero_rest(x_THD: Tensor, cu_seqlens_B1: Tensor) -> Tensor:
     """x with zeros past `cu_seqlens_B1[-1]`, where a library leaves what was there; the host reads nothing."""
     x_THD = x_THD.contiguous()
     T, width = x_THD.shape[0], x_THD[0].numel()
-    _zero_rest_kernel[(triton.cdiv(T, ROWS),)](
+    _zero_rest_gradient_kernel[(triton.cdiv(T, ROWS),)](
         x_THD, cu_seqlens_B1, cu_seqlens_B1.shape[0] - 1, T,
         WIDTH=width, BLOCK=triton.next_power_of_2(width), ROWS=ROWS,
     )  # fmt: skip

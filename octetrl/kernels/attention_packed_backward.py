@@ -8,6 +8,7 @@
 P is recomputed from the forward's lse2 with the forward's scales. All operands are BF16: codes are exact in it, and
 its range holds small gradients that float16 would flush. Scales enter where the forward used them: the K scale on the
 scores and on dQ, the V scale on dP; dK and dV are gradients of the dequantised values, which pass straight through.
+A V scale that a whole head shares stays out of the loops: delta is divided by it, and dQ and dK are multiplied by it.
 
 Each sequence is walked in blocks from its own first token. Tiles that the causal mask leaves whole run in a loop of
 their own without a mask; the few on the diagonal and past the sequence's end run in a second one. The scores stand
@@ -49,7 +50,13 @@ class Tile(NamedTuple):
     queries: int
     keys: int
     warps: int
-    stages: int
+    stages: int  # of loads ahead in the loop without a mask
+    masked_stages: int = 2
+
+    @property
+    def launch(self) -> dict[str, int]:
+        blocks = {"BLOCK_I": self.queries, "BLOCK_J": self.keys, "num_warps": self.warps}
+        return {**blocks, "STAGES": self.stages, "MASKED_STAGES": self.masked_stages}
 
 
 class BackwardTiles(NamedTuple):
@@ -89,7 +96,7 @@ def _store_block(ptr, x, start, length, ROWS: tl.constexpr, HEADS: tl.constexpr,
 @triton.jit
 def _dq_tile(
     dq_ID, q_ID, dout_ID, lse2_I, delta_I, k_desc, v_desc, kv_head, first, start, first_query, length,
-    score_scale, v_scale, k_token_ptr, v_token_ptr,
+    score_scale, k_token_ptr, v_token_ptr,
     KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -110,8 +117,6 @@ def _dq_tile(
     if V_MODE == 2:
         v_scale_J = tl.load(v_token_ptr + key_J * KV_HEADS, mask=key_J < length, other=0.0)
         dp_IJ = dp_IJ * v_scale_J[None, :]
-    elif V_MODE == 1:
-        dp_IJ = dp_IJ * v_scale
     ds_IJ = p_IJ * (dp_IJ - delta_I[:, None])
     if K_MODE == 2:
         ds_IJ = ds_IJ * k_scale_J[None, :]
@@ -125,7 +130,8 @@ def _dq_kernel(
     q_desc, dout_desc, out_desc, k_desc, v_desc, lse2_ptr, rows_ptr, dq_ptr, cu_seqlens_ptr, k_scale_ptr, v_scale_ptr,
     base_scale, softmax_scale, num_sequences, num_tokens, stride_row,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_I: tl.constexpr,
-    BLOCK_J: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_J: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr,
+    STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
     KV_HEADS: tl.constexpr = HEADS // GROUP
     head = tl.program_id(0)
@@ -142,14 +148,11 @@ def _dq_kernel(
             v_token_ptr = v_scale_ptr
             score_scale = base_scale
             dq_scale = softmax_scale
-            v_scale = softmax_scale  # unused unless V_MODE == 1
             if K_MODE == 1:
-                score_scale = base_scale * tl.load(k_scale_ptr + kv_head)
-                dq_scale = softmax_scale * tl.load(k_scale_ptr + kv_head)
+                score_scale *= tl.load(k_scale_ptr + kv_head)
+                dq_scale *= tl.load(k_scale_ptr + kv_head)
             if K_MODE == 2:
                 k_token_ptr += token * KV_HEADS + kv_head
-            if V_MODE == 1:
-                v_scale = tl.load(v_scale_ptr + kv_head)
             if V_MODE == 2:
                 v_token_ptr += token * KV_HEADS + kv_head
 
@@ -157,6 +160,10 @@ def _dq_kernel(
             dout_ID = dout_desc.load([first + first_query, head * HEAD_SIZE])
             out_ID = out_desc.load([first + first_query, head * HEAD_SIZE])
             delta_I = tl.sum(dout_ID.to(tl.float32) * out_ID.to(tl.float32), 1)
+            if V_MODE == 1:
+                v_scale = tl.load(v_scale_ptr + kv_head)
+                delta_I = delta_I / v_scale
+                dq_scale *= v_scale
             query_I = first_query + tl.arange(0, BLOCK_I)
             inside_I = query_I < length
             lse2_I = tl.load(lse2_ptr + (token + query_I) * HEADS + head, mask=inside_I, other=0.0)
@@ -168,13 +175,13 @@ def _dq_kernel(
             for start in tl.range(0, whole, BLOCK_J, num_stages=STAGES):
                 dq_ID = _dq_tile(
                     dq_ID, q_ID, dout_ID, lse2_I, delta_I, k_desc, v_desc, kv_head, first, start, first_query, length,
-                    score_scale, v_scale, k_token_ptr, v_token_ptr,
+                    score_scale, k_token_ptr, v_token_ptr,
                     KV_HEADS, HEAD_SIZE, BLOCK_I, BLOCK_J, K_MODE, V_MODE, False,
                 )  # fmt: skip
-            for start in tl.range(whole, tl.minimum(length, first_query + BLOCK_I), BLOCK_J, num_stages=1):
+            for start in tl.range(whole, tl.minimum(length, first_query + BLOCK_I), BLOCK_J, num_stages=MASKED_STAGES):
                 dq_ID = _dq_tile(
                     dq_ID, q_ID, dout_ID, lse2_I, delta_I, k_desc, v_desc, kv_head, first, start, first_query, length,
-                    score_scale, v_scale, k_token_ptr, v_token_ptr,
+                    score_scale, k_token_ptr, v_token_ptr,
                     KV_HEADS, HEAD_SIZE, BLOCK_I, BLOCK_J, K_MODE, V_MODE, True,
                 )  # fmt: skip
             dq_ID = dq_ID * dq_scale
@@ -183,7 +190,7 @@ def _dq_kernel(
 
 @triton.jit
 def _dkdv_tile(
-    dk_JD, dv_JD, k_JD, v_JD, k_factor_J, v_factor_J, k_factor, v_factor, q_desc, dout_desc, rows_desc,
+    dk_JD, dv_JD, k_JD, v_JD, k_factor_J, v_factor_J, k_factor, q_desc, dout_desc, rows_desc,
     head, first, first_row, start, first_key, length,
     HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr, MASKED: tl.constexpr,
@@ -209,8 +216,6 @@ def _dkdv_tile(
     dv_JD = tl.dot(p_JI.to(tl.bfloat16), dout_ID, dv_JD)
     if V_MODE == 2:
         dp_JI = dp_JI * v_factor_J[:, None]
-    elif V_MODE == 1:
-        dp_JI = dp_JI * v_factor
     ds_JI = p_JI * (dp_JI - delta_I[None, :])
     dk_JD = tl.dot(ds_JI.to(tl.bfloat16), q_ID, dk_JD)
     return dk_JD, dv_JD
@@ -221,7 +226,8 @@ def _dkdv_kernel(
     q_desc, dout_desc, rows_desc, k_desc, v_desc, dk_ptr, dv_ptr, cu_seqlens_ptr, k_scale_ptr, v_scale_ptr,
     base_scale, softmax_scale, num_sequences, num_tokens,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_I: tl.constexpr,
-    BLOCK_J: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_J: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr,
+    STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
     KV_HEADS: tl.constexpr = HEADS // GROUP
     kv_head = tl.program_id(0)
@@ -239,7 +245,7 @@ def _dkdv_kernel(
             key_J = first_key + tl.arange(0, BLOCK_J)
             scale_J = (token + key_J) * KV_HEADS + kv_head
             k_factor = base_scale
-            v_factor = softmax_scale  # unused unless V_MODE == 1
+            dk_scale = softmax_scale
             k_factor_J = key_J  # unused unless K_MODE == 2
             v_factor_J = key_J
             if K_MODE == 1:
@@ -247,7 +253,7 @@ def _dkdv_kernel(
             if K_MODE == 2:
                 k_factor_J = tl.load(k_scale_ptr + scale_J, mask=key_J < length, other=0.0) * base_scale
             if V_MODE == 1:
-                v_factor = tl.load(v_scale_ptr + kv_head)
+                dk_scale = softmax_scale * tl.load(v_scale_ptr + kv_head)
             if V_MODE == 2:
                 v_factor_J = tl.load(v_scale_ptr + scale_J, mask=key_J < length, other=0.0)
 
@@ -257,24 +263,28 @@ def _dkdv_kernel(
             diagonal = tl.minimum(BLOCK_J // BLOCK_I, num_tiles)
             whole = tl.maximum((length - first_key) // BLOCK_I - diagonal, 0)
             masked = num_tiles - whole
-            for turn in tl.range(0, GROUP * whole, num_stages=STAGES):
-                member = turn // whole
-                start = first_key + (diagonal + turn - member * whole) * BLOCK_I
+            head = kv_head * GROUP
+            start = first_key + diagonal * BLOCK_I
+            for _ in tl.range(0, GROUP * whole, num_stages=STAGES):
                 dk_JD, dv_JD = _dkdv_tile(
-                    dk_JD, dv_JD, k_JD, v_JD, k_factor_J, v_factor_J, k_factor, v_factor, q_desc, dout_desc, rows_desc,
-                    kv_head * GROUP + member, first, first_row, start, first_key, length,
+                    dk_JD, dv_JD, k_JD, v_JD, k_factor_J, v_factor_J, k_factor, q_desc, dout_desc, rows_desc,
+                    head, first, first_row, start, first_key, length,
                     HEADS, HEAD_SIZE, BLOCK_I, BLOCK_J, K_MODE, V_MODE, False,
                 )  # fmt: skip
-            for turn in tl.range(0, GROUP * masked, num_stages=1):
+                start += BLOCK_I
+                last = start == first_key + (diagonal + whole) * BLOCK_I
+                head += last.to(tl.int32)
+                start = tl.where(last, first_key + diagonal * BLOCK_I, start)
+            for turn in tl.range(0, GROUP * masked, num_stages=MASKED_STAGES):
                 member = turn // masked
                 tile = turn - member * masked
                 start = first_key + tl.where(tile < diagonal, tile, tile + whole) * BLOCK_I
                 dk_JD, dv_JD = _dkdv_tile(
-                    dk_JD, dv_JD, k_JD, v_JD, k_factor_J, v_factor_J, k_factor, v_factor, q_desc, dout_desc, rows_desc,
+                    dk_JD, dv_JD, k_JD, v_JD, k_factor_J, v_factor_J, k_factor, q_desc, dout_desc, rows_desc,
                     kv_head * GROUP + member, first, first_row, start, first_key, length,
                     HEADS, HEAD_SIZE, BLOCK_I, BLOCK_J, K_MODE, V_MODE, True,
                 )  # fmt: skip
-            dk_JD = dk_JD * softmax_scale
+            dk_JD = dk_JD * dk_scale
         offset = (token * KV_HEADS + kv_head) * HEAD_SIZE
         _store_block(dk_ptr + offset, dk_JD, first_key, length, BLOCK_J, KV_HEADS, HEAD_SIZE)
         _store_block(dv_ptr + offset, dv_JD, first_key, length, BLOCK_J, KV_HEADS, HEAD_SIZE)
@@ -346,7 +356,7 @@ def launch_dq(operands: Operands, out_THD: Tensor, lse2_TH: Tensor, tile: Tile) 
     by_key = (_descriptor(x, tile.keys) for x in (operands.k_TKD, operands.v_TKD))
     _dq_kernel[(q.shape[1], operands.items(tile.queries))](
         *by_query, *by_key, lse2_TH, operands.rows, dq_THD, *operands.tables, operands.rows.stride(0),
-        **operands.shape, BLOCK_I=tile.queries, BLOCK_J=tile.keys, STAGES=tile.stages, num_warps=tile.warps,
+        **operands.shape, **tile.launch,
     )  # fmt: skip
     return dq_THD
 
@@ -361,7 +371,7 @@ def launch_dkdv(operands: Operands, tile: Tile) -> tuple[Tensor, Tensor]:
     by_row = TensorDescriptor(rows, list(rows.shape), [rows.stride(0), 1], [1, tile.queries])
     _dkdv_kernel[(k.shape[1], operands.items(tile.keys))](
         *by_query, by_row, *by_key, dk_TKD, dv_TKD, *operands.tables,
-        **operands.shape, BLOCK_I=tile.queries, BLOCK_J=tile.keys, STAGES=tile.stages, num_warps=tile.warps,
+        **operands.shape, **tile.launch,
     )  # fmt: skip
     return dk_TKD, dv_TKD
 
