@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octetrl.fp8.format import E4M3
-from octetrl.kernels.attention_order import MODE_NUMBER, KVMode, operand_dtype
+from octetrl.kernels.attention_order import MODE_NUMBER, SUPPORTED_HEAD_SIZES, KVMode, operand_dtype
 from octetrl.kernels.kv_store import ReplayedKV, kv_replay_reference
 from octetrl.kernels.qkv_store import _normed
 from octetrl.kernels.quantize_activation import block_scale, magnitude_bits
@@ -186,7 +186,7 @@ def _qkv_rotate_kernel(
 
 def tile_of(head_size: int, warps: int) -> int:
     """Rows of a tile in which a thread has eight elements of each half."""
-    assert head_size >= 16 and head_size & (head_size - 1) == 0, f"head size {head_size}: not a power of two from 16 on"
+    assert head_size in SUPPORTED_HEAD_SIZES, f"head size {head_size}, not one of {SUPPORTED_HEAD_SIZES}"
     return warps * 32 * ROW_ELEMENTS // head_size
 
 

@@ -28,7 +28,7 @@ REPLAYS: list[tuple[KVMode, bool]] = [
     ("dynamic", True),
     ("dynamic", False),
 ]
-SHAPES = [(6, 3, 32, True), (9, 5, 64, False), (4, 2, 128, True), (2, 1, 16, True)]
+SHAPES = [(6, 3, 32, True), (9, 5, 64, False), (10, 5, 128, True), (2, 1, 16, True)]
 
 
 def _inputs(heads: int, kv_heads: int, size: int, norm: bool, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from tests.unit.kernels.training_row_cases import interpreted  # noqa: F401
 
 EPS = 1e-6
 TOKENS = 11
-SHAPES = [(6, 3, 32, True), (9, 5, 64, False), (4, 2, 128, True), (2, 1, 16, True)]
+SHAPES = [(6, 3, 32, True), (9, 5, 64, False), (10, 5, 128, True), (2, 1, 16, True)]
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, float, Tensor, Tensor]
 
 

@@ -1,4 +1,4 @@
-"""Running the training's row kernels in Triton's interpreter, with few programs, so that each has several tiles.
+"""Running the training's row kernels in Triton's interpreter, with few programs and small tiles.
 
 The interpreter takes sums in another order than a GPU and rounds to E4M3 in its own way, so float32 results are
 compared closely here and codes by distance; bits are compared on a GPU (tests/gpu/test_training_rows.py).
@@ -39,4 +39,6 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
                 monkeypatch.setattr(module, name, interpreter.InterpretedFunction(member.fn))
     monkeypatch.setattr(rms_norm_backward, "PROGRAMS", 3)
     monkeypatch.setattr(rms_norm_backward, "TILE_ELEMENTS", 256)
-    monkeypatch.setattr(qkv_rotate_backward, "PROGRAMS", 3)
+    monkeypatch.setattr(qkv_rotate_backward, "PROGRAMS", 2)
+    for module in (qkv_rotate, qkv_rotate_backward):
+        monkeypatch.setattr(module, "WARPS", 1)
