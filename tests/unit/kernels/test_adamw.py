@@ -140,14 +140,14 @@ def test_an_8bit_value_is_within_a_code_and_right_in_the_mean() -> None:
 def test_zero_tiny_and_huge_gradients(states: str) -> None:
     state = State(3 * STATE_BLOCK, states, master=True)
     gradient = torch.zeros(3, STATE_BLOCK)
-    gradient[1, 0], gradient[1, 1], gradient[2] = 1e4, 1e-12, 1e-18
+    gradient[1], gradient[1, 0], gradient[1, 1], gradient[2] = 1e-2, 1e4, 1e-12, 1e-18
     before = state.weight.clone()
     for step in range(1, 30):
-        state.update(gradient.view(-1), step)
+        state.update(gradient.view(-1) * (step % 5 > 0), step)  # now and then none: m > 0 over what is left of v
         assert state.master is not None and state.master.isfinite().all()
     moved = (state.master - before.float() * 0.999**29).abs().view(3, -1)
     assert (moved[0] < 1e-5).all()  # decay alone
-    assert moved[1, 0] == pytest.approx(29e-2, rel=0.15)
+    assert 0.6 * 29e-2 < moved[1, 0] < 29e-2
     assert (moved <= 29e-2 * 1.3).all()  # no step far above the learning rate
     assert (decode_square(state.exp_avg_sq)[:STATE_BLOCK] == 0).all()
 
