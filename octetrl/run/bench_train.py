@@ -23,7 +23,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 import statistics
 import tempfile
 import time
@@ -35,6 +34,7 @@ import torch
 from torch.profiler import record_function
 
 from octetrl.algorithms.table import build_algorithm
+from octetrl.config.errors import UserError
 from octetrl.config.load import PRECISIONS
 from octetrl.config.memory import Precisions, estimate_memory, linear_elements
 from octetrl.config.schema import AlgorithmConfig, Fp8Config, ModelConfig, Recipe, TrainerConfig
@@ -44,43 +44,14 @@ from octetrl.fp8.kv_scales import kv_scales_from_amax
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.models.hf_weights import load_weights
-from octetrl.records import PackedBatch, Sample
+from octetrl.records import PackedBatch
+from octetrl.run.bench_mix import Mix, Work, draw_work
 from octetrl.run.bench_parts import Trace, kernels_of_parts, part_rows, read_trace
 from octetrl.run.bench_rollout import BenchModel, Row, draw_weights, give_memory_back
-from octetrl.run.bench_workload import Span
-from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.trainer.trainer import KVReplay, Trainer
 
 CEILING_FLOPS = 790e12  # per second, of a large BF16 GEMM on an H200
 PROFILED_STEPS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Mix:
-    """How long the sequences of a micro-batch are: drawn from a span, or lognormally with this mean."""
-
-    span: Span | None
-    mean: int = 2048
-    sigma: float = 0.7
-
-    def __str__(self) -> str:
-        return str(self.span) if self.span is not None else f"lognormal {self.mean} {self.sigma:g}"
-
-    def draw(self, rng: random.Random, tokens: int) -> list[int]:
-        """Lengths whose sum is `tokens`, the last of them cut. None is below 2: a token must have a predecessor."""
-        lengths: list[int] = []
-        left = tokens
-        while left:
-            if self.span is not None:
-                length = rng.randint(self.span.shortest, self.span.longest)
-            else:
-                length = round(rng.lognormvariate(math.log(self.mean) - self.sigma**2 / 2, self.sigma))
-            length = min(max(2, length), left)
-            if left - length == 1:  # nothing could be learnt from the one token left
-                length += 1
-            lengths.append(length)
-            left -= length
-        return lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,19 +74,6 @@ class TrainBench:
     @property
     def name(self) -> str:
         return f"{self.micro_batches}x{self.trainer.tokens_per_micro_batch} of {self.mix}"
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """The micro-batches of a step, and what they amount to."""
-
-    batch: PackedBatch
-    lengths: tuple[int, ...]  # of every sequence
-    trained_tokens: int
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +112,7 @@ def take_turn(bench: TrainBench, precision: str, *, profiled: bool = False) -> T
     """Builds, measures and takes down one trainer."""
     began = time.perf_counter()
     trainer = build_trainer(bench, precision)
-    work = draw_work(bench, trainer.layout)
+    work = draw_work(bench.mix, bench.micro_batches, bench.trained_share, trainer.layout, bench.model.spec, bench.seed)
     arm = _Arm(trainer, work.batch, _replay(trainer, work.batch), bench.optimizer)
     arm.step()  # compiles, allocates
     up = _now(bench.device)
@@ -201,39 +159,6 @@ def build_trainer(bench: TrainBench, precision: str) -> Trainer:
         collect_kv_amax=policy.kv_mode == "calibrated",
         seed=bench.seed,
         trains=bench.optimizer,
-    )
-
-
-def draw_work(bench: TrainBench, layout: PackingLayout) -> Work:
-    """The same for every precision, from the seed."""
-    rng = random.Random(bench.seed)
-    vocab_size = bench.model.spec.vocab_size
-    packed, lengths = [], []
-    for _ in range(bench.micro_batches):
-        drawn = bench.mix.draw(rng, layout.tokens_per_micro_batch)
-        samples = [_sample(rng, length, bench.trained_share, vocab_size) for length in drawn]
-        packed.append(pack(samples, layout, "token"))
-        lengths += drawn
-    batch = PackedBatch(
-        minibatches=(tuple(one for part in packed for minibatch in part.minibatches for one in minibatch),),
-        loss_denominators=(sum(part.loss_denominators[0] for part in packed),),
-        policy_version=0,
-    )
-    assert len(batch.minibatches[0]) == bench.micro_batches, "a full micro-batch was packed into several"
-    trained = sum(one.targets_N.numel() for one in batch.minibatches[0])
-    return Work(batch, tuple(lengths), trained)
-
-
-def _sample(rng: random.Random, length: int, trained_share: float, vocab_size: int) -> Sample:
-    trained = min(max(1, round(length * trained_share)), length - 1)
-    untrained = length - trained
-    logprob = -math.log(vocab_size)  # of an untrained model, about
-    return Sample(
-        token_ids=tuple(rng.choices(range(vocab_size), k=length)),
-        loss_mask=(False,) * untrained + (True,) * trained,
-        generator_logprobs=(0.0,) * untrained + (logprob,) * trained,
-        advantage=rng.gauss(0.0, 1.0),
-        policy_version=0,
     )
 
 
@@ -309,6 +234,21 @@ def estimate_bytes(bench: TrainBench, policy: PrecisionPolicy) -> int:
     return total if bench.optimizer else total + 2 * bench.model.spec.num_parameters  # gradients in BF16
 
 
+def check_memory(bench: TrainBench) -> None:
+    """Raises UserError where the estimate of a precision is more than the GPU has."""
+    if bench.device.type != "cuda":
+        return
+    device_bytes = torch.cuda.mem_get_info(bench.device)[1]
+    for precision in bench.precisions:
+        needed = estimate_bytes(bench, precision_policy(bench.model.spec, Fp8Config(**PRECISIONS[precision])))
+        if needed > device_bytes:
+            raise UserError(
+                f"--precision: {precision} takes about {needed / 1e9:.0f} GB and the GPU has {device_bytes / 1e9:.0f};"
+                f" add --optimizer-states bfloat16 --master stochastic_rounding, --offload or --no-optimizer, or lower"
+                f" --tokens or --layers"
+            )
+
+
 # ---------------------------------------------------------------- from turns to rows
 
 
@@ -326,9 +266,10 @@ def rows_of(bench: TrainBench, turns: Sequence[TrainTurn]) -> list[Row]:
     for turn in turns:
         by_precision.setdefault(turn.precision, []).append(turn)
     rows = [_row(bench, rounds) for rounds in by_precision.values()]
-    plain = {row["precision"]: float(row["train/tokens_per_second"]) for row in rows}.get("bf16")
-    for row in rows if plain is not None else ():
-        row["train/speedup_over_bf16"] = float(row["train/tokens_per_second"]) / plain
+    plain = {row["precision"]: float(row["train/tokens_per_second"]) for row in rows}
+    if "bf16" in plain:
+        for row in rows:
+            row["train/speedup_over_bf16"] = float(row["train/tokens_per_second"]) / plain["bf16"]
     return rows
 
 

@@ -1,0 +1,113 @@
+"""What the verbs of `octetrl bench` share: options, the checks of their values, and the table."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from octetrl.config.errors import UserError, nearest
+from octetrl.config.load import PRECISIONS
+
+if TYPE_CHECKING:
+    from octetrl.run.bench_rollout import BenchModel, Row
+
+RESULTS = Path("benchmarks/results")
+TABLE_WIDTH = 150
+
+Model = Annotated[
+    str | None,
+    typer.Option(help="A preset (random weights) or a Hugging Face folder. Default: qwen3-8b; on a CPU tiny."),
+]
+PrecisionList = Annotated[str, typer.Option("--precision", help="Precisions, side by side.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Turns of each precision, in alternation.")]
+Layers = Annotated[int | None, typer.Option(min=1, help="Only so many of the model's layers; for a small machine.")]
+MaxBatch = Annotated[int, typer.Option(min=1, help="Most sequences decoded together.")]
+Out = Annotated[Path | None, typer.Option(help="Folder of the JSON. Default: benchmarks/results if there, else here.")]
+Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: the GPU where there is one.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of weights, prompts, lengths and sampling.")]
+Checkpointing = Annotated[str, typer.Option(help="What the backward finds kept: none, attention or layer.")]
+States = Annotated[
+    str, typer.Option("--optimizer-states", help="Of the optimizer's moments: float32, bfloat16 or 8bit.")
+]
+Master = Annotated[str, typer.Option(help="Master weights: float32 or stochastic_rounding.")]
+Offload = Annotated[bool, typer.Option("--offload", help="Moments and masters stay in the host's memory.")]
+LogprobChunk = Annotated[int, typer.Option(min=1, help="Trained tokens whose logits exist at one time.")]
+
+
+def choices(option: str, text: str, allowed: Sequence[str]) -> tuple[str, ...]:
+    """The names in a comma-separated list, each allowed and given once."""
+    names = tuple(text.split(","))
+    for name in names:
+        if name not in allowed:
+            raise UserError(f"{option}: '{name}' is not one of {', '.join(allowed)}{nearest(name, allowed)}")
+    if len(set(names)) < len(names):
+        again = "; repeat all of them with --rounds" if option == "--precision" else "; name each once"
+        raise UserError(f"{option}: '{text}' names one twice{again}")
+    return names
+
+
+def precisions_of(text: str) -> tuple[str, ...]:
+    return choices("--precision", text, tuple(PRECISIONS))
+
+
+def results_folder(out: Path | None) -> Path:
+    folder = out or (RESULTS if RESULTS.is_dir() else Path())
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--out: '{folder}' is a file; give a folder")
+    return folder
+
+
+def make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out: cannot make the folder '{folder}' ({error.strerror}); give another") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"--out: cannot write in '{folder}' (Permission denied); give another folder")
+
+
+def with_layers(model: BenchModel, layers: int | None) -> BenchModel:
+    """The model cut to its first layers, and named so."""
+    from dataclasses import replace
+
+    if layers is None or layers == model.spec.num_layers:
+        return model
+    if layers > model.spec.num_layers:
+        raise UserError(f"--layers: {layers} were asked for and {model.name} has {model.spec.num_layers}; give fewer")
+    if model.folder is not None:
+        raise UserError(f"--layers: '{model.name}' is a folder with weights of its own; give a preset, or leave it out")
+    return replace(model, name=f"{model.name}_{layers}_layers", spec=replace(model.spec, num_layers=layers))
+
+
+def choice_of(option: str, text: str, allowed: Sequence[str]) -> str:
+    """One name of those that are allowed."""
+    if text not in allowed:
+        raise UserError(f"{option}: '{text}' is not one of {', '.join(allowed)}{nearest(text, allowed)}")
+    return text
+
+
+def print_table(
+    title: str,
+    names: Sequence[str],
+    columns: Mapping[str, tuple[str, str]],
+    rows: Iterable[Row],
+    legend: str | None = None,
+) -> None:
+    """`names`: keys of the text columns; `columns`: key of a row -> heading and format. A missing figure is `-`."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, caption=legend, caption_justify="left")
+    for heading in names:
+        table.add_column(heading, no_wrap=True)
+    for heading, _ in columns.values():
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        cells = [format(row[key], form) if key in row else "-" for key, (_, form) in columns.items()]
+        table.add_row(*[str(row[name]) for name in names], *cells)
+    needed = Console(width=TABLE_WIDTH * 4).measure(table).maximum  # a cell that is cut is a figure that is lost
+    Console(width=max(TABLE_WIDTH, needed)).print(table)

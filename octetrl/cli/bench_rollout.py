@@ -1,0 +1,197 @@
+"""`octetrl bench rollout`: generation speed under several precisions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from octetrl.cli.bench_options import (
+    TABLE_WIDTH,
+    Device,
+    MaxBatch,
+    Model,
+    Out,
+    PrecisionList,
+    Rounds,
+    Seed,
+    make_folder,
+    precisions_of,
+    print_table,
+    results_folder,
+)
+from octetrl.config.errors import UserError
+from octetrl.run.bench_workload import (
+    Shape,
+    Workload,
+    check_positions,
+    fixed_lengths,
+    lognormal_lengths,
+    recorded_lengths,
+)
+
+if TYPE_CHECKING:
+    from octetrl.run.bench_rollout import BenchModel, Row, Turn
+
+ON_GPU, ON_CPU = Shape(128, 512, 4096), Shape(8, 16, 32)
+DRAWN = ("fixed", "lognormal")  # --lengths; anything else is a file
+KERNELS_SHOWN = 20
+COLUMNS = {  # key of a row: heading, format
+    "rollout/tokens_per_second": ("tokens/s", ",.0f"),
+    "rollout/speedup_over_bf16": ("to\nbf16", ".2f"),
+    "rollout/step_ms_p50": ("step ms\np50", ".2f"),
+    "rollout/step_ms_p99": ("step ms\np99", ".2f"),
+    "rollout/floor_share": ("of the\nfloor", ".1%"),
+    "rollout/kv_capacity_tokens": ("KV cache\ntokens", ",d"),
+    "rollout/batch_occupancy": ("occupancy", ".1%"),
+    "rollout/tail_share": ("tail", ".1%"),
+    "rollout/preemptions": ("preempted", "d"),
+    "time/startup": ("start s", ".1f"),
+    "time/first_token": ("warm s", ".3f"),
+    "memory/peak_gb": ("peak GB", ".1f"),
+}
+LEGEND = (
+    "floor: weights of linears and lm_head read once a decode step, and the live keys and values, a prompt counted for"
+    " each sibling, at 4.3 TB/s (H200); its share is of the whole call's time. tail: share of the decode time with less"
+    " than half of the batch running. start: from nothing to a first token; warm: that request again."
+)
+
+Requests = Annotated[
+    int | None, typer.Option(min=1, help="Completions, all siblings counted. Default: 128; on a CPU 8.")
+]
+Prompt = Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt. Default: 512; on a CPU 16.")]
+Answer = Annotated[int | None, typer.Option(min=1, help="Tokens of an answer, or their mean. Default: 4096; CPU 32.")]
+Workloads = Annotated[
+    list[str] | None,
+    typer.Option("--workload", help="REQUESTSxPROMPT+ANSWER instead of those three; may be given several times."),
+]
+Lengths = Annotated[
+    str,
+    typer.Option(
+        metavar="fixed|lognormal|FILE.jsonl",
+        help="Of the answers; a rollouts/step_NNNNNN.jsonl of a run gives prompt lengths too. Where lengths differ,"
+        " each sibling is a request of its own with its group's prompt, which is then prefilled for each of them.",
+    ),
+]
+Sigma = Annotated[
+    float | None, typer.Option(min=0.0, max=3.0, help="lognormal: of the logarithm of the length. Default: 0.7.")
+]
+GroupSize = Annotated[int | None, typer.Option(min=1, help="Siblings that share a prompt. Default: 8; on a CPU 4.")]
+Warmup = Annotated[int, typer.Option(min=0, help="Tokens of each answer in an untimed call before the timed one.")]
+KVFraction = Annotated[float, typer.Option(min=0.01, max=0.95, help="Share of the free memory for the KV cache.")]
+Profile = Annotated[bool, typer.Option("--profile", help="Also the time of every kernel of a decode step; on a GPU.")]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The options that make a workload."""
+
+    shapes: Sequence[Shape]
+    requests: int | None  # as given: how many rollouts of a file; None: all
+    lengths: str
+    sigma: float
+    group_size: int
+    seed: int
+
+
+def rollout(
+    model: Model = None,
+    precision: PrecisionList = "bf16,fp8_rollout,fp8_full",
+    requests: Requests = None,
+    prompt: Prompt = None,
+    answer: Answer = None,
+    workload: Workloads = None,
+    lengths: Lengths = "fixed",
+    sigma: Sigma = None,
+    group_size: GroupSize = None,
+    rounds: Rounds = 1,
+    warmup: Warmup = 16,
+    max_batch: MaxBatch = 256,
+    kv_fraction: KVFraction = 0.8,
+    profile: Profile = False,
+    out: Out = None,
+    device: Device = "auto",
+    seed: Seed = 0,
+) -> None:
+    """Generation speed under several precisions, beside what the memory allows."""
+    precisions, folder = precisions_of(precision), results_folder(out)
+    if workload and (requests, prompt, answer) != (None, None, None):
+        raise UserError("--workload: says what --requests, --prompt and --answer say; give it, or them")
+    if lengths not in DRAWN and (workload, prompt, answer) != (None, None, None):
+        raise UserError(f"--lengths: '{lengths}' says how long prompts and answers are; give with it --requests alone")
+    if sigma is not None and lengths != "lognormal":
+        raise UserError(f"--sigma: {sigma} spreads drawn lengths and --lengths is '{lengths}'; add --lengths lognormal")
+    shapes = [Shape.parse(text) for text in workload or ()]
+    from octetrl.config.schema import ClusterConfig
+    from octetrl.run.bench_rollout import Bench, find_model, measure, rows_of
+    from octetrl.run.device import resolve_device
+    from octetrl.telemetry.bench_record import write_result
+
+    chosen = resolve_device(ClusterConfig(device=device))
+    on_gpu = chosen.type == "cuda"
+    if profile and not on_gpu:
+        raise UserError("--profile: it times kernels on a GPU and this would run on a CPU; leave it out")
+    found = find_model(model if model is not None else "qwen3-8b" if on_gpu else "tiny")
+    usual = ON_GPU if on_gpu else ON_CPU
+    shapes = shapes or [Shape(requests or usual.requests, prompt or usual.prompt, answer or usual.answer)]
+    spread = 0.7 if sigma is None else sigma
+    asked = _Asked(shapes, requests, lengths, spread, group_size or (8 if on_gpu else 4), seed)
+    workloads = tuple(_workloads(asked, found))
+    plan = Bench(found, precisions, workloads, chosen, rounds, warmup, max_batch, kv_fraction, seed)
+    make_folder(folder)  # now, so that minutes of measuring are not lost
+    rows = rows_of(measure(plan, _say))
+    title = f"rollout, {plan.model.name} on {plan.device.type}"
+    print_table(title, ("precision", "workload"), COLUMNS, rows, LEGEND)
+    path = write_result("rollout", found.name, rows, folder)  # before the profile, which might fail
+    if profile:
+        from octetrl.run.bench_profile import profile_rows
+
+        kernels = profile_rows(plan)
+        _print_kernels(kernels)
+        write_result("rollout", found.name, rows, folder, kernels=kernels)
+    typer.echo(f"wrote {path}")
+
+
+def _workloads(asked: _Asked, model: BenchModel) -> Iterator[Workload]:
+    vocab_size, positions = model.spec.vocab_size, model.spec.max_positions
+    if asked.lengths not in DRAWN:
+        found = recorded_lengths(Path(asked.lengths), asked.requests, vocab_size, asked.seed)
+        check_positions(found.longest, positions, model.name)
+        yield found
+        return
+    for shape in asked.shapes:
+        check_positions(shape, positions, model.name)
+        if asked.lengths == "fixed":
+            yield fixed_lengths(shape, asked.group_size, vocab_size, asked.seed)
+        else:
+            yield lognormal_lengths(
+                shape, asked.group_size, vocab_size, asked.seed, sigma=asked.sigma, max_positions=positions
+            )
+
+
+def _say(number: int, turn: Turn) -> None:
+    speed = f"{turn.metrics.tokens_per_second:,.0f} tokens/s in {turn.metrics.seconds:.1f} s"
+    typer.echo(f"round {number}  {turn.workload.name}  {turn.precision}: {speed}, up in {turn.startup_seconds:.1f} s")
+
+
+def _print_kernels(kernels: Sequence[Row]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    by_arm: dict[tuple[object, object], list[Row]] = {}
+    for row in kernels:
+        by_arm.setdefault((row["workload"], row["precision"]), []).append(row)
+    for (workload, precision), rows in by_arm.items():
+        table = Table(title=f"one decode step, {precision}, {workload}")
+        table.add_column("kernel", no_wrap=True)
+        for heading in ("calls", "us", "share"):
+            table.add_column(heading, justify="right")
+        shown = [*rows[:-1][:KERNELS_SHOWN], rows[-1]]  # the last is the time between kernels
+        for row in shown:
+            numbers = [row["calls_per_step"], row["us_per_step"], row["share"]]
+            cells = [format(value, form) for value, form in zip(numbers, (".1f", ",.1f", ".1%"), strict=True)]
+            table.add_row(str(row["kernel"]), *cells)
+        Console(width=TABLE_WIDTH).print(table)

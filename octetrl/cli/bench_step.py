@@ -1,0 +1,178 @@
+"""`octetrl bench step`: the whole GRPO step under several precisions, by phase."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from octetrl.cli.bench_options import (
+    Checkpointing,
+    Device,
+    Layers,
+    LogprobChunk,
+    Master,
+    MaxBatch,
+    Model,
+    Offload,
+    Out,
+    PrecisionList,
+    Rounds,
+    Seed,
+    States,
+    choices,
+    make_folder,
+    precisions_of,
+    print_table,
+    results_folder,
+    with_layers,
+)
+from octetrl.cli.bench_train import Tokens, trainer_config
+from octetrl.config.errors import UserError
+from octetrl.run.bench_workload import Shape, Span, check_positions, uniform_lengths
+
+if TYPE_CHECKING:
+    from octetrl.run.bench_step import StepTurn
+
+ON_GPU, ON_CPU = (64, 8, 512, "2048-4096", 16_384), (2, 2, 8, "4-12", 64)  # prompts, group, prompt, answers, tokens
+COLUMNS = {  # key of a row: heading, format
+    "time/step": ("step\ns", ",.2f"),
+    "step/step_speedup_over_bf16": ("to\nbf16", ".2f"),
+    "step/tokens_per_second": ("tokens/s", ",.0f"),
+    "time/produce": ("produce\ns", ",.2f"),
+    "step/produce_share": ("of the\nstep", ".1%"),
+    "step/produce_speedup_over_bf16": ("to\nbf16", ".2f"),
+    "time/learn": ("learn\ns", ",.2f"),
+    "step/learn_share": ("of the\nstep", ".1%"),
+    "step/learn_speedup_over_bf16": ("to\nbf16", ".2f"),
+    "step/publish_ms": ("publish\nms", ",.1f"),
+    "step/publish_share": ("of the\nstep", ".2%"),
+    "step/publish_gb_per_second": ("GB/s", ",.0f"),
+    "mismatch/token_mult_prob_error": ("mismatch", ".4f"),
+    "memory/learn_peak_gb": ("peak\nGB", ".1f"),
+}
+CALIBRATION_COLUMNS = {
+    "calibration/ms": ("ms", ",.1f"),
+    "calibration/min_ms": ("min", ",.1f"),
+    "calibration/max_ms": ("max", ",.1f"),
+    "calibration/added_ms": ("over\noff", ",.1f"),
+    "calibration/step_share": ("of the\nstep", ".2%"),
+}
+LEGEND = (
+    "produce: generation, and samples with random rewards. learn: forward, backward, update, KV scales. publish: new"
+    " FP8 codes and the engine's check of them; GB/s of codes. tokens/s: prompts and answers over the whole step."
+    " peak: of learn and publish. mismatch: mean exp|engine - trainer| of log-probs, 1 where both are equal."
+)
+
+Prompts = Annotated[int | None, typer.Option(min=1, help="Prompts of a step. Default: 64; on a CPU 2.")]
+Group = Annotated[int | None, typer.Option(min=2, help="Siblings of a prompt. Default: 8; on a CPU 2.")]
+PromptTokens = Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt. Default: 512; on a CPU 8.")]
+AnswerTokens = Annotated[
+    str | None,
+    typer.Option(metavar="N|N-M", help="Of an answer, drawn uniformly. Default: 2048-4096; on a CPU 4-12."),
+]
+Steps = Annotated[int, typer.Option(min=1, help="Timed steps of a turn, after a short one that is not timed.")]
+Warmup = Annotated[int, typer.Option(min=0, help="Tokens of each answer in the untimed step; 0: none is taken.")]
+LearnShare = Annotated[
+    float,
+    typer.Option(min=0.001, max=1.0, help="Learn from this share of the groups and reckon the time of all."),
+]
+KVFraction = Annotated[float, typer.Option(min=0.01, max=0.95, help="Share of the free memory for the KV cache.")]
+Calibration = Annotated[
+    str,
+    typer.Option(
+        metavar="fused,off,exact|none", help="Ways of calibration to compare, where a precision's cache is calibrated."
+    ),
+]
+CalibrationBatches = Annotated[int, typer.Option(min=1, help="Micro-batches that calibration is measured on.")]
+
+
+def step(
+    model: Model = None,
+    precision: PrecisionList = "bf16,fp8_rollout,fp8,fp8_full",
+    prompts: Prompts = None,
+    group: Group = None,
+    prompt_tokens: PromptTokens = None,
+    answer_tokens: AnswerTokens = None,
+    tokens: Tokens = None,
+    steps: Steps = 1,
+    rounds: Rounds = 1,
+    warmup: Warmup = 16,
+    learn_share: LearnShare = 1.0,
+    calibration: Calibration = "fused,off,exact",
+    calibration_micro_batches: CalibrationBatches = 2,
+    checkpointing: Checkpointing = "layer",
+    logprob_chunk: LogprobChunk = 1024,
+    optimizer_states: States = "float32",
+    master: Master = "float32",
+    offload: Offload = False,
+    max_batch: MaxBatch = 256,
+    kv_fraction: KVFraction = 0.85,
+    layers: Layers = None,
+    out: Out = None,
+    device: Device = "auto",
+    seed: Seed = 0,
+) -> None:
+    """The whole GRPO step under several precisions: produce, learn, publish, and what calibration costs."""
+    precisions, folder = precisions_of(precision), results_folder(out)
+    modes = () if calibration == "none" else choices("--calibration", calibration, ("fused", "off", "exact"))
+    answers = None if answer_tokens is None else Span.parse(answer_tokens, "--answer-tokens")
+    config = trainer_config(checkpointing, logprob_chunk, optimizer_states, master, offload)
+    from octetrl.config.schema import ClusterConfig
+    from octetrl.run.bench_rollout import find_model
+    from octetrl.run.bench_step import StepBench, measure
+    from octetrl.run.bench_step_rows import calibration_rows, rows_of
+    from octetrl.run.device import resolve_device
+    from octetrl.telemetry.bench_record import write_result
+
+    chosen = resolve_device(ClusterConfig(device=device))
+    on_gpu = chosen.type == "cuda"
+    usual = ON_GPU if on_gpu else ON_CPU
+    found = with_layers(find_model(model if model is not None else "qwen3-8b" if on_gpu else "tiny"), layers)
+    answers = answers or Span.parse(usual[3], "--answer-tokens")
+    shape = Shape((prompts or usual[0]) * (group or usual[1]), prompt_tokens or usual[2], answers.longest)
+    _check_shape(shape, found.spec.max_positions, found.name)
+    group_size = group or usual[1]
+    workload = uniform_lengths(prompts or usual[0], group_size, shape.prompt, answers, found.spec.vocab_size, seed)
+    plan = StepBench(
+        model=found,
+        precisions=precisions,
+        workload=workload,
+        group_size=group_size,
+        trainer=config.model_copy(update={"tokens_per_micro_batch": tokens or usual[4]}),
+        device=chosen,
+        rounds=rounds,
+        steps=steps,
+        warmup_tokens=warmup,
+        learn_share=learn_share,
+        max_batch=max_batch,
+        kv_fraction=kv_fraction,
+        calibration=modes,
+        calibration_micro_batches=calibration_micro_batches,
+        seed=seed,
+    )
+    make_folder(folder)  # now, so that minutes of measuring are not lost
+    turns = measure(plan, _say)
+    rows = rows_of(plan, turns)
+    learnt = "" if learn_share == 1.0 else f", learn reckoned from {learn_share:.0%} of the groups"
+    print_table(f"step, {found.name} on {chosen.type}, {workload.name}{learnt}", ("precision",), COLUMNS, rows, LEGEND)
+    costs = calibration_rows(plan, turns)
+    if costs:
+        title = f"calibration, forward and backward of {costs[0]['calibration/tokens']:,} tokens"
+        print_table(title, ("precision", "calibration"), CALIBRATION_COLUMNS, costs)
+    path = write_result("step", found.name, rows, folder, calibration=costs)
+    typer.echo(f"wrote {path}")
+
+
+def _check_shape(shape: Shape, positions: int, model: str) -> None:
+    try:
+        check_positions(shape, positions, model)
+    except UserError as error:
+        said = str(error).replace("--prompt or --answer", "--prompt-tokens or --answer-tokens")
+        raise UserError(said) from None
+
+
+def _say(number: int, turn: StepTurn) -> None:
+    for step in turn.steps:
+        phases = f"produce {step.produce:.2f} s, learn {step.learn:.2f} s, publish {step.publish * 1e3:.1f} ms"
+        typer.echo(f"round {number}  {turn.precision}: {phases}, up in {turn.startup_seconds:.1f} s")

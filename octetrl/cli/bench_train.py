@@ -1,0 +1,197 @@
+"""`octetrl bench train`: speed of forward, backward and update under several precisions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from octetrl.cli.bench_options import (
+    Checkpointing,
+    Device,
+    Layers,
+    LogprobChunk,
+    Master,
+    Model,
+    Offload,
+    Out,
+    PrecisionList,
+    Rounds,
+    Seed,
+    States,
+    choice_of,
+    make_folder,
+    precisions_of,
+    print_table,
+    results_folder,
+    with_layers,
+)
+from octetrl.config.errors import UserError
+from octetrl.config.schema import OptimizerConfig, TrainerConfig
+from octetrl.run.bench_workload import Span
+
+if TYPE_CHECKING:
+    from octetrl.run.bench_rollout import Row
+    from octetrl.run.bench_train import TrainBench, TrainTurn
+
+ON_GPU, ON_CPU = (16_384, "4096"), (64, "16")  # tokens of a micro-batch, lengths
+COLUMNS = {  # key of a row: heading, format
+    "train/tokens_per_second": ("tokens/s", ",.0f"),
+    "train/speedup_over_bf16": ("to\nbf16", ".2f"),
+    "train/gradient_ms": ("fwd+bwd\nms", ",.1f"),
+    "train/tflops": ("TFLOP/s", ".1f"),
+    "train/ceiling_share": ("of\n790", ".1%"),
+    "train/optimizer_ms": ("optimizer\nms", ",.1f"),
+    "train/requantize_ms": ("requantise\nms", ".2f"),
+    "memory/peak_gb": ("peak\nGB", ".1f"),
+    "memory/estimate_gb": ("estimate\nGB", ".1f"),
+    "train/loss": ("loss", ".4f"),
+    "time/startup": ("start\ns", ".1f"),
+}
+PART_COLUMNS = {
+    "ms_per_step": ("ms", ",.2f"),
+    "share": ("share", ".1%"),
+    "kernels_per_step": ("kernels", ",.0f"),
+}
+LEGEND = (
+    "tokens/s: of forward and backward. TFLOP/s: the model's own, 6 x weights of linears x tokens, lm_head for trained"
+    " tokens, causal attention 3.5 x its forward; what is made again is not counted. of 790: TFLOP/s of a large BF16"
+    " GEMM on an H200. estimate: of `octetrl check`, the trainer's parts. start: from nothing to a first step."
+)
+
+Tokens = Annotated[int | None, typer.Option(min=16, help="Tokens of a micro-batch. Default: 16384; on a CPU 64.")]
+Lengths = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|N-M|lognormal",
+        help="Of the sequences in a micro-batch: one length, drawn uniformly, or drawn lognormally."
+        " Default: 4096; on a CPU 16.",
+    ),
+]
+Mean = Annotated[int | None, typer.Option(min=2, help="lognormal: the mean length. Default: 2048.")]
+Sigma = Annotated[
+    float | None, typer.Option(min=0.0, max=3.0, help="lognormal: of the logarithm of the length. Default: 0.7.")
+]
+Steps = Annotated[int, typer.Option(min=1, help="Timed steps of a turn, after one that is not timed.")]
+MicroBatches = Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")]
+WithOptimizer = Annotated[
+    bool,
+    typer.Option("--optimizer/--no-optimizer", help="Without: no update, and gradients stay as BF16 sums."),
+]
+TrainedShare = Annotated[float, typer.Option(min=0.001, max=1.0, help="Share of a sequence's tokens trained on.")]
+Profile = Annotated[
+    bool | None, typer.Option("--profile/--no-profile", help="Time by part; on a GPU. Default: where there is one.")
+]
+
+
+def train(
+    model: Model = None,
+    precision: PrecisionList = "bf16,fp8",
+    tokens: Tokens = None,
+    lengths: Lengths = None,
+    mean: Mean = None,
+    sigma: Sigma = None,
+    trained_share: TrainedShare = 0.875,
+    micro_batches: MicroBatches = 2,
+    steps: Steps = 3,
+    rounds: Rounds = 2,
+    checkpointing: Checkpointing = "layer",
+    logprob_chunk: LogprobChunk = 1024,
+    optimizer: WithOptimizer = True,
+    optimizer_states: States = "float32",
+    master: Master = "float32",
+    offload: Offload = False,
+    layers: Layers = None,
+    profile: Profile = None,
+    out: Out = None,
+    device: Device = "auto",
+    seed: Seed = 0,
+) -> None:
+    """Training speed under several precisions: forward and backward, the update, and where the time goes."""
+    precisions, folder = precisions_of(precision), results_folder(out)
+    if lengths != "lognormal" and (mean, sigma) != (None, None):
+        option = "--mean" if mean is not None else "--sigma"
+        raise UserError(f"{option}: lengths are not drawn lognormally; add --lengths lognormal, or leave it out")
+    span = None if lengths in (None, "lognormal") else Span.parse(str(lengths), "--lengths")
+    config = trainer_config(checkpointing, logprob_chunk, optimizer_states, master, offload)
+    from octetrl.config.schema import ClusterConfig
+    from octetrl.run.bench_mix import Mix
+    from octetrl.run.bench_rollout import find_model
+    from octetrl.run.bench_train import TrainBench, check_memory, measure, profile_rows, rows_of
+    from octetrl.run.device import resolve_device
+    from octetrl.telemetry.bench_record import write_result
+
+    chosen = resolve_device(ClusterConfig(device=device))
+    on_gpu = chosen.type == "cuda"
+    if profile and not on_gpu:
+        raise UserError("--profile: it times kernels on a GPU and this would run on a CPU; leave it out")
+    found = with_layers(find_model(model if model is not None else "qwen3-8b" if on_gpu else "tiny"), layers)
+    usual_tokens, usual_length = ON_GPU if on_gpu else ON_CPU
+    config = config.model_copy(update={"tokens_per_micro_batch": tokens or usual_tokens})
+    if span is None and lengths is None:
+        span = Span.parse(usual_length, "--lengths")
+    mix = Mix(span, mean or 2048, 0.7 if sigma is None else sigma)
+    _check_lengths(mix, config.tokens_per_micro_batch, found.spec.max_positions, found.name)
+    plan = TrainBench(
+        model=found,
+        precisions=precisions,
+        mix=mix,
+        trainer=config,
+        device=chosen,
+        micro_batches=micro_batches,
+        trained_share=trained_share,
+        rounds=rounds,
+        steps=steps,
+        optimizer=optimizer,
+        profile=on_gpu if profile is None else profile,
+        seed=seed,
+    )
+    check_memory(plan)
+    make_folder(folder)  # now, so that minutes of measuring are not lost
+    turns = measure(plan, _say)
+    rows = rows_of(plan, turns)
+    print_table(f"train, {found.name} on {chosen.type}, {plan.name}", ("precision",), COLUMNS, rows, LEGEND)
+    parts, kernels = profile_rows(turns)
+    _print_parts(plan, parts)
+    path = write_result("train", found.name, rows, folder, parts=parts, kernels=kernels)
+    typer.echo(f"wrote {path}")
+
+
+def trainer_config(checkpointing: str, logprob_chunk: int, states: str, master: str, offload: bool) -> TrainerConfig:
+    """The trainer's section of a recipe, from options."""
+
+    def given(section: type[Any], field: str, option: str, value: str) -> Any:
+        return choice_of(option, value, section.model_fields[field].annotation.__args__)
+
+    optimizer = OptimizerConfig(
+        states=given(OptimizerConfig, "states", "--optimizer-states", states),
+        master=given(OptimizerConfig, "master", "--master", master),
+        offload=offload,
+    )
+    keeps = given(TrainerConfig, "activation_checkpointing", "--checkpointing", checkpointing)
+    return TrainerConfig(optimizer=optimizer, activation_checkpointing=keeps, logprob_chunk=logprob_chunk)
+
+
+def _check_lengths(mix: Any, tokens: int, positions: int, model: str) -> None:
+    """Raises UserError where a drawn sequence could be longer than the model or its micro-batch."""
+    longest = mix.mean if mix.span is None else mix.span.longest
+    if mix.span is not None and mix.span.shortest < 2:
+        raise UserError("--lengths: a sequence of one token has nothing to learn from; give at least 2")
+    if longest > tokens:
+        raise UserError(f"--lengths: {longest} tokens do not fit a micro-batch of {tokens}; raise --tokens")
+    if longest > positions:
+        raise UserError(f"--lengths: {longest} tokens were asked for and {model} has {positions} positions; give fewer")
+
+
+def _say(number: int, turn: TrainTurn) -> None:
+    seconds = sum(step.gradient for step in turn.steps)
+    speed = f"{turn.work.tokens * len(turn.steps) / seconds:,.0f} tokens/s"
+    typer.echo(f"round {number}  {turn.precision}: {speed}, up in {turn.startup_seconds:.1f} s")
+
+
+def _print_parts(plan: TrainBench, parts: Sequence[Row]) -> None:
+    for precision in plan.precisions:
+        rows = [row for row in parts if row["precision"] == precision]
+        if rows:
+            print_table(f"one step by part, {precision}, {plan.name}", ("part",), PART_COLUMNS, rows)

@@ -1,0 +1,90 @@
+"""From the turns of `octetrl bench step` to the rows of its tables: phases with their shares and ratios, calibration."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from octetrl.run.bench_rollout import Row
+from octetrl.run.bench_step import MISMATCH, StepBench, StepTurn
+
+
+def rows_of(bench: StepBench, turns: Sequence[StepTurn]) -> list[Row]:
+    """A row for each precision: medians over the steps of all rounds, worst cases of memory and mismatch."""
+    by_precision: dict[str, list[StepTurn]] = {}
+    for turn in turns:
+        by_precision.setdefault(turn.precision, []).append(turn)
+    rows = [_row(bench, rounds) for rounds in by_precision.values()]
+    for plain in [row for row in rows if row["precision"] == "bf16"]:
+        for row in rows:
+            for phase in ("step", "produce", "learn"):
+                row[f"step/{phase}_speedup_over_bf16"] = float(plain[f"time/{phase}"]) / float(row[f"time/{phase}"])
+    return rows
+
+
+def _row(bench: StepBench, rounds: Sequence[StepTurn]) -> Row:
+    steps = [step for turn in rounds for step in turn.steps]
+    total = statistics.median(step.total for step in steps)
+    phases = {
+        "produce": statistics.median(step.produce for step in steps),
+        "learn": statistics.median(step.learn for step in steps),
+        "publish": statistics.median(step.publish for step in steps),
+    }
+    row: Row = {
+        "precision": rounds[0].precision,
+        "workload": bench.workload.name,
+        "rounds": len(rounds),
+        "steps": len(steps),
+        "step/layers": bench.model.spec.num_layers,
+        "step/learnt_groups_share": bench.learn_share,
+        "step/micro_batches": steps[0].micro_batches,
+        "step/checkpointing": bench.trainer.activation_checkpointing,
+        "time/step": total,
+        "step/tokens_per_second": sum(map(sum, bench.workload.siblings)) / total,
+        "step/generated_tokens_per_second": bench.workload.generated_tokens / phases["produce"],
+        "step/optimizer_ms": statistics.median(turn.optimizer_seconds for turn in rounds) * 1e3,
+        "step/publish_ms": phases["publish"] * 1e3,
+        "step/requantize_ms": statistics.median(step.requantize for step in steps) * 1e3,
+        "time/calibrate": statistics.median(step.calibrate for step in steps),
+        "time/startup": rounds[0].startup_seconds,
+        MISMATCH: max(step.mismatch for step in steps),
+    }
+    for phase, seconds in phases.items():
+        row[f"time/{phase}"] = seconds
+        row[f"step/{phase}_share"] = seconds / total
+    if rounds[0].published_bytes:
+        row["step/publish_gb"] = rounds[0].published_bytes / 1e9
+        row["step/publish_gb_per_second"] = rounds[0].published_bytes / 1e9 / phases["publish"]
+    if steps[0].learn_peak is not None:
+        row["memory/produce_peak_gb"] = max(step.produce_peak or 0.0 for step in steps)
+        row["memory/learn_peak_gb"] = max(step.learn_peak or 0.0 for step in steps)
+    return row
+
+
+def calibration_rows(bench: StepBench, turns: Sequence[StepTurn]) -> list[Row]:
+    """A row for each mode of each precision that calibrates: what it adds to `off`, and to the whole step."""
+    rows: list[Row] = []
+    for precision in bench.precisions:
+        rounds = [turn for turn in turns if turn.precision == precision and turn.calibration]
+        if not rounds:
+            continue
+        step = statistics.median(one.total for turn in rounds for one in turn.steps)
+        all_tokens = sum(map(sum, bench.workload.siblings))
+        times = {
+            mode: [seconds for turn in rounds for seconds in turn.calibration[mode]] for mode in rounds[0].calibration
+        }
+        for mode, seconds in times.items():
+            row: Row = {
+                "precision": precision,
+                "calibration": mode,
+                "calibration/ms": statistics.median(seconds) * 1e3,
+                "calibration/min_ms": min(seconds) * 1e3,
+                "calibration/max_ms": max(seconds) * 1e3,
+                "calibration/tokens": rounds[0].calibration_tokens,
+            }
+            if "off" in times:
+                added = statistics.median(seconds) - statistics.median(times["off"])
+                row["calibration/added_ms"] = added * 1e3
+                row["calibration/step_share"] = added * all_tokens / rounds[0].calibration_tokens / step
+            rows.append(row)
+    return rows
