@@ -45,7 +45,7 @@ ALIGN = tl.constexpr(4)  # float32 values in the 16 bytes at which TMA's tiles o
 
 
 class Tile(NamedTuple):
-    """Queries and keys that meet at once, and how a kernel is launched."""
+    """Queries (32 or more on a GPU, for TMA) and keys that meet at once, and how a kernel is launched."""
 
     queries: int
     keys: int
