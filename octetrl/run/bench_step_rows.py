@@ -1,4 +1,4 @@
-"""From the turns of `octetrl bench step` to the rows of its tables: phases with their shares and ratios, calibration."""
+"""From the turns of `octetrl bench step` to the rows of its tables: phases, shares, ratios, calibration's cost."""
 
 from __future__ import annotations
 

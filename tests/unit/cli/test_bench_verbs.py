@@ -1,0 +1,111 @@
+"""`octetrl bench train` and `bench step` on a CPU: table, file; a wrong input: one line, exit code 2, no file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octetrl.cli.main import run_command
+
+Capture = pytest.CaptureFixture[str]
+SMALL_TRAIN = ("--tokens", "48", "--lengths", "6-20", "--steps", "1", "--rounds", "1")
+
+
+def bench(verb: str, out: Path, capsys: Capture, *arguments: str) -> tuple[str, dict[str, Any]]:
+    """What a run prints, and the file it writes."""
+    capsys.readouterr()
+    code = run_command(["bench", verb, "--device", "cpu", "--out", str(out), *arguments])
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    (path,) = out.glob("*.json")
+    assert str(path) in captured.out
+    return captured.out, json.loads(path.read_text())
+
+
+def test_training_is_measured_beside_bf16(tmp_path: Path, capsys: Capture) -> None:
+    text, record = bench("train", tmp_path / "new", capsys, *SMALL_TRAIN, "--layers", "2", "--rounds", "2")
+    said = [line.split("  ")[1].split(":")[0] for line in text.splitlines() if line.startswith("round ")]
+    assert said == ["bf16", "fp8"] * 2
+    assert (tmp_path / "new" / "train_tiny_2_layers.json").is_file() and record["bench"] == "train"
+    plain, fp8 = record["rows"]
+    assert plain["train/speedup_over_bf16"] == 1 and fp8["train/layers"] == 2
+    assert fp8["train/tokens"] == 96 and fp8["workload"] == "2x48 of 6-20"
+    assert record["parts"] == record["kernels"] == [], "times of kernels are for a GPU"
+    assert "…" not in text
+
+
+@pytest.mark.parametrize("mode", ["none", "attention", "layer"])
+def test_checkpointing_and_the_optimizer_are_the_recipes(mode: str, tmp_path: Path, capsys: Capture) -> None:
+    chosen = ("--checkpointing", mode, "--optimizer-states", "8bit", "--master", "stochastic_rounding")
+    _, record = bench("train", tmp_path, capsys, *SMALL_TRAIN, "--precision", "fp8", *chosen)
+    assert record["rows"][0]["train/checkpointing"] == mode
+    _, plain = bench("train", tmp_path, capsys, *SMALL_TRAIN, "--precision", "fp8")
+    assert record["rows"][0]["memory/estimate_gb"] < plain["rows"][0]["memory/estimate_gb"]
+
+
+def test_lognormal_lengths_without_an_optimizer(tmp_path: Path, capsys: Capture) -> None:
+    lengths = ("--tokens", "64", "--lengths", "lognormal", "--mean", "12", "--sigma", "1", "--no-optimizer")
+    _, record = bench("train", tmp_path, capsys, *lengths, "--precision", "bf16", "--steps", "1", "--rounds", "1")
+    assert record["rows"][0]["workload"] == "2x64 of lognormal 12 1"
+    assert "train/optimizer_ms" not in record["rows"][0]
+
+
+def test_the_whole_step_by_phase(tmp_path: Path, capsys: Capture) -> None:
+    text, record = bench("step", tmp_path, capsys, "--precision", "bf16,fp8_full", "--calibration", "fused,off")
+    assert record["bench"] == "step" and (tmp_path / "step_tiny.json").is_file()
+    for row in record["rows"]:
+        shares = [row[f"step/{phase}_share"] for phase in ("produce", "learn", "publish")]
+        assert sum(shares) == pytest.approx(1) and row["mismatch/token_mult_prob_error"] == 1.0
+    assert [row["calibration"] for row in record["calibration"]] == ["fused", "off"]
+    assert "reckoned" not in text
+
+
+def test_a_step_reckoned_from_a_share_says_so(tmp_path: Path, capsys: Capture) -> None:
+    short = ("--precision", "fp8_full", "--learn-share", "0.5", "--calibration", "none", "--warmup", "0")
+    text, record = bench("step", tmp_path, capsys, *short)
+    assert "learn reckoned from 50% of the groups" in text and record["calibration"] == []
+    assert record["rows"][0]["step/learnt_groups_share"] == 0.5
+
+
+WRONG = [
+    ("train", ["--model", "qwen3-8"], "--model: 'qwen3-8' is neither a folder nor one of the presets"),
+    ("train", ["--precision", "bf16,fp9"], "--precision: 'fp9' is not one of"),
+    ("train", ["--precision", "fp8,fp8"], "names one twice"),
+    ("train", ["--lengths", "log-normal"], "--lengths: 'log-normal' is no length"),
+    ("train", ["--lengths", "30-10"], "--lengths: '30-10' is no length"),
+    ("train", ["--lengths", "1-10"], "give at least 2"),
+    ("train", ["--lengths", "100", "--tokens", "64"], "--lengths: 100 tokens do not fit a micro-batch of 64"),
+    ("train", ["--lengths", "2000", "--tokens", "4000"], "tiny has 1024 positions"),
+    ("train", ["--sigma", "0.5"], "--sigma: lengths are not drawn lognormally"),
+    ("train", ["--mean", "9", "--lengths", "5"], "--mean: lengths are not drawn lognormally"),
+    ("train", ["--checkpointing", "layers"], "--checkpointing: 'layers' is not one of none, attention, layer"),
+    ("train", ["--optimizer-states", "fp8"], "--optimizer-states: 'fp8' is not one of float32, bfloat16, 8bit"),
+    ("train", ["--master", "bf16"], "--master: 'bf16' is not one of float32, stochastic_rounding"),
+    ("train", ["--layers", "5"], "--layers: 5 were asked for and tiny has 4"),
+    ("train", ["--trained-share", "1.5"], "--trained-share"),
+    ("train", ["--tokens", "0"], "--tokens"),
+    ("train", ["--profile"], "--profile: it times kernels on a GPU"),
+    ("train", ["--out", "/dev/null/results"], "--out: cannot make the folder"),
+    ("step", ["--answer-tokens", "8-4"], "--answer-tokens: '8-4' is no length"),
+    ("step", ["--prompt-tokens", "1000", "--answer-tokens", "100"], "shorten --prompt-tokens or --answer-tokens"),
+    ("step", ["--calibration", "fuse"], "--calibration: 'fuse' is not one of fused, off, exact"),
+    ("step", ["--calibration", "off,off"], "--calibration: 'off,off' names one twice; name each once"),
+    ("step", ["--group", "1"], "--group"),
+    ("step", ["--learn-share", "0"], "--learn-share"),
+    ("step", ["--model", "."], "config.json"),
+]
+
+
+@pytest.mark.parametrize(("verb", "arguments", "said"), WRONG)
+def test_a_wrong_input_is_one_line(
+    verb: str, arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_command(["bench", verb, "--device", "cpu", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("octetrl: ") and error.count("\n") == 1
+    assert said in error
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,147 @@
+"""`octetrl bench step`: groups with advantages, phases that add up, and calibration whose cost is told apart."""
+
+from __future__ import annotations
+
+import gc
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from octetrl.algorithms.table import build_algorithm
+from octetrl.config.errors import UserError
+from octetrl.config.schema import AlgorithmConfig, TrainerConfig
+from octetrl.engine.kv_cache import KVCache
+from octetrl.records import Completion, FinishReason
+from octetrl.run.bench_rollout import find_model
+from octetrl.run.bench_step import MISMATCH, StepBench, StepTimes, StepTurn, measure, rollout_groups
+from octetrl.run.bench_step_rows import calibration_rows, rows_of
+from octetrl.run.bench_workload import Span, uniform_lengths
+
+TINY = find_model("tiny")
+WORK = uniform_lengths(2, 2, 6, Span(3, 8), TINY.spec.vocab_size, seed=0)
+
+
+def bench(*precisions: str) -> StepBench:
+    trainer = TrainerConfig(tokens_per_micro_batch=24)
+    return StepBench(TINY, precisions, WORK, 2, trainer, torch.device("cpu"), warmup_tokens=2)
+
+
+# --- the workload -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "span"), [("4096", Span(4096, 4096)), ("2048-4096", Span(2048, 4096))])
+def test_a_span_is_what_it_says(text: str, span: Span) -> None:
+    assert Span.parse(text, "--x") == span and str(span) == text
+
+
+@pytest.mark.parametrize("text", ["", "0", "5-4", "0-3", "3-", "-3", "a", "1-2-3", "1.5"])
+def test_what_is_no_span_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="--x: .*write for example 4096 or 2048-4096"):
+        Span.parse(text, "--x")
+
+
+def test_siblings_of_a_span_share_their_prompt() -> None:
+    workload = uniform_lengths(50, 4, 6, Span(3, 8), 384, seed=1)
+    assert workload.name == "200x6+3-8"
+    answers = [answer for _, answer in workload.siblings]
+    assert len(answers) == 200 and set(answers) == {3, 4, 5, 6, 7, 8}
+    prompts = [request.prompt_token_ids for request in workload.requests]
+    assert all(len(set(prompts[first : first + 4])) == 1 for first in range(0, 200, 4)) and len(set(prompts)) == 50
+    assert workload == uniform_lengths(50, 4, 6, Span(3, 8), 384, seed=1)
+    assert len(uniform_lengths(50, 4, 6, Span(5, 5), 384, seed=1).requests) == 50, "equal lengths stay one request"
+
+
+@pytest.mark.parametrize("answers", [Span(3, 5), Span(4, 4)])
+def test_every_group_has_advantages(answers: Span) -> None:
+    workload = uniform_lengths(3, 4, 6, answers, 384, seed=0)
+    completions = [
+        [Completion((index,) * request.sampling.max_new_tokens, (0.0,), "", FinishReason.LENGTH, 0, "")] * siblings
+        for index, request in enumerate(workload.requests)
+        for siblings in [request.num_siblings]
+    ]
+    groups = rollout_groups(workload.requests, completions, 4, random.Random(0))
+    assert [len(group.rollouts) for group in groups] == [4, 4, 4]
+    algorithm = build_algorithm(AlgorithmConfig())
+    for group in groups:
+        assert len({rollout.turns[0].prompt_token_ids for rollout in group.rollouts}) == 1
+        assert algorithm.keeps(group)
+        assert all(advantage != 0 for advantage in algorithm.advantages(group.rewards))
+
+
+# --- what is measured ---------------------------------------------------------------------------------------
+
+
+def test_precisions_alternate_learn_what_they_drew_and_leave_nothing_behind() -> None:
+    def caches() -> int:
+        gc.collect()
+        return sum(type(thing) is KVCache for thing in gc.get_objects())
+
+    before, alive = caches(), []
+    plan = replace(bench("bf16", "fp8_full"), rounds=2, steps=2, calibration=("fused", "off", "exact"))
+    turns = measure(plan, lambda number, turn: alive.append(caches()))
+    assert [turn.precision for turn in turns] == ["bf16", "fp8_full"] * 2
+    assert alive == [before] * 4
+    for turn in turns:
+        assert len(turn.steps) == 2
+        for step in turn.steps:
+            assert step.mismatch == 1.0, "engine and trainer agree to the bit"
+            assert 0 < step.requantize <= step.publish and step.produce > 0 and step.learn > 0
+            assert step.micro_batches >= 2
+    assert turns[0].published_bytes == 0 < turns[1].published_bytes
+    assert turns[0].calibration == {} and turns[0].steps[0].calibrate == 0.0
+    assert {mode: len(seconds) for mode, seconds in turns[1].calibration.items()} == {"fused": 3, "off": 3, "exact": 3}
+    assert 0 < turns[1].calibration_tokens <= 48
+    for row in rows_of(plan, turns):
+        assert row[MISMATCH] == 1.0 and row["steps"] == 4 and row["rounds"] == 2
+        assert "memory/learn_peak_gb" not in row
+
+
+def test_a_mismatch_is_shown() -> None:
+    (turn,) = measure(bench("fp8_rollout"))
+    assert turn.steps[0].mismatch > 1.0, "FP8 on one side alone"
+
+
+def test_learning_from_a_share_is_reckoned_for_all() -> None:
+    turn, whole = (measure(replace(bench("bf16"), learn_share=share))[0] for share in (0.5, 1.0))
+    assert turn.steps[0].micro_batches == pytest.approx(whole.steps[0].micro_batches, abs=1)
+    assert turn.steps[0].learn > 0
+
+
+# --- from turns to rows -------------------------------------------------------------------------------------
+
+
+def times(produce: float, learn: float, publish: float) -> StepTimes:
+    return StepTimes(produce, learn, publish, publish / 2, 0.25, 1.0, 3, None, None)
+
+
+def turn_of(precision: str, *steps: StepTimes, calibration: dict[str, list[float]] | None = None) -> StepTurn:
+    return StepTurn(precision, steps, calibration or {}, 10, 0 if precision == "bf16" else 10**9, 0.5, 1.0)
+
+
+def test_rows_have_shares_and_ratios() -> None:
+    plan = bench("bf16", "fp8")
+    turns = [turn_of("bf16", times(6.0, 3.0, 1.0)), turn_of("fp8", times(3.0, 1.5, 0.5), times(3.0, 1.5, 0.5))]
+    plain, fp8 = rows_of(plan, turns)
+    assert (plain["time/step"], fp8["time/step"]) == (10.0, 5.0)
+    assert [plain[f"step/{phase}_share"] for phase in ("produce", "learn", "publish")] == [0.6, 0.3, 0.1]
+    assert [fp8[f"step/{phase}_speedup_over_bf16"] for phase in ("step", "produce", "learn")] == [2.0, 2.0, 2.0]
+    tokens = sum(map(sum, WORK.siblings))
+    assert fp8["step/tokens_per_second"] == tokens / 5
+    assert (fp8["step/publish_ms"], fp8["step/requantize_ms"], fp8["step/publish_gb_per_second"]) == (500, 250, 2.0)
+    assert "step/publish_gb_per_second" not in plain, "BF16 weights are read where they lie"
+    assert "step/step_speedup_over_bf16" not in rows_of(plan, turns[1:])[0]
+
+
+def test_calibration_is_what_it_adds_to_off_scaled_to_the_step() -> None:
+    plan = replace(bench("bf16", "fp8_full"), calibration=("fused", "off"))
+    calibration = {"fused": [1.25, 1.5, 1.25], "off": [1.0, 1.0, 9.0]}
+    turns = [turn_of("bf16", times(1, 1, 1)), turn_of("fp8_full", times(6.0, 3.0, 1.0), calibration=calibration)]
+    fused, off = calibration_rows(plan, turns)
+    assert (fused["calibration"], off["calibration"]) == ("fused", "off")
+    assert (fused["calibration/added_ms"], off["calibration/added_ms"]) == (250.0, 0.0)
+    tokens = sum(map(sum, WORK.siblings))
+    assert fused["calibration/step_share"] == pytest.approx(0.25 * tokens / 10 / 10.0)
+    alone = replace(turns[1], calibration={"exact": [2.0]})
+    assert "calibration/added_ms" not in calibration_rows(plan, [alone])[0]

@@ -1,0 +1,184 @@
+"""`octetrl bench train`: full micro-batches, FLOPs by the formula, turns in alternation, the trainer's own gradient."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from octetrl.config.schema import TrainerConfig
+from octetrl.fp8.policy import precision_policy
+from octetrl.run.bench_mix import Mix, draw_work
+from octetrl.run.bench_parts import GAPS, Kernel, Trace
+from octetrl.run.bench_rollout import find_model
+from octetrl.run.bench_train import (
+    CEILING_FLOPS,
+    StepTime,
+    TrainBench,
+    TrainTurn,
+    build_trainer,
+    estimate_bytes,
+    measure,
+    model_flops,
+    profile_rows,
+    rows_of,
+)
+from octetrl.run.bench_workload import Span
+from octetrl.trainer.packing import PackingLayout
+from octetrl.trainer.trainer import KVReplay
+
+TINY = find_model("tiny")
+CPU = torch.device("cpu")
+
+
+def bench(*precisions: str, rounds: int = 1) -> TrainBench:
+    trainer = TrainerConfig(tokens_per_micro_batch=48)
+    return TrainBench(TINY, precisions, Mix(Span(5, 20)), trainer, CPU, micro_batches=2, rounds=rounds, steps=1)
+
+
+# --- what is trained on -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mix", [Mix(Span(16, 16)), Mix(Span(2, 90)), Mix(None, mean=40, sigma=1.5), Mix(Span(99, 99))])
+@pytest.mark.parametrize("tokens", [65, 64, 200, 17])
+def test_a_micro_batch_is_full_to_the_last_token(mix: Mix, tokens: int) -> None:
+    for seed in range(20):
+        lengths = mix.draw(random.Random(seed), tokens, max_positions=64)
+        assert sum(lengths) == tokens
+        assert all(2 <= length <= 64 for length in lengths)
+
+
+def test_lognormal_lengths_have_their_mean() -> None:
+    lengths = Mix(None, mean=300, sigma=0.7).draw(random.Random(0), 1_000_000, max_positions=100_000)
+    assert sum(lengths) / len(lengths) == pytest.approx(300, rel=0.05)
+
+
+def test_work_is_the_same_for_every_layout_and_trains_on_its_share() -> None:
+    for padded in (False, True):
+        layout = PackingLayout(tokens_per_micro_batch=80, padded_attention=padded)
+        work = draw_work(Mix(Span(20, 20)), 3, 0.75, layout, TINY.spec, seed=5)
+        (micro_batches,) = work.batch.minibatches
+        assert [one.token_ids_T.numel() for one in micro_batches] == [80] * 3
+        assert (work.tokens, work.trained_tokens, work.lengths) == (240, 180, (20,) * 12)
+        assert work.batch.loss_denominators == (180.0,)
+        assert all(one.advantages_N.unique().numel() == 4 for one in micro_batches)
+        assert min(int(one.target_positions_N.min()) for one in micro_batches) == 5
+
+
+def test_a_sequence_that_is_all_trained_keeps_its_first_token() -> None:
+    work = draw_work(Mix(Span(8, 8)), 1, 1.0, PackingLayout(16), TINY.spec, seed=0)
+    assert work.trained_tokens == 14
+
+
+# --- what is measured ---------------------------------------------------------------------------------------
+
+
+def test_flops_are_those_of_a_count_by_hand() -> None:
+    """tiny: E 128, F 512, 4 query and 2 kv heads of 32, 4 layers, V 384. One sequence of 3 tokens, 2 trained."""
+    linears = 128 * (4 + 2 + 2) * 32 + 4 * 32 * 128 + 128 * 2 * 512 + 512 * 128  # of one layer
+    forward = 2 * 4 * linears * 3
+    attention = 4 * sum(2 * keys * 128 + 2 * keys * 128 for keys in (1, 2, 3))  # QK^T, then P V, 128 = heads * size
+    head = 2 * 384 * 128 * 2
+    assert model_flops(TINY.spec, [3], 2) == 3 * forward + 3 * head + 3.5 * attention == 18_327_552
+    assert model_flops(TINY.spec, [3, 3], 4) == 2 * 18_327_552
+
+
+def test_precisions_alternate_and_learn_the_same() -> None:
+    said: list[tuple[int, str]] = []
+    plan = bench("bf16", "fp8", "fp8_full", rounds=2)
+    turns = measure(plan, lambda number, turn: said.append((number, turn.precision)))
+    assert said == [(number, name) for number in (1, 2) for name in ("bf16", "fp8", "fp8_full")]
+    assert [turn.loss for turn in turns[:3]] == [turn.loss for turn in turns[3:]]
+    assert turns[0].loss == pytest.approx(turns[1].loss, abs=0.05) and turns[0].loss != turns[1].loss
+    rows = rows_of(plan, turns)
+    assert [row["precision"] for row in rows] == ["bf16", "fp8", "fp8_full"]
+    for row in rows:
+        assert row["train/tokens"] == 96 and row["steps"] == 2 and row["train/optimizer_ms"]
+        assert row["train/tokens_per_second_min"] <= row["train/tokens_per_second"]
+        assert "train/ceiling_share" not in row and "memory/peak_gb" not in row, "a CPU has neither"
+
+
+def test_accumulating_is_training_without_the_update() -> None:
+    plan = replace(bench("fp8"), steps=1)
+    once, other = build_trainer(plan, "fp8"), build_trainer(plan, "fp8")
+    work = draw_work(plan.mix, 2, 0.75, once.layout, TINY.spec, seed=1)
+    before = once.model.lm_head_weight.clone()
+    loss = once.accumulate(work.batch, KVReplay())
+    assert torch.equal(once.model.lm_head_weight, before) and once.policy_version == 0
+    assert once.take_kv_amax() is None
+    update = other.train(work.batch, KVReplay(), None)
+    assert float(loss) == update.metrics["loss"]
+    assert float(once.optimizer.clip_gradients()) == update.metrics["grad_norm"] > 0
+    once.accumulate(work.batch, KVReplay())
+    assert float(once.optimizer.clip_gradients()) == pytest.approx(2 * update.metrics["grad_norm"], rel=1e-5)
+
+
+def test_observing_where_the_trainer_would() -> None:
+    trainer = build_trainer(bench("fp8_full"), "fp8_full")
+    work = draw_work(Mix(Span(8, 8)), 1, 0.75, PackingLayout(16), TINY.spec, seed=0)
+    trainer.accumulate(work.batch, KVReplay(), collect_kv_amax=True)
+    amax_2LK = trainer.take_kv_amax()
+    assert amax_2LK is not None and bool((amax_2LK > 0).all())
+    trainer.accumulate(work.batch, KVReplay())
+    assert trainer.take_kv_amax() is None
+
+
+def test_without_an_optimizer_nothing_is_updated() -> None:
+    plan = replace(bench("bf16"), optimizer=False, steps=2)
+    (turn,) = measure(plan)
+    assert [step.optimizer for step in turn.steps] == [None, None]
+    (row,) = rows_of(plan, [turn])
+    assert "train/optimizer_ms" not in row
+    policy = build_trainer(plan, "bf16").model.policy
+    saved = estimate_bytes(bench("bf16"), policy) - estimate_bytes(plan, policy)
+    assert saved == (4 + 12 - 2) * TINY.spec.num_parameters
+
+
+def test_the_estimate_counts_codes_of_what_is_trained_in_fp8() -> None:
+    from octetrl.config.load import PRECISIONS
+    from octetrl.config.schema import Fp8Config
+
+    gpu = replace(bench("bf16"), device=torch.device("cuda"))  # nothing is put there
+    plain, rollout, fp8 = (
+        estimate_bytes(gpu, precision_policy(TINY.spec, Fp8Config(**PRECISIONS[name])))
+        for name in ("bf16", "fp8_rollout", "fp8")
+    )
+    assert plain == rollout < fp8, "codes that only an engine reads are not the trainer's"
+
+
+# --- from turns to rows -------------------------------------------------------------------------------------
+
+
+def turn_of(seconds: tuple[float, ...], precision: str = "bf16", **fields: object) -> TrainTurn:
+    work = draw_work(Mix(Span(16, 16)), 1, 0.75, PackingLayout(32), TINY.spec, seed=0)
+    steps = tuple(StepTime(one, 0.25, 0.125) for one in seconds)
+    turn = TrainTurn(precision, steps, work, 0.5, 1.0, 3 * 10**9, 2 * 10**9)
+    return replace(turn, **fields)
+
+
+def test_rows_are_medians_ratios_and_shares_of_the_ceiling() -> None:
+    plan = bench("bf16", "fp8")
+    turns = [turn_of((4.0, 1.0)), turn_of((2.0,), peak_bytes=5 * 10**9), turn_of((1.0,), "fp8")]
+    plain, fp8 = rows_of(plan, turns)
+    assert (plain["train/tokens_per_second"], fp8["train/tokens_per_second"]) == (16.0, 32.0)
+    assert (plain["train/speedup_over_bf16"], fp8["train/speedup_over_bf16"]) == (1.0, 2.0)
+    flops = model_flops(TINY.spec, [16, 16], 24)
+    assert plain["train/tflops"] == pytest.approx(flops / 2 / 1e12)
+    assert plain["train/ceiling_share"] == pytest.approx(flops / 2 / CEILING_FLOPS)
+    assert (plain["memory/peak_gb"], plain["memory/estimate_gb"]) == (5.0, 3.0)
+    assert (plain["train/optimizer_ms"], plain["train/requantize_ms"]) == (250.0, 125.0)
+    assert "train/speedup_over_bf16" not in rows_of(plan, turns[2:])[0]
+
+
+def test_the_time_table_is_of_the_unprofiled_wall_time() -> None:
+    trace = Trace((), {}, (Kernel("_adamw_kernel", None, 0.0, 1e6),))  # of two steps
+    parts, kernels = profile_rows([turn_of((1.0,)), turn_of((1.0, 2.0, 0.625), "fp8", trace=trace)])
+    assert [(row["precision"], row["part"], row["ms_per_step"]) for row in parts] == [
+        ("fp8", "optimizer", 500.0),
+        ("fp8", GAPS, 875.0),
+    ]
+    assert math.isclose(sum(float(row["share"]) for row in parts), 1.0)
+    assert [row["kernel"] for row in kernels] == ["_adamw_kernel"]
