@@ -135,7 +135,7 @@ def measure(bench: StepBench, on_turn: Callable[[int, StepTurn], None] | None = 
 def take_turn(bench: StepBench, precision: str) -> StepTurn:
     """Builds, measures and takes down one worker."""
     began = time.perf_counter()
-    arm = _Arm(bench, build_worker(bench, precision))
+    arm = StepArm(bench, build_worker(bench, precision))
     arm.warm_up()
     up = arm.now()
     steps = tuple(arm.step(number) for number in range(bench.steps))
@@ -205,7 +205,7 @@ def code_bytes(engine_model: Decoder) -> int:
     return sum(linear.codes.numel() + 4 * linear.scale.numel() for _, linear in engine_model.float8_linears())
 
 
-class _Arm:
+class StepArm:
     """One worker at its steps."""
 
     def __init__(self, bench: StepBench, worker: Worker) -> None:

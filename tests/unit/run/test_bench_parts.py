@@ -174,9 +174,9 @@ class _Ranged(torch.autograd.Function):
 
 def test_a_real_trace_has_the_ranges_of_forward_and_backward(tmp_path: Path) -> None:
     x = torch.ones(8, requires_grad=True)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        with record_function("rows"):
-            _Ranged.apply(x).sum().backward()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profiler, record_function("rows"):
+        _Ranged.apply(x).sum().backward()
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
     trace = read_trace(json.loads((tmp_path / "trace.json").read_text())["traceEvents"])
     by_name = {one.name: one for one in trace.ranges}

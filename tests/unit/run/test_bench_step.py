@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import time
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,16 @@ from octetrl.config.schema import AlgorithmConfig, TrainerConfig
 from octetrl.engine.kv_cache import KVCache
 from octetrl.records import Completion, FinishReason
 from octetrl.run.bench_rollout import find_model
-from octetrl.run.bench_step import MISMATCH, StepBench, StepTimes, StepTurn, measure, rollout_groups
+from octetrl.run.bench_step import (
+    MISMATCH,
+    StepArm,
+    StepBench,
+    StepTimes,
+    StepTurn,
+    build_worker,
+    measure,
+    rollout_groups,
+)
 from octetrl.run.bench_step_rows import calibration_rows, rows_of
 from octetrl.run.bench_workload import Span, uniform_lengths
 
@@ -38,7 +48,7 @@ def test_a_span_is_what_it_says(text: str, span: Span) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "5-4", "0-3", "3-", "-3", "a", "1-2-3", "1.5"])
 def test_what_is_no_span_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match="--x: .*write for example 4096 or 2048-4096"):
+    with pytest.raises(UserError, match=r"--x: .*write for example 4096 or 2048-4096"):
         Span.parse(text, "--x")
 
 
@@ -96,6 +106,14 @@ def test_precisions_alternate_learn_what_they_drew_and_leave_nothing_behind() ->
     for row in rows_of(plan, turns):
         assert row[MISMATCH] == 1.0 and row["steps"] == 4 and row["rounds"] == 2
         assert "memory/learn_peak_gb" not in row
+
+
+def test_phases_are_no_more_than_the_step() -> None:
+    arm = StepArm(bench("fp8"), build_worker(bench("fp8"), "fp8"))
+    began = time.perf_counter()
+    step = arm.step(0)
+    wall = time.perf_counter() - began
+    assert 0.5 * wall < step.total <= wall, "nothing is counted twice: quantising is publishing, not learning"
 
 
 def test_a_mismatch_is_shown() -> None:
