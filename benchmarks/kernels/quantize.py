@@ -113,7 +113,7 @@ def differing(got: Outputs, want: Outputs) -> int:
     for ours, theirs in zip(got, want, strict=True):
         for a, b in zip(ours, theirs, strict=True):
             assert a.shape == b.shape and a.dtype == b.dtype
-            a_bytes, b_bytes = (x.cpu().contiguous().view(torch.uint8) for x in (a, b))
+            a_bytes, b_bytes = (x.clone(memory_format=torch.contiguous_format).view(torch.uint8).cpu() for x in (a, b))
             count += int((a_bytes != b_bytes).sum())
     return count
 

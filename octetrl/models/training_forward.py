@@ -351,7 +351,7 @@ def _dgrad(linear: Projection, dy: _Input) -> Tensor:
     with record_function("gemm_dgrad"):
         if isinstance(linear, Float8Linear):
             assert isinstance(dy.rows, Quantized)
-            return fp8_gemm_dgrad(dy.rows, linear.dgrad_operand(), linear.backend)
+            return fp8_gemm_dgrad(dy.rows, linear.dgrad_operand(), linear.backend).contiguous()  # a slice if padded
         assert isinstance(dy.rows, Tensor)
         return dy.rows @ linear.weight
 
