@@ -21,12 +21,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from octetrl.kernels.attention_library import Library, attention_packed_backward_library
 from octetrl.kernels.attention_order import (
     LOG2E,
     KVMode,
@@ -42,8 +41,6 @@ from octetrl.kernels.attention_order import (
 from octetrl.kernels.attention_packed_backward import attention_packed_backward_triton
 from octetrl.kernels.attention_rows import attention_rows
 from octetrl.kernels.kv_store import ReplayedKV, kv_replay
-
-BACKWARD: Library | Literal["triton"] = "triton"  # on a GPU: our own kernels, which repeat their bits, or a library's
 
 
 def attention_packed(
@@ -101,9 +98,7 @@ def attention_packed_backward(
     arguments = (dout_THD, q_THD, kv, out_THD, lse2_TH, cu_seqlens_B1, max_seqlen, softmax_scale)
     if not q_THD.is_cuda:
         return attention_packed_backward_reference(*arguments)
-    if BACKWARD == "triton":
-        return attention_packed_backward_triton(*arguments)
-    return attention_packed_backward_library(*arguments, which=BACKWARD)
+    return attention_packed_backward_triton(*arguments)
 
 
 def _forward(q_THD: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:

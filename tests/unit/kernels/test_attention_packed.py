@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 
 from octetrl.fp8.quantize import quantize_kv_per_head, quantize_kv_per_token
-from octetrl.kernels.attention_library import attention_packed_backward_library, dequantized_bf16
 from octetrl.kernels.attention_packed import (
     attention_packed,
     attention_packed_backward_reference,
@@ -186,30 +185,6 @@ def errors_interpreted():
 def test_the_triton_backward_walks_every_pack(errors_interpreted, case):
     *errors, rest = errors_interpreted[case]
     assert max(errors) < 1e-2 and rest == 0
-
-
-def test_a_library_is_refused_what_it_cannot_keep():
-    q, k, v = random_qkv([8], 1, 1, 32, torch.bfloat16)
-    arguments = (q, q, kv_replay(k, v, "none"), q, torch.zeros(8, 1), cu_seqlens_of([8]), 8, SCALE)
-    torch.use_deterministic_algorithms(True)
-    try:
-        with pytest.raises(ValueError, match="not deterministic"):
-            attention_packed_backward_library(*arguments, which="cudnn")
-    finally:
-        torch.use_deterministic_algorithms(False)
-    with pytest.raises(ValueError, match="BF16"):
-        attention_packed_backward_library(q, q.float(), *arguments[2:], which="flash")
-
-
-def test_a_librarys_k_is_exact_where_the_scale_is_a_power_of_two_and_rounded_once_elsewhere():
-    _, k, _ = random_qkv([50], 4, 1, 32, torch.bfloat16)
-    amax = k.float().abs().amax(dim=(0, 2))
-    for scale, rounding in ((2.0 ** (amax / 448).log2().ceil(), 0.0), (amax / 448, 2.0**-8)):
-        codes = kv_replay(k, k, "calibrated", scale, scale).k_TKD
-        exact = codes.double() * scale.double()[:, None]
-        off = (dequantized_bf16(codes, scale).double() - exact).abs()
-        assert bool((off <= rounding * exact.abs()).all())
-        assert (rounding > 0) == bool(off.any())
 
 
 if __name__ == "__main__":
