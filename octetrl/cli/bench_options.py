@@ -13,6 +13,8 @@ from octetrl.config.errors import UserError, nearest
 from octetrl.config.load import PRECISIONS
 
 if TYPE_CHECKING:
+    import torch
+
     from octetrl.run.bench_rollout import BenchModel, Row
 
 RESULTS = Path("benchmarks/results")
@@ -68,6 +70,19 @@ def make_folder(folder: Path) -> None:
         raise UserError(f"--out: cannot make the folder '{folder}' ({error.strerror}); give another") from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UserError(f"--out: cannot write in '{folder}' (Permission denied); give another folder")
+
+
+def device_of(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
+    from octetrl.config.schema import ClusterConfig
+    from octetrl.run.device import resolve_device
+
+    return resolve_device(ClusterConfig(device=device))
+
+
+def model_of(model: str | None, layers: int | None, *, on_gpu: bool) -> BenchModel:
+    from octetrl.run.bench_rollout import find_model
+
+    return with_layers(find_model(model if model is not None else "qwen3-8b" if on_gpu else "tiny"), layers)
 
 
 def with_layers(model: BenchModel, layers: int | None) -> BenchModel:

@@ -18,7 +18,9 @@ from octetrl.cli.bench_options import (
     PrecisionList,
     Rounds,
     Seed,
+    device_of,
     make_folder,
+    model_of,
     precisions_of,
     print_table,
     results_folder,
@@ -125,16 +127,14 @@ def rollout(
     if sigma is not None and lengths != "lognormal":
         raise UserError(f"--sigma: {sigma} spreads drawn lengths and --lengths is '{lengths}'; add --lengths lognormal")
     shapes = [Shape.parse(text) for text in workload or ()]
-    from octetrl.config.schema import ClusterConfig
-    from octetrl.run.bench_rollout import Bench, find_model, measure, rows_of
-    from octetrl.run.device import resolve_device
+    from octetrl.run.bench_rollout import Bench, measure, rows_of
     from octetrl.telemetry.bench_record import write_result
 
-    chosen = resolve_device(ClusterConfig(device=device))
+    chosen = device_of(device)
     on_gpu = chosen.type == "cuda"
     if profile and not on_gpu:
         raise UserError("--profile: it times kernels on a GPU and this would run on a CPU; leave it out")
-    found = find_model(model if model is not None else "qwen3-8b" if on_gpu else "tiny")
+    found = model_of(model, None, on_gpu=on_gpu)
     usual = ON_GPU if on_gpu else ON_CPU
     shapes = shapes or [Shape(requests or usual.requests, prompt or usual.prompt, answer or usual.answer)]
     spread = 0.7 if sigma is None else sigma

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -21,18 +22,19 @@ from octetrl.cli.bench_options import (
     Seed,
     States,
     choices,
+    device_of,
     make_folder,
+    model_of,
     precisions_of,
     print_table,
     results_folder,
-    with_layers,
 )
 from octetrl.cli.bench_train import Tokens, trainer_config
 from octetrl.config.errors import UserError
 from octetrl.run.bench_workload import Shape, Span, check_positions, uniform_lengths
 
 if TYPE_CHECKING:
-    from octetrl.run.bench_step import StepTurn
+    from octetrl.run.bench_step import StepBench, StepTurn
 
 ON_GPU, ON_CPU = (64, 8, 512, "2048-4096", 16_384), (2, 2, 8, "4-12", 64)  # prompts, group, prompt, answers, tokens
 COLUMNS = {  # key of a row: heading, format
@@ -118,26 +120,19 @@ def step(
     modes = () if calibration == "none" else choices("--calibration", calibration, ("fused", "off", "exact"))
     answers = None if answer_tokens is None else Span.parse(answer_tokens, "--answer-tokens")
     config = trainer_config(checkpointing, logprob_chunk, optimizer_states, master, offload)
-    from octetrl.config.schema import ClusterConfig
-    from octetrl.run.bench_rollout import find_model
-    from octetrl.run.bench_step import StepBench, measure
-    from octetrl.run.bench_step_rows import calibration_rows, rows_of
-    from octetrl.run.device import resolve_device
-    from octetrl.telemetry.bench_record import write_result
+    from octetrl.run.bench_step import StepBench
 
-    chosen = resolve_device(ClusterConfig(device=device))
+    chosen = device_of(device)
     on_gpu = chosen.type == "cuda"
     usual = ON_GPU if on_gpu else ON_CPU
-    found = with_layers(find_model(model if model is not None else "qwen3-8b" if on_gpu else "tiny"), layers)
+    found = model_of(model, layers, on_gpu=on_gpu)
+    num_prompts, group_size, prompt = prompts or usual[0], group or usual[1], prompt_tokens or usual[2]
     answers = answers or Span.parse(usual[3], "--answer-tokens")
-    shape = Shape((prompts or usual[0]) * (group or usual[1]), prompt_tokens or usual[2], answers.longest)
-    _check_shape(shape, found.spec.max_positions, found.name)
-    group_size = group or usual[1]
-    workload = uniform_lengths(prompts or usual[0], group_size, shape.prompt, answers, found.spec.vocab_size, seed)
+    _check_shape(Shape(num_prompts * group_size, prompt, answers.longest), found.spec.max_positions, found.name)
     plan = StepBench(
         model=found,
         precisions=precisions,
-        workload=workload,
+        workload=uniform_lengths(num_prompts, group_size, prompt, answers, found.spec.vocab_size, seed),
         group_size=group_size,
         trainer=config.model_copy(update={"tokens_per_micro_batch": tokens or usual[4]}),
         device=chosen,
@@ -152,15 +147,24 @@ def step(
         seed=seed,
     )
     make_folder(folder)  # now, so that minutes of measuring are not lost
+    _measure(plan, folder)
+
+
+def _measure(plan: StepBench, folder: Path) -> None:
+    from octetrl.run.bench_step import measure
+    from octetrl.run.bench_step_rows import calibration_rows, rows_of
+    from octetrl.telemetry.bench_record import write_result
+
     turns = measure(plan, _say)
     rows = rows_of(plan, turns)
-    learnt = "" if learn_share == 1.0 else f", learn reckoned from {learn_share:.0%} of the groups"
-    print_table(f"step, {found.name} on {chosen.type}, {workload.name}{learnt}", ("precision",), COLUMNS, rows, LEGEND)
+    learnt = "" if plan.learn_share == 1.0 else f", learn reckoned from {plan.learn_share:.0%} of the groups"
+    title = f"step, {plan.model.name} on {plan.device.type}, {plan.workload.name}{learnt}"
+    print_table(title, ("precision",), COLUMNS, rows, LEGEND)
     costs = calibration_rows(plan, turns)
     if costs:
         title = f"calibration, forward and backward of {costs[0]['calibration/tokens']:,} tokens"
         print_table(title, ("precision", "calibration"), CALIBRATION_COLUMNS, costs)
-    path = write_result("step", found.name, rows, folder, calibration=costs)
+    path = write_result("step", plan.model.name, rows, folder, calibration=costs)
     typer.echo(f"wrote {path}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,11 +22,12 @@ from octetrl.cli.bench_options import (
     Seed,
     States,
     choice_of,
+    device_of,
     make_folder,
+    model_of,
     precisions_of,
     print_table,
     results_folder,
-    with_layers,
 )
 from octetrl.config.errors import UserError
 from octetrl.config.schema import OptimizerConfig, TrainerConfig
@@ -115,18 +117,14 @@ def train(
         raise UserError(f"{option}: lengths are not drawn lognormally; add --lengths lognormal, or leave it out")
     span = None if lengths in (None, "lognormal") else Span.parse(str(lengths), "--lengths")
     config = trainer_config(checkpointing, logprob_chunk, optimizer_states, master, offload)
-    from octetrl.config.schema import ClusterConfig
     from octetrl.run.bench_mix import Mix
-    from octetrl.run.bench_rollout import find_model
-    from octetrl.run.bench_train import TrainBench, check_memory, measure, profile_rows, rows_of
-    from octetrl.run.device import resolve_device
-    from octetrl.telemetry.bench_record import write_result
+    from octetrl.run.bench_train import TrainBench, check_memory
 
-    chosen = resolve_device(ClusterConfig(device=device))
+    chosen = device_of(device)
     on_gpu = chosen.type == "cuda"
     if profile and not on_gpu:
         raise UserError("--profile: it times kernels on a GPU and this would run on a CPU; leave it out")
-    found = with_layers(find_model(model if model is not None else "qwen3-8b" if on_gpu else "tiny"), layers)
+    found = model_of(model, layers, on_gpu=on_gpu)
     usual_tokens, usual_length = ON_GPU if on_gpu else ON_CPU
     config = config.model_copy(update={"tokens_per_micro_batch": tokens or usual_tokens})
     if span is None and lengths is None:
@@ -149,12 +147,20 @@ def train(
     )
     check_memory(plan)
     make_folder(folder)  # now, so that minutes of measuring are not lost
+    _measure(plan, folder)
+
+
+def _measure(plan: TrainBench, folder: Path) -> None:
+    from octetrl.run.bench_train import measure, profile_rows, rows_of
+    from octetrl.telemetry.bench_record import write_result
+
     turns = measure(plan, _say)
     rows = rows_of(plan, turns)
-    print_table(f"train, {found.name} on {chosen.type}, {plan.name}", ("precision",), COLUMNS, rows, LEGEND)
+    title = f"train, {plan.model.name} on {plan.device.type}, {plan.name}"
+    print_table(title, ("precision",), COLUMNS, rows, LEGEND)
     parts, kernels = profile_rows(turns)
     _print_parts(plan, parts)
-    path = write_result("train", found.name, rows, folder, parts=parts, kernels=kernels)
+    path = write_result("train", plan.model.name, rows, folder, parts=parts, kernels=kernels)
     typer.echo(f"wrote {path}")
 
 
