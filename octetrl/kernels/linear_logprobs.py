@@ -37,6 +37,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octetrl.kernels.linear_logprobs_backward import linear_logprobs_backward, logits_gradient, pieces
+from octetrl.kernels.parts import part
 
 LOGIT_ROWS: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024)  # ascending; (256,) is one shape for everybody
 LARGE_VOCAB = 65_536
@@ -261,7 +262,9 @@ class _LinearLogprobs(torch.autograd.Function):
             )
 
         needs = (needs_hidden, needs_weight)
-        return *linear_logprobs_backward(hidden_NE, weight_VE, gradient_into, ctx.chunk, needs), None, None, None
+        with part("lm_head"):
+            gradients = linear_logprobs_backward(hidden_NE, weight_VE, gradient_into, ctx.chunk, needs)
+        return *gradients, None, None, None
 
 
 def linear_logprobs(
@@ -278,4 +281,6 @@ def linear_logprobs(
     """
     assert hidden_NE.shape[0] == targets_N.shape[0], f"{hidden_NE.shape[0]} rows, {targets_N.shape[0]} targets"
     temperature_N = _temperatures(temperature, hidden_NE.shape[0], hidden_NE.device)
-    return _LinearLogprobs.apply(hidden_NE, weight_VE, targets_N, temperature_N, chunk)
+    with part("lm_head"):
+        logprobs_N, entropy_N = _LinearLogprobs.apply(hidden_NE, weight_VE, targets_N, temperature_N, chunk)
+    return logprobs_N, entropy_N

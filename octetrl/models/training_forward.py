@@ -38,7 +38,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import record_function
 
 from octetrl.fp8.gemm import fp8_gemm_dgrad, fp8_gemm_wgrad
 from octetrl.fp8.quantize import Quantized
@@ -47,6 +46,7 @@ from octetrl.kernels.attention_packed import attention_packed_backward, attentio
 from octetrl.kernels.bf16_gemm import bf16_gemm
 from octetrl.kernels.fp8_gemm import fp8_gemm
 from octetrl.kernels.kv_store import ReplayedKV
+from octetrl.kernels.parts import part
 from octetrl.kernels.qkv_rotate import qkv_rotate
 from octetrl.kernels.qkv_rotate_backward import qkv_rotate_backward
 from octetrl.kernels.quantize_activation import quantize_activation
@@ -123,10 +123,10 @@ class _Layer(torch.autograd.Function):
     ) -> Tensor:
         down = layer.mlp.down_proj
         activations = _up_to_gate_up(layer, h0_TE, rotary, context, for_wgrad=keep == "everything", observe=True)
-        with record_function("rows"):
+        with part("rows"):
             y = _gated(down, activations.gate_up_T2F)
         h2_TE = _product(down, y)
-        with record_function("rows"):
+        with part("rows"):
             h2_TE.add_(activations.h1_TE)
         ctx.save_for_backward(h0_TE, *parameters)  # parameters: so that autograd notices if one changes before backward
         activations.rotated = None
@@ -166,15 +166,15 @@ def _up_to_gate_up(
     rotated = None
     if attended is None:
         rotated = q_THD, kv = _rotated(attention, qkv_TX, rotary, context, observe)
-        with record_function("attention_forward"):
+        with part("attention_forward"):
             out_THD, lse2_TH = attention_packed_forward_triton(
                 q_THD, kv, context.cu_seqlens_B1, context.max_seqlen, attention.softmax_scale
             )
         attended = _Attended(out_THD.flatten(1), lse2_TH)
-    with record_function("quantize"):
+    with part("quantize"):
         out = _input(attention.o_proj, attended.out_TQ, for_wgrad=False)
     h1_TE = _product(attention.o_proj, out.rows)
-    with record_function("rows"):
+    with part("rows"):
         h1_TE.add_(h0_TE)
     n2 = _normed(h1_TE, layer.mlp_norm, mlp.gate_up_proj, for_wgrad)
     gate_up_T2F = _product(mlp.gate_up_proj, n2.rows)
@@ -187,10 +187,10 @@ def _mlp_backward(
 ) -> Tensor:
     """dh1 [T, E]; fills in the gradients of down, gate_up and the norm before them."""
     gate_up, down = layer.mlp.gate_up_proj, layer.mlp.down_proj
-    with record_function("quantize"):
+    with part("quantize"):
         dh2 = _input(down, dh2_TE.contiguous(), for_wgrad=True, is_gradient=True)
     dy_TF = _dgrad(down, dh2)
-    with record_function("rows"):
+    with part("rows"):
         dgate_up, y = _gated_backward(layer, activations.gate_up_T2F, dy_TF)
     del dy_TF
     dweight["mlp.down_proj.weight"] = _wgrad(down, dh2, y)
@@ -199,7 +199,7 @@ def _mlp_backward(
     dweight["mlp.gate_up_proj.weight"] = _wgrad(gate_up, dgate_up, activations.n2)
     del dgate_up
     norm = layer.mlp_norm
-    with record_function("rows"):
+    with part("rows"):
         dh1_TE, dnorm_E = rms_norm_backward(dn2_TE, activations.h1_TE, norm.weight, norm.eps, dh2_TE)
     dweight["mlp_norm.weight"] = dnorm_E
     return dh1_TE
@@ -218,7 +218,7 @@ def _attention_backward(
     attention = layer.attention
     qkv_proj, o_proj = attention.qkv_proj, attention.o_proj
     out_TQ, lse2_TH = activations.attended
-    with record_function("quantize"):
+    with part("quantize"):
         dh1 = _input(o_proj, dh1_TE, for_wgrad=True, is_gradient=True)
         out = _input(o_proj, out_TQ, for_wgrad=True).tokens
     dout_TQ = _dgrad(o_proj, dh1)
@@ -227,7 +227,7 @@ def _attention_backward(
     del dh1, out
     rotated, activations.rotated = activations.rotated, None
     q_THD, kv = rotated or _rotated(attention, activations.qkv_TX, rotary, context, observe=False)
-    with record_function("attention_backward"):
+    with part("attention_backward"):
         dq_THD, dk_TKD, dv_TKD = attention_packed_backward(
             dout_TQ.view(q_THD.shape),
             q_THD,
@@ -241,20 +241,20 @@ def _attention_backward(
     del rotated, q_THD, kv, dout_TQ
     weights, eps = _qk_norm(attention)
     qkv_TXD = activations.qkv_TX.view(h0_TE.shape[0], -1, attention.head_size)
-    with record_function("rows"):
+    with part("rows"):
         dqkv_TXD, dq_norm_D, dk_norm_D = qkv_rotate_backward(
             dq_THD, dk_TKD, dv_TKD, qkv_TXD, *weights, eps, *rotary
         )
     del dq_THD, dk_TKD, dv_TKD
     dweight["attention.q_norm.weight"], dweight["attention.k_norm.weight"] = dq_norm_D, dk_norm_D
-    with record_function("quantize"):
+    with part("quantize"):
         dqkv = _input(qkv_proj, dqkv_TXD.flatten(1), for_wgrad=True, is_gradient=True)
     dn1_TE = _dgrad(qkv_proj, dqkv)
     dweight["attention.qkv_proj.weight"] = _wgrad(qkv_proj, dqkv, activations.n1)
     if qkv_proj.bias is not None:
         dweight["attention.qkv_proj.bias"] = dqkv_TXD.flatten(1).sum(0, dtype=torch.float32).to(qkv_proj.bias.dtype)
     norm = layer.attention_norm
-    with record_function("rows"):
+    with part("rows"):
         dh0_TE, dnorm_E = rms_norm_backward(dn1_TE, h0_TE, norm.weight, norm.eps, dh1_TE)
     dweight["attention_norm.weight"] = dnorm_E
     return dh0_TE
@@ -265,11 +265,11 @@ def _attention_backward(
 
 def _normed(x_TE: Tensor, norm: RMSNorm, eater: Projection, for_wgrad: bool) -> _Input:
     if not isinstance(eater, Float8Linear) or for_wgrad:
-        with record_function("rows"):
+        with part("rows"):
             _, n_TE = add_rms_norm(None, x_TE, norm.weight, norm.eps, quantize=False)
-        with record_function("quantize"):
+        with part("quantize"):
             return _input(eater, n_TE, for_wgrad=for_wgrad)
-    with record_function("rows"):
+    with part("rows"):
         _, n = add_rms_norm(None, x_TE, norm.weight, norm.eps, quantize=True, power_of_two=eater.power_of_two)
     return _Input(n, None)
 
@@ -281,7 +281,7 @@ def _rotated(
     layer = attention.layer
     weights, eps = _qk_norm(attention)
     amax_2LK = context.kv_amax_2LK if observe else None
-    with record_function("rows"):
+    with part("rows"):
         return qkv_rotate(
             qkv_TX.view(qkv_TX.shape[0], -1, attention.head_size),
             *weights,
@@ -336,7 +336,7 @@ def _input(linear: Projection, x_TC: Tensor, *, for_wgrad: bool, is_gradient: bo
 
 
 def _product(linear: Projection, x: Operand) -> Tensor:
-    with record_function("gemm_forward"):
+    with part("gemm_forward"):
         if isinstance(linear, Float8Linear):
             assert isinstance(x, Quantized)
             linear.check_codes()
@@ -348,7 +348,7 @@ def _product(linear: Projection, x: Operand) -> Tensor:
 
 
 def _dgrad(linear: Projection, dy: _Input) -> Tensor:
-    with record_function("gemm_dgrad"):
+    with part("gemm_dgrad"):
         if isinstance(linear, Float8Linear):
             assert isinstance(dy.rows, Quantized)
             return fp8_gemm_dgrad(dy.rows, linear.dgrad_operand(), linear.backend).contiguous()  # a slice if padded
@@ -357,7 +357,7 @@ def _dgrad(linear: Projection, dy: _Input) -> Tensor:
 
 
 def _wgrad(linear: Projection, dy: _Input, x: Operand) -> Tensor:
-    with record_function("gemm_wgrad"):
+    with part("gemm_wgrad"):
         if isinstance(linear, Float8Linear):
             assert isinstance(dy.tokens, Quantized) and isinstance(x, Quantized) and linear.weight is not None
             return fp8_gemm_wgrad(dy.tokens, x, linear.backend, linear.weight.dtype)

@@ -1,13 +1,13 @@
 """Which part of a training step a kernel belongs to: from a profiler's trace to seconds by part.
 
 cuBLAS gives the GEMMs of forward, dgrad and wgrad the same names, so names alone cannot tell them apart. The code that
-launches them says what it does in `record_function` ranges, and a trace links the two:
+launches them says what it does in ranges (kernels/parts.py), and a trace links the two:
 
     kernel  --correlation-->  launch (thread, time)  --lies in-->  ranges of that thread: the innermost known one counts
 
 Autograd runs the backward in a thread of its own, which has its own ranges. Where a launch lies in no range of its
 thread, those of the others are looked at: only one thread works at a time here. What was launched outside all of them
-goes by its name: `gemm` and `elementwise` are such kernels of unknown purpose, the latter with the float32 sums of
+goes by its name: `gemm` and `elementwise` are such kernels of unknown purpose. `gradients` are the float32 sums of
 gradients over micro-batches. A forward that is made again in the backward (activation checkpointing) counts as forward.
 
 Times of parts are sums of kernels. `gaps` is the wall time, measured without the profiler, less the time in which any
@@ -21,23 +21,13 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
+from octetrl.kernels.parts import Part
 from octetrl.run.bench_profile import short_name
 
 GAPS, OTHER, UNKNOWN_GEMM, ELEMENTWISE = "gaps", "other", "gemm", "elementwise"
-RANGES = (
-    "gemm_forward",
-    "gemm_dgrad",
-    "gemm_wgrad",
-    "quantize",
-    "attention_forward",
-    "attention_backward",
-    "rows",
-    "lm_head",
-    "optimizer",
-    "requantize",
-)
+RANGES: tuple[str, ...] = get_args(Part)
 PARTS = (*RANGES[:3], UNKNOWN_GEMM, *RANGES[3:7], ELEMENTWISE, *RANGES[7:], OTHER, GAPS)  # in the order of the table
 _BY_NAME = (  # the first that is found; for kernels outside all ranges
     ("optimizer", r"adamw|multi_tensor_apply|FusedAdam"),

@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.profiler import record_function
 
 from octetrl.algorithms.table import build_algorithm
 from octetrl.config.errors import UserError
@@ -42,6 +41,7 @@ from octetrl.config.spec import ModelSpec
 from octetrl.fp8.gemm import choose_backend
 from octetrl.fp8.kv_scales import kv_scales_from_amax
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
+from octetrl.kernels.parts import part
 from octetrl.models.decoder import Decoder
 from octetrl.models.hf_weights import load_weights
 from octetrl.records import PackedBatch
@@ -189,12 +189,12 @@ class _Arm:
         self.loss = trainer.accumulate(self.batch, self.kv, collect_kv_amax=self._observes)
         learnt = _now(device)
         if self.optimizer:
-            with record_function("optimizer"):
+            with part("optimizer"):
                 trainer.optimizer.clip_gradients()
                 trainer.optimizer.step(trainer.config.optimizer.lr)
                 trainer.optimizer.zero_grad()
         updated = _now(device)
-        with record_function("requantize"):
+        with part("requantize"):
             trainer.model.requantize()
         ended = _now(device)
         return StepTime(learnt - began, updated - learnt if self.optimizer else None, ended - updated)

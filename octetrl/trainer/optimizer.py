@@ -27,6 +27,7 @@ from torch.optim.adamw import adamw as torch_adamw
 from octetrl.config.errors import UserError
 from octetrl.config.schema import OptimizerConfig
 from octetrl.kernels.adamw import AdamScalars, Moment, adamw
+from octetrl.kernels.parts import part
 from octetrl.trainer.optimizer_offload import OffloadStream, Piece, pieces_of
 from octetrl.trainer.optimizer_states import (
     HostMemory,
@@ -88,7 +89,8 @@ class Optimizer:
         gradient = torch.zeros_like(parameter, dtype=torch.float32)
 
         def accumulate(parameter: Tensor) -> None:
-            gradient.add_(parameter.grad)  # type: ignore[arg-type]
+            with part("gradients"):
+                gradient.add_(parameter.grad)  # type: ignore[arg-type]
             parameter.grad = None
 
         parameter.register_post_accumulate_grad_hook(accumulate)
