@@ -24,7 +24,7 @@ from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate import spec_problems
-from octetrl.fp8.policy import LINEARS, PrecisionPolicy, Side, precision_policy
+from octetrl.fp8.policy import LINEARS, PrecisionPolicy, Side, precision_policy, tokens_that_pay
 from octetrl.models.families import load_spec, spec_from_config
 
 GIB = 2**30
@@ -55,7 +55,7 @@ def check(
         problems += [problem.text for problem in spec_problems(resolved, spec)]
         policy = precision_policy(spec, resolved.fp8)
         print_lines("model", _model(spec))
-        print_lines("precision", _precision(resolved, spec, policy))
+        print_lines("precision", _precision(resolved, spec, policy, device))
         print_lines("memory", _memory(resolved, spec, policy, device))
     except UserError as error:
         problems.append(str(error))
@@ -172,7 +172,9 @@ def _model(spec: ModelSpec) -> Iterator[tuple[str, str]]:
     yield "vocabulary", f"{spec.vocab_size:,}"
 
 
-def _precision(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy) -> Iterator[tuple[str, str]]:
+def _precision(
+    recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device: Device
+) -> Iterator[tuple[str, str]]:
     yield "", f"{'rollout':<16}training"
     for kind in LINEARS:
         yield kind, f"{_share(policy, spec, kind, 'rollout'):<16}{_share(policy, spec, kind, 'train')}"
@@ -185,6 +187,10 @@ def _precision(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy) -> Iter
         if policy.k_cache == "bf16":
             yield "", "K stays BF16: this family has no QK-norm, and FP8 ruins its outlier channels"
     yield "everything else", f"{recipe.model.dtype}; log-softmax and loss float32"
+    given, wanted = recipe.trainer.tokens_per_micro_batch, tokens_that_pay(spec.hidden_size)
+    if policy.uses_fp8("train") and device.on_gpu and not recipe.fp8.emulate and given < wanted:
+        yield "warning", f"FP8 training is no faster than BF16 with {given:,} tokens a micro-batch at this width;"
+        yield "", f"raise trainer.tokens_per_micro_batch to {wanted:,} or more, or take precision: bf16"
 
 
 def _share(policy: PrecisionPolicy, spec: ModelSpec, kind: str, side: Side) -> str:

@@ -23,6 +23,7 @@ from octetrl.config.spec import ModelSpec
 
 Format = Literal["bf16", "fp8"]
 Side = Literal["rollout", "train"]
+PAYS_FROM = 1 << 24  # tokens of a micro-batch x hidden size, measured on an H200: docs/fp8.md, "When FP8 training pays"
 LINEARS = ("attention.qkv_proj", "attention.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
 
 
@@ -58,6 +59,11 @@ class PrecisionPolicy:
         table = [[linear.name, linear.rollout, linear.train] for linear in self.linears]
         text = json.dumps([table, self.kv_mode, self.k_cache, self.v_cache, self.power_of_two])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def tokens_that_pay(hidden_size: int) -> int:
+    """Tokens of a micro-batch from which on training in FP8 is faster than in BF16, for a model of this width."""
+    return -(-PAYS_FROM // hidden_size)
 
 
 def precision_policy(spec: ModelSpec, fp8: Fp8Config) -> PrecisionPolicy:

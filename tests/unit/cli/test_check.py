@@ -7,6 +7,7 @@ import pytest
 
 from octetrl.cli.main import run_command
 from octetrl.config.presets import preset_config
+from octetrl.fp8.policy import tokens_that_pay
 
 RECIPE = """
 precision: fp8_full
@@ -66,6 +67,16 @@ def test_it_plans_for_a_gpu_elsewhere(folder: Path, capsys: pytest.CaptureFixtur
     assert code == 0
     assert "a GPU with 1 GiB" in out
     assert "more than the device has" in out
+
+
+def test_it_warns_of_fp8_training_that_is_slower_than_bf16(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    width = int(preset_config("tiny")["hidden_size"])
+    pays_from = tokens_that_pay(width)
+    few, enough = (f"trainer.tokens_per_micro_batch={tokens}" for tokens in (pays_from - 1, pays_from))
+    _, out, _ = check(capsys, "--memory-gib", "80", few)
+    assert f"raise trainer.tokens_per_micro_batch to {pays_from:,} or more" in out
+    for silent in (("--memory-gib", "80", enough), ("--memory-gib", "80", few, "precision=fp8_rollout"), (few,)):
+        assert "no faster than BF16" not in check(capsys, *silent)[1]
 
 
 def test_a_gpu_that_is_not_here_leaves_the_cache_open(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
