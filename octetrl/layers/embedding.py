@@ -1,8 +1,7 @@
 """Token embedding: a row of a matrix for each token.
 
-Its gradient adds up the rows of equal tokens. That sum is taken in float32 and rounded once: in BF16,
-torch's choice on a CPU, a token that occurs thousands of times would stop growing. On a GPU torch's own
-kernel sorts the tokens first, so the sum is the same every time; `index_add_` there is atomic and is not.
+Its gradient adds up the rows of equal tokens, in float32 and in one order, and rounds once
+(kernels/embedding_gradient.py).
 
 T tokens, V vocabulary, E hidden size.
 """
@@ -13,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from octetrl.kernels.embedding_gradient import embedding_gradient
 
 
 class _Embed(torch.autograd.Function):
@@ -25,12 +26,7 @@ class _Embed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (token_ids_T,) = ctx.saved_tensors
-        grad_TE = grads[0].float()
-        if grad_TE.is_cuda:
-            grad_VE = torch.ops.aten.embedding_dense_backward(grad_TE, token_ids_T, ctx.vocab_size, -1, False)
-        else:
-            grad_VE = grad_TE.new_zeros(ctx.vocab_size, grad_TE.shape[1]).index_add_(0, token_ids_T, grad_TE)
-        return grad_VE.to(ctx.dtype), None
+        return embedding_gradient(grads[0], token_ids_T, ctx.vocab_size, ctx.dtype), None
 
 
 class Embedding(nn.Module):
