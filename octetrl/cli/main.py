@@ -16,6 +16,7 @@ import typer
 
 from octetrl.cli.bench import bench
 from octetrl.cli.check import check
+from octetrl.cli.doctor import doctor
 from octetrl.cli.eval import evaluate
 from octetrl.cli.export import export
 from octetrl.cli.generate import generate
@@ -35,6 +36,7 @@ app.command("train")(train)
 app.command("eval")(evaluate)
 app.command("generate")(generate)
 app.command("check")(check)
+app.command("doctor")(doctor)
 app.command("export")(export)
 app.add_typer(bench, name="bench")
 

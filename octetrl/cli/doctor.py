@@ -1,0 +1,43 @@
+"""`octetrl doctor`: whether engine and trainer agree to the last bit on this model, these prompts and this precision,
+and where they begin to differ.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from octetrl.cli.arguments import Overrides, RecipePath
+from octetrl.config.load import load_recipe
+
+Prompts = Annotated[int, typer.Option(min=1, help="Of the recipe's first tasks.")]
+Sequences = Annotated[int, typer.Option(min=1, help="Answers to each prompt.")]
+AnswerTokens = Annotated[int, typer.Option(min=2, help="Length of every answer.")]
+Attribute = Annotated[bool, typer.Option("--attribute", help="Which tensors bring the mismatch, and what share each.")]
+
+DIFFERING = 1
+
+
+def doctor(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    prompts: Prompts = 4,
+    sequences: Sequences = 2,
+    answer_tokens: AnswerTokens = 32,
+    attribute: Attribute = False,
+) -> None:
+    """Name the first op whose bits differ between engine and trainer; exit code 0 if none does, 1 if one does."""
+    resolved = load_recipe(recipe, overrides or [])
+    from octetrl.run.doctor import Examination
+    from octetrl.run.doctor_findings import examine, lines_of
+
+    examined = examine(resolved, Examination(prompts, sequences, answer_tokens))
+    report = examined.report
+    for line in lines_of("modules, against the trainer's packed forward", report.passes):
+        typer.echo(line)
+    for line in lines_of("log-probs, against those of the engine", report.ends):
+        typer.echo(line)
+    typer.echo(report.verdict)
+    if not report.equal:
+        raise typer.Exit(DIFFERING)
