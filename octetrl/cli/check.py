@@ -53,7 +53,7 @@ def check(
     try:
         spec = _model_spec(resolved)
         problems += [problem.text for problem in spec_problems(resolved, spec)]
-        policy = precision_policy(spec, resolved.fp8)
+        policy = precision_policy(spec, resolved.fp8, resolved.numerics)
         print_lines("model", _model(spec))
         print_lines("precision", _precision(resolved, spec, policy, device))
         print_lines("memory", _memory(resolved, spec, policy, device))
@@ -187,6 +187,8 @@ def _precision(
         if policy.k_cache == "bf16":
             yield "", "K stays BF16: this family has no QK-norm, and FP8 ruins its outlier channels"
     yield "everything else", f"{recipe.model.dtype}; log-softmax and loss float32"
+    said = "one order of sums on both sides" if policy.numerics == "parity" else "the faster sums, equal to rounding"
+    yield "numerics", f"{policy.numerics}: {said}"
     given, wanted = recipe.trainer.tokens_per_micro_batch, tokens_that_pay(spec.hidden_size)
     if policy.uses_fp8("train") and device.on_gpu and not recipe.fp8.emulate and given < wanted:
         yield "warning", f"FP8 training is no faster than BF16 with {given:,} tokens a micro-batch at this width;"

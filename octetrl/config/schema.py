@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Precision = Literal["bf16", "fp8_rollout", "fp8", "fp8_full"]
+Numerics = Literal["parity", "fast"]
 
 
 class Section(BaseModel):
@@ -203,6 +204,9 @@ class MismatchConfig(Section):
     fail_above: float | None = Field(default=None, gt=1.0)
     """Stop the run when `mismatch/token_mult_prob_error` exceeds this."""
     warn_above: float = Field(default=1.03, gt=1.0)
+    fail_on_difference: bool = False
+    """Stop the run when a log-prob that parity promises to be equal on both sides is not, in any bit
+    (`mismatch/unequal_tokens`). Without it such a step is warned of."""
 
 
 class ClusterConfig(Section):
@@ -228,6 +232,9 @@ class Recipe(Section):
     precision: Precision | None = None
     """Sets fp8.rollout, fp8.train and fp8.kv_cache together: bf16 (none), fp8_rollout (rollout), fp8 (both),
     fp8_full (both and a calibrated FP8 KV cache)."""
+    numerics: Numerics = "parity"
+    """`parity`: every op on the way to a log-prob keeps one order of sums, so the trainer's log-probs are the engine's,
+    bit for bit. `fast`: ops that pay for it take their faster form, and both sides agree to rounding."""
     model: ModelConfig
     fp8: Fp8Config = Fp8Config()
     rollout: RolloutConfig = RolloutConfig()

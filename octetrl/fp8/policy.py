@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from octetrl.config.errors import UserError
-from octetrl.config.schema import Fp8Config
+from octetrl.config.schema import Fp8Config, Numerics
 from octetrl.config.spec import ModelSpec
 
 Format = Literal["bf16", "fp8"]
@@ -42,6 +42,7 @@ class PrecisionPolicy:
     v_cache: Format
     power_of_two: bool
     square_wgrad: bool  # wgrad's activations in blocks of 128 tokens x 128 channels, not 128 x 1
+    numerics: Numerics = "parity"  # whether sums keep one order; which tensors are FP8, and so the digest, is the same
 
     def format_of(self, name: str, side: Side) -> Format:
         """Format of the linear `name`; KeyError for a name that is not in the model."""
@@ -49,6 +50,11 @@ class PrecisionPolicy:
             if linear.name == name:
                 return getattr(linear, side)
         raise KeyError(name)
+
+    @property
+    def same_on_both_sides(self) -> bool:
+        """Whether engine and trainer multiply by the same formats: not so under `fp8_rollout`."""
+        return all(linear.rollout == linear.train for linear in self.linears)
 
     def uses_fp8(self, side: Side) -> bool:
         return any(getattr(linear, side) == "fp8" for linear in self.linears)
@@ -66,7 +72,7 @@ def tokens_that_pay(hidden_size: int) -> int:
     return -(-PAYS_FROM // hidden_size)
 
 
-def precision_policy(spec: ModelSpec, fp8: Fp8Config) -> PrecisionPolicy:
+def precision_policy(spec: ModelSpec, fp8: Fp8Config, numerics: Numerics = "parity") -> PrecisionPolicy:
     """The table for this model and these settings.
 
     Raises UserError when an `ignore` pattern matches no linear: a typo there would quietly change the numerics.
@@ -92,6 +98,7 @@ def precision_policy(spec: ModelSpec, fp8: Fp8Config) -> PrecisionPolicy:
         v_cache="fp8" if quantized_cache else "bf16",
         power_of_two=fp8.power_of_two,
         square_wgrad=fp8.wgrad_blocks == "square",
+        numerics=numerics,
     )
 
 

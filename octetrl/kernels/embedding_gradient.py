@@ -30,7 +30,14 @@ LARGEST_BLOCK_E = 512
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _embedding_gradient_kernel(
-    sorted_ptr, order_ptr, dy_ptr, dweight_ptr, num_tokens, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr
+    sorted_ptr,
+    order_ptr,
+    dy_ptr,
+    dweight_ptr,
+    num_tokens,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
 ):
     first = tl.program_id(0)
     token = tl.load(sorted_ptr + first)
@@ -49,7 +56,8 @@ def _embedding_gradient_kernel(
         sum_E += tl.sum(dy_RE.to(tl.float32), axis=0)
         start += ROWS
         more = tl.min(mine_R.to(tl.int32), axis=0)
-    tl.store(dweight_ptr + token * SIZE + column_E, sum_E.to(dweight_ptr.dtype.element_ty), mask=inside_E & (before != token))
+    dweight_ptrs = dweight_ptr + token * SIZE + column_E
+    tl.store(dweight_ptrs, sum_E.to(dweight_ptr.dtype.element_ty), mask=inside_E & (before != token))
 
 
 def embedding_gradient(dy_TE: Tensor, token_ids_T: Tensor, vocab_size: int, dtype: torch.dtype) -> Tensor:

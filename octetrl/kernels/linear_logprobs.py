@@ -13,9 +13,10 @@ Order: on a GPU the rows of a product are padded to one of `LOGIT_ROWS`, for eac
 (tests/gpu/test_sampling.py), so a row has the same bits whoever shares its batch. That was checked for large
 vocabularies, whose tiles fill the machine unsplit; one smaller than `LARGE_VOCAB` always has `SMALL_VOCAB_ROWS` rows,
 which costs it little. The product is written where it is returned from: the caller's rows are the first of the padded
-ones. The log-sum-exp takes the vocabulary in chunks of `VOCAB_CHUNK`, a program for each chunk of each row, whose
-maximum m_c, sum s_c = sum exp(z - m_c) and w_c = sum exp(z - m_c) (z - m_c) a second kernel joins, chunks in order of
-their number in one fixed tree:
+ones. `fast` leaves the padding out: one product of the rows there are, in the order that cuBLAS takes at that height.
+The log-sum-exp takes the vocabulary in chunks of `VOCAB_CHUNK`, a program for each chunk of each row, whose maximum
+m_c, sum s_c = sum exp(z - m_c) and w_c = sum exp(z - m_c) (z - m_c) a second kernel joins, chunks in order of their
+number in one fixed tree:
 
     m = max m_c,   s = sum s_c exp(m_c - m),   entropy = log s - sum exp(m_c - m) (w_c + s_c (m_c - m)) / s
 
@@ -52,10 +53,12 @@ class TokenStatistics(NamedTuple):
     lse_N: Tensor  # float32: what the backward needs
 
 
-def lm_head_logits(hidden_NE: Tensor, weight_VE: Tensor) -> Tensor:
-    """float32 logits [N, V]. hidden and weight of one dtype. A row's bits do not depend on the other rows."""
+def lm_head_logits(hidden_NE: Tensor, weight_VE: Tensor, fast: bool = False) -> Tensor:
+    """float32 logits [N, V]. hidden and weight of one dtype. Unless `fast`, a row's bits do not depend on the others."""
     assert hidden_NE.dtype == weight_VE.dtype, f"lm_head: hidden {hidden_NE.dtype}, weight {weight_VE.dtype}"
     if hidden_NE.is_cuda:
+        if fast:
+            return torch.mm(hidden_NE, weight_VE.t(), out_dtype=torch.float32)
         return _padded_logits(hidden_NE, weight_VE)
     logits_NV = torch.empty(hidden_NE.shape[0], weight_VE.shape[0], dtype=torch.float32)
     hidden_NE = hidden_NE.double()
@@ -218,11 +221,17 @@ def logprobs_alone(logits_NV: Tensor, targets_N: Tensor, temperature: float | Te
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor, temperature_N: Tensor, chunk: int
+        ctx: Any,
+        hidden_NE: Tensor,
+        weight_VE: Tensor,
+        targets_N: Tensor,
+        temperature_N: Tensor,
+        chunk: int,
+        fast: bool,
     ) -> tuple[Tensor, Tensor]:
         statistics_3N = hidden_NE.new_empty(3, hidden_NE.shape[0], dtype=torch.float32)
         for rows in pieces(0, hidden_NE.shape[0], chunk):
-            logits_CV = lm_head_logits(hidden_NE[rows], weight_VE)
+            logits_CV = lm_head_logits(hidden_NE[rows], weight_VE, fast)
             if logits_CV.is_cuda:
                 out = TokenStatistics(*statistics_3N[:, rows].unbind())
                 statistics_triton(logits_CV, targets_N[rows], temperature_N[rows], out=out)
@@ -231,27 +240,27 @@ class _LinearLogprobs(torch.autograd.Function):
                 statistics_3N[:, rows] = torch.stack(made)
             del logits_CV  # before the next chunk's
         ctx.save_for_backward(hidden_NE, weight_VE, targets_N, temperature_N, statistics_3N)
-        ctx.chunk = chunk
+        ctx.chunk, ctx.fast = chunk, fast
         ctx.set_materialize_grads(False)  # an entropy that nobody differentiates costs nothing
         logprobs_N, entropy_N, _ = statistics_3N.clone().unbind()
         return logprobs_N, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         hidden_NE, weight_VE, targets_N, temperature_N, statistics_3N = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         if hidden_NE.shape[0] == 0 or (grads[0] is None and grads[1] is None):
             return (
                 torch.zeros_like(hidden_NE) if needs_hidden else None,
                 torch.zeros_like(weight_VE) if needs_weight else None,
-                *(None, None, None),
+                *(None, None, None, None),
             )
         dlogprobs_N = torch.zeros_like(temperature_N) if grads[0] is None else grads[0].contiguous()
         dentropy_N = None if grads[1] is None else grads[1].contiguous()
 
         def gradient_into(rows: slice, dlogits_CV: Tensor) -> None:
             logits_gradient(
-                lm_head_logits(hidden_NE[rows], weight_VE),
+                lm_head_logits(hidden_NE[rows], weight_VE, ctx.fast),
                 targets_N[rows],
                 temperature_N[rows],
                 statistics_3N[2, rows],
@@ -264,7 +273,7 @@ class _LinearLogprobs(torch.autograd.Function):
         needs = (needs_hidden, needs_weight)
         with part("lm_head"):
             gradients = linear_logprobs_backward(hidden_NE, weight_VE, gradient_into, ctx.chunk, needs)
-        return *gradients, None, None, None
+        return *gradients, None, None, None, None
 
 
 def linear_logprobs(
@@ -273,14 +282,16 @@ def linear_logprobs(
     targets_N: Tensor,
     temperature: float | Tensor = 1.0,
     chunk: int = 1024,
+    fast: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of its distribution, float32 [N]; differentiable in both inputs.
 
     hidden_NE, weight_VE: one dtype. targets_N: int64. temperature: above 0, one number or one a row.
-    `chunk`: rows whose logits exist at one time; it changes memory and speed, not the result.
+    `chunk`: rows whose logits exist at one time; it changes memory and speed, not the result. `fast`: as in
+    `lm_head_logits`.
     """
     assert hidden_NE.shape[0] == targets_N.shape[0], f"{hidden_NE.shape[0]} rows, {targets_N.shape[0]} targets"
     temperature_N = _temperatures(temperature, hidden_NE.shape[0], hidden_NE.device)
     with part("lm_head"):
-        logprobs_N, entropy_N = _LinearLogprobs.apply(hidden_NE, weight_VE, targets_N, temperature_N, chunk)
+        logprobs_N, entropy_N = _LinearLogprobs.apply(hidden_NE, weight_VE, targets_N, temperature_N, chunk, fast)
     return logprobs_N, entropy_N

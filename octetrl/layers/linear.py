@@ -64,7 +64,10 @@ _TOKEN_QUANTIZERS: dict[BackendName, Callable[[Tensor, bool, bool], Quantized]] 
 
 
 class Linear(nn.Module):
-    """y = x W^T + b in `dtype`. weight [N, K], bias [N] or None; x [..., K]."""
+    """y = x W^T + b in `dtype`. weight [N, K], bias [N] or None; x [..., K].
+
+    `fast`: a fused forward may take cuBLAS's product at any M, whose order of sums may follow M.
+    """
 
     def __init__(
         self,
@@ -73,9 +76,11 @@ class Linear(nn.Module):
         bias: bool = False,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
+        *,
+        fast: bool = False,
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features, self.out_features, self.fast = in_features, out_features, fast
         self.weight = nn.Parameter(_initial_weight(out_features, in_features, dtype, device))
         self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
 

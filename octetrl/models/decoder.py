@@ -73,6 +73,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.spec, self.policy, self.side, self.dtype, self.backend = spec, policy, side, dtype, backend
+        self.fast = policy.numerics == "fast"
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
         self.rotary = RotaryTable(spec.head_size, spec.rope_theta, spec.rope_scaling, spec.max_positions, device=device)
         self.layers = nn.ModuleList(self._layer(index, device) for index in range(spec.num_layers))
@@ -86,7 +87,7 @@ class Decoder(nn.Module):
 
         def linear(name: str, in_features: int, out_features: int, bias: bool = False) -> Projection:
             if self.policy.format_of(f"layers.{index}.{name}", self.side) == "bf16":
-                return Linear(in_features, out_features, bias, dtype=self.dtype, device=device)
+                return Linear(in_features, out_features, bias, dtype=self.dtype, device=device, fast=self.fast)
             return Float8Linear(
                 in_features,
                 out_features,
@@ -141,13 +142,13 @@ class Decoder(nn.Module):
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """float32 [N, V], not differentiable: for sampling."""
-        return lm_head_logits(hidden_NE.detach(), self.lm_head_weight.detach())
+        return lm_head_logits(hidden_NE.detach(), self.lm_head_weight.detach(), self.fast)
 
     def logprobs(
         self, hidden_NE: Tensor, targets_N: Tensor, temperature: float = 1.0, chunk: int = 1024
     ) -> tuple[Tensor, Tensor]:
         """Log-prob of each target and entropy, float32 [N], differentiable (kernels/linear_logprobs.py)."""
-        return linear_logprobs(hidden_NE, self.lm_head_weight, targets_N, temperature, chunk)
+        return linear_logprobs(hidden_NE, self.lm_head_weight, targets_N, temperature, chunk, self.fast)
 
     def decoder_layers(self) -> Iterator[DecoderLayer]:
         for layer in self.layers:

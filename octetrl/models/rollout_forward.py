@@ -15,6 +15,7 @@ T tokens, E hidden size, D head size.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from octetrl.fp8.quantize import Quantized
@@ -127,5 +128,7 @@ def _project(linear: Projection, x: Operand) -> Tensor:
         y_TN = fp8_gemm(x, linear.quantized)
     else:
         assert isinstance(x, Tensor)
+        if linear.fast:
+            return F.linear(x, linear.weight, linear.bias)
         y_TN = bf16_gemm(x, linear.weight)
     return y_TN if linear.bias is None else y_TN + linear.bias

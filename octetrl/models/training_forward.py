@@ -37,6 +37,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octetrl.fp8.gemm import fp8_gemm_dgrad, fp8_gemm_wgrad
@@ -343,6 +344,8 @@ def _product(linear: Projection, x: Operand) -> Tensor:
             y_TN = fp8_gemm(x, linear.quantized)
         else:
             assert isinstance(x, Tensor)
+            if linear.fast:
+                return F.linear(x, linear.weight, linear.bias)
             y_TN = bf16_gemm(x, linear.weight)
         return y_TN if linear.bias is None else y_TN + linear.bias
 

@@ -170,7 +170,7 @@ def build_worker(bench: StepBench, precision: str) -> Worker:
     return Worker(
         recipe,
         spec=spec,
-        policy=precision_policy(spec, recipe.fp8),
+        policy=precision_policy(spec, recipe.fp8, recipe.numerics),
         tokenizer=tokenizer_of(bench.model),
         algorithm=build_algorithm(recipe.algorithm),
         load_weights=fill,

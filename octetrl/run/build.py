@@ -81,7 +81,7 @@ def build_run(recipe: Recipe, *, trains: bool = True) -> Run:
     worker = Worker(
         recipe,
         spec=spec,
-        policy=precision_policy(spec, recipe.fp8),
+        policy=precision_policy(spec, recipe.fp8, recipe.numerics),
         tokenizer=tokenizer,
         algorithm=algorithm,
         load_weights=lambda model: fill_weights(model, recipe),

@@ -49,7 +49,7 @@ def generate_text(
     worker = Worker(
         recipe,
         spec=spec,
-        policy=precision_policy(spec, recipe.fp8),
+        policy=precision_policy(spec, recipe.fp8, recipe.numerics),
         tokenizer=tokenizer,
         algorithm=build_algorithm(recipe.algorithm),
         load_weights=lambda decoder: fill_weights(decoder, recipe),

@@ -28,6 +28,7 @@ from octetrl.fp8.kv_scales import KVScales, kv_scales_from_amax, same_bits
 from octetrl.fp8.policy import PrecisionPolicy, Side
 from octetrl.models.decoder import Decoder
 from octetrl.models.hf_weights import load_weights, save_weights
+from octetrl.models.rollout_forward import can_fuse
 from octetrl.records import Completion, GenerationRequest, PackedBatch, PolicyUpdate, Published
 from octetrl.run.publish import quantize_for_engine, share_weights, verify_weights
 from octetrl.run.tokenizer import Tokenizer
@@ -126,6 +127,7 @@ class Worker:
         """One update from `batch`, seen through the cache it was drawn with; mismatch among the metrics."""
         if self.device.type == "cuda" and self.recipe.engine.release_for_training:
             self.engine.release_cache()
+        on_policy = batch.policy_version == self.trainer.policy_version
         with self.spans("train"):
             update = self.trainer.train(batch, self._replay(), self.policy.digest)
         if self.policy.kv_mode == "calibrated" and batch.minibatches:
@@ -133,7 +135,7 @@ class Worker:
                 if self.recipe.fp8.calibration == "exact":
                     self.trainer.collect_kv_amax(batch)  # one more forward, with the new weights
                 self._take_scales()
-        return replace(update, metrics={**update.metrics, **self._mismatch()})
+        return replace(update, metrics={**update.metrics, **self._mismatch(on_policy)})
 
     def publish(self, policy_version: int) -> Published:
         """The trainer's weights and scales become the engine's; what the engine then holds is compared."""
@@ -240,12 +242,24 @@ class Worker:
         self.engine.publish(policy_version)
         return verify_weights(self.engine_model, self.trainer_model, policy_version)
 
-    def _mismatch(self) -> dict[str, float]:
+    @property
+    def promises_parity(self) -> bool:
+        """Whether the trainer's log-probs of samples drawn with its weights are the engine's to the bit."""
+        recipe, policy = self.recipe, self.policy
+        replayed = policy.kv_mode == "none" or recipe.fp8.kv_replay
+        ordered = policy.numerics == "parity" and (self.device.type == "cpu" or can_fuse(self.trainer_model))
+        return ordered and replayed and policy.same_on_both_sides and recipe.engine.prefix_cache != "keep"
+
+    def _mismatch(self, on_policy: bool) -> dict[str, float]:
         logprobs = self.trainer.last_logprobs
         if logprobs is None:
             return {}
         return mismatch_metrics(
-            logprobs.generator_N, logprobs.trainer_N, logprobs.target_positions_N, logprobs.sequence_lengths_N
+            logprobs.generator_N,
+            logprobs.trainer_N,
+            logprobs.target_positions_N,
+            logprobs.sequence_lengths_N,
+            equality_is_promised=on_policy and self.promises_parity,
         )
 
 

@@ -7,12 +7,15 @@ With g the engine's and p the trainer's log-prob of a trained token, over all N 
     mismatch/max_abs_diff            max |g - p|
     mismatch/importance_ratio        mean exp(p - g)                   1 ± 0.01
     mismatch/equal_fraction          share of tokens with g == p, to the bit
+    mismatch/unequal_tokens          how many differ; only where parity promises that none does
 
 and the first two again by decile of the token's position in its sequence (`mismatch/decile_0/...` is the first tenth):
 an error that grows along the sequence comes through the KV cache, one that is flat comes from the linears. A decile
 without tokens is left out. Sums are taken in float64, so the metrics themselves add no error.
 
-The importance correction of the loss makes up for a small mismatch; `MismatchGate` says when it is no longer small.
+The importance correction of the loss makes up for a small mismatch; `MismatchGate` says when it is no longer small. With
+`numerics: parity` the log-probs of on-policy samples are equal (docs/fp8.md, "Parity"), and a single token that differs
+is a fault of an op, however small the difference: the gate says so too.
 """
 
 from __future__ import annotations
@@ -25,11 +28,17 @@ from torch import Tensor
 from octetrl.config.schema import MismatchConfig
 
 GATED = "mismatch/token_mult_prob_error"
+UNEQUAL = "mismatch/unequal_tokens"
 DECILES = 10
 
 
 def mismatch_metrics(
-    generator_logprobs_N: Tensor, trainer_logprobs_N: Tensor, positions_N: Tensor, sequence_lengths_N: Tensor
+    generator_logprobs_N: Tensor,
+    trainer_logprobs_N: Tensor,
+    positions_N: Tensor,
+    sequence_lengths_N: Tensor,
+    *,
+    equality_is_promised: bool = False,
 ) -> dict[str, float]:
     """All metrics above, from the log-probs of N trained tokens, the position of each in its sequence and the length
     of that sequence (tokens). Any device; one host synchronisation. Without tokens there is nothing to say: {}."""
@@ -50,11 +59,14 @@ def mismatch_metrics(
             difference_N.abs().max(),
             difference_N.exp().mean(),
             (difference_N == 0).double().mean(),
+            (difference_N != 0).double().sum(),
         ]
     )
     numbers = torch.cat([overall, count_by_decile, error_by_decile, kl_by_decile]).tolist()
-    names = ("token_mult_prob_error", "gen_kl", "max_abs_diff", "importance_ratio", "equal_fraction")
+    names = ("token_mult_prob_error", "gen_kl", "max_abs_diff", "importance_ratio", "equal_fraction", "unequal_tokens")
     metrics = {f"mismatch/{name}": value for name, value in zip(names, numbers, strict=False)}
+    if not equality_is_promised:
+        del metrics[UNEQUAL]
     counts, errors, kls = (numbers[len(names) + DECILES * part :][:DECILES] for part in range(3))
     for decile, (count, error, kl) in enumerate(zip(counts, errors, kls, strict=True)):
         if count:
@@ -68,14 +80,16 @@ class MismatchError(RuntimeError):
 
 
 class MismatchGate:
-    """Looks at each step's mismatch: advice above `warn_above`, the end of the run above `fail_above`."""
+    """Looks at each step's mismatch: advice above `warn_above`, the end of the run above `fail_above`; and at tokens
+    that parity promised to be equal and are not."""
 
     def __init__(self, config: MismatchConfig) -> None:
         self._config = config
 
     def check(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """A warning to show, or None. Raises MismatchError above `mismatch.fail_above`, or when the value is NaN and
-        a limit is set. A step that measured no mismatch (SFT, no trained tokens) passes."""
+        a limit is set, or for a token that differs in spite of parity with `mismatch.fail_on_difference`. A step that
+        measured no mismatch (SFT, no trained tokens) passes."""
         if GATED not in metrics:
             return None
         value, limit = metrics[GATED], self._config.fail_above
@@ -84,12 +98,27 @@ class MismatchGate:
                 f"step {step}: {GATED} is {value:.4f}, above mismatch.fail_above={limit}; stopped before more steps are"
                 f" learnt from the wrong log-probs. {advice(metrics)}"
             )
+        said = []
         if not value <= self._config.warn_above:
-            return (
+            said.append(
                 f"step {step}: {GATED} is {value:.4f}, above mismatch.warn_above={self._config.warn_above}."
                 f" {advice(metrics)}"
             )
-        return None
+        if metrics.get(UNEQUAL, 0.0) > 0:
+            broken = broken_parity(step, metrics)
+            if self._config.fail_on_difference:
+                raise MismatchError(f"{broken}; stopped, because of mismatch.fail_on_difference")
+            said.append(f"{broken}; numerics: fast promises no equality")
+        return " ".join(said) or None
+
+
+def broken_parity(step: int, metrics: Mapping[str, float]) -> str:
+    """How many log-probs differ that should not, and who can tell why."""
+    return (
+        f"step {step}: numerics is parity, and yet {metrics[UNEQUAL]:,.0f} trained tokens"
+        f" ({1 - metrics['mismatch/equal_fraction']:.2%}) have another log-prob in the trainer than in the engine, by up"
+        f" to {metrics['mismatch/max_abs_diff']:.2e}: `octetrl doctor RECIPE` names the first op whose bits differ"
+    )
 
 
 def advice(metrics: Mapping[str, float]) -> str:

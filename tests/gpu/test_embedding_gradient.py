@@ -1,4 +1,4 @@
-"""The embedding's gradient on a Hopper GPU: near float64, and the same bits every time, however often a token occurs."""
+"""The embedding's gradient on a Hopper GPU: near float64, and one set of bits however often a token occurs."""
 
 from __future__ import annotations
 

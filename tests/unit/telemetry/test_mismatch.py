@@ -5,7 +5,7 @@ import torch
 
 from octetrl.config.schema import Fp8Config, MismatchConfig
 from octetrl.telemetry.fp8_health import kv_saturation_warning
-from octetrl.telemetry.mismatch import GATED, MismatchError, MismatchGate, mismatch_metrics
+from octetrl.telemetry.mismatch import GATED, UNEQUAL, MismatchError, MismatchGate, mismatch_metrics
 
 
 def test_metrics_equal_the_formulas_written_out() -> None:
@@ -39,6 +39,29 @@ def test_deciles_follow_each_tokens_own_sequence_and_empty_ones_are_left_out() -
     assert metrics["mismatch/decile_9/token_mult_prob_error"] == pytest.approx(math.e)
     assert not any("decile_5" in name for name in metrics)
     assert mismatch_metrics(*[torch.zeros(0)] * 4) == {}
+
+
+def test_tokens_that_differ_are_counted_where_none_should() -> None:
+    generator = -torch.rand(40)
+    trainer = generator.clone()
+    trainer[7] = torch.nextafter(generator[7], torch.tensor(0.0))
+    places = torch.arange(40), torch.full((40,), 40)
+    assert mismatch_metrics(generator, trainer, *places, equality_is_promised=True)[UNEQUAL] == 1
+    assert mismatch_metrics(generator, generator.clone(), *places, equality_is_promised=True)[UNEQUAL] == 0
+    assert UNEQUAL not in mismatch_metrics(generator, trainer, *places)
+    trainer[8] = torch.nan
+    assert mismatch_metrics(generator, trainer, *places, equality_is_promised=True)[UNEQUAL] == 2
+
+
+def test_one_token_that_breaks_parity_is_said_and_can_stop_the_run() -> None:
+    broken = {GATED: 1.0, UNEQUAL: 3.0, "mismatch/equal_fraction": 0.75, "mismatch/max_abs_diff": 1e-7}
+    said = MismatchGate(MismatchConfig()).check(4, broken) or ""
+    assert "step 4" in said and "3 trained tokens (25.00%)" in said and "1.00e-07" in said and "octetrl doctor" in said
+    assert MismatchGate(MismatchConfig()).check(4, broken | {UNEQUAL: 0.0}) is None
+    strict = MismatchGate(MismatchConfig(fail_on_difference=True))
+    assert strict.check(4, broken | {UNEQUAL: 0.0}) is None and strict.check(4, {GATED: 1.01}) is None
+    with pytest.raises(MismatchError, match=r"octetrl doctor.*mismatch\.fail_on_difference"):
+        strict.check(5, broken)
 
 
 def test_gate_passes_warns_and_stops() -> None:
