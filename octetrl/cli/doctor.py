@@ -29,15 +29,20 @@ def doctor(
 ) -> None:
     """Name the first op whose bits differ between engine and trainer; exit code 0 if none does, 1 if one does."""
     resolved = load_recipe(recipe, overrides or [])
-    from octetrl.run.doctor import Examination
+    from octetrl.run.doctor import Examination, Patient
     from octetrl.run.doctor_findings import examine, lines_of
 
-    examined = examine(resolved, Examination(prompts, sequences, answer_tokens))
+    examined = examine(Patient(resolved, Examination(prompts, sequences, answer_tokens)))
     report = examined.report
-    for line in lines_of("modules, against the trainer's packed forward", report.passes):
+    for line in lines_of("forwards, against the trainer's packed one", report.passes):
         typer.echo(line)
     for line in lines_of("log-probs, against those of the engine", report.ends):
         typer.echo(line)
     typer.echo(report.verdict)
+    if attribute:
+        from octetrl.run.doctor_attribution import attribute as attribution_of
+
+        for line in attribution_of(examined).lines():
+            typer.echo(line)
     if not report.equal:
         raise typer.Exit(DIFFERING)

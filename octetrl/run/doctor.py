@@ -2,11 +2,12 @@
 
     ends      the real engine draws (together; again, with its pages still there; in other company and other chunks),
               the real trainer computes the log-probs of what was drawn (packed as it would train; each sequence alone)
-    modules   one model's two forwards, op by op, in every way of doctor_passes.py, each against the packed one
+    forwards  the two forwards alone, op by op, in every way of doctor_passes.py, each against the trainer's packed one
 
-The ends are what training meets: fused kernels, captured graphs, the scheduler. The modules are the same arithmetic one
-op at a time, where a difference has a name. Where modules agree and an end does not, that end's own machinery is at
-fault, and the end that left the modules' log-probs is named.
+The ends are what training meets: captured graphs, the scheduler, packing, activation checkpoints. In the forwards a
+difference has a name. Where they agree and an end does not, that end's own machinery is at fault, and the end that left
+the forwards' log-probs is named. On a GPU the forwards are the fused ones, and where they differ the modules of
+models/decoder.py are asked which of the two is as they are.
 
 The weights, prompts, precision, page size and packing are the recipe's; answers are drawn by its weights, of a fixed
 length, so that every sequence has as many tokens as was asked for. Nothing is written and no weight changes.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,10 +38,13 @@ from octetrl.records import Completion, GenerationRequest, Sample, SamplingParam
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.run.build import build_environment, fill_weights, model_spec, tokenizer_folder
 from octetrl.run.device import resolve_device, seed_everything
+from octetrl.run.doctor_fused import engine_tap, trainer_tap
 from octetrl.run.doctor_passes import Drawn, EngineLimits, LogprobRule, Pass, engine_plans, packed_pass, paged_pass
+from octetrl.run.doctor_taps import Tap
 from octetrl.run.tokenizer import Tokenizer, load_tokenizer
 from octetrl.run.worker import Worker
 from octetrl.telemetry.spans import Spans
+from octetrl.trainer.activation_checkpoint import KEPT
 from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.trainer.trainer import KVReplay
 
@@ -84,17 +89,17 @@ class Listener:
 
 
 class Patient:
-    """A recipe's trainer and engine, alive, with its first prompts; no optimizer. UserError for what cannot be asked."""
+    """A recipe's trainer and engine, alive, with its first prompts, without an optimizer. UserError for bad input."""
 
     def __init__(self, recipe: Recipe, examination: Examination) -> None:
         if recipe.algorithm.name == "sft":
-            raise UserError("algorithm.name: 'sft' draws no rollouts, so there are no two sides to compare; give a grpo")
+            raise UserError("algorithm.name: 'sft' draws no rollouts, so there are no two sides; give a grpo recipe")
         self.device = resolve_device(recipe.cluster)
         seed_everything(recipe.seed)
         self.recipe, self.examination = recipe, examination
         self.spec: ModelSpec = model_spec(recipe)
         validate_with_spec(recipe, self.spec)
-        self.policy: PrecisionPolicy = precision_policy(self.spec, recipe.fp8)
+        self.policy: PrecisionPolicy = precision_policy(self.spec, recipe.fp8, recipe.numerics)
         self.tokenizer: Tokenizer = load_tokenizer(tokenizer_folder(recipe))
         self.prompts = first_prompts(recipe, self.tokenizer, examination)
         self.listener = Listener()
@@ -164,8 +169,9 @@ class Patient:
             dtype=self.dtype,
             device=self.device,
         )
-        if self.worker.kv_scales is not None:
-            engine.set_kv_scales(self.worker.kv_scales)
+        held = self.worker.engine.kv_scales
+        if held is not None:
+            engine.set_kv_scales(held)
         engine.publish(self.worker.engine.policy_version)
         return engine
 
@@ -182,7 +188,7 @@ class Patient:
         self.worker.trainer.accumulate(batch, self.kv)
         return torch.cat([self.listener.heard[sample] for sample in range(len(samples))])
 
-    # ------------------------------------------------------------ the modules
+    # ------------------------------------------------------------ the forwards
 
     def sequences(self, drawn: list[list[Completion]]) -> Drawn:
         samples = samples_of(self.prompts, drawn)
@@ -192,20 +198,27 @@ class Patient:
     def passes(self, sequences: Drawn) -> list[Pass]:
         """The first is what the others are compared with."""
         recipe, worker = self.recipe, self.worker
-        rule = LogprobRule(self.temperature, recipe.trainer.logprob_chunk)
         limits = EngineLimits(recipe.engine.page_size, recipe.engine.prefill_chunk, recipe.engine.max_batch)
-        scale_2LK = None
-        if worker.kv_scales is not None:
-            scale_2LK = torch.stack((worker.kv_scales.k_scale_LK, worker.kv_scales.v_scale_LK))
+        held, scale_2LK = worker.engine.kv_scales, None
+        if held is not None:
+            scale_2LK = torch.stack((held.k_scale_LK, held.v_scale_LK))
+        trainer = partial(trainer_tap, worker.trainer_model, KEPT[recipe.trainer.activation_checkpointing])
         budgets = {"packed": recipe.trainer.tokens_per_micro_batch, "each alone": 1}
-        packed = [
-            packed_pass(worker.trainer_model, sequences, self.kv, rule, budget, way) for way, budget in budgets.items()
-        ]
+        packed = [packed_pass(trainer, sequences, self.kv, self.rule, budget, way) for way, budget in budgets.items()]
         paged = [
-            paged_pass(worker.engine_model, sequences, plan, rule, self.page_of, scale_2LK)
+            paged_pass(partial(engine_tap, worker.engine_model), sequences, plan, self.rule, self.page_of, scale_2LK)
             for plan in engine_plans(sequences, limits)
         ]
         return [*packed, *paged]
+
+    def module_pass(self, sequences: Drawn) -> Pass:
+        """The trainer's packed forward, module by module on any device."""
+        tap, budget = partial(Tap, self.worker.trainer_model), self.recipe.trainer.tokens_per_micro_batch
+        return packed_pass(tap, sequences, self.kv, self.rule, budget, "module by module")
+
+    @property
+    def rule(self) -> LogprobRule:
+        return LogprobRule(self.temperature, self.recipe.trainer.logprob_chunk)
 
     def page_of(self, page_size: int) -> CacheFormat:
         return cache_format(self.spec, self.policy, self.dtype, page_size)

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octetrl.config.schema import Recipe
-from octetrl.run.doctor import End, Examination, Patient
+from octetrl.run.doctor import End, Patient
 from octetrl.run.doctor_passes import LOGPROB, Drawn, Pass
 from octetrl.run.doctor_taps import Fingerprints, Rows, Site, sites_of
 
@@ -80,11 +79,14 @@ class Report:
     num_tokens: int  # rows both sides computed
     num_drawn: int
     num_layers: int
-    off_modules: tuple[str, ...]  # ends whose log-probs are not those of the trainer's modules
+    off_forwards: tuple[str, ...]  # ends whose log-probs are not those of the trainer's packed forward
+    at_fault: str | None = None  # "engine" or "trainer": whose op is not as the modules have it
 
     @property
     def first(self) -> Difference | None:
-        return next((difference for _, difference in self.passes if difference is not None), None)
+        """The one that comes first in the forward."""
+        differences = [difference for _, difference in self.passes if difference is not None]
+        return min(differences, key=lambda difference: difference.site.place, default=None)
 
     @property
     def equal(self) -> bool:
@@ -98,18 +100,18 @@ class Report:
                 f" {self.num_drawn:,} drawn tokens"
             )
         if self.first is not None:
-            return f"first difference: {self.first}"
-        side = " and ".join(dict.fromkeys(name.split(",")[0] for name in self.off_modules)) or "no"
+            blame = "" if self.at_fault is None else f"; the {self.at_fault}'s is not what the modules compute"
+            return f"first difference: {self.first}{blame}"
+        side = " and ".join(dict.fromkeys(name.split(",")[0] for name in self.off_forwards)) or "no"
         return (
-            f"the modules agree on every bit and the {side} side does not follow them: {'; '.join(self.off_modules)}."
-            f" Look at what it runs instead: {_SUSPECTS.get(side, _SUSPECTS['engine and trainer'])}"
+            f"the forwards agree on every bit and the {side} side does not follow them: {'; '.join(self.off_forwards)}."
+            f" Look at what a run has round them: {_SUSPECTS.get(side, '; '.join(_SUSPECTS.values()))}"
         )
 
 
 _SUSPECTS = {
-    "engine": "models/rollout_forward.py, the captured graphs, the engine's rows and pages",
-    "trainer": "models/training_forward.py, packing, activation checkpointing",
-    "engine and trainer": "models/rollout_forward.py, models/training_forward.py, captured graphs, packing",
+    "engine": "captured graphs, rows and pages of the batch, sampling (engine/)",
+    "trainer": "packing, activation checkpointing, the log-probs' chunks (trainer/)",
 }
 
 
@@ -123,9 +125,8 @@ class Examined:
     engine_logprobs_N: Tensor
 
 
-def examine(recipe: Recipe, examination: Examination) -> Examined:
-    """Draws, computes both sides in every way, and compares. Raises UserError for bad input."""
-    patient = Patient(recipe, examination)
+def examine(patient: Patient) -> Examined:
+    """Draws, computes both sides in every way, and compares."""
     engine_ends, drawn = patient.engine_ends()
     sequences = patient.sequences(drawn)
     ends = [*engine_ends, *patient.trainer_ends(drawn)]
@@ -137,14 +138,15 @@ def examine(recipe: Recipe, examination: Examination) -> Examined:
         theirs = noted(other, sequences)
         common_R |= reference.rows_seen_with(theirs) if other.side == "engine" else False
         found.append((other.name, first_difference(passes[0], other, reference, theirs, patient, sequences)))
-    modules_N = module_logprobs(passes[0], sequences)
+    forward_N = forward_logprobs(passes[0], sequences)
     report = Report(
         passes=tuple(found),
         ends=tuple((end.name, end_difference(ends[0], end, sequences)) for end in ends[1:]),
         num_tokens=int(common_R.sum()),
         num_drawn=ends[0].logprobs_N.numel(),
         num_layers=patient.spec.num_layers,
-        off_modules=tuple(end.name for end in ends if not _same_bits(end.logprobs_N, modules_N)),
+        off_forwards=tuple(end.name for end in ends if not _same_bits(end.logprobs_N, forward_N)),
+        at_fault=_at_fault(found, passes, patient, sequences),
     )
     return Examined(report, patient, sequences, engine_ends[0].logprobs_N)
 
@@ -192,7 +194,24 @@ def first_difference(
     )
 
 
-def module_logprobs(one: Pass, sequences: Drawn) -> Tensor:
+def _at_fault(
+    found: Sequence[tuple[str, Difference | None]], passes: Sequence[Pass], patient: Patient, sequences: Drawn
+) -> str | None:
+    """Which side's op departs from the modules, where fused forwards differ; None where that can't be told."""
+    differences = [(difference, one) for (_, difference), one in zip(found, passes[1:], strict=True) if difference]
+    if not differences or patient.device.type == "cpu":
+        return None
+    difference, other = min(differences, key=lambda pair: pair[0].site.place)
+    modules = noted(patient.module_pass(sequences), sequences)
+    if other.side == "trainer" or difference.site not in modules.bits_R:
+        return None
+    departs = [
+        bool(noted(one, sequences).differing_rows(modules, difference.site).numel()) for one in (passes[0], other)
+    ]
+    return {(False, True): "engine", (True, False): "trainer"}.get((departs[0], departs[1]))
+
+
+def forward_logprobs(one: Pass, sequences: Drawn) -> Tensor:
     """The log-probs of the drawn tokens in one pass, float32 [N] on the CPU."""
     rows = sequences.drawn_R.nonzero().flatten().cpu()
     kept = Rows(LOGPROB, rows)

@@ -10,8 +10,8 @@ A *pass* runs all sequences through one model in one way and notes what it compu
     other company      the first sequence decoded alone, the others together in reverse, pages in reverse too
 
 A row is a token of a sequence; its log-prob is that of the token after it, for the tokens that were drawn. The engine
-never computes a sequence's last token. Passes run without gradient and hold nothing between two calls, so a pass can be
-repeated to look at one site closely.
+never computes a sequence's last token. Passes make no gradients and hold nothing between two calls, so a pass can be
+repeated to look at one site closely. On a GPU the forwards are the fused ones that a run uses (doctor_fused.py).
 
 T tokens of a forward, B sequences in it, N rows with a log-prob, P pages of the longest table.
 """
@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ from torch import Tensor
 from octetrl.engine.kv_cache import CacheFormat, KVCache
 from octetrl.kernels.linear_logprobs import logprobs_alone
 from octetrl.layers.context import PackedContext, PagedContext
-from octetrl.models.decoder import Decoder
 from octetrl.run.doctor_taps import Note, Site, Tap
 from octetrl.trainer.trainer import KVReplay
 
@@ -81,6 +80,7 @@ class LogprobRule:
 
 
 Run = Callable[[Note], None]
+MakeTap = Callable[[Note], Tap]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +99,12 @@ class Pass:
 # ---------------------------------------------------------------- the trainer
 
 
-def packed_pass(model: Decoder, drawn: Drawn, kv: KVReplay, rule: LogprobRule, budget: int, way: str) -> Pass:
+def packed_pass(make_tap: MakeTap, drawn: Drawn, kv: KVReplay, rule: LogprobRule, budget: int, way: str) -> Pass:
     """Whole sequences in their order, `budget` tokens a micro-batch, a longer one by itself."""
 
-    @torch.no_grad()
     def run(note: Note) -> None:
-        tap = Tap(model, note)
-        with tap.open():
+        tap = make_tap(note)
+        with tap.open(), torch.set_grad_enabled(tap.with_graph):
             for first, last in _micro_batches(drawn, budget):
                 _packed_forward(tap, drawn, first, last, kv, rule)
 
@@ -124,7 +123,7 @@ def _micro_batches(drawn: Drawn, budget: int) -> Iterator[tuple[int, int]]:
 
 def _packed_forward(tap: Tap, drawn: Drawn, first: int, last: int, kv: KVReplay, rule: LogprobRule) -> None:
     starts = drawn.starts[first : last + 1]
-    lengths = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+    lengths = [stop - start for start, stop in pairwise(starts)]
     tap.rows_T = torch.arange(starts[0], starts[-1], device=drawn.device)
     context = PackedContext(
         cu_seqlens_B1=torch.tensor([start - starts[0] for start in starts], dtype=torch.int32, device=drawn.device),
@@ -134,7 +133,7 @@ def _packed_forward(tap: Tap, drawn: Drawn, first: int, last: int, kv: KVReplay,
         v_scale_LK=kv.v_scale_LK,
     )
     position_T = torch.cat([torch.arange(length, device=drawn.device) for length in lengths])
-    hidden_TE = tap.model(drawn.token_R[tap.rows_T], position_T, context)
+    hidden_TE = tap.forward(drawn.token_R[tap.rows_T], position_T, context)
     drawn_T = drawn.drawn_R[tap.rows_T]
     rows_N, hidden_NE = tap.rows_T[drawn_T], hidden_TE[drawn_T]
     _note_logits(tap, rows_N, hidden_NE)
@@ -177,7 +176,7 @@ class EngineLimits:
 
 
 def paged_pass(
-    model: Decoder,
+    make_tap: MakeTap,
     drawn: Drawn,
     plan: Plan,
     rule: LogprobRule,
@@ -190,7 +189,7 @@ def paged_pass(
     def run(note: Note) -> None:
         num_pages = 1 + max(page for table in plan.tables for page in table)
         cache = KVCache(page_of(plan.page_size), num_pages, drawn.device, scale_2LK)
-        tap = Tap(model, note)
+        tap = make_tap(note)
         with tap.open():
             for pieces in plan.forwards:
                 _paged_forward(tap, drawn, plan, pieces, cache, rule)
@@ -218,7 +217,7 @@ def _paged_forward(
         max_query_len=max(p.stop - p.start for p in pieces),
         max_context_len=max(p.stop for p in pieces),
     )
-    hidden_TE = tap.model(drawn.token_R[tap.rows_T], position_T, context)
+    hidden_TE = tap.forward(drawn.token_R[tap.rows_T], position_T, context)
     drawn_T = drawn.drawn_R[tap.rows_T]
     rows_N = tap.rows_T[drawn_T]
     if rows_N.numel() == 0:

@@ -5,6 +5,8 @@
     MLP norm, gate_up_proj, SiLU, down_proj, residual after MLP                                        each layer
     final norm, logits, log-prob
 
+(The fused forwards have some of these as codes alone: doctor_fused.py taps them as "norm, quantised" and so on.)
+
 Modules are hooked. What lies inside `Attention` is no module's output, so the two methods that attend are shadowed on
 the instance while the tap is open; nothing in models/ or layers/ knows of it. "As cached" is code times scale: read
 back from the pages in the engine, replayed by the trainer's own replay.
@@ -18,6 +20,7 @@ R rows: tokens of all sequences laid end to end; T tokens of one forward; C elem
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -27,27 +30,32 @@ from torch import Tensor, nn
 
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.format import E4M3, decode_e4m3
-from octetrl.kernels.kv_store import by_key, kv_replay
+from octetrl.kernels.kv_store import ReplayedKV, by_key, kv_replay
 from octetrl.layers.attention import Attention
-from octetrl.layers.context import LayerCache, PackedContext, PagedContext
+from octetrl.layers.context import Context, LayerCache, PackedContext, PagedContext
 from octetrl.models.decoder import Decoder, DecoderLayer
 
 IN_A_LAYER = (
     "norm",
+    "norm, quantised",
     "qkv_proj",
     "rotated q",
     "rotated k",
     "k as cached",
     "v as cached",
     "attention out",
+    "attention out, quantised",
     "o_proj",
     "residual",
     "MLP norm",
+    "MLP norm, quantised",
     "gate_up_proj",
     "SiLU",
+    "SiLU, quantised",
     "down_proj",
     "residual after MLP",
 )
+INSIDE_ATTENTION = IN_A_LAYER[3:8]
 BEHIND = ("final norm", "logits", "log-prob")
 _ELEMENTS = 1 << 24  # widened to 64 bits at a time
 
@@ -57,6 +65,13 @@ class Site(NamedTuple):
 
     layer: int | None
     op: str
+
+    @property
+    def place(self) -> tuple[float, int]:
+        """Where in the forward it comes."""
+        if self.layer is not None:
+            return self.layer, IN_A_LAYER.index(self.op)
+        return (math.inf, BEHIND.index(self.op)) if self.op in BEHIND else (-1, 0)
 
     def __str__(self) -> str:
         return self.op if self.layer is None else f"layer {self.layer}, {self.op}"
@@ -135,33 +150,40 @@ def fingerprint(values: Tensor) -> Tensor:
 class Tap:
     """Tells `note` what `model` computes while `open`. `rows_T` says which rows the next forward computes."""
 
+    with_graph = False  # whether a trainer's forward is run as if a backward were to follow
+
     def __init__(self, model: Decoder, note: Note) -> None:
         self.model, self.note = model, note
         self.rows_T = torch.zeros(0, dtype=torch.int64)
 
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor, context: Context) -> Tensor:
+        """Hidden states [T, E] after the final norm."""
+        hidden_TE: Tensor = self.model(token_ids_T, positions_T, context)
+        return hidden_TE
+
     @contextmanager
     def open(self) -> Iterator[None]:
         with ExitStack() as stack:
-            self._after(stack, self.model.embedding, Site(None, "embedding"))
+            self.after(stack, self.model.embedding, Site(None, "embedding"))
             for index, layer in enumerate(self.model.decoder_layers()):
                 self._on_layer(stack, index, layer)
-            self._after(stack, self.model.norm, Site(None, "final norm"))
+            self.after(stack, self.model.norm, Site(None, "final norm"))
             yield
 
     def _on_layer(self, stack: ExitStack, index: int, layer: DecoderLayer) -> None:
         attention, mlp = layer.attention, layer.mlp
-        self._after(stack, layer.attention_norm, Site(index, "norm"))
-        self._after(stack, attention.qkv_proj, Site(index, "qkv_proj"))
+        self.after(stack, layer.attention_norm, Site(index, "norm"))
+        self.after(stack, attention.qkv_proj, Site(index, "qkv_proj"))
         self._around(stack, attention)
-        self._after(stack, attention.o_proj, Site(index, "o_proj"))
+        self.after(stack, attention.o_proj, Site(index, "o_proj"))
         self._before(stack, layer.mlp_norm, Site(index, "residual"))
-        self._after(stack, layer.mlp_norm, Site(index, "MLP norm"))
-        self._after(stack, mlp.gate_up_proj, Site(index, "gate_up_proj"))
+        self.after(stack, layer.mlp_norm, Site(index, "MLP norm"))
+        self.after(stack, mlp.gate_up_proj, Site(index, "gate_up_proj"))
         self._before(stack, mlp.down_proj, Site(index, "SiLU"))
-        self._after(stack, mlp.down_proj, Site(index, "down_proj"))
-        self._after(stack, layer, Site(index, "residual after MLP"))
+        self.after(stack, mlp.down_proj, Site(index, "down_proj"))
+        self.after(stack, layer, Site(index, "residual after MLP"))
 
-    def _after(self, stack: ExitStack, module: nn.Module, site: Site) -> None:
+    def after(self, stack: ExitStack, module: nn.Module, site: Site) -> None:
         def seen(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
             self.note(site, self.rows_T, output)
 
@@ -194,7 +216,7 @@ class Tap:
         self, attention: Attention, q_THD: Tensor, k_TKD: Tensor, cached: tuple[Tensor, Tensor], out_THD: Tensor
     ) -> None:
         seen = (q_THD, k_TKD, *cached, out_THD)
-        for op, values in zip(IN_A_LAYER[2:7], seen, strict=True):
+        for op, values in zip(INSIDE_ATTENTION, seen, strict=True):
             self.note(Site(attention.layer, op), self.rows_T, values)
 
 
@@ -210,8 +232,14 @@ def shadow(stack: ExitStack, module: nn.Module, name: str, function: Callable[..
 
 def replayed(attention: Attention, k_TKD: Tensor, v_TKD: Tensor, context: PackedContext) -> tuple[Tensor, Tensor]:
     """K and V as the packed forward multiplies them: float32 [T, K, D], codes times scales."""
-    scales = (None if s_LK is None else s_LK[attention.layer] for s_LK in (context.k_scale_LK, context.v_scale_LK))
-    kv = kv_replay(k_TKD, v_TKD, context.kv_mode, *scales, quantize_k=attention.quantize_k)
+    k_scale_K, v_scale_K = (
+        None if scale_LK is None else scale_LK[attention.layer] for scale_LK in (context.k_scale_LK, context.v_scale_LK)
+    )
+    return values_of(kv_replay(k_TKD, v_TKD, context.kv_mode, k_scale_K, v_scale_K, attention.quantize_k))
+
+
+def values_of(kv: ReplayedKV) -> tuple[Tensor, Tensor]:
+    """What replayed codes stand for, float32."""
     return _scaled(kv.k_TKD, kv.k_scale), _scaled(kv.v_TKD, kv.v_scale)
 
 
