@@ -54,7 +54,7 @@ class TokenStatistics(NamedTuple):
 
 
 def lm_head_logits(hidden_NE: Tensor, weight_VE: Tensor, fast: bool = False) -> Tensor:
-    """float32 logits [N, V]. hidden and weight of one dtype. Unless `fast`, a row's bits do not depend on the others."""
+    """float32 logits [N, V]. hidden and weight of one dtype. A row's bits depend on no other row, unless `fast`."""
     assert hidden_NE.dtype == weight_VE.dtype, f"lm_head: hidden {hidden_NE.dtype}, weight {weight_VE.dtype}"
     if hidden_NE.is_cuda:
         if fast:

@@ -1,0 +1,294 @@
+"""Both sides of a run over one set of weights, at any shape and on any device, and what the parity tests ask of them.
+
+    Sides            a trainer's and an engine's model that share their tensors, with calibrated KV scales where needed
+    Sides.engine     the product's engine, under any settings
+    Sides.logprobs   both sides' log-probs of what was drawn, by the product's trainer, forward and backward, under any
+                     settings; nothing is updated
+    Pages            the engine's model alone on pages of its own: any pieces of any sequences in one forward
+
+Random weights are scaled so that probabilities are neither flat nor certain: a log-prob then has bits to differ in.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octetrl.algorithms.table import build_algorithm
+from octetrl.algorithms.token_loss import LossInputs, TokenLoss
+from octetrl.config.schema import AlgorithmConfig, EngineConfig, Fp8Config, Numerics, TrainerConfig
+from octetrl.config.spec import ModelSpec
+from octetrl.engine.engine import Engine
+from octetrl.engine.kv_cache import KVCache, cache_format
+from octetrl.fp8.gemm import choose_backend
+from octetrl.fp8.kv_scales import KVScales, kv_scales_from_amax
+from octetrl.fp8.policy import precision_policy
+from octetrl.layers.context import PackedContext, PagedContext
+from octetrl.models.decoder import Decoder
+from octetrl.models.rollout_forward import can_fuse, rollout_forward
+from octetrl.records import Completion, GenerationRequest, Sample, SamplingParams
+from octetrl.run.publish import quantize_for_engine, share_weights
+from octetrl.trainer.activation_checkpoint import layer_runner
+from octetrl.trainer.packing import pack
+from octetrl.trainer.trainer import KVReplay, Trainer
+
+PRECISIONS = {
+    "bf16": Fp8Config(),
+    "fp8": Fp8Config(rollout=True, train=True),
+    "fp8_full": Fp8Config(rollout=True, train=True, kv_cache="calibrated"),
+    "fp8_dynamic": Fp8Config(rollout=True, train=True, kv_cache="dynamic"),
+}
+Answers = list[list[Completion]]
+Piece = tuple[int, int, int]  # (sequence, first position, end)
+
+
+class NoText:
+    """A tokenizer for engines whose texts nobody reads."""
+
+    eos_token_id = None
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+        return ""
+
+
+class Sides:
+    """A trainer's and an engine's model of one shape, precision and seed, sharing their weights."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        precision: str,
+        device: str = "cpu",
+        *,
+        seed: int = 0,
+        numerics: Numerics = "parity",
+        calibrate_on: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        self.spec, self.device = spec, torch.device(device)
+        self.policy = precision_policy(spec, PRECISIONS[precision], numerics)
+        backend = choose_backend(device)
+        self.trainer_model = Decoder(spec, self.policy, "train", device=device, backend=backend)
+        draw_weights(self.trainer_model, seed)
+        self.engine_model = Decoder(spec, self.policy, "rollout", device="meta", backend=backend)
+        share_weights(self.engine_model, self.trainer_model)
+        quantize_for_engine(self.engine_model, self.trainer_model)
+        self.scales: KVScales | None = None
+        if self.policy.kv_mode == "calibrated":
+            self.scales = self._calibrated(calibrate_on or [random_tokens(random.Random(seed), spec, 60)])
+
+    def _calibrated(self, token_lists: Sequence[Sequence[int]]) -> KVScales:
+        """With no margin to spare: some of what is drawn later is clamped, on both sides alike."""
+        trainer = self._trainer(None)
+        trainer.collect_kv_amax(token_lists)
+        amax_2LK = trainer.take_kv_amax()
+        assert amax_2LK is not None
+        return kv_scales_from_amax(amax_2LK[0], amax_2LK[1], margin=1.0, policy_version=0)
+
+    def _trainer(self, heard: list[LossInputs] | None, temperature: float = 1.0, **config: Any) -> Trainer:
+        """`heard` gets what the algorithm is given, for each micro-batch."""
+
+        def loss(inputs: LossInputs) -> TokenLoss:
+            assert heard is not None
+            heard.append(inputs)
+            return TokenLoss(inputs.advantages_N * inputs.logprobs_N)
+
+        return Trainer(
+            self.trainer_model,
+            config=TrainerConfig(**config),
+            algorithm=replace(build_algorithm(AlgorithmConfig()), loss=loss),
+            temperature=temperature,
+            total_steps=1,
+            trains=False,
+        )
+
+    def engine(self, *, context_length: int | None = None, **config: Any) -> Engine:
+        engine = Engine(
+            self.engine_model,
+            spec=self.spec,
+            policy=self.policy,
+            tokenizer=NoText(),
+            config=EngineConfig(**config),
+            context_length=context_length or self.spec.max_positions,
+            dtype=self.trainer_model.dtype,
+            device=self.device,
+        )
+        if self.scales is not None:
+            engine.set_kv_scales(self.scales)
+        return engine
+
+    @property
+    def replay(self) -> KVReplay:
+        if self.scales is None:
+            return KVReplay(self.policy.kv_mode)
+        return KVReplay("calibrated", self.scales.k_scale_LK, self.scales.v_scale_LK)
+
+    def logprobs(self, asked: Sequence[GenerationRequest], answers: Answers, **config: Any) -> tuple[Tensor, Tensor]:
+        """The engine's and the trainer's log-prob of every token drawn, float32 on the CPU. `config`: the trainer's."""
+        temperatures = {request.sampling.temperature for request in asked}
+        assert len(temperatures) == 1, "a trainer has one temperature"
+        heard: list[LossInputs] = []
+        trainer = self._trainer(heard, temperatures.pop(), **config)
+        trainer.accumulate(pack(samples_of(asked, answers), trainer.layout, "token"), self.replay)
+        self.trainer_model.zero_grad(set_to_none=True)
+        theirs = [inputs.generator_logprobs_N for inputs in heard]
+        engines = torch.cat([logprobs_N for logprobs_N in theirs if logprobs_N is not None]).cpu()
+        return engines, torch.cat([inputs.logprobs_N.detach() for inputs in heard]).cpu()
+
+    def packed(self, sequences: Sequence[Tensor], checkpointing: str = "layer") -> list[Tensor]:
+        """Hidden states of whole sequences, end to end in one training forward."""
+        lengths = [len(sequence) for sequence in sequences]
+        positions_T = torch.cat([torch.arange(length) for length in lengths])
+        context = PackedContext(
+            cu_seqlens_B1=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=self.device),
+            max_seqlen=max(lengths),
+            kv_mode=self.replay.kv_mode,
+            k_scale_LK=self.replay.k_scale_LK,
+            v_scale_LK=self.replay.v_scale_LK,
+        )
+        run_layer = layer_runner(self.trainer_model, checkpointing)  # type: ignore[arg-type]
+        tokens_T = torch.cat(list(sequences)).to(self.device)
+        hidden_TE = self.trainer_model(tokens_T, positions_T.to(self.device), context, run_layer)
+        return list(hidden_TE.detach().split(lengths))
+
+
+class Pages:
+    """Pages for some sequences, in random order, and forwards of the engine's model over them."""
+
+    def __init__(self, sides: Sides, sequences: Sequence[Tensor], page_size: int, seed: int = 0) -> None:
+        self.sides, self.sequences, self.page_size = sides, sequences, page_size
+        counts = [-(-len(sequence) // page_size) for sequence in sequences]
+        order = random.Random(seed).sample(range(sum(counts)), sum(counts))
+        self.table_BP = torch.full((len(sequences), max(counts)), -1)
+        for row_P, (start, end) in zip(self.table_BP, pairwise([0, *accumulate(counts)]), strict=True):
+            row_P[: end - start] = torch.tensor(order[start:end])
+        scales = sides.scales
+        scale_2LK = None if scales is None else torch.stack((scales.k_scale_LK, scales.v_scale_LK))
+        page = cache_format(sides.spec, sides.policy, sides.trainer_model.dtype, page_size)
+        self.cache = KVCache(page, sum(counts), sides.device, scale_2LK)
+
+    @torch.no_grad()
+    def forward(self, pieces: Sequence[Piece], idle: int = 0) -> list[Tensor]:
+        """Hidden states of each piece, all in one forward; `idle` rows of nobody follow them, as in a padded batch."""
+        device, model = self.sides.device, self.sides.engine_model
+        tokens, positions, slots = [], [], []
+        for sequence, first, end in pieces:
+            at = torch.arange(first, end)
+            tokens.append(self.sequences[sequence][first:end].cpu())
+            positions.append(at)
+            slots.append(self.table_BP[sequence][at // self.page_size] * self.page_size + at % self.page_size)
+        nobody = torch.zeros(idle, dtype=torch.int64)
+        lengths = [end - first for _, first, end in pieces]
+        table_BP = torch.cat(
+            [
+                self.table_BP[[piece[0] for piece in pieces]],
+                torch.full((idle, 1), -1).expand(-1, self.table_BP.shape[1]),
+            ]
+        )
+        ends = [end for _, _, end in pieces]
+        context = PagedContext(
+            layers=self.cache.layers,
+            slot_mapping_T=torch.cat([*slots, nobody - 1]).to(device),
+            block_table_BP=table_BP.int().to(device),
+            cu_seqlens_q_B1=torch.tensor([0, *accumulate(lengths + [1] * idle)], dtype=torch.int32, device=device),
+            context_lens_B=torch.tensor(ends + [0] * idle, dtype=torch.int32, device=device),
+            max_query_len=max(lengths),
+            max_context_len=max(ends),
+        )
+        run = rollout_forward if device.type == "cuda" and can_fuse(model) else Decoder.forward
+        hidden_TE = run(
+            model, torch.cat([*tokens, nobody]).to(device), torch.cat([*positions, nobody]).to(device), context
+        )
+        return list(hidden_TE.split([*lengths, idle])[:-1])
+
+    def filled(self, chunks_of: Sequence[Sequence[Piece]]) -> list[Tensor]:
+        """Runs forward after forward of such pieces; each sequence's hidden states, put together again."""
+        parts: list[list[Tensor]] = [[] for _ in self.sequences]
+        for pieces in chunks_of:
+            for (sequence, _, _), hidden in zip(pieces, self.forward(pieces), strict=True):
+                parts[sequence].append(hidden)
+        return [torch.cat(part) for part in parts]
+
+
+# ---------------------------------------------------------------- what is drawn at random
+
+
+def random_tokens(draw: random.Random, spec: ModelSpec, length: int) -> tuple[int, ...]:
+    return tuple(draw.randrange(spec.vocab_size) for _ in range(length))
+
+
+def random_sequences(draw: random.Random, spec: ModelSpec, lengths: Sequence[int]) -> list[Tensor]:
+    return [torch.tensor(random_tokens(draw, spec, length)) for length in lengths]
+
+
+def random_chunks(draw: random.Random, lengths: Sequence[int], sizes: Sequence[int]) -> Iterator[list[Piece]]:
+    """Prefill plans: each sequence cut at random, some sequences in each forward, until all are done."""
+    done = [0] * len(lengths)
+    while any(at < length for at, length in zip(done, lengths, strict=True)):
+        open_ones = [index for index, length in enumerate(lengths) if done[index] < length]
+        pieces = []
+        for index in draw.sample(open_ones, draw.randint(1, len(open_ones))):
+            end = min(lengths[index], done[index] + draw.choice(sizes))
+            pieces.append((index, done[index], end))
+            done[index] = end
+        yield pieces
+
+
+def random_requests(
+    draw: random.Random,
+    spec: ModelSpec,
+    count: int,
+    *,
+    prompts: tuple[int, int],
+    answers: tuple[int, int],
+    siblings: tuple[int, int] = (1, 3),
+    temperature: float = 1.0,
+) -> list[GenerationRequest]:
+    """Requests whose prompts, answers and numbers of siblings lie between these."""
+    return [
+        GenerationRequest(
+            str(index),
+            random_tokens(draw, spec, draw.randint(*prompts)),
+            SamplingParams(draw.randint(*answers), temperature=temperature, ignore_eos=True),
+            num_siblings=draw.randint(*siblings),
+            seed=draw.randrange(1 << 40),
+        )
+        for index in range(count)
+    ]
+
+
+def samples_of(asked: Sequence[GenerationRequest], answers: Answers) -> list[Sample]:
+    samples = []
+    for request, siblings in zip(asked, answers, strict=True):
+        prompt = request.prompt_token_ids
+        for answer in siblings:
+            samples.append(
+                Sample(
+                    token_ids=prompt + answer.token_ids,
+                    loss_mask=(False,) * len(prompt) + (True,) * len(answer.token_ids),
+                    generator_logprobs=(0.0,) * len(prompt) + answer.logprobs,
+                    advantage=1.0,
+                    policy_version=answer.policy_version,
+                    precision_digest=answer.precision_digest,
+                )
+            )
+    return samples
+
+
+@torch.no_grad()
+def draw_weights(model: Decoder, seed: int) -> None:
+    """On the model's device: logits that are neither flat nor certain, norms and biases away from 1 and 0."""
+    generator = torch.Generator(model.lm_head_weight.device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            parameter.normal_(std=2.0 * parameter.shape[1] ** -0.5, generator=generator)
+        else:
+            parameter.normal_(std=0.3, generator=generator)
+            if not name.endswith("bias"):
+                parameter.add_(1.0)
+    model.requantize()

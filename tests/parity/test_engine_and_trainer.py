@@ -1,0 +1,56 @@
+"""The engine's recorded log-prob of every token it draws is the trainer's, bit for bit, whatever happened to either."""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+
+import pytest
+
+from octetrl.records import GenerationRequest
+from tests.parity.shapes import TINY
+from tests.parity.sides import PRECISIONS, Answers, Sides, random_requests
+from tests.parity.situations import IN_THE_ENGINE, check_trainer, in_the_trainer
+
+LONGEST = 150
+ALL = [(family, precision) for family in TINY for precision in PRECISIONS]
+MODELS = pytest.mark.parametrize(("family", "precision"), ALL)
+TELLING = pytest.mark.parametrize(  # linears and cache both differ between these; one family has them all
+    ("family", "precision"), [case for case in ALL if case[0] == "qwen3" or case[1] in ("bf16", "fp8_full")]
+)
+
+
+@lru_cache
+def drawn(family: str, precision: str) -> tuple[Sides, list[GenerationRequest], Answers]:
+    """Some requests, and what an engine left alone answers."""
+    draw = random.Random(f"{family} {precision}")
+    sides = Sides(TINY[family], precision)
+    asked = random_requests(draw, sides.spec, 1, prompts=(1, 10), answers=(60, 70), siblings=(4, 4), temperature=0.9)
+    asked += random_requests(draw, sides.spec, 2, prompts=(1, LONGEST - 24), answers=(6, 24), temperature=0.9)
+    asked += random_requests(draw, sides.spec, 1, prompts=(120, 126), answers=(18, 20), temperature=0.9)
+    return sides, asked, sides.engine().generate(asked)
+
+
+@TELLING
+@pytest.mark.parametrize("situation", IN_THE_ENGINE)
+def test_what_happens_in_the_engine_changes_nothing(situation: str, family: str, precision: str) -> None:
+    sides, asked, answers = drawn(family, precision)
+    assert IN_THE_ENGINE[situation](sides.engine, asked) == answers
+
+
+@MODELS
+def test_what_happens_in_the_trainer_changes_nothing(family: str, precision: str) -> None:
+    sides, asked, answers = drawn(family, precision)
+    for config in in_the_trainer(LONGEST).values():
+        check_trainer(sides, asked, answers, **config)
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_numerics_fast_reaches_both_models(family: str) -> None:
+    """On a CPU there is nothing faster, so the numbers stay; which op may take another form is said in the model."""
+    _, asked, answers = drawn(family, "bf16")
+    fast = Sides(TINY[family], "bf16", numerics="fast")
+    for model in (fast.trainer_model, fast.engine_model):
+        assert model.fast and all(layer.mlp.down_proj.fast for layer in model.decoder_layers())
+    assert fast.engine().generate(asked) == answers
+    check_trainer(fast, asked, answers)
