@@ -32,7 +32,9 @@ def doctor(
     from octetrl.run.doctor import Examination, Patient
     from octetrl.run.doctor_findings import examine, lines_of
 
-    examined = examine(Patient(resolved, Examination(prompts, sequences, answer_tokens)))
+    patient = Patient(resolved, Examination(prompts, sequences, answer_tokens))
+    typer.echo(f"doctor: {patient}")
+    examined = examine(patient)
     report = examined.report
     for line in lines_of("forwards, against the trainer's packed one", report.passes):
         typer.echo(line)

@@ -38,7 +38,7 @@ from octetrl.records import Completion, GenerationRequest, Sample, SamplingParam
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.run.build import build_environment, fill_weights, model_spec, tokenizer_folder
 from octetrl.run.device import resolve_device, seed_everything
-from octetrl.run.doctor_fused import engine_tap, trainer_tap
+from octetrl.run.doctor_fused import FusedTap, engine_tap, trainer_tap
 from octetrl.run.doctor_passes import Drawn, EngineLimits, LogprobRule, Pass, engine_plans, packed_pass, paged_pass
 from octetrl.run.doctor_taps import Tap
 from octetrl.run.tokenizer import Tokenizer, load_tokenizer
@@ -117,6 +117,12 @@ class Patient:
         if self.worker.needs_calibration:
             self.worker.calibrate(self.prompts)
 
+    def __str__(self) -> str:
+        recipe, asked = self.recipe, self.examination
+        what = recipe.model.preset or recipe.model.path
+        drawn = f"{len(self.prompts)} prompts x {asked.sequences} answers of {asked.answer_tokens} tokens"
+        return f"{what}, {recipe.precision or 'precision as given'}, {recipe.numerics}, on {self.device.type}: {drawn}"
+
     @property
     def temperature(self) -> float:
         return self.recipe.rollout.temperature or 1.0
@@ -146,14 +152,19 @@ class Patient:
         engine.forget_prefixes()
         drawn = engine.generate(requests)
         ends = [_end("together", drawn)]
-        if self.recipe.engine.prefix_cache != "off":
-            ends.append(_end("again, prompts out of the cache", engine.generate(requests)))
+        prefilled = self._prefilled()
+        again = engine.generate(requests)
+        ends.append(_end(f"again, {prefilled - self._prefilled()} prompt tokens cached", again))
         engine.release_cache()
         other = self._other_engine(len(requests) * self.examination.sequences)
         backwards = other.generate(requests[::-1])[::-1]
         ends.append(_end("other company, other chunks", backwards))
         other.release_cache()
         return ends, drawn
+
+    def _prefilled(self) -> int:
+        assert self.worker.engine.metrics is not None, "the engine says nothing about the call"
+        return self.worker.engine.metrics.prefilled_tokens
 
     def _other_engine(self, sequences: int) -> Engine:
         config = self.recipe.engine.model_copy(
@@ -215,6 +226,11 @@ class Patient:
         """The trainer's packed forward, module by module on any device."""
         tap, budget = partial(Tap, self.worker.trainer_model), self.recipe.trainer.tokens_per_micro_batch
         return packed_pass(tap, sequences, self.kv, self.rule, budget, "module by module")
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether `passes` run other code than the modules."""
+        return isinstance(engine_tap(self.worker.engine_model, lambda *_: None), FusedTap)
 
     @property
     def rule(self) -> LogprobRule:

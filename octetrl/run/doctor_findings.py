@@ -18,6 +18,8 @@ from octetrl.run.doctor import End, Patient
 from octetrl.run.doctor_passes import LOGPROB, Drawn, Pass
 from octetrl.run.doctor_taps import Fingerprints, Rows, Site, sites_of
 
+LOOKED_AT = 1 << 27  # elements of a site that are kept to compare
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -32,9 +34,10 @@ class Difference:
     token: int
     element: tuple[int, ...]
     values: tuple[float, float]  # the reference's, the other's
-    num_elements: int  # that differ
+    num_elements: int  # that differ, in the rows that were looked at
     num_rows: int  # that differ
     of_rows: int  # that both computed
+    looked_at: int  # rows that differ and whose elements were compared
 
     def __str__(self) -> str:
         if not self.num_elements:
@@ -43,12 +46,13 @@ class Difference:
                 f" the op does not repeat its bits (token {self.token} at position {self.position} of sequence"
                 f" {self.sequence}, {self.reference} against {self.other})"
             )
+        at_least = "" if self.looked_at == self.num_rows else "at least "
         of = self.of_rows * torch.Size(self.shape).numel()
         ours, theirs = (f"{value:.9g} ({_hex(value)})" for value in self.values)
         return (
-            f"{self.site}: {self.num_elements:,} of {of:,} elements differ, in {self.num_rows:,} of {self.of_rows:,}"
-            f" tokens of shape {list(self.shape)}; first in sequence {self.sequence}, position {self.position}, token"
-            f" {self.token}, element {list(self.element)}: {self.reference} {ours}, {self.other} {theirs}"
+            f"{self.site}: {at_least}{self.num_elements:,} of {of:,} elements differ, in {self.num_rows:,} of"
+            f" {self.of_rows:,} tokens of shape {list(self.shape)}; first in sequence {self.sequence}, position"
+            f" {self.position}, token {self.token}, element {list(self.element)}: {self.reference} {ours}, {self.other} {theirs}"
         )
 
 
@@ -167,17 +171,18 @@ def first_difference(
             break
     else:
         return None
-    both = Rows(site, rows), Rows(site, rows)
+    shape = ours.shapes[site]
+    looked_at = rows[: max(1, LOOKED_AT // torch.Size(shape).numel())]
+    both = Rows(site, looked_at), Rows(site, looked_at)
     for one, kept in zip((reference, other), both, strict=True):
         one.run(kept)
     differing = {
         row: (both[0].values[row].view(torch.int32) != both[1].values[row].view(torch.int32)).nonzero().flatten()
-        for row in rows.tolist()
+        for row in looked_at.tolist()
     }
     row = next((row for row, elements in differing.items() if elements.numel()), int(rows[0]))
     element = int(differing[row][0]) if differing[row].numel() else 0
     sequence, position = sequences.place_of(row)
-    shape = ours.shapes[site]
     return Difference(
         reference=reference.name,
         other=other.name,
@@ -191,6 +196,7 @@ def first_difference(
         num_elements=sum(elements.numel() for elements in differing.values()),
         num_rows=rows.numel(),
         of_rows=int((ours.seen_R[site] & theirs.seen_R[site]).sum()),
+        looked_at=looked_at.numel(),
     )
 
 
@@ -199,7 +205,7 @@ def _at_fault(
 ) -> str | None:
     """Which side's op departs from the modules, where fused forwards differ; None where that can't be told."""
     differences = [(difference, one) for (_, difference), one in zip(found, passes[1:], strict=True) if difference]
-    if not differences or patient.device.type == "cpu":
+    if not differences or not patient.is_fused:
         return None
     difference, other = min(differences, key=lambda pair: pair[0].site.place)
     modules = noted(patient.module_pass(sequences), sequences)

@@ -132,9 +132,11 @@ class Rows:
     def __call__(self, site: Site, rows_T: Tensor, values: Tensor) -> None:
         if site != self.site:
             return
-        for place, row in enumerate(rows_T.tolist()):
-            if row in self._wanted:
-                self.values[row] = values[place].detach().flatten().float().cpu()
+        kept = [(place, row) for place, row in enumerate(rows_T.tolist()) if row in self._wanted]
+        if kept:
+            places = torch.tensor([place for place, _ in kept], device=values.device)
+            chosen = values.detach()[places].flatten(1).float().cpu()
+            self.values |= dict(zip((row for _, row in kept), chosen, strict=True))
 
 
 def fingerprint(values: Tensor) -> Tensor:
