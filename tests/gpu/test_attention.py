@@ -73,7 +73,10 @@ def test_close_to_the_reference(kv_mode, quantize_k, head_size, page_size, group
 
 
 @pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES)
-@pytest.mark.parametrize(("head_size", "page_size", "group"), [(64, 16, 4), (64, 128, 2), (128, 128, 4), (128, 16, 2)])
+@pytest.mark.parametrize(
+    ("head_size", "page_size", "group"),
+    [(64, 16, 4), (64, 128, 2), (128, 128, 4), (128, 16, 2), (128, 128, 7), (256, 128, 2), (256, 16, 4)],
+)
 def test_packed_prefill_and_decode_have_equal_bits(kv_mode, quantize_k, head_size, page_size, group):
     lengths = [1, 127, 128, 129, 1000, 4096]
     q, k, v = random_qkv(lengths, 2, group, head_size, torch.bfloat16, device="cuda")
@@ -85,6 +88,14 @@ def test_packed_prefill_and_decode_have_equal_bits(kv_mode, quantize_k, head_siz
     tables = (cache.k, cache.v, cache.block_table)
     whole = attention_paged(q, *tables, cu_seqlens, contexts, SCALE, *cache.scales, max_query_len=4096)
     assert torch.equal(whole, out)
+    replayed = kv_replay(k, v, kv_mode, k_scale, v_scale, quantize_k)
+    _, lse2 = packed.attention_packed_forward_triton(q.contiguous(), replayed, cu_seqlens, 4096, SCALE)
+    for start, end in ((1, 128), (256, 385), (1385, 5481)):  # one sequence alone: the log-sum-exp of its rows
+        few = type(replayed)(*(x if x is None or x.dim() < 2 else x[start:end] for x in replayed))
+        alone = packed.attention_packed_forward_triton(
+            q[start:end].contiguous(), few, cu_seqlens_of([end - start], "cuda"), end - start, SCALE
+        )
+        assert torch.equal(alone[0], out[start:end]) and torch.equal(alone[1], lse2[start:end])
 
     for counts in ([1, 1, 100, 77, 333, 130], [1, 127, 1, 2, 999, 1025]):  # the last queries of each, as one chunk
         rows = torch.cat([torch.arange(e - n, e) for n, e in zip(counts, cu_seqlens.tolist()[1:], strict=True)]).cuda()

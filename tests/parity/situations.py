@@ -109,7 +109,7 @@ def in_the_trainer(longest: int) -> dict[str, dict[str, Any]]:
         "attention kept": {"tokens_per_micro_batch": 3 * longest, "activation_checkpointing": "attention"},
         "layers run again": {"tokens_per_micro_batch": 100 * longest, "activation_checkpointing": "layer"},
         "small chunks of logits": {"tokens_per_micro_batch": 100 * longest, "logprob_chunk": 37},
-        "one chunk of logits": {"tokens_per_micro_batch": 2 * longest, "logprob_chunk": 1 << 14},
+        "large chunks of logits": {"tokens_per_micro_batch": 2 * longest, "logprob_chunk": 4096},
     }
 
 

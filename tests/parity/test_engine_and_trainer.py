@@ -9,6 +9,7 @@ import pytest
 
 from octetrl.records import GenerationRequest
 from tests.parity.shapes import TINY
+from tests.parity.short_run import assert_equal_in_every_step, assert_same, short_run
 from tests.parity.sides import PRECISIONS, Answers, Sides, random_requests
 from tests.parity.situations import IN_THE_ENGINE, check_trainer, in_the_trainer
 
@@ -54,3 +55,11 @@ def test_numerics_fast_reaches_both_models(family: str) -> None:
         assert model.fast and all(layer.mlp.down_proj.fast for layer in model.decoder_layers())
     assert fast.engine().generate(asked) == answers
     check_trainer(fast, asked, answers)
+
+
+@TELLING
+def test_every_step_of_a_run_says_that_nothing_differs_and_runs_repeat(family: str, precision: str) -> None:
+    runs = [short_run(TINY[family], precision, "cpu", 3, answers=8, tokens_per_micro_batch=256) for _ in range(2)]
+    assert_equal_in_every_step(runs[0])
+    assert_same(*runs)
+    assert runs[0].metrics[0]["entropy"] != runs[0].metrics[-1]["entropy"], "nothing was learnt"

@@ -1,0 +1,118 @@
+"""A short GRPO run by the product's worker: draw, train, publish, some steps over; and all that it left behind."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octetrl.algorithms.table import build_algorithm
+from octetrl.config.schema import (
+    EngineConfig,
+    MismatchConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Recipe,
+    RolloutConfig,
+    TrainerConfig,
+)
+from octetrl.config.spec import ModelSpec
+from octetrl.fp8.policy import precision_policy
+from octetrl.records import GenerationRequest, Sample, SamplingParams
+from octetrl.run.worker import Worker
+from octetrl.telemetry.mismatch import MismatchGate
+from octetrl.telemetry.spans import Spans
+from octetrl.trainer.packing import pack
+from tests.parity.sides import PRECISIONS, NoText, draw_weights, random_tokens, samples_of
+
+
+@dataclass(slots=True)
+class ShortRun:
+    """What a run of some steps gave, to be compared with another's."""
+
+    tokens: list[list[int]]
+    metrics: list[dict[str, float]]
+    weights: dict[str, Tensor]
+
+    def times_left_out(self) -> list[dict[str, float]]:
+        """The metrics without what the clock says."""
+        return [
+            {name: value for name, value in step.items() if "time/" not in name and "per_second" not in name}
+            for step in self.metrics
+        ]
+
+
+def short_run(
+    spec: ModelSpec, precision: str, device: str, steps: int, *, answers: int = 40, **trainer: Any
+) -> ShortRun:
+    """Prompts and rewards follow from the step; `mismatch.fail_on_difference` ends the run where parity is broken."""
+    recipe = Recipe(
+        model=ModelConfig(preset="tiny", init="random", context_length=spec.max_positions),
+        fp8=PRECISIONS[precision],
+        rollout=RolloutConfig(temperature=0.9),
+        engine=EngineConfig(kv_cache_tokens=1 << 14, max_batch=32, release_for_training=False),
+        trainer=TrainerConfig(optimizer=OptimizerConfig(lr=1e-3), **trainer),
+        mismatch=MismatchConfig(fail_on_difference=True),
+        steps=steps,
+    )
+    worker = Worker(
+        recipe,
+        spec=spec,
+        policy=precision_policy(spec, recipe.fp8, recipe.numerics),
+        tokenizer=NoText(),
+        algorithm=build_algorithm(recipe.algorithm),
+        load_weights=lambda model: draw_weights(model, 1),
+        device=torch.device(device),
+        spans=Spans(),
+    )
+    run, draw, gate = ShortRun([], [], {}), random.Random(2), MismatchGate(recipe.mismatch)
+    for step in range(1, steps + 1):
+        asked = _asked(draw, spec, step, answers)
+        if worker.needs_calibration:
+            worker.calibrate([request.prompt_token_ids for request in asked])
+        drawn = worker.generate(asked)
+        samples = [_rewarded(sample) for sample in samples_of(asked, drawn)]
+        update = worker.train(pack(samples, worker.layout, "token"))
+        worker.publish(update.policy_version)
+        run.tokens += [list(chain.from_iterable(answer.token_ids for answer in siblings)) for siblings in drawn]
+        run.metrics.append(dict(update.metrics))
+        gate.check(step, update.metrics)
+    run.weights = {name: weight.detach().cpu().clone() for name, weight in worker.trainer_model.named_parameters()}
+    return run
+
+
+def _asked(draw: random.Random, spec: ModelSpec, step: int, answers: int) -> list[GenerationRequest]:
+    sampling = SamplingParams(answers, temperature=0.9, ignore_eos=True)
+    return [
+        GenerationRequest(f"{step}/{n}", random_tokens(draw, spec, draw.randint(1, 60)), sampling, 4, seed=step * 8 + n)
+        for n in range(4)
+    ]
+
+
+def _rewarded(sample: Sample) -> Sample:
+    """An advantage that follows from the tokens, and is not zero."""
+    return Sample(
+        sample.token_ids,
+        sample.loss_mask,
+        sample.generator_logprobs,
+        advantage=1.0 if sum(sample.token_ids) % 2 else -1.0,
+        policy_version=sample.policy_version,
+        precision_digest=sample.precision_digest,
+    )
+
+
+def assert_same(one: ShortRun, other: ShortRun) -> None:
+    assert one.tokens == other.tokens
+    assert one.times_left_out() == other.times_left_out()
+    for name, weight in one.weights.items():
+        assert torch.equal(weight, other.weights[name]), name
+
+
+def assert_equal_in_every_step(run: ShortRun) -> None:
+    for number, metrics in enumerate(run.metrics, 1):
+        found = {name: metrics[f"mismatch/{name}"] for name in ("unequal_tokens", "max_abs_diff", "equal_fraction")}
+        assert found == {"unequal_tokens": 0.0, "max_abs_diff": 0.0, "equal_fraction": 1.0}, f"step {number}: {found}"
