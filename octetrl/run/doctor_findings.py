@@ -52,7 +52,8 @@ class Difference:
         return (
             f"{self.site}: {at_least}{self.num_elements:,} of {of:,} elements differ, in {self.num_rows:,} of"
             f" {self.of_rows:,} tokens of shape {list(self.shape)}; first in sequence {self.sequence}, position"
-            f" {self.position}, token {self.token}, element {list(self.element)}: {self.reference} {ours}, {self.other} {theirs}"
+            f" {self.position}, token {self.token}, element {list(self.element)}: {self.reference} {ours},"
+            f" {self.other} {theirs}"
         )
 
 
@@ -84,7 +85,7 @@ class Report:
     num_drawn: int
     num_layers: int
     off_forwards: tuple[str, ...]  # ends whose log-probs are not those of the trainer's packed forward
-    at_fault: str | None = None  # "engine" or "trainer": whose op is not as the modules have it
+    at_fault: str | None = None  # "engine" or "trainer"
 
     @property
     def first(self) -> Difference | None:
@@ -104,7 +105,7 @@ class Report:
                 f" {self.num_drawn:,} drawn tokens"
             )
         if self.first is not None:
-            blame = "" if self.at_fault is None else f"; the {self.at_fault}'s is not what the modules compute"
+            blame = "" if self.at_fault is None else f"; the fault is the {self.at_fault}'s"
             return f"first difference: {self.first}{blame}"
         side = " and ".join(dict.fromkeys(name.split(",")[0] for name in self.off_forwards)) or "no"
         return (
@@ -203,13 +204,18 @@ def first_difference(
 def _at_fault(
     found: Sequence[tuple[str, Difference | None]], passes: Sequence[Pass], patient: Patient, sequences: Drawn
 ) -> str | None:
-    """Which side's op departs from the modules, where fused forwards differ; None where that can't be told."""
+    """Whose fault the first difference is: the trainer's, if it differs from itself in another packing; of two fused
+    forwards, the one that departs from the modules. None where that can't be told."""
     differences = [(difference, one) for (_, difference), one in zip(found, passes[1:], strict=True) if difference]
-    if not differences or not patient.is_fused:
+    if not differences:
         return None
     difference, other = min(differences, key=lambda pair: pair[0].site.place)
+    if other.side == "trainer":
+        return "trainer"
+    if not patient.is_fused:
+        return None
     modules = noted(patient.module_pass(sequences), sequences)
-    if other.side == "trainer" or difference.site not in modules.bits_R:
+    if difference.site not in modules.bits_R:
         return None
     departs = [
         bool(noted(one, sequences).differing_rows(modules, difference.site).numel()) for one in (passes[0], other)
