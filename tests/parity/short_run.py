@@ -59,16 +59,7 @@ def short_run(
         mismatch=MismatchConfig(fail_on_difference=True),
         steps=steps,
     )
-    worker = Worker(
-        recipe,
-        spec=spec,
-        policy=precision_policy(spec, recipe.fp8, recipe.numerics),
-        tokenizer=NoText(),
-        algorithm=build_algorithm(recipe.algorithm),
-        load_weights=lambda model: draw_weights(model, 1),
-        device=torch.device(device),
-        spans=Spans(),
-    )
+    worker = worker_of(recipe, spec, device)
     run, draw, gate = ShortRun([], [], {}), random.Random(2), MismatchGate(recipe.mismatch)
     for step in range(1, steps + 1):
         asked = _asked(draw, spec, step, answers)
@@ -83,6 +74,20 @@ def short_run(
         gate.check(step, update.metrics)
     run.weights = {name: weight.detach().cpu().clone() for name, weight in worker.trainer_model.named_parameters()}
     return run
+
+
+def worker_of(recipe: Recipe, spec: ModelSpec, device: str) -> Worker:
+    """The worker of a run, with random weights of this shape."""
+    return Worker(
+        recipe,
+        spec=spec,
+        policy=precision_policy(spec, recipe.fp8, recipe.numerics),
+        tokenizer=NoText(),
+        algorithm=build_algorithm(recipe.algorithm),
+        load_weights=lambda model: draw_weights(model, 1),
+        device=torch.device(device),
+        spans=Spans(),
+    )
 
 
 def _asked(draw: random.Random, spec: ModelSpec, step: int, answers: int) -> list[GenerationRequest]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from functools import lru_cache
+from typing import Any
 
 import pytest
 
+from octetrl.config.schema import EngineConfig, Fp8Config, ModelConfig, Recipe
 from octetrl.records import GenerationRequest
 from tests.parity.shapes import TINY
-from tests.parity.short_run import assert_equal_in_every_step, assert_same, short_run
+from tests.parity.short_run import assert_equal_in_every_step, assert_same, short_run, worker_of
 from tests.parity.sides import PRECISIONS, Answers, Sides, random_requests
 from tests.parity.situations import IN_THE_ENGINE, check_trainer, in_the_trainer
 
@@ -63,3 +65,21 @@ def test_every_step_of_a_run_says_that_nothing_differs_and_runs_repeat(family: s
     assert_equal_in_every_step(runs[0])
     assert_same(*runs)
     assert runs[0].metrics[0]["entropy"] != runs[0].metrics[-1]["entropy"], "nothing was learnt"
+
+
+@pytest.mark.parametrize(
+    ("promised", "changes"),
+    [
+        (True, {}),
+        (True, {"fp8": PRECISIONS["fp8_full"]}),
+        (False, {"numerics": "fast"}),
+        (False, {"fp8": Fp8Config(rollout=True)}),
+        (False, {"fp8": PRECISIONS["fp8_full"].model_copy(update={"kv_replay": False})}),
+        (False, {"fp8": PRECISIONS["fp8_dynamic"], "engine": EngineConfig(prefix_cache="keep")}),
+    ],
+    ids=["bf16", "fp8_full", "fast", "fp8_rollout", "no replay", "pages of older weights"],
+)
+def test_equality_is_promised_only_where_both_sides_compute_the_same(promised: bool, changes: dict[str, Any]) -> None:
+    model = ModelConfig(preset="tiny", init="random", context_length=64)
+    worker = worker_of(Recipe(model=model, **changes), TINY["qwen3"], "cpu")
+    assert worker.promises_parity == promised
