@@ -37,8 +37,8 @@ from octetrl.kernels.quantize_tokens import (
     tile_place,
 )
 
-WARPS = 8
-REGISTERS: int | None = None  # of a thread at most, where the compiler's choice is not taken
+WARPS = 4
+REGISTERS: int | None = 168  # of a thread at most: three programs fit an SM
 
 
 class BothWays(NamedTuple):
@@ -94,7 +94,7 @@ def _quantize_both_kernel(
     POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr, SATURATES: tl.constexpr,
     TOKEN_BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    block, column_block = tile_place(T, K, TOKEN_BLOCKS, BLOCK)
+    block, column_block = tile_place(tl.program_id(0), T, K, TOKEN_BLOCKS, BLOCK)
     token, column = block.to(tl.int64) * BLOCK, column_block.to(tl.int64) * BLOCK
     tokens_left, columns_left = T - block * BLOCK, K - column_block * BLOCK
     x_ptr += token * row_stride + column

@@ -33,7 +33,7 @@ from octetrl.kernels.quantize_activation import block_scale, e4m3_byte, magnitud
 # Programs that follow one another take so many token blocks, then the next columns: reads and transposed writes both
 # have neighbours in time.
 TOKEN_BLOCKS = 8
-WARPS = 8
+WARPS = 4
 REGISTERS: int | None = None  # of a thread at most, where the compiler's choice is not taken
 
 
@@ -47,12 +47,12 @@ def e4m3_code(scaled, SATURATES: tl.constexpr):
 
 
 @triton.jit
-def tile_place(T, columns, TOKEN_BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """(token block, column block) of this program."""
+def tile_place(tile, T, columns, TOKEN_BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """(token block, column block) of the tile-th program."""
     blocks, column_blocks = tl.cdiv(T, BLOCK), tl.cdiv(columns, BLOCK)
-    first = tl.program_id(0) // (TOKEN_BLOCKS * column_blocks) * TOKEN_BLOCKS
+    first = tile // (TOKEN_BLOCKS * column_blocks) * TOKEN_BLOCKS
     height = tl.minimum(blocks - first, TOKEN_BLOCKS)
-    inner = tl.program_id(0) - first * column_blocks
+    inner = tile - first * column_blocks
     return first + inner % height, inner // height
 
 
@@ -106,7 +106,7 @@ def _quantize_tokens_kernel(
     POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr, SATURATES: tl.constexpr,
     TOKEN_BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    block, column_block = tile_place(T, K, TOKEN_BLOCKS, BLOCK)
+    block, column_block = tile_place(tl.program_id(0), T, K, TOKEN_BLOCKS, BLOCK)
     token, column = block.to(tl.int64) * BLOCK, column_block.to(tl.int64) * BLOCK
     x_ptr += token * row_stride + column
     left = T - block * BLOCK, K - column_block * BLOCK

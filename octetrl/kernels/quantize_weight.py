@@ -1,16 +1,23 @@
 """Quantise a weight [N, K] to E4M3 in blocks of 128 x 128, once per optimizer step.
 
-One program takes one block. The result goes into given codes and scale where there are any: those are the
-buffers the engine reads, so publishing a weight is this one kernel and no copy. The rule is that of
-`fp8/quantize.py`, to the byte. A non-finite weight is an error that names it: the kernel marks its block's
-scale NaN, and one read of the small scale tensor afterwards looks for that mark.
+One program takes one block, in one read: codes for forward, and transposed for dgrad where they are asked for. The
+result goes into given codes and scale where there are any: those are the buffers the engine reads, so publishing a
+weight is this one kernel and no copy. The rule is that of `fp8/quantize.py`, to the byte; kernels/quantize_tokens.py
+says how a tile is held and turned. A non-finite weight is an error that names it: the kernel marks its block's scale
+NaN, and one read of the small scale tensor afterwards looks for that mark. A model of many weights launches them all
+first and reads once (`check=False`, then `check_scales`).
 
-Layout: w [N, K] with K contiguous; codes [N, K] and scale [ceil(N/128), ceil(K/128)] contiguous.
+Read 2 bytes an element, written 1, or 2 with the transposed codes.
 
-Legend: N rows, K columns, R and C the 128 rows and columns of a block.
+Layout: w [N, K] with K contiguous; codes [N, K], transposed codes [K, N] and scale [ceil(N/128), ceil(K/128)]
+contiguous.
+
+Legend: N rows, K columns, G groups of four rows, C the 128 columns of a block.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 import triton
@@ -19,56 +26,119 @@ from torch import Tensor
 
 from octetrl.fp8.format import BLOCK, E4M3
 from octetrl.fp8.quantize import Quantized, check_finite, quantize_weight_reference
-from octetrl.kernels.quantize_activation import block_scale, e4m3_byte, magnitude_bits
+from octetrl.kernels.quantize_activation import block_scale
+from octetrl.kernels.quantize_tokens import (
+    TOKEN_BLOCKS,
+    e4m3_code,
+    load_quarter,
+    store_tokens,
+    tile_magnitudes,
+    tile_place,
+)
+
+WARPS = 4
+
+
+@triton.jit
+def _store_rows(
+    w_GC, inverse, code_ptr, columns, rows_left, columns_left,
+    QUARTER: tl.constexpr, SATURATES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row_G = tl.arange(0, BLOCK // 4) * 4 + QUARTER
+    column_C = tl.arange(0, BLOCK)
+    inside_GC = (row_G < rows_left)[:, None] & (column_C < columns_left)[None, :]
+    code_GC = e4m3_code(w_GC * inverse, SATURATES)
+    tl.store(code_ptr + row_G[:, None] * columns + column_C[None, :], code_GC, mask=inside_GC)
 
 
 @triton.jit
 def _quantize_weight_kernel(
-    w_ptr, code_ptr, scale_ptr, N, K, row_stride, POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr
-):
-    row_block, column_block = tl.program_id(0), tl.program_id(1)
-    row_R = row_block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    column_C = column_block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside_RC = (row_R < N)[:, None] & (column_C < K)[None, :]
-    w_RC = tl.load(w_ptr + row_R[:, None] * row_stride + column_C[None, :], mask=inside_RC, other=0.0)
-    w_RC = w_RC.to(tl.bfloat16).to(tl.float32)
-    scale, inverse = block_scale(tl.max(tl.max(magnitude_bits(w_RC), 1), 0), POWER_OF_TWO)
-    tl.store(code_ptr + row_R[:, None] * K + column_C[None, :], e4m3_byte(w_RC * inverse), mask=inside_RC)
-    tl.store(scale_ptr + row_block * tl.num_programs(1) + column_block, scale)
+    w_ptr, code_ptr, transposed_ptr, scale_ptr, N, K, row_stride,
+    POWER_OF_TWO: tl.constexpr, TRANSPOSED: tl.constexpr, SATURATES: tl.constexpr, TOKEN_BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row_block, column_block = tile_place(tl.program_id(0), N, K, TOKEN_BLOCKS, BLOCK)
+    row, column = row_block.to(tl.int64) * BLOCK, column_block.to(tl.int64) * BLOCK
+    rows_left, columns_left = N - row_block * BLOCK, K - column_block * BLOCK
+    w_ptr += row * row_stride + column
+    w0_GC = load_quarter(w_ptr, row_stride, rows_left, columns_left, 0, BLOCK).to(tl.bfloat16).to(tl.float32)
+    w1_GC = load_quarter(w_ptr, row_stride, rows_left, columns_left, 1, BLOCK).to(tl.bfloat16).to(tl.float32)
+    w2_GC = load_quarter(w_ptr, row_stride, rows_left, columns_left, 2, BLOCK).to(tl.bfloat16).to(tl.float32)
+    w3_GC = load_quarter(w_ptr, row_stride, rows_left, columns_left, 3, BLOCK).to(tl.bfloat16).to(tl.float32)
+    amax_C = tl.max(tile_magnitudes(w0_GC, w1_GC, w2_GC, w3_GC), 0)
+    scale, inverse = block_scale(tl.max(amax_C, 0), POWER_OF_TWO)
+    scale_ptr += row_block * tl.cdiv(K, BLOCK) + column_block
+    tl.store(scale_ptr, scale)
+    code_ptr += row * K + column
+    _store_rows(w0_GC, inverse, code_ptr, K, rows_left, columns_left, 0, SATURATES, BLOCK)
+    _store_rows(w1_GC, inverse, code_ptr, K, rows_left, columns_left, 1, SATURATES, BLOCK)
+    _store_rows(w2_GC, inverse, code_ptr, K, rows_left, columns_left, 2, SATURATES, BLOCK)
+    _store_rows(w3_GC, inverse, code_ptr, K, rows_left, columns_left, 3, SATURATES, BLOCK)
+    if TRANSPOSED:
+        store_tokens(
+            w0_GC, w1_GC, w2_GC, w3_GC, amax_C, transposed_ptr + column * N + row, scale_ptr, N, columns_left,
+            POWER_OF_TWO, True, SATURATES, BLOCK,
+        )  # fmt: skip
 
 
-def quantize_weight_triton(w_NK: Tensor, power_of_two: bool, name: str, out: Quantized) -> Quantized:
-    """The Triton launcher: w_NK BF16 or float32, any N and K; writes `out`. Reads the host once."""
+def quantize_weight_triton(
+    w_NK: Tensor, power_of_two: bool, out: Quantized, transposed_KN: Tensor | None = None
+) -> Quantized:
+    """The Triton launcher: w_NK BF16 or float32, any N and K; writes `out` and the transposed codes."""
     if w_NK.stride(1) != 1:
         w_NK = w_NK.contiguous()
     assert out.codes.is_contiguous() and out.scale.is_contiguous(), "codes and scale must be contiguous"
     rows, columns = w_NK.shape
-    _quantize_weight_kernel[(triton.cdiv(rows, BLOCK), triton.cdiv(columns, BLOCK))](
-        w_NK, out.codes.view(torch.uint8), out.scale, rows, columns, w_NK.stride(0),
-        POWER_OF_TWO=power_of_two, BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False,
+    apart = transposed_KN is not None and rows % BLOCK != 0  # a ragged block would write past its rows
+    transposed = None if transposed_KN is None or apart else transposed_KN.view(torch.uint8)
+    _quantize_weight_kernel[(triton.cdiv(rows, BLOCK) * triton.cdiv(columns, BLOCK),)](
+        w_NK, out.codes.view(torch.uint8), transposed, out.scale,
+        rows, columns, w_NK.stride(0), POWER_OF_TWO=power_of_two, TRANSPOSED=transposed is not None, SATURATES=w_NK.is_cuda,
+        TOKEN_BLOCKS=TOKEN_BLOCKS, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
-    if bool(out.scale.isnan().any()):
-        check_finite(w_NK, name)
+    if transposed_KN is not None and apart:
+        transposed_KN.copy_(out.codes.t())
     return out
 
 
 def quantize_weight(
-    w_NK: Tensor, power_of_two: bool = False, *, name: str = "weight", out: Quantized | None = None
+    w_NK: Tensor,
+    power_of_two: bool = False,
+    *,
+    name: str = "weight",
+    out: Quantized | None = None,
+    transposed_KN: Tensor | None = None,
+    check: bool = True,
 ) -> Quantized:
-    """[N, K] -> codes [N, K] E4M3, scale [ceil(N/128), ceil(K/128)] float32, into `out` where given.
+    """[N, K] -> codes [N, K] E4M3, scale [ceil(N/128), ceil(K/128)] float32, into `out` where given; the codes also
+    into `transposed_KN` where given.
 
     Raises ValueError naming the tensor when it holds a non-finite value; a CPU's `out` is then untouched, a
-    GPU's is not fit for use.
+    GPU's is not fit for use. `check=False` leaves that to `check_scales`, on a GPU, and reads no host.
     """
     assert w_NK.dim() == 2, f"want [N, K], got {tuple(w_NK.shape)}"
     if w_NK.is_cuda:
-        return quantize_weight_triton(w_NK, power_of_two, name, _empty_like(w_NK) if out is None else out)
+        out = quantize_weight_triton(w_NK, power_of_two, _empty_like(w_NK) if out is None else out, transposed_KN)
+        if check:
+            check_scales({name: (w_NK, out.scale)})
+        return out
     quantized = quantize_weight_reference(w_NK, power_of_two, name)
     if out is None:
-        return quantized
-    out.codes.copy_(quantized.codes)
-    out.scale.copy_(quantized.scale)
+        out = quantized
+    else:
+        out.codes.copy_(quantized.codes)
+        out.scale.copy_(quantized.scale)
+    if transposed_KN is not None:
+        transposed_KN.copy_(out.codes.t())
     return out
+
+
+def check_scales(quantized: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """ValueError naming the first of these weights that is not finite, by its scale; one host read for all of them."""
+    scales = [scale.flatten() for _, scale in quantized.values()]
+    if scales and bool(torch.cat(scales).isnan().any()):
+        for name, (w_NK, _) in quantized.items():
+            check_finite(w_NK, name)
 
 
 def _empty_like(w_NK: Tensor) -> Quantized:

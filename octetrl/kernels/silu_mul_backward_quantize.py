@@ -4,10 +4,11 @@
     both     = quantize_both(dgate_up)            rows for dgrad, tokens for wgrad of gate_up
     y        = quantize_tokens(silu_mul(gate_up)) tokens for wgrad of down, `square` or not
 
-The same bytes as those calls, and dgate_up and y never exist in BF16. One program takes 128 tokens by 128 columns of
-gate and of up, whose gradients are two whole tiles of the row [2F]; that needs F to be a multiple of 128, and where it
-is not (then a block of the row would straddle gate and up) the separate kernels run. kernels/quantize_tokens.py says
-how a tile is held. The three tiles wait as BF16, two to a register, for their turn to be quantised.
+The same bytes as those calls, and dgate_up and y never exist in BF16. One program makes one of the three, for 128
+tokens by 128 columns; three neighbours read the same places, the first from memory and the others from L2, and none
+holds more than one tile, where all three at once would fill the registers twice over. F must be a multiple of 128: else
+a block of the row [2F] would straddle gate and up, and the separate kernels run. kernels/quantize_tokens.py says how a
+tile is held.
 
 Read 6 bytes an element of y, written 5 + 20/128; the separate calls move 26.
 
@@ -49,97 +50,88 @@ from octetrl.kernels.silu_mul import (
 )
 
 WARPS = 8
-REGISTERS: int | None = 128  # of a thread at most, at the price of a few spills: two programs fit an SM
+REGISTERS: int | None = 128  # of a thread at most: two programs fit an SM
+PARTS = 3  # gate's gradient, up's, y
 
 
 @triton.jit
-def _bf16_pair(low, high, HARDWARE: tl.constexpr):
-    """Two float32 rounded to BF16 in one word: one instruction that LLVM cannot take apart again, as it does the plain
-    form, keeping each half in a register of its own.
-    """
-    if HARDWARE:
-        return tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [high, low], dtype=tl.uint32, is_pure=True, pack=1
-        )
-    else:
-        low_half = low.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
-        return low_half | (high.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
-
-
-@triton.jit
-def _low(pair):
-    return (pair << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _high(pair):
-    return (pair & 0xFFFF0000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _gradients(gate_up_ptr, dy_ptr, tokens_left, QUARTER: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """(dgate, dup, y) of a quarter, float32 yet: silu_mul.py's expressions to the letter."""
+def _load_part(
+    gate_up_ptr, dy_ptr, tokens_left, PART: tl.constexpr, QUARTER: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """A quarter of dgate, dup or y, rounded to BF16: silu_mul.py's expressions to the letter."""
     gate_GC = load_quarter(gate_up_ptr, 2 * SIZE, tokens_left, BLOCK, QUARTER, BLOCK).to(tl.float32)
-    up_GC = load_quarter(gate_up_ptr + SIZE, 2 * SIZE, tokens_left, BLOCK, QUARTER, BLOCK).to(tl.float32)
-    dy_GC = load_quarter(dy_ptr, SIZE, tokens_left, BLOCK, QUARTER, BLOCK).to(tl.float32)
     sigmoid_GC = 1.0 / (1.0 + tl.exp(-gate_GC))
-    dgate_GC = dy_GC * up_GC * sigmoid_GC * (1.0 + gate_GC * (1.0 - sigmoid_GC))
-    return dgate_GC, dy_GC * gate_GC * sigmoid_GC, gate_GC * sigmoid_GC * up_GC
+    if PART != 1:
+        up_GC = load_quarter(gate_up_ptr + SIZE, 2 * SIZE, tokens_left, BLOCK, QUARTER, BLOCK).to(tl.float32)
+    if PART != 2:
+        dy_GC = load_quarter(dy_ptr, SIZE, tokens_left, BLOCK, QUARTER, BLOCK).to(tl.float32)
+    if PART == 0:
+        part_GC = dy_GC * up_GC * sigmoid_GC * (1.0 + gate_GC * (1.0 - sigmoid_GC))
+    elif PART == 1:
+        part_GC = dy_GC * gate_GC * sigmoid_GC
+    else:
+        part_GC = gate_GC * sigmoid_GC * up_GC
+    return part_GC.to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit
-def _gradient_pairs(
-    gate_up_ptr, dy_ptr, tokens_left, QUARTER: tl.constexpr, SIZE: tl.constexpr, HARDWARE: tl.constexpr,
-    BLOCK: tl.constexpr,
+def _gradient_part(
+    gate_up_ptr, dy_ptr, row_code_ptr, row_scale_ptr, token_code_ptr, token_scale_ptr, T, padded_T, tokens_left,
+    PART: tl.constexpr, SIZE: tl.constexpr, POWER_OF_TWO: tl.constexpr, SATURATES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(dgate, dup, y) of a quarter and the next, rounded to BF16, in pairs."""
-    dgate0_GC, dup0_GC, y0_GC = _gradients(gate_up_ptr, dy_ptr, tokens_left, QUARTER, SIZE, BLOCK)
-    dgate1_GC, dup1_GC, y1_GC = _gradients(gate_up_ptr, dy_ptr, tokens_left, QUARTER + 1, SIZE, BLOCK)
-    dgate_GC, dup_GC = _bf16_pair(dgate0_GC, dgate1_GC, HARDWARE), _bf16_pair(dup0_GC, dup1_GC, HARDWARE)
-    return dgate_GC, dup_GC, _bf16_pair(y0_GC, y1_GC, HARDWARE)
+    """dgate's tile (PART 0) or dup's (1), both ways; pointers are to the first elements of dgate's."""
+    x0_GC = _load_part(gate_up_ptr, dy_ptr, tokens_left, PART, 0, SIZE, BLOCK)
+    x1_GC = _load_part(gate_up_ptr, dy_ptr, tokens_left, PART, 1, SIZE, BLOCK)
+    x2_GC = _load_part(gate_up_ptr, dy_ptr, tokens_left, PART, 2, SIZE, BLOCK)
+    x3_GC = _load_part(gate_up_ptr, dy_ptr, tokens_left, PART, 3, SIZE, BLOCK)
+    store_both(
+        x0_GC, x1_GC, x2_GC, x3_GC,
+        row_code_ptr + PART * SIZE, row_scale_ptr + PART * (SIZE // BLOCK) * T.to(tl.int64),
+        token_code_ptr + PART * SIZE * padded_T.to(tl.int64), token_scale_ptr + PART * SIZE,
+        2 * SIZE, padded_T, tokens_left, BLOCK, POWER_OF_TWO, False, SATURATES, BLOCK,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T"])
 def _silu_mul_backward_quantize_kernel(
     gate_up_ptr, dy_ptr, row_code_ptr, row_scale_ptr, token_code_ptr, token_scale_ptr, y_code_ptr, y_scale_ptr,
     T, padded_T, SIZE: tl.constexpr, POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr, SATURATES: tl.constexpr,
-    TOKEN_BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    TOKEN_BLOCKS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    block, column_block = tile_place(T, SIZE, TOKEN_BLOCKS, BLOCK)
+    part = tl.program_id(0) % PARTS
+    block, column_block = tile_place(tl.program_id(0) // PARTS, T, SIZE, TOKEN_BLOCKS, BLOCK)
     token, column = block.to(tl.int64) * BLOCK, column_block.to(tl.int64) * BLOCK
     left = T - block * BLOCK
     gate_up_ptr += token * (2 * SIZE) + column
     dy_ptr += token * SIZE + column
-    dgate01_GC, dup01_GC, y01_GC = _gradient_pairs(gate_up_ptr, dy_ptr, left, 0, SIZE, SATURATES, BLOCK)
-    dgate23_GC, dup23_GC, y23_GC = _gradient_pairs(gate_up_ptr, dy_ptr, left, 2, SIZE, SATURATES, BLOCK)
-
     row_code_ptr += token * (2 * SIZE) + column
     row_scale_ptr += column_block.to(tl.int64) * T + token
     token_code_ptr += column * padded_T + token
     token_scale_ptr += block.to(tl.int64) * (2 * SIZE) + column
-    store_both(
-        _low(dgate01_GC), _high(dgate01_GC), _low(dgate23_GC), _high(dgate23_GC),
-        row_code_ptr, row_scale_ptr, token_code_ptr, token_scale_ptr,
-        2 * SIZE, padded_T, left, BLOCK, POWER_OF_TWO, False, SATURATES, BLOCK,
-    )  # fmt: skip
-    row_scale_ptr += (SIZE // BLOCK) * T.to(tl.int64)
-    token_code_ptr += SIZE * padded_T.to(tl.int64)
-    store_both(
-        _low(dup01_GC), _high(dup01_GC), _low(dup23_GC), _high(dup23_GC),
-        row_code_ptr + SIZE, row_scale_ptr, token_code_ptr, token_scale_ptr + SIZE,
-        2 * SIZE, padded_T, left, BLOCK, POWER_OF_TWO, False, SATURATES, BLOCK,
-    )  # fmt: skip
-
-    if SQUARE:
-        y_scale_ptr += column_block.to(tl.int64) * (padded_T // BLOCK) + block
+    if part == 0:
+        _gradient_part(
+            gate_up_ptr, dy_ptr, row_code_ptr, row_scale_ptr, token_code_ptr, token_scale_ptr, T, padded_T, left,
+            0, SIZE, POWER_OF_TWO, SATURATES, BLOCK,
+        )  # fmt: skip
+    elif part == 1:
+        _gradient_part(
+            gate_up_ptr, dy_ptr, row_code_ptr, row_scale_ptr, token_code_ptr, token_scale_ptr, T, padded_T, left,
+            1, SIZE, POWER_OF_TWO, SATURATES, BLOCK,
+        )  # fmt: skip
     else:
-        y_scale_ptr += block.to(tl.int64) * SIZE + column
-    y0_GC, y1_GC, y2_GC, y3_GC = _low(y01_GC), _high(y01_GC), _low(y23_GC), _high(y23_GC)
-    amax_C = tl.max(tile_magnitudes(y0_GC, y1_GC, y2_GC, y3_GC), 0)
-    store_tokens(
-        y0_GC, y1_GC, y2_GC, y3_GC, amax_C, y_code_ptr + column * padded_T + token, y_scale_ptr, padded_T, BLOCK,
-        POWER_OF_TWO, SQUARE, SATURATES, BLOCK,
-    )  # fmt: skip
+        if SQUARE:
+            y_scale_ptr += column_block.to(tl.int64) * (padded_T // BLOCK) + block
+        else:
+            y_scale_ptr += block.to(tl.int64) * SIZE + column
+        y0_GC = _load_part(gate_up_ptr, dy_ptr, left, 2, 0, SIZE, BLOCK)
+        y1_GC = _load_part(gate_up_ptr, dy_ptr, left, 2, 1, SIZE, BLOCK)
+        y2_GC = _load_part(gate_up_ptr, dy_ptr, left, 2, 2, SIZE, BLOCK)
+        y3_GC = _load_part(gate_up_ptr, dy_ptr, left, 2, 3, SIZE, BLOCK)
+        store_tokens(
+            y0_GC, y1_GC, y2_GC, y3_GC, tl.max(tile_magnitudes(y0_GC, y1_GC, y2_GC, y3_GC), 0),
+            y_code_ptr + column * padded_T + token, y_scale_ptr, padded_T, BLOCK,
+            POWER_OF_TWO, SQUARE, SATURATES, BLOCK,
+        )  # fmt: skip
 
 
 def silu_mul_backward_quantize_triton(
@@ -156,10 +148,10 @@ def silu_mul_backward_quantize_triton(
     token_codes, token_scale = empty_tokens(tokens, 2 * size, False, device)
     y_codes, y_scale = empty_tokens(tokens, size, square, device)
     if tokens:
-        _silu_mul_backward_quantize_kernel[(triton.cdiv(tokens, BLOCK) * (size // BLOCK),)](
+        _silu_mul_backward_quantize_kernel[(PARTS * triton.cdiv(tokens, BLOCK) * (size // BLOCK),)](
             gate_up_T2F, dy_TF, row_codes, row_scale, token_codes, token_scale, y_codes, y_scale,
             tokens, token_codes.shape[1], SIZE=size, POWER_OF_TWO=power_of_two, SQUARE=square,
-            SATURATES=dy_TF.is_cuda, TOKEN_BLOCKS=TOKEN_BLOCKS, BLOCK=BLOCK,
+            SATURATES=dy_TF.is_cuda, TOKEN_BLOCKS=TOKEN_BLOCKS, PARTS=PARTS, BLOCK=BLOCK,
             num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False,
         )  # fmt: skip
     rows = Quantized(row_codes.view(E4M3), row_scale.t())

@@ -166,15 +166,20 @@ class Float8Linear(nn.Module):
         return Quantized(self.codes, self.scale)
 
     @torch.no_grad()
-    def requantize(self, name: str = "weight") -> None:
+    def requantize(self, name: str = "weight", *, check: bool = True) -> None:
         """Quantises `weight` into `codes` and `scale`, in place. Raises ValueError, naming `name`, if it is
-        not finite.
+        not finite; `check=False` leaves that to the caller (kernels/quantize_weight.py: `check_scales`).
         """
         assert self.weight is not None, "an engine's copy has no weight to quantise"
-        quantize_weight(self.weight.detach(), self.power_of_two, name=name, out=self.quantized)
+        quantize_weight(
+            self.weight.detach(),
+            self.power_of_two,
+            name=name,
+            out=self.quantized,
+            transposed_KN=self._codes_transposed,
+            check=check,
+        )
         self._quantized_version = self.weight._version
-        if self._codes_transposed is not None:
-            self._codes_transposed.copy_(self.codes.t())
 
     def drop_weight(self) -> None:
         """Makes this the engine's copy: codes and scales only, no gradients, nothing to go stale."""

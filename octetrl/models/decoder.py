@@ -24,6 +24,7 @@ from octetrl.config.spec import ModelSpec
 from octetrl.fp8.gemm import BackendName
 from octetrl.fp8.policy import PrecisionPolicy, Side
 from octetrl.kernels.linear_logprobs import linear_logprobs, lm_head_logits
+from octetrl.kernels.quantize_weight import check_scales
 from octetrl.layers.attention import Attention
 from octetrl.layers.context import Context
 from octetrl.layers.embedding import Embedding
@@ -163,8 +164,12 @@ class Decoder(nn.Module):
 
     def requantize(self) -> None:
         """Quantises every FP8 weight once, in place. ValueError names a weight that is not finite."""
+        made: dict[str, tuple[Tensor, Tensor]] = {}
         for name, module in self.float8_linears():
-            module.requantize(f"{name}.weight")
+            module.requantize(f"{name}.weight", check=False)
+            assert module.weight is not None
+            made[f"{name}.weight"] = (module.weight.detach(), module.scale)
+        check_scales(made)
 
     @torch.no_grad()
     def random_init(self, seed: int) -> None:

@@ -92,8 +92,8 @@ def _same_bytes(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """A position-sensitive int64 sum of the bytes, by words of eight where rows divide into them; wraps around, which is
-    fine for a digest.
+    """A position-sensitive int64 sum of the bytes, by words of eight where rows have them; wraps around, which is fine
+    for a digest.
     """
     octets = tensor.contiguous().view(torch.uint8).flatten(1)
     words = octets.view(torch.int64) if octets.shape[1] % 8 == 0 else octets

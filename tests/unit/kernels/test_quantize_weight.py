@@ -9,7 +9,7 @@ import torch
 
 from octetrl.fp8.format import E4M3
 from octetrl.fp8.quantize import Quantized, quantize_weight_reference
-from octetrl.kernels.quantize_weight import quantize_weight, quantize_weight_triton
+from octetrl.kernels.quantize_weight import check_scales, quantize_weight, quantize_weight_triton
 from tests.unit.kernels.quantize_cases import (
     SHAPES,
     assert_nearly_same_codes,
@@ -31,10 +31,12 @@ def room_for(w: torch.Tensor) -> Quantized:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_kernel_is_the_reference(shape: tuple[int, int], power_of_two: bool) -> None:
     for w in (on_the_grid(shape), torch.zeros(shape).bfloat16(), on_the_grid(shape).t()):
-        got = quantize_weight_triton(w, power_of_two, "w", room_for(w))
+        transposed = torch.zeros(w.shape[1], w.shape[0], dtype=E4M3)
+        got = quantize_weight_triton(w, power_of_two, room_for(w), transposed)
         assert_same_bytes(got, quantize_weight_reference(w, power_of_two))
+        assert torch.equal(transposed.view(torch.uint8), got.codes.t().contiguous().view(torch.uint8))
     w = off_the_grid(shape)
-    got = quantize_weight_triton(w, power_of_two, "w", room_for(w))
+    got = quantize_weight_triton(w, power_of_two, room_for(w))
     assert_nearly_same_codes(got, quantize_weight_reference(w, power_of_two))
 
 
@@ -42,8 +44,11 @@ def test_kernel_is_the_reference(shape: tuple[int, int], power_of_two: bool) -> 
 def test_a_non_finite_weight_is_named(bad: float) -> None:
     w = on_the_grid((130, 200))
     w[129, 3] = bad
-    with pytest.raises(ValueError, match=r"lm\.o_proj: 1 non-finite value\(s\), the first at \(129, 3\)"):
-        quantize_weight_triton(w, False, "lm.o_proj", room_for(w))
+    good = on_the_grid((130, 200))
+    made = {name: (x, quantize_weight_triton(x, False, room_for(x)).scale) for name, x in {"a": good, "b": w}.items()}
+    with pytest.raises(ValueError, match=r"b: 1 non-finite value\(s\), the first at \(129, 3\)"):
+        check_scales(made)
+    check_scales({"a": made["a"]})
     out = room_for(w)
     with pytest.raises(ValueError, match=r"lm\.o_proj"):
         quantize_weight(w, name="lm.o_proj", out=out)
