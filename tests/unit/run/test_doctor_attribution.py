@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from octetrl.run.doctor import Patient
-from octetrl.run.doctor_attribution import Attribution, attribute, mismatch_of, shapley
-from octetrl.run.doctor_findings import examine
+from octetrl.run.doctor_attribution import Attribution, Sides, attribute, mismatch_of, shapley
+from octetrl.run.doctor_findings import examine, forward_logprobs
 from tests.e2e import tiny_run
 from tests.unit.run.test_doctor import hook_one_ulp, patient
 
@@ -67,6 +67,24 @@ def test_models_without_qk_norm_keep_k(tmp_path: Path) -> None:
     shares = shares_of(attribution_of(patient(model, "fp8_full", fp8__kv_replay=False)))
     assert list(shares) == ["V"]
     assert shares["V"] == 1.0
+
+
+def test_each_kind_moves_alone(model: Path) -> None:
+    """Each brings log-probs of its own, and moved away again the trainer has its bits back."""
+    examined = examine(patient(model, "fp8_full", fp8__train=False, fp8__kv_replay=False))
+    sides, modules = Sides(examined), examined.patient.module_pass(examined.sequences)
+
+    def moved(*kinds: str) -> torch.Tensor:
+        with sides.swapped(frozenset(kinds)):
+            return forward_logprobs(modules, examined.sequences)
+
+    own_N = moved()
+    alone = [moved(kind) for kind in ("weights", "activations", "K", "V")]
+    for first, logprobs_N in enumerate(alone):
+        assert 1e-4 < float((logprobs_N - own_N).abs().mean()) < 0.1
+        assert not any(torch.equal(logprobs_N, other_N) for other_N in alone[:first])
+    assert torch.equal(moved("weights", "activations", "K", "V"), examined.engine_logprobs_N)
+    assert torch.equal(moved(), own_N)
 
 
 # --- planted --------------------------------------------------------------------------------------------------
