@@ -37,6 +37,10 @@ States = Annotated[
 ]
 Master = Annotated[str, typer.Option(help="Master weights: float32 or stochastic_rounding.")]
 Offload = Annotated[bool, typer.Option("--offload", help="Moments and masters stay in the host's memory.")]
+NumericsChoice = Annotated[
+    Literal["parity", "fast"],
+    typer.Option("--numerics", help="parity: one order of sums on both sides. fast: the faster forms of what pays."),
+]
 LogprobChunk = Annotated[int, typer.Option(min=1, help="Trained tokens whose logits exist at one time.")]
 
 

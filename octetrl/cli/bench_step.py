@@ -15,6 +15,7 @@ from octetrl.cli.bench_options import (
     Master,
     MaxBatch,
     Model,
+    NumericsChoice,
     Offload,
     Out,
     PrecisionList,
@@ -110,6 +111,7 @@ def step(
     offload: Offload = False,
     max_batch: MaxBatch = 256,
     kv_fraction: KVFraction = 0.85,
+    numerics: NumericsChoice = "parity",
     layers: Layers = None,
     out: Out = None,
     device: Device = "auto",
@@ -145,6 +147,7 @@ def step(
         calibration=modes,
         calibration_micro_batches=calibration_micro_batches,
         seed=seed,
+        numerics=numerics,
     )
     make_folder(folder)  # now, so that minutes of measuring are not lost
     _measure(plan, folder)
@@ -158,13 +161,14 @@ def _measure(plan: StepBench, folder: Path) -> None:
     turns = measure(plan, _say)
     rows = rows_of(plan, turns)
     learnt = "" if plan.learn_share == 1.0 else f", learn reckoned from {plan.learn_share:.0%} of the groups"
-    title = f"step, {plan.model.name} on {plan.device.type}, {plan.workload.name}{learnt}"
+    numerics = "" if plan.numerics == "parity" else "_fast"
+    title = f"step, {plan.model.name}{numerics} on {plan.device.type}, {plan.workload.name}{learnt}"
     print_table(title, ("precision",), COLUMNS, rows, LEGEND)
     costs = calibration_rows(plan, turns)
     if costs:
         title = f"calibration, forward and backward of {costs[0]['calibration/tokens']:,} tokens"
         print_table(title, ("precision", "calibration"), CALIBRATION_COLUMNS, costs)
-    path = write_result("step", plan.model.name, rows, folder, calibration=costs)
+    path = write_result("step", f"{plan.model.name}{numerics}", rows, folder, calibration=costs)
     typer.echo(f"wrote {path}")
 
 

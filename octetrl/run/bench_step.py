@@ -37,6 +37,7 @@ from octetrl.config.schema import (
     EngineConfig,
     Fp8Config,
     ModelConfig,
+    Numerics,
     Recipe,
     RolloutConfig,
     TrainerConfig,
@@ -87,6 +88,7 @@ class StepBench:
     calibration: tuple[str, ...] = ()  # modes to compare, of precisions with a calibrated cache
     calibration_micro_batches: int = 2
     seed: int = 0
+    numerics: Numerics = "parity"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +188,7 @@ def step_recipe(bench: StepBench, precision: str) -> Recipe:
     return Recipe(
         model=ModelConfig(path="random", init="random", context_length=max(16, longest.prompt + longest.answer)),
         fp8=Fp8Config(**PRECISIONS[precision]),
+        numerics=bench.numerics,
         rollout=RolloutConfig(
             prompts_per_step=siblings // bench.group_size,
             group_size=bench.group_size,

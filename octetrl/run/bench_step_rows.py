@@ -39,6 +39,7 @@ def _row(bench: StepBench, rounds: Sequence[StepTurn]) -> Row:
         "step/learnt_groups_share": bench.learn_share,
         "step/micro_batches": steps[0].micro_batches,
         "step/checkpointing": bench.trainer.activation_checkpointing,
+        "step/numerics": bench.numerics,
         "time/step": total,
         "step/tokens_per_second": sum(map(sum, bench.workload.siblings)) / total,
         "step/generated_tokens_per_second": bench.workload.generated_tokens / phases["produce"],

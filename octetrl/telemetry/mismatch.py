@@ -13,9 +13,9 @@ and the first two again by decile of the token's position in its sequence (`mism
 an error that grows along the sequence comes through the KV cache, one that is flat comes from the linears. A decile
 without tokens is left out. Sums are taken in float64, so the metrics themselves add no error.
 
-The importance correction of the loss makes up for a small mismatch; `MismatchGate` says when it is no longer small. With
-`numerics: parity` the log-probs of on-policy samples are equal (docs/fp8.md, "Parity"), and a single token that differs
-is a fault of an op, however small the difference: the gate says so too.
+The importance correction of the loss makes up for a small mismatch; `MismatchGate` says when it is no longer small.
+With `numerics: parity` the log-probs of on-policy samples are equal (docs/fp8.md, "Parity"), and a single token that
+differs is a fault of an op, however small the difference: the gate says so too.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def broken_parity(step: int, metrics: Mapping[str, float]) -> str:
     """How many log-probs differ that should not, and who can tell why."""
     return (
         f"step {step}: numerics is parity, and yet {metrics[UNEQUAL]:,.0f} trained tokens"
-        f" ({1 - metrics['mismatch/equal_fraction']:.2%}) have another log-prob in the trainer than in the engine, by up"
-        f" to {metrics['mismatch/max_abs_diff']:.2e}: `octetrl doctor RECIPE` names the first op whose bits differ"
+        f" ({1 - metrics['mismatch/equal_fraction']:.2%}) have another log-prob in the trainer than in the engine, by"
+        f" up to {metrics['mismatch/max_abs_diff']:.2e}: `octetrl doctor RECIPE` names the first op whose bits differ"
     )
 
 
