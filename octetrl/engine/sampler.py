@@ -12,7 +12,7 @@ likeliest whose sum reaches top_p; of these, those with p >= min_p * max p. The 
 A race needs one number per vocabulary entry, where inverting the distribution function would need one per row; but a
 prefix sum over 150,000 entries has an order, and a race has none.
 
-Without filters a GPU draws in float32 kernels; filters need the sorted row and take the float64 form everywhere. Both
+Without filters a GPU draws in float32 kernels; rows with filters need a sorted row and take the float64 form. Both
 can be captured in a CUDA graph: `draws` and `filters` are all that the host reads, and they are plain booleans.
 
 N rows, V vocabulary.
@@ -69,7 +69,11 @@ def sample(logits_NV: Tensor, rows: SamplingRows) -> Tensor:
     def keep(weight_nV: Tensor, part: slice) -> Tensor:
         return _kept(weight_nV, rows.top_k_N[part], rows.top_p_N[part], rows.min_p_N[part])
 
-    return sample_tokens_reference(*race, keep)
+    token_N = sample_tokens_reference(*race, keep)
+    if not logits_NV.is_cuda:
+        return token_N
+    filtered_N = (rows.top_k_N > 0) | (rows.top_p_N < 1) | (rows.min_p_N > 0)  # the others draw as they would alone
+    return torch.where(filtered_N, token_N, sample_tokens(*race))
 
 
 def sequence_key(seed: int, sibling: int) -> int:

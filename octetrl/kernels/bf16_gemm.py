@@ -3,8 +3,10 @@
 cuBLAS adds K in ascending order into one accumulator as long as y has tiles enough to fill the GPU. For few rows of a
 narrow, deep weight (a `down` projection below M = 512) it splits K, and a row's bits change with the batch. There, and
 only there, this kernel takes over: a straight loop over K, which has cuBLAS's bits at M = 512 and beyond whatever its
-tiles. Which weights those are stands in `fp8_gemm_table.json` under "bf16", found by `benchmarks/kernels/gemm.py`;
-everything else is `F.linear` itself.
+tiles. Which weights those are stands in `fp8_gemm_table.json` under "bf16", found by `benchmarks/kernels/gemm.py`. A
+weight whose shape nobody measured goes straight if it is as deep as wide (K >= N): so are all that were seen to split,
+and none of the others; everything else is `F.linear` itself. A bias is added after the product is rounded, by whoever
+calls: cuBLAS would add it before, and only where it takes the product.
 
 No gradient: for use under `no_grad`.
 
@@ -34,8 +36,9 @@ PLAIN = {  # by the largest M served, for an M beyond a weight's entries
 @cache
 def straight_config(m: int, n: int, k: int) -> Config | None:
     """The kernel's config for M rows by a weight [N, K], or None: F.linear has the right bits."""
-    found = gemm_table()["bf16"].get(f"{n}x{k}")
-    if found is None or m >= SMALLEST_UNSPLIT:
+    measured = gemm_table()
+    found = measured["bf16"].get(f"{n}x{k}", {} if k >= n and f"{n}x{k}" not in measured["fp8"] else None)
+    if found is None or m >= SMALLEST_UNSPLIT or k % 8:
         return None
     entries = {largest: Config(**found[str(largest)]) for largest in sorted(map(int, found))}
     return next(config for largest, config in (entries | PLAIN).items() if m <= largest)

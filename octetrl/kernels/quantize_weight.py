@@ -93,8 +93,8 @@ def quantize_weight_triton(
     transposed = None if transposed_KN is None or apart else transposed_KN.view(torch.uint8)
     _quantize_weight_kernel[(triton.cdiv(rows, BLOCK) * triton.cdiv(columns, BLOCK),)](
         w_NK, out.codes.view(torch.uint8), transposed, out.scale,
-        rows, columns, w_NK.stride(0), POWER_OF_TWO=power_of_two, TRANSPOSED=transposed is not None, SATURATES=w_NK.is_cuda,
-        TOKEN_BLOCKS=TOKEN_BLOCKS, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False,
+        rows, columns, w_NK.stride(0), POWER_OF_TWO=power_of_two, TRANSPOSED=transposed is not None,
+        SATURATES=w_NK.is_cuda, TOKEN_BLOCKS=TOKEN_BLOCKS, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     if transposed_KN is not None and apart:
         transposed_KN.copy_(out.codes.t())

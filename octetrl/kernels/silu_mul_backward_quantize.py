@@ -50,8 +50,9 @@ from octetrl.kernels.silu_mul import (
 )
 
 WARPS = 8
-REGISTERS: int | None = 128  # of a thread at most: two programs fit an SM
+REGISTERS: int | None = 128  # of a thread at most: two programs fit an SM; four warps spill at any number
 PARTS = 3  # gate's gradient, up's, y
+PARTS_ADJACENT = True  # the three of one tile follow one another; else all of one part, then all of the next
 
 
 @triton.jit
@@ -96,10 +97,14 @@ def _gradient_part(
 def _silu_mul_backward_quantize_kernel(
     gate_up_ptr, dy_ptr, row_code_ptr, row_scale_ptr, token_code_ptr, token_scale_ptr, y_code_ptr, y_scale_ptr,
     T, padded_T, SIZE: tl.constexpr, POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr, SATURATES: tl.constexpr,
-    TOKEN_BLOCKS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    TOKEN_BLOCKS: tl.constexpr, PARTS: tl.constexpr, ADJACENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    part = tl.program_id(0) % PARTS
-    block, column_block = tile_place(tl.program_id(0) // PARTS, T, SIZE, TOKEN_BLOCKS, BLOCK)
+    if ADJACENT:
+        tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    else:
+        tiles = tl.num_programs(0) // PARTS
+        tile, part = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    block, column_block = tile_place(tile, T, SIZE, TOKEN_BLOCKS, BLOCK)
     token, column = block.to(tl.int64) * BLOCK, column_block.to(tl.int64) * BLOCK
     left = T - block * BLOCK
     gate_up_ptr += token * (2 * SIZE) + column
@@ -151,7 +156,7 @@ def silu_mul_backward_quantize_triton(
         _silu_mul_backward_quantize_kernel[(PARTS * triton.cdiv(tokens, BLOCK) * (size // BLOCK),)](
             gate_up_T2F, dy_TF, row_codes, row_scale, token_codes, token_scale, y_codes, y_scale,
             tokens, token_codes.shape[1], SIZE=size, POWER_OF_TWO=power_of_two, SQUARE=square,
-            SATURATES=dy_TF.is_cuda, TOKEN_BLOCKS=TOKEN_BLOCKS, PARTS=PARTS, BLOCK=BLOCK,
+            SATURATES=dy_TF.is_cuda, TOKEN_BLOCKS=TOKEN_BLOCKS, PARTS=PARTS, ADJACENT=PARTS_ADJACENT, BLOCK=BLOCK,
             num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False,
         )  # fmt: skip
     rows = Quantized(row_codes.view(E4M3), row_scale.t())

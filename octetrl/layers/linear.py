@@ -64,7 +64,8 @@ _TOKEN_QUANTIZERS: dict[BackendName, Callable[[Tensor, bool, bool], Quantized]] 
 
 
 class Linear(nn.Module):
-    """y = x W^T + b in `dtype`. weight [N, K], bias [N] or None; x [..., K].
+    """y = x W^T + b in `dtype`. weight [N, K], bias [N] or None; x [..., K]. On a GPU the bias is added to the rounded
+    product, as kernels/bf16_gemm.py says, so that all forwards have the same bits.
 
     `fast`: a fused forward may take cuBLAS's product at any M, whose order of sums may follow M.
     """
@@ -86,7 +87,8 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type != "cpu":
-            return F.linear(x, self.weight, self.bias)
+            product = F.linear(x, self.weight)
+            return product if self.bias is None else product + self.bias
         y_MN = _LinearFunction.apply(x.reshape(-1, self.in_features), self.weight, self.bias)
         return y_MN.view(*x.shape[:-1], self.out_features)
 

@@ -4,6 +4,7 @@ all of it from a CUDA graph."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -40,6 +41,17 @@ def _sampling_rows(num_rows: int, top_p: float) -> SamplingRows:
 def _logits(num_rows: int, vocab_size: int = V, spread: float = 3.0) -> Tensor:
     generator = torch.Generator("cuda").manual_seed(0)
     return torch.randn(num_rows, vocab_size, generator=generator, device="cuda").mul_(spread)
+
+
+def test_a_row_without_filters_draws_beside_filtered_ones_what_it_draws_alone() -> None:
+    num_rows = 512
+    rows, logits_NV = _sampling_rows(num_rows, 0.9), _logits(num_rows, spread=0.1)
+    free_N = torch.arange(num_rows, device="cuda") % 2 == 0
+    mixed = replace(rows, top_p_N=torch.where(free_N, 1.0, rows.top_p_N))
+    token_N = sample(logits_NV, mixed)
+    alone_N = sample_tokens(logits_NV, rows.key_N, rows.counter_N, rows.temperature_N)
+    assert torch.equal(token_N[free_N], alone_N[free_N])
+    assert torch.equal(token_N[~free_N], sample(logits_NV, rows)[~free_N])
 
 
 @pytest.mark.parametrize("spread", [0.1, 3.0, 20.0])

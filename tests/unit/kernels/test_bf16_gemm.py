@@ -46,6 +46,8 @@ def test_takes_over_only_where_cublas_splits_k() -> None:
     assert all(straight_config(m, n, k) is not None for m in (1, 2, 64, 65, 256, 257, 511))
     assert straight_config(512, n, k) is None and straight_config(8192, n, k) is None
     assert straight_config(64, 24576, 4096) is None, "cuBLAS does not split K there, and is faster"
+    assert straight_config(64, 3584, 18944) is not None, "deep and never measured: it may split"
+    assert straight_config(64, 37888, 3584) is None
 
 
 def test_every_entry_serves_small_batches() -> None:

@@ -72,6 +72,16 @@ def test_kernel_is_the_separate_kernels(shape: tuple[int, int], power_of_two: bo
 
 
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.filterwarnings("ignore:.* encountered in")
+def test_the_order_of_the_programs_changes_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate_up, dy = normal(300, 2 * 256), normal(300, 256, seed=1)
+    adjacent = three(silu_mul_backward_quantize_triton(gate_up, dy))
+    monkeypatch.setattr(module, "PARTS_ADJACENT", False)
+    for ours, theirs in zip(three(silu_mul_backward_quantize_triton(gate_up, dy)), adjacent, strict=True):
+        assert_same_bytes(ours, theirs)
+
+
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.filterwarnings("ignore:(invalid value|.* encountered)")
 def test_a_poisoned_token_poisons_its_blocks_alone() -> None:
     gate_up, dy = normal(130, 2 * 256), normal(130, 256, seed=1)
