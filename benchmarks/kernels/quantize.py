@@ -1,4 +1,5 @@
-"""Quantising both ways in one read, SiLU's backward with it, and wgrad with x in square blocks.
+"""Quantising both ways in one read, SiLU's backward with it, weights for forward and dgrad, and wgrad with x in square
+blocks.
 
     python -m benchmarks.kernels.quantize [--out FOLDER] [--sweep]
 
@@ -7,7 +8,8 @@ First the bytes: against the separate kernels on large shapes, against plain tor
 more than 200 MB together. Bytes are those that a kernel must move; the floor is 4.3 TB/s. wgrad stands beside BF16's,
 with x quantised in blocks of 128 tokens and in squares, and so does the error of dW against float32: on normal values,
 and with a 64th of x's columns, or of its tokens, 50 times larger. `ordinary` is the error over the columns of dW that
-are not such outliers. `--sweep` times other warps, registers and orders of the programs.
+are not such outliers. A weight is timed with the transposed codes and without, beside quantising it and copying its
+codes transposed. `--sweep` times other warps, registers and orders of the programs.
 """
 
 from __future__ import annotations
@@ -28,19 +30,28 @@ from triton.testing import do_bench_cudagraph
 
 from benchmarks.record import RESULTS, write_result
 from octetrl.fp8.errors import relative_error
+from octetrl.fp8.format import E4M3
 from octetrl.fp8.gemm import fp8_gemm_wgrad
-from octetrl.fp8.quantize import Quantized, quantize_activation_reference, quantize_tokens_reference
+from octetrl.fp8.quantize import (
+    Quantized,
+    quantize_activation_reference,
+    quantize_tokens_reference,
+    quantize_weight_reference,
+)
 from octetrl.kernels import quantize_both as both_module
 from octetrl.kernels import quantize_tokens as tokens_module
+from octetrl.kernels import quantize_weight as weight_module
 from octetrl.kernels import silu_mul_backward_quantize as silu_module
 from octetrl.kernels.quantize_activation import quantize_activation
 from octetrl.kernels.quantize_both import quantize_both
 from octetrl.kernels.quantize_tokens import quantize_tokens
+from octetrl.kernels.quantize_weight import quantize_weight
 from octetrl.kernels.silu_mul import silu_mul_backward_triton, silu_mul_triton
 from octetrl.kernels.silu_mul_backward_quantize import silu_mul_backward_quantize
 
 TOKENS = 16_384
 WIDTHS = (4096, 6144, 12288, 24576)
+WEIGHT = (24576, 4096)  # N x K
 WGRADS = ((24576, 4096), (4096, 12288), (6144, 4096), (4096, 4096))  # N x K
 FLOOR = 4.3  # TB/s
 ROTATED_BYTES = 200_000_000
@@ -104,6 +115,30 @@ def silu_case(tokens: int, size: int, square: bool, power_of_two: bool = False) 
     return Case(name, fused, separate, int(tokens * size * (11 + 20 / 128)))
 
 
+def weight_case(w: Tensor, transposed: bool, power_of_two: bool = False) -> Case:
+    """Into buffers that are there already, as after an optimizer step. The transposed codes have the weight's scale."""
+    w = w.cuda()
+    held, apart = (quantize_weight(torch.zeros_like(w)) for _ in range(2))
+    held_KN, apart_KN = (torch.zeros(w.t().shape, dtype=E4M3, device="cuda") for _ in range(2))
+
+    def fused() -> Outputs:
+        room_KN = held_KN if transposed else None
+        quantize_weight(w, power_of_two, out=held, transposed_KN=room_KN, check=False)
+        return [held, *([Quantized(held_KN, held.scale)] if transposed else [])]
+
+    def separate() -> Outputs:
+        quantize_weight(w, power_of_two, out=apart, check=False)
+        apart_KN.copy_(apart.codes.t())
+        return [apart, Quantized(apart_KN, apart.scale)]
+
+    name = f"quantize_weight{' and transposed' if transposed else ''}"
+    return Case(name, fused, separate if transposed else None, w.numel() * (4 if transposed else 3))
+
+
+def drawn_weight_case(transposed: bool) -> Case:
+    return weight_case(normal(*WEIGHT), transposed)
+
+
 # ---------------------------------------------------------------- bytes
 
 
@@ -142,6 +177,14 @@ def bit_checks() -> Iterator[tuple[str, int]]:
                 yield f"both {name}", differing([*quantize_both(x.cuda(), power_of_two, square=square)], want)
                 yield f"tokens {name}", differing([quantize_tokens(x.cuda(), power_of_two, square)], want[1:])
             yield f"silu {name}", differing_of(silu_case(tokens, width, square, power_of_two))
+    for n, k in ((1, 1), (33, 129), (128, 300), (1153, 640), (4096, 1100)):
+        for power_of_two in (False, True):
+            name = f"[{n}, {k}]{' power of two' if power_of_two else ''}"
+            for w in (any_value(n, k).nan_to_num(0, 0, 0), normal(n, k).cpu()):
+                q = quantize_weight_reference(w, power_of_two)
+                want = [q, Quantized(q.codes.t(), q.scale)]
+                yield f"weight {name}", differing(weight_case(w, True, power_of_two).fused(), want)
+                yield f"weight alone {name}", differing(weight_case(w, False, power_of_two).fused(), want[:1])
     for square in (False, True):
         yield f"both [8192, 12288] square={square}", differing_of(both_case(8192, 12288, square))
         yield f"silu [4096, 12288] square={square}", differing_of(silu_case(4096, 12288, square))
@@ -188,6 +231,8 @@ def timings() -> Iterator[Row]:
     for square in (False, True):
         yield timed(partial(tokens_case, TOKENS, 12288, square), f"{TOKENS} x 12288")
         yield timed(partial(silu_case, TOKENS, 12288, square), f"{TOKENS} x 12288")
+    for transposed in (False, True):
+        yield timed(partial(drawn_weight_case, transposed), f"{WEIGHT[0]} x {WEIGHT[1]}")
 
 
 def wgrad_timings() -> Iterator[Row]:
@@ -223,20 +268,26 @@ def errors(tokens: int = 8192, n: int = 1024, k: int = 2048) -> Iterator[Row]:
 
 def sweep() -> Iterator[Row]:
     """Other warps, registers and orders than those in use."""
-    makers = {
+    makers: dict[Any, list[Callable[[], Case]]] = {
         both_module: [partial(both_case, TOKENS, 4096, square) for square in (False, True)],
         tokens_module: [partial(tokens_case, TOKENS, 4096, False)],
         silu_module: [partial(silu_case, TOKENS, 12288, True)],
+        weight_module: [partial(drawn_weight_case, transposed) for transposed in (False, True)],
     }
     for module, cases in makers.items():
-        chosen = module.WARPS, module.REGISTERS, module.TOKEN_BLOCKS
-        for warps, registers in TILES:
-            for order in (1, 8, 128) if (warps, registers) == chosen[:2] else (chosen[2],):
-                module.WARPS, module.REGISTERS, module.TOKEN_BLOCKS = warps, registers, order  # type: ignore[attr-defined]
-                for make in cases:
-                    tile = f"{warps} warps, {registers} registers, {order} blocks"
-                    yield timed(make, "", False, tile=tile)
-        module.WARPS, module.REGISTERS, module.TOKEN_BLOCKS = chosen  # type: ignore[attr-defined]
+        chosen: dict[str, object] = {name: getattr(module, name) for name in ("WARPS", "REGISTERS", "TOKEN_BLOCKS")}
+        others: list[dict[str, object]] = [{"WARPS": warps, "REGISTERS": registers} for warps, registers in TILES]
+        others += [{"TOKEN_BLOCKS": order} for order in (1, 8, 128)]
+        if module is silu_module:
+            chosen["PARTS_ADJACENT"] = silu_module.PARTS_ADJACENT
+            others.append({"PARTS_ADJACENT": not silu_module.PARTS_ADJACENT})
+        for setting in (chosen | other for other in others):
+            for name, value in setting.items():
+                setattr(module, name, value)
+            for make in cases:
+                yield timed(make, "", False, **{name.lower(): str(value) for name, value in setting.items()})
+        for name, value in chosen.items():
+            setattr(module, name, value)
 
 
 def show(rows: list[Row], title: str) -> None:

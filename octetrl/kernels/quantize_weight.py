@@ -37,6 +37,7 @@ from octetrl.kernels.quantize_tokens import (
 )
 
 WARPS = 4
+REGISTERS: int | None = None  # of a thread at most, where the compiler's choice is not taken
 
 
 @triton.jit
@@ -94,7 +95,8 @@ def quantize_weight_triton(
     _quantize_weight_kernel[(triton.cdiv(rows, BLOCK) * triton.cdiv(columns, BLOCK),)](
         w_NK, out.codes.view(torch.uint8), transposed, out.scale,
         rows, columns, w_NK.stride(0), POWER_OF_TWO=power_of_two, TRANSPOSED=transposed is not None,
-        SATURATES=w_NK.is_cuda, TOKEN_BLOCKS=TOKEN_BLOCKS, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False,
+        SATURATES=w_NK.is_cuda, TOKEN_BLOCKS=TOKEN_BLOCKS, BLOCK=BLOCK, num_warps=WARPS,
+        maxnreg=REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip
     if transposed_KN is not None and apart:
         transposed_KN.copy_(out.codes.t())

@@ -18,7 +18,8 @@ from octetrl.fp8.quantize import (
 )
 from octetrl.kernels.quantize_activation import quantize_activation
 from octetrl.kernels.quantize_tokens import quantize_tokens
-from octetrl.kernels.quantize_weight import quantize_weight
+from octetrl.kernels.quantize_weight import check_scales, quantize_weight
+from octetrl.layers.linear import Float8Linear
 from tests.golden.make import PATH
 
 pytestmark = pytest.mark.gpu
@@ -76,6 +77,45 @@ def test_a_non_finite_weight_is_named() -> None:
     w[299, 399] = torch.nan
     with pytest.raises(ValueError, match=r"o_proj: 1 non-finite value\(s\), the first at \(299, 399\)"):
         quantize_weight(w.cuda(), name="o_proj")
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (33, 129), (128, 300), (1153, 640), (4096, 1100)])
+def test_transposed_codes_are_those_of_the_weight(shape: tuple[int, int], power_of_two: bool) -> None:
+    w = torch.randn(shape).bfloat16()
+    transposed = torch.zeros(w.t().shape, dtype=torch.float8_e4m3fn, device="cuda")
+    q = quantize_weight(w.cuda(), power_of_two, transposed_KN=transposed)
+    want = quantize_weight_reference(w, power_of_two)
+    assert_same_bytes(q, want)
+    assert_same_bytes(Quantized(transposed, q.scale), Quantized(want.codes.t(), want.scale))
+
+
+def test_many_weights_are_launched_without_a_host_read_and_the_bad_one_is_named() -> None:
+    weights = {f"layers.{i}.o_proj": torch.randn(300, 400, device="cuda").bfloat16() for i in range(4)}
+    weights["layers.2.o_proj"][299, 399] = torch.inf
+    quantize_weight(weights["layers.0.o_proj"], check=False)  # compiled
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        made = {name: (w, quantize_weight(w, check=False).scale) for name, w in weights.items()}
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with pytest.raises(ValueError, match=r"layers\.2\.o_proj: 1 non-finite value\(s\), the first at \(299, 399\)"):
+        check_scales(made)
+    del made["layers.2.o_proj"]
+    check_scales(made)
+
+
+def test_requantize_renews_the_transposed_codes_in_place() -> None:
+    linear = Float8Linear(384, 256, device="cuda", backend="scaled_mm")
+    linear.requantize()
+    place = linear.dgrad_operand().codes.data_ptr()
+    with torch.no_grad():
+        linear.weight.mul_(-1.7)
+    linear.requantize()
+    codes_KN = linear.dgrad_operand().codes
+    assert codes_KN.data_ptr() == place
+    assert torch.equal(codes_KN.view(torch.uint8), linear.codes.t().contiguous().view(torch.uint8))
 
 
 def test_strided_input_and_publishing_in_place() -> None:

@@ -11,6 +11,7 @@ from benchmarks.kernels.quantize import any_value, both_case, differing, differi
 from octetrl.fp8.errors import relative_error
 from octetrl.fp8.gemm import fp8_gemm_wgrad
 from octetrl.fp8.quantize import Quantized, quantize_activation_reference, quantize_tokens_reference
+from octetrl.kernels import silu_mul_backward_quantize as silu_module
 from octetrl.kernels.quantize_both import quantize_both
 from octetrl.kernels.quantize_tokens import quantize_tokens
 
@@ -44,6 +45,11 @@ def test_bytes_of_large_tensors_and_of_the_silu_chain(square: bool) -> None:
     assert differing_of(both_case(8192, 6144, square)) == 0
     for tokens, size in ((2000, 12288), (129, 6144), (1, 128), (300, 200)):
         assert differing_of(silu_case(tokens, size, square)) == 0, (tokens, size)
+
+
+def test_the_order_of_the_programs_changes_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(silu_module, "PARTS_ADJACENT", False)
+    assert differing_of(silu_case(2000, 6144, True)) == 0
 
 
 def test_a_graph_holds_them() -> None:
