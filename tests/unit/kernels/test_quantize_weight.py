@@ -28,7 +28,7 @@ def room_for(w: torch.Tensor) -> Quantized:
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, (256, 300), (1152, 129)])  # of whole blocks of rows, more than one
 def test_kernel_is_the_reference(shape: tuple[int, int], power_of_two: bool) -> None:
     for w in (on_the_grid(shape), torch.zeros(shape).bfloat16(), on_the_grid(shape).t()):
         transposed = torch.zeros(w.shape[1], w.shape[0], dtype=E4M3)
