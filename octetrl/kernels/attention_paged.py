@@ -82,7 +82,7 @@ class DecodeTile:
         than a last wave of programs that leaves most multiprocessors idle.
         """
         if k_cache.shape[3] == 256:
-            return cls(columns=16, stages=2 if k_cache.dtype == v_cache.dtype == E4M3 else 1)
+            return cls(columns=16, stages=2 if v_cache.dtype == E4M3 else 1)  # two BF16 tiles do not fit
         if k_cache.dtype == v_cache.dtype == E4M3:
             by_three, by_two = (_filled(num_programs, each * MULTIPROCESSORS) for each in (3, 2))
             return cls(columns=16, stages=4) if by_two > 1.25 * by_three else cls(columns=16, stages=3, registers=168)
