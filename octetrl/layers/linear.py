@@ -183,6 +183,10 @@ class Float8Linear(nn.Module):
         )
         self._quantized_version = self.weight._version
 
+    def disown_codes(self) -> None:
+        """Forward refuses the codes until `requantize()`: the caller found that they are not to be used."""
+        self._quantized_version = None
+
     def drop_weight(self) -> None:
         """Makes this the engine's copy: codes and scales only, no gradients, nothing to go stale."""
         self.weight = None

@@ -169,7 +169,12 @@ class Decoder(nn.Module):
             module.requantize(f"{name}.weight", check=False)
             assert module.weight is not None
             made[f"{name}.weight"] = (module.weight.detach(), module.scale)
-        check_scales(made)
+        try:
+            check_scales(made)
+        except ValueError:
+            for _, module in self.float8_linears():
+                module.disown_codes()
+            raise
 
     @torch.no_grad()
     def random_init(self, seed: int) -> None:
