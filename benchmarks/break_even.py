@@ -53,8 +53,9 @@ def main() -> None:
         column = []
         for tokens in TOKENS:
             bf16, fp8 = measure(spec, tokens)
-            shape = {"model": model, "hidden_size": spec.hidden_size, "tokens": tokens}
-            rows.append(shape | {"bf16_ms": bf16, "fp8_ms": fp8, "speedup": bf16 / fp8})
+            shape = {"workload": f"{tokens} tokens, {model}", "hidden_size": spec.hidden_size, "tokens": tokens}
+            rows.append({"precision": "bf16"} | shape | {"ms": bf16, "speedup": 1.0})
+            rows.append({"precision": "fp8"} | shape | {"ms": fp8, "speedup": bf16 / fp8})
             column.append(f"{bf16 / fp8:.2f}  ({bf16:.2f} / {fp8:.2f} ms)")
         columns.append(column)
     for tokens, *cells in zip(TOKENS, *columns, strict=True):

@@ -163,8 +163,16 @@ def main() -> None:
             name, f"{median[name]:.2f}", f"{median['torch.compile'] / median[name]:.2f}x", f"{first[name]:.1f}"
         )
     Console().print(table)
-    workload = {"tokens": sizes[0], "length": sizes[1]}
-    rows = [workload | {"layer": name, "ms": median[name], "first_call_seconds": first[name]} for name in arms]
+    pack = f"{sizes[0] // sizes[1]}x{sizes[1]}"
+    rows: list[dict[str, object]] = [
+        {
+            "precision": "fp8" if "FP8" in name else "bf16",
+            "workload": f"{pack}, {name}",
+            "ms": median[name],
+            "first_call_seconds": first[name],
+        }
+        for name in arms
+    ]
     write_result("compiled_layer", asked.model, rows, asked.out)
 
 

@@ -148,7 +148,8 @@ def main() -> None:
     for name, got in found.items():
         want = expected.get(name)
         ratio = None if want is None else want / max(got, 1)
-        rows.append({"part": name, "estimated_gb": None if want is None else want / 1e9, "measured_gb": got / 1e9})
+        row: dict[str, object] = {"precision": arguments.precision, "workload": name}
+        rows.append(row | {"estimated_gb": None if want is None else want / 1e9, "measured_gb": got / 1e9})
         table.add_row(
             name, "" if want is None else f"{want / 1e9:.2f}", f"{got / 1e9:.2f}", f"{ratio:.3f}" if ratio else ""
         )

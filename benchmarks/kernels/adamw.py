@@ -122,7 +122,8 @@ def timings() -> list[dict[str, object]]:
 def row(name: str, bytes_each: float, milliseconds: float) -> dict[str, object]:
     rate = ELEMENTS * bytes_each / milliseconds / 1e9
     return {
-        "update": name,
+        "workload": "update",
+        "precision": name,
         "bytes an element": round(bytes_each, 2),
         "ms": round(milliseconds, 4),
         "TB/s": round(rate, 2),

@@ -218,7 +218,7 @@ def timed(make: Callable[[], Case], workload: str, separate: bool = True, **sett
     first = make()
     cases = [first, *(make() for _ in range(ROTATED_BYTES // first.moved))]
     us = microseconds([case.fused for case in cases])
-    row: Row = {"op": first.op, "workload": workload, **setting, "us": us}
+    row: Row = {"op": first.op, "precision": "fp8", "workload": workload, **setting, "us": us}
     row |= {"tb_per_s": first.moved / us / 1e6, "floor_share": first.moved / us / 1e6 / FLOOR}
     calls = [case.separate for case in cases if case.separate is not None]
     return row | {"separate_us": microseconds([*calls])} if separate and calls else row
@@ -246,7 +246,7 @@ def wgrad_timings() -> Iterator[Row]:
         bf16_us = microseconds(calls["bf16"])
         for name, of_name in calls.items():
             us = bf16_us if name == "bf16" else microseconds(of_name)
-            row: Row = {"op": f"wgrad {name}", "workload": f"{n} x {k}, {TOKENS} tokens", "us": us}
+            row: Row = {"op": "wgrad", "precision": name, "workload": f"{n} x {k}, {TOKENS} tokens", "us": us}
             yield row | {"tflop_per_s": 2 * TOKENS * n * k / us / 1e6, "bf16_share": bf16_us / us}
 
 
@@ -262,7 +262,7 @@ def errors(tokens: int = 8192, n: int = 1024, k: int = 2048) -> Iterator[Row]:
         exact = dy.float().t() @ x.float()
         for precision, square in (("fp8", False), ("fp8 square", True)):
             dw = fp8_gemm_wgrad(quantize_tokens(dy), quantize_tokens(x, False, square), "scaled_mm", torch.bfloat16)
-            row: Row = {"op": f"dW {precision}", "workload": name, "error": relative_error(dw, exact)}
+            row: Row = {"op": "dW", "precision": precision, "workload": name, "error": relative_error(dw, exact)}
             yield row | {"ordinary": relative_error(dw[:, ordinary], exact[:, ordinary])}
 
 

@@ -172,9 +172,7 @@ def _model(spec: ModelSpec) -> Iterator[tuple[str, str]]:
     yield "vocabulary", f"{spec.vocab_size:,}"
 
 
-def _precision(
-    recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device: Device
-) -> Iterator[tuple[str, str]]:
+def _precision(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device: Device) -> Iterator[tuple[str, str]]:
     yield "", f"{'rollout':<16}training"
     for kind in LINEARS:
         yield kind, f"{_share(policy, spec, kind, 'rollout'):<16}{_share(policy, spec, kind, 'train')}"
@@ -191,7 +189,7 @@ def _precision(
     yield "numerics", f"{policy.numerics}: {said}"
     given, wanted = recipe.trainer.tokens_per_micro_batch, tokens_that_pay(spec.hidden_size)
     if policy.uses_fp8("train") and device.on_gpu and not recipe.fp8.emulate and given < wanted:
-        yield "warning", f"FP8 training is no faster than BF16 with {given:,} tokens a micro-batch at this width;"
+        yield "warning", f"FP8 training hardly pays with {given:,} tokens a micro-batch at this width;"
         yield "", f"raise trainer.tokens_per_micro_batch to {wanted:,} or more, or take precision: bf16"
 
 

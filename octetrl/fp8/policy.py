@@ -23,7 +23,7 @@ from octetrl.config.spec import ModelSpec
 
 Format = Literal["bf16", "fp8"]
 Side = Literal["rollout", "train"]
-PAYS_FROM = 1 << 24  # tokens of a micro-batch x hidden size, measured on an H200: docs/fp8.md, "When FP8 training pays"
+PAYS_FROM = 1 << 35  # tokens of a micro-batch x hidden size squared, on an H200: docs/fp8.md, "When FP8 training pays"
 LINEARS = ("attention.qkv_proj", "attention.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
 
 
@@ -68,8 +68,8 @@ class PrecisionPolicy:
 
 
 def tokens_that_pay(hidden_size: int) -> int:
-    """Tokens of a micro-batch from which on training in FP8 is faster than in BF16, for a model of this width."""
-    return -(-PAYS_FROM // hidden_size)
+    """Tokens of a micro-batch from which on training in FP8 is worth while beside BF16, for a model of this width."""
+    return -(-PAYS_FROM // hidden_size**2)
 
 
 def precision_policy(spec: ModelSpec, fp8: Fp8Config, numerics: Numerics = "parity") -> PrecisionPolicy:

@@ -243,9 +243,7 @@ def _attention_backward(
     weights, eps = _qk_norm(attention)
     qkv_TXD = activations.qkv_TX.view(h0_TE.shape[0], -1, attention.head_size)
     with part("rows"):
-        dqkv_TXD, dq_norm_D, dk_norm_D = qkv_rotate_backward(
-            dq_THD, dk_TKD, dv_TKD, qkv_TXD, *weights, eps, *rotary
-        )
+        dqkv_TXD, dq_norm_D, dk_norm_D = qkv_rotate_backward(dq_THD, dk_TKD, dv_TKD, qkv_TXD, *weights, eps, *rotary)
     del dq_THD, dk_TKD, dv_TKD
     dweight["attention.q_norm.weight"], dweight["attention.k_norm.weight"] = dq_norm_D, dk_norm_D
     with part("quantize"):

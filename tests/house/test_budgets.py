@@ -53,4 +53,3 @@ def test_every_exception_has_a_reason() -> None:
 def test_names_say_what_a_file_is_about() -> None:
     nameless = [path for path in python_files() if NAMELESS & {PurePath(part).stem for part in PurePath(path).parts}]
     assert not nameless, f"name these after what they do: {nameless}"
-

@@ -14,9 +14,7 @@ from tests.house.tree import REPO, functions, is_triton, python_files, syntax
 
 BUDGET = tomllib.loads((REPO / "tests/house/budget.toml").read_text(encoding="utf-8"))
 SHARED = {entry["where"] for entry in BUDGET["shared"]}
-OPS = [
-    path for path in python_files("octetrl/kernels") if not path.endswith("__init__.py") and path not in SHARED
-]
+OPS = [path for path in python_files("octetrl/kernels") if not path.endswith("__init__.py") and path not in SHARED]
 
 
 def names_of(path: str) -> set[str]:
