@@ -52,6 +52,8 @@ COLUMNS = {  # key of a row: heading, format
     "step/publish_share": ("of the\nstep", ".2%"),
     "step/publish_gb_per_second": ("GB/s", ",.0f"),
     "mismatch/token_mult_prob_error": ("mismatch", ".4f"),
+    "mismatch/max_abs_diff": ("largest\ndifference", ".2e"),
+    "mismatch/tokens": ("of\ntokens", ",.0f"),
     "memory/learn_peak_gb": ("peak\nGB", ".1f"),
 }
 CALIBRATION_COLUMNS = {
@@ -64,7 +66,8 @@ CALIBRATION_COLUMNS = {
 LEGEND = (
     "produce: generation, and samples with random rewards. learn: forward, backward, update, KV scales. publish: new"
     " FP8 codes and the engine's check of them; GB/s of codes. tokens/s: prompts and answers over the whole step."
-    " peak: of learn and publish. mismatch: mean exp|engine - trainer| of log-probs, 1 where both are equal."
+    " peak: of learn and publish. mismatch: mean exp|engine - trainer| of log-probs, 1 where both are equal;"
+    " the largest difference of one, among so many tokens."
 )
 
 Prompts = Annotated[int | None, typer.Option(min=1, help="Prompts of a step. Default: 64; on a CPU 2.")]

@@ -64,7 +64,7 @@ from octetrl.telemetry.spans import Spans
 from octetrl.trainer.packing import pack
 from octetrl.trainer.trainer import KVReplay
 
-MISMATCH = "mismatch/token_mult_prob_error"
+MISMATCH, DIFFERENCE = "mismatch/token_mult_prob_error", "mismatch/max_abs_diff"
 CALIBRATION_ROUNDS = 3
 CALIBRATION_MODES = ("fused", "off", "exact")
 
@@ -101,6 +101,8 @@ class StepTimes:
     requantize: float  # part of publish
     calibrate: float  # part of learn, not that of the fused kind
     mismatch: float
+    max_abs_diff: float  # of log-probs, engine to trainer
+    compared_tokens: int
     micro_batches: int  # of all groups
     produce_peak: float | None  # GB, the KV cache included; None on a CPU
     learn_peak: float | None  # and of publishing
@@ -264,6 +266,8 @@ class StepArm:
             requantize=requantize,
             calibrate=worker.spans.take().get("time/calibrate", 0.0),
             mismatch=update.metrics[MISMATCH],
+            max_abs_diff=update.metrics[DIFFERENCE],
+            compared_tokens=sum(sum(sample.loss_mask) for sample in some),
             micro_batches=round(len(self._batch.minibatches[0]) * self._all_tokens / self._learnt_tokens),
             produce_peak=produce_peak,
             learn_peak=worker.memory_metrics().get("memory/peak_gb"),

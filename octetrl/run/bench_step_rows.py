@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from octetrl.run.bench_rollout import Row
-from octetrl.run.bench_step import MISMATCH, StepBench, StepTurn
+from octetrl.run.bench_step import DIFFERENCE, MISMATCH, StepBench, StepTurn
 
 
 def rows_of(bench: StepBench, turns: Sequence[StepTurn]) -> list[Row]:
@@ -49,6 +49,8 @@ def _row(bench: StepBench, rounds: Sequence[StepTurn]) -> Row:
         "time/calibrate": statistics.median(step.calibrate for step in steps),
         "time/startup": rounds[0].startup_seconds,
         MISMATCH: max(step.mismatch for step in steps),
+        DIFFERENCE: max(step.max_abs_diff for step in steps),
+        "mismatch/tokens": sum(step.compared_tokens for step in steps),
     }
     for phase, seconds in phases.items():
         row[f"time/{phase}"] = seconds

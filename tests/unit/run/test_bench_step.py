@@ -96,7 +96,8 @@ def test_precisions_alternate_learn_what_they_drew_and_leave_nothing_behind() ->
     for turn in turns:
         assert len(turn.steps) == 2
         for step in turn.steps:
-            assert step.mismatch == 1.0, "engine and trainer agree to the bit"
+            assert step.mismatch == 1.0 and step.max_abs_diff == 0.0, "engine and trainer agree to the bit"
+            assert step.compared_tokens > 0
             assert 0 < step.requantize <= step.publish and step.produce > 0 and step.learn > 0
             assert step.micro_batches >= 2
     assert turns[0].published_bytes == 0 < turns[1].published_bytes
@@ -118,7 +119,7 @@ def test_phases_are_no_more_than_the_step() -> None:
 
 def test_a_mismatch_is_shown() -> None:
     (turn,) = measure(bench("fp8_rollout"))
-    assert turn.steps[0].mismatch > 1.0, "FP8 on one side alone"
+    assert turn.steps[0].mismatch > 1.0 and turn.steps[0].max_abs_diff > 0.0, "FP8 on one side alone"
 
 
 def test_learning_from_a_share_is_reckoned_for_all() -> None:
