@@ -132,7 +132,7 @@ def test_learning_from_a_share_is_reckoned_for_all() -> None:
 
 
 def times(produce: float, learn: float, publish: float) -> StepTimes:
-    return StepTimes(produce, learn, publish, publish / 2, 0.25, 1.0, 3, None, None)
+    return StepTimes(produce, learn, publish, publish / 2, 0.25, 1.0, 0.0, 7, 3, None, None)
 
 
 def turn_of(precision: str, *steps: StepTimes, calibration: dict[str, list[float]] | None = None) -> StepTurn:
@@ -149,6 +149,7 @@ def test_rows_have_shares_and_ratios() -> None:
     tokens = sum(map(sum, WORK.siblings))
     assert fp8["step/tokens_per_second"] == tokens / 5
     assert (fp8["step/publish_ms"], fp8["step/requantize_ms"], fp8["step/publish_gb_per_second"]) == (500, 250, 2.0)
+    assert (fp8["mismatch/max_abs_diff"], fp8["mismatch/tokens"]) == (0.0, 14), "both steps' tokens were compared"
     assert "step/publish_gb_per_second" not in plain, "BF16 weights are read where they lie"
     assert "step/step_speedup_over_bf16" not in rows_of(plan, turns[1:])[0]
 
