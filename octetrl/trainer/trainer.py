@@ -123,7 +123,7 @@ class Trainer:
         self.device = model.lm_head_weight.device
         parameters = model.named_parameters() if trains else ()
         self.optimizer = Optimizer(parameters, config.optimizer, seed=seed)
-        self._run_layer = layer_runner(model, config.activation_checkpointing)
+        self._run_layer = layer_runner(model, config.activation_checkpointing, config.checkpointed_layers)
         self._run_reference_layer = None if reference is None else layer_runner(reference, "none")
         self._kv_amax_2LK: Tensor | None = None
         self._collects_in_training = collect_kv_amax
