@@ -14,7 +14,7 @@ a shape does not meet them (an ordinary model's shapes all do, except small batc
 - scale of the 1x128 operand [M, K/128] with strides (1, M); of the 128x128 one [roundup(K/128, 4), N/128]
   with strides (1, roundup(K/128, 4)); early versions gave wrong numbers in silence when that padding was
   missing (pytorch #166752);
-- the second operand column-major; K and N multiples of 128; M a multiple of 4;
+- the second operand column-major; K and N multiples of 128; M a multiple of 4, for which the quantisers leave room;
 - M >= 32: below it cuBLAS may pick a kernel that sums in another order, so rows would change bits with the
   batch. Hopper keeps fewer than 24 bits inside a 128-wide partial; that is the hardware's, the same for
   rollout and training.
@@ -210,22 +210,33 @@ def _round_up(n: int, multiple: int) -> int:
 
 
 def _padded_codes(codes: Tensor, rows: int, columns: int) -> Tensor:
-    """Contiguous codes of this shape; zeros (byte 0) beyond the given ones."""
+    """Contiguous codes of this shape, with zeros (byte 0) in the columns beyond the given ones. Rows beyond them may
+    hold anything, what lies behind the codes included: they are other rows of the product."""
     assert codes.is_contiguous(), "scaled_mm wants contiguous codes"
     if codes.shape == (rows, columns):
         return codes
+    if codes.shape[1] == columns and _has_room(codes, rows * columns):
+        return codes.as_strided((rows, columns), (columns, 1))
     padded = torch.zeros(rows, columns, dtype=torch.uint8, device=codes.device)
     padded[: codes.shape[0], : codes.shape[1]] = codes.view(torch.uint8)
     return padded.view(codes.dtype)
 
 
 def _first_index_contiguous(scale: Tensor, rows: int) -> Tensor:
-    """[rows, blocks] with strides (1, rows); ones beyond the given rows, so that padding stays finite."""
+    """[rows, blocks] with strides (1, rows); beyond the given rows ones, or what lies there."""
     if scale.shape[0] == rows:
         return scale.t().contiguous().t()
+    if scale.stride() == (1, rows) and _has_room(scale, rows * scale.shape[1]):
+        return scale.as_strided((rows, scale.shape[1]), (1, rows))
     padded = torch.ones(scale.shape[1], rows, device=scale.device)
     padded[:, : scale.shape[0]] = scale.t()
     return padded.t()
+
+
+def _has_room(tensor: Tensor, elements: int) -> bool:
+    """Whether so many lie in the tensor's memory from its first on: the quantisers leave some (`empty_rows`)."""
+    behind = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
+    return behind >= elements * tensor.element_size()
 
 
 def _padded_weight_scale(scale: Tensor) -> Tensor:

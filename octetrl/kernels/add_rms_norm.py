@@ -26,7 +26,7 @@ from torch import Tensor
 
 from octetrl.fp8.format import BLOCK, E4M3
 from octetrl.fp8.quantize import Quantized, quantize_activation_reference
-from octetrl.kernels.quantize_activation import block_scale, e4m3_byte, magnitude_bits
+from octetrl.kernels.quantize_activation import block_scale, e4m3_byte, empty_rows, magnitude_bits, scale_rows
 from octetrl.kernels.rms_norm import PROGRAM_ELEMENTS, rms_norm_reference
 
 
@@ -46,7 +46,9 @@ def _store_codes(
     inside_RNC = (row_R < num_rows)[:, None, None] & (column_NC < SIZE)[None, :, :]
     tl.store(code_ptr + row_R[:, None, None] * SIZE + column_NC[None, :, :], code_RNC, mask=inside_RNC)
     inside_RN = (row_R < num_rows)[:, None] & (block_N * BLOCK < SIZE)[None, :]
-    tl.store(scale_ptr + block_N[None, :].to(tl.int64) * num_rows + row_R[:, None], scale_RN, mask=inside_RN)
+    tl.store(
+        scale_ptr + block_N[None, :].to(tl.int64) * scale_rows(num_rows) + row_R[:, None], scale_RN, mask=inside_RN
+    )
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -93,8 +95,7 @@ def add_rms_norm_triton(
     device = residual_TE.device
     y_TE = codes = scale = None
     if quantize:
-        codes = torch.empty(rows, size, dtype=torch.uint8, device=device)
-        scale = torch.empty(triton.cdiv(size, BLOCK), rows, dtype=torch.float32, device=device)
+        codes, scale = empty_rows(rows, size, device)
     else:
         y_TE = torch.empty(rows, size, dtype=residual_TE.dtype, device=device)
     if rows:
@@ -108,7 +109,7 @@ def add_rms_norm_triton(
     if y_TE is not None:
         return residual_TE, y_TE
     assert codes is not None and scale is not None
-    return residual_TE, Quantized(codes.view(E4M3), scale.t())
+    return residual_TE, Quantized(codes.view(E4M3), scale)
 
 
 def add_rms_norm_reference(

@@ -55,6 +55,12 @@ def e4m3_byte(scaled):
 
 
 @triton.jit
+def scale_rows(num_rows):
+    """The distance between two blocks' scales: what `empty_rows` leaves room for."""
+    return (num_rows + 3) // 4 * 4
+
+
+@triton.jit
 def _quantize_activation_kernel(
     x_ptr, code_ptr, scale_ptr, M, K, row_stride, POWER_OF_TWO: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -67,7 +73,16 @@ def _quantize_activation_kernel(
     scale_R, inverse_R = block_scale(tl.max(magnitude_bits(x_RC), 1), POWER_OF_TWO)
     code_RC = e4m3_byte(x_RC * inverse_R[:, None])
     tl.store(code_ptr + row_R[:, None] * K + column_C[None, :], code_RC, mask=inside_RC)
-    tl.store(scale_ptr + block.to(tl.int64) * M + row_R, scale_R, mask=row_R < M)
+    tl.store(scale_ptr + block.to(tl.int64) * scale_rows(M) + row_R, scale_R, mask=row_R < M)
+
+
+def empty_rows(rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Memory for codes, uint8 [rows, columns], and scales, float32 [rows, ceil(columns/128)] with strides (1, room);
+    behind both stands what is missing to a multiple of four rows, so that scaled_mm can multiply them as they lie."""
+    room = -(-rows // 4) * 4
+    codes = torch.empty(room, columns, dtype=torch.uint8, device=device)
+    scale = torch.empty(triton.cdiv(columns, BLOCK), room, dtype=torch.float32, device=device)
+    return codes[:rows], scale.t()[:rows]
 
 
 def quantize_activation_triton(x_MK: Tensor, power_of_two: bool = False) -> Quantized:
@@ -76,18 +91,17 @@ def quantize_activation_triton(x_MK: Tensor, power_of_two: bool = False) -> Quan
         x_MK = x_MK.contiguous()
     rows, columns = x_MK.shape
     blocks = triton.cdiv(columns, BLOCK)
-    codes = torch.empty(rows, columns, dtype=torch.uint8, device=x_MK.device)
-    scale = torch.empty(blocks, rows, dtype=torch.float32, device=x_MK.device)
+    codes, scale = empty_rows(rows, columns, x_MK.device)
     if rows:
         _quantize_activation_kernel[(triton.cdiv(rows, _ROWS), blocks)](
             x_MK, codes, scale, rows, columns, x_MK.stride(0),
             POWER_OF_TWO=power_of_two, ROWS=_ROWS, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-    return Quantized(codes.view(E4M3), scale.t())
+    return Quantized(codes.view(E4M3), scale)
 
 
 def quantize_activation(x_MK: Tensor, power_of_two: bool = False) -> Quantized:
-    """[M, K] -> codes [M, K] E4M3, scale [M, ceil(K/128)] float32 (on CUDA with strides (1, M))."""
+    """[M, K] -> codes [M, K] E4M3, scale [M, ceil(K/128)] float32 (on CUDA with strides (1, roundup(M, 4)))."""
     assert x_MK.dim() == 2, f"want [M, K], got {tuple(x_MK.shape)}"
     quantize = quantize_activation_triton if x_MK.is_cuda else quantize_activation_reference
     return quantize(x_MK, power_of_two)

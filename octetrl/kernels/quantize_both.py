@@ -18,14 +18,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from octetrl.fp8.format import BLOCK, E4M3
 from octetrl.fp8.quantize import Quantized, quantize_activation_reference, quantize_tokens_reference
-from octetrl.kernels.quantize_activation import block_scale, magnitude_bits
+from octetrl.kernels.quantize_activation import block_scale, empty_rows, magnitude_bits, scale_rows
 from octetrl.kernels.quantize_tokens import (
     TOKEN_BLOCKS,
     as_tokens,
@@ -103,7 +102,7 @@ def _quantize_both_kernel(
     x2_GC = load_quarter(x_ptr, row_stride, tokens_left, columns_left, 2, BLOCK).to(tl.bfloat16).to(tl.float32)
     x3_GC = load_quarter(x_ptr, row_stride, tokens_left, columns_left, 3, BLOCK).to(tl.bfloat16).to(tl.float32)
     row_code_ptr += token * K + column
-    row_scale_ptr += column_block.to(tl.int64) * T + token
+    row_scale_ptr += column_block.to(tl.int64) * scale_rows(T) + token
     token_code_ptr += column * padded_T + token
     if SQUARE:
         token_scale_ptr += column_block.to(tl.int64) * (padded_T // BLOCK) + block
@@ -121,8 +120,7 @@ def quantize_both_triton(x_TK: Tensor, power_of_two: bool = False, square: bool 
         x_TK = x_TK.contiguous()
     tokens, columns = x_TK.shape
     column_blocks = triton.cdiv(columns, BLOCK)
-    row_codes = torch.empty(tokens, columns, dtype=torch.uint8, device=x_TK.device)
-    row_scale = torch.empty(column_blocks, tokens, dtype=torch.float32, device=x_TK.device)
+    row_codes, row_scale = empty_rows(tokens, columns, x_TK.device)
     codes, scale = empty_tokens(tokens, columns, square, x_TK.device)
     if tokens:
         _quantize_both_kernel[(triton.cdiv(tokens, BLOCK) * column_blocks,)](
@@ -130,7 +128,7 @@ def quantize_both_triton(x_TK: Tensor, power_of_two: bool = False, square: bool 
             POWER_OF_TWO=power_of_two, SQUARE=square, SATURATES=x_TK.is_cuda, TOKEN_BLOCKS=TOKEN_BLOCKS, BLOCK=BLOCK,
             num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False,
         )  # fmt: skip
-    return BothWays(Quantized(row_codes.view(E4M3), row_scale.t()), as_tokens(codes, scale, square))
+    return BothWays(Quantized(row_codes.view(E4M3), row_scale), as_tokens(codes, scale, square))
 
 
 def quantize_both_reference(x_TK: Tensor, power_of_two: bool = False, square: bool = False) -> BothWays:

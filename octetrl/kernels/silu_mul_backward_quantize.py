@@ -26,6 +26,7 @@ from torch import Tensor
 
 from octetrl.fp8.format import BLOCK, E4M3
 from octetrl.fp8.quantize import Quantized, quantize_tokens_reference
+from octetrl.kernels.quantize_activation import empty_rows, scale_rows
 from octetrl.kernels.quantize_both import (
     BothWays,
     quantize_both_reference,
@@ -87,7 +88,7 @@ def _gradient_part(
     x3_GC = _load_part(gate_up_ptr, dy_ptr, tokens_left, PART, 3, SIZE, BLOCK)
     store_both(
         x0_GC, x1_GC, x2_GC, x3_GC,
-        row_code_ptr + PART * SIZE, row_scale_ptr + PART * (SIZE // BLOCK) * T.to(tl.int64),
+        row_code_ptr + PART * SIZE, row_scale_ptr + PART * (SIZE // BLOCK) * scale_rows(T).to(tl.int64),
         token_code_ptr + PART * SIZE * padded_T.to(tl.int64), token_scale_ptr + PART * SIZE,
         2 * SIZE, padded_T, tokens_left, BLOCK, POWER_OF_TWO, False, SATURATES, BLOCK,
     )  # fmt: skip
@@ -110,7 +111,7 @@ def _silu_mul_backward_quantize_kernel(
     gate_up_ptr += token * (2 * SIZE) + column
     dy_ptr += token * SIZE + column
     row_code_ptr += token * (2 * SIZE) + column
-    row_scale_ptr += column_block.to(tl.int64) * T + token
+    row_scale_ptr += column_block.to(tl.int64) * scale_rows(T) + token
     token_code_ptr += column * padded_T + token
     token_scale_ptr += block.to(tl.int64) * (2 * SIZE) + column
     if part == 0:
@@ -148,8 +149,7 @@ def silu_mul_backward_quantize_triton(
         both = quantize_both_triton(silu_mul_backward_triton(gate_up_T2F, dy_TF), power_of_two)
         return both, quantize_tokens_triton(silu_mul_triton(gate_up_T2F), power_of_two, square)
     device = dy_TF.device
-    row_codes = torch.empty(tokens, 2 * size, dtype=torch.uint8, device=device)
-    row_scale = torch.empty(2 * size // BLOCK, tokens, dtype=torch.float32, device=device)
+    row_codes, row_scale = empty_rows(tokens, 2 * size, device)
     token_codes, token_scale = empty_tokens(tokens, 2 * size, False, device)
     y_codes, y_scale = empty_tokens(tokens, size, square, device)
     if tokens:
@@ -159,7 +159,7 @@ def silu_mul_backward_quantize_triton(
             SATURATES=dy_TF.is_cuda, TOKEN_BLOCKS=TOKEN_BLOCKS, PARTS=PARTS, ADJACENT=PARTS_ADJACENT, BLOCK=BLOCK,
             num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False,
         )  # fmt: skip
-    rows = Quantized(row_codes.view(E4M3), row_scale.t())
+    rows = Quantized(row_codes.view(E4M3), row_scale)
     return BothWays(rows, as_tokens(token_codes, token_scale, False)), as_tokens(y_codes, y_scale, square)
 
 

@@ -12,14 +12,13 @@ T tokens, F intermediate size, N blocks of a tile, C columns of a block.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from octetrl.fp8.format import BLOCK, E4M3
 from octetrl.fp8.quantize import Quantized, quantize_activation_reference
-from octetrl.kernels.quantize_activation import block_scale, e4m3_byte, magnitude_bits
+from octetrl.kernels.quantize_activation import block_scale, e4m3_byte, empty_rows, magnitude_bits, scale_rows
 from octetrl.kernels.silu_mul import silu_mul_reference
 
 TILES = {4096: 8, 2048: 4, 1024: 4}  # columns a program, and its warps; the widest that divides F is taken
@@ -43,14 +42,13 @@ def _silu_mul_quantize_kernel(
     scale_N, inverse_N = block_scale(tl.max(magnitude_bits(y_NC), 1), POWER_OF_TWO)
     code_NC = e4m3_byte(y_NC * inverse_N[:, None])
     tl.store(code_ptr + token * SIZE + column_NC, code_NC, mask=inside_NC)
-    tl.store(scale_ptr + block_N.to(tl.int64) * num_tokens + token, scale_N, mask=block_N * BLOCK < SIZE)
+    tl.store(scale_ptr + block_N.to(tl.int64) * scale_rows(num_tokens) + token, scale_N, mask=block_N * BLOCK < SIZE)
 
 
 def silu_mul_quantize_triton(gate_up_T2F: Tensor, power_of_two: bool = False) -> Quantized:
     """The kernel's launcher."""
     num_tokens, size = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
-    codes = torch.empty(num_tokens, size, dtype=torch.uint8, device=gate_up_T2F.device)
-    scale = torch.empty(triton.cdiv(size, BLOCK), num_tokens, dtype=torch.float32, device=gate_up_T2F.device)
+    codes, scale = empty_rows(num_tokens, size, gate_up_T2F.device)
     columns = next((columns for columns in TILES if size % columns == 0), min(TILES))
     if num_tokens:
         _silu_mul_quantize_kernel[(num_tokens, triton.cdiv(size, columns))](
@@ -58,7 +56,7 @@ def silu_mul_quantize_triton(gate_up_T2F: Tensor, power_of_two: bool = False) ->
             POWER_OF_TWO=power_of_two, num_warps=TILES[columns],
             **({"enable_fp_fusion": False} if gate_up_T2F.is_cuda else {}),
         )  # fmt: skip
-    return Quantized(codes.view(E4M3), scale.t())
+    return Quantized(codes.view(E4M3), scale)
 
 
 def silu_mul_quantize_reference(gate_up_T2F: Tensor, power_of_two: bool = False) -> Quantized:
@@ -67,7 +65,7 @@ def silu_mul_quantize_reference(gate_up_T2F: Tensor, power_of_two: bool = False)
 
 
 def silu_mul_quantize(gate_up_T2F: Tensor, power_of_two: bool = False) -> Quantized:
-    """[T, 2F] contiguous -> codes [T, F] E4M3, scale [T, ceil(F/128)] float32 (on CUDA with strides (1, T))."""
+    """[T, 2F] contiguous -> codes [T, F] E4M3, scale [T, ceil(F/128)] float32 (CUDA: strides (1, roundup(T, 4)))."""
     assert gate_up_T2F.is_contiguous() and gate_up_T2F.shape[1] % 2 == 0, f"silu_mul_quantize: {gate_up_T2F.shape}"
     run = silu_mul_quantize_triton if gate_up_T2F.is_cuda else silu_mul_quantize_reference
     return run(gate_up_T2F, power_of_two)

@@ -45,6 +45,18 @@ def test_the_machine_is_taken_for_what_it_is() -> None:
     assert choose_backend("cuda") == "scaled_mm" and choose_backend("cuda", True) == "emulated"
 
 
+@pytest.mark.parametrize("rows", [33, 34, 254, 4095])
+def test_what_lies_behind_the_rows_reaches_none_of_them(rows: int) -> None:
+    x, w = randn(4096, 1024), quantize_weight(randn(768, 1024, seed=1))
+    whole, part = quantize_activation(x), quantize_activation(x[:rows])
+    assert part.scale.stride() == (1, -(-rows // 4) * 4)
+    want = fp8_gemm_nt(whole, w, "scaled_mm")[:rows]
+    for garbage in (0x00, 0x7E, 0x7F):  # 0, 448, NaN
+        behind = part.codes.as_strided((-(-rows // 4) * 4, 1024), (1024, 1))[rows:]
+        behind.view(torch.uint8).fill_(garbage)
+        assert torch.equal(fp8_gemm_nt(part, w, "scaled_mm"), want)
+
+
 @pytest.mark.parametrize(("m", "k", "n"), SHAPES)
 def test_scaled_mm_is_near_the_emulation(m: int, k: int, n: int) -> None:
     x, dy = randn(m, k), randn(m, n, seed=1)

@@ -42,6 +42,14 @@ def test_scale_has_the_strides_that_scaled_mm_asks_for() -> None:
     assert scale.stride() == (1, scale.shape[0])
 
 
+def test_room_is_left_for_a_multiple_of_four_rows_and_the_bytes_are_the_same() -> None:
+    x = on_the_grid((253, 384))
+    got = quantize_activation_triton(x)
+    assert_same_bytes(got, quantize_activation_reference(x))
+    assert got.codes.is_contiguous() and got.scale.stride() == (1, 256)
+    assert got.codes.untyped_storage().nbytes() == 256 * 384 and got.scale.untyped_storage().nbytes() == 4 * 3 * 256
+
+
 def test_a_cpu_tensor_takes_the_reference_and_no_rows_are_fine() -> None:
     x = off_the_grid((5, 140))
     assert_same_bytes(quantize_activation(x), quantize_activation_reference(x))

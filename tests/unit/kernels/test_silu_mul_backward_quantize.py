@@ -96,7 +96,7 @@ def test_a_poisoned_token_poisons_its_blocks_alone() -> None:
 def test_scales_have_the_strides_that_scaled_mm_asks_for() -> None:
     gate_up, dy = normal(130, 2 * 256), normal(130, 256, seed=1)
     rows, tokens, y = three(silu_mul_backward_quantize_triton(gate_up, dy, square=True))
-    assert rows.scale.stride() == (1, 130) and tokens.scale.stride() == (1, 512)
+    assert rows.scale.stride() == (1, 132) and tokens.scale.stride() == (1, 512)
     assert y.scale.shape == (2, 2) and y.scale.is_contiguous()
     with pytest.raises(AssertionError, match="not contiguous"):
         silu_mul_backward_quantize(gate_up, dy.t().contiguous().t())
