@@ -137,7 +137,7 @@ def test_a_quantised_output_has_the_quantisers_bytes(kv_mode, quantize_k, longes
             *arguments, *cache.scales, max_query_len=longest, quantize_out=True, power_of_two=power_of_two
         )
         assert torch.equal(got.codes.view(torch.uint8), want.codes.view(torch.uint8))
-        assert torch.equal(got.scale, want.scale) and got.scale.stride() == want.scale.stride()
+        assert torch.equal(got.scale, want.scale) and got.scale.stride(0) == 1
         assert got.codes[-1].view(torch.uint8).count_nonzero() == 0 and (got.scale[-1] == 1).all()
 
 
