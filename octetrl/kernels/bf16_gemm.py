@@ -5,7 +5,7 @@ narrow, deep weight (a `down` projection below M = 512) it splits K, and a row's
 only there, this kernel takes over: a straight loop over K, which has cuBLAS's bits at M = 512 and beyond whatever its
 tiles. Which weights those are stands in `fp8_gemm_table.json` under "bf16", found by `benchmarks/kernels/gemm.py`. A
 weight whose shape nobody measured goes straight if it is as deep as wide (K >= N): so are all that were seen to split,
-and none of the others; everything else is `F.linear` itself. A bias is added after the product is rounded, by whoever
+and few of the others; everything else is `F.linear` itself. A bias is added after the product is rounded, by whoever
 calls: cuBLAS would add it before, and only where it takes the product.
 
 No gradient: for use under `no_grad`.

@@ -5,7 +5,8 @@
 
 The same bytes as those two calls: nothing is summed, and a maximum has no order, so tile and warps are free. A tile
 is a few blocks of one token, [N, 128]; a ragged last block counts as padded with zeros. Read 4 bytes an element of
-the result, written 1 + 4/128. For the rollout only: not differentiable.
+the result, written 1 + 4/128. Not differentiable: training calls it inside a layer's own
+node (models/training_forward.py).
 
 T tokens, F intermediate size, N blocks of a tile, C columns of a block.
 """
