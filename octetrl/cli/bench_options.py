@@ -42,9 +42,13 @@ States = Annotated[
 ]
 Master = Annotated[str, typer.Option(help="Master weights: float32 or stochastic_rounding.")]
 Offload = Annotated[bool, typer.Option("--offload", help="Moments and masters stay in the host's memory.")]
-NumericsChoice = Annotated[
-    Literal["parity", "fast"],
-    typer.Option("--numerics", help="parity: one order of sums on both sides. fast: the faster forms of what pays."),
+NumericsList = Annotated[
+    str,
+    typer.Option(
+        "--numerics",
+        metavar="parity,fast",
+        help="parity: one order of sums on both sides. fast: the faster forms of what pays. Both: side by side.",
+    ),
 ]
 LogprobChunk = Annotated[int, typer.Option(min=1, help="Trained tokens whose logits exist at one time.")]
 
@@ -127,7 +131,7 @@ def print_table(
 
     table = Table(title=title, caption=legend, caption_justify="left")
     for heading in names:
-        table.add_column(heading, no_wrap=True)
+        table.add_column(heading.rpartition("/")[2], no_wrap=True)
     for heading, _ in columns.values():
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:

@@ -15,7 +15,7 @@ from octetrl.cli.bench_options import (
     Master,
     MaxBatch,
     Model,
-    NumericsChoice,
+    NumericsList,
     Offload,
     Out,
     PrecisionList,
@@ -48,6 +48,7 @@ COLUMNS = {  # key of a row: heading, format
     "time/learn": ("learn\ns", ",.2f"),
     "step/learn_share": ("of the\nstep", ".1%"),
     "step/learn_speedup_over_bf16": ("to\nbf16", ".2f"),
+    "step/step_cost_of_parity": ("parity\ncosts", ".1%"),
     "step/publish_ms": ("publish\nms", ",.1f"),
     "step/publish_share": ("of the\nstep", ".2%"),
     "step/publish_gb_per_second": ("GB/s", ",.0f"),
@@ -114,7 +115,7 @@ def step(
     offload: Offload = False,
     max_batch: MaxBatch = 256,
     kv_fraction: KVFraction = 0.85,
-    numerics: NumericsChoice = "parity",
+    numerics: NumericsList = "parity",
     layers: Layers = None,
     out: Out = None,
     device: Device = "auto",
@@ -150,7 +151,7 @@ def step(
         calibration=modes,
         calibration_micro_batches=calibration_micro_batches,
         seed=seed,
-        numerics=numerics,
+        numerics=choices("--numerics", numerics, ("parity", "fast")),  # type: ignore[arg-type]
     )
     make_folder(folder)  # now, so that minutes of measuring are not lost
     _measure(plan, folder)
@@ -164,13 +165,13 @@ def _measure(plan: StepBench, folder: Path) -> None:
     turns = measure(plan, _say)
     rows = rows_of(plan, turns)
     learnt = "" if plan.learn_share == 1.0 else f", learn reckoned from {plan.learn_share:.0%} of the groups"
-    numerics = "" if plan.numerics == "parity" else "_fast"
-    title = f"step, {plan.model.name}{numerics} on {plan.device.type}, {plan.workload.name}{learnt}"
-    print_table(title, ("precision",), COLUMNS, rows, LEGEND)
+    numerics = "" if plan.numerics == ("parity",) else "_" + "_".join(plan.numerics)
+    title = f"step, {plan.model.name} on {plan.device.type}, {plan.workload.name}{learnt}"
+    print_table(title, ("precision", "step/numerics"), COLUMNS, rows, LEGEND)
     costs = calibration_rows(plan, turns)
     if costs:
         title = f"calibration, forward and backward of {costs[0]['calibration/tokens']:,} tokens"
-        print_table(title, ("precision", "calibration"), CALIBRATION_COLUMNS, costs)
+        print_table(title, ("precision", "numerics", "calibration"), CALIBRATION_COLUMNS, costs)
     path = write_result("step", f"{plan.model.name}{numerics}", rows, folder, calibration=costs)
     typer.echo(f"wrote {path}")
 
@@ -187,4 +188,5 @@ def _say(number: int, turn: StepTurn) -> None:
     for step in turn.steps:
         phases = f"produce {step.produce:.2f} s, learn {step.learn:.2f} s, publish {step.publish * 1e3:.1f} ms"
         difference = f"largest difference {step.max_abs_diff:.2e} over {step.compared_tokens:,} tokens"
-        typer.echo(f"round {number}  {turn.precision}: {phases}, {difference}, up in {turn.startup_seconds:.1f} s")
+        arm = f"round {number}  {turn.precision}, {turn.numerics}"
+        typer.echo(f"{arm}: {phases}, {difference}, up in {turn.startup_seconds:.1f} s")

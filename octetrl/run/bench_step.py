@@ -27,6 +27,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 
@@ -88,7 +89,7 @@ class StepBench:
     calibration: tuple[str, ...] = ()  # modes to compare, of precisions with a calibrated cache
     calibration_micro_batches: int = 2
     seed: int = 0
-    numerics: Numerics = "parity"
+    numerics: tuple[Numerics, ...] = ("parity",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +115,10 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class StepTurn:
-    """One precision, once."""
+    """One precision with one numerics, once."""
 
     precision: str
+    numerics: Numerics
     steps: tuple[StepTimes, ...]
     calibration: dict[str, list[float]]  # mode -> seconds of the measured micro-batches, one a round
     calibration_tokens: int
@@ -129,17 +131,17 @@ def measure(bench: StepBench, on_turn: Callable[[int, StepTurn], None] | None = 
     """All turns, in the order in which they were taken. `on_turn(round, turn)` hears of each."""
     turns = []
     for number in range(1, bench.rounds + 1):
-        for precision in bench.precisions:
-            turns.append(take_turn(bench, precision))
+        for precision, numerics in product(bench.precisions, bench.numerics):
+            turns.append(take_turn(bench, precision, numerics))
             if on_turn is not None:
                 on_turn(number, turns[-1])
     return turns
 
 
-def take_turn(bench: StepBench, precision: str) -> StepTurn:
+def take_turn(bench: StepBench, precision: str, numerics: Numerics) -> StepTurn:
     """Builds, measures and takes down one worker."""
     began = time.perf_counter()
-    arm = StepArm(bench, build_worker(bench, precision))
+    arm = StepArm(bench, build_worker(bench, precision, numerics))
     arm.warm_up()
     up = arm.now()
     steps = tuple(arm.step(number) for number in range(bench.steps))
@@ -147,6 +149,7 @@ def take_turn(bench: StepBench, precision: str) -> StepTurn:
     calibration, calibration_tokens = arm.calibration_seconds()
     turn = StepTurn(
         precision=precision,
+        numerics=numerics,
         steps=tuple(arm.for_all(step, optimizer_seconds) for step in steps),
         calibration=calibration,
         calibration_tokens=calibration_tokens,
@@ -160,10 +163,10 @@ def take_turn(bench: StepBench, precision: str) -> StepTurn:
     return turn
 
 
-def build_worker(bench: StepBench, precision: str) -> Worker:
+def build_worker(bench: StepBench, precision: str, numerics: Numerics = "parity") -> Worker:
     """As a run builds it; a preset's weights are drawn on the device."""
     spec, folder = bench.model.spec, bench.model.folder
-    recipe = step_recipe(bench, precision)
+    recipe = step_recipe(bench, precision, numerics)
 
     def fill(model: Decoder) -> None:
         if folder is None:
@@ -183,14 +186,14 @@ def build_worker(bench: StepBench, precision: str) -> Worker:
     )
 
 
-def step_recipe(bench: StepBench, precision: str) -> Recipe:
+def step_recipe(bench: StepBench, precision: str, numerics: Numerics) -> Recipe:
     """What a run of this workload would have in its recipe."""
     longest = bench.workload.longest
     siblings = len(bench.workload.siblings)
     return Recipe(
         model=ModelConfig(path="random", init="random", context_length=max(16, longest.prompt + longest.answer)),
         fp8=Fp8Config(**PRECISIONS[precision]),
-        numerics=bench.numerics,
+        numerics=numerics,
         rollout=RolloutConfig(
             prompts_per_step=siblings // bench.group_size,
             group_size=bench.group_size,
@@ -227,7 +230,8 @@ class StepArm:
         return time.perf_counter()
 
     def warm_up(self) -> None:
-        """A step of short answers, learnt from as far as they fill one micro-batch."""
+        """A step of short answers, learnt from as far as they fill one micro-batch; and once more with a token less:
+        a kernel compiles once for a number of tokens that is a multiple of 16 and once for others."""
         if not self.bench.warmup_tokens:
             return
         samples = self._produce(self.bench.workload.cut(self.bench.warmup_tokens), number=-1)
@@ -238,8 +242,9 @@ class StepArm:
             if few and room < 0:
                 break
             few.append(sample)
-        update = self.worker.train(pack(few, self.worker.layout, self.algorithm.token_weighting))
-        self.worker.publish(update.policy_version)
+        for last in (few[-1], _shorter(few[-1])):
+            batch = pack([*few[:-1], last], self.worker.layout, self.algorithm.token_weighting)
+            self.worker.publish(self.worker.train(batch).policy_version)
 
     def step(self, number: int) -> StepTimes:
         worker = self.worker
@@ -342,6 +347,16 @@ def rollout_groups(
         ]
         groups.append(RolloutGroup(task, tuple(rollouts)))
     return groups
+
+
+def _shorter(sample: Sample) -> Sample:
+    assert sample.generator_logprobs is not None, "an engine drew it"
+    return replace(
+        sample,
+        token_ids=sample.token_ids[:-1],
+        loss_mask=sample.loss_mask[:-1],
+        generator_logprobs=sample.generator_logprobs[:-1],
+    )
 
 
 def _tokens(samples: Sequence[Sample]) -> int:

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from itertools import product
 
 from octetrl.run.bench_rollout import Row
 from octetrl.run.bench_step import DIFFERENCE, MISMATCH, StepBench, StepTurn
 
 
 def rows_of(bench: StepBench, turns: Sequence[StepTurn]) -> list[Row]:
-    """A row for each precision: medians over the steps of all rounds, worst cases of memory and mismatch."""
-    by_precision: dict[str, list[StepTurn]] = {}
+    """A row for each precision and numerics: medians over the steps of all rounds, the worst of memory and mismatch."""
+    by_arm: dict[tuple[str, str], list[StepTurn]] = {}
     for turn in turns:
-        by_precision.setdefault(turn.precision, []).append(turn)
-    rows = [_row(bench, rounds) for rounds in by_precision.values()]
-    for plain in [row for row in rows if row["precision"] == "bf16"]:
-        for row in rows:
-            for phase in ("step", "produce", "learn"):
-                row[f"step/{phase}_speedup_over_bf16"] = float(plain[f"time/{phase}"]) / float(row[f"time/{phase}"])
-    return rows
+        by_arm.setdefault((turn.precision, turn.numerics), []).append(turn)
+    rows = {arm: _row(bench, rounds) for arm, rounds in by_arm.items()}
+    for (precision, numerics), row in rows.items():
+        for phase in ("step", "produce", "learn"):
+            seconds = float(row[f"time/{phase}"])
+            plain, fast = rows.get(("bf16", numerics)), rows.get((precision, "fast"))
+            if plain is not None:
+                row[f"step/{phase}_speedup_over_bf16"] = float(plain[f"time/{phase}"]) / seconds
+            if fast is not None and numerics == "parity":
+                row[f"step/{phase}_cost_of_parity"] = seconds / float(fast[f"time/{phase}"]) - 1
+    return list(rows.values())
 
 
 def _row(bench: StepBench, rounds: Sequence[StepTurn]) -> Row:
@@ -41,7 +46,7 @@ def _row(bench: StepBench, rounds: Sequence[StepTurn]) -> Row:
         "step/micro_batches": steps[0].micro_batches,
         "step/checkpointing": bench.trainer.activation_checkpointing,
         "step/checkpointed_layers": bench.model.spec.num_layers if checkpointed is None else checkpointed,
-        "step/numerics": bench.numerics,
+        "step/numerics": rounds[0].numerics,
         "time/step": total,
         "step/tokens_per_second": sum(map(sum, bench.workload.siblings)) / total,
         "step/generated_tokens_per_second": bench.workload.generated_tokens / phases["produce"],
@@ -69,8 +74,9 @@ def _row(bench: StepBench, rounds: Sequence[StepTurn]) -> Row:
 def calibration_rows(bench: StepBench, turns: Sequence[StepTurn]) -> list[Row]:
     """A row for each mode of each precision that calibrates: what it adds to `off`, and to the whole step."""
     rows: list[Row] = []
-    for precision in bench.precisions:
-        rounds = [turn for turn in turns if turn.precision == precision and turn.calibration]
+    for precision, numerics in product(bench.precisions, bench.numerics):
+        arm = [turn for turn in turns if (turn.precision, turn.numerics) == (precision, numerics)]
+        rounds = [turn for turn in arm if turn.calibration]
         if not rounds:
             continue
         step = statistics.median(one.total for turn in rounds for one in turn.steps)
@@ -81,6 +87,7 @@ def calibration_rows(bench: StepBench, turns: Sequence[StepTurn]) -> list[Row]:
         for mode, seconds in times.items():
             row: Row = {
                 "precision": precision,
+                "numerics": numerics,
                 "calibration": mode,
                 "calibration/ms": statistics.median(seconds) * 1e3,
                 "calibration/min_ms": min(seconds) * 1e3,

@@ -12,7 +12,7 @@ import torch
 
 from octetrl.algorithms.table import build_algorithm
 from octetrl.config.errors import UserError
-from octetrl.config.schema import AlgorithmConfig, TrainerConfig
+from octetrl.config.schema import AlgorithmConfig, Numerics, TrainerConfig
 from octetrl.engine.kv_cache import KVCache
 from octetrl.records import Completion, FinishReason
 from octetrl.run.bench_rollout import find_model
@@ -135,8 +135,13 @@ def times(produce: float, learn: float, publish: float) -> StepTimes:
     return StepTimes(produce, learn, publish, publish / 2, 0.25, 1.0, 0.0, 7, 3, None, None)
 
 
-def turn_of(precision: str, *steps: StepTimes, calibration: dict[str, list[float]] | None = None) -> StepTurn:
-    return StepTurn(precision, steps, calibration or {}, 10, 0 if precision == "bf16" else 10**9, 0.5, 1.0)
+def turn_of(
+    precision: str,
+    *steps: StepTimes,
+    calibration: dict[str, list[float]] | None = None,
+    numerics: Numerics = "parity",
+) -> StepTurn:
+    return StepTurn(precision, numerics, steps, calibration or {}, 10, 0 if precision == "bf16" else 10**9, 0.5, 1.0)
 
 
 def test_rows_have_shares_and_ratios() -> None:
@@ -152,6 +157,23 @@ def test_rows_have_shares_and_ratios() -> None:
     assert (fp8["mismatch/max_abs_diff"], fp8["mismatch/tokens"]) == (0.0, 14), "both steps' tokens were compared"
     assert "step/publish_gb_per_second" not in plain, "BF16 weights are read where they lie"
     assert "step/step_speedup_over_bf16" not in rows_of(plan, turns[1:])[0]
+
+
+def test_parity_costs_what_fast_would_save_and_each_numerics_has_its_own_bf16() -> None:
+    plan = replace(bench("bf16", "fp8"), numerics=("parity", "fast"))
+    turns = [
+        turn_of(precision, times(*phases), numerics=numerics)
+        for precision, numerics, phases in (
+            ("bf16", "parity", (6.0, 3.0, 1.0)),
+            ("bf16", "fast", (4.0, 3.0, 1.0)),
+            ("fp8", "parity", (3.0, 1.5, 0.5)),
+            ("fp8", "fast", (2.0, 1.5, 0.5)),
+        )
+    ]
+    plain, plain_fast, fp8, fp8_fast = rows_of(plan, turns)
+    assert plain["step/step_cost_of_parity"] == 0.25 and fp8["step/produce_cost_of_parity"] == 0.5
+    assert fp8["step/learn_cost_of_parity"] == 0.0 and "step/step_cost_of_parity" not in plain_fast
+    assert (fp8["step/step_speedup_over_bf16"], fp8_fast["step/step_speedup_over_bf16"]) == (2.0, 2.0)
 
 
 def test_calibration_is_what_it_adds_to_off_scaled_to_the_step() -> None:
