@@ -14,10 +14,25 @@ from pydantic import BaseModel, ConfigDict, Field
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Precision = Literal["bf16", "fp8_rollout", "fp8", "fp8_full"]
 Numerics = Literal["parity", "fast"]
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LORA_TARGETS: tuple[LoraTarget, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class LoraConfig(Section):
+    """Low-rank adapters beside frozen weights: y = W x + alpha / rank * B A x. See docs/lora.md."""
+
+    rank: int = Field(default=16, ge=1, le=1024)
+    """Rows of each A and columns of each B. On a GPU multiples of 8 run best."""
+    alpha: float = Field(default=32.0, gt=0.0)
+    """The branch is scaled by alpha / rank."""
+    targets: Annotated[tuple[LoraTarget, ...], Field(min_length=1)] = LORA_TARGETS
+    """Projections that get an adapter, in every layer; by default all of them."""
+    path: str | None = None
+    """PEFT folder to begin from (adapter_config.json, adapter_model.safetensors); None: A random, B zero."""
 
 
 class ModelConfig(Section):
@@ -33,6 +48,8 @@ class ModelConfig(Section):
     """Of the weights, the residual stream and everything that is not FP8. float32 is for comparisons."""
     context_length: int = Field(default=4096, ge=16)
     """Longest prompt + answer, in tokens. The KV cache and the checks are sized by it."""
+    lora: LoraConfig | None = None
+    """Train adapters alone, over weights that stay as they are; `{}` takes the defaults, null trains the weights."""
 
 
 class Fp8Config(Section):

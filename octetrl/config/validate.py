@@ -75,6 +75,11 @@ def _model_problems(recipe: Recipe) -> Iterator[Problem]:
     if model.dtype == "float32" and recipe.trainer.optimizer.master == "stochastic_rounding":
         text = "trainer.optimizer.master: stochastic_rounding is for bfloat16 weights; with dtype float32 use float32"
         yield Problem(("trainer.optimizer.master", "model.dtype"), text)
+    if model.lora is not None:
+        twice = sorted({target for target in model.lora.targets if model.lora.targets.count(target) > 1})
+        if twice:
+            text = f"model.lora.targets: {', '.join(twice)} stands there twice; name each projection once"
+            yield Problem(("model.lora.targets",), text)
 
 
 def _fp8_problems(recipe: Recipe) -> Iterator[Problem]:

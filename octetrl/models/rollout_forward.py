@@ -36,8 +36,8 @@ from octetrl.models.decoder import Decoder
 
 
 def can_fuse(model: Decoder) -> bool:
-    """Whether the kernels here know this model, on a GPU: in BF16, its FP8 linears not emulated."""
-    if model.dtype != torch.bfloat16:
+    """Whether the kernels here know this model, on a GPU: in BF16, its FP8 linears not emulated, without adapters."""
+    if model.dtype != torch.bfloat16 or model.lora is not None:
         return False
     return all(linear.backend == "scaled_mm" for _, linear in model.float8_linears())
 

@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from octetrl.algorithms.table import Algorithm
 from octetrl.algorithms.token_loss import LossInputs
@@ -121,8 +121,7 @@ class Trainer:
         self.weights_are_whole = True  # false from the first optimizer step of a `train` call to its end
         self.last_logprobs: TokenLogprobs | None = None  # of the last `train`; None before it and for SFT
         self.device = model.lm_head_weight.device
-        parameters = model.named_parameters() if trains else ()
-        self.optimizer = Optimizer(parameters, config.optimizer, seed=seed)
+        self.optimizer = Optimizer(self._trained() if trains else (), config.optimizer, seed=seed)
         self._run_layer = layer_runner(model, config.activation_checkpointing)
         self._run_reference_layer = None if reference is None else layer_runner(reference, "none")
         self._kv_amax_2LK: Tensor | None = None
@@ -208,7 +207,7 @@ class Trainer:
         return taken
 
     def state(self) -> TrainerState:
-        weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        weights = {name: parameter.detach() for name, parameter in self._trained()}
         return TrainerState(weights, self.optimizer.state_tensors(), self.policy_version)
 
     def load_state(self, state: TrainerState) -> None:
@@ -217,6 +216,10 @@ class Trainer:
         self.optimizer.load_state_tensors(state.optimizer)
         self.policy_version = state.policy_version
         self.model.requantize()
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All parameters; with LoRA the adapters alone."""
+        return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
 
     def _check_digest(self, precision_digest: str | None) -> None:
         own = self.model.policy.digest
