@@ -31,7 +31,12 @@ MaxBatch = Annotated[int, typer.Option(min=1, help="Most sequences decoded toget
 Out = Annotated[Path | None, typer.Option(help="Folder of the JSON. Default: benchmarks/results if there, else here.")]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: the GPU where there is one.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of weights, prompts, lengths and sampling.")]
-Checkpointing = Annotated[str, typer.Option(help="What the backward finds kept: none, attention or layer.")]
+Checkpointing = Annotated[
+    str,
+    typer.Option(
+        metavar="none|attention|layer[:N]", help="What the backward finds kept; :N, in the first N layers alone."
+    ),
+]
 States = Annotated[
     str, typer.Option("--optimizer-states", help="Of the optimizer's moments: float32, bfloat16 or 8bit.")
 ]

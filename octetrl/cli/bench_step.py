@@ -186,4 +186,5 @@ def _check_shape(shape: Shape, positions: int, model: str) -> None:
 def _say(number: int, turn: StepTurn) -> None:
     for step in turn.steps:
         phases = f"produce {step.produce:.2f} s, learn {step.learn:.2f} s, publish {step.publish * 1e3:.1f} ms"
-        typer.echo(f"round {number}  {turn.precision}: {phases}, up in {turn.startup_seconds:.1f} s")
+        difference = f"largest difference {step.max_abs_diff:.2e} over {step.compared_tokens:,} tokens"
+        typer.echo(f"round {number}  {turn.precision}: {phases}, {difference}, up in {turn.startup_seconds:.1f} s")

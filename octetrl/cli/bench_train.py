@@ -175,8 +175,16 @@ def trainer_config(checkpointing: str, logprob_chunk: int, states: str, master: 
         master=given(OptimizerConfig, "master", "--master", master),
         offload=offload,
     )
-    keeps = given(TrainerConfig, "activation_checkpointing", "--checkpointing", checkpointing)
-    return TrainerConfig(optimizer=optimizer, activation_checkpointing=keeps, logprob_chunk=logprob_chunk)
+    name, colon, layers = checkpointing.partition(":")
+    if colon and not layers.isdecimal():
+        raise UserError(f"--checkpointing: '{layers}' is not a number of layers; give one, as in {name}:8, or none")
+    keeps = given(TrainerConfig, "activation_checkpointing", "--checkpointing", name)
+    return TrainerConfig(
+        optimizer=optimizer,
+        activation_checkpointing=keeps,
+        checkpointed_layers=int(layers) if colon else None,
+        logprob_chunk=logprob_chunk,
+    )
 
 
 def _check_lengths(mix: Any, tokens: int, positions: int, model: str) -> None:

@@ -19,7 +19,7 @@ import typer
 from octetrl.cli.arguments import Overrides, RecipePath
 from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
-from octetrl.config.memory import MemoryEstimate, Precisions, estimate_memory
+from octetrl.config.memory import MemoryEstimate, Precisions, estimate_memory, fewest_checkpointed_layers
 from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
@@ -232,6 +232,22 @@ def _memory(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device: De
     yield "total", f"{_size(estimate.total_bytes):>12}{of_device}"
     if device.num_bytes is not None:
         yield from _room(estimate, device.num_bytes)
+        if device.on_gpu:
+            yield from _less_checkpointing(recipe, spec, precisions, device.num_bytes)
+
+
+def _less_checkpointing(
+    recipe: Recipe, spec: ModelSpec, precisions: Precisions, device_bytes: int
+) -> Iterator[tuple[str, str]]:
+    """How few layers need to run again in the backward, where that is fewer than do."""
+    trainer = recipe.trainer
+    asked = spec.num_layers if trainer.checkpointed_layers is None else trainer.checkpointed_layers
+    fewest = fewest_checkpointed_layers(recipe, spec, precisions, device_bytes)
+    if trainer.activation_checkpointing != "none" and fewest is not None and fewest < asked:
+        yield (
+            "checkpointing",
+            f"{fewest} of {spec.num_layers} layers would do: trainer.checkpointed_layers={fewest} is faster",
+        )
 
 
 def _room(estimate: MemoryEstimate, device_bytes: int) -> Iterator[tuple[str, str]]:

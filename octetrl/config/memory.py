@@ -17,7 +17,8 @@ While training, activations and working set:
 
     activations     b T L E                             "layer": each layer's input
                     + T L (b Q + 4 H)                   "attention": its output and log-sum-exp as well
-                    + T L (b (E + X + 2 F) + 2 c E)     "none": all that a layer's backward reads
+                    + T L (b (E + X + 2 F) + 2 c E)     "none": all that a layer's backward reads; so for the layers
+                                                        beyond `checkpointed_layers`
     working set     the larger of
       one layer's backward      what is alive at its fullest moment, `_layer_backward`
       logits                    (4 + 4 b) chunk V + 4 V E, or (4 + b) V E: logits of a chunk, the gradients of four, the
@@ -117,6 +118,22 @@ def estimate_memory(
     return MemoryEstimate(tuple(parts), per_token, tokens, takes_turns)
 
 
+def fewest_checkpointed_layers(
+    recipe: Recipe, spec: ModelSpec, precisions: Precisions, device_bytes: int
+) -> int | None:
+    """With how few layers checkpointed training on a GPU stays within nine tenths of the device; None: with none."""
+    for number in range(spec.num_layers + 1):
+        trainer = recipe.trainer.model_copy(update={"checkpointed_layers": number})
+        sized = recipe.model_copy(update={"trainer": trainer})
+        estimate = estimate_memory(sized, spec, precisions, on_gpu=True, device_bytes=device_bytes)
+        training = estimate.bytes_when("always") + estimate.bytes_when("training")
+        if not estimate.takes_turns:
+            training += estimate.bytes_when("generating")
+        if training <= 0.9 * device_bytes:
+            return number
+    return None
+
+
 def kv_bytes_per_token(recipe: Recipe, spec: ModelSpec, precisions: Precisions) -> int:
     """Bytes that one token takes in the cache, over all layers."""
     wide = 2 if recipe.model.dtype == "bfloat16" else 4
@@ -167,9 +184,18 @@ def _activations(recipe: Recipe, spec: ModelSpec, precisions: Precisions, value_
     layers = [_LayerMemory(spec, tokens, value_bytes, fp8=True)] if num_fp8 else []
     if num_fp8 < spec.num_layers * len(linear_elements(spec)):
         layers.append(_LayerMemory(spec, tokens, value_bytes, fp8=False))
-    kept = spec.num_layers * max(layer.kept(keep) for layer in layers)
+    again = spec.num_layers if trainer.checkpointed_layers is None else trainer.checkpointed_layers
+    again = 0 if keep == "none" else min(again, spec.num_layers)
+    others = (spec.num_layers - again) * max(layer.kept("none") for layer in layers)
+    kept = again * max(layer.kept(keep) for layer in layers) + others
     what = {"none": "all kept", "attention": "inputs of layers and attention's output", "layer": "inputs of layers"}
-    backward = max(layer.backward(keep) for layer in layers)
+    if 0 < again < spec.num_layers:
+        what[keep] += f" of {again} layers, all of the others"
+    backward = (
+        max(layer.backward(keep) for layer in layers) - others
+    )  # the first layers' turn comes when these are gone
+    if others:
+        backward = max(backward, *(layer.backward("none") for layer in layers))
     logits = _logits(spec, tokens, value_bytes, trainer.logprob_chunk)
     backward += value_bytes * spec.vocab_size * spec.hidden_size if spec.tied_embeddings else 0  # lm_head's, waiting
     how = f"one layer's backward ({backward / 2**30:.2f}) or logits and lm_head's gradient ({logits / 2**30:.2f})"

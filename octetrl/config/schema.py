@@ -148,6 +148,9 @@ class TrainerConfig(Section):
     activation_checkpointing: Literal["none", "attention", "layer"] = "layer"
     """What the backward finds kept: everything; each layer's input and attention's output, so that attention is not run
     again; or each layer's input alone."""
+    checkpointed_layers: int | None = Field(default=None, ge=0)
+    """How many layers, from the first, `activation_checkpointing` is for; the others keep everything. None: all.
+    `octetrl check` says how few the memory allows: each layer less is a layer's forward less."""
     logprob_chunk: int = Field(default=1024, ge=1)
     """Trained tokens whose logits exist at one time."""
 

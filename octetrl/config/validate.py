@@ -257,6 +257,13 @@ def spec_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
             f" this model has {spec.head_size}; use fp8.kv_cache: none"
         )
         yield Problem(("fp8.kv_cache",), text)
+    checkpointed = recipe.trainer.checkpointed_layers
+    if checkpointed is not None and checkpointed > spec.num_layers:
+        text = (
+            f"trainer.checkpointed_layers: {checkpointed} are more than the model's {spec.num_layers} layers;"
+            f" give 0 to {spec.num_layers}, or leave it out for all"
+        )
+        yield Problem(("trainer.checkpointed_layers",), text)
     if not (fp8.rollout or fp8.train):
         return
     sizes = {

@@ -3,10 +3,10 @@ sides use them.
 
 `Float8Linear` is one autograd Function with three GEMMs (fp8/gemm.py):
 
-    forward   y[M, N]  = q(x)[M, K]   w8[N, K]^T     x quantised 1x128 along K, on the fly
-    dgrad     dx[M, K] = q(dy)[M, N]  w8[N, K]       dy quantised 1x128 along N; the very codes of forward,
-    transposed wgrad     dw[N, K] = qt(dy)[N, M] qt(x)[K, M]^T  both quantised again in blocks of 128 tokens; x's
-                                                        span 128 channels too if `square_wgrad`: the faster GEMM
+    forward   y[M, N]  = q(x)[M, K]    w8[N, K]^T       x quantised 1x128 along K, on the fly
+    dgrad     dx[M, K] = q(dy)[M, N]   w8[N, K]         dy quantised 1x128 along N; forward's very codes, transposed
+    wgrad     dw[N, K] = qt(dy)[N, M]  qt(x)[K, M]^T    both quantised again in blocks of 128 tokens; x's span 128
+                                                        channels too if `square_wgrad`: the faster GEMM
 
 The weight is quantised **once per optimizer step**, by `requantize()`, from its BF16 rounding, into the
 buffers `codes` and `scale`; forward never quantises it. The engine reads the same buffers, so trainer and
@@ -18,10 +18,11 @@ step's.
 An engine's copy has no `weight` (`drop_weight()`): it only reads `codes` and `scale`, whoever writes them.
 Until they are written `scale` is NaN, so a forgotten publish shows at the first token.
 
-Saved for backward: the input in BF16, not its codes. Forward's codes have their blocks along K and wgrad
-needs them along tokens, so codes would mean a second quantisation in forward, thrown away and redone wherever
-activations are recomputed; and the BF16 input is one tensor that the neighbours (norm, SiLU·mul) keep alive
-anyway. Price: one byte more per element where they do not.
+Where a GPU runs fused (models/rollout_forward.py, models/training_forward.py) these modules hold the tensors; what is
+kept for backward there is told there. Here the input is saved in BF16, not its codes. Forward's codes have their blocks
+along K and wgrad needs them along tokens, so codes would mean a second quantisation in forward, thrown away and redone
+wherever activations are recomputed; and a neighbour may keep that tensor anyway (attention its output). Price: one byte
+more per element where none does.
 
 `lora`, where a model has adapters, is a branch that the product is handed to, with the input in the model's dtype
 (layers/lora.py). The weight is frozen then, and where it is FP8 the trainer may drop it too.

@@ -30,6 +30,7 @@ def _row(bench: StepBench, rounds: Sequence[StepTurn]) -> Row:
         "learn": statistics.median(step.learn for step in steps),
         "publish": statistics.median(step.publish for step in steps),
     }
+    checkpointed = bench.trainer.checkpointed_layers
     row: Row = {
         "precision": rounds[0].precision,
         "workload": bench.workload.name,
@@ -39,6 +40,7 @@ def _row(bench: StepBench, rounds: Sequence[StepTurn]) -> Row:
         "step/learnt_groups_share": bench.learn_share,
         "step/micro_batches": steps[0].micro_batches,
         "step/checkpointing": bench.trainer.activation_checkpointing,
+        "step/checkpointed_layers": bench.model.spec.num_layers if checkpointed is None else checkpointed,
         "step/numerics": bench.numerics,
         "time/step": total,
         "step/tokens_per_second": sum(map(sum, bench.workload.siblings)) / total,

@@ -277,6 +277,7 @@ def _row(bench: TrainBench, rounds: Sequence[TrainTurn]) -> Row:
     work = rounds[0].work
     steps = [step for turn in rounds for step in turn.steps]
     seconds = [step.gradient for step in steps]
+    checkpointed = bench.trainer.checkpointed_layers
     flops = model_flops(bench.model.spec, work.lengths, work.trained_tokens) / statistics.median(seconds)
     row: Row = {
         "precision": rounds[0].precision,
@@ -288,6 +289,7 @@ def _row(bench: TrainBench, rounds: Sequence[TrainTurn]) -> Row:
         "train/sequences": len(work.lengths),
         "train/layers": bench.model.spec.num_layers,
         "train/checkpointing": bench.trainer.activation_checkpointing,
+        "train/checkpointed_layers": bench.model.spec.num_layers if checkpointed is None else checkpointed,
         "train/tokens_per_second": work.tokens / statistics.median(seconds),
         "train/tokens_per_second_min": work.tokens / max(seconds),
         "train/tokens_per_second_max": work.tokens / min(seconds),

@@ -4,6 +4,8 @@
     attention   the layer's input, and attention's output with its log-sum-exp: attention runs once
     layer       the layer's input alone: T * E values a layer, for one more forward, about a quarter of the step
 
+The first `checkpointed_layers` of the model are treated so; the others keep everything, as far as the memory reaches.
+
 On a GPU models/training_forward.py keeps and makes again by hand. Elsewhere a layer is checkpointed whole by torch, and
 `attention` is as `layer`. Gradients are identical to the bit, because a layer is deterministic: there is no dropout, so
 no random state needs restoring.
@@ -26,17 +28,36 @@ ActivationCheckpointing = Literal["none", "attention", "layer"]
 KEPT: dict[ActivationCheckpointing, Keep] = {"none": "everything", "attention": "attention", "layer": "layer"}
 
 
-def layer_runner(model: Decoder, mode: ActivationCheckpointing) -> RunLayer | None:
+def layer_runner(
+    model: Decoder, mode: ActivationCheckpointing, checkpointed_layers: int | None = None
+) -> RunLayer | None:
     """What `model.forward` takes as `run_layer`; None runs layers plainly."""
+    checkpointed = _one_for_all(model, mode)
+    if checkpointed is None or mode == "none" or checkpointed_layers is None:
+        return checkpointed
+    first = set(model.layers[:checkpointed_layers])
+    whole = _one_for_all(model, "none") or _run_plainly
+
+    def run_layer(layer: nn.Module, hidden_TE: Tensor, rotary: Rotary, context: Context) -> Tensor:
+        return (checkpointed if layer in first else whole)(layer, hidden_TE, rotary, context)
+
+    return run_layer
+
+
+def _one_for_all(model: Decoder, mode: ActivationCheckpointing) -> RunLayer | None:
     fused = fused_layer_runner(model, KEPT[mode])
     if fused is not None:
         return fused
     return None if mode == "none" else run_checkpointed
 
 
+def _run_plainly(layer: nn.Module, hidden_TE: Tensor, rotary: Rotary, context: Context) -> Tensor:
+    output_TE: Tensor = layer(hidden_TE, rotary, context)
+    return output_TE
+
+
 def run_checkpointed(layer: nn.Module, hidden_TE: Tensor, rotary: Rotary, context: Context) -> Tensor:
     if not torch.is_grad_enabled():
-        plain_TE: Tensor = layer(hidden_TE, rotary, context)
-        return plain_TE
+        return _run_plainly(layer, hidden_TE, rotary, context)
     output_TE: Tensor = checkpoint(layer, hidden_TE, rotary, context, use_reentrant=False, preserve_rng_state=False)
     return output_TE

@@ -122,7 +122,7 @@ class Trainer:
         self.last_logprobs: TokenLogprobs | None = None  # of the last `train`; None before it and for SFT
         self.device = model.lm_head_weight.device
         self.optimizer = Optimizer(self._trained() if trains else (), config.optimizer, seed=seed)
-        self._run_layer = layer_runner(model, config.activation_checkpointing)
+        self._run_layer = layer_runner(model, config.activation_checkpointing, config.checkpointed_layers)
         self._run_reference_layer = None if reference is None else layer_runner(reference, "none")
         self._kv_amax_2LK: Tensor | None = None
         self._collects_in_training = collect_kv_amax

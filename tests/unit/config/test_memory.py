@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from octetrl.config.load import load_recipe, recipe_from_mapping
-from octetrl.config.memory import MemoryEstimate, Precisions, estimate_memory, linear_elements
+from octetrl.config.memory import (
+    MemoryEstimate,
+    Precisions,
+    estimate_memory,
+    fewest_checkpointed_layers,
+    linear_elements,
+)
 from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
 from octetrl.fp8.policy import LINEARS
@@ -69,6 +76,37 @@ def test_what_is_not_made_again_is_kept() -> None:
     assert attention[0] - layer[0] == 4 * 8192 * (2 * 128 + 4 * 4)
     assert everything[0] - attention[0] == 4 * 8192 * (2 * (128 + 256 + 2 * 512) + 2 * 128 * (1 + 4 / 128))
     assert layer[1] > attention[1] > everything[1]
+
+
+def test_layers_beyond_the_checkpointed_are_kept_whole() -> None:
+    def parts(layers: int | None, keep: str = "layer") -> tuple[int, int]:
+        trainer = {"tokens_per_micro_batch": 8192, "activation_checkpointing": keep, "checkpointed_layers": layers}
+        sized = recipe(trainer=trainer | {"logprob_chunk": 1})
+        found = parts_of(estimate_memory(sized, TINY, FULL, on_gpu=True, device_bytes=None))
+        return found["activations"], found["working set"]
+
+    layer, none, mixed = parts(None), parts(None, "none"), parts(1)
+    assert parts(4) == layer and parts(0) == none
+    assert mixed[0] == layer[0] // 4 + none[0] * 3 // 4
+    assert mixed[1] == none[1], "when a checkpointed layer's turn comes, what the others kept is gone"
+
+
+def test_the_fewest_layers_that_need_checkpointing() -> None:
+    sized = recipe(trainer={"tokens_per_micro_batch": 8192, "activation_checkpointing": "layer"})
+
+    def training(layers: int) -> int:
+        trainer = sized.trainer.model_copy(update={"checkpointed_layers": layers})
+        own = sized.model_copy(update={"trainer": trainer})
+        estimate = estimate_memory(own, TINY, FULL, on_gpu=True, device_bytes=None)
+        return estimate.bytes_when("always") + estimate.bytes_when("training")
+
+    for layers in range(5):
+        device_bytes = math.ceil(training(layers) / 0.9)
+        fewest = fewest_checkpointed_layers(sized, TINY, FULL, device_bytes)
+        assert fewest is not None and training(fewest) <= 0.9 * device_bytes
+        assert fewest == 0 or training(fewest - 1) > 0.9 * device_bytes
+    least = min(map(training, range(5)))
+    assert fewest_checkpointed_layers(sized, TINY, FULL, int(least / 0.9) - 2) is None
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -74,14 +75,26 @@ def test_neither_loss_nor_gradient_depends_on_packing(weighting: str) -> None:
 @pytest.mark.parametrize(("fp8", "kv"), [(BF16, NO_REPLAY), (FP8, DYNAMIC)])
 def test_activation_checkpointing_changes_no_bit(fp8: object, kv: KVReplay) -> None:
     results = []
-    for mode in ("none", "layer"):
-        trainer = tiny_trainer(tiny_decoder(fp8), activation_checkpointing=mode, collect_kv_amax=True)
+    for mode, layers in (("none", None), ("layer", None), ("layer", 1)):
+        keeps: dict[str, Any] = {"activation_checkpointing": mode, "checkpointed_layers": layers}
+        trainer = tiny_trainer(tiny_decoder(fp8), **keeps, collect_kv_amax=True)
         update = train(trainer, random_samples(4), kv)
         results.append((update.metrics["loss"], gradients(trainer), trainer.take_kv_amax()))
-    plain, checkpointed = results
-    assert plain[0] == checkpointed[0] and torch.equal(plain[2], checkpointed[2])
-    for name, gradient in plain[1].items():
-        assert torch.equal(gradient, checkpointed[1][name]), name
+    plain, *others = results
+    for checkpointed in others:
+        assert plain[0] == checkpointed[0] and torch.equal(plain[2], checkpointed[2])
+        for name, gradient in plain[1].items():
+            assert torch.equal(gradient, checkpointed[1][name]), name
+
+
+def test_only_the_first_layers_run_again() -> None:
+    forwards: list[int] = []
+    trainer = tiny_trainer(tiny_decoder(), activation_checkpointing="layer", checkpointed_layers=1)
+    for index, layer in enumerate(trainer.model.layers):
+        layer.attention.register_forward_hook(lambda *_, index=index: forwards.append(index))
+    train(trainer, random_samples(2))
+    count = len(trainer.model.layers)
+    assert count > 1 and sorted(forwards) == sorted([*range(count), 0])
 
 
 @pytest.mark.parametrize(("fp8", "kv"), [(BF16, NO_REPLAY), (FP8, DYNAMIC)])
