@@ -29,7 +29,7 @@ class LoraConfig(Section):
     """Rows of each A and columns of each B. On a GPU multiples of 8 run best."""
     alpha: float = Field(default=32.0, gt=0.0)
     """The branch is scaled by alpha / rank."""
-    targets: Annotated[tuple[LoraTarget, ...], Field(min_length=1)] = LORA_TARGETS
+    targets: tuple[LoraTarget, ...] = LORA_TARGETS
     """Projections that get an adapter, in every layer; by default all of them."""
     path: str | None = None
     """PEFT folder to begin from (adapter_config.json, adapter_model.safetensors); None: A random, B zero."""

@@ -80,6 +80,9 @@ def _model_problems(recipe: Recipe) -> Iterator[Problem]:
         if twice:
             text = f"model.lora.targets: {', '.join(twice)} stands there twice; name each projection once"
             yield Problem(("model.lora.targets",), text)
+        if not model.lora.targets:
+            text = "model.lora.targets: is empty, so nothing would be trained; name projections, or set model.lora=null"
+            yield Problem(("model.lora.targets",), text)
 
 
 def _fp8_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def dense_hidden(model: Decoder, weights: dict[str, Tensor], adapters: dict[str,
             h = h + project(y, layer, "mlp.down_proj", "down_proj", 0, spec.hidden_size)
         return norm(h, "norm")
 
-    parts = [slice(int(start), int(end)) for start, end in zip(BOUNDS[:-1], BOUNDS[1:], strict=True)]
+    parts = [slice(int(start), int(end)) for start, end in pairwise(BOUNDS)]
     return torch.cat([sequence(TOKENS[rows], POSITIONS[rows]) for rows in parts])
 
 
