@@ -7,14 +7,16 @@
     y = round(y + round(s u))   y is the base's product, in BF16 or FP8, bias included, rounded
 
 Roundings are to the model's dtype and stand where PEFT's stand. The base never learns of the branch: its codes and its
-kernels are those of a model without adapters, and x is what the base quantises or multiplies. Both GEMMs add K in one
-order whatever the number of rows (kernels/bf16_gemm.py; on a CPU in float64), so that a token's bits do not depend on
-its company, and what trainer and engine compute is equal bit for bit. There is no dropout: both sides could not agree.
+kernels are those of a model without adapters, and x is what the base quantises or multiplies. Both products add K in
+one order whatever the number of rows (kernels/bf16_gemm.py, kernels/lora_up.py; on a CPU in float64), so that a token's
+bits do not depend on its company, and what trainer and engine compute is equal bit for bit. There is no dropout: both
+sides could not agree.
 
 Backward, from dy: dB_p = s dy_p^T t_p;  dt_p = s dy_p B_p;  dA = dt^T x;  dx = dt A, beside the base's own. A branch
 keeps x and t for it. In float32 on a CPU.
 
-A GPU runs the same functions from its fused forwards (models/rollout_forward.py).
+A GPU calls the functions here from its fused forwards (models/rollout_forward.py, models/training_forward.py), which
+add the branch to the product in place.
 
 Legend: M tokens, N out_features, K in_features, R rank, P parts of a fused projection, n rows of one part.
 """
@@ -23,7 +25,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from torch import Tensor, nn
 
 from octetrl.config.lora import LoraPart
 from octetrl.kernels.bf16_gemm import bf16_gemm_straight
+from octetrl.kernels.lora_up import lora_up
 
 
 class LoraAdapter(nn.Module):
@@ -91,13 +94,16 @@ class _LoraFunction(torch.autograd.Function):
         t_MPR = lora_down(adapter, x_MK)
         ctx.save_for_backward(x_MK, t_MPR, a_PRK, b_NR)
         ctx.adapter = adapter
-        return lora_up(adapter, y_MN, t_MPR)
+        out_MN = y_MN.clone()
+        add_branch(adapter, out_MN, t_MPR)
+        return out_MN
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_MK, t_MPR, _, _ = ctx.saved_tensors
-        dx_MK, da_PRK, db_NR = lora_backward(ctx.adapter, grads[0], x_MK, t_MPR)
-        return grads[0], dx_MK if ctx.needs_input_grad[1] else None, da_PRK, db_NR, None
+        dt_MPR = lora_dt(ctx.adapter, grads[0])
+        dx_MK = lora_dgrad(ctx.adapter, dt_MPR, x_MK.dtype) if ctx.needs_input_grad[1] else None
+        return grads[0], dx_MK, *lora_wgrad(ctx.adapter, grads[0], x_MK, t_MPR, dt_MPR), None
 
 
 @torch.no_grad()
@@ -107,29 +113,47 @@ def lora_down(adapter: LoraAdapter, x_MK: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def lora_up(adapter: LoraAdapter, y_MN: Tensor, t_MPR: Tensor) -> Tensor:
-    """y with the branch added; columns that are no target keep their bits. No gradient."""
-    columns, done = [], 0
-    for part, t_MR in zip(adapter.parts, t_MPR.split(adapter.rank, dim=1), strict=True):
-        columns.append(y_MN[:, done : part.start])
+def add_branch(adapter: LoraAdapter, y_MN: Tensor, t_MPR: Tensor) -> None:
+    """Adds the branch to y, in place; columns that are no target are left alone. No gradient."""
+    for part, t_MR in _by_part(adapter, t_MPR):
         _, b_nR = adapter.part_tensors(part)
-        u_Mn = bf16_gemm_straight(t_MR.contiguous(), b_nR.detach())
-        columns.append(y_MN[:, part.start : part.stop] + u_Mn * adapter.scale)
-        done = part.stop
-    return torch.cat([*columns, y_MN[:, done:]], dim=1)
+        lora_up(y_MN[:, part.start : part.stop], t_MR, b_nR.detach(), adapter.scale)
 
 
 @torch.no_grad()
-def lora_backward(adapter: LoraAdapter, dy_MN: Tensor, x_MK: Tensor, t_MPR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dx [M, K], dA [P R, K] and dB [sum of n, R] in the tensors' own dtypes."""
-    working = torch.float32 if dy_MN.device.type == "cpu" else dy_MN.dtype
-    dt, db = [], []
-    for part, t_MR in zip(adapter.parts, t_MPR.split(adapter.rank, dim=1), strict=True):
-        _, b_nR = adapter.part_tensors(part)
-        dy_Mn = dy_MN[:, part.start : part.stop].to(working)
-        db.append((dy_Mn.t() @ t_MR.to(working)) * adapter.scale)
-        dt.append((dy_Mn @ b_nR.to(working)) * adapter.scale)
-    dt_MPR = torch.cat(dt, dim=1)
-    dx_MK = (dt_MPR @ adapter.a.to(working)).to(x_MK.dtype)
+def lora_dt(adapter: LoraAdapter, dy_MN: Tensor) -> Tensor:
+    """dt [M, P R], float32 on a CPU."""
+    working = _working(dy_MN)
+    parts = [
+        (dy_MN[:, part.start : part.stop].to(working) @ adapter.part_tensors(part)[1].to(working)) * adapter.scale
+        for part in adapter.parts
+    ]
+    return torch.cat(parts, dim=1)
+
+
+@torch.no_grad()
+def lora_dgrad(adapter: LoraAdapter, dt_MPR: Tensor, dtype: torch.dtype) -> Tensor:
+    """The branch's share of dx [M, K]."""
+    return (dt_MPR @ adapter.a.to(dt_MPR.dtype)).to(dtype)
+
+
+@torch.no_grad()
+def lora_wgrad(
+    adapter: LoraAdapter, dy_MN: Tensor, x_MK: Tensor, t_MPR: Tensor, dt_MPR: Tensor
+) -> tuple[Tensor, Tensor]:
+    """dA [P R, K] and dB [sum of n, R], in the adapter's dtype."""
+    working = dt_MPR.dtype
     da_PRK = (dt_MPR.t() @ x_MK.to(working)).to(adapter.a.dtype)
-    return dx_MK, da_PRK, torch.cat(db).to(adapter.b.dtype)
+    db = [
+        (dy_MN[:, part.start : part.stop].to(working).t() @ t_MR.to(working)) * adapter.scale
+        for part, t_MR in _by_part(adapter, t_MPR)
+    ]
+    return da_PRK, torch.cat(db).to(adapter.b.dtype)
+
+
+def _by_part(adapter: LoraAdapter, t_MPR: Tensor) -> Iterator[tuple[LoraPart, Tensor]]:
+    return zip(adapter.parts, t_MPR.split(adapter.rank, dim=1), strict=True)
+
+
+def _working(tensor: Tensor) -> torch.dtype:
+    return torch.float32 if tensor.device.type == "cpu" else tensor.dtype
