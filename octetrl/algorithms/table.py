@@ -9,11 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from octetrl.algorithms.advantages import group_relative_advantages
+from torch import Tensor
+
+from octetrl.algorithms.advantages import Advantages, by_group, group_relative_advantages
 from octetrl.algorithms.filters import has_baseline, has_variance, is_not_overlong
 from octetrl.algorithms.grpo import grpo_loss
 from octetrl.algorithms.sft import sft_loss
 from octetrl.algorithms.token_loss import LossInputs, TokenLoss
+from octetrl.algorithms.token_rewards import TokenRewards
 from octetrl.algorithms.weighting import TokenWeighting
 from octetrl.config.schema import AlgorithmConfig
 from octetrl.records import Rollout, RolloutGroup
@@ -25,12 +28,14 @@ class Algorithm:
 
     name: str
     keeps: Callable[[RolloutGroup], bool]  # does the group teach anything?
-    advantages: Callable[[Sequence[float]], list[float]]  # rewards of one group -> as many advantages
+    advantages: Advantages  # rewards of every kept group of a step -> as many advantages
     trains: Callable[[Rollout], bool]  # is this rollout trained on, or only in the baseline?
     token_weighting: TokenWeighting
     loss: Callable[[LossInputs], TokenLoss]
     needs_reference: bool  # log-probs of the weights the run began with
     needs_proximal: bool  # the trainer's log-probs before the first of several updates
+    shape: Callable[[TokenRewards], Tensor] | None = None  # per-token advantages; None: the sample's, on each token
+    needs_values: bool = False  # a critic
 
 
 def build_algorithm(config: AlgorithmConfig) -> Algorithm:
@@ -42,7 +47,7 @@ def _build_grpo(config: AlgorithmConfig) -> Algorithm:
     return Algorithm(
         name="grpo",
         keeps=has_variance if config.drop_zero_variance else has_baseline,
-        advantages=partial(group_relative_advantages, normalize=config.normalize_advantages),
+        advantages=by_group(partial(group_relative_advantages, normalize=config.normalize_advantages)),
         trains=is_not_overlong if config.overlong == "mask" else _always,
         token_weighting=config.token_weighting,
         loss=partial(grpo_loss, config=config),
@@ -55,7 +60,7 @@ def _build_sft(config: AlgorithmConfig) -> Algorithm:
     return Algorithm(
         name="sft",
         keeps=_always,
-        advantages=_ones,
+        advantages=by_group(_ones),
         trains=_always,
         token_weighting=config.token_weighting,
         loss=sft_loss,

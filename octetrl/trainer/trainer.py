@@ -8,7 +8,8 @@ One `train` call is `epochs` passes over `minibatches` optimizer steps. Each ste
 
 Log-probs that must not move during the call come first, without gradient: the reference's where the algorithm has a KL
 term, and the trainer's own (proximal) where there is more than one optimizer step. With one step and samples drawn by
-these very weights, the ratio is exactly 1 and needs no second forward.
+these very weights, the ratio is exactly 1 and needs no second forward. An algorithm that shapes its advantages token by
+token does so then, from the whole batch (algorithms/token_rewards.py).
 
 The forward sees K and V as the rollout's cache did (`KVReplay`) and collects their amax on the way (numerics.md §5,
 §6). The reference is run without replay: the cache's scales are not its own.
@@ -37,6 +38,7 @@ from octetrl.records import MicroBatch, PackedBatch, PolicyUpdate
 from octetrl.trainer.activation_checkpoint import layer_runner
 from octetrl.trainer.optimizer import Optimizer, copy_all
 from octetrl.trainer.packing import PackingLayout, pack_for_calibration
+from octetrl.trainer.prepared import Prepared, num_sequences_of, shape_advantages
 from octetrl.trainer.schedule import learning_rate
 
 NEVER_OBSERVED = -1.0  # below any amax
@@ -74,21 +76,11 @@ class TrainerState:
     policy_version: int
 
 
-@dataclass(slots=True)
-class _Prepared:
-    """A micro-batch on the device, with the log-probs that stay as they are during the call."""
-
-    micro_batch: MicroBatch
-    proximal_N: Tensor | None = None
-    reference_N: Tensor | None = None
-    first_N: Tensor | None = None  # the trainer's, before any update
-
-
 @dataclass(frozen=True, slots=True)
 class _Objective:
     """What one optimizer step minimises."""
 
-    minibatch: Sequence[_Prepared]
+    minibatch: Sequence[Prepared]
     kv: KVReplay
     on_policy: bool
     denominator: float
@@ -159,6 +151,8 @@ class Trainer:
             [self._prepare(micro_batch, kv, several_updates=num_updates > 1) for micro_batch in minibatch]
             for minibatch in batch.minibatches
         ]
+        if self.algorithm.shape is not None:
+            shape_advantages(self.algorithm.shape, [one for minibatch in minibatches for one in minibatch])
         lr = learning_rate(self.policy_version, self.config.optimizer, self.total_steps)
         updates: list[dict[str, float]] = []
         for _ in range(self.config.epochs):
@@ -183,7 +177,7 @@ class Trainer:
         self._kv_amax_2LK = self._unobserved() if collect_kv_amax else None
         loss = torch.zeros((), device=self.device)
         for minibatch, denominator in zip(batch.minibatches, batch.loss_denominators, strict=True):
-            prepared = [_Prepared(self._on_device(micro_batch)) for micro_batch in minibatch]
+            prepared = [Prepared(self._on_device(micro_batch)) for micro_batch in minibatch]
             objective = _Objective(prepared, kv, on_policy=True, denominator=denominator)
             for one in prepared:
                 loss += self._backward(objective, one)["loss"]
@@ -226,15 +220,17 @@ class Trainer:
                 f" build engine and trainer from one policy"
             )
 
-    def _prepare(self, micro_batch: MicroBatch, kv: KVReplay, *, several_updates: bool) -> _Prepared:
+    def _prepare(self, micro_batch: MicroBatch, kv: KVReplay, *, several_updates: bool) -> Prepared:
         micro_batch = self._on_device(micro_batch)
-        prepared = _Prepared(micro_batch)
+        prepared = Prepared(micro_batch)
         with torch.no_grad():
             if self.reference is not None:
                 prepared.reference_N, _ = self._logprobs(self.reference, micro_batch, KVReplay())
-            if self.algorithm.needs_proximal and several_updates:
-                prepared.proximal_N, _ = self._logprobs(self.model, micro_batch, kv)
-                prepared.first_N = prepared.proximal_N
+            needs_proximal = self.algorithm.needs_proximal and several_updates
+            shapes_with_kl = self.algorithm.shape is not None and self.reference is not None
+            if needs_proximal or shapes_with_kl:
+                prepared.first_N, _ = self._logprobs(self.model, micro_batch, kv)
+                prepared.proximal_N = prepared.first_N if needs_proximal else None
         return prepared
 
     def _update(self, objective: _Objective, lr: float) -> dict[str, float]:
@@ -257,7 +253,7 @@ class Trainer:
         metrics["time/requantize"] = time.perf_counter() - started
         return metrics
 
-    def _backward(self, objective: _Objective, prepared: _Prepared) -> dict[str, Tensor]:
+    def _backward(self, objective: _Objective, prepared: Prepared) -> dict[str, Tensor]:
         """Adds one micro-batch's gradient; returns its share of the loss and of every metric."""
         micro_batch = prepared.micro_batch
         logprobs_N, entropy_N = self._logprobs(
@@ -268,8 +264,10 @@ class Trainer:
         token_loss = self.algorithm.loss(
             LossInputs(
                 logprobs_N=logprobs_N,
-                entropy_N=entropy_N.detach(),
+                entropy_N=entropy_N,
                 advantages_N=micro_batch.advantages_N,
+                sequence_N=micro_batch.sequence_N,
+                num_sequences=num_sequences_of(micro_batch),
                 generator_logprobs_N=micro_batch.generator_logprobs_N,
                 proximal_logprobs_N=prepared.proximal_N,
                 reference_logprobs_N=prepared.reference_N,
@@ -338,7 +336,7 @@ class Trainer:
         return replace(micro_batch, **moved)
 
 
-def _token_logprobs(minibatches: Sequence[Sequence[_Prepared]]) -> TokenLogprobs | None:
+def _token_logprobs(minibatches: Sequence[Sequence[Prepared]]) -> TokenLogprobs | None:
     prepared = [one for minibatch in minibatches for one in minibatch]
     generator = [one.micro_batch.generator_logprobs_N for one in prepared]
     if any(logprobs_N is None for logprobs_N in generator):
