@@ -24,6 +24,8 @@ class LossInputs:
     generator_logprobs_N: Tensor | None = None  # the engine's, when it drew the tokens; None for SFT
     proximal_logprobs_N: Tensor | None = None  # the trainer's before the first of several updates; None: one update
     reference_logprobs_N: Tensor | None = None  # None: no KL term
+    mean_weight: Tensor | None = None  # of the correction over the optimizer step; None: not asked for
+    kl_scale: float = 1.0  # of the KL coefficient, where it adapts
     on_policy: bool = False  # drawn with the very weights that `logprobs_N` come from, and this is the only update
 
 
