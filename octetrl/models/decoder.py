@@ -181,6 +181,10 @@ class Decoder(nn.Module):
             if isinstance(module, LoraAdapter):
                 yield name.removesuffix(".lora"), module
 
+    def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All of them; of a model with adapters the adapters' alone."""
+        return ((name, p) for name, p in self.named_parameters() if self.lora is None or ".lora." in name)
+
     def draw_adapters(self, seed: int) -> None:
         """The branches as they begin: they add nothing yet."""
         for name, adapter in self.adapters():

@@ -102,7 +102,7 @@ def test_the_optimizer_holds_the_adapters_alone_and_nothing_else_changes(model: 
         worker = live.workers.worker
         assert all(".lora." in slot.name for slot in worker.trainer.optimizer.slots)
         assert len(worker.trainer.optimizer.slots) == 2 * 4 * 2
-        reference = worker.trainer.reference
+        reference = worker.trainer.reference.model
         assert reference is not None
         frozen = {name: p for name, p in worker.trainer_model.named_parameters() if ".lora." not in name}
         for name, parameter in frozen.items():
@@ -167,6 +167,17 @@ def test_resumed_it_is_the_run_that_was_never_cut_off(
     for name in names:
         if name not in ("manifest.json",):
             assert (folder / last / name).read_bytes() == (whole / last / name).read_bytes(), name
+
+
+def test_a_reference_that_moves_is_adapters_alone_and_survives_a_resume(model: Path, tmp_path: Path) -> None:
+    changes = LORA | {"precision": "fp8", "algorithm.reference_every": 2, "checkpoint.every": 3}
+    expected = run(model, tmp_path / "whole", changes | {"steps": 4})
+    assert of(expected, "kl")[2] == 0.0 and all(of(expected, "kl")[at] != 0.0 for at in (1, 3))
+    run(model, tmp_path / "run", changes | {"steps": 3})
+    train(tiny_recipe(model, tmp_path / "run", changes | {"steps": 4}), resume=True)
+    assert timeless(read_lines(tmp_path / "run" / "metrics.jsonl")) == timeless(expected)
+    saved = checkpoint.load(tmp_path / "run" / "checkpoints" / "step_000003").tensors("reference.safetensors")
+    assert len(saved) == 2 * 4 * 2 and all(".lora." in name for name in saved)
 
 
 def test_it_can_be_begun_from_an_adapter(adapted: Finished, model: Path, tmp_path: Path) -> None:
