@@ -109,11 +109,19 @@ def _file_problems(recipe: Recipe) -> Iterator[str]:
     """What the recipe names and is not there, or is wrong."""
     if recipe.model.tokenizer is not None and not Path(recipe.model.tokenizer).is_dir():
         yield f"model.tokenizer: no folder '{recipe.model.tokenizer}'; give a Hugging Face tokenizer folder"
-    for read in (_read_conversations, _read_dataset, _find_reward):
+    for read in (_read_adapter, _read_conversations, _read_dataset, _find_reward):
         try:
             read(recipe)
         except UserError as error:
             yield str(error)
+
+
+def _read_adapter(recipe: Recipe) -> None:
+    lora = recipe.model.lora
+    if lora is not None and lora.path is not None:
+        from octetrl.models.peft_adapters import check_adapter
+
+        check_adapter(lora, Path(lora.path))
 
 
 def _read_conversations(recipe: Recipe) -> None:
@@ -159,6 +167,10 @@ def _essentials(recipe: Recipe, device: Device) -> Iterator[tuple[str, str]]:
     yield "steps", f"{recipe.steps:,}, seed {recipe.seed}, into {recipe.output_dir}"
     yield "optimizer", f"AdamW, lr {optimizer.lr:g}, {optimizer.decay}, {optimizer.warmup_steps} warm-up steps"
     longest = f"{rollout.max_prompt_tokens:,} prompt + {rollout.max_new_tokens:,} answer tokens"
+    lora = recipe.model.lora
+    if lora is not None:
+        beginning = "begun anew" if lora.path is None else f"from {lora.path}"
+        yield "LoRA", f"rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}; {beginning}"
     yield "lengths", f"{longest}, context {recipe.model.context_length:,}"
     environment = recipe.environment
     yield "environment", f"{environment.kind} {environment.dataset}, {environment.eval_size} tasks held out"

@@ -10,8 +10,11 @@ import typer
 def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or one of its checkpoints.")],
     to: Annotated[str, typer.Option("--to", metavar="DIR", help="The folder to write; new, or empty.")],
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Of a run with LoRA: its adapter in PEFT's format, not merged.")
+    ] = False,
 ) -> None:
-    """Write a run's last weights in Hugging Face format."""
+    """Write a run's last weights in Hugging Face format; adapters of LoRA are merged."""
     from octetrl.run.export import export_run
 
-    typer.echo(f"wrote {export_run(run, to)}")
+    typer.echo(f"wrote {export_run(run, to, adapter=adapter)}")

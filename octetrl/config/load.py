@@ -5,8 +5,9 @@
 Rules, all of them:
 
 - `extends: other.yaml` (relative to the file that says it) puts that file underneath; chains are fine, cycles are not.
-- Sections merge key by key; every other value replaces, lists and `environment.parameters` as a whole. An override
-  reaches inside: `environment.parameters.max_terms=4`. The value of an override is YAML; `key=` is null.
+- Sections merge key by key (`model.lora` may also be null, which turns it off again); every other value replaces,
+  lists and `environment.parameters` as a whole. An override reaches inside: `environment.parameters.max_terms=4`.
+  The value of an override is YAML; `key=` is null.
 - `precision:` stands for its three `fp8` fields. Fields written out in the same file win over it, so does whatever
   comes later; the command line is one such "file", whatever the order of its words. `precision` given later wins
   over fields written out earlier.
@@ -29,7 +30,7 @@ from typing import Any
 import yaml
 
 from octetrl.config.errors import UserError
-from octetrl.config.problems import Problem, section_of
+from octetrl.config.problems import Problem, may_be_null, section_of
 from octetrl.config.schema import Recipe, Section
 from octetrl.config.validate import build_recipe
 
@@ -155,12 +156,12 @@ def _merge(base: Tree, top: Tree, schema: type[Section]) -> Tree:
     merged = dict(base)
     for key, value in top.items():
         section = section_of(schema, key)
-        if section is None:
+        if section is None or (value is None and may_be_null(schema, key)):
             merged[key] = value
         elif value is None:
             continue
-        elif isinstance(value, dict) and isinstance(base.get(key, {}), dict):
-            merged[key] = _merge(base.get(key, {}), value, section)
+        elif isinstance(value, dict) and isinstance(base.get(key) or {}, dict):
+            merged[key] = _merge(base.get(key) or {}, value, section)
         else:
             merged[key] = value
     return merged
@@ -173,6 +174,8 @@ def _assign(tree: Tree, keys: tuple[str, ...], value: Any) -> list[Problem]:
     node = tree
     schema: type[Section] = Recipe
     for depth, key in enumerate(keys[:-1]):
+        if node.get(key) is None and section_of(schema, key) is not None:
+            node[key] = {}  # a section that is null so far
         child = node.setdefault(key, {})
         if not isinstance(child, dict):
             text = f"override '{'.'.join(keys)}': {'.'.join(keys[: depth + 1])} is {child!r} and holds no keys"

@@ -25,6 +25,9 @@ While training, activations and working set:
                                 gradient of lm_head summed in float32, then rounded; and 4 b T E of hidden states
                     + b V E where embeddings are tied: lm_head's gradient waits for the embedding's
 
+With LoRA gradients, optimizer and reference count A, the adapters' parameters, instead of P; weights that training has
+in FP8 are kept as codes alone; layers keep n1 and n2 in BF16 for the adapters, and no weight has a gradient.
+
 While generating, the KV cache: L kv_size (bytes of K + bytes of V) a token, + 8 L heads if dynamic. On a GPU with
 `release_for_training` the two share what is left, so the total is what is always there and the larger of them.
 
@@ -39,6 +42,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
+from octetrl.config.lora import adapter_elements
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
 
@@ -96,15 +100,22 @@ def estimate_memory(
     `device_bytes` is what the device has; None: not known, then a KV cache that is a share of it has no size either.
     """
     weight_bytes = 2 if recipe.model.dtype == "bfloat16" else 4
-    parts = [MemoryPart("weights", weight_bytes * spec.num_parameters, f"{recipe.model.dtype}, shared by both sides")]
+    lora = recipe.model.lora
+    trained = spec.num_parameters if lora is None else adapter_elements(spec, lora)
+    dropped = 0 if lora is None else _elements(spec, precisions.fp8_train)
+    how = f"{recipe.model.dtype}, shared by both sides" + (", what is FP8 as codes alone" if dropped else "")
+    parts = [MemoryPart("weights", weight_bytes * (spec.num_parameters - dropped), how)]
     copies = _fp8_copies(spec, precisions, emulated=recipe.fp8.emulate or (recipe.fp8.emulate is None and not on_gpu))
     if copies:
         parts.append(MemoryPart("FP8 copies", copies, "codes, transposed codes and scales"))
-    parts.append(MemoryPart("gradients", 4 * spec.num_parameters, "float32 sums"))
-    parts.append(_optimizer(recipe, spec, weight_bytes, on_gpu))
+    if lora is not None:
+        parts.append(MemoryPart("adapters", weight_bytes * trained, f"{trained:,} parameters, all that is trained"))
+    parts.append(MemoryPart("gradients", 4 * trained, "float32 sums"))
+    parts.append(_optimizer(recipe, trained, weight_bytes, on_gpu))
     if recipe.algorithm.kl_coefficient > 0:
-        reference = weight_bytes * spec.num_parameters + copies
-        parts.append(MemoryPart("reference model", reference, "weights and FP8 copies of the policy it began with"))
+        reference = weight_bytes * trained + (copies if lora is None else 0)
+        what = "weights and FP8 copies" if lora is None else "adapters"
+        parts.append(MemoryPart("reference model", reference, f"{what} of the policy it began with"))
     if on_gpu:
         parts.append(MemoryPart("CUDA context", CUDA_CONTEXT, "kernels and the driver's own"))
     parts += _activations(recipe, spec, precisions, weight_bytes)
@@ -153,18 +164,18 @@ def linear_elements(spec: ModelSpec) -> dict[str, int]:
     }
 
 
-def _fp8_copies(spec: ModelSpec, precisions: Precisions, *, emulated: bool) -> int:
+def _elements(spec: ModelSpec, names: Collection[str]) -> int:
     elements = linear_elements(spec)
+    return sum(elements[name.split(".", 2)[2]] for name in names)
 
-    def total(names: Collection[str]) -> int:
-        return sum(elements[name.split(".", 2)[2]] for name in names)
 
-    either = total(set(precisions.fp8_rollout) | set(precisions.fp8_train))
+def _fp8_copies(spec: ModelSpec, precisions: Precisions, *, emulated: bool) -> int:
+    either = _elements(spec, set(precisions.fp8_rollout) | set(precisions.fp8_train))
     codes_and_scales = either + 4 * (either // 128**2)
-    return codes_and_scales + (8 * either if emulated else total(precisions.fp8_train))
+    return codes_and_scales + (8 * either if emulated else _elements(spec, precisions.fp8_train))
 
 
-def _optimizer(recipe: Recipe, spec: ModelSpec, weight_bytes: int, on_gpu: bool) -> MemoryPart:
+def _optimizer(recipe: Recipe, trained: int, weight_bytes: int, on_gpu: bool) -> MemoryPart:
     optimizer = recipe.trainer.optimizer
     own_master = optimizer.master == "float32" and weight_bytes == 2
     each = STATE_BYTES[optimizer.states] + (4 if own_master else 0)
@@ -172,18 +183,19 @@ def _optimizer(recipe: Recipe, spec: ModelSpec, weight_bytes: int, on_gpu: bool)
     if own_master:
         how += " and the master" if optimizer.states == "float32" else ", and the master, float32"
     if optimizer.offload and on_gpu:
-        held = f"{how}: {each * spec.num_parameters / 2**30:.1f} GiB of the host's memory, here two pieces of it"
-        return MemoryPart("optimizer", int(each * min(OFFLOAD_ELEMENTS, spec.num_parameters)), held)
-    return MemoryPart("optimizer", int(each * spec.num_parameters), how)
+        held = f"{how}: {each * trained / 2**30:.1f} GiB of the host's memory, here two pieces of it"
+        return MemoryPart("optimizer", int(each * min(OFFLOAD_ELEMENTS, trained)), held)
+    return MemoryPart("optimizer", int(each * trained), how)
 
 
 def _activations(recipe: Recipe, spec: ModelSpec, precisions: Precisions, value_bytes: int) -> list[MemoryPart]:
     trainer = recipe.trainer
     tokens, keep = trainer.tokens_per_micro_batch, trainer.activation_checkpointing
     num_fp8 = len(precisions.fp8_train)
-    layers = [_LayerMemory(spec, tokens, value_bytes, fp8=True)] if num_fp8 else []
+    frozen = recipe.model.lora is not None
+    layers = [_LayerMemory(spec, tokens, value_bytes, fp8=True, frozen=frozen)] if num_fp8 else []
     if num_fp8 < spec.num_layers * len(linear_elements(spec)):
-        layers.append(_LayerMemory(spec, tokens, value_bytes, fp8=False))
+        layers.append(_LayerMemory(spec, tokens, value_bytes, fp8=False, frozen=frozen))
     again = spec.num_layers if trainer.checkpointed_layers is None else trainer.checkpointed_layers
     again = 0 if keep == "none" else min(again, spec.num_layers)
     others = (spec.num_layers - again) * max(layer.kept("none") for layer in layers)
@@ -196,18 +208,20 @@ def _activations(recipe: Recipe, spec: ModelSpec, precisions: Precisions, value_
     )  # the first layers' turn comes when these are gone
     if others:
         backward = max(backward, *(layer.backward("none") for layer in layers))
-    logits = _logits(spec, tokens, value_bytes, trainer.logprob_chunk)
-    backward += value_bytes * spec.vocab_size * spec.hidden_size if spec.tied_embeddings else 0  # lm_head's, waiting
-    how = f"one layer's backward ({backward / 2**30:.2f}) or logits and lm_head's gradient ({logits / 2**30:.2f})"
+    logits = _logits(spec, tokens, value_bytes, trainer.logprob_chunk, frozen)
+    if spec.tied_embeddings and not frozen:
+        backward += value_bytes * spec.vocab_size * spec.hidden_size  # lm_head's gradient, waiting
+    what_of = "logits" if frozen else "logits and lm_head's gradient"
+    how = f"one layer's backward ({backward / 2**30:.2f}) or {what_of} ({logits / 2**30:.2f})"
     return [
         MemoryPart("activations", kept, f"{tokens:,} tokens, {what[keep]}", "training"),
         MemoryPart("working set", max(backward, logits), how, "training"),
     ]
 
 
-def _logits(spec: ModelSpec, tokens: int, value_bytes: int, chunk: int) -> int:
+def _logits(spec: ModelSpec, tokens: int, value_bytes: int, chunk: int, frozen: bool) -> int:
     rows, group = min(chunk, tokens), min(GATHERED_CHUNKS * chunk, tokens)
-    weight = spec.vocab_size * spec.hidden_size
+    weight = 0 if frozen else spec.vocab_size * spec.hidden_size
     while_summed = (4 * rows + value_bytes * group) * spec.vocab_size + 4 * weight
     while_rounded = (4 + (value_bytes if value_bytes < 4 else 0)) * weight
     return max(while_summed, while_rounded) + 4 * value_bytes * tokens * spec.hidden_size
@@ -215,17 +229,18 @@ def _logits(spec: ModelSpec, tokens: int, value_bytes: int, chunk: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _LayerMemory:
-    """Bytes of one layer of models/training_forward.py; `fp8`: its linears are."""
+    """Bytes of one layer of models/training_forward.py; `fp8`: its linears are; `frozen`: beside adapters."""
 
     spec: ModelSpec
     tokens: int
     value_bytes: int
     fp8: bool
+    frozen: bool
 
     @property
     def operand_bytes(self) -> float:
-        """Of what wgrad reads."""
-        return SCALED if self.fp8 else self.value_bytes
+        """Of what wgrad reads, or an adapter's backward."""
+        return SCALED if self.fp8 and not self.frozen else self.value_bytes
 
     def kept(self, keep: str) -> int:
         """From forward to backward."""
@@ -252,15 +267,17 @@ class _LayerMemory:
             remade += b * spec.q_size + 4 * spec.num_heads  # attention's output
         rotated = b * qkv
         gated = (4 * SCALED if self.fp8 else 2 * b) * inner  # gate_up's gradient
+        if self.fp8 and self.frozen:
+            gated = (2 * b + 2 * SCALED) * inner
         at_gate = remade + (rotated if keep == "layer" else 0) + b * hidden + gradients
         at_gate += b * inner + gated + c * inner  # its upstream, itself, and y
         after_mlp = remade + (rotated if keep == "layer" else 0) + 2 * b * hidden + gated
         attention = remade + 2 * b * hidden + rotated + 2 * b * qkv + b * spec.q_size
-        wgrad = b * hidden * inner
+        wgrad = 0 if self.frozen else b * hidden * inner
         moments = (
             self.tokens * at_gate,
             self.tokens * after_mlp + 3 * wgrad,
-            self.tokens * attention + 3 * wgrad + b * hidden * spec.q_size,
+            self.tokens * attention + 3 * wgrad + (0 if self.frozen else b * hidden * spec.q_size),
         )
         return int(max(moments))
 

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
@@ -126,7 +126,15 @@ def _remove(tree: dict[str, Any], keys: tuple[str, ...]) -> None:
 
 
 def section_of(schema: type[Section], key: str) -> type[Section] | None:
-    """The section that `key` is in `schema`; None when it is a plain field, or unknown."""
+    """The section that `key` is in `schema`, one that may be null included; None: a plain field, or unknown."""
     field = schema.model_fields.get(key)
     annotation = field.annotation if field is not None else None
-    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
+    for choice in (annotation, *get_args(annotation)):
+        if isinstance(choice, type) and issubclass(choice, Section):
+            return choice
+    return None
+
+
+def may_be_null(schema: type[Section], key: str) -> bool:
+    """Whether `key` is a section that null turns off, as null is its default."""
+    return schema.model_fields[key].default is None

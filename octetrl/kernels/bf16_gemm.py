@@ -31,6 +31,7 @@ PLAIN = {  # by the largest M served, for an M beyond a weight's entries
     64: Config("straight", 64, 32, 4, tile_k=128),
     SMALLEST_UNSPLIT - 1: Config("straight", 128, 64, 4, tile_k=64),
 }
+LARGE = PLAIN[SMALLEST_UNSPLIT - 1]
 
 
 @cache
@@ -53,6 +54,23 @@ def bf16_gemm(x_MK: Tensor, w_NK: Tensor) -> Tensor:
         return bf16_gemm_reference(x_MK, w_NK)
     config = straight_config(x_MK.shape[0], *w_NK.shape)
     return F.linear(x_MK, w_NK) if config is None else bf16_gemm_triton(x_MK, w_NK, config)
+
+
+def bf16_gemm_straight(x_MK: Tensor, w_NK: Tensor) -> Tensor:
+    """The straight loop at any M, for weights so narrow that cuBLAS would split K however large M is. No gradient.
+
+    On a GPU both BF16 and contiguous; a K that is not a multiple of 8 is padded with zeros, which change no sum. Other
+    dtypes, which promise no bits, are `F.linear`.
+    """
+    if not x_MK.is_cuda:
+        return bf16_gemm_reference(x_MK, w_NK)
+    if x_MK.dtype != torch.bfloat16:
+        return F.linear(x_MK, w_NK)
+    missing = -x_MK.shape[1] % 8
+    if missing:
+        x_MK, w_NK = F.pad(x_MK, (0, missing)), F.pad(w_NK, (0, missing))
+    config = next((config for largest, config in PLAIN.items() if x_MK.shape[0] <= largest), LARGE)
+    return bf16_gemm_triton(x_MK, w_NK, config)
 
 
 def bf16_gemm_reference(x_MK: Tensor, w_NK: Tensor) -> Tensor:

@@ -24,6 +24,9 @@ along K and wgrad needs them along tokens, so codes would mean a second quantisa
 wherever activations are recomputed; and a neighbour may keep that tensor anyway (attention its output). Price: one byte
 more per element where none does.
 
+`lora`, where a model has adapters, is a branch that the product is handed to, with the input in the model's dtype
+(layers/lora.py). The weight is frozen then, and where it is FP8 the trainer may drop it too.
+
 Layouts on Hopper: `codes` [N, K] row-major serves forward; dgrad's operand must be row-major [K, N], so
 `requantize` also fills a transposed copy, made on first use (an engine's copy never has one). Emulated, a
 float64 copy of the codes' values is kept beside them and renewed when the codes' version counter moves:
@@ -53,6 +56,7 @@ from octetrl.fp8.quantize import Quantized, quantize_activation_values, quantize
 from octetrl.kernels.quantize_activation import quantize_activation
 from octetrl.kernels.quantize_tokens import quantize_tokens
 from octetrl.kernels.quantize_weight import quantize_weight
+from octetrl.layers.lora import LoraAdapter
 
 _ACTIVATION_QUANTIZERS: dict[BackendName, Callable[[Tensor, bool], Quantized]] = {
     "scaled_mm": quantize_activation,
@@ -85,12 +89,16 @@ class Linear(nn.Module):
         self.in_features, self.out_features, self.fast = in_features, out_features, fast
         self.weight = nn.Parameter(_initial_weight(out_features, in_features, dtype, device))
         self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
+        self.lora: LoraAdapter | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        x_MK = x.reshape(-1, self.in_features)
         if x.device.type != "cpu":
-            product = F.linear(x, self.weight)
-            return product if self.bias is None else product + self.bias
-        y_MN = _LinearFunction.apply(x.reshape(-1, self.in_features), self.weight, self.bias)
+            y_MN = F.linear(x_MK, self.weight)
+            y_MN = y_MN if self.bias is None else y_MN + self.bias
+        else:
+            y_MN = _LinearFunction.apply(x_MK, self.weight, self.bias)
+        y_MN = y_MN if self.lora is None else self.lora(y_MN, x_MK)
         return y_MN.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
@@ -152,6 +160,7 @@ class Float8Linear(nn.Module):
         self.weight: nn.Parameter | None
         self.weight = nn.Parameter(_initial_weight(out_features, in_features, dtype, device))
         self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
+        self.lora: LoraAdapter | None = None
         blocks = (-(-out_features // BLOCK), -(-in_features // BLOCK))
         codes = torch.zeros(out_features, in_features, dtype=E4M3, device=device)
         self.register_buffer("codes", codes, persistent=False)
@@ -184,12 +193,19 @@ class Float8Linear(nn.Module):
         )
         self._quantized_version = self.weight._version
 
+    @property
+    def codes_are_settled(self) -> bool:
+        """Whether the codes will do as they are: of a frozen weight that they were made from, or of one dropped."""
+        return self.weight is None or (
+            not self.weight.requires_grad and self.weight._version == self._quantized_version
+        )
+
     def disown_codes(self) -> None:
         """Forward refuses the codes until `requantize()`: the caller found that they are not to be used."""
         self._quantized_version = None
 
     def drop_weight(self) -> None:
-        """Makes this the engine's copy: codes and scales only, no gradients, nothing to go stale."""
+        """Leaves codes and scales only, nothing to go stale: the engine's copy, or a frozen weight of the trainer's."""
         self.weight = None
         self._codes_transposed = None
 
@@ -203,6 +219,7 @@ class Float8Linear(nn.Module):
         self.check_codes()
         x_MK = x.reshape(-1, self.in_features)
         y_MN = Float8LinearFunction.apply(x_MK, self.weight, self.bias, self)
+        y_MN = y_MN if self.lora is None else self.lora(y_MN, x_MK)
         return y_MN.view(*x.shape[:-1], self.out_features)
 
     def forward_operand(self) -> Quantized:

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from octetrl.config.lora import lora_parts
+from octetrl.config.schema import LoraConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.gemm import BackendName
 from octetrl.fp8.policy import PrecisionPolicy, Side
@@ -30,6 +32,7 @@ from octetrl.layers.context import Context
 from octetrl.layers.embedding import Embedding
 from octetrl.layers.linear import Float8Linear, Linear, Projection
 from octetrl.layers.lm_head import LmHead
+from octetrl.layers.lora import LoraAdapter
 from octetrl.layers.mlp import MLP
 from octetrl.layers.norm import RMSNorm
 from octetrl.layers.rotary import Rotary, RotaryTable
@@ -59,7 +62,7 @@ class Decoder(nn.Module):
     """A dense decoder of `spec`, with the formats that `policy` gives this `side`.
 
     Weights are undefined until `random_init` or `hf_weights.load_weights`. After any change of a weight
-    that is FP8 here, call `requantize()`; forward refuses stale codes.
+    that is FP8 here, call `requantize()`; forward refuses stale codes. `lora`: every target has an adapter.
     """
 
     def __init__(
@@ -71,9 +74,11 @@ class Decoder(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
         backend: BackendName = "emulated",
+        lora: LoraConfig | None = None,
     ) -> None:
         super().__init__()
         self.spec, self.policy, self.side, self.dtype, self.backend = spec, policy, side, dtype, backend
+        self.lora = lora
         self.fast = policy.numerics == "fast"
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
         self.rotary = RotaryTable(spec.head_size, spec.rope_theta, spec.rope_scaling, spec.max_positions, device=device)
@@ -87,6 +92,14 @@ class Decoder(nn.Module):
         spec = self.spec
 
         def linear(name: str, in_features: int, out_features: int, bias: bool = False) -> Projection:
+            made = plain_linear(name, in_features, out_features, bias)
+            parts = lora_parts(spec, self.lora.targets, name) if self.lora is not None else ()
+            if self.lora is not None and parts:
+                rank, alpha = self.lora.rank, self.lora.alpha
+                made.lora = LoraAdapter(in_features, parts, rank, alpha, dtype=self.dtype, device=device)
+            return made
+
+        def plain_linear(name: str, in_features: int, out_features: int, bias: bool) -> Projection:
             if self.policy.format_of(f"layers.{index}.{name}", self.side) == "bf16":
                 return Linear(in_features, out_features, bias, dtype=self.dtype, device=device, fast=self.fast)
             return Float8Linear(
@@ -162,10 +175,34 @@ class Decoder(nn.Module):
             if isinstance(module, Float8Linear):
                 yield name, module
 
+    def adapters(self) -> Iterator[tuple[str, LoraAdapter]]:
+        """Every adapter with its projection's name, in the order of the layers."""
+        for name, module in self.named_modules():
+            if isinstance(module, LoraAdapter):
+                yield name.removesuffix(".lora"), module
+
+    def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All of them; of a model with adapters the adapters' alone."""
+        return ((name, p) for name, p in self.named_parameters() if self.lora is None or ".lora." in name)
+
+    def draw_adapters(self, seed: int) -> None:
+        """The branches as they begin: they add nothing yet."""
+        for name, adapter in self.adapters():
+            adapter.draw(seed, name)
+
+    def train_adapters_alone(self) -> None:
+        """Freezes the loaded weights; those that are FP8 on this side are dropped, their codes stay."""
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(".lora." in name)
+        for _, module in self.float8_linears():
+            module.drop_weight()
+
     def requantize(self) -> None:
-        """Quantises every FP8 weight once, in place. ValueError names a weight that is not finite."""
+        """Quantises every FP8 weight that may have changed, in place. ValueError names one that is not finite."""
         made: dict[str, tuple[Tensor, Tensor]] = {}
         for name, module in self.float8_linears():
+            if module.codes_are_settled:
+                continue
             module.requantize(f"{name}.weight", check=False)
             assert module.weight is not None
             made[f"{name}.weight"] = (module.weight.detach(), module.scale)
@@ -182,9 +219,11 @@ class Decoder(nn.Module):
         `requantize`.
 
         Each tensor is drawn on the CPU from (seed, its name), so neither device, dtype's rounding aside,
-        nor the order or presence of other tensors matters.
+        nor the order or presence of other tensors matters. Adapters are left alone.
         """
         for name, parameter in self.named_parameters():
+            if ".lora." in name:
+                continue
             if parameter.dim() == 1:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
                 continue

@@ -7,7 +7,8 @@
     SiLU * up (+ quantise)                     -> down
 
 Each fused kernel gives the bits of the ops it replaces, so this is `Decoder.forward` to the bit (tests/gpu), without
-gradients and without its modules' separate passes over memory. Nothing here reads the host: it is captured whole.
+gradients and without its modules' separate passes over memory. Where a linear has an adapter, its input is made in BF16
+and quantised by itself: the branch reads it too (layers/lora.py). Nothing here reads the host: it is captured whole.
 
 T tokens, E hidden size, D head size.
 """
@@ -24,11 +25,13 @@ from octetrl.kernels.attention_paged import attention_paged
 from octetrl.kernels.bf16_gemm import bf16_gemm
 from octetrl.kernels.fp8_gemm import fp8_gemm
 from octetrl.kernels.qkv_store import qkv_store
+from octetrl.kernels.quantize_activation import quantize_activation
 from octetrl.kernels.silu_mul import silu_mul
 from octetrl.kernels.silu_mul_quantize import silu_mul_quantize
 from octetrl.layers.attention import Attention
 from octetrl.layers.context import PagedContext
 from octetrl.layers.linear import Float8Linear, Projection
+from octetrl.layers.lora import add_branch, lora_down
 from octetrl.layers.mlp import MLP
 from octetrl.layers.norm import RMSNorm
 from octetrl.layers.rotary import RotaryTable
@@ -118,14 +121,23 @@ def _mlp(mlp: MLP, x: Operand) -> Tensor:
 
 
 def _wants(linear: Projection | None) -> tuple[bool, bool]:
-    """Whether its input comes quantised, and with power-of-two scales."""
-    return (True, linear.power_of_two) if isinstance(linear, Float8Linear) else (False, False)
+    """Whether its input comes quantised, and with power-of-two scales. An adapter wants it as it is."""
+    quantize = isinstance(linear, Float8Linear) and linear.lora is None
+    return quantize, isinstance(linear, Float8Linear) and linear.power_of_two
 
 
 def _project(linear: Projection, x: Operand) -> Tensor:
+    y_TN = _base_product(linear, x)
+    if linear.lora is not None:
+        assert isinstance(x, Tensor)
+        add_branch(linear.lora, y_TN, lora_down(linear.lora, x))
+    return y_TN
+
+
+def _base_product(linear: Projection, x: Operand) -> Tensor:
     if isinstance(linear, Float8Linear):
-        assert isinstance(x, Quantized)
-        y_TN = fp8_gemm(x, linear.quantized)
+        codes = x if isinstance(x, Quantized) else quantize_activation(x, linear.power_of_two)
+        y_TN = fp8_gemm(codes, linear.quantized)
     else:
         assert isinstance(x, Tensor)
         if linear.fast:

@@ -27,6 +27,9 @@ What is kept from forward to backward (`Keep`), per token and layer, in bytes:
 A layer that runs again has the same bits: nothing in it is random, no sum depends on what else runs. Codes kept for
 wgrad are those that quantising again would give (tests/gpu/test_training_forward.py), at half the memory of the values.
 
+With adapters (layers/lora.py) the weights are frozen: no product makes a gradient of theirs, their inputs stay in BF16
+for the branch, which is added to the product in place, and its gradients are made beside dgrad and in wgrad's place.
+
 T tokens, E hidden size, F intermediate size, H query heads, K kv heads, D head size, X = (H + 2 K) D.
 """
 
@@ -59,6 +62,7 @@ from octetrl.kernels.silu_mul_quantize import silu_mul_quantize
 from octetrl.layers.attention import Attention
 from octetrl.layers.context import Context, PackedContext
 from octetrl.layers.linear import Float8Linear, Projection
+from octetrl.layers.lora import add_branch, lora_dgrad, lora_down, lora_dt, lora_wgrad
 from octetrl.layers.norm import RMSNorm
 from octetrl.layers.rotary import Rotary
 from octetrl.models.decoder import Decoder, DecoderLayer, RunLayer
@@ -147,7 +151,7 @@ class _Layer(torch.autograd.Function):
         dweight: dict[str, Tensor | None] = {}
         dh1_TE = _mlp_backward(layer, activations, grads[0], dweight)
         dh0_TE = _attention_backward(layer, activations, h0_TE, dh1_TE, ctx.rotary, ctx.context, dweight)
-        return dh0_TE, None, None, None, None, *[dweight[name] for name, _ in layer.named_parameters()]
+        return dh0_TE, None, None, None, None, *[dweight.get(name) for name, _ in layer.named_parameters()]
 
 
 def _up_to_gate_up(
@@ -163,7 +167,7 @@ def _up_to_gate_up(
     """The layer's forward as far as gate_up. `observe`: collects K's and V's amax; `attended`: kept, not made again."""
     attention, mlp = layer.attention, layer.mlp
     n1 = _normed(h0_TE, layer.attention_norm, attention.qkv_proj, for_wgrad)
-    qkv_TX = _product(attention.qkv_proj, n1.rows)
+    qkv_TX = _product(attention.qkv_proj, n1)
     rotated = None
     if attended is None:
         rotated = q_THD, kv = _rotated(attention, qkv_TX, rotary, context, observe)
@@ -174,11 +178,11 @@ def _up_to_gate_up(
         attended = _Attended(out_THD.flatten(1), lse2_TH)
     with part("quantize"):
         out = _input(attention.o_proj, attended.out_TQ, for_wgrad=False)
-    h1_TE = _product(attention.o_proj, out.rows)
+    h1_TE = _product(attention.o_proj, out)
     with part("rows"):
         h1_TE.add_(h0_TE)
     n2 = _normed(h1_TE, layer.mlp_norm, mlp.gate_up_proj, for_wgrad)
-    gate_up_T2F = _product(mlp.gate_up_proj, n2.rows)
+    gate_up_T2F = _product(mlp.gate_up_proj, n2)
     kept_n1, kept_n2 = (n.rows if n.tokens is None else n.tokens for n in (n1, n2))
     return _Activations(kept_n1, qkv_TX, attended, h1_TE, kept_n2, gate_up_T2F, rotated)
 
@@ -194,10 +198,10 @@ def _mlp_backward(
     with part("rows"):
         dgate_up, y = _gated_backward(layer, activations.gate_up_T2F, dy_TF)
     del dy_TF
-    dweight["mlp.down_proj.weight"] = _wgrad(down, dh2, y)
+    _wgrad(dweight, "mlp.down_proj", down, dh2, y)
     del y, dh2
     dn2_TE = _dgrad(gate_up, dgate_up)
-    dweight["mlp.gate_up_proj.weight"] = _wgrad(gate_up, dgate_up, activations.n2)
+    _wgrad(dweight, "mlp.gate_up_proj", gate_up, dgate_up, activations.n2)
     del dgate_up
     norm = layer.mlp_norm
     with part("rows"):
@@ -224,7 +228,7 @@ def _attention_backward(
         out = _input(o_proj, out_TQ, for_wgrad=True).tokens
     dout_TQ = _dgrad(o_proj, dh1)
     assert out is not None
-    dweight["attention.o_proj.weight"] = _wgrad(o_proj, dh1, out)
+    _wgrad(dweight, "attention.o_proj", o_proj, dh1, out)
     del dh1, out
     rotated, activations.rotated = activations.rotated, None
     q_THD, kv = rotated or _rotated(attention, activations.qkv_TX, rotary, context, observe=False)
@@ -249,8 +253,8 @@ def _attention_backward(
     with part("quantize"):
         dqkv = _input(qkv_proj, dqkv_TXD.flatten(1), for_wgrad=True, is_gradient=True)
     dn1_TE = _dgrad(qkv_proj, dqkv)
-    dweight["attention.qkv_proj.weight"] = _wgrad(qkv_proj, dqkv, activations.n1)
-    if qkv_proj.bias is not None:
+    _wgrad(dweight, "attention.qkv_proj", qkv_proj, dqkv, activations.n1)
+    if qkv_proj.bias is not None and qkv_proj.bias.requires_grad:
         dweight["attention.qkv_proj.bias"] = dqkv_TXD.flatten(1).sum(0, dtype=torch.float32).to(qkv_proj.bias.dtype)
     norm = layer.attention_norm
     with part("rows"):
@@ -263,7 +267,7 @@ def _attention_backward(
 
 
 def _normed(x_TE: Tensor, norm: RMSNorm, eater: Projection, for_wgrad: bool) -> _Input:
-    if not isinstance(eater, Float8Linear) or for_wgrad:
+    if not isinstance(eater, Float8Linear) or eater.lora is not None or for_wgrad:
         with part("rows"):
             _, n_TE = add_rms_norm(None, x_TE, norm.weight, norm.eps, quantize=False)
         with part("quantize"):
@@ -303,16 +307,17 @@ def _qk_norm(attention: Attention) -> tuple[tuple[Tensor | None, Tensor | None],
     return (q_norm.weight, k_norm.weight), q_norm.eps
 
 
-def _gated(down: Projection, gate_up_T2F: Tensor) -> Operand:
-    if isinstance(down, Float8Linear):
-        return silu_mul_quantize(gate_up_T2F, down.power_of_two)
-    return silu_mul_triton(gate_up_T2F)
+def _gated(down: Projection, gate_up_T2F: Tensor) -> _Input:
+    if isinstance(down, Float8Linear) and down.lora is None:
+        return _Input(silu_mul_quantize(gate_up_T2F, down.power_of_two), None)
+    return _input(down, silu_mul_triton(gate_up_T2F), for_wgrad=False)
 
 
 def _gated_backward(layer: DecoderLayer, gate_up_T2F: Tensor, dy_TF: Tensor) -> tuple[_Input, Operand]:
     """The gradient of gate_up as its GEMMs read it, and y as wgrad of the down projection does."""
     gate_up, down = layer.mlp.gate_up_proj, layer.mlp.down_proj
-    if isinstance(gate_up, Float8Linear) and isinstance(down, Float8Linear):
+    adapted = gate_up.lora is not None or down.lora is not None
+    if isinstance(gate_up, Float8Linear) and isinstance(down, Float8Linear) and not adapted:
         dgate_up, y = silu_mul_backward_quantize(gate_up_T2F, dy_TF, down.power_of_two, square=down.square_wgrad)
         return _Input(*dgate_up), y
     gated = _input(down, silu_mul_triton(gate_up_T2F), for_wgrad=True)
@@ -328,39 +333,63 @@ def _input(linear: Projection, x_TC: Tensor, *, for_wgrad: bool, is_gradient: bo
     """A BF16 tensor [T, C] as `linear`'s GEMMs multiply it."""
     if not isinstance(linear, Float8Linear):
         return _Input(x_TC, x_TC)
+    if linear.lora is not None:  # the weight is frozen, the adapter reads BF16
+        return _Input(quantize_activation(x_TC, linear.power_of_two), x_TC)
     if not for_wgrad:
         return _Input(quantize_activation(x_TC, linear.power_of_two), None)
     square = linear.square_wgrad and not is_gradient
     return _Input(*quantize_both(x_TC, linear.power_of_two, square=square))
 
 
-def _product(linear: Projection, x: Operand) -> Tensor:
+def _product(linear: Projection, x: _Input) -> Tensor:
     with part("gemm_forward"):
-        if isinstance(linear, Float8Linear):
-            assert isinstance(x, Quantized)
-            linear.check_codes()
-            y_TN = fp8_gemm(x, linear.quantized)
-        else:
-            assert isinstance(x, Tensor)
-            if linear.fast:
-                return F.linear(x, linear.weight, linear.bias)
-            y_TN = bf16_gemm(x, linear.weight)
-        return y_TN if linear.bias is None else y_TN + linear.bias
+        y_TN = _base_product(linear, x.rows)
+        if linear.lora is not None:
+            assert isinstance(x.tokens, Tensor)
+            add_branch(linear.lora, y_TN, lora_down(linear.lora, x.tokens))
+        return y_TN
+
+
+def _base_product(linear: Projection, x: Operand) -> Tensor:
+    if isinstance(linear, Float8Linear):
+        assert isinstance(x, Quantized)
+        linear.check_codes()
+        y_TN = fp8_gemm(x, linear.quantized)
+    else:
+        assert isinstance(x, Tensor)
+        if linear.fast:
+            return F.linear(x, linear.weight, linear.bias)
+        y_TN = bf16_gemm(x, linear.weight)
+    return y_TN if linear.bias is None else y_TN + linear.bias
 
 
 def _dgrad(linear: Projection, dy: _Input) -> Tensor:
     with part("gemm_dgrad"):
         if isinstance(linear, Float8Linear):
             assert isinstance(dy.rows, Quantized)
-            return fp8_gemm_dgrad(dy.rows, linear.dgrad_operand(), linear.backend).contiguous()  # a slice if padded
-        assert isinstance(dy.rows, Tensor)
-        return dy.rows @ linear.weight
+            dx_TK = fp8_gemm_dgrad(dy.rows, linear.dgrad_operand(), linear.backend).contiguous()  # a slice if padded
+        else:
+            assert isinstance(dy.rows, Tensor)
+            dx_TK = dy.rows @ linear.weight
+        if linear.lora is not None:
+            assert isinstance(dy.tokens, Tensor)
+            dx_TK.add_(lora_dgrad(linear.lora, lora_dt(linear.lora, dy.tokens), dx_TK.dtype))
+        return dx_TK
 
 
-def _wgrad(linear: Projection, dy: _Input, x: Operand) -> Tensor:
+def _wgrad(dweight: dict[str, Tensor | None], name: str, linear: Projection, dy: _Input, x: Operand) -> None:
+    """The gradient of what is trained: the weight, an adapter's A and B, or nothing."""
     with part("gemm_wgrad"):
-        if isinstance(linear, Float8Linear):
-            assert isinstance(dy.tokens, Quantized) and isinstance(x, Quantized) and linear.weight is not None
-            return fp8_gemm_wgrad(dy.tokens, x, linear.backend, linear.weight.dtype)
-        assert isinstance(dy.tokens, Tensor) and isinstance(x, Tensor)
-        return dy.tokens.t() @ x
+        if linear.lora is not None:
+            assert isinstance(dy.tokens, Tensor) and isinstance(x, Tensor)
+            t_TPR, dt_TPR = lora_down(linear.lora, x), lora_dt(linear.lora, dy.tokens)
+            gradients = lora_wgrad(linear.lora, dy.tokens, x, t_TPR, dt_TPR)
+            dweight[f"{name}.lora.a"], dweight[f"{name}.lora.b"] = gradients
+        elif linear.weight is None or not linear.weight.requires_grad:
+            return
+        elif isinstance(linear, Float8Linear):
+            assert isinstance(dy.tokens, Quantized) and isinstance(x, Quantized)
+            dweight[f"{name}.weight"] = fp8_gemm_wgrad(dy.tokens, x, linear.backend, linear.weight.dtype)
+        else:
+            assert isinstance(dy.tokens, Tensor) and isinstance(x, Tensor)
+            dweight[f"{name}.weight"] = dy.tokens.t() @ x

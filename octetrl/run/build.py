@@ -5,11 +5,13 @@ Order: what can be refused cheaply comes first (device, folder, tokenizer, tasks
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from octetrl.algorithms.dapo import soft_overlong_penalty
 from octetrl.algorithms.table import Algorithm, build_algorithm
 from octetrl.config.errors import UserError
 from octetrl.config.presets import preset_config
@@ -29,6 +31,7 @@ from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import load_spec, spec_from_config
 from octetrl.models.hf_weights import load_weights
+from octetrl.models.peft_adapters import load_adapter
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.collect import Collection
 from octetrl.run.device import resolve_device, seed_everything
@@ -104,7 +107,7 @@ def build_run(recipe: Recipe, *, trains: bool = True) -> Run:
         journal=Journal(),
         console=console,
         spans=spans,
-        base_collection=Collection.from_config(chat, recipe.rollout, seed=recipe.seed),
+        base_collection=build_collection(recipe, chat),
     )
 
 
@@ -124,11 +127,15 @@ def tokenizer_folder(recipe: Recipe) -> Path:
 
 
 def fill_weights(model: Decoder, recipe: Recipe) -> None:
-    """Loaded from `model.path`, or drawn from the seed."""
+    """Loaded from `model.path`, or drawn from the seed; adapters likewise from `model.lora.path`, or begun anew."""
     if recipe.model.init == "random":
         model.random_init(recipe.seed)
     else:
         load_weights(model, _folder(recipe))
+    if model.lora is not None and model.lora.path is not None:
+        load_adapter(model, Path(model.lora.path))
+    else:
+        model.draw_adapters(recipe.seed)
 
 
 def _folder(recipe: Recipe) -> Path:
@@ -139,6 +146,16 @@ def _folder(recipe: Recipe) -> Path:
 def full_precision(spec: ModelSpec) -> PrecisionPolicy:
     """The table of a model that is not FP8 anywhere: for loading, saving and export."""
     return precision_policy(spec, Fp8Config())
+
+
+def build_collection(recipe: Recipe, chat: ChatTokens) -> Collection:
+    """How the groups of a step are drawn, less the step."""
+    algorithm, rollout = recipe.algorithm, recipe.rollout
+    collection = Collection.from_config(chat, rollout, seed=recipe.seed)
+    penalty = None
+    if algorithm.overlong_buffer:
+        penalty = partial(soft_overlong_penalty, limit=rollout.max_new_tokens, buffer=algorithm.overlong_buffer)
+    return replace(collection, max_refills=algorithm.max_refills, penalty=penalty)
 
 
 def build_environment(config: EnvironmentConfig) -> Environment:

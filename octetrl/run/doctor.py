@@ -108,7 +108,7 @@ class Patient:
             spec=self.spec,
             policy=self.policy,
             tokenizer=self.tokenizer,
-            algorithm=replace(build_algorithm(recipe.algorithm), loss=self.listener, needs_reference=False),
+            algorithm=replace(build_algorithm(recipe.algorithm), loss=self.listener, needs_reference=False, shape=None),
             load_weights=lambda model: fill_weights(model, recipe),
             device=self.device,
             spans=Spans(),

@@ -254,7 +254,8 @@ def _product(ours: Projection, theirs: Projection, kinds: Kinds) -> Callable[[Te
             operand = x_TI
         weight = dequantize_weight(weights.quantized) if isinstance(weights, Float8Linear) else weights.weight
         y_TO = (operand.to(wide) @ weight.detach().to(wide).t()).float()
-        return (y_TO if weights.bias is None else y_TO + weights.bias).to(x_TI.dtype)
+        y_TO = (y_TO if weights.bias is None else y_TO + weights.bias).to(x_TI.dtype)
+        return y_TO if weights.lora is None else weights.lora(y_TO, x_TI)
 
     return product
 

@@ -15,7 +15,7 @@ from octetrl.config.schema import Recipe
 from octetrl.records import RolloutGroup, RolloutStatus
 from octetrl.rollout.collect import collect_groups, count_statuses
 from octetrl.run.build import Run, build_run
-from octetrl.run.resume import weights_folder
+from octetrl.run.resume import trained_model, weights_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +78,8 @@ def _report(groups: list[RolloutGroup], tokens_per_second: float) -> EvalReport:
 
 def evaluate_checkpoint(target: str, recipe: Recipe) -> EvalReport:
     """Evaluate a run folder (its last checkpoint), a checkpoint, or a model folder by the recipe's environment."""
-    folder = weights_folder(Path(target))
-    model = recipe.model.model_copy(
-        update={"path": str(folder), "preset": None, "init": "pretrained", "tokenizer": None}
-    )
+    trained = trained_model(weights_folder(Path(target)))
+    model = recipe.model.model_copy(update={"preset": None, "init": "pretrained", **trained})
     run = build_run(recipe.model_copy(update={"model": model}), trains=False)
     try:
         if run.workers.needs_calibration:

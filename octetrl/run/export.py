@@ -1,7 +1,8 @@
 """A run's weights as a Hugging Face folder: `octetrl export`.
 
 A checkpoint keeps the weights in Hugging Face form already (config.json, safetensors, tokenizer), so that exporting is
-copying: what was trained, evaluated and exported are the same bytes.
+copying: what was trained, evaluated and exported are the same bytes. A run with LoRA keeps its adapter, in PEFT's form:
+exported is the merged model, base weights read anew and the branches added, or with `adapter` the adapter itself.
 """
 
 from __future__ import annotations
@@ -9,21 +10,57 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import torch
+from safetensors import safe_open
+
 from octetrl.config.errors import UserError
-from octetrl.run.resume import OF_THE_RUN, weights_folder
+from octetrl.models.decoder import Decoder
+from octetrl.models.families import load_spec
+from octetrl.models.hf_weights import load_weights, save_weights
+from octetrl.models.peft_adapters import CONFIG, WEIGHTS, is_adapter, load_adapter, merge_adapters
+from octetrl.run.build import full_precision
+from octetrl.run.resume import OF_THE_RUN, trained_model, weights_folder
 
 
-def export_run(run_or_checkpoint: str, to: str) -> Path:
-    """Copy the model of a run's last checkpoint (or of a checkpoint) to `to`, a folder that is new or empty."""
+def export_run(run_or_checkpoint: str, to: str, *, adapter: bool = False) -> Path:
+    """Write the model of a run's last checkpoint (or of a checkpoint) to `to`, a folder that is new or empty.
+
+    `adapter`: of a run with LoRA, the adapter in PEFT's form instead of the merged model.
+    """
     source, target = weights_folder(Path(run_or_checkpoint)), Path(to)
+    if adapter and not is_adapter(source):
+        raise UserError(f"--adapter: '{run_or_checkpoint}' was trained without model.lora; export it without the flag")
     if target.is_dir() and any(target.iterdir()):
         raise UserError(f"--to: '{target}' exists and is not empty; give a new folder")
+    merged = merged_model(source) if is_adapter(source) and not adapter else None
+    left_out = (*OF_THE_RUN, *((CONFIG, WEIGHTS) if merged is not None else ()))
     try:
         target.mkdir(parents=True, exist_ok=True)
         for file in source.iterdir():
-            if file.is_file() and not file.name.startswith(OF_THE_RUN):
+            if file.is_file() and not file.name.startswith(left_out):
                 shutil.copyfile(file, target / file.name)  # not the mode: safetensors writes 0600
+        if merged is not None:
+            save_weights(merged, target)
     except OSError as error:
         shutil.rmtree(target, ignore_errors=True)
         raise UserError(f"--to: cannot write in '{target}' ({error.strerror}); choose another folder") from error
     return target
+
+
+def merged_model(folder: Path) -> Decoder:
+    """The base of the adapter in `folder` with its branches added, on the CPU, in the adapter's dtype."""
+    trained = trained_model(folder)
+    base = Path(trained["path"])
+    if not (base / "config.json").is_file():
+        raise UserError(
+            f"the adapter in '{folder}' was trained beside '{base}', where there is no model now; export from the"
+            f" folder that the run was started in, or correct base_model_name_or_path in its {CONFIG}"
+        )
+    spec = load_spec(base)
+    with safe_open(folder / WEIGHTS, framework="pt") as tensors:
+        dtype: torch.dtype = tensors.get_tensor(next(iter(tensors.keys()))).dtype
+    model = Decoder(spec, full_precision(spec), "train", dtype=dtype, lora=trained["lora"])
+    load_weights(model, base)
+    load_adapter(model, folder)
+    merge_adapters(model)
+    return model

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from octetrl.algorithms.table import build_algorithm
 from octetrl.config.errors import UserError
@@ -15,7 +16,7 @@ from octetrl.records import Completion, GenerationRequest, SamplingParams
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.run.build import fill_weights, model_spec
 from octetrl.run.device import resolve_device
-from octetrl.run.resume import weights_folder
+from octetrl.run.resume import trained_model, weights_folder
 from octetrl.run.tokenizer import load_tokenizer
 from octetrl.run.worker import Worker
 from octetrl.telemetry.spans import Spans
@@ -33,12 +34,12 @@ def generate_text(
     system_prompt: str | None = None,
 ) -> list[list[Completion]]:
     """`n` completions of each prompt. `model` is a Hugging Face folder, a run folder or a checkpoint."""
-    folder = weights_folder(Path(model))
-    tokenizer = load_tokenizer(folder)
+    trained = trained_model(weights_folder(Path(model)))
+    tokenizer = load_tokenizer(Path(trained["tokenizer"] or trained["path"]))
     chat = ChatTokens(tokenizer, system_prompt)
     token_lists = [chat.prompt_tokens(prompt) for prompt in prompts]
     longest = max(len(tokens) for tokens in token_lists)
-    recipe = _recipe(folder, precision, device, longest + sampling.max_new_tokens)
+    recipe = _recipe(trained, precision, device, longest + sampling.max_new_tokens)
     spec = model_spec(recipe)
     if longest + sampling.max_new_tokens > spec.max_positions:
         raise UserError(
@@ -66,11 +67,13 @@ def generate_text(
     return worker.generate(requests)
 
 
-def _recipe(folder: Path, precision: str, device: str, context_length: int) -> Recipe:
+def _recipe(trained: Mapping[str, Any], precision: str, device: str, context_length: int) -> Recipe:
+    lora = trained["lora"]
+    section = {**trained, "lora": None if lora is None else lora.model_dump(mode="json")}
     return recipe_from_mapping(
         {
             "precision": precision,
-            "model": {"path": str(folder), "context_length": max(16, context_length)},
+            "model": {**section, "context_length": max(16, context_length)},
             "cluster": {"device": device},
             "environment": {"dataset": "chain_sum"},
             "rollout": {"max_prompt_tokens": max(1, context_length - 1), "max_new_tokens": 1},

@@ -6,6 +6,9 @@ codes, and publishing quantises its BF16 weight into the engine's.
 
 Whatever the way, what the engine holds is read back and compared: the bytes of every FP8 weight against the trainer's,
 one weight a step quantised afresh (a stale code would show), the KV scales bit for bit. A published set has a digest.
+
+With LoRA the frozen weights and the adapters are shared alike: nothing is merged and nothing copied, a new version is
+what the optimizer wrote into the adapters. Codes that were made once stay as they are.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ def quantize_for_engine(engine_model: Decoder, trainer_model: Decoder) -> None:
     trainer_modules = dict(trainer_model.named_modules())
     made: dict[str, tuple[Tensor, Tensor]] = {}
     for name, module in engine_model.float8_linears():
-        if isinstance(trainer_modules[name], Linear):
+        if isinstance(trainer_modules[name], Linear) and not module.codes_are_settled:
             module.requantize(name, check=False)
             assert module.weight is not None
             made[name] = (module.weight.detach(), module.scale)
@@ -69,7 +72,7 @@ def verify_weights(engine_model: Decoder, trainer_model: Decoder, version: int) 
         equal = torch.ones((), dtype=torch.bool, device=module.codes.device)
         if isinstance(theirs, Float8Linear):
             equal = _same_bytes(module.codes, theirs.codes) & _same_bytes(module.scale, theirs.scale)
-        if index == version % len(linears):
+        if index == version % len(linears) and theirs.weight is not None:
             fresh = quantize_weight(theirs.weight.detach(), power_of_two=module.power_of_two, check=False)
             equal = equal & _same_bytes(module.codes, fresh.codes) & _same_bytes(module.scale, fresh.scale)
         same.append(equal)
@@ -80,6 +83,7 @@ def verify_weights(engine_model: Decoder, trainer_model: Decoder, version: int) 
         shared = parameter.data_ptr() == theirs_parameter.data_ptr()
         equal = torch.full((), shared, device=parameter.device)
         same.append(equal if shared else _same_bytes(parameter, theirs_parameter))
+    sums += [_checksum(tensor.detach()) for _, adapter in engine_model.adapters() for tensor in adapter.parameters()]
     for name, equal in zip(names, torch.stack(same).tolist(), strict=True):
         if not equal:
             raise RuntimeError(

@@ -1,7 +1,9 @@
 """Checkpoints of a run, and what must come back for a resumed run to equal one that was never cut off.
 
-    model-*.safetensors, config.json, tokenizer ...   the weights as a Hugging Face folder, as eval and export read it
+    model-*.safetensors, config.json, tokenizer ...   the weights as a Hugging Face folder, as eval and export read it;
+                                                      with LoRA adapter_config.json, adapter_model.safetensors instead
     optimizer.safetensors                             float32 masters and moments, or moments alone
+    reference.safetensors                             the reference, where it moves, and an adaptive KL's coefficient
     kv_scales.safetensors                             the scales that the next rollout's cache is written with
     cursor.json                                       step, policy version, data order, answers' lengths, state of every
                                                       random generator
@@ -18,12 +20,19 @@ from typing import Any
 
 from octetrl.config.errors import UserError
 from octetrl.config.schema import CheckpointConfig
+from octetrl.models.peft_adapters import is_adapter, read_adapter_config
 from octetrl.run.build import Run
 from octetrl.run.device import random_state, restore_random_state
 from octetrl.trainer import checkpoint
 
 CHECKPOINTS = "checkpoints"
-OF_THE_RUN = ("optimizer.safetensors", "kv_scales.safetensors", "cursor.json", checkpoint.MANIFEST)  # not the model's
+OF_THE_RUN = (  # not the model's
+    "optimizer.safetensors",
+    "reference.safetensors",
+    "kv_scales.safetensors",
+    "cursor.json",
+    checkpoint.MANIFEST,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +134,22 @@ def weights_folder(path: Path) -> Path:
         return checkpoint.load(path).folder
     if (path / "config.json").is_file():
         return path
+    if is_adapter(path):
+        return path
     raise UserError(
         f"'{path}' is neither a run folder, nor a checkpoint, nor a Hugging Face model folder with config.json"
     )
+
+
+def trained_model(folder: Path) -> dict[str, Any]:
+    """What `folder`, as `weights_folder` gives it, puts into a recipe's model section: path, tokenizer and adapters."""
+    if not is_adapter(folder):
+        return {"path": str(folder), "tokenizer": None, "lora": None}
+    lora, base = read_adapter_config(folder)
+    if base is None:
+        raise UserError(
+            f"the adapter in '{folder}' names no base model (its weights were drawn at random, or are kept elsewhere);"
+            f" write the base's folder into base_model_name_or_path of its adapter_config.json"
+        )
+    has_tokenizer = (folder / "tokenizer_config.json").is_file()
+    return {"path": base, "tokenizer": str(folder) if has_tokenizer else None, "lora": lora}

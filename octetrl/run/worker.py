@@ -28,6 +28,7 @@ from octetrl.fp8.kv_scales import KVScales, kv_scales_from_amax, same_bits
 from octetrl.fp8.policy import PrecisionPolicy, Side
 from octetrl.models.decoder import Decoder
 from octetrl.models.hf_weights import load_weights, save_weights
+from octetrl.models.peft_adapters import load_adapter, save_adapter
 from octetrl.models.rollout_forward import can_fuse
 from octetrl.records import Completion, GenerationRequest, PackedBatch, PolicyUpdate, Published
 from octetrl.run.publish import quantize_for_engine, share_weights, verify_weights
@@ -73,7 +74,7 @@ class Worker:
             algorithm=algorithm,
             temperature=recipe.rollout.temperature or 1.0,
             total_steps=recipe.steps,
-            reference=self._loaded_model(load_weights) if algorithm.needs_reference else None,
+            reference=self._reference(load_weights) if algorithm.needs_reference else None,
             collect_kv_amax=policy.kv_mode == "calibrated" and recipe.fp8.calibration == "fused",
             seed=recipe.seed,
             trains=trains,
@@ -92,12 +93,25 @@ class Worker:
         self._put_into_engine(self.trainer.policy_version)
 
     def _model(self, side: Side, device: torch.device) -> Decoder:
-        return Decoder(self.spec, self.policy, side, dtype=self._dtype, device=device, backend=self._backend)
+        lora = self.recipe.model.lora
+        return Decoder(self.spec, self.policy, side, dtype=self._dtype, device=device, backend=self._backend, lora=lora)
 
     def _loaded_model(self, load_weights: LoadWeights) -> Decoder:
         model = self._model("train", self.device)
         load_weights(model)
         model.requantize()
+        if model.lora is not None:
+            model.train_adapters_alone()
+        return model
+
+    def _reference(self, load_weights: LoadWeights) -> Decoder:
+        """The policy the run began with. With LoRA the same frozen weights beside adapters of its own."""
+        if self.recipe.model.lora is None:
+            return self._loaded_model(load_weights)
+        model = self._model("train", torch.device("meta"))
+        share_weights(model, self.trainer_model)
+        for _, adapter in model.adapters():
+            adapter.own_tensors()
         return model
 
     @property
@@ -172,12 +186,18 @@ class Worker:
     # ------------------------------------------------------------ saving and loading
 
     def write_model(self, folder: Path) -> None:
-        """The trainer's weights in Hugging Face form."""
-        save_weights(self.trainer_model, folder)
+        """The trainer's weights in Hugging Face form; with LoRA the adapter in PEFT's."""
+        if self.trainer_model.lora is not None:
+            save_adapter(self.trainer_model, folder, base=self.recipe.model.path)
+        else:
+            save_weights(self.trainer_model, folder)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Tensors of a checkpoint besides the model, by file."""
         files = {"optimizer.safetensors": dict(self.trainer.state().optimizer)}
+        reference = self.trainer.reference.state()
+        if reference:
+            files["reference.safetensors"] = reference
         if self.kv_scales is not None:
             scales = self.kv_scales
             files["kv_scales.safetensors"] = {
@@ -189,10 +209,15 @@ class Worker:
 
     def load(self, saved: Checkpoint, policy_version: int) -> None:
         """Put a verified checkpoint back, weights, optimizer and scales, and publish it."""
-        load_weights(self.trainer_model, saved.folder)
+        if self.trainer_model.lora is not None:
+            load_adapter(self.trainer_model, saved.folder)
+        else:
+            load_weights(self.trainer_model, saved.folder)
         state = self.trainer.state()
         optimizer = saved.tensors("optimizer.safetensors")
         self.trainer.load_state(replace(state, optimizer=optimizer, policy_version=policy_version))
+        if "reference.safetensors" in saved.files:
+            self.trainer.reference.load_state(saved.tensors("reference.safetensors"))
         if "kv_scales.safetensors" in saved.files:
             scales = saved.tensors("kv_scales.safetensors")
             self.kv_scales = KVScales(

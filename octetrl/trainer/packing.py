@@ -42,14 +42,16 @@ def pack(samples: Sequence[Sample], layout: PackingLayout, token_weighting: Toke
     Raises RuntimeError when samples were drawn under another precision table than the trainer's.
     """
     _check_digests(samples, layout.precision_digest)
-    trained = [sample for sample in samples if any(sample.loss_mask)]
+    numbers = [number for number, sample in enumerate(samples) if any(sample.loss_mask)]
+    trained = [samples[i] for i in numbers]
     minibatches, denominators = [], []
-    for part in _split(trained, layout.minibatches):
-        weighting = weigh([sum(sample.loss_mask) for sample in part], token_weighting)
-        bins = _fill([len(sample.token_ids) for sample in part], layout)
+    for part in _split(numbers, layout.minibatches):
+        weighting = weigh([sum(samples[i].loss_mask) for i in part], token_weighting)
+        bins = _fill([len(samples[i].token_ids) for i in part], layout)
         minibatches.append(
             tuple(
-                _micro_batch([part[i] for i in chosen], [weighting.token_weights[i] for i in chosen]) for chosen in bins
+                _micro_batch(samples, [part[i] for i in chosen], [weighting.token_weights[i] for i in chosen])
+                for chosen in bins
             )
         )
         denominators.append(weighting.denominator)
@@ -65,7 +67,7 @@ def pack_for_calibration(token_lists: Sequence[Sequence[int]], layout: PackingLa
     """Micro-batches for a forward alone, with nothing to train on (N = 0)."""
     samples = [Sample(tuple(ids), (False,) * len(ids), None, 0.0, None) for ids in token_lists if len(ids)]
     bins = _fill([len(sample.token_ids) for sample in samples], layout)
-    return tuple(_micro_batch([samples[i] for i in chosen], [0.0] * len(chosen)) for chosen in bins)
+    return tuple(_micro_batch(samples, chosen, [0.0] * len(chosen)) for chosen in bins)
 
 
 def _check_digests(samples: Sequence[Sample], expected: str | None) -> None:
@@ -78,7 +80,7 @@ def _check_digests(samples: Sequence[Sample], expected: str | None) -> None:
             )
 
 
-def _split(samples: Sequence[Sample], parts: int) -> list[Sequence[Sample]]:
+def _split(samples: Sequence[int], parts: int) -> list[Sequence[int]]:
     """Contiguous parts whose sizes differ by one at most; no empty part."""
     parts = min(parts, len(samples))
     bounds = [len(samples) * part // parts for part in range(parts + 1)] if parts else [0]
@@ -103,7 +105,9 @@ def _fill(lengths: Sequence[int], layout: PackingLayout) -> list[list[int]]:
     return bins
 
 
-def _micro_batch(samples: Sequence[Sample], token_weights: Sequence[float]) -> MicroBatch:
+def _micro_batch(given: Sequence[Sample], chosen: Sequence[int], token_weights: Sequence[float]) -> MicroBatch:
+    """Of the samples numbered `chosen` among those given."""
+    samples = [given[i] for i in chosen]
     lengths = [len(sample.token_ids) for sample in samples]
     starts = list(accumulate(lengths, initial=0))
     for sample in samples:
@@ -129,6 +133,7 @@ def _micro_batch(samples: Sequence[Sample], token_weights: Sequence[float]) -> M
         advantages_N=torch.tensor([sample.advantage for sample in samples], dtype=torch.float32)[sequence_N],
         generator_logprobs_N=_generator_logprobs(samples, positions),
         sequence_N=sequence_N,
+        sample_N=torch.tensor(chosen, dtype=torch.int64)[sequence_N],
         target_positions_N=target_positions_N,
         sequence_lengths_N=lengths_B[sequence_N],
     )

@@ -8,7 +8,8 @@ One `train` call is `epochs` passes over `minibatches` optimizer steps. Each ste
 
 Log-probs that must not move during the call come first, without gradient: the reference's where the algorithm has a KL
 term, and the trainer's own (proximal) where there is more than one optimizer step. With one step and samples drawn by
-these very weights, the ratio is exactly 1 and needs no second forward.
+these very weights, the ratio is exactly 1 and needs no second forward. An algorithm that shapes its advantages token by
+token does so then, from the whole batch (algorithms/token_rewards.py).
 
 The forward sees K and V as the rollout's cache did (`KVReplay`) and collects their amax on the way (numerics.md §5,
 §6). The reference is run without replay: the cache's scales are not its own.
@@ -27,8 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octetrl.algorithms.corrections import effective_sample_size
+from octetrl.algorithms.finite import count_non_finite, first_non_finite
 from octetrl.algorithms.table import Algorithm
-from octetrl.algorithms.token_loss import LossInputs
 from octetrl.config.schema import TrainerConfig
 from octetrl.kernels.count_poisoned import count_poisoned
 from octetrl.layers.context import KVMode, PackedContext
@@ -37,6 +39,8 @@ from octetrl.records import MicroBatch, PackedBatch, PolicyUpdate
 from octetrl.trainer.activation_checkpoint import layer_runner
 from octetrl.trainer.optimizer import Optimizer, copy_all
 from octetrl.trainer.packing import PackingLayout, pack_for_calibration
+from octetrl.trainer.prepared import Prepared, fill_mean_weight, loss_inputs, shape_advantages
+from octetrl.trainer.reference import Reference
 from octetrl.trainer.schedule import learning_rate
 
 NEVER_OBSERVED = -1.0  # below any amax
@@ -74,21 +78,11 @@ class TrainerState:
     policy_version: int
 
 
-@dataclass(slots=True)
-class _Prepared:
-    """A micro-batch on the device, with the log-probs that stay as they are during the call."""
-
-    micro_batch: MicroBatch
-    proximal_N: Tensor | None = None
-    reference_N: Tensor | None = None
-    first_N: Tensor | None = None  # the trainer's, before any update
-
-
 @dataclass(frozen=True, slots=True)
 class _Objective:
     """What one optimizer step minimises."""
 
-    minibatch: Sequence[_Prepared]
+    minibatch: Sequence[Prepared]
     kv: KVReplay
     on_policy: bool
     denominator: float
@@ -113,16 +107,14 @@ class Trainer:
         seed: int = 0,
         trains: bool = True,
     ) -> None:
-        assert (reference is not None) == algorithm.needs_reference, "reference and needs_reference disagree"
-        self.model, self.reference = model, reference
+        self.model, self.reference = model, Reference(reference, algorithm)
         self.config, self.algorithm = config, algorithm
         self.temperature, self.total_steps = temperature, total_steps
         self.policy_version = 0
         self.weights_are_whole = True  # false from the first optimizer step of a `train` call to its end
         self.last_logprobs: TokenLogprobs | None = None  # of the last `train`; None before it and for SFT
         self.device = model.lm_head_weight.device
-        parameters = model.named_parameters() if trains else ()
-        self.optimizer = Optimizer(parameters, config.optimizer, seed=seed)
+        self.optimizer = Optimizer(model.trained_parameters() if trains else (), config.optimizer, seed=seed)
         self._run_layer = layer_runner(model, config.activation_checkpointing, config.checkpointed_layers)
         self._run_reference_layer = None if reference is None else layer_runner(reference, "none")
         self._kv_amax_2LK: Tensor | None = None
@@ -159,6 +151,7 @@ class Trainer:
             [self._prepare(micro_batch, kv, several_updates=num_updates > 1) for micro_batch in minibatch]
             for minibatch in batch.minibatches
         ]
+        shaped = self._before_updates(minibatches, on_policy)
         lr = learning_rate(self.policy_version, self.config.optimizer, self.total_steps)
         updates: list[dict[str, float]] = []
         for _ in range(self.config.epochs):
@@ -167,8 +160,9 @@ class Trainer:
         self.last_logprobs = _token_logprobs(minibatches)
         self.policy_version += 1
         self.weights_are_whole = True
+        metrics = {name: sum(update[name] for update in updates) / num_updates for name in updates[0]} | shaped
+        metrics |= self.reference.follow(self.model, self.policy_version, metrics)
         tokens = sum(m.token_ids_T.numel() for minibatch in batch.minibatches for m in minibatch)
-        metrics = {name: sum(update[name] for update in updates) / num_updates for name in updates[0]}
         metrics["time/requantize"] *= num_updates
         metrics["lr"] = lr
         metrics["train/updates"] = float(num_updates)
@@ -183,7 +177,7 @@ class Trainer:
         self._kv_amax_2LK = self._unobserved() if collect_kv_amax else None
         loss = torch.zeros((), device=self.device)
         for minibatch, denominator in zip(batch.minibatches, batch.loss_denominators, strict=True):
-            prepared = [_Prepared(self._on_device(micro_batch)) for micro_batch in minibatch]
+            prepared = [Prepared(self._on_device(micro_batch)) for micro_batch in minibatch]
             objective = _Objective(prepared, kv, on_policy=True, denominator=denominator)
             for one in prepared:
                 loss += self._backward(objective, one)["loss"]
@@ -208,7 +202,7 @@ class Trainer:
         return taken
 
     def state(self) -> TrainerState:
-        weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        weights = {name: parameter.detach() for name, parameter in self.model.trained_parameters()}
         return TrainerState(weights, self.optimizer.state_tensors(), self.policy_version)
 
     def load_state(self, state: TrainerState) -> None:
@@ -226,16 +220,30 @@ class Trainer:
                 f" build engine and trainer from one policy"
             )
 
-    def _prepare(self, micro_batch: MicroBatch, kv: KVReplay, *, several_updates: bool) -> _Prepared:
+    def _prepare(self, micro_batch: MicroBatch, kv: KVReplay, *, several_updates: bool) -> Prepared:
         micro_batch = self._on_device(micro_batch)
-        prepared = _Prepared(micro_batch)
+        prepared = Prepared(micro_batch)
         with torch.no_grad():
-            if self.reference is not None:
-                prepared.reference_N, _ = self._logprobs(self.reference, micro_batch, KVReplay())
-            if self.algorithm.needs_proximal and several_updates:
-                prepared.proximal_N, _ = self._logprobs(self.model, micro_batch, kv)
-                prepared.first_N = prepared.proximal_N
+            if self.reference.model is not None:
+                prepared.reference_N, _ = self._logprobs(self.reference.model, micro_batch, KVReplay())
+            needs_proximal = self.algorithm.needs_proximal and several_updates
+            shapes_with_kl = self.algorithm.shape is not None and self.reference.model is not None
+            if needs_proximal or shapes_with_kl or self.algorithm.batch_weights is not None:
+                prepared.first_N, _ = self._logprobs(self.model, micro_batch, kv)
+                prepared.proximal_N = prepared.first_N if needs_proximal else None
         return prepared
+
+    def _before_updates(self, minibatches: Sequence[Sequence[Prepared]], on_policy: bool) -> dict[str, float]:
+        """What is made of the whole batch, or of a whole optimizer step, before the first update; its metrics."""
+        metrics: dict[str, float] = {}
+        if self.algorithm.shape is not None:
+            prepared = [one for minibatch in minibatches for one in minibatch]
+            kl = shape_advantages(self.algorithm.shape, prepared, self.reference.kl_scale)
+            metrics |= {} if kl is None else {"kl": kl}
+        if self.algorithm.batch_weights is not None:
+            for minibatch in minibatches:
+                fill_mean_weight(self.algorithm.batch_weights, minibatch, on_policy)
+        return metrics
 
     def _update(self, objective: _Objective, lr: float) -> dict[str, float]:
         """One optimizer step; returns its metrics."""
@@ -246,7 +254,9 @@ class Trainer:
                 totals[name] = totals[name] + value if name in totals else value
         totals["grad_norm"] = self.optimizer.clip_gradients()
         metrics = dict(zip(totals, torch.stack(list(totals.values())).tolist(), strict=True))
-        if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
+        metrics |= effective_sample_size(metrics)
+        non_finite = metrics.pop("non_finite")
+        if non_finite or not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
             raise NonFiniteError(self._blame(objective, metrics))
         self.weights_are_whole = False
         self.optimizer.step(lr)
@@ -257,25 +267,22 @@ class Trainer:
         metrics["time/requantize"] = time.perf_counter() - started
         return metrics
 
-    def _backward(self, objective: _Objective, prepared: _Prepared) -> dict[str, Tensor]:
-        """Adds one micro-batch's gradient; returns its share of the loss and of every metric."""
+    def _backward(
+        self, objective: _Objective, prepared: Prepared, found: list[str | None] | None = None
+    ) -> dict[str, Tensor]:
+        """Adds one micro-batch's gradient; returns its share of the loss and of every metric. `found` gets the first
+        number that is not finite, in words."""
         micro_batch = prepared.micro_batch
         logprobs_N, entropy_N = self._logprobs(
             self.model, micro_batch, objective.kv, self._kv_amax_2LK if self._collects_in_training else None
         )
         if prepared.first_N is None:
             prepared.first_N = logprobs_N.detach()
-        token_loss = self.algorithm.loss(
-            LossInputs(
-                logprobs_N=logprobs_N,
-                entropy_N=entropy_N.detach(),
-                advantages_N=micro_batch.advantages_N,
-                generator_logprobs_N=micro_batch.generator_logprobs_N,
-                proximal_logprobs_N=prepared.proximal_N,
-                reference_logprobs_N=prepared.reference_N,
-                on_policy=objective.on_policy,
-            )
-        )
+        kl_scale = self.reference.kl_scale
+        inputs = loss_inputs(prepared, logprobs_N, entropy_N, on_policy=objective.on_policy, kl_scale=kl_scale)
+        token_loss = self.algorithm.loss(inputs)
+        if found is not None:
+            found.append(first_non_finite(inputs, token_loss, micro_batch))
 
         def reduced(values_N: Tensor) -> Tensor:
             return (micro_batch.weights_N * values_N).sum() / objective.denominator
@@ -283,6 +290,7 @@ class Trainer:
         loss = reduced(token_loss.loss_N)
         loss.backward()
         shares = {"loss": loss.detach(), "entropy": reduced(entropy_N.detach())}
+        shares["non_finite"] = count_non_finite(inputs, token_loss)
         return shares | {name: reduced(values_N) for name, values_N in token_loss.metrics.items()}
 
     def _blame(self, objective: _Objective, metrics: Mapping[str, float]) -> str:
@@ -292,10 +300,12 @@ class Trainer:
         count = len(objective.minibatch)
         for index, prepared in enumerate(objective.minibatch):
             self.optimizer.zero_grad()
-            loss = float(self._backward(objective, prepared)["loss"])
+            number: list[str | None] = []
+            loss = float(self._backward(objective, prepared, number)["loss"])
             bad = self.optimizer.non_finite_gradients()
-            if bad or not math.isfinite(loss):
-                where = f", first non-finite gradient '{bad[0]}' ({len(bad)} in all)" if bad else ""
+            if bad or number[0] or not math.isfinite(loss):
+                where = f", {number[0]}" if number[0] else ""
+                where += f", first non-finite gradient '{bad[0]}' ({len(bad)} in all)" if bad else ""
                 longest = prepared.micro_batch.max_seqlen
                 return (
                     f"{found}: micro-batch {index + 1} of {count} (longest sequence {longest} tokens) has loss"
@@ -320,7 +330,7 @@ class Trainer:
             v_scale_LK=kv.v_scale_LK,
             kv_amax_2LK=kv_amax_2LK,
         )
-        run_layer = self._run_reference_layer if model is self.reference else self._run_layer
+        run_layer = self._run_reference_layer if model is self.reference.model else self._run_layer
         hidden_TE: Tensor = model(micro_batch.token_ids_T, micro_batch.positions_T, context, run_layer)
         count_poisoned(hidden_TE.detach(), self._poisoned)
         return hidden_TE
@@ -338,7 +348,7 @@ class Trainer:
         return replace(micro_batch, **moved)
 
 
-def _token_logprobs(minibatches: Sequence[Sequence[_Prepared]]) -> TokenLogprobs | None:
+def _token_logprobs(minibatches: Sequence[Sequence[Prepared]]) -> TokenLogprobs | None:
     prepared = [one for minibatch in minibatches for one in minibatch]
     generator = [one.micro_batch.generator_logprobs_N for one in prepared]
     if any(logprobs_N is None for logprobs_N in generator):

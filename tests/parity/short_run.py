@@ -13,6 +13,7 @@ from torch import Tensor
 from octetrl.algorithms.table import build_algorithm
 from octetrl.config.schema import (
     EngineConfig,
+    LoraConfig,
     MismatchConfig,
     ModelConfig,
     OptimizerConfig,
@@ -47,11 +48,18 @@ class ShortRun:
 
 
 def short_run(
-    spec: ModelSpec, precision: str, device: str, steps: int, *, answers: int = 40, **trainer: Any
+    spec: ModelSpec,
+    precision: str,
+    device: str,
+    steps: int,
+    *,
+    answers: int = 40,
+    lora: LoraConfig | None = None,
+    **trainer: Any,
 ) -> ShortRun:
     """Prompts and rewards follow from the step; `mismatch.fail_on_difference` ends the run where parity is broken."""
     recipe = Recipe(
-        model=ModelConfig(preset="tiny", init="random", context_length=spec.max_positions),
+        model=ModelConfig(preset="tiny", init="random", context_length=spec.max_positions, lora=lora),
         fp8=PRECISIONS[precision],
         rollout=RolloutConfig(temperature=0.9),
         engine=EngineConfig(kv_cache_tokens=1 << 14, max_batch=32, release_for_training=False),

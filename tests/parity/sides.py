@@ -22,7 +22,7 @@ from torch import Tensor
 
 from octetrl.algorithms.table import build_algorithm
 from octetrl.algorithms.token_loss import LossInputs, TokenLoss
-from octetrl.config.schema import AlgorithmConfig, EngineConfig, Fp8Config, Numerics, TrainerConfig
+from octetrl.config.schema import AlgorithmConfig, EngineConfig, Fp8Config, LoraConfig, Numerics, TrainerConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.engine.engine import Engine
 from octetrl.engine.kv_cache import KVCache, cache_format
@@ -69,13 +69,16 @@ class Sides:
         seed: int = 0,
         numerics: Numerics = "parity",
         calibrate_on: Sequence[Sequence[int]] | None = None,
+        lora: LoraConfig | None = None,
     ) -> None:
         self.spec, self.device = spec, torch.device(device)
         self.policy = precision_policy(spec, PRECISIONS[precision], numerics)
         backend = choose_backend(device)
-        self.trainer_model = Decoder(spec, self.policy, "train", device=device, backend=backend)
+        self.trainer_model = Decoder(spec, self.policy, "train", device=device, backend=backend, lora=lora)
         draw_weights(self.trainer_model, seed)
-        self.engine_model = Decoder(spec, self.policy, "rollout", device="meta", backend=backend)
+        if lora is not None:
+            self.trainer_model.train_adapters_alone()
+        self.engine_model = Decoder(spec, self.policy, "rollout", device="meta", backend=backend, lora=lora)
         share_weights(self.engine_model, self.trainer_model)
         quantize_for_engine(self.engine_model, self.trainer_model)
         self.scales: KVScales | None = None

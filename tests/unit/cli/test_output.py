@@ -92,6 +92,9 @@ def test_generate_hands_over_its_options(monkeypatch: pytest.MonkeyPatch, capsys
 
 
 def test_export_says_what_it_wrote(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    replace_function(monkeypatch, "octetrl.run.export", "export_run", lambda run, to: f"{to} of {run}")
-    assert run_command(["export", "runs/x", "--to", "out"]) == 0
-    assert capsys.readouterr().out == "wrote out of runs/x\n"
+    replace_function(
+        monkeypatch, "octetrl.run.export", "export_run", lambda run, to, adapter: f"{to} of {run} {adapter}"
+    )
+    for flags, asked in (([], False), (["--adapter"], True)):
+        assert run_command(["export", "runs/x", "--to", "out", *flags]) == 0
+        assert capsys.readouterr().out == f"wrote out of runs/x {asked}\n"

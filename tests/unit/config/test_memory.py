@@ -209,3 +209,27 @@ def test_full_parameter_fp8_grpo_of_8b_fits_one_h200_at_8k() -> None:
     )
     assert estimate.total_bytes < 0.9 * h200
     assert estimate.kv_cache_tokens is not None and estimate.kv_cache_tokens > 64 * 8192
+
+
+def test_adapters_are_all_that_is_trained() -> None:
+    """Rank 8 on q_proj and down_proj of 4 layers. FP8 weights keep no BF16, the reference shares all but adapters."""
+    adapters = 4 * 8 * ((128 + 128) + (512 + 128))
+    lora = {"path": "m", "lora": {"rank": 8, "targets": ["q_proj", "down_proj"]}}
+    sized = recipe(model=lora, algorithm={"kl_coefficient": 0.1}, trainer={"tokens_per_micro_batch": 16})
+    scales = 4 * (P8 // 128**2)
+    for precisions, weights, copies in ((PLAIN, 2 * P, None), (FULL, 2 * (P - P8), 2 * P8 + scales)):
+        parts = parts_of(estimate_memory(sized, TINY, precisions, on_gpu=True, device_bytes=None))
+        assert parts.get("FP8 copies") == copies
+        assert parts["weights"] == weights
+        assert parts["adapters"] == parts["reference model"] == 2 * adapters
+        assert (parts["gradients"], parts["optimizer"]) == (4 * adapters, 12 * adapters)
+
+
+def test_frozen_weights_have_no_gradient_in_the_working_set() -> None:
+    spec = replace(TINY, vocab_size=100_000)
+    parts = []
+    for model in ({"path": "m"}, {"path": "m", "lora": {"rank": 8}}):
+        sized = recipe(model=model, trainer={"tokens_per_micro_batch": 128, "logprob_chunk": 1})
+        parts.append(parts_of(estimate_memory(sized, spec, PLAIN, on_gpu=True, device_bytes=None))["working set"])
+    assert parts[0] == 100_000 * 6 * 128 + 4 * 2 * 128 * 128
+    assert parts[1] < parts[0] / 10

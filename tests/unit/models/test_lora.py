@@ -1,0 +1,340 @@
+"""Adapters: their formula and gradients against a dense float64 model, what is frozen, and PEFT's form."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from octetrl.config.errors import UserError
+from octetrl.config.lora import adapter_elements
+from octetrl.config.schema import LORA_TARGETS, Fp8Config, LoraConfig
+from octetrl.fp8.policy import precision_policy
+from octetrl.layers.context import PackedContext
+from octetrl.layers.linear import Float8Linear
+from octetrl.models.decoder import Decoder
+from octetrl.models.hf_weights import save_weights
+from octetrl.models.peft_adapters import load_adapter, merge_adapters, read_adapter_config, save_adapter
+from tests.unit.trainer.tiny_trainer import SPEC
+
+TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3])
+BOUNDS = torch.tensor([0, 9, 16], dtype=torch.int32)
+POSITIONS = torch.cat([torch.arange(9), torch.arange(7)])
+FP8 = Fp8Config(rollout=True, train=True)
+ALL = LoraConfig(rank=4, alpha=6.0)
+SOME = LoraConfig(rank=3, alpha=2.0, targets=("q_proj", "v_proj", "up_proj"))
+SPECS = {
+    "qwen3": SPEC,
+    "qwen2": replace(SPEC, family="qwen2", qk_norm=False, qkv_bias=True, tied_embeddings=False),
+}
+
+
+def make(
+    lora: LoraConfig | None = ALL,
+    *,
+    spec: Any = SPEC,
+    fp8: Fp8Config | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    b_std: float = 0.3,
+) -> Decoder:
+    """Random weights and branches that add something, frozen as the worker freezes them."""
+    model = Decoder(spec, precision_policy(spec, fp8 or Fp8Config()), "train", dtype=dtype, lora=lora)
+    model.random_init(0)
+    if lora is not None:
+        model.draw_adapters(1)
+        generator = torch.Generator().manual_seed(2)
+        with torch.no_grad():
+            for _, adapter in model.adapters():
+                adapter.b.copy_(torch.randn(adapter.b.shape, generator=generator) * b_std)
+        model.train_adapters_alone()
+    return model
+
+
+def hidden(model: Decoder) -> Tensor:
+    states: Tensor = model(TOKENS, POSITIONS, PackedContext(BOUNDS, 9))
+    return states
+
+
+# --- the formula ----------------------------------------------------------------------------------------------
+
+
+def dense_hidden(model: Decoder, weights: dict[str, Tensor], adapters: dict[str, Tensor]) -> Tensor:
+    """The decoder with its branches in float64, written out from the formulas, sequence by sequence.
+
+    `adapters`: A and B of every projection by Hugging Face name, "0.q_proj.a"."""
+    spec, lora = model.spec, model.lora
+    assert lora is not None
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x * (x.pow(2).mean(-1, keepdim=True) + spec.rms_norm_eps).rsqrt() * weights[f"{name}.weight"]
+
+    def project(x: Tensor, layer: int, fused: str, name: str, start: int, rows: int) -> Tensor:
+        y = x @ weights[f"layers.{layer}.{fused}.weight"][start : start + rows].T
+        if f"layers.{layer}.{fused}.bias" in weights:
+            y = y + weights[f"layers.{layer}.{fused}.bias"][start : start + rows]
+        if f"{layer}.{name}.a" in adapters:
+            a, b = adapters[f"{layer}.{name}.a"], adapters[f"{layer}.{name}.b"]
+            y = y + (lora.alpha / lora.rank) * (x @ a.T) @ b.T
+        return y
+
+    def rotate(x: Tensor, positions: Tensor) -> Tensor:
+        half = spec.head_size // 2
+        frequency = spec.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
+        angle = positions.double()[:, None, None] * frequency
+        first, second = x[..., :half], x[..., half:]
+        return torch.cat((first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()), -1)
+
+    def sequence(tokens: Tensor, positions: Tensor) -> Tensor:
+        h = weights["embedding.weight"][tokens]
+        q_size, kv_size, inner = spec.q_size, spec.kv_size, spec.intermediate_size
+        for layer in range(spec.num_layers):
+            x = norm(h, f"layers.{layer}.attention_norm")
+            q = project(x, layer, "attention.qkv_proj", "q_proj", 0, q_size)
+            k = project(x, layer, "attention.qkv_proj", "k_proj", q_size, kv_size)
+            v = project(x, layer, "attention.qkv_proj", "v_proj", q_size + kv_size, kv_size)
+            q, k, v = (z.view(len(tokens), -1, spec.head_size) for z in (q, k, v))
+            if spec.qk_norm:
+                q, k = norm(q, f"layers.{layer}.attention.q_norm"), norm(k, f"layers.{layer}.attention.k_norm")
+            q, k = rotate(q, positions), rotate(k, positions)
+            shared = spec.num_heads // spec.num_kv_heads
+            k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
+            scores = torch.einsum("qhd,khd->hqk", q, k) * spec.head_size**-0.5
+            seen = torch.ones(len(tokens), len(tokens)).tril().bool()
+            out = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+            h = h + project(out.flatten(1), layer, "attention.o_proj", "o_proj", 0, spec.hidden_size)
+            x = norm(h, f"layers.{layer}.mlp_norm")
+            gate = project(x, layer, "mlp.gate_up_proj", "gate_proj", 0, inner)
+            up = project(x, layer, "mlp.gate_up_proj", "up_proj", inner, inner)
+            y = torch.nn.functional.silu(gate) * up
+            h = h + project(y, layer, "mlp.down_proj", "down_proj", 0, spec.hidden_size)
+        return norm(h, "norm")
+
+    parts = [slice(int(start), int(end)) for start, end in pairwise(BOUNDS)]
+    return torch.cat([sequence(TOKENS[rows], POSITIONS[rows]) for rows in parts])
+
+
+@pytest.mark.parametrize("lora", [ALL, SOME], ids=["all", "some"])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_values_and_gradients_are_those_of_a_dense_float64_model(spec: Any, lora: LoraConfig) -> None:
+    model = make(lora, spec=spec, dtype=torch.float32)
+    weights = {name: p.detach().double() for name, p in model.named_parameters() if ".lora." not in name}
+    adapters: dict[str, Tensor] = {}
+    places = []
+    for name, adapter in model.adapters():
+        for part in adapter.parts:
+            for which, view in zip("ab", adapter.part_tensors(part), strict=True):
+                key = f"{name.split('.')[1]}.{part.name}.{which}"
+                adapters[key] = view.detach().double().clone().requires_grad_()
+                places.append((key, name, part, which))
+    assert len(adapters) == 2 * len(lora.targets) * spec.num_layers
+    upstream = torch.randn(len(TOKENS), spec.hidden_size, generator=torch.Generator().manual_seed(3))
+    expected = dense_hidden(model, weights, adapters)
+    ours = hidden(model)
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-5)
+    ours.backward(upstream)
+    expected.backward(upstream.double())
+    by_name = dict(model.adapters())
+    for key, name, part, which in places:
+        adapter = by_name[name]
+        index, rank = adapter.parts.index(part), adapter.rank
+        first = sum(other.stop - other.start for other in adapter.parts[:index])
+        gradient = getattr(adapter, which).grad
+        rows = slice(index * rank, (index + 1) * rank)
+        if which == "b":
+            rows = slice(first, first + part.stop - part.start)
+        wanted = adapters[key].grad
+        assert wanted is not None and gradient is not None
+        assert (gradient[rows].double() - wanted).norm() < 1e-4 * wanted.norm(), key
+    assert adapter_elements(spec, lora) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("fp8", [Fp8Config(), FP8], ids=["bf16", "fp8"])
+def test_a_branch_of_zero_leaves_the_bases_bits(fp8: Fp8Config) -> None:
+    plain = make(None, fp8=fp8)
+    adapted = make(fp8=fp8, b_std=0.0)
+    assert torch.equal(hidden(adapted), hidden(plain))
+    assert not torch.equal(hidden(make(fp8=fp8)), hidden(plain))
+
+
+@pytest.mark.parametrize("fp8", [Fp8Config(), FP8], ids=["bf16", "fp8"])
+def test_only_adapters_get_gradients(fp8: Fp8Config) -> None:
+    model = make(SOME, fp8=fp8)
+    hidden(model).float().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == (".lora." in name), name
+        assert parameter.grad is None or parameter.grad.any(), name
+
+
+def test_frozen_fp8_weights_are_codes_alone_and_stay_as_they_are() -> None:
+    model = make(fp8=FP8)
+    linears = [module for _, module in model.float8_linears()]
+    assert len(linears) == 4 * SPEC.num_layers and all(linear.weight is None for linear in linears)
+    before = [(linear.codes.clone(), linear.codes._version) for linear in linears]
+    model.requantize()
+    for linear, (codes, version) in zip(linears, before, strict=True):
+        assert linear.codes._version == version
+        assert torch.equal(linear.codes.view(torch.uint8), codes.view(torch.uint8))
+
+
+def test_codes_are_settled_only_when_nothing_can_move_them() -> None:
+    linear = Float8Linear(32, 16)
+    linear.requantize()
+    assert not linear.codes_are_settled, "an optimizer may step the weight"
+    assert linear.weight is not None
+    linear.weight.requires_grad_(False)
+    assert linear.codes_are_settled
+    linear.weight.mul_(2.0)
+    assert not linear.codes_are_settled
+
+
+@pytest.mark.parametrize("fp8", [Fp8Config(), FP8], ids=["bf16", "fp8"])
+def test_a_tokens_bits_do_not_depend_on_its_company(fp8: Fp8Config) -> None:
+    model = make(fp8=fp8)
+    together = hidden(model)
+    alone = model(TOKENS[9:], POSITIONS[9:], PackedContext(torch.tensor([0, 7], dtype=torch.int32), 7))
+    assert torch.equal(together[9:], alone)
+
+
+# --- PEFT's form ----------------------------------------------------------------------------------------------
+
+
+def test_saved_and_loaded_it_is_the_same_to_the_bit(tmp_path: Path) -> None:
+    model, other = make(SOME), make(SOME, b_std=0.1)
+    save_adapter(model, tmp_path, base="models/base")
+    load_adapter(other, tmp_path)
+    for (name, mine), (_, theirs) in zip(model.adapters(), other.adapters(), strict=True):
+        assert torch.equal(mine.a, theirs.a) and torch.equal(mine.b, theirs.b), name
+    lora, base = read_adapter_config(tmp_path)
+    assert base == "models/base" and lora == SOME.model_copy(update={"path": str(tmp_path)})
+
+
+def test_names_and_shapes_are_pefts(tmp_path: Path) -> None:
+    model = make(ALL)
+    save_adapter(model, tmp_path, base=None)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    modules = {"q_proj": "self_attn", "k_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn"}
+    wanted = {
+        f"base_model.model.model.layers.{layer}.{modules.get(target, 'mlp')}.{target}.lora_{which}.weight"
+        for layer in range(SPEC.num_layers)
+        for target in LORA_TARGETS
+        for which in "AB"
+    }
+    assert tensors.keys() == wanted
+    first = "base_model.model.model.layers.1.self_attn.v_proj.lora_"
+    assert tensors[f"{first}A.weight"].shape == (4, SPEC.hidden_size)
+    assert tensors[f"{first}B.weight"].shape == (SPEC.kv_size, 4)
+    adapter = dict(model.adapters())["layers.1.attention.qkv_proj"]
+    assert torch.equal(tensors[f"{first}A.weight"], adapter.a[8:12])
+    assert torch.equal(tensors[f"{first}B.weight"], adapter.b[-SPEC.kv_size :])
+
+
+def their_hidden(base: Path, adapter: Path, lora: LoraConfig) -> Tensor:
+    """transformers' model with the adapter added to its weights by PEFT's names and formula."""
+    from transformers import AutoModel
+
+    theirs = AutoModel.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
+    tensors = {name: tensor.float() for name, tensor in load_file(adapter / "adapter_model.safetensors").items()}
+    with torch.no_grad():
+        for name in [name for name in tensors if name.endswith("lora_A.weight")]:
+            module = theirs.get_submodule(name.removeprefix("base_model.model.model.").removesuffix(".lora_A.weight"))
+            b = tensors[name.replace("lora_A", "lora_B")]
+            module.weight += lora.alpha / lora.rank * b @ tensors[name]
+        return torch.cat([theirs(TOKENS[None, rows]).last_hidden_state[0] for rows in (slice(9), slice(9, 16))])
+
+
+@pytest.mark.parametrize("lora", [ALL, SOME], ids=["all", "some"])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_transformers_with_the_saved_adapter_is_our_model(spec: Any, lora: LoraConfig, tmp_path: Path) -> None:
+    model = make(lora, spec=spec, dtype=torch.float32)
+    save_weights(model, tmp_path / "base")
+    save_adapter(model, tmp_path / "adapter", base=str(tmp_path / "base"))
+    theirs = their_hidden(tmp_path / "base", tmp_path / "adapter", lora)
+    torch.testing.assert_close(hidden(model).detach(), theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_peft_loads_it(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    model = make(SOME, dtype=torch.float32)
+    save_weights(model, tmp_path / "base")
+    save_adapter(model, tmp_path / "adapter", base=str(tmp_path / "base"))
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32, attn_implementation="eager")
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        logits = torch.cat([theirs(TOKENS[None, rows]).logits[0] for rows in (slice(9), slice(9, 16))])
+    torch.testing.assert_close(model.logits(hidden(model)), logits, rtol=1e-4, atol=1e-4)
+    theirs.save_pretrained(tmp_path / "theirs")
+    other = make(SOME, dtype=torch.float32, b_std=0.0)
+    load_adapter(other, tmp_path / "theirs")
+    assert torch.equal(hidden(other), hidden(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merged_it_is_the_adapter_to_rounding(dtype: torch.dtype) -> None:
+    model = make(dtype=dtype)
+    apart = hidden(model).detach().double()
+    base = hidden(make(dtype=dtype, b_std=0.0)).detach().double()
+    merge_adapters(model)
+    assert all(not adapter.b.any() for _, adapter in model.adapters())
+    distance = (hidden(model).detach().double() - apart).norm() / apart.norm()
+    moved = (base - apart).norm() / apart.norm()
+    assert distance < (1e-5 if dtype == torch.float32 else 0.02) < 0.2 < moved
+
+
+# --- what is refused ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"r": 5}, "model.lora.rank: 4, but the adapter in .* has 5"),
+        ({"lora_alpha": 8}, "model.lora.alpha: 6.0, but .* has 8.0"),
+        ({"target_modules": ["q_proj"]}, "model.lora.targets: .* has \\['q_proj'\\]"),
+        ({"target_modules": "all-linear"}, "target_modules all-linear must be a list out of q_proj"),
+        ({"target_modules": ["lm_head"]}, "must be a list out of"),
+        ({"peft_type": "IA3"}, "peft_type IA3 is not LORA"),
+        ({"use_rslora": True}, "use_rslora True is not supported; the adapter needs use_rslora False"),
+        ({"bias": "all"}, "bias all is not supported"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern .* is not supported"),
+    ],
+)
+def test_another_adapter_is_refused(change: dict[str, Any], what: str, tmp_path: Path) -> None:
+    model = make(ALL)
+    save_adapter(model, tmp_path, base=None)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(UserError, match=what):
+        load_adapter(model, tmp_path)
+
+
+def test_tensors_of_another_model_are_refused_and_nothing_changes(tmp_path: Path) -> None:
+    model = make(ALL)
+    save_adapter(model, tmp_path, base=None)
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
+    before = {key: p.detach().clone() for key, p in model.named_parameters()}
+    for broken, what in (
+        ({key: t for key, t in tensors.items() if key != name}, f"'{name}' is missing"),
+        (tensors | {"more": torch.ones(1)}, "'more' is extra"),
+        (tensors | {name: tensors[name][:, 1:].contiguous()}, r"is \[4, 31\] instead of \[4, 32\]"),
+        (tensors | {name: torch.full_like(tensors[name], torch.nan)}, "is not finite everywhere"),
+    ):
+        save_file({key: tensor + 1 for key, tensor in broken.items()}, file)
+        with pytest.raises(UserError, match=what):
+            load_adapter(model, tmp_path)
+        assert all(torch.equal(p, before[key]) for key, p in model.named_parameters())
+    file.unlink()
+    with pytest.raises(UserError, match="can't be read as safetensors"):
+        load_adapter(model, tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{")
+    with pytest.raises(UserError, match="is not an adapter's config"):
+        load_adapter(model, tmp_path)
