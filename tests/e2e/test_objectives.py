@@ -1,5 +1,5 @@
-"""Every objective's recipe runs on a CPU, on the tiny model, and what only whole runs show: refills, and references that
-move, through a resume."""
+"""Every objective's recipe runs on a CPU, on the tiny model; and what only whole runs show: refills, and references
+that move, through a resume."""
 
 from __future__ import annotations
 
