@@ -6,14 +6,17 @@ To add one: a file with its loss, an entry in `_BUILDERS`, its name in `config/s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
 
 from octetrl.algorithms.advantages import Advantages, by_group, group_relative_advantages
+from octetrl.algorithms.distillation import divergence_loss, teacher_advantages
+from octetrl.algorithms.dpo import preference_loss
 from octetrl.algorithms.filters import has_baseline, has_variance, is_not_overlong
 from octetrl.algorithms.grpo import grpo_loss
+from octetrl.algorithms.rejection import best_of_group
 from octetrl.algorithms.sft import sft_loss
 from octetrl.algorithms.token_loss import LossInputs, TokenLoss
 from octetrl.algorithms.token_rewards import TokenRewards
@@ -36,6 +39,8 @@ class Algorithm:
     needs_proximal: bool  # the trainer's log-probs before the first of several updates
     shape: Callable[[TokenRewards], Tensor] | None = None  # per-token advantages; None: the sample's, on each token
     needs_values: bool = False  # a critic
+    needs_teacher: bool = False  # the reference is another model's: `algorithm.teacher`
+    teacher_top_k: int = 0  # tokens of the teacher's distribution that the loss reads; 0: the drawn ones alone
 
 
 def build_algorithm(config: AlgorithmConfig) -> Algorithm:
@@ -69,6 +74,41 @@ def _build_sft(config: AlgorithmConfig) -> Algorithm:
     )
 
 
+def _build_preference(config: AlgorithmConfig) -> Algorithm:
+    return replace(
+        _build_sft(config),
+        name=config.name,
+        token_weighting="sequence",  # the mean over pairs, see dpo.py
+        loss=partial(preference_loss, config=config),
+        needs_reference=True,
+    )
+
+
+def _build_rft(config: AlgorithmConfig) -> Algorithm:
+    rule = partial(best_of_group, best=config.best_of_group, threshold=config.reward_threshold)
+    return replace(
+        _build_sft(config),
+        name="rft",
+        advantages=by_group(rule),
+        trains=is_not_overlong if config.overlong == "mask" else _always,
+    )
+
+
+def _build_distill(config: AlgorithmConfig) -> Algorithm:
+    samples = config.distillation == "sampled"
+    return replace(
+        _build_sft(config),
+        name="distill",
+        trains=is_not_overlong if config.overlong == "mask" else _always,
+        loss=partial(grpo_loss if samples else divergence_loss, config=config),
+        shape=teacher_advantages if samples else None,
+        needs_proximal=samples,
+        needs_reference=True,
+        needs_teacher=True,
+        teacher_top_k=0 if samples else config.teacher_top_k,
+    )
+
+
 def _always(_: object) -> bool:
     return True
 
@@ -77,4 +117,11 @@ def _ones(rewards: Sequence[float]) -> list[float]:
     return [1.0] * len(rewards)
 
 
-_BUILDERS: dict[str, Callable[[AlgorithmConfig], Algorithm]] = {"grpo": _build_grpo, "sft": _build_sft}
+_BUILDERS: dict[str, Callable[[AlgorithmConfig], Algorithm]] = {
+    "grpo": _build_grpo,
+    "sft": _build_sft,
+    "dpo": _build_preference,
+    "ipo": _build_preference,
+    "rft": _build_rft,
+    "distill": _build_distill,
+}

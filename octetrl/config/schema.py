@@ -136,7 +136,7 @@ class TrainerConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    name: Literal["grpo", "sft"] = "grpo"
+    name: Literal["grpo", "sft", "dpo", "ipo", "rft", "distill"] = "grpo"
     clip_low: float = Field(default=0.2, ge=0.0, le=1.0)
     clip_high: float = Field(default=0.2, ge=0.0)
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
@@ -156,9 +156,61 @@ class AlgorithmConfig(Section):
     outside [1 / correction_cap, correction_cap] left out."""
     correction_cap: float = Field(default=2.0, ge=1.0)
     conversations: str | None = None
-    """SFT: a JSONL file of {"prompt": ..., "answer": ...}; required for it."""
+    """SFT and preferences: one file or folder to learn from, short for a `data.sources` with it alone."""
     batch_size: int = Field(default=64, ge=1)
-    """SFT: conversations a step."""
+    """SFT and preferences: conversations or pairs a step."""
+    preference_beta: float = Field(default=0.1, gt=0.0)
+    """DPO and IPO: strength of the pull to the weights the run began with."""
+    label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
+    """DPO: share of pairs whose label is taken to be wrong (cDPO)."""
+    best_of_group: int = Field(default=1, ge=1)
+    """RFT: how many siblings of a group are learnt from, the best first."""
+    reward_threshold: float = 0.0
+    """RFT: only siblings with a reward above it are."""
+    teacher: str | None = None
+    """distill: Hugging Face folder of the teacher, of any size, with the policy's tokenizer; required for it."""
+    teacher_precision: Literal["bf16", "fp8"] = "bf16"
+    """distill: of the teacher's linears."""
+    distillation: Literal["sampled", "reverse_kl", "forward_kl"] = "sampled"
+    """distill: the teacher's log-prob of each drawn token as its advantage, or a KL over the teacher's top-k tokens:
+    reverse (the policy keeps to what the teacher would say) or forward (it covers all that the teacher might)."""
+    teacher_top_k: int = Field(default=64, ge=1)
+    """distill, a KL: tokens of the teacher's distribution that are told apart at each place; the rest counts as one."""
+
+    @property
+    def learns_from(self) -> Literal["rollouts", "conversations", "preferences"]:
+        """What a step begins with."""
+        return _LEARNS_FROM.get(self.name, "rollouts")
+
+
+_LEARNS_FROM: dict[str, Literal["rollouts", "conversations", "preferences"]] = {
+    "sft": "conversations",
+    "dpo": "preferences",
+    "ipo": "preferences",
+}
+
+
+class DataSource(Section):
+    """One source of conversations or preference pairs: docs/data.md has the formats."""
+
+    path: str
+    """A JSONL or Parquet file, a folder that Hugging Face `datasets` reads, or hf:owner/name of the hub."""
+    weight: float = Field(default=1.0, gt=0.0)
+    """Share of the examples, relative to the other sources' weights."""
+    split: str = "train"
+    subset: str | None = None
+    """Of a data set; None: its default one."""
+    columns: dict[str, str] = {}
+    """Our key -> the file's: {prompt: question, answer: solution}."""
+
+
+class DataConfig(Section):
+    """What SFT and preferences learn from."""
+
+    sources: dict[Annotated[str, Field(pattern=r"^[a-z0-9_.-]+$")], DataSource] = {}
+    """By a name of your choice, in lower case, which metrics use: {chat: {path: chat.jsonl, weight: 2}, ...}."""
+    too_long: Literal["refuse", "drop"] = "refuse"
+    """What becomes of examples longer than model.context_length; what is dropped is counted in `data/too_long`."""
 
 
 class EnvironmentConfig(Section):
@@ -241,6 +293,7 @@ class Recipe(Section):
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    data: DataConfig = DataConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -250,3 +303,10 @@ class Recipe(Section):
     seed: int = Field(default=0, ge=0)
     steps: int = Field(default=100, ge=1)
     output_dir: str = "runs/run"
+
+    @property
+    def sources(self) -> dict[str, DataSource]:
+        """What is learnt from, by name: `data.sources`, or `algorithm.conversations` as the only one."""
+        if self.algorithm.conversations is None:
+            return self.data.sources
+        return {"conversations": DataSource(path=self.algorithm.conversations)}
