@@ -1,15 +1,15 @@
 """On-policy distillation: learning from what a teacher would have said at the places that the policy itself reached.
 
-    sampled      A_t = log q(y_t) - log p(y_t), the advantage of each drawn token, before the first update: the policy
-                 gradient of KL(p || q). GRPO's loss bounds the ratio of stale samples. Thinking Machines Lab, "On-Policy
-                 Distillation" (2025); MiniLLM, arXiv 2306.08543
-    reverse_kl   sum_k p_k (log p_k - log q_k)        the policy keeps to what the teacher would say
-    forward_kl   sum_k q_k (log q_k - log p_k)        the policy covers all that the teacher might; GKD, arXiv 2306.13649
+    sampled      A_t = log q(y_t) - log p(y_t)    the advantage of each drawn token, before the first update: the
+                                                  policy gradient of KL(p || q); MiniLLM, arXiv 2306.08543
+    reverse_kl   sum_k p_k (log p_k - log q_k)    the policy keeps to what the teacher would say
+    forward_kl   sum_k q_k (log q_k - log p_k)    it covers all that the teacher might say; GKD, arXiv 2306.13649
 
 with q the teacher and p the policy. A KL is over the teacher's K likeliest tokens at each place, all others counted as
 one more: never more than the whole KL, equal to it for K = V, never negative, and 0 where p = q. It is differentiated
-through p at the places drawn, not through what was drawn. `sampled` needs one number a token and is unbiased but noisy;
-a KL says K times more a token, for the lm_head of the policy once more. Rewards are measured and not learnt from.
+through p at the places drawn, not through what was drawn. `sampled` needs one number a token, is unbiased but noisy,
+and goes through GRPO's loss, which bounds the ratio of stale samples; a KL says K times more a token, for the lm_head
+of the policy once more. Rewards are measured and not learnt from.
 
 N trained tokens, K tokens of the teacher.
 """

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 
 def best_of_group(rewards: Sequence[float], best: int, threshold: float) -> list[float | None]:
-    """1.0 for the siblings that are learnt from, None for the others. Of equal rewards the first drawn is the better."""
+    """1.0 for the siblings that are learnt from, None for the others. Of equal rewards the first drawn goes first."""
     order = sorted(range(len(rewards)), key=lambda place: -rewards[place])
     kept = {place for place in order[:best] if rewards[place] > threshold}
     return [1.0 if place in kept else None for place in range(len(rewards))]

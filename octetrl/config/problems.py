@@ -13,8 +13,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from octetrl.config.data import DataSource
 from octetrl.config.errors import nearest
-from octetrl.config.schema import DataSource, Recipe, Section
+from octetrl.config.schema import Recipe, Section
 
 _WORDS = {
     "string_type": "is not a text; put it in quotes",

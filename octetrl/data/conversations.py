@@ -95,7 +95,9 @@ def conversation_of(record: Mapping[str, Any], where: str) -> Conversation | Dia
         return Conversation(required_text(record, "prompt", where), required_text(record, "answer", where))
     messages = messages_of(record, "messages", where)
     if all(message["role"] != "assistant" for message in messages):
-        raise UserError(f"{where}: 'messages' has none of the assistant, so there is nothing to learn; give its answers")
+        raise UserError(
+            f"{where}: 'messages' has none of the assistant, so there is nothing to learn; give its answers"
+        )
     return Dialogue(messages, tools=tools_of(record, where))
 
 
@@ -104,7 +106,7 @@ def messages_of(record: Mapping[str, Any], key: str, where: str) -> tuple[Messag
     messages = record[key]
     if not isinstance(messages, list) or not messages:
         found = "an empty list" if messages == [] else kind_of(messages)
-        raise UserError(f"{where}: '{key}' is {found}; it must be a list of {{\"role\", \"content\"}}")
+        raise UserError(f'{where}: \'{key}\' is {found}; it must be a list of {{"role", "content"}}')
     for problem in _message_problems(messages, f"{where}: '{key}'"):
         raise UserError(problem)
     return tuple(messages)

@@ -73,7 +73,7 @@ def _of_texts(record: Mapping[str, Any], where: str) -> Preference:
         if prompt not in [message.get("content") for message in context]:
             raise UserError(
                 f"{where}: 'prompt' is a text that is not in what 'chosen' and 'rejected' begin with in common;"
-                f' give "messages" and two answers, or remove \'prompt\''
+                f" give \"messages\" and two answers, or remove 'prompt'"
             )
         return pair
     return Preference(

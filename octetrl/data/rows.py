@@ -103,7 +103,10 @@ def _parquet_rows(path: str) -> Iterator[Row]:
     try:
         batches = pyarrow.parquet.ParquetFile(path).iter_batches()
         records = (record for batch in batches for record in batch.to_pylist())
-        yield from (Row(number, f"{path}, row {number}", _without_nulls(record)) for number, record in enumerate(records, start=1))
+        yield from (
+            Row(number, f"{path}, row {number}", _without_nulls(record))
+            for number, record in enumerate(records, start=1)
+        )
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; give the path of a Parquet file") from None
     except (pyarrow.ArrowException, OSError) as error:
@@ -132,7 +135,6 @@ def _hugging_face_rows(path: str, split: str, subset: str | None) -> Iterator[Ro
         raise UserError(f"{path}: datasets can't load it ({reason}); check path, split and subset") from error
     for number, record in enumerate(loaded, start=1):
         yield Row(number, f"{path}[{split}], row {number}", _without_nulls(record))
-
 
 
 def _without_nulls(value: Any) -> Any:

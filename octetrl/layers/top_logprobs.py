@@ -3,10 +3,11 @@
     top_logprobs   the K likeliest tokens and their log-probs: a teacher's, without gradient
     logprobs_at    the log-probs of K given tokens: the policy's, differentiable
 
-    z = logits / temperature,  logprob_k = z[id_k] - lse(z),  dlogits = (sum_k g_k onehot(id_k) - (sum_k g_k) p) / temperature
+    z = logits / temperature,  logprob_k = z[id_k] - lse(z)
+    dlogits = (sum_k g_k onehot(id_k) - (sum_k g_k) p) / temperature
 
-Both make logits `chunk` rows at a time, as kernels/linear_logprobs.py does, and the backward makes them again: memory is
-some [chunk, V] in float32, whatever N is. In plain torch: five passes over the logits where a kernel would take one,
+Both make logits `chunk` rows at a time, as kernels/linear_logprobs.py does, and the backward makes them again: memory
+is some [chunk, V] in float32, whatever N is. In plain torch: five passes over the logits where a kernel would take one,
 beside two GEMMs of 2 N V E FLOPs.
 
 N rows, V vocabulary, E hidden size, K tokens of each row, C rows of one chunk.

@@ -89,9 +89,7 @@ class ChatTokens:
         """A given conversation as the chat template writes it (rollout/message_tokens.py). The system prompt comes
         before one that begins without a system message of its own."""
         own = self._system() if messages[0]["role"] not in ("system", "developer") else []
-        return tokenize_messages(
-            self._tokenizer, [*own, *messages], learn_from=learn_from + len(own), tools=tools
-        )
+        return tokenize_messages(self._tokenizer, [*own, *messages], learn_from=learn_from + len(own), tools=tools)
 
     def _system(self) -> list[dict[str, str]]:
         return [] if self._system_prompt is None else [{"role": "system", "content": self._system_prompt}]

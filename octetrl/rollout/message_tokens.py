@@ -12,8 +12,8 @@ said; those that it leaves out of earlier answers are learnt from by nobody. If 
 the conversation differently once it goes on, the answer's own text is taken instead.
 
 The end is found by rendering the conversation with a placeholder in the answer's place: what then follows the
-placeholder is what follows the answer. A token that lies across such a border, half of it the template's, is one that no
-rollout could draw there: it is not trained on, and counted.
+placeholder is what follows the answer. A token that lies across such a border, half of it the template's, is one that
+no rollout could draw there: it is not trained on, and counted.
 
 Rollouts are put into tokens piece by piece instead (rollout/chat_tokens.py), because theirs were drawn so.
 """
@@ -83,9 +83,7 @@ def tokenize_messages(
     return TokenizedMessages(tuple(encoded["input_ids"]), tuple(loss_mask), across)
 
 
-def _span(
-    tokenizer: Tokenizer, text: str, messages: Sequence[Message], index: int, render: Any
-) -> tuple[int, int]:
+def _span(tokenizer: Tokenizer, text: str, messages: Sequence[Message], index: int, render: Any) -> tuple[int, int]:
     """Where in `text` the assistant message `index` is, end of turn included."""
     placeholder = {"role": "assistant", "content": _PLACEHOLDER}
     before, found, after = render([*messages[:index], placeholder, *messages[index + 1 :]]).partition(_PLACEHOLDER)

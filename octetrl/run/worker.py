@@ -31,6 +31,7 @@ from octetrl.models.hf_weights import load_weights, save_weights
 from octetrl.models.rollout_forward import can_fuse
 from octetrl.records import Completion, GenerationRequest, PackedBatch, PolicyUpdate, Published
 from octetrl.run.publish import quantize_for_engine, share_weights, verify_weights
+from octetrl.run.teacher import load_teacher
 from octetrl.run.tokenizer import Tokenizer
 from octetrl.telemetry.mismatch import mismatch_metrics
 from octetrl.telemetry.spans import Spans
@@ -73,7 +74,7 @@ class Worker:
             algorithm=algorithm,
             temperature=recipe.rollout.temperature or 1.0,
             total_steps=recipe.steps,
-            reference=self._loaded_model(load_weights) if algorithm.needs_reference else None,
+            reference=self._reference(algorithm, load_weights, tokenizer),
             collect_kv_amax=policy.kv_mode == "calibrated" and recipe.fp8.calibration == "fused",
             seed=recipe.seed,
             trains=trains,
@@ -93,6 +94,13 @@ class Worker:
 
     def _model(self, side: Side, device: torch.device) -> Decoder:
         return Decoder(self.spec, self.policy, side, dtype=self._dtype, device=device, backend=self._backend)
+
+    def _reference(self, algorithm: Algorithm, load_weights: LoadWeights, tokenizer: Tokenizer) -> Decoder | None:
+        if algorithm.needs_teacher:
+            uses_fp8 = self.recipe.algorithm.teacher_precision == "fp8"
+            backend = choose_backend(self.device, self.recipe.fp8.emulate) if uses_fp8 else self._backend
+            return load_teacher(self.recipe, tokenizer, self.device, backend)
+        return self._loaded_model(load_weights) if algorithm.needs_reference else None
 
     def _loaded_model(self, load_weights: LoadWeights) -> Decoder:
         model = self._model("train", self.device)
@@ -178,6 +186,9 @@ class Worker:
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Tensors of a checkpoint besides the model, by file."""
         files = {"optimizer.safetensors": dict(self.trainer.state().optimizer)}
+        reference = self.trainer.reference.state()
+        if reference:
+            files["reference.safetensors"] = reference
         if self.kv_scales is not None:
             scales = self.kv_scales
             files["kv_scales.safetensors"] = {
@@ -193,6 +204,8 @@ class Worker:
         state = self.trainer.state()
         optimizer = saved.tensors("optimizer.safetensors")
         self.trainer.load_state(replace(state, optimizer=optimizer, policy_version=policy_version))
+        if "reference.safetensors" in saved.files:
+            self.trainer.reference.load_state(saved.tensors("reference.safetensors"))
         if "kv_scales.safetensors" in saved.files:
             scales = saved.tensors("kv_scales.safetensors")
             self.kv_scales = KVScales(

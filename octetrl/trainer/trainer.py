@@ -12,7 +12,7 @@ these very weights, the ratio is exactly 1 and needs no second forward. An algor
 token does so then, from the whole batch (algorithms/token_rewards.py).
 
 The forward sees K and V as the rollout's cache did (`KVReplay`) and collects their amax on the way (numerics.md §5,
-§6). The reference is run without replay: the cache's scales are not its own.
+§6). The reference, which may be another model (a teacher), is run without replay of scales that are not its own.
 
 T tokens and N trained tokens of a micro-batch, L layers, K KV heads, E hidden size.
 """
@@ -28,8 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octetrl.algorithms.corrections import effective_sample_size
+from octetrl.algorithms.finite import count_non_finite, first_non_finite
 from octetrl.algorithms.table import Algorithm
-from octetrl.algorithms.token_loss import LossInputs
 from octetrl.config.schema import TrainerConfig
 from octetrl.kernels.count_poisoned import count_poisoned
 from octetrl.layers.context import KVMode, PackedContext
@@ -38,7 +39,8 @@ from octetrl.records import MicroBatch, PackedBatch, PolicyUpdate
 from octetrl.trainer.activation_checkpoint import layer_runner
 from octetrl.trainer.optimizer import Optimizer, copy_all
 from octetrl.trainer.packing import PackingLayout, pack_for_calibration
-from octetrl.trainer.prepared import Prepared, num_sequences_of, shape_advantages
+from octetrl.trainer.prepared import Prepared, fill_mean_weight, loss_inputs, shape_advantages
+from octetrl.trainer.reference import Reference
 from octetrl.trainer.schedule import learning_rate
 
 NEVER_OBSERVED = -1.0  # below any amax
@@ -105,8 +107,7 @@ class Trainer:
         seed: int = 0,
         trains: bool = True,
     ) -> None:
-        assert (reference is not None) == algorithm.needs_reference, "reference and needs_reference disagree"
-        self.model, self.reference = model, reference
+        self.model, self.reference = model, Reference(reference, algorithm)
         self.config, self.algorithm = config, algorithm
         self.temperature, self.total_steps = temperature, total_steps
         self.policy_version = 0
@@ -151,8 +152,7 @@ class Trainer:
             [self._prepare(micro_batch, kv, several_updates=num_updates > 1) for micro_batch in minibatch]
             for minibatch in batch.minibatches
         ]
-        if self.algorithm.shape is not None:
-            shape_advantages(self.algorithm.shape, [one for minibatch in minibatches for one in minibatch])
+        shaped = self._before_updates(minibatches, on_policy)
         lr = learning_rate(self.policy_version, self.config.optimizer, self.total_steps)
         updates: list[dict[str, float]] = []
         for _ in range(self.config.epochs):
@@ -161,8 +161,9 @@ class Trainer:
         self.last_logprobs = _token_logprobs(minibatches)
         self.policy_version += 1
         self.weights_are_whole = True
+        metrics = {name: sum(update[name] for update in updates) / num_updates for name in updates[0]} | shaped
+        metrics |= self.reference.follow(self.model, self.policy_version, metrics)
         tokens = sum(m.token_ids_T.numel() for minibatch in batch.minibatches for m in minibatch)
-        metrics = {name: sum(update[name] for update in updates) / num_updates for name in updates[0]}
         metrics["time/requantize"] *= num_updates
         metrics["lr"] = lr
         metrics["train/updates"] = float(num_updates)
@@ -224,14 +225,31 @@ class Trainer:
         micro_batch = self._on_device(micro_batch)
         prepared = Prepared(micro_batch)
         with torch.no_grad():
-            if self.reference is not None:
-                prepared.reference_N, _ = self._logprobs(self.reference, micro_batch, KVReplay())
+            if self.reference.model is not None:
+                reference = self.reference.model
+                seen = kv if self.reference.replays(kv.kv_mode) else KVReplay()
+                hidden_NE = self._predictors(reference, micro_batch, seen)
+                prepared.reference_N, _ = self._logprobs_of(reference, hidden_NE, micro_batch)
+                if self.algorithm.teacher_top_k:
+                    prepared.teacher_ids_NK, prepared.teacher_top_NK = self._top_logprobs(reference, hidden_NE)
             needs_proximal = self.algorithm.needs_proximal and several_updates
-            shapes_with_kl = self.algorithm.shape is not None and self.reference is not None
-            if needs_proximal or shapes_with_kl:
+            shapes_with_kl = self.algorithm.shape is not None and self.reference.model is not None
+            if needs_proximal or shapes_with_kl or self.algorithm.batch_weights is not None:
                 prepared.first_N, _ = self._logprobs(self.model, micro_batch, kv)
                 prepared.proximal_N = prepared.first_N if needs_proximal else None
         return prepared
+
+    def _before_updates(self, minibatches: Sequence[Sequence[Prepared]], on_policy: bool) -> dict[str, float]:
+        """What is made of the whole batch, or of a whole optimizer step, before the first update; its metrics."""
+        metrics: dict[str, float] = {}
+        if self.algorithm.shape is not None:
+            prepared = [one for minibatch in minibatches for one in minibatch]
+            kl = shape_advantages(self.algorithm.shape, prepared, self.reference.kl_scale)
+            metrics |= {} if kl is None else {"kl": kl}
+        if self.algorithm.batch_weights is not None:
+            for minibatch in minibatches:
+                fill_mean_weight(self.algorithm.batch_weights, minibatch, on_policy)
+        return metrics
 
     def _update(self, objective: _Objective, lr: float) -> dict[str, float]:
         """One optimizer step; returns its metrics."""
@@ -242,7 +260,9 @@ class Trainer:
                 totals[name] = totals[name] + value if name in totals else value
         totals["grad_norm"] = self.optimizer.clip_gradients()
         metrics = dict(zip(totals, torch.stack(list(totals.values())).tolist(), strict=True))
-        if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
+        metrics |= effective_sample_size(metrics)
+        non_finite = metrics.pop("non_finite")
+        if non_finite or not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
             raise NonFiniteError(self._blame(objective, metrics))
         self.weights_are_whole = False
         self.optimizer.step(lr)
@@ -253,28 +273,27 @@ class Trainer:
         metrics["time/requantize"] = time.perf_counter() - started
         return metrics
 
-    def _backward(self, objective: _Objective, prepared: Prepared) -> dict[str, Tensor]:
-        """Adds one micro-batch's gradient; returns its share of the loss and of every metric."""
+    def _backward(
+        self, objective: _Objective, prepared: Prepared, found: list[str | None] | None = None
+    ) -> dict[str, Tensor]:
+        """Adds one micro-batch's gradient; returns its share of the loss and of every metric. `found` gets the first
+        number that is not finite, in words."""
         micro_batch = prepared.micro_batch
-        logprobs_N, entropy_N = self._logprobs(
+        hidden_NE = self._predictors(
             self.model, micro_batch, objective.kv, self._kv_amax_2LK if self._collects_in_training else None
         )
+        logprobs_N, entropy_N = self._logprobs_of(self.model, hidden_NE, micro_batch)
+        ids_NK, chunk = prepared.teacher_ids_NK, self.config.logprob_chunk
+        top_NK = None if ids_NK is None else self.model.logprobs_at(hidden_NE, ids_NK, self.temperature, chunk)
         if prepared.first_N is None:
             prepared.first_N = logprobs_N.detach()
-        token_loss = self.algorithm.loss(
-            LossInputs(
-                logprobs_N=logprobs_N,
-                entropy_N=entropy_N,
-                advantages_N=micro_batch.advantages_N,
-                sequence_N=micro_batch.sequence_N,
-                num_sequences=num_sequences_of(micro_batch),
-                generator_logprobs_N=micro_batch.generator_logprobs_N,
-                proximal_logprobs_N=prepared.proximal_N,
-                reference_logprobs_N=prepared.reference_N,
-                chosen_N=micro_batch.chosen_N,
-                on_policy=objective.on_policy,
-            )
+        kl_scale = self.reference.kl_scale
+        inputs = loss_inputs(
+            prepared, logprobs_N, entropy_N, on_policy=objective.on_policy, kl_scale=kl_scale, top_logprobs_NK=top_NK
         )
+        token_loss = self.algorithm.loss(inputs)
+        if found is not None:
+            found.append(first_non_finite(inputs, token_loss, micro_batch))
 
         def reduced(values_N: Tensor) -> Tensor:
             return (micro_batch.weights_N * values_N).sum() / objective.denominator
@@ -282,6 +301,7 @@ class Trainer:
         loss = reduced(token_loss.loss_N)
         loss.backward()
         shares = {"loss": loss.detach(), "entropy": reduced(entropy_N.detach())}
+        shares["non_finite"] = count_non_finite(inputs, token_loss)
         return shares | {name: reduced(values_N) for name, values_N in token_loss.metrics.items()}
 
     def _blame(self, objective: _Objective, metrics: Mapping[str, float]) -> str:
@@ -291,10 +311,12 @@ class Trainer:
         count = len(objective.minibatch)
         for index, prepared in enumerate(objective.minibatch):
             self.optimizer.zero_grad()
-            loss = float(self._backward(objective, prepared)["loss"])
+            number: list[str | None] = []
+            loss = float(self._backward(objective, prepared, number)["loss"])
             bad = self.optimizer.non_finite_gradients()
-            if bad or not math.isfinite(loss):
-                where = f", first non-finite gradient '{bad[0]}' ({len(bad)} in all)" if bad else ""
+            if bad or number[0] or not math.isfinite(loss):
+                where = f", {number[0]}" if number[0] else ""
+                where += f", first non-finite gradient '{bad[0]}' ({len(bad)} in all)" if bad else ""
                 longest = prepared.micro_batch.max_seqlen
                 return (
                     f"{found}: micro-batch {index + 1} of {count} (longest sequence {longest} tokens) has loss"
@@ -306,9 +328,20 @@ class Trainer:
         self, model: Decoder, micro_batch: MicroBatch, kv: KVReplay, kv_amax_2LK: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of the trained tokens, float32 [N]."""
-        hidden_TE = self._hidden(model, micro_batch, kv, kv_amax_2LK)
-        hidden_NE = hidden_TE.index_select(0, micro_batch.predictor_N)
+        return self._logprobs_of(model, self._predictors(model, micro_batch, kv, kv_amax_2LK), micro_batch)
+
+    def _logprobs_of(self, model: Decoder, hidden_NE: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         return model.logprobs(hidden_NE, micro_batch.targets_N, self.temperature, self.config.logprob_chunk)
+
+    def _top_logprobs(self, teacher: Decoder, hidden_NE: Tensor) -> tuple[Tensor, Tensor]:
+        k, below = self.algorithm.teacher_top_k, self.model.spec.vocab_size
+        return teacher.top_logprobs(hidden_NE, k, below, self.temperature, self.config.logprob_chunk)
+
+    def _predictors(
+        self, model: Decoder, micro_batch: MicroBatch, kv: KVReplay, kv_amax_2LK: Tensor | None = None
+    ) -> Tensor:
+        """Hidden states [N, E] that the trained tokens are predicted from."""
+        return self._hidden(model, micro_batch, kv, kv_amax_2LK).index_select(0, micro_batch.predictor_N)
 
     def _hidden(self, model: Decoder, micro_batch: MicroBatch, kv: KVReplay, kv_amax_2LK: Tensor | None) -> Tensor:
         context = PackedContext(
@@ -319,7 +352,7 @@ class Trainer:
             v_scale_LK=kv.v_scale_LK,
             kv_amax_2LK=kv_amax_2LK,
         )
-        run_layer = self._run_reference_layer if model is self.reference else self._run_layer
+        run_layer = self._run_reference_layer if model is self.reference.model else self._run_layer
         hidden_TE: Tensor = model(micro_batch.token_ids_T, micro_batch.positions_T, context, run_layer)
         count_poisoned(hidden_TE.detach(), self._poisoned)
         return hidden_TE
