@@ -14,8 +14,8 @@ from octetrl.data.conversations import conversation_of
 from octetrl.data.rows import read_rows
 
 RECORDS: list[dict[str, Any]] = [
-    {"messages": [{"role": "user", "content": "é"}, {"role": "assistant", "content": "a"}]},
-    {"messages": [{"role": "user", "content": "b", "name": "Bob"}, {"role": "assistant", "content": "c"}], "level": 2},
+    {"level": 2, "messages": [{"role": "user", "content": "é"}, {"role": "assistant", "content": "a"}]},
+    {"messages": [{"role": "user", "content": "b", "name": "Bob"}, {"role": "assistant", "content": "c"}]},
 ]
 
 
