@@ -136,7 +136,7 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One token sequence to learn from, made by `to_samples` (RL) or by `data/conversations.py` (SFT).
+    """One token sequence to learn from, made by `to_samples` (RL) or by `data/` (SFT, preferences).
 
     `loss_mask[t]` says whether token t is trained on; `generator_logprobs[t]` is its log-prob in the engine.
     All three have the length of `token_ids`; position 0 is never trained on.
@@ -148,6 +148,8 @@ class Sample:
     advantage: float  # of every trained token; 1.0 for SFT
     policy_version: int | None  # of the weights that drew it; None for SFT
     precision_digest: str | None = None  # of the engine that drew it; None for SFT
+    pair: int | None = None  # of a preference pair: chosen and rejected stand side by side with the same number
+    chosen: bool = True  # the better of its pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +172,7 @@ class MicroBatch:
     sample_N: Tensor  # int64: which of the samples that `pack` was given
     target_positions_N: Tensor  # int64: position of the target in its sequence
     sequence_lengths_N: Tensor  # int64: length of its sequence
+    chosen_N: Tensor | None = None  # bool: of the better sequence of its pair; None where there are no pairs
 
 
 @dataclass(frozen=True, slots=True)

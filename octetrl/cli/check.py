@@ -21,9 +21,10 @@ from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
 from octetrl.config.memory import MemoryEstimate, Precisions, estimate_memory, fewest_checkpointed_layers
 from octetrl.config.presets import preset_config
-from octetrl.config.schema import Recipe
+from octetrl.config.schema import Fp8Config, Recipe, TrainerConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate import spec_problems
+from octetrl.data.rows import HUB
 from octetrl.fp8.policy import LINEARS, PrecisionPolicy, Side, precision_policy, tokens_that_pay
 from octetrl.models.families import load_spec, spec_from_config
 
@@ -109,7 +110,7 @@ def _file_problems(recipe: Recipe) -> Iterator[str]:
     """What the recipe names and is not there, or is wrong."""
     if recipe.model.tokenizer is not None and not Path(recipe.model.tokenizer).is_dir():
         yield f"model.tokenizer: no folder '{recipe.model.tokenizer}'; give a Hugging Face tokenizer folder"
-    for read in (_read_adapter, _read_conversations, _read_dataset, _find_reward):
+    for read in (_read_adapter, _read_sources, _read_dataset, _find_reward):
         try:
             read(recipe)
         except UserError as error:
@@ -124,14 +125,17 @@ def _read_adapter(recipe: Recipe) -> None:
         check_adapter(lora, Path(lora.path))
 
 
-def _read_conversations(recipe: Recipe) -> None:
-    from octetrl.data.conversations import read_conversations
+def _read_sources(recipe: Recipe) -> None:
+    from octetrl.data.mixture import read_source
 
-    if recipe.algorithm.name == "sft":
-        path = str(recipe.algorithm.conversations)
-        if not Path(path).is_file():
-            raise UserError(f"algorithm.conversations: no file '{path}'; give a JSONL file")
-        read_conversations(path)
+    kind = recipe.algorithm.learns_from
+    if kind == "rollouts":
+        return
+    for name, source in recipe.sources.items():
+        field = "algorithm.conversations" if recipe.algorithm.conversations else f"data.sources.{name}.path"
+        if not source.path.startswith(HUB) and not Path(source.path).exists():
+            raise UserError(f"{field}: no file '{source.path}'; give a JSONL or Parquet file, or a folder")
+        read_source(name, source, kind)
 
 
 def _read_dataset(recipe: Recipe) -> None:
@@ -140,12 +144,14 @@ def _read_dataset(recipe: Recipe) -> None:
     from octetrl.environments.reasoning_gym import check_dataset
 
     environment, dataset = recipe.environment, str(recipe.environment.dataset)
+    if environment.dataset is None:
+        return  # validated: nothing is drawn
     if environment.kind == "reasoning_gym":
         check_dataset(dataset, environment.parameters)
     elif environment.kind == "python":
         load_environment(dataset)
-    elif not Path(dataset).is_file():
-        raise UserError(f"environment.dataset: no file '{dataset}'; give a JSONL file")
+    elif not dataset.startswith(HUB) and not Path(dataset).exists():
+        raise UserError(f"environment.dataset: no file '{dataset}'; give a JSONL or Parquet file, or a folder")
     else:
         read_tasks(dataset)
 
@@ -159,8 +165,10 @@ def _find_reward(recipe: Recipe) -> None:
 
 def _essentials(recipe: Recipe, device: Device) -> Iterator[tuple[str, str]]:
     rollout, algorithm, optimizer = recipe.rollout, recipe.algorithm, recipe.trainer.optimizer
-    if algorithm.name == "sft":
-        yield "algorithm", f"sft, {algorithm.batch_size} conversations a step from {algorithm.conversations}"
+    if algorithm.learns_from != "rollouts":
+        what = "conversations" if algorithm.learns_from == "conversations" else "pairs"
+        paths = ", ".join(source.path for source in recipe.sources.values())
+        yield "algorithm", f"{algorithm.name}, {algorithm.batch_size} {what} a step from {paths}"
     else:
         size = f"{rollout.prompts_per_step} prompts x {rollout.group_size} siblings a step"
         yield "algorithm", f"grpo, {size}, temperature {rollout.temperature:g}"
@@ -173,7 +181,10 @@ def _essentials(recipe: Recipe, device: Device) -> Iterator[tuple[str, str]]:
         yield "LoRA", f"rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}; {beginning}"
     yield "lengths", f"{longest}, context {recipe.model.context_length:,}"
     environment = recipe.environment
-    yield "environment", f"{environment.kind} {environment.dataset}, {environment.eval_size} tasks held out"
+    if algorithm.teacher is not None and algorithm.name == "distill":
+        yield "teacher", f"{algorithm.teacher}, {algorithm.teacher_precision}, {algorithm.distillation}"
+    if environment.dataset is not None:
+        yield "environment", f"{environment.kind} {environment.dataset}, {environment.eval_size} tasks held out"
     yield "device", device.name
 
 
@@ -213,13 +224,14 @@ def _share(policy: PrecisionPolicy, spec: ModelSpec, kind: str, side: Side) -> s
 
 
 def _memory(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device: Device) -> Iterator[tuple[str, str]]:
-    precisions = Precisions(
-        fp8_rollout=[linear.name for linear in policy.linears if linear.rollout == "fp8"],
-        fp8_train=[linear.name for linear in policy.linears if linear.train == "fp8"],
-        k_cache=policy.k_cache,
-        v_cache=policy.v_cache,
-    )
-    estimate = estimate_memory(recipe, spec, precisions, on_gpu=device.on_gpu, device_bytes=device.num_bytes)
+    precisions, teacher = _precisions(policy), _teacher(recipe)
+
+    def estimated(recipe: Recipe) -> MemoryEstimate:
+        return estimate_memory(
+            recipe, spec, precisions, on_gpu=device.on_gpu, device_bytes=device.num_bytes, teacher=teacher
+        )
+
+    estimate = estimated(recipe)
     for part in estimate.parts:
         yield part.name, f"{_size(part.num_bytes):>12}   {part.how}"
     if estimate.kv_cache_tokens is None:
@@ -233,21 +245,37 @@ def _memory(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device: De
     if device.num_bytes is not None:
         yield from _room(estimate, device.num_bytes)
         if device.on_gpu:
-            yield from _less_checkpointing(recipe, spec, precisions, device.num_bytes)
+            fewest = fewest_checkpointed_layers(recipe, spec.num_layers, device.num_bytes, estimated)
+            yield from _less_checkpointing(recipe.trainer, spec.num_layers, fewest)
 
 
-def _less_checkpointing(
-    recipe: Recipe, spec: ModelSpec, precisions: Precisions, device_bytes: int
-) -> Iterator[tuple[str, str]]:
+def _less_checkpointing(trainer: TrainerConfig, num_layers: int, fewest: int | None) -> Iterator[tuple[str, str]]:
     """How few layers need to run again in the backward, where that is fewer than do."""
-    trainer = recipe.trainer
-    asked = spec.num_layers if trainer.checkpointed_layers is None else trainer.checkpointed_layers
-    fewest = fewest_checkpointed_layers(recipe, spec, precisions, device_bytes)
+    asked = num_layers if trainer.checkpointed_layers is None else trainer.checkpointed_layers
     if trainer.activation_checkpointing != "none" and fewest is not None and fewest < asked:
-        yield (
-            "checkpointing",
-            f"{fewest} of {spec.num_layers} layers would do: trainer.checkpointed_layers={fewest} is faster",
-        )
+        said = f"{fewest} of {num_layers} layers would do: trainer.checkpointed_layers={fewest} is faster"
+        yield "checkpointing", said
+
+
+def _precisions(policy: PrecisionPolicy) -> Precisions:
+    return Precisions(
+        fp8_rollout=[linear.name for linear in policy.linears if linear.rollout == "fp8"],
+        fp8_train=[linear.name for linear in policy.linears if linear.train == "fp8"],
+        k_cache=policy.k_cache,
+        v_cache=policy.v_cache,
+    )
+
+
+def _teacher(recipe: Recipe) -> tuple[ModelSpec, Precisions] | None:
+    algorithm = recipe.algorithm
+    if algorithm.name != "distill" or algorithm.teacher is None:
+        return None
+    try:
+        spec = load_spec(algorithm.teacher)
+    except UserError as error:
+        raise UserError(f"algorithm.teacher: {error}") from None
+    fp8 = Fp8Config(train=algorithm.teacher_precision == "fp8")
+    return spec, _precisions(precision_policy(spec, fp8, recipe.numerics))
 
 
 def _room(estimate: MemoryEstimate, device_bytes: int) -> Iterator[tuple[str, str]]:

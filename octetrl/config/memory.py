@@ -10,7 +10,7 @@ BF16), c of an operand of wgrad (1 + 4/128 in FP8: codes and scales; else b). Al
     gradients       4 P                                 summed in float32
     optimizer       s P + 4 P                           two moments, s = 8, 4 or 2 + 2/128; the float32 master, unless
                                                         `stochastic_rounding`. `offload`: two pieces of 2^24 elements
-    reference       as weights and FP8 copies           where `kl_coefficient` is above 0
+    reference       as weights and FP8 copies           where `kl_coefficient` is above 0, dpo, ipo; a teacher's own
     CUDA context    0.6 GB                              kernels and the driver's own, measured; torch does not count it
 
 While training, activations and working set:
@@ -38,7 +38,7 @@ free. The layer's list is that of models/training_forward.py; what torch's autog
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -93,7 +93,13 @@ class Precisions:
 
 
 def estimate_memory(
-    recipe: Recipe, spec: ModelSpec, precisions: Precisions, *, on_gpu: bool, device_bytes: int | None
+    recipe: Recipe,
+    spec: ModelSpec,
+    precisions: Precisions,
+    *,
+    on_gpu: bool,
+    device_bytes: int | None,
+    teacher: tuple[ModelSpec, Precisions] | None = None,
 ) -> MemoryEstimate:
     """The parts of one device's memory.
 
@@ -105,14 +111,18 @@ def estimate_memory(
     dropped = 0 if lora is None else _elements(spec, precisions.fp8_train)
     how = f"{recipe.model.dtype}, shared by both sides" + (", what is FP8 as codes alone" if dropped else "")
     parts = [MemoryPart("weights", weight_bytes * (spec.num_parameters - dropped), how)]
-    copies = _fp8_copies(spec, precisions, emulated=recipe.fp8.emulate or (recipe.fp8.emulate is None and not on_gpu))
+    emulated = recipe.fp8.emulate or (recipe.fp8.emulate is None and not on_gpu)
+    copies = _fp8_copies(spec, precisions, emulated=emulated)
     if copies:
         parts.append(MemoryPart("FP8 copies", copies, "codes, transposed codes and scales"))
     if lora is not None:
         parts.append(MemoryPart("adapters", weight_bytes * trained, f"{trained:,} parameters, all that is trained"))
     parts.append(MemoryPart("gradients", 4 * trained, "float32 sums"))
     parts.append(_optimizer(recipe, trained, weight_bytes, on_gpu))
-    if recipe.algorithm.kl_coefficient > 0:
+    if teacher is not None:
+        taught = weight_bytes * teacher[0].num_parameters + _fp8_copies(*teacher, emulated=emulated)
+        parts.append(MemoryPart("teacher", taught, f"{recipe.algorithm.teacher}, {recipe.algorithm.teacher_precision}"))
+    if recipe.algorithm.kl_coefficient > 0 or recipe.algorithm.name in ("dpo", "ipo"):
         reference = weight_bytes * trained + (copies if lora is None else 0)
         what = "weights and FP8 copies" if lora is None else "adapters"
         parts.append(MemoryPart("reference model", reference, f"{what} of the policy it began with"))
@@ -130,16 +140,16 @@ def estimate_memory(
 
 
 def fewest_checkpointed_layers(
-    recipe: Recipe, spec: ModelSpec, precisions: Precisions, device_bytes: int
+    recipe: Recipe, num_layers: int, device_bytes: int, estimate: Callable[[Recipe], MemoryEstimate]
 ) -> int | None:
-    """With how few layers checkpointed training on a GPU stays within nine tenths of the device; None: with none."""
-    for number in range(spec.num_layers + 1):
+    """With how few of the layers checkpointed training on a GPU stays within nine tenths of the device; None: with no
+    number. `estimate`: the memory of a recipe that differs from this one in that."""
+    for number in range(num_layers + 1):
         trainer = recipe.trainer.model_copy(update={"checkpointed_layers": number})
-        sized = recipe.model_copy(update={"trainer": trainer})
-        estimate = estimate_memory(sized, spec, precisions, on_gpu=True, device_bytes=device_bytes)
-        training = estimate.bytes_when("always") + estimate.bytes_when("training")
-        if not estimate.takes_turns:
-            training += estimate.bytes_when("generating")
+        found = estimate(recipe.model_copy(update={"trainer": trainer}))
+        training = found.bytes_when("always") + found.bytes_when("training")
+        if not found.takes_turns:
+            training += found.bytes_when("generating")
         if training <= 0.9 * device_bytes:
             return number
     return None

@@ -5,7 +5,9 @@ They are the papers' (docs/algorithms.md). A field that the recipe gives wins.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
+
+LearnsFrom = Literal["rollouts", "conversations", "preferences"]
 
 _GSPO = {"clip_low": 3e-4, "clip_high": 4e-4, "token_weighting": "sequence", "corrections": ("sequence_tis",)}
 OWN_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -19,3 +21,8 @@ OWN_DEFAULTS: dict[str, dict[str, Any]] = {
     "sapo": {"token_weighting": "sequence"},
 }
 NEED_SIBLINGS = ("grpo", "dapo", "dual_clip", "gspo", "gspo_token", "cispo", "sapo", "rloo", "reinforce_pp_baseline")
+LEARNS_FROM: dict[str, LearnsFrom] = {  # all others learn from rollouts
+    "sft": "conversations",
+    "dpo": "preferences",
+    "ipo": "preferences",
+}

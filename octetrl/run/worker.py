@@ -32,6 +32,7 @@ from octetrl.models.peft_adapters import load_adapter, save_adapter
 from octetrl.models.rollout_forward import can_fuse
 from octetrl.records import Completion, GenerationRequest, PackedBatch, PolicyUpdate, Published
 from octetrl.run.publish import quantize_for_engine, share_weights, verify_weights
+from octetrl.run.teacher import load_teacher
 from octetrl.run.tokenizer import Tokenizer
 from octetrl.telemetry.mismatch import mismatch_metrics
 from octetrl.telemetry.spans import Spans
@@ -74,7 +75,7 @@ class Worker:
             algorithm=algorithm,
             temperature=recipe.rollout.temperature or 1.0,
             total_steps=recipe.steps,
-            reference=self._reference(load_weights) if algorithm.needs_reference else None,
+            reference=self._reference(algorithm, load_weights, tokenizer),
             collect_kv_amax=policy.kv_mode == "calibrated" and recipe.fp8.calibration == "fused",
             seed=recipe.seed,
             trains=trains,
@@ -96,6 +97,13 @@ class Worker:
         lora = self.recipe.model.lora
         return Decoder(self.spec, self.policy, side, dtype=self._dtype, device=device, backend=self._backend, lora=lora)
 
+    def _reference(self, algorithm: Algorithm, load_weights: LoadWeights, tokenizer: Tokenizer) -> Decoder | None:
+        if algorithm.needs_teacher:
+            uses_fp8 = self.recipe.algorithm.teacher_precision == "fp8"
+            backend = choose_backend(self.device, self.recipe.fp8.emulate) if uses_fp8 else self._backend
+            return load_teacher(self.recipe, tokenizer, self.device, backend)
+        return self._first_policy(load_weights) if algorithm.needs_reference else None
+
     def _loaded_model(self, load_weights: LoadWeights) -> Decoder:
         model = self._model("train", self.device)
         load_weights(model)
@@ -104,7 +112,7 @@ class Worker:
             model.train_adapters_alone()
         return model
 
-    def _reference(self, load_weights: LoadWeights) -> Decoder:
+    def _first_policy(self, load_weights: LoadWeights) -> Decoder:
         """The policy the run began with. With LoRA the same frozen weights beside adapters of its own."""
         if self.recipe.model.lora is None:
             return self._loaded_model(load_weights)

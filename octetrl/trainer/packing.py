@@ -42,18 +42,16 @@ def pack(samples: Sequence[Sample], layout: PackingLayout, token_weighting: Toke
     Raises RuntimeError when samples were drawn under another precision table than the trainer's.
     """
     _check_digests(samples, layout.precision_digest)
-    numbers = [number for number, sample in enumerate(samples) if any(sample.loss_mask)]
-    trained = [samples[i] for i in numbers]
+    units = [unit for unit in _units(samples) if all(any(samples[i].loss_mask) for i in unit)]
+    trained = [samples[i] for i in chain.from_iterable(units)]
     minibatches, denominators = [], []
-    for part in _split(numbers, layout.minibatches):
-        weighting = weigh([sum(samples[i].loss_mask) for i in part], token_weighting)
-        bins = _fill([len(samples[i].token_ids) for i in part], layout)
-        minibatches.append(
-            tuple(
-                _micro_batch(samples, [part[i] for i in chosen], [weighting.token_weights[i] for i in chosen])
-                for chosen in bins
-            )
-        )
+    for part in _split(units, layout.minibatches):
+        numbers = list(chain.from_iterable(part))
+        weighting = weigh([sum(samples[i].loss_mask) for i in numbers], token_weighting)
+        weight_of = dict(zip(numbers, weighting.token_weights, strict=True))
+        bins = _fill([sum(len(samples[i].token_ids) for i in unit) for unit in part], layout)
+        rows = [list(chain.from_iterable(part[unit] for unit in chosen)) for chosen in bins]
+        minibatches.append(tuple(_micro_batch(samples, row, [weight_of[i] for i in row]) for row in rows))
         denominators.append(weighting.denominator)
     return PackedBatch(
         minibatches=tuple(minibatches),
@@ -65,9 +63,16 @@ def pack(samples: Sequence[Sample], layout: PackingLayout, token_weighting: Toke
 
 def pack_for_calibration(token_lists: Sequence[Sequence[int]], layout: PackingLayout) -> tuple[MicroBatch, ...]:
     """Micro-batches for a forward alone, with nothing to train on (N = 0)."""
-    samples = [Sample(tuple(ids), (False,) * len(ids), None, 0.0, None) for ids in token_lists if len(ids)]
+    return tuple(micro_batch for micro_batch, _ in pack_to_score([ids for ids in token_lists if len(ids)], layout))
+
+
+def pack_to_score(
+    token_lists: Sequence[Sequence[int]], layout: PackingLayout
+) -> tuple[tuple[MicroBatch, tuple[int, ...]], ...]:
+    """Micro-batches for a forward alone, each with the places in `token_lists` of its sequences, in their order."""
+    samples = [Sample(tuple(ids), (False,) * len(ids), None, 0.0, None) for ids in token_lists]
     bins = _fill([len(sample.token_ids) for sample in samples], layout)
-    return tuple(_micro_batch(samples, chosen, [0.0] * len(chosen)) for chosen in bins)
+    return tuple((_micro_batch(samples, chosen, [0.0] * len(chosen)), tuple(chosen)) for chosen in bins)
 
 
 def _check_digests(samples: Sequence[Sample], expected: str | None) -> None:
@@ -80,11 +85,23 @@ def _check_digests(samples: Sequence[Sample], expected: str | None) -> None:
             )
 
 
-def _split(samples: Sequence[int], parts: int) -> list[Sequence[int]]:
+def _units(samples: Sequence[Sample]) -> list[tuple[int, ...]]:
+    """Numbers of what must share a micro-batch: the two of a preference pair, or a sample by itself."""
+    units: list[tuple[int, ...]] = []
+    for number, sample in enumerate(samples):
+        before = units[-1] if units else ()
+        if sample.pair is not None and len(before) == 1 and samples[before[0]].pair == sample.pair:
+            units[-1] += (number,)
+        else:
+            units.append((number,))
+    return units
+
+
+def _split(units: Sequence[tuple[int, ...]], parts: int) -> list[Sequence[tuple[int, ...]]]:
     """Contiguous parts whose sizes differ by one at most; no empty part."""
-    parts = min(parts, len(samples))
-    bounds = [len(samples) * part // parts for part in range(parts + 1)] if parts else [0]
-    return [samples[start:end] for start, end in pairwise(bounds)]
+    parts = min(parts, len(units))
+    bounds = [len(units) * part // parts for part in range(parts + 1)] if parts else [0]
+    return [units[start:end] for start, end in pairwise(bounds)]
 
 
 def _fill(lengths: Sequence[int], layout: PackingLayout) -> list[list[int]]:
@@ -136,7 +153,14 @@ def _micro_batch(given: Sequence[Sample], chosen: Sequence[int], token_weights: 
         sample_N=torch.tensor(chosen, dtype=torch.int64)[sequence_N],
         target_positions_N=target_positions_N,
         sequence_lengths_N=lengths_B[sequence_N],
+        chosen_N=_chosen(samples, sequence_N),
     )
+
+
+def _chosen(samples: Sequence[Sample], sequence_N: torch.Tensor) -> torch.Tensor | None:
+    if all(sample.pair is None for sample in samples):
+        return None
+    return torch.tensor([sample.chosen for sample in samples])[sequence_N]
 
 
 def _generator_logprobs(samples: Sequence[Sample], positions: Sequence[Sequence[int]]) -> torch.Tensor | None:

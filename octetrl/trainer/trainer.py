@@ -12,7 +12,7 @@ these very weights, the ratio is exactly 1 and needs no second forward. An algor
 token does so then, from the whole batch (algorithms/token_rewards.py).
 
 The forward sees K and V as the rollout's cache did (`KVReplay`) and collects their amax on the way (numerics.md §5,
-§6). The reference is run without replay: the cache's scales are not its own.
+§6). The reference, which may be another model (a teacher), is run without replay of scales that are not its own.
 
 T tokens and N trained tokens of a micro-batch, L layers, K KV heads, E hidden size.
 """
@@ -225,7 +225,12 @@ class Trainer:
         prepared = Prepared(micro_batch)
         with torch.no_grad():
             if self.reference.model is not None:
-                prepared.reference_N, _ = self._logprobs(self.reference.model, micro_batch, KVReplay())
+                reference = self.reference.model
+                seen = kv if self.reference.replays(kv.kv_mode) else KVReplay()
+                hidden_NE = self._predictors(reference, micro_batch, seen)
+                prepared.reference_N, _ = self._logprobs_of(reference, hidden_NE, micro_batch)
+                if self.algorithm.teacher_top_k:
+                    prepared.teacher_ids_NK, prepared.teacher_top_NK = self._top_logprobs(reference, hidden_NE)
             needs_proximal = self.algorithm.needs_proximal and several_updates
             shapes_with_kl = self.algorithm.shape is not None and self.reference.model is not None
             if needs_proximal or shapes_with_kl or self.algorithm.batch_weights is not None:
@@ -273,13 +278,18 @@ class Trainer:
         """Adds one micro-batch's gradient; returns its share of the loss and of every metric. `found` gets the first
         number that is not finite, in words."""
         micro_batch = prepared.micro_batch
-        logprobs_N, entropy_N = self._logprobs(
+        hidden_NE = self._predictors(
             self.model, micro_batch, objective.kv, self._kv_amax_2LK if self._collects_in_training else None
         )
+        logprobs_N, entropy_N = self._logprobs_of(self.model, hidden_NE, micro_batch)
+        ids_NK, chunk = prepared.teacher_ids_NK, self.config.logprob_chunk
+        top_NK = None if ids_NK is None else self.model.logprobs_at(hidden_NE, ids_NK, self.temperature, chunk)
         if prepared.first_N is None:
             prepared.first_N = logprobs_N.detach()
         kl_scale = self.reference.kl_scale
-        inputs = loss_inputs(prepared, logprobs_N, entropy_N, on_policy=objective.on_policy, kl_scale=kl_scale)
+        inputs = loss_inputs(
+            prepared, logprobs_N, entropy_N, on_policy=objective.on_policy, kl_scale=kl_scale, top_logprobs_NK=top_NK
+        )
         token_loss = self.algorithm.loss(inputs)
         if found is not None:
             found.append(first_non_finite(inputs, token_loss, micro_batch))
@@ -317,9 +327,20 @@ class Trainer:
         self, model: Decoder, micro_batch: MicroBatch, kv: KVReplay, kv_amax_2LK: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of the trained tokens, float32 [N]."""
-        hidden_TE = self._hidden(model, micro_batch, kv, kv_amax_2LK)
-        hidden_NE = hidden_TE.index_select(0, micro_batch.predictor_N)
+        return self._logprobs_of(model, self._predictors(model, micro_batch, kv, kv_amax_2LK), micro_batch)
+
+    def _logprobs_of(self, model: Decoder, hidden_NE: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         return model.logprobs(hidden_NE, micro_batch.targets_N, self.temperature, self.config.logprob_chunk)
+
+    def _top_logprobs(self, teacher: Decoder, hidden_NE: Tensor) -> tuple[Tensor, Tensor]:
+        k, below = self.algorithm.teacher_top_k, self.model.spec.vocab_size
+        return teacher.top_logprobs(hidden_NE, k, below, self.temperature, self.config.logprob_chunk)
+
+    def _predictors(
+        self, model: Decoder, micro_batch: MicroBatch, kv: KVReplay, kv_amax_2LK: Tensor | None = None
+    ) -> Tensor:
+        """Hidden states [N, E] that the trained tokens are predicted from."""
+        return self._hidden(model, micro_batch, kv, kv_amax_2LK).index_select(0, micro_batch.predictor_N)
 
     def _hidden(self, model: Decoder, micro_batch: MicroBatch, kv: KVReplay, kv_amax_2LK: Tensor | None) -> Tensor:
         context = PackedContext(

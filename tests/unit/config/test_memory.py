@@ -94,19 +94,23 @@ def test_layers_beyond_the_checkpointed_are_kept_whole() -> None:
 def test_the_fewest_layers_that_need_checkpointing() -> None:
     sized = recipe(trainer={"tokens_per_micro_batch": 8192, "activation_checkpointing": "layer"})
 
+    def estimated(recipe: Recipe) -> MemoryEstimate:
+        return estimate_memory(recipe, TINY, FULL, on_gpu=True, device_bytes=None)
+
     def training(layers: int) -> int:
         trainer = sized.trainer.model_copy(update={"checkpointed_layers": layers})
-        own = sized.model_copy(update={"trainer": trainer})
-        estimate = estimate_memory(own, TINY, FULL, on_gpu=True, device_bytes=None)
+        estimate = estimated(sized.model_copy(update={"trainer": trainer}))
         return estimate.bytes_when("always") + estimate.bytes_when("training")
+
+    def fewest(device_bytes: int) -> int | None:
+        return fewest_checkpointed_layers(sized, 4, device_bytes, estimated)
 
     for layers in range(5):
         device_bytes = math.ceil(training(layers) / 0.9)
-        fewest = fewest_checkpointed_layers(sized, TINY, FULL, device_bytes)
-        assert fewest is not None and training(fewest) <= 0.9 * device_bytes
-        assert fewest == 0 or training(fewest - 1) > 0.9 * device_bytes
-    least = min(map(training, range(5)))
-    assert fewest_checkpointed_layers(sized, TINY, FULL, int(least / 0.9) - 2) is None
+        found = fewest(device_bytes)
+        assert found is not None and training(found) <= 0.9 * device_bytes
+        assert found == 0 or training(found - 1) > 0.9 * device_bytes
+    assert fewest(int(min(map(training, range(5))) / 0.9) - 2) is None
 
 
 @pytest.mark.parametrize(
