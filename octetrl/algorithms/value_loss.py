@@ -1,10 +1,10 @@
-"""The value head's loss of one token: squared error to the return, with PPO's clip (arXiv 1707.06347, its published code).
+"""The value head's loss of one token: squared error to the return, with PPO's clip (arXiv 1707.06347, as its code has it).
 
     loss = 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
 
-V_old is the value before the first update on the batch, c `value_clip`. The larger of the two has no gradient once V has
-moved by c towards R, and pulls back a V that moved away from it: several updates on one batch of returns move V by c at
-most. With one update V is V_old, and the clip does nothing. None: the squared error alone.
+V_old is the value before the first update on the batch, c `value_clip`. The larger of the two has no gradient once V
+has moved by c towards R, and pulls back a V that moved away from it: several updates on one batch of returns move V by
+c at most. With one update V is V_old, and the clip does nothing. None: the squared error alone.
 """
 
 from __future__ import annotations

@@ -161,6 +161,20 @@ class AlgorithmConfig(Section):
     """SFT: conversations a step."""
 
 
+class CriticConfig(Section):
+    """PPO's value model. Its precision, activation checkpointing and micro-batches are the policy's."""
+
+    path: str | None = None
+    """Hugging Face folder it begins with: a causal model, whose value head begins at zero, or a reward model of the
+    same tokenizer. None: the policy's own weights."""
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+    """Commonly ten times the policy's rate: values must follow a policy that moves."""
+    pretrain_steps: int = Field(default=0, ge=0)
+    """Steps at the beginning that train the critic alone; the policy's schedule begins after them."""
+    value_clip: float | None = Field(default=0.2, gt=0.0)
+    """How far several updates on one batch may move a value towards its return, in units of reward; null: any way."""
+
+
 class EnvironmentConfig(Section):
     kind: Literal["reasoning_gym", "math", "jsonl", "python"] = "reasoning_gym"
     dataset: str | None = None
@@ -241,6 +255,7 @@ class Recipe(Section):
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -98,8 +98,8 @@ class _Stored:
 
 @torch.no_grad()
 def load_weights(model: Decoder, folder: str | Path, *, new_head: bool = False) -> None:
-    """Fill `model` from a Hugging Face folder, then `requantize`. `new_head`: a scalar head that the folder, of a causal
-    model, lacks is zero.
+    """Fill `model` from a Hugging Face folder, then `requantize`. `new_head`: a scalar head that the folder, of a
+    causal model, lacks is zero.
 
     UserError, one line: no or unreadable safetensors; tensors missing, extra, misshapen or of a foreign dtype (their
     number and the first names); a value that is not finite (its tensor).

@@ -5,8 +5,8 @@
 
 The head has one row, `score.weight` [1, E], and no bias, as *ForSequenceClassification with one label has it, and is
 saved and loaded under that name (models/hf_weights.py). It is float32 whatever the trunk is: a weight of one row costs
-nothing, and its updates, small beside it, would be lost in BF16. There is no lm_head, so the trunk is built as one whose
-embeddings are tied.
+nothing, and its updates, small beside it, would be lost in BF16. There is no lm_head, so the trunk is built as one
+whose embeddings are tied.
 
 A sequence's reward is the scalar at its last token. transformers looks for the last token that is not padding, which is
 the same for a sequence by itself.

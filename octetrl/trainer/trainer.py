@@ -35,15 +35,12 @@ from octetrl.layers.context import KVMode, PackedContext
 from octetrl.models.decoder import Decoder
 from octetrl.records import MicroBatch, PackedBatch, PolicyUpdate
 from octetrl.trainer.activation_checkpoint import layer_runner
+from octetrl.trainer.non_finite import NonFiniteError as NonFiniteError
 from octetrl.trainer.optimizer import Optimizer, copy_all
 from octetrl.trainer.packing import PackingLayout, pack_for_calibration
 from octetrl.trainer.schedule import learning_rate
 
 NEVER_OBSERVED = -1.0  # below any amax
-
-
-class NonFiniteError(RuntimeError):
-    """The loss or a gradient is not finite; the weights are those before the step."""
 
 
 @dataclass(frozen=True, slots=True)
