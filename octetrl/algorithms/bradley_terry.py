@@ -4,7 +4,7 @@
     loss = -log sigmoid(margin) + center * (r_chosen + r_rejected)^2
 
 Only differences are observed, so rewards may drift together; `center` (arXiv 2312.09244; 0.01 there, 0 here) pulls
-their sum towards 0. A model that can't tell the two apart has margin 0 and loss log 2; its accuracy counts as 0, not as 1/2.
+their sum towards 0. A model that can't tell the two apart has margin 0 and loss log 2; its accuracy counts as 0.
 
 P pairs of one micro-batch.
 """

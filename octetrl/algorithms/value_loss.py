@@ -1,4 +1,4 @@
-"""The value head's loss of one token: squared error to the return, with PPO's clip (arXiv 1707.06347, as its code has it).
+"""The value head's loss of one token: squared error to the return, clipped as in PPO's code (arXiv 1707.06347).
 
     loss = 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
 

@@ -98,28 +98,32 @@ def test_neither_packing_nor_micro_batches_change_the_gradient(checkpointing: st
 
 @pytest.mark.parametrize("fp8", [BF16, FP8], ids=["bf16", "fp8"])
 def test_it_learns_the_returns(fp8: Fp8Config) -> None:
-    critic = tiny_critic(fp8, value_clip=None)
+    critic = tiny_critic(fp8, value_clip=None, optimizer=OptimizerConfig(lr=1e-3))
     micro_batches, denominator = packed(random_samples(8))
     before = step(critic, micro_batches, denominator)
     for _ in range(60):
         after = step(critic, micro_batches, denominator)
     assert after["value/loss"] < 0.2 * before["value/loss"]
-    assert after["value/lr"] == 1e-2 and after["value/grad_norm"] > 0
+    assert after["value/lr"] == 1e-3 and after["value/grad_norm"] > 0
     values, returns = (torch.cat([of(m) for m in micro_batches]) for of in (critic.values, targets))
     explained = explained_variance(values, returns)
     assert explained is not None and explained > 0.6
 
 
-def test_several_updates_on_one_batch_stop_at_the_clip() -> None:
-    critic = tiny_critic(value_clip=0.1)
+@pytest.mark.parametrize("value_clip", [0.1, None])
+def test_several_updates_on_one_batch_stop_at_the_clip(value_clip: float | None) -> None:
+    optimizer = OptimizerConfig(lr=1e-5, betas=(0.0, 0.95))
+    critic = tiny_critic(dtype=torch.float32, value_clip=value_clip, optimizer=optimizer)
     micro_batches, denominator = packed(random_samples(8))
     old = [critic.values(m) for m in micro_batches]
-    for _ in range(40):
+    for _ in range(60):
         batch = [(m, old_N, old_N + 3.0) for m, old_N in zip(micro_batches, old, strict=True)]
-        metrics = critic.update(batch, denominator, 0)
-    assert metrics["value/clip_fraction"] > 0.5
-    moved = torch.cat([critic.values(m) for m in micro_batches]) - torch.cat(old)
-    assert 0.1 < float(moved.mean()) < 1.0  # as far as AdamW's momentum carries it past the clip, not to the return
+        clipped = critic.update(batch, denominator, 0)["value/clip_fraction"]
+    moved = float((torch.cat([critic.values(m) for m in micro_batches]) - torch.cat(old)).mean())
+    if value_clip is None:
+        assert clipped == 0 and moved > 0.3
+    else:
+        assert clipped > 0.5 and 0.05 < moved < 0.2
 
 
 @pytest.mark.parametrize("fp8", [BF16, FP8], ids=["bf16", "fp8"])
