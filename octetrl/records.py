@@ -142,6 +142,8 @@ class Sample:
     advantage: float  # of every trained token; 1.0 for SFT
     policy_version: int | None  # of the weights that drew it; None for SFT
     precision_digest: str | None = None  # of the engine that drew it; None for SFT
+    pair: int | None = None  # of a preference pair: chosen and rejected stand side by side with the same number
+    chosen: bool = True  # the better of its pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,7 @@ class MicroBatch:
     sequence_N: Tensor  # int64: which of the B sequences
     target_positions_N: Tensor  # int64: position of the target in its sequence
     sequence_lengths_N: Tensor  # int64: length of its sequence
+    chosen_N: Tensor | None = None  # bool: of the better sequence of its pair; None where there are no pairs
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,14 @@ P pairs of one micro-batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from octetrl.algorithms.token_loss import TokenLoss
+
+RewardLoss = Callable[[Tensor, Tensor], TokenLoss]  # rewards of chosen and rejected [P] -> loss of each pair
 
 
 def bradley_terry_loss(chosen_P: Tensor, rejected_P: Tensor, center: float = 0.0) -> TokenLoss:

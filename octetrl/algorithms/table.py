@@ -6,10 +6,11 @@ To add one: a file with its loss, an entry in `_BUILDERS`, its name in `config/s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from octetrl.algorithms.advantages import group_relative_advantages
+from octetrl.algorithms.bradley_terry import RewardLoss, bradley_terry_loss
 from octetrl.algorithms.filters import has_baseline, has_variance, is_not_overlong
 from octetrl.algorithms.grpo import grpo_loss
 from octetrl.algorithms.sft import sft_loss
@@ -31,6 +32,7 @@ class Algorithm:
     loss: Callable[[LossInputs], TokenLoss]
     needs_reference: bool  # log-probs of the weights the run began with
     needs_proximal: bool  # the trainer's log-probs before the first of several updates
+    reward_loss: RewardLoss | None = None  # of a pair's rewards: a reward model is trained, and `loss` unused
 
 
 def build_algorithm(config: AlgorithmConfig) -> Algorithm:
@@ -64,6 +66,12 @@ def _build_sft(config: AlgorithmConfig) -> Algorithm:
     )
 
 
+def _build_reward_model(config: AlgorithmConfig) -> Algorithm:
+    return replace(
+        _build_sft(config), name="reward_model", reward_loss=partial(bradley_terry_loss, center=config.reward_center)
+    )
+
+
 def _always(_: object) -> bool:
     return True
 
@@ -72,4 +80,8 @@ def _ones(rewards: Sequence[float]) -> list[float]:
     return [1.0] * len(rewards)
 
 
-_BUILDERS: dict[str, Callable[[AlgorithmConfig], Algorithm]] = {"grpo": _build_grpo, "sft": _build_sft}
+_BUILDERS: dict[str, Callable[[AlgorithmConfig], Algorithm]] = {
+    "grpo": _build_grpo,
+    "sft": _build_sft,
+    "reward_model": _build_reward_model,
+}

@@ -136,7 +136,7 @@ class TrainerConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    name: Literal["grpo", "sft"] = "grpo"
+    name: Literal["grpo", "sft", "ppo", "reward_model"] = "grpo"
     clip_low: float = Field(default=0.2, ge=0.0, le=1.0)
     clip_high: float = Field(default=0.2, ge=0.0)
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
@@ -155,6 +155,15 @@ class AlgorithmConfig(Section):
     """Importance correction between engine and trainer, token by token: truncated at `correction_cap`, or tokens
     outside [1 / correction_cap, correction_cap] left out."""
     correction_cap: float = Field(default=2.0, ge=1.0)
+    discount: float = Field(default=1.0, gt=0.0, le=1.0)
+    """PPO: what a reward one token later is worth. Answers are short episodes: 1."""
+    gae_lambda: Fraction = 0.95
+    """PPO: how far advantages look past the value head: 1 waits for the outcome, 0 trusts the next value alone."""
+    return_lambda: Fraction | None = None
+    """PPO: the lambda of the returns that the value head is fitted to; None: `gae_lambda`. 1 fits the outcomes
+    themselves, without bias, where answers are long (VAPO, arXiv 2504.05118)."""
+    reward_center: float = Field(default=0.0, ge=0.0)
+    """reward_model: pulls the sum of a pair's rewards towards 0 with this weight; commonly 0.01, 0 leaves it free."""
     conversations: str | None = None
     """SFT: a JSONL file of {"prompt": ..., "answer": ...}; required for it."""
     batch_size: int = Field(default=64, ge=1)
@@ -184,6 +193,9 @@ class EnvironmentConfig(Section):
     """reasoning_gym: the dataset's own parameters."""
     reward: str | None = None
     """A Python function `module:name`, called as reward(task, text) -> float, instead of the kind's own scorer."""
+    reward_model: str | None = None
+    """Folder of a trained reward model (algorithm reward_model, exported), which scores completions in the trainer's
+    process, on its device and with its own tokenizer, instead of the kind's own scorer."""
     prompt_template: str = "{prompt}"
     answer_marker: str | None = None
     """The answer is the text after the last marker; None: the whole completion."""

@@ -42,15 +42,17 @@ def pack(samples: Sequence[Sample], layout: PackingLayout, token_weighting: Toke
     Raises RuntimeError when samples were drawn under another precision table than the trainer's.
     """
     _check_digests(samples, layout.precision_digest)
-    trained = [sample for sample in samples if any(sample.loss_mask)]
+    units = [unit for unit in _units(samples) if all(any(sample.loss_mask) for sample in unit)]
+    trained = list(chain.from_iterable(units))
     minibatches, denominators = [], []
-    for part in _split(trained, layout.minibatches):
-        weighting = weigh([sum(sample.loss_mask) for sample in part], token_weighting)
-        bins = _fill([len(sample.token_ids) for sample in part], layout)
+    for part in _split(units, layout.minibatches):
+        weighting = weigh([sum(sample.loss_mask) for unit in part for sample in unit], token_weighting)
+        places = list(accumulate((len(unit) for unit in part), initial=0))
+        bins = _fill([sum(len(sample.token_ids) for sample in unit) for unit in part], layout)
+        rows = [[row for i in chosen for row in range(places[i], places[i + 1])] for chosen in bins]
+        members = list(chain.from_iterable(part))
         minibatches.append(
-            tuple(
-                _micro_batch([part[i] for i in chosen], [weighting.token_weights[i] for i in chosen]) for chosen in bins
-            )
+            tuple(_micro_batch([members[i] for i in row], [weighting.token_weights[i] for i in row]) for row in rows)
         )
         denominators.append(weighting.denominator)
     return PackedBatch(
@@ -63,9 +65,16 @@ def pack(samples: Sequence[Sample], layout: PackingLayout, token_weighting: Toke
 
 def pack_for_calibration(token_lists: Sequence[Sequence[int]], layout: PackingLayout) -> tuple[MicroBatch, ...]:
     """Micro-batches for a forward alone, with nothing to train on (N = 0)."""
-    samples = [Sample(tuple(ids), (False,) * len(ids), None, 0.0, None) for ids in token_lists if len(ids)]
+    return tuple(micro_batch for micro_batch, _ in pack_to_score([ids for ids in token_lists if len(ids)], layout))
+
+
+def pack_to_score(
+    token_lists: Sequence[Sequence[int]], layout: PackingLayout
+) -> tuple[tuple[MicroBatch, tuple[int, ...]], ...]:
+    """Micro-batches for a forward alone, each with the places in `token_lists` of its sequences, in their order."""
+    samples = [Sample(tuple(ids), (False,) * len(ids), None, 0.0, None) for ids in token_lists]
     bins = _fill([len(sample.token_ids) for sample in samples], layout)
-    return tuple(_micro_batch([samples[i] for i in chosen], [0.0] * len(chosen)) for chosen in bins)
+    return tuple((_micro_batch([samples[i] for i in chosen], [0.0] * len(chosen)), tuple(chosen)) for chosen in bins)
 
 
 def _check_digests(samples: Sequence[Sample], expected: str | None) -> None:
@@ -78,11 +87,22 @@ def _check_digests(samples: Sequence[Sample], expected: str | None) -> None:
             )
 
 
-def _split(samples: Sequence[Sample], parts: int) -> list[Sequence[Sample]]:
+def _units(samples: Sequence[Sample]) -> list[tuple[Sample, ...]]:
+    """What must share a micro-batch: a preference pair, or a sample by itself."""
+    units: list[tuple[Sample, ...]] = []
+    for sample in samples:
+        if sample.pair is not None and units and units[-1][-1].pair == sample.pair:
+            units[-1] += (sample,)
+        else:
+            units.append((sample,))
+    return units
+
+
+def _split(units: Sequence[tuple[Sample, ...]], parts: int) -> list[Sequence[tuple[Sample, ...]]]:
     """Contiguous parts whose sizes differ by one at most; no empty part."""
-    parts = min(parts, len(samples))
-    bounds = [len(samples) * part // parts for part in range(parts + 1)] if parts else [0]
-    return [samples[start:end] for start, end in pairwise(bounds)]
+    parts = min(parts, len(units))
+    bounds = [len(units) * part // parts for part in range(parts + 1)] if parts else [0]
+    return [units[start:end] for start, end in pairwise(bounds)]
 
 
 def _fill(lengths: Sequence[int], layout: PackingLayout) -> list[list[int]]:
@@ -131,7 +151,14 @@ def _micro_batch(samples: Sequence[Sample], token_weights: Sequence[float]) -> M
         sequence_N=sequence_N,
         target_positions_N=target_positions_N,
         sequence_lengths_N=lengths_B[sequence_N],
+        chosen_N=_chosen(samples, sequence_N),
     )
+
+
+def _chosen(samples: Sequence[Sample], sequence_N: torch.Tensor) -> torch.Tensor | None:
+    if all(sample.pair is None for sample in samples):
+        return None
+    return torch.tensor([sample.chosen for sample in samples])[sequence_N]
 
 
 def _generator_logprobs(samples: Sequence[Sample], positions: Sequence[Sequence[int]]) -> torch.Tensor | None:

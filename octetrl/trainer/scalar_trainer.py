@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +59,7 @@ class ScalarTrainer:
         self.model = model
         self.device = model.lm_head_weight.device
         self.optimizer = Optimizer(model.named_parameters() if trains else (), optimizer, seed=seed)
+        self.weights_are_whole = True  # false from an optimizer step until its owner says that the update is done
         self._run_layer = layer_runner(model, config.activation_checkpointing)
 
     def scalars(self, micro_batch: MicroBatch, rows_R: Tensor) -> Tensor:
@@ -77,6 +79,7 @@ class ScalarTrainer:
         metrics = dict(zip(totals, torch.stack(list(totals.values())).tolist(), strict=True))
         if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
             raise NonFiniteError(self._blame(parts, metrics))
+        self.weights_are_whole = False
         self.optimizer.step(lr)
         self.model.requantize()
         return metrics
@@ -118,4 +121,5 @@ class ScalarTrainer:
 
 def on_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
     values = {field.name: getattr(micro_batch, field.name) for field in fields(micro_batch)}
-    return replace(micro_batch, **{name: v.to(device) for name, v in values.items() if isinstance(v, Tensor)})
+    moved: dict[str, Any] = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
+    return replace(micro_batch, **moved)
