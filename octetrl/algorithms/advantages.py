@@ -11,7 +11,9 @@ that turns the rounding of a mean into an advantage.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+Advantages = Callable[[Sequence[Sequence[float]]], list[list[float]]]  # of all groups of a step
 
 
 def group_relative_advantages(rewards: Sequence[float], normalize: bool = True) -> list[float]:
@@ -24,3 +26,12 @@ def group_relative_advantages(rewards: Sequence[float], normalize: bool = True) 
         return differences
     deviation = math.sqrt(math.fsum(d * d for d in differences) / (len(rewards) - 1))
     return [difference / deviation for difference in differences]
+
+
+def by_group(rule: Callable[[Sequence[float]], list[float]]) -> Advantages:
+    """The rule of one group, for all groups of a step."""
+
+    def advantages(groups: Sequence[Sequence[float]]) -> list[list[float]]:
+        return [rule(rewards) for rewards in groups]
+
+    return advantages

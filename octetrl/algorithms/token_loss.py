@@ -1,6 +1,6 @@
 """What an algorithm's loss is given and what it gives back. Both are per token: the trainer holds the only division.
 
-N trained tokens of one micro-batch.
+N trained tokens of one micro-batch, B samples.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """Made by the trainer, one a micro-batch. Everything is float32 and only `logprobs_N` carries a gradient."""
+    """Made by the trainer, one a micro-batch. Everything is float32 and only `logprobs_N` and `entropy_N` carry a
+    gradient."""
 
     logprobs_N: Tensor
     entropy_N: Tensor
     advantages_N: Tensor
+    sequence_N: Tensor  # int64, ascending: which sample of the micro-batch; whole samples share a micro-batch
+    num_sequences: int  # B
     generator_logprobs_N: Tensor | None = None  # the engine's, when it drew the tokens; None for SFT
     proximal_logprobs_N: Tensor | None = None  # the trainer's before the first of several updates; None: one update
     reference_logprobs_N: Tensor | None = None  # None: no KL term

@@ -1,4 +1,4 @@
-"""From a scored group to samples that carry their advantages.
+"""From scored groups to samples that carry their advantages.
 
 Advantages are relative to the rollouts that have a reward, and to no other: one whose reward raised or timed
 out is neither in the baseline nor trained on. A rollout that the algorithm does not train on (an overlong
@@ -18,17 +18,18 @@ from octetrl.rollout.chat_tokens import conversation_tokens
 class CreditAssignment(Protocol):
     """What is asked of an algorithm here (`algorithms/table.py`)."""
 
-    def advantages(self, rewards: Sequence[float], /) -> list[float]: ...
+    def advantages(self, rewards: Sequence[Sequence[float]], /) -> list[list[float]]: ...
 
     def trains(self, rollout: Rollout, /) -> bool: ...
 
 
-def to_samples(group: RolloutGroup, algorithm: CreditAssignment) -> list[Sample]:
-    """A sample for each rollout of `group` that has a reward and is trained on, in their order."""
-    advantages = algorithm.advantages(group.rewards)
+def to_samples(groups: Sequence[RolloutGroup], algorithm: CreditAssignment) -> list[Sample]:
+    """A sample for each rollout of `groups`, all of one step, that has a reward and is trained on, in their order."""
+    advantages = algorithm.advantages([group.rewards for group in groups])
     return [
         _sample(rollout, advantage)
-        for rollout, advantage in zip(group.scored, advantages, strict=True)
+        for group, of_group in zip(groups, advantages, strict=True)
+        for rollout, advantage in zip(group.scored, of_group, strict=True)
         if algorithm.trains(rollout)
     ]
 

@@ -318,7 +318,7 @@ class StepArm:
         completions = self.worker.generate(requests)
         rng = random.Random(f"{self.bench.seed} {number}")
         groups = rollout_groups(requests, completions, self.bench.group_size, rng)
-        return [sample for group in groups for sample in to_samples(group, self.algorithm)]
+        return to_samples(groups, self.algorithm)
 
 
 def rollout_groups(

@@ -34,7 +34,7 @@ def produce(run: Run) -> list[Sample]:
     tasks = run.taskset.next_batch(run.config.rollout.prompts_per_step)
     groups = collect_groups(tasks, run.rewards, run.workers, run.collection)
     run.journal.record(groups)
-    return [sample for group in groups if run.algorithm.keeps(group) for sample in to_samples(group, run.algorithm)]
+    return to_samples([group for group in groups if run.algorithm.keeps(group)], run.algorithm)
 
 
 def learn(run: Run, samples: list[Sample]) -> StepMetrics:

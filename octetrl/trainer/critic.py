@@ -16,18 +16,19 @@ N trained tokens of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from octetrl.algorithms.token_loss import TokenLoss
+from octetrl.algorithms.token_rewards import TokenRewards
 from octetrl.algorithms.value_loss import value_loss
 from octetrl.config.schema import CriticConfig, TrainerConfig
 from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.records import MicroBatch
 from octetrl.trainer.non_finite import refuse_non_finite
+from octetrl.trainer.prepared import Prepared, token_rewards
 from octetrl.trainer.scalar_trainer import ScalarPart, ScalarState, ScalarTrainer
 from octetrl.trainer.schedule import learning_rate
 
@@ -43,14 +44,19 @@ class Critic:
         *,
         total_steps: int,
         seed: int = 0,
-        trains: bool = True,
     ) -> None:
         self.config, self.total_steps = config, total_steps
-        self.scalar_trainer = ScalarTrainer(model, trainer, config.optimizer, seed=seed, trains=trains)
+        self.pretrain_steps = config.pretrain_steps  # from policy versions below it, the critic alone learns
+        self.scalar_trainer = ScalarTrainer(model, trainer, config.optimizer, seed=seed)
 
-    def is_pretraining(self, policy_version: int) -> bool:
-        """Whether the step from this version trains the critic alone."""
-        return policy_version < self.config.pretrain_steps
+    @property
+    def weights_are_whole(self) -> bool:
+        """False from the first optimizer step of a `train` call until `finish`."""
+        return self.scalar_trainer.weights_are_whole
+
+    def finish(self) -> None:
+        """The updates on a batch are done."""
+        self.scalar_trainer.weights_are_whole = True
 
     @torch.no_grad()
     def values(self, micro_batch: MicroBatch) -> Tensor:
@@ -59,22 +65,24 @@ class Critic:
         refuse_non_finite("value", values_N, micro_batch.sequence_N, micro_batch.target_positions_N)
         return values_N
 
-    def update(
-        self,
-        minibatch: Sequence[tuple[MicroBatch, Tensor, Tensor]],
-        denominator: float,
-        policy_version: int,
-    ) -> dict[str, float]:
-        """One optimizer step over (micro-batch, old values [N], returns [N]); returns its metrics."""
-        parts = [
-            ScalarPart(
-                micro_batch,
-                rows_R=micro_batch.predictor_N,
-                loss=partial(self._loss, old_values_N=old_values_N, returns_N=returns_N),
-                weights_I=micro_batch.weights_N,
-            )
-            for micro_batch, old_values_N, returns_N in minibatch
-        ]
+    def prepare(self, prepared: Sequence[Prepared], returns: Callable[[TokenRewards], Tensor]) -> dict[str, float]:
+        """Values and returns of these micro-batches, all of one `train` call, before any update and before advantages
+        take the rewards' place; and how good the values were."""
+        for one in prepared:
+            one.values_N = self.values(one.micro_batch)
+        rewards = token_rewards(prepared)
+        assert rewards.values_N is not None
+        returns_N = returns(rewards)
+        for one, part_N in zip(
+            prepared, returns_N.split([len(one.micro_batch.targets_N) for one in prepared]), strict=True
+        ):
+            one.returns_N = part_N
+        explained = explained_variance(rewards.values_N, returns_N)
+        return {} if explained is None else {"value/explained_variance": explained}
+
+    def update(self, minibatch: Sequence[Prepared], denominator: float, policy_version: int) -> dict[str, float]:
+        """One optimizer step; returns its metrics."""
+        parts = [self._part(one) for one in minibatch]
         lr = learning_rate(policy_version, self.config.optimizer, self.total_steps)
         metrics = self.scalar_trainer.update(parts, denominator, lr)
         own = {"value/loss": metrics.pop("loss"), "value/grad_norm": metrics.pop("grad_norm"), "value/lr": lr}
@@ -86,8 +94,12 @@ class Critic:
     def load_state(self, state: ScalarState) -> None:
         self.scalar_trainer.load_state(state)
 
-    def _loss(self, values_N: Tensor, *, old_values_N: Tensor, returns_N: Tensor) -> TokenLoss:
-        return value_loss(values_N, old_values_N, returns_N, self.config.value_clip)
+    def _part(self, one: Prepared) -> ScalarPart:
+        assert one.values_N is not None and one.returns_N is not None, "`prepare` comes first"
+        loss = partial(
+            value_loss, old_values_N=one.values_N, returns_N=one.returns_N, value_clip=self.config.value_clip
+        )
+        return ScalarPart(one.micro_batch, one.micro_batch.predictor_N, loss, one.micro_batch.weights_N)
 
 
 def explained_variance(values_N: Tensor, returns_N: Tensor) -> float | None:

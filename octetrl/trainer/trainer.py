@@ -8,7 +8,8 @@ One `train` call is `epochs` passes over `minibatches` optimizer steps. Each ste
 
 Log-probs that must not move during the call come first, without gradient: the reference's where the algorithm has a KL
 term, and the trainer's own (proximal) where there is more than one optimizer step. With one step and samples drawn by
-these very weights, the ratio is exactly 1 and needs no second forward.
+these very weights, the ratio is exactly 1 and needs no second forward. An algorithm that shapes its advantages token by
+token does so then, from the whole batch (algorithms/token_rewards.py).
 
 The forward sees K and V as the rollout's cache did (`KVReplay`) and collects their amax on the way (numerics.md §5,
 §6). The reference is run without replay: the cache's scales are not its own.
@@ -35,9 +36,11 @@ from octetrl.layers.context import KVMode, PackedContext
 from octetrl.models.decoder import Decoder
 from octetrl.records import MicroBatch, PackedBatch, PolicyUpdate
 from octetrl.trainer.activation_checkpoint import layer_runner
+from octetrl.trainer.critic import Critic
 from octetrl.trainer.non_finite import NonFiniteError as NonFiniteError
 from octetrl.trainer.optimizer import Optimizer, copy_all
 from octetrl.trainer.packing import PackingLayout, pack_for_calibration
+from octetrl.trainer.prepared import Prepared, num_sequences_of, shape_advantages
 from octetrl.trainer.schedule import learning_rate
 
 NEVER_OBSERVED = -1.0  # below any amax
@@ -71,21 +74,11 @@ class TrainerState:
     policy_version: int
 
 
-@dataclass(slots=True)
-class _Prepared:
-    """A micro-batch on the device, with the log-probs that stay as they are during the call."""
-
-    micro_batch: MicroBatch
-    proximal_N: Tensor | None = None
-    reference_N: Tensor | None = None
-    first_N: Tensor | None = None  # the trainer's, before any update
-
-
 @dataclass(frozen=True, slots=True)
 class _Objective:
     """What one optimizer step minimises."""
 
-    minibatch: Sequence[_Prepared]
+    minibatch: Sequence[Prepared]
     kv: KVReplay
     on_policy: bool
     denominator: float
@@ -106,16 +99,18 @@ class Trainer:
         temperature: float,
         total_steps: int,
         reference: Decoder | None = None,
+        critic: Critic | None = None,
         collect_kv_amax: bool = False,
         seed: int = 0,
         trains: bool = True,
     ) -> None:
         assert (reference is not None) == algorithm.needs_reference, "reference and needs_reference disagree"
-        self.model, self.reference = model, reference
+        assert (critic is not None) == algorithm.needs_values or not trains, "critic and needs_values disagree"
+        self.model, self.reference, self.critic = model, reference, critic
         self.config, self.algorithm = config, algorithm
         self.temperature, self.total_steps = temperature, total_steps
         self.policy_version = 0
-        self.weights_are_whole = True  # false from the first optimizer step of a `train` call to its end
+        self._is_stepping = False  # from the first optimizer step of a `train` call to its end
         self.last_logprobs: TokenLogprobs | None = None  # of the last `train`; None before it and for SFT
         self.device = model.lm_head_weight.device
         parameters = model.named_parameters() if trains else ()
@@ -125,6 +120,11 @@ class Trainer:
         self._kv_amax_2LK: Tensor | None = None
         self._collects_in_training = collect_kv_amax
         self._poisoned = torch.zeros((), dtype=torch.int64, device=self.device)  # tokens, in all forwards of a `train`
+
+    @property
+    def weights_are_whole(self) -> bool:
+        """False while a `train` call changes weights, the critic's included."""
+        return not self._is_stepping and (self.critic is None or self.critic.weights_are_whole)
 
     @property
     def layout(self) -> PackingLayout:
@@ -152,22 +152,33 @@ class Trainer:
             self._kv_amax_2LK = self._unobserved()
         num_updates = self.config.epochs * len(batch.minibatches)
         on_policy = num_updates == 1 and batch.policy_version == self.policy_version
+        frozen = self.critic.pretrain_steps if self.critic is not None else 0  # steps before the policy's first
+        learns = self.policy_version >= frozen
         minibatches = [
-            [self._prepare(micro_batch, kv, several_updates=num_updates > 1) for micro_batch in minibatch]
+            [self._prepare(micro_batch, kv, updates=num_updates if learns else 0) for micro_batch in minibatch]
             for minibatch in batch.minibatches
         ]
-        lr = learning_rate(self.policy_version, self.config.optimizer, self.total_steps)
+        prepared = [one for minibatch in minibatches for one in minibatch]
+        valued = {}
+        if self.critic is not None and self.algorithm.returns is not None:
+            valued = self.critic.prepare(prepared, self.algorithm.returns)
+        if self.algorithm.shape is not None:
+            shape_advantages(self.algorithm.shape, prepared)
+        lr = learning_rate(self.policy_version - frozen, self.config.optimizer, self.total_steps - frozen)
         updates: list[dict[str, float]] = []
         for _ in range(self.config.epochs):
             for minibatch, denominator in zip(minibatches, batch.loss_denominators, strict=True):
-                updates.append(self._update(_Objective(minibatch, kv, on_policy, denominator), lr))
+                update = self._update(_Objective(minibatch, kv, on_policy, denominator), lr) if learns else {}
+                if self.critic is not None:
+                    update |= self.critic.update(minibatch, denominator, self.policy_version)
+                updates.append(update)
         self.last_logprobs = _token_logprobs(minibatches)
-        self.policy_version += 1
-        self.weights_are_whole = True
+        self._finish()
         tokens = sum(m.token_ids_T.numel() for minibatch in batch.minibatches for m in minibatch)
-        metrics = {name: sum(update[name] for update in updates) / num_updates for name in updates[0]}
-        metrics["time/requantize"] *= num_updates
-        metrics["lr"] = lr
+        metrics = {name: sum(update[name] for update in updates) / num_updates for name in updates[0]} | valued
+        if learns:
+            metrics["time/requantize"] *= num_updates
+        metrics["lr"] = lr if learns else 0.0
         metrics["train/updates"] = float(num_updates)
         metrics["train/non_finite_tokens"] = float(self._poisoned)
         metrics["train/tokens_per_second"] = tokens / (time.perf_counter() - started)
@@ -180,7 +191,7 @@ class Trainer:
         self._kv_amax_2LK = self._unobserved() if collect_kv_amax else None
         loss = torch.zeros((), device=self.device)
         for minibatch, denominator in zip(batch.minibatches, batch.loss_denominators, strict=True):
-            prepared = [_Prepared(self._on_device(micro_batch)) for micro_batch in minibatch]
+            prepared = [Prepared(self._on_device(micro_batch)) for micro_batch in minibatch]
             objective = _Objective(prepared, kv, on_policy=True, denominator=denominator)
             for one in prepared:
                 loss += self._backward(objective, one)["loss"]
@@ -223,15 +234,26 @@ class Trainer:
                 f" build engine and trainer from one policy"
             )
 
-    def _prepare(self, micro_batch: MicroBatch, kv: KVReplay, *, several_updates: bool) -> _Prepared:
+    def _finish(self) -> None:
+        """The weights are those of a new version."""
+        self.policy_version += 1
+        self._is_stepping = False
+        if self.critic is not None:
+            self.critic.finish()
+
+    def _prepare(self, micro_batch: MicroBatch, kv: KVReplay, *, updates: int) -> Prepared:
+        """`updates` 0: only the critic's follow, and K and V are observed here."""
         micro_batch = self._on_device(micro_batch)
-        prepared = _Prepared(micro_batch)
+        prepared = Prepared(micro_batch)
         with torch.no_grad():
             if self.reference is not None:
                 prepared.reference_N, _ = self._logprobs(self.reference, micro_batch, KVReplay())
-            if self.algorithm.needs_proximal and several_updates:
-                prepared.proximal_N, _ = self._logprobs(self.model, micro_batch, kv)
-                prepared.first_N = prepared.proximal_N
+            needs_proximal = self.algorithm.needs_proximal and updates != 1
+            shapes_with_kl = self.algorithm.shape is not None and self.reference is not None
+            if needs_proximal or shapes_with_kl:
+                observed = self._kv_amax_2LK if self._collects_in_training and not updates else None
+                prepared.first_N, _ = self._logprobs(self.model, micro_batch, kv, observed)
+                prepared.proximal_N = prepared.first_N if needs_proximal else None
         return prepared
 
     def _update(self, objective: _Objective, lr: float) -> dict[str, float]:
@@ -245,7 +267,7 @@ class Trainer:
         metrics = dict(zip(totals, torch.stack(list(totals.values())).tolist(), strict=True))
         if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
             raise NonFiniteError(self._blame(objective, metrics))
-        self.weights_are_whole = False
+        self._is_stepping = True
         self.optimizer.step(lr)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -254,7 +276,7 @@ class Trainer:
         metrics["time/requantize"] = time.perf_counter() - started
         return metrics
 
-    def _backward(self, objective: _Objective, prepared: _Prepared) -> dict[str, Tensor]:
+    def _backward(self, objective: _Objective, prepared: Prepared) -> dict[str, Tensor]:
         """Adds one micro-batch's gradient; returns its share of the loss and of every metric."""
         micro_batch = prepared.micro_batch
         logprobs_N, entropy_N = self._logprobs(
@@ -265,8 +287,10 @@ class Trainer:
         token_loss = self.algorithm.loss(
             LossInputs(
                 logprobs_N=logprobs_N,
-                entropy_N=entropy_N.detach(),
+                entropy_N=entropy_N,
                 advantages_N=micro_batch.advantages_N,
+                sequence_N=micro_batch.sequence_N,
+                num_sequences=num_sequences_of(micro_batch),
                 generator_logprobs_N=micro_batch.generator_logprobs_N,
                 proximal_logprobs_N=prepared.proximal_N,
                 reference_logprobs_N=prepared.reference_N,
@@ -335,7 +359,7 @@ class Trainer:
         return replace(micro_batch, **moved)
 
 
-def _token_logprobs(minibatches: Sequence[Sequence[_Prepared]]) -> TokenLogprobs | None:
+def _token_logprobs(minibatches: Sequence[Sequence[Prepared]]) -> TokenLogprobs | None:
     prepared = [one for minibatch in minibatches for one in minibatch]
     generator = [one.micro_batch.generator_logprobs_N for one in prepared]
     if any(logprobs_N is None for logprobs_N in generator):

@@ -17,6 +17,7 @@ CONFIG = AlgorithmConfig(clip_low=0.2, clip_high=0.3, kl_coefficient=0.1, correc
 
 def inputs_of(logprobs: Tensor, **changes: object) -> LossInputs:
     given = {"advantages_N": torch.ones_like(logprobs), "generator_logprobs_N": logprobs.detach().clone()}
+    given |= {"sequence_N": torch.zeros_like(logprobs, dtype=torch.int64), "num_sequences": 1}
     return LossInputs(logprobs_N=logprobs, entropy_N=torch.zeros_like(logprobs), **(given | changes))
 
 

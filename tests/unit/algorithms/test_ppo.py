@@ -23,7 +23,7 @@ def token_rewards(*, kl: bool = True) -> TokenRewards:
     sequence_N = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
     outcome_N = torch.randn(len(LENGTHS))[sequence_N]
     kl_N, values_N = torch.randn(2, len(sequence_N))
-    return TokenRewards(outcome_N, sequence_N, last_of_each(sequence_N), kl_N if kl else None, values_N)
+    return TokenRewards(outcome_N, sequence_N, len(LENGTHS), last_of_each(sequence_N), kl_N if kl else None, values_N)
 
 
 def dense(rewards: TokenRewards, config: AlgorithmConfig, gae_lambda: float) -> list[float]:
@@ -82,7 +82,15 @@ def test_a_critic_that_knows_all_leaves_nothing_to_learn() -> None:
 
 def test_the_loss_is_grpos_without_its_kl() -> None:
     logprobs, generator, advantages, reference = torch.randn(4, 12)
-    inputs = LossInputs(logprobs, torch.zeros(12), advantages, generator, None, reference)
+    inputs = LossInputs(
+        logprobs,
+        torch.zeros(12),
+        advantages,
+        sequence_N=torch.zeros(12, dtype=torch.int64),
+        num_sequences=1,
+        generator_logprobs_N=generator,
+        reference_logprobs_N=reference,
+    )
     loss = ppo_loss(inputs, CONFIG)
     expected = grpo_loss(inputs, CONFIG.model_copy(update={"kl_coefficient": 0.0}))
     assert torch.equal(loss.loss_N, expected.loss_N) and "kl" not in loss.metrics

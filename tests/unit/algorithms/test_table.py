@@ -42,8 +42,8 @@ def test_overlong_rollouts_are_trained_on_unless_masked() -> None:
 
 
 def test_advantages_follow_the_recipe() -> None:
-    assert build_algorithm(AlgorithmConfig(normalize_advantages=False)).advantages([3.0, 1.0]) == [1.0, -1.0]
-    assert build_algorithm(AlgorithmConfig(name="sft")).advantages([3.0, 1.0]) == [1.0, 1.0]
+    assert build_algorithm(AlgorithmConfig(normalize_advantages=False)).advantages([[3.0, 1.0]]) == [[1.0, -1.0]]
+    assert build_algorithm(AlgorithmConfig(name="sft")).advantages([[3.0, 1.0]]) == [[1.0, 1.0]]
 
 
 def test_a_reference_is_needed_only_for_a_kl_term() -> None:
@@ -54,5 +54,5 @@ def test_a_reference_is_needed_only_for_a_kl_term() -> None:
 def test_sft_is_the_negative_logprob() -> None:
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     algorithm = build_algorithm(AlgorithmConfig(name="sft"))
-    loss = algorithm.loss(LossInputs(logprobs, torch.zeros(2), torch.ones(2)))
+    loss = algorithm.loss(LossInputs(logprobs, torch.zeros(2), torch.ones(2), torch.zeros(2, dtype=torch.int64), 1))
     assert loss.loss_N.tolist() == [1.0, 2.0] and not loss.metrics and not algorithm.needs_proximal

@@ -77,7 +77,7 @@ def test_every_group_has_advantages(answers: Span) -> None:
     for group in groups:
         assert len({rollout.turns[0].prompt_token_ids for rollout in group.rollouts}) == 1
         assert algorithm.keeps(group)
-        assert all(advantage != 0 for advantage in algorithm.advantages(group.rewards))
+        assert all(advantage != 0 for advantage in algorithm.advantages([group.rewards])[0])
 
 
 # --- what is measured ---------------------------------------------------------------------------------------

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from octetrl.algorithms.gae import gae_advantages, last_of_each
+from octetrl.algorithms.ppo import ppo_returns
 from octetrl.algorithms.value_loss import value_loss
 from octetrl.config.errors import UserError
-from octetrl.config.schema import CriticConfig, Fp8Config, OptimizerConfig, TrainerConfig
+from octetrl.config.schema import AlgorithmConfig, CriticConfig, Fp8Config, OptimizerConfig, TrainerConfig
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.context import PackedContext
 from octetrl.models.scalar_decoder import ScalarDecoder
@@ -19,6 +21,7 @@ from octetrl.records import MicroBatch, Sample
 from octetrl.trainer.critic import Critic, explained_variance
 from octetrl.trainer.non_finite import NonFiniteError
 from octetrl.trainer.packing import PackingLayout, pack
+from octetrl.trainer.prepared import Prepared
 from octetrl.trainer.scalar_trainer import ScalarPart
 from tests.unit.trainer.tiny_trainer import BF16, FP8, SPEC, random_samples
 
@@ -51,7 +54,8 @@ def targets(micro_batch: MicroBatch) -> Tensor:
 
 
 def step(critic: Critic, micro_batches: Sequence[MicroBatch], denominator: float) -> dict[str, float]:
-    return critic.update([(m, critic.values(m), targets(m)) for m in micro_batches], denominator, 0)
+    prepared = [Prepared(m, values_N=critic.values(m), returns_N=targets(m)) for m in micro_batches]
+    return critic.update(prepared, denominator, 0)
 
 
 def gradients(critic: Critic, micro_batches: Sequence[MicroBatch], denominator: float) -> list[Tensor]:
@@ -117,7 +121,9 @@ def test_several_updates_on_one_batch_stop_at_the_clip(value_clip: float | None)
     micro_batches, denominator = packed(random_samples(8))
     old = [critic.values(m) for m in micro_batches]
     for _ in range(60):
-        batch = [(m, old_N, old_N + 3.0) for m, old_N in zip(micro_batches, old, strict=True)]
+        batch = [
+            Prepared(m, values_N=old_N, returns_N=old_N + 3.0) for m, old_N in zip(micro_batches, old, strict=True)
+        ]
         clipped = critic.update(batch, denominator, 0)["value/clip_fraction"]
     moved = float((torch.cat([critic.values(m) for m in micro_batches]) - torch.cat(old)).mean())
     if value_clip is None:
@@ -159,7 +165,7 @@ def test_a_value_that_is_not_finite_is_named() -> None:
 def test_a_step_whose_numbers_are_not_finite_steps_nothing() -> None:
     critic, (micro_batches, denominator) = tiny_critic(), packed(random_samples(4))
     weights = {name: tensor.clone() for name, tensor in critic.state().weights.items()}
-    returns = [(m, critic.values(m), targets(m) / 0.0) for m in micro_batches]
+    returns = [Prepared(m, values_N=critic.values(m), returns_N=targets(m) / 0.0) for m in micro_batches]
     with pytest.raises(NonFiniteError, match=r"scalar head: loss .* nothing was stepped"):
         critic.update(returns, denominator, 0)
     assert all(torch.equal(weights[name], tensor) for name, tensor in critic.state().weights.items())
@@ -173,6 +179,18 @@ def test_explained_variance() -> None:
     assert explained_variance(returns_N, torch.ones(3)) is None
 
 
-def test_pretraining_ends_after_so_many_steps() -> None:
-    critic = tiny_critic(pretrain_steps=2)
-    assert [critic.is_pretraining(version) for version in range(4)] == [True, True, False, False]
+def test_values_and_returns_are_of_the_whole_batch_in_its_order() -> None:
+    critic, samples = tiny_critic(), random_samples(6)
+    (micro_batches, _), (whole, _) = packed(samples), packed(samples, 512)
+    prepared, together = [Prepared(m) for m in micro_batches], [Prepared(m) for m in whole]
+    config = AlgorithmConfig(name="ppo", gae_lambda=0.8)
+    metrics = critic.prepare(prepared, partial(ppo_returns, config=config))
+    assert metrics == pytest.approx(critic.prepare(together, partial(ppo_returns, config=config)), rel=1e-3)
+    for one in prepared:
+        assert one.values_N is not None and one.returns_N is not None
+        last_N = last_of_each(one.micro_batch.sequence_N)
+        assert torch.equal(one.values_N, critic.values(one.micro_batch))
+        expected_N = gae_advantages(
+            torch.where(last_N, one.micro_batch.advantages_N, 0.0), one.values_N, last_N, 1.0, 0.8
+        )
+        assert torch.equal(one.returns_N, expected_N + one.values_N)
