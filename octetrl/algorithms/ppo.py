@@ -1,9 +1,9 @@
 """PPO with a critic (arXiv 1707.06347; on language models as in InstructGPT, arXiv 2203.02155).
 
-    r_t  = reward at a sequence's last token, 0 before it  -  kl_coefficient * KL_t(policy || reference)
+    r_t  = reward at a sequence's last token, 0 before it  -  kl_coefficient * (log p_t - log reference_t)
     A, R = GAE(r, V)                                       algorithms/gae.py; R for the critic, algorithms/value_loss.py
     A    = (A - mean A) / std A  over all tokens of the batch       `normalize_advantages`
-    loss = -w * min(ratio * A, clip(ratio) * A)                     GRPO's, KL aside, which is in the reward
+    loss = -w * min(ratio * A, clip(ratio) * A)                     GRPO's, less its KL, which is in the reward here
 
 Use it where single tokens deserve credit that a sibling's reward can't tell, or where there are no siblings: a group of
 one will do. It costs a second model with its optimizer. With a critic that says 0, discount 1, lambda 1 and no KL every
@@ -45,7 +45,11 @@ def ppo_returns(rewards: TokenRewards, config: AlgorithmConfig) -> Tensor:
 
 def ppo_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
     """Per-token loss [N] and its metrics."""
-    return grpo_loss(replace(inputs, reference_logprobs_N=None), config)
+    loss = grpo_loss(replace(inputs, reference_logprobs_N=None), config)
+    if inputs.reference_logprobs_N is None:
+        return loss
+    kl_N = (inputs.logprobs_N - inputs.reference_logprobs_N).detach()
+    return TokenLoss(loss.loss_N, {**loss.metrics, "kl": kl_N})
 
 
 def whitened(values_N: Tensor) -> Tensor:

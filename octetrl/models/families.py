@@ -53,6 +53,22 @@ def load_spec(folder: str | Path, *, scalar: bool = False) -> ModelSpec:
         raise UserError(f"{path}: {error}") from None
 
 
+def load_critic_spec(folder: str | Path, policy: ModelSpec, context_length: int) -> ModelSpec:
+    """The spec of a model that is to value a policy's tokens. UserError: it can't read them, or not as many."""
+    spec = load_spec(folder, scalar=True)
+    if spec.vocab_size != policy.vocab_size:
+        raise UserError(
+            f"critic.path: '{folder}' has a vocabulary of {spec.vocab_size}, the policy's is {policy.vocab_size};"
+            f" give a model of the same tokenizer"
+        )
+    if spec.max_positions < context_length:
+        raise UserError(
+            f"critic.path: '{folder}' has {spec.max_positions} positions, model.context_length is {context_length};"
+            f" give a model that reads as far"
+        )
+    return spec
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

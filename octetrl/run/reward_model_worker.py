@@ -35,7 +35,6 @@ class RewardModelWorker:
     def __init__(
         self,
         recipe: Recipe,
-        *,
         model: ScalarDecoder,
         algorithm: Algorithm,
         spans: Spans,

@@ -22,9 +22,8 @@ import torch
 
 from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
-from octetrl.config.spec import ModelSpec
 from octetrl.environments.scoring import Score
-from octetrl.fp8.policy import PrecisionPolicy, precision_policy
+from octetrl.fp8.policy import scoring_policy
 from octetrl.models.families import load_spec
 from octetrl.models.hf_weights import load_weights
 from octetrl.records import RolloutStatus, Task
@@ -44,7 +43,7 @@ class RewardModelScorer:
         try:
             spec = load_spec(folder, scalar=True)
             self._chat = ChatTokens(load_tokenizer(folder), recipe.rollout.system_prompt)
-            policy = scoring_policy(recipe, spec)
+            policy = scoring_policy(spec, recipe.fp8, recipe.numerics)
             model = scalar_decoder(recipe, spec, policy, device)
             load_weights(model, folder)
         except UserError as error:
@@ -85,8 +84,3 @@ def _scored(reward: float) -> Score:
     if not math.isfinite(reward):
         return Score(RolloutStatus.REWARD_ERROR, None, f"the reward model gave {reward}, not a finite number")
     return Score(RolloutStatus.SCORED, reward)
-
-
-def scoring_policy(recipe: Recipe, spec: ModelSpec) -> PrecisionPolicy:
-    """FP8 where the rollout is, of which scoring is a part. `fp8.ignore` is left out: it names the policy's linears."""
-    return precision_policy(spec, recipe.fp8.model_copy(update={"train": recipe.fp8.rollout, "ignore": ()}))

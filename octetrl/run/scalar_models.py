@@ -10,13 +10,12 @@ from pathlib import Path
 
 import torch
 
-from octetrl.config.errors import UserError
 from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.gemm import choose_backend
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
-from octetrl.models.families import load_spec, spec_from_config
+from octetrl.models.families import load_critic_spec, load_spec, spec_from_config
 from octetrl.models.hf_weights import load_weights
 from octetrl.models.scalar_decoder import ScalarDecoder
 
@@ -28,22 +27,11 @@ def scalar_decoder(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, dev
 
 
 def build_critic_model(recipe: Recipe, policy_spec: ModelSpec, device: torch.device) -> ScalarDecoder:
-    """PPO's value model, from `critic.path` or from where the policy begins. UserError: it can't read the policy's
-    tokens or their number."""
+    """PPO's value model, from `critic.path` or from where the policy begins."""
     path = recipe.critic.path
     if path is None:
         return build_reward_model(recipe, device)
-    spec = load_spec(path, scalar=True)
-    if spec.vocab_size != policy_spec.vocab_size:
-        raise UserError(
-            f"critic.path: '{path}' has a vocabulary of {spec.vocab_size}, the policy's is {policy_spec.vocab_size};"
-            f" give a model with the same tokenizer"
-        )
-    if spec.max_positions < recipe.model.context_length:
-        raise UserError(
-            f"critic.path: '{path}' has {spec.max_positions} positions, model.context_length is"
-            f" {recipe.model.context_length}; give a model with as many"
-        )
+    spec = load_critic_spec(path, policy_spec, recipe.model.context_length)
     model = scalar_decoder(recipe, spec, precision_policy(spec, recipe.fp8, recipe.numerics), device)
     load_weights(model, path, new_head=True)
     return model

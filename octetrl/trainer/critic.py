@@ -73,9 +73,8 @@ class Critic:
         rewards = token_rewards(prepared)
         assert rewards.values_N is not None
         returns_N = returns(rewards)
-        for one, part_N in zip(
-            prepared, returns_N.split([len(one.micro_batch.targets_N) for one in prepared]), strict=True
-        ):
+        counts = [one.micro_batch.targets_N.numel() for one in prepared]
+        for one, part_N in zip(prepared, returns_N.split(counts), strict=True):
             one.returns_N = part_N
         explained = explained_variance(rewards.values_N, returns_N)
         return {} if explained is None else {"value/explained_variance": explained}

@@ -92,8 +92,10 @@ def test_the_loss_is_grpos_without_its_kl() -> None:
         reference_logprobs_N=reference,
     )
     loss = ppo_loss(inputs, CONFIG)
-    expected = grpo_loss(inputs, CONFIG.model_copy(update={"kl_coefficient": 0.0}))
-    assert torch.equal(loss.loss_N, expected.loss_N) and "kl" not in loss.metrics
+    assert not torch.equal(loss.loss_N, grpo_loss(inputs, CONFIG).loss_N)
+    without = replace(inputs, reference_logprobs_N=None)
+    assert torch.equal(loss.loss_N, grpo_loss(without, CONFIG).loss_N)
+    assert torch.equal(loss.metrics["kl"], logprobs - reference) and "kl" not in ppo_loss(without, CONFIG).metrics
 
 
 @pytest.mark.parametrize("count", [1, 5])
