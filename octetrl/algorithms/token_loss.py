@@ -24,6 +24,7 @@ class LossInputs:
     generator_logprobs_N: Tensor | None = None  # the engine's, when it drew the tokens; None for SFT
     proximal_logprobs_N: Tensor | None = None  # the trainer's before the first of several updates; None: one update
     reference_logprobs_N: Tensor | None = None  # None: no KL term
+    chosen_N: Tensor | None = None  # bool: of the better sample of its pair; None where samples are not pairs
     on_policy: bool = False  # drawn with the very weights that `logprobs_N` come from, and this is the only update
 
 

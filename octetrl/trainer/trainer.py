@@ -294,6 +294,7 @@ class Trainer:
                 generator_logprobs_N=micro_batch.generator_logprobs_N,
                 proximal_logprobs_N=prepared.proximal_N,
                 reference_logprobs_N=prepared.reference_N,
+                chosen_N=micro_batch.chosen_N,
                 on_policy=objective.on_policy,
             )
         )

@@ -95,6 +95,44 @@ def test_nothing_to_learn_is_an_empty_batch(samples: list[Sample]) -> None:
     assert batch.minibatches == () and batch.loss_denominators == () and batch.policy_version is None
 
 
+def pairs_of(lengths: list[tuple[int, int]]) -> list[Sample]:
+    return [
+        sample(length, first=1000 * number + 100 * place, pair=number, chosen=place == 0, generator_logprobs=None)
+        for number, both in enumerate(lengths)
+        for place, length in enumerate(both)
+    ]
+
+
+@settings(max_examples=30)
+@given(
+    lengths=st.lists(st.tuples(st.integers(3, 30), st.integers(3, 30)), min_size=1, max_size=12),
+    budget=st.integers(6, 70),
+    minibatches=st.integers(1, 4),
+    padded=st.booleans(),
+)
+def test_a_pair_shares_a_micro_batch_side_by_side(
+    lengths: list[tuple[int, int]], budget: int, minibatches: int, padded: bool
+) -> None:
+    batch = pack(pairs_of(lengths), PackingLayout(budget, minibatches, padded), "sequence")
+    seen = []
+    for micro_batch in micro_batches(batch):
+        assert micro_batch.chosen_N is not None
+        firsts = micro_batch.token_ids_T[micro_batch.cu_seqlens_B1[:-1].long()].tolist()
+        assert [first // 100 % 10 for first in firsts] == [0, 1] * (len(firsts) // 2)
+        assert all(a // 1000 == b // 1000 for a, b in zip(firsts[0::2], firsts[1::2], strict=True))
+        assert torch.equal(micro_batch.chosen_N, micro_batch.sequence_N % 2 == 0)
+        seen += [first // 1000 for first in firsts[0::2]]
+    assert sorted(seen) == list(range(len(lengths)))
+    assert sum(batch.loss_denominators) == 2 * len(lengths)
+
+
+def test_half_a_pair_is_left_out_with_its_other_half() -> None:
+    whole, (chosen, rejected) = pairs_of([(4, 4)]), pairs_of([(4, 4), (5, 6)])[2:]
+    untrained = Sample(rejected.token_ids, (False,) * 6, None, 1.0, 3, pair=1, chosen=False)
+    batch = pack([*whole, chosen, untrained], PackingLayout(64), "sequence")
+    assert batch.loss_denominators == (2.0,) and batch.metrics["train/samples_without_trained_tokens"] == 2
+
+
 def test_several_versions_count_as_the_oldest() -> None:
     samples = [sample(5, policy_version=version) for version in (4, 2, 3)]
     assert pack(samples, PackingLayout(64), "token").policy_version == 2
