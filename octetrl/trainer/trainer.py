@@ -152,8 +152,8 @@ class Trainer:
             self._kv_amax_2LK = self._unobserved()
         num_updates = self.config.epochs * len(batch.minibatches)
         on_policy = num_updates == 1 and batch.policy_version == self.policy_version
-        frozen = self.critic.pretrain_steps if self.critic is not None else 0  # steps before the policy's first
-        learns = self.policy_version >= frozen
+        lr = self._learning_rate()
+        learns = lr is not None
         minibatches = [
             [self._prepare(micro_batch, kv, updates=num_updates if learns else 0) for micro_batch in minibatch]
             for minibatch in batch.minibatches
@@ -164,11 +164,10 @@ class Trainer:
             valued = self.critic.prepare(prepared, self.algorithm.returns)
         if self.algorithm.shape is not None:
             shape_advantages(self.algorithm.shape, prepared)
-        lr = learning_rate(self.policy_version - frozen, self.config.optimizer, self.total_steps - frozen)
         updates: list[dict[str, float]] = []
         for _ in range(self.config.epochs):
             for minibatch, denominator in zip(minibatches, batch.loss_denominators, strict=True):
-                update = self._update(_Objective(minibatch, kv, on_policy, denominator), lr) if learns else {}
+                update = {} if lr is None else self._update(_Objective(minibatch, kv, on_policy, denominator), lr)
                 if self.critic is not None:
                     update |= self.critic.update(minibatch, denominator, self.policy_version)
                 updates.append(update)
@@ -178,7 +177,7 @@ class Trainer:
         metrics = {name: sum(update[name] for update in updates) / num_updates for name in updates[0]} | valued
         if learns:
             metrics["time/requantize"] *= num_updates
-        metrics["lr"] = lr if learns else 0.0
+        metrics["lr"] = lr or 0.0
         metrics["train/updates"] = float(num_updates)
         metrics["train/non_finite_tokens"] = float(self._poisoned)
         metrics["train/tokens_per_second"] = tokens / (time.perf_counter() - started)
@@ -233,6 +232,13 @@ class Trainer:
                 f"the samples were drawn under precision table {precision_digest}, the trainer's is {own}:"
                 f" build engine and trainer from one policy"
             )
+
+    def _learning_rate(self) -> float | None:
+        """Of this step; None while the critic learns alone. The schedule begins after that."""
+        alone = 0 if self.critic is None else self.critic.pretrain_steps
+        if self.policy_version < alone:
+            return None
+        return learning_rate(self.policy_version - alone, self.config.optimizer, self.total_steps - alone)
 
     def _finish(self) -> None:
         """The weights are those of a new version."""
