@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def test_the_policy_stands_still_until_the_critic_has_learnt(pretrained: Path) -
     critics = [load_file(step_folder(pretrained, step) / "critic.safetensors") for step in (1, 2, 3)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert any(not torch.equal(weights[1][name], weights[2][name]) for name in weights[0])
-    for earlier, later in zip(critics, critics[1:], strict=False):
+    for earlier, later in itertools.pairwise(critics):
         assert not torch.equal(earlier["score.weight"], later["score.weight"])
     assert abs(lines[2]["kl"]) < 0.05 and "kl" not in lines[1]
 
