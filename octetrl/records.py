@@ -106,6 +106,7 @@ class Rollout:
     status: RolloutStatus
     reward: float | None  # None unless status is SCORED or OVERLONG
     detail: str | None = None  # the error's text where there was one
+    penalty: float = 0.0  # what its length adds to the reward, 0 or less
 
     @property
     def text(self) -> str:
@@ -126,6 +127,11 @@ class RolloutGroup:
     @property
     def rewards(self) -> tuple[float, ...]:
         return tuple(rollout.reward for rollout in self.rollouts if rollout.reward is not None)
+
+    @property
+    def penalized_rewards(self) -> tuple[float, ...]:
+        """What advantages are made of."""
+        return tuple(rollout.reward + rollout.penalty for rollout in self.rollouts if rollout.reward is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +168,8 @@ class MicroBatch:
     weights_N: Tensor  # float32: from the token weighting; the loss is sum(weights * loss) / loss_denominator
     advantages_N: Tensor  # float32
     generator_logprobs_N: Tensor | None  # float32; None for SFT
-    sequence_N: Tensor  # int64: which of the B sequences
+    sequence_N: Tensor  # int64, ascending: which of the B sequences
+    sample_N: Tensor  # int64: which of the samples that `pack` was given
     target_positions_N: Tensor  # int64: position of the target in its sequence
     sequence_lengths_N: Tensor  # int64: length of its sequence
     chosen_N: Tensor | None = None  # bool: of the better sequence of its pair; None where there are no pairs

@@ -1,42 +1,111 @@
 """Importance correction between the engine that drew a token and the trainer that learns from it.
 
-FP8, kernels and staleness make the trainer's probability p differ from the engine's g. Policy gradients of tokens drawn
-from g are unbiased for p when weighted by w = p / g; one large w would ruin the step, so it is bounded token by token:
+FP8, kernels and staleness make the trainer's probability p differ from the engine's g. A token drawn from g is weighted
+by p / g to stand for p; large weights would ruin the step, so they are bounded, or their tokens left out. With k = p /
+g of a token, K = the product of k over its sample and M = K^(1/tokens), `algorithm.corrections` is any list of
 
-    tis    min(w, C)                       truncated importance sampling (Yao, Liu et al. 2025, FlashRL; C = 2)
-    mask   w if 1/C <= w <= C, else 0      tokens too far apart are left out (IcePop, Ling team 2025)
-    none   1
+    tis             w = min(k, tis_cap)            truncated importance sampling; 2 (FlashRL, Yao, Liu et al. 2025)
+    sequence_tis    w = min(K, sequence_tis_cap)   unbiased for whole answers; variance grows with their length
+    token_mask      out unless k is in token_mask_range         IcePop (Ling team 2025) with tis and a cap as high
+    sequence_mask   out unless K is in sequence_mask_range      MIS (Liu, Li et al. 2025) with sequence_tis
+    geometric_mask  out unless M is in geometric_mask_range     notices a drift that no single token shows
+    veto            out where any token of the sample has p < veto_floor
+    self_normalize  w / mean w over the optimizer step: no bias of scale, at one more forward where there is one update
 
-Weights carry no gradient.
+At most one of the first two; without them w is 1. What is out has weight 0 and still counts in the loss' denominator.
+Each says what share it touched; weights carry no gradient. effective_sample_size = (mean w)^2 / mean w^2.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from octetrl.algorithms.ratios import token_ratio
+from octetrl.algorithms.ratios import MAX_LOG_RATIO, token_ratio
+from octetrl.algorithms.sequences import sequence_mean, sequence_sum
+from octetrl.config.schema import AlgorithmConfig
 
 
 class Correction(NamedTuple):
-    weights_N: Tensor
-    clipped_N: Tensor  # 1.0 where the bound acted
+    weights_N: Tensor  # detached
+    metrics: Mapping[str, Tensor]  # name -> [N]
 
 
-def importance_correction(
-    trainer_logprobs_N: Tensor,
-    generator_logprobs_N: Tensor,
-    mode: Literal["none", "tis", "mask"],
-    cap: float,
+class Pair(NamedTuple):
+    """The two sides' log-probs."""
+
+    trainer_N: Tensor
+    generator_N: Tensor
+    sequence_N: Tensor
+    num_sequences: int
+
+    @property
+    def token_N(self) -> Tensor:
+        return token_ratio(self.trainer_N, self.generator_N)
+
+    @property
+    def product_N(self) -> Tensor:
+        log_B = sequence_sum(self.trainer_N - self.generator_N, self.sequence_N, self.num_sequences)
+        return log_B.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()[self.sequence_N]
+
+    @property
+    def geometric_N(self) -> Tensor:
+        log_B = sequence_mean(self.trainer_N - self.generator_N, self.sequence_N, self.num_sequences)
+        return log_B.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()[self.sequence_N]
+
+
+Change = tuple[Tensor, Tensor]  # factor of the weight, and where the bound acted
+
+
+def _truncated(ratio_N: Tensor, cap: float) -> Change:
+    return ratio_N.clamp(max=cap), ratio_N > cap
+
+
+def _masked(ratio_N: Tensor, bounds: tuple[float, float]) -> Change:
+    outside_N = (ratio_N < bounds[0]) | (ratio_N > bounds[1])
+    return (~outside_N).to(ratio_N.dtype), outside_N
+
+
+def _vetoed(pair: Pair, floor: float) -> Change:
+    below_N = (pair.trainer_N.exp() < floor).to(pair.trainer_N.dtype)
+    outside_N = sequence_sum(below_N, pair.sequence_N, pair.num_sequences)[pair.sequence_N] > 0
+    return (~outside_N).to(pair.trainer_N.dtype), outside_N
+
+
+_CORRECTIONS: dict[str, Callable[[Pair, AlgorithmConfig], Change]] = {
+    "tis": lambda pair, config: _truncated(pair.token_N, config.tis_cap),
+    "sequence_tis": lambda pair, config: _truncated(pair.product_N, config.sequence_tis_cap),
+    "token_mask": lambda pair, config: _masked(pair.token_N, config.token_mask_range),
+    "sequence_mask": lambda pair, config: _masked(pair.product_N, config.sequence_mask_range),
+    "geometric_mask": lambda pair, config: _masked(pair.geometric_N, config.geometric_mask_range),
+    "veto": lambda pair, config: _vetoed(pair, config.veto_floor),
+}
+
+
+@torch.no_grad()
+def correct(
+    trainer_N: Tensor, generator_N: Tensor, sequence_N: Tensor, num_sequences: int, config: AlgorithmConfig
 ) -> Correction:
-    """The weight of each token, float32 [N], detached. `cap` is C, at least 1."""
-    with torch.no_grad():
-        ratio_N = token_ratio(trainer_logprobs_N, generator_logprobs_N)
-        if mode == "none":
-            return Correction(torch.ones_like(ratio_N), torch.zeros_like(ratio_N))
-        if mode == "tis":
-            return Correction(ratio_N.clamp(max=cap), (ratio_N > cap).float())
-        outside_N = (ratio_N > cap) | (ratio_N < 1.0 / cap)
-        return Correction(ratio_N.masked_fill(outside_N, 0.0), outside_N.float())
+    """The weight of each token, all corrections but the batch's normalisation."""
+    pair = Pair(trainer_N, generator_N, sequence_N, num_sequences)
+    weights_N = torch.ones_like(trainer_N)
+    touched_N = torch.zeros_like(trainer_N, dtype=torch.bool)
+    metrics: dict[str, Tensor] = {}
+    for name in config.corrections:
+        if name in _CORRECTIONS:
+            factor_N, here_N = _CORRECTIONS[name](pair, config)
+            weights_N, touched_N = weights_N * factor_N, touched_N | here_N
+            metrics[f"correction/{name}_fraction"] = here_N.float()
+    metrics["correction/clip_fraction"] = touched_N.float()
+    metrics["correction/mean_weight"] = weights_N
+    metrics["correction/mean_square_weight"] = weights_N.square()
+    return Correction(weights_N, metrics)
+
+
+def effective_sample_size(metrics: Mapping[str, float]) -> dict[str, float]:
+    """As a share of the tokens, from the sums over an optimizer step; nothing where nothing was corrected."""
+    square = metrics.get("correction/mean_square_weight", 0.0)
+    return {"correction/effective_sample_size": metrics["correction/mean_weight"] ** 2 / square} if square else {}

@@ -11,6 +11,10 @@ from __future__ import annotations
 from octetrl.records import Rollout, RolloutGroup, RolloutStatus
 
 
+def has_reward(group: RolloutGroup) -> bool:
+    return len(group.rewards) > 0
+
+
 def has_baseline(group: RolloutGroup) -> bool:
     return len(group.rewards) >= 2
 

@@ -14,6 +14,15 @@ A good estimate need not have a good gradient. Differentiated as a loss through 
 
 So `k1` here has k1's value and k2's gradient; `k2` and `k3` are what they are, and k3 is what GRPO publishes. None is
 corrected for tokens that were drawn from another policy than p.
+
+What the ratio p / base is taken against, `algorithm.ratio_base`:
+
+    auto        one update with samples drawn by these very weights (policy version and precision table agree): p
+                itself, so the ratio is exactly 1 with the gradient of log p; engine noise is left to the correction;
+                several updates: the trainer's log-probs before the first (decoupled PPO's proximal policy, arXiv
+                2110.00641); stale samples and one update: g, so the clip bounds the distance to the policy that drew
+    proximal    the trainer's before the first update, always: the clip bounds the updates, the correction staleness
+    generator   g, always: the clip does both, and the correction of base / g is 1
 """
 
 from __future__ import annotations
@@ -23,6 +32,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from octetrl.algorithms.token_loss import LossInputs
+
+RatioBase = Literal["auto", "proximal", "generator"]
 MAX_LOG_RATIO = 20.0  # keeps exp finite, so that the branch a clip does not take cannot give 0 * inf = NaN
 
 
@@ -40,3 +52,14 @@ def kl_estimate(logprobs_N: Tensor, reference_logprobs_N: Tensor, estimator: Lit
     if estimator == "k2":
         return k2_N
     return k2_N + (difference_N - k2_N).detach()
+
+
+def base_logprobs(inputs: LossInputs, choice: RatioBase) -> Tensor:
+    """What the ratio is taken against, float32 [N], without gradient."""
+    if choice != "generator":
+        if inputs.proximal_logprobs_N is not None:
+            return inputs.proximal_logprobs_N
+        if inputs.on_policy or choice == "proximal":
+            return inputs.logprobs_N.detach()
+    assert inputs.generator_logprobs_N is not None, "a ratio needs the log-probs of the engine that drew the tokens"
+    return inputs.generator_logprobs_N

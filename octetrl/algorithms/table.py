@@ -1,6 +1,7 @@
 """Every algorithm, as one frozen record of functions. The trainer and the rollout know only this record.
 
-To add one: a file with its loss, an entry in `_BUILDERS`, its name in `config/schema.py`.
+To add one: a file with its loss or its advantages, a line in `_BUILDERS`, its name in `config/schema.py` and, where its
+defaults are not GRPO's, a line in `config/objectives.py` (docs/algorithms.md works an example).
 """
 
 from __future__ import annotations
@@ -13,13 +14,23 @@ from torch import Tensor
 
 from octetrl.algorithms.advantages import Advantages, by_group, group_relative_advantages
 from octetrl.algorithms.bradley_terry import RewardLoss, bradley_terry_loss
-from octetrl.algorithms.filters import has_baseline, has_variance, is_not_overlong
+from octetrl.algorithms.cispo import cispo_loss
+from octetrl.algorithms.dual_clip import dual_clip_loss
+from octetrl.algorithms.filters import has_baseline, has_reward, has_variance, is_not_overlong
 from octetrl.algorithms.grpo import grpo_loss
-from octetrl.algorithms.ppo import ppo_advantages, ppo_loss, ppo_returns, rewards_as_they_are
+from octetrl.algorithms.gspo import gspo_loss, gspo_token_loss
+from octetrl.algorithms.kl_control import adapted_kl_scale
+from octetrl.algorithms.kl_reward import less_kl
+from octetrl.algorithms.policy_loss import correction_weights
+from octetrl.algorithms.ppo import ppo_advantages, ppo_returns
+from octetrl.algorithms.reinforce_pp import batch_normalized, less_mean, plain_rewards
+from octetrl.algorithms.rloo import leave_one_out_advantages
+from octetrl.algorithms.sapo import sapo_loss
 from octetrl.algorithms.sft import sft_loss
 from octetrl.algorithms.token_loss import LossInputs, TokenLoss
 from octetrl.algorithms.token_rewards import TokenRewards
 from octetrl.algorithms.weighting import TokenWeighting
+from octetrl.config.objectives import NEED_SIBLINGS
 from octetrl.config.schema import AlgorithmConfig
 from octetrl.records import Rollout, RolloutGroup
 
@@ -34,12 +45,15 @@ class Algorithm:
     trains: Callable[[Rollout], bool]  # is this rollout trained on, or only in the baseline?
     token_weighting: TokenWeighting
     loss: Callable[[LossInputs], TokenLoss]
-    needs_reference: bool  # log-probs of the weights the run began with
+    needs_reference: bool  # log-probs of the weights the run began with, or of later ones (`reference_every`)
     needs_proximal: bool  # the trainer's log-probs before the first of several updates
     shape: Callable[[TokenRewards], Tensor] | None = None  # per-token advantages; None: the sample's, on each token
     needs_values: bool = False  # a critic
     returns: Callable[[TokenRewards], Tensor] | None = None  # what the critic is fitted to; None: no critic
     reward_loss: RewardLoss | None = None  # of a pair's rewards: a reward model is trained, and `loss` unused
+    batch_weights: Callable[[LossInputs], Tensor] | None = None  # corrections to be divided by their mean; None: none
+    adapt_kl: Callable[[float, float], float] | None = None  # KL scale and mean KL of a step -> scale of the next
+    reference_every: int = 0  # steps after which the reference becomes the present policy; 0: never
 
 
 def build_algorithm(config: AlgorithmConfig) -> Algorithm:
@@ -47,17 +61,41 @@ def build_algorithm(config: AlgorithmConfig) -> Algorithm:
     return _BUILDERS[config.name](config)
 
 
-def _build_grpo(config: AlgorithmConfig) -> Algorithm:
-    return Algorithm(
-        name="grpo",
-        keeps=has_variance if config.drop_zero_variance else has_baseline,
-        advantages=by_group(partial(group_relative_advantages, normalize=config.normalize_advantages)),
-        trains=is_not_overlong if config.overlong == "mask" else _always,
-        token_weighting=config.token_weighting,
-        loss=partial(grpo_loss, config=config),
-        needs_reference=config.kl_coefficient > 0,
-        needs_proximal=True,
-    )
+Builder = Callable[[AlgorithmConfig], Algorithm]
+Rule = Callable[[Sequence[float]], list[float]]  # rewards of one group -> advantages
+
+
+def _policy(
+    loss: Callable[..., TokenLoss],
+    rule: Rule | None = None,
+    shape: Callable[..., Tensor] | None = None,
+) -> Builder:
+    """A policy objective; `loss` and `shape` take `config=`. `rule` None: group-relative. `shape` None: none, or KL in
+    the reward where the recipe says so."""
+
+    def build(config: AlgorithmConfig) -> Algorithm:
+        needs_reference = config.kl_coefficient > 0
+        keeps = has_baseline if config.name in NEED_SIBLINGS else has_reward
+        normalized = partial(group_relative_advantages, normalize=config.normalize_advantages)
+        shaped = shape or (less_kl if needs_reference and config.kl_in == "reward" else None)
+        target = config.kl_target
+        weights = partial(correction_weights, config=config) if "self_normalize" in config.corrections else None
+        return Algorithm(
+            name=config.name,
+            keeps=has_variance if config.drop_zero_variance else keeps,
+            advantages=by_group(rule or normalized),
+            trains=is_not_overlong if config.overlong == "mask" else _always,
+            token_weighting=config.constant_length if config.token_weighting == "constant" else config.token_weighting,
+            loss=partial(loss, config=config),
+            needs_reference=needs_reference,
+            needs_proximal=config.ratio_base != "generator",
+            shape=shaped and partial(shaped, config=config),
+            batch_weights=weights,
+            adapt_kl=None if target is None else partial(adapted_kl_scale, target=target),
+            reference_every=config.reference_every,
+        )
+
+    return build
 
 
 def _build_sft(config: AlgorithmConfig) -> Algorithm:
@@ -66,7 +104,7 @@ def _build_sft(config: AlgorithmConfig) -> Algorithm:
         keeps=_always,
         advantages=by_group(_ones),
         trains=_always,
-        token_weighting=config.token_weighting,
+        token_weighting=config.constant_length if config.token_weighting == "constant" else config.token_weighting,
         loss=sft_loss,
         needs_reference=False,
         needs_proximal=False,
@@ -74,25 +112,13 @@ def _build_sft(config: AlgorithmConfig) -> Algorithm:
 
 
 def _build_ppo(config: AlgorithmConfig) -> Algorithm:
-    return Algorithm(
-        name="ppo",
-        keeps=_always,
-        advantages=by_group(rewards_as_they_are),
-        trains=is_not_overlong if config.overlong == "mask" else _always,
-        token_weighting=config.token_weighting,
-        loss=partial(ppo_loss, config=config),
-        needs_reference=config.kl_coefficient > 0,
-        needs_proximal=True,
-        shape=partial(ppo_advantages, config=config),
-        needs_values=True,
-        returns=partial(ppo_returns, config=config),
-    )
+    policy = _policy(grpo_loss, plain_rewards, ppo_advantages)(config)
+    return replace(policy, needs_values=True, returns=partial(ppo_returns, config=config))
 
 
 def _build_reward_model(config: AlgorithmConfig) -> Algorithm:
-    return replace(
-        _build_sft(config), name="reward_model", reward_loss=partial(bradley_terry_loss, center=config.reward_center)
-    )
+    reward_loss = partial(bradley_terry_loss, center=config.reward_center)
+    return replace(_build_sft(config), name=config.name, reward_loss=reward_loss)
 
 
 def _always(_: object) -> bool:
@@ -103,9 +129,18 @@ def _ones(rewards: Sequence[float]) -> list[float]:
     return [1.0] * len(rewards)
 
 
-_BUILDERS: dict[str, Callable[[AlgorithmConfig], Algorithm]] = {
-    "grpo": _build_grpo,
-    "sft": _build_sft,
+_BUILDERS: dict[str, Builder] = {
+    "grpo": _policy(grpo_loss),
+    "dapo": _policy(grpo_loss),
+    "dual_clip": _policy(dual_clip_loss),
+    "gspo": _policy(gspo_loss),
+    "gspo_token": _policy(gspo_token_loss),
+    "cispo": _policy(cispo_loss),
+    "sapo": _policy(sapo_loss),
+    "rloo": _policy(grpo_loss, leave_one_out_advantages),
+    "reinforce_pp": _policy(grpo_loss, plain_rewards, batch_normalized),
+    "reinforce_pp_baseline": _policy(grpo_loss, less_mean, batch_normalized),
     "ppo": _build_ppo,
+    "sft": _build_sft,
     "reward_model": _build_reward_model,
 }

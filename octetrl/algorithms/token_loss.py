@@ -25,6 +25,8 @@ class LossInputs:
     proximal_logprobs_N: Tensor | None = None  # the trainer's before the first of several updates; None: one update
     reference_logprobs_N: Tensor | None = None  # None: no KL term
     chosen_N: Tensor | None = None  # bool: of the better sample of its pair; None where samples are not pairs
+    mean_weight: Tensor | None = None  # of the correction over the optimizer step; None: not asked for
+    kl_scale: float = 1.0  # of the KL coefficient, where it adapts
     on_policy: bool = False  # drawn with the very weights that `logprobs_N` come from, and this is the only update
 
 

@@ -1,8 +1,8 @@
 """What advantages are made of where a sample's one number is not enough: every trained token of the whole batch.
 
-Most objectives give a sample's advantage to each of its tokens, and `Algorithm.shape` is None. KL in the reward, GAE and
-a normalisation over the batch need more: log-probs or values of all tokens, before the first update. The trainer gathers
-them once, in the order of the micro-batches, and gives each micro-batch its part of what `shape` returns.
+Most objectives give a sample's advantage to each of its tokens, and `Algorithm.shape` is None. KL in the reward, GAE
+and a normalisation over the batch need more: log-probs or values of all tokens, before the first update. The trainer
+gathers them once, in the order of the micro-batches, and gives each micro-batch its part of what `shape` returns.
 
 N trained tokens of the batch, B samples.
 """
@@ -24,3 +24,4 @@ class TokenRewards:
     is_last_N: Tensor  # bool: the sample's last trained token
     kl_N: Tensor | None = None  # log p - log reference (k1; ratios.py makes the others of it); None: no reference
     values_N: Tensor | None = None  # the critic's; None: no critic
+    kl_scale: float = 1.0  # of the KL coefficient, where it adapts

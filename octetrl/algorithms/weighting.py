@@ -2,6 +2,8 @@
 
     token      weight 1,                     denominator = trained tokens     (DAPO, arXiv 2503.14476)
     sequence   weight 1 / tokens of sample,  denominator = samples            (GRPO as published: each answer the same)
+    L          weight 1 / L,                 denominator = samples            (Dr.GRPO, arXiv 2503.20783: L a constant,
+                                                                              so long answers are not told apart)
 
 Counts are those of the whole optimizer step, over all micro-batches, so the loss does not know how samples were packed.
 """
@@ -11,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-TokenWeighting = Literal["token", "sequence"]
+TokenWeighting = Literal["token", "sequence"] | int
 
 
 class Weighting(NamedTuple):
@@ -24,4 +26,6 @@ def weigh(trained_tokens: Sequence[int], weighting: TokenWeighting) -> Weighting
     assert trained_tokens and min(trained_tokens) > 0, "samples without trained tokens must be left out before"
     if weighting == "token":
         return Weighting([1.0] * len(trained_tokens), float(sum(trained_tokens)))
+    if isinstance(weighting, int):
+        return Weighting([1.0 / weighting] * len(trained_tokens), float(len(trained_tokens)))
     return Weighting([1.0 / count for count in trained_tokens], float(len(trained_tokens)))

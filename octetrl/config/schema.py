@@ -7,13 +7,18 @@ recipe are reported together.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from octetrl.config.objectives import OWN_DEFAULTS
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Precision = Literal["bf16", "fp8_rollout", "fp8", "fp8_full"]
 Numerics = Literal["parity", "fast"]
+Correction = Literal[
+    "tis", "sequence_tis", "token_mask", "sequence_mask", "geometric_mask", "veto", "self_normalize"
+]  # fmt: skip
 
 
 class Section(BaseModel):
@@ -136,25 +141,72 @@ class TrainerConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    name: Literal["grpo", "sft", "ppo", "reward_model"] = "grpo"
+    """Defaults are GRPO's; an objective's own (config/objectives.py) take their place where the recipe says nothing."""
+
+    name: Literal[
+        "grpo", "dapo", "dual_clip", "gspo", "gspo_token", "cispo", "sapo", "rloo", "reinforce_pp",
+        "reinforce_pp_baseline", "ppo", "sft", "reward_model",
+    ] = "grpo"  # fmt: skip
+    """The objective; docs/algorithms.md has them in one table."""
     clip_low: float = Field(default=0.2, ge=0.0, le=1.0)
     clip_high: float = Field(default=0.2, ge=0.0)
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]. Own defaults: dapo 0.2 and 0.28, gspo 3e-4 and 4e-4, cispo
+    1 and 4."""
+    dual_clip: float = Field(default=3.0, gt=1.0)
+    """dual_clip: how many times its advantage a bad token may cost at most."""
+    sapo_tau_positive: float = Field(default=1.0, gt=0.0)
+    sapo_tau_negative: float = Field(default=1.05, gt=0.0)
+    """sapo: how fast a token fades as its ratio leaves 1, by the sign of its advantage."""
+    ratio_base: Literal["auto", "proximal", "generator"] = "auto"
+    """What the ratio is taken against. auto: the policy itself where it drew the tokens and there is one update, its
+    log-probs before the first of several, the engine's for stale samples. proximal: the trainer's before the first
+    update, always; corrections make up for staleness. generator: the engine's, always; corrections then do nothing."""
     normalize_advantages: bool = True
     """Divide by the group's standard deviation (GRPO); false is Dr.GRPO's choice."""
-    token_weighting: Literal["token", "sequence"] = "token"
-    """`token`: each trained token counts the same (DAPO); `sequence`: each sample does (GRPO as published)."""
+    token_weighting: Literal["token", "sequence", "constant"] = "token"
+    """`token`: each trained token counts the same (DAPO); `sequence`: each sample does (GRPO as published); `constant`:
+    a sample's tokens are summed and divided by `constant_length` (Dr.GRPO). Own defaults: gspo and sapo sequence, rloo
+    constant."""
+    constant_length: int = Field(default=1024, ge=1)
+    """Tokens; commonly rollout.max_new_tokens. It scales the loss, so with clipped gradients it matters little."""
     drop_zero_variance: bool = True
-    """Groups whose rewards are all equal teach nothing and are left out, counted."""
+    """Groups whose rewards are all equal teach nothing and are left out, counted. Own default: reinforce_pp false."""
+    max_refills: int = Field(default=0, ge=0, le=1000)
+    """Dynamic sampling: draw further prompts, at most so many times a step, until `rollout.prompts_per_step` groups are
+    not left out. Own default: dapo 10."""
+    overlong_buffer: Fraction = 0.0
+    """Last share of max_new_tokens in which an answer loses reward with its length, up to 1 at the limit; 0: none. Own
+    default: dapo 0.2."""
     overlong: Literal["keep", "mask"] = "keep"
     """Answers cut at max_new_tokens: learnt from like others, or counted in the baseline but not trained on."""
     kl_coefficient: float = Field(default=0.0, ge=0.0)
     """Weight of the KL to the reference policy (the weights the run began with); 0 keeps no reference model."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    correction: Literal["none", "tis", "mask"] = "tis"
-    """Importance correction between engine and trainer, token by token: truncated at `correction_cap`, or tokens
-    outside [1 / correction_cap, correction_cap] left out."""
-    correction_cap: float = Field(default=2.0, ge=1.0)
+    """algorithms/ratios.py says how they differ. Own defaults: reinforce_pp k1, reinforce_pp_baseline k2."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """`loss`: each token's KL, differentiated. `reward`: each token is charged for the KL of itself and all that follow
+    it, at one more forward where there is one update. Own default: reinforce_pp reward."""
+    kl_target: float | None = Field(default=None, gt=0.0)
+    """Nats a token that the KL is steered to by adapting the coefficient, 2% a step at most; None: it is fixed."""
+    reference_every: int = Field(default=0, ge=0)
+    """Steps after which the reference becomes the present policy; 0: it stays what the run began with."""
+    entropy_coefficient: float = Field(default=0.0, ge=0.0)
+    """Weight of the entropy bonus."""
+    corrections: tuple[Correction, ...] = ("tis",)
+    """Importance corrections between engine and trainer, one upon the other (algorithms/corrections.py). Of tokens:
+    tis, token_mask. Of samples: sequence_tis, sequence_mask, geometric_mask, veto. Of the batch: self_normalize."""
+    tis_cap: float = Field(default=2.0, ge=1.0)
+    """Largest weight of a token."""
+    sequence_tis_cap: float = Field(default=2.0, ge=1.0)
+    """Largest weight of a sample, the product over its tokens."""
+    token_mask_range: tuple[float, float] = (0.5, 5.0)
+    """Tokens whose p / g is outside are left out."""
+    sequence_mask_range: tuple[float, float] = (0.0, 3.0)
+    """Samples whose product of p / g is outside are left out."""
+    geometric_mask_range: tuple[float, float] = (0.999, 1.002)
+    """Samples whose geometric mean of p / g is outside are left out."""
+    veto_floor: Fraction = 1e-6
+    """Samples with a token that the trainer finds less probable are left out."""
     discount: float = Field(default=1.0, gt=0.0, le=1.0)
     """PPO: what a reward one token later is worth. Answers are short episodes: 1."""
     gae_lambda: Fraction = 0.95
@@ -168,6 +220,13 @@ class AlgorithmConfig(Section):
     """SFT: a JSONL file of {"prompt": ..., "answer": ...}; required for it."""
     batch_size: int = Field(default=64, ge=1)
     """SFT: conversations a step."""
+
+    @model_validator(mode="after")
+    def _fill_own_defaults(self) -> Self:
+        for name, value in OWN_DEFAULTS.get(self.name, {}).items():
+            if name not in self.model_fields_set:
+                self.__dict__[name] = value  # the model is frozen, and not yet anybody's
+        return self
 
 
 class CriticConfig(Section):

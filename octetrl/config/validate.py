@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from octetrl.config.errors import UserError
+from octetrl.config.objectives import NEED_SIBLINGS
 from octetrl.config.problems import Problem, schema_problems
 from octetrl.config.schema import CriticConfig, Recipe
 from octetrl.config.spec import ModelSpec
@@ -139,8 +140,12 @@ def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
             )
             yield Problem(("fp8.kv_cache", "algorithm.name"), text)
         return
-    if rollout.group_size < 2 and algorithm.name != "ppo":
-        text = f"rollout.group_size: 1 gives {algorithm.name} no siblings to compare; use at least 2, commonly 8"
+    yield from _objective_problems(recipe)
+    if rollout.group_size < 2 and algorithm.name in NEED_SIBLINGS:
+        text = (
+            f"rollout.group_size: 1 gives {algorithm.name} no siblings to compare; use at least 2, commonly 8,"
+            f" or algorithm.name: reinforce_pp"
+        )
         yield Problem(("rollout.group_size", "algorithm.name"), text)
     if rollout.temperature == 0:
         text = "rollout.temperature: 0 is greedy, so all siblings of a group are equal and teach nothing; use 1.0"
@@ -174,6 +179,41 @@ def _critic_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.model.dtype == "float32" and critic.optimizer.master == "stochastic_rounding":
         text = "critic.optimizer.master: stochastic_rounding is for bfloat16 weights; with dtype float32 use float32"
         yield Problem(("critic.optimizer.master", "model.dtype"), text)
+
+
+def _objective_problems(recipe: Recipe) -> Iterator[Problem]:
+    algorithm = recipe.algorithm
+    named = algorithm.corrections
+    if len(set(named)) < len(named) or {"tis", "sequence_tis"} <= set(named):
+        text = (
+            f"algorithm.corrections: {list(named)} would weigh a token twice; name each once, and tis or sequence_tis,"
+            f" not both"
+        )
+        yield Problem(("algorithm.corrections",), text)
+    if algorithm.ratio_base == "generator" and set(named) - {"tis", "veto"}:
+        text = (
+            f"algorithm.corrections: {list(named)} have nothing to correct with algorithm.ratio_base: generator, which"
+            f" takes the engine's log-probs for the policy's; remove them, or use auto or proximal"
+        )
+        yield Problem(("algorithm.corrections", "algorithm.ratio_base"), text)
+    for name in ("token_mask_range", "sequence_mask_range", "geometric_mask_range"):
+        low, high = getattr(algorithm, name)
+        if not 0.0 <= low <= 1.0 <= high:
+            text = f"algorithm.{name}: [{low}, {high}] must hold 1, where both sides agree, and begin at 0 or above"
+            yield Problem((f"algorithm.{name}",), text)
+    for name, off in (("kl_target", None), ("reference_every", 0)):
+        if getattr(algorithm, name) != off and algorithm.kl_coefficient == 0:
+            text = (
+                f"algorithm.{name}: {getattr(algorithm, name)} has no effect, there is no reference while"
+                f" algorithm.kl_coefficient is 0; set that, to 0.01 say, or {name}={'null' if off is None else off}"
+            )
+            yield Problem((f"algorithm.{name}", "algorithm.kl_coefficient"), text)
+    if algorithm.max_refills and not algorithm.drop_zero_variance:
+        text = (
+            f"algorithm.max_refills: {algorithm.max_refills} replaces groups that are left out, and"
+            f" drop_zero_variance: false leaves none out; set it to true, or max_refills: 0"
+        )
+        yield Problem(("algorithm.max_refills", "algorithm.drop_zero_variance"), text)
 
 
 def _environment_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -50,6 +50,12 @@ class Generates(Protocol):
     def generate(self, requests: Sequence[GenerationRequest], /) -> list[list[Completion]]: ...
 
 
+class LengthPenalty(Protocol):
+    """What an answer's length adds to its reward, 0 or less: `soft_overlong_penalty` (algorithms/dapo.py)."""
+
+    def __call__(self, length: int, *, was_cut: bool) -> float: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Collection:
     """How groups are collected, besides which tasks."""
@@ -60,6 +66,10 @@ class Collection:
     max_prompt_tokens: int
     seed: int = 0
     step: int = 0  # new for every collection: seeds follow from it
+    first_place: int = 0  # in the step, of the first task: seeds follow from it too
+    prompts: int = 1  # groups that a step wants (rollout/refill.py)
+    max_refills: int = 0  # further draws to get them
+    penalty: LengthPenalty | None = None  # added to the reward for its length; None: none
     lengths: dict[str, int] = field(default_factory=dict)  # task id -> mean tokens of its completions, last time
 
     @classmethod
@@ -73,7 +83,7 @@ class Collection:
             min_p=config.min_p,
             stop=config.stop,
         )
-        return cls(chat, sampling, config.group_size, config.max_prompt_tokens, seed)
+        return cls(chat, sampling, config.group_size, config.max_prompt_tokens, seed, prompts=config.prompts_per_step)
 
     def at_step(self, step: int) -> Collection:
         return replace(self, step=step)
@@ -83,7 +93,7 @@ def collect_groups(
     tasks: Sequence[Task], environment: Scores, workers: Generates, collection: Collection
 ) -> list[RolloutGroup]:
     """`group_size` rollouts of each task, scored, in the order of `tasks`."""
-    requests = [_request(task, place, collection) for place, task in enumerate(tasks)]
+    requests = [_request(task, place, collection) for place, task in enumerate(tasks, collection.first_place)]
     fits = [len(request.prompt_token_ids) <= collection.max_prompt_tokens for request in requests]
     generated = iter(workers.generate([request for request, fit in zip(requests, fits, strict=True) if fit]))
     siblings = [next(generated) if fit else [] for fit in fits]
@@ -97,7 +107,7 @@ def collect_groups(
     )
     groups = []
     for task, request, drawn in zip(tasks, requests, siblings, strict=True):
-        rollouts = [_rollout(task, request, completion, next(scores)) for completion in drawn]
+        rollouts = [_rollout(task, request, completion, next(scores), collection) for completion in drawn]
         if not rollouts:
             rollouts = [_too_long(task, request, collection)] * collection.group_size
         groups.append(RolloutGroup(task, tuple(rollouts)))
@@ -125,14 +135,18 @@ def _request(task: Task, place: int, collection: Collection) -> GenerationReques
     )
 
 
-def _rollout(task: Task, request: GenerationRequest, completion: Completion, score: Score) -> Rollout:
+def _rollout(
+    task: Task, request: GenerationRequest, completion: Completion, score: Score, collection: Collection
+) -> Rollout:
     was_cut = score.status is RolloutStatus.SCORED and completion.finish_reason is FinishReason.LENGTH
+    penalty = collection.penalty
     return Rollout(
         task=task,
         turns=(Turn(request.prompt_token_ids, completion),),
         status=RolloutStatus.OVERLONG if was_cut else score.status,
         reward=score.reward,
         detail=score.detail,
+        penalty=0.0 if penalty is None else penalty(len(completion.token_ids), was_cut=was_cut),
     )
 
 

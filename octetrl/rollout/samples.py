@@ -25,7 +25,7 @@ class CreditAssignment(Protocol):
 
 def to_samples(groups: Sequence[RolloutGroup], algorithm: CreditAssignment) -> list[Sample]:
     """A sample for each rollout of `groups`, all of one step, that has a reward and is trained on, in their order."""
-    advantages = algorithm.advantages([group.rewards for group in groups])
+    advantages = algorithm.advantages([group.penalized_rewards for group in groups])
     return [
         _sample(rollout, advantage)
         for group, of_group in zip(groups, advantages, strict=True)

@@ -5,11 +5,13 @@ Order: what can be refused cheaply comes first (device, folder, tokenizer, tasks
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from octetrl.algorithms.dapo import soft_overlong_penalty
 from octetrl.algorithms.table import Algorithm, build_algorithm
 from octetrl.config.errors import UserError
 from octetrl.config.presets import preset_config
@@ -151,6 +153,16 @@ def _folder(recipe: Recipe) -> Path:
 def full_precision(spec: ModelSpec) -> PrecisionPolicy:
     """The table of a model that is not FP8 anywhere: for loading, saving and export."""
     return precision_policy(spec, Fp8Config())
+
+
+def build_collection(recipe: Recipe, chat: ChatTokens) -> Collection:
+    """How the groups of a step are drawn, less the step."""
+    algorithm, rollout = recipe.algorithm, recipe.rollout
+    collection = Collection.from_config(chat, rollout, seed=recipe.seed)
+    penalty = None
+    if algorithm.overlong_buffer:
+        penalty = partial(soft_overlong_penalty, limit=rollout.max_new_tokens, buffer=algorithm.overlong_buffer)
+    return replace(collection, max_refills=algorithm.max_refills, penalty=penalty)
 
 
 def build_environment(config: EnvironmentConfig) -> Environment:

@@ -19,7 +19,8 @@ class Journal:
     def begin(self, step: int) -> None:
         self._step, self.metrics = step, {}
 
-    def record(self, groups: Sequence[RolloutGroup]) -> None:
+    def record(self, groups: Sequence[RolloutGroup], counts: Mapping[str, float] | None = None) -> None:
+        """`counts`: further metrics of them."""
         if self._files is not None:
             self._files.write(self._step, groups)
-        self.metrics = rollout_metrics(groups)
+        self.metrics = rollout_metrics(groups) | dict(counts or {})

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from octetrl.records import Sample
-from octetrl.rollout.collect import collect_groups
+from octetrl.rollout.refill import collect_batch
 from octetrl.rollout.samples import to_samples
 from octetrl.telemetry.metrics import StepMetrics
 from octetrl.trainer.packing import pack
@@ -31,10 +31,9 @@ def supervised_step(run: Run) -> StepMetrics:
 
 def produce(run: Run) -> list[Sample]:
     """Tasks -> scored groups -> samples that carry their advantages."""
-    tasks = run.taskset.next_batch(run.config.rollout.prompts_per_step)
-    groups = collect_groups(tasks, run.rewards, run.workers, run.collection)
-    run.journal.record(groups)
-    return to_samples([group for group in groups if run.algorithm.keeps(group)], run.algorithm)
+    collected = collect_batch(run.taskset, run.algorithm.keeps, run.rewards, run.workers, run.collection)
+    run.journal.record(collected.groups, collected.metrics)
+    return to_samples(collected.kept, run.algorithm)
 
 
 def learn(run: Run, samples: list[Sample]) -> StepMetrics:

@@ -188,6 +188,9 @@ class Worker:
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Tensors of a checkpoint besides the model, by file."""
         files = {"optimizer.safetensors": dict(self.trainer.state().optimizer)}
+        reference = self.trainer.reference.state()
+        if reference:
+            files["reference.safetensors"] = reference
         if self.kv_scales is not None:
             scales = self.kv_scales
             files["kv_scales.safetensors"] = {
@@ -206,6 +209,8 @@ class Worker:
         state = self.trainer.state()
         optimizer = saved.tensors("optimizer.safetensors")
         self.trainer.load_state(replace(state, optimizer=optimizer, policy_version=policy_version))
+        if "reference.safetensors" in saved.files:
+            self.trainer.reference.load_state(saved.tensors("reference.safetensors"))
         if self.trainer.critic is not None:
             self.trainer.critic.load_state(ScalarState(saved.tensors(CRITIC), saved.tensors(CRITIC_OPTIMIZER)))
         if "kv_scales.safetensors" in saved.files:

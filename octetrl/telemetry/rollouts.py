@@ -2,7 +2,7 @@
 
 `rollouts/step_NNNNNN.jsonl` has one line a rollout, siblings together:
 
-    task_id prompt answer sibling status reward detail text policy_version finish_reason
+    task_id prompt answer sibling status reward penalty detail text policy_version finish_reason
     prompt_token_ids                 of the first turn
     token_ids logprobs               of all completions, end to end: what was sampled
     turns                            only with more than one: prompt_token_ids, text, reply and num_tokens of each
@@ -28,6 +28,7 @@ from octetrl.records import FinishReason, Rollout, RolloutGroup, RolloutStatus
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """Rewards (over rollouts that have one), lengths in tokens, and a count for every status that is not plain success.
 
+    `reward/penalty` is what lengths add to the rewards, which `reward/mean` is without.
     `reward/zero_variance_fraction` is the share of groups whose siblings all got the same reward: they teach nothing.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -40,6 +41,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     if rewards:
         metrics["reward/mean"] = statistics.fmean(rewards)
         metrics["reward/std"] = statistics.pstdev(rewards)
+        metrics["reward/penalty"] = statistics.fmean(one.penalty for group in groups for one in group.scored)
         scored = [group.rewards for group in groups if group.rewards]
         metrics["reward/zero_variance_fraction"] = statistics.fmean(len(set(r)) == 1 for r in scored)
     if lengths:
@@ -99,6 +101,7 @@ def _as_json(rollout: Rollout, sibling: int) -> dict[str, Any]:
         "sibling": sibling,
         "status": rollout.status.value,
         "reward": rollout.reward,
+        "penalty": rollout.penalty,
         "detail": rollout.detail,
         "text": rollout.text,
         "policy_version": last.policy_version if last else None,

@@ -17,6 +17,7 @@ N trained tokens of a micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -62,15 +63,17 @@ class Critic:
     def values(self, micro_batch: MicroBatch) -> Tensor:
         """V of each trained token, float32 [N]. NonFiniteError names the sample and position of one that is not."""
         values_N = self.scalar_trainer.scalars(micro_batch, micro_batch.predictor_N)
-        refuse_non_finite("value", values_N, micro_batch.sequence_N, micro_batch.target_positions_N)
+        refuse_non_finite("value", values_N, micro_batch)
         return values_N
 
-    def prepare(self, prepared: Sequence[Prepared], returns: Callable[[TokenRewards], Tensor]) -> dict[str, float]:
+    def prepare(
+        self, prepared: Sequence[Prepared], returns: Callable[[TokenRewards], Tensor], kl_scale: float = 1.0
+    ) -> dict[str, float]:
         """Values and returns of these micro-batches, all of one `train` call, before any update and before advantages
         take the rewards' place; and how good the values were."""
         for one in prepared:
             one.values_N = self.values(one.micro_batch)
-        rewards = token_rewards(prepared)
+        rewards = replace(token_rewards(prepared), kl_scale=kl_scale)
         assert rewards.values_N is not None
         returns_N = returns(rewards)
         counts = [one.micro_batch.targets_N.numel() for one in prepared]

@@ -42,18 +42,15 @@ def pack(samples: Sequence[Sample], layout: PackingLayout, token_weighting: Toke
     Raises RuntimeError when samples were drawn under another precision table than the trainer's.
     """
     _check_digests(samples, layout.precision_digest)
-    units = [unit for unit in _units(samples) if all(any(sample.loss_mask) for sample in unit)]
-    trained = list(chain.from_iterable(units))
+    units = [unit for unit in _units(samples) if all(any(samples[i].loss_mask) for i in unit)]
+    trained = [samples[i] for i in chain.from_iterable(units)]
     minibatches, denominators = [], []
     for part in _split(units, layout.minibatches):
-        weighting = weigh([sum(sample.loss_mask) for unit in part for sample in unit], token_weighting)
-        places = list(accumulate((len(unit) for unit in part), initial=0))
-        bins = _fill([sum(len(sample.token_ids) for sample in unit) for unit in part], layout)
-        rows = [[row for i in chosen for row in range(places[i], places[i + 1])] for chosen in bins]
-        members = list(chain.from_iterable(part))
-        minibatches.append(
-            tuple(_micro_batch([members[i] for i in row], [weighting.token_weights[i] for i in row]) for row in rows)
-        )
+        weighting = weigh([sum(samples[i].loss_mask) for unit in part for i in unit], token_weighting)
+        weights = dict(zip(chain.from_iterable(part), weighting.token_weights, strict=True))
+        bins = _fill([sum(len(samples[i].token_ids) for i in unit) for unit in part], layout)
+        rows = [[i for place in chosen for i in part[place]] for chosen in bins]
+        minibatches.append(tuple(_micro_batch(samples, row, [weights[i] for i in row]) for row in rows))
         denominators.append(weighting.denominator)
     return PackedBatch(
         minibatches=tuple(minibatches),
@@ -74,7 +71,7 @@ def pack_to_score(
     """Micro-batches for a forward alone, each with the places in `token_lists` of its sequences, in their order."""
     samples = [Sample(tuple(ids), (False,) * len(ids), None, 0.0, None) for ids in token_lists]
     bins = _fill([len(sample.token_ids) for sample in samples], layout)
-    return tuple((_micro_batch([samples[i] for i in chosen], [0.0] * len(chosen)), tuple(chosen)) for chosen in bins)
+    return tuple((_micro_batch(samples, chosen, [0.0] * len(chosen)), tuple(chosen)) for chosen in bins)
 
 
 def _check_digests(samples: Sequence[Sample], expected: str | None) -> None:
@@ -87,18 +84,18 @@ def _check_digests(samples: Sequence[Sample], expected: str | None) -> None:
             )
 
 
-def _units(samples: Sequence[Sample]) -> list[tuple[Sample, ...]]:
-    """What must share a micro-batch: a preference pair, or a sample by itself."""
-    units: list[tuple[Sample, ...]] = []
-    for sample in samples:
-        if sample.pair is not None and units and units[-1][-1].pair == sample.pair:
-            units[-1] += (sample,)
+def _units(samples: Sequence[Sample]) -> list[tuple[int, ...]]:
+    """Numbers of the samples that must share a micro-batch: a preference pair, or a sample by itself."""
+    units: list[tuple[int, ...]] = []
+    for number, sample in enumerate(samples):
+        if sample.pair is not None and units and samples[units[-1][-1]].pair == sample.pair:
+            units[-1] += (number,)
         else:
-            units.append((sample,))
+            units.append((number,))
     return units
 
 
-def _split(units: Sequence[tuple[Sample, ...]], parts: int) -> list[Sequence[tuple[Sample, ...]]]:
+def _split(units: Sequence[tuple[int, ...]], parts: int) -> list[Sequence[tuple[int, ...]]]:
     """Contiguous parts whose sizes differ by one at most; no empty part."""
     parts = min(parts, len(units))
     bounds = [len(units) * part // parts for part in range(parts + 1)] if parts else [0]
@@ -123,7 +120,9 @@ def _fill(lengths: Sequence[int], layout: PackingLayout) -> list[list[int]]:
     return bins
 
 
-def _micro_batch(samples: Sequence[Sample], token_weights: Sequence[float]) -> MicroBatch:
+def _micro_batch(given: Sequence[Sample], chosen: Sequence[int], token_weights: Sequence[float]) -> MicroBatch:
+    """Of the samples numbered `chosen` among those given."""
+    samples = [given[i] for i in chosen]
     lengths = [len(sample.token_ids) for sample in samples]
     starts = list(accumulate(lengths, initial=0))
     for sample in samples:
@@ -149,6 +148,7 @@ def _micro_batch(samples: Sequence[Sample], token_weights: Sequence[float]) -> M
         advantages_N=torch.tensor([sample.advantage for sample in samples], dtype=torch.float32)[sequence_N],
         generator_logprobs_N=_generator_logprobs(samples, positions),
         sequence_N=sequence_N,
+        sample_N=torch.tensor(chosen, dtype=torch.int64)[sequence_N],
         target_positions_N=target_positions_N,
         sequence_lengths_N=lengths_B[sequence_N],
         chosen_N=_chosen(samples, sequence_N),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from octetrl.algorithms.token_loss import LossInputs
 from octetrl.algorithms.token_rewards import TokenRewards
 from octetrl.records import MicroBatch
 
@@ -25,15 +26,56 @@ class Prepared:
     first_N: Tensor | None = None  # the trainer's, before any update
     values_N: Tensor | None = None  # the critic's, before any update
     returns_N: Tensor | None = None  # what the critic is fitted to
+    mean_weight: Tensor | None = None  # of the correction, over its optimizer step
 
 
-def shape_advantages(shape: Callable[[TokenRewards], Tensor], prepared: Sequence[Prepared]) -> None:
-    """Replaces the advantages of these micro-batches, all of one `train` call, by what `shape` makes of them."""
+def loss_inputs(
+    prepared: Prepared, logprobs_N: Tensor, entropy_N: Tensor, *, on_policy: bool, kl_scale: float
+) -> LossInputs:
+    """What the algorithm's loss is given."""
+    micro_batch = prepared.micro_batch
+    return LossInputs(
+        logprobs_N=logprobs_N,
+        entropy_N=entropy_N,
+        advantages_N=micro_batch.advantages_N,
+        sequence_N=micro_batch.sequence_N,
+        num_sequences=num_sequences_of(micro_batch),
+        generator_logprobs_N=micro_batch.generator_logprobs_N,
+        proximal_logprobs_N=prepared.proximal_N,
+        reference_logprobs_N=prepared.reference_N,
+        chosen_N=micro_batch.chosen_N,
+        mean_weight=prepared.mean_weight,
+        kl_scale=kl_scale,
+        on_policy=on_policy,
+    )
+
+
+def fill_mean_weight(
+    batch_weights: Callable[[LossInputs], Tensor], minibatch: Sequence[Prepared], on_policy: bool
+) -> None:
+    """The mean of the correction's weights over one optimizer step, its tokens weighted as in the loss."""
+    total = torch.zeros((), device=minibatch[0].micro_batch.weights_N.device)
+    for one in minibatch:
+        assert one.first_N is not None, "the trainer's log-probs before the update come first"
+        inputs = loss_inputs(one, one.first_N, one.first_N, on_policy=on_policy, kl_scale=1.0)
+        total += (one.micro_batch.weights_N * batch_weights(inputs)).sum()
+    mean = total / sum(float(one.micro_batch.weights_N.sum()) for one in minibatch)
+    for one in minibatch:
+        one.mean_weight = torch.where(mean > 0, mean, 1.0)  # where all is masked there is nothing to normalise
+
+
+def shape_advantages(
+    shape: Callable[[TokenRewards], Tensor], prepared: Sequence[Prepared], kl_scale: float = 1.0
+) -> float | None:
+    """Replaces the advantages of these micro-batches, all of one `train` call, by what `shape` makes of them. Returns
+    the mean KL to the reference, a token; None without a reference."""
     counts = [one.micro_batch.sequence_N.numel() for one in prepared]
-    shaped_N = shape(token_rewards(prepared))
+    rewards = replace(token_rewards(prepared), kl_scale=kl_scale)
+    shaped_N = shape(rewards)
     assert shaped_N.shape == (sum(counts),), f"{tuple(shaped_N.shape)} advantages for {sum(counts)} tokens"
     for one, advantages_N in zip(prepared, shaped_N.float().split(counts), strict=True):
         one.micro_batch = replace(one.micro_batch, advantages_N=advantages_N)
+    return None if rewards.kl_N is None else float(rewards.kl_N.mean())
 
 
 def token_rewards(prepared: Sequence[Prepared]) -> TokenRewards:

@@ -28,8 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octetrl.algorithms.corrections import effective_sample_size
+from octetrl.algorithms.finite import count_non_finite, first_non_finite
 from octetrl.algorithms.table import Algorithm
-from octetrl.algorithms.token_loss import LossInputs
 from octetrl.config.schema import TrainerConfig
 from octetrl.kernels.count_poisoned import count_poisoned
 from octetrl.layers.context import KVMode, PackedContext
@@ -40,7 +41,8 @@ from octetrl.trainer.critic import Critic
 from octetrl.trainer.non_finite import NonFiniteError as NonFiniteError
 from octetrl.trainer.optimizer import Optimizer, copy_all
 from octetrl.trainer.packing import PackingLayout, pack_for_calibration
-from octetrl.trainer.prepared import Prepared, num_sequences_of, shape_advantages
+from octetrl.trainer.prepared import Prepared, fill_mean_weight, loss_inputs, shape_advantages
+from octetrl.trainer.reference import Reference
 from octetrl.trainer.schedule import learning_rate
 
 NEVER_OBSERVED = -1.0  # below any amax
@@ -104,9 +106,8 @@ class Trainer:
         seed: int = 0,
         trains: bool = True,
     ) -> None:
-        assert (reference is not None) == algorithm.needs_reference, "reference and needs_reference disagree"
         assert (critic is not None) == algorithm.needs_values or not trains, "critic and needs_values disagree"
-        self.model, self.reference, self.critic = model, reference, critic
+        self.model, self.reference, self.critic = model, Reference(reference, algorithm), critic
         self.config, self.algorithm = config, algorithm
         self.temperature, self.total_steps = temperature, total_steps
         self.policy_version = 0
@@ -153,17 +154,11 @@ class Trainer:
         num_updates = self.config.epochs * len(batch.minibatches)
         on_policy = num_updates == 1 and batch.policy_version == self.policy_version
         lr = self._learning_rate()
-        learns = lr is not None
         minibatches = [
-            [self._prepare(micro_batch, kv, updates=num_updates if learns else 0) for micro_batch in minibatch]
+            [self._prepare(micro_batch, kv, updates=0 if lr is None else num_updates) for micro_batch in minibatch]
             for minibatch in batch.minibatches
         ]
-        prepared = [one for minibatch in minibatches for one in minibatch]
-        valued = {}
-        if self.critic is not None and self.algorithm.returns is not None:
-            valued = self.critic.prepare(prepared, self.algorithm.returns)
-        if self.algorithm.shape is not None:
-            shape_advantages(self.algorithm.shape, prepared)
+        shaped = self._before_updates(minibatches, on_policy)
         updates: list[dict[str, float]] = []
         for _ in range(self.config.epochs):
             for minibatch, denominator in zip(minibatches, batch.loss_denominators, strict=True):
@@ -173,9 +168,10 @@ class Trainer:
                 updates.append(update)
         self.last_logprobs = _token_logprobs(minibatches)
         self._finish()
+        metrics = {name: sum(update[name] for update in updates) / num_updates for name in updates[0]} | shaped
+        metrics |= self.reference.follow(self.model, self.policy_version, metrics)
         tokens = sum(m.token_ids_T.numel() for minibatch in batch.minibatches for m in minibatch)
-        metrics = {name: sum(update[name] for update in updates) / num_updates for name in updates[0]} | valued
-        if learns:
+        if lr is not None:
             metrics["time/requantize"] *= num_updates
         metrics["lr"] = lr or 0.0
         metrics["train/updates"] = float(num_updates)
@@ -252,15 +248,29 @@ class Trainer:
         micro_batch = self._on_device(micro_batch)
         prepared = Prepared(micro_batch)
         with torch.no_grad():
-            if self.reference is not None:
-                prepared.reference_N, _ = self._logprobs(self.reference, micro_batch, KVReplay())
-            needs_proximal = self.algorithm.needs_proximal and updates != 1
-            shapes_with_kl = self.algorithm.shape is not None and self.reference is not None
-            if needs_proximal or shapes_with_kl:
+            if self.reference.model is not None:
+                prepared.reference_N, _ = self._logprobs(self.reference.model, micro_batch, KVReplay())
+            needs_proximal = self.algorithm.needs_proximal and updates > 1
+            shapes_with_kl = self.algorithm.shape is not None and self.reference.model is not None
+            if needs_proximal or shapes_with_kl or self.algorithm.batch_weights is not None or not updates:
                 observed = self._kv_amax_2LK if self._collects_in_training and not updates else None
                 prepared.first_N, _ = self._logprobs(self.model, micro_batch, kv, observed)
                 prepared.proximal_N = prepared.first_N if needs_proximal else None
         return prepared
+
+    def _before_updates(self, minibatches: Sequence[Sequence[Prepared]], on_policy: bool) -> dict[str, float]:
+        """What is made of the whole batch, or of a whole optimizer step, before the first update; its metrics."""
+        metrics: dict[str, float] = {}
+        prepared = [one for minibatch in minibatches for one in minibatch]
+        if self.critic is not None and self.algorithm.returns is not None:
+            metrics |= self.critic.prepare(prepared, self.algorithm.returns, self.reference.kl_scale)
+        if self.algorithm.shape is not None:
+            kl = shape_advantages(self.algorithm.shape, prepared, self.reference.kl_scale)
+            metrics |= {} if kl is None else {"kl": kl}
+        if self.algorithm.batch_weights is not None:
+            for minibatch in minibatches:
+                fill_mean_weight(self.algorithm.batch_weights, minibatch, on_policy)
+        return metrics
 
     def _update(self, objective: _Objective, lr: float) -> dict[str, float]:
         """One optimizer step; returns its metrics."""
@@ -271,7 +281,9 @@ class Trainer:
                 totals[name] = totals[name] + value if name in totals else value
         totals["grad_norm"] = self.optimizer.clip_gradients()
         metrics = dict(zip(totals, torch.stack(list(totals.values())).tolist(), strict=True))
-        if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
+        metrics |= effective_sample_size(metrics)
+        non_finite = metrics.pop("non_finite")
+        if non_finite or not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
             raise NonFiniteError(self._blame(objective, metrics))
         self._is_stepping = True
         self.optimizer.step(lr)
@@ -282,28 +294,22 @@ class Trainer:
         metrics["time/requantize"] = time.perf_counter() - started
         return metrics
 
-    def _backward(self, objective: _Objective, prepared: Prepared) -> dict[str, Tensor]:
-        """Adds one micro-batch's gradient; returns its share of the loss and of every metric."""
+    def _backward(
+        self, objective: _Objective, prepared: Prepared, found: list[str | None] | None = None
+    ) -> dict[str, Tensor]:
+        """Adds one micro-batch's gradient; returns its share of the loss and of every metric. `found` gets the first
+        number that is not finite, in words."""
         micro_batch = prepared.micro_batch
         logprobs_N, entropy_N = self._logprobs(
             self.model, micro_batch, objective.kv, self._kv_amax_2LK if self._collects_in_training else None
         )
         if prepared.first_N is None:
             prepared.first_N = logprobs_N.detach()
-        token_loss = self.algorithm.loss(
-            LossInputs(
-                logprobs_N=logprobs_N,
-                entropy_N=entropy_N,
-                advantages_N=micro_batch.advantages_N,
-                sequence_N=micro_batch.sequence_N,
-                num_sequences=num_sequences_of(micro_batch),
-                generator_logprobs_N=micro_batch.generator_logprobs_N,
-                proximal_logprobs_N=prepared.proximal_N,
-                reference_logprobs_N=prepared.reference_N,
-                chosen_N=micro_batch.chosen_N,
-                on_policy=objective.on_policy,
-            )
-        )
+        kl_scale = self.reference.kl_scale
+        inputs = loss_inputs(prepared, logprobs_N, entropy_N, on_policy=objective.on_policy, kl_scale=kl_scale)
+        token_loss = self.algorithm.loss(inputs)
+        if found is not None:
+            found.append(first_non_finite(inputs, token_loss, micro_batch))
 
         def reduced(values_N: Tensor) -> Tensor:
             return (micro_batch.weights_N * values_N).sum() / objective.denominator
@@ -311,6 +317,7 @@ class Trainer:
         loss = reduced(token_loss.loss_N)
         loss.backward()
         shares = {"loss": loss.detach(), "entropy": reduced(entropy_N.detach())}
+        shares["non_finite"] = count_non_finite(inputs, token_loss)
         return shares | {name: reduced(values_N) for name, values_N in token_loss.metrics.items()}
 
     def _blame(self, objective: _Objective, metrics: Mapping[str, float]) -> str:
@@ -320,10 +327,12 @@ class Trainer:
         count = len(objective.minibatch)
         for index, prepared in enumerate(objective.minibatch):
             self.optimizer.zero_grad()
-            loss = float(self._backward(objective, prepared)["loss"])
+            number: list[str | None] = []
+            loss = float(self._backward(objective, prepared, number)["loss"])
             bad = self.optimizer.non_finite_gradients()
-            if bad or not math.isfinite(loss):
-                where = f", first non-finite gradient '{bad[0]}' ({len(bad)} in all)" if bad else ""
+            if bad or number[0] or not math.isfinite(loss):
+                where = f", {number[0]}" if number[0] else ""
+                where += f", first non-finite gradient '{bad[0]}' ({len(bad)} in all)" if bad else ""
                 longest = prepared.micro_batch.max_seqlen
                 return (
                     f"{found}: micro-batch {index + 1} of {count} (longest sequence {longest} tokens) has loss"
@@ -348,7 +357,7 @@ class Trainer:
             v_scale_LK=kv.v_scale_LK,
             kv_amax_2LK=kv_amax_2LK,
         )
-        run_layer = self._run_reference_layer if model is self.reference else self._run_layer
+        run_layer = self._run_reference_layer if model is self.reference.model else self._run_layer
         hidden_TE: Tensor = model(micro_batch.token_ids_T, micro_batch.positions_T, context, run_layer)
         count_poisoned(hidden_TE.detach(), self._poisoned)
         return hidden_TE

@@ -63,7 +63,7 @@ def test_the_policy_stands_still_until_the_critic_has_learnt(pretrained: Path) -
     assert any(not torch.equal(weights[1][name], weights[2][name]) for name in weights[0])
     for earlier, later in itertools.pairwise(critics):
         assert not torch.equal(earlier["score.weight"], later["score.weight"])
-    assert abs(lines[2]["kl"]) < 0.05 and "kl" not in lines[1]
+    assert abs(lines[2]["kl"]) < 0.05
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])

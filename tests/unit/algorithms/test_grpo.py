@@ -12,7 +12,7 @@ from octetrl.algorithms.grpo import grpo_loss
 from octetrl.algorithms.token_loss import LossInputs
 from octetrl.config.schema import AlgorithmConfig
 
-CONFIG = AlgorithmConfig(clip_low=0.2, clip_high=0.3, kl_coefficient=0.1, correction="tis", correction_cap=2.0)
+CONFIG = AlgorithmConfig(clip_low=0.2, clip_high=0.3, kl_coefficient=0.1, corrections=("tis",), tis_cap=2.0)
 
 
 def inputs_of(logprobs: Tensor, **changes: object) -> LossInputs:
@@ -49,8 +49,11 @@ def test_loss_and_metrics_by_hand() -> None:
     assert loss.metrics["ratio/clip_fraction"].tolist() == [0, 1, 0, 1, 0, 0]
     assert loss.metrics["correction/clip_fraction"].tolist() == [0, 0, 1, 0, 0, 0]
     assert loss.metrics["correction/mean_weight"][2] == 2.0
+    assert loss.metrics["correction/mean_square_weight"][2] == 4.0
+    assert loss.metrics["correction/tis_fraction"].tolist() == [0, 0, 1, 0, 0, 0]
     assert set(loss.metrics) == {
-        "ratio/clip_fraction", "correction/clip_fraction", "correction/mean_weight", "kl",
+        "ratio/clip_fraction", "ratio/limited_fraction", "correction/clip_fraction", "correction/tis_fraction",
+        "correction/mean_weight", "correction/mean_square_weight", "kl",
     }  # fmt: skip
 
 
@@ -78,7 +81,7 @@ def test_gradient_by_finite_differences(estimator: str) -> None:
 def test_on_policy_the_ratio_is_one_and_the_gradient_reinforces() -> None:
     logprobs = torch.randn(8, requires_grad=True)
     generator, advantages = logprobs.detach() + 0.1 * torch.randn(8), torch.randn(8)
-    config = AlgorithmConfig(correction="none")
+    config = AlgorithmConfig(corrections=())
     loss = grpo_loss(
         inputs_of(logprobs, generator_logprobs_N=generator, advantages_N=advantages, on_policy=True), config
     )
@@ -108,7 +111,7 @@ def test_masked_tokens_give_no_gradient() -> None:
     logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
     loss = grpo_loss(
         inputs_of(logprobs, generator_logprobs_N=torch.tensor([-1.1, -3.0]), on_policy=True),
-        AlgorithmConfig(correction="mask"),
+        AlgorithmConfig(corrections=("tis", "token_mask")),
     )
     assert torch.autograd.grad(loss.loss_N.sum(), logprobs)[0][1] == 0.0
 

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from octetrl.algorithms.gae import last_of_each
-from octetrl.algorithms.grpo import grpo_loss
-from octetrl.algorithms.ppo import ppo_advantages, ppo_loss, ppo_returns, whitened
-from octetrl.algorithms.token_loss import LossInputs
+from octetrl.algorithms.ppo import ppo_advantages, ppo_returns
 from octetrl.algorithms.token_rewards import TokenRewards
 from octetrl.config.schema import AlgorithmConfig
 
@@ -78,26 +76,3 @@ def test_a_critic_that_knows_all_leaves_nothing_to_learn() -> None:
     config = AlgorithmConfig(name="ppo", normalize_advantages=False)
     assert not ppo_advantages(wise, config).any()
     assert torch.equal(ppo_returns(wise, config), rewards.outcome_N)
-
-
-def test_the_loss_is_grpos_without_its_kl() -> None:
-    logprobs, generator, advantages, reference = torch.randn(4, 12)
-    inputs = LossInputs(
-        logprobs,
-        torch.zeros(12),
-        advantages,
-        sequence_N=torch.zeros(12, dtype=torch.int64),
-        num_sequences=1,
-        generator_logprobs_N=generator,
-        reference_logprobs_N=reference,
-    )
-    loss = ppo_loss(inputs, CONFIG)
-    assert not torch.equal(loss.loss_N, grpo_loss(inputs, CONFIG).loss_N)
-    without = replace(inputs, reference_logprobs_N=None)
-    assert torch.equal(loss.loss_N, grpo_loss(without, CONFIG).loss_N)
-    assert torch.equal(loss.metrics["kl"], logprobs - reference) and "kl" not in ppo_loss(without, CONFIG).metrics
-
-
-@pytest.mark.parametrize("count", [1, 5])
-def test_equal_advantages_are_zeros_when_normalised(count: int) -> None:
-    assert torch.equal(whitened(torch.full((count,), 0.3)), torch.zeros(count))

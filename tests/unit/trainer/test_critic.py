@@ -157,8 +157,10 @@ def test_a_value_that_is_not_finite_is_named() -> None:
     (micro_batch, *_), _ = packed(random_samples(3), 512)
     with torch.no_grad():
         critic.scalar_trainer.model.score.weight.fill_(float("nan"))
-    sequence, position = int(micro_batch.sequence_N[0]), int(micro_batch.target_positions_N[0])
-    with pytest.raises(NonFiniteError, match=f"value nan of sample {sequence} at position {position} "):
+    sample, position = int(micro_batch.sample_N[0]), int(micro_batch.target_positions_N[0])
+    with pytest.raises(
+        NonFiniteError, match=f"the value of sample {sample} of the batch at position {position} is nan"
+    ):
         critic.values(micro_batch)
 
 

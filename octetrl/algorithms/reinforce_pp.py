@@ -1,0 +1,48 @@
+"""REINFORCE++ (arXiv 2501.03262): advantages normalised over the whole batch, not over a group.
+
+    reinforce_pp            A_t = r - kl_coefficient * sum over s >= t of KL_s      k1 in the reward; no siblings needed
+    reinforce_pp_baseline   A_t = r - mean r of the group                           k2 in the loss
+    both                    A_t = (A_t - mean A) / std A      over all tokens of the batch
+
+A group's deviation is a noisy estimate from few answers, and blows up groups that are nearly all right or nearly all
+wrong; the batch's is steady. The first serves where a prompt has one answer. Loss and clips are GRPO's. With one group,
+answers of one length and no KL both equal GRPO, up to the deviation's n - 1 (tokens, not answers).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from octetrl.algorithms.kl_reward import less_kl
+from octetrl.algorithms.token_rewards import TokenRewards
+from octetrl.config.schema import AlgorithmConfig
+
+
+def plain_rewards(rewards: Sequence[float]) -> list[float]:
+    """No baseline but the batch's."""
+    return list(rewards)
+
+
+def less_mean(rewards: Sequence[float]) -> list[float]:
+    """Less the group's mean; equal rewards give zeros, exactly."""
+    if not rewards or min(rewards) == max(rewards):
+        return [0.0] * len(rewards)
+    mean = math.fsum(rewards) / len(rewards)
+    return [reward - mean for reward in rewards]
+
+
+def batch_normalized(rewards: TokenRewards, config: AlgorithmConfig) -> Tensor:
+    """Advantages of all tokens of the batch, float32 [N]."""
+    return whitened(less_kl(rewards, config) if config.kl_in == "reward" else rewards.outcome_N)
+
+
+def whitened(values_N: Tensor) -> Tensor:
+    """Mean 0 and deviation 1 (n - 1 below) over all of them; zeros, exactly, where all are equal."""
+    values = values_N.double()
+    if values.numel() < 2 or bool(values.min() == values.max()):
+        return torch.zeros_like(values_N)
+    return ((values - values.mean()) / values.std()).to(values_N.dtype)
