@@ -136,7 +136,7 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One token sequence to learn from, made by `to_samples` (RL) or by `data/conversations.py` (SFT).
+    """One token sequence to learn from, made by `to_samples` (RL) or by `data/` (SFT, preferences).
 
     `loss_mask[t]` says whether token t is trained on; `generator_logprobs[t]` is its log-prob in the engine.
     All three have the length of `token_ids`; position 0 is never trained on.

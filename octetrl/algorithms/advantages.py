@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-Advantages = Callable[[Sequence[Sequence[float]]], list[list[float]]]  # of all groups of a step
+# Rewards of all groups of a step -> as many advantages; None: what had this reward is not trained on.
+Advantages = Callable[[Sequence[Sequence[float]]], Sequence[Sequence[float | None]]]
 
 
 def group_relative_advantages(rewards: Sequence[float], normalize: bool = True) -> list[float]:
@@ -28,10 +29,10 @@ def group_relative_advantages(rewards: Sequence[float], normalize: bool = True) 
     return [difference / deviation for difference in differences]
 
 
-def by_group(rule: Callable[[Sequence[float]], list[float]]) -> Advantages:
+def by_group(rule: Callable[[Sequence[float]], Sequence[float | None]]) -> Advantages:
     """The rule of one group, for all groups of a step."""
 
-    def advantages(groups: Sequence[Sequence[float]]) -> list[list[float]]:
+    def advantages(groups: Sequence[Sequence[float]]) -> list[Sequence[float | None]]:
         return [rule(rewards) for rewards in groups]
 
     return advantages

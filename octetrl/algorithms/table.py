@@ -15,6 +15,8 @@ from torch import Tensor
 from octetrl.algorithms.advantages import Advantages, by_group, group_relative_advantages
 from octetrl.algorithms.bradley_terry import RewardLoss, bradley_terry_loss
 from octetrl.algorithms.cispo import cispo_loss
+from octetrl.algorithms.distillation import divergence_loss, teacher_advantages
+from octetrl.algorithms.dpo import preference_loss
 from octetrl.algorithms.dual_clip import dual_clip_loss
 from octetrl.algorithms.filters import has_baseline, has_reward, has_variance, is_not_overlong
 from octetrl.algorithms.grpo import grpo_loss
@@ -24,6 +26,7 @@ from octetrl.algorithms.kl_reward import less_kl
 from octetrl.algorithms.policy_loss import correction_weights
 from octetrl.algorithms.ppo import ppo_advantages, ppo_returns
 from octetrl.algorithms.reinforce_pp import batch_normalized, less_mean, plain_rewards
+from octetrl.algorithms.rejection import best_of_group
 from octetrl.algorithms.rloo import leave_one_out_advantages
 from octetrl.algorithms.sapo import sapo_loss
 from octetrl.algorithms.sft import sft_loss
@@ -51,6 +54,8 @@ class Algorithm:
     needs_values: bool = False  # a critic
     returns: Callable[[TokenRewards], Tensor] | None = None  # what the critic is fitted to; None: no critic
     reward_loss: RewardLoss | None = None  # of a pair's rewards: a reward model is trained, and `loss` unused
+    needs_teacher: bool = False  # the reference is another model's: `algorithm.teacher`
+    teacher_top_k: int = 0  # tokens of the teacher's distribution that the loss reads; 0: the drawn ones alone
     batch_weights: Callable[[LossInputs], Tensor] | None = None  # corrections to be divided by their mean; None: none
     adapt_kl: Callable[[float, float], float] | None = None  # KL scale and mean KL of a step -> scale of the next
     reference_every: int = 0  # steps after which the reference becomes the present policy; 0: never
@@ -121,6 +126,43 @@ def _build_reward_model(config: AlgorithmConfig) -> Algorithm:
     return replace(_build_sft(config), name=config.name, reward_loss=reward_loss)
 
 
+def _build_preference(config: AlgorithmConfig) -> Algorithm:
+    return replace(
+        _build_sft(config),
+        name=config.name,
+        token_weighting="sequence",  # the mean over pairs, see dpo.py
+        loss=partial(preference_loss, config=config),
+        needs_reference=True,
+    )
+
+
+def _build_rft(config: AlgorithmConfig) -> Algorithm:
+    rule = partial(best_of_group, best=config.best_of_group, threshold=config.reward_threshold)
+    return replace(
+        _build_sft(config),
+        name="rft",
+        advantages=by_group(rule),
+        trains=is_not_overlong if config.overlong == "mask" else _always,
+    )
+
+
+def _build_distill(config: AlgorithmConfig) -> Algorithm:
+    samples = config.distillation == "sampled"
+    weights = partial(correction_weights, config=config) if "self_normalize" in config.corrections else None
+    return replace(
+        _build_sft(config),
+        name="distill",
+        trains=is_not_overlong if config.overlong == "mask" else _always,
+        loss=partial(grpo_loss if samples else divergence_loss, config=config),
+        shape=teacher_advantages if samples else None,
+        needs_proximal=samples,
+        needs_reference=True,
+        needs_teacher=True,
+        batch_weights=weights if samples else None,
+        teacher_top_k=0 if samples else config.teacher_top_k,
+    )
+
+
 def _always(_: object) -> bool:
     return True
 
@@ -143,4 +185,8 @@ _BUILDERS: dict[str, Builder] = {
     "ppo": _build_ppo,
     "sft": _build_sft,
     "reward_model": _build_reward_model,
+    "dpo": _build_preference,
+    "ipo": _build_preference,
+    "rft": _build_rft,
+    "distill": _build_distill,
 }

@@ -1,6 +1,6 @@
 """What an algorithm's loss is given and what it gives back. Both are per token: the trainer holds the only division.
 
-N trained tokens of one micro-batch, B samples.
+N trained tokens of one micro-batch, B samples, K tokens of a teacher.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """Made by the trainer, one a micro-batch. Everything is float32 and only `logprobs_N` and `entropy_N` carry a
-    gradient."""
+    """Made by the trainer, one a micro-batch. Everything is float32 and only the policy's own log-probs and entropy
+    carry a gradient."""
 
     logprobs_N: Tensor
     entropy_N: Tensor
@@ -24,6 +24,8 @@ class LossInputs:
     generator_logprobs_N: Tensor | None = None  # the engine's, when it drew the tokens; None for SFT
     proximal_logprobs_N: Tensor | None = None  # the trainer's before the first of several updates; None: one update
     reference_logprobs_N: Tensor | None = None  # None: no KL term
+    teacher_top_logprobs_NK: Tensor | None = None  # of the teacher's K likeliest tokens; None: no KL to a teacher
+    top_logprobs_NK: Tensor | None = None  # the policy's of these tokens, with gradient
     chosen_N: Tensor | None = None  # bool: of the better sample of its pair; None where samples are not pairs
     mean_weight: Tensor | None = None  # of the correction over the optimizer step; None: not asked for
     kl_scale: float = 1.0  # of the KL coefficient, where it adapts

@@ -21,9 +21,10 @@ from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
 from octetrl.config.memory import MemoryEstimate, Precisions, ScalarModel, estimate_memory
 from octetrl.config.presets import preset_config
-from octetrl.config.schema import Recipe
+from octetrl.config.schema import Fp8Config, Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate import spec_problems
+from octetrl.data.rows import HUB
 from octetrl.fp8.policy import LINEARS, PrecisionPolicy, Side, precision_policy, scoring_policy, tokens_that_pay
 from octetrl.models.families import load_critic_spec, load_spec, spec_from_config
 
@@ -109,21 +110,24 @@ def _file_problems(recipe: Recipe) -> Iterator[str]:
     """What the recipe names and is not there, or is wrong."""
     if recipe.model.tokenizer is not None and not Path(recipe.model.tokenizer).is_dir():
         yield f"model.tokenizer: no folder '{recipe.model.tokenizer}'; give a Hugging Face tokenizer folder"
-    for read in (_read_conversations, _read_dataset, _find_reward):
+    for read in (_read_sources, _read_dataset, _find_reward):
         try:
             read(recipe)
         except UserError as error:
             yield str(error)
 
 
-def _read_conversations(recipe: Recipe) -> None:
-    from octetrl.data.conversations import read_conversations
+def _read_sources(recipe: Recipe) -> None:
+    from octetrl.data.mixture import read_source
 
-    if recipe.algorithm.name == "sft":
-        path = str(recipe.algorithm.conversations)
-        if not Path(path).is_file():
-            raise UserError(f"algorithm.conversations: no file '{path}'; give a JSONL file")
-        read_conversations(path)
+    kind = recipe.algorithm.learns_from
+    if kind == "rollouts":
+        return
+    for name, source in recipe.sources.items():
+        field = "algorithm.conversations" if recipe.algorithm.conversations else f"data.sources.{name}.path"
+        if not source.path.startswith(HUB) and not Path(source.path).exists():
+            raise UserError(f"{field}: no file '{source.path}'; give a JSONL or Parquet file, or a folder")
+        read_source(name, source, kind)
 
 
 def _read_dataset(recipe: Recipe) -> None:
@@ -132,12 +136,14 @@ def _read_dataset(recipe: Recipe) -> None:
     from octetrl.environments.reasoning_gym import check_dataset
 
     environment, dataset = recipe.environment, str(recipe.environment.dataset)
+    if environment.dataset is None:
+        return  # validated: nothing is drawn
     if environment.kind == "reasoning_gym":
         check_dataset(dataset, environment.parameters)
     elif environment.kind == "python":
         load_environment(dataset)
-    elif not Path(dataset).is_file():
-        raise UserError(f"environment.dataset: no file '{dataset}'; give a JSONL file")
+    elif not dataset.startswith(HUB) and not Path(dataset).exists():
+        raise UserError(f"environment.dataset: no file '{dataset}'; give a JSONL or Parquet file, or a folder")
     else:
         read_tasks(dataset)
 
@@ -151,8 +157,10 @@ def _find_reward(recipe: Recipe) -> None:
 
 def _essentials(recipe: Recipe, device: Device) -> Iterator[tuple[str, str]]:
     rollout, algorithm, optimizer = recipe.rollout, recipe.algorithm, recipe.trainer.optimizer
-    if algorithm.name == "sft":
-        yield "algorithm", f"sft, {algorithm.batch_size} conversations a step from {algorithm.conversations}"
+    if algorithm.learns_from != "rollouts":
+        what = "conversations" if algorithm.learns_from == "conversations" else "pairs"
+        paths = ", ".join(source.path for source in recipe.sources.values())
+        yield "algorithm", f"{algorithm.name}, {algorithm.batch_size} {what} a step from {paths}"
     else:
         size = f"{rollout.prompts_per_step} prompts x {rollout.group_size} siblings a step"
         yield "algorithm", f"{algorithm.name}, {size}, temperature {rollout.temperature:g}"
@@ -161,7 +169,10 @@ def _essentials(recipe: Recipe, device: Device) -> Iterator[tuple[str, str]]:
     longest = f"{rollout.max_prompt_tokens:,} prompt + {rollout.max_new_tokens:,} answer tokens"
     yield "lengths", f"{longest}, context {recipe.model.context_length:,}"
     environment = recipe.environment
-    yield "environment", f"{environment.kind} {environment.dataset}, {environment.eval_size} tasks held out"
+    if algorithm.teacher is not None and algorithm.name == "distill":
+        yield "teacher", f"{algorithm.teacher}, {algorithm.teacher_precision}, {algorithm.distillation}"
+    if environment.dataset is not None:
+        yield "environment", f"{environment.kind} {environment.dataset}, {environment.eval_size} tasks held out"
     yield "device", device.name
 
 
@@ -209,6 +220,7 @@ def _memory(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device: De
         device_bytes=device.num_bytes,
         critic=_critic(recipe, spec),
         scorer=_scorer(recipe),
+        teacher=_teacher(recipe),
     )
     for part in estimate.parts:
         yield part.name, f"{_size(part.num_bytes):>12}   {part.how}"
@@ -251,6 +263,18 @@ def _scorer(recipe: Recipe) -> ScalarModel | None:
 def _training_alone(policy: PrecisionPolicy) -> Precisions:
     """Of a model that draws nothing: only what it computes scalars with has codes."""
     return replace(_precisions(policy), fp8_rollout=[])
+
+
+def _teacher(recipe: Recipe) -> tuple[ModelSpec, Precisions] | None:
+    algorithm = recipe.algorithm
+    if algorithm.name != "distill" or algorithm.teacher is None:
+        return None
+    try:
+        spec = load_spec(algorithm.teacher)
+    except UserError as error:
+        raise UserError(f"algorithm.teacher: {error}") from None
+    fp8 = Fp8Config(train=algorithm.teacher_precision == "fp8")
+    return spec, _precisions(precision_policy(spec, fp8, recipe.numerics))
 
 
 def _room(estimate: MemoryEstimate, device_bytes: int) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,7 @@ BF16), c of an operand of wgrad (1 + 4/128 in FP8: codes and scales; else b). Al
     gradients       4 P                                 summed in float32
     optimizer       s P + 4 P                           two moments, s = 8, 4 or 2 + 2/128; the float32 master, unless
                                                         `stochastic_rounding`. `offload`: two pieces of 2^24 elements
-    reference       as weights and FP8 copies           where `kl_coefficient` is above 0
+    reference       as weights and FP8 copies           where `kl_coefficient` is above 0, dpo, ipo; a teacher's own
     critic          as all of the above but reference   PPO's, of its own shape and optimizer, without lm_head
     reward model    as weights and FP8 copies           where completions are scored by one
     CUDA context    0.6 GB                              kernels and the driver's own, measured; torch does not count it
@@ -112,6 +112,7 @@ def estimate_memory(
     device_bytes: int | None,
     critic: ScalarModel | None = None,
     scorer: ScalarModel | None = None,
+    teacher: tuple[ModelSpec, Precisions] | None = None,
 ) -> MemoryEstimate:
     """The parts of one device's memory.
 
@@ -129,7 +130,10 @@ def estimate_memory(
         parts.append(MemoryPart("FP8 copies", copies, "codes, transposed codes and scales"))
     parts.append(MemoryPart("gradients", 4 * spec.num_parameters, "float32 sums"))
     parts.append(_optimizer(recipe, spec, weight_bytes, on_gpu))
-    if recipe.algorithm.kl_coefficient > 0:
+    if teacher is not None:
+        taught = weight_bytes * teacher[0].num_parameters + _fp8_copies(*teacher, emulated=emulated)
+        parts.append(MemoryPart("teacher", taught, f"{recipe.algorithm.teacher}, {recipe.algorithm.teacher_precision}"))
+    if recipe.algorithm.kl_coefficient > 0 or recipe.algorithm.name in ("dpo", "ipo"):
         reference = weight_bytes * spec.num_parameters + copies
         parts.append(MemoryPart("reference model", reference, "weights and FP8 copies of the policy it began with"))
     if on_gpu:

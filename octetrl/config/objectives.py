@@ -5,7 +5,9 @@ They are the papers' (docs/algorithms.md). A field that the recipe gives wins.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
+
+LearnsFrom = Literal["rollouts", "conversations", "preferences"]
 
 OWN_DEFAULTS: dict[str, dict[str, Any]] = {
     "dapo": {"clip_high": 0.28, "max_refills": 10, "overlong_buffer": 0.2},
@@ -19,3 +21,9 @@ OWN_DEFAULTS: dict[str, dict[str, Any]] = {
     "sapo": {"token_weighting": "sequence"},
 }
 NEED_SIBLINGS = ("grpo", "dapo", "dual_clip", "gspo", "gspo_token", "cispo", "sapo", "rloo", "reinforce_pp_baseline")
+LEARNS_FROM: dict[str, LearnsFrom] = {  # all others learn from rollouts
+    "sft": "conversations",
+    "dpo": "preferences",
+    "ipo": "preferences",
+    "reward_model": "preferences",
+}

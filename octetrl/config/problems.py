@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from octetrl.config.data import DataSource
 from octetrl.config.errors import nearest
 from octetrl.config.schema import Recipe, Section
 
@@ -22,6 +23,7 @@ _WORDS = {
     "int_from_float": "is not a whole number",
     "float_type": "is not a number",
     "bool_type": "is neither true nor false",
+    "string_pattern_mismatch": "is not in small letters, digits, '_', '-' and '.'; rename it",
     "tuple_type": "is not a list; write [a, b]",
     "dict_type": "is not a mapping; write `key: value` lines under it",
     "model_type": "is not a section; write its fields as `key: value` lines under it",
@@ -45,7 +47,7 @@ def schema_problems(error: ValidationError, tree: dict[str, Any]) -> tuple[list[
     problems = []
     for detail in error.errors(include_url=False):
         field = _field_of(detail["loc"])
-        if detail["type"] == "extra_forbidden":
+        if detail["type"] == "extra_forbidden" and len(field) == len(detail["loc"]):
             problems.append(_unknown_key(field))
         elif detail["type"] == "missing" and len(field) == len(detail["loc"]):
             problems.append(Problem((".".join(field),), _missing(field)))
@@ -101,6 +103,10 @@ def _wrong_value(field: tuple[str, ...], detail: Any, tree: dict[str, Any]) -> s
     name = ".".join(field)
     if len(detail["loc"]) > len(field):
         name += "".join(f"[{part}]" for part in detail["loc"][len(field) :] if part != "[key]")
+    if detail["type"] == "missing":
+        return f"{name}: missing"
+    if detail["type"] == "extra_forbidden":
+        return f"{name}: unknown key{nearest(str(detail['loc'][-1]), DataSource.model_fields)}"
     if detail["type"] == "literal_error":
         allowed = re.findall(r"'([^']*)'|\b(\d+)\b", detail["ctx"]["expected"])
         words = [text or number for text, number in allowed]

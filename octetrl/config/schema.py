@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from octetrl.config.objectives import OWN_DEFAULTS
+from octetrl.config.data import DataConfig, DataSource
+from octetrl.config.objectives import LEARNS_FROM, OWN_DEFAULTS, LearnsFrom
+from octetrl.config.section import Section
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Precision = Literal["bf16", "fp8_rollout", "fp8", "fp8_full"]
@@ -19,10 +21,6 @@ Numerics = Literal["parity", "fast"]
 Correction = Literal[
     "tis", "sequence_tis", "token_mask", "sequence_mask", "geometric_mask", "veto", "self_normalize"
 ]  # fmt: skip
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
 class ModelConfig(Section):
@@ -145,7 +143,7 @@ class AlgorithmConfig(Section):
 
     name: Literal[
         "grpo", "dapo", "dual_clip", "gspo", "gspo_token", "cispo", "sapo", "rloo", "reinforce_pp",
-        "reinforce_pp_baseline", "ppo", "sft", "reward_model",
+        "reinforce_pp_baseline", "ppo", "sft", "dpo", "ipo", "rft", "distill", "reward_model",
     ] = "grpo"  # fmt: skip
     """The objective; docs/algorithms.md has them in one table."""
     clip_low: float = Field(default=0.2, ge=0.0, le=1.0)
@@ -217,9 +215,31 @@ class AlgorithmConfig(Section):
     reward_center: float = Field(default=0.0, ge=0.0)
     """reward_model: pulls the sum of a pair's rewards towards 0 with this weight; commonly 0.01, 0 leaves it free."""
     conversations: str | None = None
-    """SFT: a JSONL file of {"prompt": ..., "answer": ...}; required for it."""
+    """SFT and preferences: one file or folder to learn from, short for a `data.sources` with it alone."""
     batch_size: int = Field(default=64, ge=1)
-    """SFT: conversations a step."""
+    """SFT and preferences: conversations or pairs a step."""
+    preference_beta: float = Field(default=0.1, gt=0.0)
+    """DPO and IPO: strength of the pull to the weights the run began with."""
+    label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
+    """DPO: share of pairs whose label is taken to be wrong (cDPO)."""
+    best_of_group: int = Field(default=1, ge=1)
+    """RFT: how many siblings of a group are learnt from, the best first."""
+    reward_threshold: float = 0.0
+    """RFT: only siblings with a reward above it are."""
+    teacher: str | None = None
+    """distill: Hugging Face folder of the teacher, of any size, with the policy's tokenizer; required for it."""
+    teacher_precision: Literal["bf16", "fp8"] = "bf16"
+    """distill: of the teacher's linears."""
+    distillation: Literal["sampled", "reverse_kl", "forward_kl"] = "sampled"
+    """distill: the teacher's log-prob of each drawn token as its advantage, or a KL over the teacher's top-k tokens:
+    reverse (the policy keeps to what the teacher would say) or forward (it covers all that the teacher might)."""
+    teacher_top_k: int = Field(default=64, ge=1)
+    """distill, a KL: tokens of the teacher's distribution that are told apart at each place; the rest counts as one."""
+
+    @property
+    def learns_from(self) -> LearnsFrom:
+        """What a step begins with."""
+        return LEARNS_FROM.get(self.name, "rollouts")
 
     @model_validator(mode="after")
     def _fill_own_defaults(self) -> Self:
@@ -248,7 +268,7 @@ class EnvironmentConfig(Section):
     dataset: str | None = None
     """reasoning_gym: the dataset's name. math and jsonl: path of a JSONL file of {"prompt", "answer"}. python: an
     environment of your own, `module:name`, with `tasks` and `score(task, completion_text)`."""
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] = Field(default_factory=dict)
     """reasoning_gym: the dataset's own parameters."""
     reward: str | None = None
     """A Python function `module:name`, called as reward(task, text) -> float, instead of the kind's own scorer."""
@@ -327,6 +347,7 @@ class Recipe(Section):
     trainer: TrainerConfig = TrainerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig = CriticConfig()
+    data: DataConfig = DataConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -336,3 +357,10 @@ class Recipe(Section):
     seed: int = Field(default=0, ge=0)
     steps: int = Field(default=100, ge=1)
     output_dir: str = "runs/run"
+
+    @property
+    def sources(self) -> dict[str, DataSource]:
+        """What is learnt from, by name: `data.sources`, or `algorithm.conversations` as the only one."""
+        if self.algorithm.conversations is None:
+            return self.data.sources
+        return {"conversations": DataSource(path=self.algorithm.conversations)}

@@ -23,6 +23,18 @@ from octetrl.config.schema import CriticConfig, Recipe
 from octetrl.config.spec import ModelSpec
 
 FP8_KV_HEAD_SIZES = (16, 32, 64, 128, 256)
+_WITHOUT_KL = {
+    "sft": "has no reference policy",
+    "rft": "has no reference policy",
+    "distill": "has its teacher in the reference's place",
+    "dpo": "has the KL in its loss (algorithm.preference_beta)",
+    "ipo": "has the KL in its loss (algorithm.preference_beta)",
+    "reward_model": "has no policy",
+}
+_ROWS = {
+    "conversations": '{"prompt": ..., "answer": ...} or {"messages": [...]}',
+    "preferences": '{"prompt": ..., "chosen": ..., "rejected": ...}',
+}
 
 
 def build_recipe(tree: dict[str, Any], *, training: bool = True) -> tuple[Recipe | None, list[Problem]]:
@@ -55,7 +67,7 @@ def combination_problems(recipe: Recipe, training: bool = True) -> Iterator[Prob
     if training:
         yield from _algorithm_problems(recipe)
         yield from _critic_problems(recipe)
-    yield from _environment_problems(recipe)
+    yield from _environment_problems(recipe, training)
     yield from _trainer_problems(recipe)
     yield from _run_problems(recipe)
 
@@ -126,20 +138,28 @@ def _length_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
     algorithm, rollout = recipe.algorithm, recipe.rollout
-    if algorithm.name == "sft":
-        if algorithm.conversations is None:
-            text = 'algorithm.conversations: sft needs the path of a JSONL file of {"prompt": ..., "answer": ...}'
-            yield Problem(("algorithm.conversations", "algorithm.name"), text)
-        if algorithm.kl_coefficient > 0:
-            text = "algorithm.kl_coefficient: sft has no reference policy; set it to 0, or use grpo"
-            yield Problem(("algorithm.kl_coefficient", "algorithm.name"), text)
+    if algorithm.name in _WITHOUT_KL and algorithm.kl_coefficient > 0:
+        text = f"algorithm.kl_coefficient: {algorithm.name} {_WITHOUT_KL[algorithm.name]}; set it to 0, or use grpo"
+        yield Problem(("algorithm.kl_coefficient", "algorithm.name"), text)
+    yield from _data_problems(recipe)
+    if algorithm.learns_from != "rollouts":
         if recipe.fp8.kv_cache == "calibrated":
             text = (
-                "fp8.kv_cache: 'calibrated' has nothing to calibrate on with sft, which draws no rollouts;"
-                " use 'none', or 'dynamic', which needs no calibration (precision: fp8_full means 'calibrated')"
+                f"fp8.kv_cache: 'calibrated' has nothing to calibrate on with {algorithm.name}, which draws no"
+                " rollouts; use 'none', or 'dynamic', which needs no calibration (precision: fp8_full means"
+                " 'calibrated')"
             )
             yield Problem(("fp8.kv_cache", "algorithm.name"), text)
         return
+    if algorithm.name == "distill" and algorithm.teacher is None:
+        text = "algorithm.teacher: missing; distill needs the Hugging Face folder of a teacher with the same tokenizer"
+        yield Problem(("algorithm.teacher", "algorithm.name"), text)
+    if algorithm.name == "rft" and algorithm.best_of_group > rollout.group_size:
+        text = (
+            f"algorithm.best_of_group: {algorithm.best_of_group} is more than the rollout.group_size"
+            f" {rollout.group_size} siblings drawn; lower it, or draw more"
+        )
+        yield Problem(("algorithm.best_of_group", "rollout.group_size"), text)
     yield from _objective_problems(recipe)
     if rollout.group_size < 2 and algorithm.name in NEED_SIBLINGS:
         text = (
@@ -181,6 +201,25 @@ def _critic_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(("critic.optimizer.master", "model.dtype"), text)
 
 
+def _data_problems(recipe: Recipe) -> Iterator[Problem]:
+    algorithm, sources = recipe.algorithm, recipe.data.sources
+    if algorithm.learns_from == "rollouts":
+        if sources or algorithm.conversations:
+            field = "data.sources" if sources else "algorithm.conversations"
+            text = (
+                f"{field}: {algorithm.name} learns from rollouts of environment.dataset; remove it, or use sft or dpo"
+            )
+            yield Problem((field, "algorithm.name"), text)
+        return
+    form = _ROWS[algorithm.learns_from]
+    if algorithm.conversations is None and not sources:
+        text = f"algorithm.conversations: {algorithm.name} needs the path of a file of {form}, or data.sources"
+        yield Problem(("algorithm.conversations", "data.sources", "algorithm.name"), text)
+    if algorithm.conversations is not None and sources:
+        text = "algorithm.conversations: is one source and data.sources are others; move it there"
+        yield Problem(("algorithm.conversations", "data.sources"), text)
+
+
 def _objective_problems(recipe: Recipe) -> Iterator[Problem]:
     algorithm = recipe.algorithm
     named = algorithm.corrections
@@ -216,9 +255,10 @@ def _objective_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(("algorithm.max_refills", "algorithm.drop_zero_variance"), text)
 
 
-def _environment_problems(recipe: Recipe) -> Iterator[Problem]:
+def _environment_problems(recipe: Recipe, training: bool) -> Iterator[Problem]:
     environment = recipe.environment
-    if environment.dataset is None:
+    draws = not training or recipe.algorithm.learns_from == "rollouts" or recipe.evaluation.every > 0
+    if environment.dataset is None and draws:
         what = {
             "reasoning_gym": "the name of a reasoning_gym dataset, such as chain_sum",
             "math": 'the path of a JSONL file of {"prompt": ..., "answer": ...}',
@@ -258,7 +298,7 @@ def _trainer_problems(recipe: Recipe) -> Iterator[Problem]:
     if 1.0 in trainer.optimizer.betas:
         text = f"trainer.optimizer.betas: {list(trainer.optimizer.betas)} must each be below 1"
         yield Problem(("trainer.optimizer.betas",), text)
-    is_sft = recipe.algorithm.name == "sft"
+    is_sft = recipe.algorithm.learns_from != "rollouts"
     samples = recipe.algorithm.batch_size if is_sft else rollout.prompts_per_step * rollout.group_size
     if trainer.minibatches > samples:
         text = (

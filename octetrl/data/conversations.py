@@ -1,32 +1,39 @@
-"""Conversations to learn from by SFT, in a seeded order that can be resumed.
+"""Conversations to learn from by SFT, and how they become samples.
 
-A line of the JSONL file is {"prompt": ..., "answer": ...}. The prompt is put into tokens exactly as a
-rollout's is, and the answer as if the policy had generated it, EOS included; the loss is on the answer alone.
+A row has one of two forms; a file may mix them:
 
-The order is endless and seeded (`environments/order.py`): a place in it is one number.
+    {"prompt": ..., "answer": ...}               tokens as a rollout's are: the opened prompt, then the answer and EOS
+    {"messages": [{"role", "content"}, ...]}     several turns, exactly as the chat template writes them; `tools`, where
+                                                 given, goes to the template
+
+The loss is on what the assistant says, the end of its turn included, and on nothing else.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from octetrl.config.errors import UserError
-from octetrl.data.tasks import read_jsonl, required_text
-from octetrl.environments.order import EndlessOrder
+from octetrl.config.errors import UserError, nearest
+from octetrl.data.rows import kind_of, required_text
 from octetrl.records import Sample
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+Message = Mapping[str, Any]
 
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """A prompt and the answer to learn."""
 
-    prompt: str
-    answer: str
+class MaskedTokens(Protocol):
+    """A conversation in tokens (rollout/message_tokens.py)."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def loss_mask(self) -> tuple[bool, ...]: ...
+
+    @property
+    def across_borders(self) -> int: ...
 
 
 class TurnTokens(Protocol):
@@ -36,81 +43,93 @@ class TurnTokens(Protocol):
 
     def answer_tokens(self, answer: str, /) -> tuple[int, ...]: ...
 
+    def message_tokens(
+        self, messages: Sequence[Message], *, learn_from: int = 0, tools: Sequence[Any] | None = None
+    ) -> MaskedTokens: ...
 
-def read_conversations(path: str | Path) -> list[Conversation]:
-    """The conversations of a JSONL file. Raises UserError naming file and line."""
-    return [
-        Conversation(
-            required_text(record, "prompt", f"{path}:{number}"),
-            required_text(record, "answer", f"{path}:{number}"),
+
+class Tokenized(NamedTuple):
+    """An example in tokens: a conversation, or the two of a preference pair, the better first."""
+
+    samples: tuple[Sample, ...]
+    across_borders: int = 0  # tokens that are half an answer's and not trained on
+
+    @property
+    def longest(self) -> int:
+        return max(len(sample.token_ids) for sample in self.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A prompt and the answer to learn."""
+
+    prompt: str
+    answer: str
+
+    def tokenized(self, chat: TurnTokens) -> Tokenized:
+        prompt, answer = chat.prompt_tokens(self.prompt), chat.answer_tokens(self.answer)
+        return Tokenized((supervised(prompt + answer, (False,) * len(prompt) + (True,) * len(answer)),))
+
+
+@dataclass(frozen=True, slots=True)
+class Dialogue:
+    """Several turns; what the assistant says from message `learn_from` on is learnt."""
+
+    messages: tuple[Message, ...]
+    learn_from: int = 0
+    tools: tuple[Any, ...] | None = None
+
+    def tokenized(self, chat: TurnTokens) -> Tokenized:
+        tokens = chat.message_tokens(self.messages, learn_from=self.learn_from, tools=self.tools)
+        return Tokenized((supervised(tokens.token_ids, tokens.loss_mask),), tokens.across_borders)
+
+
+def supervised(token_ids: tuple[int, ...], loss_mask: tuple[bool, ...]) -> Sample:
+    """A sample that no engine drew."""
+    return Sample(token_ids, loss_mask, generator_logprobs=None, advantage=1.0, policy_version=None)
+
+
+def conversation_of(record: Mapping[str, Any], where: str) -> Conversation | Dialogue:
+    """The conversation of a row. Raises UserError that says `where`."""
+    if "messages" not in record:
+        return Conversation(required_text(record, "prompt", where), required_text(record, "answer", where))
+    messages = messages_of(record, "messages", where)
+    if all(message["role"] != "assistant" for message in messages):
+        raise UserError(
+            f"{where}: 'messages' has none of the assistant, so there is nothing to learn; give its answers"
         )
-        for number, record in read_jsonl(path)
-    ]
+    return Dialogue(messages, tools=tools_of(record, where))
 
 
-def to_sample(conversation: Conversation, chat: TurnTokens) -> Sample:
-    """The sample of one conversation; its loss is on the answer and the EOS."""
-    prompt, answer = chat.prompt_tokens(conversation.prompt), chat.answer_tokens(conversation.answer)
-    return Sample(
-        token_ids=prompt + answer,
-        loss_mask=(False,) * len(prompt) + (True,) * len(answer),
-        generator_logprobs=None,
-        advantage=1.0,
-        policy_version=None,
-    )
+def messages_of(record: Mapping[str, Any], key: str, where: str) -> tuple[Message, ...]:
+    """`record[key]`, a list of messages with known roles and text, or a UserError."""
+    messages = record[key]
+    if not isinstance(messages, list) or not messages:
+        found = "an empty list" if messages == [] else kind_of(messages)
+        raise UserError(f'{where}: \'{key}\' is {found}; it must be a list of {{"role", "content"}}')
+    for problem in _message_problems(messages, f"{where}: '{key}'"):
+        raise UserError(problem)
+    return tuple(messages)
 
 
-class ConversationOrder:
-    """Samples of `conversations` in a seeded order without end.
+def tools_of(record: Mapping[str, Any], where: str) -> tuple[Any, ...] | None:
+    tools = record.get("tools")
+    if tools is not None and not isinstance(tools, list):
+        raise UserError(f"{where}: 'tools' is {kind_of(tools)}; it must be a list of what the chat template takes")
+    return tuple(tools) if tools else None
 
-    context_length: the longest sample allowed, in tokens; None allows any.
-    Raises UserError when there are none, or when one is too long.
-    """
 
-    def __init__(
-        self,
-        conversations: Sequence[Conversation],
-        chat: TurnTokens,
-        *,
-        seed: int,
-        context_length: int | None = None,
-    ) -> None:
-        if not conversations:
-            raise UserError("algorithm.conversations: there are none to learn from")
-        self._samples = [to_sample(conversation, chat) for conversation in conversations]
-        self._seed = seed
-        longest = max(range(len(self._samples)), key=lambda index: len(self._samples[index].token_ids))
-        length = len(self._samples[longest].token_ids)
-        if context_length is not None and length > context_length:
-            raise UserError(
-                f"algorithm.conversations: conversation {longest + 1} has {length} tokens, model.context_length is"
-                f" {context_length}; raise it or shorten the conversation"
-            )
-        self._order = EndlessOrder(len(self._samples), seed)
-        self._position = 0
-
-    def next_batch(self, n: int) -> list[Sample]:
-        """The next `n` samples; a new epoch begins wherever the last one ends."""
-        batch = [self._samples[self._order[self._position + offset]] for offset in range(n)]
-        self._position += n
-        return batch
-
-    def state(self) -> dict[str, Any]:
-        """Where the order stands, as JSON."""
-        return {"position": self._position, "fingerprint": self._fingerprint}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state()`. Raises UserError when it was taken from other conversations or another seed."""
-        if state["fingerprint"] != self._fingerprint:
-            raise UserError(
-                "algorithm.conversations: they, the tokenizer or the seed are not those the checkpoint was made with;"
-                " resume with the same, or start a new run from its weights"
-            )
-        self._position = state["position"]
-
-    @cached_property
-    def _fingerprint(self) -> str:
-        digest = hashlib.sha256(str(self._seed).encode())
-        for sample in self._samples:
-            digest.update(repr((sample.token_ids, sample.loss_mask.index(True))).encode())
-        return digest.hexdigest()
+def _message_problems(messages: Sequence[Any], where: str) -> Iterator[str]:
+    for number, message in enumerate(messages, start=1):
+        at = f"{where}, message {number}"
+        if not isinstance(message, dict):
+            yield f"{at} is {kind_of(message)}; it must be an object with role and content"
+        elif message.get("role") not in ROLES:
+            role = message.get("role")
+            hint = nearest(role, ROLES) if isinstance(role, str) else ""
+            yield f"{at}: role {role!r} is not allowed; it must be one of {', '.join(ROLES)}{hint}"
+        elif not isinstance(message.get("content"), str):
+            if not (message["role"] == "assistant" and message.get("tool_calls") and not message.get("content")):
+                yield f"{at}: 'content' is {kind_of(message.get('content'))}; it must be a string"
+        elif message["role"] == "assistant" and not message["content"].strip() and not message.get("tool_calls"):
+            yield f"{at}: the assistant's 'content' is empty; give what is to be learnt, or remove the message"

@@ -114,6 +114,25 @@ class Taskset:
         return hashlib.sha256("\0".join(words).encode()).hexdigest()
 
 
+class NoTasks(Taskset):
+    """Of a run that draws no rollouts and evaluates nothing."""
+
+    def __init__(self) -> None:
+        self._position = 0
+
+    def next_batch(self, n: int) -> list[Task]:
+        raise UserError("environment.dataset: none is given, so there are no tasks; give one")
+
+    def held_out(self, n: int | None = None) -> list[Task]:
+        raise UserError("environment.dataset: none is given, so there are no tasks to evaluate on; give one")
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """There is no order to continue."""
+
+
 def _choose_held_out(tasks: Sequence[Task], eval_size: int, seed: int) -> list[Task]:
     """`eval_size` tasks with different prompts, drawn at random so that a sorted file is sampled evenly."""
     if not tasks:

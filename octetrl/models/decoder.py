@@ -33,6 +33,7 @@ from octetrl.layers.lm_head import LmHead
 from octetrl.layers.mlp import MLP
 from octetrl.layers.norm import RMSNorm
 from octetrl.layers.rotary import Rotary, RotaryTable
+from octetrl.layers.top_logprobs import logprobs_at, top_logprobs
 
 EMBEDDING_STD = 0.02
 
@@ -152,6 +153,17 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Log-prob of each target and entropy, float32 [N], differentiable (kernels/linear_logprobs.py)."""
         return linear_logprobs(hidden_NE, self.lm_head_weight, targets_N, temperature, chunk, self.fast)
+
+    def logprobs_at(self, hidden_NE: Tensor, ids_NK: Tensor, temperature: float, chunk: int) -> Tensor:
+        """Log-probs of K given tokens a row, float32 [N, K], differentiable (layers/top_logprobs.py)."""
+        return logprobs_at(hidden_NE, self.lm_head_weight, ids_NK, temperature=temperature, chunk=chunk, fast=self.fast)
+
+    def top_logprobs(
+        self, hidden_NE: Tensor, k: int, below: int, temperature: float, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        """The K likeliest tokens with ids smaller than `below`, int64 [N, K], and their log-probs."""
+        weight_VE, fast = self.lm_head_weight.detach(), self.fast
+        return top_logprobs(hidden_NE, weight_VE, k, below=below, temperature=temperature, chunk=chunk, fast=fast)
 
     def decoder_layers(self) -> Iterator[DecoderLayer]:
         for layer in self.layers:

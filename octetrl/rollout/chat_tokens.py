@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from octetrl.config.errors import UserError
 from octetrl.records import Rollout
+from octetrl.rollout.message_tokens import Message, TokenizedMessages, tokenize_messages
 
 _PLACEHOLDER = "PLACEHOLDER-OF-THE-ANSWER"
 
@@ -27,9 +28,13 @@ class Tokenizer(Protocol):
     chat_template: Any
     eos_token_id: Any
 
+    all_special_tokens: Any
+
+    def __call__(self, text: str, *, add_special_tokens: bool, return_offsets_mapping: bool) -> Any: ...
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
-    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> Any: ...
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
 
 
 class ChatTokens:
@@ -77,6 +82,14 @@ class ChatTokens:
         tokens = tuple(self._tokenizer.encode(after, add_special_tokens=False))
         said = bool(completion_token_ids) and completion_token_ids[-1] == self._tokenizer.eos_token_id
         return tokens[1:] if said and tokens[0] == self._tokenizer.eos_token_id else tokens
+
+    def message_tokens(
+        self, messages: Sequence[Message], *, learn_from: int = 0, tools: Sequence[Any] | None = None
+    ) -> TokenizedMessages:
+        """A given conversation as the chat template writes it (rollout/message_tokens.py). The system prompt comes
+        before one that begins without a system message of its own."""
+        own = self._system() if messages[0]["role"] not in ("system", "developer") else []
+        return tokenize_messages(self._tokenizer, [*own, *messages], learn_from=learn_from + len(own), tools=tools)
 
     def _system(self) -> list[dict[str, str]]:
         return [] if self._system_prompt is None else [{"role": "system", "content": self._system_prompt}]

@@ -2,8 +2,8 @@
 
 Advantages are relative to the rollouts that have a reward, and to no other: one whose reward raised or timed
 out is neither in the baseline nor trained on. A rollout that the algorithm does not train on (an overlong
-one, if it says so) still counts in the baseline. The advantage goes to every generated token; prompts and
-replies are masked.
+one, if it says so) still counts in the baseline; one without an advantage (None) is not trained on either.
+The advantage goes to every generated token; prompts and replies are masked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from octetrl.rollout.chat_tokens import conversation_tokens
 class CreditAssignment(Protocol):
     """What is asked of an algorithm here (`algorithms/table.py`)."""
 
-    def advantages(self, rewards: Sequence[Sequence[float]], /) -> list[list[float]]: ...
+    def advantages(self, rewards: Sequence[Sequence[float]], /) -> Sequence[Sequence[float | None]]: ...
 
     def trains(self, rollout: Rollout, /) -> bool: ...
 
@@ -30,7 +30,7 @@ def to_samples(groups: Sequence[RolloutGroup], algorithm: CreditAssignment) -> l
         _sample(rollout, advantage)
         for group, of_group in zip(groups, advantages, strict=True)
         for rollout, advantage in zip(group.scored, of_group, strict=True)
-        if algorithm.trains(rollout)
+        if advantage is not None and algorithm.trains(rollout)
     ]
 
 

@@ -18,9 +18,9 @@ from octetrl.config.presets import preset_config
 from octetrl.config.schema import EnvironmentConfig, Fp8Config, Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate import validate_with_spec
-from octetrl.data.conversations import ConversationOrder, read_conversations
+from octetrl.data.mixture import Mixture, read_source
 from octetrl.data.tasks import read_tasks
-from octetrl.environments.base import Environment, Scorer, TaskEnvironment, Taskset
+from octetrl.environments.base import Environment, NoTasks, Scorer, TaskEnvironment, Taskset
 from octetrl.environments.jsonl import ExactScorer
 from octetrl.environments.math_answers import MathScorer
 from octetrl.environments.python_object import load_environment
@@ -52,7 +52,7 @@ class Run:
     config: Recipe
     tokenizer: Tokenizer
     taskset: Taskset
-    conversations: ConversationOrder | None  # SFT only
+    conversations: Mixture | None  # or preference pairs; None: rollouts
     rewards: RewardWorkers | RewardModelScorer
     algorithm: Algorithm
     workers: LocalWorkers
@@ -86,7 +86,7 @@ def build_run(recipe: Recipe, *, trains: bool = True) -> Run:
     return Run(
         config=recipe,
         tokenizer=tokenizer,
-        taskset=Taskset(environment.tasks, eval_size=recipe.environment.eval_size, seed=recipe.environment.seed),
+        taskset=build_taskset(environment, recipe.environment),
         conversations=build_conversations(recipe, chat),
         rewards=build_rewards(recipe, environment, device),
         algorithm=algorithm,
@@ -167,7 +167,8 @@ def build_collection(recipe: Recipe, chat: ChatTokens) -> Collection:
 
 def build_environment(config: EnvironmentConfig) -> Environment:
     """Tasks and scorer of the recipe; `environment.reward` replaces the kind's own scorer."""
-    assert config.dataset is not None, "validated: every kind of environment has a dataset"
+    if config.dataset is None:
+        return TaskEnvironment([], ExactScorer())  # validated: neither rollouts nor evaluation
     if config.kind == "reasoning_gym":
         environment: Environment = reasoning_gym_environment(
             config.dataset,
@@ -200,13 +201,21 @@ def build_rewards(recipe: Recipe, environment: Environment, device: torch.device
     )
 
 
-def build_conversations(recipe: Recipe, chat: ChatTokens) -> ConversationOrder | None:
-    if recipe.algorithm.name != "sft":
+def build_taskset(environment: Environment, config: EnvironmentConfig) -> Taskset:
+    if config.dataset is None:
+        return NoTasks()
+    return Taskset(environment.tasks, eval_size=config.eval_size, seed=config.seed)
+
+
+def build_conversations(recipe: Recipe, chat: ChatTokens) -> Mixture | None:
+    """What is learnt from instead of rollouts."""
+    kind = recipe.algorithm.learns_from
+    if kind == "rollouts":
         return None
-    assert recipe.algorithm.conversations is not None, "validated: SFT has conversations"
-    return ConversationOrder(
-        read_conversations(recipe.algorithm.conversations),
+    return Mixture(
+        [read_source(name, source, kind) for name, source in recipe.sources.items()],
         chat,
         seed=recipe.seed,
         context_length=recipe.model.context_length,
+        too_long=recipe.data.too_long,
     )

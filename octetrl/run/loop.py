@@ -103,11 +103,11 @@ def _calibrate_first(run: Run) -> None:
 
 def _nothing_learnt(step: int, metrics: Mapping[str, float]) -> str | None:
     """A step whose groups were all left out is no error (the policy may do better on the next tasks), but is said."""
-    if "train/skipped" not in metrics:
+    if "train/skipped" not in metrics or "rollout/count" not in metrics:
         return None
     rewards = f"{metrics['reward/count']:.0f} of {metrics['rollout/count']:.0f} rollouts have a reward"
     return (
-        f"step {step}: nothing was learnt, no group had both rewards that differ and answers to train on ({rewards});"
+        f"step {step}: nothing was learnt, no group had rewards to learn from and answers to train on ({rewards});"
         f" look at rollouts/step_{step:06d}.jsonl"
     )
 

@@ -1,7 +1,7 @@
 """One step of a run. This is the whole of it: set-up, timing, logging and memory phases live elsewhere.
 
 `produce` turns tasks into samples that carry their advantages; `learn` turns samples into one update of the policy and
-puts the new weights into the engine. Supervised fine-tuning is `learn` fed with conversations.
+puts the new weights into the engine. Supervised fine-tuning is `learn` fed with conversations, DPO with pairs.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ def train_step(run: Run) -> StepMetrics:
 
 
 def supervised_step(run: Run) -> StepMetrics:
-    """One step of SFT."""
-    assert run.conversations is not None, "a recipe for SFT has conversations"
-    return learn(run, run.conversations.next_batch(run.config.algorithm.batch_size))
+    """One step from given conversations or preference pairs."""
+    assert run.conversations is not None, "a recipe that draws no rollouts has conversations"
+    samples = run.conversations.next_batch(run.config.algorithm.batch_size)
+    return StepMetrics.merge(run.conversations.metrics, learn(run, samples))
 
 
 def produce(run: Run) -> list[Sample]:

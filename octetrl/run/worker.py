@@ -32,6 +32,7 @@ from octetrl.models.rollout_forward import can_fuse
 from octetrl.records import Completion, GenerationRequest, PackedBatch, PolicyUpdate, Published
 from octetrl.run.publish import quantize_for_engine, share_weights, verify_weights
 from octetrl.run.scalar_models import build_critic_model
+from octetrl.run.teacher import load_teacher
 from octetrl.run.tokenizer import Tokenizer
 from octetrl.telemetry.mismatch import mismatch_metrics
 from octetrl.telemetry.spans import Spans
@@ -77,7 +78,7 @@ class Worker:
             algorithm=algorithm,
             temperature=recipe.rollout.temperature or 1.0,
             total_steps=recipe.steps,
-            reference=self._loaded_model(load_weights) if algorithm.needs_reference else None,
+            reference=self._reference(algorithm, load_weights, tokenizer),
             critic=self._critic() if algorithm.needs_values and trains else None,
             collect_kv_amax=policy.kv_mode == "calibrated" and recipe.fp8.calibration == "fused",
             seed=recipe.seed,
@@ -98,6 +99,13 @@ class Worker:
 
     def _model(self, side: Side, device: torch.device) -> Decoder:
         return Decoder(self.spec, self.policy, side, dtype=self._dtype, device=device, backend=self._backend)
+
+    def _reference(self, algorithm: Algorithm, load_weights: LoadWeights, tokenizer: Tokenizer) -> Decoder | None:
+        if algorithm.needs_teacher:
+            uses_fp8 = self.recipe.algorithm.teacher_precision == "fp8"
+            backend = choose_backend(self.device, self.recipe.fp8.emulate) if uses_fp8 else self._backend
+            return load_teacher(self.recipe, tokenizer, self.device, backend)
+        return self._loaded_model(load_weights) if algorithm.needs_reference else None
 
     def _loaded_model(self, load_weights: LoadWeights) -> Decoder:
         model = self._model("train", self.device)

@@ -46,11 +46,12 @@ def pack(samples: Sequence[Sample], layout: PackingLayout, token_weighting: Toke
     trained = [samples[i] for i in chain.from_iterable(units)]
     minibatches, denominators = [], []
     for part in _split(units, layout.minibatches):
-        weighting = weigh([sum(samples[i].loss_mask) for unit in part for i in unit], token_weighting)
-        weights = dict(zip(chain.from_iterable(part), weighting.token_weights, strict=True))
+        numbers = list(chain.from_iterable(part))
+        weighting = weigh([sum(samples[i].loss_mask) for i in numbers], token_weighting)
+        weight_of = dict(zip(numbers, weighting.token_weights, strict=True))
         bins = _fill([sum(len(samples[i].token_ids) for i in unit) for unit in part], layout)
-        rows = [[i for place in chosen for i in part[place]] for chosen in bins]
-        minibatches.append(tuple(_micro_batch(samples, row, [weights[i] for i in row]) for row in rows))
+        rows = [list(chain.from_iterable(part[unit] for unit in chosen)) for chosen in bins]
+        minibatches.append(tuple(_micro_batch(samples, row, [weight_of[i] for i in row]) for row in rows))
         denominators.append(weighting.denominator)
     return PackedBatch(
         minibatches=tuple(minibatches),
@@ -85,10 +86,11 @@ def _check_digests(samples: Sequence[Sample], expected: str | None) -> None:
 
 
 def _units(samples: Sequence[Sample]) -> list[tuple[int, ...]]:
-    """Numbers of the samples that must share a micro-batch: a preference pair, or a sample by itself."""
+    """Numbers of what must share a micro-batch: the two of a preference pair, or a sample by itself."""
     units: list[tuple[int, ...]] = []
     for number, sample in enumerate(samples):
-        if sample.pair is not None and units and samples[units[-1][-1]].pair == sample.pair:
+        before = units[-1] if units else ()
+        if sample.pair is not None and len(before) == 1 and samples[before[0]].pair == sample.pair:
             units[-1] += (number,)
         else:
             units.append((number,))

@@ -1,6 +1,6 @@
 """Micro-batches with what is computed of them once, before the first update, and the advantages made of that.
 
-N trained tokens.
+N trained tokens, K tokens of a teacher.
 """
 
 from __future__ import annotations
@@ -27,10 +27,18 @@ class Prepared:
     values_N: Tensor | None = None  # the critic's, before any update
     returns_N: Tensor | None = None  # what the critic is fitted to
     mean_weight: Tensor | None = None  # of the correction, over its optimizer step
+    teacher_ids_NK: Tensor | None = None  # the teacher's likeliest tokens, and their log-probs
+    teacher_top_NK: Tensor | None = None
 
 
 def loss_inputs(
-    prepared: Prepared, logprobs_N: Tensor, entropy_N: Tensor, *, on_policy: bool, kl_scale: float
+    prepared: Prepared,
+    logprobs_N: Tensor,
+    entropy_N: Tensor,
+    *,
+    on_policy: bool,
+    kl_scale: float,
+    top_logprobs_NK: Tensor | None = None,
 ) -> LossInputs:
     """What the algorithm's loss is given."""
     micro_batch = prepared.micro_batch
@@ -44,6 +52,8 @@ def loss_inputs(
         proximal_logprobs_N=prepared.proximal_N,
         reference_logprobs_N=prepared.reference_N,
         chosen_N=micro_batch.chosen_N,
+        teacher_top_logprobs_NK=prepared.teacher_top_NK,
+        top_logprobs_NK=top_logprobs_NK,
         mean_weight=prepared.mean_weight,
         kl_scale=kl_scale,
         on_policy=on_policy,

@@ -41,6 +41,11 @@ class Reference:
             self._copy({name: parameter.detach() for name, parameter in policy.named_parameters()})
         return found
 
+    def replays(self, kv_mode: str) -> bool:
+        """Whether its forward sees K and V as the policy's does: with scales made of the very tokens, where it is built
+        for them; calibrated ones are the policy's own."""
+        return kv_mode == "dynamic" and self.model is not None and self.model.policy.kv_mode == "dynamic"
+
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint keeps: the weights where they move, the scale where it does; else nothing."""
         state: dict[str, Tensor] = {}

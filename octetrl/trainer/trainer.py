@@ -12,7 +12,7 @@ these very weights, the ratio is exactly 1 and needs no second forward. An algor
 token does so then, from the whole batch (algorithms/token_rewards.py).
 
 The forward sees K and V as the rollout's cache did (`KVReplay`) and collects their amax on the way (numerics.md §5,
-§6). The reference is run without replay: the cache's scales are not its own.
+§6). The reference, which may be another model (a teacher), is run without replay of scales that are not its own.
 
 T tokens and N trained tokens of a micro-batch, L layers, K KV heads, E hidden size.
 """
@@ -22,8 +22,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -43,7 +42,10 @@ from octetrl.trainer.optimizer import Optimizer, copy_all
 from octetrl.trainer.packing import PackingLayout, pack_for_calibration
 from octetrl.trainer.prepared import Prepared, fill_mean_weight, loss_inputs, shape_advantages
 from octetrl.trainer.reference import Reference
+from octetrl.trainer.scalar_trainer import on_device
 from octetrl.trainer.schedule import learning_rate
+from octetrl.trainer.token_logprobs import TokenLogprobs as TokenLogprobs
+from octetrl.trainer.token_logprobs import token_logprobs
 
 NEVER_OBSERVED = -1.0  # below any amax
 
@@ -55,16 +57,6 @@ class KVReplay:
     kv_mode: KVMode = "none"
     k_scale_LK: Tensor | None = None
     v_scale_LK: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Both sides' log-probs of every trained token, the trainer's before any update; on the CPU, for telemetry."""
-
-    generator_N: Tensor  # float32
-    trainer_N: Tensor  # float32
-    target_positions_N: Tensor  # int64
-    sequence_lengths_N: Tensor  # int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +158,7 @@ class Trainer:
                 if self.critic is not None:
                     update |= self.critic.update(minibatch, denominator, self.policy_version)
                 updates.append(update)
-        self.last_logprobs = _token_logprobs(minibatches)
+        self.last_logprobs = token_logprobs(minibatches)
         self._finish()
         metrics = {name: sum(update[name] for update in updates) / num_updates for name in updates[0]} | shaped
         metrics |= self.reference.follow(self.model, self.policy_version, metrics)
@@ -186,7 +178,7 @@ class Trainer:
         self._kv_amax_2LK = self._unobserved() if collect_kv_amax else None
         loss = torch.zeros((), device=self.device)
         for minibatch, denominator in zip(batch.minibatches, batch.loss_denominators, strict=True):
-            prepared = [Prepared(self._on_device(micro_batch)) for micro_batch in minibatch]
+            prepared = [Prepared(on_device(micro_batch, self.device)) for micro_batch in minibatch]
             objective = _Objective(prepared, kv, on_policy=True, denominator=denominator)
             for one in prepared:
                 loss += self._backward(objective, one)["loss"]
@@ -202,7 +194,7 @@ class Trainer:
         self._kv_amax_2LK = self._unobserved()
         with torch.no_grad():
             for micro_batch in micro_batches:
-                self._hidden(self.model, self._on_device(micro_batch), KVReplay(), self._kv_amax_2LK)
+                self._hidden(self.model, on_device(micro_batch, self.device), KVReplay(), self._kv_amax_2LK)
 
     def take_kv_amax(self) -> Tensor | None:
         """max|K| and max|V|, float32 [2, L, K] on the device, since the last take; None when nothing was observed. A
@@ -245,11 +237,16 @@ class Trainer:
 
     def _prepare(self, micro_batch: MicroBatch, kv: KVReplay, *, updates: int) -> Prepared:
         """`updates` 0: only the critic's follow, and K and V are observed here."""
-        micro_batch = self._on_device(micro_batch)
+        micro_batch = on_device(micro_batch, self.device)
         prepared = Prepared(micro_batch)
         with torch.no_grad():
             if self.reference.model is not None:
-                prepared.reference_N, _ = self._logprobs(self.reference.model, micro_batch, KVReplay())
+                reference = self.reference.model
+                seen = kv if self.reference.replays(kv.kv_mode) else KVReplay()
+                hidden_NE = self._predictors(reference, micro_batch, seen)
+                prepared.reference_N, _ = self._logprobs_of(reference, hidden_NE, micro_batch)
+                if self.algorithm.teacher_top_k:
+                    prepared.teacher_ids_NK, prepared.teacher_top_NK = self._top_logprobs(reference, hidden_NE)
             needs_proximal = self.algorithm.needs_proximal and updates > 1
             shapes_with_kl = self.algorithm.shape is not None and self.reference.model is not None
             if needs_proximal or shapes_with_kl or self.algorithm.batch_weights is not None or not updates:
@@ -300,13 +297,18 @@ class Trainer:
         """Adds one micro-batch's gradient; returns its share of the loss and of every metric. `found` gets the first
         number that is not finite, in words."""
         micro_batch = prepared.micro_batch
-        logprobs_N, entropy_N = self._logprobs(
+        hidden_NE = self._predictors(
             self.model, micro_batch, objective.kv, self._kv_amax_2LK if self._collects_in_training else None
         )
+        logprobs_N, entropy_N = self._logprobs_of(self.model, hidden_NE, micro_batch)
+        ids_NK, chunk = prepared.teacher_ids_NK, self.config.logprob_chunk
+        top_NK = None if ids_NK is None else self.model.logprobs_at(hidden_NE, ids_NK, self.temperature, chunk)
         if prepared.first_N is None:
             prepared.first_N = logprobs_N.detach()
         kl_scale = self.reference.kl_scale
-        inputs = loss_inputs(prepared, logprobs_N, entropy_N, on_policy=objective.on_policy, kl_scale=kl_scale)
+        inputs = loss_inputs(
+            prepared, logprobs_N, entropy_N, on_policy=objective.on_policy, kl_scale=kl_scale, top_logprobs_NK=top_NK
+        )
         token_loss = self.algorithm.loss(inputs)
         if found is not None:
             found.append(first_non_finite(inputs, token_loss, micro_batch))
@@ -344,9 +346,20 @@ class Trainer:
         self, model: Decoder, micro_batch: MicroBatch, kv: KVReplay, kv_amax_2LK: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of the trained tokens, float32 [N]."""
-        hidden_TE = self._hidden(model, micro_batch, kv, kv_amax_2LK)
-        hidden_NE = hidden_TE.index_select(0, micro_batch.predictor_N)
+        return self._logprobs_of(model, self._predictors(model, micro_batch, kv, kv_amax_2LK), micro_batch)
+
+    def _logprobs_of(self, model: Decoder, hidden_NE: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         return model.logprobs(hidden_NE, micro_batch.targets_N, self.temperature, self.config.logprob_chunk)
+
+    def _top_logprobs(self, teacher: Decoder, hidden_NE: Tensor) -> tuple[Tensor, Tensor]:
+        k, below = self.algorithm.teacher_top_k, self.model.spec.vocab_size
+        return teacher.top_logprobs(hidden_NE, k, below, self.temperature, self.config.logprob_chunk)
+
+    def _predictors(
+        self, model: Decoder, micro_batch: MicroBatch, kv: KVReplay, kv_amax_2LK: Tensor | None = None
+    ) -> Tensor:
+        """Hidden states [N, E] that the trained tokens are predicted from."""
+        return self._hidden(model, micro_batch, kv, kv_amax_2LK).index_select(0, micro_batch.predictor_N)
 
     def _hidden(self, model: Decoder, micro_batch: MicroBatch, kv: KVReplay, kv_amax_2LK: Tensor | None) -> Tensor:
         context = PackedContext(
@@ -366,28 +379,3 @@ class Trainer:
         spec = self.model.spec
         shape = (2, spec.num_layers, spec.num_kv_heads)
         return torch.full(shape, NEVER_OBSERVED, dtype=torch.float32, device=self.device)
-
-    def _on_device(self, micro_batch: MicroBatch) -> MicroBatch:
-        values = {field.name: getattr(micro_batch, field.name) for field in fields(micro_batch)}
-        moved: dict[str, Any] = {
-            name: value.to(self.device) for name, value in values.items() if isinstance(value, Tensor)
-        }
-        return replace(micro_batch, **moved)
-
-
-def _token_logprobs(minibatches: Sequence[Sequence[Prepared]]) -> TokenLogprobs | None:
-    prepared = [one for minibatch in minibatches for one in minibatch]
-    generator = [one.micro_batch.generator_logprobs_N for one in prepared]
-    if any(logprobs_N is None for logprobs_N in generator):
-        return None
-    first = [one.first_N for one in prepared]
-    return TokenLogprobs(
-        generator_N=_joined(generator),
-        trainer_N=_joined(first),
-        target_positions_N=_joined([one.micro_batch.target_positions_N for one in prepared]),
-        sequence_lengths_N=_joined([one.micro_batch.sequence_lengths_N for one in prepared]),
-    )
-
-
-def _joined(parts: Sequence[Tensor | None]) -> Tensor:
-    return torch.cat([part for part in parts if part is not None]).cpu()

@@ -49,7 +49,7 @@ def test_tasks_of_a_file_are_drawn_and_scored(tmp_path: Path) -> None:
         ('{"prompt": 3}', ":1: 'prompt' is a number"),
         ('{"prompt": "a", "answer": [1]}', ":1: 'answer' is a list"),
         ('{"prompt": "a", "answer": true}', ":1: 'answer' is a boolean"),
-        ('{"prompt": "a", "id": 2}\n{"prompt": "b"}', ":2: id '2' is that of line 1 too"),
+        ('{"prompt": "a", "id": 2}\n{"prompt": "b"}', ":2: id '2' is that of row 1 too"),
         (b'{"prompt": "\xff"}', "not UTF-8 text (byte 12)"),
     ],
 )
@@ -65,5 +65,5 @@ def test_a_bad_line_is_named(tmp_path: Path, text: str | bytes, message: str) ->
 def test_a_file_that_can_not_be_read(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
         read_tasks(tmp_path / "none.jsonl")
-    with pytest.raises(UserError, match="can't be read"):
+    with pytest.raises(UserError, match="datasets"):
         read_tasks(tmp_path)

@@ -1,0 +1,186 @@
+"""What a supervised step learns from: examples of one or several sources, mixed by weight, in an order that resumes.
+
+Which source the next example comes from is no draw: it is the one furthest behind its share,
+
+    argmax_s  w_s (n + 1) - taken_s          n examples taken so far, taken_s of them from s; w sums to 1
+
+so after any number of examples every source has its share to within one example or so, and every batch nearly. Within
+a source the order is seeded and without end (environments/order.py). A place in the mixture is the counts.
+
+Examples longer than the model's context are refused, or with `too_long: drop` left out and counted. All examples are
+put into tokens when the run begins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, Protocol
+
+from octetrl.config.errors import UserError
+from octetrl.config.schema import DataSource
+from octetrl.data.conversations import Tokenized, TurnTokens, conversation_of
+from octetrl.data.preferences import preference_of
+from octetrl.data.rows import read_rows
+from octetrl.environments.order import EndlessOrder
+from octetrl.records import Sample
+
+SHOWN = 10  # bad rows named in one message
+Kind = Literal["conversations", "preferences"]
+
+
+class Example(Protocol):
+    """A conversation or a preference pair."""
+
+    def tokenized(self, chat: TurnTokens, /) -> Tokenized: ...
+
+
+_OF_RECORD: dict[Kind, Callable[[Mapping[str, Any], str], Example]] = {
+    "conversations": conversation_of,
+    "preferences": preference_of,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Examples under one name, with the places they come from."""
+
+    name: str  # in metrics
+    examples: Sequence[Example]
+    places: Sequence[str]
+    weight: float = 1.0
+
+
+def read_source(name: str, config: DataSource, kind: Kind) -> Source:
+    """All examples of one source. Raises UserError: a line for each bad row, the first ten of them."""
+    examples, places, problems = [], [], []
+    for row in read_rows(config.path, split=config.split, subset=config.subset):
+        record = {**row.record, **{ours: row.record[key] for ours, key in config.columns.items() if key in row.record}}
+        try:
+            examples.append(_OF_RECORD[kind](record, row.where))
+            places.append(row.where)
+        except UserError as error:
+            problems.append(str(error))
+    if len(problems) == 1:
+        raise UserError(problems[0])
+    if problems:
+        more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+        raise UserError("\n  ".join([f"{config.path}: {len(problems)} bad rows", *problems[:SHOWN], *more]))
+    return Source(name, examples, places, config.weight)
+
+
+class _Order:
+    """The examples of one source in tokens, in their endless order."""
+
+    def __init__(self, name: str, items: Sequence[Tokenized], seed: int) -> None:
+        self.name, self.items, self.taken = name, items, 0
+        self._order = EndlessOrder(len(items), seed)
+
+    def next(self) -> Tokenized:
+        self.taken += 1
+        return self.items[self._order[self.taken - 1]]
+
+
+class Mixture:
+    """Samples of `sources` by weight, in a seeded order without end.
+
+    context_length: the longest sample allowed, in tokens; None allows any. too_long: what becomes of longer ones.
+    Raises UserError when a source has none to learn from, or one that is too long and refused.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        chat: TurnTokens,
+        *,
+        seed: int,
+        context_length: int | None = None,
+        too_long: Literal["refuse", "drop"] = "refuse",
+    ) -> None:
+        if not sources:
+            raise UserError("data.sources: there are none to learn from")
+        total = sum(source.weight for source in sources)
+        self._shares = [source.weight / total for source in sources]
+        self._seed, self._dropped, self._across_borders = seed, 0, 0
+        self._orders = []
+        for number, source in enumerate(sources):
+            items = self._fitting(source, chat, context_length, too_long)
+            self._orders.append(_Order(source.name, items, seed + number))
+        self.metrics: Mapping[str, float] = {}  # of the last batch
+
+    def next_batch(self, n: int) -> list[Sample]:
+        """The next `n` examples' samples: one of each conversation, two of each pair. A new epoch of a source begins
+        wherever its last one ends."""
+        samples: list[Sample] = []
+        before = [order.taken for order in self._orders]
+        for _ in range(n):
+            number = self._taken
+            drawn = self._furthest_behind().next().samples
+            samples += [sample if sample.pair is None else replace(sample, pair=number) for sample in drawn]
+        self.metrics = {
+            "data/too_long": float(self._dropped),
+            "data/tokens_across_borders": float(self._across_borders),
+        }
+        for order, earlier in zip(self._orders, before, strict=True):
+            self.metrics |= {
+                f"data/share/{order.name}": (order.taken - earlier) / n,
+                f"data/epoch/{order.name}": order.taken / len(order.items),
+            }
+        return samples
+
+    def state(self) -> dict[str, Any]:
+        """Where the order stands, as JSON."""
+        return {"taken": [order.taken for order in self._orders], "fingerprint": self._fingerprint}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state()`. Raises UserError when it was taken from other examples, weights or another seed."""
+        if state["fingerprint"] != self._fingerprint:
+            raise UserError(
+                "data.sources: they, the tokenizer or the seed are not those the checkpoint was made with;"
+                " resume with the same, or start a new run from its weights"
+            )
+        for order, taken in zip(self._orders, state["taken"], strict=True):
+            order.taken = taken
+
+    @property
+    def _taken(self) -> int:
+        return sum(order.taken for order in self._orders)
+
+    def _furthest_behind(self) -> _Order:
+        due = self._taken + 1
+        behind = [share * due - order.taken for share, order in zip(self._shares, self._orders, strict=True)]
+        return self._orders[behind.index(max(behind))]
+
+    def _fitting(
+        self, source: Source, chat: TurnTokens, context_length: int | None, too_long: Literal["refuse", "drop"]
+    ) -> list[Tokenized]:
+        items = []
+        for example, place in zip(source.examples, source.places, strict=True):
+            item = example.tokenized(chat)
+            if context_length is not None and item.longest > context_length:
+                if too_long == "refuse":
+                    raise UserError(
+                        f"{place}: {item.longest} tokens, model.context_length is {context_length};"
+                        f" raise it, shorten the row, or set data.too_long: drop"
+                    )
+                self._dropped += 1
+                continue
+            self._across_borders += item.across_borders
+            items.append(item)
+        if not items:
+            raise UserError(
+                f"data.sources: '{source.name}' has none to learn from"
+                f" ({len(source.examples)} rows, all longer than model.context_length {context_length})"
+            )
+        return items
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        digest = hashlib.sha256(repr((self._seed, self._shares)).encode())
+        for order in self._orders:
+            for item in order.items:
+                for sample in item.samples:
+                    digest.update(repr((sample.token_ids, sample.loss_mask)).encode())
+        return digest.hexdigest()

@@ -1,0 +1,106 @@
+"""Preference pairs: two answers to one prompt, and which is the better.
+
+    {"prompt": "...", "chosen": "...", "rejected": "..."}             tokens as a rollout's are
+    {"messages": [...], "chosen": ..., "rejected": ...}               as the chat template writes them; each answer is a
+                                                                      text, or a list of the messages that follow
+    {"chosen": [...], "rejected": [...]}                              two whole conversations: what they begin with in
+                                                                      common is the prompt
+
+`prompt` may be a list of messages too. Only what the assistant says after the prompt is learnt from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from octetrl.config.errors import UserError, nearest
+from octetrl.data.conversations import (
+    Conversation,
+    Dialogue,
+    Message,
+    Tokenized,
+    TurnTokens,
+    messages_of,
+    tools_of,
+)
+from octetrl.data.rows import required_text
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """Two conversations that differ in what the assistant says last."""
+
+    chosen: Conversation | Dialogue
+    rejected: Conversation | Dialogue
+
+    def tokenized(self, chat: TurnTokens) -> Tokenized:
+        better, worse = self.chosen.tokenized(chat), self.rejected.tokenized(chat)
+        pair = (replace(better.samples[0], pair=0), replace(worse.samples[0], pair=0, chosen=False))
+        return Tokenized(pair, better.across_borders + worse.across_borders)
+
+
+def preference_of(record: Mapping[str, Any], where: str) -> Preference:
+    """The pair of a row. Raises UserError that says `where`."""
+    for key in ("chosen", "rejected"):
+        if key not in record:
+            raise UserError(f"{where}: no '{key}'{nearest(key, record)}; the line has {', '.join(record) or 'no keys'}")
+    if record["chosen"] == record["rejected"]:
+        raise UserError(f"{where}: 'chosen' and 'rejected' are the same, so neither is the better; remove the row")
+    prompt = "prompt" if "messages" not in record else "messages"
+    if prompt in record and not isinstance(record[prompt], list):
+        if prompt == "messages":
+            messages_of(record, prompt, where)  # says what is wrong with it
+        return _of_texts(record, where)
+    if prompt not in record:
+        return _of_whole_conversations(record, where)
+    context = messages_of(record, prompt, where)
+    tools = tools_of(record, where)
+
+    def answered(key: str) -> Dialogue:
+        messages = (*context, *_answer(record, key, where))
+        return Dialogue(messages, learn_from=len(context), tools=tools)
+
+    return Preference(answered("chosen"), answered("rejected"))
+
+
+def _of_texts(record: Mapping[str, Any], where: str) -> Preference:
+    prompt = required_text(record, "prompt", where)
+    if isinstance(record["chosen"], list) or isinstance(record["rejected"], list):
+        pair = _of_whole_conversations(record, where)
+        context = pair.chosen.messages[: pair.chosen.learn_from] if isinstance(pair.chosen, Dialogue) else ()
+        if prompt not in [message.get("content") for message in context]:
+            raise UserError(
+                f"{where}: 'prompt' is a text that is not in what 'chosen' and 'rejected' begin with in common;"
+                f" give \"messages\" and two answers, or remove 'prompt'"
+            )
+        return pair
+    return Preference(
+        Conversation(prompt, required_text(record, "chosen", where)),
+        Conversation(prompt, required_text(record, "rejected", where)),
+    )
+
+
+def _of_whole_conversations(record: Mapping[str, Any], where: str) -> Preference:
+    for key in ("chosen", "rejected"):
+        if not isinstance(record[key], list):
+            raise UserError(f"{where}: '{key}' is a text without a prompt; give 'prompt' or 'messages' beside it")
+    chosen, rejected = messages_of(record, "chosen", where), messages_of(record, "rejected", where)
+    common = 0
+    while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
+        common += 1
+    tools = tools_of(record, where)
+    for key, messages in (("chosen", chosen), ("rejected", rejected)):
+        if all(message["role"] != "assistant" for message in messages[common:]):
+            raise UserError(f"{where}: '{key}' says nothing as the assistant that the other does not; give two answers")
+    return Preference(Dialogue(chosen, common, tools), Dialogue(rejected, common, tools))
+
+
+def _answer(record: Mapping[str, Any], key: str, where: str) -> tuple[Message, ...]:
+    if not isinstance(record[key], list):
+        return ({"role": "assistant", "content": required_text(record, key, where)},)
+    messages = messages_of(record, key, where)
+    if all(message["role"] != "assistant" for message in messages):
+        raise UserError(f"{where}: '{key}' has no message of the assistant; give its answer")
+    return messages

@@ -1,0 +1,146 @@
+"""Rows of a file, whatever it is: objects with the place they come from, for messages that name it.
+
+    *.parquet       needs the extra `parquet`                      chat.parquet, row 17
+    a folder        what `datasets` saved, or can load, there      folder[train], row 17
+    hf:owner/name   a data set of the Hugging Face hub             hf:owner/name[train], row 17
+    anything else   JSONL: an object a line                        chat.jsonl:17
+
+Folder and hub need the extra `datasets`. Rows count from 1. A file is read and checked whole, before anything is built,
+so that line 90,000 fails before the run begins, not in it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from octetrl.config.errors import UserError, nearest
+
+HUB = "hf:"
+
+
+class Row(NamedTuple):
+    number: int  # from 1; of a JSONL file: of the line
+    where: str
+    record: dict[str, Any]
+
+
+def read_rows(path: str | Path, *, split: str = "train", subset: str | None = None) -> Iterator[Row]:
+    """The rows at `path`, in their order. `split` and `subset` are for `datasets` alone; subset None: the default one.
+
+    Raises UserError for what is missing, empty or not readable, and for a line that is no object.
+    """
+    path = str(path)
+    if path.startswith(HUB) or Path(path).is_dir():
+        rows = _hugging_face_rows(path, split, subset)
+    elif path.endswith(".parquet"):
+        rows = _parquet_rows(path)
+    else:
+        rows = (Row(number, f"{path}:{number}", record) for number, record in read_jsonl(path))
+    first = next(rows, None)
+    if first is None:
+        raise UserError(f"{path}: there are no rows; it needs one object a row")
+    yield first
+    yield from rows
+
+
+def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number from 1, object) for each line that is not empty.
+
+    Raises UserError for a file that is missing, empty or not UTF-8, and for a line that is not a JSON object.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file; give the path of a JSONL file") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start}); convert it to UTF-8") from error
+    except OSError as error:
+        raise UserError(f"{path}: can't be read ({error.strerror}); give the path of a JSONL file") from error
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    if not lines:
+        raise UserError(f'{path}: the file is empty; it needs one object a line, as {{"prompt": ..., "answer": ...}}')
+    for number, line in lines:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(
+                f"{path}:{number}: not JSON ({error.msg} at column {error.colno}); each line is one JSON object"
+            ) from error
+        if not isinstance(record, dict):
+            raise UserError(f"{path}:{number}: {kind_of(record)}, not an object; each line is one JSON object")
+        yield number, record
+
+
+def required_text(record: Mapping[str, Any], key: str, where: str) -> str:
+    """`record[key]`, a string with something in it, or a UserError that says `where`."""
+    if key not in record:
+        raise UserError(f"{where}: no '{key}'{nearest(key, record)}; the line has {', '.join(record) or 'no keys'}")
+    value = record[key]
+    if not isinstance(value, str) or not value.strip():
+        raise UserError(f"{where}: '{key}' is {kind_of(value)}; it must be a string that is not empty")
+    return value
+
+
+def kind_of(value: object) -> str:
+    """What a value is, in a message about one that should be something else."""
+    names = {dict: "an object", list: "a list", bool: "a boolean", int: "a number", float: "a number"}
+    if isinstance(value, str):
+        return "a string" if value.strip() else "an empty string"
+    return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")
+
+
+def _parquet_rows(path: str) -> Iterator[Row]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(
+            f"{path}: Parquet needs pyarrow, which is not installed; pip install 'octetrl[parquet]'"
+        ) from None
+    try:
+        batches = pyarrow.parquet.ParquetFile(path).iter_batches()
+        records = (record for batch in batches for record in batch.to_pylist())
+        yield from (
+            Row(number, f"{path}, row {number}", _without_nulls(record))
+            for number, record in enumerate(records, start=1)
+        )
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; give the path of a Parquet file") from None
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path}: not Parquet ({str(error).splitlines()[0][:120]}); write the file again") from error
+
+
+def _hugging_face_rows(path: str, split: str, subset: str | None) -> Iterator[Row]:
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(
+            f"{path}: needs Hugging Face datasets, which is not installed; pip install 'octetrl[datasets]'"
+        ) from None
+    folder = Path(path)
+    try:
+        if any((folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
+            loaded = datasets.load_from_disk(path)
+            if isinstance(loaded, datasets.DatasetDict):
+                if split not in loaded:
+                    raise UserError(f"{path}: no split '{split}'; it has {', '.join(loaded)}")
+                loaded = loaded[split]
+        else:
+            loaded = datasets.load_dataset(path.removeprefix(HUB), name=subset, split=split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path}: datasets can't load it ({reason}); check path, split and subset") from error
+    for number, record in enumerate(loaded, start=1):
+        yield Row(number, f"{path}[{split}], row {number}", _without_nulls(record))
+
+
+def _without_nulls(value: Any) -> Any:
+    """Columns give every row every key, of nested objects too; where JSONL leaves a key out, they say null."""
+    if isinstance(value, list):
+        return [_without_nulls(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return value
