@@ -11,6 +11,8 @@ BF16), c of an operand of wgrad (1 + 4/128 in FP8: codes and scales; else b). Al
     optimizer       s P + 4 P                           two moments, s = 8, 4 or 2 + 2/128; the float32 master, unless
                                                         `stochastic_rounding`. `offload`: two pieces of 2^24 elements
     reference       as weights and FP8 copies           where `kl_coefficient` is above 0, dpo, ipo; a teacher's own
+    critic          as all of the above but reference   PPO's, of its own shape and optimizer, without lm_head
+    reward model    as weights and FP8 copies           where completions are scored by one
     CUDA context    0.6 GB                              kernels and the driver's own, measured; torch does not count it
 
 While training, activations and working set:
@@ -23,6 +25,8 @@ While training, activations and working set:
       logits                    (4 + 4 b) chunk V + 4 V E, or (4 + b) V E: logits of a chunk, the gradients of four, the
                                 gradient of lm_head summed in float32, then rounded; and 4 b T E of hidden states
                     + b V E where embeddings are tied: lm_head's gradient waits for the embedding's
+      a scalar head             2 (b + 4) T E, in the place of logits: hidden states, widened, and their gradients. The
+                                critic is trained when the policy's activations are gone: the larger of the two counts
 
 While generating, the KV cache: L kv_size (bytes of K + bytes of V) a token, + 8 L heads if dynamic. On a GPU with
 `release_for_training` the two share what is left, so the total is what is always there and the larger of them.
@@ -35,7 +39,7 @@ free. The layer's list is that of models/training_forward.py; what torch's autog
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from octetrl.config.schema import Recipe
@@ -78,6 +82,18 @@ class MemoryEstimate:
 
 
 @dataclass(frozen=True, slots=True)
+class ScalarModel:
+    """A model with a scalar head that a run holds beside the policy."""
+
+    spec: ModelSpec
+    precisions: Precisions
+
+    @property
+    def trunk(self) -> ModelSpec:
+        return replace(self.spec, tied_embeddings=True)
+
+
+@dataclass(frozen=True, slots=True)
 class Precisions:
     """What the precision policy decided; linears by their names, such as `layers.3.mlp.down_proj`."""
 
@@ -94,13 +110,19 @@ def estimate_memory(
     *,
     on_gpu: bool,
     device_bytes: int | None,
+    critic: ScalarModel | None = None,
+    scorer: ScalarModel | None = None,
     teacher: tuple[ModelSpec, Precisions] | None = None,
 ) -> MemoryEstimate:
     """The parts of one device's memory.
 
     `device_bytes` is what the device has; None: not known, then a KV cache that is a share of it has no size either.
+    `critic` and `scorer` (a reward model) are those that the recipe asks for.
     """
     weight_bytes = 2 if recipe.model.dtype == "bfloat16" else 4
+    trains_scalar = recipe.algorithm.name == "reward_model"
+    if trains_scalar:
+        spec = ScalarModel(spec, precisions).trunk
     parts = [MemoryPart("weights", weight_bytes * spec.num_parameters, f"{recipe.model.dtype}, shared by both sides")]
     emulated = recipe.fp8.emulate or (recipe.fp8.emulate is None and not on_gpu)
     copies = _fp8_copies(spec, precisions, emulated=emulated)
@@ -116,7 +138,19 @@ def estimate_memory(
         parts.append(MemoryPart("reference model", reference, "weights and FP8 copies of the policy it began with"))
     if on_gpu:
         parts.append(MemoryPart("CUDA context", CUDA_CONTEXT, "kernels and the driver's own"))
-    parts += _activations(recipe, spec, precisions, weight_bytes)
+    if scorer is not None:
+        held = weight_bytes * scorer.trunk.num_parameters + _fp8_copies(
+            scorer.trunk, scorer.precisions, emulated=emulated
+        )
+        parts.append(MemoryPart("reward model", held, "weights and FP8 copies of the model that scores"))
+    activations = _activations(recipe, spec, precisions, weight_bytes, scalar=trains_scalar)
+    if critic is not None:
+        parts.append(_critic(recipe, critic, weight_bytes, on_gpu=on_gpu, emulated=emulated))
+        own = _activations(recipe, critic.trunk, critic.precisions, weight_bytes, scalar=True)
+        activations = max(activations, own, key=lambda found: sum(part.num_bytes for part in found))
+    parts += activations
+    if trains_scalar:
+        return MemoryEstimate(tuple(parts), 0, 0, takes_turns=False)
     per_token = kv_bytes_per_token(recipe, spec, precisions)
     taken = sum(part.num_bytes for part in parts if part.when == "always")
     tokens = _kv_cache_tokens(recipe, per_token, on_gpu, None if device_bytes is None else device_bytes - taken)
@@ -170,7 +204,17 @@ def _optimizer(recipe: Recipe, spec: ModelSpec, weight_bytes: int, on_gpu: bool)
     return MemoryPart("optimizer", int(each * spec.num_parameters), how)
 
 
-def _activations(recipe: Recipe, spec: ModelSpec, precisions: Precisions, value_bytes: int) -> list[MemoryPart]:
+def _critic(recipe: Recipe, critic: ScalarModel, weight_bytes: int, *, on_gpu: bool, emulated: bool) -> MemoryPart:
+    optimizer = recipe.trainer.model_copy(update={"optimizer": recipe.critic.optimizer})
+    states = _optimizer(recipe.model_copy(update={"trainer": optimizer}), critic.trunk, weight_bytes, on_gpu)
+    num_bytes = (weight_bytes + 4) * critic.trunk.num_parameters + states.num_bytes
+    num_bytes += _fp8_copies(critic.trunk, critic.precisions, emulated=emulated)
+    return MemoryPart("critic", num_bytes, f"weights, FP8 copies, gradients; {states.how}")
+
+
+def _activations(
+    recipe: Recipe, spec: ModelSpec, precisions: Precisions, value_bytes: int, *, scalar: bool = False
+) -> list[MemoryPart]:
     trainer = recipe.trainer
     tokens, keep = trainer.tokens_per_micro_batch, trainer.activation_checkpointing
     num_fp8 = len(precisions.fp8_train)
@@ -180,9 +224,14 @@ def _activations(recipe: Recipe, spec: ModelSpec, precisions: Precisions, value_
     kept = spec.num_layers * max(layer.kept(keep) for layer in layers)
     what = {"none": "all kept", "attention": "inputs of layers and attention's output", "layer": "inputs of layers"}
     backward = max(layer.backward(keep) for layer in layers)
-    logits = _logits(spec, tokens, value_bytes, trainer.logprob_chunk)
-    backward += value_bytes * spec.vocab_size * spec.hidden_size if spec.tied_embeddings else 0  # lm_head's, waiting
-    how = f"one layer's backward ({backward / 2**30:.2f}) or logits and lm_head's gradient ({logits / 2**30:.2f})"
+    if scalar:
+        logits = 2 * (value_bytes + 4) * tokens * spec.hidden_size
+        how = f"one layer's backward ({backward / 2**30:.2f}) or the scalar head ({logits / 2**30:.2f})"
+    else:
+        logits = _logits(spec, tokens, value_bytes, trainer.logprob_chunk)
+        waiting = value_bytes * spec.vocab_size * spec.hidden_size  # lm_head's gradient, for the embedding's
+        backward += waiting if spec.tied_embeddings else 0
+        how = f"one layer's backward ({backward / 2**30:.2f}) or logits and lm_head's gradient ({logits / 2**30:.2f})"
     return [
         MemoryPart("activations", kept, f"{tokens:,} tokens, {what[keep]}", "training"),
         MemoryPart("working set", max(backward, logits), how, "training"),
