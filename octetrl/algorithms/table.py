@@ -13,6 +13,7 @@ from functools import partial
 from torch import Tensor
 
 from octetrl.algorithms.advantages import Advantages, by_group, group_relative_advantages
+from octetrl.algorithms.bradley_terry import RewardLoss, bradley_terry_loss
 from octetrl.algorithms.cispo import cispo_loss
 from octetrl.algorithms.distillation import divergence_loss, teacher_advantages
 from octetrl.algorithms.dpo import preference_loss
@@ -23,6 +24,7 @@ from octetrl.algorithms.gspo import gspo_loss, gspo_token_loss
 from octetrl.algorithms.kl_control import adapted_kl_scale
 from octetrl.algorithms.kl_reward import less_kl
 from octetrl.algorithms.policy_loss import correction_weights
+from octetrl.algorithms.ppo import ppo_advantages, ppo_returns
 from octetrl.algorithms.reinforce_pp import batch_normalized, less_mean, plain_rewards
 from octetrl.algorithms.rejection import best_of_group
 from octetrl.algorithms.rloo import leave_one_out_advantages
@@ -50,6 +52,8 @@ class Algorithm:
     needs_proximal: bool  # the trainer's log-probs before the first of several updates
     shape: Callable[[TokenRewards], Tensor] | None = None  # per-token advantages; None: the sample's, on each token
     needs_values: bool = False  # a critic
+    returns: Callable[[TokenRewards], Tensor] | None = None  # what the critic is fitted to; None: no critic
+    reward_loss: RewardLoss | None = None  # of a pair's rewards: a reward model is trained, and `loss` unused
     needs_teacher: bool = False  # the reference is another model's: `algorithm.teacher`
     teacher_top_k: int = 0  # tokens of the teacher's distribution that the loss reads; 0: the drawn ones alone
     batch_weights: Callable[[LossInputs], Tensor] | None = None  # corrections to be divided by their mean; None: none
@@ -112,6 +116,16 @@ def _build_sft(config: AlgorithmConfig) -> Algorithm:
     )
 
 
+def _build_ppo(config: AlgorithmConfig) -> Algorithm:
+    policy = _policy(grpo_loss, plain_rewards, ppo_advantages)(config)
+    return replace(policy, needs_values=True, returns=partial(ppo_returns, config=config))
+
+
+def _build_reward_model(config: AlgorithmConfig) -> Algorithm:
+    reward_loss = partial(bradley_terry_loss, center=config.reward_center)
+    return replace(_build_sft(config), name=config.name, reward_loss=reward_loss)
+
+
 def _build_preference(config: AlgorithmConfig) -> Algorithm:
     return replace(
         _build_sft(config),
@@ -168,7 +182,9 @@ _BUILDERS: dict[str, Builder] = {
     "rloo": _policy(grpo_loss, leave_one_out_advantages),
     "reinforce_pp": _policy(grpo_loss, plain_rewards, batch_normalized),
     "reinforce_pp_baseline": _policy(grpo_loss, less_mean, batch_normalized),
+    "ppo": _build_ppo,
     "sft": _build_sft,
+    "reward_model": _build_reward_model,
     "dpo": _build_preference,
     "ipo": _build_preference,
     "rft": _build_rft,

@@ -10,23 +10,29 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from octetrl.cli.arguments import Overrides, RecipePath
 from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
-from octetrl.config.memory import MemoryEstimate, Precisions, estimate_memory, fewest_checkpointed_layers
+from octetrl.config.memory import (
+    MemoryEstimate,
+    Precisions,
+    ScalarModel,
+    estimate_memory,
+    fewest_checkpointed_layers,
+)
 from octetrl.config.presets import preset_config
 from octetrl.config.schema import Fp8Config, Recipe, TrainerConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate import spec_problems
 from octetrl.data.rows import HUB
-from octetrl.fp8.policy import LINEARS, PrecisionPolicy, Side, precision_policy, tokens_that_pay
-from octetrl.models.families import load_spec, spec_from_config
+from octetrl.fp8.policy import LINEARS, PrecisionPolicy, Side, precision_policy, scoring_policy, tokens_that_pay
+from octetrl.models.families import load_critic_spec, load_spec, spec_from_config
 
 GIB = 2**30
 
@@ -103,7 +109,7 @@ def _first_gpu() -> Device | None:
 def _model_spec(recipe: Recipe) -> ModelSpec:
     if recipe.model.preset is not None:
         return spec_from_config(preset_config(recipe.model.preset))
-    return load_spec(str(recipe.model.path))
+    return load_spec(str(recipe.model.path), scalar=recipe.algorithm.name == "reward_model")
 
 
 def _file_problems(recipe: Recipe) -> Iterator[str]:
@@ -171,7 +177,7 @@ def _essentials(recipe: Recipe, device: Device) -> Iterator[tuple[str, str]]:
         yield "algorithm", f"{algorithm.name}, {algorithm.batch_size} {what} a step from {paths}"
     else:
         size = f"{rollout.prompts_per_step} prompts x {rollout.group_size} siblings a step"
-        yield "algorithm", f"grpo, {size}, temperature {rollout.temperature:g}"
+        yield "algorithm", f"{algorithm.name}, {size}, temperature {rollout.temperature:g}"
     yield "steps", f"{recipe.steps:,}, seed {recipe.seed}, into {recipe.output_dir}"
     yield "optimizer", f"AdamW, lr {optimizer.lr:g}, {optimizer.decay}, {optimizer.warmup_steps} warm-up steps"
     longest = f"{rollout.max_prompt_tokens:,} prompt + {rollout.max_new_tokens:,} answer tokens"
@@ -224,11 +230,15 @@ def _share(policy: PrecisionPolicy, spec: ModelSpec, kind: str, side: Side) -> s
 
 
 def _memory(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device: Device) -> Iterator[tuple[str, str]]:
-    precisions, teacher = _precisions(policy), _teacher(recipe)
+    others: dict[str, Any] = {
+        "critic": _critic(recipe, spec),
+        "scorer": _scorer(recipe),
+        "teacher": _teacher(recipe),
+    }
 
     def estimated(recipe: Recipe) -> MemoryEstimate:
         return estimate_memory(
-            recipe, spec, precisions, on_gpu=device.on_gpu, device_bytes=device.num_bytes, teacher=teacher
+            recipe, spec, _precisions(policy), on_gpu=device.on_gpu, device_bytes=device.num_bytes, **others
         )
 
     estimate = estimated(recipe)
@@ -266,6 +276,26 @@ def _precisions(policy: PrecisionPolicy) -> Precisions:
     )
 
 
+def _critic(recipe: Recipe, spec: ModelSpec) -> ScalarModel | None:
+    if recipe.algorithm.name != "ppo":
+        return None
+    if recipe.critic.path is not None:
+        spec = load_critic_spec(recipe.critic.path, spec, recipe.model.context_length)
+    return ScalarModel(spec, _training_alone(precision_policy(spec, recipe.fp8)))
+
+
+def _scorer(recipe: Recipe) -> ScalarModel | None:
+    if recipe.environment.reward_model is None:
+        return None
+    spec = load_spec(recipe.environment.reward_model, scalar=True)
+    return ScalarModel(spec, _training_alone(scoring_policy(spec, recipe.fp8)))
+
+
+def _training_alone(policy: PrecisionPolicy) -> Precisions:
+    """Of a model that draws nothing: only what it computes scalars with has codes."""
+    return replace(_precisions(policy), fp8_rollout=[])
+
+
 def _teacher(recipe: Recipe) -> tuple[ModelSpec, Precisions] | None:
     algorithm = recipe.algorithm
     if algorithm.name != "distill" or algorithm.teacher is None:
@@ -283,6 +313,8 @@ def _room(estimate: MemoryEstimate, device_bytes: int) -> Iterator[tuple[str, st
     if estimate.total_bytes > device_bytes:
         yield "", "more than the device has: lower trainer.tokens_per_micro_batch or trainer.logprob_chunk,"
         yield "", "or set trainer.optimizer.master=stochastic_rounding and trainer.optimizer.states=8bit"
+        return
+    if not estimate.kv_bytes_per_token:
         return
     room = device_bytes - estimate.bytes_when("always")
     if not estimate.takes_turns:

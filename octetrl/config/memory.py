@@ -11,6 +11,8 @@ BF16), c of an operand of wgrad (1 + 4/128 in FP8: codes and scales; else b). Al
     optimizer       s P + 4 P                           two moments, s = 8, 4 or 2 + 2/128; the float32 master, unless
                                                         `stochastic_rounding`. `offload`: two pieces of 2^24 elements
     reference       as weights and FP8 copies           where `kl_coefficient` is above 0, dpo, ipo; a teacher's own
+    critic          as all of the above but reference   PPO's, of its own shape and optimizer, without lm_head
+    reward model    as weights and FP8 copies           where completions are scored by one
     CUDA context    0.6 GB                              kernels and the driver's own, measured; torch does not count it
 
 While training, activations and working set:
@@ -24,6 +26,8 @@ While training, activations and working set:
       logits                    (4 + 4 b) chunk V + 4 V E, or (4 + b) V E: logits of a chunk, the gradients of four, the
                                 gradient of lm_head summed in float32, then rounded; and 4 b T E of hidden states
                     + b V E where embeddings are tied: lm_head's gradient waits for the embedding's
+      a scalar head             2 (b + 4) T E, in the place of logits: hidden states, widened, and their gradients. The
+                                critic is trained when the policy's activations are gone: the larger of the two counts
 
 With LoRA gradients, optimizer and reference count A, the adapters' parameters, instead of P; weights that training has
 in FP8 are kept as codes alone; layers keep n1 and n2 in BF16 for the adapters, and no weight has a gradient.
@@ -39,7 +43,7 @@ free. The layer's list is that of models/training_forward.py; what torch's autog
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from octetrl.config.lora import adapter_elements
@@ -83,6 +87,18 @@ class MemoryEstimate:
 
 
 @dataclass(frozen=True, slots=True)
+class ScalarModel:
+    """A model with a scalar head that a run holds beside the policy."""
+
+    spec: ModelSpec
+    precisions: Precisions
+
+    @property
+    def trunk(self) -> ModelSpec:
+        return replace(self.spec, tied_embeddings=True)
+
+
+@dataclass(frozen=True, slots=True)
 class Precisions:
     """What the precision policy decided; linears by their names, such as `layers.3.mlp.down_proj`."""
 
@@ -99,13 +115,19 @@ def estimate_memory(
     *,
     on_gpu: bool,
     device_bytes: int | None,
+    critic: ScalarModel | None = None,
+    scorer: ScalarModel | None = None,
     teacher: tuple[ModelSpec, Precisions] | None = None,
 ) -> MemoryEstimate:
     """The parts of one device's memory.
 
     `device_bytes` is what the device has; None: not known, then a KV cache that is a share of it has no size either.
+    `critic` and `scorer` (a reward model) are those that the recipe asks for.
     """
     weight_bytes = 2 if recipe.model.dtype == "bfloat16" else 4
+    trains_scalar = recipe.algorithm.name == "reward_model"
+    if trains_scalar:
+        spec = ScalarModel(spec, precisions).trunk
     lora = recipe.model.lora
     trained = spec.num_parameters if lora is None else adapter_elements(spec, lora)
     dropped = 0 if lora is None else _elements(spec, precisions.fp8_train)
@@ -128,7 +150,19 @@ def estimate_memory(
         parts.append(MemoryPart("reference model", reference, f"{what} of the policy it began with"))
     if on_gpu:
         parts.append(MemoryPart("CUDA context", CUDA_CONTEXT, "kernels and the driver's own"))
-    parts += _activations(recipe, spec, precisions, weight_bytes)
+    if scorer is not None:
+        held = weight_bytes * scorer.trunk.num_parameters + _fp8_copies(
+            scorer.trunk, scorer.precisions, emulated=emulated
+        )
+        parts.append(MemoryPart("reward model", held, "weights and FP8 copies of the model that scores"))
+    activations = _activations(recipe, spec, precisions, weight_bytes, scalar=trains_scalar)
+    if critic is not None:
+        parts.append(_critic(recipe, critic, weight_bytes, on_gpu=on_gpu, emulated=emulated))
+        own = _activations(recipe, critic.trunk, critic.precisions, weight_bytes, scalar=True)
+        activations = max(activations, own, key=lambda found: sum(part.num_bytes for part in found))
+    parts += activations
+    if trains_scalar:
+        return MemoryEstimate(tuple(parts), 0, 0, takes_turns=False)
     per_token = kv_bytes_per_token(recipe, spec, precisions)
     taken = sum(part.num_bytes for part in parts if part.when == "always")
     tokens = _kv_cache_tokens(recipe, per_token, on_gpu, None if device_bytes is None else device_bytes - taken)
@@ -198,11 +232,23 @@ def _optimizer(recipe: Recipe, trained: int, weight_bytes: int, on_gpu: bool) ->
     return MemoryPart("optimizer", int(each * trained), how)
 
 
-def _activations(recipe: Recipe, spec: ModelSpec, precisions: Precisions, value_bytes: int) -> list[MemoryPart]:
+def _critic(recipe: Recipe, critic: ScalarModel, weight_bytes: int, *, on_gpu: bool, emulated: bool) -> MemoryPart:
+    optimizer = recipe.trainer.model_copy(update={"optimizer": recipe.critic.optimizer})
+    states = _optimizer(
+        recipe.model_copy(update={"trainer": optimizer}), critic.trunk.num_parameters, weight_bytes, on_gpu
+    )
+    num_bytes = (weight_bytes + 4) * critic.trunk.num_parameters + states.num_bytes
+    num_bytes += _fp8_copies(critic.trunk, critic.precisions, emulated=emulated)
+    return MemoryPart("critic", num_bytes, f"weights, FP8 copies, gradients; {states.how}")
+
+
+def _activations(
+    recipe: Recipe, spec: ModelSpec, precisions: Precisions, value_bytes: int, *, scalar: bool = False
+) -> list[MemoryPart]:
     trainer = recipe.trainer
     tokens, keep = trainer.tokens_per_micro_batch, trainer.activation_checkpointing
     num_fp8 = len(precisions.fp8_train)
-    frozen = recipe.model.lora is not None
+    frozen = recipe.model.lora is not None and not scalar
     layers = [_LayerMemory(spec, tokens, value_bytes, fp8=True, frozen=frozen)] if num_fp8 else []
     if num_fp8 < spec.num_layers * len(linear_elements(spec)):
         layers.append(_LayerMemory(spec, tokens, value_bytes, fp8=False, frozen=frozen))
@@ -213,15 +259,16 @@ def _activations(recipe: Recipe, spec: ModelSpec, precisions: Precisions, value_
     what = {"none": "all kept", "attention": "inputs of layers and attention's output", "layer": "inputs of layers"}
     if 0 < again < spec.num_layers:
         what[keep] += f" of {again} layers, all of the others"
-    backward = (
-        max(layer.backward(keep) for layer in layers) - others
-    )  # the first layers' turn comes when these are gone
+    backward = max(layer.backward(keep) for layer in layers) - others  # the first layers' turn comes last
     if others:
         backward = max(backward, *(layer.backward("none") for layer in layers))
-    logits = _logits(spec, tokens, value_bytes, trainer.logprob_chunk, frozen)
-    if spec.tied_embeddings and not frozen:
-        backward += value_bytes * spec.vocab_size * spec.hidden_size  # lm_head's gradient, waiting
-    what_of = "logits" if frozen else "logits and lm_head's gradient"
+    if scalar:
+        logits, what_of = 2 * (value_bytes + 4) * tokens * spec.hidden_size, "the scalar head"
+    else:
+        logits = _logits(spec, tokens, value_bytes, trainer.logprob_chunk, frozen)
+        what_of = "logits" if frozen else "logits and lm_head's gradient"
+        waiting = value_bytes * spec.vocab_size * spec.hidden_size  # lm_head's gradient, for the embedding's
+        backward += waiting if spec.tied_embeddings and not frozen else 0
     how = f"one layer's backward ({backward / 2**30:.2f}) or {what_of} ({logits / 2**30:.2f})"
     return [
         MemoryPart("activations", kept, f"{tokens:,} tokens, {what[keep]}", "training"),

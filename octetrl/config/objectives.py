@@ -18,6 +18,7 @@ OWN_DEFAULTS: dict[str, dict[str, Any]] = {
     "rloo": {"token_weighting": "constant"},
     "reinforce_pp": {"drop_zero_variance": False, "kl_in": "reward", "kl_estimator": "k1"},
     "reinforce_pp_baseline": {"kl_estimator": "k2"},
+    "ppo": {"drop_zero_variance": False, "kl_in": "reward", "kl_estimator": "k1"},
     "sapo": {"token_weighting": "sequence"},
 }
 NEED_SIBLINGS = ("grpo", "dapo", "dual_clip", "gspo", "gspo_token", "cispo", "sapo", "rloo", "reinforce_pp_baseline")
@@ -25,4 +26,5 @@ LEARNS_FROM: dict[str, LearnsFrom] = {  # all others learn from rollouts
     "sft": "conversations",
     "dpo": "preferences",
     "ipo": "preferences",
+    "reward_model": "preferences",
 }

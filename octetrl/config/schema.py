@@ -163,7 +163,7 @@ class AlgorithmConfig(Section):
 
     name: Literal[
         "grpo", "dapo", "dual_clip", "gspo", "gspo_token", "cispo", "sapo", "rloo", "reinforce_pp",
-        "reinforce_pp_baseline", "sft", "dpo", "ipo", "rft", "distill",
+        "reinforce_pp_baseline", "ppo", "sft", "dpo", "ipo", "rft", "distill", "reward_model",
     ] = "grpo"  # fmt: skip
     """The objective; docs/algorithms.md has them in one table."""
     clip_low: float = Field(default=0.2, ge=0.0, le=1.0)
@@ -225,6 +225,15 @@ class AlgorithmConfig(Section):
     """Samples whose geometric mean of p / g is outside are left out."""
     veto_floor: Fraction = 1e-6
     """Samples with a token that the trainer finds less probable are left out."""
+    discount: float = Field(default=1.0, gt=0.0, le=1.0)
+    """PPO: what a reward one token later is worth. Answers are short episodes: 1."""
+    gae_lambda: Fraction = 0.95
+    """PPO: how far advantages look past the value head: 1 waits for the outcome, 0 trusts the next value alone."""
+    return_lambda: Fraction | None = None
+    """PPO: the lambda of the returns that the value head is fitted to; None: `gae_lambda`. 1 fits the outcomes
+    themselves, without bias, where answers are long (VAPO, arXiv 2504.05118)."""
+    reward_center: float = Field(default=0.0, ge=0.0)
+    """reward_model: pulls the sum of a pair's rewards towards 0 with this weight; commonly 0.01, 0 leaves it free."""
     conversations: str | None = None
     """SFT and preferences: one file or folder to learn from, short for a `data.sources` with it alone."""
     batch_size: int = Field(default=64, ge=1)
@@ -260,6 +269,20 @@ class AlgorithmConfig(Section):
         return self
 
 
+class CriticConfig(Section):
+    """PPO's value model. Its precision, activation checkpointing and micro-batches are the policy's."""
+
+    path: str | None = None
+    """Hugging Face folder it begins with: a causal model, whose value head begins at zero, or a reward model of the
+    same tokenizer. None: the policy's own weights."""
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+    """Commonly ten times the policy's rate: values must follow a policy that moves."""
+    pretrain_steps: int = Field(default=0, ge=0)
+    """Steps at the beginning that train the critic alone; the policy's schedule begins after them."""
+    value_clip: float | None = Field(default=0.2, gt=0.0)
+    """How far several updates on one batch may move a value towards its return, in units of reward; null: any way."""
+
+
 class EnvironmentConfig(Section):
     kind: Literal["reasoning_gym", "math", "jsonl", "python"] = "reasoning_gym"
     dataset: str | None = None
@@ -269,6 +292,9 @@ class EnvironmentConfig(Section):
     """reasoning_gym: the dataset's own parameters."""
     reward: str | None = None
     """A Python function `module:name`, called as reward(task, text) -> float, instead of the kind's own scorer."""
+    reward_model: str | None = None
+    """Folder of a trained reward model (algorithm reward_model, exported), which scores completions in the trainer's
+    process, on its device and with its own tokenizer, instead of the kind's own scorer."""
     prompt_template: str = "{prompt}"
     answer_marker: str | None = None
     """The answer is the text after the last marker; None: the whole completion."""
@@ -340,6 +366,7 @@ class Recipe(Section):
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     data: DataConfig = DataConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from octetrl.config.errors import UserError
 from octetrl.config.objectives import NEED_SIBLINGS
 from octetrl.config.problems import Problem, schema_problems
-from octetrl.config.schema import Recipe
+from octetrl.config.schema import CriticConfig, Recipe
 from octetrl.config.spec import ModelSpec
 
 FP8_KV_HEAD_SIZES = (16, 32, 64, 128, 256)
@@ -29,6 +29,7 @@ _WITHOUT_KL = {
     "distill": "has its teacher in the reference's place",
     "dpo": "has the KL in its loss (algorithm.preference_beta)",
     "ipo": "has the KL in its loss (algorithm.preference_beta)",
+    "reward_model": "has no policy",
 }
 _ROWS = {
     "conversations": '{"prompt": ..., "answer": ...} or {"messages": [...]}',
@@ -65,6 +66,7 @@ def combination_problems(recipe: Recipe, training: bool = True) -> Iterator[Prob
     yield from _length_problems(recipe)
     if training:
         yield from _algorithm_problems(recipe)
+        yield from _critic_problems(recipe)
     yield from _environment_problems(recipe, training)
     yield from _trainer_problems(recipe)
     yield from _run_problems(recipe)
@@ -186,6 +188,27 @@ def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
             yield Problem((f"rollout.{name}", "algorithm.name"), text)
 
 
+def _critic_problems(recipe: Recipe) -> Iterator[Problem]:
+    critic, name = recipe.critic, recipe.algorithm.name
+    if name != "ppo":
+        if critic != CriticConfig():
+            text = f"critic: {name} has no critic, the section would go unused; remove it, or use ppo"
+            yield Problem(("critic", "algorithm.name"), text)
+        return
+    if critic.pretrain_steps >= recipe.steps:
+        text = (
+            f"critic.pretrain_steps: {critic.pretrain_steps} of {recipe.steps} steps leave none to train the policy;"
+            f" lower it, or raise steps"
+        )
+        yield Problem(("critic.pretrain_steps", "steps"), text)
+    if 1.0 in critic.optimizer.betas:
+        text = f"critic.optimizer.betas: {list(critic.optimizer.betas)} must each be below 1"
+        yield Problem(("critic.optimizer.betas",), text)
+    if recipe.model.dtype == "float32" and critic.optimizer.master == "stochastic_rounding":
+        text = "critic.optimizer.master: stochastic_rounding is for bfloat16 weights; with dtype float32 use float32"
+        yield Problem(("critic.optimizer.master", "model.dtype"), text)
+
+
 def _data_problems(recipe: Recipe) -> Iterator[Problem]:
     algorithm, sources = recipe.algorithm, recipe.data.sources
     if algorithm.learns_from == "rollouts":
@@ -261,6 +284,12 @@ def _environment_problems(recipe: Recipe, training: bool) -> Iterator[Problem]:
     if environment.reward is not None and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", environment.reward):
         text = f"environment.reward: '{environment.reward}' is not module:name, such as my_rewards:length"
         yield Problem(("environment.reward",), text)
+    if environment.reward is not None and environment.reward_model is not None:
+        text = (
+            f"environment.reward_model: '{environment.reward_model}' and environment.reward '{environment.reward}'"
+            f" exclude each other; keep one of them"
+        )
+        yield Problem(("environment.reward_model", "environment.reward"), text)
     if "{prompt}" not in environment.prompt_template:
         text = "environment.prompt_template: has no {prompt}, so every task would look the same; put {prompt} in it"
         yield Problem(("environment.prompt_template",), text)

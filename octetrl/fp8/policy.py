@@ -102,6 +102,12 @@ def precision_policy(spec: ModelSpec, fp8: Fp8Config, numerics: Numerics = "pari
     )
 
 
+def scoring_policy(spec: ModelSpec, fp8: Fp8Config, numerics: Numerics = "parity") -> PrecisionPolicy:
+    """The table of a reward model that scores: FP8 where the rollout is, of which scoring is a part. `fp8.ignore` is
+    left out, since it names the policy's linears."""
+    return precision_policy(spec, fp8.model_copy(update={"train": fp8.rollout, "ignore": ()}), numerics)
+
+
 def _linear_names(spec: ModelSpec) -> Iterator[str]:
     for layer in range(spec.num_layers):
         for linear in LINEARS:

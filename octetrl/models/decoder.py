@@ -66,6 +66,8 @@ class Decoder(nn.Module):
     that is FP8 here, call `requantize()`; forward refuses stale codes. `lora`: every target has an adapter.
     """
 
+    is_scalar = False  # whether the head is `score.weight` (models/scalar_decoder.py)
+
     def __init__(
         self,
         spec: ModelSpec,

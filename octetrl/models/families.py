@@ -5,6 +5,9 @@ Qwen3ForCausalLM. Whatever a config asks for that this decoder doesn't do (anoth
 window in use, another kind of RoPE scaling) is refused by name: a model that runs with the wrong numbers is
 worse than one that doesn't.
 
+The same decoder with a scalar head (models/scalar_decoder.py) is *ForSequenceClassification with one label there; it is
+read only by who asks for it, so that nobody generates from a reward model.
+
 Both spellings are read: transformers 4 (`rope_theta` and `rope_scaling` at the top) and 5 (both in
 `rope_parameters`). The older one is written, because every reader knows it.
 """
@@ -21,15 +24,17 @@ from octetrl.config.errors import UserError, nearest
 from octetrl.config.spec import ModelSpec, RopeScaling
 
 FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+CAUSAL, SCALAR = "ForCausalLM", "ForSequenceClassification"  # what an architecture's name ends with
 ARCHITECTURES = {family: architecture for architecture, family in FAMILIES.items()}
 DEFAULT_ROPE_THETA = {"llama": 10_000.0, "qwen2": 10_000.0, "qwen3": 10_000.0}
 DEFAULT_MAX_POSITIONS = {"llama": 2_048, "qwen2": 32_768, "qwen3": 32_768}
 
 
-def load_spec(folder: str | Path) -> ModelSpec:
+def load_spec(folder: str | Path, *, scalar: bool = False) -> ModelSpec:
     """The spec of a model folder: config.json, with the end-of-text tokens of generation_config.json if any.
 
-    UserError: no folder, no config.json, not JSON, or a model that is not supported.
+    `scalar`: a *ForSequenceClassification will do as well. UserError: no folder, no config.json, not JSON, or a model
+    that is not supported.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -43,9 +48,25 @@ def load_spec(folder: str | Path) -> ModelSpec:
         eos = _read_json(generation).get("eos_token_id")
         config = config if eos is None else {**config, "eos_token_id": eos}
     try:
-        return spec_from_config(config)
+        return spec_from_config(config, scalar=scalar)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
+
+
+def load_critic_spec(folder: str | Path, policy: ModelSpec, context_length: int) -> ModelSpec:
+    """The spec of a model that is to value a policy's tokens. UserError: it can't read them, or not as many."""
+    spec = load_spec(folder, scalar=True)
+    if spec.vocab_size != policy.vocab_size:
+        raise UserError(
+            f"critic.path: '{folder}' has a vocabulary of {spec.vocab_size}, the policy's is {policy.vocab_size};"
+            f" give a model of the same tokenizer"
+        )
+    if spec.max_positions < context_length:
+        raise UserError(
+            f"critic.path: '{folder}' has {spec.max_positions} positions, model.context_length is {context_length};"
+            f" give a model that reads as far"
+        )
+    return spec
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -58,9 +79,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
+def spec_from_config(config: Mapping[str, Any], *, scalar: bool = False) -> ModelSpec:
     """The spec of a config.json's content. UserError, one line, when this decoder can't run the model."""
-    family = _family(config)
+    family = _family(config, scalar)
     _refuse_what_we_lack(config, family)
     heads = _positive_int(config, "num_attention_heads")
     hidden_size = _positive_int(config, "hidden_size")
@@ -94,7 +115,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     return spec
 
 
-def hf_config(spec: ModelSpec, dtype: str = "bfloat16") -> dict[str, Any]:
+def hf_config(spec: ModelSpec, dtype: str = "bfloat16", *, scalar: bool = False) -> dict[str, Any]:
     """The config.json of an export: `spec_from_config` gives `spec` again; transformers 4 and 5 read it."""
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[spec.family]],
@@ -126,6 +147,9 @@ def hf_config(spec: ModelSpec, dtype: str = "bfloat16") -> dict[str, Any]:
             "high_freq_factor": spec.rope_scaling.high_freq_factor,
             "original_max_position_embeddings": spec.rope_scaling.original_max_positions,
         }
+    if scalar:
+        config["architectures"] = [ARCHITECTURES[spec.family].replace(CAUSAL, SCALAR)]
+        config |= {"id2label": {"0": "reward"}, "label2id": {"reward": 0}}
     return config
 
 
@@ -140,9 +164,10 @@ def _eos_field(spec: ModelSpec) -> int | list[int] | None:
     return spec.eos_token_ids[0] if len(spec.eos_token_ids) == 1 else list(spec.eos_token_ids)
 
 
-def _family(config: Mapping[str, Any]) -> str:
+def _family(config: Mapping[str, Any], scalar: bool) -> str:
     architectures = config.get("architectures") or []
     for architecture in architectures:
+        architecture = architecture.replace(SCALAR, CAUSAL) if scalar else architecture
         if architecture in FAMILIES:
             return FAMILIES[architecture]
     model_type = config.get("model_type")

@@ -8,7 +8,8 @@ a value that is not finite is an error that names its tensor.
 Out: the same names, BF16 (`save_weights`) or block-FP8 (`save_weights_fp8`), split into shards by size, with
 config.json and generation_config.json. q, k, v and gate, up are separate there and fused here, in that order; tied
 models have no lm_head.weight (where a checkpoint brings one anyway it must equal the embedding). A buffer that old
-checkpoints carry, `rotary_emb.inv_freq`, follows from the config and is ignored.
+checkpoints carry, `rotary_emb.inv_freq`, follows from the config and is ignored. A model with a scalar head has
+`score.weight` in the place of lm_head, as *ForSequenceClassification has there.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SCALE_SUFFIX = "_scale_inv"
 LM_HEAD = "lm_head.weight"
+SCORE = "score.weight"
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
 FLOATS = {"BF16", "F16", "F32"}
 NAMES_SHOWN = 3
@@ -50,7 +52,7 @@ class Piece:
     shape: tuple[int, ...]
 
 
-def pieces(spec: ModelSpec) -> Iterator[Piece]:
+def pieces(spec: ModelSpec, *, scalar: bool = False) -> Iterator[Piece]:
     """Every tensor of the checkpoint of `spec`, in the order in which they are written."""
     hidden, kv = spec.hidden_size, spec.kv_size
     yield Piece("model.embed_tokens.weight", "embedding.weight", 0, (spec.vocab_size, hidden))
@@ -76,7 +78,9 @@ def pieces(spec: ModelSpec) -> Iterator[Piece]:
             yield Piece(f"{theirs}.mlp.{name}.weight", f"{ours}.mlp.gate_up_proj.weight", start, half)
         yield Piece(f"{theirs}.mlp.down_proj.weight", f"{ours}.mlp.down_proj.weight", 0, half[::-1])
     yield Piece("model.norm.weight", "norm.weight", 0, (hidden,))
-    if not spec.tied_embeddings:
+    if scalar:
+        yield Piece(SCORE, SCORE, 0, (1, hidden))
+    elif not spec.tied_embeddings:
         yield Piece(LM_HEAD, "lm_head.weight", 0, (spec.vocab_size, hidden))
 
 
@@ -93,24 +97,30 @@ class _Stored:
 
 
 @torch.no_grad()
-def load_weights(model: Decoder, folder: str | Path) -> None:
-    """Fill `model` from a Hugging Face folder, then `requantize`.
+def load_weights(model: Decoder, folder: str | Path, *, new_head: bool = False) -> None:
+    """Fill `model` from a Hugging Face folder, then `requantize`. `new_head`: a scalar head that the folder, of a
+    causal model, lacks is zero.
 
     UserError, one line: no or unreadable safetensors; tensors missing, extra, misshapen or of a foreign dtype (their
     number and the first names); a value that is not finite (its tensor).
     """
     folder = Path(folder)
     stored = _headers(folder)
-    wanted = list(pieces(model.spec))
-    _check(folder, wanted, stored, model.spec.tied_embeddings)
+    wanted = list(pieces(model.spec, scalar=model.is_scalar))
     parameters = dict(model.named_parameters())
+    if model.is_scalar and new_head and SCORE not in stored:
+        stored.pop(LM_HEAD, None)
+        parameters[SCORE].zero_()
+        wanted.pop()
+    tied = model.spec.tied_embeddings and not model.is_scalar
+    _check(folder, wanted, stored, tied)
     with _Reader(stored) as reader:
         for piece in wanted:
             value = reader.weight(piece.name)
             if not torch.isfinite(value).all():
                 raise UserError(f"{stored[piece.name].file}: '{piece.name}' is not finite everywhere; fetch it again")
             parameters[piece.parameter][piece.start : piece.start + piece.shape[0]].copy_(value)
-        if model.spec.tied_embeddings and LM_HEAD in stored:
+        if tied and LM_HEAD in stored:
             _check_tied(reader, stored[LM_HEAD].file)
     model.requantize()
 
@@ -239,7 +249,7 @@ def _check_tied(reader: _Reader, file: Path) -> None:
 
 def save_weights(model: Decoder, folder: str | Path, max_shard_bytes: int = 5_000_000_000) -> None:
     """Write `model` as a Hugging Face folder in its own dtype: shards, config.json, generation_config.json."""
-    config = hf_config(model.spec, str(model.dtype).removeprefix("torch."))
+    config = hf_config(model.spec, str(model.dtype).removeprefix("torch."), scalar=model.is_scalar)
     _write(_split(model), config, model.spec, Path(folder), max_shard_bytes)
 
 
@@ -249,7 +259,7 @@ def save_weights_fp8(model: Decoder, folder: str | Path, max_shard_bytes: int = 
     The linears of the layers become E4M3 codes with a float32 `weight_scale_inv` (our `scale`) for each 128 x 128
     block of the tensors as they are named there, so blocks begin anew at k, v and up; the rest stays as it is.
     """
-    config = hf_config(model.spec, str(model.dtype).removeprefix("torch."))
+    config = hf_config(model.spec, str(model.dtype).removeprefix("torch."), scalar=model.is_scalar)
     config["quantization_config"] = {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -261,7 +271,7 @@ def save_weights_fp8(model: Decoder, folder: str | Path, max_shard_bytes: int = 
 
 def _split(model: Decoder) -> Iterator[tuple[str, Tensor]]:
     parameters = dict(model.named_parameters())
-    for piece in pieces(model.spec):
+    for piece in pieces(model.spec, scalar=model.is_scalar):
         fused = parameters[piece.parameter].detach()
         yield piece.name, fused[piece.start : piece.start + piece.shape[0]]
 

@@ -36,7 +36,10 @@ from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.collect import Collection
 from octetrl.run.device import resolve_device, seed_everything
 from octetrl.run.journal import Journal
-from octetrl.run.local import LocalWorkers
+from octetrl.run.local import AnyWorker, LocalWorkers
+from octetrl.run.reward_model_worker import RewardModelWorker
+from octetrl.run.reward_scorer import RewardModelScorer
+from octetrl.run.scalar_models import build_reward_model
 from octetrl.run.tokenizer import Tokenizer, load_tokenizer
 from octetrl.run.worker import Worker
 from octetrl.telemetry.console import Console
@@ -51,7 +54,7 @@ class Run:
     tokenizer: Tokenizer
     taskset: Taskset
     conversations: Mixture | None  # or preference pairs; None: rollouts
-    rewards: RewardWorkers
+    rewards: RewardWorkers | RewardModelScorer
     algorithm: Algorithm
     workers: LocalWorkers
     journal: Journal
@@ -81,7 +84,33 @@ def build_run(recipe: Recipe, *, trains: bool = True) -> Run:
     algorithm = build_algorithm(recipe.algorithm)
     spans = Spans(torch.cuda.synchronize if device.type == "cuda" else None)
     console = Console(recipe.logging.console, recipe.steps)
-    worker = Worker(
+    return Run(
+        config=recipe,
+        tokenizer=tokenizer,
+        taskset=build_taskset(environment, recipe.environment),
+        conversations=build_conversations(recipe, chat),
+        rewards=build_rewards(recipe, environment, device),
+        algorithm=algorithm,
+        workers=LocalWorkers(_build_worker(recipe, spec, tokenizer, algorithm, device, spans, trains), console),
+        journal=Journal(),
+        console=console,
+        spans=spans,
+        base_collection=Collection.from_config(chat, recipe.rollout, seed=recipe.seed),
+    )
+
+
+def _build_worker(
+    recipe: Recipe,
+    spec: ModelSpec,
+    tokenizer: Tokenizer,
+    algorithm: Algorithm,
+    device: torch.device,
+    spans: Spans,
+    trains: bool,
+) -> AnyWorker:
+    if algorithm.reward_loss is not None:
+        return RewardModelWorker(recipe, build_reward_model(recipe, device), algorithm, spans)
+    return Worker(
         recipe,
         spec=spec,
         policy=precision_policy(spec, recipe.fp8, recipe.numerics),
@@ -92,30 +121,13 @@ def build_run(recipe: Recipe, *, trains: bool = True) -> Run:
         spans=spans,
         trains=trains,
     )
-    return Run(
-        config=recipe,
-        tokenizer=tokenizer,
-        taskset=build_taskset(environment, recipe.environment),
-        conversations=build_conversations(recipe, chat),
-        rewards=RewardWorkers(
-            environment.score,
-            timeout_seconds=recipe.environment.reward_timeout_seconds,
-            processes=recipe.environment.reward_workers,
-        ),
-        algorithm=algorithm,
-        workers=LocalWorkers(worker, console),
-        journal=Journal(),
-        console=console,
-        spans=spans,
-        base_collection=build_collection(recipe, chat),
-    )
 
 
 def model_spec(recipe: Recipe) -> ModelSpec:
-    """From the preset, or from the folder's config.json."""
+    """From the preset, or from the folder's config.json; a reward model may go on from a reward model."""
     if recipe.model.preset is not None:
         return spec_from_config(preset_config(recipe.model.preset))
-    return load_spec(_folder(recipe))
+    return load_spec(_folder(recipe), scalar=recipe.algorithm.name == "reward_model")
 
 
 def tokenizer_folder(recipe: Recipe) -> Path:
@@ -181,6 +193,17 @@ def build_environment(config: EnvironmentConfig) -> Environment:
     if config.reward is None:
         return environment
     return TaskEnvironment(environment.tasks, PythonReward(config.reward))
+
+
+def build_rewards(recipe: Recipe, environment: Environment, device: torch.device) -> RewardWorkers | RewardModelScorer:
+    """The environment's own score, in processes of its own, or a reward model's, in this one."""
+    if recipe.environment.reward_model is not None:
+        return RewardModelScorer(recipe, device)
+    return RewardWorkers(
+        environment.score,
+        timeout_seconds=recipe.environment.reward_timeout_seconds,
+        processes=recipe.environment.reward_workers,
+    )
 
 
 def build_taskset(environment: Environment, config: EnvironmentConfig) -> Taskset:

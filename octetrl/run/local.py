@@ -13,16 +13,19 @@ from torch import Tensor
 
 from octetrl.engine.metrics import GenerationProgress
 from octetrl.records import Completion, GenerationRequest, PackedBatch, PolicyUpdate, Published
+from octetrl.run.reward_model_worker import RewardModelWorker
 from octetrl.run.worker import Worker
 from octetrl.telemetry.console import Console
 from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.packing import PackingLayout
 
+AnyWorker = Worker | RewardModelWorker
+
 
 class LocalWorkers:
     """The verbs of a run on one worker."""
 
-    def __init__(self, worker: Worker, console: Console) -> None:
+    def __init__(self, worker: AnyWorker, console: Console) -> None:
         self.worker = worker
         self._console = console
 

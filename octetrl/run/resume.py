@@ -3,6 +3,7 @@
     model-*.safetensors, config.json, tokenizer ...   the weights as a Hugging Face folder, as eval and export read it;
                                                       with LoRA adapter_config.json, adapter_model.safetensors instead
     optimizer.safetensors                             float32 masters and moments, or moments alone
+    critic.safetensors, critic_optimizer.safetensors  PPO: the value model and its optimizer
     reference.safetensors                             the reference, where it moves, and an adaptive KL's coefficient
     kv_scales.safetensors                             the scales that the next rollout's cache is written with
     cursor.json                                       step, policy version, data order, answers' lengths, state of every
@@ -26,9 +27,10 @@ from octetrl.run.device import random_state, restore_random_state
 from octetrl.trainer import checkpoint
 
 CHECKPOINTS = "checkpoints"
-OF_THE_RUN = (  # not the model's
+OF_THE_RUN = (  # not the model's: what their names begin with
     "optimizer.safetensors",
     "reference.safetensors",
+    "critic",
     "kv_scales.safetensors",
     "cursor.json",
     checkpoint.MANIFEST,

@@ -32,14 +32,18 @@ from octetrl.models.peft_adapters import load_adapter, save_adapter
 from octetrl.models.rollout_forward import can_fuse
 from octetrl.records import Completion, GenerationRequest, PackedBatch, PolicyUpdate, Published
 from octetrl.run.publish import quantize_for_engine, share_weights, verify_weights
+from octetrl.run.scalar_models import build_critic_model
 from octetrl.run.teacher import load_teacher
 from octetrl.run.tokenizer import Tokenizer
 from octetrl.telemetry.mismatch import mismatch_metrics
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.checkpoint import Checkpoint
+from octetrl.trainer.critic import Critic
 from octetrl.trainer.packing import PackingLayout
+from octetrl.trainer.scalar_trainer import ScalarState
 from octetrl.trainer.trainer import KVReplay, Trainer
 
+CRITIC, CRITIC_OPTIMIZER = "critic.safetensors", "critic_optimizer.safetensors"  # in a checkpoint
 LoadWeights = Callable[[Decoder], None]
 OnProgress = Callable[[GenerationProgress], None]
 
@@ -76,6 +80,7 @@ class Worker:
             temperature=recipe.rollout.temperature or 1.0,
             total_steps=recipe.steps,
             reference=self._reference(algorithm, load_weights, tokenizer),
+            critic=self._critic() if algorithm.needs_values and trains else None,
             collect_kv_amax=policy.kv_mode == "calibrated" and recipe.fp8.calibration == "fused",
             seed=recipe.seed,
             trains=trains,
@@ -121,6 +126,11 @@ class Worker:
         for _, adapter in model.adapters():
             adapter.own_tensors()
         return model
+
+    def _critic(self) -> Critic:
+        recipe = self.recipe
+        model = build_critic_model(recipe, self.spec, self.device)
+        return Critic(model, recipe.critic, recipe.trainer, total_steps=recipe.steps, seed=recipe.seed)
 
     @property
     def layout(self) -> PackingLayout:
@@ -213,6 +223,9 @@ class Worker:
                 "v_scale": scales.v_scale_LK,
                 "policy_version": torch.tensor(scales.policy_version),
             }
+        if self.trainer.critic is not None:
+            critic = self.trainer.critic.state()
+            files[CRITIC], files[CRITIC_OPTIMIZER] = dict(critic.weights), dict(critic.optimizer)
         return files
 
     def load(self, saved: Checkpoint, policy_version: int) -> None:
@@ -226,6 +239,8 @@ class Worker:
         self.trainer.load_state(replace(state, optimizer=optimizer, policy_version=policy_version))
         if "reference.safetensors" in saved.files:
             self.trainer.reference.load_state(saved.tensors("reference.safetensors"))
+        if self.trainer.critic is not None:
+            self.trainer.critic.load_state(ScalarState(saved.tensors(CRITIC), saved.tensors(CRITIC_OPTIMIZER)))
         if "kv_scales.safetensors" in saved.files:
             scales = saved.tensors("kv_scales.safetensors")
             self.kv_scales = KVScales(

@@ -25,6 +25,7 @@ class Prepared:
     reference_N: Tensor | None = None
     first_N: Tensor | None = None  # the trainer's, before any update
     values_N: Tensor | None = None  # the critic's, before any update
+    returns_N: Tensor | None = None  # what the critic is fitted to
     mean_weight: Tensor | None = None  # of the correction, over its optimizer step
     teacher_ids_NK: Tensor | None = None  # the teacher's likeliest tokens, and their log-probs
     teacher_top_NK: Tensor | None = None

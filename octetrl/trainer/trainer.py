@@ -22,8 +22,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -37,17 +36,18 @@ from octetrl.layers.context import KVMode, PackedContext
 from octetrl.models.decoder import Decoder
 from octetrl.records import MicroBatch, PackedBatch, PolicyUpdate
 from octetrl.trainer.activation_checkpoint import layer_runner
+from octetrl.trainer.critic import Critic
+from octetrl.trainer.non_finite import NonFiniteError as NonFiniteError
 from octetrl.trainer.optimizer import Optimizer, copy_all
 from octetrl.trainer.packing import PackingLayout, pack_for_calibration
 from octetrl.trainer.prepared import Prepared, fill_mean_weight, loss_inputs, shape_advantages
 from octetrl.trainer.reference import Reference
+from octetrl.trainer.scalar_trainer import on_device
 from octetrl.trainer.schedule import learning_rate
+from octetrl.trainer.token_logprobs import TokenLogprobs as TokenLogprobs
+from octetrl.trainer.token_logprobs import token_logprobs
 
 NEVER_OBSERVED = -1.0  # below any amax
-
-
-class NonFiniteError(RuntimeError):
-    """The loss or a gradient is not finite; the weights are those before the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +57,6 @@ class KVReplay:
     kv_mode: KVMode = "none"
     k_scale_LK: Tensor | None = None
     v_scale_LK: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Both sides' log-probs of every trained token, the trainer's before any update; on the CPU, for telemetry."""
-
-    generator_N: Tensor  # float32
-    trainer_N: Tensor  # float32
-    target_positions_N: Tensor  # int64
-    sequence_lengths_N: Tensor  # int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +93,17 @@ class Trainer:
         temperature: float,
         total_steps: int,
         reference: Decoder | None = None,
+        critic: Critic | None = None,
         collect_kv_amax: bool = False,
         seed: int = 0,
         trains: bool = True,
     ) -> None:
-        self.model, self.reference = model, Reference(reference, algorithm)
+        assert (critic is not None) == algorithm.needs_values or not trains, "critic and needs_values disagree"
+        self.model, self.reference, self.critic = model, Reference(reference, algorithm), critic
         self.config, self.algorithm = config, algorithm
         self.temperature, self.total_steps = temperature, total_steps
         self.policy_version = 0
-        self.weights_are_whole = True  # false from the first optimizer step of a `train` call to its end
+        self._is_stepping = False  # from the first optimizer step of a `train` call to its end
         self.last_logprobs: TokenLogprobs | None = None  # of the last `train`; None before it and for SFT
         self.device = model.lm_head_weight.device
         self.optimizer = Optimizer(model.trained_parameters() if trains else (), config.optimizer, seed=seed)
@@ -120,6 +112,11 @@ class Trainer:
         self._kv_amax_2LK: Tensor | None = None
         self._collects_in_training = collect_kv_amax
         self._poisoned = torch.zeros((), dtype=torch.int64, device=self.device)  # tokens, in all forwards of a `train`
+
+    @property
+    def weights_are_whole(self) -> bool:
+        """False while a `train` call changes weights, the critic's included."""
+        return not self._is_stepping and (self.critic is None or self.critic.weights_are_whole)
 
     @property
     def layout(self) -> PackingLayout:
@@ -147,24 +144,27 @@ class Trainer:
             self._kv_amax_2LK = self._unobserved()
         num_updates = self.config.epochs * len(batch.minibatches)
         on_policy = num_updates == 1 and batch.policy_version == self.policy_version
+        lr = self._learning_rate()
         minibatches = [
-            [self._prepare(micro_batch, kv, several_updates=num_updates > 1) for micro_batch in minibatch]
+            [self._prepare(micro_batch, kv, updates=0 if lr is None else num_updates) for micro_batch in minibatch]
             for minibatch in batch.minibatches
         ]
         shaped = self._before_updates(minibatches, on_policy)
-        lr = learning_rate(self.policy_version, self.config.optimizer, self.total_steps)
         updates: list[dict[str, float]] = []
         for _ in range(self.config.epochs):
             for minibatch, denominator in zip(minibatches, batch.loss_denominators, strict=True):
-                updates.append(self._update(_Objective(minibatch, kv, on_policy, denominator), lr))
-        self.last_logprobs = _token_logprobs(minibatches)
-        self.policy_version += 1
-        self.weights_are_whole = True
+                update = {} if lr is None else self._update(_Objective(minibatch, kv, on_policy, denominator), lr)
+                if self.critic is not None:
+                    update |= self.critic.update(minibatch, denominator, self.policy_version)
+                updates.append(update)
+        self.last_logprobs = token_logprobs(minibatches)
+        self._finish()
         metrics = {name: sum(update[name] for update in updates) / num_updates for name in updates[0]} | shaped
         metrics |= self.reference.follow(self.model, self.policy_version, metrics)
         tokens = sum(m.token_ids_T.numel() for minibatch in batch.minibatches for m in minibatch)
-        metrics["time/requantize"] *= num_updates
-        metrics["lr"] = lr
+        if lr is not None:
+            metrics["time/requantize"] *= num_updates
+        metrics["lr"] = lr or 0.0
         metrics["train/updates"] = float(num_updates)
         metrics["train/non_finite_tokens"] = float(self._poisoned)
         metrics["train/tokens_per_second"] = tokens / (time.perf_counter() - started)
@@ -177,7 +177,7 @@ class Trainer:
         self._kv_amax_2LK = self._unobserved() if collect_kv_amax else None
         loss = torch.zeros((), device=self.device)
         for minibatch, denominator in zip(batch.minibatches, batch.loss_denominators, strict=True):
-            prepared = [Prepared(self._on_device(micro_batch)) for micro_batch in minibatch]
+            prepared = [Prepared(on_device(micro_batch, self.device)) for micro_batch in minibatch]
             objective = _Objective(prepared, kv, on_policy=True, denominator=denominator)
             for one in prepared:
                 loss += self._backward(objective, one)["loss"]
@@ -193,7 +193,7 @@ class Trainer:
         self._kv_amax_2LK = self._unobserved()
         with torch.no_grad():
             for micro_batch in micro_batches:
-                self._hidden(self.model, self._on_device(micro_batch), KVReplay(), self._kv_amax_2LK)
+                self._hidden(self.model, on_device(micro_batch, self.device), KVReplay(), self._kv_amax_2LK)
 
     def take_kv_amax(self) -> Tensor | None:
         """max|K| and max|V|, float32 [2, L, K] on the device, since the last take; None when nothing was observed. A
@@ -220,8 +220,23 @@ class Trainer:
                 f" build engine and trainer from one policy"
             )
 
-    def _prepare(self, micro_batch: MicroBatch, kv: KVReplay, *, several_updates: bool) -> Prepared:
-        micro_batch = self._on_device(micro_batch)
+    def _learning_rate(self) -> float | None:
+        """Of this step; None while the critic learns alone. The schedule begins after that."""
+        alone = 0 if self.critic is None else self.critic.pretrain_steps
+        if self.policy_version < alone:
+            return None
+        return learning_rate(self.policy_version - alone, self.config.optimizer, self.total_steps - alone)
+
+    def _finish(self) -> None:
+        """The weights are those of a new version."""
+        self.policy_version += 1
+        self._is_stepping = False
+        if self.critic is not None:
+            self.critic.finish()
+
+    def _prepare(self, micro_batch: MicroBatch, kv: KVReplay, *, updates: int) -> Prepared:
+        """`updates` 0: only the critic's follow, and K and V are observed here."""
+        micro_batch = on_device(micro_batch, self.device)
         prepared = Prepared(micro_batch)
         with torch.no_grad():
             if self.reference.model is not None:
@@ -231,18 +246,21 @@ class Trainer:
                 prepared.reference_N, _ = self._logprobs_of(reference, hidden_NE, micro_batch)
                 if self.algorithm.teacher_top_k:
                     prepared.teacher_ids_NK, prepared.teacher_top_NK = self._top_logprobs(reference, hidden_NE)
-            needs_proximal = self.algorithm.needs_proximal and several_updates
+            needs_proximal = self.algorithm.needs_proximal and updates > 1
             shapes_with_kl = self.algorithm.shape is not None and self.reference.model is not None
-            if needs_proximal or shapes_with_kl or self.algorithm.batch_weights is not None:
-                prepared.first_N, _ = self._logprobs(self.model, micro_batch, kv)
+            if needs_proximal or shapes_with_kl or self.algorithm.batch_weights is not None or not updates:
+                observed = self._kv_amax_2LK if self._collects_in_training and not updates else None
+                prepared.first_N, _ = self._logprobs(self.model, micro_batch, kv, observed)
                 prepared.proximal_N = prepared.first_N if needs_proximal else None
         return prepared
 
     def _before_updates(self, minibatches: Sequence[Sequence[Prepared]], on_policy: bool) -> dict[str, float]:
         """What is made of the whole batch, or of a whole optimizer step, before the first update; its metrics."""
         metrics: dict[str, float] = {}
+        prepared = [one for minibatch in minibatches for one in minibatch]
+        if self.critic is not None and self.algorithm.returns is not None:
+            metrics |= self.critic.prepare(prepared, self.algorithm.returns, self.reference.kl_scale)
         if self.algorithm.shape is not None:
-            prepared = [one for minibatch in minibatches for one in minibatch]
             kl = shape_advantages(self.algorithm.shape, prepared, self.reference.kl_scale)
             metrics |= {} if kl is None else {"kl": kl}
         if self.algorithm.batch_weights is not None:
@@ -263,7 +281,7 @@ class Trainer:
         non_finite = metrics.pop("non_finite")
         if non_finite or not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
             raise NonFiniteError(self._blame(objective, metrics))
-        self.weights_are_whole = False
+        self._is_stepping = True
         self.optimizer.step(lr)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -360,28 +378,3 @@ class Trainer:
         spec = self.model.spec
         shape = (2, spec.num_layers, spec.num_kv_heads)
         return torch.full(shape, NEVER_OBSERVED, dtype=torch.float32, device=self.device)
-
-    def _on_device(self, micro_batch: MicroBatch) -> MicroBatch:
-        values = {field.name: getattr(micro_batch, field.name) for field in fields(micro_batch)}
-        moved: dict[str, Any] = {
-            name: value.to(self.device) for name, value in values.items() if isinstance(value, Tensor)
-        }
-        return replace(micro_batch, **moved)
-
-
-def _token_logprobs(minibatches: Sequence[Sequence[Prepared]]) -> TokenLogprobs | None:
-    prepared = [one for minibatch in minibatches for one in minibatch]
-    generator = [one.micro_batch.generator_logprobs_N for one in prepared]
-    if any(logprobs_N is None for logprobs_N in generator):
-        return None
-    first = [one.first_N for one in prepared]
-    return TokenLogprobs(
-        generator_N=_joined(generator),
-        trainer_N=_joined(first),
-        target_positions_N=_joined([one.micro_batch.target_positions_N for one in prepared]),
-        sequence_lengths_N=_joined([one.micro_batch.sequence_lengths_N for one in prepared]),
-    )
-
-
-def _joined(parts: Sequence[Tensor | None]) -> Tensor:
-    return torch.cat([part for part in parts if part is not None]).cpu()

@@ -12,6 +12,7 @@ from octetrl.config.load import load_recipe, recipe_from_mapping
 from octetrl.config.memory import (
     MemoryEstimate,
     Precisions,
+    ScalarModel,
     estimate_memory,
     fewest_checkpointed_layers,
     linear_elements,
@@ -237,3 +238,37 @@ def test_frozen_weights_have_no_gradient_in_the_working_set() -> None:
         parts.append(parts_of(estimate_memory(sized, spec, PLAIN, on_gpu=True, device_bytes=None))["working set"])
     assert parts[0] == 100_000 * 6 * 128 + 4 * 2 * 128 * 128
     assert parts[1] < parts[0] / 10
+
+
+def test_a_critic_is_a_second_model_with_its_own_optimizer_and_no_lm_head() -> None:
+    untied = replace(TINY, tied_embeddings=False)
+    ppo = recipe(algorithm={"name": "ppo"}, critic={"optimizer": {"states": "8bit", "master": "stochastic_rounding"}})
+    critic = ScalarModel(untied, Precisions([], LINEAR_NAMES, "bf16", "bf16"))
+    base = estimate_memory(ppo, untied, FULL, on_gpu=True, device_bytes=None)
+    both = estimate_memory(ppo, untied, FULL, on_gpu=True, device_bytes=None, critic=critic)
+    copies = 2 * P8 + 4 * (P8 // 128**2)
+    assert parts_of(both)["critic"] == 6 * P + int((2 + 2 / 128) * P) + copies
+    assert parts_of(both) == parts_of(base) | {"critic": parts_of(both)["critic"]}  # trained one after the other
+
+
+def test_a_critic_larger_than_the_policy_decides_what_training_takes() -> None:
+    large = spec_from_config(preset_config("qwen3-0.6b"))
+    ppo = recipe(algorithm={"name": "ppo"})
+    estimate = estimate_memory(ppo, TINY, PLAIN, on_gpu=True, device_bytes=None, critic=ScalarModel(large, PLAIN))
+    trunk = recipe(algorithm={"name": "reward_model", "conversations": "pairs.jsonl"})
+    alone = estimate_memory(trunk, large, PLAIN, on_gpu=True, device_bytes=None)
+    assert estimate.bytes_when("training") == alone.bytes_when("training")
+
+
+def test_a_reward_model_has_neither_lm_head_nor_cache() -> None:
+    trained = recipe(algorithm={"name": "reward_model", "conversations": "pairs.jsonl"})
+    estimate = estimate_memory(trained, replace(TINY, tied_embeddings=False), PLAIN, on_gpu=True, device_bytes=None)
+    assert parts_of(estimate)["weights"] == 2 * P and estimate.kv_cache_tokens == 0
+    assert estimate.total_bytes == 18 * P + 600_000_000 + estimate.bytes_when("training")
+
+
+def test_a_scorer_is_weights_and_codes() -> None:
+    scorer = ScalarModel(replace(TINY, tied_embeddings=False), Precisions([], LINEAR_NAMES, "bf16", "bf16"))
+    base = estimate_memory(recipe(), TINY, PLAIN, on_gpu=True, device_bytes=None)
+    scored = estimate_memory(recipe(), TINY, PLAIN, on_gpu=True, device_bytes=None, scorer=scorer)
+    assert parts_of(scored) == parts_of(base) | {"reward model": 2 * P + 2 * P8 + 4 * (P8 // 128**2)}

@@ -1,0 +1,86 @@
+"""Completions scored by a trained reward model, in the trainer's process.
+
+    prompt and completion -> the reward model's own tokens, EOS included, as it was trained on them
+                          -> packed like a training batch, one forward, the scalar at each sequence's last token
+
+Here and not in a reward worker (environments/scoring.py), because a reward model is a decoder: in this process it
+scores a whole step's completions in a few packed forwards on the run's device, with FP8 linears where the rollout's
+are, and needs no second CUDA context. A worker takes completions one by one and times each, because it runs the user's
+code; nothing here does.
+
+What comes back is as from them: a finite number, or REWARD_ERROR with a reason, never a silent 0. A sequence longer
+than the reward model's positions is such an error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from octetrl.config.errors import UserError
+from octetrl.config.schema import Recipe
+from octetrl.environments.scoring import Score
+from octetrl.fp8.policy import scoring_policy
+from octetrl.models.families import load_spec
+from octetrl.models.hf_weights import load_weights
+from octetrl.records import RolloutStatus, Task
+from octetrl.rollout.chat_tokens import ChatTokens
+from octetrl.run.scalar_models import scalar_decoder
+from octetrl.run.tokenizer import load_tokenizer
+from octetrl.trainer.packing import PackingLayout, pack_to_score
+from octetrl.trainer.scalar_trainer import ScalarTrainer, on_device
+
+
+class RewardModelScorer:
+    """`score` as RewardWorkers have it. UserError for a folder that holds no reward model with its tokenizer."""
+
+    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+        assert recipe.environment.reward_model is not None, "built for a recipe with a reward model"
+        folder = Path(recipe.environment.reward_model)
+        try:
+            spec = load_spec(folder, scalar=True)
+            self._chat = ChatTokens(load_tokenizer(folder), recipe.rollout.system_prompt)
+            policy = scoring_policy(spec, recipe.fp8, recipe.numerics)
+            model = scalar_decoder(recipe, spec, policy, device)
+            load_weights(model, folder)
+        except UserError as error:
+            raise UserError(f"environment.reward_model: {error}") from None
+        trainer = recipe.trainer
+        self._max_positions, self._device = spec.max_positions, device
+        self._layout = PackingLayout(trainer.tokens_per_micro_batch, padded_attention=device.type == "cpu")
+        self._forward = ScalarTrainer(model, trainer, trainer.optimizer, seed=0, trains=False)
+
+    def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
+        """The score of each (task, completion text), in their order."""
+        tokens = [self._chat.prompt_tokens(task.prompt) + self._chat.answer_tokens(text) for task, text in completions]
+        fits = [index for index, ids in enumerate(tokens) if len(ids) <= self._max_positions]
+        scores = [self._too_long(len(ids)) for ids in tokens]
+        for index, reward in zip(fits, self._rewards([tokens[index] for index in fits]), strict=True):
+            scores[index] = _scored(reward)
+        return scores
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    @torch.no_grad()
+    def _rewards(self, token_lists: Sequence[Sequence[int]]) -> list[float]:
+        rewards = [math.nan] * len(token_lists)
+        for packed, places in pack_to_score(token_lists, self._layout):
+            micro_batch = on_device(packed, self._device)
+            last_B = micro_batch.cu_seqlens_B1[1:].long() - 1
+            for place, reward in zip(places, self._forward.scalars(micro_batch, last_B).tolist(), strict=True):
+                rewards[place] = reward
+        return rewards
+
+    def _too_long(self, length: int) -> Score:
+        detail = f"prompt and completion are {length} tokens, the reward model has {self._max_positions} positions"
+        return Score(RolloutStatus.REWARD_ERROR, None, detail)
+
+
+def _scored(reward: float) -> Score:
+    if not math.isfinite(reward):
+        return Score(RolloutStatus.REWARD_ERROR, None, f"the reward model gave {reward}, not a finite number")
+    return Score(RolloutStatus.SCORED, reward)

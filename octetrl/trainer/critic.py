@@ -1,0 +1,113 @@
+"""PPO's critic: a value model of its own, with its own optimizer, trained beside the policy.
+
+    before the first update on a batch   V_old of every trained token, without gradient; GAE makes advantages, returns
+    after each update of the policy      one update on the same minibatch, by the clipped value loss
+    `pretrain_steps`                     so many steps train the critic alone: advantages of a head that knows nothing
+                                         teach the policy noise
+
+V of a token is the scalar at the token before it: what the prefix promises, before the token is drawn. Tokens weigh and
+divide as in the policy's loss, so that neither packing nor micro-batches change it.
+
+It is not the policy's trunk with a second head: sharing one would save a model and its optimizer, but then the value
+loss moves what the engine draws with, and the two gradients need a weight against each other.
+
+N trained tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from octetrl.algorithms.token_rewards import TokenRewards
+from octetrl.algorithms.value_loss import value_loss
+from octetrl.config.schema import CriticConfig, TrainerConfig
+from octetrl.models.scalar_decoder import ScalarDecoder
+from octetrl.records import MicroBatch
+from octetrl.trainer.non_finite import refuse_non_finite
+from octetrl.trainer.prepared import Prepared, token_rewards
+from octetrl.trainer.scalar_trainer import ScalarPart, ScalarState, ScalarTrainer
+from octetrl.trainer.schedule import learning_rate
+
+
+class Critic:
+    """Owned by the trainer. Micro-batches come on the device."""
+
+    def __init__(
+        self,
+        model: ScalarDecoder,
+        config: CriticConfig,
+        trainer: TrainerConfig,
+        *,
+        total_steps: int,
+        seed: int = 0,
+    ) -> None:
+        self.config, self.total_steps = config, total_steps
+        self.pretrain_steps = config.pretrain_steps  # from policy versions below it, the critic alone learns
+        self.scalar_trainer = ScalarTrainer(model, trainer, config.optimizer, seed=seed)
+
+    @property
+    def weights_are_whole(self) -> bool:
+        """False from the first optimizer step of a `train` call until `finish`."""
+        return self.scalar_trainer.weights_are_whole
+
+    def finish(self) -> None:
+        """The updates on a batch are done."""
+        self.scalar_trainer.weights_are_whole = True
+
+    @torch.no_grad()
+    def values(self, micro_batch: MicroBatch) -> Tensor:
+        """V of each trained token, float32 [N]. NonFiniteError names the sample and position of one that is not."""
+        values_N = self.scalar_trainer.scalars(micro_batch, micro_batch.predictor_N)
+        refuse_non_finite("value", values_N, micro_batch)
+        return values_N
+
+    def prepare(
+        self, prepared: Sequence[Prepared], returns: Callable[[TokenRewards], Tensor], kl_scale: float = 1.0
+    ) -> dict[str, float]:
+        """Values and returns of these micro-batches, all of one `train` call, before any update and before advantages
+        take the rewards' place; and how good the values were."""
+        for one in prepared:
+            one.values_N = self.values(one.micro_batch)
+        rewards = replace(token_rewards(prepared), kl_scale=kl_scale)
+        assert rewards.values_N is not None
+        returns_N = returns(rewards)
+        counts = [one.micro_batch.targets_N.numel() for one in prepared]
+        for one, part_N in zip(prepared, returns_N.split(counts), strict=True):
+            one.returns_N = part_N
+        explained = explained_variance(rewards.values_N, returns_N)
+        return {} if explained is None else {"value/explained_variance": explained}
+
+    def update(self, minibatch: Sequence[Prepared], denominator: float, policy_version: int) -> dict[str, float]:
+        """One optimizer step; returns its metrics."""
+        parts = [self._part(one) for one in minibatch]
+        lr = learning_rate(policy_version, self.config.optimizer, self.total_steps)
+        metrics = self.scalar_trainer.update(parts, denominator, lr)
+        own = {"value/loss": metrics.pop("loss"), "value/grad_norm": metrics.pop("grad_norm"), "value/lr": lr}
+        return own | metrics
+
+    def state(self) -> ScalarState:
+        return self.scalar_trainer.state()
+
+    def load_state(self, state: ScalarState) -> None:
+        self.scalar_trainer.load_state(state)
+
+    def _part(self, one: Prepared) -> ScalarPart:
+        assert one.values_N is not None and one.returns_N is not None, "`prepare` comes first"
+        loss = partial(
+            value_loss, old_values_N=one.values_N, returns_N=one.returns_N, value_clip=self.config.value_clip
+        )
+        return ScalarPart(one.micro_batch, one.micro_batch.predictor_N, loss, one.micro_batch.weights_N)
+
+
+def explained_variance(values_N: Tensor, returns_N: Tensor) -> float | None:
+    """1 - Var(R - V) / Var(R): 1 for a critic that knows all, 0 for a constant, below 0 for worse than that. None where
+    all returns are equal."""
+    variance = returns_N.double().var(unbiased=False)
+    if returns_N.numel() == 0 or float(variance) == 0.0:
+        return None
+    return float(1.0 - (returns_N.double() - values_N.double()).var(unbiased=False) / variance)

@@ -1,0 +1,198 @@
+"""The critic: its gradient against autograd sequence by sequence, packing, what it fits, and its state bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from octetrl.algorithms.gae import gae_advantages, last_of_each
+from octetrl.algorithms.ppo import ppo_returns
+from octetrl.algorithms.value_loss import value_loss
+from octetrl.config.errors import UserError
+from octetrl.config.schema import AlgorithmConfig, CriticConfig, Fp8Config, OptimizerConfig, TrainerConfig
+from octetrl.fp8.policy import precision_policy
+from octetrl.layers.context import PackedContext
+from octetrl.models.scalar_decoder import ScalarDecoder
+from octetrl.records import MicroBatch, Sample
+from octetrl.trainer.critic import Critic, explained_variance
+from octetrl.trainer.non_finite import NonFiniteError
+from octetrl.trainer.packing import PackingLayout, pack
+from octetrl.trainer.prepared import Prepared
+from octetrl.trainer.scalar_trainer import ScalarPart
+from tests.unit.trainer.tiny_trainer import BF16, FP8, SPEC, random_samples
+
+
+def tiny_scalar_model(fp8: Fp8Config = BF16, dtype: torch.dtype = torch.bfloat16) -> ScalarDecoder:
+    """Random, its head too."""
+    model = ScalarDecoder(SPEC, precision_policy(SPEC, fp8), dtype=dtype)
+    model.random_init(0)
+    with torch.no_grad():
+        model.score.weight.normal_(generator=torch.Generator().manual_seed(1))
+    return model
+
+
+def tiny_critic(
+    fp8: Fp8Config = BF16, dtype: torch.dtype = torch.bfloat16, *, checkpointing: str = "none", **config: object
+) -> Critic:
+    settings = {"optimizer": OptimizerConfig(lr=1e-2, max_grad_norm=1e9)} | config
+    trainer = TrainerConfig.model_validate({"activation_checkpointing": checkpointing})
+    return Critic(tiny_scalar_model(fp8, dtype), CriticConfig(**settings), trainer, total_steps=10, seed=3)
+
+
+def packed(samples: Sequence[Sample], tokens: int = 64) -> tuple[tuple[MicroBatch, ...], float]:
+    batch = pack(samples, PackingLayout(tokens), "token")
+    return batch.minibatches[0], batch.loss_denominators[0]
+
+
+def targets(micro_batch: MicroBatch) -> Tensor:
+    """A return for each token that follows from the token before it and its place alone."""
+    return ((micro_batch.token_ids_T[micro_batch.predictor_N] * 7 + micro_batch.target_positions_N) % 5).float() / 2
+
+
+def step(critic: Critic, micro_batches: Sequence[MicroBatch], denominator: float) -> dict[str, float]:
+    prepared = [Prepared(m, values_N=critic.values(m), returns_N=targets(m)) for m in micro_batches]
+    return critic.update(prepared, denominator, 0)
+
+
+def gradients(critic: Critic, micro_batches: Sequence[MicroBatch], denominator: float) -> list[Tensor]:
+    """Of the squared error, as the optimizer has summed them."""
+    trainer = critic.scalar_trainer
+    trainer.optimizer.zero_grad()
+    for m in micro_batches:
+        old_N = critic.values(m)
+
+        loss = partial(value_loss, old_values_N=old_N, returns_N=targets(m), value_clip=None)
+        trainer.backward(ScalarPart(m, m.predictor_N, loss, m.weights_N), denominator)
+    return [slot.gradient.clone() for slot in trainer.optimizer.slots]
+
+
+def test_the_gradient_is_that_of_the_formula_sequence_by_sequence() -> None:
+    critic, samples = tiny_critic(dtype=torch.float32), random_samples(5)
+    micro_batches, denominator = packed(samples)
+    assert len(micro_batches) > 1
+    found = gradients(critic, micro_batches, denominator)
+    model = tiny_scalar_model(dtype=torch.float32)
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for sample in samples:
+        tokens_T = torch.tensor(sample.token_ids)
+        context = PackedContext(torch.tensor([0, len(tokens_T)], dtype=torch.int32), len(tokens_T))
+        hidden_TE = model(tokens_T, torch.arange(len(tokens_T)), context)
+        scalars_T = hidden_TE.double() @ model.score.weight[0].double()
+        for t, trained in enumerate(sample.loss_mask):
+            if trained:
+                target = ((sample.token_ids[t - 1] * 7 + t) % 5) / 2
+                total, count = total + 0.5 * (scalars_T[t - 1] - target) ** 2, count + 1
+    assert count == denominator
+    expected = torch.autograd.grad(total / count, list(model.parameters()))
+    for gradient, one in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient, one, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "layer"])
+def test_neither_packing_nor_micro_batches_change_the_gradient(checkpointing: str) -> None:
+    critic, samples = tiny_critic(dtype=torch.float32, checkpointing=checkpointing), random_samples(6)
+    whole, parts = (gradients(critic, *packed(samples, tokens)) for tokens in (512, 32))
+    for one, other in zip(whole, parts, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("fp8", [BF16, FP8], ids=["bf16", "fp8"])
+def test_it_learns_the_returns(fp8: Fp8Config) -> None:
+    critic = tiny_critic(fp8, value_clip=None, optimizer=OptimizerConfig(lr=1e-3))
+    micro_batches, denominator = packed(random_samples(8))
+    before = step(critic, micro_batches, denominator)
+    for _ in range(60):
+        after = step(critic, micro_batches, denominator)
+    assert after["value/loss"] < 0.2 * before["value/loss"]
+    assert after["value/lr"] == 1e-3 and after["value/grad_norm"] > 0
+    values, returns = (torch.cat([of(m) for m in micro_batches]) for of in (critic.values, targets))
+    explained = explained_variance(values, returns)
+    assert explained is not None and explained > 0.6
+
+
+@pytest.mark.parametrize("value_clip", [0.1, None])
+def test_several_updates_on_one_batch_stop_at_the_clip(value_clip: float | None) -> None:
+    optimizer = OptimizerConfig(lr=1e-5, betas=(0.0, 0.95))
+    critic = tiny_critic(dtype=torch.float32, value_clip=value_clip, optimizer=optimizer)
+    micro_batches, denominator = packed(random_samples(8))
+    old = [critic.values(m) for m in micro_batches]
+    for _ in range(60):
+        batch = [
+            Prepared(m, values_N=old_N, returns_N=old_N + 3.0) for m, old_N in zip(micro_batches, old, strict=True)
+        ]
+        clipped = critic.update(batch, denominator, 0)["value/clip_fraction"]
+    moved = float((torch.cat([critic.values(m) for m in micro_batches]) - torch.cat(old)).mean())
+    if value_clip is None:
+        assert clipped == 0 and moved > 0.3
+    else:
+        assert clipped > 0.5 and 0.05 < moved < 0.2
+
+
+@pytest.mark.parametrize("fp8", [BF16, FP8], ids=["bf16", "fp8"])
+def test_its_state_comes_back_bit_for_bit(fp8: Fp8Config) -> None:
+    critic, micro_batches = tiny_critic(fp8), packed(random_samples(6))
+    step(critic, *micro_batches)
+    other = tiny_critic(fp8)
+    other.load_state(critic.state())
+    assert step(other, *micro_batches) == step(critic, *micro_batches)
+    ours, theirs = critic.state(), other.state()
+    for tensors, given in ((ours.weights, theirs.weights), (ours.optimizer, theirs.optimizer)):
+        assert all(torch.equal(tensors[name], given[name]) for name in tensors)
+
+
+def test_the_state_of_another_model_is_refused() -> None:
+    critic = tiny_critic()
+    state = critic.state()
+    weights = {name: tensor for name, tensor in state.weights.items() if name != "score.weight"}
+    with pytest.raises(UserError, match=r"'score\.weight' is missing"):
+        critic.load_state(type(state)(weights, state.optimizer))
+
+
+def test_a_value_that_is_not_finite_is_named() -> None:
+    critic = tiny_critic()
+    (micro_batch, *_), _ = packed(random_samples(3), 512)
+    with torch.no_grad():
+        critic.scalar_trainer.model.score.weight.fill_(float("nan"))
+    sample, position = int(micro_batch.sample_N[0]), int(micro_batch.target_positions_N[0])
+    with pytest.raises(
+        NonFiniteError, match=f"the value of sample {sample} of the batch at position {position} is nan"
+    ):
+        critic.values(micro_batch)
+
+
+def test_a_step_whose_numbers_are_not_finite_steps_nothing() -> None:
+    critic, (micro_batches, denominator) = tiny_critic(), packed(random_samples(4))
+    weights = {name: tensor.clone() for name, tensor in critic.state().weights.items()}
+    returns = [Prepared(m, values_N=critic.values(m), returns_N=targets(m) / 0.0) for m in micro_batches]
+    with pytest.raises(NonFiniteError, match=r"scalar head: loss .* nothing was stepped"):
+        critic.update(returns, denominator, 0)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in critic.state().weights.items())
+
+
+def test_explained_variance() -> None:
+    returns_N = torch.tensor([0.0, 1.0, 2.0])
+    assert explained_variance(returns_N, returns_N) == 1.0
+    assert explained_variance(torch.ones(3), returns_N) == 0.0
+    assert explained_variance(-returns_N, returns_N) == -3.0
+    assert explained_variance(returns_N, torch.ones(3)) is None
+
+
+def test_values_and_returns_are_of_the_whole_batch_in_its_order() -> None:
+    critic, samples = tiny_critic(), random_samples(6)
+    (micro_batches, _), (whole, _) = packed(samples), packed(samples, 512)
+    prepared, together = [Prepared(m) for m in micro_batches], [Prepared(m) for m in whole]
+    config = AlgorithmConfig(name="ppo", gae_lambda=0.8)
+    metrics = critic.prepare(prepared, partial(ppo_returns, config=config))
+    assert metrics == pytest.approx(critic.prepare(together, partial(ppo_returns, config=config)), rel=1e-3)
+    for one in prepared:
+        assert one.values_N is not None and one.returns_N is not None
+        last_N = last_of_each(one.micro_batch.sequence_N)
+        assert torch.equal(one.values_N, critic.values(one.micro_batch))
+        expected_N = gae_advantages(
+            torch.where(last_N, one.micro_batch.advantages_N, 0.0), one.values_N, last_N, 1.0, 0.8
+        )
+        assert torch.equal(one.returns_N, expected_N + one.values_N)
