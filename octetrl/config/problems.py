@@ -103,7 +103,7 @@ def _wrong_value(field: tuple[str, ...], detail: Any, tree: dict[str, Any]) -> s
     name = ".".join(field)
     if len(detail["loc"]) > len(field):
         name += "".join(f"[{part}]" for part in detail["loc"][len(field) :] if part != "[key]")
-    if detail["type"] == "missing":
+    if detail["type"] == "missing" and isinstance(detail["loc"][-1], str):
         return f"{name}: missing"
     if detail["type"] == "extra_forbidden":
         return f"{name}: unknown key{nearest(str(detail['loc'][-1]), DataSource.model_fields)}"
