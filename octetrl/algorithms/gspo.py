@@ -5,9 +5,10 @@
 
     gspo_token:  s_t = stop(s) * p_t / stop(p_t)      s's value; each token has its own gradient and may have its own A
 
-An answer is clipped as one, so clips are narrow: 3e-4 and 4e-4 as published, `token_weighting: sequence`. For long
-answers and mixtures of experts, where single tokens' ratios are mostly noise. On answers of one token it is GRPO; with
-one advantage an answer, `gspo_token` has GSPO's value and gradient.
+An answer is clipped as one, so clips are narrow: 3e-4 and 4e-4 as published, `token_weighting: sequence`; it is
+corrected as one too, `corrections: [sequence_tis]`. For long answers and mixtures of experts, where single tokens'
+ratios are mostly noise. On answers of one token it is GRPO; with one advantage an answer, `gspo_token` has GSPO's value
+and gradient.
 """
 
 from __future__ import annotations

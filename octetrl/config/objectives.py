@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 LearnsFrom = Literal["rollouts", "conversations", "preferences"]
 
+_GSPO = {"clip_low": 3e-4, "clip_high": 4e-4, "token_weighting": "sequence", "corrections": ("sequence_tis",)}
 OWN_DEFAULTS: dict[str, dict[str, Any]] = {
     "dapo": {"clip_high": 0.28, "max_refills": 10, "overlong_buffer": 0.2},
-    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "token_weighting": "sequence"},
-    "gspo_token": {"clip_low": 3e-4, "clip_high": 4e-4, "token_weighting": "sequence"},
+    "gspo": _GSPO,
+    "gspo_token": _GSPO,
     "cispo": {"clip_low": 1.0, "clip_high": 4.0},
     "rloo": {"token_weighting": "constant"},
     "reinforce_pp": {"drop_zero_variance": False, "kl_in": "reward", "kl_estimator": "k1"},

@@ -42,3 +42,8 @@ def always_equal(task: Task, completion_text: str) -> float:
 
 def _fraction(text: str) -> float:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) / 2**32
+
+
+def mostly_equal(task: Task, completion_text: str) -> float:
+    """Equal for all answers to most tasks."""
+    return _fraction(completion_text) if _fraction(task.prompt) < 0.35 else 0.5

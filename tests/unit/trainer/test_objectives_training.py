@@ -1,0 +1,158 @@
+"""Objectives in the trainer: packing changes nothing, the batch's own quantities, and numbers that are not finite."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from octetrl.algorithms.sequences import sequence_mean, sequence_sum, sum_to_go
+from octetrl.config.schema import AlgorithmConfig, OptimizerConfig
+from octetrl.records import Sample
+from octetrl.trainer.packing import PackingLayout, pack
+from octetrl.trainer.prepared import Prepared, token_rewards
+from octetrl.trainer.trainer import KVReplay, NonFiniteError, Trainer
+from tests.unit.trainer.tiny_trainer import random_samples, tiny_decoder, tiny_trainer
+
+NAMES = ("dapo", "dual_clip", "gspo", "gspo_token", "cispo", "sapo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
+ALL_CORRECTIONS = ("token_mask", "sequence_mask", "geometric_mask", "veto", "self_normalize")
+WIDE = {"geometric_mask_range": (0.8, 1.2), "sequence_mask_range": (0.05, 20.0)}
+
+
+def drawn(samples: list[Sample], seed: int = 0, spread: float = 0.2) -> list[Sample]:
+    """With the log-probs of a fresh model, less some noise, as the engine's."""
+    trainer = tiny_trainer(tiny_decoder(dtype=torch.float32))
+    batch = pack(samples, PackingLayout(1000), "token")
+    trainer.train(batch, KVReplay(), None)
+    assert trainer.last_logprobs is not None
+    (micro_batch,) = batch.minibatches[0]
+    draw = torch.Generator().manual_seed(seed)
+    noisy_N = trainer.last_logprobs.trainer_N + spread * torch.randn(micro_batch.sample_N.numel(), generator=draw)
+    return [
+        replace(sample, generator_logprobs=spread_out(sample, noisy_N[micro_batch.sample_N == number]))
+        for number, sample in enumerate(samples)
+    ]
+
+
+def spread_out(sample: Sample, trained: Tensor) -> tuple[float, ...]:
+    values = iter(trained.tolist())
+    return tuple(next(values) if mask else 0.0 for mask in sample.loss_mask)
+
+
+def run(algorithm: AlgorithmConfig, samples: list[Sample], layout: PackingLayout, **config: object) -> Trainer:
+    reference = tiny_decoder(dtype=torch.float32, seed=1) if algorithm.kl_coefficient else None
+    trainer = tiny_trainer(
+        tiny_decoder(dtype=torch.float32),
+        algorithm,
+        reference=reference,
+        optimizer=OptimizerConfig(lr=1e-3, max_grad_norm=1e9),
+        **config,
+    )
+    batch = pack(samples, layout, trainer.algorithm.token_weighting)
+    trainer.metrics = trainer.train(batch, KVReplay(), None).metrics
+    return trainer
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_neither_loss_nor_gradient_depends_on_packing(name: str) -> None:
+    tis = "sequence_tis" if name.startswith("gspo") else "tis"
+    algorithm = AlgorithmConfig(
+        name=name, kl_coefficient=0.05, entropy_coefficient=0.01, corrections=(tis, *ALL_CORRECTIONS), **WIDE
+    )
+    samples = drawn(random_samples(9), spread=0.5)
+    results = []
+    for budget, padded in ((16, True), (40, False), (1000, False)):
+        trainer = run(algorithm, samples, PackingLayout(budget, padded_attention=padded), epochs=2)
+        weights = {name: weight.detach() for name, weight in trainer.model.named_parameters()}
+        results.append((trainer.metrics, weights))
+    counted = results[0][0]
+    assert 0 < counted["correction/clip_fraction"] < 1 and 0 < counted["correction/effective_sample_size"] < 1
+    for metrics, weights in results[1:]:
+        for key in ("loss", "kl", "entropy", "correction/clip_fraction", "correction/mean_weight"):
+            assert metrics[key] == pytest.approx(counted[key], abs=1e-5), key
+        for key, expected in results[0][1].items():
+            torch.testing.assert_close(weights[key], expected, rtol=1e-4, atol=2e-5, msg=key)
+
+
+def test_self_normalised_weights_have_mean_one() -> None:
+    """A loss of -w * A with A = 1 is then -1, whatever the engine's log-probs were off by."""
+    samples = [replace(sample, advantage=1.0) for sample in drawn(random_samples(6), spread=0.5)]
+    for minibatches in (1, 2):
+        layout = PackingLayout(40, minibatches=minibatches)
+        plain = run(AlgorithmConfig(), samples, layout).metrics
+        normalized = run(AlgorithmConfig(corrections=("tis", "self_normalize")), samples, layout).metrics
+        assert plain["loss"] == pytest.approx(-plain["correction/mean_weight"], abs=0.02)
+        assert plain["loss"] != pytest.approx(-1.0, abs=1e-3)
+        assert normalized["loss"] == pytest.approx(-1.0, abs=1e-5 if minibatches == 1 else 0.02)
+    masked = AlgorithmConfig(corrections=("geometric_mask", "self_normalize"), geometric_mask_range=(1.0, 1.0))
+    assert run(masked, samples, PackingLayout(40)).metrics["loss"] == 0.0, "nothing left to normalise"
+
+
+def test_the_batch_is_handed_to_shape_in_order() -> None:
+    samples = random_samples(5)
+    trainer = tiny_trainer()
+    batch = pack(samples, PackingLayout(30, minibatches=2), "token")
+    prepared = [Prepared(one, first_N=one.generator_logprobs_N, reference_N=one.weights_N)
+                for minibatch in batch.minibatches for one in minibatch]  # fmt: skip
+    rewards = token_rewards(prepared)
+    order = [int(one.micro_batch.sample_N[i]) for one in prepared for i in range(one.micro_batch.sample_N.numel())]
+    assert rewards.num_sequences == 5 == len(set(rewards.sequence_N.tolist()))
+    assert rewards.outcome_N.tolist() == pytest.approx([samples[i].advantage for i in order])
+    assert rewards.is_last_N.sum() == 5 and rewards.is_last_N[-1]
+    changes = rewards.sequence_N[1:] != rewards.sequence_N[:-1]
+    assert torch.equal(rewards.is_last_N[:-1], changes)
+    assert rewards.kl_N is not None and rewards.values_N is None
+    assert trainer.reference.model is None
+
+
+def test_a_sum_of_each_sample_and_of_what_follows() -> None:
+    values = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    sequence_N = torch.tensor([0, 0, 0, 2, 3, 3])
+    assert sequence_sum(values, sequence_N, 4).tolist() == [6.0, 0.0, 4.0, 11.0]
+    assert sequence_mean(values, sequence_N, 4).tolist() == [2.0, 0.0, 4.0, 5.5]
+    is_last_N = torch.tensor([False, False, True, True, False, True])
+    assert sum_to_go(values, is_last_N).tolist() == [6.0, 5.0, 3.0, 4.0, 11.0, 6.0]
+
+
+# --- numbers that are not finite --------------------------------------------------------------------------------
+
+
+def test_an_advantage_that_is_not_finite_is_named() -> None:
+    samples = [*random_samples(3), Sample((1, 2, 3), (False, True, True), (0.0, -3.0, -3.0), math.nan, 0)]
+    with pytest.raises(NonFiniteError, match="the advantage of sample 3 of the batch at position 1 is nan"):
+        run(AlgorithmConfig(), samples, PackingLayout(16))
+
+
+def test_an_engine_logprob_that_a_mask_would_swallow_is_named() -> None:
+    samples = random_samples(4)
+    values = list(samples[2].generator_logprobs or ())
+    values[-1] = -math.inf
+    samples[2] = replace(samples[2], generator_logprobs=tuple(values))
+    last = len(samples[2].token_ids) - 1
+    with pytest.raises(
+        NonFiniteError, match=f"the engine's log-prob of sample 2 of the batch at position {last} is -inf"
+    ):
+        run(AlgorithmConfig(corrections=("tis", "token_mask")), samples, PackingLayout(1000))
+
+
+def test_a_logprob_that_is_not_finite_is_named() -> None:
+    def silenced(module: torch.nn.Module, inputs: object, output: Tensor) -> Tensor:
+        return output.index_fill(0, torch.tensor([len(output) - 2]), math.nan)
+
+    trainer = tiny_trainer()
+    trainer.model.norm.register_forward_hook(silenced)
+    samples = random_samples(1)
+    last = len(samples[0].token_ids) - 1
+    with pytest.raises(NonFiniteError, match=f"the log-prob of sample 0 of the batch at position {last} is nan"):
+        trainer.train(pack(samples, trainer.layout, "token"), KVReplay(), None)
+
+
+def test_samples_without_trained_tokens_keep_the_others_numbers() -> None:
+    samples = random_samples(4)
+    samples[1] = replace(samples[1], loss_mask=(False,) * len(samples[1].loss_mask))
+    batch = pack(samples, PackingLayout(16, minibatches=2), "token")
+    found = {int(i) for minibatch in batch.minibatches for one in minibatch for i in one.sample_N}
+    assert found == {0, 2, 3}
