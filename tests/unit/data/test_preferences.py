@@ -1,0 +1,76 @@
+"""Preference rows in all their forms: the pair's two samples differ in what was said last, and only that is learnt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from octetrl.config.errors import UserError
+from octetrl.data.conversations import Conversation
+from octetrl.data.preferences import Preference, preference_of
+from octetrl.records import Sample
+from tests.unit.data.letters import LetterTokens
+
+USER = {"role": "user", "content": "u"}
+FIRST = {"role": "assistant", "content": "f"}
+GOOD = {"role": "assistant", "content": "g"}
+BAD = {"role": "assistant", "content": "b"}
+MORE = {"role": "user", "content": "m"}
+
+
+def samples_of(record: dict[str, Any]) -> tuple[Sample, ...]:
+    return preference_of(record, "here").tokenized(LetterTokens()).samples
+
+
+def learnt(sample: Sample) -> str:
+    return "".join(
+        chr(token) for token, mask in zip(sample.token_ids, sample.loss_mask, strict=True) if mask and token > 1
+    )
+
+
+def test_texts_are_tokens_as_a_rollouts_are() -> None:
+    assert preference_of({"prompt": "p", "chosen": "g", "rejected": "b"}, "here") == Preference(
+        Conversation("p", "g"), Conversation("p", "b")
+    )
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "u", "chosen": "g", "rejected": "b"},
+        {"messages": [USER], "chosen": "g", "rejected": "b"},
+        {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+        {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"prompt": "u", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    ],
+)
+def test_every_form_gives_the_same_pair(record: dict[str, Any]) -> None:
+    chosen, rejected = samples_of(record)
+    assert (chosen.pair, chosen.chosen, rejected.pair, rejected.chosen) == (0, True, 0, False)
+    assert chosen.token_ids == (ord("u"), 0, ord("g"), 1)
+    assert (learnt(chosen), learnt(rejected)) == ("g", "b")
+
+
+def test_earlier_answers_are_not_learnt_and_longer_ones_are_wholly() -> None:
+    chosen, rejected = samples_of({"messages": [USER, FIRST, USER], "chosen": [GOOD, MORE, GOOD], "rejected": [BAD]})
+    assert (learnt(chosen), learnt(rejected)) == ("gg", "b")
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": "p", "chosen": "g"}, "no 'rejected'"),
+        ({"prompt": "p", "chosen": "g", "rejected": "g"}, "are the same"),
+        ({"chosen": "g", "rejected": "b"}, "'chosen' is a text without a prompt"),
+        ({"prompt": "p", "chosen": "g", "rejected": ""}, "'rejected' is an empty string"),
+        ({"prompt": "else", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "'prompt' is a text that is not in"),
+        ({"messages": [USER], "chosen": [MORE], "rejected": [BAD]}, "'chosen' has no message of the assistant"),
+        ({"chosen": [USER, GOOD], "rejected": [USER, GOOD, MORE]}, "'chosen' says nothing as the assistant"),
+        ({"messages": 3, "chosen": "g", "rejected": "b"}, "'messages' is a number"),
+    ],
+)
+def test_a_bad_row_is_named(record: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        preference_of(record, "p.jsonl:7")
+    assert message in str(caught.value) and str(caught.value).startswith("p.jsonl:7: ")

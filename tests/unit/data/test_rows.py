@@ -1,0 +1,80 @@
+"""Rows of every kind of file; Parquet and `datasets` where they are installed, and what is said where they are not."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octetrl.config.errors import UserError
+from octetrl.data.conversations import conversation_of
+from octetrl.data.rows import read_rows
+
+RECORDS: list[dict[str, Any]] = [
+    {"level": 2, "messages": [{"role": "user", "content": "é"}, {"role": "assistant", "content": "a"}]},
+    {"messages": [{"role": "user", "content": "b", "name": "Bob"}, {"role": "assistant", "content": "c"}]},
+]
+
+
+def test_lines_count_from_one_and_empty_ones_are_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text("\n".join([json.dumps(RECORDS[0]), "", json.dumps(RECORDS[1])]))
+    assert [(row.number, row.where, row.record) for row in read_rows(path)] == [
+        (1, f"{path}:1", RECORDS[0]),
+        (3, f"{path}:3", RECORDS[1]),
+    ]
+
+
+def test_parquet_rows_are_the_rows_without_nulls(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "r.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(RECORDS), path)
+    rows = list(read_rows(path))
+    assert [row.record for row in rows] == RECORDS
+    assert [row.where for row in rows] == [f"{path}, row 1", f"{path}, row 2"]
+    conversation_of(rows[1].record, rows[1].where)
+
+
+def test_a_parquet_file_that_is_none_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    path = tmp_path / "r.parquet"
+    with pytest.raises(UserError, match="no such file"):
+        list(read_rows(path))
+    path.write_text("{}")
+    with pytest.raises(UserError, match=r"r\.parquet: not Parquet"):
+        list(read_rows(path))
+
+
+@pytest.mark.parametrize(
+    ("package", "path", "extra"),
+    [("pyarrow", "r.parquet", "parquet"), ("datasets", ".", "datasets"), ("datasets", "hf:o/n", "datasets")],
+)
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, package: str, path: str, extra: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError) as caught:
+        list(read_rows(path))
+    assert f"pip install 'octetrl[{extra}]'" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_saved_and_loadable_folders(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    saved = datasets.Dataset.from_list(RECORDS)
+    saved.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": saved, "test": saved.select([1])}).save_to_disk(tmp_path / "splits")
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    for folder in ("one", "splits", "files"):
+        rows = list(read_rows(tmp_path / folder))
+        assert [row.record for row in rows] == RECORDS, folder
+        assert rows[1].where == f"{tmp_path / folder}[train], row 2"
+    assert [row.record for row in read_rows(tmp_path / "splits", split="test")] == RECORDS[1:]
+    with pytest.raises(UserError, match="no split 'dev'; it has train, test"):
+        list(read_rows(tmp_path / "splits", split="dev"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="datasets can't load it"):
+        list(read_rows(tmp_path / "empty"))

@@ -1,0 +1,143 @@
+"""Given conversations: the tokens are the template's to the last one, and the mask is what the policy would say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octetrl.config.errors import UserError
+from octetrl.rollout.chat_tokens import ChatTokens
+from octetrl.run.tiny_model import ASSISTANT, CHAT_TEMPLATE, END, train_tokenizer
+
+LOOP = "{% for message in messages %}"
+THINKS = (  # as Qwen3's: thoughts stand in the answer after the last question alone, and are written there always
+    LOOP
+    + "{% set last = loop.last %}{% if message.role == 'assistant' %}"
+    + ASSISTANT
+    + "\n{% set parts = message.content.split('</think>') %}"
+    + "{% if last %}<think>\n{{ parts[0].replace('<think>', '').strip() if parts|length > 1 }}\n</think>\n\n{% endif %}"
+    + "{{ parts[-1].strip() }}"
+    + END
+    + "\n{% else %}<|user|>\n{{ message.content }}"
+    + END
+    + "\n{% endif %}{% endfor %}{% if add_generation_prompt %}"
+    + ASSISTANT
+    + "\n{% endif %}"
+)
+TRIMS = (  # as Llama 2's: blanks of an answer are taken off, and one is put on each side
+    LOOP
+    + "{% if message.role == 'assistant' %} {{ message.content | trim }} "
+    + END
+    + "{% else %}[INST] {{ message.content }} [/INST]{% endif %}{% endfor %}"
+)
+TEMPLATES = {"plain": CHAT_TEMPLATE, "trims": TRIMS}
+letters = st.text(alphabet="ab 1é\n{|<😀", min_size=1, max_size=12)
+answers = letters.filter(lambda text: text.strip())
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:  # each test sets the template it is about
+    return train_tokenizer(["State the answer: 1 + 2 = 3, so the sum is 3. <think>\nab\n</think>\n\n"])
+
+
+def conversation(*contents: str, system: str | None = None) -> list[dict[str, str]]:
+    roles = ["user", "assistant"] * len(contents)
+    messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
+    return messages if system is None else [{"role": "system", "content": system}, *messages]
+
+
+def spoken(tokenizer: Any, tokens: Any) -> list[str]:
+    """The decoded runs of trained tokens."""
+    runs: list[list[int]] = [[]]
+    for token, trained in zip(tokens.token_ids, tokens.loss_mask, strict=True):
+        if trained:
+            runs[-1].append(token)
+        elif runs[-1]:
+            runs.append([])
+    return [tokenizer.decode(run) for run in runs if run]
+
+
+@settings(max_examples=60)
+@given(turns=st.lists(st.tuples(letters, answers), min_size=1, max_size=4), system=st.none() | answers)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_mask_covers_exactly_what_the_assistant_says(
+    tokenizer: Any, name: str, turns: list[tuple[str, str]], system: str | None
+) -> None:
+    tokenizer.chat_template = TEMPLATES[name]
+    messages = conversation(*(text for turn in turns for text in turn), system=system)
+    tokens = ChatTokens(tokenizer).message_tokens(messages)
+    assert tokens.token_ids == tuple(tokenizer.apply_chat_template(messages, return_dict=False))
+    said = [answer + END if name == "plain" else f" {answer.strip()} {END}" for _, answer in turns]
+    if not tokens.across_borders:
+        assert spoken(tokenizer, tokens) == said
+    else:
+        assert name == "trims", "tokens across a border where special tokens stand on both sides"
+
+
+def test_two_forms_of_one_conversation_are_the_same_sample(tokenizer: Any) -> None:
+    tokenizer.chat_template = CHAT_TEMPLATE
+    chat = ChatTokens(tokenizer, "Be brief.")
+    tokens = chat.message_tokens(conversation("1 + 2 =", "so 3"))
+    prompt, answer = chat.prompt_tokens("1 + 2 ="), chat.answer_tokens("so 3")
+    assert tokens.token_ids == prompt + answer
+    assert tokens.loss_mask == (False,) * len(prompt) + (True,) * len(answer)
+
+
+def test_only_answers_from_the_given_message_on_are_learnt(tokenizer: Any) -> None:
+    tokenizer.chat_template = CHAT_TEMPLATE
+    for prompt in (None, "Be brief."):
+        tokens = ChatTokens(tokenizer, prompt).message_tokens(conversation("a", "b", "a", "1 + 2"), learn_from=3)
+        assert spoken(tokenizer, tokens) == ["1 + 2" + END]
+
+
+def test_thoughts_are_said_where_the_template_writes_them(tokenizer: Any) -> None:
+    tokenizer.chat_template = THINKS
+    messages = conversation("a", "<think>\n1\n</think>\n\nb", "a", "<think>\n2\n</think>\n\nb")
+    tokens = ChatTokens(tokenizer).message_tokens(messages)
+    assert spoken(tokenizer, tokens) == ["b" + END, "<think>\n2\n</think>\n\nb" + END]
+    tokens = ChatTokens(tokenizer).message_tokens(conversation("a", "b"))
+    assert spoken(tokenizer, tokens) == ["<think>\n\n</think>\n\nb" + END]
+
+
+def test_a_token_across_a_border_is_not_trained_on_and_counted() -> None:
+    tokenizer = train_tokenizer(["State the answer: 1 + 2 = 3, so the sum is 3."])
+    opening = "State the answer: 1 + 2"
+    tokenizer.chat_template = (
+        LOOP
+        + "{% if message.role == 'assistant' %}"
+        + opening
+        + "{{ message.content }}"
+        + END
+        + "{% endif %}{% endfor %}{% if add_generation_prompt %}"
+        + opening
+        + "{% endif %}"
+    )
+    tokenizer.add_tokens(["2 = 3"])
+    tokens = ChatTokens(tokenizer).message_tokens(conversation("?", " = 3, so"))
+    assert tokens.across_borders == 1
+    assert spoken(tokenizer, tokens) == [", so" + END]
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "no chat template"),
+        (LOOP + "{{ message.content }}\n{% endfor %}", "not with a special token"),
+        (LOOP + "{% if message.role == 'user' %}{{ message.content }}{% endif %}{% endfor %}", "at a place of its own"),
+        (
+            "{{ messages[-1].content | length }}" + LOOP + "{{ message.content }}" + END + "{% endfor %}",
+            "at a place of its own",
+        ),
+        (
+            LOOP + "{{ message.content }}" + END + "{% endfor %}{{ messages[-1].content | length }}",
+            "depends on the answer",
+        ),
+    ],
+)
+def test_a_template_that_hides_the_answer_is_refused(tokenizer: Any, template: str | None, message: str) -> None:
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match=message):
+        ChatTokens(tokenizer).message_tokens(conversation("a", "b" * 12))
