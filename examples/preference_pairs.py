@@ -23,17 +23,17 @@ def guess(task: Task, chance: random.Random) -> str:
     return f"#### {int(task.answer) + chance.choice([-3, -2, -1, 1, 2, 3])}"
 
 
-def main(path: Path) -> None:
+def write_pairs(path: Path, count: int) -> None:
     recipe = load_recipe(str(RECIPES / "demo_sft.yaml"), [])
     environment = build_environment(recipe.environment)
     taskset = Taskset(environment.tasks, eval_size=recipe.environment.eval_size, seed=recipe.environment.seed)
     chance = random.Random(0)
     pairs = [
         {"prompt": task.prompt, "chosen": worked_answer(task), "rejected": guess(task, chance)}
-        for task in taskset.next_batch(NUM_PAIRS)
+        for task in taskset.next_batch(count)
     ]
     path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    write_pairs(Path(sys.argv[1]), NUM_PAIRS)

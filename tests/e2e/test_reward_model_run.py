@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 from transformers import AutoModelForSequenceClassification
 
+from examples.preference_pairs import write_pairs
 from octetrl.config.errors import UserError
+from octetrl.config.load import load_recipe
 from octetrl.models.families import load_spec
 from octetrl.run.evaluate import evaluate_checkpoint
 from octetrl.run.export import export_run
 from octetrl.run.loop import train
 from octetrl.trainer import checkpoint
 from tests.e2e.tiny_run import read_lines, run, timeless, tiny_recipe
+from tests.house.tree import REPO
 
 STEPS = 12
 
@@ -111,3 +114,14 @@ def test_a_critic_may_begin_with_it(exported: Path, model: Path, tmp_path: Path)
 def test_what_cannot_stand_together_is_refused(change: dict[str, Any], said: str, model: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=said):
         tiny_recipe(model, tmp_path / "run", change)
+
+
+def test_the_recipe_runs_on_the_examples_pairs(model: Path, tmp_path: Path) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    write_pairs(pairs, 40)
+    overrides = {"model.path": model, "algorithm.conversations": pairs, "output_dir": tmp_path / "run"}
+    words = [f"{name}={value}" for name, value in overrides.items()]
+    words += ["steps=2", "model.context_length=512", "logging.console=quiet", "cluster.device=cpu"]
+    train(load_recipe(REPO / "recipes/demo_reward_model.yaml", words))
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["train/pairs"] for line in lines] == [32, 32] and lines[1]["preference/accuracy"] > 0
