@@ -36,7 +36,10 @@ def problem_of(*fields: tuple[str, Any]) -> str:
 
 SFT = (("algorithm.name", "sft"), ("algorithm.conversations", "c.jsonl"))
 
+REWARD_MODEL = (("algorithm.name", "reward_model"), ("algorithm.conversations", "p.jsonl"))
+
 IMPOSSIBLE = [
+    ([*REWARD_MODEL, ("model.lora", {})], "a reward model is trained whole"),
     ([("rollout.group_size", 1)], "no siblings to compare"),
     ([("model.context_length", 1000)], "raise it to 2048"),
     ([("evaluation.max_new_tokens", 4000)], "exceed model.context_length"),
