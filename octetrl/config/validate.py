@@ -204,12 +204,6 @@ def _critic_problems(recipe: Recipe) -> Iterator[Problem]:
 def _data_problems(recipe: Recipe) -> Iterator[Problem]:
     algorithm, sources = recipe.algorithm, recipe.data.sources
     if algorithm.learns_from == "rollouts":
-        if sources or algorithm.conversations:
-            field = "data.sources" if sources else "algorithm.conversations"
-            text = (
-                f"{field}: {algorithm.name} learns from rollouts of environment.dataset; remove it, or use sft or dpo"
-            )
-            yield Problem((field, "algorithm.name"), text)
         return
     form = _ROWS[algorithm.learns_from]
     if algorithm.conversations is None and not sources:

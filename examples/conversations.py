@@ -1,0 +1,42 @@
+"""Conversations for the demo's SFT over messages: sums worked out, some in two turns, and sums with the bare result.
+
+python examples/conversations.py runs/demo
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+from octetrl.config.load import load_recipe
+from octetrl.environments.base import Taskset
+from octetrl.run.build import build_environment
+from octetrl.run.demo import RECIPES, bare_answer, worked_answer
+
+NUM_CONVERSATIONS = 4000
+
+
+def conversation(*contents: str) -> dict[str, Any]:
+    roles = ["user", "assistant"] * len(contents)
+    return {"messages": [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]}
+
+
+def main(folder: Path) -> None:
+    recipe = load_recipe(str(RECIPES / "demo_sft.yaml"), [])
+    environment = build_environment(recipe.environment)
+    taskset = Taskset(environment.tasks, eval_size=recipe.environment.eval_size, seed=recipe.environment.seed)
+    chance = random.Random(0)
+    worked, bare = [], []
+    for task in taskset.next_batch(NUM_CONVERSATIONS):
+        if chance.random() < 0.25:
+            worked.append(conversation(task.prompt, bare_answer(task), "Show the steps.", worked_answer(task)))
+        else:
+            worked.append(conversation(task.prompt, worked_answer(task)))
+        bare.append(conversation(task.prompt, bare_answer(task)))
+    for name, rows in (("worked.jsonl", worked), ("bare.jsonl", bare)):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

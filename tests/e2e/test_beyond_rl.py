@@ -1,0 +1,161 @@
+"""Whole runs that learn from given conversations, preference pairs, the best of rollouts, or a teacher."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octetrl.cli.main import run_command
+from octetrl.config.errors import UserError
+from octetrl.config.load import dump_recipe, load_recipe
+from octetrl.config.schema import Recipe
+from octetrl.run.loop import train
+from tests.e2e.test_objectives import dotted
+from tests.e2e.tiny_run import make_model, read_lines, recipe_tree, run, timeless
+from tests.house.tree import REPO
+
+MESSAGES = [
+    {
+        "messages": [
+            {"role": role, "content": f"{role[0]}{number} {turn}"} for turn in "ab" for role in ("user", "assistant")
+        ]
+    }
+    for number in range(6)
+]
+ANSWERED = [{"prompt": f"{number} + 1 =", "answer": f"so {number + 1}"} for number in range(5)]
+PAIRS = [{"prompt": f"{number} - 1 =", "chosen": "good", "rejected": "a bad one"} for number in range(6)]
+FP8 = {"precision": "fp8", "fp8.train": True}
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the recipes' files are, under the names they have there."""
+    folder = tmp_path_factory.mktemp("data")
+    write(folder / "worked.jsonl", MESSAGES)
+    write(folder / "bare.jsonl", ANSWERED)
+    write(folder / "pairs.jsonl", PAIRS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another model of the same tokenizer: one layer more."""
+    return make_model(tmp_path_factory.mktemp("teacher") / "model", num_hidden_layers=3)
+
+
+def shipped(name: str, model: Path, output: Path, data: Path, *more: str) -> Recipe:
+    """recipes/demo_NAME.yaml on the tiny model and data, two steps of four examples."""
+    own = ("algorithm.", "environment.", "rollout.group_size", "precision")
+    words = [f"{key}={value}" for key, value in dotted(recipe_tree(model, output)) if not key.startswith(own)]
+    recipe = load_recipe(REPO / "recipes" / f"demo_{name}.yaml")
+    if recipe.algorithm.conversations:
+        words.append(f"algorithm.conversations={data / Path(recipe.algorithm.conversations).name}")
+    for source, config in recipe.data.sources.items():
+        words.append(f"data.sources.{source}.path={data / Path(config.path).name}")
+    words += ["algorithm.batch_size=4", "environment.reward=tests.e2e.tiny_rewards:by_text", "steps=2", *more]
+    return load_recipe(REPO / "recipes" / f"demo_{name}.yaml", words)
+
+
+def lines_of(recipe: Recipe) -> list[dict[str, Any]]:
+    assert recipe.fp8.train, "every recipe here trains in FP8"
+    train(recipe)
+    return read_lines(Path(recipe.output_dir) / "metrics.jsonl")
+
+
+def test_sft_over_messages_of_two_files(model: Path, data: Path, tmp_path: Path) -> None:
+    lines = lines_of(shipped("sft_messages", model, tmp_path / "run", data, "steps=4"))
+    assert [line["data/share/worked"] for line in lines] == [0.75] * 4
+    assert lines[-1]["data/epoch/worked"] == 2.0 and lines[-1]["data/too_long"] == 0.0
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+@pytest.mark.parametrize("name", ["dpo", "ipo"])
+def test_preferences_are_learnt(name: str, model: Path, data: Path, tmp_path: Path) -> None:
+    more = ("steps=6", "trainer.optimizer.lr=1e-3", "trainer.optimizer.warmup_steps=0")
+    lines = lines_of(shipped(name, model, tmp_path / "run", data, *more))
+    assert lines[0]["preference/accuracy"] == 0.0 and lines[0]["preference/margin"] == 0.0
+    assert lines[-1]["preference/accuracy"] == 1.0 and lines[-1]["preference/margin"] > 0.05
+    assert lines[-1]["preference/rejected_logprob"] < lines[0]["preference/rejected_logprob"]
+    assert lines[0]["train/samples"] == 8.0, "both answers of four pairs"
+
+
+def test_the_best_of_rollouts_are_learnt(model: Path, data: Path, tmp_path: Path) -> None:
+    lines = lines_of(shipped("rft", model, tmp_path / "run", data, "rollout.group_size=4"))
+    for line in lines:
+        assert line["rollout/count"] == 8 and line["train/samples"] == 4, "two of four, in each of two groups"
+        assert line["loss"] > 0 and line["mismatch/max_abs_diff"] == 0.0
+    above = lines_of(shipped("rft", model, tmp_path / "none", data, "algorithm.reward_threshold=2.0"))
+    assert all(line["train/skipped"] == 1.0 for line in above)
+
+
+@pytest.mark.parametrize("distillation", ["sampled", "reverse_kl", "forward_kl"])
+def test_a_teacher_is_learnt_from(distillation: str, model: Path, teacher: Path, data: Path, tmp_path: Path) -> None:
+    words = (f"algorithm.teacher={teacher}", f"algorithm.distillation={distillation}", "rollout.group_size=1")
+    lines = lines_of(shipped("distill", model, tmp_path / "run", data, *words))
+    for line in lines:
+        assert line["grad_norm"] > 0 and line["mismatch/max_abs_diff"] == 0.0
+    if distillation != "sampled":
+        assert lines[1]["loss"] > 0 and 0 < lines[0]["distill/teacher_mass"] <= 1
+
+
+def test_a_teacher_of_other_tokens_is_refused(model: Path, teacher: Path, data: Path, tmp_path: Path) -> None:
+    for folder, message in ((tmp_path, "algorithm.teacher: "), (teacher, "its tokenizer is not the policy's")):
+        if folder is teacher:
+            folder = tmp_path / "other"
+            make_model(folder, num_hidden_layers=1)
+            vocabulary = folder / "tokenizer.json"
+            vocabulary.write_text(vocabulary.read_text().replace("<|user|>", "<|human|>"))
+        with pytest.raises(UserError, match=message):
+            train(shipped("distill", model, tmp_path / "run", data, f"algorithm.teacher={folder}"))
+
+
+@pytest.mark.parametrize("name", ["sft_messages", "dpo", "ipo", "rft", "distill"])
+def test_check_accepts_its_recipe(
+    name: str, model: Path, teacher: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(dump_recipe(shipped(name, model, tmp_path / "run", data, f"algorithm.teacher={teacher}")))
+    assert run_command(["check", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "no problems" in shown and f"  algorithm           {name.split('_')[0]}, " in shown
+    assert ("reference model" in shown) == (name in ("dpo", "ipo")) and ("teacher" in shown) == (name == "distill")
+
+
+def test_check_names_every_bad_row(model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "pairs.jsonl", [PAIRS[0], {"prompt": "p", "chosen": "c"}, {"chosen": "c", "rejected": "r"}])
+    path = tmp_path / "recipe.yaml"
+    path.write_text(dump_recipe(shipped("dpo", model, tmp_path / "run", tmp_path)))
+    assert run_command(["check", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert "pairs.jsonl:2: no 'rejected'" in said and "pairs.jsonl:3: 'chosen' is a text without a prompt" in said
+
+
+@pytest.mark.parametrize("stop", [1, 2])
+def test_a_resumed_mixture_is_the_run_never_cut_off(stop: int, model: Path, data: Path, tmp_path: Path) -> None:
+    constant = ("trainer.optimizer.decay=constant",)  # so that the length of the run does not matter
+    whole = lines_of(shipped("sft_messages", model, tmp_path / "whole", data, "steps=4", *constant))
+    cut = tmp_path / f"cut{stop}"
+    train(shipped("sft_messages", model, cut, data, f"steps={stop}", "checkpoint.every=1", *constant))
+    train(shipped("sft_messages", model, cut, data, "steps=4", "checkpoint.every=1", *constant), resume=True)
+    assert timeless(read_lines(cut / "metrics.jsonl")) == timeless(whole)
+
+
+def test_without_rollouts_no_environment_is_needed(model: Path, data: Path, tmp_path: Path) -> None:
+    changes = {
+        "algorithm.name": "sft",
+        "algorithm.conversations": str(data / "worked.jsonl"),
+        "algorithm.batch_size": 2,
+    }
+    changes |= {"precision": "bf16", "environment": {}, "steps": 1}
+    (line,) = run(model, tmp_path / "run", changes)
+    assert line["train/samples"] == 2.0
+    with pytest.raises(UserError, match=r"environment\.dataset: missing"):
+        run(model, tmp_path / "evaluated", {**changes, "evaluation.every": 1})
