@@ -103,8 +103,6 @@ def _wrong_value(field: tuple[str, ...], detail: Any, tree: dict[str, Any]) -> s
     name = ".".join(field)
     if len(detail["loc"]) > len(field):
         name += "".join(f"[{part}]" for part in detail["loc"][len(field) :] if part != "[key]")
-    if detail["type"] == "missing" and isinstance(detail["loc"][-1], str):
-        return f"{name}: missing"
     if detail["type"] == "extra_forbidden":
         return f"{name}: unknown key{nearest(str(detail['loc'][-1]), DataSource.model_fields)}"
     if detail["type"] == "literal_error":
@@ -114,6 +112,8 @@ def _wrong_value(field: tuple[str, ...], detail: Any, tree: dict[str, Any]) -> s
         return f"{name}: {_show(detail['input'])} is not allowed; choose one of {', '.join(words)}{hint}"
     if field == ("trainer", "optimizer", "betas") and detail["type"] in ("missing", "too_long", "too_short"):
         return f"{name}: two numbers are needed, such as [0.9, 0.95]"
+    if detail["type"] == "missing":
+        return f"{name}: missing"
     words_of_type = _WORDS.get(detail["type"], "is not valid: " + detail["msg"].replace("{", "{{"))
     return f"{name}: {_show(detail['input'])} {words_of_type.format(**detail.get('ctx', {}))}"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from octetrl.cli.main import main
+from octetrl.cli.main import run_command
 from octetrl.config.errors import UserError
 from octetrl.config.load import dump_recipe, load_recipe
 from octetrl.config.schema import Recipe
@@ -123,7 +123,7 @@ def test_check_accepts_its_recipe(
 ) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(dump_recipe(shipped(name, model, tmp_path / "run", data, f"algorithm.teacher={teacher}")))
-    assert main(["check", str(path)]) == 0
+    assert run_command(["check", str(path)]) == 0
     shown = capsys.readouterr().out
     assert "no problems" in shown and f"  algorithm           {name.split('_')[0]}, " in shown
     assert ("reference model" in shown) == (name in ("dpo", "ipo")) and ("teacher" in shown) == (name == "distill")
@@ -133,7 +133,7 @@ def test_check_names_every_bad_row(model: Path, data: Path, tmp_path: Path, caps
     write(tmp_path / "pairs.jsonl", [PAIRS[0], {"prompt": "p", "chosen": "c"}, {"chosen": "c", "rejected": "r"}])
     path = tmp_path / "recipe.yaml"
     path.write_text(dump_recipe(shipped("dpo", model, tmp_path / "run", tmp_path)))
-    assert main(["check", str(path)]) == 2
+    assert run_command(["check", str(path)]) == 2
     said = capsys.readouterr().err
     assert "pairs.jsonl:2: no 'rejected'" in said and "pairs.jsonl:3: 'chosen' is a text without a prompt" in said
 

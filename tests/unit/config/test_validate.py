@@ -50,6 +50,14 @@ IMPOSSIBLE = [
     ([("rollout.stop", [""])], "rollout.stop"),
     ([*SFT, ("precision", "fp8_full")], "nothing to calibrate on"),
     ([("precision", "fp8_full"), ("engine.prefix_cache", "keep")], "old codes by the new scales"),
+    ([("algorithm.name", "dpo")], "algorithm.conversations: dpo needs"),
+    ([*SFT, ("data.sources", {"a": {"path": "b"}})], "algorithm.conversations: is one source and data.sources"),
+    ([("algorithm.name", "distill")], "algorithm.teacher: missing"),
+    (
+        [("algorithm.name", "rft"), ("algorithm.best_of_group", 9)],
+        "algorithm.best_of_group: 9 is more than the rollout.group_size 8",
+    ),
+    ([("algorithm.name", "ipo"), SFT[1], ("algorithm.kl_coefficient", 0.1)], "ipo has the KL in its loss"),
     ([("algorithm.name", "sft")], "algorithm.conversations: sft needs"),
     ([*SFT, ("algorithm.kl_coefficient", 0.1)], "no reference policy"),
     ([*SFT, ("trainer.minibatches", 65)], "use at most 64"),
@@ -120,6 +128,11 @@ WRONG_VALUES = [
     ("environment.parameters", 3, "environment.parameters: 3 is not a mapping"),
     ("precision", "fp16", "choose one of bf16, fp8_rollout, fp8, fp8_full"),
     ("engine.page_size", 48, "choose one of 16, 32, 64, 128"),
+    ("data.sources", {"Chat": {"path": "c"}}, "is not in small letters"),
+    ("data.sources", {"chat": "c.jsonl"}, "data.sources[chat]: 'c.jsonl' is not a section"),
+    ("data.sources", {"chat": {}}, "data.sources[chat][path]: missing"),
+    ("data.sources", {"chat": {"path": "c", "wieght": 2}}, "unknown key; did you mean 'weight'?"),
+    ("data.sources", {"chat": {"path": "c", "weight": 0}}, "it must be above 0"),
     ("output_dir", "x" * 30 + "\n", None),
 ]
 
