@@ -9,7 +9,8 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, get_args
+from types import UnionType
+from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -135,7 +136,7 @@ def section_of(schema: type[Section], key: str) -> type[Section] | None:
     """The section that `key` is in `schema`, one that may be null included; None: a plain field, or unknown."""
     field = schema.model_fields.get(key)
     annotation = field.annotation if field is not None else None
-    for choice in (annotation, *get_args(annotation)):
+    for choice in get_args(annotation) if get_origin(annotation) is UnionType else (annotation,):
         if isinstance(choice, type) and issubclass(choice, Section):
             return choice
     return None
