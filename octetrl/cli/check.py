@@ -26,7 +26,7 @@ from octetrl.config.spec import ModelSpec
 from octetrl.config.validate import spec_problems
 from octetrl.data.rows import HUB
 from octetrl.fp8.policy import LINEARS, PrecisionPolicy, Side, precision_policy, scoring_policy, tokens_that_pay
-from octetrl.models.families import load_critic_spec, load_spec, spec_from_config
+from octetrl.models.families import load_critic_spec, load_reward_spec, load_spec, spec_from_config
 
 GIB = 2**30
 
@@ -256,7 +256,7 @@ def _critic(recipe: Recipe, spec: ModelSpec) -> ScalarModel | None:
 def _scorer(recipe: Recipe) -> ScalarModel | None:
     if recipe.environment.reward_model is None:
         return None
-    spec = load_spec(recipe.environment.reward_model, scalar=True)
+    spec = load_reward_spec(recipe.environment.reward_model)
     return ScalarModel(spec, _training_alone(scoring_policy(spec, recipe.fp8)))
 
 

@@ -53,9 +53,24 @@ def load_spec(folder: str | Path, *, scalar: bool = False) -> ModelSpec:
         raise UserError(f"{path}: {error}") from None
 
 
+def load_reward_spec(folder: str | Path) -> ModelSpec:
+    """The spec of a trained reward model. UserError: a model of another kind."""
+    try:
+        spec = load_spec(folder, scalar=True)
+        named = _read_json(Path(folder) / "config.json").get("architectures") or [""]
+        if not named[0].endswith(SCALAR):
+            raise UserError(f"'{folder}' holds a {named[0]}, no reward model; give the export of a reward_model run")
+    except UserError as error:
+        raise UserError(f"environment.reward_model: {error}") from None
+    return spec
+
+
 def load_critic_spec(folder: str | Path, policy: ModelSpec, context_length: int) -> ModelSpec:
     """The spec of a model that is to value a policy's tokens. UserError: it can't read them, or not as many."""
-    spec = load_spec(folder, scalar=True)
+    try:
+        spec = load_spec(folder, scalar=True)
+    except UserError as error:
+        raise UserError(f"critic.path: {error}") from None
     if spec.vocab_size != policy.vocab_size:
         raise UserError(
             f"critic.path: '{folder}' has a vocabulary of {spec.vocab_size}, the policy's is {policy.vocab_size};"

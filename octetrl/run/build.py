@@ -94,7 +94,7 @@ def build_run(recipe: Recipe, *, trains: bool = True) -> Run:
         journal=Journal(),
         console=console,
         spans=spans,
-        base_collection=Collection.from_config(chat, recipe.rollout, seed=recipe.seed),
+        base_collection=build_collection(recipe, chat),
     )
 
 

@@ -24,7 +24,7 @@ from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
 from octetrl.environments.scoring import Score
 from octetrl.fp8.policy import scoring_policy
-from octetrl.models.families import load_spec
+from octetrl.models.families import load_reward_spec
 from octetrl.models.hf_weights import load_weights
 from octetrl.records import RolloutStatus, Task
 from octetrl.rollout.chat_tokens import ChatTokens
@@ -40,8 +40,8 @@ class RewardModelScorer:
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
         assert recipe.environment.reward_model is not None, "built for a recipe with a reward model"
         folder = Path(recipe.environment.reward_model)
+        spec = load_reward_spec(folder)
         try:
-            spec = load_spec(folder, scalar=True)
             self._chat = ChatTokens(load_tokenizer(folder), recipe.rollout.system_prompt)
             policy = scoring_policy(spec, recipe.fp8, recipe.numerics)
             model = scalar_decoder(recipe, spec, policy, device)

@@ -12,11 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from octetrl.config.errors import UserError
+from octetrl.config.load import load_recipe
 from octetrl.models.families import load_spec
 from octetrl.run.export import export_run
 from octetrl.run.loop import train
 from octetrl.trainer import checkpoint
-from tests.e2e.tiny_run import make_model, read_lines, run, timeless, tiny_recipe
+from tests.e2e.tiny_run import make_model, read_lines, recipe_tree, run, timeless, tiny_recipe
+from tests.house.tree import REPO
 
 PPO: dict[str, Any] = {
     "algorithm.name": "ppo",
@@ -106,3 +108,20 @@ def test_a_critic_of_another_tokenizer_is_refused(model: Path, tmp_path: Path) -
     smaller = make_model(tmp_path / "smaller", num_hidden_layers=1)
     lines = run(model, tmp_path / "run", PPO | {"critic.path": str(smaller), "steps": 1})
     assert lines[0]["value/grad_norm"] > 0
+
+
+def test_the_recipe_runs(model: Path, tmp_path: Path) -> None:
+    changes = PPO | {"environment.reward": "tests.e2e.tiny_rewards:by_text", "critic.pretrain_steps": 1, "steps": 3}
+    of_the_recipe = ("algorithm.", "trainer.", "critic.optimizer", "rollout.group_size", "precision")
+    words = dotted(recipe_tree(model, tmp_path / "run", changes))
+    train(load_recipe(REPO / "recipes/demo_ppo.yaml", [word for word in words if not word.startswith(of_the_recipe)]))
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["lr"] > 0 for line in lines] == [False, True, True]
+    assert all(line["mismatch/max_abs_diff"] == 0.0 and line["train/updates"] == 4 for line in lines)
+
+
+def dotted(tree: dict[str, Any], prefix: str = "") -> list[str]:
+    found: list[str] = []
+    for key, value in tree.items():
+        found += dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}={value}"]
+    return found

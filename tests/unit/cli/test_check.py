@@ -124,3 +124,12 @@ def test_an_environment_in_python(folder: Path, capsys: pytest.CaptureFixture[st
     (folder / "sums_to_check.py").write_text("class Sums:\n    tasks = ()\n    def score(self, task, text): ...\n")
     code, _, err = check(capsys, "environment.kind=python", "environment.dataset=sums_to_check:Sums")
     assert (code, err) == (0, "")
+
+
+def test_a_critic_and_a_reward_model_are_looked_at(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = check(capsys, "algorithm.name=ppo")
+    assert code == 0 and "critic" in out and "weights, FP8 copies, gradients; two moments, float32" in out
+    code, _, err = check(capsys, "algorithm.name=ppo", "critic.path=nowhere")
+    assert code == 2 and "critic.path: model folder 'nowhere' does not exist" in err
+    code, _, err = check(capsys, "environment.reward_model=model")
+    assert code == 2 and "environment.reward_model: 'model' holds a Qwen3ForCausalLM, no reward model" in err

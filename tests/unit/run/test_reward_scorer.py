@@ -104,7 +104,7 @@ def test_nothing_to_score(causal: Path, reward_model: Path) -> None:
 
 
 def test_a_causal_model_is_no_reward_model(causal: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"environment\.reward_model: .* missing: score\.weight"):
+    with pytest.raises(UserError, match=r"environment\.reward_model: .* holds a Qwen3ForCausalLM, no reward model"):
         scorer(causal, causal)
     with pytest.raises(UserError, match=r"environment\.reward_model: model folder .* does not exist"):
         scorer(causal, tmp_path / "nowhere")
