@@ -42,7 +42,7 @@ from octetrl.algorithms.table import build_algorithm
 from octetrl.config.load import PRECISIONS, recipe_from_mapping
 from octetrl.config.schema import Fp8Config, Recipe
 from octetrl.config.spec import ModelSpec
-from octetrl.data.conversations import ConversationOrder, read_conversations
+from octetrl.data.mixture import Mixture, read_source
 from octetrl.fp8.gemm import choose_backend
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
@@ -119,8 +119,8 @@ def make_start(recipe: Recipe, spec: ModelSpec, seed: int, device: torch.device)
     model = Decoder(spec, precision_policy(spec, Fp8Config()), "train", device=device)
     model.random_init(seed)
     folder = str(recipe.model.path)
-    conversations = read_conversations(str(recipe.algorithm.conversations))
-    order = ConversationOrder(conversations, ChatTokens(load_tokenizer(folder)), seed=seed)
+    sources = [read_source(name, source, "conversations") for name, source in recipe.sources.items()]
+    order = Mixture(sources, ChatTokens(load_tokenizer(folder)), seed=seed)
     layout = PackingLayout(recipe.trainer.tokens_per_micro_batch, padded_attention=device.type == "cpu")
     weighting = build_algorithm(recipe.algorithm).token_weighting
     batches = [pack(order.next_batch(recipe.algorithm.batch_size), layout, weighting) for _ in range(recipe.steps)]

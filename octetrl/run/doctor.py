@@ -92,8 +92,9 @@ class Patient:
     """A recipe's trainer and engine, alive, with its first prompts, without an optimizer. UserError for bad input."""
 
     def __init__(self, recipe: Recipe, examination: Examination) -> None:
-        if recipe.algorithm.name == "sft":
-            raise UserError("algorithm.name: 'sft' draws no rollouts, so there are no two sides; give a grpo recipe")
+        if recipe.algorithm.learns_from != "rollouts":
+            name = recipe.algorithm.name
+            raise UserError(f"algorithm.name: '{name}' draws no rollouts, so there are not two sides; take grpo")
         self.device = resolve_device(recipe.cluster)
         seed_everything(recipe.seed)
         self.recipe, self.examination = recipe, examination
