@@ -38,6 +38,13 @@ SFT = (("algorithm.name", "sft"), ("algorithm.conversations", "c.jsonl"))
 
 IMPOSSIBLE = [
     ([("rollout.group_size", 1)], "no siblings to compare"),
+    ([("algorithm.corrections", ["tis", "sequence_tis"])], "would weigh a token twice"),
+    ([("algorithm.corrections", ["veto", "veto"])], "name each once"),
+    ([("algorithm.corrections", ["token_mask"]), ("algorithm.ratio_base", "generator")], "nothing to correct"),
+    ([("algorithm.geometric_mask_range", [1.1, 1.2])], "must hold 1"),
+    ([("algorithm.kl_target", 0.1)], "there is no reference while algorithm.kl_coefficient is 0"),
+    ([("algorithm.reference_every", 5)], "or reference_every=0"),
+    ([("algorithm.max_refills", 5), ("algorithm.drop_zero_variance", False)], "leaves none out"),
     ([("model.context_length", 1000)], "raise it to 2048"),
     ([("evaluation.max_new_tokens", 4000)], "exceed model.context_length"),
     ([("rollout.temperature", 0)], "is greedy"),
@@ -89,6 +96,9 @@ def test_what_cannot_stand_together_is_refused_in_one_line(fields: list[tuple[st
         [("model.path", None), ("model.preset", "tiny"), ("model.init", "random"), ("model.tokenizer", "t")],
         [("model.init", "random")],
         [("model.context_length", 2048)],
+        [("algorithm.name", "reinforce_pp"), ("rollout.group_size", 1)],
+        [("algorithm.corrections", ["tis", "veto", "self_normalize"])],
+        [("algorithm.corrections", [])],
         [("engine.kv_cache_tokens", 2048)],
         [("algorithm.conversations", "inherited.jsonl")],
         [("evaluation.samples", 4), ("evaluation.temperature", 0.6)],
