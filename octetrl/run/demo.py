@@ -63,7 +63,7 @@ def main() -> None:
     console.print(summary(reports, Path(grpo.output_dir), time.perf_counter() - started))
 
 
-def make_model_and_examples(recipe: Recipe, config: dict[str, Any]) -> None:
+def make_model_and_examples(recipe: Recipe, config: dict[str, Any], bare_share: float = BARE_SHARE) -> None:
     """Write a random model of this shape, its tokenizer and the worked examples where the SFT recipe expects them."""
     model_folder, conversations = Path(str(recipe.model.path)), Path(str(recipe.algorithm.conversations))
     model_folder.mkdir(parents=True)
@@ -71,7 +71,7 @@ def make_model_and_examples(recipe: Recipe, config: dict[str, Any]) -> None:
     taskset = Taskset(environment.tasks, eval_size=recipe.environment.eval_size, seed=recipe.environment.seed)
     chance = random.Random(recipe.seed)
     examples = [
-        {"prompt": task.prompt, "answer": bare_answer(task) if chance.random() < BARE_SHARE else worked_answer(task)}
+        {"prompt": task.prompt, "answer": bare_answer(task) if chance.random() < bare_share else worked_answer(task)}
         for task in taskset.next_batch(NUM_EXAMPLES)
     ]
     conversations.write_text("".join(json.dumps(example) + "\n" for example in examples))

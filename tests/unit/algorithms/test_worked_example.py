@@ -1,0 +1,47 @@
+"""The objective that docs/algorithms.md adds, added as it says there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from octetrl.algorithms import table
+from octetrl.algorithms.token_loss import LossInputs
+from octetrl.config.objectives import OWN_DEFAULTS
+from octetrl.config.schema import AlgorithmConfig
+from tests.house.markdown import code_blocks
+from tests.house.tree import REPO
+
+DOCUMENT = (REPO / "docs/algorithms.md").read_text(encoding="utf-8")
+
+
+def test_it_works_as_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = [block for block in code_blocks(DOCUMENT) if block.language == "python"]
+    module: dict[str, Any] = {}
+    exec("from __future__ import annotations\n" + block.text, module)
+    assert '`"leaky": _policy(leaky_loss),`' in DOCUMENT
+    monkeypatch.setitem(table._BUILDERS, "leaky", table._policy(module["leaky_loss"]))
+    config = AlgorithmConfig(ratio_base="generator").model_copy(update={"name": "leaky"})
+    logprobs_N = torch.log(torch.tensor([1.0, 1.1, 2.0])).requires_grad_()
+    zeros_N = torch.zeros(3)
+    inputs = LossInputs(logprobs_N, zeros_N, torch.ones(3), zeros_N.long(), 1, generator_logprobs_N=zeros_N)
+    loss = table.build_algorithm(config).loss(inputs)
+    torch.testing.assert_close(loss.loss_N, -torch.tensor([1.0, 1.1, 1.2 + 0.08]))
+    gradient_N = torch.autograd.grad(loss.loss_N.sum(), logprobs_N)[0]
+    torch.testing.assert_close(gradient_N, -torch.tensor([1.0, 1.1, 0.2]))
+
+
+def test_the_table_holds_every_objective() -> None:
+    rows = [line for line in DOCUMENT.splitlines() if line.startswith("| `")]
+    for name in table._BUILDERS:
+        assert any(row.startswith(f"| `{name}`") for row in rows), f"{name} is not in docs/algorithms.md"
+    assert set(OWN_DEFAULTS) <= set(table._BUILDERS)
+
+
+def test_own_defaults_give_way_to_the_recipe() -> None:
+    assert AlgorithmConfig(name="gspo").clip_high == 4e-4
+    assert AlgorithmConfig(name="gspo", clip_high=0.2).clip_high == 0.2
+    assert AlgorithmConfig(name="gspo", clip_high=0.2).clip_low == 3e-4
+    assert AlgorithmConfig().clip_high == 0.2
