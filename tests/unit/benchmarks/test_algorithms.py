@@ -62,4 +62,4 @@ def test_every_objective_is_a_sound_recipe(objective: str, tmp_path: Path, monke
 
     monkeypatch.setattr(algorithms, "train", stop)
     with pytest.raises(Reached):
-        algorithms.run_arm(tmp_path, argparse.Namespace(steps=1), objective, 0)
+        algorithms.run_arm(tmp_path, argparse.Namespace(steps=8), objective, 0)
