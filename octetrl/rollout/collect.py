@@ -133,6 +133,8 @@ def _rollout(task: Task, request: GenerationRequest, completion: Completion, sco
         status=RolloutStatus.OVERLONG if was_cut else score.status,
         reward=score.reward,
         detail=score.detail,
+        trace=score.trace,
+        answered=score.answered,
     )
 
 

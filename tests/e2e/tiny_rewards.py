@@ -6,7 +6,11 @@ They live at the top level of a module because a reward worker imports them by n
 from __future__ import annotations
 
 import hashlib
+import random
 import time
+from typing import Any
+
+import numpy
 
 from octetrl.records import Task
 
@@ -42,3 +46,29 @@ def always_equal(task: Task, completion_text: str) -> float:
 
 def _fraction(text: str) -> float:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) / 2**32
+
+
+def fails_at_length(task: Task, completion_text: str) -> float:
+    """Raises for texts that only a longer limit gives."""
+    if len(completion_text) > 12:
+        raise OverflowError(f"{len(completion_text)} letters")
+    return _fraction(completion_text)
+
+
+class DrawingTasks(list[Task]):
+    """Tasks that draw from the global generators whenever one is looked at, as a user's may."""
+
+    def __getitem__(self, index: Any) -> Any:
+        random.random()
+        numpy.random.random()
+        return super().__getitem__(index)
+
+
+class DrawingEnvironment:
+    tasks = DrawingTasks(Task(str(number), f"{number} + 1 =") for number in range(20))
+
+    def score(self, task: Task, completion_text: str) -> float:
+        return _fraction(completion_text)
+
+
+drawing_environment = DrawingEnvironment()
