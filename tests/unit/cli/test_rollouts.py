@@ -64,9 +64,7 @@ def test_turns_and_components_are_shown(run: Path, capsys: Capture) -> None:
         assert words in text
 
 
-def test_no_escape_sequence_reaches_the_terminal(
-    run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_escape_sequence_reaches_the_terminal(run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     text = printed(capsys, "run", "--task", "talk")
     assert "\x1b" not in text and "\u202e" not in text
