@@ -6,7 +6,11 @@ They live at the top level of a module because a reward worker imports them by n
 from __future__ import annotations
 
 import hashlib
+import random
 import time
+from typing import Any
+
+import numpy
 
 from octetrl.records import Task
 
@@ -47,3 +51,29 @@ def _fraction(text: str) -> float:
 def mostly_equal(task: Task, completion_text: str) -> float:
     """Equal for all answers to most tasks."""
     return _fraction(completion_text) if _fraction(task.prompt) < 0.35 else 0.5
+
+
+def fails_at_length(task: Task, completion_text: str) -> float:
+    """Raises for texts that only a longer limit gives."""
+    if len(completion_text) > 12:
+        raise OverflowError(f"{len(completion_text)} letters")
+    return _fraction(completion_text)
+
+
+class DrawingTasks(list[Task]):
+    """Tasks that draw from the global generators whenever one is looked at, as a user's may."""
+
+    def __getitem__(self, index: Any) -> Any:
+        random.random()
+        numpy.random.random()
+        return super().__getitem__(index)
+
+
+class DrawingEnvironment:
+    tasks = DrawingTasks(Task(str(number), f"{number} + 1 =") for number in range(20))
+
+    def score(self, task: Task, completion_text: str) -> float:
+        return _fraction(completion_text)
+
+
+drawing_environment = DrawingEnvironment()
