@@ -60,17 +60,18 @@ def fails_at_length(task: Task, completion_text: str) -> float:
     return _fraction(completion_text)
 
 
-class DrawingTasks(list[Task]):
-    """Tasks that draw from the global generators whenever one is looked at, as a user's may."""
+class DrawingTask(Task):
+    """Draws from the global generators whenever its prompt is looked at, as what a user writes may."""
 
-    def __getitem__(self, index: Any) -> Any:
-        random.random()
-        numpy.random.random()
-        return super().__getitem__(index)
+    def __getattribute__(self, name: str) -> Any:
+        if name == "prompt":
+            random.random()
+            numpy.random.random()
+        return super().__getattribute__(name)
 
 
 class DrawingEnvironment:
-    tasks = DrawingTasks(Task(str(number), f"{number} + 1 =") for number in range(20))
+    tasks = tuple(DrawingTask(str(number), f"{number} + 1 =") for number in range(20))
 
     def score(self, task: Task, completion_text: str) -> float:
         return _fraction(completion_text)
