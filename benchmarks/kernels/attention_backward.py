@@ -230,7 +230,8 @@ def pack_rows(pack: str, lengths: list[int]) -> Iterator[Row]:
         except Exception as error:
             print(f"FAIL {pack} {op}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
             continue
-        yield {"op": op, "workload": pack, "us": us, "tflop_per_s": gemms * gemm_flops(lengths) / us / 1e6}
+        speed = gemms * gemm_flops(lengths) / us / 1e6
+        yield {"precision": "bf16", "workload": pack, "op": op, "us": us, "tflop_per_s": speed}
 
 
 def show(rows: list[Row]) -> None:
