@@ -106,6 +106,8 @@ class Rollout:
     status: RolloutStatus
     reward: float | None  # None unless status is SCORED or OVERLONG
     detail: str | None = None  # the error's text where there was one
+    trace: str | None = None  # the error's whole traceback, for whoever has to mend it
+    answered: str | None = None  # what the scorer read as the answer, equal for equal answers; None: it does not say
     penalty: float = 0.0  # what its length adds to the reward, 0 or less
 
     @property

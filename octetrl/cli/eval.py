@@ -1,39 +1,148 @@
-"""`octetrl eval`: accuracy of a run or a model on the held-out tasks of a recipe."""
+"""`octetrl eval`: how good runs and models are on a recipe's tasks, one of them or several side by side.
+
+The table has a row for each number and a column for each model, means with their 95 % intervals; with several models,
+each further one's difference to the first beside it, from a bootstrap over the tasks they share. `--out` writes all of
+it as JSON, with every task's own outcome.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
-from octetrl.cli.arguments import Overrides
 from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
 
 if TYPE_CHECKING:
-    from octetrl.run.evaluate import EvalReport
+    from octetrl.config.schema import Recipe
+    from octetrl.telemetry.eval_report import EvalReport
+    from octetrl.telemetry.sample_estimates import Estimate
+
+WIDE = 240  # letters of a line that no terminal shows
 
 
 def evaluate(
-    target: Annotated[
-        str, typer.Argument(metavar="RUN_OR_MODEL", help="A run folder, a checkpoint or a Hugging Face folder.")
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN_OR_MODEL... [section.key=value]...",
+            help="Run folders, checkpoints or Hugging Face folders, and fields that differ from the recipe.",
+            show_default=False,
+        ),
     ],
     recipe: Annotated[str, typer.Option("--recipe", "-r", metavar="R", help="Whose environment and lengths to use.")],
-    overrides: Overrides = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Completions a task. Default: the largest k, or as the recipe says.")
+    ] = None,
+    k: Annotated[
+        str | None, typer.Option("--k", metavar="K,K,...", help="Estimate pass@k and maj@k for these k.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="0 is greedy. Default: as the recipe says.")
+    ] = None,
+    all_tasks: Annotated[
+        bool, typer.Option("--all-tasks", help="Every task of the environment, not only those held out.")
+    ] = False,
+    out: Annotated[str | None, typer.Option("--out", metavar="FILE", help="Write everything as JSON.")] = None,
 ) -> None:
-    """Evaluate a run or a model by a recipe's held-out tasks."""
-    resolved = load_recipe(recipe, overrides or [], training=False)
-    if not resolved.environment.eval_size:
-        raise UserError(f"{recipe}: environment.eval_size is 0, so no task is held out; set it above 0")
-    from octetrl.run.evaluate import evaluate_checkpoint
+    """Evaluate runs or models by a recipe's tasks."""
+    targets = [word for word in words if not _is_override(word)]
+    overrides = [word for word in words if _is_override(word)]
+    overrides += _options_as_overrides(samples, k, temperature)
+    overrides += ["environment.eval_size=0", "evaluation.every=0"] if all_tasks else []
+    resolved = load_recipe(recipe, overrides, training=False)
+    _refuse_early(targets, recipe, resolved, all_tasks, out)
+    from octetrl.cli.eval_table import report_table
+    from octetrl.run.evaluate import evaluate_targets
+    from octetrl.telemetry.failures import FailureShareError
 
-    typer.echo(report_text(evaluate_checkpoint(target, resolved)))
+    reports = evaluate_targets(targets, resolved, all_tasks=all_tasks)
+    compared = _compared(reports)
+    if out is not None:
+        write_json(Path(out), recipe, resolved, reports, compared)
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = WIDE  # so that a row stays a line
+    console.print(report_table(reports, compared))
+    if out is not None:
+        console.print(f"wrote {out}", markup=False)
+    try:
+        for target, report in reports.items():
+            report.failures.check(resolved.environment.max_failure_share, target)
+    except FailureShareError as error:
+        typer.echo(f"octetrl: the evaluation failed: {error}", err=True)
+        raise typer.Exit(1) from None
 
 
-def report_text(report: EvalReport) -> str:
-    """The report as aligned lines."""
-    accuracy = "none: no completion could be scored" if report.accuracy is None else f"{report.accuracy:.4f}"
-    lines = [("accuracy", accuracy), ("tasks", f"{report.tasks:,}")]
-    lines += [(str(status), f"{count:,}") for status, count in report.counts.items()]
-    lines += [("mean length", f"{report.mean_length:.1f}"), ("tokens/s", f"{report.tokens_per_second:,.0f}")]
-    return "\n".join(f"{name:<16}{value}" for name, value in lines)
+def write_json(
+    path: Path,
+    recipe: str,
+    resolved: Recipe,
+    reports: Mapping[str, EvalReport],
+    compared: Mapping[str, Mapping[str, Estimate]],
+) -> None:
+    from octetrl.telemetry.eval_report import difference_as_json
+
+    first = next(iter(reports), "")
+    content = {
+        "recipe": recipe,
+        "environment": resolved.environment.model_dump(mode="json"),
+        "evaluation": resolved.evaluation.model_dump(mode="json"),
+        "models": [{"target": target, **report.as_json()} for target, report in reports.items()],
+        "differences": [
+            {"target": target, "less": first, "estimates": difference_as_json(found)}
+            for target, found in compared.items()
+        ],
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _compared(reports: Mapping[str, EvalReport]) -> dict[str, Mapping[str, Estimate]]:
+    from octetrl.telemetry.eval_report import differences
+
+    (_, baseline), *others = reports.items()
+    return {target: differences(report, baseline) for target, report in others}
+
+
+def _is_override(word: str) -> bool:
+    return "=" in word and "/" not in word.partition("=")[0]
+
+
+def _options_as_overrides(samples: int | None, k: str | None, temperature: float | None) -> list[str]:
+    overrides = []
+    if k is not None:
+        ks = _whole_numbers(k)
+        overrides.append(f"evaluation.k={ks}")
+        samples = samples or max(ks)
+    if samples is not None:
+        overrides.append(f"evaluation.samples={samples}")
+    if temperature is not None:
+        overrides.append(f"evaluation.temperature={temperature}")
+    return overrides
+
+
+def _whole_numbers(text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise UserError(f"--k: '{text}' is not a list of whole numbers from 1; write it as 1,4,16")
+    return sorted({int(word) for word in words})
+
+
+def _refuse_early(targets: Sequence[str], recipe: str, resolved: Recipe, all_tasks: bool, out: str | None) -> None:
+    """What would be an error after the work, or needs no work to be seen."""
+    if not targets:
+        raise UserError("eval: no run or model is given, only fields; name a run folder, a checkpoint or model folder")
+    twice = [target for place, target in enumerate(targets) if target in targets[:place]]
+    if twice:
+        raise UserError(f"eval: '{twice[0]}' is given twice, and would not differ from itself; leave one out")
+    if not resolved.environment.eval_size and not all_tasks:
+        raise UserError(
+            f"{recipe}: environment.eval_size is 0, so no task is held out; set it above 0, or give --all-tasks"
+        )
+    if out is not None and (Path(out).is_dir() or not Path(out).absolute().parent.is_dir()):
+        raise UserError(f"--out: '{out}' is not a file in a folder that exists; give one, such as eval.json")

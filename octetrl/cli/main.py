@@ -20,6 +20,7 @@ from octetrl.cli.doctor import doctor
 from octetrl.cli.eval import evaluate
 from octetrl.cli.export import export
 from octetrl.cli.generate import generate
+from octetrl.cli.rollouts import rollouts
 from octetrl.cli.train import train
 from octetrl.config.errors import UserError
 
@@ -34,6 +35,7 @@ app = typer.Typer(
 )
 app.command("train")(train)
 app.command("eval")(evaluate)
+app.command("rollouts")(rollouts)
 app.command("generate")(generate)
 app.command("check")(check)
 app.command("doctor")(doctor)

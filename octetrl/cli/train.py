@@ -21,6 +21,7 @@ def train(
     """Train by a recipe: grpo or sft."""
     resolved = load_recipe(recipe, overrides or [])
     from octetrl.run import loop
+    from octetrl.telemetry.failures import FailureShareError
     from octetrl.telemetry.mismatch import MismatchError
     from octetrl.trainer.trainer import NonFiniteError
 
@@ -29,7 +30,7 @@ def train(
     except KeyboardInterrupt:
         typer.echo(f"octetrl: {_how_to_go_on(resolved, recipe, overrides or [])}", err=True)
         raise typer.Exit(130) from None
-    except (MismatchError, NonFiniteError) as error:
+    except (MismatchError, NonFiniteError, FailureShareError) as error:
         typer.echo(f"octetrl: the run failed: {error}", err=True)
         raise typer.Exit(1) from None
 

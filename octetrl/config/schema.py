@@ -305,13 +305,21 @@ class EnvironmentConfig(Section):
     seed: int = 0
     reward_timeout_seconds: float = Field(default=10.0, gt=0.0)
     reward_workers: int = Field(default=1, ge=1)
+    max_failure_share: Fraction = 0.5
+    """Share of a step's rollouts, or of an evaluation's, that may fail in the environment: raise, or give no reward in
+    time. Where more do, the run stops with the first traceback of each kind. 1 never stops it."""
 
 
 class EvaluationConfig(Section):
     every: int = Field(default=0, ge=0)
     """Evaluate on the held-out tasks each so many steps; 0: never during training."""
     samples: int = Field(default=1, ge=1)
-    """Completions a task; accuracy is their mean."""
+    """Completions a task."""
+    k: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Estimate pass@k (one of k is right) and maj@k (the majority is) for these k, each at most `samples`."""
+    right_from: float = 1.0
+    """The reward from which a completion counts as right, for accuracy, pass@k and maj@k. Lower it where rewards come
+    in degrees and less than 1 will do."""
     temperature: float = Field(default=0.0, ge=0.0)
     max_new_tokens: int | None = Field(default=None, ge=1)
     """None: rollout.max_new_tokens."""

@@ -325,6 +325,12 @@ def _run_problems(recipe: Recipe) -> Iterator[Problem]:
             f" use 1, or an evaluation.temperature above 0"
         )
         yield Problem(("evaluation.samples", "evaluation.temperature"), text)
+    if max(evaluation.k, default=0) > evaluation.samples:
+        text = (
+            f"evaluation.k: {max(evaluation.k)} cannot be estimated from {evaluation.samples} completions a task;"
+            f" raise evaluation.samples to at least {max(evaluation.k)}, or lower k"
+        )
+        yield Problem(("evaluation.k", "evaluation.samples"), text)
     if checkpoint.keep_best and not evaluation.every and checkpoint.best_metric.startswith("eval/"):
         text = (
             f"checkpoint.keep_best: '{checkpoint.best_metric}' is never measured, evaluation.every is 0;"

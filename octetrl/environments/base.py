@@ -39,6 +39,9 @@ class Environment(Protocol):
 
         Runs in a reward worker (`environments/scoring.py`), so it must be picklable: define it in a module. Raise
         when no reward can be given: the rollout is then left out, and counted, instead of being punished.
+
+        An environment may also have `answered(task, completion_text) -> str | None`: what the completion answers, in a
+        form in which equal answers are equal texts. It is what a majority is counted by, and runs with `score`.
         """
         ...
 
@@ -88,6 +91,10 @@ class Taskset:
                 f"{n} held-out tasks asked for, {len(self._held_out)} set aside; raise environment.eval_size"
             )
         return self._held_out[:n]
+
+    def all_tasks(self) -> list[Task]:
+        """Every task, held out or not, in their own order; of those with equal prompts the first."""
+        return list({task.prompt: task for task in reversed(self._tasks)}.values())[::-1]
 
     def state(self) -> dict[str, Any]:
         """Where the order stands, as JSON."""

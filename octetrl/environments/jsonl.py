@@ -22,4 +22,7 @@ class ExactScorer:
     def __call__(self, task: Task, completion_text: str) -> float:
         if task.answer is None:
             raise ValueError(f"task '{task.id}' has no answer to compare with; give one, or a reward function")
-        return float(extract_answer(completion_text, self.answer_marker) == task.answer.strip())
+        return float(self.answered(task, completion_text) == task.answer.strip())
+
+    def answered(self, task: Task, completion_text: str) -> str | None:
+        return extract_answer(completion_text, self.answer_marker)

@@ -33,13 +33,19 @@ class MathScorer:
         reference = _parse_reference(task.answer)
         if not reference:
             raise ValueError(f"task '{task.id}': the answer {task.answer[:40]!r} is not mathematics that parses")
+        answer = self._parsed(completion_text)
+        return float(bool(answer) and math_verify.verify(list(reference), list(answer), timeout_seconds=None))
+
+    def answered(self, task: Task, completion_text: str) -> str | None:
+        """As sympy writes it, so 0.5 and \\frac{1}{2} are one text; 2\\sqrt{2} and \\sqrt{8} are two."""
+        answer = self._parsed(completion_text)
+        return str(answer[0]) if answer else None
+
+    def _parsed(self, completion_text: str) -> tuple[Any, ...]:
         answer = extract_answer(completion_text, self.answer_marker)
         if not answer:
-            return 0.0
-        text = answer if self.answer_marker is None else _as_formula(answer)
-        return float(
-            math_verify.verify(list(reference), math_verify.parse(text, parsing_timeout=None), timeout_seconds=None)
-        )
+            return ()
+        return _parse(answer if self.answer_marker is None else _as_formula(answer))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -58,6 +64,11 @@ def _math_verify() -> Any:
 @lru_cache(maxsize=256)
 def _parse_reference(answer: str) -> tuple[Any, ...]:
     return tuple(_math_verify().parse(_as_formula(answer), parsing_timeout=None))
+
+
+@lru_cache(maxsize=16)
+def _parse(text: str) -> tuple[Any, ...]:
+    return tuple(_math_verify().parse(text, parsing_timeout=None))
 
 
 def _as_formula(answer: str) -> str:

@@ -36,6 +36,7 @@ from typing import Any
 
 _LINUX_PR_SET_PDEATHSIG = 1
 _ERROR_LENGTH = 300
+_TRACE_LENGTH = 4000
 _EXIT_SECONDS = 1.0
 
 
@@ -45,6 +46,7 @@ class Answer:
 
     value: Any = None
     error: str | None = None
+    trace: str | None = None  # the traceback behind `error`, where there is one
 
 
 class ProcessDied(RuntimeError):
@@ -142,7 +144,7 @@ def serve(descriptor: int, parent_pid: int) -> None:
         except EOFError:
             return
         except Exception as error:
-            connection.send(Answer(error=_one_line(error)))
+            connection.send(Answer(error=_one_line(error), trace=_trace(error)))
             return
         connection.send(Answer())
         while True:
@@ -153,7 +155,7 @@ def serve(descriptor: int, parent_pid: int) -> None:
             try:
                 answer = Answer(value=function(*args))
             except Exception as error:
-                answer = Answer(error=_one_line(error))
+                answer = Answer(error=_one_line(error), trace=_trace(error))
             try:
                 connection.send(answer)
             except (BrokenPipeError, ConnectionResetError):
@@ -176,6 +178,13 @@ def _one_line(error: Exception) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     text = " ".join(f"{type(error).__name__}: {error}".split())[:_ERROR_LENGTH]
     return f"{text} ({Path(frame.filename).name}:{frame.lineno})"
+
+
+def _trace(error: Exception) -> str:
+    """The traceback below our own frame; the end of it, where it is long."""
+    whole = error.__traceback__
+    below = whole.tb_next if whole is not None else None
+    return "".join(traceback.format_exception(type(error), error, below or whole)).strip()[-_TRACE_LENGTH:]
 
 
 def _kill(child: subprocess.Popen[bytes], connection: Connection) -> None:

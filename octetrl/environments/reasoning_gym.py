@@ -138,6 +138,9 @@ class ReasoningGymScorer:
         answer = extract_answer(completion_text, self.answer_marker)
         return float(self._dataset.score_answer(answer, task.metadata["entry"]))
 
+    def answered(self, task: Task, completion_text: str) -> str | None:
+        return extract_answer(completion_text, self.answer_marker)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         _ = self._dataset  # in the reward worker: imported before the first call, whose time is limited

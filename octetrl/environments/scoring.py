@@ -38,21 +38,25 @@ class Score:
     status: RolloutStatus
     reward: float | None
     detail: str | None = None
+    trace: str | None = None  # the traceback behind `detail`, where there is one
+    answered: str | None = None  # what was answered, from a scorer that says so
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedScorer:
-    """`scorer`, made to raise when its reward is not a finite number. Runs in the worker."""
+    """`scorer`, made to raise when its reward is not a finite number, and what it read as the answer, if it has
+    `answered(task, completion_text) -> str | None`. Runs in the worker."""
 
     scorer: Scorer
 
-    def __call__(self, task: Task, completion_text: str) -> float:
+    def __call__(self, task: Task, completion_text: str) -> tuple[float, str | None]:
         reward = self.scorer(task, completion_text)
         if not isinstance(reward, Real):
             raise TypeError(f"the reward is {str(reward)[:40]!r} of type {type(reward).__name__}, not a number")
         if not math.isfinite(reward):
             raise ValueError(f"the reward is {reward}, not a finite number")
-        return float(reward)
+        answered = getattr(getattr(self.scorer, "__self__", self.scorer), "answered", None)
+        return float(reward), None if answered is None else answered(task, completion_text)
 
 
 class RewardWorkers:
@@ -159,8 +163,9 @@ class RewardWorkers:
             self._replace(worker)
             answer = Answer(error=str(error))
         if answer.error is not None:
-            return Score(RolloutStatus.REWARD_ERROR, None, answer.error)
-        return Score(RolloutStatus.SCORED, answer.value)
+            return Score(RolloutStatus.REWARD_ERROR, None, answer.error, answer.trace)
+        reward, answered = answer.value
+        return Score(RolloutStatus.SCORED, reward, answered=answered)
 
     def _replace(self, worker: CallableProcess) -> None:
         worker.kill()

@@ -147,6 +147,8 @@ def _rollout(
         reward=score.reward,
         detail=score.detail,
         penalty=0.0 if penalty is None else penalty(len(completion.token_ids), was_cut=was_cut),
+        trace=score.trace,
+        answered=score.answered,
     )
 
 

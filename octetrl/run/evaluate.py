@@ -1,52 +1,36 @@
-"""Accuracy on held-out tasks: during a run, and of a run or model given by name.
+"""An evaluation on held-out tasks: during a run, and of runs or models given by name.
 
-Accuracy is the mean reward over completions that have one, `evaluation.samples` a task. Every status is counted beside
-it, so that a broken reward shows as missing scores and not as a lower accuracy.
+What it finds is an `EvalReport` (telemetry/eval_report.py). Completions are drawn with the same seeds every time, so
+that only the policy changes from one evaluation to the next, and models that are compared have their luck in common.
+
+During a run it leaves no trace in what is trained: requests carry seeds of their own, the order of tasks stands still,
+the engine forgets the prompts, and the global random generators, from which an environment of the user's may draw, are
+put back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
-from octetrl.records import RolloutGroup, RolloutStatus
-from octetrl.rollout.collect import collect_groups, count_statuses
+from octetrl.records import Task
+from octetrl.rollout.collect import collect_groups
 from octetrl.run.build import Run, build_run
+from octetrl.run.device import random_state, restore_random_state
 from octetrl.run.resume import trained_model, weights_folder
+from octetrl.telemetry.eval_report import EvalReport, Scoring
 
 
-@dataclass(frozen=True, slots=True)
-class EvalReport:
-    """`accuracy` is None when no completion could be scored."""
-
-    accuracy: float | None
-    tasks: int
-    counts: Mapping[RolloutStatus, int]
-    mean_length: float
-    tokens_per_second: float
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        numbers = {
-            "eval/tasks": float(self.tasks),
-            "eval/mean_length": self.mean_length,
-            "eval/tokens_per_second": self.tokens_per_second,
-        }
-        if self.accuracy is not None:
-            numbers["eval/accuracy"] = self.accuracy
-        for status, count in self.counts.items():
-            if status is not RolloutStatus.SCORED:
-                numbers[f"eval/{status.value}"] = float(count)
-        return numbers
-
-
-def evaluate(run: Run) -> EvalReport:
-    """The held-out tasks with the weights published now. The same seeds every time: only the policy changes."""
+def evaluate(run: Run, tasks: Sequence[Task] | None = None) -> EvalReport:
+    """`tasks` (None: those held out) with the weights published now."""
     config = run.config
-    if not config.environment.eval_size:
+    if tasks is None:
+        tasks = run.taskset.held_out()
+    if not tasks:
         raise UserError("environment.eval_size is 0, so no task is held out to evaluate on; set it above 0")
     sampling = replace(
         run.base_collection.sampling,
@@ -56,35 +40,43 @@ def evaluate(run: Run) -> EvalReport:
     collection = replace(
         run.base_collection, sampling=sampling, group_size=config.evaluation.samples, step=0, lengths={}
     )
-    with run.spans("evaluate"):
-        groups = collect_groups(run.taskset.held_out(), run.rewards, run.workers, collection)
-    run.workers.forget_prefixes()  # so that a step is the same whether an evaluation came before it or not
-    return _report(groups, run.workers.rollout_metrics()["rollout/tokens_per_second"])
+    with run.spans("evaluate"), _generators_put_back():
+        groups = collect_groups(tasks, run.rewards, run.workers, collection)
+        run.workers.forget_prefixes()  # so that a step is the same whether an evaluation came before it or not
+    scoring = Scoring(config.evaluation.k, config.evaluation.right_from, config.seed)
+    speed = run.workers.rollout_metrics().get("rollout/tokens_per_second", 0.0)
+    return EvalReport(groups, scoring, speed)
 
 
-def _report(groups: list[RolloutGroup], tokens_per_second: float) -> EvalReport:
-    rewards = [reward for group in groups for reward in group.rewards]
-    lengths = [
-        len(turn.completion.token_ids) for group in groups for rollout in group.rollouts for turn in rollout.turns
-    ]
-    return EvalReport(
-        accuracy=sum(rewards) / len(rewards) if rewards else None,
-        tasks=len(groups),
-        counts=count_statuses(groups),
-        mean_length=sum(lengths) / len(lengths) if lengths else 0.0,
-        tokens_per_second=tokens_per_second,
-    )
+def evaluate_checkpoint(target: str, recipe: Recipe, *, all_tasks: bool = False) -> EvalReport:
+    """Evaluate a run folder (its last checkpoint), a checkpoint, or a model folder by the recipe's environment.
 
-
-def evaluate_checkpoint(target: str, recipe: Recipe) -> EvalReport:
-    """Evaluate a run folder (its last checkpoint), a checkpoint, or a model folder by the recipe's environment."""
+    all_tasks: every task of the environment, not only those held out.
+    """
     trained = trained_model(weights_folder(Path(target)))
     model = recipe.model.model_copy(update={"preset": None, "init": "pretrained", **trained})
     run = build_run(recipe.model_copy(update={"model": model}), trains=False)
     try:
+        tasks = run.taskset.all_tasks() if all_tasks else run.taskset.held_out()
         if run.workers.needs_calibration:
             chat = run.base_collection.chat
-            run.workers.calibrate([chat.prompt_tokens(task.prompt) for task in run.taskset.held_out()])
-        return evaluate(run)
+            run.workers.calibrate([chat.prompt_tokens(task.prompt) for task in tasks])
+        return evaluate(run, tasks)
     finally:
         run.close()
+
+
+def evaluate_targets(targets: Sequence[str], recipe: Recipe, *, all_tasks: bool = False) -> dict[str, EvalReport]:
+    """`evaluate_checkpoint` of each, one after the other; that all are there is seen before the first."""
+    for target in targets:
+        weights_folder(Path(target))
+    return {target: evaluate_checkpoint(target, recipe, all_tasks=all_tasks) for target in targets}
+
+
+@contextmanager
+def _generators_put_back() -> Iterator[None]:
+    state = random_state()
+    try:
+        yield
+    finally:
+        restore_random_state(state)

@@ -66,6 +66,8 @@ def _run_steps(run: Run, start: int, sinks: Sinks, checkpoints: Checkpoints) -> 
             for warning in health:
                 if warning is not None:
                     run.console.warn(warning)
+            for where, failures in run.journal.failures.items():
+                failures.check(recipe.environment.max_failure_share, where)
             if stop.asked and step < recipe.steps:
                 raise KeyboardInterrupt
 
@@ -82,11 +84,18 @@ def one_step(run: Run, step: int) -> StepMetrics:
         metrics = supervised_step(run)
     rollout = {} if run.conversations is not None else run.workers.rollout_metrics()
     own: dict[str, float] = {"time/step": time.perf_counter() - began, **run.workers.memory_metrics()}
-    evaluation: Mapping[str, float] = {}
+    own |= run.spans.take()
     every = run.config.evaluation.every
-    if every and step % every == 0:
-        evaluation = evaluate(run).metrics
-    return StepMetrics.merge(metrics, rollout, own, evaluation, run.spans.take())
+    evaluation = _evaluated(run, step) if every and step % every == 0 else {}
+    return StepMetrics.merge(metrics, rollout, own, evaluation)
+
+
+def _evaluated(run: Run, step: int) -> dict[str, float]:
+    """The metrics of an evaluation. Its time and memory are its own: the steps' metrics do not show it."""
+    report = evaluate(run)
+    run.journal.failures[f"evaluation after step {step}"] = report.failures
+    run.workers.memory_metrics()
+    return {**report.metrics, "time/evaluate": run.spans.take()["time/evaluate"]}
 
 
 def _calibrate_first(run: Run) -> None:

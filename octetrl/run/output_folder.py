@@ -90,6 +90,8 @@ class OutputFolder:
         if not saved.exists():
             return
         before, now = load_recipe(str(saved)).model_dump(), self._recipe.model_dump()
+        for recipe in (before, now):
+            del recipe["environment"]["max_failure_share"]  # when to stop; it computes nothing
         changed = [key for key in now if key not in MAY_CHANGE and before[key] != now[key]]
         if changed:
             raise UserError(

@@ -2,7 +2,7 @@
 
 `rollouts/step_NNNNNN.jsonl` has one line a rollout, siblings together:
 
-    task_id prompt answer sibling status reward penalty detail text policy_version finish_reason
+    task_id prompt answer sibling status reward penalty answered detail trace text policy_version finish_reason
     prompt_token_ids                 of the first turn
     token_ids logprobs               of all completions, end to end: what was sampled
     turns                            only with more than one: prompt_token_ids, text, reply and num_tokens of each
@@ -23,6 +23,7 @@ from typing import Any
 
 from octetrl.config.errors import UserError
 from octetrl.records import FinishReason, Rollout, RolloutGroup, RolloutStatus
+from octetrl.telemetry.failures import Failures
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -38,6 +39,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     for status in RolloutStatus:
         if status is not RolloutStatus.SCORED:
             metrics[f"rollout/{status.value}"] = sum(rollout.status is status for rollout in rollouts)
+    metrics["rollout/failure_share"] = Failures.among(groups).share
     if rewards:
         metrics["reward/mean"] = statistics.fmean(rewards)
         metrics["reward/std"] = statistics.pstdev(rewards)
@@ -102,7 +104,9 @@ def _as_json(rollout: Rollout, sibling: int) -> dict[str, Any]:
         "status": rollout.status.value,
         "reward": rollout.reward,
         "penalty": rollout.penalty,
+        "answered": rollout.answered,
         "detail": rollout.detail,
+        "trace": rollout.trace,
         "text": rollout.text,
         "policy_version": last.policy_version if last else None,
         "finish_reason": FinishReason(last.finish_reason).value if last else None,

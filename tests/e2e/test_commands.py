@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,15 +59,64 @@ def test_a_gate_that_closes_is_exit_code_1(model: Path, tmp_path: Path, capsys: 
 def test_eval_of_a_run(precision: str, finished: Finished, capsys: Capture) -> None:
     folder = finished(precision)
     arguments = ["eval", str(folder), "--recipe", str(folder / "config.yaml")]
-    report = dict(line.rsplit(maxsplit=1) for line in printed(capsys, *arguments).splitlines())
-    again = dict(line.rsplit(maxsplit=1) for line in printed(capsys, *arguments).splitlines())
-    assert 0 < float(report["accuracy"]) < 1
-    assert report["tasks"] == "4"
-    assert int(report["scored"]) + int(report["overlong"]) == 4
+    report, again = (_rows(printed(capsys, *arguments)) for _ in range(2))
+    assert 0 < float(report["reward"].split()[0]) < 1
+    assert int(report.get("scored", 0)) + int(report.get("overlong", 0)) == 4
     report.pop("tokens/s")
     assert report.items() <= again.items()
     fewer = printed(capsys, *arguments, "environment.eval_size=2")
-    assert "tasks           2" in fewer
+    assert "means of 2 tasks" in fewer
+
+
+def _rows(table: str) -> dict[str, str]:
+    """The table's cells by their label, of one model."""
+    return {label: cells.strip() for label, _, cells in (line.partition("   ") for line in table.splitlines()[1:])}
+
+
+def test_eval_of_several_side_by_side(
+    finished: Finished, model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = finished("fp8")
+    arguments = ["--recipe", str(folder / "config.yaml"), "--k", "1,4", "--temperature", "1"]
+    arguments += ["evaluation.right_from=0.5", "--all-tasks", "--out", "eval.json"]
+    text = printed(capsys, "eval", str(folder), str(model), *arguments)
+    assert all(word in text for word in ("pass@4", "less the first", "wrote eval.json", "no maj@k"))
+    content = json.loads((tmp_path / "eval.json").read_text())
+    ours, theirs = content["models"]
+    assert (ours["target"], theirs["target"]) == (str(folder), str(model))
+    assert ours["tasks"] > 60 and all(len(task["rewards"]) == 4 for task in ours["by_task"])
+    assert ours["estimates"]["accuracy"]["mean"] < ours["estimates"]["pass_at_4"]["mean"]
+    (difference,) = content["differences"]
+    assert difference["estimates"]["accuracy"]["mean"] == pytest.approx(
+        theirs["estimates"]["accuracy"]["mean"] - ours["estimates"]["accuracy"]["mean"]
+    )
+
+
+def test_eval_says_what_is_wrong_before_it_works(finished: Finished, tmp_path: Path, capsys: Capture) -> None:
+    folder = str(finished("fp8"))
+    for words, says in [
+        ([folder, str(tmp_path / "gone")], "gone' is neither a run folder"),
+        ([folder, folder], "is given twice"),
+        (["seed=1"], "no run or model is given"),
+        ([folder, "--k", "1,x"], "--k: '1,x' is not a list of whole numbers"),
+        ([folder, "--k", "4"], "evaluation.samples: 4 greedy answers"),
+        ([folder, "--k", "4", "--samples", "2", "--temperature", "1"], "evaluation.k: 4 cannot be estimated from 2"),
+        ([folder, "--out", str(tmp_path / "gone" / "eval.json")], "is not a file in a folder that exists"),
+    ]:
+        assert run_command(["eval", *words, "--recipe", f"{folder}/config.yaml"]) == 2
+        error = capsys.readouterr().err
+        assert says in error and error.count("\n") == 1
+
+
+def test_an_evaluation_that_mostly_fails_is_exit_code_1(finished: Finished, capsys: Capture) -> None:
+    folder = str(finished("fp8"))
+    arguments = ["eval", folder, "--recipe", f"{folder}/config.yaml"]
+    assert run_command([*arguments, "environment.reward=tests.e2e.tiny_rewards:always_wrong"]) == 1
+    captured = capsys.readouterr()
+    assert "none: no completion could be scored" in captured.out
+    assert "4 of 4 rollouts failed in the environment (100%" in captured.err
+    assert 'raise RuntimeError("out of order")' in captured.err
 
 
 def test_eval_gives_what_the_run_measured(model: Path, tmp_path: Path) -> None:

@@ -13,7 +13,12 @@ from octetrl.run.loop import train
 from tests.e2e.tiny_run import read_lines, run, tiny_recipe
 
 REWARDS = "tests.e2e.tiny_rewards"
-NOTHING: dict[str, Any] = {"evaluation.every": 1, "rollout.max_new_tokens": 4}
+NOTHING: dict[str, Any] = {
+    "evaluation.every": 1,
+    "evaluation.right_from": 0.5,
+    "rollout.max_new_tokens": 4,
+    "environment.max_failure_share": 1.0,
+}
 Row = dict[str, Any]
 
 
@@ -46,7 +51,8 @@ def assert_only_rewards_count(folder: Path, status: str) -> list[Row]:
 
 
 def test_a_reward_that_raises_or_is_nan(model: Path, tmp_path: Path) -> None:
-    run(model, tmp_path / "run", {"environment.reward": f"{REWARDS}:sometimes_wrong", "rollout.prompts_per_step": 3})
+    changes = {"environment.reward": f"{REWARDS}:sometimes_wrong", "environment.max_failure_share": 1.0}
+    run(model, tmp_path / "run", changes | {"rollout.prompts_per_step": 3})
     failed = assert_only_rewards_count(tmp_path / "run", "reward_error")
     details = [row["detail"] for row in failed]
     assert any("KeyError" in detail and "tiny_rewards.py" in detail for detail in details)

@@ -6,7 +6,11 @@ They live at the top level of a module because a reward worker imports them by n
 from __future__ import annotations
 
 import hashlib
+import random
 import time
+from typing import Any
+
+import numpy
 
 from octetrl.records import Task
 
@@ -47,3 +51,30 @@ def _fraction(text: str) -> float:
 def mostly_equal(task: Task, completion_text: str) -> float:
     """Equal for all answers to most tasks."""
     return _fraction(completion_text) if _fraction(task.prompt) < 0.35 else 0.5
+
+
+def fails_at_length(task: Task, completion_text: str) -> float:
+    """Raises for texts that only a longer limit gives."""
+    if len(completion_text) > 12:
+        raise OverflowError(f"{len(completion_text)} letters")
+    return _fraction(completion_text)
+
+
+class DrawingTask(Task):
+    """Draws from the global generators whenever its prompt is looked at, as what a user writes may."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "prompt":
+            random.random()
+            numpy.random.random()
+        return super().__getattribute__(name)
+
+
+class DrawingEnvironment:
+    tasks = tuple(DrawingTask(str(number), f"{number} + 1 =") for number in range(20))
+
+    def score(self, task: Task, completion_text: str) -> float:
+        return _fraction(completion_text)
+
+
+drawing_environment = DrawingEnvironment()

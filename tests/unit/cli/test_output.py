@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
+import io
+import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from octetrl.cli.eval import report_text
+from octetrl.cli.eval_table import report_table
 from octetrl.cli.generate import completions_text
 from octetrl.cli.main import run_command
-from octetrl.records import Completion, FinishReason, RolloutStatus, SamplingParams
-
-
-@dataclass(frozen=True)
-class Report:
-    """The fields of octetrl.run.evaluate.EvalReport, which needs torch."""
-
-    accuracy: float | None
-    tasks: int = 4
-    mean_length: float = 12.34
-    tokens_per_second: float = 1234.5
-
-    @property
-    def counts(self) -> dict[RolloutStatus, int]:
-        return {RolloutStatus.SCORED: 3, RolloutStatus.REWARD_ERROR: 1}
+from octetrl.records import (
+    Completion,
+    FinishReason,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    SamplingParams,
+    Task,
+    Turn,
+)
+from octetrl.telemetry.eval_report import EvalReport, Scoring, differences
 
 
 def completion(text: str) -> Completion:
@@ -41,30 +39,73 @@ def replace_function(monkeypatch: pytest.MonkeyPatch, module: str, name: str, fu
     monkeypatch.setitem(sys.modules, module, stand_in)
 
 
+def report(*rewards: float | None, length: int = 2) -> EvalReport:
+    """Of one task, a completion each reward; None: the reward raised."""
+    task = Task("a", "?")
+    turn = Turn((1,), Completion((5,) * length, (-0.5,) * length, "x", FinishReason.STOP, 0, "digest"))
+    rollouts = [
+        Rollout(task, (turn,), RolloutStatus.REWARD_ERROR if reward is None else RolloutStatus.SCORED, reward)
+        for reward in rewards
+    ]
+    return EvalReport([RolloutGroup(task, tuple(rollouts))], Scoring(ks=(1, 2)), 1234.5)
+
+
+def rows(reports: dict[str, EvalReport]) -> dict[str, list[str]]:
+    """The table's cells by their label."""
+    first, *others = reports
+    compared = {other: differences(reports[other], reports[first]) for other in others}
+    file = io.StringIO()
+    Console(file=file, width=200).print(report_table(reports, compared))
+    lines = [re.split(r" {2,}", line.strip()) for line in file.getvalue().splitlines()]
+    return {cells[0]: cells[1:] for cells in lines}
+
+
 def test_a_report_shows_accuracy_and_every_status() -> None:
-    text = report_text(Report(0.75))  # type: ignore[arg-type]
-    rows = dict(line.split(maxsplit=1) for line in text.splitlines())
-    assert rows["accuracy"] == "0.7500"
-    assert (rows["scored"], rows["reward_error"], rows["tokens/s"]) == ("3", "1", "1,234")
-    assert "no completion could be scored" in report_text(Report(None))  # type: ignore[arg-type]
+    cells = rows({"runs/x": report(1.0, 0.0, 1.0, None)})
+    assert cells["accuracy"] == ["0.6667 [0.667, 0.667]"]
+    assert cells["pass@2"] == ["1.0000 [1.000, 1.000]"]
+    assert (cells["scored"], cells["reward_error"], cells["tokens/s"]) == (["3"], ["1"], ["1,234"])
+    assert (cells["mean length"], cells["truncated"]) == (["2"], ["0.0%"])
+    assert rows({"x": report(None)})["accuracy"] == ["none: no completion could be scored"]
 
 
-def test_eval_hands_over_target_and_recipe(
+def test_reports_stand_side_by_side_with_their_difference() -> None:
+    cells = rows({"runs/a": report(1.0, 0.0), "runs/b[bold]": report(1.0, 1.0, length=4), "c": report(0.0, 1.0)})
+    assert cells["a"] == ["b[bold]", "less the first", "c", "less the first"]
+    assert cells["accuracy"] == [
+        "0.5000 [0.500, 0.500]",
+        "1.0000 [1.000, 1.000]",
+        "+0.5000 [+0.500, +0.500] *",
+        "0.5000 [0.500, 0.500]",
+        "+0.0000 [+0.000, +0.000]",
+    ]
+    assert cells["mean length"] == ["2", "4", "2"]
+
+
+def test_eval_hands_over_targets_and_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text("model: {path: m}\nenvironment: {dataset: chain_sum}\n")
     seen: list[Any] = []
 
-    def evaluate_checkpoint(target: str, resolved: Any) -> Report:
-        seen.append((target, resolved.rollout.top_p))
-        return Report(0.5)
+    def evaluate_targets(targets: list[str], resolved: Any, *, all_tasks: bool) -> dict[str, EvalReport]:
+        evaluation = resolved.evaluation
+        seen.append(
+            (targets, resolved.rollout.top_p, evaluation.samples, evaluation.k, evaluation.temperature, all_tasks)
+        )
+        return {target: report(1.0, 0.0) for target in targets}
 
-    replace_function(monkeypatch, "octetrl.run.evaluate", "evaluate_checkpoint", evaluate_checkpoint)
-    assert run_command(["eval", "runs/x", "--recipe", str(recipe), "rollout.top_p=0.9"]) == 0
-    assert seen == [("runs/x", 0.9)]
-    assert "accuracy        0.5000" in capsys.readouterr().out
-    assert run_command(["eval", "runs/x", "--recipe", str(recipe), "environment.eval_size=0"]) == 2
+    replace_function(monkeypatch, "octetrl.run.evaluate", "evaluate_targets", evaluate_targets)
+    arguments = ["eval", "runs/x", "rollout.top_p=0.9", "runs/y", "--recipe", str(recipe)]
+    assert run_command(arguments) == 0
+    assert run_command([*arguments, "--k", "4,1", "--temperature", "0.5", "--all-tasks"]) == 0
+    assert seen == [
+        (["runs/x", "runs/y"], 0.9, 1, (), 0.0, False),
+        (["runs/x", "runs/y"], 0.9, 4, (1, 4), 0.5, True),
+    ]
+    assert "accuracy      0.5000 [" in capsys.readouterr().out
+    assert run_command([*arguments, "environment.eval_size=0"]) == 2
     assert "no task is held out" in capsys.readouterr().err
 
 

@@ -1,0 +1,155 @@
+"""`octetrl rollouts`: what a run sampled, siblings side by side: in the terminal, as a page, or as JSON lines."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from octetrl.config.errors import UserError, nearest
+from octetrl.records import RolloutStatus
+from octetrl.telemetry.rollout_reader import Filter, Span, matching_rows, select
+
+if TYPE_CHECKING:
+    from octetrl.cli.rollouts_view import Pieces
+
+IN_TERMINAL, ON_PAGE = 4, 100  # groups
+LETTERS = 1_200
+
+
+def rollouts(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or a file step_NNNNNN.jsonl of one.")],
+    step: Annotated[str | None, typer.Option(metavar="N|N:M", help="Steps, both ends included; N: and :M too.")] = None,
+    reward: Annotated[
+        str | None, typer.Option(metavar="X|X:Y", help="Rewards, both ends included; X: and :Y too.")
+    ] = None,
+    status: Annotated[
+        list[str] | None, typer.Option(help="Only this status, such as reward_error; may be given several times.")
+    ] = None,
+    task: Annotated[str, typer.Option(help="Only tasks with this in their id.")] = "",
+    text: Annotated[str, typer.Option(help="Only rollouts with this in their text, in upper or lower case.")] = "",
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help=f"Most groups shown. Default: {IN_TERMINAL}; {ON_PAGE} with --html.", show_default=False
+        ),
+    ] = None,
+    letters: Annotated[
+        int, typer.Option(min=0, help="Most letters of a completion in the terminal; 0: all.")
+    ] = LETTERS,
+    tokens: Annotated[
+        bool | None,
+        typer.Option(
+            "--tokens/--no-tokens", help="Mark unlikely tokens. Default: with --html, if there is a tokenizer."
+        ),
+    ] = None,
+    html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write a page for a browser.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each rollout as a JSON line, all that pass.")] = False,
+) -> None:
+    """Look at what a run sampled."""
+    wanted = Filter(
+        steps=_span("--step", step, whole=True) or Span(),
+        rewards=_span("--reward", reward, whole=False),
+        statuses=_statuses(status or []),
+        task=task,
+        text=text,
+    )
+    if as_json and html is not None:
+        raise UserError("--json and --html are two forms of the same; give one of them")
+    if as_json:
+        for of_step, place, row in matching_rows(run, wanted):
+            typer.echo(json.dumps({"step": of_step, "group": place, **row.line}))
+    elif html is not None:
+        _write_page(run, wanted, limit or ON_PAGE, Path(html), tokens)
+    else:
+        _show(run, wanted, limit or IN_TERMINAL, letters, tokens or False)
+
+
+def _show(run: str, wanted: Filter, limit: int, letters: int, tokens: bool) -> None:
+    from rich.console import Console
+
+    from octetrl.cli.rollouts_view import RolloutsView
+
+    selection = select(run, wanted, limit)
+    pieces = _pieces(run) if tokens else None
+    RolloutsView(Console(highlight=False), wanted, letters=letters, pieces=pieces).show(selection)
+
+
+def _write_page(run: str, wanted: Filter, limit: int, path: Path, tokens: bool | None) -> None:
+    from octetrl.telemetry.rollout_page import write_page
+
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UserError(f"--html: '{path}' is not a file in a folder that exists; give one, such as rollouts.html")
+    selection = select(run, wanted, limit)
+    pieces, without = None, ""
+    if tokens is not False:
+        try:
+            pieces = _pieces(run)
+        except UserError as error:
+            if tokens:
+                raise
+            without = f", tokens unmarked ({error})"
+    write_page(path, Path(run).resolve().name, selection, wanted, pieces)
+    typer.echo(f"wrote {path}: {len(selection.groups):,} of {selection.found:,} groups{without}")
+
+
+def _pieces(run: str) -> Pieces:
+    """By the tokenizer of the run's last checkpoint, or the one its recipe names. Raises UserError without one."""
+    from octetrl.run.tokenizer import VOCABULARIES, load_tokenizer
+    from octetrl.telemetry.token_pieces import token_pieces
+
+    folder = Path(run)
+    checkpoints = sorted((folder / "checkpoints").glob("step_*"), reverse=True)
+    candidates = [*checkpoints, *_tokenizers_of_recipe(folder / "config.yaml")]
+    for candidate in candidates:
+        if any((candidate / name).is_file() for name in VOCABULARIES):
+            tokenizer = load_tokenizer(candidate)
+            return lambda token_ids: token_pieces(tokenizer, token_ids)
+    raise UserError(f"--tokens: '{run}' has no checkpoint with a tokenizer, and its recipe names none that is here")
+
+
+def _tokenizers_of_recipe(path: Path) -> list[Path]:
+    from octetrl.config.load import load_recipe
+
+    if not path.is_file():
+        return []
+    model = load_recipe(path).model
+    return [Path(folder) for folder in (model.tokenizer, model.path) if folder is not None]
+
+
+def _statuses(words: Sequence[str]) -> frozenset[RolloutStatus]:
+    allowed = [status.value for status in RolloutStatus]
+    for word in words:
+        if word not in allowed:
+            raise UserError(f"--status: '{word}' is none of {', '.join(allowed)}{nearest(word, allowed)}")
+    return frozenset(RolloutStatus(word) for word in words)
+
+
+def _span(option: str, text: str | None, *, whole: bool) -> Span | None:
+    """`3` is from 3 to 3, `3:` and `:3` are open."""
+    if text is None:
+        return None
+    low, colon, high = text.partition(":")
+    ends = (_number(low, whole), _number(high if colon else low, whole))
+    if None in ends or text.strip(" :") == "" or not (low or high):
+        kind = "whole numbers" if whole else "numbers"
+        raise UserError(f"{option}: '{text}' is no range of {kind}; write 3, 3:10, 3: or :10")
+    span = Span(ends[0] if low else -math.inf, ends[1] if high or not colon else math.inf)  # type: ignore[arg-type]
+    if span.low > span.high:
+        raise UserError(f"{option}: '{text}' ends before it begins; write the smaller number first")
+    return span
+
+
+def _number(text: str, whole: bool) -> float | None:
+    """0.0 for an empty text, None for one that is no number."""
+    if not text:
+        return 0.0
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) and (not whole or number.is_integer()) else None

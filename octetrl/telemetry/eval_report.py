@@ -1,0 +1,172 @@
+"""What an evaluation found: estimates with their intervals, lengths, statuses, and each task's own outcome.
+
+    accuracy      share of completions that are right, their reward being at least `evaluation.right_from`
+    reward_mean   mean reward
+    pass_at_k     one of k is right          (telemetry/sample_estimates.py)
+    maj_at_k      the majority of k is right; only where the scorer says what was answered
+
+All are means over tasks, of completions that have a reward. One that has none (the reward raised, hung, the prompt was
+too long) is neither right nor wrong: it is counted by its status. A task left with fewer than k completions is left out
+of the k-estimates, and `Estimate.tasks` says how many were not.
+
+Two models are compared task by task, on those tasks that have a value for both.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy
+
+from octetrl.records import FinishReason, Rollout, RolloutGroup, RolloutStatus
+from octetrl.telemetry.failures import Failures
+from octetrl.telemetry.sample_estimates import Estimate, Vote, estimate_mean, majority_at_k, pass_at_k
+
+QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How completions become numbers; of the recipe's `evaluation` section."""
+
+    ks: tuple[int, ...] = (1,)
+    right_from: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class EvalReport:
+    """Made by `evaluate` (run/evaluate.py). `groups` has one group a task."""
+
+    groups: Sequence[RolloutGroup]
+    scoring: Scoring
+    tokens_per_second: float = 0.0
+
+    @property
+    def tasks(self) -> int:
+        return len(self.groups)
+
+    @property
+    def accuracy(self) -> float | None:
+        """None when no completion could be scored."""
+        estimate = self.estimates.get("accuracy")
+        return None if estimate is None else estimate.mean
+
+    @cached_property
+    def estimates(self) -> dict[str, Estimate]:
+        """By name; what could not be estimated is left out."""
+        seed = self.scoring.seed
+        found = {name: estimate_mean(list(values.values()), seed) for name, values in self.values_by_task.items()}
+        return {name: estimate for name, estimate in found.items() if estimate is not None}
+
+    @cached_property
+    def values_by_task(self) -> dict[str, dict[int, float]]:
+        """Each estimate's value by the place of its task."""
+        values: dict[str, dict[int, float]] = {"accuracy": {}, "reward_mean": {}}
+        says_answers = any(rollout.answered is not None for group in self.groups for rollout in group.rollouts)
+        for place, group in enumerate(self.groups):
+            if not group.rewards:
+                continue
+            votes = [Vote(rollout.answered, self._is_right(rollout)) for rollout in group.scored]
+            right = sum(vote.is_right for vote in votes)
+            values["accuracy"][place] = right / len(votes)
+            values["reward_mean"][place] = statistics.fmean(group.rewards)
+            for k in self.scoring.ks:
+                if k <= len(votes):
+                    values.setdefault(f"pass_at_{k}", {})[place] = pass_at_k(len(votes), right, k)
+                    if says_answers and k > 1:
+                        chance = random.Random(f"majority/{self.scoring.seed}/{place}")
+                        values.setdefault(f"maj_at_{k}", {})[place] = majority_at_k(votes, k, chance)
+        return values
+
+    @cached_property
+    def counts(self) -> dict[RolloutStatus, int]:
+        """Completions of each status, zeros included."""
+        statuses = [rollout.status for group in self.groups for rollout in group.rollouts]
+        return {status: statuses.count(status) for status in RolloutStatus}
+
+    @cached_property
+    def lengths(self) -> dict[str, float]:
+        """Of completions, in tokens: mean, quantiles, max, and the share that was cut off at the limit."""
+        drawn = [rollout for group in self.groups for rollout in group.rollouts if rollout.turns]
+        if not drawn:
+            return {}
+        lengths = numpy.array([_num_tokens(rollout) for rollout in drawn])
+        cut = [rollout.turns[-1].completion.finish_reason is FinishReason.LENGTH for rollout in drawn]
+        found = {"mean": float(lengths.mean())}
+        found |= {name: float(numpy.quantile(lengths, level)) for name, level in QUANTILES.items()}
+        return found | {"max": float(lengths.max()), "truncated_share": sum(cut) / len(cut)}
+
+    @cached_property
+    def failures(self) -> Failures:
+        return Failures.among(self.groups)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """As a step's metrics, `eval/*`: estimates, the interval of the accuracy, lengths and statuses."""
+        numbers = {f"eval/{name}": estimate.mean for name, estimate in self.estimates.items()}
+        numbers |= {"eval/tasks": float(self.tasks), "eval/tokens_per_second": self.tokens_per_second}
+        accuracy = self.estimates.get("accuracy")
+        if accuracy is not None:
+            numbers |= {"eval/accuracy_low": accuracy.low, "eval/accuracy_high": accuracy.high}
+        for name, length in self.lengths.items():
+            numbers[f"eval/{name}" if name == "truncated_share" else f"eval/{name}_length"] = length
+        for status, count in self.counts.items():
+            if status is not RolloutStatus.SCORED:
+                numbers[f"eval/{status.value}"] = float(count)
+        return numbers
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "tasks": self.tasks,
+            "estimates": {name: _fields(estimate) for name, estimate in self.estimates.items()},
+            "lengths": self.lengths,
+            "statuses": {status.value: count for status, count in self.counts.items()},
+            "tokens_per_second": self.tokens_per_second,
+            "by_task": [self._task_as_json(group) for group in self.groups],
+        }
+
+    def _is_right(self, rollout: Rollout) -> bool:
+        return rollout.reward is not None and rollout.reward >= self.scoring.right_from
+
+    def _task_as_json(self, group: RolloutGroup) -> dict[str, Any]:
+        rollouts = group.rollouts
+        return {
+            "id": group.task.id,
+            "right": sum(self._is_right(rollout) for rollout in rollouts),
+            "rewards": [rollout.reward for rollout in rollouts],
+            "answered": [rollout.answered for rollout in rollouts],
+            "statuses": [rollout.status.value for rollout in rollouts],
+            "lengths": [_num_tokens(rollout) for rollout in rollouts],
+        }
+
+
+def differences(report: EvalReport, baseline: EvalReport) -> Mapping[str, Estimate]:
+    """`report` less `baseline`, by estimate, over the tasks that both have a value of. They must be the same tasks."""
+    of_both = [[group.task.prompt for group in one.groups] for one in (report, baseline)]
+    assert of_both[0] == of_both[1], "compared on different tasks"
+    found: dict[str, Estimate] = {}
+    for name, values in report.values_by_task.items():
+        others = baseline.values_by_task.get(name, {})
+        pairs = [value - others[place] for place, value in values.items() if place in others]
+        estimate = estimate_mean(pairs, report.scoring.seed)
+        if estimate is not None:
+            found[name] = estimate
+    return found
+
+
+def difference_as_json(found: Mapping[str, Estimate]) -> dict[str, Any]:
+    return {name: _fields(estimate) for name, estimate in found.items()}
+
+
+def _fields(estimate: Estimate) -> dict[str, float]:
+    return {"mean": estimate.mean, "low": estimate.low, "high": estimate.high, "tasks": estimate.tasks}
+
+
+def _num_tokens(rollout: Rollout) -> int:
+    return sum(len(turn.completion.token_ids) for turn in rollout.turns)

@@ -1,0 +1,104 @@
+"""A page of rollouts to open in a browser: one file that needs nothing else and asks no network for anything.
+
+`rollout_page.html` is the page; its groups stand in it as JSON, in a script element of a type that no browser runs. All
+of it is ASCII with `<` escaped, so that no text of a model can end the element, and the page puts texts into the
+document as text, never as markup. A policy that forbids every connection stands in its head.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from octetrl.records import RolloutStatus
+from octetrl.telemetry.rollout_reader import Filter, Said, SampledGroup, SampledRow, Selection, Span
+from octetrl.telemetry.token_pieces import DISAGREEMENT, UNLIKELY
+
+_PLACE = '{"groups": []}'  # what the page holds before it is filled
+
+Pieces = Callable[[Sequence[int]], list[str]]  # token ids -> what each looks like
+
+
+def rollout_page(title: str, selection: Selection, wanted: Filter, pieces: Pieces | None = None) -> str:
+    """The page's text. `wanted` is what its filters begin with; `pieces` None: texts without their tokens."""
+    content = {
+        "title": title,
+        "found": selection.found,
+        "statuses": [status.value for status in RolloutStatus],
+        "filter": _filter(wanted),
+        "unlikely": UNLIKELY,
+        "disagreement": DISAGREEMENT,
+        "groups": [_group(group, pieces) for group in selection.groups],
+    }
+    template = files("octetrl.telemetry").joinpath("rollout_page.html").read_text(encoding="utf-8")
+    before, found, after = template.partition(_PLACE)
+    assert found, "rollout_page.html has lost the place of its data"
+    return before + json.dumps(content, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c") + after
+
+
+def write_page(path: Path, title: str, selection: Selection, wanted: Filter, pieces: Pieces | None = None) -> None:
+    path.write_text(rollout_page(title, selection, wanted, pieces), encoding="utf-8")
+
+
+def _filter(wanted: Filter) -> dict[str, Any]:
+    return {
+        "steps": _span(wanted.steps),
+        "rewards": _span(wanted.rewards or Span()),
+        "statuses": sorted(wanted.statuses),
+        "task": wanted.task,
+        "text": wanted.text,
+    }
+
+
+def _span(span: Span) -> list[float | None]:
+    return [end if math.isfinite(end) else None for end in (span.low, span.high)]
+
+
+def _group(group: SampledGroup, pieces: Pieces | None) -> dict[str, Any]:
+    first = group.rows[0].line
+    return {
+        "step": group.step,
+        "task": group.rows[0].task_id,
+        "prompt": first["prompt"],
+        "answer": first.get("answer"),
+        "rows": [_row(row, pieces) for row in group.rows],
+    }
+
+
+def _row(row: SampledRow, pieces: Pieces | None) -> dict[str, Any]:
+    line = row.line
+    return {
+        "sibling": line["sibling"],
+        "status": row.status,
+        "reward": row.reward,
+        "components": _numbers(row.components),
+        "tokens": len(row.token_ids),
+        **{key: line.get(key) for key in ("finish_reason", "policy_version", "answered", "detail", "trace")},
+        "said": [_part(row, part, pieces) for part in row.said],
+    }
+
+
+def _part(row: SampledRow, part: Said, pieces: Pieces | None) -> dict[str, Any]:
+    if not part.by_model:
+        return {"by": "environment", "text": part.text}
+    if pieces is None or not row.logprobs:
+        return {"by": "model", "text": part.text}
+    engine = row.logprobs[part.tokens]
+    tokens: dict[str, Any] = {
+        "by": "model",
+        "text": part.text,
+        "pieces": pieces(row.token_ids[part.tokens]),
+        "logprobs": [round(logprob, 2) for logprob in engine],
+    }
+    if row.trainer_logprobs:
+        trainer = row.trainer_logprobs[part.tokens]
+        tokens["apart"] = [round(other - logprob, 3) for logprob, other in zip(engine, trainer, strict=True)]
+    return tokens
+
+
+def _numbers(components: Mapping[str, Any]) -> dict[str, float | None]:
+    return {str(name): value if isinstance(value, int | float) else None for name, value in components.items()}

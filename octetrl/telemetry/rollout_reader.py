@@ -1,0 +1,230 @@
+"""The rollouts that a run wrote, read back: filtered, and by group (the file's form: telemetry/rollouts.py).
+
+A group is shown with all its siblings as soon as one of them passes the filter, since a rollout is understood beside
+its siblings. Files may be large, so they are gone through once for where the groups are, and only the groups that are
+shown are kept: evenly spread over those that pass, where there are more than asked for.
+
+Keys that a line has beyond those read here are kept in `line`. Two are read where they are there: `components`, rewards
+by name, and `trainer_logprobs`, the trainer's log-probs of `token_ids`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from octetrl.config.errors import UserError
+from octetrl.records import RolloutStatus
+
+_FILE = re.compile(r"step_(\d+)\.jsonl")
+_REQUIRED = ("task_id", "prompt", "sibling", "status", "reward", "text")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Both ends belong to it."""
+
+    low: float = -math.inf
+    high: float = math.inf
+
+    def __contains__(self, value: float) -> bool:
+        return self.low <= value <= self.high
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """What a rollout must be like; all that is given must hold."""
+
+    steps: Span = Span()
+    rewards: Span | None = None  # a rollout without a reward is in none
+    statuses: frozenset[RolloutStatus] = frozenset()  # empty: any
+    task: str = ""  # in the task's id
+    text: str = ""  # in what the model and the environment said; upper and lower case are one
+
+    def takes(self, row: SampledRow) -> bool:
+        in_rewards = self.rewards is None or (row.reward is not None and row.reward in self.rewards)
+        has_status = not self.statuses or row.status in self.statuses
+        return in_rewards and has_status and self.task in row.task_id and self.text.lower() in row.text.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A part of a conversation."""
+
+    by_model: bool
+    text: str
+    tokens: slice  # of the row's `token_ids`; empty for what the environment said
+
+
+@dataclass(frozen=True)
+class SampledRow:
+    """One line of the file."""
+
+    line: Mapping[str, Any]
+
+    @property
+    def task_id(self) -> str:
+        return str(self.line["task_id"])
+
+    @property
+    def text(self) -> str:
+        return str(self.line["text"])
+
+    @property
+    def status(self) -> str:
+        return str(self.line["status"])
+
+    @property
+    def reward(self) -> float | None:
+        reward: float | None = self.line["reward"]
+        return reward
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        return self.line.get("token_ids") or ()
+
+    @property
+    def logprobs(self) -> Sequence[float]:
+        """The engine's, of `token_ids`; empty where the file does not hold one of each."""
+        return self._one_a_token("logprobs")
+
+    @property
+    def trainer_logprobs(self) -> Sequence[float]:
+        return self._one_a_token("trainer_logprobs")
+
+    @property
+    def components(self) -> Mapping[str, float]:
+        return self.line.get("components") or {}
+
+    @property
+    def said(self) -> list[Said]:
+        """Who said what after the prompt."""
+        turns = self.line.get("turns")
+        if not turns:
+            return [Said(True, self.text, slice(0, len(self.token_ids)))] if self.text or self.token_ids else []
+        parts, begin = [], 0
+        for turn in turns:
+            end = begin + turn["num_tokens"]
+            parts.append(Said(True, turn["text"], slice(begin, end)))
+            if turn["reply"] is not None:
+                parts.append(Said(False, turn["reply"], slice(end, end)))
+            begin = end
+        return parts
+
+    def _one_a_token(self, key: str) -> Sequence[float]:
+        values = self.line.get(key) or ()
+        return values if len(values) == len(self.token_ids) else ()
+
+
+@dataclass(frozen=True)
+class SampledGroup:
+    """The siblings of one task in one step. `place` counts the groups of the step from 0."""
+
+    step: int
+    place: int
+    rows: tuple[SampledRow, ...]
+
+    @cached_property
+    def rewards(self) -> list[float]:
+        return [row.reward for row in self.rows if row.reward is not None]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What is shown. `found` groups passed the filter in files of `steps` steps; `groups` are some or all of them."""
+
+    groups: list[SampledGroup]
+    found: int
+    steps: int
+
+
+def select(run: str | Path, wanted: Filter, limit: int | None) -> Selection:
+    """At most `limit` groups (None: all) with a rollout that `wanted` takes, in their order.
+
+    run: a run folder, its `rollouts`, or one of the files. Raises UserError when there are none, or a line is broken.
+    """
+    files = [(step, path) for step, path in rollout_files(Path(run)) if step in wanted.steps]
+    places = [
+        (step, path, place)
+        for step, path in files
+        for place, group in enumerate(_groups(step, path))
+        if any(wanted.takes(row) for row in group.rows)
+    ]
+    found = len(places)
+    if limit is not None and found > limit:
+        places = [places[number * found // limit] for number in range(limit)]
+    groups = []
+    for step, path in files:
+        picked = {place for _, of, place in places if of == path}
+        if picked:
+            groups += [group for group in _groups(step, path) if group.place in picked]
+    return Selection(groups, found, len(files))
+
+
+def matching_rows(run: str | Path, wanted: Filter) -> Iterator[tuple[int, int, SampledRow]]:
+    """(step, place of its group in the step, row) of each rollout that `wanted` takes. Raises UserError as `select`."""
+    for step, path in rollout_files(Path(run)):
+        if step in wanted.steps:
+            for group in _groups(step, path):
+                yield from ((step, group.place, row) for row in group.rows if wanted.takes(row))
+
+
+def rollout_files(run: Path) -> list[tuple[int, Path]]:
+    """(step, file) in the order of the steps."""
+    if run.is_file():
+        paths = [run]
+    elif (run / "rollouts").is_dir():
+        paths = list((run / "rollouts").iterdir())
+    elif run.is_dir():
+        paths = list(run.iterdir())
+    else:
+        raise UserError(f"'{run}' does not exist; give a run folder")
+    files = sorted((int(match[1]), path) for path in paths if (match := _FILE.fullmatch(path.name)))
+    if not files:
+        raise UserError(
+            f"'{run}' holds no rollouts (files step_NNNNNN.jsonl); give a run folder that has taken a step"
+            f" with logging.rollouts: true"
+        )
+    return files
+
+
+def _groups(step: int, path: Path) -> Iterator[SampledGroup]:
+    place, rows = 0, list[SampledRow]()
+    for row in _rows(path):
+        if rows and (row.line["sibling"] == 0 or row.task_id != rows[0].task_id):
+            yield SampledGroup(step, place, tuple(rows))
+            place, rows = place + 1, []
+        rows.append(row)
+    if rows:
+        yield SampledGroup(step, place, tuple(rows))
+
+
+def _rows(path: Path) -> Iterator[SampledRow]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, text in enumerate(file, start=1):
+                yield SampledRow(_line(text, f"{path}, line {number}"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start}); it is no file of rollouts") from error
+    except OSError as error:
+        raise UserError(f"{path}: can't be read ({error.strerror})") from error
+
+
+def _line(text: str, where: str) -> dict[str, Any]:
+    try:
+        line = json.loads(text)
+    except ValueError as error:
+        raise UserError(
+            f"{where}: not JSON ({error}); the file was changed or cut off after the run wrote it"
+        ) from error
+    missing = [key for key in _REQUIRED if not isinstance(line, dict) or key not in line]
+    if missing:
+        raise UserError(f"{where}: no rollout, it lacks {', '.join(missing)}; give a folder that a run wrote")
+    found: dict[str, Any] = line
+    return found

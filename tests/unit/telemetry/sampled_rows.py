@@ -1,0 +1,65 @@
+"""Rollouts as a run writes them, and some that it would not, for the tests of what reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+EVIL = "</script><script>alert('x')</script>\x1b[31m\u202e<b>[bold]"
+
+
+def line(task: str, sibling: int, reward: float | None, text: str = "1 + 2 = 3", **further: Any) -> dict[str, Any]:
+    status = "scored" if reward is not None else "reward_error"
+    tokens = list(range(len(text)))
+    return {
+        "task_id": task,
+        "prompt": f"What is {task}?",
+        "answer": "3",
+        "sibling": sibling,
+        "status": status,
+        "reward": reward,
+        "answered": "3",
+        "detail": None if reward is not None else "KeyError: 'x' (r.py:3)",
+        "trace": None if reward is not None else "Traceback ...\nKeyError: 'x'",
+        "text": text,
+        "policy_version": 0,
+        "finish_reason": "stop",
+        "prompt_token_ids": [1],
+        "token_ids": tokens,
+        "logprobs": [-0.05] * len(tokens),
+        **further,
+    }
+
+
+def two_turns(task: str, sibling: int) -> dict[str, Any]:
+    first = {"prompt_token_ids": [1], "num_tokens": 4, "text": "ask!", "reply": "told you"}
+    last = {"prompt_token_ids": [2], "num_tokens": 3, "text": "so 3", "reply": None}
+    text = "ask!told youso 3"
+    found = line(task, sibling, 1.0, text, turns=[first, last], components={"right": 1.0, "brevity": -0.25})
+    return found | {"token_ids": list(range(7)), "logprobs": [-0.1, -3.0, -6.0, -0.1, -0.1, -0.1, -0.1]}
+
+
+def write_run(folder: Path) -> Path:
+    """Steps 1 to 3 with two groups each: `easy` (rewards 1, 0.5), and one whose second has no reward; step 3 has a
+    conversation of two turns and a text that means harm."""
+    (folder / "rollouts").mkdir(parents=True)
+    for step in (1, 2, 3):
+        rows = [line("sum/easy", 0, 1.0), line("sum/easy", 1, 0.5, "I guess FOUR")]
+        rows += [line(f"sum/{step}", 0, 0.0), line(f"sum/{step}", 1, None)]
+        if step == 3:
+            rows += [two_turns("talk", 0), line("talk", 1, -1.0, EVIL)]
+        path = folder / "rollouts" / f"step_{step:06d}.jsonl"
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    (folder / "rollouts" / "step_000004.jsonl.partial").write_text("{")
+    return folder
+
+
+class Letters:
+    """A tokenizer whose token n is the nth letter of `text`, which begins again at its end."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(self._text[token_id % len(self._text)] for token_id in token_ids)
