@@ -1,9 +1,9 @@
 """Landlock: a process gives up files, network and signals for itself and its children, without privileges.
 
-Used where there are no namespaces to hide things in. After `restrict`, only the named folders can be opened, listed,
-run or written; TCP is refused (Linux 6.7); signals and abstract sockets reach no process outside (6.12); processes
-outside can't be traced and their /proc files not read. Not covered, and refused by the system-call filter instead:
-changes of a file's mode, owner, times and attributes. Not covered at all: whether a path exists, and `stat` of it.
+After `restrict`, only the named folders can be opened, listed, run or written; TCP is refused (Linux 6.7); signals and
+abstract sockets reach no process outside (6.12); processes outside can't be traced and their /proc files not read. Not
+covered, and refused by the system-call filter instead: changes of a file's mode, owner, times and attributes. Not
+covered at all: whether a path exists, and `stat` of it.
 
 Source: the kernel's userspace-api/landlock; the ABI's version tells what the kernel knows.
 """
@@ -14,6 +14,7 @@ import ctypes
 import os
 import stat
 import struct
+import sys
 
 from octetrl.environments.sandbox.linux import system_call
 
@@ -29,6 +30,8 @@ KEEPS_SIGNALS = 6
 
 def landlock_version() -> int:
     """Of the kernel's Landlock; 0: it has none, or it is switched off."""
+    if sys.platform != "linux":
+        return 0
     try:
         return system_call(_CREATE_RULESET, None, 0, 1, what="Landlock")
     except OSError:

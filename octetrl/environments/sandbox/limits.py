@@ -38,15 +38,15 @@ class SandboxStatus(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class SandboxResult:
+class Outcome:
     status: SandboxStatus
-    exit_code: int | None  # minus the signal where one ended it; None: it was ended by us, or never ran
-    stdout: str  # the first of `output_bytes` of both together; bytes that are no UTF-8 replaced
-    stderr: str
+    stdout: str = ""  # the first of `output_bytes` of both together; bytes that are no UTF-8 replaced
+    stderr: str = ""
     detail: str | None = None  # what went wrong with the sandbox itself
-    wall_seconds: float = 0.0
+    seconds: float = 0.0  # of wall time, less the sandbox's own start
     cpu_seconds: float = 0.0
     memory_bytes: int = 0  # the most that was seen
+    exit_code: int | None = None  # minus the signal where one ended it; None: it was ended by us, or never ran
 
     @property
     def ok(self) -> bool:

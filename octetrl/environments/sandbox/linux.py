@@ -9,22 +9,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import platform
+import sys
 
-NEW_NAMESPACES = {
-    "cgroup": 0x02000000,
-    "ipc": 0x08000000,
-    "mount": 0x00020000,
-    "network": 0x40000000,
-    "pid": 0x20000000,
-    "user": 0x10000000,
-    "uts": 0x04000000,
-}
-READ_ONLY, NO_SUID, NO_DEVICES, NO_EXECUTION = 1, 2, 4, 8
-REMOUNT, BIND, RECURSIVE, PRIVATE = 1 << 5, 1 << 12, 1 << 14, 1 << 18
-_DETACH = 2
 _PDEATHSIG, _DUMPABLE, _SECCOMP, _SUBREAPER, _NO_NEW_PRIVILEGES = 1, 4, 22, 36, 38
-_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -34,27 +21,6 @@ def system_call(number: int, *arguments: ctypes.c_void_p | int | bytes | None, w
     words = [ctypes.c_long(word) if isinstance(word, int) else word for word in arguments]
     _libc.syscall.restype = ctypes.c_long
     return _checked(_libc.syscall(ctypes.c_long(number), *words), what)
-
-
-def unshare(*namespaces: str) -> None:
-    flags = 0
-    for name in namespaces:
-        flags |= NEW_NAMESPACES[name]
-    _checked(_libc.unshare(flags), f"new namespaces ({', '.join(namespaces)})")
-
-
-def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    words = [None if text is None else text.encode() for text in (source, target, kind, options)]
-    result = _libc.mount(words[0], words[1], words[2], ctypes.c_ulong(flags), words[3])
-    _checked(result, f"mount of {kind or source} on {target}")
-
-
-def change_root(folder: str) -> None:
-    """`folder`, a mount of its own, becomes the root, and what was the root is gone."""
-    os.chdir(folder)
-    system_call(_PIVOT_ROOT[platform.machine()], b".", b".", what="pivot_root")
-    _checked(_libc.umount2(b".", _DETACH), "umount of the old root")
-    os.chdir("/")
 
 
 def die_with_parent(signal_number: int) -> None:
@@ -78,6 +44,8 @@ def give_up_privileges_for_good() -> None:
 
 def takes_filters() -> bool:
     """Whether the kernel knows seccomp filters: it looks for the program before it says what is wrong with it."""
+    if sys.platform != "linux":
+        return False
     return _libc.prctl(_SECCOMP, ctypes.c_ulong(2), None, None, None) < 0 and ctypes.get_errno() == errno.EFAULT
 
 

@@ -1,8 +1,8 @@
 """What the sandboxed process takes on itself, between fork and exec, before the first line of foreign code.
 
-In this order, since each step needs rights that a later one gives up: a session of its own, its standard streams, its
-resource limits, another user (as root), no new privileges, Landlock (where there is no room of its own), the system-call
-filter. Descriptors other than the three streams close at exec.
+In this order, since each step needs rights that a later one gives up: a session of its own, its descriptors, its
+resource limits, another user (as root), no new privileges, Landlock, the system-call filter. Descriptors other than the
+streams and the link, which is number 3, close at exec.
 """
 
 from __future__ import annotations
@@ -56,14 +56,13 @@ def _threads_of_user(user: int) -> int:
     return count
 
 
-def restrain(
-    streams: tuple[int, int, int], limits: dict[str, int], user: int, work: str, folders: dict[str, list[str]]
-) -> None:
-    """Called in the child. work: the folder of `user`, to be in; folders: empty in a room of its own, else what Landlock leaves: readable, writable."""
+def restrain(descriptors: list[int], request: dict, user: int, work: str, landlock: tuple[list[str], list[str]]) -> None:
+    """Called in the child. descriptors: become 0, 1, ...; work: the folder of `user`, to be in; landlock: what may be
+    read and what may be written, where the level has it."""
     os.setsid()
-    for number, descriptor in enumerate(streams):
+    for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
-    _set_limits(limits)
+    _set_limits(request["limits"])
     same_user = os.geteuid() != 0
     if not same_user:
         os.setgroups([])
@@ -72,21 +71,15 @@ def restrain(
     os.chdir(work)
     die_with_parent(signal.SIGKILL)
     give_up_privileges_for_good()
-    version = landlock_version() if folders else 0
+    version = landlock_version() if request["level"] != "limits" else 0
     if version:
-        restrict(folders["readable"], folders["writable"])
+        restrict(*landlock)
     if can_filter():
-        has_room = not folders
-        install_filter(
-            filter_program(
-                stay_in_group=not has_room,
-                same_user=same_user and not has_room,
-                signals_open=same_user and not has_room and version < KEEPS_SIGNALS,
-                pid=os.getpid(),
-            )
-        )
-    for number in set(signal.valid_signals()) - {signal.SIGKILL, signal.SIGSTOP}:
-        signal.signal(number, signal.SIG_DFL)
+        shares_user = same_user and request["level"] != "bubblewrap"
+        signals_open = shares_user and version < KEEPS_SIGNALS
+        install_filter(filter_program(same_user=shares_user, signals_open=signals_open, pid=os.getpid()))
+    for signal_number in set(signal.valid_signals()) - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(signal_number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 

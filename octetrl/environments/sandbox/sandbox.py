@@ -1,38 +1,48 @@
 """A program that nobody trusts goes in; how it ended and what it printed comes out.
 
-    sandbox = Sandbox()                                       # the best level this machine gives
-    result = sandbox.run("print(6 * 7)")                      # SandboxResult(status=OK, stdout="42\\n", ...)
-    result = sandbox.run(program, stdin="3 4\\n", limits=Limits(wall_seconds=2))
+    outcome = run_python("print(6 * 7)")                      # Outcome(status=OK, stdout="42\\n", ...)
+    outcome = run_python(source, stdin="3 4\\n", limits=Limits(wall_seconds=2))
 
-Each run is a new process in a new room (`room.py`) that ends with it; nothing is kept and nothing of the run's is
+    sandbox = find_sandbox(Level.BUBBLEWRAP)                  # refuses a machine that gives less
+    sandbox.level, sandbox.protection.gaps                    # what is in force, and what it does not protect from
+
+Each run is a new process in a new empty folder that ends with it; nothing is kept and nothing of the run's is
 inherited: not its environment, its files, its descriptors. Whatever the program does becomes a status, never an
-exception. What a level does not protect from: `Sandbox.protection.gaps` and docs/sandbox.md.
+exception. A sandbox that could not be made, or whose end is not sure, is FAILED_SANDBOX: no verdict on the program.
 
-Thread-safe; more callers than `concurrency` wait. Cost: about 40 ms of one core a run, most of it two starts of Python.
-A warm interpreter that forks would be faster and would show each program what the one before left in memory.
+Thread-safe; more callers than the machine has cores wait for each other. Cost: docs/sandbox.md, most of it two starts
+of Python. A warm interpreter that forks would be faster and would show each program what the one before left in memory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-import select
+import shutil
+import signal
 import socket
 import subprocess
 import tempfile
 import threading
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from functools import cache, partial
+from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from octetrl.config.errors import UserError
-from octetrl.environments.sandbox.interpreter import Interpreter, find_interpreter, system_interpreter
-from octetrl.environments.sandbox.levels import Level, Protection, bubblewrap_command, find_level, protection
-from octetrl.environments.sandbox.limits import Limits, SandboxResult, SandboxStatus
+from octetrl.environments.sandbox.interpreter import Interpreter, find_interpreters
+from octetrl.environments.sandbox.levels import (
+    WARDEN_ROOT,
+    Level,
+    Protection,
+    bubblewrap_command,
+    lacking,
+    protection,
+)
+from octetrl.environments.sandbox.limits import MIB, Limits, Outcome, SandboxStatus
 
 _PACKAGE = Path(__file__).parent
 _BOOT = (
@@ -44,130 +54,128 @@ _ENVIRONMENT = {
     "HOME": "{work}",
     "TMPDIR": "{work}",
     "LANG": "C.UTF-8",
-    "PYTHONHASHSEED": "0",
     "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
     "MALLOC_ARENA_MAX": "1",  # each arena reserves 128 MiB of address space
 }
 _GRACE_SECONDS = 60.0  # beyond its wall limit, for a warden on a machine that is short of cores
-_STOPPED = {status.value: status for status in SandboxStatus}
-_GREETING = "print(6 * 7)"
+_slots = threading.BoundedSemaphore(os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One run of `run_many`."""
-
-    code: str
+    source: str
     stdin: str = ""
+    files: Mapping[str, str] = field(default_factory=dict)  # further modules, name -> text, to import beside it
+    limits: Limits = Limits()
 
 
+@dataclass(frozen=True, slots=True)
 class Sandbox:
-    """Runs Python programs apart. Raises UserError where the machine gives no level, or none as good as `least`.
+    """Made by `find_sandbox`."""
 
-    level: use this one alone; None: the best that works here. least: refuse anything weaker. python: the interpreter
-    for the foreign code; None: the run's own, without its packages. concurrency: programs that run at once.
-    """
-
-    def __init__(
-        self,
-        limits: Limits | None = None,
-        *,
-        level: Level | None = None,
-        least: Level = Level.LIMITS,
-        python: str | None = None,
-        concurrency: int | None = None,
-    ) -> None:
-        self.limits = limits or Limits()
-        self.concurrency = concurrency or os.cpu_count() or 1
-        self.level, self._interpreter = working_level(level, least, python)
-        self._slots = threading.BoundedSemaphore(self.concurrency)
+    level: Level
+    interpreter: Interpreter
 
     @property
     def protection(self) -> Protection:
         return protection(self.level)
 
-    def run(
-        self, code: str, stdin: str = "", *, limits: Limits | None = None, files: Mapping[str, str] | None = None
-    ) -> SandboxResult:
-        """Run `code` as a main program. files: further modules, name -> text, to import beside it."""
-        with self._slots:
-            return _run(self.level, self._interpreter, code, stdin, limits or self.limits, files or {})
+    def run(self, program: Program) -> Outcome:
+        """Run it as a main program."""
+        with _slots:
+            return _run(self, program, None)
 
-    def run_many(self, programs: Iterable[Program], *, limits: Limits | None = None) -> list[SandboxResult]:
-        """Results in the order of `programs`, `concurrency` at a time."""
-        with ThreadPoolExecutor(self.concurrency) as threads:
-            return list(threads.map(lambda program: self.run(program.code, program.stdin, limits=limits), programs))
+    def run_pair(self, first: Program, second: Program) -> tuple[Outcome, Outcome]:
+        """Two programs at once, each in a sandbox of its own, joined by a stream socket that is descriptor 3 of both.
+        What ends one closes the other's end of it, and nothing else of it."""
+        ends = socket.socketpair()
+        with _slots, ThreadPoolExecutor(2) as threads:
+            outcomes = list(threads.map(_run, (self, self), (first, second), ends))
+        return outcomes[0], outcomes[1]
+
+
+def run_python(source: str, *, stdin: str = "", limits: Limits = Limits()) -> Outcome:  # noqa: B008  (frozen)
+    """Run `source` in the best sandbox of this machine. Raises UserError where there is none that hides files."""
+    return find_sandbox().run(Program(source, stdin, limits=limits))
 
 
 @cache
-def working_level(level: Level | None, least: Level, python: str | None) -> tuple[Level, Interpreter]:
-    """The level and the interpreter that work here, found by trying. Raises UserError with what each level lacks."""
-    own = find_interpreter(python)
-    candidates = [own]
-    fallback = system_interpreter()
-    if python is None and fallback is not None and not own.is_public:
-        candidates.append(fallback)  # an interpreter in a private folder: a user without rights can't reach it
-    reasons: dict[Level, str] = {}
-    for interpreter in candidates:
-        try_out = partial(_try_out, interpreter)
-        if level is not None:
-            reason = try_out(level)
-            found, reasons = (level if reason is None else None), {level: reason or ""}
-        else:
-            found, reasons = find_level(try_out, least)
-        if found is not None:
-            return found, interpreter
-    lacking = "; ".join(f"{name.value}: {reason}" for name, reason in reasons.items())
-    raise UserError(f"environment.sandbox: this machine gives no sandbox of the level asked for ({lacking})")
+def find_sandbox(least: Level = Level.LANDLOCK, python: str | None = None, only: Level | None = None) -> Sandbox:
+    """The strongest sandbox that works here, found by trying. Raises UserError where none is as strong as `least`.
+
+    python: the interpreter for the foreign code; None: the run's own, without the packages of its virtual environment.
+    only: this level and no other.
+    """
+    reasons = []
+    for level in reversed(Level):
+        if level is not only if only else not level.is_at_least(least):
+            continue
+        reason = lacking(level)
+        for interpreter in find_interpreters(python) if reason is None else ():
+            sandbox = Sandbox(level, interpreter)
+            reason = _try_out(sandbox)
+            if reason is None:
+                return sandbox
+        reasons.append(f"{level}: {reason}")
+    remedy = "install bubblewrap" if least is Level.BUBBLEWRAP else "install bubblewrap, or accept a lower level"
+    raise UserError(
+        f"environment.sandbox.level: this machine gives no sandbox of level {only or least} or better"
+        f" ({'; '.join(reasons)}); {remedy}"
+    )
 
 
-def _try_out(interpreter: Interpreter, level: Level) -> str | None:
-    result = _run(level, interpreter, _GREETING, "", Limits(wall_seconds=30.0, cpu_seconds=30), {})
-    if result.ok and result.stdout == "42\n":
+def _try_out(sandbox: Sandbox) -> str | None:
+    """What is wrong with it, or None."""
+    outcome = _run(sandbox, Program("print(6 * 7)", limits=Limits(wall_seconds=30.0, cpu_seconds=30)), None)
+    if outcome.ok and outcome.stdout == "42\n":
         return None
-    return (result.detail or f"{result.status.value}: {result.stderr.strip()[-200:]}").strip()
+    return outcome.detail or f"{outcome.status}: {outcome.stderr.strip()[-200:]}"
 
 
-def _run(
-    level: Level, interpreter: Interpreter, code: str, stdin: str, limits: Limits, files: Mapping[str, str]
-) -> SandboxResult:
+def _run(sandbox: Sandbox, program: Program, link: socket.socket | None) -> Outcome:
     ours, theirs = socket.socketpair()
-    folder = os.path.join(tempfile.gettempdir(), f"octetrl-sandbox-{os.getpid()}-{os.urandom(6).hex()}")
+    in_bubblewrap = sandbox.level is Level.BUBBLEWRAP
+    place = "/tmp" if in_bubblewrap else tempfile.gettempdir()
+    folder = os.path.join(place, f"octetrl-sandbox-{os.getpid()}-{os.urandom(6).hex()}")
     request = {
-        "level": level.value,
-        "command": [interpreter.executable, "-I", "-B", "{program}/main.py"],
+        "level": sandbox.level,
+        "command": [sandbox.interpreter.executable, "-I", "-B", "{program}/main.py"],
         "environment": _ENVIRONMENT,
-        "files": {**files, "main.py": code},
-        "stdin": stdin,
-        "limits": asdict(limits),
-        "folders": interpreter.folders,
-        "links": interpreter.links,
+        "files": {**program.files, "main.py": program.source},
+        "stdin": program.stdin,
+        "limits": asdict(program.limits),
+        "folders": sandbox.interpreter.folders,
         "folder": folder,
+        "link": None if link is None else link.fileno(),
     }
     with ours:
-        with theirs:
+        with theirs, link or contextlib.nullcontext():
             try:
-                warden = _start_warden(level, interpreter, theirs)
+                warden = _start_warden(sandbox, program, [theirs, *([link] if link else [])])
             except OSError as error:
                 return _failed(f"the sandbox did not start: {error}")
         try:
-            report = _exchange(ours, request | {"number": warden.pid}, limits.wall_seconds + _GRACE_SECONDS)
+            report = _exchange(ours, request | {"number": warden.pid}, program.limits.wall_seconds + _GRACE_SECONDS)
         finally:
             ours.close()  # the lifeline: whatever still runs ends now
             said = _see_off(warden)
+            if not in_bubblewrap and os.path.lexists(folder):  # the warden was killed
+                shutil.rmtree(folder, ignore_errors=True)
     if report is None:
         return _failed(f"the sandbox ended without a report: {said[-300:] or 'it said nothing'}")
-    return _result(report)
+    return _outcome(report)
 
 
-def _start_warden(level: Level, interpreter: Interpreter, channel: socket.socket) -> subprocess.Popen[bytes]:
-    root = "/warden" if level is Level.BUBBLEWRAP else str(_PACKAGE.parents[2])
-    command = [interpreter.executable]
-    if level is Level.BUBBLEWRAP:
-        command = bubblewrap_command(interpreter, str(_PACKAGE), channel.fileno())
+def _start_warden(sandbox: Sandbox, program: Program, sockets: list[socket.socket]) -> subprocess.Popen[bytes]:
+    root, command = str(_PACKAGE.parents[2]), []
+    if sandbox.level is Level.BUBBLEWRAP:
+        room_bytes = program.limits.disk_bytes + sum(map(len, (program.source, *program.files.values()))) * 4 + MIB
+        root, command = WARDEN_ROOT, bubblewrap_command(sandbox.interpreter, _PACKAGE, room_bytes)
+    descriptors = [end.fileno() for end in sockets]
     return subprocess.Popen(
-        [*command, "-I", "-S", "-B", "-c", _BOOT, str(channel.fileno()), root],
-        pass_fds=[channel.fileno()],
+        [*command, sandbox.interpreter.executable, "-I", "-S", "-B", "-c", _BOOT, str(descriptors[0]), root],
+        pass_fds=descriptors,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -179,8 +187,6 @@ def _start_warden(level: Level, interpreter: Interpreter, channel: socket.socket
 
 def _exchange(channel: socket.socket, request: Mapping[str, Any], seconds: float) -> dict[str, Any] | None:
     """Send the request, get the report; None when none comes."""
-    import json
-
     text = json.dumps(request).encode()
     channel.settimeout(seconds)
     try:
@@ -206,41 +212,39 @@ def _see_off(warden: subprocess.Popen[bytes]) -> str:
     """Wait for the warden, which has nothing more to do; kill it if it does not go. What it said on stderr."""
     assert warden.stderr is not None
     try:
-        _, said = warden.communicate(timeout=10.0)
+        _, said = warden.communicate(timeout=15.0)
     except subprocess.TimeoutExpired:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(warden.pid, 9)
+            os.killpg(warden.pid, signal.SIGKILL)
         _, said = warden.communicate()
     return " ".join(said.decode("utf-8", "replace").split())
 
 
-def _result(report: Mapping[str, Any]) -> SandboxResult:
+def _outcome(report: Mapping[str, Any]) -> Outcome:
     if "error" in report:
         return _failed(report["error"])
     if report["left_over"]:
         return _failed("processes of the program could not be ended")
     if report["stopped"] == "abandoned":
         return _failed("the run went away")
-    return SandboxResult(
+    return Outcome(
         status=_status(report),
-        exit_code=report["exit"] if report["stopped"] is None else None,
         stdout=report["stdout"],
         stderr=report["stderr"],
-        wall_seconds=report["wall_seconds"],
+        seconds=report["wall_seconds"],
         cpu_seconds=report["cpu_seconds"],
         memory_bytes=report["memory_bytes"],
+        exit_code=report["exit"] if report["stopped"] is None else None,
     )
 
 
 def _status(report: Mapping[str, Any]) -> SandboxStatus:
-    import signal
-
     if report["stopped"] is not None:
-        return _STOPPED[report["stopped"]]
+        return SandboxStatus(report["stopped"])
     code = report["exit"]
     if code == 0:
         return SandboxStatus.OK
-    if code in (-signal.SIGXCPU,):
+    if code == -signal.SIGXCPU:
         return SandboxStatus.CPU_LIMIT
     if report["disk_full"] or code == -signal.SIGXFSZ:
         return SandboxStatus.DISK_LIMIT
@@ -251,5 +255,5 @@ def _status(report: Mapping[str, Any]) -> SandboxStatus:
     return SandboxStatus.CRASHED if code < 0 else SandboxStatus.ERROR
 
 
-def _failed(detail: str) -> SandboxResult:
-    return SandboxResult(SandboxStatus.FAILED_SANDBOX, None, "", "", detail)
+def _failed(detail: str) -> Outcome:
+    return Outcome(SandboxStatus.FAILED_SANDBOX, detail=detail)

@@ -5,10 +5,11 @@ that are harmless would break with the next libc. What is refused answers EPERM,
 as its end. Three kinds:
 
     always           sockets (a socketpair is allowed), tracing, mounting, new namespaces, kernel modules, keys, io_uring
-                     (which would make calls past the filter), and memory that no limit counts (memfd, System V, mq)
-    no PID namespace leaving the process group, so that one signal to the group ends all of a sandbox at once
+                     (which would make calls past the filter), memory that no limit counts (memfd, System V, mq), and
+                     leaving the process group, so that one signal to the group ends all of a sandbox at once
     same user        what reaches another process or file of that user though Landlock does not see it: file modes,
-                     times and attributes, priorities and limits of others; signals, where Landlock is too old for them
+                     times and attributes, priorities and limits of others
+    signals          where Landlock is too old for them
 
 Numbers are of the kernel's tables for x86_64 and aarch64; a machine of another kind has no filter.
 A call through another ABI of the same machine (i386, x32) ends the process.
@@ -86,8 +87,9 @@ ALWAYS: dict[str, tuple[int | None, int | None]] = {
     "syslog": (103, 116),
     "vhangup": (153, 58),
     "lookup_dcookie": (212, 18),
+    "setsid": (112, 157),
+    "setpgid": (109, 154),
 }
-LEAVING_THE_GROUP: dict[str, tuple[int | None, int | None]] = {"setsid": (112, 157), "setpgid": (109, 154)}
 OTHERS_OF_THE_USER: dict[str, tuple[int | None, int | None]] = {
     "chmod": (90, None),
     "fchmod": (91, 52),
@@ -142,12 +144,11 @@ def can_filter() -> bool:
     return platform.machine() in _ARCHITECTURES and takes_filters()
 
 
-def filter_program(*, stay_in_group: bool, same_user: bool, signals_open: bool, pid: int) -> bytes:
-    """The filter for process `pid`, to be installed by it. signals_open: nothing else keeps it from signalling others
-    of its user; then it may signal itself and its group alone."""
+def filter_program(*, same_user: bool, signals_open: bool, pid: int) -> bytes:
+    """The filter for process `pid`, to be installed by it. same_user: others of its user are within its reach;
+    signals_open: nothing else keeps it from signalling them, so it may signal itself and its group alone."""
     column = _COLUMN[platform.machine()]
     refused = dict(ALWAYS)
-    refused |= LEAVING_THE_GROUP if stay_in_group else {}
     refused |= OTHERS_OF_THE_USER if same_user else {}
     refused |= {name: number for name, number in SIGNALS.items() if signals_open and name != "kill"}
     lines = [

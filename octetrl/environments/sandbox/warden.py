@@ -1,11 +1,9 @@
-"""The process between a run and the code it does not trust: makes the room, starts the program, watches, ends it all.
+"""The process between a run and the code it does not trust: starts the program, restrained, watches it and ends it all.
 
 Started as `python -I -S -B -c ...` with one socket, over which it gets a request and answers with a report, both JSON
 behind eight bytes of length. The socket is also a lifeline: when it closes, the run is gone, and so is the sandbox.
 
-    namespaces    warden -> init of the PID namespace (does all the rest) -> program
-    bubblewrap    bwrap  -> warden, as the init                           -> program
-    limits        warden (adopts orphans)                                 -> program
+    warden (adopts orphans; in bubblewrap it is the init of the namespace) -> program
 
 A report says how it ended: `exit` (exit code, or minus the signal), `stopped` (the limit that ended it, or null),
 `stdout`, `stderr`, `cpu_seconds`, `wall_seconds`, `memory_bytes` (the most seen), `disk_full`, `left_over` (processes
@@ -14,6 +12,7 @@ that would not end). Or it says `error`: the sandbox could not be made.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import select
@@ -21,10 +20,11 @@ import signal
 import sys
 import time
 
-from octetrl.environments.sandbox import room, watch
-from octetrl.environments.sandbox.linux import adopt_orphans, die_with_parent, hide_from_other_processes
+from octetrl.environments.sandbox import watch
+from octetrl.environments.sandbox.linux import adopt_orphans, hide_from_other_processes
 from octetrl.environments.sandbox.restraints import private_user, process_limit, restrain
 
+_DEVICES = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"]
 _TICK_SECONDS = 0.02
 _FOLDER_SECONDS = 0.1
 _READ_BYTES = 1 << 16
@@ -32,19 +32,12 @@ _READ_BYTES = 1 << 16
 
 def main(channel: int) -> None:
     """Serve one request and leave."""
+    os.umask(0o022)
     os.set_inheritable(channel, False)
     request = _receive(channel)
     if request is None:
         return
     try:
-        if request["level"] == "namespaces":
-            room.enter_namespaces()
-            init = os.fork()
-            if init:
-                os.close(channel)
-                os.waitpid(init, 0)
-                return
-            die_with_parent(signal.SIGKILL)
         report = _serve(channel, request)
     except OSError as error:
         report = {"error": str(error)}
@@ -52,36 +45,32 @@ def main(channel: int) -> None:
 
 
 def _serve(channel: int, request: dict) -> dict:
-    """One sandbox, from an empty room to a report."""
+    """One sandbox, from an empty folder to a report."""
     user = private_user(request["number"])
-    alone = request["level"] != "limits"
-    if request["level"] == "namespaces":
-        room.build_root(request["folders"], request["links"])
-    hide_from_other_processes()
-    request["limits"]["user_processes"] = process_limit(request["limits"]["processes"], alone=alone)
-    if alone:
-        room.furnish(user, request["files"], request["limits"]["disk_bytes"], request["limits"]["files"])
-        if request["level"] == "namespaces":
-            room.seal_root()
-        return Watch(channel, request, user, room.WORK, room.PROGRAM, alone=True).run()
     adopt_orphans()
+    hide_from_other_processes()
+    limits = request["limits"]
+    limits["user_processes"] = process_limit(limits["processes"], alone=request["level"] == "bubblewrap")
     os.mkdir(request["folder"], 0o711)
     try:
         work, program = os.path.join(request["folder"], "work"), os.path.join(request["folder"], "program")
         os.mkdir(program, 0o755)
-        room.write_files(program, request["files"])
+        for name, text in request["files"].items():
+            with open(os.path.join(program, name), "w", encoding="utf-8", errors="surrogatepass") as file:
+                file.write(text)
         os.mkdir(work, 0o700)
         os.chown(work, user, user if os.geteuid() == 0 else -1)
-        return Watch(channel, request, user, work, program, alone=False).run()
+        return Watch(channel, request, user, work, program).run()
     finally:
-        watch.empty_and_remove(request["folder"])
+        if request["level"] != "bubblewrap":  # there the folder is in memory that ends with this process
+            watch.empty_and_remove(request["folder"])
 
 
 class Watch:
     """One program from its start to its end, and what it used."""
 
-    def __init__(self, channel: int, request: dict, user: int, work: str, program: str, *, alone: bool) -> None:
-        self._channel, self._request, self._user, self._alone = channel, request, user, alone
+    def __init__(self, channel: int, request: dict, user: int, work: str, program: str) -> None:
+        self._channel, self._request, self._user = channel, request, user
         self._work, self._program = work, program
         self._limits = request["limits"]
         self._taken: dict[int, bytearray] = {}
@@ -96,10 +85,10 @@ class Watch:
         failure = self._follow(pid, stdin, outputs, started + self._limits["wall_seconds"])
         seconds = time.monotonic() - started
         if failure:
-            watch.end_all(pid, alone=self._alone)
+            watch.end_all(pid)
             return {"error": failure}
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        left_over = not watch.end_all(pid, alone=self._alone)
+        left_over = not watch.end_all(pid)
         for descriptor in outputs:
             while self._stopped is None and self._take(descriptor):
                 pass
@@ -121,34 +110,35 @@ class Watch:
         }
 
     def _start(self) -> tuple[int, int, list[int]]:
-        """The program's process, where to write its input, and where it writes: stdout, stderr, and why it failed."""
+        """The program's process, where to write its input, and where it writes: stdout and stderr."""
         stdin_read, stdin_write = os.pipe()
         stdout_read, stdout_write = os.pipe()
         stderr_read, stderr_write = os.pipe()
-        failure_read, self._failure_write = os.pipe()
-        folders = {}
-        if not self._alone:
-            folders = {"readable": [*self._request["folders"], self._program], "writable": [self._work, *room.DEVICES]}
+        self._failure, failure_write = os.pipe()
+        theirs = [stdin_read, stdout_write, stderr_write]
+        if self._request["link"] is not None:
+            theirs.append(self._request["link"])
         pid = os.fork()
         if pid == 0:
+            failure_write = fcntl.fcntl(failure_write, fcntl.F_DUPFD_CLOEXEC, 64)  # out of the way of 0 to 3
             try:
-                streams = (stdin_read, stdout_write, stderr_write)
-                restrain(streams, self._limits, self._user, self._work, folders)
+                theirs = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 64) for descriptor in theirs]
+                readable = [*self._request["folders"], self._program]
+                restrain(theirs, self._request, self._user, self._work, (readable, [self._work, *_DEVICES]))
                 command = [word.replace("{program}", self._program) for word in self._request["command"]]
                 environment = {
                     name: text.replace("{work}", self._work) for name, text in self._request["environment"].items()
                 }
                 os.execve(command[0], command, environment)
             except (OSError, ValueError) as error:
-                os.write(self._failure_write, str(error).encode()[:1000])
+                os.write(failure_write, str(error).encode()[:1000])
             finally:
                 os._exit(127)
-        for descriptor in (stdin_read, stdout_write, stderr_write, self._failure_write):
+        for descriptor in (*theirs, failure_write):
             os.close(descriptor)
         for descriptor in (stdin_write, stdout_read, stderr_read):
             os.set_blocking(descriptor, False)
         self._taken = {stdout_read: bytearray(), stderr_read: bytearray()}
-        self._failure = failure_read
         return pid, stdin_write, [stdout_read, stderr_read]
 
     def _follow(self, pid: int, stdin: int, outputs: list[int], deadline: float) -> str:
@@ -203,7 +193,7 @@ class Watch:
         if time.monotonic() < self._measure_due:
             return
         self._measure_due = time.monotonic() + _TICK_SECONDS
-        pids = watch.processes(alone=self._alone)
+        pids = watch.processes()
         self._cpu = max(self._cpu, watch.cpu_seconds(pids))
         memory = watch.memory_bytes(pids, self._limits["memory_bytes"])
         self._memory = max(self._memory, memory)
@@ -213,16 +203,13 @@ class Watch:
             self._stopped = "memory_limit"
         elif self._cpu > self._limits["cpu_seconds"]:
             self._stopped = "cpu_limit"
-        elif not self._alone and time.monotonic() >= self._folder_due:
+        elif time.monotonic() >= self._folder_due:
             self._folder_due = time.monotonic() + _FOLDER_SECONDS
             size, files = watch.folder_use(self._work, self._limits["files"])
             if size > self._limits["disk_bytes"] or files > self._limits["files"]:
                 self._stopped = "disk_limit"
 
     def _disk_is_full(self) -> bool:
-        if self._alone:
-            space = os.statvfs(self._work)
-            return space.f_bfree == 0 or space.f_ffree == 0
         size, files = watch.folder_use(self._work, self._limits["files"])
         return size >= self._limits["disk_bytes"] or files > self._limits["files"]
 

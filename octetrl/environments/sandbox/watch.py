@@ -1,8 +1,7 @@
 """What a sandbox's processes use together, and their end.
 
 The kernel's limits are of one process; memory, time and files of all of them are summed here, every few hundredths of
-a second, from /proc. `processes` finds them: in a PID namespace they are all there is, elsewhere they are the
-descendants of this process, which adopts orphans.
+a second, from /proc. They are the descendants of this process, which adopts orphans.
 """
 
 from __future__ import annotations
@@ -16,10 +15,8 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 _END_SECONDS = 10.0
 
 
-def processes(*, alone: bool) -> list[int]:
-    """Of the sandbox. alone: this is the init of a PID namespace."""
-    if alone:
-        return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+def processes() -> list[int]:
+    """Of the sandbox."""
     found, frontier = [], [os.getpid()]
     while frontier:
         children = _children(frontier.pop())
@@ -58,27 +55,23 @@ def folder_use(folder: str, max_files: int) -> tuple[int, int]:
                     size += entry.stat(follow_symlinks=False).st_blocks * 512
                     if entry.is_dir(follow_symlinks=False):
                         frontier.append(entry.path)
-        except FileNotFoundError:
-            continue
-        except PermissionError:
+        except (FileNotFoundError, PermissionError):
             continue
         except OSError:  # a path longer than the kernel takes: nothing was that deep by accident
             return size, max_files + 1
     return size, count
 
 
-def end_all(leader: int, *, alone: bool) -> bool:
+def end_all(leader: int) -> bool:
     """Kill every process of the sandbox and wait for each; whether none is left.
 
-    One signal to all at once, which a fork bomb can't outrun: to the namespace, or to the group that the filter lets no
-    process leave. Where there is no filter, descendants are hunted one by one until none is left.
+    One signal to all at once, which a fork bomb can't outrun: to the group that the filter lets no process leave, and to
+    the whole namespace where there is one. Without either, descendants are hunted one by one until none is left.
     """
     deadline = time.monotonic() + _END_SECONDS
     while time.monotonic() < deadline:
-        _kill(-1 if alone else -leader)
-        if not alone:
-            for pid in processes(alone=False):
-                _kill(pid)
+        for pid in (-1,) if os.getpid() == 1 else (-leader, *processes()):
+            _kill(pid)
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
