@@ -118,6 +118,11 @@ def _recipe(options: ServeOptions, trained: dict[str, Any]) -> Recipe:
         raise UserError(
             f"--context-length: {context_length} was given, this model has {positions} positions; give less"
         )
+    if options.kv_cache_tokens is not None and options.kv_cache_tokens < context_length:
+        raise UserError(
+            f"--kv-cache-tokens: {options.kv_cache_tokens} do not hold one context of {context_length} tokens; give as"
+            " many or more, or lower --context-length"
+        )
     engine = {"max_batch": options.max_batch, "kv_cache_tokens": options.kv_cache_tokens}
     fp8 = {"calibration_margin": CALIBRATION_MARGIN} if options.precision == "fp8_full" else {}
     return generation_recipe(trained, options.precision, options.device, context_length, engine=engine, fp8=fp8)
