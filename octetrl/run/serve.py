@@ -206,7 +206,10 @@ async def _run(
         timeout_graceful_shutdown=AFTER_DRAIN_SECONDS,
     )
     server = Server(config)
-    await server.serve(sockets=[listening])
+    try:
+        await server.serve(sockets=[listening])
+    finally:
+        intake.engine.stop(AFTER_DRAIN_SECONDS)  # uvicorn leaves it out when it is told to hurry
     if not server.started:
         raise RuntimeError("the server could not start; its log says why")
     return server.interrupted

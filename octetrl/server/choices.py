@@ -30,7 +30,7 @@ class Piece:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    offsets: tuple[int, ...]  # of each token's text in the choice's
+    offsets: tuple[int, ...]  # of each token's text in the choice's; past its end for what a stop string cut off
     finish_reason: str | None  # None: it goes on
     calls: tuple[ToolCall, ...] = ()
 
@@ -63,7 +63,6 @@ class Choice:
         text = completion.text
         calls: tuple[ToolCall, ...] = ()
         reason = completion.finish_reason.value
-        offsets = [min(offset, len(text)) for offset in offsets]
         if self._family is not None:
             parsed = parse_message(text, self._family)
             text = to_message(parsed)["content"]

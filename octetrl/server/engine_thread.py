@@ -97,7 +97,8 @@ class EngineThread:
     def stop(self, seconds: float = 30.0) -> None:
         """Ends the session; whatever is at hand is dropped. Waits for the step that runs, `seconds` at most."""
         self._commands.put(None)
-        self._thread.join(seconds)
+        if self._thread.is_alive():
+            self._thread.join(seconds)
 
     def submit(self, request: GenerationRequest, *, streams: bool) -> None:
         self._commands.put(_Submit(request, streams))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 
 from octetrl.records import Completion, Drawn, GenerationRequest
 from octetrl.server.engine_thread import Accepted, EngineThread, Event, Failed, Refused
@@ -97,7 +98,7 @@ class Intake:
         loop = asyncio.get_running_loop()
 
         def deliver(events: list[tuple[str, Event]]) -> None:
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(self._dispatch, events)
 
         self.engine.start(deliver)
