@@ -15,24 +15,7 @@ from octetrl.server.choices import Choice, Piece
 
 CALL = '<tool_call>{"name": "f", "arguments": {"x": "<tool_call> 🦊"}}</tool_call>'
 LLAMA = '{"name": "f", "parameters": {"x": 1}}'
-BITS = [
-    "a",
-    "é",
-    "🦊",
-    " ",
-    "\n",
-    "{",
-    "}",
-    "ab",
-    "<",
-    "<tool",
-    CALL,
-    LLAMA,
-    "<think>",
-    "</think>",
-    "<|python_tag|>",
-    ";",
-]
+BITS = [*"aé🦊 \n{}<;", "ab", "<tool", CALL, LLAMA, "<think>", "</think>", "<|python_tag|>"]
 
 
 class Bytes:
