@@ -35,6 +35,7 @@ from typing import Any
 from octetrl.config.errors import UserError
 from octetrl.environments.sandbox.interpreter import Interpreter, find_interpreters
 from octetrl.environments.sandbox.levels import (
+    DEVICES,
     WARDEN_ROOT,
     Level,
     Protection,
@@ -146,6 +147,7 @@ def _run(sandbox: Sandbox, program: Program, link: socket.socket | None) -> Outc
         "stdin": program.stdin,
         "limits": asdict(program.limits),
         "folders": sandbox.interpreter.folders,
+        "devices": DEVICES,
         "folder": folder,
         "link": None if link is None else link.fileno(),
     }

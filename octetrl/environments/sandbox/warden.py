@@ -24,7 +24,6 @@ from octetrl.environments.sandbox import watch
 from octetrl.environments.sandbox.linux import adopt_orphans, hide_from_other_processes
 from octetrl.environments.sandbox.restraints import private_user, process_limit, restrain
 
-_DEVICES = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"]
 _TICK_SECONDS = 0.02
 _FOLDER_SECONDS = 0.1
 _READ_BYTES = 1 << 16
@@ -124,7 +123,7 @@ class Watch:
             try:
                 theirs = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 64) for descriptor in theirs]
                 readable = [*self._request["folders"], self._program]
-                restrain(theirs, self._request, self._user, self._work, (readable, [self._work, *_DEVICES]))
+                restrain(theirs, self._request, self._user, self._work, (readable, [self._work, *self._request["devices"]]))
                 command = [word.replace("{program}", self._program) for word in self._request["command"]]
                 environment = {
                     name: text.replace("{work}", self._work) for name, text in self._request["environment"].items()
