@@ -21,6 +21,7 @@ from octetrl.config.validate import validate_with_spec
 from octetrl.data.mixture import Mixture, read_source
 from octetrl.data.tasks import read_tasks
 from octetrl.environments.base import Environment, NoTasks, Scorer, TaskEnvironment, Taskset
+from octetrl.environments.code.scorer import code_environment
 from octetrl.environments.jsonl import ExactScorer
 from octetrl.environments.math_answers import MathScorer
 from octetrl.environments.python_object import load_environment
@@ -185,6 +186,13 @@ def build_environment(config: EnvironmentConfig) -> Environment:
         )
     elif config.kind == "python":
         environment = load_environment(config.dataset)
+    elif config.kind == "code":
+        environment = code_environment(
+            read_tasks(config.dataset, config.prompt_template),
+            config.sandbox,
+            partial=config.code_reward == "share",
+            reward_timeout_seconds=config.reward_timeout_seconds,
+        )
     else:
         scorer: Scorer = MathScorer(config.answer_marker)
         if config.kind == "jsonl":

@@ -7,7 +7,7 @@ A row of the file is {"prompt": ..., "tests": [...]}, where each test is
                                                    "Solution().add"; "kwargs" if wanted
     {"stdin": "1 2\\n", "stdout": "3\\n"}            a whole program
 
-all of one form in a row. Expected values are compared as JSON has them: a tuple is a list, floats are equal to nine
+all of one form in a row. Asserts of a function that is named like a builtin need "function" too. Expected values are compared as JSON has them: a tuple is a list, floats are equal to nine
 digits. Expected output is compared line by line, without white space at the ends of lines and of the text.
 """
 
@@ -31,10 +31,10 @@ _BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)
 
 
 @dataclass(frozen=True, slots=True)
-class Tests:
+class TaskTests:
     form: Form
     cases: tuple[Any, ...]
-    function: str | None = None  # of calls
+    function: str | None = None  # what calls call; of asserts: what is the code's although a builtin has that name
 
 
 def last_python_block(completion_text: str) -> str | None:
@@ -46,7 +46,7 @@ def last_python_block(completion_text: str) -> str | None:
     return code
 
 
-def tests_of(task: Task) -> Tests:
+def read_tests(task: Task) -> TaskTests:
     """Raises UserError, naming the task, for tests that are missing or in no form."""
     where, given = f"task '{task.id}'", task.metadata.get("tests")
     given = [given] if isinstance(given, str) else given
@@ -56,11 +56,10 @@ def tests_of(task: Task) -> Tests:
     if len(forms) > 1:
         raise UserError(f"{where}: its tests are {' and '.join(sorted(forms))}; they must be of one form")
     form, function = forms.pop(), task.metadata.get("function")
-    if form == "calls":
-        if not isinstance(function, str) or not _parses(function, "eval"):
-            raise UserError(f"{where}: 'function' is {function!r}; name what its tests call, such as \"add\"")
-        return Tests(form, tuple(given), function)
-    return Tests(form, tuple(given))
+    is_needed = form == "calls" or function is not None
+    if is_needed and (not isinstance(function, str) or not _parses(function, "eval")):
+        raise UserError(f"{where}: 'function' is {function!r}; name what its tests call, such as \"add\"")
+    return TaskTests(form, tuple(given), function)
 
 
 def _form(case: object, where: str) -> Form:

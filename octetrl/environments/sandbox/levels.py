@@ -113,9 +113,10 @@ def bubblewrap_command(interpreter: Interpreter, package: Path, room_bytes: int)
             command += ["--cap-add", f"CAP_{name}"]
     else:
         command.append("--unshare-user")
+    command += ["--perms", "0755", "--size", str(room_bytes), "--tmpfs", "/tmp"]  # before what it may hold
     shown = (*interpreter.folders, _PACKAGE, *DEVICES)
     for above in sorted({str(parent) for path in shown for parent in Path(path).parents}):
-        if above != "/":
+        if above not in ("/", "/tmp"):
             command += ["--perms", "0755", "--dir", above]  # by itself it would make them for its own user alone
     for folder in interpreter.folders:
         command += ["--ro-bind", folder, folder]
@@ -123,6 +124,5 @@ def bubblewrap_command(interpreter: Interpreter, package: Path, room_bytes: int)
         command += ["--symlink", target, path]
     for device in DEVICES:
         command += ["--dev-bind", device, device]
-    command += ["--proc", "/proc", "--perms", "0755", "--size", str(room_bytes), "--tmpfs", "/tmp"]
-    command += ["--ro-bind", str(package), _PACKAGE, "--remount-ro", "/", "--chdir", "/"]
+    command += ["--proc", "/proc", "--ro-bind", str(package), _PACKAGE, "--remount-ro", "/", "--chdir", "/"]
     return [*command, "--"]

@@ -27,7 +27,7 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,6 @@ _slots = threading.BoundedSemaphore(os.cpu_count() or 1)
 class Program:
     source: str
     stdin: str = ""
-    files: Mapping[str, str] = field(default_factory=dict)  # further modules, name -> text, to import beside it
     limits: Limits = Limits()
 
 
@@ -98,7 +97,7 @@ class Sandbox:
 
 def run_python(source: str, *, stdin: str = "", limits: Limits = Limits()) -> Outcome:  # noqa: B008  (frozen)
     """Run `source` in the best sandbox of this machine. Raises UserError where there is none that hides files."""
-    return find_sandbox().run(Program(source, stdin, limits=limits))
+    return find_sandbox().run(Program(source, stdin, limits))
 
 
 @cache
@@ -143,7 +142,7 @@ def _run(sandbox: Sandbox, program: Program, link: socket.socket | None) -> Outc
         "level": sandbox.level,
         "command": [sandbox.interpreter.executable, "-I", "-B", "{program}/main.py"],
         "environment": _ENVIRONMENT,
-        "files": {**program.files, "main.py": program.source},
+        "source": program.source,
         "stdin": program.stdin,
         "limits": asdict(program.limits),
         "folders": sandbox.interpreter.folders,
@@ -172,7 +171,7 @@ def _run(sandbox: Sandbox, program: Program, link: socket.socket | None) -> Outc
 def _start_warden(sandbox: Sandbox, program: Program, sockets: list[socket.socket]) -> subprocess.Popen[bytes]:
     root, command = str(_PACKAGE.parents[2]), []
     if sandbox.level is Level.BUBBLEWRAP:
-        room_bytes = program.limits.disk_bytes + sum(map(len, (program.source, *program.files.values()))) * 4 + MIB
+        room_bytes = program.limits.disk_bytes + 4 * len(program.source) + MIB
         root, command = WARDEN_ROOT, bubblewrap_command(sandbox.interpreter, _PACKAGE, room_bytes)
     descriptors = [end.fileno() for end in sockets]
     return subprocess.Popen(

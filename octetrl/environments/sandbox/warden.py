@@ -54,9 +54,8 @@ def _serve(channel: int, request: dict) -> dict:
     try:
         work, program = os.path.join(request["folder"], "work"), os.path.join(request["folder"], "program")
         os.mkdir(program, 0o755)
-        for name, text in request["files"].items():
-            with open(os.path.join(program, name), "w", encoding="utf-8", errors="surrogatepass") as file:
-                file.write(text)
+        with open(os.path.join(program, "main.py"), "w", encoding="utf-8", errors="surrogatepass") as file:
+            file.write(request["source"])
         os.mkdir(work, 0o700)
         os.chown(work, user, user if os.geteuid() == 0 else -1)
         return Watch(channel, request, user, work, program).run()
