@@ -27,6 +27,7 @@ from octetrl.environments.math_answers import MathScorer
 from octetrl.environments.python_object import load_environment
 from octetrl.environments.python_reward import PythonReward
 from octetrl.environments.reasoning_gym import reasoning_gym_environment
+from octetrl.environments.sandbox.sandbox import sandbox_for
 from octetrl.environments.scoring import RewardWorkers
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.models.decoder import Decoder
@@ -85,6 +86,8 @@ def build_run(recipe: Recipe, *, trains: bool = True) -> Run:
     algorithm = build_algorithm(recipe.algorithm)
     spans = Spans(torch.cuda.synchronize if device.type == "cuda" else None)
     console = Console(recipe.logging.console, recipe.steps)
+    if recipe.environment.kind == "code":
+        console.note(f"the model's code runs in {sandbox_for(recipe.environment.sandbox)}")
     return Run(
         config=recipe,
         tokenizer=tokenizer,
@@ -187,12 +190,7 @@ def build_environment(config: EnvironmentConfig) -> Environment:
     elif config.kind == "python":
         environment = load_environment(config.dataset)
     elif config.kind == "code":
-        environment = code_environment(
-            read_tasks(config.dataset, config.prompt_template),
-            config.sandbox,
-            partial=config.code_reward == "share",
-            reward_timeout_seconds=config.reward_timeout_seconds,
-        )
+        environment = code_environment(read_tasks(config.dataset, config.prompt_template), config)
     else:
         scorer: Scorer = MathScorer(config.answer_marker)
         if config.kind == "jsonl":

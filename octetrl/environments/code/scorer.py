@@ -20,13 +20,13 @@ from pathlib import Path
 
 from octetrl.config.errors import UserError
 from octetrl.config.sandbox import SandboxConfig
+from octetrl.config.schema import EnvironmentConfig
 from octetrl.config.validate_sandbox import MARGIN_SECONDS
 from octetrl.environments.base import TaskEnvironment
 from octetrl.environments.code import ends
 from octetrl.environments.code.cases import TaskTests, last_python_block, read_tests, same_output
-from octetrl.environments.sandbox.levels import Level
 from octetrl.environments.sandbox.limits import Limits, Outcome, SandboxStatus
-from octetrl.environments.sandbox.sandbox import Program, Sandbox, find_sandbox
+from octetrl.environments.sandbox.sandbox import Program, Sandbox, sandbox_for
 from octetrl.environments.scoring import Explained
 from octetrl.records import Task
 
@@ -62,7 +62,7 @@ class CodeScorer:
 
     @cached_property
     def _sandbox(self) -> Sandbox:
-        return find_sandbox(Level(self.config.level), self.config.python)
+        return sandbox_for(self.config)
 
     @cached_property
     def _ends(self) -> str:
@@ -103,23 +103,21 @@ class CodeScorer:
         return passed + [False] * (len(tests.cases) - len(passed)), why
 
 
-def code_environment(
-    tasks: Sequence[Task], config: SandboxConfig, *, partial: bool, reward_timeout_seconds: float
-) -> TaskEnvironment:
+def code_environment(tasks: Sequence[Task], config: EnvironmentConfig) -> TaskEnvironment:
     """Raises UserError for tests in no form, for time that is too short, and where there is no such sandbox."""
     programs = 0
     for task in tasks:
         tests = read_tests(task)
         programs = max(programs, len(tests.cases) if tests.form == "programs" else 0)
-    needed = config.wall_seconds + MARGIN_SECONDS + programs * _START_SECONDS
-    if reward_timeout_seconds < needed:
+    given, seconds = config.reward_timeout_seconds, config.sandbox.wall_seconds
+    needed = seconds + MARGIN_SECONDS + programs * _START_SECONDS
+    if given < needed:
         raise UserError(
-            f"environment.reward_timeout_seconds: {reward_timeout_seconds:g} is too short for {programs} programs a task,"
-            f" each in a sandbox of its own, and sandbox.wall_seconds {config.wall_seconds:g}; raise it to {needed:g}"
+            f"environment.reward_timeout_seconds: {given:g} is too short for {programs} programs a task, each in a sandbox"
+            f" of its own, and sandbox.wall_seconds {seconds:g}; raise it to {needed:g}"
         )
-    scorer = CodeScorer(config, partial)
-    _ = scorer._sandbox
-    return TaskEnvironment(tasks, scorer)
+    sandbox_for(config.sandbox)
+    return TaskEnvironment(tasks, CodeScorer(config.sandbox, partial=config.code_reward == "share"))
 
 
 def _refuse_failures(*outcomes: Outcome) -> None:

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from octetrl.config.errors import UserError
+from octetrl.config.sandbox import SandboxConfig
 from octetrl.environments.sandbox.interpreter import Interpreter, find_interpreters
 from octetrl.environments.sandbox.levels import (
     DEVICES,
@@ -81,6 +82,10 @@ class Sandbox:
     def protection(self) -> Protection:
         return protection(self.level)
 
+    def __str__(self) -> str:
+        """For a log: what is in force, and what it leaves open."""
+        return f"a sandbox of level {self.level}, which does not protect from {'; '.join(self.protection.gaps)}"
+
     def run(self, program: Program) -> Outcome:
         """Run it as a main program."""
         with _slots:
@@ -98,6 +103,11 @@ class Sandbox:
 def run_python(source: str, *, stdin: str = "", limits: Limits = Limits()) -> Outcome:  # noqa: B008  (frozen)
     """Run `source` in the best sandbox of this machine. Raises UserError where there is none that hides files."""
     return find_sandbox().run(Program(source, stdin, limits))
+
+
+def sandbox_for(config: SandboxConfig) -> Sandbox:
+    """As the recipe's `environment.sandbox` says; `Limits.from_config` has the rest of it."""
+    return find_sandbox(Level(config.level), config.python)
 
 
 @cache

@@ -12,6 +12,7 @@ import pytest
 
 from octetrl.config.errors import UserError
 from octetrl.config.sandbox import SandboxConfig
+from octetrl.config.schema import EnvironmentConfig
 from octetrl.environments.code.scorer import CodeScorer, JudgementFailed, code_environment
 from octetrl.environments.sandbox.levels import Level
 from octetrl.environments.sandbox.sandbox import find_sandbox
@@ -211,4 +212,4 @@ def test_a_scorer_travels_and_finds_its_sandbox_there() -> None:
 def test_programs_of_a_task_need_their_time() -> None:
     task = Task("t", "p", metadata={"tests": PROGRAMS * 50})
     with pytest.raises(UserError, match=r"reward_timeout_seconds: 10 is too short for 100 programs a task.*raise it to"):
-        code_environment([task], SandboxConfig(level="limits"), partial=False, reward_timeout_seconds=10.0)
+        code_environment([task], EnvironmentConfig(kind="code", sandbox=QUICK.model_copy(update={"wall_seconds": 5.0})))
