@@ -7,8 +7,10 @@ Each attack runs at each level that this machine gives; one that a level says it
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import stat
+import tempfile
 import time
 from pathlib import Path
 
@@ -219,6 +221,46 @@ for folder in {folders}:
 """
     assert sandbox.run(program).ok
     assert not [folder for folder in folders if Path(folder, name).exists()]
+
+
+def test_links_out(sandbox: Box) -> None:
+    """Nothing is read or deleted through one, by the program or when its folder is removed."""
+    kept = Path(tempfile.mkdtemp())  # where another user may come, unlike pytest's own
+    kept.chmod(0o777)
+    (kept / "secret").write_text("secret")
+    program = f"""
+import os, shutil
+os.symlink({str(kept)!r}, "out")
+os.symlink({str(kept / "secret")!r}, "file")
+os.mkdir("folder"); os.symlink({str(kept)!r}, "folder/out"); os.symlink("..", "folder/up")
+for attempt in (lambda: open("file").read(), lambda: open("out/secret").read(), lambda: os.listdir("out"),
+                lambda: os.unlink("out/secret") or 1, lambda: open("out/new", "w"), lambda: os.link({str(kept / "secret")!r}, "hard") or 1):
+    try: print("DID", attempt())
+    except OSError: pass
+"""
+    result = sandbox.run(program)
+    assert result.ok, result
+    if sandbox.protection.files:
+        assert "DID" not in result.stdout
+        assert [path.read_text() for path in kept.iterdir()] == ["secret"]
+    assert kept.is_dir()
+    shutil.rmtree(kept)
+
+
+def test_deleting_all_it_can(sandbox: Box) -> None:
+    """What is in its own folder, and nothing else. Where files are not protected, it is not told to try."""
+    program = """
+import os, shutil
+for place in os.environ["TMPDIR"], "..", "/tmp", "/usr/lib/python3", "/dev/null":
+    shutil.rmtree(place, ignore_errors=True)
+try: os.unlink(__file__)
+except OSError: print("its own program stays")
+"""
+    if not sandbox.protection.files:
+        pytest.skip("this level says that it does not protect files")
+    result = sandbox.run(program)
+    assert (result.status, result.stdout) == (SandboxStatus.OK, "its own program stays\n"), result
+    assert Path("/dev/null").exists()
 
 
 def test_sockets(sandbox: Box, tmp_path: Path) -> None:
