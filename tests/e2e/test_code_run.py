@@ -98,9 +98,7 @@ def test_check_accepts_it_and_shows_the_sandbox(
         ("environment.dataset=null", 'kind code needs the path of a JSONL file of {"prompt": ..., "tests": [...]}'),
     ],
 )
-def test_check_refuses(
-    change: str, said: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_refuses(change: str, said: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["check", str(RECIPE), *overrides(model, tmp_path), change]) == 2
     assert said in capsys.readouterr().err
 

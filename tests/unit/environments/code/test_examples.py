@@ -15,7 +15,7 @@ TASKS = {task.id: task for task in read_tasks("examples/code_tasks.jsonl")}
 SOLUTIONS = {
     "add": "def add(a, b): return a + b",
     "vowels": "def vowels(text): return sum(letter in 'aeiou' for letter in text.lower())",
-    "runs": "from itertools import groupby\ndef runs(items): return [(item, len(list(run))) for item, run in groupby(items)]",
+    "runs": "from itertools import groupby\ndef runs(items): return [(x, len(list(run))) for x, run in groupby(items)]",
     "stack": "class Stack(list):\n    push = list.append",
     "total": "import sys\nprint(sum(map(int, sys.stdin)))",
     "fizz": "for n in range(1, int(input()) + 1): print('Fizz' if n % 3 == 0 else n)",

@@ -144,7 +144,7 @@ def test_it_inherits_no_environment(sandbox: Box, monkeypatch: pytest.MonkeyPatc
 def test_it_inherits_no_descriptor(sandbox: Box, tmp_path: Path) -> None:
     with open(tmp_path / "held", "w") as held:
         os.set_inheritable(held.fileno(), True)
-        program = "import os\nfor number in range(3, 1000):\n    try: print(number, os.fstat(number))\n    except OSError: pass"
+        program = "import os\nfor n in range(3, 1000):\n    try: print(n, os.fstat(n))\n    except OSError: pass"
         assert sandbox.run(program).stdout == ""
 
 
@@ -234,7 +234,8 @@ os.symlink({str(kept)!r}, "out")
 os.symlink({str(kept / "secret")!r}, "file")
 os.mkdir("folder"); os.symlink({str(kept)!r}, "folder/out"); os.symlink("..", "folder/up")
 for attempt in (lambda: open("file").read(), lambda: open("out/secret").read(), lambda: os.listdir("out"),
-                lambda: os.unlink("out/secret") or 1, lambda: open("out/new", "w"), lambda: os.link({str(kept / "secret")!r}, "hard") or 1):
+                lambda: os.unlink("out/secret") or 1, lambda: open("out/new", "w"),
+                lambda: os.link({str(kept / "secret")!r}, "hard") or 1):
     try: print("DID", attempt())
     except OSError: pass
 """
@@ -303,7 +304,7 @@ print(right.recv(99))
     "program",
     [
         "import time\ntime.sleep(3600)",
-        "import signal\nfor n in set(signal.valid_signals()) - {9, 19}: signal.signal(n, signal.SIG_IGN)\nwhile True: signal.pause()",
+        "from signal import *\nfor n in valid_signals() - {9, 19}: signal(n, SIG_IGN)\nwhile True: pause()",
         "import os, signal\nos.kill(0, signal.SIGSTOP)",
         "import os\nos.close(0); os.close(1); os.close(2)\nimport time; time.sleep(3600)",
         "import sys\nsys.stdin.read()\nimport threading\nthreading.Event().wait()",
@@ -347,7 +348,7 @@ print("gone")
 
 @pytest.mark.parametrize("streams", ["pass", "for number in range(3): os.close(number)"])
 def test_a_daemon(sandbox: Box, streams: str) -> None:
-    """The program ends well; what it left running, with our pipes in hand or without, ends too and is not waited for."""
+    """The program ends well; what it left running, with our pipes in hand or not, ends too and is not waited for."""
     result = sandbox.run(DAEMON.format(streams=streams))
     assert (result.status, result.stdout) == (SandboxStatus.OK, "gone\n")
     assert result.seconds < 10.0
