@@ -89,6 +89,7 @@ def test_code_that_tries_to_look_right(name: str) -> None:
         "assert add(1, 2) == 3",
         "assert abs(add(0.5, 0.25) - 0.75) < 1e-9",
         "assert 0 in [add(-1, 1)]",
+        "assert 3 in add(1, 2)",
         "assert all([add(2, 2) == 4])",
         "import math\nassert math.isclose(add(1, 0.5), 1.5)",
     ]
