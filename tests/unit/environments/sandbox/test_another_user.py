@@ -21,7 +21,7 @@ def test_the_same_as_nobody() -> None:
     if sys.platform != "linux" or os.geteuid() != 0:
         pytest.skip("these tests run without root's rights already")
     here = Path(__file__).parent
-    command = [sys.executable, "-m", "tests.unit.environments.sandbox.traces", "-m", "pytest", "-rs"]
+    command = [sys.executable, "-m", "tests.unit.environments.sandbox.traces", "-m", "pytest", "-rfs"]
     command += ["-p", "no:cacheprovider", "-p", "no:xdist", *(str(here / name) for name in TESTS)]
     environment = {**os.environ, "PYTHONPATH": str(REPO), "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/"}
     environment.pop("PYTEST_XDIST_WORKER", None)

@@ -12,27 +12,28 @@ from pathlib import Path
 NOBODY = 65534
 NO_REACH = "the interpreter is in a private folder and can't be put within another user's reach here"
 NOT_READABLE = "another user can't read this working tree"
-_MARKS = ("program/main.py", "octetrl.environments.sandbox.warden")
+_WARDEN = "octetrl.environments.sandbox.warden"
 _NEW_MOUNTS, _BIND_ALL, _PRIVATE_ALL = 0x20000, (1 << 12) | (1 << 14), (1 << 14) | (1 << 18)
 
 
 def sandbox_processes() -> set[int]:
-    """Living processes that belong to a sandbox, of whichever test: those that only died are not counted."""
+    """Living processes of sandboxes that this process made: programs, by their folder's name, and its own wardens."""
     found = set()
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
                 words = (folder / "cmdline").read_bytes().decode(errors="replace")
-                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+                state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
             except OSError:
                 continue
-            if state != "Z" and any(mark in words for mark in _MARKS):
+            is_ours = f"octetrl-sandbox-{os.getpid()}-" in words or (parent == str(os.getpid()) and _WARDEN in words)
+            if state != "Z" and is_ours:
                 found.add(int(folder.name))
     return found
 
 
 def that_stay(pids: set[int], seconds: float = 5.0) -> set[int]:
-    """Those of `pids` that still live after a while: another test's sandbox ends by itself meanwhile."""
+    """Those of `pids` that still live after a while."""
     end = time.monotonic() + seconds
     while pids and time.monotonic() < end:
         pids = pids & sandbox_processes()
