@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from octetrl.config.data import DataConfig, DataSource
 from octetrl.config.objectives import LEARNS_FROM, OWN_DEFAULTS, LearnsFrom
+from octetrl.config.sandbox import SandboxConfig
 from octetrl.config.section import Section
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -284,10 +285,11 @@ class CriticConfig(Section):
 
 
 class EnvironmentConfig(Section):
-    kind: Literal["reasoning_gym", "math", "jsonl", "python"] = "reasoning_gym"
+    kind: Literal["reasoning_gym", "math", "jsonl", "code", "python"] = "reasoning_gym"
     dataset: str | None = None
-    """reasoning_gym: the dataset's name. math and jsonl: path of a JSONL file of {"prompt", "answer"}. python: an
-    environment of your own, `module:name`, with `tasks` and `score(task, completion_text)`."""
+    """reasoning_gym: the dataset's name. math and jsonl: path of a JSONL file of {"prompt", "answer"}. code: of
+    {"prompt", "tests"} (docs/sandbox.md). python: an environment of your own, `module:name`, with `tasks` and
+    `score(task, completion_text)`."""
     parameters: dict[str, Any] = Field(default_factory=dict)
     """reasoning_gym: the dataset's own parameters."""
     reward: str | None = None
@@ -305,6 +307,9 @@ class EnvironmentConfig(Section):
     seed: int = 0
     reward_timeout_seconds: float = Field(default=10.0, gt=0.0)
     reward_workers: int = Field(default=1, ge=1)
+    code_reward: Literal["all", "share"] = "all"
+    """code: 1 when all tests pass and else 0, or the share that pass."""
+    sandbox: SandboxConfig = SandboxConfig()
     max_failure_share: Fraction = 0.5
     """Share of a step's rollouts, or of an evaluation's, that may fail in the environment: raise, or give no reward in
     time. Where more do, the run stops with the first traceback of each kind. 1 never stops it."""

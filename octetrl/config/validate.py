@@ -21,6 +21,7 @@ from octetrl.config.objectives import NEED_SIBLINGS
 from octetrl.config.problems import Problem, schema_problems
 from octetrl.config.schema import CriticConfig, Recipe
 from octetrl.config.spec import ModelSpec
+from octetrl.config.validate_sandbox import sandbox_problems
 
 FP8_KV_HEAD_SIZES = (16, 32, 64, 128, 256)
 _WITHOUT_KL = {
@@ -68,6 +69,7 @@ def combination_problems(recipe: Recipe, training: bool = True) -> Iterator[Prob
         yield from _algorithm_problems(recipe)
         yield from _critic_problems(recipe)
     yield from _environment_problems(recipe, training)
+    yield from sandbox_problems(recipe)
     yield from _trainer_problems(recipe)
     yield from _run_problems(recipe)
 
@@ -266,10 +268,9 @@ def _environment_problems(recipe: Recipe, training: bool) -> Iterator[Problem]:
     if environment.dataset is None and draws:
         what = {
             "reasoning_gym": "the name of a reasoning_gym dataset, such as chain_sum",
-            "math": 'the path of a JSONL file of {"prompt": ..., "answer": ...}',
-            "jsonl": 'the path of a JSONL file of {"prompt": ..., "answer": ...}',
+            "code": 'the path of a JSONL file of {"prompt": ..., "tests": [...]}',
             "python": "an environment of yours as 'module:name'",
-        }[environment.kind]
+        }.get(environment.kind, 'the path of a JSONL file of {"prompt": ..., "answer": ...}')
         text = f"environment.dataset: missing; kind {environment.kind} needs {what}"
         yield Problem(("environment.dataset", "environment.kind"), text)
     if environment.parameters and environment.kind != "reasoning_gym":

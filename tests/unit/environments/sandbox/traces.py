@@ -10,27 +10,30 @@ import time
 from pathlib import Path
 
 NOBODY = 65534
-_MARKS = ("program/main.py", "octetrl.environments.sandbox.warden")
+NO_REACH = "the interpreter is in a private folder and can't be put within another user's reach here"
+NOT_READABLE = "another user can't read this working tree"
+_WARDEN = "octetrl.environments.sandbox.warden"
 _NEW_MOUNTS, _BIND_ALL, _PRIVATE_ALL = 0x20000, (1 << 12) | (1 << 14), (1 << 14) | (1 << 18)
 
 
 def sandbox_processes() -> set[int]:
-    """Living processes that belong to a sandbox, of whichever test: those that only died are not counted."""
+    """Living processes of sandboxes that this process made: programs, by their folder's name, and its own wardens."""
     found = set()
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
                 words = (folder / "cmdline").read_bytes().decode(errors="replace")
-                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+                state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
             except OSError:
                 continue
-            if state != "Z" and any(mark in words for mark in _MARKS):
+            is_ours = f"octetrl-sandbox-{os.getpid()}-" in words or (parent == str(os.getpid()) and _WARDEN in words)
+            if state != "Z" and is_ours:
                 found.add(int(folder.name))
     return found
 
 
 def that_stay(pids: set[int], seconds: float = 5.0) -> set[int]:
-    """Those of `pids` that still live after a while: another test's sandbox ends by itself meanwhile."""
+    """Those of `pids` that still live after a while."""
     end = time.monotonic() + seconds
     while pids and time.monotonic() < end:
         pids = pids & sandbox_processes()
@@ -38,9 +41,9 @@ def that_stay(pids: set[int], seconds: float = 5.0) -> set[int]:
     return pids
 
 
-def sandbox_folders() -> list[str]:
-    """Temporary folders that sandboxes of this process have left."""
-    return [path.name for path in Path(tempfile.gettempdir()).glob(f"octetrl-sandbox-{os.getpid()}-*")]
+def sandbox_folders(pid: int | None = None) -> list[str]:
+    """Temporary folders that sandboxes of a process, by default this one, have left."""
+    return [path.name for path in Path(tempfile.gettempdir()).glob(f"octetrl-sandbox-{pid or os.getpid()}-*")]
 
 
 def become_nobody() -> None:
@@ -55,10 +58,12 @@ def become_nobody() -> None:
         os.makedirs(prefix)
         source = f"/proc/self/fd/{hidden}".encode()
         if any((*steps, libc.mount(source, prefix.encode(), None, ctypes.c_ulong(_BIND_ALL), None))):
-            raise OSError(ctypes.get_errno(), "the interpreter can't be put within reach")
+            sys.exit(f"{NO_REACH}: {os.strerror(ctypes.get_errno())}")
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
+    if not os.access(__file__, os.R_OK):
+        sys.exit(NOT_READABLE)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,169 @@
+"""The verdict on code: right answers in every form, and code that tries to look right."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octetrl.config.errors import UserError
+from octetrl.config.sandbox import SandboxConfig
+from octetrl.config.schema import EnvironmentConfig
+from octetrl.environments.code.scorer import CodeScorer, JudgementFailed, code_environment
+from octetrl.environments.sandbox.levels import Level
+from octetrl.environments.sandbox.sandbox import find_sandbox
+from octetrl.environments.scoring import Explained, RewardWorkers
+from octetrl.records import RolloutStatus, Task
+from tests.unit.environments.code.programs import FAKES, HONEST
+
+QUICK = SandboxConfig(level="limits", wall_seconds=20.0, cpu_seconds=2, memory_mib=128)
+ASSERTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "import math\nassert math.isclose(add(0.5, 0.25), 0.75)"]
+CALLS = [{"args": [1, 2], "expected": 3}, {"args": [-1], "kwargs": {"b": 1}, "expected": 0}]
+PROGRAMS = [{"stdin": "1 2\n", "stdout": "3\n"}, {"stdin": "-1 1\n", "stdout": "0\n"}]
+RIGHT = "def add(a, b): return a + b\n"
+RIGHT_PROGRAM = "print(sum(map(int, input().split())))\n"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _needs_a_sandbox() -> None:
+    try:
+        find_sandbox(Level.LIMITS)
+    except UserError as error:
+        pytest.skip(str(error))
+
+
+def fenced(code: str) -> str:
+    return f"Here it is.\n```python\n{code}\n```\n"
+
+
+def score(code: str, tests: Any, *, partial: bool = False, **metadata: Any) -> Explained:
+    task = Task("t", "p", metadata={"tests": tests, **metadata})
+    return CodeScorer(QUICK, partial)(task, fenced(code))
+
+
+def test_right_answers() -> None:
+    assert score(RIGHT, ASSERTS) == 1.0
+    assert score(RIGHT, CALLS, function="add") == 1.0
+    assert score(RIGHT_PROGRAM, PROGRAMS) == 1.0
+    assert score(RIGHT, ASSERTS).detail is None
+
+
+def test_wrong_answers_say_why() -> None:
+    half = "def add(a, b): return 3\n"
+    assert score(half, ASSERTS) == 0.0
+    assert score(half, ASSERTS).detail == "1 of 3 tests pass; test 2: AssertionError"
+    assert score(half, CALLS, function="add", partial=True) == 0.5
+    assert score("print(3)", PROGRAMS, partial=True).detail == "1 of 2 tests pass; test 2: wrong output"
+    assert "NameError: name 'add' is not defined" in str(score("x = 1", ASSERTS).detail)
+    assert "the code raises ZeroDivisionError" in str(score("1 / 0", ASSERTS).detail)
+    assert "SyntaxError" in str(score("def add(", ASSERTS).detail)
+    assert "ZeroDivisionError" in str(score("1 / 0", PROGRAMS).detail)
+
+
+def test_no_code_is_a_wrong_answer() -> None:
+    answer = CodeScorer(QUICK)(Task("t", "p", metadata={"tests": ASSERTS}), "It is `a + b`.")
+    assert (answer, answer.detail) == (0.0, "no ```python block")
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_what_tests_may_say(name: str) -> None:
+    code, test = HONEST[name]
+    answer = score(code, [test])
+    assert answer == 1.0, answer.detail
+
+
+def test_a_function_named_like_a_builtin_is_the_codes_only_when_the_task_says_so() -> None:
+    code = "def sum(a, b): return a + b"
+    assert score(code, ["assert sum(10, 15) == 25"]) == 0.0
+    assert score(code, ["assert sum(10, 15) == 25"], function="sum") == 1.0
+    assert score("class Solution:\n    def add(self, a, b): return a + b", [CALLS[0]], function="Solution().add") == 1.0
+
+
+@pytest.mark.parametrize("name", FAKES)
+def test_code_that_tries_to_look_right(name: str) -> None:
+    tests = [
+        "assert add(1, 2) == 3",
+        "assert abs(add(0.5, 0.25) - 0.75) < 1e-9",
+        "assert 0 in [add(-1, 1)]",
+        "assert 3 in add(1, 2)",
+        "assert all([add(2, 2) == 4])",
+        "import math\nassert math.isclose(add(1, 0.5), 1.5)",
+    ]
+    answer = score(FAKES[name], tests, partial=True)
+    assert answer == 0.0, answer.detail
+    assert score(FAKES[name], CALLS, function="add", partial=True) == 0.0
+    assert score(FAKES[name], PROGRAMS, partial=True) == 0.0
+
+
+def test_a_verdict_survives_the_end_of_the_code() -> None:
+    """Tests passed before a hang or a crash count for a share; what ended it is said."""
+    code = "def add(a, b):\n    if a < 0: import os; os.abort()\n    return a + b"
+    answer = score(code, ASSERTS, partial=True)
+    assert answer == pytest.approx(1 / 3)
+    assert answer.detail == "1 of 3 tests pass; crashed"
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("def add(a, b):\n    while True: pass", "cpu_limit"),
+        ("x = []\ndef add(a, b):\n    while True: x.append(bytearray(1 << 24))", "MemoryError"),
+        ("def add(a, b):\n    while True: print('x' * 999)", "output_limit"),
+        ("import os\ndef add(a, b): os.kill(os.getpid(), 9)", "killed"),
+    ],
+)
+def test_a_limit_is_a_wrong_answer_with_its_reason(code: str, reason: str) -> None:
+    answer = score(code, ASSERTS)
+    assert answer == 0.0
+    assert reason in str(answer.detail)
+
+
+def test_wall_time_is_of_all_programs_together() -> None:
+    config = SandboxConfig(level="limits", wall_seconds=3.0)
+    tests = [{"stdin": "", "stdout": ""}] * 9
+    task = Task("t", "p", metadata={"tests": tests})
+    answer = CodeScorer(config, partial=True)(task, fenced("import time; time.sleep(0.7)"))
+    assert 0.0 < answer < 0.5
+    assert "wall_timeout" in str(answer.detail)
+
+
+def test_a_test_that_can_not_be_run_is_no_verdict() -> None:
+    with pytest.raises(JudgementFailed, match="a function can't be sent"):
+        score("def apply(f): return f(1)", ["assert apply(lambda x: x) == 1"])
+    with pytest.raises(JudgementFailed, match="without a verdict"):
+        score(RIGHT, ["import os\nos._exit(3)"])
+
+
+def test_a_broken_sandbox_is_a_reward_error() -> None:
+    """Its interpreter goes away after the worker has tried it."""
+    folder = Path(tempfile.mkdtemp())  # not below pytest's own, which nobody else may enter
+    folder.chmod(0o755)
+    (folder / "python").symlink_to(find_sandbox(Level.LIMITS).interpreter.executable)
+    task = Task("t", "p", metadata={"tests": PROGRAMS})
+    config = QUICK.model_copy(update={"python": str(folder / "python")})
+    with RewardWorkers(CodeScorer(config), timeout_seconds=60.0) as workers:
+        right, wrong = workers.score([(task, fenced(RIGHT_PROGRAM)), (task, fenced("print(4)"))])
+        assert (right.status, right.reward, right.detail) == (RolloutStatus.SCORED, 1.0, None)
+        assert (wrong.status, wrong.reward) == (RolloutStatus.SCORED, 0.0)
+        assert wrong.detail == "0 of 2 tests pass; test 1: wrong output"
+        shutil.rmtree(folder)
+        (failed,) = workers.score([(task, fenced(RIGHT_PROGRAM))])
+    assert (failed.status, failed.reward) == (RolloutStatus.REWARD_ERROR, None)
+    assert "JudgementFailed: the sandbox" in str(failed.detail)
+
+
+def test_a_scorer_travels_and_finds_its_sandbox_there() -> None:
+    scorer = pickle.loads(pickle.dumps(CodeScorer(QUICK)))
+    assert scorer(Task("t", "p", metadata={"tests": CALLS, "function": "add"}), fenced(RIGHT)) == 1.0
+
+
+def test_programs_of_a_task_need_their_time() -> None:
+    task = Task("t", "p", metadata={"tests": PROGRAMS * 50})
+    with pytest.raises(
+        UserError, match=r"reward_timeout_seconds: 10 is too short for 100 programs a task.*raise it to"
+    ):
+        code_environment([task], EnvironmentConfig(kind="code", sandbox=QUICK.model_copy(update={"wall_seconds": 5.0})))
