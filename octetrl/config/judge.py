@@ -34,7 +34,7 @@ class JudgeConfig(Section):
     prompt and completion, as messages, at `path`."""
     template: str = TEMPLATE
     """What the judge is asked: {prompt}, {answer} and {completion} stand for the task's and the policy's."""
-    pattern: str = r"(?i)score[\s:=*_"]{0,8}(-?\d+(?:\.\d+)?)"
+    pattern: str = r"(?i)score[\s:=*_]{0,8}(-?\d+(?:\.\d+)?)"
     """Regular expression with one group: the score is the last match of the judge's reply, thoughts left out."""
     json_key: str | None = None
     """The score is at this key of the last JSON object in the reply that has it; null: `pattern` finds it."""
