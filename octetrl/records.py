@@ -78,6 +78,17 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class Drawn:
+    """What an engine's open session has new of one sibling (engine/session.py)."""
+
+    request_id: str
+    sibling: int
+    token_ids: tuple[int, ...]  # since the last of this sibling's events
+    logprobs: tuple[float, ...]  # of these, same length
+    completion: Completion | None  # all of it, with the last event; None: it goes on
+
+
+@dataclass(frozen=True, slots=True)
 class Reply:
     """A message of the environment's."""
 
