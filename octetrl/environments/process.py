@@ -134,8 +134,8 @@ class CallableProcess:
 def serve(descriptor: int, parent_pid: int) -> None:
     """The child's side: load the callable, then answer calls until the parent closes the socket.
 
-    A broad `except`, as only here and in turns/calls.py: what a foreign callable raises is an answer. SystemExit and other
-    BaseExceptions end the process instead, which the parent sees as ProcessDied.
+    A broad `except`, as only here and in turns/calls.py: whatever a foreign callable raises becomes an answer.
+    SystemExit and other BaseExceptions end the process instead, which the parent sees as ProcessDied.
     """
     _die_with(parent_pid)
     with Connection(descriptor) as connection:

@@ -1,6 +1,6 @@
 """Calls of code that we did not write, many under way at once, each with a time limit.
 
-    calls.start("7", environment.reply, (conversation,), seconds=30.0)
+    ticket = calls.start(environment.reply, (conversation,), seconds=30.0)
     for ticket, called in calls.poll(0.1): ...
 
 An async function runs on one event loop, in a thread of its own, that lives as long as the run, so a client that it
@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
+import itertools
 import queue
 import sys
 import threading
@@ -64,8 +65,9 @@ class Calls:
     """Started and polled by one thread; `close` abandons what is under way."""
 
     def __init__(self) -> None:
-        self._done: queue.SimpleQueue[tuple[str, Called]] = queue.SimpleQueue()
-        self._pending: dict[str, _Pending] = {}
+        self._done: queue.SimpleQueue[tuple[int, Called]] = queue.SimpleQueue()
+        self._pending: dict[int, _Pending] = {}  # by ticket
+        self._tickets = itertools.count()
         self._loop: _Loop | None = None
         self.abandoned = 0  # calls whose time was over
 
@@ -75,14 +77,14 @@ class Calls:
 
     def start(
         self,
-        ticket: str,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         *,
         seconds: float,
         conversation: Conversation | None = None,
-    ) -> None:
-        """Begins `function(*args)`. `ticket` names it, new for each; `conversation` is what its tools may ask for."""
+    ) -> int:
+        """Begins `function(*args)` and gives a ticket for it. `conversation` is what its tools may ask for."""
+        ticket = next(self._tickets)
         pending = _Pending(function, time.monotonic() + seconds, seconds)
         self._pending[ticket] = pending
         context = contextvars.copy_context()
@@ -95,8 +97,9 @@ class Calls:
             threading.Thread(
                 target=context.run, args=(self._run, ticket, function, args), name=name, daemon=True
             ).start()
+        return ticket
 
-    def poll(self, wait: float) -> list[tuple[str, Called]]:
+    def poll(self, wait: float) -> list[tuple[int, Called]]:
         """What has come to an end, in that order; waits up to `wait` seconds for something that has."""
         now = time.monotonic()
         due = min((pending.ends for pending in self._pending.values()), default=now + wait)
@@ -106,15 +109,18 @@ class Calls:
         found += self._take(0.0) if late else []  # what came in time, though nobody looked
         return found + [(ticket, self._abandon(ticket)) for ticket in late if ticket in self._pending]
 
-    def close(self) -> None:
+    def forget(self) -> None:
         """Nothing that is under way is heard of again."""
         self._pending.clear()
+
+    def close(self) -> None:
+        self.forget()
         if self._loop is not None:
             self._loop.stop()
             self._loop = None
 
-    def _take(self, wait: float) -> list[tuple[str, Called]]:
-        found: list[tuple[str, Called]] = []
+    def _take(self, wait: float) -> list[tuple[int, Called]]:
+        found: list[tuple[int, Called]] = []
         try:
             item = self._done.get(timeout=wait) if wait > 0 else self._done.get_nowait()
             while True:
@@ -124,7 +130,7 @@ class Calls:
         except queue.Empty:
             return found
 
-    def _abandon(self, ticket: str) -> Called:
+    def _abandon(self, ticket: int) -> Called:
         pending = self._pending.pop(ticket)
         self.abandoned += 1
         error = f"TimeoutError: {_name(pending.function)} gave nothing in {pending.seconds:g} s"
@@ -144,7 +150,7 @@ class Calls:
             self._loop = _Loop()
         return self._loop
 
-    def _run(self, ticket: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def _run(self, ticket: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         try:
             value = function(*args)
             if inspect.iscoroutine(value):  # of a function that does not look async
@@ -154,7 +160,7 @@ class Calls:
             called = _failed(error)
         self._done.put((ticket, called))
 
-    async def _await(self, ticket: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    async def _await(self, ticket: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         try:
             called = Called(await function(*args))
         except BaseException as error:  # cancelled, too: then nobody listens

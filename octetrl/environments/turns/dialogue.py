@@ -9,8 +9,8 @@ of it (`Called`, turns/calls.py), so that one thread can lead hundreds of conver
 raised as `Failed`, with the status that the rollout then has.
 
     start, reply or finish raises, or gives no reply    ENVIRONMENT_ERROR
-    ... gives nothing in reply_timeout_seconds          ENVIRONMENT_TIMEOUT
-    a tool raises, or hangs                             TOOL_ERROR, or told to the model (environment.tool_failure)
+    ... gives nothing in turns.reply_timeout_seconds    ENVIRONMENT_TIMEOUT
+    a tool raises, or hangs                             TOOL_ERROR, or told to the model (turns.tool_failure)
     a reward or metric raises, or is no number          REWARD_ERROR
     ... gives nothing in reward_timeout_seconds         REWARD_TIMEOUT
 
@@ -44,6 +44,7 @@ class Do:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     seconds: float
+    conversation: Conversation  # that it is about
 
 
 Led = Generator[tuple[Do, ...], tuple[Called, ...], Any]
@@ -70,13 +71,14 @@ class Limits:
 
     @classmethod
     def from_config(cls, config: EnvironmentConfig) -> Limits:
+        turns = config.turns
         return cls(
-            max_turns=config.max_turns,
-            reply_seconds=config.reply_timeout_seconds,
-            tool_seconds=config.tool_timeout_seconds,
+            max_turns=turns.max_turns,
+            reply_seconds=turns.reply_timeout_seconds,
+            tool_seconds=turns.tool_timeout_seconds,
             reward_seconds=config.reward_timeout_seconds,
-            max_in_flight=config.max_in_flight,
-            tool_failure=config.tool_failure,
+            max_in_flight=turns.max_in_flight,
+            tool_failure=turns.tool_failure,
         )
 
 
@@ -112,7 +114,6 @@ class Dialogue:
         only_scorer: bool = False,
     ) -> None:
         self.limits, self.scorer, self.calls = limits, scorer, Calls()
-        self.figures: dict[str, list[float]] = {}  # of the collections since they were last taken
         self._hooks = {name: getattr(environment, name, None) for name in _HOOKS}
         self._toolbox = toolbox_of(environment)
         self._components = components_of(environment)
@@ -178,7 +179,7 @@ class Dialogue:
         values: dict[str, float] = {}
         if self._components:
             seconds = self.limits.reward_seconds
-            told = yield tuple(Do(one.function, (conversation,), seconds) for one in self._components)
+            told = yield tuple(Do(one.function, (conversation,), seconds, conversation) for one in self._components)
             for one, called in zip(self._components, told, strict=True):
                 if called.error is not None:
                     status = RolloutStatus.REWARD_TIMEOUT if called.timed_out else RolloutStatus.REWARD_ERROR
@@ -208,7 +209,7 @@ class Dialogue:
     def _asked(
         self, function: Callable[..., Any], conversation: Conversation
     ) -> Generator[tuple[Do, ...], tuple[Called, ...], Any]:
-        (called,) = yield (Do(function, (conversation,), self.limits.reply_seconds),)
+        (called,) = yield (Do(function, (conversation,), self.limits.reply_seconds, conversation),)
         if called.timed_out:
             raise Failed(RolloutStatus.ENVIRONMENT_TIMEOUT, called.error, called.trace)
         if called.error is not None:
@@ -219,7 +220,8 @@ class Dialogue:
         self, conversation: Conversation, heard: ParsedMessage
     ) -> Generator[tuple[Do, ...], tuple[Called, ...], tuple[Reply, ...]]:
         conversation.tool_calls += len(heard.calls)
-        answers = yield tuple(Do(self._toolbox.answer, (call,), self.limits.tool_seconds) for call in heard.calls)
+        answer, seconds = self._toolbox.answer, self.limits.tool_seconds
+        answers = yield tuple(Do(answer, (call,), seconds, conversation) for call in heard.calls)
         replies = []
         for call, called in zip(heard.calls, answers, strict=True):
             if called.error is None:
