@@ -1,0 +1,53 @@
+"""What a sandbox allows, and how a program in it ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one program and all the processes it starts, together where not said otherwise."""
+
+    wall_seconds: float = 5.0
+    cpu_seconds: int = 5
+    memory_bytes: int = 512 * MIB  # address space of each process, and what all of them hold
+    disk_bytes: int = 64 * MIB  # of its folder, which may be in memory, and of any one file
+    files: int = 1024
+    processes: int = 32  # threads count
+    open_files: int = 64  # of each process
+    output_bytes: int = 64 * 1024  # stdout and stderr
+
+
+class SandboxStatus(StrEnum):
+    """How a program ended. Only FAILED_SANDBOX is not the program's doing."""
+
+    OK = "ok"  # exit code 0
+    ERROR = "error"  # another exit code: an exception, sys.exit(1)
+    CRASHED = "crashed"  # by a signal of its own making: a segmentation fault, abort()
+    KILLED = "killed"  # by SIGKILL or SIGTERM, from itself or from the machine's out-of-memory killer
+    WALL_TIMEOUT = "wall_timeout"
+    CPU_LIMIT = "cpu_limit"
+    MEMORY_LIMIT = "memory_limit"  # killed for it, or ended by an uncaught MemoryError
+    DISK_LIMIT = "disk_limit"
+    OUTPUT_LIMIT = "output_limit"
+    FAILED_SANDBOX = "failed_sandbox"  # it never ran, or its end could not be made sure of
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    status: SandboxStatus
+    stdout: str = ""  # the first of `output_bytes` of both together; bytes that are no UTF-8 replaced
+    stderr: str = ""
+    detail: str | None = None  # what went wrong with the sandbox itself
+    seconds: float = 0.0  # of wall time, less the sandbox's own start
+    cpu_seconds: float = 0.0
+    memory_bytes: int = 0  # the most that was seen
+    exit_code: int | None = None  # minus the signal where one ended it; None: it was ended by us, or never ran
+
+    @property
+    def ok(self) -> bool:
+        return self.status is SandboxStatus.OK

@@ -1,0 +1,259 @@
+"""A program that nobody trusts goes in; how it ended and what it printed comes out.
+
+    outcome = run_python("print(6 * 7)")                      # Outcome(status=OK, stdout="42\\n", ...)
+    outcome = run_python(source, stdin="3 4\\n", limits=Limits(wall_seconds=2))
+
+    sandbox = find_sandbox(Level.BUBBLEWRAP)                  # refuses a machine that gives less
+    sandbox.level, sandbox.protection.gaps                    # what is in force, and what it does not protect from
+
+Each run is a new process in a new empty folder that ends with it; nothing is kept and nothing of the run's is
+inherited: not its environment, its files, its descriptors. Whatever the program does becomes a status, never an
+exception. A sandbox that could not be made, or whose end is not sure, is FAILED_SANDBOX: no verdict on the program.
+
+Thread-safe; more callers than the machine has cores wait for each other. Cost: docs/sandbox.md, most of it two starts
+of Python. A warm interpreter that forks would be faster and would show each program what the one before left in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from octetrl.config.errors import UserError
+from octetrl.environments.sandbox.interpreter import Interpreter, find_interpreters
+from octetrl.environments.sandbox.levels import (
+    WARDEN_ROOT,
+    Level,
+    Protection,
+    bubblewrap_command,
+    lacking,
+    protection,
+)
+from octetrl.environments.sandbox.limits import MIB, Limits, Outcome, SandboxStatus
+
+_PACKAGE = Path(__file__).parent
+_BOOT = (
+    "import sys; sys.path.append(sys.argv[2]);"
+    " from octetrl.environments.sandbox.warden import main; main(int(sys.argv[1]))"
+)
+_ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "HOME": "{work}",
+    "TMPDIR": "{work}",
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",  # each arena reserves 128 MiB of address space
+}
+_GRACE_SECONDS = 60.0  # beyond its wall limit, for a warden on a machine that is short of cores
+_slots = threading.BoundedSemaphore(os.cpu_count() or 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    source: str
+    stdin: str = ""
+    files: Mapping[str, str] = field(default_factory=dict)  # further modules, name -> text, to import beside it
+    limits: Limits = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class Sandbox:
+    """Made by `find_sandbox`."""
+
+    level: Level
+    interpreter: Interpreter
+
+    @property
+    def protection(self) -> Protection:
+        return protection(self.level)
+
+    def run(self, program: Program) -> Outcome:
+        """Run it as a main program."""
+        with _slots:
+            return _run(self, program, None)
+
+    def run_pair(self, first: Program, second: Program) -> tuple[Outcome, Outcome]:
+        """Two programs at once, each in a sandbox of its own, joined by a stream socket that is descriptor 3 of both.
+        What ends one closes the other's end of it, and nothing else of it."""
+        ends = socket.socketpair()
+        with _slots, ThreadPoolExecutor(2) as threads:
+            outcomes = list(threads.map(_run, (self, self), (first, second), ends))
+        return outcomes[0], outcomes[1]
+
+
+def run_python(source: str, *, stdin: str = "", limits: Limits = Limits()) -> Outcome:  # noqa: B008  (frozen)
+    """Run `source` in the best sandbox of this machine. Raises UserError where there is none that hides files."""
+    return find_sandbox().run(Program(source, stdin, limits=limits))
+
+
+@cache
+def find_sandbox(least: Level = Level.LANDLOCK, python: str | None = None, only: Level | None = None) -> Sandbox:
+    """The strongest sandbox that works here, found by trying. Raises UserError where none is as strong as `least`.
+
+    python: the interpreter for the foreign code; None: the run's own, without the packages of its virtual environment.
+    only: this level and no other.
+    """
+    reasons = []
+    for level in reversed(Level):
+        if level is not only if only else not level.is_at_least(least):
+            continue
+        reason = lacking(level)
+        for interpreter in find_interpreters(python) if reason is None else ():
+            sandbox = Sandbox(level, interpreter)
+            reason = _try_out(sandbox)
+            if reason is None:
+                return sandbox
+        reasons.append(f"{level}: {reason}")
+    remedy = "install bubblewrap" if least is Level.BUBBLEWRAP else "install bubblewrap, or accept a lower level"
+    raise UserError(
+        f"environment.sandbox.level: this machine gives no sandbox of level {only or least} or better"
+        f" ({'; '.join(reasons)}); {remedy}"
+    )
+
+
+def _try_out(sandbox: Sandbox) -> str | None:
+    """What is wrong with it, or None."""
+    outcome = _run(sandbox, Program("print(6 * 7)", limits=Limits(wall_seconds=30.0, cpu_seconds=30)), None)
+    if outcome.ok and outcome.stdout == "42\n":
+        return None
+    return outcome.detail or f"{outcome.status}: {outcome.stderr.strip()[-200:]}"
+
+
+def _run(sandbox: Sandbox, program: Program, link: socket.socket | None) -> Outcome:
+    ours, theirs = socket.socketpair()
+    in_bubblewrap = sandbox.level is Level.BUBBLEWRAP
+    place = "/tmp" if in_bubblewrap else tempfile.gettempdir()
+    folder = os.path.join(place, f"octetrl-sandbox-{os.getpid()}-{os.urandom(6).hex()}")
+    request = {
+        "level": sandbox.level,
+        "command": [sandbox.interpreter.executable, "-I", "-B", "{program}/main.py"],
+        "environment": _ENVIRONMENT,
+        "files": {**program.files, "main.py": program.source},
+        "stdin": program.stdin,
+        "limits": asdict(program.limits),
+        "folders": sandbox.interpreter.folders,
+        "folder": folder,
+        "link": None if link is None else link.fileno(),
+    }
+    with ours:
+        with theirs, link or contextlib.nullcontext():
+            try:
+                warden = _start_warden(sandbox, program, [theirs, *([link] if link else [])])
+            except OSError as error:
+                return _failed(f"the sandbox did not start: {error}")
+        try:
+            report = _exchange(ours, request | {"number": warden.pid}, program.limits.wall_seconds + _GRACE_SECONDS)
+        finally:
+            ours.close()  # the lifeline: whatever still runs ends now
+            said = _see_off(warden)
+            if not in_bubblewrap and os.path.lexists(folder):  # the warden was killed
+                shutil.rmtree(folder, ignore_errors=True)
+    if report is None:
+        return _failed(f"the sandbox ended without a report: {said[-300:] or 'it said nothing'}")
+    return _outcome(report)
+
+
+def _start_warden(sandbox: Sandbox, program: Program, sockets: list[socket.socket]) -> subprocess.Popen[bytes]:
+    root, command = str(_PACKAGE.parents[2]), []
+    if sandbox.level is Level.BUBBLEWRAP:
+        room_bytes = program.limits.disk_bytes + sum(map(len, (program.source, *program.files.values()))) * 4 + MIB
+        root, command = WARDEN_ROOT, bubblewrap_command(sandbox.interpreter, _PACKAGE, room_bytes)
+    descriptors = [end.fileno() for end in sockets]
+    return subprocess.Popen(
+        [*command, sandbox.interpreter.executable, "-I", "-S", "-B", "-c", _BOOT, str(descriptors[0]), root],
+        pass_fds=descriptors,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        cwd="/",
+        env={},
+    )
+
+
+def _exchange(channel: socket.socket, request: Mapping[str, Any], seconds: float) -> dict[str, Any] | None:
+    """Send the request, get the report; None when none comes."""
+    text = json.dumps(request).encode()
+    channel.settimeout(seconds)
+    try:
+        channel.sendall(len(text).to_bytes(8, "big") + text)
+        size = int.from_bytes(_read(channel, 8), "big")
+        report: dict[str, Any] = json.loads(_read(channel, size))
+    except (OSError, EOFError):  # TimeoutError is an OSError
+        return None
+    return report
+
+
+def _read(channel: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        part = channel.recv(min(size - len(data), 1 << 16))
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)
+
+
+def _see_off(warden: subprocess.Popen[bytes]) -> str:
+    """Wait for the warden, which has nothing more to do; kill it if it does not go. What it said on stderr."""
+    assert warden.stderr is not None
+    try:
+        _, said = warden.communicate(timeout=15.0)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(warden.pid, signal.SIGKILL)
+        _, said = warden.communicate()
+    return " ".join(said.decode("utf-8", "replace").split())
+
+
+def _outcome(report: Mapping[str, Any]) -> Outcome:
+    if "error" in report:
+        return _failed(report["error"])
+    if report["left_over"]:
+        return _failed("processes of the program could not be ended")
+    if report["stopped"] == "abandoned":
+        return _failed("the run went away")
+    return Outcome(
+        status=_status(report),
+        stdout=report["stdout"],
+        stderr=report["stderr"],
+        seconds=report["wall_seconds"],
+        cpu_seconds=report["cpu_seconds"],
+        memory_bytes=report["memory_bytes"],
+        exit_code=report["exit"] if report["stopped"] is None else None,
+    )
+
+
+def _status(report: Mapping[str, Any]) -> SandboxStatus:
+    if report["stopped"] is not None:
+        return SandboxStatus(report["stopped"])
+    code = report["exit"]
+    if code == 0:
+        return SandboxStatus.OK
+    if code == -signal.SIGXCPU:
+        return SandboxStatus.CPU_LIMIT
+    if report["disk_full"] or code == -signal.SIGXFSZ:
+        return SandboxStatus.DISK_LIMIT
+    if report["stderr"].rstrip().rpartition("\n")[2].startswith("MemoryError"):
+        return SandboxStatus.MEMORY_LIMIT
+    if code in (-signal.SIGKILL, -signal.SIGTERM):
+        return SandboxStatus.KILLED
+    return SandboxStatus.CRASHED if code < 0 else SandboxStatus.ERROR
+
+
+def _failed(detail: str) -> Outcome:
+    return Outcome(SandboxStatus.FAILED_SANDBOX, detail=detail)

@@ -1,0 +1,189 @@
+"""Which system calls code in a sandbox may not make, as a seccomp filter (classic BPF).
+
+The filter refuses by name and lets the rest through: a program in Python uses some hundred calls, and a list of all
+that are harmless would break with the next libc. What is refused answers EPERM, which a program sees as an error, not
+as its end. Three kinds:
+
+    always           sockets (a socketpair is allowed), tracing, mounting, new namespaces, kernel modules, keys, io_uring
+                     (which would make calls past the filter), memory that no limit counts (memfd, System V, mq), and
+                     leaving the process group, so that one signal to the group ends all of a sandbox at once
+    same user        what reaches another process or file of that user though Landlock does not see it: file modes,
+                     times and attributes, priorities and limits of others
+    signals          where Landlock is too old for them
+
+Numbers are of the kernel's tables for x86_64 and aarch64; a machine of another kind has no filter.
+A call through another ABI of the same machine (i386, x32) ends the process.
+"""
+
+from __future__ import annotations
+
+import platform
+import struct
+
+from octetrl.environments.sandbox.linux import takes_filters
+
+_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_COLUMN = {"x86_64": 0, "aarch64": 1}
+
+ALWAYS: dict[str, tuple[int | None, int | None]] = {
+    "socket": (41, 198),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "process_madvise": (440, 440),
+    "kcmp": (312, 272),
+    "pidfd_open": (434, 434),
+    "pidfd_getfd": (438, 438),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "move_mount": (429, 429),
+    "open_tree": (428, 428),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "fanotify_init": (300, 262),
+    "userfaultfd": (323, 282),
+    "keyctl": (250, 219),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "reboot": (169, 142),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "acct": (163, 89),
+    "quotactl": (179, 60),
+    "quotactl_fd": (443, 443),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "clock_adjtime": (305, 266),
+    "adjtimex": (159, 171),
+    "iopl": (172, None),
+    "ioperm": (173, None),
+    "modify_ldt": (154, None),
+    "personality": (135, 92),
+    "syslog": (103, 116),
+    "vhangup": (153, 58),
+    "lookup_dcookie": (212, 18),
+    "setsid": (112, 157),
+    "setpgid": (109, 154),
+}
+OTHERS_OF_THE_USER: dict[str, tuple[int | None, int | None]] = {
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, None),
+    "lchown": (94, None),
+    "fchown": (93, 55),
+    "fchownat": (260, 54),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "setxattrat": (463, 463),
+    "removexattrat": (466, 466),
+    "file_setattr": (469, 469),
+    "truncate": (76, 45),
+    "utime": (132, None),
+    "utimes": (235, None),
+    "futimesat": (261, None),
+    "utimensat": (280, 88),
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+}
+SIGNALS: dict[str, tuple[int | None, int | None]] = {
+    "kill": (62, 129),
+    "tkill": (200, 130),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_send_signal": (424, 424),
+}
+_CLONE, _CLONE3, _TGKILL, _PRLIMIT = (56, 220), (435, 435), (234, 131), (302, 261)
+_NEW_NAMESPACE_FLAGS = 0x7E020000
+
+_LOAD, _JUMP_EQUAL, _JUMP_GREATER_EQUAL, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_NUMBER_AT, _ARCHITECTURE_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
+_ALLOW, _END_PROCESS, _ANSWER_ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_EPERM, _ENOSYS = 1, 38
+_X32 = 0x40000000
+
+
+def can_filter() -> bool:
+    """Whether the kernel takes filters, and the tables above are of this machine."""
+    return platform.machine() in _ARCHITECTURES and takes_filters()
+
+
+def filter_program(*, same_user: bool, signals_open: bool, pid: int) -> bytes:
+    """The filter for process `pid`, to be installed by it. same_user: others of its user are within its reach;
+    signals_open: nothing else keeps it from signalling them, so it may signal itself and its group alone."""
+    column = _COLUMN[platform.machine()]
+    refused = dict(ALWAYS)
+    refused |= OTHERS_OF_THE_USER if same_user else {}
+    refused |= {name: number for name, number in SIGNALS.items() if signals_open and name != "kill"}
+    lines = [
+        _line(_LOAD, _ARCHITECTURE_AT),
+        _line(_JUMP_EQUAL, _ARCHITECTURES[platform.machine()], 1, 0),
+        _line(_RETURN, _END_PROCESS),
+        _line(_LOAD, _NUMBER_AT),
+    ]
+    if platform.machine() == "x86_64":
+        lines += [_line(_JUMP_GREATER_EQUAL, _X32, 0, 1), _line(_RETURN, _END_PROCESS)]
+    for numbers in refused.values():
+        number = numbers[column]
+        if number is not None:
+            lines += [_line(_JUMP_EQUAL, number, 0, 1), _line(_RETURN, _ANSWER_ERRNO | _EPERM)]
+    lines += [_line(_JUMP_EQUAL, _CLONE3[column], 0, 1), _line(_RETURN, _ANSWER_ERRNO | _ENOSYS)]  # libc takes clone
+    lines += _when_first_argument(_CLONE[column], _line(_JUMP_ANY_BIT, _NEW_NAMESPACE_FLAGS, 0, 1))
+    if same_user:
+        lines += _when_first_argument(_PRLIMIT[column], _line(_JUMP_EQUAL, 0, 1, 0))
+    if signals_open:
+        lines += _when_first_argument(SIGNALS["kill"][column], _line(_JUMP_EQUAL, 0, 1, 0))
+        lines += _when_first_argument(_TGKILL[column], _line(_JUMP_EQUAL, pid, 1, 0))
+    return b"".join([*lines, _line(_RETURN, _ALLOW)])
+
+
+def _when_first_argument(number: int | None, refuses: bytes) -> list[bytes]:
+    """Call `number` is refused when `refuses`, a jump, falls through to the next line, and allowed otherwise."""
+    assert number is not None
+    return [
+        _line(_JUMP_EQUAL, number, 0, 4),
+        _line(_LOAD, _FIRST_ARGUMENT_AT),
+        refuses,
+        _line(_RETURN, _ANSWER_ERRNO | _EPERM),
+        _line(_RETURN, _ALLOW),
+    ]
+
+
+def _line(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, if_true, if_false, value)

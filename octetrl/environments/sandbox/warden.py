@@ -1,0 +1,248 @@
+"""The process between a run and the code it does not trust: starts the program, restrained, watches it and ends it all.
+
+Started as `python -I -S -B -c ...` with one socket, over which it gets a request and answers with a report, both JSON
+behind eight bytes of length. The socket is also a lifeline: when it closes, the run is gone, and so is the sandbox.
+
+    warden (adopts orphans; in bubblewrap it is the init of the namespace) -> program
+
+A report says how it ended: `exit` (exit code, or minus the signal), `stopped` (the limit that ended it, or null),
+`stdout`, `stderr`, `cpu_seconds`, `wall_seconds`, `memory_bytes` (the most seen), `disk_full`, `left_over` (processes
+that would not end). Or it says `error`: the sandbox could not be made.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import select
+import signal
+import sys
+import time
+
+from octetrl.environments.sandbox import watch
+from octetrl.environments.sandbox.linux import adopt_orphans, hide_from_other_processes
+from octetrl.environments.sandbox.restraints import private_user, process_limit, restrain
+
+_DEVICES = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"]
+_TICK_SECONDS = 0.02
+_FOLDER_SECONDS = 0.1
+_READ_BYTES = 1 << 16
+
+
+def main(channel: int) -> None:
+    """Serve one request and leave."""
+    os.umask(0o022)
+    os.set_inheritable(channel, False)
+    request = _receive(channel)
+    if request is None:
+        return
+    try:
+        report = _serve(channel, request)
+    except OSError as error:
+        report = {"error": str(error)}
+    _send(channel, report)
+
+
+def _serve(channel: int, request: dict) -> dict:
+    """One sandbox, from an empty folder to a report."""
+    user = private_user(request["number"])
+    adopt_orphans()
+    hide_from_other_processes()
+    limits = request["limits"]
+    limits["user_processes"] = process_limit(limits["processes"], alone=request["level"] == "bubblewrap")
+    os.mkdir(request["folder"], 0o711)
+    try:
+        work, program = os.path.join(request["folder"], "work"), os.path.join(request["folder"], "program")
+        os.mkdir(program, 0o755)
+        for name, text in request["files"].items():
+            with open(os.path.join(program, name), "w", encoding="utf-8", errors="surrogatepass") as file:
+                file.write(text)
+        os.mkdir(work, 0o700)
+        os.chown(work, user, user if os.geteuid() == 0 else -1)
+        return Watch(channel, request, user, work, program).run()
+    finally:
+        if request["level"] != "bubblewrap":  # there the folder is in memory that ends with this process
+            watch.empty_and_remove(request["folder"])
+
+
+class Watch:
+    """One program from its start to its end, and what it used."""
+
+    def __init__(self, channel: int, request: dict, user: int, work: str, program: str) -> None:
+        self._channel, self._request, self._user = channel, request, user
+        self._work, self._program = work, program
+        self._limits = request["limits"]
+        self._taken: dict[int, bytearray] = {}
+        self._stopped: str | None = None
+        self._cpu = 0.0
+        self._memory = 0
+        self._measure_due = self._folder_due = 0.0
+
+    def run(self) -> dict:
+        started = time.monotonic()
+        pid, stdin, outputs = self._start()
+        failure = self._follow(pid, stdin, outputs, started + self._limits["wall_seconds"])
+        seconds = time.monotonic() - started
+        if failure:
+            watch.end_all(pid)
+            return {"error": failure}
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        left_over = not watch.end_all(pid)
+        for descriptor in outputs:
+            while self._stopped is None and self._take(descriptor):
+                pass
+        texts = [self._taken[descriptor].decode("utf-8", "replace") for descriptor in outputs]
+        used = os.times()
+        code = None
+        if ended is not None:
+            code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        return {
+            "exit": code,
+            "stopped": self._stopped,
+            "stdout": texts[0],
+            "stderr": texts[1],
+            "cpu_seconds": max(self._cpu, used.children_user + used.children_system),
+            "wall_seconds": seconds,
+            "memory_bytes": self._memory,
+            "disk_full": self._disk_is_full(),
+            "left_over": left_over,
+        }
+
+    def _start(self) -> tuple[int, int, list[int]]:
+        """The program's process, where to write its input, and where it writes: stdout and stderr."""
+        stdin_read, stdin_write = os.pipe()
+        stdout_read, stdout_write = os.pipe()
+        stderr_read, stderr_write = os.pipe()
+        self._failure, failure_write = os.pipe()
+        theirs = [stdin_read, stdout_write, stderr_write]
+        if self._request["link"] is not None:
+            theirs.append(self._request["link"])
+        pid = os.fork()
+        if pid == 0:
+            failure_write = fcntl.fcntl(failure_write, fcntl.F_DUPFD_CLOEXEC, 64)  # out of the way of 0 to 3
+            try:
+                theirs = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 64) for descriptor in theirs]
+                readable = [*self._request["folders"], self._program]
+                restrain(theirs, self._request, self._user, self._work, (readable, [self._work, *_DEVICES]))
+                command = [word.replace("{program}", self._program) for word in self._request["command"]]
+                environment = {
+                    name: text.replace("{work}", self._work) for name, text in self._request["environment"].items()
+                }
+                os.execve(command[0], command, environment)
+            except (OSError, ValueError) as error:
+                os.write(failure_write, str(error).encode()[:1000])
+            finally:
+                os._exit(127)
+        for descriptor in (*theirs, failure_write):
+            os.close(descriptor)
+        for descriptor in (stdin_write, stdout_read, stderr_read):
+            os.set_blocking(descriptor, False)
+        self._taken = {stdout_read: bytearray(), stderr_read: bytearray()}
+        return pid, stdin_write, [stdout_read, stderr_read]
+
+    def _follow(self, pid: int, stdin: int, outputs: list[int], deadline: float) -> str:
+        """Until the program ends or is past a limit. Returns why it did not start, if so."""
+        pending = memoryview(self._request["stdin"].encode("utf-8", "surrogatepass"))
+        poll = select.poll()
+        for descriptor in (*outputs, self._channel, self._failure):
+            poll.register(descriptor, select.POLLIN)
+        has_ended = os.pidfd_open(pid)
+        poll.register(has_ended, select.POLLIN)
+        poll.register(stdin, select.POLLOUT)
+        started, failure = False, b""
+        while self._stopped is None:
+            ready = [descriptor for descriptor, _ in poll.poll(_TICK_SECONDS * 1000)]
+            if self._failure in ready and not started:
+                failure = os.read(self._failure, 1000)
+                if failure:
+                    return failure.decode()
+                started = True
+                poll.unregister(self._failure)
+            if stdin in ready:
+                pending = _feed(stdin, pending)
+                if not pending:
+                    poll.unregister(stdin)
+                    os.close(stdin)
+            for descriptor in outputs:
+                if descriptor in ready and not self._take(descriptor):
+                    poll.unregister(descriptor)
+            if self._channel in ready:
+                self._stopped = "abandoned"
+            elif time.monotonic() >= deadline:
+                self._stopped = "wall_timeout"
+            elif has_ended in ready:
+                break
+            else:
+                self._measure()
+        return ""
+
+    def _take(self, descriptor: int) -> bool:
+        """Read once; whether there was something to read."""
+        try:
+            data = os.read(descriptor, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        room_left = self._limits["output_bytes"] - sum(map(len, self._taken.values()))
+        self._taken[descriptor] += data[:room_left]
+        if len(data) > room_left:
+            self._stopped = self._stopped or "output_limit"
+        return bool(data)
+
+    def _measure(self) -> None:
+        if time.monotonic() < self._measure_due:
+            return
+        self._measure_due = time.monotonic() + _TICK_SECONDS
+        pids = watch.processes()
+        self._cpu = max(self._cpu, watch.cpu_seconds(pids))
+        memory = watch.memory_bytes(pids, self._limits["memory_bytes"])
+        self._memory = max(self._memory, memory)
+        if self._stopped is not None:
+            return
+        if memory > self._limits["memory_bytes"]:
+            self._stopped = "memory_limit"
+        elif self._cpu > self._limits["cpu_seconds"]:
+            self._stopped = "cpu_limit"
+        elif time.monotonic() >= self._folder_due:
+            self._folder_due = time.monotonic() + _FOLDER_SECONDS
+            size, files = watch.folder_use(self._work, self._limits["files"])
+            if size > self._limits["disk_bytes"] or files > self._limits["files"]:
+                self._stopped = "disk_limit"
+
+    def _disk_is_full(self) -> bool:
+        size, files = watch.folder_use(self._work, self._limits["files"])
+        return size >= self._limits["disk_bytes"] or files > self._limits["files"]
+
+
+def _feed(descriptor: int, pending: memoryview) -> memoryview:
+    try:
+        return pending[os.write(descriptor, pending) :] if pending else pending
+    except BlockingIOError:
+        return pending
+    except BrokenPipeError:  # it reads no more
+        return memoryview(b"")
+
+
+def _receive(channel: int) -> dict | None:
+    data = bytearray()
+    while len(data) < 8 or len(data) < 8 + int.from_bytes(data[:8], "big"):
+        part = os.read(channel, _READ_BYTES)
+        if not part:
+            return None
+        data += part
+    request: dict = json.loads(data[8:])
+    return request
+
+
+def _send(channel: int, report: dict) -> None:
+    data = json.dumps(report).encode()
+    data = len(data).to_bytes(8, "big") + data
+    while data:
+        try:
+            data = data[os.write(channel, data) :]
+        except (BrokenPipeError, ConnectionResetError):  # nobody is left to read it
+            return
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

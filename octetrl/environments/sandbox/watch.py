@@ -1,0 +1,144 @@
+"""What a sandbox's processes use together, and their end.
+
+The kernel's limits are of one process; memory, time and files of all of them are summed here, every few hundredths of
+a second, from /proc. They are the descendants of this process, which adopts orphans.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_END_SECONDS = 10.0
+
+
+def processes() -> list[int]:
+    """Of the sandbox."""
+    found, frontier = [], [os.getpid()]
+    while frontier:
+        children = _children(frontier.pop())
+        found += children
+        frontier += children
+    return found
+
+
+def cpu_seconds(pids: list[int]) -> float:
+    """Of the living and, through those that waited for them, of the dead."""
+    ticks = 0
+    for pid in pids:
+        words = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+        ticks += sum(map(int, words[11:15])) if words else 0
+    used = os.times()
+    return ticks / _TICKS + used.children_user + used.children_system
+
+
+def memory_bytes(pids: list[int], enough: int) -> int:
+    """Of all processes, shared pages counted once. The cheap sum, which counts them often, serves below `enough`."""
+    resident = sum(_resident(pid) for pid in pids)
+    return resident if resident <= enough else sum(_proportional(pid) for pid in pids)
+
+
+def folder_use(folder: str, max_files: int) -> tuple[int, int]:
+    """Bytes and number of files below `folder`; counting stops past `max_files`."""
+    count = size = 0
+    frontier = [folder]
+    while frontier and count <= max_files:
+        try:
+            with os.scandir(frontier.pop()) as entries:
+                for entry in entries:
+                    count += 1
+                    if count > max_files:
+                        break
+                    size += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        frontier.append(entry.path)
+        except (FileNotFoundError, PermissionError):
+            continue
+        except OSError:  # a path longer than the kernel takes: nothing was that deep by accident
+            return size, max_files + 1
+    return size, count
+
+
+def end_all(leader: int) -> bool:
+    """Kill every process of the sandbox and wait for each; whether none is left.
+
+    One signal to all at once, which a fork bomb can't outrun: to the group that the filter lets no process leave, and to
+    the whole namespace where there is one. Without either, descendants are hunted one by one until none is left.
+    """
+    deadline = time.monotonic() + _END_SECONDS
+    while time.monotonic() < deadline:
+        for pid in (-1,) if os.getpid() == 1 else (-leader, *processes()):
+            _kill(pid)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return True
+        time.sleep(0.001)
+    return False
+
+
+def empty_and_remove(folder: str) -> None:
+    """Remove `folder` whatever is in it: modes that forbid it, trees too deep for a path or for recursion.
+
+    Folders inside folders are moved up beside them until there is one level only.
+    """
+    serial = 0
+    frontier = [folder]
+    while frontier:
+        place = frontier.pop()
+        os.chmod(place, 0o700)
+        with os.scandir(place) as entries:
+            listed = list(entries)
+        for entry in listed:
+            if not entry.is_dir(follow_symlinks=False):
+                os.unlink(entry.path)
+            elif place == folder:
+                frontier.append(entry.path)
+            else:
+                os.chmod(entry.path, 0o700)
+                serial += 1
+                moved = os.path.join(folder, f"moved-{serial}-{os.getpid()}")
+                os.rename(entry.path, moved)
+                frontier.append(moved)
+        if place != folder:
+            os.rmdir(place)
+    os.rmdir(folder)
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return []
+    return [int(word) for thread in threads for word in _read(f"/proc/{pid}/task/{thread}/children").split()]
+
+
+def _resident(pid: int) -> int:
+    words = _read(f"/proc/{pid}/statm").split()
+    return int(words[1]) * _PAGE if words else 0
+
+
+def _proportional(pid: int) -> int:
+    for line in _read(f"/proc/{pid}/smaps_rollup").splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    return _resident(pid)
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:  # it has ended meanwhile
+        return ""
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except OSError:
+        return

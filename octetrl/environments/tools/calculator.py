@@ -1,0 +1,173 @@
+"""A calculator: arithmetic by walking the syntax tree, never by `eval`, in bounded time and memory.
+
+What is not in the tables below is refused by name. Whole numbers are exact up to 1,024 bits (308 digits) and are
+refused beyond; everything else is a 64-bit float, shown with 12 digits, so that 0.1 + 0.2 is 0.3. `^` is a power, as
+models write it, and × ÷ − are signs.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+import warnings
+from collections.abc import Callable
+
+from octetrl.environments.tools.definition import ToolError, tool
+
+Number = int | float
+_BITS = 1024
+_LENGTH = 1000
+_DEPTH = 60
+_SIGNS = str.maketrans({"^": "**", "×": "*", "·": "*", "÷": "/", "−": "-"})
+_CONSTANTS = {"pi": math.pi, "e": math.e, "tau": math.tau}
+
+
+@tool
+def calculator(expression: str) -> str:
+    """Compute an arithmetic expression exactly.
+
+    Args:
+        expression: Numbers, + - * / // % ** and parentheses, pi, e, and functions such as sqrt(2), factorial(5),
+            log(8, 2), sin(pi / 6) (radians), gcd(12, 18), comb(5, 2), round(2.345, 2).
+    """
+    return _shown(calculate(expression))
+
+
+def calculate(expression: str) -> Number:
+    """Its value. Raises ToolError, in one line, for whatever has none."""
+    text = " ".join(expression.translate(_SIGNS).split())
+    if not text:
+        raise ToolError("there is nothing to compute; give an expression, such as 3 * (4 + 5)")
+    if len(text) > _LENGTH:
+        raise ToolError(f"the expression has {len(text)} characters, {_LENGTH} are allowed; compute it in parts")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the parser, about what is refused below
+            tree = ast.parse(text, mode="eval")
+        return _bounded(_value(tree.body, 0))
+    except (SyntaxError, MemoryError, RecursionError) as error:
+        reason = error.msg if isinstance(error, SyntaxError) else "it is nested too deeply"
+        raise ToolError(f"'{text[:60]}' is no arithmetic expression ({reason})") from None
+    except ZeroDivisionError:
+        raise ToolError(f"'{text[:60]}' divides by zero") from None
+    except OverflowError:
+        raise _too_large() from None
+    except (ValueError, TypeError) as error:  # of the functions of math
+        raise ToolError(f"'{text[:60]}' has no value ({error})") from None
+
+
+def _value(node: ast.expr, depth: int) -> Number:
+    if depth > _DEPTH:
+        raise ToolError("the expression is nested too deeply; compute it in parts")
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return _bounded(node.value)
+    if isinstance(node, ast.Name) and node.id in _CONSTANTS:
+        return _CONSTANTS[node.id]
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
+        return _bounded(_UNARY[type(node.op)](_value(node.operand, depth + 1)))
+    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+        left, right = _value(node.left, depth + 1), _value(node.right, depth + 1)
+        return _bounded(_BINARY[type(node.op)](left, right))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
+        return _bounded(_function(node.func.id)(*(_value(argument, depth + 1) for argument in node.args)))
+    shown = ast.unparse(node)[:40]
+    if isinstance(node, ast.Name):
+        raise ToolError(f"'{shown}' is not known; the names are {', '.join((*_CONSTANTS, *_FUNCTIONS))}")
+    raise ToolError(f"'{shown}' is not arithmetic; allowed are numbers, + - * / // % **, parentheses and functions")
+
+
+def _function(name: str) -> Callable[..., Number]:
+    if name not in _FUNCTIONS:
+        raise ToolError(f"there is no function '{name}'; there are {', '.join(_FUNCTIONS)}")
+    return _FUNCTIONS[name]
+
+
+def _bounded(value: object) -> Number:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ToolError(f"the result is {value}, not a real number")
+    if isinstance(value, int) and value.bit_length() > _BITS:
+        raise _too_large()
+    if isinstance(value, float) and not math.isfinite(value):
+        raise _too_large()
+    return value
+
+
+def _too_large() -> ToolError:
+    return ToolError("a number is too large: at most 308 digits")
+
+
+def _power(base: Number, exponent: Number) -> Number:
+    """Refused before it is computed, where it would be too large."""
+    if isinstance(base, int) and isinstance(exponent, int) and exponent > 0 and abs(base) > 1:
+        if (base.bit_length() - 1) * exponent > _BITS:
+            raise _too_large()
+    elif isinstance(base, int) and isinstance(exponent, int) and exponent < 0:
+        return float(base) ** exponent
+    power: Number = base**exponent
+    return power
+
+
+def _factorial(number: Number) -> int:
+    if number != int(number) or not 0 <= number <= 170:
+        raise ToolError(f"factorial takes whole numbers from 0 to 170, not {_shown(number)}")
+    return math.factorial(int(number))
+
+
+def _of_small(function: Callable[[int, int], int]) -> Callable[[Number, Number], int]:
+    """comb and perm, whose time grows with their arguments."""
+
+    def bounded(total: Number, chosen: Number) -> int:
+        if total != int(total) or chosen != int(chosen) or not (0 <= total <= 1000 and 0 <= chosen <= 1000):
+            raise ToolError(f"{function.__name__} takes whole numbers from 0 to 1000")
+        return function(int(total), int(chosen))
+
+    return bounded
+
+
+def _rounded(number: Number, digits: Number = 0) -> Number:
+    if digits != int(digits) or abs(digits) > 300:
+        raise ToolError(f"round takes from -300 to 300 digits, not {_shown(digits)}")
+    return round(number, int(digits)) if digits else round(number)
+
+
+def _shown(value: Number) -> str:
+    return str(value) if isinstance(value, int) else format(value, ".12g")
+
+
+_UNARY: dict[type[ast.unaryop], Callable[[Number], Number]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: _power,
+}
+_FUNCTIONS: dict[str, Callable[..., Number]] = {
+    "sqrt": math.sqrt,
+    "abs": abs,
+    "round": _rounded,
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "min": min,
+    "max": max,
+    "exp": math.exp,
+    "log": math.log,
+    "log2": math.log2,
+    "log10": math.log10,
+    "sin": math.sin,
+    "cos": math.cos,
+    "tan": math.tan,
+    "asin": math.asin,
+    "acos": math.acos,
+    "atan": math.atan,
+    "degrees": math.degrees,
+    "radians": math.radians,
+    "factorial": _factorial,
+    "comb": _of_small(math.comb),
+    "perm": _of_small(math.perm),
+    "gcd": math.gcd,
+    "lcm": math.lcm,
+}

@@ -1,0 +1,87 @@
+"""Python as a tool: each call runs one program in a sandbox of its own and shows what it printed.
+
+Nothing is kept between calls, no variable and no file: a conversation may call as often as it likes, each time with all
+that the program needs. That makes a call safe to run anywhere and to repeat; a session that remembers would have to
+keep a process alive for each rollout under way.
+
+If the last line is an expression, its value is printed, as a notebook does, for models often leave the `print` out.
+
+How the program ended is told in a line before its output, unless it ended well. A sandbox that could not be made is no
+fault of the program: it raises, and becomes the rollout's status.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from octetrl.environments.sandbox.limits import Limits, Outcome, SandboxStatus
+from octetrl.environments.sandbox.sandbox import run_python
+from octetrl.environments.tools.definition import Tool
+
+_ENDINGS = {
+    SandboxStatus.ERROR: "The program failed.",
+    SandboxStatus.CRASHED: "The program crashed.",
+    SandboxStatus.KILLED: "The program was killed.",
+    SandboxStatus.WALL_TIMEOUT: "The program took too long and was ended.",
+    SandboxStatus.CPU_LIMIT: "The program computed for too long and was ended.",
+    SandboxStatus.MEMORY_LIMIT: "The program ran out of memory.",
+    SandboxStatus.DISK_LIMIT: "The program wrote too much to its disk.",
+    SandboxStatus.OUTPUT_LIMIT: "The program printed too much and was ended.",
+}
+_PROGRAM_FILE = re.compile(r'File "[^"]*/main\.py"')  # in a folder of another name each time
+_DESCRIPTION = (
+    "Run a Python program and read what it prints. Each program starts anew: define and import all that it needs."
+    " There is no network."
+)
+
+
+def python_tool(
+    limits: Limits | None = None, *, name: str = "python", description: str = _DESCRIPTION, max_letters: int = 2000
+) -> Tool:
+    """A tool that runs programs within `limits` (None: the sandbox's own); of long output the middle is left out."""
+    return Tool(_Python(limits or Limits(), max_letters), name=name, description=description)
+
+
+@dataclass(frozen=True, slots=True)
+class _Python:
+    limits: Limits
+    max_letters: int
+
+    def __call__(self, code: Annotated[str, Field(description="The program; print what you want to see.")]) -> str:
+        outcome = run_python(with_last_value_printed(code), limits=self.limits)
+        if outcome.status is SandboxStatus.FAILED_SANDBOX:
+            raise RuntimeError(f"the sandbox failed: {outcome.detail}")
+        return _told(outcome, self.max_letters)
+
+
+def with_last_value_printed(code: str) -> str:
+    """`code`, made to print the value of its last line, if that is an expression; None is not printed."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(code)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return code  # the program will say it itself
+    last = tree.body[-1] if tree.body else None
+    if not isinstance(last, ast.Expr) or last.end_lineno is None:
+        return code
+    lines = code.encode().splitlines(keepends=True)  # offsets of the tree are in bytes
+    before = b"".join([*lines[: last.lineno - 1], lines[last.lineno - 1][: last.col_offset]])
+    value = ast.get_source_segment(code, last.value)
+    return f"{before.decode()}_ = ({value}\n)\nif _ is not None:\n    print(repr(_))\n"  # lines keep their numbers
+
+
+def _told(outcome: Outcome, letters: int) -> str:
+    stderr = _PROGRAM_FILE.sub('File "program.py"', outcome.stderr).replace("Traceback (most recent call last):\n", "")
+    parts = [_ENDINGS.get(outcome.status, ""), outcome.stdout.strip(), stderr.strip()]
+    text = "\n".join(part for part in parts if part) or "The program printed nothing."
+    if len(text) <= letters:
+        return text
+    half = letters // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
