@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from octetrl.config.data import DataConfig, DataSource
 from octetrl.config.objectives import LEARNS_FROM, OWN_DEFAULTS, LearnsFrom
 from octetrl.config.section import Section
+from octetrl.config.turns import TurnsConfig
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Precision = Literal["bf16", "fp8_rollout", "fp8", "fp8_full"]
@@ -196,7 +197,8 @@ class AlgorithmConfig(Section):
     """Last share of max_new_tokens in which an answer loses reward with its length, up to 1 at the limit; 0: none. Own
     default: dapo 0.2."""
     overlong: Literal["keep", "mask"] = "keep"
-    """Answers cut at max_new_tokens: learnt from like others, or counted in the baseline but not trained on."""
+    """Answers cut at max_new_tokens, and conversations whose turns or context ran out: learnt from like others, or
+    counted in the baseline but not trained on."""
     kl_coefficient: float = Field(default=0.0, ge=0.0)
     """Weight of the KL to the reference policy (the weights the run began with); 0 keeps no reference model."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -287,7 +289,7 @@ class EnvironmentConfig(Section):
     kind: Literal["reasoning_gym", "math", "jsonl", "python"] = "reasoning_gym"
     dataset: str | None = None
     """reasoning_gym: the dataset's name. math and jsonl: path of a JSONL file of {"prompt", "answer"}. python: an
-    environment of your own, `module:name`, with `tasks` and `score(task, completion_text)`."""
+    environment of your own, `module:name`, with `tasks` and rewards, and whatever else it has: docs/environments.md."""
     parameters: dict[str, Any] = Field(default_factory=dict)
     """reasoning_gym: the dataset's own parameters."""
     reward: str | None = None
@@ -305,6 +307,8 @@ class EnvironmentConfig(Section):
     seed: int = 0
     reward_timeout_seconds: float = Field(default=10.0, gt=0.0)
     reward_workers: int = Field(default=1, ge=1)
+    turns: TurnsConfig = TurnsConfig()
+    """Of an environment that answers, calls tools or decorates its rewards."""
     max_failure_share: Fraction = 0.5
     """Share of a step's rollouts, or of an evaluation's, that may fail in the environment: raise, or give no reward in
     time. Where more do, the run stops with the first traceback of each kind. 1 never stops it."""

@@ -1,13 +1,11 @@
 """The engine: requests in, completions out.
 
     generate -> sequences -> [schedule -> launch -> ... -> read results -> stop?] until all are done -> completions
+    session  -> the same, while requests still come and go (session.py)
 
-The host launches `LAG` forwards ahead of the results it reads, so the device never waits for it. A sequence's last
-tokens may thus be drawn in vain; they are dropped, and what the others draw does not depend on them.
-
-One call serves one batch of requests with one policy version. Nothing outlives the call but the pages and what they
-hold: the next turn of a conversation finds its beginning there, until new weights are published. After an error or an
-interrupt in the middle the pages go too.
+One call, or one session, has one policy version. Nothing outlives it but the pages and what they hold: the next turn of
+a conversation finds its beginning there, until new weights are published. After an error or an interrupt in the middle
+the pages go too.
 
 What a request gets does not depend on the others: its tokens are a function of the weights, the prompt, the seed and
 the sibling's number, because every op on the way keeps a row's order of sums (numerics.md §10) and draws from counters.
@@ -15,9 +13,7 @@ the sibling's number, because every op on the way keeps a row's order of sums (n
 
 from __future__ import annotations
 
-import math
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -25,24 +21,20 @@ from torch import Tensor
 from octetrl.config.errors import UserError
 from octetrl.config.schema import EngineConfig
 from octetrl.config.spec import ModelSpec
-from octetrl.engine.admission import Admission, check_fits, pages_wanted
+from octetrl.engine.admission import Admission, pages_wanted
 from octetrl.engine.block_manager import BlockManager
 from octetrl.engine.kv_cache import KVCache, cache_format, configured_pages, host_pages
-from octetrl.engine.metrics import EngineMetrics, GenerationProgress, Tally
-from octetrl.engine.model_runner import ModelRunner, Results
-from octetrl.engine.request import Group
-from octetrl.engine.request import Sequence as Sibling
-from octetrl.engine.scheduler import Scheduler
+from octetrl.engine.metrics import EngineMetrics
+from octetrl.engine.model_runner import ModelRunner
+from octetrl.engine.session import OnProgress, Session
 from octetrl.engine.stopping import Tokenizer, decoder_of, memoised
-from octetrl.engine.transcript import Batch, Transcript
 from octetrl.fp8.kv_scales import KVScales
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.models.decoder import Decoder
-from octetrl.records import Completion, FinishReason, GenerationRequest
+from octetrl.records import Completion, GenerationRequest
 
 LAG = 2  # forwards launched beyond the one whose results are read, on a GPU
-
-OnProgress = Callable[[GenerationProgress], None]
+OPEN_CACHE_BYTES = 1 << 28  # of a session's cache on a CPU, where neither recipe nor requests say how much
 
 
 class Engine:
@@ -71,7 +63,7 @@ class Engine:
             )
         self.device = torch.device(device)
         self.policy_version = 0
-        self.metrics: EngineMetrics | None = None  # of the last `generate`
+        self.metrics: EngineMetrics | None = None  # of the last `generate` or session
         self._config, self._policy, self._digest = config, policy, policy.digest
         self._page = cache_format(spec, policy, dtype, config.page_size)
         self._decode = decoder_of(tokenizer)
@@ -92,6 +84,7 @@ class Engine:
             page_size=config.page_size,
             device=self.device,
         )
+        self._session: Session | None = None  # the open one
         self._cache: KVCache | None = None
         self._blocks: BlockManager | None = None  # of this cache
         self._scale_2LK: Tensor | None = None
@@ -103,6 +96,7 @@ class Engine:
     def publish(self, version: int) -> None:
         """The model's weights are those of `version` from now on; prefixes of older ones go, unless the recipe keeps
         them."""
+        self._refuse_while_open("publish")
         self.policy_version = version
         if self._config.prefix_cache != "keep":
             self.forget_prefixes()
@@ -114,6 +108,7 @@ class Engine:
 
     def set_kv_scales(self, scales: KVScales) -> None:
         """Puts the scales of a calibrated cache where the kernels read them. Raises ValueError for bad scales."""
+        self._refuse_while_open("set_kv_scales")
         mode = self._policy.kv_mode
         assert self._scale_2LK is not None, f"KV scales are for a calibrated cache, this one is '{mode}'"
         given_2LK = torch.stack((scales.k_scale_LK, scales.v_scale_LK))
@@ -159,6 +154,7 @@ class Engine:
 
     def release_cache(self) -> None:
         """Gives the cache's memory back, and what was captured with it; scales stay."""
+        self._refuse_while_open("release_cache")
         self._cache = self._blocks = None
         if self._runner.graphs is not None:
             self._runner.graphs.forget()
@@ -173,87 +169,57 @@ class Engine:
         cache without the scales of this policy version and for logits that are not finite.
         """
         self._check_scales()
-        tally = Tally(self._config.max_batch)
         groups = [self._admission.group(index, request) for index, request in enumerate(requests)]
-        cache, blocks = self._cache_for(groups)
-        check_fits(groups, blocks)
-        blocks.peak_used = 0
-        scheduler = Scheduler(
-            blocks,
-            max_batch=self._config.max_batch,
-            prefill_chunk=self._config.prefill_chunk,
-            keeps_prefixes=self._config.prefix_cache != "off",
-        )
-        scheduler.submit(sibling for group in longest_first(groups) for sibling in self._admission.siblings(group))
         finished: list[dict[int, Completion]] = [{} for _ in groups]
-        try:
-            for sibling, completion in self._work(scheduler, cache, tally, on_progress):
-                finished[sibling.group.index][sibling.sibling] = completion
-        except BaseException:
-            self.release_cache()  # it may hold whatever went wrong
-            raise
-        scheduler.check()
-        assert blocks.num_used == 0, f"page accounting: {blocks.num_used} pages are still owned after the last sequence"
-        self.metrics = self._metrics(tally, groups, scheduler, cache)
+        wanted = pages_wanted(groups, self._config.max_batch, self._page.page_size)
+        with self._open(min(wanted, host_pages(self._config, self._page)), on_progress) as session:
+            for group in groups:
+                session.accept(group)
+            while session.has_work:
+                for sibling, completion in session.advance():
+                    finished[sibling.group.index][sibling.sibling] = completion
         return [[by_sibling[i] for i in sorted(by_sibling)] for by_sibling in finished]
 
-    def _work(
-        self, scheduler: Scheduler, cache: KVCache, tally: Tally, on_progress: OnProgress | None
-    ) -> Iterator[tuple[Sibling, Completion]]:
-        """Launches forwards, `LAG` ahead of reading their results; yields sequences as they end."""
-        transcript = Transcript(self._config.max_batch, self._admission.context_length, self._admission.eos_token_ids)
-        in_flight: deque[tuple[Batch, Results]] = deque()
-        batch = transcript.batch(())
-        while scheduler.has_work:
-            step = scheduler.next_step(results_pending=bool(in_flight))
-            if step is not None:
-                for sequence, row in step.preempted:
-                    transcript.close(sequence, row)
-                transcript.open(step.joined)
-                if step.decode is not batch.sequences and step.decode:
-                    batch = transcript.batch(step.decode)
-                results = self._runner.launch(step, batch, cache)
-                scheduler.complete(step)
-                tally.count_launch(step)
-                if results is not None:
-                    in_flight.append((batch, results))
-            if in_flight and (step is None or len(in_flight) > self._lag):
-                yield from self._take(*in_flight.popleft(), scheduler, transcript, tally)
-            if on_progress is not None:
-                on_progress(tally.progress(len(scheduler.running), len(scheduler.waiting)))
+    def session(self, on_progress: OnProgress | None = None) -> Session:
+        """Takes requests while others run (session.py); one at a time. To be left as a context manager.
 
-    def _take(
-        self, batch: Batch, results: Results, scheduler: Scheduler, transcript: Transcript, tally: Tally
-    ) -> Iterator[tuple[Sibling, Completion]]:
-        """Reads a forward's results; yields the sequences that ended with it."""
-        sampled = results.read()
-        tally.count_results(transcript.num_added(batch))
-        for sequence in transcript.add(batch, *sampled):
-            token, num_tokens = transcript.last_token(sequence), transcript.num_tokens(sequence)
-            if token < 0:
-                raise RuntimeError(
-                    f"request '{sequence.group.request.id}', sibling {sequence.sibling}: the logits after"
-                    f" {num_tokens - 1} tokens are not finite, so nothing was sampled (tokens with non-finite"
-                    f" activations so far: {int(self._runner.poisoned_tokens)}); look at the weights of policy version"
-                    f" {self.policy_version}, at the last grad_norm and at the KV scales"
-                )
-            reason = sequence.stopping.after(token, num_tokens)
-            if reason is not None:
-                transcript.close(sequence, sequence.row)
-                scheduler.finish(sequence)
-                tally.done += 1
-                yield sequence, self._completion(sequence, reason)
+        On a CPU without `engine.kv_cache_tokens` nobody knows what will come: pages for `max_batch` whole contexts, at
+        most `OPEN_CACHE_BYTES` of them, and one whole context at least.
+        """
+        self._check_scales()
+        whole = -(-self._admission.context_length // self._page.page_size)
+        affordable = max(whole, OPEN_CACHE_BYTES // self._page.bytes_per_page)
+        return self._open(min(self._config.max_batch * (whole + 1), affordable), on_progress)
 
-    def _completion(self, sequence: Sibling, reason: FinishReason) -> Completion:
-        token_ids = tuple(sequence.token_ids[sequence.prompt_length :])
-        return Completion(
-            token_ids=token_ids,
-            logprobs=tuple(sequence.logprobs),
-            text=sequence.stopping.text_of(token_ids, self._decode),
-            finish_reason=reason,
-            policy_version=self.policy_version,
-            precision_digest=self._digest,
+    def _open(self, wanted_pages: int, on_progress: OnProgress | None) -> Session:
+        """`wanted_pages`: where neither the recipe nor a GPU's memory says how many."""
+        self._refuse_while_open("another session")
+        cache, blocks = self._cache_for(wanted_pages)
+        blocks.peak_used = 0
+        self._session = Session(
+            cache=cache,
+            blocks=blocks,
+            runner=self._runner,
+            admission=self._admission,
+            config=self._config,
+            decode=self._decode,
+            stamp=(self.policy_version, self._digest),
+            lag=self._lag,
+            on_close=self._closed,
+            on_progress=on_progress,
         )
+        return self._session
+
+    def _closed(self, session: Session, sound: bool) -> None:
+        self._session = None
+        if sound:
+            self.metrics = session.metrics()
+        else:
+            self.release_cache()
+
+    def _refuse_while_open(self, what: str) -> None:
+        if self._session is not None:
+            raise RuntimeError(f"{what} has to wait until the engine's open session is closed")
 
     def _check_scales(self) -> None:
         if self._scale_2LK is None:
@@ -269,11 +235,10 @@ class Engine:
                 f" {self.policy_version}: publish both (publish and set_kv_scales) before generate"
             )
 
-    def _cache_for(self, groups: Sequence[Group]) -> tuple[KVCache, BlockManager]:
+    def _cache_for(self, wanted_pages: int) -> tuple[KVCache, BlockManager]:
         self.allocate_cache()
         if configured_pages(self._config, self._page, self.device) is None:
-            wanted = pages_wanted(groups, self._config.max_batch, self._page.page_size)
-            wanted = max(1, min(wanted, host_pages(self._config, self._page)))
+            wanted = max(1, wanted_pages)
             if self._cache is None or self._cache.num_pages != wanted:  # no trace of earlier calls, in metrics neither
                 self._cache = None  # the old pages go before the new ones come
                 self._make_cache(wanted)
@@ -282,35 +247,3 @@ class Engine:
         if self._cache.saturated_L2K is not None:
             self._cache.saturated_L2K.zero_()
         return self._cache, self._blocks
-
-    def _metrics(self, tally: Tally, groups: Sequence[Group], scheduler: Scheduler, cache: KVCache) -> EngineMetrics:
-        blocks = scheduler.blocks
-        share_L2K = None
-        total = 0.0
-        values_per_head = (tally.decoded_tokens + tally.prefilled_tokens) * self._page.head_size
-        if cache.saturated_L2K is not None:
-            share_L2K = cache.saturated_L2K.cpu().double() / max(1, values_per_head)
-            total = float(share_L2K.sum()) / (share_L2K[:, 0].numel() * self._page.scaled_tensors)
-        return tally.metrics(
-            prompt_tokens=sum(len(group.request.prompt_token_ids) for group in groups),
-            preemptions=scheduler.preemptions,
-            cache_occupancy=blocks.peak_used / blocks.num_pages,
-            kv_capacity_tokens=blocks.num_pages * blocks.page_size,
-            kv_saturation=total,
-            kv_saturation_L2K=share_L2K,
-            non_finite_tokens=int(self._runner.poisoned_tokens),
-            capture_seconds=0.0 if self._runner.graphs is None else self._runner.graphs.seconds,
-        )
-
-
-def longest_first(groups: Sequence[Group]) -> list[Group]:
-    """By the length that each request is expected to reach, where it says so; the others first, as they came.
-
-    What runs longest should start first, or the last of them run alone. A request nobody knows may be as long as any.
-    """
-
-    def key(group: Group) -> float:
-        expected = group.request.expected_tokens
-        return -math.inf if expected is None else -expected
-
-    return sorted(groups, key=key)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from octetrl.engine.request import Step
 
+STEPS_KEPT = 1 << 18  # a server's session has no end
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationProgress:
-    """After each step of `generate`."""
+    """After each step of a session."""
 
     done: int  # completions
     running: int
@@ -31,7 +34,7 @@ class GenerationProgress:
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """Of one call of `generate`."""
+    """Of one session, such as one call of `generate`."""
 
     completions: int
     generated_tokens: int
@@ -47,8 +50,10 @@ class EngineMetrics:
     kv_saturation_L2K: Tensor | None  # the same per layer, K or V, and head; float64, CPU. None: nothing is clamped
     non_finite_tokens: int  # tokens that met a non-finite activation
     tail_share: float  # share of the decoding time with less than half of the largest batch running: the long tail
-    step_seconds: tuple[float, ...]  # between the results of decode forwards that followed one another
+    step_seconds: tuple[float, ...]  # between results of decode forwards one after another; the last `STEPS_KEPT`
     capture_seconds: float  # spent capturing CUDA graphs since the engine was made
+    cancelled: int  # completions
+    idle_share: float  # share of the seconds with nothing to do
 
     @property
     def tokens_per_second(self) -> float:
@@ -57,19 +62,39 @@ class EngineMetrics:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of one call of `generate`, while it goes on."""
+    """Counts of one session, while it goes on."""
 
     max_batch: int
     started: float = field(default_factory=time.perf_counter)
     done: int = 0
+    cancelled: int = 0
+    prompt_tokens: int = 0
     generated_tokens: int = 0
     decoded_tokens: int = 0  # generated, and drawn in vain after a stop
     prefilled_tokens: int = 0
     steps: int = 0
     decode_steps: int = 0
     _last_results: float | None = None  # None: none yet, or something other than a decode forward came between
-    _step_seconds: list[float] = field(default_factory=list)
-    _batches: list[int] = field(default_factory=list)  # sequences that wanted the results, of each of these steps
+    _step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
+    _batches: deque[int] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))  # who wanted these steps' results
+    _idle_seconds: float = 0.0
+    _idle_since: float | None = None  # None: there is something to do
+
+    def __post_init__(self) -> None:
+        self._idle_since = self.started
+
+    def count_request(self, prompt_tokens: int) -> None:
+        """There is something to do."""
+        self.prompt_tokens += prompt_tokens
+        if self._idle_since is not None:
+            self._idle_seconds += time.perf_counter() - self._idle_since
+            self._idle_since = None
+
+    def count_idle(self) -> None:
+        """There is nothing to do from now on."""
+        if self._idle_since is None:
+            self._idle_since = time.perf_counter()
+            self._last_results = None
 
     def count_launch(self, step: Step) -> None:
         self.steps += 1
@@ -100,7 +125,6 @@ class Tally:
     def metrics(
         self,
         *,
-        prompt_tokens: int,
         preemptions: int,
         cache_occupancy: float,
         kv_capacity_tokens: int,
@@ -109,15 +133,18 @@ class Tally:
         non_finite_tokens: int,
         capture_seconds: float,
     ) -> EngineMetrics:
-        """The call is over."""
+        """Up to now."""
+        now = time.perf_counter()
+        seconds = now - self.started
+        idle_seconds = self._idle_seconds + (0.0 if self._idle_since is None else now - self._idle_since)
         places = self.decode_steps * self.max_batch
         return EngineMetrics(
             completions=self.done,
             generated_tokens=self.generated_tokens,
-            prompt_tokens=prompt_tokens,
+            prompt_tokens=self.prompt_tokens,
             prefilled_tokens=self.prefilled_tokens,
             steps=self.steps,
-            seconds=time.perf_counter() - self.started,
+            seconds=seconds,
             preemptions=preemptions,
             batch_occupancy=self.generated_tokens / places if places else 0.0,
             cache_occupancy=cache_occupancy,
@@ -128,6 +155,8 @@ class Tally:
             tail_share=self._tail_share(),
             step_seconds=tuple(self._step_seconds),
             capture_seconds=capture_seconds,
+            cancelled=self.cancelled,
+            idle_share=min(1.0, idle_seconds / seconds) if seconds > 0 else 0.0,
         )
 
     def _tail_share(self) -> float:

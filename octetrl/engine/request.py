@@ -42,11 +42,12 @@ class Group:
     """One request. `prefix` is None before its first sibling runs, when pages ran out, and where nothing is shared."""
 
     request: GenerationRequest
-    index: int  # among the requests of this call
+    index: int  # among the requests of this session
     limit: int  # most tokens of prompt and completion together
     num_unfinished: int
     num_running: int = 0
     prefix: Prefix | None = None
+    streams: bool = False  # its tokens are told as they are read
 
     @property
     def shares_prefix(self) -> bool:

@@ -32,7 +32,7 @@ from octetrl.engine.request import NO_ROW, Chunk, Group, Prefix, Sequence, Step
 
 
 class Scheduler:
-    """For one call of `generate`. `max_batch` sequences run at most, each with a row of its own."""
+    """For one session. `max_batch` sequences run at most, each with a row of its own."""
 
     def __init__(self, blocks: BlockManager, *, max_batch: int, prefill_chunk: int, keeps_prefixes: bool) -> None:
         self.blocks = blocks
@@ -55,7 +55,8 @@ class Scheduler:
         self._due: defaultdict[int, list[Sequence]] = defaultdict(list)  # clock -> who needs a page or ends then
 
     def submit(self, sequences: Iterable[Sequence]) -> None:
-        """Queues sequences in the order given; each fits the cache when it is alone (the engine has checked)."""
+        """Queues sequences in the order given, behind those that wait; each fits the cache when alone (the session has
+        checked)."""
         self.waiting.extend(sequences)
         self._room_changed = True
 
@@ -92,7 +93,21 @@ class Scheduler:
         """Takes a sequence out for good. All its tokens are known."""
         self._remember(sequence)
         self._leave(sequence)
-        group = sequence.group
+        self._end(sequence.group)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Takes a sequence out that waits or runs. What forwards under way still write to its pages comes before
+        whatever is launched from now on, so the pages are free at once. All tokens it is to keep are known."""
+        if sequence.row == NO_ROW:
+            self.waiting.remove(sequence)
+            self._room_changed = True
+        else:
+            if sequence.joined_at is not None:  # or its pages are not filled yet
+                self._remember(sequence)
+            self._leave(sequence)
+        self._end(sequence.group)
+
+    def _end(self, group: Group) -> None:
         group.num_unfinished -= 1
         if group.num_unfinished == 0 and group.prefix is not None:
             self._drop_prefix(group)

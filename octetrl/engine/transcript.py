@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from octetrl.engine.request import Sequence
+from octetrl.engine.request import NO_ROW, Sequence
 
 
 class Batch(NamedTuple):
@@ -69,6 +69,15 @@ class Transcript:
 
     def last_token(self, sequence: Sequence) -> int:
         return int(self._tokens_RN[sequence.row, self._count_R[sequence.row] - 1])
+
+    def since(self, sequence: Sequence, told: int) -> tuple[list[int], list[float]]:
+        """Tokens of its completion that are known, and their log-probs, without the first `told`."""
+        token_ids, logprobs = sequence.token_ids[sequence.prompt_length + told :], sequence.logprobs[told:]
+        if sequence.row != NO_ROW:
+            begin, count = max(0, told - len(sequence.logprobs)), self._count_R[sequence.row]
+            token_ids += self._tokens_RN[sequence.row, begin:count].tolist()
+            logprobs += self._logprobs_RN[sequence.row, begin:count].tolist()
+        return token_ids, logprobs
 
     def num_tokens(self, sequence: Sequence) -> int:
         """Of prompt and completion, so far as results have come."""

@@ -6,12 +6,14 @@ progress shown on the console. Another set of workers has these same verbs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch import Tensor
 
 from octetrl.engine.metrics import GenerationProgress
+from octetrl.engine.session import Session
 from octetrl.records import Completion, GenerationRequest, PackedBatch, PolicyUpdate, Published
 from octetrl.run.reward_model_worker import RewardModelWorker
 from octetrl.run.worker import Worker
@@ -42,6 +44,17 @@ class LocalWorkers:
                 show(progress.done, progress.total, progress.generated_tokens)
 
             return self.worker.generate(requests, on_progress)
+
+    @contextmanager
+    def session(self) -> Iterator[Session]:
+        """Requests may come while others run (engine/session.py)."""
+        with self._console.phase("rollout") as show:
+
+            def on_progress(progress: GenerationProgress) -> None:
+                show(progress.done, progress.total, progress.generated_tokens)
+
+            with self.worker.session(on_progress) as session:
+                yield session
 
     def forget_prefixes(self) -> None:
         self.worker.forget_prefixes()

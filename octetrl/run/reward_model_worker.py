@@ -6,7 +6,8 @@ rollout are never asked for: a recipe for a reward model has no tasks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from octetrl.algorithms.table import Algorithm
 from octetrl.config.schema import Recipe
-from octetrl.engine.metrics import GenerationProgress
+from octetrl.engine.session import OnProgress, Session
 from octetrl.models.hf_weights import load_weights, save_weights
 from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.records import Completion, GenerationRequest, PackedBatch, PolicyUpdate, Published
@@ -60,8 +61,11 @@ class RewardModelWorker:
         return Published(policy_version, weights_digest="", metrics={})
 
     def generate(
-        self, requests: Sequence[GenerationRequest], on_progress: Callable[[GenerationProgress], None] | None = None
+        self, requests: Sequence[GenerationRequest], on_progress: OnProgress | None = None
     ) -> list[list[Completion]]:
+        raise AssertionError(NO_ROLLOUT)
+
+    def session(self, on_progress: OnProgress | None = None) -> AbstractContextManager[Session]:
         raise AssertionError(NO_ROLLOUT)
 
     def calibrate(self, token_lists: Sequence[Sequence[int]]) -> None:

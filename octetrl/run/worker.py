@@ -1,6 +1,7 @@
 """What one GPU (or one CPU process) holds: a trainer, an engine, and the quantised weights they share.
 
     generate   completions drawn with the published weights
+    session    the same, with requests that come while others run
     train      one update of the trainer's weights; the amax of K and V comes out of its forward
     publish    codes and KV scales into the engine, read back and compared
     calibrate  KV scales before the first rollout, from its prompts
@@ -11,7 +12,8 @@ Trainer and engine are built from one `Decoder` class with one `PrecisionPolicy`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from octetrl.algorithms.table import Algorithm
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.engine.engine import Engine
-from octetrl.engine.metrics import GenerationProgress
+from octetrl.engine.session import OnProgress, Session
 from octetrl.fp8.gemm import BackendName, choose_backend
 from octetrl.fp8.kv_scales import KVScales, kv_scales_from_amax, same_bits
 from octetrl.fp8.policy import PrecisionPolicy, Side
@@ -45,7 +47,6 @@ from octetrl.trainer.trainer import KVReplay, Trainer
 
 CRITIC, CRITIC_OPTIMIZER = "critic.safetensors", "critic_optimizer.safetensors"  # in a checkpoint
 LoadWeights = Callable[[Decoder], None]
-OnProgress = Callable[[GenerationProgress], None]
 
 
 class Worker:
@@ -150,6 +151,12 @@ class Worker:
         """`num_siblings` completions of each request, in the order of the requests."""
         with self.spans("rollout"):
             return self.engine.generate(requests, on_progress)
+
+    @contextmanager
+    def session(self, on_progress: OnProgress | None = None) -> Iterator[Session]:
+        """An open session: requests may come while others run."""
+        with self.spans("rollout"), self.engine.session(on_progress) as session:
+            yield session
 
     def forget_prefixes(self) -> None:
         """The next `generate` prefills every prompt, whatever was generated before."""

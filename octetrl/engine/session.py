@@ -1,0 +1,296 @@
+"""An open session: requests go in while others run, and what they draw comes out as it is read.
+
+    with engine.session() as session:
+        session.submit(request)                 between any two steps
+        while session.has_work:
+            for drawn in session.step(): ...    submit or cancel here
+
+The host launches `lag` forwards ahead of the results it reads, so the device never waits for it. A sequence's last
+tokens may thus be drawn in vain; they are dropped, and what the others draw does not depend on them. A step launches
+one forward, reads the oldest one's results, or both. `Engine.generate` is a session whose requests all come at its
+beginning.
+
+A request's completions are told whole, when they end. One submitted with `streams` is told token by token too, in the
+order drawn; the tokens are final, though a stop string that began in them may still cut their text.
+
+What a request gets does not depend on when it came or who else is there (engine.py). A cancelled one gives its pages
+back at once: forwards under way may still write to them, but the device runs in order, so that is over before anybody
+else's forward reads them. Requests submitted between the same two steps start in the order of `longest_first`, behind
+all that came before.
+
+One policy version serves a session: while it is open, the engine refuses new weights. A step that fails ends it, and
+the pages go, whatever they hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+from octetrl.config.errors import UserError
+from octetrl.config.schema import EngineConfig
+from octetrl.engine.admission import Admission, check_fits
+from octetrl.engine.block_manager import BlockManager
+from octetrl.engine.kv_cache import KVCache
+from octetrl.engine.metrics import EngineMetrics, GenerationProgress, Tally
+from octetrl.engine.model_runner import ModelRunner, Results
+from octetrl.engine.request import NO_ROW, Group
+from octetrl.engine.request import Sequence as Sibling
+from octetrl.engine.scheduler import Scheduler
+from octetrl.engine.stopping import Decode
+from octetrl.engine.transcript import Batch, Transcript
+from octetrl.records import Completion, Drawn, FinishReason, GenerationRequest
+
+OnProgress = Callable[[GenerationProgress], None]
+Ended = tuple[Sibling, Completion]
+
+
+class Session:
+    """Made by `Engine.session`. A context manager: leaving it cancels what is unfinished. Not for several threads.
+
+    `stamp`: policy version and precision digest of every completion. `on_close` is told whether the cache is sound.
+    """
+
+    def __init__(
+        self,
+        *,
+        cache: KVCache,
+        blocks: BlockManager,
+        runner: ModelRunner,
+        admission: Admission,
+        config: EngineConfig,
+        decode: Decode,
+        stamp: tuple[int, str],
+        lag: int,
+        on_close: Callable[[Session, bool], None],
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        self._cache, self._blocks, self._runner, self._admission = cache, blocks, runner, admission
+        self._decode, self._stamp, self._lag = decode, stamp, lag
+        self._on_close, self._on_progress = on_close, on_progress
+        self._tally = Tally(config.max_batch)
+        self._scheduler = Scheduler(
+            blocks,
+            max_batch=config.max_batch,
+            prefill_chunk=config.prefill_chunk,
+            keeps_prefixes=config.prefix_cache != "off",
+        )
+        self._transcript = Transcript(config.max_batch, admission.context_length, admission.eos_token_ids)
+        self._in_flight: deque[tuple[Batch, Results]] = deque()
+        self._batch = self._transcript.batch(())
+        self._submitted: list[Group] = []  # since the last step
+        self._groups: dict[str, Group] = {}  # unfinished
+        self._told: dict[Sibling, int] = {}  # tokens, of those that stream
+        self._num_submitted = 0
+        self._is_open = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(sound=kind is None or issubclass(kind, UserError))
+
+    # ------------------------------------------------------------ requests
+
+    def submit(self, request: GenerationRequest, *, streams: bool = False) -> None:
+        """Takes a request in, to start with the next step. Raises UserError for one that cannot be served, or whose id
+        is that of an unfinished one."""
+        if request.id in self._groups:
+            raise UserError(f"request '{request.id}': one with this id is not finished yet; give each its own")
+        group = self._admission.group(self._num_submitted, request)
+        group.streams = streams
+        self.accept(group)
+
+    def accept(self, group: Group) -> None:
+        """`submit` for a request that has passed admission."""
+        assert self._is_open, "the session is closed"
+        check_fits((group,), self._blocks)
+        self._groups[group.request.id] = group
+        self._submitted.append(group)
+        self._num_submitted += 1
+        self._tally.count_request(len(group.request.prompt_token_ids))
+
+    def cancel(self, request_id: str) -> None:
+        """Its siblings draw no more, and no event of theirs follows. An id that is unknown or finished: nothing."""
+        group = self._groups.pop(request_id, None)
+        if group is None:
+            return
+        if group in self._submitted:
+            self._submitted.remove(group)
+            self._tally.cancelled += group.num_unfinished
+        self._drop([sibling for sibling in self._known() if sibling.group is group])
+        self._rest()
+
+    def _known(self) -> list[Sibling]:
+        """To the scheduler."""
+        return [*self._scheduler.running, *self._scheduler.waiting]
+
+    def _drop(self, siblings: list[Sibling]) -> None:
+        for sibling in siblings:
+            if sibling.row != NO_ROW:
+                self._transcript.close(sibling, sibling.row)
+            self._scheduler.cancel(sibling)
+            self._told.pop(sibling, None)
+        self._tally.cancelled += len(siblings)
+
+    # ------------------------------------------------------------ steps
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._submitted) or self._scheduler.has_work
+
+    def step(self) -> list[Drawn]:
+        """Launches a forward, reads one's results, or both; nothing, at once, where there is nothing to do."""
+        events = [self._last_event(sibling, completion) for sibling, completion in self.advance()]
+        for sibling, told in self._told.items():
+            token_ids, logprobs = self._transcript.since(sibling, told)
+            if token_ids:
+                self._told[sibling] = told + len(token_ids)
+                request_id = sibling.group.request.id
+                events.append(Drawn(request_id, sibling.sibling, tuple(token_ids), tuple(logprobs), None))
+        return events
+
+    def advance(self) -> list[Ended]:
+        """`step`, for whoever wants the sequences that ended and nothing else."""
+        assert self._is_open, "the session is closed"
+        if not self.has_work:
+            return []
+        try:
+            ended = self._advance()
+        except BaseException:
+            self.close(sound=False)  # the cache may hold whatever went wrong
+            raise
+        self._rest()
+        if self._on_progress is not None:
+            self._on_progress(self.progress())
+        return ended
+
+    def _advance(self) -> list[Ended]:
+        scheduler, transcript = self._scheduler, self._transcript
+        if self._submitted:
+            submitted, self._submitted = longest_first(self._submitted), []
+            for group in submitted:
+                siblings = self._admission.siblings(group)
+                scheduler.submit(siblings)
+                if group.streams:
+                    self._told.update(dict.fromkeys(siblings, 0))
+        step = scheduler.next_step(results_pending=bool(self._in_flight))
+        if step is not None:
+            for sequence, row in step.preempted:
+                transcript.close(sequence, row)
+            transcript.open(step.joined)
+            if step.decode is not self._batch.sequences and step.decode:
+                self._batch = transcript.batch(step.decode)
+            results = self._runner.launch(step, self._batch, self._cache)
+            scheduler.complete(step)
+            self._tally.count_launch(step)
+            if results is not None:
+                self._in_flight.append((self._batch, results))
+        if self._in_flight and (step is None or len(self._in_flight) > self._lag):
+            return self._take(*self._in_flight.popleft())
+        return []
+
+    def _take(self, batch: Batch, results: Results) -> list[Ended]:
+        """Reads a forward's results; the sequences that ended with it."""
+        transcript, ended = self._transcript, []
+        sampled = results.read()
+        self._tally.count_results(transcript.num_added(batch))
+        for sequence in transcript.add(batch, *sampled):
+            token, num_tokens = transcript.last_token(sequence), transcript.num_tokens(sequence)
+            if token < 0:
+                raise RuntimeError(
+                    f"request '{sequence.group.request.id}', sibling {sequence.sibling}: the logits after"
+                    f" {num_tokens - 1} tokens are not finite, so nothing was sampled (tokens with non-finite"
+                    f" activations so far: {int(self._runner.poisoned_tokens)}); look at the weights of policy version"
+                    f" {self._stamp[0]}, at the last grad_norm and at the KV scales"
+                )
+            reason = sequence.stopping.after(token, num_tokens)
+            if reason is not None:
+                transcript.close(sequence, sequence.row)
+                self._scheduler.finish(sequence)
+                self._tally.done += 1
+                ended.append((sequence, self._completion(sequence, reason)))
+                if sequence.group.num_unfinished == 0:
+                    self._groups.pop(sequence.group.request.id, None)
+        return ended
+
+    def _completion(self, sequence: Sibling, reason: FinishReason) -> Completion:
+        token_ids = tuple(sequence.token_ids[sequence.prompt_length :])
+        return Completion(
+            token_ids=token_ids,
+            logprobs=tuple(sequence.logprobs),
+            text=sequence.stopping.text_of(token_ids, self._decode),
+            finish_reason=reason,
+            policy_version=self._stamp[0],
+            precision_digest=self._stamp[1],
+        )
+
+    def _last_event(self, sibling: Sibling, completion: Completion) -> Drawn:
+        told = self._told.pop(sibling, 0)
+        token_ids, logprobs = completion.token_ids[told:], completion.logprobs[told:]
+        return Drawn(sibling.group.request.id, sibling.sibling, token_ids, logprobs, completion)
+
+    def _rest(self) -> None:
+        """Where nothing is left to do, nobody wants what is still under way."""
+        if not self.has_work:
+            self._in_flight.clear()
+            self._tally.count_idle()
+
+    # ------------------------------------------------------------ what it did
+
+    def progress(self) -> GenerationProgress:
+        return self._tally.progress(len(self._scheduler.running), len(self._scheduler.waiting))
+
+    def metrics(self) -> EngineMetrics:
+        """Up to now. On a GPU this waits for what was launched."""
+        cache, blocks, tally = self._cache, self._blocks, self._tally
+        share_L2K = None
+        total = 0.0
+        if cache.saturated_L2K is not None:
+            values_per_head = (tally.decoded_tokens + tally.prefilled_tokens) * cache.page.head_size
+            share_L2K = cache.saturated_L2K.cpu().double() / max(1, values_per_head)
+            total = float(share_L2K.sum()) / (share_L2K[:, 0].numel() * cache.page.scaled_tensors)
+        return tally.metrics(
+            preemptions=self._scheduler.preemptions,
+            cache_occupancy=blocks.peak_used / blocks.num_pages,
+            kv_capacity_tokens=blocks.num_pages * blocks.page_size,
+            kv_saturation=total,
+            kv_saturation_L2K=share_L2K,
+            non_finite_tokens=int(self._runner.poisoned_tokens),
+            capture_seconds=0.0 if self._runner.graphs is None else self._runner.graphs.seconds,
+        )
+
+    @property
+    def pages_in_use(self) -> int:
+        return self._blocks.num_used
+
+    def close(self, *, sound: bool = True) -> None:
+        """Cancels what is unfinished; `sound` false: the cache can't be trusted. Once closed, nothing."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        if sound:
+            self._submitted.clear()
+            self._drop(self._known())
+            self._scheduler.check()
+            used = self._blocks.num_used
+            assert used == 0, f"page accounting: {used} pages are still owned after the last sequence"
+        self._on_close(self, sound)
+
+
+def longest_first(groups: Sequence[Group]) -> list[Group]:
+    """By the length that each request is expected to reach, where it says so; the others first, as they came.
+
+    What runs longest should start first, or the last of them run alone. A request nobody knows may be as long as any.
+    """
+
+    def key(group: Group) -> float:
+        expected = group.request.expected_tokens
+        return -math.inf if expected is None else -expected
+
+    return sorted(groups, key=key)

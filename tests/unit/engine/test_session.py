@@ -1,0 +1,293 @@
+"""An open session: when a request comes, and who else is there, changes none of its bits; who leaves gives up its
+pages at once."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+
+from octetrl.config.errors import UserError
+from octetrl.engine.engine import Engine
+from octetrl.engine.session import Session
+from octetrl.records import Completion, Drawn, GenerationRequest
+from tests.unit.engine.tiny_engine import CONTEXT_LENGTH, EOS, request, tiny_engine
+
+STOP = "X"
+ASKED = [
+    request("drawn", prompt_length=21, num_siblings=2, seed=1, max_new_tokens=20, ignore_eos=True),
+    request("short", prompt_length=1, num_siblings=2, seed=2, max_new_tokens=9, top_k=20, top_p=0.9),
+    request("greedy", prompt_length=33, seed=3, max_new_tokens=12, temperature=0.0),
+    request("cool", prompt_length=16, num_siblings=3, seed=4, max_new_tokens=25, temperature=0.7, ignore_eos=True),
+    request("stopped", prompt_length=40, num_siblings=2, seed=5, max_new_tokens=30, stop=(STOP, "QQ")),
+    request("token", prompt_length=11, num_siblings=1, seed=6, max_new_tokens=30, stop_token_ids=(7, 9, 30)),
+]
+Answers = dict[tuple[str, int], Completion]
+ROOMS = {  # engine settings, and forwards launched ahead
+    "roomy": ({"page_size": 16}, 0),
+    "ahead": ({"page_size": 16}, 2),
+    "crowded": ({"page_size": 16, "prefill_chunk": 16, "max_batch": 3}, 2),
+    "few pages": ({"page_size": 16, "kv_cache_tokens": 96}, 0),
+    "few pages ahead": ({"page_size": 16, "kv_cache_tokens": 96}, 3),
+    "no prefixes": ({"page_size": 16, "prefix_cache": "off"}, 1),
+}
+
+
+@cache
+def all_alone(precision: str) -> Answers:
+    return alone(precision, ASKED)
+
+
+def alone(precision: str, asked: list[GenerationRequest]) -> Answers:
+    found: Answers = {}
+    for one in asked:
+        for sibling, completion in enumerate(tiny_engine(precision).generate([one])[0]):
+            found[one.id, sibling] = completion
+    return found
+
+
+def engine_of(room: str, precision: str = "bf16") -> Engine:
+    config, lag = ROOMS[room]
+    engine = tiny_engine(precision, **config)
+    engine._lag = lag
+    return engine
+
+
+def finished(events: list[Drawn]) -> Answers:
+    return {(e.request_id, e.sibling): e.completion for e in events if e.completion is not None}
+
+
+def drain(session: Session) -> list[Drawn]:
+    events = []
+    while session.has_work:
+        events += session.step()
+        session._scheduler.check()
+    return events
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8_dynamic", "fp8_full"])
+@pytest.mark.parametrize("room", ROOMS)
+def test_whoever_comes_late_draws_what_he_would_alone(room: str, precision: str) -> None:
+    engine = engine_of(room, precision)
+    events: list[Drawn] = []
+    with engine.session() as session:
+        for one in ASKED:
+            session.submit(one)
+            for _ in range(5):
+                events += session.step()
+        events += drain(session)
+        assert session.pages_in_use == 0
+    assert finished(events) == all_alone(precision)
+    if "few" in room:
+        assert engine.metrics is not None and engine.metrics.preemptions > 0
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_streamed_tokens_are_the_completions(room: str) -> None:
+    events: list[Drawn] = []
+    with engine_of(room).session() as session:
+        for number, one in enumerate(ASKED):
+            session.submit(one, streams=number % 3 != 0)
+            events += session.step()
+        events += drain(session)
+    whole = finished(events)
+    assert whole == all_alone("bf16")
+    for (request_id, sibling), completion in whole.items():
+        told = [e for e in events if (e.request_id, e.sibling) == (request_id, sibling)]
+        assert sum((e.token_ids for e in told), ()) == completion.token_ids
+        assert sum((e.logprobs for e in told), ()) == completion.logprobs
+        assert [e.completion is None for e in told] == [True] * (len(told) - 1) + [False]
+        streams = next(n for n, one in enumerate(ASKED) if one.id == request_id) % 3 != 0
+        assert len(told) == (len(completion.token_ids) if streams else 1)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("seed", range(4))
+def test_who_is_cancelled_frees_his_pages_and_leaves_the_others_as_they_were(room: str, seed: int) -> None:
+    chance = random.Random(seed)
+    cancelled = {one.id for one in chance.sample(ASKED, 3)}
+    after = {request_id: chance.randrange(12) for request_id in cancelled}
+    events: list[Drawn] = []
+    with engine_of(room).session() as session:
+        for one in ASKED:
+            session.submit(one, streams=True)
+        clock = 0
+        while session.has_work:
+            for request_id in cancelled:
+                if after[request_id] == clock:
+                    session.cancel(request_id)
+                    session._scheduler.check()
+                    assert all(s.group.request.id != request_id for s in session._known())
+                    assert all(s.group.request.id != request_id for s in session._told)
+                    events = [e for e in events if e.request_id != request_id]
+            events += session.step()
+            session._scheduler.check()
+            clock += 1
+        assert session.pages_in_use == 0
+        # pages of the cancelled are remembered only where they hold what they say: a second life finds no stale ones
+        for one in ASKED:
+            session.submit(one)
+        again = drain(session)
+    expected = all_alone("bf16")
+    assert finished(events) == {key: value for key, value in expected.items() if key[0] not in cancelled}
+    assert {e.request_id for e in events}.isdisjoint(cancelled)
+    assert finished(again) == expected
+
+
+def test_a_cancelled_request_gives_its_place_away_at_once() -> None:
+    first, second = request("a", 40, max_new_tokens=100, ignore_eos=True), request("b", 40, max_new_tokens=9)
+    with tiny_engine(page_size=16, max_batch=1, kv_cache_tokens=160).session() as session:
+        session.submit(first)
+        for _ in range(10):
+            session.step()
+        session.submit(second)
+        session.step()
+        assert session.progress().waiting == 1
+        session.cancel("a")
+        assert session.pages_in_use == 0
+        events = drain(session)
+        session.cancel("a")  # unknown by now
+        session.cancel("b")  # finished
+        assert session.metrics().cancelled == 1 and session.metrics().completions == 1
+    assert finished(events) == alone("bf16", [second])
+
+
+def test_a_cancel_before_the_first_step_costs_nothing() -> None:
+    with tiny_engine().session() as session:
+        session.submit(request("a", num_siblings=3))
+        session.cancel("a")
+        assert not session.has_work and session.step() == []
+        assert (session.metrics().steps, session.metrics().cancelled) == (0, 3)
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_the_next_turn_of_a_conversation_finds_its_beginning(lag: int) -> None:
+    engine = tiny_engine("fp8_full", page_size=16)
+    engine._lag = lag
+    first = request("first", prompt_length=40, max_new_tokens=40, ignore_eos=True, seed=3)
+    other = request("other", prompt_length=12, max_new_tokens=90, ignore_eos=True, seed=4)
+    events: list[Drawn] = []
+    with engine.session() as session:
+        session.submit(other)
+        session.submit(first)
+        while not any(e.request_id == "first" for e in events):
+            events += session.step()
+        told = finished(events)["first", 0].token_ids
+        prefilled = session.metrics().prefilled_tokens
+        turn = GenerationRequest("turn", (*first.prompt_token_ids, *told, 8, 9), first.sampling, seed=5)
+        session.submit(turn)
+        events += drain(session)
+        assert session.metrics().prefilled_tokens - prefilled == 81 - 64
+    assert finished(events) == alone("fp8_full", [first, other, turn])
+
+
+def test_prefixes_outlive_the_session_until_new_weights_come() -> None:
+    engine = tiny_engine(page_size=16, kv_cache_tokens=640)
+    asked = request("a", prompt_length=40)
+    for prefilled in (39, 7):
+        with engine.session() as session:
+            session.submit(asked)
+            drain(session)
+            assert session.metrics().prefilled_tokens == prefilled
+    engine.publish(1)
+    engine.generate([asked])
+    assert engine.metrics is not None and engine.metrics.prefilled_tokens == 39
+
+
+def test_of_those_submitted_at_once_the_longest_starts_first() -> None:
+    engine, started = tiny_engine(max_batch=1), []
+    run = engine._runner.launch
+
+    def launch(step, batch, cache):
+        started.extend(sequence.group.request.id for sequence in step.joined)
+        return run(step, batch, cache)
+
+    engine._runner.launch = launch
+    with engine.session() as session:
+        for name, expected in (("short", 3), ("long", 9), ("unknown", None)):
+            session.submit(GenerationRequest(name, (3, 4), request().sampling, expected_tokens=expected))
+        session.step()
+        session.submit(GenerationRequest("longer", (3, 4), request().sampling, expected_tokens=99))
+        drain(session)
+    assert started == ["unknown", "long", "short", "longer"]
+
+
+def test_what_cannot_be_served_is_refused_and_the_others_go_on() -> None:
+    with tiny_engine(page_size=16, kv_cache_tokens=64).session() as session:
+        session.submit(request("good"))
+        session.step()
+        for bad, said in (
+            (request("good"), "not finished yet"),
+            (request("long", prompt_length=CONTEXT_LENGTH), "leaves none to generate"),
+            (request("large", prompt_length=40, max_new_tokens=60), "the KV cache has 4"),
+        ):
+            with pytest.raises(UserError, match=said):
+                session.submit(bad)
+        events = drain(session)
+        session.submit(request("good"))  # its id is free again
+        assert finished(drain(session)) == finished(events)
+    assert finished(events) == alone("bf16", [request("good")])
+
+
+def test_one_session_at_a_time_and_no_new_weights_meanwhile() -> None:
+    engine = tiny_engine("fp8_full")
+    with engine.session() as session:
+        session.submit(request())
+        session.step()
+        scales = engine.kv_scales
+        assert scales is not None
+        refused = (
+            engine.session, lambda: engine.generate([request()]), lambda: engine.publish(1), engine.release_cache,
+            lambda: engine.set_kv_scales(scales),
+        )  # fmt: skip
+        for verb in refused:
+            with pytest.raises(RuntimeError, match="until the engine's open session is closed"):
+                verb()
+    assert engine._blocks is not None and engine._blocks.num_used == 0  # what was unfinished is cancelled
+    assert engine.metrics is not None and engine.metrics.cancelled == 1
+    engine.publish(1)
+
+
+def test_a_step_that_fails_ends_the_session_and_the_pages_go() -> None:
+    engine = tiny_engine(page_size=16, kv_cache_tokens=320)
+    expected = engine.generate([request()])
+    launch = engine._runner.launch
+
+    def fail(step, batch, cache):
+        raise RuntimeError("out of order")
+
+    with pytest.raises(RuntimeError, match="out of order"), engine.session() as session:
+        session.submit(request())
+        engine._runner.launch = fail
+        session.step()
+    assert engine._cache is None
+    engine._runner.launch = launch
+    assert engine.generate([request()]) == expected
+
+
+def test_what_it_did_is_counted_while_it_goes_on() -> None:
+    engine = tiny_engine(page_size=16)
+    seen = []
+    with engine.session(seen.append) as session:
+        assert session.step() == [] and session.metrics().idle_share > 0.99
+        session.submit(request("a", num_siblings=3, max_new_tokens=20))
+        events = drain(session)
+        metrics = session.metrics()
+    tokens = sum(len(completion.token_ids) for completion in finished(events).values())
+    assert (metrics.completions, metrics.generated_tokens, metrics.prompt_tokens) == (3, tokens, 10)
+    assert 0 < metrics.idle_share < 1 and 0 < metrics.batch_occupancy < 1 and 0 < metrics.cache_occupancy <= 1
+    assert len(seen) == metrics.steps and (seen[-1].done, seen[-1].total) == (3, 3)
+    assert EOS not in {token for event in events for token in event.token_ids[:-1]}
+
+
+def test_an_open_sessions_cache_on_a_cpu_holds_whole_contexts_within_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes is not known, so not what the requests want, as with `generate`."""
+    whole = CONTEXT_LENGTH // 16
+    with tiny_engine(page_size=16, max_batch=4).session() as session:
+        assert session.metrics().kv_capacity_tokens == 4 * (whole + 1) * 16
+    monkeypatch.setattr("octetrl.engine.engine.OPEN_CACHE_BYTES", 1)
+    with tiny_engine(page_size=16).session() as session:
+        assert session.metrics().kv_capacity_tokens == CONTEXT_LENGTH
+        session.submit(request(prompt_length=CONTEXT_LENGTH - 3, ignore_eos=True))
+        assert len(drain(session)) == 1
