@@ -21,11 +21,13 @@ from octetrl.config.validate import validate_with_spec
 from octetrl.data.mixture import Mixture, read_source
 from octetrl.data.tasks import read_tasks
 from octetrl.environments.base import Environment, NoTasks, Scorer, TaskEnvironment, Taskset
+from octetrl.environments.code.scorer import code_environment
 from octetrl.environments.jsonl import ExactScorer
 from octetrl.environments.math_answers import MathScorer
 from octetrl.environments.python_object import load_environment
 from octetrl.environments.python_reward import PythonReward
 from octetrl.environments.reasoning_gym import reasoning_gym_environment
+from octetrl.environments.sandbox.sandbox import sandbox_for
 from octetrl.environments.scoring import RewardWorkers
 from octetrl.environments.tools import family_of
 from octetrl.environments.turns.dialogue import Dialogue, Limits, is_dialogue, toolbox_of
@@ -88,6 +90,8 @@ def build_run(recipe: Recipe, *, trains: bool = True) -> Run:
     algorithm = build_algorithm(recipe.algorithm)
     spans = Spans(torch.cuda.synchronize if device.type == "cuda" else None)
     console = Console(recipe.logging.console, recipe.steps)
+    if recipe.environment.kind == "code":
+        console.note(f"the model's code runs in {sandbox_for(recipe.environment.sandbox)}")
     return Run(
         config=recipe,
         tokenizer=tokenizer,
@@ -199,6 +203,8 @@ def build_environment(config: EnvironmentConfig) -> Environment:
         )
     elif config.kind == "python":
         environment = load_environment(config.dataset)
+    elif config.kind == "code":
+        environment = code_environment(read_tasks(config.dataset, config.prompt_template), config)
     else:
         scorer: Scorer = MathScorer(config.answer_marker)
         if config.kind == "jsonl":
