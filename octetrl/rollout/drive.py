@@ -99,13 +99,15 @@ class Drive:
         calls.forget()  # of a collection that was cut off
         while waiting or self._in_flight:
             self._start(waiting)
-            for ticket, called in calls.poll(0.0 if self._session.has_work else _LOOK_UP):
-                self._answered(ticket, called)
+            found = calls.poll(0.0 if self._session.has_work else _LOOK_UP)
             self._count()
-            for drawn in self._session.step():
+            for ticket, called in found:
+                self._answered(ticket, called)
+            drawings = self._session.step()
+            self._count()
+            for drawn in drawings:
                 if drawn.completion is not None:
                     self._drawn(drawn, drawn.completion, run_seed, step)
-            self._count()
         self._occupancy.abandoned_calls += calls.abandoned - abandoned
 
     def _start(self, waiting: deque[tuple[int, Task, GenerationRequest]]) -> None:
@@ -157,7 +159,7 @@ class Drive:
             self._asked[ticket] = (under, index)
 
     def _count(self) -> None:
-        """What was under way since the last count."""
+        """What was under way since the last count: called before anything of it ends."""
         now, occupancy = time.perf_counter(), self._occupancy
         seconds, self._clock = now - self._clock, now
         occupancy.seconds += seconds

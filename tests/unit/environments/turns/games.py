@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import sys
 import time
 from typing import Any
@@ -28,7 +29,7 @@ class Echo:
     def reply(self, conversation: Conversation) -> Any:
         conversation.state.heard.append(conversation.text)
         if self.seconds:
-            time.sleep(conversation.random.random() * self.seconds)
+            time.sleep(random.random() * self.seconds)  # not of the conversation's chance: it must change nothing
         if conversation.turns == 2 and self.does:
             return misbehave(self.does)
         return None if conversation.turns == self.turns else f"You said {conversation.text}"
