@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from octetrl.cli.arguments import Overrides, RecipePath
+from octetrl.cli.check_turns import check_turns, turns_line
 from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
 from octetrl.config.memory import (
@@ -116,7 +117,7 @@ def _file_problems(recipe: Recipe) -> Iterator[str]:
     """What the recipe names and is not there, or is wrong."""
     if recipe.model.tokenizer is not None and not Path(recipe.model.tokenizer).is_dir():
         yield f"model.tokenizer: no folder '{recipe.model.tokenizer}'; give a Hugging Face tokenizer folder"
-    for read in (_read_adapter, _read_sources, _read_dataset, _find_reward):
+    for read in (_read_adapter, _read_sources, _read_dataset, _find_reward, check_turns):
         try:
             read(recipe)
         except UserError as error:
@@ -191,6 +192,7 @@ def _essentials(recipe: Recipe, device: Device) -> Iterator[tuple[str, str]]:
         yield "teacher", f"{algorithm.teacher}, {algorithm.teacher_precision}, {algorithm.distillation}"
     if environment.dataset is not None:
         yield "environment", f"{environment.kind} {environment.dataset}, {environment.eval_size} tasks held out"
+        yield from turns_line(recipe)
     yield "device", device.name
 
 

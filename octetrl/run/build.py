@@ -27,7 +27,6 @@ from octetrl.environments.python_object import load_environment
 from octetrl.environments.python_reward import PythonReward
 from octetrl.environments.reasoning_gym import reasoning_gym_environment
 from octetrl.environments.scoring import RewardWorkers
-from octetrl.environments.tools import family_of
 from octetrl.environments.turns.dialogue import Dialogue, Limits, is_dialogue, toolbox_of
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.models.decoder import Decoder
@@ -42,7 +41,7 @@ from octetrl.run.local import AnyWorker, LocalWorkers
 from octetrl.run.reward_model_worker import RewardModelWorker
 from octetrl.run.reward_scorer import RewardModelScorer
 from octetrl.run.scalar_models import build_reward_model
-from octetrl.run.tokenizer import Tokenizer, load_tokenizer
+from octetrl.run.tokenizer import Tokenizer, load_tokenizer, tool_family
 from octetrl.run.worker import Worker
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.spans import Spans
@@ -229,11 +228,10 @@ def build_dialogue(config: EnvironmentConfig, environment: Environment, tokenize
     scorer: Scorer | None = getattr(environment, "score", None)
     if config.reward is not None:
         scorer = PythonReward(config.reward)
-    template = None if tokenizer.chat_template is None else tokenizer.get_chat_template(tools=[])
     return Dialogue(
         environment,
         Limits.from_config(config),
-        family=None if template is None else family_of(template),
+        family=tool_family(tokenizer),
         scorer=None if scorer is None else _reward_workers(scorer, config),
         only_scorer=config.reward is not None,
     )
