@@ -30,7 +30,7 @@ from octetrl.config.schema import EnvironmentConfig
 from octetrl.environments.scoring import Score
 from octetrl.environments.tools import Family, ParsedMessage, Toolbox, parse_message, to_message, tool_message
 from octetrl.environments.turns.calls import Called, Calls
-from octetrl.environments.turns.components import components_of, finite
+from octetrl.environments.turns.components import Component, components_of, finite
 from octetrl.environments.turns.conversation import Conversation, replies_of
 from octetrl.records import Completion, Reply, RolloutStatus, Task
 
@@ -114,21 +114,13 @@ class Dialogue:
         only_scorer: bool = False,
     ) -> None:
         self.limits, self.scorer, self.calls = limits, scorer, Calls()
+        check_environment(environment, family, has_scorer=scorer is not None)
         self._hooks = {name: getattr(environment, name, None) for name in _HOOKS}
         self._toolbox = toolbox_of(environment)
         self._components = components_of(environment)
         if only_scorer:
             self._components = tuple(replace(one, weight=None) for one in self._components)
-        if self._toolbox.tools and family is None:
-            raise UserError(
-                "environment: it has tools, and the tokenizer's chat template has none, or writes calls in a way that"
-                " is not known here (Hermes/Qwen and Llama 3 are); use a model that has, or an environment without"
-            )
         self._family: Family = family or "hermes"
-        if scorer is None and all(one.weight is None for one in self._components):
-            raise UserError(
-                "environment: nothing in it gives a reward; add a method with @reward, or score(task, text)"
-            )
 
     def close(self) -> None:
         self.calls.close()
@@ -247,3 +239,24 @@ def is_dialogue(environment: object) -> bool:
 def toolbox_of(environment: object) -> Toolbox:
     """Its tools. Raises UserError for what is none."""
     return Toolbox(getattr(environment, "tools", ()))
+
+
+def check_environment(environment: object, family: Family | None, *, has_scorer: bool) -> None:
+    """Raises UserError for one that is not whole, or that a model of this family can't speak to."""
+    if toolbox_of(environment).tools and family is None:
+        raise UserError(
+            "environment: it has tools, and the tokenizer's chat template has none, or writes calls in a way that is"
+            " not known here (Hermes/Qwen and Llama 3 are); use a model that has, or an environment without"
+        )
+    if not has_scorer and all(one.weight is None for one in components_of(environment)):
+        raise UserError("environment: nothing in it gives a reward; add a method with @reward, or score(task, text)")
+    own = {"turns", "tool_calls", "refused_calls", "failed_calls", "score"}
+    for one in components_of(environment):
+        if one.name in own:
+            raise UserError(
+                f"environment: '{one.name}' is measured of every rollout; give your {_kind(one)} another name"
+            )
+
+
+def _kind(component: Component) -> str:
+    return "metric" if component.weight is None else "reward"
