@@ -28,6 +28,7 @@ from octetrl.config.memory import (
     fewest_checkpointed_layers,
 )
 from octetrl.config.presets import preset_config
+from octetrl.config.sandbox import SandboxConfig
 from octetrl.config.schema import Fp8Config, Recipe, TrainerConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate import spec_problems
@@ -159,6 +160,10 @@ def _read_dataset(recipe: Recipe) -> None:
         load_environment(dataset)
     elif not dataset.startswith(HUB) and not Path(dataset).exists():
         raise UserError(f"environment.dataset: no file '{dataset}'; give a JSONL or Parquet file, or a folder")
+    elif environment.kind == "code":
+        from octetrl.environments.code.scorer import code_environment
+
+        code_environment(read_tasks(dataset), environment)
     else:
         read_tasks(dataset)
 
@@ -193,7 +198,22 @@ def _essentials(recipe: Recipe, device: Device) -> Iterator[tuple[str, str]]:
     if environment.dataset is not None:
         yield "environment", f"{environment.kind} {environment.dataset}, {environment.eval_size} tasks held out"
         yield from turns_line(recipe)
+    if environment.kind == "code":
+        yield from _sandbox(environment.sandbox)
     yield "device", device.name
+
+
+def _sandbox(config: SandboxConfig) -> Iterator[tuple[str, str]]:
+    """The level in force, and what it does not protect from. Where there is none, `_file_problems` has said so."""
+    from octetrl.environments.sandbox.sandbox import sandbox_for
+
+    try:
+        sandbox = sandbox_for(config)
+    except UserError:
+        return
+    yield "sandbox", f"level {sandbox.level}, {sandbox.interpreter.executable}; not protected from:"
+    for gap in sandbox.protection.gaps:
+        yield "", gap
 
 
 def _model(spec: ModelSpec) -> Iterator[tuple[str, str]]:

@@ -7,16 +7,15 @@ recipe are reported together.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from octetrl.config.data import DataConfig, DataSource
+from octetrl.config.environment import EnvironmentConfig
 from octetrl.config.objectives import LEARNS_FROM, OWN_DEFAULTS, LearnsFrom
-from octetrl.config.section import Section
-from octetrl.config.turns import TurnsConfig
+from octetrl.config.section import Fraction, Section
 
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Precision = Literal["bf16", "fp8_rollout", "fp8", "fp8_full"]
 Numerics = Literal["parity", "fast"]
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -283,35 +282,6 @@ class CriticConfig(Section):
     """Steps at the beginning that train the critic alone; the policy's schedule begins after them."""
     value_clip: float | None = Field(default=0.2, gt=0.0)
     """How far several updates on one batch may move a value towards its return, in units of reward; null: any way."""
-
-
-class EnvironmentConfig(Section):
-    kind: Literal["reasoning_gym", "math", "jsonl", "python"] = "reasoning_gym"
-    dataset: str | None = None
-    """reasoning_gym: the dataset's name. math and jsonl: path of a JSONL file of {"prompt", "answer"}. python: an
-    environment of your own, `module:name`, with `tasks` and rewards, and whatever else it has: docs/environments.md."""
-    parameters: dict[str, Any] = Field(default_factory=dict)
-    """reasoning_gym: the dataset's own parameters."""
-    reward: str | None = None
-    """A Python function `module:name`, called as reward(task, text) -> float, instead of the kind's own scorer."""
-    reward_model: str | None = None
-    """Folder of a trained reward model (algorithm reward_model, exported), which scores completions in the trainer's
-    process, on its device and with its own tokenizer, instead of the kind's own scorer."""
-    prompt_template: str = "{prompt}"
-    answer_marker: str | None = None
-    """The answer is the text after the last marker; None: the whole completion."""
-    train_size: int = Field(default=10_000, ge=1)
-    """Tasks generated for training (reasoning_gym); files are used whole less `eval_size`."""
-    eval_size: int = Field(default=128, ge=0)
-    """Held-out tasks, disjoint from the training ones by prompt."""
-    seed: int = 0
-    reward_timeout_seconds: float = Field(default=10.0, gt=0.0)
-    reward_workers: int = Field(default=1, ge=1)
-    turns: TurnsConfig = TurnsConfig()
-    """Of an environment that answers, calls tools or decorates its rewards."""
-    max_failure_share: Fraction = 0.5
-    """Share of a step's rollouts, or of an evaluation's, that may fail in the environment: raise, or give no reward in
-    time. Where more do, the run stops with the first traceback of each kind. 1 never stops it."""
 
 
 class EvaluationConfig(Section):

@@ -33,13 +33,24 @@ from octetrl.records import RolloutStatus, Task
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Of one completion. `reward` is None unless `status` is SCORED; `detail` is None when it is."""
+    """Of one completion. `reward` is None unless `status` is SCORED; `detail` is then None, or the scorer's word."""
 
     status: RolloutStatus
     reward: float | None
     detail: str | None = None
     trace: str | None = None  # the traceback behind `detail`, where there is one
     answered: str | None = None  # what was answered, from a scorer that says so
+
+
+class Explained(float):
+    """A reward with a word on why it is what it is. Rollouts show it as their detail."""
+
+    detail: str | None
+
+    def __new__(cls, reward: float, detail: str | None = None) -> Explained:
+        made = super().__new__(cls, reward)
+        made.detail = detail
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +60,15 @@ class CheckedScorer:
 
     scorer: Scorer
 
-    def __call__(self, task: Task, completion_text: str) -> tuple[float, str | None]:
+    def __call__(self, task: Task, completion_text: str) -> tuple[float, str | None, str | None]:
         reward = self.scorer(task, completion_text)
         if not isinstance(reward, Real):
             raise TypeError(f"the reward is {str(reward)[:40]!r} of type {type(reward).__name__}, not a number")
         if not math.isfinite(reward):
             raise ValueError(f"the reward is {reward}, not a finite number")
         answered = getattr(getattr(self.scorer, "__self__", self.scorer), "answered", None)
-        return float(reward), None if answered is None else answered(task, completion_text)
+        detail = reward.detail if isinstance(reward, Explained) else None
+        return float(reward), None if answered is None else answered(task, completion_text), detail
 
 
 class RewardWorkers:
@@ -164,8 +176,8 @@ class RewardWorkers:
             answer = Answer(error=str(error))
         if answer.error is not None:
             return Score(RolloutStatus.REWARD_ERROR, None, answer.error, answer.trace)
-        reward, answered = answer.value
-        return Score(RolloutStatus.SCORED, reward, answered=answered)
+        reward, answered, detail = answer.value
+        return Score(RolloutStatus.SCORED, reward, detail, answered=answered)
 
     def _replace(self, worker: CallableProcess) -> None:
         worker.kill()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,18 +22,26 @@ from octetrl.config.validate import validate_with_spec
 from octetrl.data.mixture import Mixture, read_source
 from octetrl.data.tasks import read_tasks
 from octetrl.environments.base import Environment, NoTasks, Scorer, TaskEnvironment, Taskset
+from octetrl.environments.code.scorer import code_environment
+from octetrl.environments.games import game_environment
 from octetrl.environments.jsonl import ExactScorer
+from octetrl.environments.judge import Judge
 from octetrl.environments.math_answers import MathScorer
 from octetrl.environments.python_object import load_environment
 from octetrl.environments.python_reward import PythonReward
 from octetrl.environments.reasoning_gym import reasoning_gym_environment
+from octetrl.environments.reset_step import gymnasium_environment
+from octetrl.environments.sandbox.sandbox import sandbox_for
 from octetrl.environments.scoring import RewardWorkers
+from octetrl.environments.tools.ready import with_tools
 from octetrl.environments.turns.dialogue import Dialogue, Limits, is_dialogue, toolbox_of
+from octetrl.environments.verifiers_adapter import verifiers_environment
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import load_spec, spec_from_config
 from octetrl.models.hf_weights import load_weights
 from octetrl.models.peft_adapters import load_adapter
+from octetrl.records import Task
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.collect import Collection
 from octetrl.run.device import resolve_device, seed_everything
@@ -46,7 +55,7 @@ from octetrl.run.worker import Worker
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.spans import Spans
 
-Rewards = RewardWorkers | RewardModelScorer | Dialogue
+Rewards = RewardWorkers | RewardModelScorer | Judge | Dialogue
 
 
 @dataclass(slots=True)
@@ -87,6 +96,8 @@ def build_run(recipe: Recipe, *, trains: bool = True) -> Run:
     algorithm = build_algorithm(recipe.algorithm)
     spans = Spans(torch.cuda.synchronize if device.type == "cuda" else None)
     console = Console(recipe.logging.console, recipe.steps)
+    if recipe.environment.kind == "code":
+        console.note(f"the model's code runs in {sandbox_for(recipe.environment.sandbox)}")
     return Run(
         config=recipe,
         tokenizer=tokenizer,
@@ -196,16 +207,38 @@ def build_environment(config: EnvironmentConfig) -> Environment:
             answer_marker=config.answer_marker,
             prompt_template=config.prompt_template,
         )
-    elif config.kind == "python":
-        environment = load_environment(config.dataset)
+    elif config.kind in ("python", "game", "gymnasium", "verifiers"):
+        environment = _that_brings_its_own(config.kind, config.dataset, config)
+    elif config.kind == "code":
+        environment = code_environment(_read_tasks(config.dataset, config), config)
     else:
         scorer: Scorer = MathScorer(config.answer_marker)
         if config.kind == "jsonl":
             scorer = ExactScorer(config.answer_marker)
-        environment = TaskEnvironment(read_tasks(config.dataset, config.prompt_template), scorer)
-    if config.reward is None or is_dialogue(environment):
-        return environment
-    return TaskEnvironment(environment.tasks, PythonReward(config.reward))
+        environment = TaskEnvironment(_read_tasks(config.dataset, config), scorer)
+    if config.reward is not None and not is_dialogue(environment):
+        environment = TaskEnvironment(environment.tasks, PythonReward(config.reward))
+    return with_tools(environment, config)
+
+
+def _read_tasks(path: str, config: EnvironmentConfig) -> list[Task]:
+    return read_tasks(path, config.prompt_template, columns=config.columns, reference_marker=config.reference_marker)
+
+
+def _that_brings_its_own(kind: str, name: str, config: EnvironmentConfig) -> Environment:
+    """One with tasks, replies and rewards of its own."""
+    size, seed = config.train_size + config.eval_size, config.seed
+    made: Any
+    if kind == "game":
+        made = game_environment(name, config.parameters, size=size, seed=seed)
+    elif kind == "gymnasium":
+        marker = config.answer_marker
+        made = gymnasium_environment(name, config.parameters, size=size, seed=seed, action_marker=marker)
+    elif kind == "verifiers":
+        made = verifiers_environment(name, config.parameters)
+    else:
+        made = load_environment(name)
+    return made
 
 
 def build_rewards(recipe: Recipe, environment: Environment, device: torch.device, tokenizer: Tokenizer) -> Rewards:
@@ -215,6 +248,8 @@ def build_rewards(recipe: Recipe, environment: Environment, device: torch.device
         return build_dialogue(config, environment, tokenizer)
     if config.reward_model is not None:
         return RewardModelScorer(recipe, device)
+    if config.judge is not None:
+        return Judge(config.judge)
     return _reward_workers(environment.score, config)
 
 
@@ -228,12 +263,15 @@ def build_dialogue(config: EnvironmentConfig, environment: Environment, tokenize
     scorer: Scorer | None = getattr(environment, "score", None)
     if config.reward is not None:
         scorer = PythonReward(config.reward)
+    scores: RewardWorkers | Judge | None = None if config.judge is None else Judge(config.judge)
+    if scores is None and scorer is not None:
+        scores = _reward_workers(scorer, config)
     return Dialogue(
         environment,
         Limits.from_config(config),
         family=tool_family(tokenizer),
-        scorer=None if scorer is None else _reward_workers(scorer, config),
-        only_scorer=config.reward is not None,
+        scorer=scores,
+        only_scorer=config.reward is not None or config.judge is not None,
     )
 
 

@@ -51,7 +51,7 @@ def find_interpreters(path: str | None = None) -> tuple[Interpreter, ...]:
 def _interpreter(executable: str, prefixes: list[str]) -> Interpreter:
     links = {path: os.readlink(path) for path in _SYSTEM_FOLDERS if os.path.islink(path)}
     wanted = [path for path in (*_SYSTEM_FOLDERS, *_SYSTEM_FILES) if path not in links and os.path.exists(path)]
-    wanted += [os.path.realpath(path) for path in (executable, *prefixes)] + prefixes
+    wanted += [place for path in (executable, *prefixes) for place in (path, os.path.realpath(path))]
     folders: list[str] = []
     for path in sorted(set(wanted), key=len):
         if not any(path == folder or path.startswith(folder.rstrip("/") + "/") for folder in folders):

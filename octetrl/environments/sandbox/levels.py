@@ -24,6 +24,7 @@ from octetrl.environments.sandbox.system_calls import can_filter
 
 WARDEN_ROOT = "/warden"  # in bubblewrap's root: where this package is
 _PACKAGE = f"{WARDEN_ROOT}/octetrl/environments/sandbox"
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _ROOT_KEEPS = ("SETUID", "SETGID", "CHOWN", "DAC_OVERRIDE", "KILL", "SYS_PTRACE")  # the warden, not the program
 
 
@@ -112,15 +113,16 @@ def bubblewrap_command(interpreter: Interpreter, package: Path, room_bytes: int)
             command += ["--cap-add", f"CAP_{name}"]
     else:
         command.append("--unshare-user")
-    for above in sorted({str(parent) for folder in (*interpreter.folders, _PACKAGE) for parent in Path(folder).parents}):
-        if above != "/":
+    command += ["--perms", "0755", "--size", str(room_bytes), "--tmpfs", "/tmp"]  # before what it may hold
+    shown = (*interpreter.folders, _PACKAGE, *DEVICES)
+    for above in sorted({str(parent) for path in shown for parent in Path(path).parents}):
+        if above not in ("/", "/tmp"):
             command += ["--perms", "0755", "--dir", above]  # by itself it would make them for its own user alone
     for folder in interpreter.folders:
         command += ["--ro-bind", folder, folder]
     for path, target in interpreter.links.items():
         command += ["--symlink", target, path]
-    for device in ("null", "zero", "full", "random", "urandom"):
-        command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
-    command += ["--proc", "/proc", "--perms", "0755", "--size", str(room_bytes), "--tmpfs", "/tmp"]
-    command += ["--ro-bind", str(package), _PACKAGE, "--remount-ro", "/", "--chdir", "/"]
+    for device in DEVICES:
+        command += ["--dev-bind", device, device]
+    command += ["--proc", "/proc", "--ro-bind", str(package), _PACKAGE, "--remount-ro", "/", "--chdir", "/"]
     return [*command, "--"]

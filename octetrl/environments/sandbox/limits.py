@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from octetrl.config.sandbox import SandboxConfig
+
 MIB = 2**20
 
 
@@ -20,6 +22,18 @@ class Limits:
     processes: int = 32  # threads count
     open_files: int = 64  # of each process
     output_bytes: int = 64 * 1024  # stdout and stderr
+
+    @classmethod
+    def from_config(cls, config: SandboxConfig) -> Limits:
+        """As the recipe's `environment.sandbox` says."""
+        return cls(
+            wall_seconds=config.wall_seconds,
+            cpu_seconds=config.cpu_seconds,
+            memory_bytes=config.memory_mib * MIB,
+            disk_bytes=config.disk_mib * MIB,
+            processes=config.processes,
+            output_bytes=config.output_kib * 1024,
+        )
 
 
 class SandboxStatus(StrEnum):

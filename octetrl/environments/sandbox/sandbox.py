@@ -27,14 +27,16 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from octetrl.config.errors import UserError
+from octetrl.config.sandbox import SandboxConfig
 from octetrl.environments.sandbox.interpreter import Interpreter, find_interpreters
 from octetrl.environments.sandbox.levels import (
+    DEVICES,
     WARDEN_ROOT,
     Level,
     Protection,
@@ -66,7 +68,6 @@ _slots = threading.BoundedSemaphore(os.cpu_count() or 1)
 class Program:
     source: str
     stdin: str = ""
-    files: Mapping[str, str] = field(default_factory=dict)  # further modules, name -> text, to import beside it
     limits: Limits = Limits()
 
 
@@ -80,6 +81,10 @@ class Sandbox:
     @property
     def protection(self) -> Protection:
         return protection(self.level)
+
+    def __str__(self) -> str:
+        """For a log: what is in force, and what it leaves open."""
+        return f"a sandbox of level {self.level}, which does not protect from {'; '.join(self.protection.gaps)}"
 
     def run(self, program: Program) -> Outcome:
         """Run it as a main program."""
@@ -97,7 +102,12 @@ class Sandbox:
 
 def run_python(source: str, *, stdin: str = "", limits: Limits = Limits()) -> Outcome:  # noqa: B008  (frozen)
     """Run `source` in the best sandbox of this machine. Raises UserError where there is none that hides files."""
-    return find_sandbox().run(Program(source, stdin, limits=limits))
+    return find_sandbox().run(Program(source, stdin, limits))
+
+
+def sandbox_for(config: SandboxConfig) -> Sandbox:
+    """As the recipe's `environment.sandbox` says; `Limits.from_config` has the rest of it."""
+    return find_sandbox(Level(config.level), config.python)
 
 
 @cache
@@ -142,10 +152,11 @@ def _run(sandbox: Sandbox, program: Program, link: socket.socket | None) -> Outc
         "level": sandbox.level,
         "command": [sandbox.interpreter.executable, "-I", "-B", "{program}/main.py"],
         "environment": _ENVIRONMENT,
-        "files": {**program.files, "main.py": program.source},
+        "source": program.source,
         "stdin": program.stdin,
         "limits": asdict(program.limits),
         "folders": sandbox.interpreter.folders,
+        "devices": DEVICES,
         "folder": folder,
         "link": None if link is None else link.fileno(),
     }
@@ -170,7 +181,7 @@ def _run(sandbox: Sandbox, program: Program, link: socket.socket | None) -> Outc
 def _start_warden(sandbox: Sandbox, program: Program, sockets: list[socket.socket]) -> subprocess.Popen[bytes]:
     root, command = str(_PACKAGE.parents[2]), []
     if sandbox.level is Level.BUBBLEWRAP:
-        room_bytes = program.limits.disk_bytes + sum(map(len, (program.source, *program.files.values()))) * 4 + MIB
+        room_bytes = program.limits.disk_bytes + 4 * len(program.source) + MIB
         root, command = WARDEN_ROOT, bubblewrap_command(sandbox.interpreter, _PACKAGE, room_bytes)
     descriptors = [end.fileno() for end in sockets]
     return subprocess.Popen(

@@ -24,7 +24,6 @@ from octetrl.environments.sandbox import watch
 from octetrl.environments.sandbox.linux import adopt_orphans, hide_from_other_processes
 from octetrl.environments.sandbox.restraints import private_user, process_limit, restrain
 
-_DEVICES = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"]
 _TICK_SECONDS = 0.02
 _FOLDER_SECONDS = 0.1
 _READ_BYTES = 1 << 16
@@ -55,9 +54,8 @@ def _serve(channel: int, request: dict) -> dict:
     try:
         work, program = os.path.join(request["folder"], "work"), os.path.join(request["folder"], "program")
         os.mkdir(program, 0o755)
-        for name, text in request["files"].items():
-            with open(os.path.join(program, name), "w", encoding="utf-8", errors="surrogatepass") as file:
-                file.write(text)
+        with open(os.path.join(program, "main.py"), "w", encoding="utf-8", errors="surrogatepass") as file:
+            file.write(request["source"])
         os.mkdir(work, 0o700)
         os.chown(work, user, user if os.geteuid() == 0 else -1)
         return Watch(channel, request, user, work, program).run()
@@ -124,7 +122,7 @@ class Watch:
             try:
                 theirs = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 64) for descriptor in theirs]
                 readable = [*self._request["folders"], self._program]
-                restrain(theirs, self._request, self._user, self._work, (readable, [self._work, *_DEVICES]))
+                restrain(theirs, self._request, self._user, self._work, (readable, [self._work, *self._request["devices"]]))
                 command = [word.replace("{program}", self._program) for word in self._request["command"]]
                 environment = {
                     name: text.replace("{work}", self._work) for name, text in self._request["environment"].items()

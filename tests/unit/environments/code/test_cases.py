@@ -1,0 +1,69 @@
+"""The forms of tests, what is refused of them, and which block of a completion is the code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from octetrl.config.errors import UserError
+from octetrl.environments.code.cases import last_python_block, read_tests, same_output
+from octetrl.environments.code.ends import alike
+from octetrl.records import Task
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("```python\na\n```\nor\n```python\nb\n```", "b\n"),
+        ("```python\na\n```\nthen run\n```bash\nls\n```", "a\n"),
+        ("  ```py\n  a\n  ```", "  a\n"),
+        ("```python\nnot closed", "not closed"),
+        ("```\nno language\n```", None),
+        ("a", None),
+        ("```python\ns = '```'\n```", "s = '```'\n"),
+        ("```Python title=x\na\n```", "a\n"),
+    ],
+)
+def test_the_last_python_block(text: str, code: str | None) -> None:
+    assert last_python_block(text) == code
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        ({}, "'tests' is missing or empty"),
+        ({"tests": []}, "'tests' is missing or empty"),
+        ({"tests": ["assert f(", "x"]}, r"test 1: 'assert f\(' is no Python"),
+        ({"tests": ["assert 1", {"stdin": "", "stdout": ""}]}, "asserts and programs; they must be of one form"),
+        ({"tests": [{"args": [1], "expected": 2}]}, "'function' is None"),
+        ({"tests": [{"args": 1, "expected": 2}], "function": "f"}, "'args' must be a list"),
+        ({"tests": [{"stdin": 1, "stdout": ""}]}, "must be texts"),
+        ({"tests": [{"input": 1}]}, "is no test"),
+        ({"tests": [3]}, "is no test"),
+    ],
+)
+def test_tests_in_no_form_are_refused(metadata: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=f"task 'seven'.*{said}"):
+        read_tests(Task("seven", "p", metadata=metadata))
+
+
+def test_one_text_is_one_test() -> None:
+    assert read_tests(Task("t", "p", metadata={"tests": "assert f()"})).cases == ("assert f()",)
+
+
+def test_output_is_compared_without_white_space_at_ends() -> None:
+    assert same_output("1 \n2\n\n", "1\n2")
+    assert not same_output("1\n\n2", "1\n2")
+    assert not same_output(" 1", "1")
+
+
+def test_alike() -> None:
+    assert alike((1, (2.0, "x")), [1, [2, "x"]])
+    assert alike(0.1 + 0.2, 0.3)
+    assert alike({1: [None]}, {"1": [None]})
+    assert not alike(True, 1)
+    assert not alike(10**18 + 1, 10**18)
+    assert not alike([1, 2], [1])
+    assert not alike("1", 1)
+    assert not alike(None, 0)
