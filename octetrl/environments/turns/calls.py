@@ -15,8 +15,8 @@ long holds up the step by sharing its interpreter with it; and code that crashes
 takes the run along. What must not do that belongs in `score`, which runs in a process, or in a sandbox.
 
 An async function that blocks (`time.sleep` where `asyncio.sleep` was meant) holds up the loop and all that runs on it.
-When a call's time is over and the loop does not answer, the loop is given up for a new one, and the line that blocks it
-is told.
+When a call's time is over and the loop does not answer either, later calls get a new loop, and the line that blocks the
+old one is told.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from typing import Any
 from octetrl.environments.process import error_line, error_trace
 from octetrl.environments.turns.conversation import Conversation, current
 
-_LOOP_ANSWERS_WITHIN = 0.5  # seconds
+_LOOP_ANSWERS_WITHIN = 2.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,7 @@ class Calls:
         self._pending: dict[int, _Pending] = {}  # by ticket
         self._tickets = itertools.count()
         self._loop: _Loop | None = None
+        self._given_up: list[_Loop] = []
         self.abandoned = 0  # calls whose time was over
 
     def __len__(self) -> int:
@@ -115,9 +116,10 @@ class Calls:
 
     def close(self) -> None:
         self.forget()
-        if self._loop is not None:
-            self._loop.stop()
-            self._loop = None
+        for loop in (self._loop, *self._given_up):
+            if loop is not None:
+                loop.stop()
+        self._loop, self._given_up = None, []
 
     def _take(self, wait: float) -> list[tuple[int, Called]]:
         found: list[tuple[int, Called]] = []
@@ -140,7 +142,7 @@ class Calls:
         if self._loop.answers(_LOOP_ANSWERS_WITHIN):
             return Called(error=error, timed_out=True)
         where, trace = self._loop.standing()
-        self._loop.stop()
+        self._given_up.append(self._loop)  # it may still end what else runs on it
         self._loop = None
         told = f"{error}; async code blocks the event loop ({where}): await what it waits for"
         return Called(error=told, trace=trace, timed_out=True)

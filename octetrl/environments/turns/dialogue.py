@@ -20,7 +20,7 @@ ToolError) is never a failure: it is told, and counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, Literal, Protocol
@@ -243,11 +243,7 @@ def toolbox_of(environment: object) -> Toolbox:
 
 def check_environment(environment: object, family: Family | None, *, has_scorer: bool) -> None:
     """Raises UserError for one that is not whole, or that a model of this family can't speak to."""
-    if toolbox_of(environment).tools and family is None:
-        raise UserError(
-            "environment: it has tools, and the tokenizer's chat template has none, or writes calls in a way that is"
-            " not known here (Hermes/Qwen and Llama 3 are); use a model that has, or an environment without"
-        )
+    refuse_tools(toolbox_of(environment).tools, family)
     if not has_scorer and all(one.weight is None for one in components_of(environment)):
         raise UserError("environment: nothing in it gives a reward; add a method with @reward, or score(task, text)")
     own = {"turns", "tool_calls", "refused_calls", "failed_calls", "score"}
@@ -260,3 +256,12 @@ def check_environment(environment: object, family: Family | None, *, has_scorer:
 
 def _kind(component: Component) -> str:
     return "metric" if component.weight is None else "reward"
+
+
+def refuse_tools(tools: Collection[str], family: Family | None) -> None:
+    """Raises UserError where there are tools that the model can't call."""
+    if tools and family is None:
+        raise UserError(
+            f"environment: it has tools ({', '.join(tools)}), and the tokenizer's chat template has none, or writes"
+            " calls in a way that is not known here (Hermes/Qwen and Llama 3 are); use a model that has, or no tools"
+        )

@@ -180,7 +180,7 @@ def test_an_environment_of_several_turns(folder: Path, capsys: pytest.CaptureFix
         assert code == 2 and problem in err and len(err.splitlines()) == 1, err
     template = CHAT_TEMPLATE
     code, _, err = checked("Agent")
-    assert code == 2 and "it has tools, and the tokenizer's chat template has none" in err
+    assert code == 2 and "it has tools (look), and the tokenizer's chat template has none" in err
     code, _, err = check(capsys, "environment.turns.max_turn=3")
     assert code == 2 and "did you mean 'max_turns'" in err
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from octetrl.config.errors import UserError
+from octetrl.environments import turns
 from octetrl.environments.turns import Conversation
 from octetrl.environments.turns.calls import Called, Calls
 from octetrl.records import Task
@@ -22,17 +23,23 @@ from octetrl.records import Task
 
 @pytest.fixture
 def calls() -> Iterator[Calls]:
+    calls_ended.clear()
     made = Calls()
     yield made
     made.close()
 
 
-def all_of(calls: Calls, *functions: Callable[..., Any], seconds: float = 5.0) -> list[Called]:
+def all_of(calls: Calls, *functions: Callable[..., Any], seconds: float = 15.0) -> list[Called]:
+    """What these come to; of others, what is pending stays so unless it ends meanwhile."""
     tickets = [calls.start(function, (), seconds=seconds) for function in functions]
     found: dict[int, Called] = {}
-    while len(found) < len(tickets):
+    while not set(tickets) <= set(found):
         found |= dict(calls.poll(5.0))
+    calls_ended.update(found)
     return [found[ticket] for ticket in tickets]
+
+
+calls_ended: dict[int, Called] = {}
 
 
 def sync_seven() -> int:
@@ -66,7 +73,7 @@ async def cancelled() -> None:
 
 
 async def blocks() -> None:
-    time.sleep(1.2)  # where asyncio.sleep was meant
+    time.sleep(3)  # where asyncio.sleep was meant
 
 
 async def in_a_thread() -> str:
@@ -100,15 +107,15 @@ def test_a_call_that_hangs_is_abandoned_and_others_go_on(calls: Calls) -> None:
         await asyncio.sleep(30)
 
     began = time.monotonic()
-    stuck = [calls.start(function, (), seconds=0.3) for function in (lambda: time.sleep(3), sleeps)]
+    stuck = [calls.start(function, (), seconds=1.0) for function in (lambda: time.sleep(9), sleeps)]
     assert [one.value for one in all_of(calls, sync_seven, async_seven)] == [7, 7]
-    assert time.monotonic() - began < 0.3
+    assert calls.abandoned == 0
     found: dict[int, Called] = {}
     while len(found) < 2:
         found |= dict(calls.poll(5.0))
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 5.0
     assert [found[ticket].timed_out for ticket in stuck] == [True, True]
-    assert "sleeps gave nothing in 0.3 s" in str(found[stuck[1]].error)
+    assert "sleeps gave nothing in 1 s" in str(found[stuck[1]].error)
     assert calls.abandoned == 2
 
 
@@ -118,12 +125,17 @@ def test_what_came_in_time_counts_though_nobody_looked(calls: Calls) -> None:
     assert calls.poll(0.0) == [(ticket, Called(7))]
 
 
-def test_async_code_that_blocks_the_loop_is_found_out(calls: Calls) -> None:
+def test_async_code_that_blocks_the_loop_is_found_out(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns.calls, "_LOOP_ANSWERS_WITHIN", 0.3)
+    innocent = calls.start(async_seven, (), seconds=30.0)
     (called,) = all_of(calls, blocks, seconds=0.2)
     assert called.timed_out
     assert "async code blocks the event loop (test_calls.py:" in str(called.error)
     assert "where asyncio.sleep was meant" in str(called.trace)
     assert [one.value for one in all_of(calls, async_seven)] == [7]  # on a new loop
+    while calls_ended.get(innocent) is None:  # on the old one, when that is free again
+        calls_ended.update(calls.poll(5.0))
+    assert calls_ended[innocent] == Called(7)
 
 
 def test_a_hundred_threads_wait_at_once(calls: Calls) -> None:
@@ -134,7 +146,7 @@ def test_a_hundred_threads_wait_at_once(calls: Calls) -> None:
 
     began = time.monotonic()
     all_of(calls, *[waits] * 50, *[lambda: time.sleep(0.2)] * 50)
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 10.0  # one after the other they would take 20
 
 
 def test_the_loop_is_one_for_all_calls(calls: Calls) -> None:
