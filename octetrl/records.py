@@ -89,23 +89,39 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True)
+class Reply:
+    """A message of the environment's."""
+
+    role: str  # user or tool
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
-    """A completion and the environment's reply to it. `prompt_token_ids` are the tokens new in this turn,
-    before the completion: the whole prompt in the first, the tokens of the last reply afterwards."""
+    """A completion and the environment's replies to it. `prompt_token_ids` are the tokens new in this turn,
+    before the completion: the whole prompt in the first, the tokens of the last replies afterwards."""
 
     prompt_token_ids: tuple[int, ...]
     completion: Completion
-    reply: str | None = None  # None: the environment had no more to say
+    replies: tuple[Reply, ...] = ()  # none: the environment had no more to say. Of the last turn: never tokens
 
 
 class RolloutStatus(StrEnum):
-    """Why a rollout has, or has not, a reward. Only SCORED and OVERLONG rollouts carry one."""
+    """Why a rollout has, or has not, a reward. Only SCORED, OVERLONG and TRUNCATED rollouts carry one."""
 
     SCORED = "scored"
     OVERLONG = "overlong"  # cut off by max_new_tokens, scored all the same
+    TRUNCATED = "truncated"  # turns or context ran out before its end, scored all the same
     REWARD_ERROR = "reward_error"  # the reward function raised, or gave no finite number
-    REWARD_TIMEOUT = "reward_timeout"  # killed after reward_timeout_seconds
+    REWARD_TIMEOUT = "reward_timeout"  # ended after reward_timeout_seconds
+    TOOL_ERROR = "tool_error"  # a tool raised or hung, and the recipe wants no more of such a rollout
+    ENVIRONMENT_ERROR = "environment_error"  # its start, reply or finish raised, or gave what is no reply
+    ENVIRONMENT_TIMEOUT = "environment_timeout"  # one of them gave nothing in reply_timeout_seconds
     PROMPT_TOO_LONG = "prompt_too_long"  # never generated
+
+    @property
+    def has_reward(self) -> bool:
+        return self in (RolloutStatus.SCORED, RolloutStatus.OVERLONG, RolloutStatus.TRUNCATED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +131,18 @@ class Rollout:
     task: Task
     turns: tuple[Turn, ...]  # empty when the prompt was too long
     status: RolloutStatus
-    reward: float | None  # None unless status is SCORED or OVERLONG
+    reward: float | None  # None unless status.has_reward
     detail: str | None = None  # the error's text where there was one
     trace: str | None = None  # the error's whole traceback, for whoever has to mend it
     answered: str | None = None  # what the scorer read as the answer, equal for equal answers; None: it does not say
     penalty: float = 0.0  # what its length adds to the reward, 0 or less
+    components: Mapping[str, float] = field(default_factory=dict)  # what the reward is a weighted sum of, unweighted
+    metrics: Mapping[str, float] = field(default_factory=dict)  # what else its environment measured
 
     @property
     def text(self) -> str:
-        return "".join(turn.completion.text + (turn.reply or "") for turn in self.turns)
+        parts = (text for turn in self.turns for text in (turn.completion.text, *(one.text for one in turn.replies)))
+        return "".join(parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 - A group whose rewards are all equal has advantages of zero: it costs a forward and a backward and teaches nothing
   (DAPO's dynamic sampling, arXiv 2503.14476). So does a group with fewer than two rewards: it has no baseline.
-- An answer cut off at `max_new_tokens` has a reward that says "too long" more than "wrong". Masked, it still counts in
-  its siblings' baseline but is not trained on (DAPO's overlong filtering).
+- An answer cut off at `max_new_tokens`, or a conversation at its last turn, has a reward that says "too long" more than
+  "wrong". Masked, it still counts in its siblings' baseline but is not trained on (DAPO's overlong filtering).
 """
 
 from __future__ import annotations
@@ -24,4 +24,4 @@ def has_variance(group: RolloutGroup) -> bool:
 
 
 def is_not_overlong(rollout: Rollout) -> bool:
-    return rollout.status is not RolloutStatus.OVERLONG
+    return rollout.status not in (RolloutStatus.OVERLONG, RolloutStatus.TRUNCATED)

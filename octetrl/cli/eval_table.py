@@ -52,7 +52,7 @@ def _cells(report: EvalReport) -> dict[str, str]:
     cells |= {_label(name): _interval(estimate, report.tasks) for name, estimate in report.estimates.items()}
     if report.lengths:
         cells |= {label: f"{report.lengths[name]:,.0f}" for name, label in LENGTHS.items()}
-        cells["truncated"] = f"{report.lengths['truncated_share']:.1%}"
+        cells["cut off"] = f"{report.lengths['truncated_share']:.1%}"
     cells |= {str(status): f"{count:,}" for status, count in report.counts.items() if count}
     return cells | {"tokens/s": f"{report.tokens_per_second:,.0f}"}
 
@@ -60,7 +60,7 @@ def _cells(report: EvalReport) -> dict[str, str]:
 def _labels(reports: Iterable[EvalReport]) -> list[str]:
     """All labels, in the order shown: estimates with k rising, lengths, statuses, speed."""
     labels = [label for report in reports for label in _cells(report)]
-    ranks = ["accuracy", "reward", "pass", "maj", *LENGTHS.values(), "truncated"]
+    ranks = ["accuracy", "reward", "pass", "maj", *LENGTHS.values(), "cut off"]
 
     def rank(label: str) -> tuple[int, int]:
         family, _, k = label.partition("@")

@@ -15,7 +15,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from octetrl.telemetry.rollout_reader import Filter, Said, SampledGroup, SampledRow, Selection
+from octetrl.telemetry.rollout_reader import MODEL, Filter, Said, SampledGroup, SampledRow, Selection
 from octetrl.telemetry.token_pieces import DISAGREEMENT, UNLIKELY, VERY_UNLIKELY
 
 COLUMN = 38  # letters, the least that is readable
@@ -78,6 +78,9 @@ class RolloutsView:
             head.stylize("dim")
         for name, value in row.components.items():
             head.append(f"\n{clean(str(name))} {value:.3f}" if isinstance(value, int | float) else f"\n{clean(name)} -")
+        measured = [f"{name} {value:g}" for name, value in row.metrics.items() if isinstance(value, int | float)]
+        if measured:
+            head.append("\n" + clean("  ".join(measured)), style="dim")
         if row.line.get("answered") is not None:
             head.append("\nanswered ", style="dim").append(_one_line(str(row.line["answered"])))
         if row.line.get("detail"):
@@ -89,8 +92,8 @@ class RolloutsView:
         return clipped(Text("\n").join(parts), self._letters)
 
     def _said(self, row: SampledRow, part: Said) -> Text:
-        if not part.by_model:
-            return Text.assemble(("environment: ", "dim"), (clean(part.text), "cyan"))
+        if part.by != MODEL:
+            return Text.assemble((f"{clean(part.by)}: ", "dim"), (clean(part.text), "cyan"))
         if self._pieces is None or not row.logprobs:
             return Text(clean(part.text))
         text = Text()

@@ -7,16 +7,15 @@ recipe are reported together.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from octetrl.config.data import DataConfig, DataSource
+from octetrl.config.environment import EnvironmentConfig
 from octetrl.config.objectives import LEARNS_FROM, OWN_DEFAULTS, LearnsFrom
-from octetrl.config.sandbox import SandboxConfig
-from octetrl.config.section import Section
+from octetrl.config.section import Fraction, Section
 
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Precision = Literal["bf16", "fp8_rollout", "fp8", "fp8_full"]
 Numerics = Literal["parity", "fast"]
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -197,7 +196,8 @@ class AlgorithmConfig(Section):
     """Last share of max_new_tokens in which an answer loses reward with its length, up to 1 at the limit; 0: none. Own
     default: dapo 0.2."""
     overlong: Literal["keep", "mask"] = "keep"
-    """Answers cut at max_new_tokens: learnt from like others, or counted in the baseline but not trained on."""
+    """Answers cut at max_new_tokens, and conversations whose turns or context ran out: learnt from like others, or
+    counted in the baseline but not trained on."""
     kl_coefficient: float = Field(default=0.0, ge=0.0)
     """Weight of the KL to the reference policy (the weights the run began with); 0 keeps no reference model."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -282,37 +282,6 @@ class CriticConfig(Section):
     """Steps at the beginning that train the critic alone; the policy's schedule begins after them."""
     value_clip: float | None = Field(default=0.2, gt=0.0)
     """How far several updates on one batch may move a value towards its return, in units of reward; null: any way."""
-
-
-class EnvironmentConfig(Section):
-    kind: Literal["reasoning_gym", "math", "jsonl", "code", "python"] = "reasoning_gym"
-    dataset: str | None = None
-    """reasoning_gym: the dataset's name. math and jsonl: path of a JSONL file of {"prompt", "answer"}. code: of
-    {"prompt", "tests"} (docs/sandbox.md). python: an environment of your own, `module:name`, with `tasks` and
-    `score(task, completion_text)`."""
-    parameters: dict[str, Any] = Field(default_factory=dict)
-    """reasoning_gym: the dataset's own parameters."""
-    reward: str | None = None
-    """A Python function `module:name`, called as reward(task, text) -> float, instead of the kind's own scorer."""
-    reward_model: str | None = None
-    """Folder of a trained reward model (algorithm reward_model, exported), which scores completions in the trainer's
-    process, on its device and with its own tokenizer, instead of the kind's own scorer."""
-    prompt_template: str = "{prompt}"
-    answer_marker: str | None = None
-    """The answer is the text after the last marker; None: the whole completion."""
-    train_size: int = Field(default=10_000, ge=1)
-    """Tasks generated for training (reasoning_gym); files are used whole less `eval_size`."""
-    eval_size: int = Field(default=128, ge=0)
-    """Held-out tasks, disjoint from the training ones by prompt."""
-    seed: int = 0
-    reward_timeout_seconds: float = Field(default=10.0, gt=0.0)
-    reward_workers: int = Field(default=1, ge=1)
-    code_reward: Literal["all", "share"] = "all"
-    """code: 1 when all tests pass and else 0, or the share that pass."""
-    sandbox: SandboxConfig = SandboxConfig()
-    max_failure_share: Fraction = 0.5
-    """Share of a step's rollouts, or of an evaluation's, that may fail in the environment: raise, or give no reward in
-    time. Where more do, the run stops with the first traceback of each kind. 1 never stops it."""
 
 
 class EvaluationConfig(Section):

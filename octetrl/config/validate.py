@@ -10,7 +10,6 @@ field already reported is not reported again.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +20,7 @@ from octetrl.config.objectives import NEED_SIBLINGS
 from octetrl.config.problems import Problem, schema_problems
 from octetrl.config.schema import CriticConfig, Recipe
 from octetrl.config.spec import ModelSpec
+from octetrl.config.validate_environment import environment_problems
 from octetrl.config.validate_sandbox import sandbox_problems
 
 FP8_KV_HEAD_SIZES = (16, 32, 64, 128, 256)
@@ -68,7 +68,7 @@ def combination_problems(recipe: Recipe, training: bool = True) -> Iterator[Prob
     if training:
         yield from _algorithm_problems(recipe)
         yield from _critic_problems(recipe)
-    yield from _environment_problems(recipe, training)
+    yield from environment_problems(recipe, training)
     yield from sandbox_problems(recipe)
     yield from _trainer_problems(recipe)
     yield from _run_problems(recipe)
@@ -262,43 +262,6 @@ def _objective_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(("algorithm.max_refills", "algorithm.drop_zero_variance"), text)
 
 
-def _environment_problems(recipe: Recipe, training: bool) -> Iterator[Problem]:
-    environment = recipe.environment
-    draws = not training or recipe.algorithm.learns_from == "rollouts" or recipe.evaluation.every > 0
-    if environment.dataset is None and draws:
-        what = {
-            "reasoning_gym": "the name of a reasoning_gym dataset, such as chain_sum",
-            "code": 'the path of a JSONL file of {"prompt": ..., "tests": [...]}',
-            "python": "an environment of yours as 'module:name'",
-        }.get(environment.kind, 'the path of a JSONL file of {"prompt": ..., "answer": ...}')
-        text = f"environment.dataset: missing; kind {environment.kind} needs {what}"
-        yield Problem(("environment.dataset", "environment.kind"), text)
-    if environment.parameters and environment.kind != "reasoning_gym":
-        text = (
-            f"environment.parameters: {', '.join(environment.parameters)} would go unused,"
-            f" kind {environment.kind} has no parameters; set environment.parameters={{}}"
-        )
-        yield Problem(("environment.parameters", "environment.kind"), text)
-    if environment.reward is not None and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", environment.reward):
-        text = f"environment.reward: '{environment.reward}' is not module:name, such as my_rewards:length"
-        yield Problem(("environment.reward",), text)
-    if environment.reward is not None and environment.reward_model is not None:
-        text = (
-            f"environment.reward_model: '{environment.reward_model}' and environment.reward '{environment.reward}'"
-            f" exclude each other; keep one of them"
-        )
-        yield Problem(("environment.reward_model", "environment.reward"), text)
-    if "{prompt}" not in environment.prompt_template:
-        text = "environment.prompt_template: has no {prompt}, so every task would look the same; put {prompt} in it"
-        yield Problem(("environment.prompt_template",), text)
-    if environment.answer_marker == "":
-        text = "environment.answer_marker: an empty text marks nothing; give one, or null for the whole completion"
-        yield Problem(("environment.answer_marker",), text)
-    if "" in recipe.rollout.stop:
-        text = "rollout.stop: an empty text would stop every answer at once; remove it"
-        yield Problem(("rollout.stop",), text)
-
-
 def _trainer_problems(recipe: Recipe) -> Iterator[Problem]:
     trainer, rollout = recipe.trainer, recipe.rollout
     if 1.0 in trainer.optimizer.betas:
@@ -317,6 +280,9 @@ def _trainer_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _run_problems(recipe: Recipe) -> Iterator[Problem]:
     evaluation, checkpoint = recipe.evaluation, recipe.checkpoint
+    if "" in recipe.rollout.stop:
+        text = "rollout.stop: an empty text would stop every answer at once; remove it"
+        yield Problem(("rollout.stop",), text)
     if evaluation.every and not recipe.environment.eval_size:
         text = "evaluation.every: there are no held-out tasks, environment.eval_size is 0; raise it, or set every to 0"
         yield Problem(("evaluation.every", "environment.eval_size"), text)

@@ -3,30 +3,52 @@
 A row is an object: {"prompt": "...", "answer": "..."}. `answer` may be missing, or a number, which is taken
 as its text. `id` is optional (default: the row's number). Every other key goes to the scorer in
 `task.metadata`. Empty lines are skipped.
+
+Rows of other keys are read by `columns`, ours to theirs; a dot leads into an object. A prompt may be the list of
+messages that some files have, if that is one message of the user. Where the answer's column holds a solution that
+ends with the answer, `reference_marker` stands before it:
+
+    GSM8K      {"question": "...", "answer": "... #### 72"}      prompt: question; reference_marker "####"
+    MATH       {"problem": "...", "solution": "... \\boxed{3}"}   prompt: problem, answer: solution (math finds the box)
+    DAPO       {"prompt": [{"role": "user", "content": "..."}], "reward_model": {"ground_truth": "34"}}
+                                                                 answer: reward_model.ground_truth
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
 
-from octetrl.config.errors import UserError
+from octetrl.config.errors import UserError, nearest
 from octetrl.data.rows import kind_of, read_rows, required_text
+from octetrl.environments.answers import extract_answer
 from octetrl.records import Task
 
 
-def read_tasks(path: str | Path, prompt_template: str = "{prompt}") -> list[Task]:
+def read_tasks(
+    path: str | Path,
+    prompt_template: str = "{prompt}",
+    *,
+    columns: Mapping[Literal["prompt", "answer", "id"], str] = MappingProxyType({}),
+    reference_marker: str | None = None,
+) -> list[Task]:
     """The tasks of a file, in its order; `{prompt}` in the template stands for a line's prompt.
 
     Raises UserError naming the file, and the line where one is wrong.
     """
     tasks: list[Task] = []
     row_of_id: dict[str, int] = {}
+    taken = {columns.get("prompt", "prompt"), columns.get("answer", "answer"), columns.get("id", "id")}
     for number, where, record in read_rows(path):
-        prompt = required_text(record, "prompt", where)
-        answer = record.get("answer")
-        if isinstance(answer, bool) or not isinstance(answer, str | int | float | None):
-            raise UserError(f"{where}: 'answer' is {kind_of(answer)}; it must be a string or a number")
-        task_id = str(record.get("id", number))
+        row = dict(record)
+        for ours, theirs in columns.items():
+            row[ours] = _at(record, theirs, where)
+        if "prompt" in row:
+            row["prompt"] = _user_text(row["prompt"], where)
+        prompt = required_text(row, "prompt", where)
+        task_id = str(row.get("id", number))
         if task_id in row_of_id:
             raise UserError(f"{where}: id '{task_id}' is that of row {row_of_id[task_id]} too; ids must differ")
         row_of_id[task_id] = number
@@ -34,8 +56,47 @@ def read_tasks(path: str | Path, prompt_template: str = "{prompt}") -> list[Task
             Task(
                 id=task_id,
                 prompt=prompt_template.replace("{prompt}", prompt),
-                answer=None if answer is None else str(answer),
-                metadata={key: value for key, value in record.items() if key not in ("prompt", "answer", "id")},
+                answer=_reference(row.get("answer"), reference_marker, where),
+                metadata={key: value for key, value in record.items() if key not in taken},
             )
         )
     return tasks
+
+
+def _at(record: Mapping[str, Any], column: str, where: str) -> Any:
+    """What `record` has at `column`: a key, or keys joined by dots."""
+    if column in record:
+        return record[column]
+    value: Any = record
+    for key in column.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            known = value if isinstance(value, Mapping) else {}
+            hint = f"{nearest(key, known)}; there is {', '.join(known) or 'nothing'}"
+            raise UserError(f"{where}: no '{column}', which environment.columns names{hint}")
+        value = value[key]
+    return value
+
+
+def _user_text(prompt: object, where: str) -> object:
+    """A list of messages as what the user says in it; anything else as it is."""
+    if not isinstance(prompt, list):
+        return prompt
+    messages = [message if isinstance(message, Mapping) else {} for message in prompt]
+    roles = [str(message.get("role")) for message in messages]
+    if roles != ["user"]:
+        raise UserError(
+            f"{where}: 'prompt' is messages of {', '.join(roles) or 'nobody'}; it must be a text, or one message of the"
+            " user (a system prompt is rollout.system_prompt)"
+        )
+    return messages[0].get("content")
+
+
+def _reference(answer: object, marker: str | None, where: str) -> str | None:
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float | None):
+        raise UserError(f"{where}: 'answer' is {kind_of(answer)}; it must be a string or a number")
+    if answer is None or marker is None:
+        return None if answer is None else str(answer)
+    reference = extract_answer(str(answer), marker)
+    if not reference:
+        raise UserError(f"{where}: 'answer' has nothing after '{marker}', which is environment.reference_marker")
+    return reference

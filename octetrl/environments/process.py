@@ -134,8 +134,8 @@ class CallableProcess:
 def serve(descriptor: int, parent_pid: int) -> None:
     """The child's side: load the callable, then answer calls until the parent closes the socket.
 
-    The only broad `except` of the project: whatever a foreign callable raises becomes an answer. SystemExit and other
-    BaseExceptions end the process instead, which the parent sees as ProcessDied.
+    A broad `except`, as only here and in turns/calls.py: whatever a foreign callable raises becomes an answer.
+    SystemExit and other BaseExceptions end the process instead, which the parent sees as ProcessDied.
     """
     _die_with(parent_pid)
     with Connection(descriptor) as connection:
@@ -144,7 +144,7 @@ def serve(descriptor: int, parent_pid: int) -> None:
         except EOFError:
             return
         except Exception as error:
-            connection.send(Answer(error=_one_line(error), trace=_trace(error)))
+            connection.send(Answer(error=error_line(error), trace=error_trace(error)))
             return
         connection.send(Answer())
         while True:
@@ -155,7 +155,7 @@ def serve(descriptor: int, parent_pid: int) -> None:
             try:
                 answer = Answer(value=function(*args))
             except Exception as error:
-                answer = Answer(error=_one_line(error), trace=_trace(error))
+                answer = Answer(error=error_line(error), trace=error_trace(error))
             try:
                 connection.send(answer)
             except (BrokenPipeError, ConnectionResetError):
@@ -173,14 +173,14 @@ def _import_path() -> str:
     return os.pathsep.join(entry or os.getcwd() for entry in sys.path)
 
 
-def _one_line(error: Exception) -> str:
+def error_line(error: BaseException) -> str:
     """`ValueError: text (file.py:12)`, where the error was raised."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     text = " ".join(f"{type(error).__name__}: {error}".split())[:_ERROR_LENGTH]
     return f"{text} ({Path(frame.filename).name}:{frame.lineno})"
 
 
-def _trace(error: Exception) -> str:
+def error_trace(error: BaseException) -> str:
     """The traceback below our own frame; the end of it, where it is long."""
     whole = error.__traceback__
     below = whole.tb_next if whole is not None else None

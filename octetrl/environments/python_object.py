@@ -13,6 +13,7 @@ from typing import Any
 
 from octetrl.config.errors import UserError, nearest
 from octetrl.environments.base import Environment
+from octetrl.environments.turns.components import components_of
 
 
 def load_object(field: str, path: str) -> Any:
@@ -39,13 +40,16 @@ def load_object(field: str, path: str) -> Any:
 
 
 def load_environment(path: str) -> Environment:
-    """The environment at `path`: an object with `tasks` and `score`, or a class that makes one without arguments."""
+    """The environment at `path`: an object with `tasks` and `score` or decorated rewards, or a class that makes one
+    without arguments."""
     found = load_object("environment.dataset", path)
     environment = found() if isinstance(found, type) else found
-    missing = [name for name in ("tasks", "score") if not hasattr(environment, name)]
+    missing = [] if hasattr(environment, "tasks") else ["tasks"]
+    if not hasattr(environment, "score") and all(one.weight is None for one in components_of(environment)):
+        missing.append("score")
     if missing:
         raise UserError(
             f"environment.dataset: '{path}' has no {' and no '.join(missing)};"
-            " an environment has `tasks` and `score(task, completion_text)`"
+            " an environment has `tasks`, and `score(task, completion_text)` or methods with @reward"
         )
     return environment

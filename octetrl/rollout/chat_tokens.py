@@ -6,17 +6,21 @@ generated, and a reply adds the tokens that the template puts around it. Renderi
 in each turn would be shorter, but text does not always tokenize back to the tokens it came from, and
 templates drop earlier reasoning; then the trainer would see a sequence that the policy never did.
 
-The tokens around a reply are found by rendering a conversation whose answer is a placeholder and keeping what
-follows the placeholder: the end of the answer's turn, the reply's turn, the opening of the next answer.
+The tokens around replies are found by rendering a conversation whose answer is a placeholder and keeping what
+follows the placeholder: the end of the answer's turn, the replies' turns, the opening of the next answer. An answer
+that was ended by a token, the template's or another that the model stops at, has ended: the template's end is not said
+again. One that a stop string ended gets it, masked like all that the environment says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
+from jinja2 import TemplateError
+
 from octetrl.config.errors import UserError
-from octetrl.records import Rollout
+from octetrl.records import Reply, Rollout
 from octetrl.rollout.message_tokens import Message, TokenizedMessages, tokenize_messages
 
 _PLACEHOLDER = "PLACEHOLDER-OF-THE-ANSWER"
@@ -34,19 +38,37 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[Any]: ...
+
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
 
 
-class ChatTokens:
-    """Token ids of prompts, replies and answers. Raises UserError for a tokenizer without EOS."""
+class ReplyError(ValueError):
+    """The chat template can't write these replies."""
 
-    def __init__(self, tokenizer: Tokenizer, system_prompt: str | None = None) -> None:
+
+class ChatTokens:
+    """Token ids of prompts, replies and answers. Raises UserError for a tokenizer without EOS.
+
+    tools: their schemas, which the template writes into the prompt. ends: further tokens that the model stops at.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        system_prompt: str | None = None,
+        *,
+        tools: Sequence[Any] = (),
+        ends: Collection[int] = (),
+    ) -> None:
         if tokenizer.eos_token_id is None:
             raise UserError(
                 "tokenizer: it has no EOS token, so no answer could end; set eos_token in its tokenizer_config.json"
             )
         self._tokenizer = tokenizer
         self._system_prompt = system_prompt
+        self._tools = {"tools": list(tools)} if tools else {}
+        self._ends = frozenset((tokenizer.eos_token_id, *ends))
 
     def prompt_tokens(self, prompt: str) -> tuple[int, ...]:
         """The first turn: system prompt, `prompt` as the user's words, and the opening of the answer.
@@ -54,8 +76,8 @@ class ChatTokens:
         Without a chat template: the system prompt, a blank line and `prompt`, with the tokenizer's own BOS.
         """
         if self._tokenizer.chat_template is not None:
-            text = self._render([*self._system(), {"role": "user", "content": prompt}], opens_answer=True)
-            return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+            messages = [*self._system(), {"role": "user", "content": prompt}]
+            return tuple(self._tokenizer.encode(self._render(messages, **self._tools), add_special_tokens=False))
         text = prompt if self._system_prompt is None else f"{self._system_prompt}\n\n{prompt}"
         return tuple(self._tokenizer.encode(text, add_special_tokens=True))
 
@@ -63,25 +85,39 @@ class ChatTokens:
         """A given answer as the policy would have generated it, EOS included."""
         return (*self._tokenizer.encode(answer, add_special_tokens=False), self._tokenizer.eos_token_id)
 
-    def reply_tokens(self, reply: str, completion_token_ids: Sequence[int]) -> tuple[int, ...]:
-        """What to append after a completion for the environment's `reply` and the opening of the next answer.
+    def reply_tokens(self, replies: Sequence[Reply], completion_token_ids: Sequence[int]) -> tuple[int, ...]:
+        """What to append after a completion for the environment's replies and the opening of the next answer.
 
-        Without a chat template: the reply between line breaks. An EOS that the completion ends with, and that the
-        template would add, is not said twice.
+        Without a chat template: each reply between line breaks. Raises ReplyError for replies that the template
+        refuses, UserError for a template that leaves out earlier answers.
         """
         if self._tokenizer.chat_template is None:
-            return tuple(self._tokenizer.encode(f"\n{reply}\n", add_special_tokens=False))
+            text = "".join(f"\n{reply.text}\n" for reply in replies)
+            return tuple(self._tokenizer.encode(text, add_special_tokens=False))
         conversation = [
             {"role": "user", "content": "-"},
             {"role": "assistant", "content": _PLACEHOLDER},
-            {"role": "user", "content": reply},
+            *({"role": reply.role, "content": reply.text} for reply in replies),
         ]
-        _, found, after = self._render(conversation, opens_answer=True).partition(_PLACEHOLDER)
+        try:
+            _, found, after = self._render(conversation).partition(_PLACEHOLDER)
+        except TemplateError as error:
+            roles = ", ".join(reply.role for reply in replies)
+            raise ReplyError(f"the chat template refuses replies of the roles {roles} ({error})") from error
         if not found:
             raise UserError("tokenizer: its chat template leaves out earlier answers, so turns can't be appended")
-        tokens = tuple(self._tokenizer.encode(after, add_special_tokens=False))
-        said = bool(completion_token_ids) and completion_token_ids[-1] == self._tokenizer.eos_token_id
-        return tokens[1:] if said and tokens[0] == self._tokenizer.eos_token_id else tokens
+        encoded = self._tokenizer(after, add_special_tokens=False, return_offsets_mapping=True)
+        has_ended = bool(completion_token_ids) and completion_token_ids[-1] in self._ends
+        begin = self._end_of_turn(after) if has_ended else 0
+        pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        return tuple(token for token, (_, end) in pairs if begin == 0 or end > begin)
+
+    def _end_of_turn(self, after: str) -> int:
+        """Letters of what the template ends an answer with: blanks, if any, and a special token. 0: it has no such."""
+        blanks = len(after) - len(after.lstrip())
+        specials = [*self._tokenizer.all_special_tokens, *self._tokenizer.convert_ids_to_tokens(sorted(self._ends))]
+        found = [len(special) for special in specials if special and after.startswith(special, blanks)]
+        return blanks + max(found) if found else 0
 
     def message_tokens(
         self, messages: Sequence[Message], *, learn_from: int = 0, tools: Sequence[Any] | None = None
@@ -94,9 +130,10 @@ class ChatTokens:
     def _system(self) -> list[dict[str, str]]:
         return [] if self._system_prompt is None else [{"role": "system", "content": self._system_prompt}]
 
-    def _render(self, conversation: list[dict[str, str]], *, opens_answer: bool) -> str:
+    def _render(self, conversation: list[dict[str, str]], **options: Any) -> str:
+        """As it stands when the model is to answer."""
         text: str = self._tokenizer.apply_chat_template(
-            conversation, tokenize=False, add_generation_prompt=opens_answer
+            conversation, tokenize=False, add_generation_prompt=True, **options
         )
         return text
 

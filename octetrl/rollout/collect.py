@@ -13,17 +13,21 @@ long ones start first.
 
 A request's seed follows from (run seed, step, place in the batch), so a resumed step draws the same tokens,
 and two steps that meet the same task draw different ones.
+
+Where the environment is a `Dialogue` (environments/turns/), a completion is only the first turn: rollout/drive.py leads
+each rollout on to its end, in one session of the engine, and what its last message is scored on comes at the end.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from octetrl.config.schema import RolloutConfig
 from octetrl.environments.scoring import Score
+from octetrl.environments.turns.dialogue import Dialogue
 from octetrl.records import (
     Completion,
     FinishReason,
@@ -36,6 +40,8 @@ from octetrl.records import (
     Turn,
 )
 from octetrl.rollout.chat_tokens import ChatTokens
+from octetrl.rollout.converse import Speaking, seed_of, with_score
+from octetrl.rollout.drive import Drive, Occupancy
 
 
 class Scores(Protocol):
@@ -48,6 +54,8 @@ class Generates(Protocol):
     """What generates: the workers. `num_siblings` completions a request, in the order of the requests."""
 
     def generate(self, requests: Sequence[GenerationRequest], /) -> list[list[Completion]]: ...
+
+    def session(self) -> AbstractContextManager[Any]: ...
 
 
 class LengthPenalty(Protocol):
@@ -71,6 +79,8 @@ class Collection:
     max_refills: int = 0  # further draws to get them
     penalty: LengthPenalty | None = None  # added to the reward for its length; None: none
     lengths: dict[str, int] = field(default_factory=dict)  # task id -> mean tokens of its completions, last time
+    context_length: int = 1 << 30  # tokens that a conversation may have
+    occupancy: Occupancy = field(default_factory=Occupancy)  # filled where an environment has several turns
 
     @classmethod
     def from_config(cls, chat: ChatTokens, config: RolloutConfig, *, seed: int) -> Collection:
@@ -90,11 +100,14 @@ class Collection:
 
 
 def collect_groups(
-    tasks: Sequence[Task], environment: Scores, workers: Generates, collection: Collection
+    tasks: Sequence[Task], environment: Scores | Dialogue, workers: Generates, collection: Collection
 ) -> list[RolloutGroup]:
     """`group_size` rollouts of each task, scored, in the order of `tasks`."""
     requests = [_request(task, place, collection) for place, task in enumerate(tasks, collection.first_place)]
     fits = [len(request.prompt_token_ids) <= collection.max_prompt_tokens for request in requests]
+    if isinstance(environment, Dialogue):
+        rollouts_of = _converse(tasks, requests, fits, environment, workers, collection)
+        return [RolloutGroup(task, rollouts) for task, rollouts in zip(tasks, rollouts_of, strict=True)]
     generated = iter(workers.generate([request for request, fit in zip(requests, fits, strict=True) if fit]))
     siblings = [next(generated) if fit else [] for fit in fits]
     for task, drawn in zip(tasks, siblings, strict=True):
@@ -114,6 +127,44 @@ def collect_groups(
     return groups
 
 
+def _converse(
+    tasks: Sequence[Task],
+    requests: Sequence[GenerationRequest],
+    fits: Sequence[bool],
+    dialogue: Dialogue,
+    workers: Generates,
+    collection: Collection,
+) -> list[tuple[Rollout, ...]]:
+    """The siblings of each task, in order."""
+    speaking = Speaking(collection.chat, collection.sampling, collection.context_length)
+    places = range(collection.first_place, collection.first_place + len(tasks))
+    asked = [each for each, fit in zip(zip(places, tasks, requests, strict=True), fits, strict=True) if fit]
+    with workers.session() as session:
+        drive = Drive(dialogue, session, speaking, collection.occupancy)
+        drive.run(asked, run_seed=collection.seed, step=collection.step)
+    finished = drive.finished
+    if dialogue.scorer is not None:
+        to_score = [key for key, rollout in finished.items() if rollout.status.has_reward]
+        last = [(finished[key].task, finished[key].turns[-1].completion.text) for key in to_score]
+        for key, score in zip(to_score, dialogue.scorer.score(last), strict=True):
+            finished[key] = with_score(finished[key], score)
+    siblings = range(collection.group_size)
+    return [
+        tuple(_penalized(finished[place, sibling], collection) for sibling in siblings)
+        if fit
+        else (_too_long(task, request, collection),) * collection.group_size
+        for place, task, request, fit in zip(places, tasks, requests, fits, strict=True)
+    ]
+
+
+def _penalized(rollout: Rollout, collection: Collection) -> Rollout:
+    """By its longest answer, for that is what has a limit."""
+    if collection.penalty is None or rollout.reward is None:
+        return rollout
+    longest = max(len(turn.completion.token_ids) for turn in rollout.turns)
+    return replace(rollout, penalty=collection.penalty(longest, was_cut=rollout.status is RolloutStatus.OVERLONG))
+
+
 def count_statuses(groups: Sequence[RolloutGroup]) -> dict[RolloutStatus, int]:
     """How many rollouts of each status there are, zeros included."""
     counts = dict.fromkeys(RolloutStatus, 0)
@@ -124,13 +175,12 @@ def count_statuses(groups: Sequence[RolloutGroup]) -> dict[RolloutStatus, int]:
 
 
 def _request(task: Task, place: int, collection: Collection) -> GenerationRequest:
-    digest = hashlib.sha256(f"{collection.seed}/{collection.step}/{place}".encode()).digest()
     return GenerationRequest(
         id=f"{place}:{task.id}",
         prompt_token_ids=collection.chat.prompt_tokens(task.prompt),
         sampling=collection.sampling,
         num_siblings=collection.group_size,
-        seed=int.from_bytes(digest[:8]) >> 1,
+        seed=seed_of(collection.seed, collection.step, place),
         expected_tokens=collection.lengths.get(task.id),
     )
 

@@ -11,11 +11,13 @@ by what the last draw gave too many: they are learnt from. With `max_refills` 0 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from octetrl.environments.turns.dialogue import Dialogue
 from octetrl.records import RolloutGroup, Task
 from octetrl.rollout.collect import Collection, Generates, Scores, collect_groups
+from octetrl.rollout.drive import Occupancy
 
 
 class Tasks(Protocol):
@@ -31,30 +33,33 @@ class Collected:
     groups: list[RolloutGroup]  # all of them, in the order drawn
     kept: list[RolloutGroup]
     refills: int
+    occupancy: Occupancy = field(default_factory=Occupancy)
 
     @property
     def metrics(self) -> Mapping[str, float]:
         counts = {"groups": len(self.groups), "kept_groups": len(self.kept), "refills": self.refills}
-        return {f"rollout/{name}": float(count) for name, count in counts.items()}
+        return {f"rollout/{name}": float(count) for name, count in counts.items()} | dict(self.occupancy.metrics)
 
 
 def collect_batch(
     tasks: Tasks,
     keeps: Callable[[RolloutGroup], bool],
-    environment: Scores,
+    environment: Scores | Dialogue,
     workers: Generates,
     collection: Collection,
 ) -> Collected:
     """At least `collection.prompts` groups that are kept, or as many as `collection.max_refills` gave."""
     groups: list[RolloutGroup] = []
     kept: list[RolloutGroup] = []
-    wanted, draws = collection.prompts, 0
+    wanted, draws, occupancy = collection.prompts, 0, Occupancy()
     while wanted > 0 and draws <= collection.max_refills:
         drawn = tasks.next_batch(wanted)
-        new = collect_groups(drawn, environment, workers, replace(collection, first_place=len(groups)))
+        new = collect_groups(
+            drawn, environment, workers, replace(collection, first_place=len(groups), occupancy=occupancy)
+        )
         groups += new
         kept += [group for group in new if keeps(group)]
         draws += 1
         missing = max(collection.prompts - len(kept), 0)
         wanted = min(-(-missing * len(groups) // max(len(kept), 1)), collection.prompts)
-    return Collected(groups, kept, draws - 1)
+    return Collected(groups, kept, draws - 1, occupancy)

@@ -19,16 +19,12 @@ from octetrl.config.schema import EnvironmentConfig, Fp8Config, Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate import validate_with_spec
 from octetrl.data.mixture import Mixture, read_source
-from octetrl.data.tasks import read_tasks
-from octetrl.environments.base import Environment, NoTasks, Scorer, TaskEnvironment, Taskset
-from octetrl.environments.code.scorer import code_environment
-from octetrl.environments.jsonl import ExactScorer
-from octetrl.environments.math_answers import MathScorer
-from octetrl.environments.python_object import load_environment
+from octetrl.environments.base import Environment, NoTasks, Scorer, Taskset
+from octetrl.environments.judge import Judge
 from octetrl.environments.python_reward import PythonReward
-from octetrl.environments.reasoning_gym import reasoning_gym_environment
 from octetrl.environments.sandbox.sandbox import sandbox_for
 from octetrl.environments.scoring import RewardWorkers
+from octetrl.environments.turns.dialogue import Dialogue, Limits, is_dialogue, toolbox_of
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import load_spec, spec_from_config
@@ -37,15 +33,18 @@ from octetrl.models.peft_adapters import load_adapter
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.collect import Collection
 from octetrl.run.device import resolve_device, seed_everything
+from octetrl.run.environment import build_environment
 from octetrl.run.journal import Journal
 from octetrl.run.local import AnyWorker, LocalWorkers
 from octetrl.run.reward_model_worker import RewardModelWorker
 from octetrl.run.reward_scorer import RewardModelScorer
 from octetrl.run.scalar_models import build_reward_model
-from octetrl.run.tokenizer import Tokenizer, load_tokenizer
+from octetrl.run.tokenizer import Tokenizer, load_tokenizer, tool_family
 from octetrl.run.worker import Worker
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.spans import Spans
+
+Rewards = RewardWorkers | RewardModelScorer | Judge | Dialogue
 
 
 @dataclass(slots=True)
@@ -56,7 +55,7 @@ class Run:
     tokenizer: Tokenizer
     taskset: Taskset
     conversations: Mixture | None  # or preference pairs; None: rollouts
-    rewards: RewardWorkers | RewardModelScorer
+    rewards: Rewards
     algorithm: Algorithm
     workers: LocalWorkers
     journal: Journal
@@ -81,8 +80,8 @@ def build_run(recipe: Recipe, *, trains: bool = True) -> Run:
     spec = model_spec(recipe)
     validate_with_spec(recipe, spec)
     tokenizer = load_tokenizer(tokenizer_folder(recipe))
-    chat = ChatTokens(tokenizer, recipe.rollout.system_prompt)
     environment = build_environment(recipe.environment)
+    chat = build_chat(recipe, spec, tokenizer, environment)
     algorithm = build_algorithm(recipe.algorithm)
     spans = Spans(torch.cuda.synchronize if device.type == "cuda" else None)
     console = Console(recipe.logging.console, recipe.steps)
@@ -93,7 +92,7 @@ def build_run(recipe: Recipe, *, trains: bool = True) -> Run:
         tokenizer=tokenizer,
         taskset=build_taskset(environment, recipe.environment),
         conversations=build_conversations(recipe, chat),
-        rewards=build_rewards(recipe, environment, device),
+        rewards=build_rewards(recipe, environment, device, tokenizer),
         algorithm=algorithm,
         workers=LocalWorkers(_build_worker(recipe, spec, tokenizer, algorithm, device, spans, trains), console),
         journal=Journal(),
@@ -171,45 +170,55 @@ def build_collection(recipe: Recipe, chat: ChatTokens) -> Collection:
     penalty = None
     if algorithm.overlong_buffer:
         penalty = partial(soft_overlong_penalty, limit=rollout.max_new_tokens, buffer=algorithm.overlong_buffer)
-    return replace(collection, max_refills=algorithm.max_refills, penalty=penalty)
-
-
-def build_environment(config: EnvironmentConfig) -> Environment:
-    """Tasks and scorer of the recipe; `environment.reward` replaces the kind's own scorer."""
-    if config.dataset is None:
-        return TaskEnvironment([], ExactScorer())  # validated: neither rollouts nor evaluation
-    if config.kind == "reasoning_gym":
-        environment: Environment = reasoning_gym_environment(
-            config.dataset,
-            config.parameters,
-            size=config.train_size + config.eval_size,
-            seed=config.seed,
-            answer_marker=config.answer_marker,
-            prompt_template=config.prompt_template,
-        )
-    elif config.kind == "python":
-        environment = load_environment(config.dataset)
-    elif config.kind == "code":
-        environment = code_environment(read_tasks(config.dataset, config.prompt_template), config)
-    else:
-        scorer: Scorer = MathScorer(config.answer_marker)
-        if config.kind == "jsonl":
-            scorer = ExactScorer(config.answer_marker)
-        environment = TaskEnvironment(read_tasks(config.dataset, config.prompt_template), scorer)
-    if config.reward is None:
-        return environment
-    return TaskEnvironment(environment.tasks, PythonReward(config.reward))
-
-
-def build_rewards(recipe: Recipe, environment: Environment, device: torch.device) -> RewardWorkers | RewardModelScorer:
-    """The environment's own score, in processes of its own, or a reward model's, in this one."""
-    if recipe.environment.reward_model is not None:
-        return RewardModelScorer(recipe, device)
-    return RewardWorkers(
-        environment.score,
-        timeout_seconds=recipe.environment.reward_timeout_seconds,
-        processes=recipe.environment.reward_workers,
+    return replace(
+        collection, max_refills=algorithm.max_refills, penalty=penalty, context_length=recipe.model.context_length
     )
+
+
+def build_chat(recipe: Recipe, spec: ModelSpec, tokenizer: Tokenizer, environment: Environment) -> ChatTokens:
+    """With the environment's tools, and its system prompt where the recipe has none."""
+    system_prompt = recipe.rollout.system_prompt
+    if system_prompt is None:
+        system_prompt = getattr(environment, "system_prompt", None)
+    return ChatTokens(tokenizer, system_prompt, tools=toolbox_of(environment).schemas(), ends=spec.eos_token_ids)
+
+
+def build_rewards(recipe: Recipe, environment: Environment, device: torch.device, tokenizer: Tokenizer) -> Rewards:
+    """The environment's own score, in processes of its own, or a reward model's, in this one; or a whole `Dialogue`."""
+    config = recipe.environment
+    if is_dialogue(environment):
+        return build_dialogue(config, environment, tokenizer)
+    if config.reward_model is not None:
+        return RewardModelScorer(recipe, device)
+    if config.judge is not None:
+        return Judge(config.judge)
+    return _reward_workers(environment.score, config)
+
+
+def build_dialogue(config: EnvironmentConfig, environment: Environment, tokenizer: Tokenizer) -> Dialogue:
+    """An environment of several turns; `environment.reward` takes the place of its rewards."""
+    if config.reward_model is not None:
+        raise UserError(
+            "environment.reward_model: it scores one answer to one prompt, and this environment has several turns;"
+            " set it to null, or use environment.reward"
+        )
+    scorer: Scorer | None = getattr(environment, "score", None)
+    if config.reward is not None:
+        scorer = PythonReward(config.reward)
+    scores: RewardWorkers | Judge | None = None if config.judge is None else Judge(config.judge)
+    if scores is None and scorer is not None:
+        scores = _reward_workers(scorer, config)
+    return Dialogue(
+        environment,
+        Limits.from_config(config),
+        family=tool_family(tokenizer),
+        scorer=scores,
+        only_scorer=config.reward is not None or config.judge is not None,
+    )
+
+
+def _reward_workers(scorer: Scorer, config: EnvironmentConfig) -> RewardWorkers:
+    return RewardWorkers(scorer, timeout_seconds=config.reward_timeout_seconds, processes=config.reward_workers)
 
 
 def build_taskset(environment: Environment, config: EnvironmentConfig) -> Taskset:

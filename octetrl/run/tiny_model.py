@@ -23,8 +23,28 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}" + ASSISTANT + "{% endif %}"
 )
 
+# The same with tools, in the Hermes way: their schemas first, calls and results in tags.
+TOOL_TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}" + ASSISTANT + "{{ message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    '<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>'
+    "{% endfor %}" + END + ""
+    "{% elif message['role'] == 'tool' %}"
+    + USER
+    + "<tool_response>{{ message['content'] }}</tool_response>"
+    + "{% elif message['role'] == 'user' %}"
+    + USER
+    + "{{ message['content'] }}{% else %}{{ message['content'] }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}" + ASSISTANT + "{% endif %}"
+)
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int = 384) -> PreTrainedTokenizerFast:
+
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int = 384, chat_template: str = CHAT_TEMPLATE
+) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer with a chat template; EOS is `<|end|>`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -42,11 +62,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 384) -> PreTrainedTo
     )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, chat_template=CHAT_TEMPLATE
+        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, chat_template=chat_template
     )
 
 
-def save_tokenizer(texts: Iterable[str], folder: Path, vocab_size: int = 384) -> PreTrainedTokenizerFast:
-    tokenizer = train_tokenizer(texts, vocab_size)
+def save_tokenizer(
+    texts: Iterable[str], folder: Path, vocab_size: int = 384, chat_template: str = CHAT_TEMPLATE
+) -> PreTrainedTokenizerFast:
+    tokenizer = train_tokenizer(texts, vocab_size, chat_template)
     tokenizer.save_pretrained(folder)
     return tokenizer

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from octetrl.config.errors import UserError
+from octetrl.environments.tools import Family, family_of
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 Tokenizer = Any  # transformers' PreTrainedTokenizerBase; rooms below see only the methods they call
@@ -36,3 +37,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
             f' set "eos_token" in its tokenizer_config.json'
         )
     return tokenizer
+
+
+def tool_family(tokenizer: Tokenizer) -> Family | None:
+    """How a model with this tokenizer writes tool calls; None: not at all, or not in a way known here."""
+    return None if tokenizer.chat_template is None else family_of(tokenizer.get_chat_template(tools=[]))

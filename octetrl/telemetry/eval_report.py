@@ -92,12 +92,16 @@ class EvalReport:
 
     @cached_property
     def lengths(self) -> dict[str, float]:
-        """Of completions, in tokens: mean, quantiles, max, and the share that was cut off at the limit."""
+        """Of rollouts, in tokens drawn: mean, quantiles, max, and the share that a limit cut off."""
         drawn = [rollout for group in self.groups for rollout in group.rollouts if rollout.turns]
         if not drawn:
             return {}
         lengths = numpy.array([_num_tokens(rollout) for rollout in drawn])
-        cut = [rollout.turns[-1].completion.finish_reason is FinishReason.LENGTH for rollout in drawn]
+        cut = [
+            rollout.status is RolloutStatus.TRUNCATED
+            or rollout.turns[-1].completion.finish_reason is FinishReason.LENGTH
+            for rollout in drawn
+        ]
         found = {"mean": float(lengths.mean())}
         found |= {name: float(numpy.quantile(lengths, level)) for name, level in QUANTILES.items()}
         return found | {"max": float(lengths.max()), "truncated_share": sum(cut) / len(cut)}

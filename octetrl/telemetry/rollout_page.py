@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from octetrl.records import RolloutStatus
-from octetrl.telemetry.rollout_reader import Filter, Said, SampledGroup, SampledRow, Selection, Span
+from octetrl.telemetry.rollout_reader import MODEL, Filter, Said, SampledGroup, SampledRow, Selection, Span
 from octetrl.telemetry.token_pieces import DISAGREEMENT, UNLIKELY
 
 _PLACE = '{"groups": []}'  # what the page holds before it is filled
@@ -76,6 +76,7 @@ def _row(row: SampledRow, pieces: Pieces | None) -> dict[str, Any]:
         "status": row.status,
         "reward": row.reward,
         "components": _numbers(row.components),
+        "metrics": _numbers(row.metrics),
         "tokens": len(row.token_ids),
         **{key: line.get(key) for key in ("finish_reason", "policy_version", "answered", "detail", "trace")},
         "said": [_part(row, part, pieces) for part in row.said],
@@ -83,13 +84,11 @@ def _row(row: SampledRow, pieces: Pieces | None) -> dict[str, Any]:
 
 
 def _part(row: SampledRow, part: Said, pieces: Pieces | None) -> dict[str, Any]:
-    if not part.by_model:
-        return {"by": "environment", "text": part.text}
-    if pieces is None or not row.logprobs:
-        return {"by": "model", "text": part.text}
+    if part.by != MODEL or pieces is None or not row.logprobs:
+        return {"by": part.by, "text": part.text}
     engine = row.logprobs[part.tokens]
     tokens: dict[str, Any] = {
-        "by": "model",
+        "by": MODEL,
         "text": part.text,
         "pieces": pieces(row.token_ids[part.tokens]),
         "logprobs": [round(logprob, 2) for logprob in engine],

@@ -4,8 +4,8 @@ A group is shown with all its siblings as soon as one of them passes the filter,
 its siblings. Files may be large, so they are gone through once for where the groups are, and only the groups that are
 shown are kept: evenly spread over those that pass, where there are more than asked for.
 
-Keys that a line has beyond those read here are kept in `line`. Two are read where they are there: `components`, rewards
-by name, and `trainer_logprobs`, the trainer's log-probs of `token_ids`.
+Keys that a line has beyond those read here are kept in `line`. Some are read where they are there: `components`,
+rewards by name, `metrics`, and `trainer_logprobs`, the trainer's log-probs of `token_ids`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from octetrl.config.errors import UserError
 from octetrl.records import RolloutStatus
 
 _FILE = re.compile(r"step_(\d+)\.jsonl")
+MODEL = "model"
 _REQUIRED = ("task_id", "prompt", "sibling", "status", "reward", "text")
 
 
@@ -57,7 +58,7 @@ class Filter:
 class Said:
     """A part of a conversation."""
 
-    by_model: bool
+    by: str  # model, or the environment's role: user, tool, environment
     text: str
     tokens: slice  # of the row's `token_ids`; empty for what the environment said
 
@@ -103,17 +104,22 @@ class SampledRow:
         return self.line.get("components") or {}
 
     @property
+    def metrics(self) -> Mapping[str, float]:
+        return self.line.get("metrics") or {}
+
+    @property
     def said(self) -> list[Said]:
         """Who said what after the prompt."""
         turns = self.line.get("turns")
         if not turns:
-            return [Said(True, self.text, slice(0, len(self.token_ids)))] if self.text or self.token_ids else []
+            return [Said(MODEL, self.text, slice(0, len(self.token_ids)))] if self.text or self.token_ids else []
         parts, begin = [], 0
         for turn in turns:
             end = begin + turn["num_tokens"]
-            parts.append(Said(True, turn["text"], slice(begin, end)))
-            if turn["reply"] is not None:
-                parts.append(Said(False, turn["reply"], slice(end, end)))
+            parts.append(Said(MODEL, turn["text"], slice(begin, end)))
+            parts += [Said(reply["role"], reply["text"], slice(end, end)) for reply in turn.get("replies", ())]
+            if turn.get("reply") is not None:  # as files of earlier versions have it
+                parts.append(Said("environment", turn["reply"], slice(end, end)))
             begin = end
         return parts
 

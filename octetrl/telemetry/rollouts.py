@@ -5,7 +5,9 @@
     task_id prompt answer sibling status reward penalty answered detail trace text policy_version finish_reason
     prompt_token_ids                 of the first turn
     token_ids logprobs               of all completions, end to end: what was sampled
-    turns                            only with more than one: prompt_token_ids, text, reply and num_tokens of each
+    components metrics               only of environments that have them: each reward, unweighted, and what was measured
+    turns                            only where an environment replied: prompt_token_ids, text, num_tokens and replies
+                                     (role, text) of each
 
 The file is written aside, synced and renamed: it is there whole or not at all. A resumed run writes the files of its
 steps again and first removes those past the step it resumes from, so the folder equals a never-killed run's.
@@ -17,7 +19,7 @@ import errno
 import json
 import os
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
     `reward/penalty` is what lengths add to the rewards, which `reward/mean` is without.
     `reward/zero_variance_fraction` is the share of groups whose siblings all got the same reward: they teach nothing.
+    `reward/component/*` are the parts of the rewards, unweighted, and `environment/*` what environments measured.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [reward for group in groups for reward in group.rewards]
@@ -49,7 +52,14 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     if lengths:
         metrics["rollout/mean_length"] = statistics.fmean(lengths)
         metrics["rollout/max_length"] = max(lengths)
-    return metrics
+    metrics |= _means("reward/component", [rollout.components for rollout in rollouts])
+    return metrics | _means("environment", [rollout.metrics for rollout in rollouts])
+
+
+def _means(family: str, measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of each name, over the rollouts that have it."""
+    names = dict.fromkeys(name for one in measured for name in one)
+    return {f"{family}/{name}": statistics.fmean(one[name] for one in measured if name in one) for name in names}
 
 
 class RolloutFiles:
@@ -114,13 +124,16 @@ def _as_json(rollout: Rollout, sibling: int) -> dict[str, Any]:
         "token_ids": [token for completion in completions for token in completion.token_ids],
         "logprobs": [logprob for completion in completions for logprob in completion.logprobs],
     }
-    if len(rollout.turns) > 1:
+    for name in ("components", "metrics"):
+        if getattr(rollout, name):
+            fields[name] = dict(getattr(rollout, name))
+    if len(rollout.turns) > 1 or any(turn.replies for turn in rollout.turns):
         fields["turns"] = [
             {
                 "prompt_token_ids": list(turn.prompt_token_ids),
                 "num_tokens": len(turn.completion.token_ids),
                 "text": turn.completion.text,
-                "reply": turn.reply,
+                "replies": [{"role": reply.role, "text": reply.text} for reply in turn.replies],
             }
             for turn in rollout.turns
         ]

@@ -20,8 +20,9 @@ from typing import Annotated
 
 from pydantic import Field
 
+from octetrl.config.sandbox import SandboxConfig
 from octetrl.environments.sandbox.limits import Limits, Outcome, SandboxStatus
-from octetrl.environments.sandbox.sandbox import run_python
+from octetrl.environments.sandbox.sandbox import Program, sandbox_for
 from octetrl.environments.tools.definition import Tool
 
 _ENDINGS = {
@@ -42,19 +43,27 @@ _DESCRIPTION = (
 
 
 def python_tool(
-    limits: Limits | None = None, *, name: str = "python", description: str = _DESCRIPTION, max_letters: int = 2000
+    config: SandboxConfig | None = None,
+    *,
+    name: str = "python",
+    description: str = _DESCRIPTION,
+    max_letters: int = 2000,
 ) -> Tool:
-    """A tool that runs programs within `limits` (None: the sandbox's own); of long output the middle is left out."""
-    return Tool(_Python(limits or Limits(), max_letters), name=name, description=description)
+    """A tool that runs programs in the sandbox of `config` (None: its defaults); of long output the middle is left out.
+    Raises UserError where this machine gives no such sandbox."""
+    config = config or SandboxConfig()
+    sandbox_for(config)
+    return Tool(_Python(config, max_letters), name=name, description=description)
 
 
 @dataclass(frozen=True, slots=True)
 class _Python:
-    limits: Limits
+    config: SandboxConfig
     max_letters: int
 
     def __call__(self, code: Annotated[str, Field(description="The program; print what you want to see.")]) -> str:
-        outcome = run_python(with_last_value_printed(code), limits=self.limits)
+        program = Program(with_last_value_printed(code), limits=Limits.from_config(self.config))
+        outcome = sandbox_for(self.config).run(program)
         if outcome.status is SandboxStatus.FAILED_SANDBOX:
             raise RuntimeError(f"the sandbox failed: {outcome.detail}")
         return _told(outcome, self.max_letters)

@@ -8,6 +8,7 @@ import pytest
 from octetrl.cli.main import run_command
 from octetrl.config.presets import preset_config
 from octetrl.fp8.policy import tokens_that_pay
+from octetrl.run.tiny_model import CHAT_TEMPLATE, TOOL_TEMPLATE, save_tokenizer
 
 RECIPE = """
 precision: fp8_full
@@ -124,6 +125,64 @@ def test_an_environment_in_python(folder: Path, capsys: pytest.CaptureFixture[st
     (folder / "sums_to_check.py").write_text("class Sums:\n    tasks = ()\n    def score(self, task, text): ...\n")
     code, _, err = check(capsys, "environment.kind=python", "environment.dataset=sums_to_check:Sums")
     assert (code, err) == (0, "")
+
+
+TALKS = """
+from octetrl.environments.tools import tool
+from octetrl.environments.turns import metric, reward
+@tool
+def look(where: str) -> str: ...
+class Talk:
+    tasks = ()
+    def reply(self, conversation): ...
+    @reward(weight=0.5)
+    def nice(self, conversation): ...
+    @reward
+    def right(self, conversation): ...
+class Agent(Talk):
+    tools = (look,)
+class Free(Talk):
+    right = nice = None
+class Own(Talk):
+    @metric
+    def turns(self, conversation): ...
+class Loud(Talk):
+    @metric
+    def Loudness(self, conversation): ...
+class Broken(Talk):
+    tools = ("look",)
+"""
+
+
+def test_an_environment_of_several_turns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "talks_to_check.py").write_text(TALKS)
+    template = TOOL_TEMPLATE
+
+    def checked(name: str) -> tuple[int, str, str]:
+        save_tokenizer(["look where"], folder / "model", chat_template=template)
+        write_config(folder, max_position_embeddings=4096)
+        return check(capsys, "environment.kind=python", f"environment.dataset=talks_to_check:{name}")
+
+    for name, tools in (("Talk", ""), ("Agent", ", tools look")):
+        code, out, err = checked(name)
+        assert (code, err) == (0, "")
+        assert f"turns at most 16, rewarded by 0.5 x nice + 1 x right{tools}" in out
+    for name, problem in (
+        (
+            "Free",
+            "has no score; an environment has `tasks`, and `score(task, completion_text)` or methods with @reward",
+        ),
+        ("Own", "'turns' is measured of every rollout; give your metric another name"),
+        ("Loud", "'Loudness' is no name for a reward or metric; use lower case letters and _"),
+        ("Broken", "'look' is a str, not a tool; put @tool before its def"),
+    ):
+        code, _, err = checked(name)
+        assert code == 2 and problem in err and len(err.splitlines()) == 1, err
+    template = CHAT_TEMPLATE
+    code, _, err = checked("Agent")
+    assert code == 2 and "it has tools (look), and the tokenizer's chat template has none" in err
+    code, _, err = check(capsys, "environment.turns.max_turn=3")
+    assert code == 2 and "did you mean 'max_turns'" in err
 
 
 def test_a_critic_and_a_reward_model_are_looked_at(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,7 +60,7 @@ def test_groups_left_out_are_counted(run: Path, capsys: Capture) -> None:
 
 def test_turns_and_components_are_shown(run: Path, capsys: Capture) -> None:
     text = printed(capsys, "run", "--text", "told you")
-    for words in ("ask!", "environment: told you", "so 3", "right 1.000", "brevity -0.250"):
+    for words in ("ask!", "tool: told you", "so 3", "right 1.000", "brevity -0.250"):
         assert words in text
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +12,7 @@ from octetrl.config.errors import UserError
 from octetrl.data.tasks import read_tasks
 from octetrl.environments.base import Taskset
 from octetrl.environments.jsonl import ExactScorer
+from octetrl.environments.math_answers import MathScorer
 
 
 def write(folder: Path, text: str | bytes) -> Path:
@@ -47,6 +50,9 @@ def test_tasks_of_a_file_are_drawn_and_scored(tmp_path: Path) -> None:
         ("{}", ":1: no 'prompt'; the line has no keys"),
         ('{"prompt": " "}', ":1: 'prompt' is an empty string"),
         ('{"prompt": 3}', ":1: 'prompt' is a number"),
+        ('{"prompt": []}', ":1: 'prompt' is messages of nobody"),
+        ('{"prompt": [{"role": "user", "content": 3}]}', ":1: 'prompt' is a number"),
+        ('{"prompt": [{"role": "system", "content": "a"}, "b"]}', ":1: 'prompt' is messages of system, None;"),
         ('{"prompt": "a", "answer": [1]}', ":1: 'answer' is a list"),
         ('{"prompt": "a", "answer": true}', ":1: 'answer' is a boolean"),
         ('{"prompt": "a", "id": 2}\n{"prompt": "b"}', ":2: id '2' is that of row 1 too"),
@@ -67,3 +73,52 @@ def test_a_file_that_can_not_be_read(tmp_path: Path) -> None:
         read_tasks(tmp_path / "none.jsonl")
     with pytest.raises(UserError, match="datasets"):
         read_tasks(tmp_path)
+
+
+GSM8K = {"question": "How many eggs?", "answer": "16 - 3 = <<16-3=13>>13\n#### 1,013"}
+MATH = {"problem": "Half of $3$?", "level": "Level 1", "solution": "It is $3/2$, so \\boxed{\\frac{3}{2}}."}
+DAPO = {
+    "data_source": "math_dapo",
+    "prompt": [{"role": "user", "content": "Solve it."}],
+    "reward_model": {"ground_truth": "34", "style": "rule"},
+    "extra_info": {"index": "9a9b"},
+}
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "prompt", "answer", "right", "metadata"),
+    [
+        (GSM8K, {"columns": {"prompt": "question"}, "reference_marker": "####"}, "How many", "1,013", "1013", []),
+        (MATH, {"columns": {"prompt": "problem", "answer": "solution"}}, "Half of", None, "1.5", ["level"]),
+        (
+            DAPO,
+            {"columns": {"answer": "reward_model.ground_truth", "id": "extra_info.index"}},
+            "Solve it.",
+            "34",
+            "$34.0$",
+            ["data_source", "reward_model", "extra_info"],
+        ),
+    ],
+)
+def test_files_of_other_keys_are_read_and_scored(
+    tmp_path: Path, row: Any, options: Any, prompt: str, answer: str | None, right: str, metadata: list[str]
+) -> None:
+    (task,) = read_tasks(write(tmp_path, json.dumps(row)), **options)
+    assert task.prompt.startswith(prompt) and list(task.metadata) == metadata
+    assert answer is None or task.answer == answer
+    assert task.id == ("9a9b" if "id" in options["columns"] else "1")
+    assert [MathScorer("####")(task, f"so #### {said}") for said in (right, "77")] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"columns": {"prompt": "quesion"}}, ":1: no 'quesion', which environment.columns names; did you mean"),
+        ({"columns": {"prompt": "question", "answer": "answer.text"}}, "no 'answer.text', which environment.columns"),
+        ({"columns": {"prompt": "question"}, "reference_marker": "The answer:"}, "nothing after 'The answer:'"),
+    ],
+)
+def test_a_row_that_lacks_a_column_is_named(tmp_path: Path, options: Any, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_tasks(write(tmp_path, json.dumps(GSM8K)), **options)
+    assert message in str(caught.value) and "\n" not in str(caught.value)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from octetrl.config.errors import UserError
+from octetrl.records import Reply
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.run.tiny_model import train_tokenizer
 
@@ -46,14 +47,16 @@ def test_a_reply_is_appended_and_eos_is_said_once(tokenizer: Any, ended: bool) -
         {"role": "user", "content": "are you sure?"},
     ]
     expected = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
-    assert chat.prompt_tokens("1 + 2 =") + answer + chat.reply_tokens("are you sure?", answer) == tuple(expected)
+    assert chat.prompt_tokens("1 + 2 =") + answer + chat.reply_tokens(
+        [Reply("user", "are you sure?")], answer
+    ) == tuple(expected)
 
 
 def test_what_was_generated_is_kept_where_text_would_tokenize_otherwise(tokenizer: Any) -> None:
     odd = tuple(token for letter in "answer" for token in tokenizer.encode(letter, add_special_tokens=False))
     assert odd != tuple(tokenizer.encode("answer", add_special_tokens=False))
     chat = ChatTokens(tokenizer)
-    turns = chat.prompt_tokens("?") + odd + chat.reply_tokens("and?", odd)
+    turns = chat.prompt_tokens("?") + odd + chat.reply_tokens([Reply("user", "and?")], odd)
     assert turns[: len(chat.prompt_tokens("?")) + len(odd)] == chat.prompt_tokens("?") + odd
 
 
@@ -61,7 +64,7 @@ def test_without_a_template_the_prompt_is_the_text(plain_tokenizer: Any) -> None
     chat = ChatTokens(plain_tokenizer, "Be brief.")
     assert plain_tokenizer.decode(chat.prompt_tokens("1 + 2 =")) == "Be brief.\n\n1 + 2 ="
     assert plain_tokenizer.decode(ChatTokens(plain_tokenizer).prompt_tokens("1 + 2 =")) == "1 + 2 ="
-    assert plain_tokenizer.decode(chat.reply_tokens("sure?", ())) == "\nsure?\n"
+    assert plain_tokenizer.decode(chat.reply_tokens([Reply("user", "sure?")], ())) == "\nsure?\n"
 
 
 def test_a_tokenizer_without_eos_is_refused() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from octetrl.algorithms.table import build_algorithm
 from octetrl.config.schema import AlgorithmConfig
-from octetrl.records import Completion, FinishReason, Rollout, RolloutGroup, RolloutStatus, Task, Turn
+from octetrl.records import Completion, FinishReason, Reply, Rollout, RolloutGroup, RolloutStatus, Task, Turn
 from octetrl.rollout.samples import to_samples
 
 TASK = Task(id="a", prompt="?")
@@ -43,7 +43,7 @@ def test_a_masked_overlong_rollout_counts_in_the_baseline_alone() -> None:
 
 
 def test_only_generated_tokens_are_trained_on_across_turns() -> None:
-    turns = (Turn((1, 2), completion(5, 6), reply="and?"), Turn((8, 9), completion(7)))
+    turns = (Turn((1, 2), completion(5, 6), replies=(Reply("user", "and?"),)), Turn((8, 9), completion(7)))
     group = group_of(Rollout(TASK, turns, RolloutStatus.SCORED, 1.0), rollout(0.0))
     sample = to_samples([group], build_algorithm(AlgorithmConfig()))[0]
     assert sample.token_ids == (1, 2, 5, 6, 8, 9, 7)

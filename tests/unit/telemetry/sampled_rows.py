@@ -33,8 +33,9 @@ def line(task: str, sibling: int, reward: float | None, text: str = "1 + 2 = 3",
 
 
 def two_turns(task: str, sibling: int) -> dict[str, Any]:
-    first = {"prompt_token_ids": [1], "num_tokens": 4, "text": "ask!", "reply": "told you"}
-    last = {"prompt_token_ids": [2], "num_tokens": 3, "text": "so 3", "reply": None}
+    first: dict[str, Any] = {"prompt_token_ids": [1], "num_tokens": 4, "text": "ask!"}
+    first["replies"] = [{"role": "tool", "text": "told you"}]
+    last = {"prompt_token_ids": [2], "num_tokens": 3, "text": "so 3", "replies": []}
     text = "ask!told youso 3"
     found = line(task, sibling, 1.0, text, turns=[first, last], components={"right": 1.0, "brevity": -0.25})
     return found | {"token_ids": list(range(7)), "logprobs": [-0.1, -3.0, -6.0, -0.1, -0.1, -0.1, -0.1]}

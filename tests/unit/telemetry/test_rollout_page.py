@@ -49,7 +49,7 @@ def test_it_holds_groups_and_filter(run: Path) -> None:
     turns = data(rollout_page("x", select(run, Filter(task="talk"), None), wanted))["groups"][0]["rows"][0]
     assert [(part["by"], part["text"]) for part in turns["said"]] == [
         ("model", "ask!"),
-        ("environment", "told you"),
+        ("tool", "told you"),
         ("model", "so 3"),
     ]
     assert turns["components"] == {"right": 1.0, "brevity": -0.25}

@@ -69,10 +69,10 @@ def test_fewer_are_evenly_spread_and_counted(run: Path) -> None:
 
 def test_turns_have_their_tokens(run: Path) -> None:
     row = select(run, Filter(task="talk"), None).groups[0].rows[0]
-    assert [(part.by_model, part.text, row.token_ids[part.tokens]) for part in row.said] == [
-        (True, "ask!", [0, 1, 2, 3]),
-        (False, "told you", []),
-        (True, "so 3", [4, 5, 6]),
+    assert [(part.by, part.text, row.token_ids[part.tokens]) for part in row.said] == [
+        ("model", "ask!", [0, 1, 2, 3]),
+        ("tool", "told you", []),
+        ("model", "so 3", [4, 5, 6]),
     ]
     assert row.components == {"right": 1.0, "brevity": -0.25}
     assert row.trainer_logprobs == ()

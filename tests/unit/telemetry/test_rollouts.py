@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from octetrl.config.errors import UserError
-from octetrl.records import Completion, FinishReason, Rollout, RolloutGroup, RolloutStatus, Task, Turn
+from octetrl.records import Completion, FinishReason, Reply, Rollout, RolloutGroup, RolloutStatus, Task, Turn
 from octetrl.telemetry.rollouts import RolloutFiles, rollout_metrics
 
 TASK = Task(id="chain_sum/17", prompt="3 + 4 =", answer="7")
@@ -14,7 +14,7 @@ TASK = Task(id="chain_sum/17", prompt="3 + 4 =", answer="7")
 def turn(tokens: tuple[int, ...], reply: str | None = None) -> Turn:
     text = "".join(str(token) for token in tokens)
     completion = Completion(tokens, (-0.1,) * len(tokens), text, FinishReason.STOP, 5, "digest")
-    return Turn((1, 2), completion, reply)
+    return Turn((1, 2), completion, () if reply is None else (Reply("user", reply),))
 
 
 def rollout(status: RolloutStatus, reward: float | None, *turns: Turn) -> Rollout:
@@ -55,7 +55,7 @@ def test_file_holds_every_rollout_whole(tmp_path: Path) -> None:
     assert (first["token_ids"], first["logprobs"], first["reward"]) == ([7, 9], [-0.1, -0.1], 1.0)
     assert (first["policy_version"], first["finish_reason"], first["text"]) == (5, "stop", "79")
     assert "turns" not in first
-    assert [part["reply"] for part in lines[2]["turns"]] == ["go on", None]
+    assert [part["replies"] for part in lines[2]["turns"]] == [[{"role": "user", "text": "go on"}], []]
     assert lines[3]["reward"] is None and lines[3]["token_ids"] == [] and lines[3]["policy_version"] is None
 
 

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from octetrl.config.errors import UserError
-from octetrl.environments.sandbox.limits import Limits, Outcome, SandboxStatus
-from octetrl.environments.sandbox.sandbox import find_sandbox
-from octetrl.environments.tools import python as python_module
+from octetrl.config.sandbox import SandboxConfig
+from octetrl.environments.sandbox.limits import Outcome, SandboxStatus
+from octetrl.environments.sandbox.sandbox import Sandbox, find_sandbox
 from octetrl.environments.tools.python import python_tool, with_last_value_printed
 
 
@@ -22,7 +22,7 @@ def sandbox() -> None:
 
 
 def ran(code: str, **options: object) -> str:
-    return asyncio.run(python_tool(Limits(wall_seconds=20.0, cpu_seconds=2), **options).call({"code": code}))  # type: ignore[arg-type]
+    return asyncio.run(python_tool(SandboxConfig(wall_seconds=20.0, cpu_seconds=2), **options).call({"code": code}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -55,10 +55,8 @@ def test_limits_are_told_and_long_output_is_cut_in_the_middle() -> None:
 
 
 def test_a_sandbox_that_failed_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failed(source: str, *, limits: Limits) -> Outcome:
-        return Outcome(SandboxStatus.FAILED_SANDBOX, detail="no room")
-
-    monkeypatch.setattr(python_module, "run_python", failed)
+    failed = Outcome(SandboxStatus.FAILED_SANDBOX, detail="no room")
+    monkeypatch.setattr(Sandbox, "run", lambda sandbox, program: failed)
     with pytest.raises(RuntimeError, match="the sandbox failed: no room"):
         ran("1")
 

@@ -1,0 +1,54 @@
+"""A game of several turns: a number is to be found, and each guess is answered with "higher" or "lower".
+
+In a recipe: `environment: {kind: python, dataset: examples.number_game:NumberGame}`
+"""
+
+import random
+import re
+
+from octetrl.environments.turns import Conversation, metric, reward
+from octetrl.records import Task
+
+HIGHEST, GUESSES = 20, 6
+
+
+def game(place: int) -> Task:
+    """Its prompt is its own: two tasks with equal prompts would count as one."""
+    number = random.Random(place).randint(1, HIGHEST)
+    prompt = f"Game {place}: find my number, from 1 to {HIGHEST}."
+    return Task(id=f"game/{place}", prompt=prompt, metadata={"number": number})
+
+
+class NumberGame:
+    tasks = tuple(game(place) for place in range(1000))
+
+    def start(self, conversation: Conversation) -> None:
+        """Once for each rollout; what it remembers goes into `conversation.state`."""
+        conversation.state.found = False
+        conversation.state.guesses = []
+
+    def reply(self, conversation: Conversation) -> str | None:
+        """What follows the model's last message; None ends the game."""
+        guess = re.search(r"\d+", conversation.text)
+        if guess is None:
+            return "Guess a number."
+        conversation.state.guesses.append(int(guess[0]))
+        number = conversation.task.metadata["number"]
+        conversation.state.found = int(guess[0]) == number
+        if conversation.state.found or conversation.turns == GUESSES:
+            return None
+        return "Higher." if int(guess[0]) < number else "Lower."
+
+    @reward
+    def found(self, conversation: Conversation) -> float:
+        return conversation.state.found
+
+    @reward(weight=0.2)
+    def quick(self, conversation: Conversation) -> float:
+        """What is left of the guesses, in shares."""
+        return 1 - conversation.turns / GUESSES if conversation.state.found else 0.0
+
+    @metric
+    def repeated(self, conversation: Conversation) -> float:
+        guesses = conversation.state.guesses
+        return len(guesses) - len(set(guesses))

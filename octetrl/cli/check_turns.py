@@ -1,0 +1,67 @@
+"""What `octetrl check` says of an environment of several turns: its rewards, tools and limits, and what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from octetrl.config.errors import UserError
+from octetrl.config.validate_environment import FILES
+
+if TYPE_CHECKING:
+    from octetrl.config.schema import Recipe
+
+
+def check_turns(recipe: Recipe) -> None:
+    """Raises UserError for an environment that is not whole, or whose tools the model can't call."""
+    from octetrl.environments.turns.dialogue import check_environment, toolbox_of
+    from octetrl.run.tokenizer import load_tokenizer, tool_family
+
+    environment = _dialogue(recipe)
+    if environment is None:
+        return
+    if recipe.environment.reward_model is not None:
+        raise UserError("environment.reward_model: it scores one answer, not several turns; set it to null")
+    folder = recipe.model.tokenizer or recipe.model.path
+    family = None
+    if toolbox_of(environment).tools and folder is not None:
+        family = tool_family(load_tokenizer(Path(folder)))
+    replaced = recipe.environment.reward is not None or recipe.environment.judge is not None
+    has_scorer = replaced or hasattr(environment, "score")
+    check_environment(environment, family, has_scorer=has_scorer)
+
+
+def turns_line(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """How its rollouts go, where they have several turns."""
+    from octetrl.environments.turns.components import components_of
+    from octetrl.environments.turns.dialogue import toolbox_of
+
+    environment, turns = _dialogue(recipe), recipe.environment.turns
+    if environment is None:
+        return
+    weighted = [f"{one.weight:g} x {one.name}" for one in components_of(environment) if one.weight is not None]
+    if recipe.environment.reward is not None:
+        weighted = [recipe.environment.reward]
+    elif recipe.environment.judge is not None:
+        weighted = [f"the judge {recipe.environment.judge.model}"]
+    elif hasattr(environment, "score"):
+        weighted.append("score")
+    parts = [f"at most {turns.max_turns}", f"rewarded by {' + '.join(weighted)}"]
+    tools = toolbox_of(environment).tools
+    yield "turns", ", ".join([*parts, f"tools {', '.join(tools)}"] if tools else parts)
+
+
+def _dialogue(recipe: Recipe) -> Any:
+    """The recipe's environment, if it is one of several turns that can be loaded."""
+    from octetrl.environments.turns.dialogue import is_dialogue
+    from octetrl.run.environment import build_environment
+
+    given = recipe.environment
+    if given.dataset is None or (given.kind in ("reasoning_gym", *FILES) and not given.tools):
+        return None
+    try:
+        environment = build_environment(given)
+    except UserError:  # said where datasets are read
+        return None
+    return environment if is_dialogue(environment) else None

@@ -1,0 +1,85 @@
+"""What is wrong with a recipe's `environment`, its fields taken together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from octetrl.config.environment import EnvironmentConfig
+from octetrl.config.errors import nearest
+from octetrl.config.problems import Problem
+from octetrl.config.schema import Recipe
+
+FILES = ("math", "jsonl", "code")
+READY_TOOLS = ("calculator", "python", "search")
+_OBJECT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_DATASETS = {
+    "reasoning_gym": "the name of a reasoning_gym dataset, such as chain_sum",
+    "code": 'the path of a JSONL file of {"prompt": ..., "tests": [...]}',
+    "python": "an environment of yours as 'module:name'",
+    "game": "the name of a game: guess_number",
+    "verifiers": "the name of an installed verifiers environment",
+    "gymnasium": "the id of a Gymnasium environment, or 'module:name' of what makes one",
+}
+_SCORERS = ("reward", "reward_model", "judge")
+
+
+def environment_problems(recipe: Recipe, training: bool) -> Iterator[Problem]:
+    environment = recipe.environment
+    draws = not training or recipe.algorithm.learns_from == "rollouts" or recipe.evaluation.every > 0
+    if environment.dataset is None and draws:
+        what = _DATASETS.get(environment.kind, 'the path of a JSONL file of {"prompt": ..., "answer": ...}')
+        text = f"environment.dataset: missing; kind {environment.kind} needs {what}"
+        yield Problem(("environment.dataset", "environment.kind"), text)
+    yield from _unused_problems(environment)
+    yield from _scorer_problems(environment)
+    yield from _tool_problems(environment)
+    if "{prompt}" not in environment.prompt_template:
+        text = "environment.prompt_template: has no {prompt}, so every task would look the same; put {prompt} in it"
+        yield Problem(("environment.prompt_template",), text)
+    for name in ("answer_marker", "reference_marker"):
+        if getattr(environment, name) == "":
+            whole = "completion" if name == "answer_marker" else "answer"
+            text = f"environment.{name}: an empty text marks nothing; give one, or null for the whole {whole}"
+            yield Problem((f"environment.{name}",), text)
+
+
+def _unused_problems(environment: EnvironmentConfig) -> Iterator[Problem]:
+    kind = environment.kind
+    if environment.parameters and kind in (*FILES, "python"):
+        text = (
+            f"environment.parameters: {', '.join(environment.parameters)} would go unused,"
+            f" kind {kind} has no parameters; set environment.parameters={{}}"
+        )
+        yield Problem(("environment.parameters", "environment.kind"), text)
+    for name in ("columns", "reference_marker"):
+        if getattr(environment, name) and kind not in FILES:
+            text = f"environment.{name}: kind {kind} reads no file, so it would go unused; remove it"
+            yield Problem((f"environment.{name}", "environment.kind"), text)
+
+
+def _scorer_problems(environment: EnvironmentConfig) -> Iterator[Problem]:
+    if environment.reward is not None and not _OBJECT.fullmatch(environment.reward):
+        text = f"environment.reward: '{environment.reward}' is not module:name, such as my_rewards:length"
+        yield Problem(("environment.reward",), text)
+    given = [name for name in _SCORERS if getattr(environment, name) is not None]
+    if len(given) > 1:
+        first, *others = reversed(given)
+        text = (
+            f"environment.{first}: it and environment.{' and environment.'.join(others)} exclude each other; keep one"
+        )
+        yield Problem(tuple(f"environment.{name}" for name in (first, *others)), text)
+
+
+def _tool_problems(environment: EnvironmentConfig) -> Iterator[Problem]:
+    for name in environment.tools:
+        if name not in READY_TOOLS and not _OBJECT.fullmatch(name):
+            known = f"{nearest(name, READY_TOOLS)}; give {', '.join(READY_TOOLS)} or module:name"
+            yield Problem(("environment.tools",), f"environment.tools: there is no tool '{name}'{known}")
+    if environment.tools and environment.kind not in (*FILES, "reasoning_gym"):
+        text = f"environment.tools: an environment of kind {environment.kind} brings its own tools; remove them here"
+        yield Problem(("environment.tools", "environment.kind"), text)
+    if ("search" in environment.tools) != (environment.corpus is not None):
+        what = "the tool search needs one" if environment.corpus is None else "only the tool search reads it"
+        remedy = "give a file or folder" if environment.corpus is None else "add search to environment.tools"
+        yield Problem(("environment.corpus", "environment.tools"), f"environment.corpus: {what}; {remedy}")

@@ -1,0 +1,125 @@
+"""One OpenAI-compatible endpoint: a JSON body goes to a path, a JSON object comes back, or a reason why not.
+
+Tried again, with a wait that doubles and is drawn from its upper half so that many callers don't come back at once:
+no connection, no answer in time, and the statuses that may pass (408, 409, 429, 5xx), whose `Retry-After` is heeded up
+to a minute. Any other status is final. Whatever fails in the end is an EndpointError, one line, without the key.
+
+httpx (extra `judge`) and not the openai client: one POST is all that is asked, in any body that a server takes, and
+huggingface_hub brings httpx anyway. Its client is shared by threads, and so is this.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+from octetrl.config.errors import UserError
+from octetrl.config.judge import JudgeConfig
+
+_MAY_PASS = (408, 409, 429)
+_LONGEST_WAIT = 60.0  # seconds
+_SHOWN = 200
+
+
+class EndpointError(RuntimeError):
+    """Why there is no answer; `timed_out`: the last try got none in time."""
+
+    def __init__(self, text: str, *, timed_out: bool = False) -> None:
+        super().__init__(" ".join(text.split()))
+        self.timed_out = timed_out
+
+
+class Endpoint:
+    """Of `config.base_url`. Raises UserError where httpx or the key's variable is missing. Thread-safe."""
+
+    def __init__(self, config: JudgeConfig) -> None:
+        try:
+            import httpx
+        except ImportError:
+            raise UserError(
+                "environment.judge: needs httpx, which is not installed; pip install 'octetrl[judge]'"
+            ) from None
+        self._config, self._httpx = config, httpx
+        self._key = _key_of(config.api_key_variable)
+        headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
+        limits = httpx.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency)
+        self._client = httpx.Client(headers=headers, timeout=config.timeout_seconds, limits=limits)
+        self._turn = threading.BoundedSemaphore(config.concurrency)
+        self._chance = random.Random()  # of its own: the run's generators are not disturbed
+        self._closed = threading.Event()
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer to `body` at `path`: below base_url, or below the server where it begins with a slash. Raises
+        EndpointError."""
+        url = self._url(path)
+        for tries in range(self._config.retries + 1):
+            with self._turn:
+                answer, error, wait = self._try(url, body)
+            if answer is not None:
+                return answer
+            assert error is not None
+            if wait is None or tries == self._config.retries:
+                raise error
+            backoff = self._config.backoff_seconds * 2**tries * self._chance.uniform(0.5, 1.0)
+            if self._closed.wait(min(_LONGEST_WAIT, max(wait, backoff))):
+                raise EndpointError(f"{url}: given up, for the run ends")
+        raise AssertionError("unreachable: the last try raises")
+
+    def close(self) -> None:
+        """What still waits gives up."""
+        self._closed.set()
+        self._client.close()
+
+    def _try(self, url: str, body: dict[str, Any]) -> tuple[dict[str, Any] | None, EndpointError | None, float | None]:
+        """(answer, None, None), or (None, why not, seconds to wait at least; None: it is final)."""
+        began = time.monotonic()
+        try:
+            response = self._client.post(url, json=body)
+        except self._httpx.TimeoutException:
+            error = EndpointError(f"{url}: no answer in {time.monotonic() - began:.1f} s", timed_out=True)
+            return None, error, 0.0
+        except (self._httpx.HTTPError, RuntimeError) as failure:  # RuntimeError: the client was closed meanwhile
+            return None, self._error(f"{url}: {type(failure).__name__}: {failure}"), 0.0
+        if response.status_code != 200:
+            error = self._error(f"{url}: status {response.status_code}: {response.text[:_SHOWN]}")
+            may_pass = response.status_code in _MAY_PASS or response.status_code >= 500
+            return None, error, _seconds(response.headers.get("retry-after")) if may_pass else None
+        try:
+            answer = response.json()
+        except ValueError:
+            return None, self._error(f"{url}: not JSON: {response.text[:_SHOWN]!r}"), None
+        if not isinstance(answer, dict):
+            return None, self._error(f"{url}: not a JSON object: {response.text[:_SHOWN]}"), None
+        return answer, None, None
+
+    def _url(self, path: str) -> str:
+        if not path.startswith("/"):
+            return f"{self._config.base_url.rstrip('/')}/{path}"
+        server = urlsplit(self._config.base_url)
+        return f"{server.scheme}://{server.netloc}{path}"
+
+    def _error(self, text: str) -> EndpointError:
+        return EndpointError(text.replace(self._key, "***") if self._key else text)
+
+
+def _key_of(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise UserError(
+            f"environment.judge.api_key_variable: the environment variable {variable} is not set;"
+            f" export {variable}=..., or set the field to null for an endpoint without a key"
+        )
+    return key
+
+
+def _seconds(retry_after: str | None) -> float:
+    try:
+        return max(0.0, float(retry_after or 0.0))
+    except ValueError:  # a date
+        return 0.0

@@ -1,0 +1,131 @@
+"""Text games of several turns, ready-made: `environment: {kind: game, dataset: guess_number}`.
+
+    guess_number    a number in a range is to be found; each guess is told to be too low or too high
+
+A game is played over replies of the user's, without tools, so any model that can chat can play it. What is wrong with
+a message is told and costs a turn, as a wrong guess does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from random import Random
+from typing import Any, overload
+
+from octetrl.config.errors import UserError, nearest
+from octetrl.environments.turns import Conversation, metric, reward
+from octetrl.records import Task
+
+_NUMBER = re.compile(r"-?\d+")
+
+
+@dataclass(frozen=True)
+class GuessNumber:
+    """Find the number. Reward: 1 when it was found, and up to 0.2 more the fewer guesses it took."""
+
+    size: int
+    seed: int = 0
+    numbers: int = 100  # in the range
+    guesses: int = 10  # allowed
+    starts: int = 1000  # ranges begin at 0 to this: tasks differ by it
+
+    def __post_init__(self) -> None:
+        for name in ("numbers", "guesses", "starts"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UserError(f"environment.parameters.{name}: {value!r} is no whole number from 1 on")
+
+    @property
+    def tasks(self) -> Sequence[Task]:
+        return GameTasks(self.size, self._task)
+
+    def _task(self, index: int) -> Task:
+        chance = Random(f"guess_number/{self.seed}/{index}")
+        low = chance.randrange(self.starts + 1)
+        high = low + self.numbers - 1
+        prompt = (
+            f"I think of a whole number from {low} to {high}. Find it in at most {self.guesses} guesses. Say one number"
+            " each time; I tell you whether mine is higher or lower."
+        )
+        return Task(f"guess_number/{index}", prompt, str(chance.randint(low, high)), {"low": low, "high": high})
+
+    def start(self, conversation: Conversation) -> None:
+        conversation.state.found = False
+
+    def reply(self, conversation: Conversation) -> str | None:
+        said = _NUMBER.findall(conversation.text.rpartition("</think>")[2])
+        conversation.answered = said[-1] if said else None
+        number = int(conversation.task.answer or 0)
+        conversation.state.found = bool(said) and _same(said[-1], number)
+        left = self.guesses - conversation.turns
+        if conversation.state.found or left <= 0:
+            return None
+        if not said:
+            return f"That is no number. Say one. Guesses left: {left}."
+        return f"{'Higher' if _is_below(said[-1], number) else 'Lower'}. Guesses left: {left}."
+
+    @reward
+    def found(self, conversation: Conversation) -> float:
+        return float(conversation.state.found)
+
+    @reward(weight=0.2)
+    def quickness(self, conversation: Conversation) -> float:
+        """Share of the guesses that were left over."""
+        return (1 - conversation.turns / self.guesses) if conversation.state.found else 0.0
+
+    @metric
+    def guesses_made(self, conversation: Conversation) -> float:
+        return conversation.turns
+
+
+GAMES: Mapping[str, Callable[..., Any]] = {"guess_number": GuessNumber}
+
+
+def game_environment(name: str, parameters: Mapping[str, Any], *, size: int, seed: int) -> Any:
+    """The game. Raises UserError for an unknown one, or a parameter that it doesn't take."""
+    if name not in GAMES:
+        raise UserError(
+            f"environment.dataset: there is no game '{name}'{nearest(name, GAMES)}; give {', '.join(GAMES)}"
+        )
+    kind = GAMES[name]
+    allowed = [field.name for field in fields(kind) if field.name not in ("size", "seed")]  # type: ignore[arg-type]
+    for parameter in parameters:
+        if parameter not in allowed:
+            raise UserError(
+                f"environment.parameters: game '{name}' has no parameter '{parameter}'{nearest(parameter, allowed)};"
+                f" it takes {', '.join(allowed)}"
+            )
+    return kind(size=size, seed=seed, **parameters)
+
+
+@dataclass(frozen=True)
+class GameTasks(Sequence[Task]):
+    """Made on access: `task(index)`."""
+
+    size: int
+    task: Callable[[int], Task]
+
+    def __len__(self) -> int:
+        return self.size
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | list[Task]:
+        if isinstance(index, slice):
+            return [self.task(place) for place in range(*index.indices(self.size))]
+        if not 0 <= index < self.size:
+            raise IndexError(f"task {index} of {self.size}")
+        return self.task(index)
+
+
+def _same(digits: str, number: int) -> bool:
+    return len(digits) < 20 and int(digits) == number
+
+
+def _is_below(digits: str, number: int) -> bool:
+    """Of any number of digits: Python reads no more than a few thousand."""
+    return digits.startswith("-") if len(digits) >= 20 else int(digits) < number

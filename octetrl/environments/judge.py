@@ -1,0 +1,164 @@
+"""Completions scored by another model, behind any OpenAI-compatible endpoint: one that is asked, or a reward model.
+
+    chat           template -> /v1/chat/completions -> the score in its reply -> (score - lowest) / (highest - lowest)
+    reward_model   prompt and completion as messages -> `path` -> the number at `value_at`, as it is
+
+Every completion comes to a status, and none to a 0 that was not given: SCORED with a finite number; REWARD_TIMEOUT
+where the last try got no answer in time; REWARD_ERROR with the reason for anything else, a reply without a score and
+one out of its range included.
+
+Here, in threads of the run's process, and not in reward workers, which take completions one by one: this only waits.
+Completions that would be asked about in the same words are asked about once, when the judge is greedy.
+
+A judge is a reward that can be talked to: a policy may learn to praise its answer, or to write "Score: 10". The last
+match counts, and of a reply only; look at what is rewarded all the same (`octetrl rollouts`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from octetrl.config.judge import JudgeConfig
+from octetrl.environments.endpoint import Endpoint, EndpointError
+from octetrl.environments.scoring import Score
+from octetrl.records import RolloutStatus, Task
+
+_REMEMBERED = 100_000
+_SHOWN = 120
+
+
+class Judge:
+    """A scorer, `judge(task, text) -> float`, and of many at once, as RewardWorkers are. UserError for what lacks."""
+
+    def __init__(self, config: JudgeConfig) -> None:
+        self._config = config
+        self._endpoint = Endpoint(config)
+        self._known: OrderedDict[str, float] = OrderedDict()  # request -> reward
+
+    def __call__(self, task: Task, completion_text: str) -> float:
+        """Its reward. Raises EndpointError, or ValueError for a reply that holds none."""
+        body = self._body(task, completion_text)
+        key = json.dumps(body, sort_keys=True)
+        if key in self._known:
+            return self._known[key]
+        answer = self._endpoint.post(self._path, body)
+        reward = self._of_chat(answer) if self._config.kind == "chat" else _number_at(answer, self._config.value_at)
+        if self._config.temperature == 0:
+            self._known[key] = reward
+            while len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+        return reward
+
+    def __reduce__(self) -> tuple[type[Judge], tuple[JudgeConfig]]:
+        """To another process goes what it is made of: connections and the key stay here."""
+        return Judge, (self._config,)
+
+    def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
+        """The score of each (task, completion text), in their order."""
+        keys = [json.dumps(self._body(task, text), sort_keys=True) for task, text in completions]
+        different = dict(zip(keys, completions, strict=True)) if self._config.temperature == 0 else {}
+        asked = list(different.values()) or list(completions)
+        if not asked:
+            return []
+        with ThreadPoolExecutor(min(len(asked), self._config.concurrency)) as threads:
+            scores = list(threads.map(lambda one: self._score(*one), asked))
+        by_key = dict(zip(different, scores, strict=False))
+        return [by_key[key] for key in keys] if different else scores
+
+    def close(self) -> None:
+        self._endpoint.close()
+
+    def _score(self, task: Task, completion_text: str) -> Score:
+        try:
+            return Score(RolloutStatus.SCORED, self(task, completion_text))
+        except EndpointError as error:
+            status = RolloutStatus.REWARD_TIMEOUT if error.timed_out else RolloutStatus.REWARD_ERROR
+            return Score(status, None, f"judge: {error}")
+        except ValueError as error:
+            return Score(RolloutStatus.REWARD_ERROR, None, f"judge: {error}")
+
+    @property
+    def _path(self) -> str:
+        return "chat/completions" if self._config.kind == "chat" else self._config.path
+
+    def _body(self, task: Task, completion_text: str) -> dict[str, Any]:
+        config = self._config
+        if config.kind == "reward_model":
+            messages = [{"role": "user", "content": task.prompt}, {"role": "assistant", "content": completion_text}]
+            return {"model": config.model, "messages": messages}
+        said = {"prompt": task.prompt, "answer": task.answer or "", "completion": completion_text}
+        question = re.sub(r"\{(prompt|answer|completion)\}", lambda found: said[found[1]], config.template)
+        return {
+            "model": config.model,
+            "messages": [{"role": "user", "content": question}],
+            "temperature": config.temperature,
+            "max_tokens": config.max_tokens,
+        }
+
+    def _of_chat(self, answer: dict[str, Any]) -> float:
+        try:
+            choice = answer["choices"][0]
+            content, finish = choice["message"]["content"], choice.get("finish_reason")
+        except (KeyError, IndexError, TypeError, AttributeError):
+            content = None
+        if not isinstance(content, str):
+            raise ValueError(f"the answer holds no message: {str(answer)[:_SHOWN]}")
+        reply = content.rpartition("</think>")[2]
+        config = self._config
+        score = _by_pattern(reply, config.pattern) if config.json_key is None else _by_key(reply, config.json_key)
+        if score is None:
+            cut = f", cut at judge.max_tokens {config.max_tokens}" if finish == "length" else ""
+            raise ValueError(f"no score in the reply{cut}, which ends '{' '.join(reply.split())[-_SHOWN:]}'")
+        if not config.lowest <= score <= config.highest:
+            raise ValueError(f"the score {score:g} is not from {config.lowest:g} to {config.highest:g}")
+        return (score - config.lowest) / (config.highest - config.lowest)
+
+
+def _by_pattern(reply: str, pattern: str) -> float | None:
+    matches = re.findall(pattern, reply)
+    return _number(matches[-1]) if matches else None
+
+
+def _by_key(reply: str, key: str) -> float | None:
+    """Of the last object in `reply` that has `key`."""
+    found, position, decoder = None, 0, json.JSONDecoder()
+    while (position := reply.find("{", position)) >= 0:
+        try:
+            value, end = decoder.raw_decode(reply, position)
+        except (ValueError, RecursionError):
+            position += 1
+            continue
+        found, position = (value[key], end) if key in value else (found, position + 1)
+    return _number(found)
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _number_at(answer: dict[str, Any], path: str) -> float:
+    """The number at `path`; lists of one are gone into."""
+    value: Any = answer
+    for step in path.split("."):
+        try:
+            value = value[int(step)] if isinstance(value, list) else value[step]
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise ValueError(f"the answer has nothing at '{path}': {str(answer)[:_SHOWN]}") from None
+    while isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    number = None if isinstance(value, str) else _number(value)
+    if number is None:
+        raise ValueError(f"what the answer has at '{path}' is no finite number: {str(value)[:_SHOWN]}")
+    return number

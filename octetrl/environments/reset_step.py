@@ -1,0 +1,177 @@
+"""Environments with Gymnasium's `reset` and `step`, played as conversations.
+
+    prompt        {instructions}, then what reset(seed) shows; task i has seed + i
+    message       its action: the text after the last `action_marker`, by name, by number, or as it is
+    reply         what step(action) shows; an action that there is not is told, with those that there are
+    reward        the sum of the steps' rewards, when it is terminated, truncated, or out of turns
+
+What an observation shows is the text itself, or, where it is no text and the environment was made with
+`render_mode="ansi"`, `render()`; else its `str`. Gymnasium need not be installed for what has these methods already;
+`environment.dataset: module:name` makes one. An id, such as FrozenLake-v1, needs the extra `gymnasium`.
+
+One environment lives from a rollout's first message to its end. What reset(seed) shows must be the same each time, for
+the prompt was made with another one; where it is not, the rollout is an environment_error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from octetrl.config.errors import UserError, nearest
+from octetrl.environments.answers import extract_answer
+from octetrl.environments.games import GameTasks
+from octetrl.environments.python_object import load_object
+from octetrl.environments.turns import Conversation, metric, reward
+from octetrl.records import Task
+
+_COLOURED = re.compile(r"\x1b\[[1-9][0-9;]*m([^\x1b]*)\x1b\[0?m")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_OURS = ("instructions", "actions")
+
+
+@dataclass(frozen=True)
+class ResetStep:
+    """`make()` gives a fresh environment. actions: their names, in the order of a Discrete space; none: numbers, or,
+    for a space of texts, the text itself."""
+
+    make: Callable[[], Any]
+    size: int
+    seed: int = 0
+    instructions: str = "Play this game. Answer each message with your next action."
+    actions: Sequence[str] = ()
+    action_marker: str | None = None
+    _shown: dict[int, str] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def tasks(self) -> Sequence[Task]:
+        return GameTasks(self.size, self._task)
+
+    def _task(self, index: int) -> Task:
+        seed = self.seed + index
+        if seed not in self._shown:
+            environment = self.make()
+            self._shown[seed] = _shown(environment, environment.reset(seed=seed)[0])
+            _close(environment)
+        prompt = f"{self.instructions}\n\n{self._shown[seed]}"
+        return Task(f"seed/{seed}", prompt, metadata={"seed": seed, "shown": self._shown[seed]})
+
+    def start(self, conversation: Conversation) -> None:
+        state, task = conversation.state, conversation.task
+        state.environment, state.total, state.steps, state.wrong = self.make(), 0.0, 0, 0
+        shown = _shown(state.environment, state.environment.reset(seed=task.metadata["seed"])[0])
+        if shown != task.metadata["shown"]:
+            raise RuntimeError(f"reset(seed={task.metadata['seed']}) showed {shown[:80]!r} the second time")
+
+    def reply(self, conversation: Conversation) -> str | None:
+        state = conversation.state
+        said = extract_answer(conversation.text.rpartition("</think>")[2], self.action_marker)
+        try:
+            action = self._action(said, getattr(state.environment, "action_space", None))
+        except ValueError as error:
+            state.wrong += 1
+            return str(error)
+        came = state.environment.step(action)
+        if not isinstance(came, tuple) or len(came) != 5:
+            raise TypeError("step gave something else than (observation, reward, terminated, truncated, info)")
+        observation, gained, terminated, truncated, _ = came
+        state.steps += 1
+        state.total += float(gained)
+        return None if terminated or truncated else _shown(state.environment, observation)
+
+    def finish(self, conversation: Conversation) -> None:
+        if hasattr(conversation.state, "environment"):
+            _close(conversation.state.environment)
+
+    @reward
+    def gained(self, conversation: Conversation) -> float:
+        """The sum of the steps' rewards."""
+        return conversation.state.total
+
+    @metric
+    def steps(self, conversation: Conversation) -> float:
+        return conversation.state.steps
+
+    @metric
+    def wrong_actions(self, conversation: Conversation) -> float:
+        """Messages that held no action."""
+        return conversation.state.wrong
+
+    def _action(self, said: str | None, space: Any) -> Any:
+        """Raises ValueError, whose text is for the policy."""
+        if said is None:
+            raise ValueError(f"There is no action in that: write it after {self.action_marker}")
+        if self.actions:
+            names = [name.lower() for name in self.actions]
+            word = said.strip().strip(".!\"'").lower()
+            if word not in names:
+                raise ValueError(f"'{said[:40]}' is no action. The actions are: {', '.join(self.actions)}.")
+            return getattr(space, "start", 0) + names.index(word)
+        count = getattr(space, "n", None)
+        if count is None:
+            if space is not None and not space.contains(said):
+                raise ValueError(f"'{said[:40]}' is no action here.")
+            return said
+        first = int(getattr(space, "start", 0))
+        if not re.fullmatch(r"-?\d{1,9}", said, re.ASCII) or not first <= int(said) < first + int(count):
+            raise ValueError(f"'{said[:40]}' is no action. The actions are the numbers {first} to {first + count - 1}.")
+        return int(said)
+
+
+def gymnasium_environment(
+    name: str, parameters: Mapping[str, Any], *, size: int, seed: int, action_marker: str | None
+) -> ResetStep:
+    """`name`: an id of Gymnasium's, or `module:name` of what makes an environment; `parameters`: instructions and
+    actions, and the rest for what makes it. Raises UserError where none can be made."""
+    given = {key: value for key, value in parameters.items() if key not in _OURS}
+    make = _maker(name, given)
+    ours = {key: parameters[key] for key in _OURS if key in parameters}
+    environment = ResetStep(make, size, seed, action_marker=action_marker, **ours)
+    try:
+        _ = environment.tasks[0]
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UserError(
+            f"environment.dataset: '{name}' with parameters {dict(given)} gives no environment with reset(seed=...)"
+            f" that shows something ({reason})"
+        ) from error
+    return environment
+
+
+def _maker(name: str, parameters: dict[str, Any]) -> Callable[[], Any]:
+    if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
+        return _Made(load_object("environment.dataset", name), parameters)
+    try:
+        import gymnasium
+    except ImportError:
+        raise UserError(
+            f"environment.dataset: '{name}' needs gymnasium, which is not installed; pip install 'octetrl[gymnasium]',"
+            " or give module:name of what makes an environment"
+        ) from None
+    if name not in gymnasium.registry:
+        known = nearest(name, gymnasium.registry)
+        raise UserError(f"environment.dataset: gymnasium has no environment '{name}'{known}")
+    return _Made(gymnasium.make, {"id": name, **parameters})
+
+
+@dataclass(frozen=True)
+class _Made:
+    function: Callable[..., Any]
+    parameters: Mapping[str, Any]
+
+    def __call__(self) -> Any:
+        return self.function(**self.parameters)
+
+
+def _shown(environment: Any, observation: Any) -> str:
+    if not isinstance(observation, str) and getattr(environment, "render_mode", None) == "ansi":
+        observation = environment.render()
+    text = _COLOURED.sub(r"[\1]", str(observation))  # a colour says something: where one stands, say
+    return _COLOUR.sub("", text).strip()
+
+
+def _close(environment: Any) -> None:
+    if hasattr(environment, "close"):
+        environment.close()

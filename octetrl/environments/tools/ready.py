@@ -1,0 +1,52 @@
+"""Tools that a recipe names, and an environment that lets the policy call them before it answers.
+
+    environment: {kind: math, dataset: gsm8k.jsonl, tools: [calculator, python]}
+
+The tasks and the score stay what they were: what is scored is the last message, the one without a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from octetrl.config.environment import EnvironmentConfig
+from octetrl.config.errors import UserError
+from octetrl.environments.base import Environment, Scorer
+from octetrl.environments.python_object import load_object
+from octetrl.environments.tools.calculator import calculator
+from octetrl.environments.tools.definition import Tool
+from octetrl.environments.tools.python import python_tool
+from octetrl.environments.tools.search import search_tool
+from octetrl.records import Task
+
+
+@dataclass(frozen=True)
+class ToolEnvironment:
+    """Tasks and a score, with tools on the way."""
+
+    tasks: Sequence[Task]
+    score: Scorer
+    tools: tuple[Tool, ...]
+
+
+def with_tools(environment: Environment, config: EnvironmentConfig) -> Environment:
+    """`environment` with the recipe's tools. Raises UserError for one that can't be had."""
+    tools = tuple(_tool(name, config) for name in config.tools)
+    return ToolEnvironment(environment.tasks, environment.score, tools) if tools else environment
+
+
+def _tool(name: str, config: EnvironmentConfig) -> Tool:
+    if name == "calculator":
+        return calculator
+    if name == "python":
+        return python_tool(config.sandbox)
+    if name == "search":
+        assert config.corpus is not None, "validated: search has a corpus"
+        return search_tool(config.corpus)
+    found = load_object("environment.tools", name)
+    if not isinstance(found, Tool):
+        raise UserError(
+            f"environment.tools: '{name}' is a {type(found).__name__}, not a tool; put @tool before its def"
+        )
+    return found

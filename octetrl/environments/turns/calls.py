@@ -1,0 +1,239 @@
+"""Calls of code that we did not write, many under way at once, each with a time limit.
+
+    ticket = calls.start(environment.reply, (conversation,), seconds=30.0)
+    for ticket, called in calls.poll(0.1): ...
+
+An async function runs on one event loop, in a thread of its own, that lives as long as the run, so a client that it
+keeps open serves every step. Any other function gets a thread of its own for each call. Neither ever runs in the thread
+that steps the engine, and that thread, in `poll`, is the one that watches the clock; so whatever a call does, the run
+goes on. Whatever it raises is what it came to, SystemExit included.
+
+Why here and not in processes, as rewards are: a conversation's state, open connections and tools that share them would
+have to cross a process border in every turn. The price: nothing can be killed. A function that hangs is abandoned with
+its thread, which lives on until it returns or the run ends (it never keeps the run from ending); code that computes for
+long holds up the step by sharing its interpreter with it; and code that crashes the interpreter, or fills the memory,
+takes the run along. What must not do that belongs in `score`, which runs in a process, or in a sandbox.
+
+An async function that blocks (`time.sleep` where `asyncio.sleep` was meant) holds up the loop and all that runs on it.
+When a call's time is over and the loop does not answer either, later calls get a new loop, and the line that blocks the
+old one is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import itertools
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from octetrl.environments.process import error_line, error_trace
+from octetrl.environments.turns.conversation import Conversation, current
+
+_LOOP_ANSWERS_WITHIN = 2.0  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """What a call came to. `error` is None when the function returned."""
+
+    value: Any = None
+    error: str | None = None  # one line
+    trace: str | None = None
+    timed_out: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    function: Callable[..., Any]
+    ends: float
+    seconds: float
+    task: Future[Any] | None = None  # on the loop; None: in a thread
+
+
+class Calls:
+    """Started and polled by one thread; `close` abandons what is under way."""
+
+    def __init__(self) -> None:
+        self._done: queue.SimpleQueue[tuple[int, Called]] = queue.SimpleQueue()
+        self._pending: dict[int, _Pending] = {}  # by ticket
+        self._tickets = itertools.count()
+        self._loop: _Loop | None = None
+        self._given_up: list[_Loop] = []
+        self.abandoned = 0  # calls whose time was over
+
+    def __len__(self) -> int:
+        """Calls under way."""
+        return len(self._pending)
+
+    def start(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        *,
+        seconds: float,
+        conversation: Conversation | None = None,
+    ) -> int:
+        """Begins `function(*args)` and gives a ticket for it. `conversation` is what its tools may ask for."""
+        ticket = next(self._tickets)
+        pending = _Pending(function, time.monotonic() + seconds, seconds)
+        self._pending[ticket] = pending
+        context = contextvars.copy_context()
+        if conversation is not None:
+            context.run(current.set, conversation)
+        if inspect.iscoroutinefunction(function):
+            pending.task = self._running_loop().run(partial(self._await, ticket, function, args), context)
+        else:
+            name = f"environment call {ticket}"
+            threading.Thread(
+                target=context.run, args=(self._run, ticket, function, args), name=name, daemon=True
+            ).start()
+        return ticket
+
+    def poll(self, wait: float) -> list[tuple[int, Called]]:
+        """What has come to an end, in that order; waits up to `wait` seconds for something that has."""
+        now = time.monotonic()
+        due = min((pending.ends for pending in self._pending.values()), default=now + wait)
+        found = self._take(max(0.0, min(wait, due - now)))
+        now = time.monotonic()
+        late = [ticket for ticket, pending in self._pending.items() if pending.ends <= now]
+        found += self._take(0.0) if late else []  # what came in time, though nobody looked
+        return found + [(ticket, self._abandon(ticket)) for ticket in late if ticket in self._pending]
+
+    def forget(self) -> None:
+        """Nothing that is under way is heard of again."""
+        self._pending.clear()
+
+    def close(self) -> None:
+        self.forget()
+        for loop in (self._loop, *self._given_up):
+            if loop is not None:
+                loop.stop()
+        self._loop, self._given_up = None, []
+
+    def _take(self, wait: float) -> list[tuple[int, Called]]:
+        found: list[tuple[int, Called]] = []
+        try:
+            item = self._done.get(timeout=wait) if wait > 0 else self._done.get_nowait()
+            while True:
+                if self._pending.pop(item[0], None) is not None:  # not one that was abandoned
+                    found.append(item)
+                item = self._done.get_nowait()
+        except queue.Empty:
+            return found
+
+    def _abandon(self, ticket: int) -> Called:
+        pending = self._pending.pop(ticket)
+        self.abandoned += 1
+        error = f"TimeoutError: {_name(pending.function)} gave nothing in {pending.seconds:g} s"
+        if pending.task is None or self._loop is None:
+            return Called(error=error, timed_out=True)
+        pending.task.cancel()
+        if self._loop.answers(_LOOP_ANSWERS_WITHIN):
+            return Called(error=error, timed_out=True)
+        where, trace = self._loop.standing()
+        self._given_up.append(self._loop)  # it may still end what else runs on it
+        self._loop = None
+        told = f"{error}; async code blocks the event loop ({where}): await what it waits for"
+        return Called(error=told, trace=trace, timed_out=True)
+
+    def _running_loop(self) -> _Loop:
+        if self._loop is None:
+            self._loop = _Loop()
+        return self._loop
+
+    def _run(self, ticket: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        try:
+            value = function(*args)
+            if inspect.iscoroutine(value):  # of a function that does not look async
+                value = asyncio.run(value)
+            called = Called(value)
+        except BaseException as error:
+            called = _failed(error)
+        self._done.put((ticket, called))
+
+    async def _await(self, ticket: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        try:
+            called = Called(await function(*args))
+        except BaseException as error:  # cancelled, too: then nobody listens
+            called = _failed(error)
+        self._done.put((ticket, called))
+
+
+class _Loop:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(_ThreadEach())
+        self._thread = threading.Thread(target=self._serve, name="environments", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
+
+    def run(self, make: Callable[[], Coroutine[Any, Any, None]], context: contextvars.Context) -> Future[Any]:
+        return context.run(asyncio.run_coroutine_threadsafe, make(), self._loop)
+
+    def answers(self, seconds: float) -> bool:
+        """Whether it is free to do something within that time."""
+        answered = threading.Event()
+        self._loop.call_soon_threadsafe(answered.set)
+        return answered.wait(seconds)
+
+    def standing(self) -> tuple[str, str]:
+        """Where its thread is: in short, and whole."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        stack = traceback.extract_stack(frame) if frame is not None else []
+        if not stack:
+            return "it is gone", ""
+        return f"{Path(stack[-1].filename).name}:{stack[-1].lineno}", "".join(traceback.format_list(stack)).strip()
+
+    def stop(self) -> None:
+        """When it is free next; it does not wait."""
+        self._loop.call_soon_threadsafe(self._cancel_all)
+
+    def _cancel_all(self) -> None:
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.call_soon(self._loop.stop)
+
+
+class _ThreadEach(ThreadPoolExecutor):
+    """What `asyncio.to_thread` runs on: a thread for each call, none of which keeps the interpreter from ending."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="environment thread", daemon=True).start()
+        return future
+
+
+def _failed(error: BaseException) -> Called:
+    try:
+        return Called(error=error_line(error), trace=error_trace(error))
+    except Exception:  # its own text raises
+        return Called(error=type(error).__name__)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)

@@ -1,0 +1,85 @@
+"""Rewards and metrics as decorated functions of a conversation that has ended.
+
+    @reward                      counts once
+    @reward(weight=0.2)          counts a fifth
+    @metric                      counts nothing, and is recorded like the rest
+
+A rollout's reward is the weighted sum of its rewards; what each gave, before its weight, is kept with the rollout and
+its mean is shown (`reward/component/<name>`, `environment/<name>`). They may be async. One that raises, hangs or gives
+no finite number, metrics too, is the rollout's status and leaves it without a reward.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, TypeVar, overload
+
+from octetrl.config.errors import UserError
+
+F = TypeVar("F", bound=Callable[..., Any])
+_MARK = "_octetrl_component"
+_NAME = re.compile(r"[a-z0-9_]+")  # part of a metric's name
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One of an environment's rewards; `weight` None: a metric."""
+
+    name: str
+    weight: float | None
+    function: Callable[..., Any]  # of the conversation
+
+
+@overload
+def reward(function: F, /) -> F: ...
+@overload
+def reward(*, weight: float) -> Callable[[F], F]: ...
+def reward(function: F | None = None, /, *, weight: float = 1.0) -> F | Callable[[F], F]:
+    """Marks a method as a reward."""
+    if not isinstance(weight, Real) or not math.isfinite(weight):
+        raise UserError(f"@reward(weight={weight!r}): a weight is a finite number, such as 0.5")
+    return _marked(float(weight)) if function is None else _marked(float(weight))(function)
+
+
+def metric(function: F, /) -> F:
+    """Marks a method as a metric."""
+    return _marked(None)(function)
+
+
+def _marked(weight: float | None) -> Callable[[F], F]:
+    def mark(function: F) -> F:
+        setattr(function, _MARK, (weight,))
+        return function
+
+    return mark
+
+
+def components_of(environment: object) -> tuple[Component, ...]:
+    """All of them, in the order written, a base class's first. Raises UserError for a name that no metric can have."""
+    names: dict[str, None] = {}
+    for kind in reversed(type(environment).__mro__):
+        names |= dict.fromkeys(vars(kind))
+    names |= dict.fromkeys(getattr(environment, "__dict__", {}))
+    found = []
+    for name in names:
+        mark = getattr(getattr(type(environment), name, None), _MARK, None)
+        mark = mark or getattr(getattr(environment, "__dict__", {}).get(name), _MARK, None)
+        if mark is None:
+            continue
+        if not _NAME.fullmatch(name):
+            raise UserError(f"environment: '{name}' is no name for a reward or metric; use lower case letters and _")
+        found.append(Component(name, mark[0], getattr(environment, name)))
+    return tuple(found)
+
+
+def finite(value: object, what: str) -> float:
+    """A reward as a number. Raises TypeError or ValueError for what is none."""
+    if not isinstance(value, Real):
+        raise TypeError(f"the {what} is {str(value)[:40]!r} of type {type(value).__name__}, not a number")
+    if not math.isfinite(value):
+        raise ValueError(f"the {what} is {value}, not a finite number")
+    return float(value)

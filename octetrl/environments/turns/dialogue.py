@@ -1,0 +1,267 @@
+"""An environment of several turns as a run sees it: what follows a completion, and what the whole is worth.
+
+    heard     the completion becomes the model's message; its tool calls are read by the family of the chat template
+    answered  tool calls by the tools, all of a message at once; anything else by `reply`, if there is one
+    judged    @reward and @metric functions, all at once
+
+Author's code is never called here: these are generators that yield what is to be called (`Do`) and are sent what came
+of it (`Called`, turns/calls.py), so that one thread can lead hundreds of conversations. What the environment failed is
+raised as `Failed`, with the status that the rollout then has.
+
+    start, reply or finish raises, or gives no reply    ENVIRONMENT_ERROR
+    ... gives nothing in turns.reply_timeout_seconds    ENVIRONMENT_TIMEOUT
+    a tool raises, or hangs                             TOOL_ERROR, or told to the model (turns.tool_failure)
+    a reward or metric raises, or is no number          REWARD_ERROR
+    ... gives nothing in reward_timeout_seconds         REWARD_TIMEOUT
+
+What the model got wrong (a call that can't be read, an unknown tool, arguments that don't fit, what a tool refuses by
+ToolError) is never a failure: it is told, and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any, Literal, Protocol
+
+from octetrl.config.errors import UserError
+from octetrl.config.schema import EnvironmentConfig
+from octetrl.environments.scoring import Score
+from octetrl.environments.tools import Family, ParsedMessage, Toolbox, parse_message, to_message, tool_message
+from octetrl.environments.turns.calls import Called, Calls
+from octetrl.environments.turns.components import Component, components_of, finite
+from octetrl.environments.turns.conversation import Conversation, replies_of
+from octetrl.records import Completion, Reply, RolloutStatus, Task
+
+_HOOKS = ("start", "finish", "reply")
+
+
+@dataclass(frozen=True, slots=True)
+class Do:
+    """A call that is wanted."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    seconds: float
+    conversation: Conversation  # that it is about
+
+
+Led = Generator[tuple[Do, ...], tuple[Called, ...], Any]
+
+
+class Failed(Exception):
+    """The environment failed a rollout."""
+
+    def __init__(self, status: RolloutStatus, detail: str | None, trace: str | None = None) -> None:
+        super().__init__(detail)
+        self.status, self.detail, self.trace = status, detail, trace
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one rollout; the recipe's `environment` section has them."""
+
+    max_turns: int = 16
+    reply_seconds: float = 60.0
+    tool_seconds: float = 30.0
+    reward_seconds: float = 10.0
+    max_in_flight: int | None = None  # None: all rollouts of a step
+    tool_failure: Literal["end", "tell"] = "end"
+
+    @classmethod
+    def from_config(cls, config: EnvironmentConfig) -> Limits:
+        turns = config.turns
+        return cls(
+            max_turns=turns.max_turns,
+            reply_seconds=turns.reply_timeout_seconds,
+            tool_seconds=turns.tool_timeout_seconds,
+            reward_seconds=config.reward_timeout_seconds,
+            max_in_flight=turns.max_in_flight,
+            tool_failure=turns.tool_failure,
+        )
+
+
+class Scores(Protocol):
+    """What scores last messages: `RewardWorkers` (environments/scoring.py)."""
+
+    def score(self, completions: Sequence[tuple[Task, str]], /) -> list[Score]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    reward: float  # the weighted sum, without `score`'s
+    components: dict[str, float]
+    metrics: dict[str, float]
+
+
+class Dialogue:
+    """`environment` with its tools, rewards and limits. Raises UserError for one that is not whole.
+
+    family: how the model writes tool calls; None: it can't. scorer: of the last message, instead of the environment's
+    own rewards if `only_scorer`, beside them otherwise; None: there is no such.
+    """
+
+    def __init__(
+        self,
+        environment: Any,
+        limits: Limits,
+        *,
+        family: Family | None = None,
+        scorer: Scores | None = None,
+        only_scorer: bool = False,
+    ) -> None:
+        self.limits, self.scorer, self.calls = limits, scorer, Calls()
+        check_environment(environment, family, has_scorer=scorer is not None)
+        self._hooks = {name: getattr(environment, name, None) for name in _HOOKS}
+        self._toolbox = toolbox_of(environment)
+        self._components = components_of(environment)
+        if only_scorer:
+            self._components = tuple(replace(one, weight=None) for one in self._components)
+        self._family: Family = family or "hermes"
+
+    def close(self) -> None:
+        self.calls.close()
+        if self.scorer is not None:
+            self.scorer.close()
+
+    # ------------------------------------------------------------ of one rollout
+
+    def begin(self, task: Task, seed: str) -> Conversation:
+        return Conversation(task, Random(seed))
+
+    def hook(self, name: Literal["start", "finish"], conversation: Conversation) -> Led:
+        """The environment's method of this name, if it has one."""
+        function = self._hooks[name]
+        if function is not None:
+            yield from self._asked(function, conversation)
+
+    def hear(self, conversation: Conversation, completion: Completion) -> ParsedMessage:
+        """The completion is the conversation's next message."""
+        conversation.turns += 1
+        conversation.text = completion.text
+        if not self._toolbox.tools:
+            conversation.messages.append({"role": "assistant", "content": completion.text})
+            return ParsedMessage(completion.text)
+        parsed = parse_message(completion.text, self._family)
+        conversation.messages.append(to_message(parsed))
+        return parsed
+
+    def answer(
+        self, conversation: Conversation, heard: ParsedMessage
+    ) -> Generator[tuple[Do, ...], tuple[Called, ...], tuple[Reply, ...]]:
+        """What the environment has to say to it; nothing: the conversation is over."""
+        if heard.calls:
+            return (yield from self._call_tools(conversation, heard))
+        function = self._hooks["reply"]
+        if function is None:
+            return ()
+        said = yield from self._asked(function, conversation)
+        try:
+            replies = replies_of(said)
+        except TypeError as error:
+            raise Failed(RolloutStatus.ENVIRONMENT_ERROR, f"TypeError: {error}") from None
+        conversation.messages += [{"role": reply.role, "content": reply.text} for reply in replies]
+        return replies
+
+    def judge(self, conversation: Conversation) -> Generator[tuple[Do, ...], tuple[Called, ...], Judged]:
+        """Rewards and metrics of a conversation that has ended."""
+        values: dict[str, float] = {}
+        if self._components:
+            seconds = self.limits.reward_seconds
+            told = yield tuple(Do(one.function, (conversation,), seconds, conversation) for one in self._components)
+            for one, called in zip(self._components, told, strict=True):
+                if called.error is not None:
+                    status = RolloutStatus.REWARD_TIMEOUT if called.timed_out else RolloutStatus.REWARD_ERROR
+                    raise Failed(status, called.error, called.trace)
+                try:
+                    values[one.name] = finite(called.value, "metric" if one.weight is None else "reward")
+                except (TypeError, ValueError) as error:
+                    detail = f"{type(error).__name__}: {one.name}: {error}"
+                    raise Failed(RolloutStatus.REWARD_ERROR, detail) from None
+        weights = {one.name: one.weight for one in self._components if one.weight is not None}
+        return Judged(
+            reward=sum(weight * values[name] for name, weight in weights.items()),
+            components={name: values[name] for name in weights},
+            metrics={name: value for name, value in values.items() if name not in weights},
+        )
+
+    def counts(self, conversation: Conversation) -> dict[str, float]:
+        """What is measured of every rollout."""
+        counts = {"turns": float(conversation.turns)}
+        if self._toolbox.tools:
+            names = ("tool_calls", "refused_calls", "failed_calls")
+            counts |= {name: float(getattr(conversation, name)) for name in names}
+        return counts
+
+    # ------------------------------------------------------------ the author's code
+
+    def _asked(
+        self, function: Callable[..., Any], conversation: Conversation
+    ) -> Generator[tuple[Do, ...], tuple[Called, ...], Any]:
+        (called,) = yield (Do(function, (conversation,), self.limits.reply_seconds, conversation),)
+        if called.timed_out:
+            raise Failed(RolloutStatus.ENVIRONMENT_TIMEOUT, called.error, called.trace)
+        if called.error is not None:
+            raise Failed(RolloutStatus.ENVIRONMENT_ERROR, called.error, called.trace)
+        return called.value
+
+    def _call_tools(
+        self, conversation: Conversation, heard: ParsedMessage
+    ) -> Generator[tuple[Do, ...], tuple[Called, ...], tuple[Reply, ...]]:
+        conversation.tool_calls += len(heard.calls)
+        answer, seconds = self._toolbox.answer, self.limits.tool_seconds
+        answers = yield tuple(Do(answer, (call,), seconds, conversation) for call in heard.calls)
+        replies = []
+        for call, called in zip(heard.calls, answers, strict=True):
+            if called.error is None:
+                text = called.value.text
+                conversation.refused_calls += called.value.refused
+            else:
+                conversation.failed_calls += 1
+                if self.limits.tool_failure == "end":
+                    raise Failed(RolloutStatus.TOOL_ERROR, called.error, called.trace)
+                text = f"Error: {called.error}"
+            conversation.messages.append(tool_message(call, text))
+            replies.append(Reply("tool", text))
+        return tuple(replies)
+
+
+def is_dialogue(environment: object) -> bool:
+    """Whether it is an environment of several turns, or one whose rewards are decorated, rather than tasks and a score
+    alone."""
+    has_more = any(getattr(environment, name, None) is not None for name in ("reply", "start", "finish"))
+    return has_more or bool(getattr(environment, "tools", ())) or bool(components_of(environment))
+
+
+def toolbox_of(environment: object) -> Toolbox:
+    """Its tools. Raises UserError for what is none."""
+    return Toolbox(getattr(environment, "tools", ()))
+
+
+def check_environment(environment: object, family: Family | None, *, has_scorer: bool) -> None:
+    """Raises UserError for one that is not whole, or that a model of this family can't speak to."""
+    refuse_tools(toolbox_of(environment).tools, family)
+    if not has_scorer and all(one.weight is None for one in components_of(environment)):
+        raise UserError("environment: nothing in it gives a reward; add a method with @reward, or score(task, text)")
+    own = {"turns", "tool_calls", "refused_calls", "failed_calls", "score"}
+    for one in components_of(environment):
+        if one.name in own:
+            raise UserError(
+                f"environment: '{one.name}' is measured of every rollout; give your {_kind(one)} another name"
+            )
+
+
+def _kind(component: Component) -> str:
+    return "metric" if component.weight is None else "reward"
+
+
+def refuse_tools(tools: Collection[str], family: Family | None) -> None:
+    """Raises UserError where there are tools that the model can't call."""
+    if tools and family is None:
+        raise UserError(
+            f"environment: it has tools ({', '.join(tools)}), and the tokenizer's chat template has none, or writes"
+            " calls in a way that is not known here (Hermes/Qwen and Llama 3 are); use a model that has, or no tools"
+        )

@@ -1,0 +1,221 @@
+"""Environments written for `verifiers`, its classic interface: versions 0.1.14 to 0.3, which have `load_environment`.
+
+    environment: {kind: verifiers, dataset: wordle, parameters: {num_train_examples: 500}}
+
+    theirs                              here
+    get_dataset(), a row's prompt       tasks: a system message, if any, that all rows share, and one of the user
+    setup_state                         start
+    is_completed, env_response          reply
+    ToolEnv.tools                       tools, with arguments checked and mistakes told as ours are
+    rubric.score_rollout                the reward
+    cleanup                             finish
+
+The state is theirs throughout, with its trajectory and completion as their own rollout keeps them; it has no client, so
+an environment that asks the policy's endpoint for more fails, and is an environment_error. A reward function that
+raises is a reward_error here: their rubric logs it and counts 0.
+
+Refused when loaded: rewards of whole groups, prompts of several messages, tools with hidden arguments (StatefulToolEnv
+and the sandboxes on it), and environments that rewrite the conversation between turns (`get_prompt_messages`), for what
+was drawn is trained on as it was drawn. From 0.4 on verifiers runs its agents itself, over its own endpoint: such an
+environment can't be stepped from outside.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from octetrl.config.errors import UserError
+from octetrl.environments.tools import Tool
+from octetrl.environments.turns import Conversation, reward
+from octetrl.records import Task
+
+_FIELD = "environment.dataset"
+_failures: ContextVar[list[str]] = ContextVar("what a rubric logged as an error")
+
+
+def verifiers_environment(name: str, parameters: Mapping[str, Any]) -> VerifiersEnvironment:
+    """The installed environment `name`. Raises UserError for what can't be loaded or played here."""
+    try:
+        import verifiers
+    except ImportError:
+        raise UserError(
+            f"{_FIELD}: '{name}' needs verifiers, which is not installed; pip install 'verifiers>=0.1.14,<0.4'"
+        ) from None
+    if not hasattr(verifiers, "load_environment"):
+        raise UserError(f"{_FIELD}: this verifiers has no load_environment; pip install 'verifiers>=0.1.14,<0.4'")
+    try:
+        loaded = verifiers.load_environment(name, **parameters)
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UserError(f"{_FIELD}: verifiers can't load '{name}' with {dict(parameters)} ({reason})") from error
+    return VerifiersEnvironment(loaded, name)
+
+
+@dataclass(frozen=True)
+class VerifiersEnvironment:
+    """`environment`, loaded, as an environment of ours."""
+
+    environment: Any
+    name: str = "verifiers"
+
+    def __post_init__(self) -> None:
+        import verifiers
+
+        reason = None
+        if isinstance(self.environment, verifiers.StatefulToolEnv):
+            reason = "its tools have hidden arguments"
+        elif not isinstance(self.environment, verifiers.MultiTurnEnv):
+            reason = f"it is a {type(self.environment).__name__}, not a MultiTurnEnv"
+        elif type(self.environment).get_prompt_messages is not verifiers.MultiTurnEnv.get_prompt_messages:
+            reason = "it rewrites the conversation between turns (get_prompt_messages)"
+        elif self.environment.rubric.has_group_rewards:
+            reason = "it rewards whole groups"
+        if reason is not None:
+            raise UserError(f"{_FIELD}: '{self.name}' can't be played here: {reason}; use another environment")
+        logger = logging.getLogger("verifiers")
+        if not any(isinstance(handler, _Failures) for handler in logger.handlers):
+            logger.addHandler(_Failures(logging.ERROR))
+
+    @cached_property
+    def tasks(self) -> Sequence[Task]:
+        made = []
+        for index, row in enumerate(self._rows):
+            _, user = self._split(row, index)
+            made.append(Task(f"{self.name}/{index}", user, metadata={"row": dict(row)}))
+        return made
+
+    @cached_property
+    def system_prompt(self) -> str | None:
+        different = {self._split(row, index)[0] for index, row in enumerate(self._rows)}
+        if len(different) > 1:
+            raise UserError(
+                f"{_FIELD}: '{self.name}' has {len(different)} different system prompts; one can be had here"
+            )
+        return different.pop() if different else None
+
+    @cached_property
+    def tools(self) -> tuple[Tool, ...]:
+        return tuple(Tool(function) for function in getattr(self.environment, "tools", None) or ())
+
+    async def start(self, conversation: Conversation) -> None:
+        state = await self.environment.init_state(conversation.task.metadata["row"], _no_client(), "policy")
+        conversation.state.theirs = await self.environment.setup_state(state) or state
+
+    async def reply(self, conversation: Conversation) -> list[dict[str, str]] | None:
+        environment, state = self.environment, conversation.state.theirs
+        await self._catch_up(conversation)
+        if await environment.is_completed(state):
+            return None
+        so_far = [*state["trajectory"][-1]["prompt"], *state["trajectory"][-1]["completion"]]
+        messages = await environment.get_prompt_messages(state)
+        if state.get("final_env_response") is not None:
+            return None
+        return [_plain(message) for message in messages[len(so_far) :]] or None
+
+    @reward
+    async def rubric(self, conversation: Conversation) -> float:
+        """Their weighted sum."""
+        state = conversation.state.theirs
+        await self._catch_up(conversation)
+        await self.environment.render_completion(state)
+        failures: list[str] = []
+        token = _failures.set(failures)
+        try:
+            await self.environment.rubric.score_rollout(state)
+        finally:
+            _failures.reset(token)
+        if failures:
+            raise RuntimeError(f"the rubric logged: {failures[0]}")
+        return float(state["reward"])
+
+    async def finish(self, conversation: Conversation) -> None:
+        if hasattr(conversation.state, "theirs"):
+            await self.environment.cleanup(conversation.state.theirs)
+
+    async def _catch_up(self, conversation: Conversation) -> None:
+        """Every message of the model's is a step of their trajectory, those with tool calls too."""
+        state = conversation.state.theirs
+        messages = _normalized([_theirs(message) for message in conversation.messages[1:]])
+        places = [place for place, message in enumerate(messages) if message.role == "assistant"]
+        for place in places[len(state["trajectory"]) :]:
+            step = {
+                "prompt": [*state["prompt"], *messages[:place]],
+                "completion": [messages[place]],
+                "response": None,
+                "tokens": None,
+                "reward": None,
+                "advantage": None,
+                "is_truncated": False,
+                "trajectory_id": state["trajectory_id"],
+                "extras": {},
+            }
+            await self.environment.add_trajectory_step(state, step)
+
+    @cached_property
+    def _rows(self) -> Sequence[Mapping[str, Any]]:
+        return list(self.environment.get_dataset())
+
+    def _split(self, row: Mapping[str, Any], index: int) -> tuple[str | None, str]:
+        """System prompt and the user's message of a row."""
+        prompt = row["prompt"]
+        if isinstance(prompt, str):
+            return None, prompt
+        messages = [_plain(message) for message in prompt]
+        roles = [message["role"] for message in messages]
+        if roles not in (["user"], ["system", "user"]):
+            raise UserError(
+                f"{_FIELD}: '{self.name}', row {index}: its prompt is {', '.join(roles)}; only one message of the user,"
+                " and a system prompt before it, can be had here"
+            )
+        return (messages[0]["content"] if len(messages) == 2 else None), messages[-1]["content"]
+
+
+class _Failures(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            _failures.get().append(record.getMessage())
+        except LookupError:
+            return  # not ours
+
+
+def _no_client() -> Any:
+    """Where they want one: it can't be asked for anything."""
+    from verifiers.clients import Client
+
+    kind: Any = type("NoClient", (Client,), {})
+    kind.__abstractmethods__ = frozenset()
+    return kind.__new__(kind)
+
+
+def _normalized(messages: list[dict[str, Any]]) -> list[Any]:
+    from verifiers.utils.message_utils import normalize_messages
+
+    return list(normalize_messages(messages, field_name="conversation"))
+
+
+def _theirs(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message of ours, its tool calls as they have them."""
+    if "tool_calls" not in message:
+        return {key: message[key] for key in ("role", "content", "tool_call_id") if key in message}
+    calls = [
+        {"id": call["id"], "name": call["function"]["name"], "arguments": json.dumps(call["function"]["arguments"])}
+        for call in message["tool_calls"]
+    ]
+    return {"role": message["role"], "content": message["content"], "tool_calls": calls}
+
+
+def _plain(message: Any) -> dict[str, str]:
+    """Role and text of a message of theirs, a record or an object."""
+    role, content = (
+        (message["role"], message["content"]) if isinstance(message, Mapping) else (message.role, message.content)
+    )
+    if not isinstance(content, str):
+        parts = [part if isinstance(part, Mapping) else vars(part) for part in content or ()]
+        content = "".join(str(part.get("text", "")) for part in parts)
+    return {"role": str(role), "content": content}

@@ -1,0 +1,185 @@
+"""Foreign code with a time limit: whatever it does, it comes to something, and others are not held up."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from octetrl.config.errors import UserError
+from octetrl.environments import turns
+from octetrl.environments.turns import Conversation
+from octetrl.environments.turns.calls import Called, Calls
+from octetrl.records import Task
+
+
+@pytest.fixture
+def calls() -> Iterator[Calls]:
+    calls_ended.clear()
+    made = Calls()
+    yield made
+    made.close()
+
+
+def all_of(calls: Calls, *functions: Callable[..., Any], seconds: float = 15.0) -> list[Called]:
+    """What these come to; of others, what is pending stays so unless it ends meanwhile."""
+    tickets = [calls.start(function, (), seconds=seconds) for function in functions]
+    found: dict[int, Called] = {}
+    while not set(tickets) <= set(found):
+        found |= dict(calls.poll(5.0))
+    calls_ended.update(found)
+    return [found[ticket] for ticket in tickets]
+
+
+calls_ended: dict[int, Called] = {}
+
+
+def sync_seven() -> int:
+    return 7
+
+
+async def async_seven() -> int:
+    await asyncio.sleep(0.01)
+    return 7
+
+
+class OddError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def odd() -> None:
+    raise OddError
+
+
+def leave() -> None:
+    sys.exit("leaving")
+
+
+async def async_leave() -> None:
+    sys.exit("leaving")
+
+
+async def cancelled() -> None:
+    raise asyncio.CancelledError
+
+
+async def blocks() -> None:
+    time.sleep(3)  # where asyncio.sleep was meant
+
+
+async def in_a_thread() -> str:
+    return await asyncio.to_thread(lambda: threading.current_thread().name)
+
+
+def test_functions_of_both_kinds_give_their_value(calls: Calls) -> None:
+    assert [called.value for called in all_of(calls, sync_seven, async_seven, lambda: async_seven())] == [7, 7, 7]
+    assert len(calls) == 0
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        (leave, r"SystemExit: leaving \(test_calls.py:\d+\)"),
+        (async_leave, r"SystemExit: leaving \(test_calls.py:\d+\)"),
+        (cancelled, "CancelledError"),
+        (odd, "OddError"),
+        (lambda: {}["x"], r"KeyError: 'x' \(test_calls.py:\d+\)"),
+    ],
+)
+def test_whatever_is_raised_is_an_answer(function: Callable[..., Any], error: str, calls: Calls) -> None:
+    (called,) = all_of(calls, function)
+    assert called.error is not None and not called.timed_out
+    assert re.match(error, called.error), called.error
+    assert [one.value for one in all_of(calls, sync_seven, async_seven)] == [7, 7]
+
+
+def test_a_call_that_hangs_is_abandoned_and_others_go_on(calls: Calls) -> None:
+    async def sleeps() -> None:
+        await asyncio.sleep(30)
+
+    began = time.monotonic()
+    stuck = [calls.start(function, (), seconds=1.0) for function in (lambda: time.sleep(9), sleeps)]
+    assert [one.value for one in all_of(calls, sync_seven, async_seven)] == [7, 7]
+    assert calls.abandoned == 0
+    found: dict[int, Called] = {}
+    while len(found) < 2:
+        found |= dict(calls.poll(5.0))
+    assert time.monotonic() - began < 5.0
+    assert [found[ticket].timed_out for ticket in stuck] == [True, True]
+    assert "sleeps gave nothing in 1 s" in str(found[stuck[1]].error)
+    assert calls.abandoned == 2
+
+
+def test_what_came_in_time_counts_though_nobody_looked(calls: Calls) -> None:
+    ticket = calls.start(sync_seven, (), seconds=0.1)
+    time.sleep(0.3)
+    assert calls.poll(0.0) == [(ticket, Called(7))]
+
+
+def test_async_code_that_blocks_the_loop_is_found_out(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns.calls, "_LOOP_ANSWERS_WITHIN", 0.3)
+    innocent = calls.start(async_seven, (), seconds=30.0)
+    (called,) = all_of(calls, blocks, seconds=0.2)
+    assert called.timed_out
+    assert "async code blocks the event loop (test_calls.py:" in str(called.error)
+    assert "where asyncio.sleep was meant" in str(called.trace)
+    assert [one.value for one in all_of(calls, async_seven)] == [7]  # on a new loop
+    while calls_ended.get(innocent) is None:  # on the old one, when that is free again
+        calls_ended.update(calls.poll(5.0))
+    assert calls_ended[innocent] == Called(7)
+
+
+def test_a_hundred_threads_wait_at_once(calls: Calls) -> None:
+    """As `asyncio.to_thread` would not let them, with its few."""
+
+    async def waits() -> None:
+        await asyncio.to_thread(time.sleep, 0.2)
+
+    began = time.monotonic()
+    all_of(calls, *[waits] * 50, *[lambda: time.sleep(0.2)] * 50)
+    assert time.monotonic() - began < 10.0  # one after the other they would take 20
+
+
+def test_the_loop_is_one_for_all_calls(calls: Calls) -> None:
+    async def loop() -> int:
+        return id(asyncio.get_running_loop())
+
+    assert len({called.value for called in all_of(calls, loop, loop, loop)}) == 1
+
+
+def test_a_tool_may_ask_whose_it_is(calls: Calls) -> None:
+    mine = Conversation(Task(id="mine", prompt="?"), random.Random(0))
+
+    async def asks() -> list[str]:
+        return [Conversation.current().task.id, await asyncio.to_thread(lambda: Conversation.current().task.id)]
+
+    calls.start(asks, (), seconds=5.0, conversation=mine)
+    calls.start(lambda: Conversation.current().task.id, (), seconds=5.0, conversation=mine)
+    found: list[Any] = []
+    while len(found) < 2:
+        found += [called.value for _, called in calls.poll(5.0)]
+    assert ["mine", "mine"] in found and "mine" in found
+    with pytest.raises(UserError, match="no conversation is under way"):
+        Conversation.current()
+
+
+def test_a_hanging_call_does_not_keep_the_interpreter_from_ending() -> None:
+    program = (
+        "import time, asyncio\n"
+        "from octetrl.environments.turns.calls import Calls\n"
+        "async def hang(): await asyncio.to_thread(time.sleep, 60)\n"
+        "calls = Calls()\n"
+        "calls.start(time.sleep, (60,), seconds=0.1); calls.start(hang, (), seconds=0.1)\n"
+        "time.sleep(0.2); print(len(calls.poll(1.0))); calls.close()\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert (run.stdout, run.stderr, run.returncode) == ("2\n", "", 0)

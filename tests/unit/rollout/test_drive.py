@@ -1,0 +1,297 @@
+"""Conversations over one session: to their end, whatever their environments do, and the same whenever they answer."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from octetrl.environments.tools import tool
+from octetrl.environments.turns import Conversation, reward
+from octetrl.environments.turns.dialogue import Dialogue, Limits
+from octetrl.records import GenerationRequest, Rollout, RolloutGroup, RolloutStatus, SamplingParams, Task
+from octetrl.rollout.chat_tokens import ChatTokens
+from octetrl.rollout.collect import Collection, collect_groups
+from octetrl.rollout.drive import Occupancy
+from octetrl.run.tiny_model import train_tokenizer
+from tests.unit.environments.turns.games import Calculator, Echo
+from tests.unit.rollout.speaking import TalkingWorkers
+from tests.unit.rollout.templates import tokenizer_of
+
+TOKENIZER: Any = train_tokenizer(["You said 1?"])
+LIMITS = Limits(max_turns=5, reply_seconds=5.0, tool_seconds=1.0, reward_seconds=5.0)
+
+
+def babble(request: GenerationRequest, chance: random.Random) -> list[int]:
+    letters = "".join(chance.choice("abc") for _ in range(chance.randrange(1, 6)))
+    return [*TOKENIZER.encode(letters), TOKENIZER.eos_token_id]
+
+
+def collect(
+    environment: Any,
+    limits: Limits = LIMITS,
+    says: Any = babble,
+    tokenizer: Any = TOKENIZER,
+    group_size: int = 4,
+    **changes: Any,
+) -> tuple[list[RolloutGroup], TalkingWorkers, Occupancy]:
+    family = "hermes" if tokenizer is not TOKENIZER else None
+    dialogue = Dialogue(environment, limits, family=family)
+    workers = TalkingWorkers(tokenizer, says)
+    chat = ChatTokens(tokenizer, tools=[one.schema() for one in getattr(environment, "tools", ())])
+    collection = Collection(chat, SamplingParams(9), group_size, max_prompt_tokens=2000, seed=1)
+    collection = replace(collection, **changes)
+    try:
+        return collect_groups(environment.tasks, dialogue, workers, collection), workers, collection.occupancy
+    finally:
+        dialogue.close()
+
+
+def rollouts_of(environment: Any, limits: Limits = LIMITS, **changes: Any) -> list[Rollout]:
+    groups, _, _ = collect(environment, limits, **changes)
+    assert [group.task for group in groups] == list(environment.tasks)
+    return [rollout for group in groups for rollout in group.rollouts]
+
+
+def test_a_conversation_goes_from_turn_to_turn() -> None:
+    groups, workers, _ = collect(Echo(turns=3))
+    for group in groups:
+        assert len({rollout.text for rollout in group.rollouts}) == 4
+        for rollout in group.rollouts:
+            assert rollout.status is RolloutStatus.SCORED
+            said = [turn.completion.text for turn in rollout.turns]
+            assert len(said) == 3
+            assert [[one.text for one in turn.replies] for turn in rollout.turns] == [
+                [f"You said {said[0]}"],
+                [f"You said {said[1]}"],
+                [],
+            ]
+            assert rollout.components == {"heard_all": 1.0, "length": len(said[2])}
+            assert rollout.reward == 1.0 + 0.5 * len(said[2])
+            assert 0 < rollout.metrics["chance"] < 1 and rollout.metrics["turns"] == 3
+    requests = workers.sessions[0].submitted
+    assert [request.num_siblings for request in requests] == [4] * 3 + [1] * 24
+    assert len({request.seed for request in requests}) == len(requests)
+
+
+def test_the_same_is_drawn_whenever_environments_answer() -> None:
+    quick, slow = (
+        rollouts_of(Echo(seconds=seconds), limits)
+        for seconds, limits in ((0.0, LIMITS), (0.05, replace(LIMITS, max_in_flight=4)))
+    )
+    assert quick == slow
+
+
+@pytest.mark.parametrize(
+    ("does", "status", "detail"),
+    [
+        ("raise", RolloutStatus.ENVIRONMENT_ERROR, "KeyError: 'nothing here' (games.py:"),
+        ("exit", RolloutStatus.ENVIRONMENT_ERROR, "SystemExit: 3"),
+        ("hang", RolloutStatus.ENVIRONMENT_TIMEOUT, "TimeoutError: reply gave nothing in 1 s"),
+        ("number", RolloutStatus.ENVIRONMENT_ERROR, "TypeError: reply gave int"),
+        ("system", RolloutStatus.ENVIRONMENT_ERROR, "TypeError: reply gave the message"),
+    ],
+)
+def test_what_the_environment_fails_is_a_status(does: str, status: RolloutStatus, detail: str) -> None:
+    rollouts = rollouts_of(Echo(does=does), replace(LIMITS, reply_seconds=1.0))
+    for rollout in rollouts:
+        assert (rollout.status, rollout.reward) == (status, None)
+        assert detail in str(rollout.detail)
+        assert len(rollout.turns) == 2  # what was drawn is kept
+        assert rollout.trace is None or "games.py" in rollout.trace
+    assert does != "raise" or rollouts[0].trace is not None
+
+
+class Rewarded(Echo):
+    """Its rewards misbehave in its first task."""
+
+    def __init__(self, value: Callable[[], Any]) -> None:
+        super().__init__(turns=1)
+        self.value = value
+
+    @reward(weight=-1.0)
+    def odd(self, conversation: Conversation) -> Any:
+        return self.value() if conversation.task.id == "t0" else 2
+
+
+@pytest.mark.parametrize(
+    ("value", "status", "detail"),
+    [
+        (lambda: 1 / 0, RolloutStatus.REWARD_ERROR, "ZeroDivisionError: division by zero (test_drive.py:"),
+        (lambda: float("nan"), RolloutStatus.REWARD_ERROR, "odd: the reward is nan, not a finite number"),
+        (lambda: None, RolloutStatus.REWARD_ERROR, "odd: the reward is 'None' of type NoneType, not a number"),
+        (lambda: time.sleep(3), RolloutStatus.REWARD_TIMEOUT, "TimeoutError: odd gave nothing in 1 s"),
+    ],
+)
+def test_a_reward_that_fails_leaves_none(value: Callable[[], Any], status: RolloutStatus, detail: str) -> None:
+    rollouts = rollouts_of(Rewarded(value), replace(LIMITS, reward_seconds=1.0))
+    for rollout in rollouts[:4]:
+        assert (rollout.status, rollout.reward, rollout.components) == (status, None, {})
+        assert detail in str(rollout.detail)
+    for rollout in rollouts[4:]:
+        assert rollout.status is RolloutStatus.SCORED
+        assert rollout.reward == 1.0 + 0.5 * len(rollout.text) - 2
+
+
+def test_turns_context_and_answers_run_out() -> None:
+    endless = Echo(turns=99)
+    out_of_turns = rollouts_of(endless)
+    assert {(one.status, len(one.turns), one.reward is None) for one in out_of_turns} == {
+        (RolloutStatus.TRUNCATED, 5, False)
+    }
+    assert all(one.turns[-1].replies for one in out_of_turns)  # said, and never heard
+    out_of_context = rollouts_of(endless, context_length=30)
+    assert {one.status for one in out_of_context} == {RolloutStatus.TRUNCATED}
+    assert {len(one.turns) for one in out_of_context} < {1, 2, 3, 4}
+    cut = rollouts_of(Echo(turns=2), sampling=SamplingParams(3))
+    for one in cut:
+        is_cut = len(one.turns[-1].completion.token_ids) == 3 and not one.text.endswith(TOKENIZER.eos_token)
+        assert one.status in (RolloutStatus.OVERLONG, RolloutStatus.SCORED)
+        assert one.reward is not None and (is_cut or one.status is RolloutStatus.SCORED)
+    assert {one.status for one in cut} == {RolloutStatus.OVERLONG, RolloutStatus.SCORED}
+
+
+def test_a_prompt_that_is_too_long_begins_nothing() -> None:
+    rollouts = rollouts_of(Echo(), max_prompt_tokens=1)
+    assert {one.status for one in rollouts} == {RolloutStatus.PROMPT_TOO_LONG}
+
+
+def test_no_more_are_in_flight_than_allowed() -> None:
+    _, workers, occupancy = collect(Echo(seconds=0.02), replace(LIMITS, max_in_flight=8), group_size=4)
+    assert max(workers.sessions[0].batches) <= 8
+    assert occupancy.metrics["rollout/in_flight"] <= 8
+    _, workers, _ = collect(Echo(), replace(LIMITS, max_in_flight=1))  # a group is never split
+    assert max(workers.sessions[0].batches) == 4
+
+
+# --- tools --------------------------------------------------------------------------------------------------
+
+HERMES = tokenizer_of("qwen2.5")
+CALLS = {
+    "add": '<tool_call>{"name": "add", "arguments": {"a": 40, "b": 2}}</tool_call>',
+    "two": '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>',
+    "malformed": "<tool_call>{add 40 and 2}</tool_call>",
+    "unknown": '<tool_call>{"name": "sub", "arguments": {}}</tool_call>',
+    "arguments": '<tool_call>{"name": "add", "arguments": {"a": "many"}}</tool_call>',
+    "refuse": '<tool_call>{"name": "refuse", "arguments": {}}</tool_call>',
+    "crash": '<tool_call>{"name": "crash", "arguments": {}}</tool_call>',
+    "wait": '<tool_call>{"name": "wait", "arguments": {}}</tool_call>',
+}
+
+
+def tool_rollout(first: str, limits: Limits = LIMITS) -> Rollout:
+    """Of a model that says `first`, then 42."""
+
+    def says(request: GenerationRequest, chance: random.Random) -> list[int]:
+        text = CALLS[first] if "<tool_response>" not in HERMES.decode(request.prompt_token_ids) else "42"
+        return [*HERMES.encode(text), HERMES.eos_token_id]
+
+    environment = Calculator()
+    environment.tasks = environment.tasks[:1]
+    sampling = SamplingParams(300)
+    (rollout,) = rollouts_of(environment, limits, says=says, tokenizer=HERMES, group_size=1, sampling=sampling)
+    return rollout
+
+
+@pytest.mark.parametrize(
+    ("first", "told", "refused"),
+    [
+        ("add", ["42"], 0),
+        ("two", ["3", "7"], 0),
+        ("malformed", ["Error: the tool call can't be read"], 1),
+        ("unknown", ["Error: there is no tool 'sub'"], 1),
+        ("arguments", ["Error: add: 'a'"], 1),
+        ("refuse", ["Error: not today"], 1),
+    ],
+)
+def test_a_call_is_answered_whatever_it_is(first: str, told: list[str], refused: int) -> None:
+    rollout = tool_rollout(first)
+    assert (rollout.status, rollout.reward) == (RolloutStatus.SCORED, 1.0)
+    replies = rollout.turns[0].replies
+    assert [reply.role for reply in replies] == ["tool"] * len(told)
+    assert all(reply.text.startswith(text) for reply, text in zip(replies, told, strict=True))
+    assert rollout.metrics == {"turns": 2, "tool_calls": len(told), "refused_calls": refused, "failed_calls": 0}
+
+
+@pytest.mark.parametrize(
+    ("first", "error"), [("crash", "ZeroDivisionError: division by zero"), ("wait", "TimeoutError")]
+)
+def test_a_tool_that_fails_ends_the_rollout_or_is_told(first: str, error: str) -> None:
+    ended = tool_rollout(first)
+    assert (ended.status, ended.reward) == (RolloutStatus.TOOL_ERROR, None)
+    assert str(ended.detail).startswith(error) and len(ended.turns) == 1
+    told = tool_rollout(first, replace(LIMITS, tool_failure="tell"))
+    assert (told.status, told.reward) == (RolloutStatus.SCORED, 1.0)
+    assert told.turns[0].replies[0].text.startswith(f"Error: {error}")
+    assert told.metrics["failed_calls"] == 1
+
+
+# --- many ---------------------------------------------------------------------------------------------------
+
+
+class Flaky:
+    """Slow, and one reply in ten fails. A tool fails too."""
+
+    def __init__(self, tasks: int) -> None:
+        self.tasks = [Task(id=f"f{number}", prompt=f"{number}") for number in range(tasks)]
+
+    @tool
+    def ask(self) -> str:
+        """Nothing."""
+        return ""
+
+    def reply(self, conversation: Conversation) -> str | None:
+        time.sleep(0.05 * conversation.random.random())
+        if conversation.random.random() < 0.1:
+            raise ConnectionError("gone")
+        return "go on" if conversation.turns < 3 else None
+
+    @reward
+    async def luck(self, conversation: Conversation) -> float:
+        return conversation.random.random()
+
+
+def test_two_hundred_in_flight_lose_none() -> None:
+    began = time.monotonic()
+    groups, _, occupancy = collect(Flaky(25), group_size=8)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    assert len(rollouts) == 200
+    failed = [one for one in rollouts if one.status is RolloutStatus.ENVIRONMENT_ERROR]
+    scored = [one for one in rollouts if one.status is RolloutStatus.SCORED]
+    assert len(failed) + len(scored) == 200
+    assert 30 < len(failed) < 80  # 1 - 0.9 ** 3 of 200 are 54
+    assert all(len(one.turns) == 3 and one.reward is not None for one in scored)
+    assert all("ConnectionError: gone" in str(one.detail) and one.trace for one in failed)
+    assert occupancy.metrics["rollout/in_flight"] > 20
+    assert time.monotonic() - began < 10  # one after the other they would sleep 13 s
+
+
+class Sleepy:
+    """Slow for the first task, at once for the second."""
+
+    tasks = (Task(id="slow", prompt="?"), Task(id="quick", prompt="!"))
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+
+    def reply(self, conversation: Conversation) -> str | None:
+        time.sleep(0.3 if conversation.task.id == "slow" else 0.0)
+        self.order.append(conversation.task.id)
+        return "go on" if conversation.turns < 3 else None
+
+    @reward
+    def one(self, conversation: Conversation) -> float:
+        return 1.0
+
+
+def test_who_has_an_answer_goes_on_while_others_wait() -> None:
+    environment = Sleepy()
+    _, _, occupancy = collect(environment, group_size=1)
+    assert environment.order == ["quick"] * 3 + ["slow"] * 3
+    assert occupancy.metrics["rollout/waiting_share"] > 0.5  # there was nothing else to draw
+    assert 0.5 < occupancy.metrics["rollout/with_environment"] < 1.5

@@ -1,0 +1,172 @@
+"""Tokens are only appended, whatever the template and whatever the turns: what is trained on is what was sampled."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octetrl.algorithms.table import build_algorithm
+from octetrl.config.schema import AlgorithmConfig
+from octetrl.environments.tools import Tool, family_of, tool
+from octetrl.environments.turns import Conversation, reward
+from octetrl.environments.turns.dialogue import Dialogue, Limits
+from octetrl.records import GenerationRequest, Reply, RolloutGroup, SamplingParams, Task
+from octetrl.rollout.chat_tokens import ChatTokens, ReplyError
+from octetrl.rollout.collect import Collection, collect_groups
+from octetrl.rollout.samples import to_samples
+from tests.unit.rollout.speaking import TalkingWorkers, logprob_of
+from tests.unit.rollout.templates import FAMILIES, WITH_TOOLS, stop_tokens, tokenizer_of
+
+
+@tool
+def add(a: int, b: int) -> int:
+    """The sum of two whole numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+
+class Scripted:
+    """Says what it was given, one list of messages a turn."""
+
+    def __init__(self, replies: Sequence[Any], tools: Sequence[Tool] = ()) -> None:
+        self.tasks = [Task(id="t", prompt="7 + 8 ="), Task(id="u", prompt="")]
+        self._replies, self.tools = replies, tools
+
+    def reply(self, conversation: Conversation) -> Any:
+        said = conversation.turns - conversation.tool_calls
+        return self._replies[said - 1] if said <= len(self._replies) else None
+
+    @reward
+    def some(self, conversation: Conversation) -> float:
+        return conversation.random.random()
+
+
+def chat_of(family: str, tools: Sequence[Tool] = ()) -> ChatTokens:
+    schemas = [each.schema() for each in tools]
+    return ChatTokens(tokenizer_of(family), None, tools=schemas, ends=stop_tokens(family))
+
+
+def drawn(family: str, environment: Any, says: Any, group_size: int = 2) -> tuple[list[RolloutGroup], TalkingWorkers]:
+    dialogue = Dialogue(environment, Limits(), family=family_of(tokenizer_of(family).chat_template))
+    workers = TalkingWorkers(tokenizer_of(family), says)
+    chat = chat_of(family, getattr(environment, "tools", ()))
+    collection = Collection(chat, SamplingParams(60), group_size, max_prompt_tokens=4000, seed=3)
+    try:
+        return collect_groups(environment.tasks, dialogue, workers, collection), workers
+    finally:
+        dialogue.close()
+
+
+texts = st.one_of(
+    st.text(max_size=12),
+    st.sampled_from(["<|im_end|>", "<tool_call>", "</think>", "<|eot_id|>", "PLACEHOLDER-OF-THE-ANSWER", " \n ", "{}"]),
+)
+
+
+def messages_of(roles: Sequence[str]) -> st.SearchStrategy[list[dict[str, str]]]:
+    message = st.fixed_dictionaries({"role": st.sampled_from(roles), "content": texts})
+    return st.lists(message, min_size=1, max_size=3)
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_trained_on_is_what_was_sampled(family: str, data: st.DataObject) -> None:
+    """Random tokens of the whole vocabulary, random ends, random replies; siblings go ways of their own."""
+    tokenizer, stops = tokenizer_of(family), stop_tokens(family)
+    roles = ["user", "tool"] if family in WITH_TOOLS else ["user"]
+    replies = data.draw(st.lists(st.one_of(texts, messages_of(roles)), max_size=3))
+    call = tokenizer.encode('<tool_call>{"name": "add", "arguments": {"a": 7, "b": 8}}</tool_call>')
+    said: dict[tuple[int, ...], list[int]] = {}  # by prompt and draw
+
+    def says(request: GenerationRequest, chance: random.Random) -> list[int]:
+        words = [chance.randrange(len(tokenizer)) for _ in range(chance.randrange(6))]
+        words = [word for word in words if word not in stops] + (call if chance.random() < 0.3 else [])
+        ends = [[stops[0]], [stops[-1]], tokenizer.encode("!")]  # the last: a stop string
+        tokens = [*words, *chance.choice(ends)]
+        said[*request.prompt_token_ids, *tokens] = tokens
+        return tokens
+
+    tools = [add] if family in WITH_TOOLS else []
+    groups, workers = drawn(family, Scripted(replies, tools), says)
+    requested = {request.prompt_token_ids for request in workers.sessions[0].submitted}
+    algorithm = build_algorithm(AlgorithmConfig(drop_zero_variance=False))
+    samples = to_samples(groups, algorithm)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    assert len(samples) == len(rollouts) == 4
+    for rollout, sample in zip(rollouts, samples, strict=True):
+        assert rollout.detail is None
+        position = 0
+        for turn in rollout.turns:
+            begin = position + len(turn.prompt_token_ids)
+            end = begin + len(turn.completion.token_ids)
+            prompt = sample.token_ids[:begin]
+            assert prompt in requested, "the engine saw other tokens than the trainer"
+            assert said[sample.token_ids[:end]] == list(sample.token_ids[begin:end])
+            assert sample.loss_mask[position:end] == (False,) * (begin - position) + (True,) * (end - begin)
+            position = end
+        assert position == len(sample.token_ids)
+        assert sample.generator_logprobs == tuple(
+            logprob_of(token) if trained else 0.0
+            for token, trained in zip(sample.token_ids, sample.loss_mask, strict=True)
+        )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("roles", [("user",), ("tool",), ("tool", "tool"), ("user", "tool")])
+def test_the_whole_is_what_the_template_would_write(family: str, roles: tuple[str, ...]) -> None:
+    """Where answers are plain words; with thoughts it is not, and that is why tokens are appended."""
+    if family == "chatml" and "tool" in roles:
+        pytest.skip("it has no tools")
+    tokenizer, chat = tokenizer_of(family), chat_of(family)
+    replies = [Reply(role, f"told {number}") for number, role in enumerate(roles)]
+    conversation: list[dict[str, str]] = [{"role": "user", "content": "7 + 8 ="}]
+    tokens = chat.prompt_tokens("7 + 8 =")
+    for answer in ("so 15", "and 15 again"):
+        said = chat.answer_tokens(answer)
+        tokens += said + chat.reply_tokens(replies, said)
+        conversation += [{"role": "assistant", "content": answer}]
+        conversation += [{"role": reply.role, "content": reply.text} for reply in replies]
+    expected = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    if family == "qwen3" and roles[-1] == "tool" and "user" not in roles:
+        expected = expected.replace("<think>\n\n</think>\n\n", "")  # which the policy did not say
+    assert tokenizer.decode(list(tokens)) == expected
+
+
+@pytest.mark.parametrize("family", WITH_TOOLS)
+def test_tools_stand_in_the_prompt_as_the_template_writes_them(family: str) -> None:
+    expected = tokenizer_of(family).apply_chat_template(
+        [{"role": "user", "content": "7 + 8 ="}], tools=[add.schema()], tokenize=False, add_generation_prompt=True
+    )
+    assert '"The sum of two whole numbers."' in expected
+    assert tokenizer_of(family).decode(list(chat_of(family, [add]).prompt_tokens("7 + 8 ="))) == expected
+
+
+def test_an_end_that_is_not_the_templates_is_an_end() -> None:
+    tokenizer, chat = tokenizer_of("llama3"), chat_of("llama3")
+    replies = [Reply("tool", "15")]
+    eot, eom = tokenizer.convert_tokens_to_ids(["<|eot_id|>", "<|eom_id|>"])
+    ended, by_other, unended = (chat.reply_tokens(replies, [9, last]) for last in (eot, eom, 9))
+    assert ended == by_other == unended[1:]
+    assert unended[0] == eot
+
+
+def test_replies_that_the_template_refuses_are_told() -> None:
+    tokenizer = tokenizer_of("chatml")
+    template = tokenizer.chat_template
+    refusal = "{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    tokenizer.chat_template = refusal + template
+    try:
+        with pytest.raises(ReplyError, match=r"refuses replies of the roles tool \(no tools\)"):
+            chat_of("chatml").reply_tokens([Reply("tool", "15")], ())
+    finally:
+        tokenizer.chat_template = template
