@@ -1,4 +1,5 @@
-"""A reward model in whole runs: trained on pairs, resumed, exported, and then scoring another run's rollouts."""
+"""A reward model in whole runs, trained whole or as adapters with a head: on pairs, resumed, exported, and then scoring
+another run's rollouts."""
 
 from __future__ import annotations
 
@@ -22,10 +23,11 @@ from tests.e2e.tiny_run import read_lines, run, timeless, tiny_recipe
 from tests.house.tree import REPO
 
 STEPS = 12
+LORA: dict[str, Any] = {"model.lora": {"rank": 4, "alpha": 16.0}, "trainer.optimizer.lr": 1e-2}
 
 
-@pytest.fixture(scope="module")
-def changes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+@pytest.fixture(scope="module", params=[{}, LORA], ids=["whole", "lora"])
+def changes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A recipe without an environment, and pairs whose better answer is the longer one."""
     file = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
     pairs = [{"prompt": f"{n} + 1 =", "chosen": f"{n + 1} 1 1 1", "rejected": f"{n + 1}"} for n in range(40)]
@@ -39,6 +41,7 @@ def changes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "checkpoint.every": 4,
         "checkpoint.keep_last": 9,
         "steps": STEPS,
+        **request.param,
     }
 
 
