@@ -29,9 +29,9 @@ While training, activations and working set:
       a scalar head             2 (b + 4) T E, in the place of logits: hidden states, widened, and their gradients. The
                                 critic is trained when the policy's activations are gone: the larger of the two counts
 
-With LoRA gradients, optimizer and reference count A, the adapters' parameters, instead of P (a reward model's head is one
-of them; the critic is trained whole); weights that training has
-in FP8 are kept as codes alone; layers keep n1 and n2 in BF16 for the adapters, and no weight has a gradient.
+With LoRA gradients, optimizer and reference count A, the parameters of the adapters and of a reward model's head,
+instead of P; weights that training has in FP8 are kept as codes alone; layers keep n1 and n2 in BF16 for the adapters,
+and no weight has a gradient. PPO's critic is trained whole.
 
 While generating, the KV cache: L kv_size (bytes of K + bytes of V) a token, + 8 L heads if dynamic. On a GPU with
 `release_for_training` the two share what is left, so the total is what is always there and the larger of them.

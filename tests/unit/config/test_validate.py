@@ -36,10 +36,7 @@ def problem_of(*fields: tuple[str, Any]) -> str:
 
 SFT = (("algorithm.name", "sft"), ("algorithm.conversations", "c.jsonl"))
 
-REWARD_MODEL = (("algorithm.name", "reward_model"), ("algorithm.conversations", "p.jsonl"))
-
 IMPOSSIBLE = [
-    ([*REWARD_MODEL, ("model.lora", {})], "a reward model is trained whole"),
     ([("rollout.group_size", 1)], "no siblings to compare"),
     ([("algorithm.corrections", ["tis", "sequence_tis"])], "would weigh a token twice"),
     ([("algorithm.corrections", ["veto", "veto"])], "name each once"),
