@@ -130,7 +130,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
 
 
 def check_adapter(lora: LoraConfig, folder: Path, *, is_scalar: bool) -> None:
-    """UserError unless the adapter in `folder` is of `lora`'s rank, alpha and targets, for a model with this kind of head."""
+    """UserError unless the adapter in `folder` has `lora`'s rank, alpha and targets, and a scalar head or none."""
     theirs, _, has_head = read_adapter_config(folder)
     if has_head != is_scalar:
         raise UserError(

@@ -29,7 +29,7 @@ from octetrl.run.export import export_run
 from octetrl.run.loop import train
 from octetrl.run.reward_model_worker import RewardModelWorker
 from octetrl.run.reward_scorer import RewardModelScorer
-from octetrl.run.scalar_models import build_reward_model
+from octetrl.run.scalar_models import build_critic_model, build_reward_model
 from octetrl.run.step import supervised_step
 from octetrl.run.tokenizer import load_tokenizer
 from octetrl.trainer import checkpoint
@@ -132,6 +132,12 @@ def test_a_critic_may_begin_with_it(exported: Path, model: Path, tmp_path: Path)
 def test_what_cannot_stand_together_is_refused(change: dict[str, Any], said: str, model: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=said):
         tiny_recipe(model, tmp_path / "run", change)
+
+
+def test_a_critic_is_whole_beside_a_policy_of_adapters(model: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(model, tmp_path / "run", {"algorithm.name": "ppo", "model.lora": {}})
+    critic = build_critic_model(recipe, load_spec(model), CPU)
+    assert critic.lora is None and all(parameter.requires_grad for parameter in critic.parameters())
 
 
 # --- adapters beside frozen weights -------------------------------------------------------------------------

@@ -235,15 +235,10 @@ def test_a_reward_models_head_is_trained_with_its_adapters(precisions: Precision
     """Rank 8 on q_proj of 4 layers, and 128 weights of the head; no lm_head, no cache, no gradient of the trunk."""
     trained = 4 * 8 * (128 + 128) + 128
     algorithm = {"name": "reward_model", "conversations": "pairs.jsonl"}
-    untied, trainer = replace(TINY, tied_embeddings=False), {"tokens_per_micro_batch": 16}
+    sections = {"algorithm": algorithm, "trainer": {"tokens_per_micro_batch": 16}}
+    untied = replace(TINY, tied_embeddings=False)
     whole, adapted = (
-        estimate_memory(
-            recipe(model=model, algorithm=algorithm, trainer=trainer),
-            untied,
-            precisions,
-            on_gpu=True,
-            device_bytes=None,
-        )
+        estimate_memory(recipe(model=model, **sections), untied, precisions, on_gpu=True, device_bytes=None)
         for model in ({"path": "m"}, {"path": "m", "lora": {"rank": 8, "targets": ["q_proj"]}})
     )
     parts = parts_of(adapted)
