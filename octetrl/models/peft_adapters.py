@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -206,14 +206,6 @@ def load_trained(model: Decoder, folder: Path) -> None:
 
 
 # ---------------------------------------------------------------- merged
-
-
-def adapter_dtype(folder: Path) -> torch.dtype:
-    """Of A and B, which is the model's; a scalar head is float32 whatever that is."""
-    with safe_open(folder / WEIGHTS, framework="pt") as tensors:
-        name = next(name for name in tensors.keys() if name.endswith(".lora_A.weight"))  # noqa: SIM118 (not a dict)
-        dtype: torch.dtype = tensors.get_tensor(name).dtype
-    return dtype
 
 
 @torch.no_grad()

@@ -11,6 +11,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import torch
+from safetensors import safe_open
+
 from octetrl.config.errors import UserError
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import load_spec
@@ -18,7 +21,6 @@ from octetrl.models.hf_weights import load_weights, save_weights
 from octetrl.models.peft_adapters import (
     CONFIG,
     WEIGHTS,
-    adapter_dtype,
     is_adapter,
     load_adapter,
     merge_adapters,
@@ -63,8 +65,10 @@ def merged_model(folder: Path) -> Decoder:
             f"the adapter in '{folder}' was trained beside '{base}', where there is no model now; export from the"
             f" folder that the run was started in, or correct base_model_name_or_path in its {CONFIG}"
         )
-    is_scalar, lora, dtype = read_adapter_config(folder).is_scalar, trained["lora"], adapter_dtype(folder)
+    lora, _, is_scalar = read_adapter_config(folder)
     spec = load_spec(base, scalar=is_scalar)
+    with safe_open(folder / WEIGHTS, framework="pt") as tensors:
+        dtype: torch.dtype = tensors.get_tensor(min(tensors.keys())).dtype  # an A's; `score`, float32, comes after
     if is_scalar:
         model: Decoder = ScalarDecoder(spec, full_precision(spec), dtype=dtype, lora=lora)
     else:
