@@ -131,7 +131,7 @@ def _read_adapter(recipe: Recipe) -> None:
     if lora is not None and lora.path is not None:
         from octetrl.models.peft_adapters import check_adapter
 
-        check_adapter(lora, Path(lora.path))
+        check_adapter(lora, Path(lora.path), is_scalar=recipe.algorithm.name == "reward_model")
 
 
 def _read_sources(recipe: Recipe) -> None:

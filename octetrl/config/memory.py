@@ -29,8 +29,9 @@ While training, activations and working set:
       a scalar head             2 (b + 4) T E, in the place of logits: hidden states, widened, and their gradients. The
                                 critic is trained when the policy's activations are gone: the larger of the two counts
 
-With LoRA gradients, optimizer and reference count A, the adapters' parameters, instead of P; weights that training has
-in FP8 are kept as codes alone; layers keep n1 and n2 in BF16 for the adapters, and no weight has a gradient.
+With LoRA gradients, optimizer and reference count A, the parameters of the adapters and of a reward model's head,
+instead of P; weights that training has in FP8 are kept as codes alone; layers keep n1 and n2 in BF16 for the adapters,
+and no weight has a gradient. PPO's critic is trained whole.
 
 While generating, the KV cache: L kv_size (bytes of K + bytes of V) a token, + 8 L heads if dynamic. On a GPU with
 `release_for_training` the two share what is left, so the total is what is always there and the larger of them.
@@ -129,7 +130,8 @@ def estimate_memory(
     if trains_scalar:
         spec = ScalarModel(spec, precisions).trunk
     lora = recipe.model.lora
-    trained = spec.num_parameters if lora is None else adapter_elements(spec, lora)
+    head = spec.hidden_size if trains_scalar else 0
+    trained = spec.num_parameters if lora is None else adapter_elements(spec, lora) + head
     dropped = 0 if lora is None else _elements(spec, precisions.fp8_train)
     how = f"{recipe.model.dtype}, shared by both sides" + (", what is FP8 as codes alone" if dropped else "")
     parts = [MemoryPart("weights", weight_bytes * (spec.num_parameters - dropped), how)]
@@ -155,10 +157,11 @@ def estimate_memory(
             scorer.trunk, scorer.precisions, emulated=emulated
         )
         parts.append(MemoryPart("reward model", held, "weights and FP8 copies of the model that scores"))
-    activations = _activations(recipe, spec, precisions, weight_bytes, scalar=trains_scalar)
+    frozen = lora is not None
+    activations = _activations(recipe, spec, precisions, weight_bytes, scalar=trains_scalar, frozen=frozen)
     if critic is not None:
         parts.append(_critic(recipe, critic, weight_bytes, on_gpu=on_gpu, emulated=emulated))
-        own = _activations(recipe, critic.trunk, critic.precisions, weight_bytes, scalar=True)
+        own = _activations(recipe, critic.trunk, critic.precisions, weight_bytes, scalar=True, frozen=False)
         activations = max(activations, own, key=lambda found: sum(part.num_bytes for part in found))
     parts += activations
     if trains_scalar:
@@ -243,12 +246,11 @@ def _critic(recipe: Recipe, critic: ScalarModel, weight_bytes: int, *, on_gpu: b
 
 
 def _activations(
-    recipe: Recipe, spec: ModelSpec, precisions: Precisions, value_bytes: int, *, scalar: bool = False
+    recipe: Recipe, spec: ModelSpec, precisions: Precisions, value_bytes: int, *, scalar: bool, frozen: bool
 ) -> list[MemoryPart]:
     trainer = recipe.trainer
     tokens, keep = trainer.tokens_per_micro_batch, trainer.activation_checkpointing
     num_fp8 = len(precisions.fp8_train)
-    frozen = recipe.model.lora is not None and not scalar
     layers = [_LayerMemory(spec, tokens, value_bytes, fp8=True, frozen=frozen)] if num_fp8 else []
     if num_fp8 < spec.num_layers * len(linear_elements(spec)):
         layers.append(_LayerMemory(spec, tokens, value_bytes, fp8=False, frozen=frozen))

@@ -92,9 +92,6 @@ def _model_problems(recipe: Recipe) -> Iterator[Problem]:
         text = "trainer.optimizer.master: stochastic_rounding is for bfloat16 weights; with dtype float32 use float32"
         yield Problem(("trainer.optimizer.master", "model.dtype"), text)
     if model.lora is not None:
-        if recipe.algorithm.name == "reward_model":
-            text = "model.lora: a reward model is trained whole, its scalar head with it; set model.lora=null"
-            yield Problem(("model.lora", "algorithm.name"), text)
         twice = sorted({target for target in model.lora.targets if model.lora.targets.count(target) > 1})
         if twice:
             text = f"model.lora.targets: {', '.join(twice)} stands there twice; name each projection once"

@@ -195,9 +195,12 @@ class Decoder(nn.Module):
             if isinstance(module, LoraAdapter):
                 yield name.removesuffix(".lora"), module
 
+    def trains(self, name: str) -> bool:
+        """Whether the parameter `name` is trained: each one, or of a model with adapters the adapters' alone."""
+        return self.lora is None or ".lora." in name
+
     def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """All of them; of a model with adapters the adapters' alone."""
-        return ((name, p) for name, p in self.named_parameters() if self.lora is None or ".lora." in name)
+        return ((name, parameter) for name, parameter in self.named_parameters() if self.trains(name))
 
     def draw_adapters(self, seed: int) -> None:
         """The branches as they begin: they add nothing yet."""
@@ -207,7 +210,7 @@ class Decoder(nn.Module):
     def train_adapters_alone(self) -> None:
         """Freezes the loaded weights; those that are FP8 on this side are dropped, their codes stay."""
         for name, parameter in self.named_parameters():
-            parameter.requires_grad_(".lora." in name)
+            parameter.requires_grad_(self.trains(name))
         for _, module in self.float8_linears():
             module.drop_weight()
 

@@ -3,6 +3,10 @@
     adapter_config.json           rank, alpha, targets, and the base's folder
     adapter_model.safetensors     base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight  [rank, in]
                                   ...                                              lora_B.weight  [out, rank]
+                                  base_model.model.score.weight                                   [1, hidden]
+
+The last is a reward model's (task_type SEQ_CLS): its head, float32, trained whole beside the adapters. PEFT lists it in
+`modules_to_save`, together with a `classifier` that these models don't have.
 
 The values are those that the policy ran with, in the model's dtype, so that what is saved, merged and served is one.
 Merged, a weight is round(W + alpha / rank * B A), summed in float32 from the unquantised W: over FP8 weights the merged
@@ -24,9 +28,10 @@ from torch import Tensor
 from octetrl.config.errors import UserError
 from octetrl.config.schema import LORA_TARGETS, LoraConfig
 from octetrl.models.decoder import Decoder
+from octetrl.models.hf_weights import SCORE, load_weights, save_weights
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model.model"
+PREFIX = "base_model.model"
 THEIR_MODULES = {"attention": "self_attn", "mlp": "mlp"}
 NAMES_SHOWN = 3
 UNSUPPORTED = {  # what would change the formula, with the value that doesn't
@@ -34,13 +39,14 @@ UNSUPPORTED = {  # what would change the formula, with the value that doesn't
     "fan_in_fan_out": False,
     "use_rslora": False,
     "use_dora": False,
-    "modules_to_save": None,
     "rank_pattern": {},
     "alpha_pattern": {},
     "layers_to_transform": None,
     "layer_replication": None,
     "target_parameters": None,
 }
+TASKS = {False: "CAUSAL_LM", True: "SEQ_CLS"}  # by whether the head is a scalar
+HEADS = {"score", "classifier"}  # PEFT's names of them
 
 
 class AdapterConfig(NamedTuple):
@@ -48,6 +54,7 @@ class AdapterConfig(NamedTuple):
 
     lora: LoraConfig  # `path` is the folder
     base: str | None  # the folder of the weights that it stands beside
+    is_scalar: bool  # a reward model's, with its head
 
 
 def is_adapter(folder: Path) -> bool:
@@ -65,7 +72,8 @@ def save_adapter(model: Decoder, folder: Path, base: str | None) -> None:
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     config = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": TASKS[model.is_scalar],
+        "modules_to_save": ["score"] if model.is_scalar else None,
         "base_model_name_or_path": base,
         "r": model.lora.rank,
         "lora_alpha": model.lora.alpha,
@@ -79,14 +87,16 @@ def save_adapter(model: Decoder, folder: Path, base: str | None) -> None:
 
 
 def _named(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """PEFT's name and our view of every A and B."""
+    """PEFT's name and our view of every A and B, and of a scalar head."""
     for name, adapter in model.adapters():
         _, layer, module, _ = name.split(".")  # layers.3.attention.qkv_proj
         for part in adapter.parts:
-            theirs = f"{PREFIX}.layers.{layer}.{THEIR_MODULES[module]}.{part.name}"
+            theirs = f"{PREFIX}.model.layers.{layer}.{THEIR_MODULES[module]}.{part.name}"
             a_RK, b_nR = adapter.part_tensors(part)
             yield f"{theirs}.lora_A.weight", a_RK
             yield f"{theirs}.lora_B.weight", b_nR
+    if model.is_scalar:
+        yield f"{PREFIX}.{SCORE}", model.get_parameter(SCORE)
 
 
 # ---------------------------------------------------------------- in
@@ -108,16 +118,25 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     for field, plain in UNSUPPORTED.items():
         if config.get(field) not in (plain, None):
             raise UserError(f"{file}: {field} {config[field]} is not supported; the adapter needs {field} {plain}")
+    is_scalar = config.get("task_type") == TASKS[True]
+    whole = config.get("modules_to_save") or []
+    if not set(whole) <= (HEADS if is_scalar else set()):
+        raise UserError(f"{file}: modules_to_save {whole} is not supported; only the head of a reward model is")
     if not isinstance(targets, list) or not set(targets) <= set(LORA_TARGETS):
         raise UserError(f"{file}: target_modules {targets} must be a list out of {', '.join(LORA_TARGETS)}")
     ordered = tuple(target for target in LORA_TARGETS if target in targets)
     lora = LoraConfig(rank=rank, alpha=float(alpha), targets=ordered, path=str(folder))
-    return AdapterConfig(lora, config.get("base_model_name_or_path"))
+    return AdapterConfig(lora, config.get("base_model_name_or_path"), is_scalar)
 
 
-def check_adapter(lora: LoraConfig, folder: Path) -> None:
-    """UserError unless the adapter in `folder` is of `lora`'s rank, alpha and targets."""
-    theirs = read_adapter_config(folder).lora
+def check_adapter(lora: LoraConfig, folder: Path, *, is_scalar: bool) -> None:
+    """UserError unless the adapter in `folder` has `lora`'s rank, alpha and targets, and a scalar head or none."""
+    theirs, _, has_head = read_adapter_config(folder)
+    if has_head != is_scalar:
+        raise UserError(
+            f"the adapter in '{folder}' has task_type {TASKS[has_head]}, one of {TASKS[is_scalar]} is needed here;"
+            f" a reward model's adapter goes with algorithm reward_model, and any other with a policy"
+        )
     pairs = {
         "rank": (theirs.rank, lora.rank),
         "alpha": (theirs.alpha, lora.alpha),
@@ -130,10 +149,10 @@ def check_adapter(lora: LoraConfig, folder: Path) -> None:
 
 @torch.no_grad()
 def load_adapter(model: Decoder, folder: Path) -> None:
-    """Fills the adapters of `model`. UserError: another rank, alpha or targets; tensors that are missing, extra,
-    misshapen or not finite."""
+    """Fills the adapters of `model`, and its scalar head. UserError: another rank, alpha, targets or kind; tensors that
+    are missing, extra, misshapen or not finite."""
     assert model.lora is not None, "a model without adapters"
-    check_adapter(model.lora, folder)
+    check_adapter(model.lora, folder, is_scalar=model.is_scalar)
     tensors = _read(folder / WEIGHTS)
     own = dict(_named(model))
     problems = [f"'{name}' is missing" for name in own if name not in tensors]
@@ -157,6 +176,33 @@ def _read(file: Path) -> Mapping[str, Tensor]:
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file} can't be read as safetensors ({error}); fetch it again") from None
     return tensors
+
+
+def begin_adapters(model: Decoder, seed: int) -> None:
+    """From the folder that `model.lora` names, or anew. Nothing where there are none."""
+    if model.lora is not None and model.lora.path is not None:
+        load_adapter(model, Path(model.lora.path))
+    else:
+        model.draw_adapters(seed)
+
+
+# ---------------------------------------------------------------- what a run trains: an adapter, or whole weights
+
+
+def save_trained(model: Decoder, folder: Path, base: str | None) -> None:
+    """In PEFT's form beside `base`, or in Hugging Face's."""
+    if model.lora is not None:
+        save_adapter(model, folder, base)
+    else:
+        save_weights(model, folder)
+
+
+def load_trained(model: Decoder, folder: Path) -> None:
+    """The inverse of `save_trained`."""
+    if model.lora is not None:
+        load_adapter(model, folder)
+    else:
+        load_weights(model, folder)
 
 
 # ---------------------------------------------------------------- merged

@@ -5,8 +5,8 @@
 
 The head has one row, `score.weight` [1, E], and no bias, as *ForSequenceClassification with one label has it, and is
 saved and loaded under that name (models/hf_weights.py). It is float32 whatever the trunk is: a weight of one row costs
-nothing, and its updates, small beside it, would be lost in BF16. There is no lm_head, so the trunk is built as one
-whose embeddings are tied.
+nothing, and its updates, small beside it, would be lost in BF16. It is trained also where the trunk is frozen beside
+adapters. There is no lm_head, so the trunk is built as one whose embeddings are tied.
 
 A sequence's reward is the scalar at its last token. transformers looks for the last token that is not padding, which is
 the same for a sequence by itself.
@@ -21,6 +21,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from octetrl.config.schema import LoraConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.gemm import BackendName
 from octetrl.fp8.policy import PrecisionPolicy
@@ -52,15 +53,19 @@ class ScalarDecoder(Decoder):
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
         backend: BackendName = "emulated",
+        lora: LoraConfig | None = None,
     ) -> None:
         trunk = replace(spec, tied_embeddings=True)
-        super().__init__(trunk, policy, "train", dtype=dtype, device=device, backend=backend)
+        super().__init__(trunk, policy, "train", dtype=dtype, device=device, backend=backend, lora=lora)
         self.score = ScoreHead(spec.hidden_size, device=device)
 
     def scalars(self, hidden_NE: Tensor) -> Tensor:
         """float32 [N], differentiable, of hidden states after the final norm."""
         scalars_N: Tensor = self.score(hidden_NE)
         return scalars_N
+
+    def trains(self, name: str) -> bool:
+        return name == "score.weight" or super().trains(name)
 
     @torch.no_grad()
     def random_init(self, seed: int) -> None:

@@ -29,7 +29,7 @@ from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import load_spec, spec_from_config
 from octetrl.models.hf_weights import load_weights
-from octetrl.models.peft_adapters import load_adapter
+from octetrl.models.peft_adapters import begin_adapters
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.collect import Collection
 from octetrl.run.device import resolve_device, seed_everything
@@ -147,10 +147,7 @@ def fill_weights(model: Decoder, recipe: Recipe) -> None:
         model.random_init(recipe.seed)
     else:
         load_weights(model, _folder(recipe))
-    if model.lora is not None and model.lora.path is not None:
-        load_adapter(model, Path(model.lora.path))
-    else:
-        model.draw_adapters(recipe.seed)
+    begin_adapters(model, recipe.seed)
 
 
 def _folder(recipe: Recipe) -> Path:

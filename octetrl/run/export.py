@@ -2,7 +2,8 @@
 
 A checkpoint keeps the weights in Hugging Face form already (config.json, safetensors, tokenizer), so that exporting is
 copying: what was trained, evaluated and exported are the same bytes. A run with LoRA keeps its adapter, in PEFT's form:
-exported is the merged model, base weights read anew and the branches added, or with `adapter` the adapter itself.
+exported is the merged model, base weights read anew and the branches added, or with `adapter` the adapter itself. A
+reward model's head is the adapter's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ from octetrl.config.errors import UserError
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import load_spec
 from octetrl.models.hf_weights import load_weights, save_weights
-from octetrl.models.peft_adapters import CONFIG, WEIGHTS, is_adapter, load_adapter, merge_adapters
+from octetrl.models.peft_adapters import (
+    CONFIG,
+    WEIGHTS,
+    is_adapter,
+    load_adapter,
+    merge_adapters,
+    read_adapter_config,
+)
+from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.run.build import full_precision
 from octetrl.run.resume import OF_THE_RUN, trained_model, weights_folder
 
@@ -56,11 +65,15 @@ def merged_model(folder: Path) -> Decoder:
             f"the adapter in '{folder}' was trained beside '{base}', where there is no model now; export from the"
             f" folder that the run was started in, or correct base_model_name_or_path in its {CONFIG}"
         )
-    spec = load_spec(base)
+    lora, _, is_scalar = read_adapter_config(folder)
+    spec = load_spec(base, scalar=is_scalar)
     with safe_open(folder / WEIGHTS, framework="pt") as tensors:
-        dtype: torch.dtype = tensors.get_tensor(next(iter(tensors.keys()))).dtype
-    model = Decoder(spec, full_precision(spec), "train", dtype=dtype, lora=trained["lora"])
-    load_weights(model, base)
+        dtype: torch.dtype = tensors.get_tensor(min(tensors.keys())).dtype  # an A's; `score`, float32, comes after
+    if is_scalar:
+        model: Decoder = ScalarDecoder(spec, full_precision(spec), dtype=dtype, lora=lora)
+    else:
+        model = Decoder(spec, full_precision(spec), "train", dtype=dtype, lora=lora)
+    load_weights(model, base, new_head=True)
     load_adapter(model, folder)
     merge_adapters(model)
     return model

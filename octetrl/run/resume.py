@@ -147,7 +147,7 @@ def trained_model(folder: Path) -> dict[str, Any]:
     """What `folder`, as `weights_folder` gives it, puts into a recipe's model section: path, tokenizer and adapters."""
     if not is_adapter(folder):
         return {"path": str(folder), "tokenizer": None, "lora": None}
-    lora, base = read_adapter_config(folder)
+    lora, base, _ = read_adapter_config(folder)
     if base is None:
         raise UserError(
             f"the adapter in '{folder}' names no base model (its weights were drawn at random, or are kept elsewhere);"

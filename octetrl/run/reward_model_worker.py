@@ -16,7 +16,7 @@ from torch import Tensor
 from octetrl.algorithms.table import Algorithm
 from octetrl.config.schema import Recipe
 from octetrl.engine.session import OnProgress, Session
-from octetrl.models.hf_weights import load_weights, save_weights
+from octetrl.models.peft_adapters import load_trained, save_trained
 from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.records import Completion, GenerationRequest, PackedBatch, PolicyUpdate, Published
 from octetrl.telemetry.spans import Spans
@@ -41,6 +41,7 @@ class RewardModelWorker:
         spans: Spans,
     ) -> None:
         assert algorithm.reward_loss is not None, "built for an algorithm that trains rewards"
+        self.recipe = recipe
         self.model, self.spans, self.device = model, spans, model.lm_head_weight.device
         self.trainer = RewardTrainer(
             self.model, recipe.trainer, algorithm.reward_loss, total_steps=recipe.steps, seed=recipe.seed
@@ -88,13 +89,13 @@ class RewardModelWorker:
     # ------------------------------------------------------------ saving and loading
 
     def write_model(self, folder: Path) -> None:
-        """The reward model in Hugging Face form."""
-        save_weights(self.model, folder)
+        """The reward model in Hugging Face form; with LoRA its adapter and head in PEFT's."""
+        save_trained(self.model, folder, base=self.recipe.model.path)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         return {"optimizer.safetensors": dict(self.trainer.state().optimizer)}
 
     def load(self, saved: Checkpoint, policy_version: int) -> None:
-        load_weights(self.model, saved.folder)
+        load_trained(self.model, saved.folder)
         weights = self.trainer.state().weights
         self.trainer.load_state(ScalarState(weights, saved.tensors("optimizer.safetensors")), policy_version)

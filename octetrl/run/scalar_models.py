@@ -1,7 +1,7 @@
 """Models with a scalar head for a run: the critic, the reward model to be trained, the one to score by.
 
 A critic or a reward model begins with the weights of a causal model and a head of zeros, or with those of a model that
-has a scalar head already.
+has a scalar head already. A reward model may have adapters (`model.lora`); a critic is whole, whatever the policy has.
 """
 
 from __future__ import annotations
@@ -11,26 +11,30 @@ from pathlib import Path
 import torch
 
 from octetrl.config.presets import preset_config
-from octetrl.config.schema import Recipe
+from octetrl.config.schema import LoraConfig, Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.gemm import choose_backend
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.models.families import load_critic_spec, load_spec, spec_from_config
 from octetrl.models.hf_weights import load_weights
+from octetrl.models.peft_adapters import begin_adapters
 from octetrl.models.scalar_decoder import ScalarDecoder
 
 
-def scalar_decoder(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device: torch.device) -> ScalarDecoder:
+def scalar_decoder(
+    recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device: torch.device, lora: LoraConfig | None = None
+) -> ScalarDecoder:
     """Its weights undefined."""
     backend = choose_backend(device, recipe.fp8.emulate) if policy.uses_fp8("train") else "emulated"
-    return ScalarDecoder(spec, policy, dtype=getattr(torch, recipe.model.dtype), device=device, backend=backend)
+    dtype = getattr(torch, recipe.model.dtype)
+    return ScalarDecoder(spec, policy, dtype=dtype, device=device, backend=backend, lora=lora)
 
 
 def build_critic_model(recipe: Recipe, policy_spec: ModelSpec, device: torch.device) -> ScalarDecoder:
     """PPO's value model, from `critic.path` or from where the policy begins."""
     path = recipe.critic.path
     if path is None:
-        return build_reward_model(recipe, device)
+        return _of_the_model_section(recipe, device)
     spec = load_critic_spec(path, policy_spec, recipe.model.context_length)
     model = scalar_decoder(recipe, spec, precision_policy(spec, recipe.fp8, recipe.numerics), device)
     load_weights(model, path, new_head=True)
@@ -38,9 +42,18 @@ def build_critic_model(recipe: Recipe, policy_spec: ModelSpec, device: torch.dev
 
 
 def build_reward_model(recipe: Recipe, device: torch.device) -> ScalarDecoder:
-    """Of the recipe's `model` section, with its weights or random ones."""
+    """What a run trains: of the recipe's `model` section, its adapters and the head alone if it has any."""
+    model = _of_the_model_section(recipe, device, recipe.model.lora)
+    if model.lora is not None:
+        begin_adapters(model, recipe.seed)
+        model.train_adapters_alone()
+    return model
+
+
+def _of_the_model_section(recipe: Recipe, device: torch.device, lora: LoraConfig | None = None) -> ScalarDecoder:
+    """With its weights or random ones."""
     spec = scalar_spec(recipe)
-    model = scalar_decoder(recipe, spec, precision_policy(spec, recipe.fp8, recipe.numerics), device)
+    model = scalar_decoder(recipe, spec, precision_policy(spec, recipe.fp8, recipe.numerics), device, lora)
     if recipe.model.init == "random":
         model.random_init(recipe.seed)
     else:

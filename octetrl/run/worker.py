@@ -29,8 +29,7 @@ from octetrl.fp8.gemm import BackendName, choose_backend
 from octetrl.fp8.kv_scales import KVScales, kv_scales_from_amax, same_bits
 from octetrl.fp8.policy import PrecisionPolicy, Side
 from octetrl.models.decoder import Decoder
-from octetrl.models.hf_weights import load_weights, save_weights
-from octetrl.models.peft_adapters import load_adapter, save_adapter
+from octetrl.models.peft_adapters import load_trained, save_trained
 from octetrl.models.rollout_forward import can_fuse
 from octetrl.records import Completion, GenerationRequest, PackedBatch, PolicyUpdate, Published
 from octetrl.run.publish import quantize_for_engine, share_weights, verify_weights
@@ -212,10 +211,7 @@ class Worker:
 
     def write_model(self, folder: Path) -> None:
         """The trainer's weights in Hugging Face form; with LoRA the adapter in PEFT's."""
-        if self.trainer_model.lora is not None:
-            save_adapter(self.trainer_model, folder, base=self.recipe.model.path)
-        else:
-            save_weights(self.trainer_model, folder)
+        save_trained(self.trainer_model, folder, base=self.recipe.model.path)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Tensors of a checkpoint besides the model, by file."""
@@ -237,10 +233,7 @@ class Worker:
 
     def load(self, saved: Checkpoint, policy_version: int) -> None:
         """Put a verified checkpoint back, weights, optimizer and scales, and publish it."""
-        if self.trainer_model.lora is not None:
-            load_adapter(self.trainer_model, saved.folder)
-        else:
-            load_weights(self.trainer_model, saved.folder)
+        load_trained(self.trainer_model, saved.folder)
         state = self.trainer.state()
         optimizer = saved.tensors("optimizer.safetensors")
         self.trainer.load_state(replace(state, optimizer=optimizer, policy_version=policy_version))

@@ -58,7 +58,7 @@ class ScalarTrainer:
     ) -> None:
         self.model = model
         self.device = model.lm_head_weight.device
-        self.optimizer = Optimizer(model.named_parameters() if trains else (), optimizer, seed=seed)
+        self.optimizer = Optimizer(model.trained_parameters() if trains else (), optimizer, seed=seed)
         self.weights_are_whole = True  # false from an optimizer step until its owner says that the update is done
         self._run_layer = layer_runner(model, config.activation_checkpointing)
 
@@ -96,7 +96,7 @@ class ScalarTrainer:
         return {"loss": loss.detach()} | {name: reduced(values_I) for name, values_I in token_loss.metrics.items()}
 
     def state(self) -> ScalarState:
-        weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        weights = {name: parameter.detach() for name, parameter in self.model.trained_parameters()}
         return ScalarState(weights, self.optimizer.state_tensors())
 
     def load_state(self, state: ScalarState) -> None:

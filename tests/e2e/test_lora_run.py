@@ -146,7 +146,7 @@ def test_sft_learns_with_adapters(model: Path, tmp_path: Path) -> None:
 def test_a_checkpoint_holds_the_adapter_and_not_the_model(adapted: Finished, model: Path) -> None:
     saved = checkpoint.load(adapted("fp8_full") / "checkpoints" / "step_000004")
     assert set(saved.files) >= FILES and not any(name.startswith("model") for name in saved.files)
-    lora, base = read_adapter_config(saved.folder)
+    lora, base, _ = read_adapter_config(saved.folder)
     assert (lora.rank, lora.alpha, base) == (4, 16.0, str(model))
     names = {name.split("/", 1)[-1] for name in saved.tensors("optimizer.safetensors")}
     assert all(".lora." in name or name == "step_count" for name in names)

@@ -1,4 +1,5 @@
-"""A reward model in whole runs: trained on pairs, resumed, exported, and then scoring another run's rollouts."""
+"""A reward model in whole runs, trained whole or as adapters with a head: on pairs, resumed, exported, and then scoring
+another run's rollouts."""
 
 from __future__ import annotations
 
@@ -8,24 +9,40 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from examples.preference_pairs import write_pairs
+from octetrl.cli.main import run_command
 from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
+from octetrl.config.lora import adapter_elements
+from octetrl.config.schema import LoraConfig
+from octetrl.layers.context import PackedContext
 from octetrl.models.families import load_spec
+from octetrl.records import Task
+from octetrl.rollout.chat_tokens import ChatTokens
+from octetrl.run.build import build_run
 from octetrl.run.evaluate import evaluate_checkpoint
 from octetrl.run.export import export_run
 from octetrl.run.loop import train
+from octetrl.run.reward_model_worker import RewardModelWorker
+from octetrl.run.reward_scorer import RewardModelScorer
+from octetrl.run.scalar_models import build_critic_model, build_reward_model
+from octetrl.run.step import supervised_step
+from octetrl.run.tokenizer import load_tokenizer
 from octetrl.trainer import checkpoint
 from tests.e2e.tiny_run import read_lines, run, timeless, tiny_recipe
 from tests.house.tree import REPO
 
+CPU = torch.device("cpu")
 STEPS = 12
+LORA: dict[str, Any] = {"model.lora": {"rank": 4, "alpha": 16.0}, "trainer.optimizer.lr": 1e-2}
 
 
-@pytest.fixture(scope="module")
-def changes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+@pytest.fixture(scope="module", params=[{}, LORA], ids=["whole", "lora"])
+def changes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A recipe without an environment, and pairs whose better answer is the longer one."""
     file = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
     pairs = [{"prompt": f"{n} + 1 =", "chosen": f"{n + 1} 1 1 1", "rejected": f"{n + 1}"} for n in range(40)]
@@ -39,6 +56,7 @@ def changes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "checkpoint.every": 4,
         "checkpoint.keep_last": 9,
         "steps": STEPS,
+        **request.param,
     }
 
 
@@ -104,7 +122,7 @@ def test_a_critic_may_begin_with_it(exported: Path, model: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"environment.reward_model": "x"}, "'x' and environment.reward .* exclude each other"),
+        ({"environment.reward_model": "x"}, "reward_model: it and environment.reward exclude each other"),
         ({"critic.pretrain_steps": 2}, "critic: grpo has no critic"),
         ({"algorithm.name": "ppo", "critic.pretrain_steps": 3}, "critic.pretrain_steps: 3 of 3 steps leave none"),
         ({"algorithm.name": "ppo", "critic.optimizer.betas": [0.9, 1.0]}, r"critic\.optimizer\.betas: \[0.9, 1.0\]"),
@@ -116,12 +134,86 @@ def test_what_cannot_stand_together_is_refused(change: dict[str, Any], said: str
         tiny_recipe(model, tmp_path / "run", change)
 
 
-def test_the_recipe_runs_on_the_examples_pairs(model: Path, tmp_path: Path) -> None:
+def test_a_critic_is_whole_beside_a_policy_of_adapters(model: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(model, tmp_path / "run", {"algorithm.name": "ppo", "model.lora": {}})
+    critic = build_critic_model(recipe, load_spec(model), CPU)
+    assert critic.lora is None and all(parameter.requires_grad for parameter in critic.parameters())
+
+
+# --- adapters beside frozen weights -------------------------------------------------------------------------
+
+
+WITH_ADAPTERS = pytest.mark.parametrize("changes", [LORA], ids=["lora"], indirect=True)
+
+
+@WITH_ADAPTERS
+def test_a_checkpoint_holds_adapter_and_head_and_no_model(trained: Path, model: Path) -> None:
+    saved = checkpoint.load(trained / f"checkpoints/step_{STEPS:06d}")
+    assert not any(name.startswith("model") for name in saved.files)
+    config = json.loads((saved.folder / "adapter_config.json").read_text())
+    assert (config["task_type"], config["base_model_name_or_path"]) == ("SEQ_CLS", str(model))
+    states = {name.split("/", 1)[-1] for name in saved.tensors("optimizer.safetensors")}
+    assert "score.weight" in states and all(".lora." in name for name in states - {"score.weight", "step_count"})
+    assert all(tensor.any() for tensor in load_file(saved.folder / "adapter_model.safetensors").values())
+
+
+@WITH_ADAPTERS
+def test_the_trunk_stays_as_it_is(model: Path, changes: dict[str, Any], tmp_path: Path) -> None:
+    live = build_run(tiny_recipe(model, tmp_path / "run", changes))
+    try:
+        worker = live.workers.worker
+        assert isinstance(worker, RewardModelWorker)
+        trained, linears = dict(worker.model.trained_parameters()), dict(worker.model.float8_linears())
+        assert linears and all(linear.weight is None for linear in linears.values())
+        held = {name: linear.codes for name, linear in linears.items()}
+        held |= {name: p.detach() for name, p in worker.model.named_parameters() if name not in trained}
+        before = {name: tensor.clone() for name, tensor in held.items()}
+        for live.step in (1, 2):
+            supervised_step(live)
+        assert all(torch.equal(held[name].view(torch.uint8), before[name].view(torch.uint8)) for name in held)
+        wanted = adapter_elements(worker.model.spec, LoraConfig(**LORA["model.lora"])) + 64  # as `check` counts them
+        assert sum(tensor.numel() for tensor in worker.trainer.state().weights.values()) == wanted
+    finally:
+        live.close()
+
+
+@WITH_ADAPTERS
+def test_exported_it_is_merged_and_gives_the_adapters_rewards(
+    trained: Path, exported: Path, model: Path, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    tensors = load_file(exported / "model.safetensors")
+    assert {tensor.dtype for name, tensor in tensors.items() if name != "score.weight"} == {torch.bfloat16}
+    assert not list(exported.glob("adapter*"))
+    assert run_command(["export", str(trained), "--to", str(tmp_path / "adapter"), "--adapter"]) == 0
+    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert torch.equal(tensors["score.weight"], adapter["base_model.model.score.weight"])
+    begun = changes | {"model.lora": LORA["model.lora"] | {"path": str(tmp_path / "adapter")}, "precision": "bf16"}
+    apart = build_reward_model(tiny_recipe(model, tmp_path / "run", begun), CPU)
+    scored = {"environment.reward": None, "environment.reward_model": str(exported), "precision": "bf16"}
+    scorer = RewardModelScorer(tiny_recipe(model, tmp_path / "run", scored), CPU)
+    given = [(Task(id=str(n), prompt=f"{n} + 1 ="), " 1" * (n % 4)) for n in range(8)]
+    rewards = torch.tensor([score.reward for score in scorer.score(given)])
+    chat, expected = ChatTokens(load_tokenizer(tmp_path / "adapter")), []
+    for task, text in given:
+        ids = torch.tensor(chat.prompt_tokens(task.prompt) + chat.answer_tokens(text))
+        context = PackedContext(torch.tensor([0, len(ids)], dtype=torch.int32), len(ids))
+        expected.append(apart.scalars(apart(ids, torch.arange(len(ids)), context))[-1].detach())
+    assert (rewards - torch.stack(expected)).std() < 0.1 * rewards.std(), "merged weights are rounded to BF16"
+
+
+@pytest.mark.parametrize("recipe", ["demo_reward_model", "demo_reward_model_lora"])
+def test_a_recipe_is_sound_and_runs_on_the_examples_pairs(
+    recipe: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pairs = tmp_path / "pairs.jsonl"
     write_pairs(pairs, 40)
     overrides = {"model.path": model, "algorithm.conversations": pairs, "output_dir": tmp_path / "run"}
     words = [f"{name}={value}" for name, value in overrides.items()]
     words += ["steps=2", "model.context_length=512", "logging.console=quiet", "cluster.device=cpu"]
-    train(load_recipe(REPO / "recipes/demo_reward_model.yaml", words))
+    path = REPO / f"recipes/{recipe}.yaml"
+    assert run_command(["check", str(path), *words]) == 0
+    shown = capsys.readouterr().out
+    assert "no problems" in shown and ("adapters" in shown) == recipe.endswith("lora")
+    train(load_recipe(path, words))
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert [line["train/pairs"] for line in lines] == [32, 32] and lines[1]["preference/accuracy"] > 0

@@ -230,6 +230,35 @@ def test_adapters_are_all_that_is_trained() -> None:
         assert (parts["gradients"], parts["optimizer"]) == (4 * adapters, 12 * adapters)
 
 
+@pytest.mark.parametrize("precisions", [PLAIN, FULL], ids=["bf16", "fp8"])
+def test_a_reward_models_head_is_trained_with_its_adapters(precisions: Precisions) -> None:
+    """Rank 8 on q_proj of 4 layers, and 128 weights of the head; no lm_head, no cache, no gradient of the trunk."""
+    trained = 4 * 8 * (128 + 128) + 128
+    algorithm = {"name": "reward_model", "conversations": "pairs.jsonl"}
+    sections = {"algorithm": algorithm, "trainer": {"tokens_per_micro_batch": 16}}
+    untied = replace(TINY, tied_embeddings=False)
+    whole, adapted = (
+        estimate_memory(recipe(model=model, **sections), untied, precisions, on_gpu=True, device_bytes=None)
+        for model in ({"path": "m"}, {"path": "m", "lora": {"rank": 8, "targets": ["q_proj"]}})
+    )
+    parts = parts_of(adapted)
+    assert parts["weights"] == (2 * P if precisions is PLAIN else 2 * (P - P8))
+    assert (parts["adapters"], parts["gradients"], parts["optimizer"]) == (2 * trained, 4 * trained, 12 * trained)
+    assert "reference model" not in parts and adapted.kv_cache_tokens == 0
+    assert parts["working set"] < parts_of(whole)["working set"] / 3, "a layer's weights have no gradient"
+
+
+def test_a_critic_is_trained_whole_whatever_the_policy_is() -> None:
+    """So that beside a policy of adapters it decides what training takes."""
+    trainer, adapted = {"tokens_per_micro_batch": 16}, {"path": "m", "lora": {"rank": 8}}
+    ppo = recipe(model=adapted, algorithm={"name": "ppo"}, trainer=trainer)
+    both = estimate_memory(ppo, TINY, PLAIN, on_gpu=True, device_bytes=None, critic=ScalarModel(TINY, PLAIN))
+    whole = recipe(algorithm={"name": "reward_model", "conversations": "pairs.jsonl"}, trainer=trainer)
+    alone = estimate_memory(whole, TINY, PLAIN, on_gpu=True, device_bytes=None)
+    assert parts_of(both)["critic"] == 18 * P
+    assert both.bytes_when("training") == alone.bytes_when("training")
+
+
 def test_frozen_weights_have_no_gradient_in_the_working_set() -> None:
     spec = replace(TINY, vocab_size=100_000)
     parts = []

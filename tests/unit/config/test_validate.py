@@ -36,12 +36,9 @@ def problem_of(*fields: tuple[str, Any]) -> str:
 
 SFT = (("algorithm.name", "sft"), ("algorithm.conversations", "c.jsonl"))
 
-REWARD_MODEL = (("algorithm.name", "reward_model"), ("algorithm.conversations", "p.jsonl"))
-
 JUDGE = {"base_url": "http://localhost:8000/v1", "model": "m"}
 
 IMPOSSIBLE = [
-    ([*REWARD_MODEL, ("model.lora", {})], "a reward model is trained whole"),
     ([("rollout.group_size", 1)], "no siblings to compare"),
     ([("algorithm.corrections", ["tis", "sequence_tis"])], "would weigh a token twice"),
     ([("algorithm.corrections", ["veto", "veto"])], "name each once"),

@@ -211,7 +211,7 @@ def test_saved_and_loaded_it_is_the_same_to_the_bit(tmp_path: Path) -> None:
     load_adapter(other, tmp_path)
     for (name, mine), (_, theirs) in zip(model.adapters(), other.adapters(), strict=True):
         assert torch.equal(mine.a, theirs.a) and torch.equal(mine.b, theirs.b), name
-    lora, base = read_adapter_config(tmp_path)
+    lora, base, _ = read_adapter_config(tmp_path)
     assert base == "models/base" and lora == SOME.model_copy(update={"path": str(tmp_path)})
 
 
