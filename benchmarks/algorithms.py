@@ -1,11 +1,11 @@
-"""Do they learn? One small task, one cold start, every objective with several seeds: its curve of rewards.
+"""Do they learn? One small task, one cold start, every objective by its own recipe, with several seeds.
 
-    python -m benchmarks.algorithms [--objectives grpo dapo ...] [--seeds 3] [--steps 24] [--folder runs/algorithms]
+    python -m benchmarks.algorithms [--objectives grpo dapo ...] [--seeds 3] [--steps 30] [--jobs 2]
 
-The demo's model learns sums by SFT, half of them worked and half with the bare result, then each objective trains it on
-from there with the product's own loop, BF16, on a CPU: 8 answers to each of 12 prompts a step. Objectives that have an
-effect only when ratios leave 1 take two updates a batch. DPO learns from pairs of a worked sum and a wrong guess; its
-curve is the accuracy on held-out sums. Leaves
+The demo's model learns sums by SFT, a quarter of them worked and the rest with the bare result; then the recipes
+`recipes/demo_<objective>.yaml` train it on from there, as they stand but for their steps, with FP8 emulated on a CPU.
+Of what learns from rollouts the curve is the mean reward; of what learns from pairs (`examples/preference_pairs.py`)
+it is the accuracy on held-out sums. Leaves
 
     benchmarks/results/algorithms_sums.json     a row an objective and seed, and the curves
     docs/pictures/algorithms.svg                a panel an objective: a thin line a seed, a thick one their mean
@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
+import multiprocessing
 import shutil
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,138 +32,118 @@ from rich.table import Table
 
 from benchmarks.curves import Curve, panels
 from benchmarks.record import RESULTS
-from octetrl.config.load import recipe_from_mapping
+from examples.preference_pairs import NUM_PAIRS, write_pairs
+from octetrl.config.load import load_recipe
 from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
-from octetrl.run import demo
-from octetrl.run.build import build_environment, build_taskset
+from octetrl.run.demo import RECIPES, make_model_and_examples
 from octetrl.run.evaluate import evaluate_checkpoint
 from octetrl.run.export import export_run
 from octetrl.run.loop import train
 from octetrl.telemetry.bench_record import write_result
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
-TWO_UPDATES: dict[str, Any] = {"trainer": {"minibatches": 2}}
-PAIRS = "pairs.jsonl"  # in the folder: a sum worked out, and a guess that is off
-OBJECTIVES: dict[str, dict[str, Any]] = {
-    "grpo": {},
-    "dapo": {"algorithm": {"max_refills": 2, "overlong_buffer": 0.1}},
-    "rloo": {"algorithm": {"constant_length": 64}},
-    "gspo": {**TWO_UPDATES, "algorithm": {"clip_low": 0.02, "clip_high": 0.03}},
-    "cispo": TWO_UPDATES,
-    "reinforce_pp": {"rollout": {"prompts_per_step": 96, "group_size": 1}},
-    "reinforce_pp_baseline": {},
-    "dual_clip": TWO_UPDATES,
-    "gspo_token": {**TWO_UPDATES, "algorithm": {"clip_low": 0.02, "clip_high": 0.03}},
-    "sapo": TWO_UPDATES,
-    "ppo": {
-        "rollout": {"prompts_per_step": 96, "group_size": 1},
-        "trainer": {"minibatches": 4},
-        "algorithm": {"gae_lambda": 1.0},
-        "critic": {"optimizer": {"lr": 3e-4, "warmup_steps": 3}, "pretrain_steps": 3},
-    },
-    "dpo": {"algorithm": {"conversations": PAIRS, "batch_size": 64}, "evaluation": {"every": 3}},
-}
+PAIRS = "pairs.jsonl"  # in the folder
 SHOWN = ("grpo", "dapo", "rloo", "gspo", "cispo", "reinforce_pp", "ppo", "dpo")  # without --objectives
-BARE_SHARE = 0.5  # of the cold start's examples; its policy then guesses as often
+OBJECTIVES = (*SHOWN, "dr_grpo", "dual_clip", "gspo_token", "sapo", "reinforce_pp_baseline", "ipo")
 MEASURES = {"rollouts": "reward/mean", "preferences": "eval/accuracy"}  # what a curve shows, by what is learnt from
-ENDS = 4  # points that a first and a last value are means of
-NUM_PAIRS = 1600
+EVALUATED_EVERY = 3  # steps, where the curve is of evaluations
+ENDS = 4  # points of rewards that a first and a last value are means of
 Row = dict[str, object]
 
 
-def recipe_tree(folder: Path, arguments: argparse.Namespace, seed: int = 0) -> dict[str, Any]:
-    """What all runs share."""
-    return {
-        "precision": "bf16",
-        "model": {"path": str(folder / "start"), "context_length": 112},
-        "rollout": {"prompts_per_step": 12, "group_size": 8, "max_prompt_tokens": 40, "max_new_tokens": 64},
-        "engine": {"page_size": 32},
-        "trainer": {
-            "tokens_per_micro_batch": 4096,
-            "activation_checkpointing": "none",
-            "optimizer": {"lr": 2e-4, "warmup_steps": 3},
-        },
-        "environment": {
-            "dataset": "chain_sum",
-            "parameters": {"min_terms": 6, "max_terms": 7, "min_digits": 1, "max_digits": 1},
-            "answer_marker": "####",
-            "train_size": 20_000,
-            "eval_size": 128,
-        },
-        "checkpoint": {"every": 0, "keep_last": 1},
-        "cluster": {"device": "cpu"},
-        "logging": {"console": "quiet", "tensorboard": False, "rollouts": False},
-        "mismatch": {"warn_above": 1.5},
-        "seed": seed,
-        "steps": arguments.steps,
-    }
-
-
-def cold_start(folder: Path, arguments: argparse.Namespace) -> None:
-    """Leaves the model at `folder/start`, once."""
+def cold_start(folder: Path, sft_steps: int | None) -> None:
+    """Leaves the model at `folder/start`, once: the demo's, or after fewer steps."""
     if (folder / "start" / "config.json").is_file():
         return
     shutil.rmtree(folder, ignore_errors=True)
-    tree = recipe_tree(folder, arguments)
-    tree["model"]["path"] = str(folder / "random")
-    tree["algorithm"] = {"name": "sft", "conversations": str(folder / "examples.jsonl"), "batch_size": 64}
-    tree["trainer"]["optimizer"] = {"lr": 3e-3, "warmup_steps": 10, "decay": "linear", "min_lr_fraction": 0.1}
-    recipe = recipe_from_mapping(tree | {"steps": arguments.sft_steps, "output_dir": str(folder / "sft")})
-    demo.make_model_and_examples(recipe, preset_config("tiny"), BARE_SHARE)
+    changes = [
+        f"model.path={folder / 'random'}",
+        f"algorithm.conversations={folder / 'examples.jsonl'}",
+        f"output_dir={folder / 'sft'}",
+        *quietly(),
+        *([] if sft_steps is None else [f"steps={sft_steps}"]),
+    ]
+    recipe = load_recipe(RECIPES / "demo_sft.yaml", changes)
+    make_model_and_examples(recipe, preset_config("tiny"))
     train(recipe)
-    write_pairs(folder / PAIRS, recipe)
     export_run(recipe.output_dir, str(folder / "start"))
 
 
-def write_pairs(path: Path, recipe: Recipe) -> None:
-    """What DPO learns from, of the task's own training prompts."""
-    chance = random.Random(0)
-    taskset = build_taskset(build_environment(recipe.environment), recipe.environment)
-    with path.open("w", encoding="utf-8") as file:
-        for task in taskset.next_batch(NUM_PAIRS):
-            assert task.answer is not None, "a sum has an answer"
-            guess = int(task.answer) + chance.choice([-3, -2, -1, 1, 2, 3])
-            pair = {"prompt": task.prompt, "chosen": demo.worked_answer(task), "rejected": f"#### {guess}"}
-            file.write(json.dumps(pair) + "\n")
+def recipe_of(objective: str, seed: int, folder: Path, arguments: argparse.Namespace) -> Recipe:
+    """The objective's recipe, from this cold start and seed."""
+    path = RECIPES / f"demo_{objective}.yaml"
+    changes = [
+        f"model.path={folder / 'start'}",
+        f"output_dir={folder / f'{objective}_{seed}'}",
+        f"seed={seed}",
+        f"steps={arguments.steps}",
+        *quietly(),
+    ]
+    if arguments.jobs > 1:
+        changes.append("cluster.cpu_threads=1")
+    if load_recipe(path).algorithm.learns_from == "preferences":
+        changes += [f"algorithm.conversations={folder / PAIRS}", f"evaluation.every={EVALUATED_EVERY}"]
+    return load_recipe(path, changes)
 
 
-def run_arm(folder: Path, arguments: argparse.Namespace, objective: str, seed: int) -> tuple[Row, list[Row]]:
+def quietly() -> list[str]:
+    """Files and lines that nobody would read."""
+    return ["cluster.device=cpu", "logging.console=quiet", "logging.tensorboard=false", "logging.rollouts=false"]
+
+
+def run_arm(folder: Path, arguments: argparse.Namespace, arm: tuple[str, int]) -> tuple[Row, list[Row]]:
     """One objective from one seed: its row and its curve; read from the folder when it was run before."""
+    objective, seed = arm
     kept = folder / f"{objective}_{seed}_{arguments.steps}.json"
     if not kept.is_file():
-        tree = recipe_tree(folder, arguments, seed) | {"output_dir": str(folder / f"{objective}_{seed}")}
-        for section, fields in OBJECTIVES[objective].items():
-            tree[section] = tree.get(section, {}) | fields
-        tree["algorithm"] = {"name": objective} | tree.get("algorithm", {})
-        if "conversations" in tree["algorithm"]:
-            tree["algorithm"]["conversations"] = str(folder / tree["algorithm"]["conversations"])
-        recipe = recipe_from_mapping(tree)
+        recipe = recipe_of(objective, seed, folder, arguments)
         shutil.rmtree(recipe.output_dir, ignore_errors=True)  # of a run that was cut off
         began = time.perf_counter()
         train(recipe)
         seconds = time.perf_counter() - began
         lines = [json.loads(line) for line in (Path(recipe.output_dir) / "metrics.jsonl").read_text().splitlines()]
         measure = MEASURES[recipe.algorithm.learns_from]
-        points = [(line["step"], line[measure]) for line in lines if measure in line]
+        points = [(line["step"], line[measure]) for line in lines if line.get(measure) is not None]
         values = [value for _, value in points]
+        ends = ENDS if measure == "reward/mean" else 1
         row: Row = {
-            "precision": "bf16",
+            "precision": recipe.precision,
             "workload": f"{objective}, seed {seed}",
             "objective": objective,
             "seed": seed,
             "steps": len(lines),
             "measure": measure,
-            "first": statistics.fmean(values[:ENDS]),
-            "last": statistics.fmean(values[-ENDS:]),
+            "first": statistics.fmean(values[:ends]),
+            "last": statistics.fmean(values[-ends:]),
             "eval/accuracy": evaluate_checkpoint(recipe.output_dir, recipe).accuracy,
+            "mismatch/max_abs_diff": max((line.get("mismatch/max_abs_diff") or 0.0 for line in lines), default=0.0),
             "seconds": seconds,
         }
         curve = [{"objective": objective, "seed": seed, "step": step, measure: value} for step, value in points]
         shutil.rmtree(recipe.output_dir)
         kept.write_text(json.dumps({"row": row, "curve": curve}))
     found = json.loads(kept.read_text())
-    return found["row"], found["curve"]
+    row = found["row"]
+    print(f"{row['workload']}: {row['first']:.3f} -> {row['last']:.3f} in {row['seconds']:.0f} s", flush=True)
+    return row, found["curve"]
+
+
+def run_arms(arguments: argparse.Namespace) -> tuple[list[Row], list[Row]]:
+    """Seed by seed, so that a bench cut short has all objectives; `jobs` at a time."""
+    folder = arguments.folder
+    cold_start(folder, arguments.sft_steps)
+    if not (folder / PAIRS).is_file():
+        write_pairs(folder / PAIRS, NUM_PAIRS)
+    arms = [(objective, seed) for seed in range(arguments.seeds) for objective in arguments.objectives]
+    run = partial(run_arm, folder, arguments)
+    if arguments.jobs == 1:
+        results = list(map(run, arms))
+    else:
+        spawn = multiprocessing.get_context("spawn")  # torch's threads would not survive a fork
+        with ProcessPoolExecutor(arguments.jobs, mp_context=spawn) as pool:
+            results = list(pool.map(run, arms))
+    return [row for row, _ in results], [point for _, curve in results for point in curve]
 
 
 def picture(curves: Sequence[Mapping[str, Any]]) -> str:
@@ -191,10 +173,11 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--objectives", nargs="+", choices=list(OBJECTIVES), default=list(SHOWN))
+    parser.add_argument("--objectives", nargs="+", choices=OBJECTIVES, default=list(SHOWN))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--sft-steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--sft-steps", type=int, help="of the cold start; without it the demo's")
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side, each on one thread")
     parser.add_argument("--folder", type=Path, default=Path("runs/algorithms"))
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--pictures", type=Path, default=PICTURES)
@@ -203,14 +186,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if arguments.render:
         curves = json.loads((arguments.out / "algorithms_sums.json").read_text())["curves"]
     else:
-        cold_start(arguments.folder, arguments)
-        rows, curves = [], []
-        for seed in range(arguments.seeds):  # seed by seed, so that a run cut short has all objectives
-            for objective in arguments.objectives:
-                row, curve = run_arm(arguments.folder, arguments, objective, seed)
-                rows.append(row)
-                curves += curve
-                print(f"{row['workload']}: {row['first']:.3f} -> {row['last']:.3f}", flush=True)
+        rows, curves = run_arms(arguments)
         show(rows)
         print(f"wrote {write_result('algorithms', 'sums', rows, arguments.out, curves=curves)}")
     arguments.pictures.mkdir(parents=True, exist_ok=True)

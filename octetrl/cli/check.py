@@ -32,6 +32,7 @@ from octetrl.config.sandbox import SandboxConfig
 from octetrl.config.schema import Fp8Config, Recipe, TrainerConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate import spec_problems
+from octetrl.config.validate_environment import FILES
 from octetrl.data.rows import HUB
 from octetrl.fp8.policy import LINEARS, PrecisionPolicy, Side, precision_policy, scoring_policy, tokens_that_pay
 from octetrl.models.families import load_critic_spec, load_reward_spec, load_spec, spec_from_config
@@ -147,32 +148,24 @@ def _read_sources(recipe: Recipe) -> None:
 
 
 def _read_dataset(recipe: Recipe) -> None:
-    from octetrl.data.tasks import read_tasks
-    from octetrl.environments.python_object import load_environment
-    from octetrl.environments.reasoning_gym import check_dataset
+    from octetrl.run.environment import build_environment
 
     environment, dataset = recipe.environment, str(recipe.environment.dataset)
     if environment.dataset is None:
         return  # validated: nothing is drawn
-    if environment.kind == "reasoning_gym":
-        check_dataset(dataset, environment.parameters)
-    elif environment.kind == "python":
-        load_environment(dataset)
-    elif not dataset.startswith(HUB) and not Path(dataset).exists():
+    if environment.kind in FILES and not dataset.startswith(HUB) and not Path(dataset).exists():
         raise UserError(f"environment.dataset: no file '{dataset}'; give a JSONL or Parquet file, or a folder")
-    elif environment.kind == "code":
-        from octetrl.environments.code.scorer import code_environment
-
-        code_environment(read_tasks(dataset), environment)
-    else:
-        read_tasks(dataset)
+    build_environment(environment.model_copy(update={"reward": None}))  # which has a check of its own
 
 
 def _find_reward(recipe: Recipe) -> None:
+    from octetrl.environments.judge import Judge
     from octetrl.environments.python_reward import PythonReward
 
     if recipe.environment.reward is not None:
         PythonReward(recipe.environment.reward)
+    if recipe.environment.judge is not None:
+        Judge(recipe.environment.judge).close()
 
 
 def _essentials(recipe: Recipe, device: Device) -> Iterator[tuple[str, str]]:
@@ -198,7 +191,7 @@ def _essentials(recipe: Recipe, device: Device) -> Iterator[tuple[str, str]]:
     if environment.dataset is not None:
         yield "environment", f"{environment.kind} {environment.dataset}, {environment.eval_size} tasks held out"
         yield from turns_line(recipe)
-    if environment.kind == "code":
+    if environment.kind == "code" or "python" in environment.tools:
         yield from _sandbox(environment.sandbox)
     yield "device", device.name
 

@@ -11,7 +11,6 @@ from octetrl.config.sandbox import SandboxConfig
 from octetrl.config.section import Fraction, Section
 from octetrl.config.turns import TurnsConfig
 
-
 Kind = Literal["reasoning_gym", "math", "jsonl", "code", "game", "verifiers", "gymnasium", "python"]
 
 

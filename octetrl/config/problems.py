@@ -54,7 +54,8 @@ def schema_problems(error: ValidationError, tree: dict[str, Any]) -> tuple[list[
             problems.append(Problem((".".join(field),), _missing(field)))
         else:
             problems.append(Problem((".".join(field),), _wrong_value(field, detail, tree)))
-        _remove(sound, field)
+        lacking = detail["type"] == "missing" and len(field) > 1  # then it is the section that can't be kept
+        _remove(sound, field[:-1] if lacking else field)
     sound.setdefault("model", _PLACEHOLDER_MODEL)
     return problems, sound
 

@@ -11,8 +11,8 @@ from octetrl.config.section import Section
 
 class SandboxConfig(Section):
     level: Literal["limits", "landlock", "bubblewrap"] = "landlock"
-    """The least that the machine must give; the best that works is used, and `octetrl check` shows it. `limits` does not
-    hide files: for code that you would run yourself."""
+    """The least that the machine must give; the best that works is used, and `octetrl check` shows it. `limits`
+    hides no files: for code that you would run yourself."""
     python: str | None = None
     """Interpreter for the model's code, such as that of a virtual environment whose packages it may import; None: the
     run's own, without the packages of its environment."""

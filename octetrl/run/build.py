@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,31 +19,21 @@ from octetrl.config.schema import EnvironmentConfig, Fp8Config, Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate import validate_with_spec
 from octetrl.data.mixture import Mixture, read_source
-from octetrl.data.tasks import read_tasks
-from octetrl.environments.base import Environment, NoTasks, Scorer, TaskEnvironment, Taskset
-from octetrl.environments.code.scorer import code_environment
-from octetrl.environments.games import game_environment
-from octetrl.environments.jsonl import ExactScorer
+from octetrl.environments.base import Environment, NoTasks, Scorer, Taskset
 from octetrl.environments.judge import Judge
-from octetrl.environments.math_answers import MathScorer
-from octetrl.environments.python_object import load_environment
 from octetrl.environments.python_reward import PythonReward
-from octetrl.environments.reasoning_gym import reasoning_gym_environment
-from octetrl.environments.reset_step import gymnasium_environment
 from octetrl.environments.sandbox.sandbox import sandbox_for
 from octetrl.environments.scoring import RewardWorkers
-from octetrl.environments.tools.ready import with_tools
 from octetrl.environments.turns.dialogue import Dialogue, Limits, is_dialogue, toolbox_of
-from octetrl.environments.verifiers_adapter import verifiers_environment
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import load_spec, spec_from_config
 from octetrl.models.hf_weights import load_weights
 from octetrl.models.peft_adapters import load_adapter
-from octetrl.records import Task
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.collect import Collection
 from octetrl.run.device import resolve_device, seed_everything
+from octetrl.run.environment import build_environment
 from octetrl.run.journal import Journal
 from octetrl.run.local import AnyWorker, LocalWorkers
 from octetrl.run.reward_model_worker import RewardModelWorker
@@ -192,53 +181,6 @@ def build_chat(recipe: Recipe, spec: ModelSpec, tokenizer: Tokenizer, environmen
     if system_prompt is None:
         system_prompt = getattr(environment, "system_prompt", None)
     return ChatTokens(tokenizer, system_prompt, tools=toolbox_of(environment).schemas(), ends=spec.eos_token_ids)
-
-
-def build_environment(config: EnvironmentConfig) -> Environment:
-    """Tasks and scorer of the recipe; `environment.reward` replaces the kind's own scorer."""
-    if config.dataset is None:
-        return TaskEnvironment([], ExactScorer())  # validated: neither rollouts nor evaluation
-    if config.kind == "reasoning_gym":
-        environment: Environment = reasoning_gym_environment(
-            config.dataset,
-            config.parameters,
-            size=config.train_size + config.eval_size,
-            seed=config.seed,
-            answer_marker=config.answer_marker,
-            prompt_template=config.prompt_template,
-        )
-    elif config.kind in ("python", "game", "gymnasium", "verifiers"):
-        environment = _that_brings_its_own(config.kind, config.dataset, config)
-    elif config.kind == "code":
-        environment = code_environment(_read_tasks(config.dataset, config), config)
-    else:
-        scorer: Scorer = MathScorer(config.answer_marker)
-        if config.kind == "jsonl":
-            scorer = ExactScorer(config.answer_marker)
-        environment = TaskEnvironment(_read_tasks(config.dataset, config), scorer)
-    if config.reward is not None and not is_dialogue(environment):
-        environment = TaskEnvironment(environment.tasks, PythonReward(config.reward))
-    return with_tools(environment, config)
-
-
-def _read_tasks(path: str, config: EnvironmentConfig) -> list[Task]:
-    return read_tasks(path, config.prompt_template, columns=config.columns, reference_marker=config.reference_marker)
-
-
-def _that_brings_its_own(kind: str, name: str, config: EnvironmentConfig) -> Environment:
-    """One with tasks, replies and rewards of its own."""
-    size, seed = config.train_size + config.eval_size, config.seed
-    made: Any
-    if kind == "game":
-        made = game_environment(name, config.parameters, size=size, seed=seed)
-    elif kind == "gymnasium":
-        marker = config.answer_marker
-        made = gymnasium_environment(name, config.parameters, size=size, seed=seed, action_marker=marker)
-    elif kind == "verifiers":
-        made = verifiers_environment(name, config.parameters)
-    else:
-        made = load_environment(name)
-    return made
 
 
 def build_rewards(recipe: Recipe, environment: Environment, device: torch.device, tokenizer: Tokenizer) -> Rewards:

@@ -7,8 +7,9 @@ A row of the file is {"prompt": ..., "tests": [...]}, where each test is
                                                    "Solution().add"; "kwargs" if wanted
     {"stdin": "1 2\\n", "stdout": "3\\n"}            a whole program
 
-all of one form in a row. Asserts of a function that is named like a builtin need "function" too. Expected values are compared as JSON has them: a tuple is a list, floats are equal to nine
-digits. Expected output is compared line by line, without white space at the ends of lines and of the text.
+all of one form in a row. Asserts of a function that is named like a builtin need "function" too. Expected values are
+compared as JSON has them: a tuple is a list, floats are equal to nine digits. Expected output is compared line by line,
+without white space at the ends of lines and of the text.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def contest(source: str) -> None:
         link.write(json.dumps(answer).encode() + b"\n")
         link.flush()
 
-    solution = types.ModuleType("solution")  # not the main program: what is under `if __name__ == "__main__"` is not run
+    solution = types.ModuleType("solution")  # not the main program: what only that runs is left out
     sys.modules["solution"] = solution  # where dataclasses look
     names = vars(solution)
     try:

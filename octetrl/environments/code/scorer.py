@@ -113,8 +113,8 @@ def code_environment(tasks: Sequence[Task], config: EnvironmentConfig) -> TaskEn
     needed = seconds + MARGIN_SECONDS + programs * _START_SECONDS
     if given < needed:
         raise UserError(
-            f"environment.reward_timeout_seconds: {given:g} is too short for {programs} programs a task, each in a sandbox"
-            f" of its own, and sandbox.wall_seconds {seconds:g}; raise it to {needed:g}"
+            f"environment.reward_timeout_seconds: {given:g} is too short for {programs} programs a task, each in a"
+            f" sandbox of its own, and sandbox.wall_seconds {seconds:g}; raise it to {needed:g}"
         )
     sandbox_for(config.sandbox)
     return TaskEnvironment(tasks, CodeScorer(config.sandbox, partial=config.code_reward == "share"))

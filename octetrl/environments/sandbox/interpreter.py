@@ -53,7 +53,7 @@ def _interpreter(executable: str, prefixes: list[str]) -> Interpreter:
     wanted = [path for path in (*_SYSTEM_FOLDERS, *_SYSTEM_FILES) if path not in links and os.path.exists(path)]
     wanted += [place for path in (executable, *prefixes) for place in (path, os.path.realpath(path))]
     folders: list[str] = []
-    for path in sorted(set(wanted), key=len):
+    for path in sorted(set(wanted) - {"/"}, key=len):  # a Python whose prefix is the root has its files in /lib
         if not any(path == folder or path.startswith(folder.rstrip("/") + "/") for folder in folders):
             folders.append(path)
     return Interpreter(executable, tuple(folders), links)

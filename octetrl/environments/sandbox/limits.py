@@ -36,6 +36,9 @@ class Limits:
         )
 
 
+DEFAULTS = Limits()
+
+
 class SandboxStatus(StrEnum):
     """How a program ended. Only FAILED_SANDBOX is not the program's doing."""
 

@@ -56,7 +56,9 @@ def _threads_of_user(user: int) -> int:
     return count
 
 
-def restrain(descriptors: list[int], request: dict, user: int, work: str, landlock: tuple[list[str], list[str]]) -> None:
+def restrain(
+    descriptors: list[int], request: dict, user: int, work: str, landlock: tuple[list[str], list[str]]
+) -> None:
     """Called in the child. descriptors: become 0, 1, ...; work: the folder of `user`, to be in; landlock: what may be
     read and what may be written, where the level has it."""
     os.setsid()

@@ -44,7 +44,7 @@ from octetrl.environments.sandbox.levels import (
     lacking,
     protection,
 )
-from octetrl.environments.sandbox.limits import MIB, Limits, Outcome, SandboxStatus
+from octetrl.environments.sandbox.limits import DEFAULTS, MIB, Limits, Outcome, SandboxStatus
 
 _PACKAGE = Path(__file__).parent
 _BOOT = (
@@ -68,7 +68,7 @@ _slots = threading.BoundedSemaphore(os.cpu_count() or 1)
 class Program:
     source: str
     stdin: str = ""
-    limits: Limits = Limits()
+    limits: Limits = DEFAULTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Sandbox:
         return outcomes[0], outcomes[1]
 
 
-def run_python(source: str, *, stdin: str = "", limits: Limits = Limits()) -> Outcome:  # noqa: B008  (frozen)
+def run_python(source: str, *, stdin: str = "", limits: Limits = DEFAULTS) -> Outcome:
     """Run `source` in the best sandbox of this machine. Raises UserError where there is none that hides files."""
     return find_sandbox().run(Program(source, stdin, limits))
 

@@ -4,12 +4,12 @@ The filter refuses by name and lets the rest through: a program in Python uses s
 that are harmless would break with the next libc. What is refused answers EPERM, which a program sees as an error, not
 as its end. Three kinds:
 
-    always           sockets (a socketpair is allowed), tracing, mounting, new namespaces, kernel modules, keys, io_uring
-                     (which would make calls past the filter), memory that no limit counts (memfd, System V, mq), and
-                     leaving the process group, so that one signal to the group ends all of a sandbox at once
-    same user        what reaches another process or file of that user though Landlock does not see it: file modes,
-                     times and attributes, priorities and limits of others
-    signals          where Landlock is too old for them
+    always       sockets (a socketpair is allowed), tracing, mounting, new namespaces, kernel modules, keys, io_uring
+                 (which makes calls past the filter), memory that no limit counts (memfd, System V, mq), and leaving the
+                 process group, so that one signal to the group ends all of a sandbox at once
+    same user    what reaches another process or file of that user though Landlock does not see it: modes, times and
+                 attributes of files, priorities and limits of others
+    signals      where Landlock is too old for them
 
 Numbers are of the kernel's tables for x86_64 and aarch64; a machine of another kind has no filter.
 A call through another ABI of the same machine (i386, x32) ends the process.

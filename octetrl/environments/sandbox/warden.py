@@ -16,7 +16,6 @@ import fcntl
 import json
 import os
 import select
-import signal
 import sys
 import time
 
@@ -122,7 +121,9 @@ class Watch:
             try:
                 theirs = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 64) for descriptor in theirs]
                 readable = [*self._request["folders"], self._program]
-                restrain(theirs, self._request, self._user, self._work, (readable, [self._work, *self._request["devices"]]))
+                restrain(
+                    theirs, self._request, self._user, self._work, (readable, [self._work, *self._request["devices"]])
+                )
                 command = [word.replace("{program}", self._program) for word in self._request["command"]]
                 environment = {
                     name: text.replace("{work}", self._work) for name, text in self._request["environment"].items()

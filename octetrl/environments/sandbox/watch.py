@@ -65,8 +65,8 @@ def folder_use(folder: str, max_files: int) -> tuple[int, int]:
 def end_all(leader: int) -> bool:
     """Kill every process of the sandbox and wait for each; whether none is left.
 
-    One signal to all at once, which a fork bomb can't outrun: to the group that the filter lets no process leave, and to
-    the whole namespace where there is one. Without either, descendants are hunted one by one until none is left.
+    One signal to all at once, which a fork bomb can't outrun: to the group, which the filter lets no process leave, or
+    to the whole namespace where there is one. Without either, descendants are hunted one by one until none is left.
     """
     deadline = time.monotonic() + _END_SECONDS
     while time.monotonic() < deadline:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -15,18 +14,15 @@ from benchmarks.curves import panels
 from octetrl.run import demo
 
 
-def test_a_small_run_and_its_continuation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def small(*given: Any) -> dict[str, Any]:
-        tree = recipe_tree(*given)
-        tree["rollout"] |= {"prompts_per_step": 2, "group_size": 2, "max_new_tokens": 4}
-        tree["environment"]["eval_size"] = 2
-        return tree
+def test_a_small_run_and_its_continuation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def small() -> list[str]:
+        sizes = ["rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=4"]
+        return [*quietly(), *sizes, "environment.eval_size=2", "mismatch.fail_above=null"]
 
-    recipe_tree = algorithms.recipe_tree
-    monkeypatch.setattr(algorithms, "recipe_tree", small)
+    quietly = algorithms.quietly
+    monkeypatch.setattr(algorithms, "quietly", small)
     monkeypatch.setattr(demo, "NUM_EXAMPLES", 200)
+    monkeypatch.setattr(algorithms, "NUM_PAIRS", 4)
     words = ["--steps", "1", "--sft-steps", "1", "--folder", str(tmp_path / "runs"), "--out", str(tmp_path)]
     words += ["--pictures", str(tmp_path), "--objectives", "grpo"]
     algorithms.main([*words, "--seeds", "1"])
@@ -36,7 +32,8 @@ def test_a_small_run_and_its_continuation(
     again = json.loads((tmp_path / "algorithms_sums.json").read_text())
     assert again["rows"] == first["rows"] and again["curves"] == first["curves"]
     (row,) = first["rows"]
-    assert (row["precision"], row["workload"], row["steps"]) == ("bf16", "grpo, seed 0", 1)
+    assert (row["precision"], row["workload"], row["steps"]) == ("fp8_full", "grpo, seed 0", 1)
+    assert row["mismatch/max_abs_diff"] == 0.0
     assert len(first["curves"]) == 1
     algorithms.main([*words, "--render"])
     ElementTree.parse(tmp_path / "algorithms.svg")
@@ -52,14 +49,11 @@ def test_panels() -> None:
 
 
 @pytest.mark.parametrize("objective", algorithms.OBJECTIVES)
-def test_every_objective_is_a_sound_recipe(objective: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Reached(Exception):
-        pass
+def test_every_objective_has_a_recipe(objective: str, tmp_path: Path) -> None:
+    recipe = algorithms.recipe_of(objective, 2, tmp_path, argparse.Namespace(steps=8, jobs=2))
+    assert (recipe.algorithm.name, recipe.seed, recipe.steps) == (recipe_name(objective), 2, 8)
+    assert recipe.model.path == str(tmp_path / "start") and recipe.cluster.cpu_threads == 1
 
-    def stop(recipe: object) -> None:
-        assert recipe.algorithm.name == objective  # type: ignore[attr-defined]
-        raise Reached
 
-    monkeypatch.setattr(algorithms, "train", stop)
-    with pytest.raises(Reached):
-        algorithms.run_arm(tmp_path, argparse.Namespace(steps=8), objective, 0)
+def recipe_name(objective: str) -> str:
+    return "grpo" if objective == "dr_grpo" else objective

@@ -38,6 +38,8 @@ SFT = (("algorithm.name", "sft"), ("algorithm.conversations", "c.jsonl"))
 
 REWARD_MODEL = (("algorithm.name", "reward_model"), ("algorithm.conversations", "p.jsonl"))
 
+JUDGE = {"base_url": "http://localhost:8000/v1", "model": "m"}
+
 IMPOSSIBLE = [
     ([*REWARD_MODEL, ("model.lora", {})], "a reward model is trained whole"),
     ([("rollout.group_size", 1)], "no siblings to compare"),
@@ -58,6 +60,20 @@ IMPOSSIBLE = [
     ([*SFT, ("precision", "fp8_full")], "nothing to calibrate on"),
     ([("precision", "fp8_full"), ("engine.prefix_cache", "keep")], "old codes by the new scales"),
     ([("algorithm.name", "dpo")], "algorithm.conversations: dpo needs"),
+    ([("environment.tools", ["calculater"])], "no tool 'calculater'; did you mean 'calculator'?"),
+    ([("environment.tools", ["calculator"]), ("environment.kind", "game")], "kind game brings its own tools"),
+    ([("environment.tools", ["search"])], "environment.corpus: the tool search needs one"),
+    ([("environment.corpus", "docs")], "environment.corpus: only the tool search reads it"),
+    ([("environment.columns", {"prompt": "question"})], "environment.columns: kind reasoning_gym reads no file"),
+    ([("environment.reference_marker", "")], "environment.reference_marker: an empty text marks nothing"),
+    ([("environment.parameters", {"a": 1}), ("environment.kind", "math")], "kind math has no parameters"),
+    (
+        [("environment.reward", "a:b"), ("environment.judge", JUDGE)],
+        "environment.judge: it and environment.reward excl",
+    ),
+    ([("environment.judge", {"model": "m"})], "environment.judge.base_url: missing"),
+    ([("environment.judge", {**JUDGE, "pattern": "("})], "environment.judge.pattern: '(' is not valid"),
+    ([("environment.judge", {**JUDGE, "temprature": 0.0})], "did you mean 'temperature'?"),
     ([*SFT, ("data.sources", {"a": {"path": "b"}})], "algorithm.conversations: is one source and data.sources"),
     ([("algorithm.name", "distill")], "algorithm.teacher: missing"),
     (

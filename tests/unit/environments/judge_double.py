@@ -14,7 +14,9 @@ from typing import Any
 
 @dataclass
 class Double:
-    answers: list[Any]  # text: a reply; object: the whole answer; (status, text, headers); seconds to wait. Last: again
+    answers: list[
+        Any
+    ]  # a reply, the whole answer, (status, text, headers), seconds to wait, or what makes one. Last: again
     url: str = ""
     asked: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)  # path, body, headers
     under_way: int = 0
@@ -25,6 +27,7 @@ class Double:
         self.under_way += 1
         self.most = max(self.most, self.under_way)
         given = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        given = given(body) if callable(given) else given
         time.sleep(given if isinstance(given, float) else 0.01)
         self.under_way -= 1
         if isinstance(given, tuple):

@@ -6,6 +6,7 @@ import pickle
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -122,6 +123,13 @@ def test_many_are_asked_at_once_up_to_the_limit_and_come_back_in_order() -> None
         mixed = judge.score([(TASK, "new"), (TASK, "3"), (TASK, "new")])
         assert [score.reward for score in mixed] == [None, 0.1, None]
         judge.close()
+
+
+def test_waiting_for_a_turn_is_no_timeout() -> None:
+    with judge_double(0.05) as double:
+        judge = judge_of(double, concurrency=1, timeout_seconds=0.4, retries=0, pattern=r"(0\.\d+)")
+        with ThreadPoolExecutor(16) as threads:  # as rewards of many conversations call it
+            assert list(threads.map(lambda n: judge(TASK, str(n)), range(16))) == [pytest.approx(0.005)] * 16
 
 
 def test_equal_completions_are_judged_once_by_a_greedy_judge() -> None:

@@ -88,6 +88,12 @@ def test_booleans_are_numbers_and_prints_are_harmless(workers: RewardWorkers) ->
     assert [score.reward for score in scores_of(workers, "bool", "print")] == [1.0, 0.25]
 
 
+def test_a_reward_may_say_why(workers: RewardWorkers) -> None:
+    explained, plain = scores_of(workers, "explain", "xy")
+    assert explained == Score(RolloutStatus.SCORED, 0.25, "one of four")
+    assert plain == Score(RolloutStatus.SCORED, 2.0)
+
+
 def test_no_process_is_left_after_close(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     with RewardWorkers(misbehaving_rewards.by_name, timeout_seconds=0.5) as workers:

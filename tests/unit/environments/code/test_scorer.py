@@ -18,6 +18,7 @@ from octetrl.environments.sandbox.levels import Level
 from octetrl.environments.sandbox.sandbox import find_sandbox
 from octetrl.environments.scoring import Explained, RewardWorkers
 from octetrl.records import RolloutStatus, Task
+from tests.unit.environments.code.programs import FAKES, HONEST
 
 QUICK = SandboxConfig(level="limits", wall_seconds=20.0, cpu_seconds=2, memory_mib=128)
 ASSERTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "import math\nassert math.isclose(add(0.5, 0.25), 0.75)"]
@@ -68,28 +69,10 @@ def test_no_code_is_a_wrong_answer() -> None:
     assert (answer, answer.detail) == (0.0, "no ```python block")
 
 
-@pytest.mark.parametrize(
-    ("code", "tests"),
-    [
-        ("def f(): return (1, [2, {3: {4.5, 'x'}}], None, b'z', 1j)", "assert f() == (1, [2, {3: {4.5, 'x'}}], None, b'z', 1j)"),
-        ("from collections import Counter\ndef f(x): return Counter(x)", "assert f('aab') == {'a': 2, 'b': 1}"),
-        ("from fractions import Fraction\ndef f(): return Fraction(1, 3)", "from fractions import Fraction\nassert f() == Fraction(1, 3)"),
-        ("def f(x): x.append(9)", "a = [1]\nassert f(a) is None\nassert a == [1, 9]"),
-        ("def f():\n    yield 1\n    yield 2", "assert list(f()) == [1, 2]\nassert 2 in f()\ng = f()\nassert next(g) == 1"),
-        ("class Stack:\n    def __init__(self): self.items = []\n    def push(self, x): self.items.append(x)\n    def __len__(self): return len(self.items)",
-         "s = Stack()\ns.push(4)\nassert len(s) == 1 and s.items == [4] and s.items[0] == 4"),
-        ("class Node:\n    def __init__(self, v, next=None): self.v, self.next = v, next\ndef total(n): return n.v + total(n.next) if n else 0",
-         "n = Node(1, Node(2))\nn.v = 5\nassert total(n) == 7 and n.next.v == 2 and n.next.next is None"),
-        ("from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\ndef f(x): return P(x)", "assert f(3) == P(3) and f(3) != P(4)\nassert repr(f(3)) == 'P(x=3)'"),
-        ("def f(x):\n    if x < 0: raise ValueError('negative')", "try: f(-1)\nexcept ValueError as error: assert 'negative' in str(error)\nelse: assert False"),
-        ("def even(x): return x % 2 == 0", "def check(candidate):\n    for n in range(6): assert candidate(n) == (n % 2 == 0)\ncheck(even)"),
-        ("import math\ndef f(x): return math.sqrt(x)", "assert math.isclose(f(2) ** 2, 2)"),
-        ("if __name__ == '__main__': 1 / 0\ndef f(): return input", "assert callable(f())"),
-        ("def f(): return float('inf'), float('-inf')", "assert f() == (float('inf'), float('-inf'))"),
-    ],
-)  # fmt: skip
-def test_what_tests_may_say(code: str, tests: str) -> None:
-    answer = score(code, [tests])
+@pytest.mark.parametrize("name", HONEST)
+def test_what_tests_may_say(name: str) -> None:
+    code, test = HONEST[name]
+    answer = score(code, [test])
     assert answer == 1.0, answer.detail
 
 
@@ -100,44 +83,13 @@ def test_a_function_named_like_a_builtin_is_the_codes_only_when_the_task_says_so
     assert score("class Solution:\n    def add(self, a, b): return a + b", [CALLS[0]], function="Solution().add") == 1.0
 
 
-FAKES = {
-    "it says passed": "print('passed'); print('{\"passed\": \"111\", \"why\": null}')",
-    "it exits well": "import sys; sys.exit(0)",
-    "it exits at once": "import os; os._exit(0)",
-    "it exits when called": "import os\ndef add(a, b): os._exit(0)",
-    "it equals everything": "class Liar:\n    def __eq__(self, o): return True\n    def __bool__(self): return True\ndef add(a, b): return Liar()",
-    "a number that equals everything": "class Liar(int):\n    def __eq__(self, o): return True\n    def __ne__(self, o): return False\n    def __hash__(self): return 1\ndef add(a, b): return Liar(7)",
-    "an object near every number": "class Liar:\n    def __sub__(self, o): return 0.0\n    __rsub__ = __sub__\n    def __float__(self): return 0.75\n    def __contains__(self, o): return True\ndef add(a, b): return Liar()",
-    "it replaces builtins": "import builtins, math\nbuiltins.abs = lambda x: 0\nmath.isclose = lambda *a, **k: True\nbuiltins.AssertionError = ZeroDivisionError\nabs = lambda x: 0\ndef all(x): return True\ndef add(a, b): return 7",
-    "it replaces unittest": "import unittest\nunittest.TestCase.assertEqual = lambda *a: None\nunittest.main = lambda *a: None\ndef add(a, b): return 7",
-    "it writes to the link": "import os\nfor _ in range(9): os.write(3, b'{\"value\": true, \"passed\": \"111\"}\\n')\ndef add(a, b): return 7",
-    "it takes over the link": "import os, json\nos.write(3, b'{\"names\": {\"dict\": [[\"add\", {\"object\": 0}]]}}\\n')\nwhile line := os.read(3, 9999): os.write(3, b'{\"value\": {\"object\": 1}}\\n')",
-    "it sends garbage": "import os\nos.write(3, b'[' * 100000 + b'\\n')\ndef add(a, b): return 7",
-    "it sends too much": "def add(a, b): return 'x' * (9 << 20)",
-    "it searches memory and stack for the tests": """
-import gc, sys
-def add(a, b):
-    frame = sys._getframe()
-    while frame:
-        for value in frame.f_locals.values():
-            if isinstance(value, (list, str, dict)) and 'ass' 'ert add' in str(value): return 3
-        frame = frame.f_back
-    for found in gc.get_objects():
-        if isinstance(found, list) and any(isinstance(x, str) and x.startswith('ass' 'ert add') for x in found): return 3
-    return 7
-""",
-    "it looks for files": "import os\ndef add(a, b):\n    for folder, _, names in os.walk('/tmp'):\n        for name in names:\n            try: text = open(os.path.join(folder, name)).read()\n            except (OSError, ValueError): continue\n            if 'assert add(1' in text: return 3\n    return 7",
-    "it raises what a test may expect": "def add(a, b): raise AssertionError",
-    "it raises a SystemExit": "def add(a, b): raise SystemExit(0)",
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("name", FAKES)
 def test_code_that_tries_to_look_right(name: str) -> None:
     tests = [
         "assert add(1, 2) == 3",
         "assert abs(add(0.5, 0.25) - 0.75) < 1e-9",
         "assert 0 in [add(-1, 1)]",
+        "assert 3 in add(1, 2)",
         "assert all([add(2, 2) == 4])",
         "import math\nassert math.isclose(add(1, 0.5), 1.5)",
     ]
@@ -211,5 +163,7 @@ def test_a_scorer_travels_and_finds_its_sandbox_there() -> None:
 
 def test_programs_of_a_task_need_their_time() -> None:
     task = Task("t", "p", metadata={"tests": PROGRAMS * 50})
-    with pytest.raises(UserError, match=r"reward_timeout_seconds: 10 is too short for 100 programs a task.*raise it to"):
+    with pytest.raises(
+        UserError, match=r"reward_timeout_seconds: 10 is too short for 100 programs a task.*raise it to"
+    ):
         code_environment([task], EnvironmentConfig(kind="code", sandbox=QUICK.model_copy(update={"wall_seconds": 5.0})))

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 
 NOBODY = 65534
+NO_REACH = "the interpreter is in a private folder and can't be put within another user's reach here"
+NOT_READABLE = "another user can't read this working tree"
 _MARKS = ("program/main.py", "octetrl.environments.sandbox.warden")
 _NEW_MOUNTS, _BIND_ALL, _PRIVATE_ALL = 0x20000, (1 << 12) | (1 << 14), (1 << 14) | (1 << 18)
 
@@ -38,9 +40,9 @@ def that_stay(pids: set[int], seconds: float = 5.0) -> set[int]:
     return pids
 
 
-def sandbox_folders() -> list[str]:
-    """Temporary folders that sandboxes of this process have left."""
-    return [path.name for path in Path(tempfile.gettempdir()).glob(f"octetrl-sandbox-{os.getpid()}-*")]
+def sandbox_folders(pid: int | None = None) -> list[str]:
+    """Temporary folders that sandboxes of a process, by default this one, have left."""
+    return [path.name for path in Path(tempfile.gettempdir()).glob(f"octetrl-sandbox-{pid or os.getpid()}-*")]
 
 
 def become_nobody() -> None:
@@ -55,10 +57,12 @@ def become_nobody() -> None:
         os.makedirs(prefix)
         source = f"/proc/self/fd/{hidden}".encode()
         if any((*steps, libc.mount(source, prefix.encode(), None, ctypes.c_ulong(_BIND_ALL), None))):
-            raise OSError(ctypes.get_errno(), "the interpreter can't be put within reach")
+            sys.exit(f"{NO_REACH}: {os.strerror(ctypes.get_errno())}")
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
+    if not os.access(__file__, os.R_OK):
+        sys.exit(NOT_READABLE)
 
 
 if __name__ == "__main__":

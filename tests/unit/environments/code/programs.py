@@ -1,0 +1,239 @@
+"""Programs for the judge: what tests may say of honest code, and code that tries to look right without being so."""
+
+from __future__ import annotations
+
+HONEST: dict[str, tuple[str, str]] = {  # what is said -> code, test
+    "plain data of every kind": (
+        """
+def f(): return (1, [2, {3: {4.5, 'x'}}], None, b'z', 1j)
+""",
+        """
+assert f() == (1, [2, {3: {4.5, 'x'}}], None, b'z', 1j)
+""",
+    ),
+    "a class of collections": (
+        """
+from collections import Counter
+def f(x): return Counter(x)
+""",
+        """
+assert f('aab') == {'a': 2, 'b': 1}
+""",
+    ),
+    "a fraction": (
+        """
+from fractions import Fraction
+def f(): return Fraction(1, 3)
+""",
+        """
+from fractions import Fraction
+assert f() == Fraction(1, 3)
+""",
+    ),
+    "a changed argument": (
+        """
+def f(x): x.append(9)
+""",
+        """
+a = [1]
+assert f(a) is None
+assert a == [1, 9]
+""",
+    ),
+    "a generator": (
+        """
+def f():
+    yield 1
+    yield 2
+""",
+        """
+assert list(f()) == [1, 2]
+assert 2 in f()
+g = f()
+assert next(g) == 1
+""",
+    ),
+    "an object with state": (
+        """
+class Stack:
+    def __init__(self): self.items = []
+    def push(self, x): self.items.append(x)
+    def __len__(self): return len(self.items)
+""",
+        """
+s = Stack()
+s.push(4)
+assert len(s) == 1 and s.items == [4] and s.items[0] == 4
+""",
+    ),
+    "objects as arguments": (
+        """
+class Node:
+    def __init__(self, v, next=None): self.v, self.next = v, next
+def total(n): return n.v + total(n.next) if n else 0
+""",
+        """
+n = Node(1, Node(2))
+n.v = 5
+assert total(n) == 7 and n.next.v == 2 and n.next.next is None
+""",
+    ),
+    "objects compared": (
+        """
+from dataclasses import dataclass
+@dataclass
+class P:
+    x: int
+def f(x): return P(x)
+""",
+        """
+assert f(3) == P(3) and f(3) != P(4)
+assert repr(f(3)) == 'P(x=3)'
+""",
+    ),
+    "an exception": (
+        """
+def f(x):
+    if x < 0: raise ValueError('negative')
+""",
+        """
+try: f(-1)
+except ValueError as error: assert 'negative' in str(error)
+else: assert False
+""",
+    ),
+    "a function given to the test": (
+        """
+def even(x): return x % 2 == 0
+""",
+        """
+def check(candidate):
+    for n in range(6): assert candidate(n) == (n % 2 == 0)
+check(even)
+""",
+    ),
+    "a module that the code imports": (
+        """
+import math
+def f(x): return math.sqrt(x)
+""",
+        """
+assert math.isclose(f(2) ** 2, 2)
+""",
+    ),
+    "a main program that is not run": (
+        """
+if __name__ == '__main__': 1 / 0
+def f(): return input
+""",
+        """
+assert callable(f())
+""",
+    ),
+    "infinities": (
+        """
+def f(): return float('inf'), float('-inf')
+""",
+        """
+assert f() == (float('inf'), float('-inf'))
+""",
+    ),
+}
+
+FAKES = {
+    "it says passed": """
+print('passed'); print('{"passed": "111", "why": null}')
+""",
+    "it exits well": """
+import sys; sys.exit(0)
+""",
+    "it exits at once": """
+import os; os._exit(0)
+""",
+    "it exits when called": """
+import os
+def add(a, b): os._exit(0)
+""",
+    "it equals everything": """
+class Liar:
+    def __eq__(self, o): return True
+    def __bool__(self): return True
+def add(a, b): return Liar()
+""",
+    "a number that equals everything": """
+class Liar(int):
+    def __eq__(self, o): return True
+    def __ne__(self, o): return False
+    def __hash__(self): return 1
+def add(a, b): return Liar(7)
+""",
+    "an object near every number": """
+class Liar:
+    def __sub__(self, o): return 0.0
+    __rsub__ = __sub__
+    def __float__(self): return 0.75
+    def __contains__(self, o): return True
+def add(a, b): return Liar()
+""",
+    "it replaces builtins": """
+import builtins, math
+builtins.abs = lambda x: 0
+math.isclose = lambda *a, **k: True
+builtins.AssertionError = ZeroDivisionError
+abs = lambda x: 0
+def all(x): return True
+def add(a, b): return 7
+""",
+    "it replaces unittest": """
+import unittest
+unittest.TestCase.assertEqual = lambda *a: None
+unittest.main = lambda *a: None
+def add(a, b): return 7
+""",
+    "it writes to the link": """
+import os
+for _ in range(9): os.write(3, b'{"value": true, "passed": "111"}\\n')
+def add(a, b): return 7
+""",
+    "it takes over the link": """
+import os, json
+os.write(3, b'{"names": {"dict": [["add", {"object": 0}]]}}\\n')
+while line := os.read(3, 9999): os.write(3, b'{"value": {"object": 1}}\\n')
+""",
+    "it sends garbage": """
+import os
+os.write(3, b'[' * 100000 + b'\\n')
+def add(a, b): return 7
+""",
+    "it sends too much": """
+def add(a, b): return 'x' * (9 << 20)
+""",
+    "it searches memory and stack for the tests": """
+import gc, sys
+def add(a, b):
+    frame = sys._getframe()
+    while frame:
+        for value in frame.f_locals.values():
+            if isinstance(value, (list, str, dict)) and 'ass' 'ert add' in str(value): return 3
+        frame = frame.f_back
+    for found in gc.get_objects():
+        if isinstance(found, list) and any('ass' 'ert add(1, 2' in str(x) for x in found): return 3
+    return 7
+""",
+    "it looks for files": """
+import os
+def add(a, b):
+    for folder, _, names in os.walk('/tmp'):
+        for name in names:
+            try: text = open(os.path.join(folder, name)).read()
+            except (OSError, ValueError): continue
+            if 'assert add(1' in text: return 3
+    return 7
+""",
+    "it raises what a test may expect": """
+def add(a, b): raise AssertionError
+""",
+    "it raises a SystemExit": """
+def add(a, b): raise SystemExit(0)
+""",
+}

@@ -1,0 +1,34 @@
+"""As root, all tests of sandboxes and of code once more as a user without rights; elsewhere they are run so anyway."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.house.tree import REPO
+from tests.unit.environments.sandbox.traces import NO_REACH, NOT_READABLE
+
+TESTS = ["test_escapes.py", "test_limits.py", "test_sandbox.py", "../code"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_same_as_nobody() -> None:
+    if sys.platform != "linux" or os.geteuid() != 0:
+        pytest.skip("these tests run without root's rights already")
+    here = Path(__file__).parent
+    command = [sys.executable, "-m", "tests.unit.environments.sandbox.traces", "-m", "pytest", "-rs"]
+    command += ["-p", "no:cacheprovider", "-p", "no:xdist", *(str(here / name) for name in TESTS)]
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/"}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    run = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
+    for reason in (NO_REACH, NOT_READABLE):
+        if reason in run.stderr:
+            pytest.skip(reason)
+    print(run.stdout[-4000:])
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-1000:]
+    assert " passed" in run.stdout or "[100%]" in run.stdout

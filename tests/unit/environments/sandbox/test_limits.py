@@ -1,0 +1,209 @@
+"""Programs that use up the machine, never end or outlive their end: each ends with its status, and nothing of it stays.
+
+Each runs at each level that this machine gives; `test_another_user.py` runs all of this again without root's rights.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from octetrl.environments.sandbox.limits import SandboxStatus
+from tests.unit.environments.sandbox.conftest import Box
+
+TOO_LONG = {SandboxStatus.WALL_TIMEOUT, SandboxStatus.CPU_LIMIT}
+TOO_DEEP = {SandboxStatus.CRASHED, SandboxStatus.MEMORY_LIMIT, SandboxStatus.ERROR, SandboxStatus.CPU_LIMIT}
+NO_ROOM = {SandboxStatus.DISK_LIMIT, SandboxStatus.ERROR}
+
+
+def test_a_fork_bomb(sandbox: Box) -> None:
+    bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+    assert sandbox.run(bomb).status in TOO_LONG
+
+
+def test_the_number_of_processes_is_bounded(sandbox: Box) -> None:
+    count = """
+import os, time
+made = 0
+try:
+    for _ in range(500):
+        if os.fork() == 0: time.sleep(60)
+        made += 1
+except OSError as error: print(made, error)
+"""
+    made = int(sandbox.run(count).stdout.split()[0])
+    as_all_of_the_users = 40 if os.geteuid() else 0
+    assert 5 <= made <= 16 + as_all_of_the_users
+
+
+def test_a_fork_bomb_of_sessions(sandbox: Box) -> None:
+    """Each process tries to leave the group and the parent behind."""
+    bomb = """
+import os, signal
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD): signal.signal(number, signal.SIG_IGN)
+while True:
+    try:
+        if os.fork() == 0:
+            try: os.setsid()
+            except OSError: pass
+    except OSError: pass
+"""
+    assert sandbox.run(bomb).status in TOO_LONG
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "held = []\nwhile True: held.append(bytearray(1 << 24))",
+        "import mmap\nheld = [mmap.mmap(-1, 1 << 24) for _ in range(100)]\nfor m in held: m.write(bytes(1 << 24))",
+        "text = 'x'\nwhile True: text += text",
+        """
+import os, time
+for _ in range(6):
+    if os.fork() == 0:
+        held = bytearray(os.urandom(1 << 20) * 40)
+        time.sleep(60)
+time.sleep(60)
+""",
+    ],
+    ids=["heap", "maps", "string", "six processes together"],
+)
+def test_a_memory_bomb(sandbox: Box, program: str) -> None:
+    result = sandbox.run(program)
+    assert result.status in {SandboxStatus.MEMORY_LIMIT, SandboxStatus.ERROR}, result
+    if result.status is SandboxStatus.ERROR:
+        assert "Cannot allocate memory" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import os\nmade = os.memfd_create('x')",
+        "import ctypes\nassert ctypes.CDLL(None).shmget(0, 1 << 30, 0o1600) >= 0",
+    ],
+)
+def test_memory_that_nobody_counts(sandbox: Box, program: str) -> None:
+    if not sandbox.protection.has_filter:
+        pytest.skip("no system-call filter here")
+    assert sandbox.run(program).status is SandboxStatus.ERROR
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "while True: print('spam ' * 100)",
+        "import os\nwhile True: os.write(1, b'x' * 65536)",
+        "import sys\nwhile True: sys.stderr.write('e' * 4000)",
+        "import os\nwhile True:\n    if os.fork() == 0: os._exit(print('x' * 999, flush=True) or 0)\n    os.wait()",
+    ],
+)
+def test_endless_output(sandbox: Box, program: str) -> None:
+    result = sandbox.run(program)
+    assert result.status is SandboxStatus.OUTPUT_LIMIT
+    assert 3000 < len(result.stdout) + len(result.stderr) <= 4096
+    assert result.seconds < 10.0
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import time\ntime.sleep(3600)",
+        "from signal import *\nfor n in valid_signals() - {9, 19}: signal(n, SIG_IGN)\nwhile True: pause()",
+        "import os, signal\nos.kill(0, signal.SIGSTOP)",
+        "import os\nos.close(0); os.close(1); os.close(2)\nimport time; time.sleep(3600)",
+        "import sys\nsys.stdin.read()\nimport threading\nthreading.Event().wait()",
+    ],
+    ids=["sleep", "every signal ignored", "stopped", "streams closed", "wait"],
+)
+def test_one_that_never_ends(sandbox: Box, program: str) -> None:
+    started = time.monotonic()
+    result = sandbox.run(program, wall_seconds=0.5)
+    assert result.status is SandboxStatus.WALL_TIMEOUT
+    assert result.exit_code is None
+    assert time.monotonic() - started < 5.0
+
+
+def test_one_that_burns_time(sandbox: Box) -> None:
+    result = sandbox.run("while True: pass")
+    assert result.status is SandboxStatus.CPU_LIMIT
+    assert result.cpu_seconds >= 0.9
+
+
+def test_time_burnt_by_children_counts(sandbox: Box) -> None:
+    program = "import os\nfor _ in range(3): os.fork()\nwhile True: pass"
+    result = sandbox.run(program)
+    assert result.status is SandboxStatus.CPU_LIMIT
+    assert result.cpu_seconds < 3.0  # and not four times one second
+
+
+DAEMON = """
+import os, sys, time
+if os.fork() == 0:
+    try: os.setsid()
+    except OSError: pass
+    if os.fork() == 0:
+        {streams}
+        while True: time.sleep(0.01)
+    os._exit(0)
+os.wait()
+print("gone")
+"""
+
+
+@pytest.mark.parametrize("streams", ["pass", "for number in range(3): os.close(number)"])
+def test_a_daemon(sandbox: Box, streams: str) -> None:
+    """The program ends well; what it left running, with our pipes in hand or not, ends too and is not waited for."""
+    result = sandbox.run(DAEMON.format(streams=streams))
+    assert (result.status, result.stdout) == (SandboxStatus.OK, "gone\n")
+    assert result.seconds < 10.0
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "with open('big', 'wb') as file:\n    while True: file.write(bytes(1 << 20))",
+        "for number in range(10 ** 6):\n    with open(f'file{number}', 'wb') as file: file.write(bytes(1 << 20))",
+        "for number in range(10 ** 6): open(f'file{number}', 'w').close()",
+        "import os\nfor number in range(10 ** 6):\n    os.mkdir('d')\n    os.chdir('d')",
+        "import os\nwith open('big', 'wb') as file: os.posix_fallocate(file.fileno(), 0, 10 ** 9)",
+    ],
+    ids=["one file", "many files", "empty files", "deep folders", "reserved"],
+)
+def test_gigabytes(sandbox: Box, program: str) -> None:
+    result = sandbox.run(program)
+    assert result.status in NO_ROOM, result
+
+
+def test_a_folder_that_is_hard_to_remove(sandbox: Box) -> None:
+    """A tree past any path's length and any recursion, without modes, with names that are no text."""
+    program = """
+import os
+open(b"\\xff\\xfe", "w").close()
+os.symlink("/", "everything"); os.mkfifo("pipe")
+os.mkdir("closed"); open("closed/file", "w").close()
+try: os.chmod("closed", 0)
+except OSError: pass
+for number in range(1500):
+    os.mkdir("deep" * 20)
+    os.chdir("deep" * 20)
+"""
+    result = sandbox.run(program, files=2000)
+    assert result.status in {SandboxStatus.OK, SandboxStatus.DISK_LIMIT}, result
+
+
+@pytest.mark.parametrize(
+    ("program", "statuses"),
+    [
+        ("def f(): f()\nf()", {SandboxStatus.ERROR}),
+        ("import sys\nsys.setrecursionlimit(10 ** 9)\ndef f(): f()\nf()", TOO_DEEP),
+        ("import sys\nsys.setrecursionlimit(10 ** 9)\nx = []\nfor _ in range(10 ** 6): x = [x]\nrepr(x)", TOO_DEEP),
+        ("import ctypes\nctypes.string_at(0)", {SandboxStatus.CRASHED}),
+        ("import os\nos.abort()", {SandboxStatus.CRASHED}),
+    ],
+)  # fmt: skip
+def test_crashes(sandbox: Box, program: str, statuses: set[SandboxStatus]) -> None:
+    result = sandbox.run(program)
+    assert result.status in statuses, result
+    assert result.exit_code != 0

@@ -1,0 +1,154 @@
+"""What goes in and what comes out of a sandbox, and which one a machine gives."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import pytest
+
+from octetrl.config.errors import UserError
+from octetrl.config.sandbox import SandboxConfig
+from octetrl.environments.sandbox.levels import Level
+from octetrl.environments.sandbox.limits import MIB, Limits, SandboxStatus
+from octetrl.environments.sandbox.sandbox import Program, find_sandbox, run_python, sandbox_for
+from tests.unit.environments.sandbox.conftest import SMALL, Box
+from tests.unit.environments.sandbox.traces import sandbox_folders
+
+
+def test_what_it_prints_and_how_it_ends(sandbox: Box) -> None:
+    result = sandbox.run("import sys\nprint(input() * 2)\nprint('ü', file=sys.stderr)\nsys.exit(3)", "ab\n")
+    assert (result.status, result.exit_code, result.stdout, result.stderr) == (SandboxStatus.ERROR, 3, "abab\n", "ü\n")
+    assert result.detail is None
+    assert 0.0 < result.seconds < 30.0
+
+
+def test_an_ordinary_program(sandbox: Box) -> None:
+    """Threads, temporary files, child processes, asyncio and exit() work."""
+    program = """
+import asyncio, json, subprocess, sys, tempfile, threading
+found = []
+def child(): found.append(subprocess.run([sys.executable, "-c", "print(6 * 7)"], capture_output=True, text=True).stdout)
+thread = threading.Thread(target=child)
+thread.start(); thread.join()
+with tempfile.TemporaryDirectory() as folder:
+    with open(folder + "/x", "w") as file: json.dump(found, file)
+    found += json.load(open(folder + "/x"))
+async def one(): await asyncio.sleep(0.01); return 1
+found.append(asyncio.run(one()))
+print(found)
+exit()
+"""
+    result = sandbox.run(program)
+    assert (result.status, result.stdout) == (SandboxStatus.OK, "['42\\n', '42\\n', 1]\n"), result
+
+
+def test_much_input_and_text_that_is_no_text(sandbox: Box) -> None:
+    program = "import sys\nprint(len(sys.stdin.read()), flush=True)\nsys.stdout.buffer.write(b'\\xff')"
+    result = sandbox.run(program, "x" * 3_000_000)
+    assert (result.status, result.stdout) == (SandboxStatus.OK, "3000000\n�")
+    assert sandbox.run("pass", "x" * 3_000_000).ok  # that nobody reads
+    assert sandbox.run("print('\ud800' == '')").status is SandboxStatus.ERROR  # no source
+
+
+def test_a_pair_is_joined(sandbox: Box) -> None:
+    first = "import socket\ns = socket.socket(fileno=3)\ns.send(b'question')\nprint(s.recv(99), s.recv(99))"
+    second = "import os\nprint(os.read(3, 99))\nos.write(3, b'answer')"
+    box = find_sandbox(only=sandbox.protection.level)
+    one, other = box.run_pair(Program(first, limits=SMALL), Program(second, limits=SMALL))
+    assert (one.stdout, other.stdout) == ("b'answer' b''\n", "b'question'\n"), (one, other)
+
+
+def test_one_of_a_pair_sees_nothing_of_the_other(sandbox: Box) -> None:
+    if not sandbox.protection.files:
+        pytest.skip("this level says that it does not hide files")
+    spy = """
+import os, time
+time.sleep(0.3)
+for pid in range(2, 40000) if os.getpid() < 40000 else ():
+    try:
+        if pid not in (os.getpid(), os.getppid()): os.kill(pid, 9); print("DID kill", pid)
+    except OSError: pass
+try: print("DID list", os.listdir(os.path.dirname(os.path.dirname(os.getcwd()))))
+except OSError: pass
+"""
+    box = find_sandbox(only=sandbox.protection.level)
+    other = Program("import time\ntime.sleep(1.0)\nprint('alive')", limits=SMALL)
+    one, kept = box.run_pair(Program(spy, limits=SMALL), other)
+    assert kept.stdout == "alive\n"
+    if sandbox.protection.level is Level.LANDLOCK:
+        assert "DID" not in one.stdout
+
+
+def test_many_callers(sandbox: Box) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        results = list(threads.map(lambda number: sandbox.run(f"print({number})"), range(16)))
+    assert [result.stdout for result in results] == [f"{number}\n" for number in range(16)]
+
+
+def test_the_run_can_be_cut_off(sandbox: Box) -> None:
+    """A killed reward worker must leave nothing: the socket's end is the sandbox's."""
+    code = (
+        "from octetrl.environments.sandbox.sandbox import *\n"
+        f"sandbox = find_sandbox(only=Level('{sandbox.protection.level}'))\n"
+        "print('go', flush=True)\n"
+        "sandbox.run(Program('import time; time.sleep(600)', limits=Limits(wall_seconds=600.0)))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as caller:
+        assert caller.stdout is not None
+        caller.stdout.readline()
+        time.sleep(0.5)
+        caller.kill()
+    deadline = time.monotonic() + 10.0
+    while sandbox_folders(caller.pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not sandbox_folders(caller.pid)  # and the fixture sees that no process is left
+
+
+def test_run_python_hides_files() -> None:
+    try:
+        found = find_sandbox()
+    except UserError as error:
+        pytest.skip(str(error))
+    assert found.level.is_at_least(Level.LANDLOCK)
+    result = run_python("print(input())", stdin="hello\n", limits=Limits(wall_seconds=30.0))
+    assert (result.status, result.stdout) == (SandboxStatus.OK, "hello\n")
+
+
+def test_levels_are_ordered_and_told() -> None:
+    assert [level.value for level in Level] == ["limits", "landlock", "bubblewrap"]
+    assert not Level.LIMITS.is_at_least(Level.LANDLOCK)
+    try:
+        weakest = find_sandbox(only=Level.LIMITS)
+    except UserError as error:
+        pytest.skip(str(error))
+    assert "level limits, which does not protect from a flaw of the kernel" in str(weakest)
+    assert any("files" in gap for gap in weakest.protection.gaps)
+
+
+def test_a_recipe_asks_for_a_level_and_limits() -> None:
+    config = SandboxConfig(level="limits", memory_mib=64, disk_mib=2, output_kib=1, wall_seconds=3.0, processes=4)
+    limits = Limits.from_config(config)
+    assert (limits.memory_bytes, limits.disk_bytes, limits.output_bytes) == (64 * MIB, 2 * MIB, 1024)
+    assert (limits.wall_seconds, limits.processes) == (3.0, 4)
+    assert Limits.from_config(SandboxConfig()) == Limits()
+    with pytest.raises(UserError, match=r"environment.sandbox.python: '/nowhere/python' does not run as a Python"):
+        sandbox_for(SandboxConfig(python="/nowhere/python"))
+
+
+def test_a_caller_waits_for_a_free_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    from octetrl.environments.sandbox import sandbox as module
+
+    monkeypatch.setattr(module, "_slots", threading.BoundedSemaphore(1))
+    try:
+        box = find_sandbox(only=Level.LIMITS)
+    except UserError as error:
+        pytest.skip(str(error))
+    program = Program("import time\nbegan = time.time()\ntime.sleep(0.3)\nprint(began, time.time())")
+    with ThreadPoolExecutor(3) as threads:
+        spans = sorted(tuple(map(float, one.stdout.split())) for one in threads.map(box.run, [program] * 3))
+    assert all(ended <= began for (_, ended), (began, _) in pairwise(spans))
