@@ -21,6 +21,7 @@ from octetrl.cli.eval import evaluate
 from octetrl.cli.export import export
 from octetrl.cli.generate import generate
 from octetrl.cli.rollouts import rollouts
+from octetrl.cli.serve import serve
 from octetrl.cli.train import train
 from octetrl.config.errors import UserError
 
@@ -37,6 +38,7 @@ app.command("train")(train)
 app.command("eval")(evaluate)
 app.command("rollouts")(rollouts)
 app.command("generate")(generate)
+app.command("serve")(serve)
 app.command("check")(check)
 app.command("doctor")(doctor)
 app.command("export")(export)

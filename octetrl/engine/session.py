@@ -269,6 +269,10 @@ class Session:
     def pages_in_use(self) -> int:
         return self._blocks.num_used
 
+    @property
+    def num_pages(self) -> int:
+        return self._blocks.num_pages
+
     def close(self, *, sound: bool = True) -> None:
         """Cancels what is unfinished; `sound` false: the cache can't be trusted. Once closed, nothing."""
         if not self._is_open:

@@ -17,7 +17,7 @@ from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.run.build import fill_weights, model_spec
 from octetrl.run.device import resolve_device
 from octetrl.run.resume import trained_model, weights_folder
-from octetrl.run.tokenizer import load_tokenizer
+from octetrl.run.tokenizer import Tokenizer, load_tokenizer
 from octetrl.run.worker import Worker
 from octetrl.telemetry.spans import Spans
 
@@ -35,29 +35,18 @@ def generate_text(
 ) -> list[list[Completion]]:
     """`n` completions of each prompt. `model` is a Hugging Face folder, a run folder or a checkpoint."""
     trained = trained_model(weights_folder(Path(model)))
-    tokenizer = load_tokenizer(Path(trained["tokenizer"] or trained["path"]))
+    tokenizer = tokenizer_of(trained)
     chat = ChatTokens(tokenizer, system_prompt)
     token_lists = [chat.prompt_tokens(prompt) for prompt in prompts]
     longest = max(len(tokens) for tokens in token_lists)
-    recipe = _recipe(trained, precision, device, longest + sampling.max_new_tokens)
+    recipe = generation_recipe(trained, precision, device, longest + sampling.max_new_tokens)
     spec = model_spec(recipe)
     if longest + sampling.max_new_tokens > spec.max_positions:
         raise UserError(
             f"--max-new-tokens: a prompt of {longest} tokens and an answer of {sampling.max_new_tokens} exceed the"
             f" model's {spec.max_positions} positions; shorten one of them"
         )
-    validate_with_spec(recipe, spec)
-    worker = Worker(
-        recipe,
-        spec=spec,
-        policy=precision_policy(spec, recipe.fp8, recipe.numerics),
-        tokenizer=tokenizer,
-        algorithm=build_algorithm(recipe.algorithm),
-        load_weights=lambda decoder: fill_weights(decoder, recipe),
-        device=resolve_device(recipe.cluster),
-        spans=Spans(),
-        trains=False,
-    )
+    worker = generating_worker(recipe, tokenizer)
     if worker.needs_calibration:
         worker.calibrate(token_lists)
     requests = [
@@ -67,7 +56,15 @@ def generate_text(
     return worker.generate(requests)
 
 
-def _recipe(trained: Mapping[str, Any], precision: str, device: str, context_length: int) -> Recipe:
+def tokenizer_of(trained: Mapping[str, Any]) -> Tokenizer:
+    """Of a model as `trained_model` describes it."""
+    return load_tokenizer(Path(trained["tokenizer"] or trained["path"]))
+
+
+def generation_recipe(
+    trained: Mapping[str, Any], precision: str, device: str, context_length: int, **sections: Mapping[str, Any]
+) -> Recipe:
+    """What a worker needs to be told to generate with a model as `trained_model` describes it."""
     lora = trained["lora"]
     section = {**trained, "lora": None if lora is None else lora.model_dump(mode="json")}
     return recipe_from_mapping(
@@ -77,5 +74,23 @@ def _recipe(trained: Mapping[str, Any], precision: str, device: str, context_len
             "cluster": {"device": device},
             "environment": {"dataset": "chain_sum"},
             "rollout": {"max_prompt_tokens": max(1, context_length - 1), "max_new_tokens": 1},
+            **sections,
         }
+    )
+
+
+def generating_worker(recipe: Recipe, tokenizer: Tokenizer) -> Worker:
+    """A worker that only generates."""
+    spec = model_spec(recipe)
+    validate_with_spec(recipe, spec)
+    return Worker(
+        recipe,
+        spec=spec,
+        policy=precision_policy(spec, recipe.fp8, recipe.numerics),
+        tokenizer=tokenizer,
+        algorithm=build_algorithm(recipe.algorithm),
+        load_weights=lambda decoder: fill_weights(decoder, recipe),
+        device=resolve_device(recipe.cluster),
+        spans=Spans(),
+        trains=False,
     )

@@ -27,12 +27,16 @@ ARROWS: dict[str, set[str]] = {
     "engine": {"models", "layers", "kernels", "fp8", *BASE},
     "trainer": {"models", "layers", "kernels", "fp8", "algorithms", *BASE},
 }
+ARROWS["server"] = {"engine", "rollout", "environments", *BASE}  # HTTP around the engine: nothing imports it but run
 ARROWS["run"] = set(ARROWS)
 ARROWS["cli"] = set(ARROWS)
 
 ONLY_IN = {
     "ray": {"octetrl/run/ray_cluster.py"},
     "wandb": {"octetrl/telemetry/sinks.py"},
+    "starlette": {f"octetrl/server/{name}.py" for name in ("app", "endpoints")} | {"octetrl/run/serve.py"},
+    "uvicorn": {"octetrl/run/serve.py"},
+    "prometheus_client": {"octetrl/server/meters.py", "octetrl/run/serve.py"},
     "transformers": {"octetrl/run/tokenizer.py", "octetrl/run/tiny_model.py"},
 }
 TORCH_FREE = ("records", "config", "environments", "rollout", "data")

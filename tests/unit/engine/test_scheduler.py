@@ -44,13 +44,20 @@ class Simulation:
         self.prefilled = 0
         self.steps: list[Step] = []
         self.ends_at: dict[Sequence, int] = {}
+        self.later: dict[int, list[Sequence]] = {}  # by the number of steps made: who is submitted then
+        self.cancelled: dict[int, list[Sequence]] = {}  # and who is cancelled
         self.known: dict[Sequence, int] = {}  # tokens whose results were read, of sequences that decode
         self.in_flight: deque[list[tuple[Sequence, int, int]]] = deque()  # (sequence, its join, its token's position)
 
     def run(self, sequences: list[Sequence], max_steps: int = 5000) -> None:
         self.scheduler.submit(sequences)
-        while self.scheduler.has_work:
+        while self.scheduler.has_work or self.later:
             assert len(self.steps) < max_steps, "no progress"
+            self._come_and_go()
+            if not self.scheduler.has_work:
+                self.in_flight.clear()
+                self.steps.append(Step())  # time goes by
+                continue
             step = self.scheduler.next_step(results_pending=bool(self.in_flight))
             if step is not None:
                 self.launch(step)
@@ -58,6 +65,14 @@ class Simulation:
                 self.take(self.in_flight.popleft())
         self.scheduler.check()
         assert self.blocks.num_used == 0
+
+    def _come_and_go(self) -> None:
+        self.scheduler.submit(self.later.pop(len(self.steps), []))
+        for sequence in self.cancelled.pop(len(self.steps), []):
+            if sequence.row != NO_ROW or sequence in self.scheduler.waiting:
+                self.settle(sequence)
+                self.scheduler.cancel(sequence)
+                self.scheduler.check()
 
     def launch(self, step: Step) -> None:
         self.steps.append(step)
@@ -230,6 +245,37 @@ def test_nothing_is_lost_or_mixed_up_whatever_the_cache(
     simulation.run(sequences)
     for sequence in sequences:
         assert sequence.token_ids == [token_of(sequence, p) for p in range(simulation.ends_at[sequence])]
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 60), st.integers(1, 4), st.integers(1, 50), st.integers(0, 90), st.integers(0, 150)),
+        min_size=1,
+        max_size=6,
+    ),
+    st.integers(1, 10),
+    st.integers(1, 6),
+    st.sampled_from([16, 37, 256]),
+    st.integers(0, 3),
+)
+def test_nothing_is_lost_or_mixed_up_whoever_comes_and_goes(
+    visits: list[tuple[int, int, int, int, int]], spare_pages: int, max_batch: int, prefill_chunk: int, lag: int
+) -> None:
+    """A visit: prompt, siblings, new tokens, when it comes, when it is cancelled; prompts repeat earlier ones."""
+    longest = max(prompt + new - 1 for prompt, _, new, _, _ in visits)
+    simulation = Simulation(-(-longest // PAGE) + spare_pages - 1, max_batch, prefill_chunk, lag)
+    stayed = []
+    for index, (prompt, num_siblings, new, comes, goes) in enumerate(visits):
+        sequences = sequences_of(prompt, num_siblings, new, index=index % 2)
+        simulation.later.setdefault(comes, []).extend(sequences)
+        if goes > comes and goes < 100:
+            simulation.cancelled.setdefault(goes, []).extend(sequences[goes % 2 :])
+            sequences = sequences[: goes % 2]
+        stayed += sequences
+    simulation.run([])
+    for sequence in stayed:
+        assert sequence.token_ids == [token_of(sequence, p) for p in range(sequence.group.limit)]
 
 
 def test_a_prompt_that_goes_on_from_an_earlier_answer_prefills_what_is_new() -> None:

@@ -88,7 +88,7 @@ def test_streamed_tokens_are_the_completions(room: str) -> None:
     events: list[Drawn] = []
     with engine_of(room).session() as session:
         for number, one in enumerate(ASKED):
-            session.submit(one, streams=number % 3 != 0)
+            session.submit(one, streams=number != 1)
             events += session.step()
         events += drain(session)
     whole = finished(events)
@@ -98,7 +98,7 @@ def test_streamed_tokens_are_the_completions(room: str) -> None:
         assert sum((e.token_ids for e in told), ()) == completion.token_ids
         assert sum((e.logprobs for e in told), ()) == completion.logprobs
         assert [e.completion is None for e in told] == [True] * (len(told) - 1) + [False]
-        streams = next(n for n, one in enumerate(ASKED) if one.id == request_id) % 3 != 0
+        streams = request_id != ASKED[1].id
         assert len(told) == (len(completion.token_ids) if streams else 1)
 
 
@@ -151,6 +151,32 @@ def test_a_cancelled_request_gives_its_place_away_at_once() -> None:
         session.cancel("b")  # finished
         assert session.metrics().cancelled == 1 and session.metrics().completions == 1
     assert finished(events) == alone("bf16", [second])
+
+
+def test_pages_that_were_not_filled_are_not_taken_for_filled() -> None:
+    """Cancelled between two chunks of its prompt."""
+    asked = [request("a", prompt_length=120), request("b", prompt_length=120, num_siblings=2)]
+    for one in asked:
+        with tiny_engine(page_size=16, prefill_chunk=16).session() as session:
+            session.submit(one)
+            session.step()
+            session.cancel(one.id)
+            session.submit(one)
+            events = drain(session)
+        assert finished(events) == alone("bf16", [one])
+
+
+def test_who_waited_behind_a_cancelled_one_is_admitted_at_once() -> None:
+    with tiny_engine(page_size=16, kv_cache_tokens=160).session() as session:
+        session.submit(request("runs", 60, max_new_tokens=90, ignore_eos=True))
+        session.step()
+        session.submit(request("large", 120, seed=1))
+        session.submit(request("small", 5, seed=2))
+        session.step()
+        assert session.progress().waiting == 2
+        session.cancel("large")
+        session.step()
+        assert session.progress().waiting == 0
 
 
 def test_a_cancel_before_the_first_step_costs_nothing() -> None:

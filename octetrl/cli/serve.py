@@ -1,0 +1,73 @@
+"""`octetrl serve`: a model behind an OpenAI-compatible HTTP server (docs/server.md)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from octetrl.config.errors import UserError
+from octetrl.config.schema import Precision
+
+
+def serve(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, a run folder or one of its checkpoints.")
+    ],
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="What clients call the model; default: the folder's name.")] = None,
+    precision: Annotated[Precision, typer.Option(help="What is FP8.")] = "bf16",
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: the GPU where there is one.")] = "auto",
+    context_length: Annotated[
+        int | None, typer.Option(min=16, help="Most tokens of prompt and answer; default: the model's, 8192 at most.")
+    ] = None,
+    kv_cache_tokens: Annotated[
+        int | None, typer.Option(min=16, help="Capacity of the KV cache; default: most of the GPU's free memory.")
+    ] = None,
+    max_batch: Annotated[int, typer.Option(min=1, help="Most completions generated together.")] = 256,
+    max_queue: Annotated[int, typer.Option(min=0, help="Most completions that wait; more are refused (429).")] = 256,
+    max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest request body, MB (413).")] = 8.0,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="OCTETRL_API_KEY", help="Asked of clients; ps shows the option, not the variable."),
+    ] = None,
+    drain_seconds: Annotated[
+        float, typer.Option(min=0.0, help="After SIGTERM: how long running requests may take.")
+    ] = 30.0,
+    calibrate_on: Annotated[
+        Path | None,
+        typer.Option(help="Texts, one a line, to measure a calibrated FP8 cache's scales on; default: built in."),
+    ] = None,
+) -> None:
+    """Serve a model by OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics."""
+    if api_key == "":
+        raise UserError("the API key is empty, so anybody would have it; give one, or unset OCTETRL_API_KEY")
+    from octetrl.run import serve as run
+
+    options = run.ServeOptions(
+        model,
+        name=name,
+        precision=precision,
+        device=device,
+        context_length=context_length,
+        kv_cache_tokens=kv_cache_tokens,
+        max_batch=max_batch,
+        max_queue=max_queue,
+        max_body_bytes=int(max_body_mb * 1e6),
+        api_key=api_key,
+        calibration_texts=run.CALIBRATION_TEXTS if calibrate_on is None else _texts(calibrate_on),
+    )
+    say = lambda text: typer.echo(f"{text} ({precision})", err=True)  # noqa: E731
+    run.serve(options, host=host, port=port, drain_seconds=drain_seconds, say=say)
+
+
+def _texts(path: Path) -> list[str]:
+    try:
+        texts = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--calibrate-on: '{path}' can't be read as text ({error}); give a UTF-8 file") from error
+    if not texts:
+        raise UserError(f"--calibrate-on: '{path}' has no text; give prompts, one a line")
+    return texts

@@ -1,0 +1,215 @@
+"""A model behind HTTP: `octetrl serve`. What is served and how is in octetrl/server/; here it is built, run and ended.
+
+    build   weights, scales of a calibrated cache, engine, app
+    run     uvicorn on one socket, the engine in a thread of its own
+    end     the first SIGTERM or Ctrl-C: nobody new is let in (503), what is inside finishes within `drain_seconds` or
+            is told, and the process ends, after SIGTERM with exit code 0; the second: at once
+
+A calibrated FP8 cache needs scales before the first request, and what will be asked is not known. They are measured on
+`calibration_texts`, or on `CALIBRATION_TEXTS`, with a margin of `CALIBRATION_MARGIN`: the largest values of K and V
+belong to a few channels and to the first tokens, whatever the text, and E4M3 loses nothing to a wider scale but its
+smallest numbers. /metrics has the share that was clamped all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from octetrl.config.errors import UserError
+from octetrl.config.schema import Recipe
+from octetrl.engine.stopping import Decode, decoder_of
+from octetrl.models.families import load_spec
+from octetrl.rollout.chat_tokens import ChatTokens
+from octetrl.run.generate import generating_worker, generation_recipe, tokenizer_of
+from octetrl.run.resume import trained_model, weights_folder
+from octetrl.run.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+    from octetrl.server.intake import Intake
+
+CONTEXT_LENGTH = 8192  # at most, where none is asked for
+CALIBRATION_MARGIN = 1.5
+AFTER_DRAIN_SECONDS = 5  # for what was told to leave
+CALIBRATION_TEXTS = (
+    "Explain in three sentences why the sky is blue and why evenings are red.",
+    "A train leaves at 9:40 and takes 2 hours and 35 minutes. When does it arrive? Work it out step by step.",
+    'Write a Python function that merges two sorted lists.\n\ndef merge(a: list, b: list) -> list:\n    """',
+    '{"name": "search", "arguments": {"query": "population of Lisbon", "limit": 5}}',
+    "Solve 3x^2 - 12x + 9 = 0, then check both roots: 3·1 - 12·1 + 9 = 0 and 27 - 36 + 9 = 0.",
+    "Traduis en anglais : « Le chat dort sur le canapé pendant que la pluie tombe. »",
+    "请用中文解释什么是梯度下降。",
+    "| year | sales |\n|---|---|\n| 2021 | 14.2 |\n| 2022 | 17.9 |\n\nDescribe the trend.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    model: str  # a Hugging Face folder, a run folder or a checkpoint
+    name: str | None = None  # under which it is asked for; None: the folder's
+    precision: str = "bf16"
+    device: str = "auto"
+    context_length: int | None = None  # None: the model's, at most CONTEXT_LENGTH
+    kv_cache_tokens: int | None = None
+    max_batch: int = 256
+    max_queue: int = 256  # completions that wait
+    max_body_bytes: int = 8 << 20
+    api_key: str | None = None
+    calibration_texts: Sequence[str] = CALIBRATION_TEXTS
+
+
+def serve(options: ServeOptions, *, host: str, port: int, drain_seconds: float, say: Callable[[str], None]) -> None:
+    """Serves until a signal comes. Raises UserError for what the user can mend, KeyboardInterrupt after Ctrl-C."""
+    _check_extra()
+    with _bound(host, port) as listening:
+        app, intake = build_app(options)
+        place = f"http://{host}:{listening.getsockname()[1]}/v1"
+        interrupted = asyncio.run(_run(app, intake, listening, drain_seconds, partial(say, f"serving at {place}")))
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def build_app(options: ServeOptions) -> tuple[Starlette, Intake]:
+    """The app; its engine starts with it."""
+    from octetrl.server.app import make_app
+    from octetrl.server.endpoints import Served
+    from octetrl.server.engine_thread import EngineThread
+    from octetrl.server.intake import Intake
+    from octetrl.server.meters import Meters
+    from octetrl.server.prompts import Prompts
+
+    folder = weights_folder(Path(options.model))
+    trained = trained_model(folder)
+    tokenizer = tokenizer_of(trained)
+    recipe = _recipe(options, trained)
+    worker = generating_worker(recipe, tokenizer)
+    if worker.needs_calibration:
+        worker.calibrate(_calibration_tokens(tokenizer, options.calibration_texts, recipe.model.context_length))
+    intake = Intake(EngineThread(worker.session), capacity=options.max_batch + options.max_queue)
+    own = deepcopy(tokenizer)  # the engine's thread has the other one
+    context_length = recipe.model.context_length
+    served = Served(
+        name=options.name or Path(options.model).resolve().name,
+        context_length=context_length,
+        prompts=Prompts(own, vocab_size=worker.spec.vocab_size, context_length=context_length),
+        intake=intake,
+        meters=Meters(intake),
+        decode=decoder_of(own),
+        spell=_speller_of(own),
+    )
+    return make_app(served, api_key=options.api_key, max_body_bytes=options.max_body_bytes), intake
+
+
+def _recipe(options: ServeOptions, trained: dict[str, Any]) -> Recipe:
+    positions = load_spec(Path(trained["path"])).max_positions
+    context_length = options.context_length or min(positions, CONTEXT_LENGTH)
+    if context_length > positions:
+        raise UserError(
+            f"--context-length: {context_length} was given, this model has {positions} positions; give less"
+        )
+    if options.kv_cache_tokens is not None and options.kv_cache_tokens < context_length:
+        raise UserError(
+            f"--kv-cache-tokens: {options.kv_cache_tokens} do not hold one context of {context_length} tokens; give as"
+            " many or more, or lower --context-length"
+        )
+    engine = {"max_batch": options.max_batch, "kv_cache_tokens": options.kv_cache_tokens}
+    fp8 = {"calibration_margin": CALIBRATION_MARGIN} if options.precision == "fp8_full" else {}
+    return generation_recipe(trained, options.precision, options.device, context_length, engine=engine, fp8=fp8)
+
+
+def _calibration_tokens(tokenizer: Tokenizer, texts: Sequence[str], context_length: int) -> list[tuple[int, ...]]:
+    chat = ChatTokens(tokenizer)
+    return [chat.prompt_tokens(text)[:context_length] for text in texts]
+
+
+def _speller_of(tokenizer: Tokenizer) -> Decode:
+    def spell(token_ids: tuple[int, ...]) -> str:
+        text: str = tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    return spell
+
+
+def _check_extra() -> None:
+    for package in ("starlette", "uvicorn", "prometheus_client"):
+        if find_spec(package) is None:
+            raise UserError(f"octetrl serve needs the package '{package}'; pip install 'octetrl[serve]'")
+
+
+@contextmanager
+def _bound(host: str, port: int) -> Iterator[socket.socket]:
+    """Bound before the model is loaded: a port that is taken is known at once."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listening = socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise UserError(
+            f"--port: {host}:{port} can't be listened on ({error.strerror or error}); give another"
+        ) from error
+    with listening:
+        yield listening
+
+
+async def _run(
+    app: Starlette, intake: Intake, listening: socket.socket, drain_seconds: float, ready: Callable[[], None]
+) -> bool:
+    """Whether Ctrl-C ended it."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        """With `end` for signals: uvicorn's own handlers close the door before anybody could be told why."""
+
+        interrupted = False
+        ending: asyncio.Task[None] | None = None
+
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, self.end, number)
+            yield
+
+        def end(self, number: int) -> None:
+            self.interrupted |= number == signal.SIGINT
+            if self.ending is None:
+                self.ending = asyncio.get_running_loop().create_task(self.drain())
+            else:
+                intake.tell_all_to_leave()
+                self.should_exit = self.force_exit = True
+
+        async def drain(self) -> None:
+            await intake.drain(drain_seconds)
+            self.should_exit = True
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            if self.started:
+                ready()
+
+    config = uvicorn.Config(
+        app,
+        lifespan="on",
+        access_log=False,
+        log_level="warning",
+        server_header=False,
+        timeout_graceful_shutdown=AFTER_DRAIN_SECONDS,
+    )
+    server = Server(config)
+    try:
+        await server.serve(sockets=[listening])
+    finally:
+        intake.engine.stop(AFTER_DRAIN_SECONDS)  # uvicorn leaves it out when it is told to hurry
+    if not server.started:
+        raise RuntimeError("the server could not start; its log says why")
+    return server.interrupted

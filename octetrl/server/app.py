@@ -1,0 +1,168 @@
+"""The HTTP application: paths, the key, the limit on bodies, and errors in OpenAI's shape.
+
+    POST /v1/completions  /v1/chat/completions      GET /v1/models  /v1/models/NAME  /health  /metrics
+
+/health and /metrics ask for no key. /health is 200 while requests are served; 503 while the server drains; 500 after
+the engine failed, until a completion has come out again.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from octetrl.server.endpoints import CLIENT_CLOSED_REQUEST, Served, chat, completions
+from octetrl.server.errors import ApiError
+
+DISCARDED = 8  # times the limit: as much of a body that is too large is read, so that the client hears why
+
+Answers = Callable[[Request, bytes, Served], Awaitable[Response]]
+
+
+def make_app(served: Served, *, api_key: str | None, max_body_bytes: int) -> Starlette:
+    """The engine's thread lives as long as the app; starting it takes the cache's memory."""
+    created = int(time.time())
+    model = {
+        "id": served.name,
+        "object": "model",
+        "created": created,
+        "owned_by": "octetrl",
+        "max_model_len": served.context_length,
+    }
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        served.intake.start()
+        try:
+            yield
+        finally:
+            served.intake.engine.stop()
+
+    def generates(answers: Answers) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            _check_key(request, api_key)
+            body = await _read_body(request, max_body_bytes)
+            return await answers(request, body, served)
+
+        return _measured(endpoint, served)
+
+    async def models(request: Request) -> Response:
+        _check_key(request, api_key)
+        name = request.path_params.get("name")
+        if name is None:
+            return JSONResponse({"object": "list", "data": [model]})
+        if name != served.name:
+            raise ApiError(404, f"there is no model {name!r}; this server has {served.name!r}", code="model_not_found")
+        return JSONResponse(model)
+
+    async def health(request: Request) -> Response:
+        return _health(served)
+
+    async def metrics(request: Request) -> Response:
+        return Response(served.meters.text(), media_type="text/plain; version=0.0.4")
+
+    return Starlette(
+        routes=[
+            Route("/v1/completions", generates(completions), methods=["POST"]),
+            Route("/v1/chat/completions", generates(chat), methods=["POST"]),
+            Route("/v1/models", models),
+            Route("/v1/models/{name:path}", models),
+            Route("/health", health),
+            Route("/metrics", metrics),
+        ],
+        exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _unforeseen},
+        lifespan=lifespan,
+    )
+
+
+def _measured(
+    endpoint: Callable[[Request], Awaitable[Response]], served: Served
+) -> Callable[[Request], Awaitable[Response]]:
+    """Counts each response by path and status; a stream's is that of its beginning."""
+
+    async def counted(request: Request) -> Response:
+        status = 500
+        try:
+            response = await endpoint(request)
+            status = response.status_code
+        except ApiError as error:
+            status = error.status
+            raise
+        except ClientDisconnect:
+            response = Response(status_code=CLIENT_CLOSED_REQUEST)
+            status = CLIENT_CLOSED_REQUEST
+        finally:
+            served.meters.responses.labels(request.url.path, str(status)).inc()
+        return response
+
+    return counted
+
+
+def _check_key(request: Request, api_key: str | None) -> None:
+    if api_key is None:
+        return
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not secrets.compare_digest(given.strip().encode(), api_key.encode()):
+        raise ApiError(401, "the API key is missing or wrong; send 'Authorization: Bearer KEY'", code="invalid_api_key")
+
+
+async def _read_body(request: Request, max_bytes: int) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size <= max_bytes:
+            parts.append(part)
+        elif size > DISCARDED * max_bytes:
+            break
+    if size > max_bytes:
+        raise ApiError(413, f"the body is larger than {max_bytes} bytes; send less", code="body_too_large")
+    return b"".join(parts)
+
+
+def _health(served: Served) -> Response:
+    intake, error = served.intake, served.intake.engine.error
+    if intake.draining:
+        return JSONResponse({"status": "draining"}, 503)
+    if not intake.engine.is_alive:
+        return JSONResponse({"status": "failed", "error": "the engine's thread has ended"}, 500)
+    if error is not None:
+        return JSONResponse({"status": "failed", "error": error}, 500)
+    return JSONResponse({"status": "ok", "model": served.name})
+
+
+def _error_response(error: ApiError) -> Response:
+    headers: dict[str, str] = {}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if error.status in (429, 503):
+        headers["Retry-After"] = "1"
+    if error.status == 413:
+        headers["Connection"] = "close"  # the rest of the body is not read
+    return JSONResponse(error.body, error.status, headers=headers)
+
+
+async def _api_error(request: Request, error: Any) -> Response:
+    return _error_response(error)
+
+
+async def _http_error(request: Request, error: Any) -> Response:
+    """A path or method that is not there."""
+    what = f"{request.method} {request.url.path}"
+    response = _error_response(ApiError(error.status_code, f"{json.dumps(what)}: {error.detail}"))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _unforeseen(request: Request, error: Exception) -> Response:
+    return _error_response(ApiError(500, "the server failed to answer; its log says why", code="internal_error"))

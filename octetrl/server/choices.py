@@ -1,0 +1,96 @@
+"""One choice's answer as it is drawn: which of its text may be shown, its tokens, its log-probs, its calls.
+
+An answer that is told whole is taken in as one piece, one that is streamed as many, by the same code, so that the
+pieces of a stream add up to the whole. Text is held back
+
+    while its last character is not finished             a character may be several tokens
+    while it may become a stop string                    the text ends before one
+    from where a tool call may begin, and blanks before  calls are read when the message is complete
+
+Log-probs are those of training (records.SamplingParams): of every token drawn, the one that ended the answer included,
+after the temperature and before top_p. `token` is a token's text by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octetrl.engine.stopping import Decode, TextStream
+from octetrl.environments.tools import Family, ToolCall, parse_message, to_message
+from octetrl.records import Completion, Drawn, FinishReason
+
+_CALLS_BEGIN: dict[Family, tuple[str, ...]] = {"hermes": ("<tool_call>",), "llama3_json": ("<|python_tag|>", "{")}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What an event adds to a choice."""
+
+    index: int  # of the choice
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    offsets: tuple[int, ...]  # of each token's text in the choice's; past its end for what a stop string cut off
+    finish_reason: str | None  # None: it goes on
+    calls: tuple[ToolCall, ...] = ()
+
+
+class Choice:
+    """Choice `index` of an answer. `family`: calls are looked for, written so; None: all is text."""
+
+    def __init__(
+        self, index: int, *, decode: Decode, stops: tuple[str, ...], family: Family | None, logprobs: bool
+    ) -> None:
+        self._index, self._decode, self._family, self._logprobs = index, decode, family, logprobs
+        self._stops = stops
+        self._marks = () if family is None else _CALLS_BEGIN[family]
+        self._stream = TextStream(decode)
+        self._shown = 0  # characters
+
+    def take(self, drawn: Drawn) -> Piece:
+        completion = drawn.completion
+        offsets: list[int] = []
+        if completion is None or self._logprobs:
+            for token in drawn.token_ids:
+                offsets.append(len(self._stream.text))
+                self._stream.push(token)
+        if completion is None:
+            text = self._stream.text[: self._showable(self._stream.text)]
+            return self._piece(drawn, text if self._family is None else text.strip(), offsets)
+        return self._last_piece(drawn, completion, offsets)
+
+    def _last_piece(self, drawn: Drawn, completion: Completion, offsets: list[int]) -> Piece:
+        text = completion.text
+        calls: tuple[ToolCall, ...] = ()
+        reason = completion.finish_reason.value
+        if self._family is not None:
+            parsed = parse_message(text, self._family)
+            text = to_message(parsed)["content"]
+            calls = tuple(call for call in parsed.calls if isinstance(call, ToolCall))
+            if calls and completion.finish_reason is FinishReason.STOP:
+                reason = "tool_calls"
+        return self._piece(drawn, text, offsets, reason, calls)
+
+    def _piece(
+        self,
+        drawn: Drawn,
+        text: str,
+        offsets: list[int],
+        reason: str | None = None,
+        calls: tuple[ToolCall, ...] = (),
+    ) -> Piece:
+        new = text[self._shown :]
+        self._shown = max(self._shown, len(text))
+        return Piece(self._index, new, drawn.token_ids, drawn.logprobs, tuple(offsets), reason, calls)
+
+    def _showable(self, text: str) -> int:
+        """How many characters are sure to stay, whatever comes."""
+        end = min((at for at in (text.find(mark) for mark in self._marks) if at >= 0), default=len(text))
+        held = max((_begins(text[:end], string) for string in (*self._stops, *self._marks)), default=0)
+        return end - held
+
+
+def _begins(text: str, string: str) -> int:
+    """Length of the longest end of `text` that `string` begins with."""
+    longest = min(len(text), len(string) - 1)
+    return next((length for length in range(longest, 0, -1) if text.endswith(string[:length])), 0)

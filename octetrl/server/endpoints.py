@@ -1,0 +1,177 @@
+"""/v1/completions and /v1/chat/completions: a body in, generation requests to the engine, an answer out.
+
+    body -> prompt tokens -> `Answer` of the intake -> whole: one JSON object
+                                                    -> stream: server-sent events, [DONE] at the end
+
+The status is known before a stream begins: the engine has taken the request, or refused it. What fails later comes as
+an event with an `error` in it, and no [DONE].
+
+While an answer is under way somebody listens for the client. When he hangs up, the answer is closed: its request is
+cancelled and its pages are free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from octetrl.engine.stopping import Decode
+from octetrl.records import Drawn, GenerationRequest
+from octetrl.server.answers import DONE, ChatForm, CompletionForm, Form, Usage, event
+from octetrl.server.choices import Choice, Piece
+from octetrl.server.errors import ApiError
+from octetrl.server.intake import Answer, ClientGone, Intake
+from octetrl.server.meters import Meters
+from octetrl.server.prompts import Prompts, max_tokens_of
+from octetrl.server.requests import COMPLETION_TOKENS, Body, ChatBody, CompletionBody, GenerationBody, parse_body
+
+CLIENT_CLOSED_REQUEST = 499  # nobody reads it
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The model, and who does what for it. `decode`: tokens to text; `spell`: special tokens too."""
+
+    name: str
+    context_length: int
+    prompts: Prompts
+    intake: Intake
+    meters: Meters
+    decode: Decode
+    spell: Decode
+
+
+@dataclass(slots=True)
+class Call:
+    """One request, ready for the engine."""
+
+    form: Form
+    requests: list[GenerationRequest]
+    choices: dict[tuple[str, int], Choice]  # by request id and sibling
+    usage: Usage
+    streams: bool
+    shows_usage: bool
+
+    def pieces(self, drawn: list[Drawn]) -> list[Piece]:
+        self.usage.completion_tokens += sum(len(one.token_ids) for one in drawn)
+        return [self.choices[one.request_id, one.sibling].take(one) for one in drawn]
+
+
+async def completions(http: Request, body: bytes, served: Served) -> Response:
+    asked = _parsed(CompletionBody, body, served)
+    prompts = await served.prompts.of_completion(asked)
+    form = CompletionForm(
+        served.name, served.spell, asked.logprobs is not None, asked.return_token_ids, prompts, asked.n
+    )
+    limit = asked.max_tokens
+    return await _respond(http, _call(form, asked, served, COMPLETION_TOKENS if limit is None else limit), served)
+
+
+async def chat(http: Request, body: bytes, served: Served) -> Response:
+    asked = _parsed(ChatBody, body, served)
+    prompt = await served.prompts.of_chat(asked)
+    form = ChatForm(served.name, served.spell, bool(asked.logprobs), asked.return_token_ids, [prompt], asked.n)
+    limit = max_tokens_of(asked)
+    return await _respond(http, _call(form, asked, served, limit), served)
+
+
+def _parsed(kind: type[Body], body: bytes, served: Served) -> Body:
+    asked = parse_body(kind, body)
+    if asked.model != served.name:
+        raise ApiError(
+            404, f"there is no model {asked.model!r}; this server has {served.name!r}", code="model_not_found",
+            param="model",
+        )  # fmt: skip
+    return asked
+
+
+def _call(form: Form, asked: GenerationBody, served: Served, limit: int | None) -> Call:
+    seed, family = asked.drawn_seed(), None
+    if isinstance(asked, ChatBody) and asked.tool_schemas is not None:
+        family = served.prompts.family
+    requests, choices = [], {}
+    for place, tokens in enumerate(form.prompts):
+        room = served.prompts.room(tokens)
+        sampling = asked.sampling(room if limit is None else min(limit, room))
+        request = GenerationRequest(f"{form.id}/{place}", tokens, sampling, num_siblings=asked.n, seed=seed + place)
+        requests.append(request)
+        for sibling in range(asked.n):
+            choices[request.id, sibling] = Choice(
+                place * asked.n + sibling,
+                decode=served.decode,
+                stops=sampling.stop,
+                family=family,
+                logprobs=form.logprobs,
+            )
+    usage = Usage(sum(map(len, form.prompts)))
+    return Call(form, requests, choices, usage, asked.stream, asked.include_usage)
+
+
+async def _respond(http: Request, call: Call, served: Served) -> Response:
+    answer = served.intake.enter(call.requests, streams=call.streams)
+    listener = asyncio.create_task(_listen(http, answer))
+    begun = time.perf_counter()
+
+    def close() -> None:
+        answer.close()
+        listener.cancel()
+        served.meters.count_answer(call.usage.prompt_tokens, call.usage.completion_tokens, time.perf_counter() - begun)
+
+    try:
+        await answer.accepted()
+        if call.streams:
+            events = _events(call, answer, served.meters, close)
+            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        pieces = [piece async for batch in answer.drawn() for piece in call.pieces(batch)]
+    except ClientGone:
+        close()
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    except BaseException:
+        close()
+        raise
+    close()
+    return JSONResponse(call.form.whole(sorted(pieces, key=lambda piece: piece.index), call.usage))
+
+
+async def _events(call: Call, answer: Answer, meters: Meters, close: Callable[[], None]) -> AsyncIterator[str]:
+    begun = time.perf_counter()
+
+    def spelled(bodies: list[dict[str, Any]]) -> str:
+        return "".join(event({**body, "usage": None} if call.shows_usage else body) for body in bodies)
+
+    waits = True
+    try:
+        if opening := call.form.opening(len(call.choices)):
+            yield spelled(opening)
+        async for batch in answer.drawn():
+            if waits:
+                meters.first_token_seconds.observe(time.perf_counter() - begun)
+                waits = False
+            chunks = [chunk for piece in call.pieces(batch) for chunk in call.form.chunks(piece)]
+            if chunks:
+                yield spelled(chunks)
+        if call.shows_usage:
+            yield event(call.form.usage_chunk(call.usage))
+        yield DONE
+    except ApiError as error:
+        yield event(error.body)
+    except ClientGone:
+        return
+    finally:
+        close()
+
+
+async def _listen(http: Request, answer: Answer) -> None:
+    """Closes the answer when the client hangs up. The body is read, so nothing else can come from him."""
+    with suppress(asyncio.CancelledError):
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+        answer.put(ClientGone())
+        answer.close()

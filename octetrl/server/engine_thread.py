@@ -1,0 +1,207 @@
+"""The engine in a thread of its own: commands go in by a queue, what is drawn comes out in lists, one a step.
+
+    submit, cancel -> queue -> [obey what came -> session.step() -> deliver] -> events by request id
+
+The thread sleeps while there is nothing to do. Whoever is told events must not keep it: the HTTP side hands them to
+its own loop.
+
+An error in a step fails all requests at hand, for the pages are gone with the session. The next request opens a new
+session, so one prompt that overflowed does not end the service, and an engine that is broken for good fails each
+request at once. `error` says what happened until a completion has come out again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from octetrl.config.errors import UserError
+from octetrl.engine.metrics import EngineMetrics, GenerationProgress
+from octetrl.engine.session import Session
+from octetrl.records import Drawn, GenerationRequest
+
+METRICS_SECONDS = 10.0  # between two readings of what lies on the device
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The request is in the session."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The request cannot be served."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The engine failed with the request at hand."""
+
+    message: str
+
+
+Event = Drawn | Accepted | Refused | Failed
+Deliver = Callable[[list[tuple[str, Event]]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Submit:
+    request: GenerationRequest
+    streams: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    request_id: str
+
+
+_Command = _Submit | _Cancel | None  # None: stop
+
+
+class EngineThread:
+    """`open_session` makes a session; it is called, as the session is used, in the thread alone."""
+
+    def __init__(self, open_session: Callable[[], AbstractContextManager[Session]]) -> None:
+        self.error: str | None = None  # of the last failure, until a completion has come out again
+        self.failures = 0
+        self.metrics: EngineMetrics | None = None  # read every METRICS_SECONDS
+        self._open_session = open_session
+        self._commands: SimpleQueue[_Command] = SimpleQueue()
+        self._held: list[_Command] = []  # taken from the queue and not obeyed yet
+        self._deliver: Deliver = lambda events: None
+        self._session: Session | None = None
+        self._siblings: dict[str, int] = {}  # unfinished ones of each request at hand
+        self._begun = threading.Event()
+        self._stops = False
+        self._measured = -METRICS_SECONDS
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self, deliver: Deliver) -> None:
+        """Returns when the first session is open, its cache taken. Raises RuntimeError where it cannot be."""
+        self._deliver = deliver
+        self._thread.start()
+        self._begun.wait()
+        if self.error is not None:
+            self.stop()
+            raise RuntimeError(f"the engine could not start: {self.error}")
+
+    def stop(self, seconds: float = 30.0) -> None:
+        """Ends the session; whatever is at hand is dropped. Waits for the step that runs, `seconds` at most."""
+        self._commands.put(None)
+        if self._thread.is_alive():
+            self._thread.join(seconds)
+
+    def submit(self, request: GenerationRequest, *, streams: bool) -> None:
+        self._commands.put(_Submit(request, streams))
+
+    def cancel(self, request_id: str) -> None:
+        self._commands.put(_Cancel(request_id))
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def progress(self) -> GenerationProgress:
+        """As of now, by counts on the host; may be read from any thread."""
+        session = self._session
+        return GenerationProgress(0, 0, 0, 0, 0.0) if session is None else session.progress()
+
+    @property
+    def pages_in_use(self) -> int:
+        session = self._session
+        return 0 if session is None else session.pages_in_use
+
+    @property
+    def num_pages(self) -> int:
+        session = self._session
+        return 0 if session is None else session.num_pages
+
+    # ------------------------------------------------------------ in the thread
+
+    def _run(self) -> None:
+        while not self._stops:
+            try:
+                with self._open_session() as session:
+                    self._session = session
+                    self._begun.set()
+                    self._serve(session)
+            except Exception as error:  # whatever it is, those who wait must hear of it
+                self._fail(error)
+                self._await_command()
+            finally:
+                self._session = None
+
+    def _serve(self, session: Session) -> None:
+        while not self._stops:
+            for command in self._taken(wait=not session.has_work):
+                self._obey(command, session)
+            events: list[tuple[str, Event]] = []
+            for drawn in session.step():
+                events.append((drawn.request_id, drawn))
+                if drawn.completion is not None:
+                    self.error = None
+                    self._ended(drawn.request_id)
+            if events:
+                self._deliver(events)
+            if time.monotonic() - self._measured > METRICS_SECONDS:
+                self.metrics = session.metrics()
+                self._measured = time.monotonic()
+
+    def _taken(self, *, wait: bool) -> Iterator[_Command]:
+        """What came since the last step; `wait` for the first."""
+        try:
+            while not self._stops:
+                yield self._held.pop() if self._held else self._commands.get(block=wait)
+                wait = False
+        except Empty:
+            return
+
+    def _obey(self, command: _Command, session: Session) -> None:
+        if command is None:
+            self._stops = True
+        elif isinstance(command, _Cancel):
+            session.cancel(command.request_id)
+            self._siblings.pop(command.request_id, None)
+        else:
+            request = command.request
+            self._siblings[request.id] = request.num_siblings  # before anything can fail
+            try:
+                session.submit(request, streams=command.streams)
+            except UserError as error:
+                del self._siblings[request.id]
+                self._deliver([(request.id, Refused(str(error)))])
+            else:
+                self._deliver([(request.id, Accepted())])
+
+    def _ended(self, request_id: str) -> None:
+        self._siblings[request_id] -= 1
+        if self._siblings[request_id] == 0:
+            del self._siblings[request_id]
+
+    def _fail(self, error: Exception) -> None:
+        log.exception("the engine failed with %d requests at hand", len(self._siblings))
+        self.error = f"{type(error).__name__}: {error}"
+        self.failures += 1
+        failed, self._siblings = list(self._siblings), {}
+        self._begun.set()
+        self._deliver([(request_id, Failed(self.error)) for request_id in failed])
+
+    def _await_command(self) -> None:
+        """So that an engine that is broken for good is not tried again and again for nobody."""
+        command = self._commands.get()
+        if command is None:
+            self._stops = True
+            return
+        if isinstance(command, _Submit):
+            self._siblings[command.request.id] = command.request.num_siblings  # to fail if no session can be opened
+        self._held.append(command)

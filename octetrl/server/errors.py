@@ -1,0 +1,40 @@
+"""What a client is told when he gets no answer: a status and OpenAI's error body, so that their clients raise the right
+exception.
+
+    400 invalid_request_error  what was asked for is wrong, or not supported    413  the body is too large
+    401 authentication_error   no key, or a wrong one                           404  no such model or path
+    429 rate_limit_error       the queue is full                                503  the server is draining
+    500 server_error           the engine failed
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+
+
+class ApiError(Exception):
+    """Ends a request with `status`. `param` is the field at fault, `code` what programs tell errors apart by."""
+
+    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def wrong(param: str | None, message: str, code: str | None = None) -> ApiError:
+    """A field that cannot be served as given."""
+    return ApiError(400, message, code=code, param=param)
+
+
+def engine_failed(message: str) -> ApiError:
+    return ApiError(500, f"the engine failed: {message}", code="engine_error")
+
+
+def shutting_down() -> ApiError:
+    return ApiError(503, "the server is shutting down; ask another one", code="draining")

@@ -1,0 +1,174 @@
+"""Between HTTP and the engine's thread, on the HTTP side's loop: who is let in, and which events are whose.
+
+A request is let in while fewer than `capacity` completions are unfinished: those that run and those that queue. One
+that is let in has an `Answer`, which gives its events in order and is closed in the end; closing an unfinished one
+cancels it, and its pages are free.
+
+    drain    nobody is let in any more; those inside have until the time is over, then they are told
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+
+from octetrl.records import Completion, Drawn, GenerationRequest
+from octetrl.server.engine_thread import Accepted, EngineThread, Event, Failed, Refused
+from octetrl.server.errors import ApiError, engine_failed, shutting_down, wrong
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class Answer:
+    """Events of one HTTP request's generation requests."""
+
+    def __init__(self, requests: Sequence[GenerationRequest], intake: Intake) -> None:
+        self.request_ids = [request.id for request in requests]
+        self.num_completions = sum(request.num_siblings for request in requests)
+        self._intake = intake
+        self._events: asyncio.Queue[Event | ApiError | ClientGone] = asyncio.Queue()
+        self._unaccepted = len(requests)
+        self._unfinished = self.num_completions
+        self._early: list[Drawn] = []
+
+    def put(self, event: Event | ApiError | ClientGone) -> None:
+        self._events.put_nowait(event)
+
+    async def accepted(self) -> None:
+        """Returns when the engine has taken all of it. Raises ApiError for what it refuses."""
+        while self._unaccepted:
+            self._early += self._read(await self._events.get())
+
+    async def drawn(self) -> AsyncIterator[list[Drawn]]:
+        """All there is at a time, until everything is finished. Raises ApiError and ClientGone."""
+        while self._unfinished:
+            batch, self._early = self._early, []
+            if not batch:
+                batch = self._read(await self._events.get())
+            while not self._events.empty():
+                batch += self._read(self._events.get_nowait())
+            self._unfinished -= sum(event.completion is not None for event in batch)
+            if batch:
+                yield batch
+
+    async def completions(self) -> dict[tuple[str, int], Completion]:
+        """By request id and sibling."""
+        found: dict[tuple[str, int], Completion] = {}
+        async for batch in self.drawn():
+            found |= {(e.request_id, e.sibling): e.completion for e in batch if e.completion is not None}
+        return found
+
+    def close(self) -> None:
+        """Gives its place away; cancels what is unfinished. More than once: nothing."""
+        self._intake.leave(self)
+
+    def _read(self, event: Event | ApiError | ClientGone) -> list[Drawn]:
+        match event:
+            case Drawn():
+                return [event]
+            case Accepted():
+                self._unaccepted -= 1
+                return []
+            case Refused(message):
+                raise wrong(None, message)
+            case Failed(message):
+                raise engine_failed(message)
+            case _:
+                raise event
+
+
+class Intake:
+    """`capacity`: most completions that run or queue."""
+
+    def __init__(self, engine: EngineThread, *, capacity: int) -> None:
+        self.engine, self.capacity = engine, capacity
+        self.draining = False
+        self.cancelled = 0  # requests that were let in and left unfinished
+        self._answers: dict[str, Answer] = {}  # by the ids of its generation requests
+        self._inside: dict[Answer, set[str]] = {}  # and those of them that the engine still has
+        self._siblings: dict[str, int] = {}
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def start(self) -> None:
+        """Starts the engine's thread; to be called in the loop."""
+        loop = asyncio.get_running_loop()
+
+        def deliver(events: list[tuple[str, Event]]) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(self._dispatch, events)
+
+        self.engine.start(deliver)
+
+    @property
+    def num_completions(self) -> int:
+        return sum(answer.num_completions for answer in self._inside)
+
+    def enter(self, requests: Sequence[GenerationRequest], *, streams: bool) -> Answer:
+        """Raises ApiError where there is no room."""
+        wanted = sum(request.num_siblings for request in requests)
+        self._check_room(wanted)
+        answer = Answer(requests, self)
+        self._inside[answer] = set(answer.request_ids)
+        self._empty.clear()
+        for request in requests:
+            self._answers[request.id] = answer
+            self._siblings[request.id] = request.num_siblings
+            self.engine.submit(request, streams=streams)
+        return answer
+
+    def _check_room(self, wanted: int) -> None:
+        if self.draining:
+            raise shutting_down()
+        if not self.engine.is_alive:
+            raise engine_failed("its thread has ended")
+        if wanted > self.capacity:
+            raise wrong("n", f"{wanted} completions were asked for at once; this server takes {self.capacity} at most")
+        if self.num_completions + wanted > self.capacity:
+            raise ApiError(
+                429,
+                f"the queue is full: {self.num_completions} completions run or wait, {self.capacity} are allowed;"
+                " try again later",
+                code="queue_full",
+            )
+
+    def leave(self, answer: Answer) -> None:
+        at_hand = self._inside.pop(answer, None)
+        if at_hand is None:
+            return
+        for request_id in answer.request_ids:
+            del self._answers[request_id], self._siblings[request_id]
+        for request_id in at_hand:
+            self.engine.cancel(request_id)
+        self.cancelled += bool(at_hand)
+        if not self._inside:
+            self._empty.set()
+
+    def _dispatch(self, events: list[tuple[str, Event]]) -> None:
+        for request_id, event in events:
+            answer = self._answers.get(request_id)
+            if answer is None:
+                continue  # it left
+            if isinstance(event, Drawn) and event.completion is not None:
+                self._siblings[request_id] -= 1
+            if isinstance(event, Failed | Refused) or self._siblings[request_id] == 0:
+                self._inside[answer].discard(request_id)
+            answer.put(event)
+
+    # ------------------------------------------------------------ the end
+
+    async def drain(self, seconds: float) -> None:
+        """Lets nobody in; returns when all have left, or have been told to after `seconds`."""
+        self.draining = True
+        try:
+            await asyncio.wait_for(self._empty.wait(), seconds)
+        except TimeoutError:
+            self.tell_all_to_leave()
+
+    def tell_all_to_leave(self) -> None:
+        self.draining = True
+        for answer in list(self._inside):
+            answer.put(shutting_down())

@@ -1,0 +1,61 @@
+"""What /metrics shows: counters and gauges by Prometheus' own client, in a registry of the app's own.
+
+Counters are of the HTTP side; gauges are read from the engine when asked for. What lies on the device (saturation) is
+read by the engine's thread now and then.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from octetrl.server.intake import Intake
+
+SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+
+
+class Meters:
+    """All names begin with `octetrl_`."""
+
+    def __init__(self, intake: Intake) -> None:
+        self.registry = CollectorRegistry()
+        engine = intake.engine
+        self.responses = Counter(
+            "octetrl_responses", "Responses by path and status.", ["path", "status"], registry=self.registry
+        )
+        self._prompt_tokens = Counter("octetrl_prompt_tokens", "Tokens of prompts.", registry=self.registry)
+        self._generated_tokens = Counter("octetrl_generated_tokens", "Tokens of answers.", registry=self.registry)
+        self._seconds = Histogram(
+            "octetrl_answer_seconds", "From a request's admission to its end.", buckets=SECONDS, registry=self.registry
+        )
+        self.first_token_seconds = Histogram(
+            "octetrl_first_token_seconds", "To a stream's first token.", buckets=SECONDS, registry=self.registry
+        )
+        gauges = {
+            "running_completions": ("Completions being generated.", lambda: engine.progress.running),
+            "waiting_completions": ("Completions that wait for a place.", lambda: engine.progress.waiting),
+            "unfinished_completions": ("Completions counted against the queue.", lambda: intake.num_completions),
+            "cancelled_requests": ("Requests left unfinished, such as by hanging up.", lambda: intake.cancelled),
+            "engine_failures": ("Errors in the engine, each of which failed all at hand.", lambda: engine.failures),
+            "cache_pages": ("Pages of the KV cache.", lambda: engine.num_pages),
+            "cache_pages_in_use": ("Pages of the KV cache that somebody needs.", lambda: engine.pages_in_use),
+            "preemptions": ("Completions that gave their pages up for others.", lambda: _of(intake, "preemptions")),
+            "batch_occupancy": ("Mean share of max_batch that decoded.", lambda: _of(intake, "batch_occupancy")),
+            "idle_share": ("Share of the time with nothing to do.", lambda: _of(intake, "idle_share")),
+            "kv_saturation": ("Share of K and V values clamped.", lambda: _of(intake, "kv_saturation")),
+        }
+        for name, (says, read) in gauges.items():
+            Gauge(f"octetrl_{name}", says, registry=self.registry).set_function(read)
+
+    def count_answer(self, prompt_tokens: int, generated_tokens: int, seconds: float) -> None:
+        self._prompt_tokens.inc(prompt_tokens)
+        self._generated_tokens.inc(generated_tokens)
+        self._seconds.observe(seconds)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+def _of(intake: Intake, name: str) -> float:
+    """Of the session, as last read."""
+    metrics = intake.engine.metrics
+    return 0.0 if metrics is None else float(getattr(metrics, name))

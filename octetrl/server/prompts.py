@@ -1,0 +1,136 @@
+"""From messages or text to prompt tokens, with room for an answer behind them.
+
+Messages go through the model's chat template, as everywhere in the project: the text that it renders is tokenized
+without special tokens of the tokenizer's own. Tokenizing takes long for long prompts, so it runs in one thread beside
+the loop, with a tokenizer that nobody else uses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from typing import Any, TypeVar
+
+from jinja2 import TemplateError
+
+from octetrl.environments.tools import Family, family_of
+from octetrl.rollout.chat_tokens import Tokenizer
+from octetrl.server.errors import ApiError, wrong
+from octetrl.server.requests import ChatBody, CompletionBody, GenerationBody, Message
+
+Result = TypeVar("Result")
+
+
+class Prompts:
+    """Of one model with `vocab_size` tokens, of which prompt and answer may have `context_length`."""
+
+    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, context_length: int) -> None:
+        self._tokenizer = deepcopy(tokenizer)
+        self._vocab_size, self._context_length = vocab_size, context_length
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        template = tokenizer.chat_template
+        self.family: Family | None = family_of(template) if isinstance(template, str) else None
+
+    async def of_chat(self, body: ChatBody) -> tuple[int, ...]:
+        tokens = await self._beside_the_loop(lambda: self._chat_tokens(body))
+        self._check(tokens, body, "messages")
+        return tokens
+
+    async def of_completion(self, body: CompletionBody) -> list[tuple[int, ...]]:
+        token_lists = await self._beside_the_loop(lambda: [self._text_tokens(prompt) for prompt in body.prompts])
+        if not token_lists:
+            raise wrong("prompt", "prompt: the list is empty; give at least one prompt")
+        for tokens in token_lists:
+            self._check(tokens, body, "prompt")
+        return token_lists
+
+    def room(self, tokens: tuple[int, ...]) -> int:
+        """Most tokens of an answer."""
+        return self._context_length - len(tokens)
+
+    async def _beside_the_loop(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _text_tokens(self, prompt: str | list[int]) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return tuple(self._tokenizer.encode(prompt, add_special_tokens=True))
+        return tuple(prompt)
+
+    def _chat_tokens(self, body: ChatBody) -> tuple[int, ...]:
+        if self._tokenizer.chat_template is None:
+            raise wrong("messages", "this model has no chat template; use /v1/completions")
+        tools = body.tool_schemas
+        if tools is not None and self.family is None:
+            raise wrong("tools", "tools: how this model writes calls is not known here; ask without tools")
+        options = {} if tools is None else {"tools": tools}
+        conversation = [_message(message, place) for place, message in enumerate(body.messages)]
+        try:
+            text = self._tokenizer.apply_chat_template(
+                conversation, tokenize=False, add_generation_prompt=True, **body.chat_template_kwargs, **options
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise wrong("messages", f"messages: the model's chat template does not take them: {reason}") from error
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _check(self, tokens: tuple[int, ...], body: GenerationBody, param: str) -> None:
+        if not tokens:
+            raise wrong(param, f"{param}: it has no tokens; give at least one")
+        if max(tokens) >= self._vocab_size:
+            raise wrong(param, f"{param}: token {max(tokens)} was given, the model knows 0 to {self._vocab_size - 1}")
+        wanted = max_tokens_of(body)
+        if len(tokens) + (wanted or 1) > self._context_length:
+            answer = "no token of an answer" if wanted is None else f"an answer of {wanted}"
+            raise wrong(
+                param,
+                f"this model's context is {self._context_length} tokens; the prompt has {len(tokens)}, which leaves no"
+                f" room for {answer}; shorten one of them",
+                "context_length_exceeded",
+            )
+
+
+def max_tokens_of(body: GenerationBody) -> int | None:
+    """None: as many as there is room for."""
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        return body.max_completion_tokens
+    return body.max_tokens
+
+
+def _message(message: Message, place: int) -> dict[str, Any]:
+    """As chat templates take it."""
+    content = message.content
+    if isinstance(content, list):
+        content = "".join(part.text for part in content)
+    role = "system" if message.role == "developer" else message.role
+    found: dict[str, Any] = {"role": role, "content": content or ""}
+    if message.name is not None:
+        found["name"] = message.name
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments, place)},
+            }
+            for call in message.tool_calls
+        ]
+    return found
+
+
+def _arguments(text: str, place: int) -> dict[str, Any]:
+    try:
+        arguments = json.loads(text)
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise _no_arguments(text, place)
+    return arguments
+
+
+def _no_arguments(text: str, place: int) -> ApiError:
+    return wrong("messages", f"messages.{place}.tool_calls: the arguments {text[:60]!r} are not a JSON object")

@@ -1,0 +1,141 @@
+"""`octetrl serve` as a process: the page's examples, signals and exit codes, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import openai
+import pytest
+
+from octetrl.cli.main import run_command
+from tests.house.markdown import code_blocks, commands
+from tests.house.test_readme import check_command
+from tests.house.tree import REPO
+
+PAGE = (REPO / "docs" / "server.md").read_text(encoding="utf-8")
+LONG: dict[str, Any] = {
+    "model": "demo",
+    "messages": [{"role": "user", "content": "1 + 2 ="}],
+    "max_tokens": 1000,
+    "n": 8,
+    "extra_body": {"ignore_eos": True},
+    "stream": True,
+}
+
+
+class Serving(NamedTuple):
+    process: subprocess.Popen[str]
+    url: str
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url, api_key="none", max_retries=0)
+
+
+@contextmanager
+def serving(model: Path, *options: str) -> Iterator[Serving]:
+    command = [sys.executable, "-m", "octetrl.cli.main", "serve", str(model), "--port", "0", "--name", "demo"]
+    process = subprocess.Popen([*command, "--device", "cpu", *options], stderr=subprocess.PIPE, text=True, cwd=REPO)
+    assert process.stderr is not None
+    try:
+        line = process.stderr.readline()
+        found = re.match(r"serving at (http://127\.0\.0\.1:\d+/v1) \(\w+\)", line)
+        assert found, line + process.stderr.read()
+        yield Serving(process, found[1])
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ended(process: subprocess.Popen[str], seconds: float = 20.0) -> int:
+    return process.wait(seconds)
+
+
+def refusal(url: str) -> tuple[int, str]:
+    """Of a request that comes after the signal."""
+    answer = httpx.post(f"{url}/chat/completions", json={"model": "demo", "messages": LONG["messages"]})
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.01)
+
+
+def test_the_pages_examples_and_a_drain_that_lets_all_finish(model: Path) -> None:
+    for command in commands(PAGE):
+        if command.startswith("octetrl"):
+            check_command(command)
+    (python,) = [block.text for block in code_blocks(PAGE) if block.language == "python"]
+    (curl,) = [block.text for block in code_blocks(PAGE) if block.text.startswith("curl")]
+    with serving(model, "--context-length", "1024") as (process, url):
+        here = url.removesuffix("/v1")
+        printed = StringIO()
+        with redirect_stdout(printed):
+            exec(compile(python.replace("http://127.0.0.1:8000", here), "server.md", "exec"), {})
+        assert printed.getvalue().strip()
+        if shutil.which("curl"):
+            shown = subprocess.run(["bash", "-c", curl.replace("http://127.0.0.1:8000", here)], capture_output=True)
+            assert b'"chat.completion"' in shown.stdout
+        chunks = iter(Serving(process, url).client.chat.completions.create(**LONG | {"max_tokens": 500, "n": 2}))
+        next(chunks)
+        process.send_signal(signal.SIGTERM)
+        until(lambda: httpx.get(f"{here}/health").status_code == 503)
+        assert refusal(url) == (503, "draining")
+        *_, last = chunks
+        assert last.choices[0].finish_reason == "length"
+        assert ended(process) == 0
+        assert process.stderr is not None and process.stderr.read() == ""
+
+
+def test_a_drain_ends_in_time_and_says_so_to_who_is_left(model: Path) -> None:
+    with serving(model, "--drain-seconds", "0.3") as server:
+        chunks = iter(server.client.chat.completions.create(**LONG))
+        next(chunks)
+        begun = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(chunks)
+        assert ended(server.process) == 0 and time.monotonic() - begun < 8
+
+
+def test_a_second_signal_ends_it_at_once(model: Path) -> None:
+    with serving(model, "--drain-seconds", "600") as server:
+        chunks = iter(server.client.chat.completions.create(**LONG))
+        next(chunks)
+        for _ in range(2):
+            server.process.send_signal(signal.SIGINT)
+            time.sleep(0.2)
+        assert ended(server.process, 10) == 130
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--context-length", "100000"], "--context-length: 100000 was given, this model has 1024 positions"),
+        (["--kv-cache-tokens", "64"], "--kv-cache-tokens: 64 do not hold one context of"),
+        (["--calibrate-on", "no_such_file"], "--calibrate-on: 'no_such_file' can't be read as text"),
+        (["--api-key", ""], "the API key is empty"),
+        (["--precision", "fp4"], "'fp4' is not one of"),
+        (["--host", "192.0.2.1"], "--port: 192.0.2.1:8000 can't be listened on"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_one_line(
+    model: Path, capsys: pytest.CaptureFixture[str], options: list[str], said: str
+) -> None:
+    code = run_command(["serve", str(model), *options])
+    err = capsys.readouterr().err
+    assert code == 2 and said in err and err.count("\n") == 1

@@ -1,0 +1,97 @@
+"""What may be shown of an answer while it is drawn: pieces that add up to the whole, whatever the text."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octetrl.engine.stopping import Stopping, decoder_of
+from octetrl.environments.tools import Family
+from octetrl.records import Completion, Drawn, FinishReason
+from octetrl.server.choices import Choice, Piece
+
+CALL = '<tool_call>{"name": "f", "arguments": {"x": "<tool_call> 🦊"}}</tool_call>'
+LLAMA = '{"name": "f", "parameters": {"x": 1}}'
+BITS = [*"aé🦊 \n{}<;", "ab", "<tool", CALL, LLAMA, "<think>", "</think>", "<|python_tag|>"]
+
+
+class Bytes:
+    """Token n is the byte n; 0 ends."""
+
+    eos_token_id = 0
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+        return bytes(token for token in token_ids if token).decode(errors="replace")
+
+
+DECODE = decoder_of(Bytes())
+
+
+def drawn(said: bytes, stops: tuple[str, ...]) -> list[Drawn]:
+    """As the engine tells it, token by token: until a stop string, or the end."""
+    stopping = Stopping(frozenset({0}), stops, len(said) + 1, DECODE)
+    tokens: list[int] = []
+    for token in (*said, 0):
+        tokens.append(token)
+        if stopping.after(token, len(tokens)) is not None:
+            break
+    text = stopping.text_of(tokens, DECODE)
+    completion = Completion(tuple(tokens), (-1.0,) * len(tokens), text, FinishReason.STOP, 0, "")
+    events = [Drawn("r", 0, (token,), (-1.0,), None) for token in tokens[:-1]]
+    return [*events, Drawn("r", 0, (tokens[-1],), (-1.0,), completion)]
+
+
+def whole_and_pieces(said: bytes, stops: tuple[str, ...], family: Family | None) -> tuple[Piece, list[Piece]]:
+    events = drawn(said, stops)
+    completion = events[-1].completion
+    assert completion is not None
+
+    def choice() -> Choice:
+        return Choice(0, decode=DECODE, stops=stops, family=family, logprobs=True)
+
+    whole = choice().take(Drawn("r", 0, completion.token_ids, completion.logprobs, completion))
+    streamed = choice()
+    return whole, [streamed.take(event) for event in events]
+
+
+@settings(max_examples=400)
+@given(
+    st.one_of(st.lists(st.sampled_from(BITS), max_size=8).map("".join).map(str.encode), st.binary(max_size=40)),
+    st.lists(st.sampled_from(["ab", "b🦊", "é\n", "{", "</t", "aa"]), max_size=2, unique=True),
+    st.sampled_from([None, "hermes", "llama3_json"]),
+)  # fmt: skip
+def test_pieces_add_up_to_the_whole(said: bytes, stops: list[str], family: Family | None) -> None:
+    said = bytes(byte for byte in said if byte)
+    whole, pieces = whole_and_pieces(said, tuple(stops), family)
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+    assert (pieces[-1].finish_reason, pieces[-1].calls) == (whole.finish_reason, whole.calls)
+    assert sum((piece.offsets for piece in pieces), ()) == whole.offsets
+    assert sum((piece.token_ids for piece in pieces), ()) == whole.token_ids
+
+
+def test_text_is_shown_as_soon_as_it_is_sure() -> None:
+    _, pieces = whole_and_pieces("one 🦊 tw".encode(), ("two",), None)
+    assert [piece.text for piece in pieces] == [*"one ", "", "", "", "🦊", " ", "", "", "tw"]
+
+
+@pytest.mark.parametrize(
+    ("family", "said", "shown", "rest", "calls"),
+    [
+        ("hermes", f" I look. {CALL} So.", "I look.", "\nSo.", 1),
+        ("hermes", "a <b> c", "a <b> c", "", 0),
+        ("hermes", "x <tool_call>{oops", "x", "\n<tool_call>{oops", 0),
+        ("llama3_json", f"{LLAMA}; {LLAMA}", "", "", 2),
+        ("llama3_json", "see {1, 2}", "see", " {1, 2}", 0),
+    ],
+)
+def test_calls_are_held_back_and_read_at_the_end(family: Family, said: str, shown: str, rest: str, calls: int) -> None:
+    _, pieces = whole_and_pieces(said.encode(), (), family)
+    *before, last = pieces
+    assert ("".join(piece.text for piece in before), last.text, len(last.calls)) == (shown, rest, calls)
+    assert last.finish_reason == ("tool_calls" if calls else "stop")
+    if calls == 1:
+        assert json.dumps(dict(last.calls[0].arguments)) == json.dumps({"x": "<tool_call> 🦊"})

@@ -1,0 +1,128 @@
+"""The engine's thread: what it is told, what it tells, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from octetrl.records import Drawn
+from octetrl.server.engine_thread import Accepted, EngineThread, Event, Failed, Refused
+from tests.unit.engine.tiny_engine import request, tiny_engine
+
+Told = SimpleQueue[tuple[str, Event]]
+
+
+class Bench:
+    def __init__(self, **config: Any) -> None:
+        self.engine = tiny_engine(**config)
+        self.thread = EngineThread(self.engine.session)
+        self.told: Told = SimpleQueue()
+
+    def start(self) -> None:
+        self.thread.start(lambda events: [self.told.put(event) for event in events])  # type: ignore[func-returns-value]
+
+    def next(self) -> tuple[str, Event]:
+        return self.told.get(timeout=20)
+
+    def finished(self) -> dict[str, Drawn]:
+        found: dict[str, Drawn] = {}
+        while self.thread._siblings or not self.told.empty():
+            name, event = self.next()
+            if isinstance(event, Drawn) and event.completion is not None:
+                found[name] = event
+        return found
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench(page_size=16, kv_cache_tokens=160)
+    bench.start()
+    yield bench
+    bench.thread.stop()
+    assert not bench.thread.is_alive
+
+
+def test_requests_are_accepted_or_refused_and_told(bench: Bench) -> None:
+    asked = [request("a", seed=1), request("large", prompt_length=200), request("b", seed=2)]
+    expected = [tiny_engine().generate([asked[n]])[0][0] for n in (0, 2)]
+    for one in asked:
+        bench.thread.submit(one, streams=False)
+    told = [bench.next() for _ in range(5)]
+    assert ("a", Accepted()) in told and ("b", Accepted()) in told
+    assert [type(event) for name, event in told if name == "large"] == [Refused]
+    drawn = {name: event.completion for name, event in told if isinstance(event, Drawn)}
+    assert [drawn["a"], drawn["b"]] == expected
+
+
+def test_a_cancel_that_comes_with_the_request_is_obeyed(bench: Bench) -> None:
+    for _ in range(20):
+        bench.thread.submit(request("a", max_new_tokens=100, ignore_eos=True), streams=True)
+        bench.thread.cancel("a")
+    bench.thread.submit(request("b", max_new_tokens=2), streams=False)
+    while not (isinstance(event := bench.next()[1], Drawn) and event.completion is not None):
+        assert isinstance(event, Accepted)
+    assert bench.thread.pages_in_use == 0
+
+
+def test_a_failure_fails_those_at_hand_and_the_next_is_served(bench: Bench) -> None:
+    launch, begun = bench.engine._runner.launch, threading.Event()
+
+    def fail(*inputs: Any) -> None:
+        begun.wait(20)
+        raise RuntimeError("no luck")
+
+    bench.engine._runner.launch = fail  # type: ignore[method-assign,assignment]
+    bench.thread.submit(request("a"), streams=True)
+    assert bench.next() == ("a", Accepted())
+    bench.thread.submit(request("b"), streams=False)
+    begun.set()
+    assert bench.next() == ("a", Failed("RuntimeError: no luck"))
+    told = [bench.next() for _ in range(2)]
+    assert told == [("b", Accepted()), ("b", Failed("RuntimeError: no luck"))]
+    assert bench.thread.error == "RuntimeError: no luck" and bench.thread.failures == 2
+    bench.engine._runner.launch = launch  # type: ignore[method-assign]
+    bench.thread.submit(request("c"), streams=False)
+    assert [type(bench.next()[1]) for _ in range(2)] == [Accepted, Drawn]
+    assert bench.thread.error is None
+
+
+def test_who_cancels_while_no_session_is_open_is_not_served(bench: Bench) -> None:
+    """After a failure the thread waits for a request; one that is cancelled behind it stays cancelled."""
+    launch = bench.engine._runner.launch
+
+    def fail(*inputs: Any) -> None:
+        raise RuntimeError("no luck")
+
+    bench.engine._runner.launch = fail  # type: ignore[method-assign,assignment]
+    bench.thread.submit(request("a"), streams=False)
+    assert [type(bench.next()[1]) for _ in range(2)] == [Accepted, Failed]
+    bench.engine._runner.launch = launch  # type: ignore[method-assign]
+    opening, opens = threading.Event(), bench.thread._open_session
+
+    def open_later() -> Any:
+        assert opening.wait(20)
+        return opens()
+
+    bench.thread._open_session = open_later
+    bench.thread.submit(request("b"), streams=True)
+    bench.thread.cancel("b")
+    opening.set()
+    assert bench.next() == ("b", Accepted())
+    bench.thread.submit(request("c"), streams=False)
+    assert [bench.next()[0] for _ in range(2)] == ["c", "c"]
+
+
+def test_an_engine_that_cannot_start_says_so() -> None:
+    bench = Bench()
+
+    def fail(*inputs: Any) -> None:
+        raise RuntimeError("no memory")
+
+    bench.engine._cache_for = fail  # type: ignore[method-assign,assignment]
+    with pytest.raises(RuntimeError, match="could not start: RuntimeError: no memory"):
+        bench.start()
+    assert not bench.thread.is_alive
