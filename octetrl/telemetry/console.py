@@ -49,7 +49,7 @@ COLUMNS: tuple[tuple[Headline, ...], ...] = (
         Headline("rollout/tokens_per_second", "rollout tok/s", ",.0f"),
         Headline("train/tokens_per_second", "train tok/s", ",.0f"),
         Headline("rollout/mean_length", "length", ".0f"),
-        Headline("rollout/reward_error", "reward errors", ".0f"),
+        Headline("rollout/failure_share", "failed", ".1%"),
         Headline("time/step", "step s", ".2f"),
     ),
 )

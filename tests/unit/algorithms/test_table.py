@@ -35,10 +35,11 @@ def test_zero_variance_groups_can_be_kept_but_not_those_without_baseline() -> No
 
 
 def test_overlong_rollouts_are_trained_on_unless_masked() -> None:
-    overlong = rollout(0.0, RolloutStatus.OVERLONG)
-    assert build_algorithm(AlgorithmConfig()).trains(overlong)
     masking = build_algorithm(AlgorithmConfig(overlong="mask"))
-    assert not masking.trains(overlong) and masking.trains(rollout(1.0))
+    for status in (RolloutStatus.OVERLONG, RolloutStatus.TRUNCATED):
+        cut = rollout(0.0, status)
+        assert build_algorithm(AlgorithmConfig()).trains(cut)
+        assert not masking.trains(cut) and masking.trains(rollout(1.0))
 
 
 def test_advantages_follow_the_recipe() -> None:

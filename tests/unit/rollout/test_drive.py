@@ -155,6 +155,40 @@ def test_turns_context_and_answers_run_out() -> None:
     assert {one.status for one in cut} == {RolloutStatus.OVERLONG, RolloutStatus.SCORED}
 
 
+class Tidy(Echo):
+    """Counts what it opened and closed; `finish` may fail."""
+
+    def __init__(self, does: str = "", finish_fails: bool = False) -> None:
+        super().__init__(does=does)
+        self.closed: list[str] = []
+        self.finish_fails = finish_fails
+
+    async def finish(self, conversation: Conversation) -> None:
+        self.closed.append(conversation.task.id)
+        if self.finish_fails:
+            raise OSError("can't close")
+
+
+def test_every_conversation_is_finished_whatever_happened() -> None:
+    for does in ("", "raise"):
+        environment = Tidy(does)
+        rollouts_of(environment)
+        assert sorted(environment.closed) == ["t0"] * 4 + ["t1"] * 4 + ["t2"] * 4
+    for does, detail in (("", "OSError: can't close"), ("raise", "KeyError: 'nothing here'")):  # the first is told
+        for rollout in rollouts_of(Tidy(does, finish_fails=True)):
+            assert (rollout.status, rollout.reward) == (RolloutStatus.ENVIRONMENT_ERROR, None)
+            assert str(rollout.detail).startswith(detail)
+
+
+def test_an_answer_that_was_cut_is_penalized_as_such() -> None:
+    def penalty(length: int, *, was_cut: bool) -> float:
+        return -100.0 if was_cut else -float(length)
+
+    for rollout in rollouts_of(Echo(turns=2), sampling=SamplingParams(4), penalty=penalty):
+        longest = max(len(turn.completion.token_ids) for turn in rollout.turns)
+        assert rollout.penalty == (-100.0 if rollout.status is RolloutStatus.OVERLONG else -longest)
+
+
 def test_a_prompt_that_is_too_long_begins_nothing() -> None:
     rollouts = rollouts_of(Echo(), max_prompt_tokens=1)
     assert {one.status for one in rollouts} == {RolloutStatus.PROMPT_TOO_LONG}

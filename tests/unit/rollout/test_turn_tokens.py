@@ -105,8 +105,10 @@ def test_what_is_trained_on_is_what_was_sampled(family: str, data: st.DataObject
     assert len(samples) == len(rollouts) == 4
     for rollout, sample in zip(rollouts, samples, strict=True):
         assert rollout.detail is None
-        position = 0
+        position, has_ended = 0, False
         for turn in rollout.turns:
+            assert not (has_ended and turn.prompt_token_ids[0] in stops), "the end of an answer is said twice"
+            has_ended = turn.completion.token_ids[-1] in stops
             begin = position + len(turn.prompt_token_ids)
             end = begin + len(turn.completion.token_ids)
             prompt = sample.token_ids[:begin]

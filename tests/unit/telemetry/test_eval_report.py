@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from octetrl.cli.eval_table import report_table
 from octetrl.records import Completion, FinishReason, Rollout, RolloutGroup, RolloutStatus, Task, Turn
 from octetrl.telemetry.eval_report import EvalReport, Scoring, differences
 from octetrl.telemetry.metrics import NAME
@@ -66,6 +68,14 @@ def test_metrics_have_lengths_and_statuses() -> None:
     assert metrics["eval/truncated_share"] == pytest.approx(4 / 12)
     assert (metrics["eval/reward_error"], metrics["eval/tasks"]) == (5.0, 3.0)
     assert metrics["eval/accuracy_low"] <= metrics["eval/accuracy"] <= metrics["eval/accuracy_high"]
+
+
+def test_what_ran_out_of_turns_was_cut_and_has_its_reward() -> None:
+    one = replace(rollout(Task("t", "prompt of t"), 1.0), status=RolloutStatus.TRUNCATED)
+    report = EvalReport([RolloutGroup(one.task, (one,))], Scoring())
+    assert report.metrics["eval/truncated_share"] == report.metrics["eval/truncated"] == report.accuracy == 1.0
+    cells = [str(cell) for cell in report_table({"m": report}, {}).columns[0].cells]
+    assert "cut off" in cells and "truncated" in cells  # the share, and the status
 
 
 def test_models_are_compared_task_by_task() -> None:

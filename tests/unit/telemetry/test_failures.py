@@ -11,9 +11,8 @@ TURN = Turn((1,), Completion((2, 3), (-0.1, -0.2), "I say 7", FinishReason.STOP,
 
 
 def rollout(status: RolloutStatus, task: str, detail: str | None = None, trace: str | None = None) -> Rollout:
-    scored = status in (RolloutStatus.SCORED, RolloutStatus.OVERLONG)
     turns = () if status is RolloutStatus.PROMPT_TOO_LONG else (TURN,)
-    return Rollout(Task(task, "?"), turns, status, 1.0 if scored else None, detail, trace)
+    return Rollout(Task(task, "?"), turns, status, 1.0 if status.has_reward else None, detail, trace)
 
 
 def groups(*rollouts: Rollout) -> list[RolloutGroup]:
@@ -64,3 +63,9 @@ def test_many_kinds_are_cut_and_counted() -> None:
     many = groups(*(rollout(RolloutStatus.REWARD_ERROR, str(n), f"Error{n}: x") for n in range(8)))
     with pytest.raises(FailureShareError, match="and 3 more kinds"):
         Failures.among(many).check(0.0, "step 1")
+
+
+def test_every_status_is_a_failure_has_a_reward_or_was_never_drawn() -> None:
+    for status in RolloutStatus:
+        failures = Failures.among(groups(rollout(status, "a")))
+        assert failures.count == (not status.has_reward and status is not RolloutStatus.PROMPT_TOO_LONG), status

@@ -73,7 +73,7 @@ async def cancelled() -> None:
 
 
 async def blocks() -> None:
-    time.sleep(3)  # where asyncio.sleep was meant
+    time.sleep(4)  # where asyncio.sleep was meant
 
 
 async def in_a_thread() -> str:
@@ -133,6 +133,7 @@ def test_async_code_that_blocks_the_loop_is_found_out(calls: Calls, monkeypatch:
     assert "async code blocks the event loop (test_calls.py:" in str(called.error)
     assert "where asyncio.sleep was meant" in str(called.trace)
     assert [one.value for one in all_of(calls, async_seven)] == [7]  # on a new loop
+    assert innocent not in calls_ended
     while calls_ended.get(innocent) is None:  # on the old one, when that is free again
         calls_ended.update(calls.poll(5.0))
     assert calls_ended[innocent] == Called(7)
