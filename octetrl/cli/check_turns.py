@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octetrl.config.errors import UserError
-from octetrl.config.validate_environment import FILES
+from octetrl.config.validate_environment import FILES, refuse_for_turns
 
 if TYPE_CHECKING:
     from octetrl.config.schema import Recipe
@@ -21,8 +21,7 @@ def check_turns(recipe: Recipe) -> None:
     environment = _dialogue(recipe)
     if environment is None:
         return
-    if recipe.environment.reward_model is not None:
-        raise UserError("environment.reward_model: it scores one answer, not several turns; set it to null")
+    refuse_for_turns(recipe)
     folder = recipe.model.tokenizer or recipe.model.path
     family = None
     if toolbox_of(environment).tools and folder is not None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from octetrl.config.environment import EnvironmentConfig
-from octetrl.config.errors import nearest
+from octetrl.config.errors import UserError, nearest
 from octetrl.config.problems import Problem
 from octetrl.config.schema import Recipe
 
@@ -83,3 +83,18 @@ def _tool_problems(environment: EnvironmentConfig) -> Iterator[Problem]:
         what = "the tool search needs one" if environment.corpus is None else "only the tool search reads it"
         remedy = "give a file or folder" if environment.corpus is None else "add search to environment.tools"
         yield Problem(("environment.corpus", "environment.tools"), f"environment.corpus: {what}; {remedy}")
+
+
+def refuse_for_turns(recipe: Recipe) -> None:
+    """Raises UserError for what an environment of several turns can't have; that it is one shows when it is loaded."""
+    if recipe.environment.reward_model is not None:
+        raise UserError(
+            "environment.reward_model: it scores one answer to one prompt, and this environment has several turns;"
+            " set it to null, or use environment.reward"
+        )
+    tokens, context = recipe.engine.kv_cache_tokens, recipe.model.context_length
+    if tokens is not None and tokens < context:
+        raise UserError(
+            f"engine.kv_cache_tokens: {tokens} hold no conversation of model.context_length {context} tokens, which one"
+            f" of several turns may come to; raise it to at least {context}, or lower model.context_length"
+        )

@@ -18,6 +18,7 @@ from octetrl.config.presets import preset_config
 from octetrl.config.schema import EnvironmentConfig, Fp8Config, Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate import validate_with_spec
+from octetrl.config.validate_environment import refuse_for_turns
 from octetrl.data.mixture import Mixture, read_source
 from octetrl.environments.base import Environment, NoTasks, Scorer, Taskset
 from octetrl.environments.judge import Judge
@@ -184,6 +185,7 @@ def build_rewards(recipe: Recipe, environment: Environment, device: torch.device
     """The environment's own score, in processes of its own, or a reward model's, in this one; or a whole `Dialogue`."""
     config = recipe.environment
     if is_dialogue(environment):
+        refuse_for_turns(recipe)
         return build_dialogue(config, environment, tokenizer)
     if config.reward_model is not None:
         return RewardModelScorer(recipe, device)
@@ -194,11 +196,6 @@ def build_rewards(recipe: Recipe, environment: Environment, device: torch.device
 
 def build_dialogue(config: EnvironmentConfig, environment: Environment, tokenizer: Tokenizer) -> Dialogue:
     """An environment of several turns; `environment.reward` takes the place of its rewards."""
-    if config.reward_model is not None:
-        raise UserError(
-            "environment.reward_model: it scores one answer to one prompt, and this environment has several turns;"
-            " set it to null, or use environment.reward"
-        )
     scorer: Scorer | None = getattr(environment, "score", None)
     if config.reward is not None:
         scorer = PythonReward(config.reward)

@@ -181,6 +181,13 @@ def test_an_environment_of_several_turns(folder: Path, capsys: pytest.CaptureFix
     template = CHAT_TEMPLATE
     code, _, err = checked("Agent")
     assert code == 2 and "it has tools (look), and the tokenizer's chat template has none" in err
+    talk = ("environment.kind=python", "environment.dataset=talks_to_check:Talk")
+    for change, problem in (
+        ("engine.kv_cache_tokens=64", "engine.kv_cache_tokens: 64 hold no conversation of model.context_length"),
+        ("environment.reward_model=judge", "environment.reward_model: it scores one answer to one prompt"),
+    ):
+        code, _, err = check(capsys, *talk, change)
+        assert code == 2 and problem in err, err
     code, _, err = check(capsys, "environment.turns.max_turn=3")
     assert code == 2 and "did you mean 'max_turns'" in err
 
