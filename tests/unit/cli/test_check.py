@@ -181,12 +181,12 @@ def test_an_environment_of_several_turns(folder: Path, capsys: pytest.CaptureFix
     template = CHAT_TEMPLATE
     code, _, err = checked("Agent")
     assert code == 2 and "it has tools (look), and the tokenizer's chat template has none" in err
-    talk = ("environment.kind=python", "environment.dataset=talks_to_check:Talk")
+    talk = ("environment.kind=python", "environment.dataset=talks_to_check:Talk", "rollout.max_prompt_tokens=64")
     for change, problem in (
-        ("engine.kv_cache_tokens=64", "engine.kv_cache_tokens: 64 hold no conversation of model.context_length"),
+        ("engine.kv_cache_tokens=512", "engine.kv_cache_tokens: 512 hold no conversation of model.context_length"),
         ("environment.reward_model=judge", "environment.reward_model: it scores one answer to one prompt"),
     ):
-        code, _, err = check(capsys, *talk, change)
+        code, _, err = check(capsys, *talk, "rollout.max_new_tokens=64", change)
         assert code == 2 and problem in err, err
     code, _, err = check(capsys, "environment.turns.max_turn=3")
     assert code == 2 and "did you mean 'max_turns'" in err
