@@ -18,7 +18,7 @@ def train(
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run folder's last checkpoint.")] = False,
 ) -> None:
-    """Train by a recipe: grpo or sft."""
+    """Train by a recipe: an objective of reinforcement learning, SFT, preferences, a reward model."""
     resolved = load_recipe(recipe, overrides or [])
     from octetrl.run import loop
     from octetrl.telemetry.failures import FailureShareError
