@@ -1,6 +1,6 @@
 """The cold start of examples/tool_agent.py: a tiny model, and conversations in which half ask the tool and half guess.
 
-python examples/tool_conversations.py runs/tools
+python -m examples.tool_conversations runs/tools
 """
 
 import json
