@@ -156,7 +156,7 @@ def main() -> None:
                 f"{lockstep:.1f}",
             )
         run.close()
-    Console().print(table)
+    Console(width=110).print(table)
     write_result("environments", asked.preset, rows, asked.out)
 
 
