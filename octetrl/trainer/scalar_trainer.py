@@ -60,7 +60,7 @@ class ScalarTrainer:
         self.device = model.lm_head_weight.device
         self.optimizer = Optimizer(model.trained_parameters() if trains else (), optimizer, seed=seed)
         self.weights_are_whole = True  # false from an optimizer step until its owner says that the update is done
-        self._run_layer = layer_runner(model, config.activation_checkpointing)
+        self._run_layer = layer_runner(model, config.activation_checkpointing, config.checkpointed_layers)
 
     def scalars(self, micro_batch: MicroBatch, rows_R: Tensor) -> Tensor:
         """float32 [R], differentiable where gradients are on."""

@@ -117,6 +117,17 @@ def test_its_state_comes_back_bit_for_bit() -> None:
     assert timeless[0] == timeless[1] and ours.policy_version == theirs.policy_version == 2
 
 
+def test_only_the_first_layers_run_again() -> None:
+    forwards: list[int] = []
+    model = tiny_scalar_model(BF16)
+    trainer = tiny_reward_trainer(model, activation_checkpointing="layer", checkpointed_layers=1)
+    layers = model.layers
+    for index, layer in enumerate(layers):
+        layer.attention.register_forward_hook(lambda *_, index=index: forwards.append(index))
+    trainer.train(packed(pairs(1)))
+    assert len(layers) > 1 and sorted(forwards) == sorted([*range(len(layers)), 0])
+
+
 def test_nothing_to_learn_from_changes_nothing() -> None:
     update = tiny_reward_trainer().train(packed([]))
     assert update.policy_version == 0 and update.metrics == {"train/skipped": 1.0}
