@@ -12,9 +12,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from random import Random
-from typing import Any, overload
+from typing import Any
 
 from octetrl.config.errors import UserError, nearest
+from octetrl.environments.made_tasks import MadeTasks
 from octetrl.environments.turns import Conversation, metric, reward
 from octetrl.records import Task
 
@@ -39,7 +40,7 @@ class GuessNumber:
 
     @property
     def tasks(self) -> Sequence[Task]:
-        return GameTasks(self.size, self._task)
+        return MadeTasks(self.size, self._task)
 
     def _task(self, index: int) -> Task:
         chance = Random(f"guess_number/{self.seed}/{index}")
@@ -98,28 +99,6 @@ def game_environment(name: str, parameters: Mapping[str, Any], *, size: int, see
                 f" it takes {', '.join(allowed)}"
             )
     return kind(size=size, seed=seed, **parameters)
-
-
-@dataclass(frozen=True)
-class GameTasks(Sequence[Task]):
-    """Made on access: `task(index)`."""
-
-    size: int
-    task: Callable[[int], Task]
-
-    def __len__(self) -> int:
-        return self.size
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | list[Task]:
-        if isinstance(index, slice):
-            return [self.task(place) for place in range(*index.indices(self.size))]
-        if not 0 <= index < self.size:
-            raise IndexError(f"task {index} of {self.size}")
-        return self.task(index)
 
 
 def _same(digits: str, number: int) -> bool:

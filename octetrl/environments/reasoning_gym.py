@@ -13,14 +13,15 @@ credit).
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, overload
+from typing import Any
 
 from octetrl.config.errors import UserError, nearest
 from octetrl.environments.answers import extract_answer
 from octetrl.environments.base import TaskEnvironment
+from octetrl.environments.made_tasks import MadeTasks
 from octetrl.environments.process import CallableProcess
 from octetrl.records import Task
 
@@ -44,7 +45,7 @@ def reasoning_gym_environment(
     check_dataset(dataset, parameters)
     generator = EntryGenerator(dataset, dict(parameters), size, seed)
     return TaskEnvironment(
-        GeneratedTasks(generator, prompt_template),
+        MadeTasks(size, EntryTask(generator, prompt_template)),
         ReasoningGymScorer(dataset, dict(parameters), answer_marker),
     )
 
@@ -95,26 +96,15 @@ class EntryGenerator:
         return reasoning_gym.create_dataset(self.dataset, **self.parameters, seed=self.seed, size=self.size)
 
 
-class GeneratedTasks(Sequence[Task]):
-    """Tasks made on access by a child process, which starts at the first access and ends with this object."""
+class EntryTask:
+    """`(index) -> task`, from a child process that starts at the first call and ends with this object."""
 
     def __init__(self, generator: EntryGenerator, prompt_template: str) -> None:
         self._generator = generator
         self._prompt_template = prompt_template
         self._process: CallableProcess | None = None
 
-    def __len__(self) -> int:
-        return self._generator.size
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | list[Task]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
-        if not 0 <= index < len(self):
-            raise IndexError(f"task {index} of {len(self)}")
+    def __call__(self, index: int) -> Task:
         if self._process is None:
             self._process = CallableProcess(self._generator)
         entry = self._process.call(index)

@@ -22,7 +22,7 @@ from typing import Any
 
 from octetrl.config.errors import UserError, nearest
 from octetrl.environments.answers import extract_answer
-from octetrl.environments.games import GameTasks
+from octetrl.environments.made_tasks import MadeTasks
 from octetrl.environments.python_object import load_object
 from octetrl.environments.turns import Conversation, metric, reward
 from octetrl.records import Task
@@ -47,7 +47,7 @@ class ResetStep:
 
     @property
     def tasks(self) -> Sequence[Task]:
-        return GameTasks(self.size, self._task)
+        return MadeTasks(self.size, self._task)
 
     def _task(self, index: int) -> Task:
         seed = self.seed + index

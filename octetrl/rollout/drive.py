@@ -90,6 +90,7 @@ class Drive:
         self._drawing: dict[str, _Group | _Under] = {}  # by request
         self._asked: dict[int, tuple[_Under, int]] = {}  # by ticket: whose call, and which of its calls
         self._in_flight = 0
+        self._with_environment = 0  # of these
         self._clock = time.perf_counter()
         self.finished: dict[tuple[int, int], Rollout] = {}
 
@@ -135,6 +136,7 @@ class Drive:
         under, index = self._asked.pop(ticket)
         under.answers[index] = called
         if None not in under.answers:
+            self._with_environment -= 1
             self._lead(under, tuple(under.answers))
 
     def _lead(self, under: _Under, came: Any) -> None:
@@ -153,6 +155,7 @@ class Drive:
 
     def _ask(self, under: _Under, wanted: tuple[Do, ...]) -> None:
         under.answers = [None] * len(wanted)
+        self._with_environment += 1
         for index, do in enumerate(wanted):
             start = self._dialogue.calls.start
             ticket = start(do.function, do.args, seconds=do.seconds, conversation=do.conversation)
@@ -164,7 +167,6 @@ class Drive:
         seconds, self._clock = now - self._clock, now
         occupancy.seconds += seconds
         occupancy.in_flight_seconds += seconds * self._in_flight
-        asked = len({id(under) for under, _ in self._asked.values()})
-        occupancy.with_environment_seconds += seconds * asked
+        occupancy.with_environment_seconds += seconds * self._with_environment
         if self._asked and not self._session.has_work:
             occupancy.waiting_seconds += seconds
