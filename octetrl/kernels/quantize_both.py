@@ -24,11 +24,11 @@ from torch import Tensor
 
 from octetrl.fp8.format import BLOCK, E4M3
 from octetrl.fp8.quantize import Quantized, quantize_activation_reference, quantize_tokens_reference
+from octetrl.kernels.instructions import e4m3_code, rounded_to_bf16
 from octetrl.kernels.quantize_activation import block_scale, empty_rows, magnitude_bits, scale_rows
 from octetrl.kernels.quantize_tokens import (
     TOKEN_BLOCKS,
     as_tokens,
-    e4m3_code,
     empty_tokens,
     load_quarter,
     store_tokens,
@@ -50,13 +50,13 @@ class BothWays(NamedTuple):
 @triton.jit
 def store_quarter(
     x_GC, inverse_T, code_ptr, row_stride, tokens_left, columns_left,
-    QUARTER: tl.constexpr, SATURATES: tl.constexpr, BLOCK: tl.constexpr,
+    QUARTER: tl.constexpr, ON_GPU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Codes of a quarter's rows, of which inverse_T has the tile's inverses."""
     token_G = tl.arange(0, BLOCK // 4) * 4 + QUARTER
     column_C = tl.arange(0, BLOCK)
     inside_GC = (token_G < tokens_left)[:, None] & (column_C < columns_left)[None, :]
-    code_GC = e4m3_code(x_GC * tl.gather(inverse_T, token_G, 0)[:, None], SATURATES)
+    code_GC = e4m3_code(x_GC * tl.gather(inverse_T, token_G, 0)[:, None], ON_GPU)
     tl.store(code_ptr + token_G[:, None] * row_stride + column_C[None, :], code_GC, mask=inside_GC)
 
 
@@ -64,7 +64,7 @@ def store_quarter(
 def store_both(
     x0_GC, x1_GC, x2_GC, x3_GC, row_code_ptr, row_scale_ptr, token_code_ptr, token_scale_ptr,
     row_stride, padded_T, tokens_left, columns_left,
-    POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr, SATURATES: tl.constexpr, BLOCK: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr, ON_GPU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A tile (float32 of BF16 values, in quarters) both ways; the pointers are to its first elements, row_stride is
     that of the codes. All maxima come first, so that no magnitude is kept in a register until the columns' turn.
@@ -77,30 +77,30 @@ def store_both(
     scale_T, inverse_T = block_scale(tl.gather(amax_T, token_T, 0), POWER_OF_TWO)
     tl.store(row_scale_ptr + token_T, scale_T, mask=token_T < tokens_left)
     left = tokens_left, columns_left
-    store_quarter(x0_GC, inverse_T, row_code_ptr, row_stride, left[0], left[1], 0, SATURATES, BLOCK)
-    store_quarter(x1_GC, inverse_T, row_code_ptr, row_stride, left[0], left[1], 1, SATURATES, BLOCK)
-    store_quarter(x2_GC, inverse_T, row_code_ptr, row_stride, left[0], left[1], 2, SATURATES, BLOCK)
-    store_quarter(x3_GC, inverse_T, row_code_ptr, row_stride, left[0], left[1], 3, SATURATES, BLOCK)
+    store_quarter(x0_GC, inverse_T, row_code_ptr, row_stride, left[0], left[1], 0, ON_GPU, BLOCK)
+    store_quarter(x1_GC, inverse_T, row_code_ptr, row_stride, left[0], left[1], 1, ON_GPU, BLOCK)
+    store_quarter(x2_GC, inverse_T, row_code_ptr, row_stride, left[0], left[1], 2, ON_GPU, BLOCK)
+    store_quarter(x3_GC, inverse_T, row_code_ptr, row_stride, left[0], left[1], 3, ON_GPU, BLOCK)
     store_tokens(
         x0_GC, x1_GC, x2_GC, x3_GC, amax_C, token_code_ptr, token_scale_ptr, padded_T, columns_left,
-        POWER_OF_TWO, SQUARE, SATURATES, BLOCK,
+        POWER_OF_TWO, SQUARE, ON_GPU, BLOCK,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T"])
 def _quantize_both_kernel(
     x_ptr, row_code_ptr, row_scale_ptr, token_code_ptr, token_scale_ptr, T, K, row_stride, padded_T,
-    POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr, SATURATES: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr, ON_GPU: tl.constexpr,
     TOKEN_BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block, column_block = tile_place(tl.program_id(0), T, K, TOKEN_BLOCKS, BLOCK)
     token, column = block.to(tl.int64) * BLOCK, column_block.to(tl.int64) * BLOCK
-    tokens_left, columns_left = T - block * BLOCK, K - column_block * BLOCK
+    left = T - block * BLOCK, K - column_block * BLOCK
     x_ptr += token * row_stride + column
-    x0_GC = load_quarter(x_ptr, row_stride, tokens_left, columns_left, 0, BLOCK).to(tl.bfloat16).to(tl.float32)
-    x1_GC = load_quarter(x_ptr, row_stride, tokens_left, columns_left, 1, BLOCK).to(tl.bfloat16).to(tl.float32)
-    x2_GC = load_quarter(x_ptr, row_stride, tokens_left, columns_left, 2, BLOCK).to(tl.bfloat16).to(tl.float32)
-    x3_GC = load_quarter(x_ptr, row_stride, tokens_left, columns_left, 3, BLOCK).to(tl.bfloat16).to(tl.float32)
+    x0_GC = rounded_to_bf16(load_quarter(x_ptr, row_stride, left[0], left[1], 0, BLOCK), ON_GPU)
+    x1_GC = rounded_to_bf16(load_quarter(x_ptr, row_stride, left[0], left[1], 1, BLOCK), ON_GPU)
+    x2_GC = rounded_to_bf16(load_quarter(x_ptr, row_stride, left[0], left[1], 2, BLOCK), ON_GPU)
+    x3_GC = rounded_to_bf16(load_quarter(x_ptr, row_stride, left[0], left[1], 3, BLOCK), ON_GPU)
     row_code_ptr += token * K + column
     row_scale_ptr += column_block.to(tl.int64) * scale_rows(T) + token
     token_code_ptr += column * padded_T + token
@@ -110,7 +110,7 @@ def _quantize_both_kernel(
         token_scale_ptr += block.to(tl.int64) * K + column
     store_both(
         x0_GC, x1_GC, x2_GC, x3_GC, row_code_ptr, row_scale_ptr, token_code_ptr, token_scale_ptr,
-        K, padded_T, tokens_left, columns_left, POWER_OF_TWO, SQUARE, SATURATES, BLOCK,
+        K, padded_T, left[0], left[1], POWER_OF_TWO, SQUARE, ON_GPU, BLOCK,
     )  # fmt: skip
 
 
@@ -125,7 +125,7 @@ def quantize_both_triton(x_TK: Tensor, power_of_two: bool = False, square: bool 
     if tokens:
         _quantize_both_kernel[(triton.cdiv(tokens, BLOCK) * column_blocks,)](
             x_TK, row_codes, row_scale, codes, scale, tokens, columns, x_TK.stride(0), codes.shape[1],
-            POWER_OF_TWO=power_of_two, SQUARE=square, SATURATES=x_TK.is_cuda, TOKEN_BLOCKS=TOKEN_BLOCKS, BLOCK=BLOCK,
+            POWER_OF_TWO=power_of_two, SQUARE=square, ON_GPU=x_TK.is_cuda, TOKEN_BLOCKS=TOKEN_BLOCKS, BLOCK=BLOCK,
             num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False,
         )  # fmt: skip
     return BothWays(Quantized(row_codes.view(E4M3), row_scale), as_tokens(codes, scale, square))

@@ -9,10 +9,6 @@ How a tile is held: as four tiles [32, 128], the q-th with tokens q, 4 + q, 8 + 
 neighbouring tokens of a column, packs their codes into one word with no exchange, and the transpose through shared
 memory moves words, not bytes; a column's 128 bytes leave as eight 16-byte stores.
 
-Codes are converted with the hardware's own saturation: `cvt.rn.satfinite` clamps to ±448 and turns NaN into 0x7F, which
-is `e4m3_byte` without its four instructions an element. Those are what bound a kernel that makes two codes an element.
-Only Triton's interpreter needs them: SATURATES False.
-
 Layout: x [T, K] with K contiguous; codes [K, T']; scale stored [T'/128, K] and returned transposed, strides (1, K);
 square: scale [ceil(K/128), T'/128] contiguous.
 
@@ -28,22 +24,14 @@ from torch import Tensor
 
 from octetrl.fp8.format import BLOCK, E4M3
 from octetrl.fp8.quantize import Quantized, quantize_tokens_reference
-from octetrl.kernels.quantize_activation import block_scale, e4m3_byte, magnitude_bits
+from octetrl.kernels.instructions import e4m3_code, rounded_to_bf16
+from octetrl.kernels.quantize_activation import block_scale, magnitude_bits
 
 # Programs that follow one another take so many token blocks, then the next columns: reads and transposed writes both
 # have neighbours in time.
 TOKEN_BLOCKS = 8
 WARPS = 4
 REGISTERS: int | None = None  # of a thread at most, where the compiler's choice is not taken
-
-
-@triton.jit
-def e4m3_code(scaled, SATURATES: tl.constexpr):
-    """`e4m3_byte` of float32 `scaled`, in one instruction for two where the conversion saturates by itself."""
-    if SATURATES:
-        return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        return e4m3_byte(scaled)
 
 
 @triton.jit
@@ -75,7 +63,7 @@ def tile_magnitudes(x0_GC, x1_GC, x2_GC, x3_GC):
 @triton.jit
 def store_tokens(
     x0_GC, x1_GC, x2_GC, x3_GC, amax_C, code_ptr, scale_ptr, padded_T, columns_left,
-    POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr, SATURATES: tl.constexpr, BLOCK: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr, ON_GPU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Codes of a tile (float32 of BF16 values, in quarters), transposed, from code_ptr on, and its scale. amax_C are
     bits.
@@ -94,7 +82,7 @@ def store_tokens(
         inverse_1C = tl.gather(inverse_C, column_C, 0)[None, :]
     even_GC2 = tl.join(x0_GC * inverse_1C, x2_GC * inverse_1C)
     odd_GC2 = tl.join(x1_GC * inverse_1C, x3_GC * inverse_1C)
-    code_GC22 = e4m3_code(tl.join(even_GC2, odd_GC2), SATURATES)
+    code_GC22 = e4m3_code(tl.join(even_GC2, odd_GC2), ON_GPU)
     code_CT = tl.reshape(tl.permute(code_GC22, (1, 0, 2, 3)), (BLOCK, BLOCK))
     inside_C1 = (column_C < columns_left)[:, None]
     tl.store(code_ptr + column_C[:, None] * padded_T + token_B[None, :], code_CT, mask=inside_C1)
@@ -103,17 +91,17 @@ def store_tokens(
 @triton.jit(do_not_specialize=["T"])
 def _quantize_tokens_kernel(
     x_ptr, code_ptr, scale_ptr, T, K, row_stride, padded_T,
-    POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr, SATURATES: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr, ON_GPU: tl.constexpr,
     TOKEN_BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block, column_block = tile_place(tl.program_id(0), T, K, TOKEN_BLOCKS, BLOCK)
     token, column = block.to(tl.int64) * BLOCK, column_block.to(tl.int64) * BLOCK
     x_ptr += token * row_stride + column
     left = T - block * BLOCK, K - column_block * BLOCK
-    x0_GC = load_quarter(x_ptr, row_stride, left[0], left[1], 0, BLOCK).to(tl.bfloat16).to(tl.float32)
-    x1_GC = load_quarter(x_ptr, row_stride, left[0], left[1], 1, BLOCK).to(tl.bfloat16).to(tl.float32)
-    x2_GC = load_quarter(x_ptr, row_stride, left[0], left[1], 2, BLOCK).to(tl.bfloat16).to(tl.float32)
-    x3_GC = load_quarter(x_ptr, row_stride, left[0], left[1], 3, BLOCK).to(tl.bfloat16).to(tl.float32)
+    x0_GC = rounded_to_bf16(load_quarter(x_ptr, row_stride, left[0], left[1], 0, BLOCK), ON_GPU)
+    x1_GC = rounded_to_bf16(load_quarter(x_ptr, row_stride, left[0], left[1], 1, BLOCK), ON_GPU)
+    x2_GC = rounded_to_bf16(load_quarter(x_ptr, row_stride, left[0], left[1], 2, BLOCK), ON_GPU)
+    x3_GC = rounded_to_bf16(load_quarter(x_ptr, row_stride, left[0], left[1], 3, BLOCK), ON_GPU)
     if SQUARE:
         scale_ptr += column_block.to(tl.int64) * (padded_T // BLOCK) + block
     else:
@@ -121,7 +109,7 @@ def _quantize_tokens_kernel(
     amax_C = tl.max(tile_magnitudes(x0_GC, x1_GC, x2_GC, x3_GC), 0)
     store_tokens(
         x0_GC, x1_GC, x2_GC, x3_GC, amax_C, code_ptr + column * padded_T + token, scale_ptr, padded_T, left[1],
-        POWER_OF_TWO, SQUARE, SATURATES, BLOCK,
+        POWER_OF_TWO, SQUARE, ON_GPU, BLOCK,
     )  # fmt: skip
 
 
@@ -146,7 +134,7 @@ def quantize_tokens_triton(x_TK: Tensor, power_of_two: bool = False, square: boo
     if tokens:
         _quantize_tokens_kernel[(triton.cdiv(tokens, BLOCK) * triton.cdiv(columns, BLOCK),)](
             x_TK, codes, scale, tokens, columns, x_TK.stride(0), codes.shape[1],
-            POWER_OF_TWO=power_of_two, SQUARE=square, SATURATES=x_TK.is_cuda, TOKEN_BLOCKS=TOKEN_BLOCKS, BLOCK=BLOCK,
+            POWER_OF_TWO=power_of_two, SQUARE=square, ON_GPU=x_TK.is_cuda, TOKEN_BLOCKS=TOKEN_BLOCKS, BLOCK=BLOCK,
             num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False,
         )  # fmt: skip
     return as_tokens(codes, scale, square)

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from octetrl.fp8.format import BLOCK, E4M3
 from octetrl.fp8.quantize import Quantized, check_finite, quantize_weight_reference
+from octetrl.kernels.instructions import e4m3_code, rounded_to_bf16
 from octetrl.kernels.quantize_activation import block_scale
 from octetrl.kernels.quantize_tokens import (
     TOKEN_BLOCKS,
-    e4m3_code,
     load_quarter,
     store_tokens,
     tile_magnitudes,
@@ -43,42 +43,42 @@ REGISTERS: int | None = None  # of a thread at most, where the compiler's choice
 @triton.jit
 def _store_rows(
     w_GC, inverse, code_ptr, columns, rows_left, columns_left,
-    QUARTER: tl.constexpr, SATURATES: tl.constexpr, BLOCK: tl.constexpr,
+    QUARTER: tl.constexpr, ON_GPU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row_G = tl.arange(0, BLOCK // 4) * 4 + QUARTER
     column_C = tl.arange(0, BLOCK)
     inside_GC = (row_G < rows_left)[:, None] & (column_C < columns_left)[None, :]
-    code_GC = e4m3_code(w_GC * inverse, SATURATES)
+    code_GC = e4m3_code(w_GC * inverse, ON_GPU)
     tl.store(code_ptr + row_G[:, None] * columns + column_C[None, :], code_GC, mask=inside_GC)
 
 
 @triton.jit
 def _quantize_weight_kernel(
     w_ptr, code_ptr, transposed_ptr, scale_ptr, N, K, row_stride,
-    POWER_OF_TWO: tl.constexpr, TRANSPOSED: tl.constexpr, SATURATES: tl.constexpr, TOKEN_BLOCKS: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, TRANSPOSED: tl.constexpr, ON_GPU: tl.constexpr, TOKEN_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row_block, column_block = tile_place(tl.program_id(0), N, K, TOKEN_BLOCKS, BLOCK)
     row, column = row_block.to(tl.int64) * BLOCK, column_block.to(tl.int64) * BLOCK
     rows_left, columns_left = N - row_block * BLOCK, K - column_block * BLOCK
     w_ptr += row * row_stride + column
-    w0_GC = load_quarter(w_ptr, row_stride, rows_left, columns_left, 0, BLOCK).to(tl.bfloat16).to(tl.float32)
-    w1_GC = load_quarter(w_ptr, row_stride, rows_left, columns_left, 1, BLOCK).to(tl.bfloat16).to(tl.float32)
-    w2_GC = load_quarter(w_ptr, row_stride, rows_left, columns_left, 2, BLOCK).to(tl.bfloat16).to(tl.float32)
-    w3_GC = load_quarter(w_ptr, row_stride, rows_left, columns_left, 3, BLOCK).to(tl.bfloat16).to(tl.float32)
+    w0_GC = rounded_to_bf16(load_quarter(w_ptr, row_stride, rows_left, columns_left, 0, BLOCK), ON_GPU)
+    w1_GC = rounded_to_bf16(load_quarter(w_ptr, row_stride, rows_left, columns_left, 1, BLOCK), ON_GPU)
+    w2_GC = rounded_to_bf16(load_quarter(w_ptr, row_stride, rows_left, columns_left, 2, BLOCK), ON_GPU)
+    w3_GC = rounded_to_bf16(load_quarter(w_ptr, row_stride, rows_left, columns_left, 3, BLOCK), ON_GPU)
     amax_C = tl.max(tile_magnitudes(w0_GC, w1_GC, w2_GC, w3_GC), 0)
     scale, inverse = block_scale(tl.max(amax_C, 0), POWER_OF_TWO)
     scale_ptr += row_block * tl.cdiv(K, BLOCK) + column_block
     tl.store(scale_ptr, scale)
     code_ptr += row * K + column
-    _store_rows(w0_GC, inverse, code_ptr, K, rows_left, columns_left, 0, SATURATES, BLOCK)
-    _store_rows(w1_GC, inverse, code_ptr, K, rows_left, columns_left, 1, SATURATES, BLOCK)
-    _store_rows(w2_GC, inverse, code_ptr, K, rows_left, columns_left, 2, SATURATES, BLOCK)
-    _store_rows(w3_GC, inverse, code_ptr, K, rows_left, columns_left, 3, SATURATES, BLOCK)
+    _store_rows(w0_GC, inverse, code_ptr, K, rows_left, columns_left, 0, ON_GPU, BLOCK)
+    _store_rows(w1_GC, inverse, code_ptr, K, rows_left, columns_left, 1, ON_GPU, BLOCK)
+    _store_rows(w2_GC, inverse, code_ptr, K, rows_left, columns_left, 2, ON_GPU, BLOCK)
+    _store_rows(w3_GC, inverse, code_ptr, K, rows_left, columns_left, 3, ON_GPU, BLOCK)
     if TRANSPOSED:
         store_tokens(
             w0_GC, w1_GC, w2_GC, w3_GC, amax_C, transposed_ptr + column * N + row, scale_ptr, N, columns_left,
-            POWER_OF_TWO, True, SATURATES, BLOCK,
+            POWER_OF_TWO, True, ON_GPU, BLOCK,
         )  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def quantize_weight_triton(
     _quantize_weight_kernel[(triton.cdiv(rows, BLOCK) * triton.cdiv(columns, BLOCK),)](
         w_NK, out.codes.view(torch.uint8), transposed, out.scale,
         rows, columns, w_NK.stride(0), POWER_OF_TWO=power_of_two, TRANSPOSED=transposed is not None,
-        SATURATES=w_NK.is_cuda, TOKEN_BLOCKS=TOKEN_BLOCKS, BLOCK=BLOCK, num_warps=WARPS,
+        ON_GPU=w_NK.is_cuda, TOKEN_BLOCKS=TOKEN_BLOCKS, BLOCK=BLOCK, num_warps=WARPS,
         maxnreg=REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip
     if transposed_KN is not None and apart:

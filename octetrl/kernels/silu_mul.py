@@ -22,23 +22,27 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import silu
 
+from octetrl.kernels.instructions import sigmoid
+
 BLOCK_F = 1024
 PIECE_ELEMENTS = 1 << 16  # of the rows that the CPU form takes at a time: float64 copies stay in cache
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, y_ptr, SIZE: tl.constexpr, BLOCK_F: tl.constexpr):
+def _silu_mul_kernel(gate_up_ptr, y_ptr, SIZE: tl.constexpr, ON_GPU: tl.constexpr, BLOCK_F: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column_F = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     inside_F = column_F < SIZE
     gate_F = tl.load(gate_up_ptr + token * (2 * SIZE) + column_F, mask=inside_F, other=0.0).to(tl.float32)
     up_F = tl.load(gate_up_ptr + token * (2 * SIZE) + SIZE + column_F, mask=inside_F, other=0.0)
-    y_F = gate_F * (1.0 / (1.0 + tl.exp(-gate_F))) * up_F.to(tl.float32)
+    y_F = gate_F * sigmoid(gate_F, ON_GPU) * up_F.to(tl.float32)
     tl.store(y_ptr + token * SIZE + column_F, y_F.to(y_ptr.dtype.element_ty), mask=inside_F)
 
 
 @triton.jit
-def _silu_mul_backward_kernel(gate_up_ptr, dy_ptr, dgate_up_ptr, SIZE: tl.constexpr, BLOCK_F: tl.constexpr):
+def _silu_mul_backward_kernel(
+    gate_up_ptr, dy_ptr, dgate_up_ptr, SIZE: tl.constexpr, ON_GPU: tl.constexpr, BLOCK_F: tl.constexpr
+):
     token = tl.program_id(0).to(tl.int64)
     column_F = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     inside_F = column_F < SIZE
@@ -46,7 +50,7 @@ def _silu_mul_backward_kernel(gate_up_ptr, dy_ptr, dgate_up_ptr, SIZE: tl.conste
     gate_F = tl.load(gate_up_ptr + gate_offset_F, mask=inside_F, other=0.0).to(tl.float32)
     up_F = tl.load(gate_up_ptr + gate_offset_F + SIZE, mask=inside_F, other=0.0).to(tl.float32)
     dy_F = tl.load(dy_ptr + token * SIZE + column_F, mask=inside_F, other=0.0).to(tl.float32)
-    sigmoid_F = 1.0 / (1.0 + tl.exp(-gate_F))
+    sigmoid_F = sigmoid(gate_F, ON_GPU)
     dgate_F = dy_F * up_F * sigmoid_F * (1.0 + gate_F * (1.0 - sigmoid_F))
     dup_F = dy_F * gate_F * sigmoid_F
     dtype = dgate_up_ptr.dtype.element_ty
@@ -62,9 +66,12 @@ def silu_mul_triton(gate_up_T2F: Tensor) -> Tensor:
     """The forward kernel's launcher. gate_up_T2F contiguous. Returns [T, F]."""
     num_tokens, size = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
     y_TF = torch.empty(num_tokens, size, dtype=gate_up_T2F.dtype, device=gate_up_T2F.device)
-    options = {"enable_fp_fusion": False} if gate_up_T2F.is_cuda else {}
+    on_gpu = gate_up_T2F.is_cuda
+    options = {"enable_fp_fusion": False} if on_gpu else {}
     if num_tokens:
-        _silu_mul_kernel[_grid(num_tokens, size)](gate_up_T2F, y_TF, SIZE=size, BLOCK_F=BLOCK_F, **options)
+        _silu_mul_kernel[_grid(num_tokens, size)](
+            gate_up_T2F, y_TF, SIZE=size, ON_GPU=on_gpu, BLOCK_F=BLOCK_F, **options
+        )
     return y_TF
 
 
@@ -73,9 +80,11 @@ def silu_mul_backward_triton(gate_up_T2F: Tensor, dy_TF: Tensor) -> Tensor:
     num_tokens, size = dy_TF.shape
     dgate_up_T2F = torch.empty_like(gate_up_T2F)
     if num_tokens:
-        grid = _grid(num_tokens, size)
-        options = {"enable_fp_fusion": False} if dy_TF.is_cuda else {}  # silu_mul_backward_quantize has the same bits
-        _silu_mul_backward_kernel[grid](gate_up_T2F, dy_TF, dgate_up_T2F, SIZE=size, BLOCK_F=BLOCK_F, **options)
+        on_gpu = dy_TF.is_cuda
+        options = {"enable_fp_fusion": False} if on_gpu else {}  # silu_mul_backward_quantize has the same bits
+        _silu_mul_backward_kernel[_grid(num_tokens, size)](
+            gate_up_T2F, dy_TF, dgate_up_T2F, SIZE=size, ON_GPU=on_gpu, BLOCK_F=BLOCK_F, **options
+        )
     return dgate_up_T2F
 
 

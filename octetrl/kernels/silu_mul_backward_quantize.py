@@ -26,6 +26,7 @@ from torch import Tensor
 
 from octetrl.fp8.format import BLOCK, E4M3
 from octetrl.fp8.quantize import Quantized, quantize_tokens_reference
+from octetrl.kernels.instructions import bf16_to_float, rounded_to_bf16, sigmoid
 from octetrl.kernels.quantize_activation import empty_rows, scale_rows
 from octetrl.kernels.quantize_both import (
     BothWays,
@@ -58,46 +59,48 @@ PARTS_ADJACENT = True  # the three of one tile follow one another; else all of o
 
 @triton.jit
 def _load_part(
-    gate_up_ptr, dy_ptr, tokens_left, PART: tl.constexpr, QUARTER: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
-):
+    gate_up_ptr, dy_ptr, tokens_left,
+    PART: tl.constexpr, QUARTER: tl.constexpr, SIZE: tl.constexpr, ON_GPU: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """A quarter of dgate, dup or y, rounded to BF16: silu_mul.py's expressions to the letter."""
-    gate_GC = load_quarter(gate_up_ptr, 2 * SIZE, tokens_left, BLOCK, QUARTER, BLOCK).to(tl.float32)
-    sigmoid_GC = 1.0 / (1.0 + tl.exp(-gate_GC))
+    gate_GC = bf16_to_float(load_quarter(gate_up_ptr, 2 * SIZE, tokens_left, BLOCK, QUARTER, BLOCK), ON_GPU)
+    sigmoid_GC = sigmoid(gate_GC, ON_GPU)
     if PART != 1:
-        up_GC = load_quarter(gate_up_ptr + SIZE, 2 * SIZE, tokens_left, BLOCK, QUARTER, BLOCK).to(tl.float32)
+        up_GC = load_quarter(gate_up_ptr + SIZE, 2 * SIZE, tokens_left, BLOCK, QUARTER, BLOCK)
+        up_GC = bf16_to_float(up_GC, ON_GPU)
     if PART != 2:
-        dy_GC = load_quarter(dy_ptr, SIZE, tokens_left, BLOCK, QUARTER, BLOCK).to(tl.float32)
+        dy_GC = bf16_to_float(load_quarter(dy_ptr, SIZE, tokens_left, BLOCK, QUARTER, BLOCK), ON_GPU)
     if PART == 0:
         part_GC = dy_GC * up_GC * sigmoid_GC * (1.0 + gate_GC * (1.0 - sigmoid_GC))
     elif PART == 1:
         part_GC = dy_GC * gate_GC * sigmoid_GC
     else:
         part_GC = gate_GC * sigmoid_GC * up_GC
-    return part_GC.to(tl.bfloat16).to(tl.float32)
+    return rounded_to_bf16(part_GC, ON_GPU)
 
 
 @triton.jit
 def _gradient_part(
     gate_up_ptr, dy_ptr, row_code_ptr, row_scale_ptr, token_code_ptr, token_scale_ptr, T, padded_T, tokens_left,
-    PART: tl.constexpr, SIZE: tl.constexpr, POWER_OF_TWO: tl.constexpr, SATURATES: tl.constexpr, BLOCK: tl.constexpr,
+    PART: tl.constexpr, SIZE: tl.constexpr, POWER_OF_TWO: tl.constexpr, ON_GPU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dgate's tile (PART 0) or dup's (1), both ways; pointers are to the first elements of dgate's."""
-    x0_GC = _load_part(gate_up_ptr, dy_ptr, tokens_left, PART, 0, SIZE, BLOCK)
-    x1_GC = _load_part(gate_up_ptr, dy_ptr, tokens_left, PART, 1, SIZE, BLOCK)
-    x2_GC = _load_part(gate_up_ptr, dy_ptr, tokens_left, PART, 2, SIZE, BLOCK)
-    x3_GC = _load_part(gate_up_ptr, dy_ptr, tokens_left, PART, 3, SIZE, BLOCK)
+    x0_GC = _load_part(gate_up_ptr, dy_ptr, tokens_left, PART, 0, SIZE, ON_GPU, BLOCK)
+    x1_GC = _load_part(gate_up_ptr, dy_ptr, tokens_left, PART, 1, SIZE, ON_GPU, BLOCK)
+    x2_GC = _load_part(gate_up_ptr, dy_ptr, tokens_left, PART, 2, SIZE, ON_GPU, BLOCK)
+    x3_GC = _load_part(gate_up_ptr, dy_ptr, tokens_left, PART, 3, SIZE, ON_GPU, BLOCK)
     store_both(
         x0_GC, x1_GC, x2_GC, x3_GC,
         row_code_ptr + PART * SIZE, row_scale_ptr + PART * (SIZE // BLOCK) * scale_rows(T).to(tl.int64),
         token_code_ptr + PART * SIZE * padded_T.to(tl.int64), token_scale_ptr + PART * SIZE,
-        2 * SIZE, padded_T, tokens_left, BLOCK, POWER_OF_TWO, False, SATURATES, BLOCK,
+        2 * SIZE, padded_T, tokens_left, BLOCK, POWER_OF_TWO, False, ON_GPU, BLOCK,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T"])
 def _silu_mul_backward_quantize_kernel(
     gate_up_ptr, dy_ptr, row_code_ptr, row_scale_ptr, token_code_ptr, token_scale_ptr, y_code_ptr, y_scale_ptr,
-    T, padded_T, SIZE: tl.constexpr, POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr, SATURATES: tl.constexpr,
+    T, padded_T, SIZE: tl.constexpr, POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr, ON_GPU: tl.constexpr,
     TOKEN_BLOCKS: tl.constexpr, PARTS: tl.constexpr, ADJACENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if ADJACENT:
@@ -117,26 +120,26 @@ def _silu_mul_backward_quantize_kernel(
     if part == 0:
         _gradient_part(
             gate_up_ptr, dy_ptr, row_code_ptr, row_scale_ptr, token_code_ptr, token_scale_ptr, T, padded_T, left,
-            0, SIZE, POWER_OF_TWO, SATURATES, BLOCK,
+            0, SIZE, POWER_OF_TWO, ON_GPU, BLOCK,
         )  # fmt: skip
     elif part == 1:
         _gradient_part(
             gate_up_ptr, dy_ptr, row_code_ptr, row_scale_ptr, token_code_ptr, token_scale_ptr, T, padded_T, left,
-            1, SIZE, POWER_OF_TWO, SATURATES, BLOCK,
+            1, SIZE, POWER_OF_TWO, ON_GPU, BLOCK,
         )  # fmt: skip
     else:
         if SQUARE:
             y_scale_ptr += column_block.to(tl.int64) * (padded_T // BLOCK) + block
         else:
             y_scale_ptr += block.to(tl.int64) * SIZE + column
-        y0_GC = _load_part(gate_up_ptr, dy_ptr, left, 2, 0, SIZE, BLOCK)
-        y1_GC = _load_part(gate_up_ptr, dy_ptr, left, 2, 1, SIZE, BLOCK)
-        y2_GC = _load_part(gate_up_ptr, dy_ptr, left, 2, 2, SIZE, BLOCK)
-        y3_GC = _load_part(gate_up_ptr, dy_ptr, left, 2, 3, SIZE, BLOCK)
+        y0_GC = _load_part(gate_up_ptr, dy_ptr, left, 2, 0, SIZE, ON_GPU, BLOCK)
+        y1_GC = _load_part(gate_up_ptr, dy_ptr, left, 2, 1, SIZE, ON_GPU, BLOCK)
+        y2_GC = _load_part(gate_up_ptr, dy_ptr, left, 2, 2, SIZE, ON_GPU, BLOCK)
+        y3_GC = _load_part(gate_up_ptr, dy_ptr, left, 2, 3, SIZE, ON_GPU, BLOCK)
         store_tokens(
             y0_GC, y1_GC, y2_GC, y3_GC, tl.max(tile_magnitudes(y0_GC, y1_GC, y2_GC, y3_GC), 0),
             y_code_ptr + column * padded_T + token, y_scale_ptr, padded_T, BLOCK,
-            POWER_OF_TWO, SQUARE, SATURATES, BLOCK,
+            POWER_OF_TWO, SQUARE, ON_GPU, BLOCK,
         )  # fmt: skip
 
 
@@ -156,7 +159,7 @@ def silu_mul_backward_quantize_triton(
         _silu_mul_backward_quantize_kernel[(PARTS * triton.cdiv(tokens, BLOCK) * (size // BLOCK),)](
             gate_up_T2F, dy_TF, row_codes, row_scale, token_codes, token_scale, y_codes, y_scale,
             tokens, token_codes.shape[1], SIZE=size, POWER_OF_TWO=power_of_two, SQUARE=square,
-            SATURATES=dy_TF.is_cuda, TOKEN_BLOCKS=TOKEN_BLOCKS, PARTS=PARTS, ADJACENT=PARTS_ADJACENT, BLOCK=BLOCK,
+            ON_GPU=dy_TF.is_cuda, TOKEN_BLOCKS=TOKEN_BLOCKS, PARTS=PARTS, ADJACENT=PARTS_ADJACENT, BLOCK=BLOCK,
             num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False,
         )  # fmt: skip
     rows = Quantized(row_codes.view(E4M3), row_scale)

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from octetrl.fp8.format import BLOCK, E4M3
 from octetrl.fp8.quantize import Quantized, quantize_activation_reference
-from octetrl.kernels.quantize_activation import block_scale, e4m3_byte, empty_rows, magnitude_bits, scale_rows
+from octetrl.kernels.instructions import bf16_to_float, e4m3_code, rounded_to_bf16, sigmoid
+from octetrl.kernels.quantize_activation import block_scale, empty_rows, magnitude_bits, scale_rows
 from octetrl.kernels.silu_mul import silu_mul_reference
 
 TILES = {4096: 8, 2048: 4, 1024: 4}  # columns a program, and its warps; the widest that divides F is taken
@@ -29,6 +30,7 @@ TILES = {4096: 8, 2048: 4, 1024: 4}  # columns a program, and its warps; the wid
 def _silu_mul_quantize_kernel(
     gate_up_ptr, code_ptr, scale_ptr, num_tokens,
     SIZE: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    ON_GPU: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     block_N = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
@@ -36,12 +38,11 @@ def _silu_mul_quantize_kernel(
     column_NC = tl.max_contiguous(column_NC, (1, 8))  # a thread: 16 bytes of gate, 16 of up, 8 of codes
     inside_NC = column_NC < SIZE
     gate_ptr_NC = gate_up_ptr + token * (2 * SIZE) + column_NC
-    gate_NC = tl.load(gate_ptr_NC, mask=inside_NC, other=0.0).to(tl.float32)
-    up_NC = tl.load(gate_ptr_NC + SIZE, mask=inside_NC, other=0.0)
-    y_NC = gate_NC * (1.0 / (1.0 + tl.exp(-gate_NC))) * up_NC.to(tl.float32)
-    y_NC = y_NC.to(gate_up_ptr.dtype.element_ty).to(tl.bfloat16).to(tl.float32)
+    gate_NC = bf16_to_float(tl.load(gate_ptr_NC, mask=inside_NC, other=0.0), ON_GPU)
+    up_NC = bf16_to_float(tl.load(gate_ptr_NC + SIZE, mask=inside_NC, other=0.0), ON_GPU)
+    y_NC = rounded_to_bf16(gate_NC * sigmoid(gate_NC, ON_GPU) * up_NC, ON_GPU)
     scale_N, inverse_N = block_scale(tl.max(magnitude_bits(y_NC), 1), POWER_OF_TWO)
-    code_NC = e4m3_byte(y_NC * inverse_N[:, None])
+    code_NC = e4m3_code(y_NC * inverse_N[:, None], ON_GPU)
     tl.store(code_ptr + token * SIZE + column_NC, code_NC, mask=inside_NC)
     tl.store(scale_ptr + block_N.to(tl.int64) * scale_rows(num_tokens) + token, scale_N, mask=block_N * BLOCK < SIZE)
 
@@ -54,7 +55,7 @@ def silu_mul_quantize_triton(gate_up_T2F: Tensor, power_of_two: bool = False) ->
     if num_tokens:
         _silu_mul_quantize_kernel[(num_tokens, triton.cdiv(size, columns))](
             gate_up_T2F, codes, scale, num_tokens, SIZE=size, BLOCKS=columns // BLOCK, BLOCK=BLOCK,
-            POWER_OF_TWO=power_of_two, num_warps=TILES[columns],
+            POWER_OF_TWO=power_of_two, ON_GPU=gate_up_T2F.is_cuda, num_warps=TILES[columns],
             **({"enable_fp_fusion": False} if gate_up_T2F.is_cuda else {}),
         )  # fmt: skip
     return Quantized(codes.view(E4M3), scale)

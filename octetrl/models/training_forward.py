@@ -55,6 +55,7 @@ from octetrl.kernels.qkv_rotate import qkv_rotate
 from octetrl.kernels.qkv_rotate_backward import qkv_rotate_backward
 from octetrl.kernels.quantize_activation import quantize_activation
 from octetrl.kernels.quantize_both import quantize_both
+from octetrl.kernels.quantize_tokens import quantize_tokens
 from octetrl.kernels.rms_norm_backward import rms_norm_backward
 from octetrl.kernels.silu_mul import silu_mul_backward_triton, silu_mul_triton
 from octetrl.kernels.silu_mul_backward_quantize import silu_mul_backward_quantize
@@ -178,10 +179,8 @@ def _up_to_gate_up(
         attended = _Attended(out_THD.flatten(1), lse2_TH)
     with part("quantize"):
         out = _input(attention.o_proj, attended.out_TQ, for_wgrad=False)
-    h1_TE = _product(attention.o_proj, out)
-    with part("rows"):
-        h1_TE.add_(h0_TE)
-    n2 = _normed(h1_TE, layer.mlp_norm, mlp.gate_up_proj, for_wgrad)
+    h1_TE = _product(attention.o_proj, out)  # less h0, which the norm adds
+    n2 = _normed(h1_TE, layer.mlp_norm, mlp.gate_up_proj, for_wgrad, add_TE=h0_TE)
     gate_up_T2F = _product(mlp.gate_up_proj, n2)
     kept_n1, kept_n2 = (n.rows if n.tokens is None else n.tokens for n in (n1, n2))
     return _Activations(kept_n1, qkv_TX, attended, h1_TE, kept_n2, gate_up_T2F, rotated)
@@ -225,9 +224,8 @@ def _attention_backward(
     out_TQ, lse2_TH = activations.attended
     with part("quantize"):
         dh1 = _input(o_proj, dh1_TE, for_wgrad=True, is_gradient=True)
-        out = _input(o_proj, out_TQ, for_wgrad=True).tokens
+        out = _wgrad_input(o_proj, out_TQ)
     dout_TQ = _dgrad(o_proj, dh1)
-    assert out is not None
     _wgrad(dweight, "attention.o_proj", o_proj, dh1, out)
     del dh1, out
     rotated, activations.rotated = activations.rotated, None
@@ -266,14 +264,15 @@ def _attention_backward(
 # ---------------------------------------------------------------- between the GEMMs
 
 
-def _normed(x_TE: Tensor, norm: RMSNorm, eater: Projection, for_wgrad: bool) -> _Input:
+def _normed(x_TE: Tensor, norm: RMSNorm, eater: Projection, for_wgrad: bool, add_TE: Tensor | None = None) -> _Input:
+    """The norm of x + add, as `eater` multiplies it. The sum replaces x."""
     if not isinstance(eater, Float8Linear) or eater.lora is not None or for_wgrad:
         with part("rows"):
-            _, n_TE = add_rms_norm(None, x_TE, norm.weight, norm.eps, quantize=False)
+            _, n_TE = add_rms_norm(add_TE, x_TE, norm.weight, norm.eps, quantize=False)
         with part("quantize"):
             return _input(eater, n_TE, for_wgrad=for_wgrad)
     with part("rows"):
-        _, n = add_rms_norm(None, x_TE, norm.weight, norm.eps, quantize=True, power_of_two=eater.power_of_two)
+        _, n = add_rms_norm(add_TE, x_TE, norm.weight, norm.eps, quantize=True, power_of_two=eater.power_of_two)
     return _Input(n, None)
 
 
@@ -318,12 +317,11 @@ def _gated_backward(layer: DecoderLayer, gate_up_T2F: Tensor, dy_TF: Tensor) -> 
     gate_up, down = layer.mlp.gate_up_proj, layer.mlp.down_proj
     adapted = gate_up.lora is not None or down.lora is not None
     if isinstance(gate_up, Float8Linear) and isinstance(down, Float8Linear) and not adapted:
-        dgate_up, y = silu_mul_backward_quantize(gate_up_T2F, dy_TF, down.power_of_two, square=down.square_wgrad)
-        return _Input(*dgate_up), y
-    gated = _input(down, silu_mul_triton(gate_up_T2F), for_wgrad=True)
-    assert gated.tokens is not None
+        both, codes = silu_mul_backward_quantize(gate_up_T2F, dy_TF, down.power_of_two, square=down.square_wgrad)
+        return _Input(*both), codes
+    y = _wgrad_input(down, silu_mul_triton(gate_up_T2F))
     dgate_up_T2F = silu_mul_backward_triton(gate_up_T2F, dy_TF)
-    return _input(gate_up, dgate_up_T2F, for_wgrad=True, is_gradient=True), gated.tokens
+    return _input(gate_up, dgate_up_T2F, for_wgrad=True, is_gradient=True), y
 
 
 # ---------------------------------------------------------------- the GEMMs
@@ -339,6 +337,13 @@ def _input(linear: Projection, x_TC: Tensor, *, for_wgrad: bool, is_gradient: bo
         return _Input(quantize_activation(x_TC, linear.power_of_two), None)
     square = linear.square_wgrad and not is_gradient
     return _Input(*quantize_both(x_TC, linear.power_of_two, square=square))
+
+
+def _wgrad_input(linear: Projection, x_TC: Tensor) -> Operand:
+    """A BF16 tensor [T, C] as wgrad alone multiplies it, in the forward having been `linear`'s input."""
+    if not isinstance(linear, Float8Linear) or linear.lora is not None:
+        return x_TC
+    return quantize_tokens(x_TC, linear.power_of_two, linear.square_wgrad)
 
 
 def _product(linear: Projection, x: _Input) -> Tensor:

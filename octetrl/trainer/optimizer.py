@@ -27,6 +27,7 @@ from torch.optim.adamw import adamw as torch_adamw
 from octetrl.config.errors import UserError
 from octetrl.config.schema import OptimizerConfig
 from octetrl.kernels.adamw import AdamScalars, Moment, adamw
+from octetrl.kernels.add_gradient import add_gradient
 from octetrl.kernels.parts import part
 from octetrl.trainer.optimizer_offload import OffloadStream, Piece, pieces_of
 from octetrl.trainer.optimizer_states import (
@@ -89,8 +90,9 @@ class Optimizer:
         gradient = torch.zeros_like(parameter, dtype=torch.float32)
 
         def accumulate(parameter: Tensor) -> None:
+            assert parameter.grad is not None
             with part("gradients"):
-                gradient.add_(parameter.grad)  # type: ignore[arg-type]
+                add_gradient(gradient, parameter.grad)
             parameter.grad = None
 
         parameter.register_post_accumulate_grad_hook(accumulate)

@@ -16,6 +16,7 @@ from triton.runtime.jit import JITFunction
 
 import octetrl.kernels.add_rms_norm as add_rms_norm
 import octetrl.kernels.count_poisoned as count_poisoned
+import octetrl.kernels.instructions as instructions
 import octetrl.kernels.kv_store as kv_store
 import octetrl.kernels.qkv_store as qkv_store
 import octetrl.kernels.quantize_activation as quantize_activation
@@ -23,7 +24,7 @@ import octetrl.kernels.silu_mul_quantize as silu_mul_quantize
 from octetrl.fp8.format import E4M3
 from octetrl.fp8.quantize import Quantized
 
-KERNELS = (add_rms_norm, count_poisoned, kv_store, qkv_store, quantize_activation, silu_mul_quantize)
+KERNELS = (add_rms_norm, count_poisoned, instructions, kv_store, qkv_store, quantize_activation, silu_mul_quantize)
 MODULES = (*KERNELS, tl, tl.standard)
 
 

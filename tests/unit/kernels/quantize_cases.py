@@ -17,6 +17,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
+import octetrl.kernels.instructions as instructions
 import octetrl.kernels.quantize_activation as quantize_activation
 import octetrl.kernels.quantize_tokens as quantize_tokens
 import octetrl.kernels.quantize_weight as quantize_weight
@@ -31,7 +32,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the quantise kernels, and the device functions they call (Triton's own included), in Triton's
     interpreter.
     """
-    for module in (quantize_activation, quantize_tokens, quantize_weight, tl, tl.standard):
+    for module in (instructions, quantize_activation, quantize_tokens, quantize_weight, tl, tl.standard):
         for name, member in list(vars(module).items()):
             if isinstance(member, JITFunction):
                 monkeypatch.setattr(module, name, InterpretedFunction(member.fn))

@@ -9,6 +9,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
+import octetrl.kernels.instructions as instructions
 import octetrl.kernels.quantize_activation as quantize_activation
 import octetrl.kernels.quantize_both as quantize_both
 import octetrl.kernels.quantize_tokens as quantize_tokens
@@ -23,7 +24,8 @@ from octetrl.kernels.silu_mul_backward_quantize import (
 from tests.unit.kernels.fused_row_cases import assert_near, normal
 from tests.unit.kernels.quantize_cases import assert_same_bytes
 
-MODULES = (quantize_activation, quantize_both, quantize_tokens, silu_mul_module, module, tl, tl.standard)
+KERNELS = (instructions, quantize_activation, quantize_both, quantize_tokens, silu_mul_module, module)
+MODULES = (*KERNELS, tl, tl.standard)
 
 
 @pytest.fixture
