@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAM_ELEMENTS = 4096
-WARPS = 8
+PROGRAM_ELEMENTS = 2048
+WARPS = 4
 
 
 @triton.jit(do_not_specialize=["num_elements"])
@@ -33,10 +33,14 @@ def add_gradient_triton(sum_: Tensor, gradient: Tensor) -> None:
         )
 
 
+def add_gradient_reference(sum_: Tensor, gradient: Tensor) -> None:
+    """The same in plain torch."""
+    sum_.add_(gradient)
+
+
 def add_gradient(sum_: Tensor, gradient: Tensor) -> None:
     """sum_ float32, gradient of the same shape in any dtype and with any strides."""
     assert sum_.shape == gradient.shape, f"add_gradient: {sum_.shape} and {gradient.shape}"
-    if sum_.is_cuda and sum_.is_contiguous() and gradient.is_contiguous():
-        add_gradient_triton(sum_, gradient)
-    else:
-        sum_.add_(gradient)
+    flat = sum_.is_contiguous() and gradient.is_contiguous()
+    add = add_gradient_triton if sum_.is_cuda and flat else add_gradient_reference
+    add(sum_, gradient)

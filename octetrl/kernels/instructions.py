@@ -1,15 +1,15 @@
 """What the GPU does in fewer instructions than Triton writes for it.
 
-Kernels that make two codes of every element they read are bound by instructions, not by memory. Of their instructions
-an exponential and a quotient that scale for subnormal results, and BF16 converted one by one, were the half:
+Kernels that make two codes of every element they read are bound by instructions, not by memory. Half of those were an
+exponential and a quotient that allow for subnormal results, and BF16 converted value by value:
 
-    sigmoid             4 instructions for 14; within two units of the last place of float32, 0 below -88
-    bf16_to_float       1 an element for 1.5: a pair is split by a shift and a mask
-    rounded_to_bf16     1.5 for 2, of which the one was of a unit that does four a cycle
+    sigmoid             4 instructions for 13
+    to_bf16             1/2 an element for 1, and that in a unit that does sixteen a cycle
+    bf16_to_float       1 for 1.5: a pair is split by a shift and a mask
     e4m3_code           1/2 for 5: the conversion itself clamps to ±448 and turns NaN into 0x7F
 
-Each has a plain form, of the same value (the sigmoid's differs in its last bits), for Triton's interpreter, which knows
-no instructions: ON_GPU False.
+Each has a plain form for Triton's interpreter, which knows no instructions (ON_GPU False). The conversions give the
+same bits in both, the sigmoid the same but for the last ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from octetrl.kernels.quantize_activation import e4m3_byte
 
 @triton.jit
 def sigmoid(x, ON_GPU: tl.constexpr):
-    """1 / (1 + exp(-x)) of float32 x."""
+    """1 / (1 + exp(-x)) of float32 x, to 2^-21 of it and another |x| 2^-24 below 0; 0 from -89 down."""
     if ON_GPU:
         return tl.inline_asm_elementwise(
             """{
@@ -43,42 +43,35 @@ def sigmoid(x, ON_GPU: tl.constexpr):
 
 
 @triton.jit
-def bf16_to_float(x, ON_GPU: tl.constexpr):
-    """float32 of x, which may be float32 already."""
-    if ON_GPU and x.dtype == tl.bfloat16:
+def to_bf16(x, ON_GPU: tl.constexpr):
+    """x, float32 or BF16 already, rounded to nearest even."""
+    if x.dtype == tl.bfloat16:
+        return x
+    elif ON_GPU:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return x.to(tl.bfloat16)
+
+
+@triton.jit
+def bf16_to_float(x, ON_GPU: tl.constexpr, ANEW: tl.constexpr = False):
+    """float32 of x, BF16 or float32 already. ANEW: at every use again, where to keep the values from one use to the
+    next would fill twice the registers of x."""
+    if x.dtype == tl.float32:
+        return x
+    elif ON_GPU:
         return tl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
             "=r,=r,r",
             [x],
             dtype=tl.float32,
-            is_pure=True,
+            is_pure=not ANEW,
             pack=2,
         )
     else:
         return x.to(tl.float32)
-
-
-@triton.jit
-def rounded_to_bf16(x, ON_GPU: tl.constexpr):
-    """float32 of the nearest BF16 value, x being float32 or BF16."""
-    if x.dtype == tl.bfloat16:
-        return bf16_to_float(x, ON_GPU)
-    elif ON_GPU:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 t;
-            cvt.rn.bf16x2.f32 t, $3, $2;
-            shl.b32 $0, t, 16;
-            and.b32 $1, t, 0xffff0000;
-            }""",
-            "=r,=r,f,f",
-            [x],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        return x.to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit

@@ -24,13 +24,14 @@ from torch import Tensor
 
 from octetrl.fp8.format import BLOCK, E4M3
 from octetrl.fp8.quantize import Quantized, quantize_activation_reference, quantize_tokens_reference
-from octetrl.kernels.instructions import e4m3_code, rounded_to_bf16
-from octetrl.kernels.quantize_activation import block_scale, empty_rows, magnitude_bits, scale_rows
+from octetrl.kernels.instructions import bf16_to_float, e4m3_code, to_bf16
+from octetrl.kernels.quantize_activation import block_scale, empty_rows, scale_rows
 from octetrl.kernels.quantize_tokens import (
     TOKEN_BLOCKS,
     as_tokens,
     empty_tokens,
     load_quarter,
+    magnitudes,
     store_tokens,
     tile_magnitudes,
     tile_place,
@@ -56,7 +57,7 @@ def store_quarter(
     token_G = tl.arange(0, BLOCK // 4) * 4 + QUARTER
     column_C = tl.arange(0, BLOCK)
     inside_GC = (token_G < tokens_left)[:, None] & (column_C < columns_left)[None, :]
-    code_GC = e4m3_code(x_GC * tl.gather(inverse_T, token_G, 0)[:, None], ON_GPU)
+    code_GC = e4m3_code(bf16_to_float(x_GC, ON_GPU, True) * tl.gather(inverse_T, token_G, 0)[:, None], ON_GPU)
     tl.store(code_ptr + token_G[:, None] * row_stride + column_C[None, :], code_GC, mask=inside_GC)
 
 
@@ -66,13 +67,13 @@ def store_both(
     row_stride, padded_T, tokens_left, columns_left,
     POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr, ON_GPU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A tile (float32 of BF16 values, in quarters) both ways; the pointers are to its first elements, row_stride is
-    that of the codes. All maxima come first, so that no magnitude is kept in a register until the columns' turn.
+    """A tile (BF16, in quarters) both ways; the pointers are to its first elements, row_stride is that of the codes.
+    All maxima come first, so that no magnitude is kept in a register until the columns' turn.
     """
-    even_G2 = tl.join(tl.max(magnitude_bits(x0_GC), 1), tl.max(magnitude_bits(x2_GC), 1))
-    odd_G2 = tl.join(tl.max(magnitude_bits(x1_GC), 1), tl.max(magnitude_bits(x3_GC), 1))
+    even_G2 = tl.join(tl.max(magnitudes(x0_GC, ON_GPU), 1), tl.max(magnitudes(x2_GC, ON_GPU), 1))
+    odd_G2 = tl.join(tl.max(magnitudes(x1_GC, ON_GPU), 1), tl.max(magnitudes(x3_GC, ON_GPU), 1))
     amax_T = tl.reshape(tl.join(even_G2, odd_G2), (BLOCK,))
-    amax_C = tl.max(tile_magnitudes(x0_GC, x1_GC, x2_GC, x3_GC), 0)
+    amax_C = tl.max(tile_magnitudes(x0_GC, x1_GC, x2_GC, x3_GC, ON_GPU), 0)
     token_T = tl.arange(0, BLOCK)
     scale_T, inverse_T = block_scale(tl.gather(amax_T, token_T, 0), POWER_OF_TWO)
     tl.store(row_scale_ptr + token_T, scale_T, mask=token_T < tokens_left)
@@ -97,10 +98,10 @@ def _quantize_both_kernel(
     token, column = block.to(tl.int64) * BLOCK, column_block.to(tl.int64) * BLOCK
     left = T - block * BLOCK, K - column_block * BLOCK
     x_ptr += token * row_stride + column
-    x0_GC = rounded_to_bf16(load_quarter(x_ptr, row_stride, left[0], left[1], 0, BLOCK), ON_GPU)
-    x1_GC = rounded_to_bf16(load_quarter(x_ptr, row_stride, left[0], left[1], 1, BLOCK), ON_GPU)
-    x2_GC = rounded_to_bf16(load_quarter(x_ptr, row_stride, left[0], left[1], 2, BLOCK), ON_GPU)
-    x3_GC = rounded_to_bf16(load_quarter(x_ptr, row_stride, left[0], left[1], 3, BLOCK), ON_GPU)
+    x0_GC = to_bf16(load_quarter(x_ptr, row_stride, left[0], left[1], 0, BLOCK), ON_GPU)
+    x1_GC = to_bf16(load_quarter(x_ptr, row_stride, left[0], left[1], 1, BLOCK), ON_GPU)
+    x2_GC = to_bf16(load_quarter(x_ptr, row_stride, left[0], left[1], 2, BLOCK), ON_GPU)
+    x3_GC = to_bf16(load_quarter(x_ptr, row_stride, left[0], left[1], 3, BLOCK), ON_GPU)
     row_code_ptr += token * K + column
     row_scale_ptr += column_block.to(tl.int64) * scale_rows(T) + token
     token_code_ptr += column * padded_T + token

@@ -7,7 +7,8 @@ byte. Read 2 bytes an element, written 1 + 4/128. `square` gives wgrad the faste
 
 How a tile is held: as four tiles [32, 128], the q-th with tokens q, 4 + q, 8 + q and so on. So a thread has four
 neighbouring tokens of a column, packs their codes into one word with no exchange, and the transpose through shared
-memory moves words, not bytes; a column's 128 bytes leave as eight 16-byte stores.
+memory moves words, not bytes; a column's 128 bytes leave as eight 16-byte stores. The tile stays in BF16, two values a
+register, and is made float32 anew at each use.
 
 Layout: x [T, K] with K contiguous; codes [K, T']; scale stored [T'/128, K] and returned transposed, strides (1, K);
 square: scale [ceil(K/128), T'/128] contiguous.
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from octetrl.fp8.format import BLOCK, E4M3
 from octetrl.fp8.quantize import Quantized, quantize_tokens_reference
-from octetrl.kernels.instructions import e4m3_code, rounded_to_bf16
+from octetrl.kernels.instructions import bf16_to_float, e4m3_code, to_bf16
 from octetrl.kernels.quantize_activation import block_scale, magnitude_bits
 
 # Programs that follow one another take so many token blocks, then the next columns: reads and transposed writes both
@@ -54,10 +55,16 @@ def load_quarter(x_ptr, row_stride, tokens_left, columns_left, QUARTER: tl.const
 
 
 @triton.jit
-def tile_magnitudes(x0_GC, x1_GC, x2_GC, x3_GC):
+def magnitudes(x, ON_GPU: tl.constexpr):
+    """`magnitude_bits` of BF16 x."""
+    return magnitude_bits(bf16_to_float(x, ON_GPU, True))
+
+
+@triton.jit
+def tile_magnitudes(x0_GC, x1_GC, x2_GC, x3_GC, ON_GPU: tl.constexpr):
     """Over the four quarters, the largest magnitude bits of each group and column."""
-    even_GC = tl.maximum(magnitude_bits(x0_GC), magnitude_bits(x2_GC))
-    return tl.maximum(even_GC, tl.maximum(magnitude_bits(x1_GC), magnitude_bits(x3_GC)))
+    even_GC = tl.maximum(magnitudes(x0_GC, ON_GPU), magnitudes(x2_GC, ON_GPU))
+    return tl.maximum(even_GC, tl.maximum(magnitudes(x1_GC, ON_GPU), magnitudes(x3_GC, ON_GPU)))
 
 
 @triton.jit
@@ -65,7 +72,7 @@ def store_tokens(
     x0_GC, x1_GC, x2_GC, x3_GC, amax_C, code_ptr, scale_ptr, padded_T, columns_left,
     POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr, ON_GPU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a tile (float32 of BF16 values, in quarters), transposed, from code_ptr on, and its scale. amax_C are
+    """Codes of a tile (BF16, in quarters), transposed, from code_ptr on, and its scale. amax_C are
     bits.
 
     A gather by position changes nothing but who holds what: between the two, one thread divides for one column, where
@@ -80,8 +87,8 @@ def store_tokens(
         scale_C, inverse_C = block_scale(tl.gather(amax_C, column_C, 0), POWER_OF_TWO)
         tl.store(scale_ptr + column_C, scale_C, mask=column_C < columns_left)
         inverse_1C = tl.gather(inverse_C, column_C, 0)[None, :]
-    even_GC2 = tl.join(x0_GC * inverse_1C, x2_GC * inverse_1C)
-    odd_GC2 = tl.join(x1_GC * inverse_1C, x3_GC * inverse_1C)
+    even_GC2 = tl.join(bf16_to_float(x0_GC, ON_GPU, True) * inverse_1C, bf16_to_float(x2_GC, ON_GPU, True) * inverse_1C)
+    odd_GC2 = tl.join(bf16_to_float(x1_GC, ON_GPU, True) * inverse_1C, bf16_to_float(x3_GC, ON_GPU, True) * inverse_1C)
     code_GC22 = e4m3_code(tl.join(even_GC2, odd_GC2), ON_GPU)
     code_CT = tl.reshape(tl.permute(code_GC22, (1, 0, 2, 3)), (BLOCK, BLOCK))
     inside_C1 = (column_C < columns_left)[:, None]
@@ -98,15 +105,15 @@ def _quantize_tokens_kernel(
     token, column = block.to(tl.int64) * BLOCK, column_block.to(tl.int64) * BLOCK
     x_ptr += token * row_stride + column
     left = T - block * BLOCK, K - column_block * BLOCK
-    x0_GC = rounded_to_bf16(load_quarter(x_ptr, row_stride, left[0], left[1], 0, BLOCK), ON_GPU)
-    x1_GC = rounded_to_bf16(load_quarter(x_ptr, row_stride, left[0], left[1], 1, BLOCK), ON_GPU)
-    x2_GC = rounded_to_bf16(load_quarter(x_ptr, row_stride, left[0], left[1], 2, BLOCK), ON_GPU)
-    x3_GC = rounded_to_bf16(load_quarter(x_ptr, row_stride, left[0], left[1], 3, BLOCK), ON_GPU)
+    x0_GC = to_bf16(load_quarter(x_ptr, row_stride, left[0], left[1], 0, BLOCK), ON_GPU)
+    x1_GC = to_bf16(load_quarter(x_ptr, row_stride, left[0], left[1], 1, BLOCK), ON_GPU)
+    x2_GC = to_bf16(load_quarter(x_ptr, row_stride, left[0], left[1], 2, BLOCK), ON_GPU)
+    x3_GC = to_bf16(load_quarter(x_ptr, row_stride, left[0], left[1], 3, BLOCK), ON_GPU)
     if SQUARE:
         scale_ptr += column_block.to(tl.int64) * (padded_T // BLOCK) + block
     else:
         scale_ptr += block.to(tl.int64) * K + column
-    amax_C = tl.max(tile_magnitudes(x0_GC, x1_GC, x2_GC, x3_GC), 0)
+    amax_C = tl.max(tile_magnitudes(x0_GC, x1_GC, x2_GC, x3_GC, ON_GPU), 0)
     store_tokens(
         x0_GC, x1_GC, x2_GC, x3_GC, amax_C, code_ptr + column * padded_T + token, scale_ptr, padded_T, left[1],
         POWER_OF_TWO, SQUARE, ON_GPU, BLOCK,

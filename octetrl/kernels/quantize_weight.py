@@ -26,7 +26,7 @@ from torch import Tensor
 
 from octetrl.fp8.format import BLOCK, E4M3
 from octetrl.fp8.quantize import Quantized, check_finite, quantize_weight_reference
-from octetrl.kernels.instructions import e4m3_code, rounded_to_bf16
+from octetrl.kernels.instructions import bf16_to_float, e4m3_code, to_bf16
 from octetrl.kernels.quantize_activation import block_scale
 from octetrl.kernels.quantize_tokens import (
     TOKEN_BLOCKS,
@@ -48,7 +48,7 @@ def _store_rows(
     row_G = tl.arange(0, BLOCK // 4) * 4 + QUARTER
     column_C = tl.arange(0, BLOCK)
     inside_GC = (row_G < rows_left)[:, None] & (column_C < columns_left)[None, :]
-    code_GC = e4m3_code(w_GC * inverse, ON_GPU)
+    code_GC = e4m3_code(bf16_to_float(w_GC, ON_GPU, True) * inverse, ON_GPU)
     tl.store(code_ptr + row_G[:, None] * columns + column_C[None, :], code_GC, mask=inside_GC)
 
 
@@ -62,11 +62,11 @@ def _quantize_weight_kernel(
     row, column = row_block.to(tl.int64) * BLOCK, column_block.to(tl.int64) * BLOCK
     rows_left, columns_left = N - row_block * BLOCK, K - column_block * BLOCK
     w_ptr += row * row_stride + column
-    w0_GC = rounded_to_bf16(load_quarter(w_ptr, row_stride, rows_left, columns_left, 0, BLOCK), ON_GPU)
-    w1_GC = rounded_to_bf16(load_quarter(w_ptr, row_stride, rows_left, columns_left, 1, BLOCK), ON_GPU)
-    w2_GC = rounded_to_bf16(load_quarter(w_ptr, row_stride, rows_left, columns_left, 2, BLOCK), ON_GPU)
-    w3_GC = rounded_to_bf16(load_quarter(w_ptr, row_stride, rows_left, columns_left, 3, BLOCK), ON_GPU)
-    amax_C = tl.max(tile_magnitudes(w0_GC, w1_GC, w2_GC, w3_GC), 0)
+    w0_GC = to_bf16(load_quarter(w_ptr, row_stride, rows_left, columns_left, 0, BLOCK), ON_GPU)
+    w1_GC = to_bf16(load_quarter(w_ptr, row_stride, rows_left, columns_left, 1, BLOCK), ON_GPU)
+    w2_GC = to_bf16(load_quarter(w_ptr, row_stride, rows_left, columns_left, 2, BLOCK), ON_GPU)
+    w3_GC = to_bf16(load_quarter(w_ptr, row_stride, rows_left, columns_left, 3, BLOCK), ON_GPU)
+    amax_C = tl.max(tile_magnitudes(w0_GC, w1_GC, w2_GC, w3_GC, ON_GPU), 0)
     scale, inverse = block_scale(tl.max(amax_C, 0), POWER_OF_TWO)
     scale_ptr += row_block * tl.cdiv(K, BLOCK) + column_block
     tl.store(scale_ptr, scale)

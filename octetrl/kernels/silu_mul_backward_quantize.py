@@ -26,7 +26,7 @@ from torch import Tensor
 
 from octetrl.fp8.format import BLOCK, E4M3
 from octetrl.fp8.quantize import Quantized, quantize_tokens_reference
-from octetrl.kernels.instructions import bf16_to_float, rounded_to_bf16, sigmoid
+from octetrl.kernels.instructions import bf16_to_float, sigmoid, to_bf16
 from octetrl.kernels.quantize_activation import empty_rows, scale_rows
 from octetrl.kernels.quantize_both import (
     BothWays,
@@ -52,7 +52,7 @@ from octetrl.kernels.silu_mul import (
 )
 
 WARPS = 8
-REGISTERS: int | None = 128  # of a thread at most: two programs fit an SM; four warps spill at any number
+REGISTERS: int | None = 80  # of a thread at most: three programs fit an SM; four warps spill at any number
 PARTS = 3  # gate's gradient, up's, y
 PARTS_ADJACENT = True  # the three of one tile follow one another; else all of one part, then all of the next
 
@@ -76,7 +76,7 @@ def _load_part(
         part_GC = dy_GC * gate_GC * sigmoid_GC
     else:
         part_GC = gate_GC * sigmoid_GC * up_GC
-    return rounded_to_bf16(part_GC, ON_GPU)
+    return to_bf16(part_GC, ON_GPU)
 
 
 @triton.jit
@@ -137,7 +137,7 @@ def _silu_mul_backward_quantize_kernel(
         y2_GC = _load_part(gate_up_ptr, dy_ptr, left, 2, 2, SIZE, ON_GPU, BLOCK)
         y3_GC = _load_part(gate_up_ptr, dy_ptr, left, 2, 3, SIZE, ON_GPU, BLOCK)
         store_tokens(
-            y0_GC, y1_GC, y2_GC, y3_GC, tl.max(tile_magnitudes(y0_GC, y1_GC, y2_GC, y3_GC), 0),
+            y0_GC, y1_GC, y2_GC, y3_GC, tl.max(tile_magnitudes(y0_GC, y1_GC, y2_GC, y3_GC, ON_GPU), 0),
             y_code_ptr + column * padded_T + token, y_scale_ptr, padded_T, BLOCK,
             POWER_OF_TWO, SQUARE, ON_GPU, BLOCK,
         )  # fmt: skip

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from octetrl.fp8.format import BLOCK, E4M3
 from octetrl.fp8.quantize import Quantized, quantize_activation_reference
-from octetrl.kernels.instructions import bf16_to_float, e4m3_code, rounded_to_bf16, sigmoid
+from octetrl.kernels.instructions import bf16_to_float, e4m3_code, sigmoid, to_bf16
 from octetrl.kernels.quantize_activation import block_scale, empty_rows, magnitude_bits, scale_rows
 from octetrl.kernels.silu_mul import silu_mul_reference
 
@@ -40,7 +40,7 @@ def _silu_mul_quantize_kernel(
     gate_ptr_NC = gate_up_ptr + token * (2 * SIZE) + column_NC
     gate_NC = bf16_to_float(tl.load(gate_ptr_NC, mask=inside_NC, other=0.0), ON_GPU)
     up_NC = bf16_to_float(tl.load(gate_ptr_NC + SIZE, mask=inside_NC, other=0.0), ON_GPU)
-    y_NC = rounded_to_bf16(gate_NC * sigmoid(gate_NC, ON_GPU) * up_NC, ON_GPU)
+    y_NC = bf16_to_float(to_bf16(gate_NC * sigmoid(gate_NC, ON_GPU) * up_NC, ON_GPU), ON_GPU)
     scale_N, inverse_N = block_scale(tl.max(magnitude_bits(y_NC), 1), POWER_OF_TWO)
     code_NC = e4m3_code(y_NC * inverse_N[:, None], ON_GPU)
     tl.store(code_ptr + token * SIZE + column_NC, code_NC, mask=inside_NC)

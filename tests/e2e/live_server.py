@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import openai
 import torch
 import uvicorn
 
 from octetrl.run.serve import ServeOptions, build_app
 from octetrl.server.intake import Intake
+from tests.e2e.official_client import openai
 
 CONTEXT_LENGTH = 512
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-import openai
 import pytest
 
 from octetrl.cli.main import run_command
+from tests.e2e.official_client import openai
 from tests.house.markdown import code_blocks, commands
 from tests.house.test_readme import check_command
 from tests.house.tree import REPO

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from octetrl.records import GenerationRequest, SamplingParams
 from octetrl.run.tokenizer import load_tokenizer
 from tests.e2e import tiny_run
 from tests.e2e.live_server import CONTEXT_LENGTH, Live, live_server, saying
+from tests.e2e.official_client import openai
 
 ASK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "1 + 2 ="}]}
 LONG: dict[str, Any] = {**ASK, "max_completion_tokens": CONTEXT_LENGTH - 40, "extra_body": {"ignore_eos": True}}

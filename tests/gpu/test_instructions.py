@@ -9,7 +9,7 @@ import triton.language as tl
 
 from octetrl.fp8.format import E4M3
 from octetrl.kernels.add_gradient import add_gradient
-from octetrl.kernels.instructions import bf16_to_float, e4m3_code, rounded_to_bf16, sigmoid
+from octetrl.kernels.instructions import bf16_to_float, e4m3_code, sigmoid, to_bf16
 
 pytestmark = pytest.mark.gpu
 N = 1024
@@ -21,7 +21,7 @@ def _each_kernel(x_ptr, narrow_ptr, sigmoid_ptr, wide_ptr, rounded_ptr, code_ptr
     x = tl.load(x_ptr + place)
     tl.store(sigmoid_ptr + place, sigmoid(x, True))
     tl.store(wide_ptr + place, bf16_to_float(tl.load(narrow_ptr + place), True))
-    tl.store(rounded_ptr + place, rounded_to_bf16(x, True))
+    tl.store(rounded_ptr + place, bf16_to_float(to_bf16(x, True), True, True))
     tl.store(code_ptr + place, e4m3_code(x, True))
 
 
@@ -34,8 +34,9 @@ def test_every_bf16_value_and_many_between() -> None:
         codes = torch.empty(x.shape, dtype=torch.uint8, device="cuda")
         _each_kernel[(x.numel() // N,)](x, narrow, *got, codes, N=N)
         exact = torch.sigmoid(x.double())
-        usual = x.isfinite() & (exact > 1.2e-38)
-        assert ((got[0].double() - exact).abs() / exact)[usual].max() < 2**-21
+        usual = x.isfinite() & (exact > 1.2e-38)  # the exponent is a product, rounded: an error that grows with x
+        bound = 2**-21 + x.double().clamp(max=0).abs() * 2**-24
+        assert ((got[0].double() - exact).abs() / exact / bound)[usual].max() < 1
         assert (got[0][x < -88] == 0).all() and got[0][x.isnan()].isnan().all()
         numbers = ~narrow.isnan()
         assert torch.equal(got[1][numbers], narrow.float()[numbers]) and got[1][~numbers].isnan().all()

@@ -13,7 +13,7 @@ from triton.runtime.jit import JITFunction
 import octetrl.kernels.instructions as module
 import octetrl.kernels.quantize_activation as quantize_activation
 from octetrl.fp8.format import E4M3
-from octetrl.kernels.instructions import bf16_to_float, e4m3_code, rounded_to_bf16, sigmoid
+from octetrl.kernels.instructions import bf16_to_float, e4m3_code, sigmoid, to_bf16
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def _each_kernel(x_ptr, narrow_ptr, sigmoid_ptr, wide_ptr, rounded_ptr, code_ptr
     x = tl.load(x_ptr + place)
     tl.store(sigmoid_ptr + place, sigmoid(x, False))
     tl.store(wide_ptr + place, bf16_to_float(tl.load(narrow_ptr + place), False))
-    tl.store(rounded_ptr + place, rounded_to_bf16(x, False))
+    tl.store(rounded_ptr + place, bf16_to_float(to_bf16(x, False), False))
     tl.store(code_ptr + place, e4m3_code(x, False))
 
 
@@ -32,7 +32,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
         for name, member in list(vars(patched).items()):
             if isinstance(member, JITFunction):
                 monkeypatch.setattr(patched, name, InterpretedFunction(member.fn))
-    for name in ("bf16_to_float", "e4m3_code", "rounded_to_bf16", "sigmoid", "_each_kernel"):
+    for name in ("bf16_to_float", "e4m3_code", "sigmoid", "to_bf16", "_each_kernel"):
         monkeypatch.setitem(globals(), name, InterpretedFunction(globals()[name].fn))
 
 
