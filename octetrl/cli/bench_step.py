@@ -190,3 +190,7 @@ def _say(number: int, turn: StepTurn) -> None:
         difference = f"largest difference {step.max_abs_diff:.2e} over {step.compared_tokens:,} tokens"
         arm = f"round {number}  {turn.precision}, {turn.numerics}"
         typer.echo(f"{arm}: {phases}, {difference}, up in {turn.startup_seconds:.1f} s")
+        if step.pace is not None:
+            before, settling, steady = step.pace.before, step.pace.settling, step.pace.steady
+            once = f"{before:.2f} s before its first micro-batch, {settling:.2f} s to find its pace"
+            typer.echo(f"         of learning {once}, then {steady * 1e6:.1f} us a token")

@@ -12,9 +12,10 @@ median over the steps of all rounds.
 Quantising the weights happens inside `Worker.train`, where the trainer's own forward needs it too; its time is counted
 as publishing, because the codes are what the engine is given. GB/s of publishing: bytes of codes and scales over that.
 
-`learn_share` below 1 learns from that share of the groups alone and reckons the rest: what scales with tokens (all but
-the update, whose time is taken by itself after the last step) is multiplied by all tokens over those learnt from. The
-time of one such step is an estimate, and its row says so.
+`learn_share` below 1 learns from that share of the groups alone and reckons the rest: each token left out costs what
+one cost in the micro-batches between the first and the last (bench_clock.py), so what happens once in a learning is
+counted once. Where there are too few of those, all but the update, whose time is taken by itself after the last step,
+is multiplied by all tokens over those learnt from. The time of such a step is an estimate, and its row says so.
 
 What calibration costs is measured on some micro-batches of the last step, modes alternating: `off` is a forward and
 backward that does not look at K and V, `fused` one that does, `exact` one more forward after one that does not. Shares
@@ -58,6 +59,7 @@ from octetrl.records import (
     Turn,
 )
 from octetrl.rollout.samples import to_samples
+from octetrl.run.bench_clock import MicroBatchClock, Pace
 from octetrl.run.bench_rollout import BenchModel, draw_weights, give_memory_back, tokenizer_of
 from octetrl.run.bench_workload import Workload
 from octetrl.run.worker import Worker
@@ -107,6 +109,7 @@ class StepTimes:
     micro_batches: int  # of all groups
     produce_peak: float | None  # GB, the KV cache included; None on a CPU
     learn_peak: float | None  # and of publishing
+    pace: Pace | None = None  # of learning; None where its micro-batches were too few
 
     @property
     def total(self) -> float:
@@ -257,8 +260,10 @@ class StepArm:
         produce_peak = worker.memory_metrics().get("memory/peak_gb")
         groups = max(1, round(self.bench.learn_share * len(samples) / self.bench.group_size))
         some = samples[: groups * self.bench.group_size]
-        self._batch = pack(some, worker.layout, self.algorithm.token_weighting)
-        update = worker.train(self._batch)
+        clock = MicroBatchClock(self.bench.device)
+        with clock.marked(worker.trainer_model):
+            self._batch = pack(some, worker.layout, self.algorithm.token_weighting)
+            update = worker.train(self._batch)
         learnt = self.now()
         worker.publish(update.policy_version)
         ended = self.now()
@@ -276,6 +281,7 @@ class StepArm:
             micro_batches=round(len(self._batch.minibatches[0]) * self._all_tokens / self._learnt_tokens),
             produce_peak=produce_peak,
             learn_peak=worker.memory_metrics().get("memory/peak_gb"),
+            pace=clock.pace([one.token_ids_T.numel() for one in self._batch.minibatches[0]]),
         )
 
     def for_all(self, step: StepTimes, optimizer_seconds: float) -> StepTimes:
@@ -283,6 +289,9 @@ class StepArm:
         more = self._all_tokens / self._learnt_tokens
         if more == 1.0:
             return step
+        if step.pace is not None:
+            learn = step.learn + step.pace.steady * (self._all_tokens - self._learnt_tokens)
+            return replace(step, learn=learn, calibrate=step.calibrate * more)
         fixed = min(optimizer_seconds, step.learn)
         return replace(step, learn=fixed + (step.learn - fixed) * more, calibrate=step.calibrate * more)
 

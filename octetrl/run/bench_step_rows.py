@@ -62,6 +62,11 @@ def _row(bench: StepBench, rounds: Sequence[StepTurn]) -> Row:
     for phase, seconds in phases.items():
         row[f"time/{phase}"] = seconds
         row[f"step/{phase}_share"] = seconds / total
+    paces = [step.pace for step in steps if step.pace is not None]
+    if paces:
+        row["learn/before_s"] = statistics.median(pace.before for pace in paces)
+        row["learn/settling_s"] = statistics.median(pace.settling for pace in paces)
+        row["learn/us_per_token"] = statistics.median(pace.steady for pace in paces) * 1e6
     if rounds[0].published_bytes:
         row["step/publish_gb"] = rounds[0].published_bytes / 1e9
         row["step/publish_gb_per_second"] = rounds[0].published_bytes / 1e9 / phases["publish"]

@@ -15,6 +15,7 @@ from octetrl.config.errors import UserError
 from octetrl.config.schema import AlgorithmConfig, Numerics, TrainerConfig
 from octetrl.engine.kv_cache import KVCache
 from octetrl.records import Completion, FinishReason
+from octetrl.run.bench_clock import MicroBatchClock, Pace
 from octetrl.run.bench_rollout import find_model
 from octetrl.run.bench_step import (
     MISMATCH,
@@ -126,6 +127,27 @@ def test_learning_from_a_share_is_reckoned_for_all() -> None:
     turn, whole = (measure(replace(bench("bf16"), learn_share=share))[0] for share in (0.5, 1.0))
     assert turn.steps[0].micro_batches == pytest.approx(whole.steps[0].micro_batches, abs=1)
     assert turn.steps[0].learn > 0
+
+
+def test_what_happens_once_in_a_learning_is_counted_once() -> None:
+    arm = StepArm(bench("bf16"), build_worker(bench("bf16"), "bf16"))
+    arm._learnt_tokens, arm._all_tokens = 100, 400
+    step = replace(times(6.0, 3.0, 1.0), pace=Pace(before=1.0, settling=0.5, steady=0.01))
+    assert arm.for_all(step, 0.25).learn == pytest.approx(6.0), "300 tokens more, 10 ms each"
+    assert arm.for_all(replace(step, pace=None), 0.25).learn == pytest.approx(0.25 + 2.75 * 4)
+
+
+def test_the_clock_tells_before_settling_and_steady_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([0.0, 5.0, 15.0, 20.0, 22.0, 26.0, 27.0])  # begun, then six forwards
+    monkeypatch.setattr(time, "perf_counter", lambda: next(seconds))
+    clock, model = MicroBatchClock(torch.device("cpu")), torch.nn.Identity()
+    with clock.marked(model):
+        for _ in range(6):
+            model(torch.zeros(1))
+    model(torch.zeros(1))  # after the end: not marked
+    tokens = [20, 10, 10, 20, 5, 7]
+    assert clock.pace(tokens) == Pace(before=5.0, settling=pytest.approx(15.0 - 30 * 0.2), steady=pytest.approx(0.2))
+    assert clock.pace(tokens[:5]) is None, "a forward that was no micro-batch's"
 
 
 # --- from turns to rows -------------------------------------------------------------------------------------
