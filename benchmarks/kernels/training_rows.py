@@ -6,7 +6,7 @@ Forward: q, K, V, scales and amax, byte for byte those of QK-norm, RoPE and KV r
 of the cache. Backward: how many values are further from float64 than one rounding to BF16 allows, and whether a second
 run has the same bits. Time: 16,384 tokens of Qwen3-8B, medians over replays of a CUDA graph; one set of inputs is
 larger than L2. Beside it stands the chain of separate ops: for RMSNorm's backward plain torch, for QKV's the rotation
-back, RMSNorm's backward and the concatenation. Bytes are those that a kernel must read and write (weights and angles
+back, RMSNorm's backward and the concatenation, for a gradient's sum torch's `add_`. Bytes are those that a kernel must read and write (weights and angles
 left out). `--sweep` times other tiles and numbers of programs too.
 """
 
@@ -29,6 +29,7 @@ from benchmarks.record import RESULTS, write_result
 from octetrl.kernels import qkv_rotate as rotate_module
 from octetrl.kernels import qkv_rotate_backward as rotate_back_module
 from octetrl.kernels import rms_norm_backward as norm_module
+from octetrl.kernels.add_gradient import add_gradient
 from octetrl.kernels.attention_order import KVMode
 from octetrl.kernels.kv_store import kv_replay
 from octetrl.kernels.qkv_rotate import qkv_rotate
@@ -40,6 +41,7 @@ from octetrl.layers.attention import observe_amax
 from octetrl.layers.rotary import Rotary, RotaryTable
 
 EPS, NEVER, TOKENS = 1e-6, -1.0, 16384
+WEIGHT = (24576, 4096)  # gate and up of Qwen3-8B
 FLOOR = 4.3  # TB/s
 REPLAYS: dict[str, tuple[KVMode, bool]] = {
     "bf16": ("none", False),
@@ -188,6 +190,20 @@ def norm_case(x: Tensor, residual: bool) -> Case:
     return Case(name, "bf16", fused, chain, exact, x.numel() * (8 if residual else 6))
 
 
+def sum_case(rows: int, columns: int) -> Case:
+    """A weight's gradient added to its sum."""
+    total, gradient = torch.zeros(rows, columns, device="cuda"), normal(rows, columns)
+
+    def fused() -> Outputs:
+        add_gradient(total, gradient)
+        return [total]
+
+    def chain() -> Outputs:
+        return [total.add_(gradient)]
+
+    return Case("add_gradient", "bf16", fused, chain, None, 10 * rows * columns)
+
+
 # ---------------------------------------------------------------- right?
 
 
@@ -252,7 +268,7 @@ def microseconds(call: Callable[[], object]) -> float:
 
 def timed(case: Case, chain: bool = True, **setting: object) -> Row:
     us = microseconds(case.fused)
-    row: Row = {"op": case.op, "precision": case.precision, "workload": f"{TOKENS} tokens", **setting, "us": us}
+    row: Row = {"op": case.op, "precision": case.precision, "workload": f"{TOKENS} tokens", "us": us, **setting}
     row |= {"tb_per_s": case.moved / us / 1e6, "floor_share": case.moved / us / 1e6 / FLOOR}
     return row | {"chain_us": microseconds(case.chain)} if chain else row
 
@@ -265,6 +281,7 @@ def timings() -> Iterator[Row]:
     yield timed(rotate_back_case(shape, TOKENS))
     for residual in (False, True):
         yield timed(norm_case(normal(TOKENS, shape.hidden), residual))
+    yield timed(sum_case(*WEIGHT), workload=f"{WEIGHT[0]} x {WEIGHT[1]}")
 
 
 def sweep() -> Iterator[Row]:
