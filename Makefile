@@ -31,7 +31,7 @@ test-gpu: $(READY)  ## the tests that need a Hopper GPU
 lint: $(READY)  ## ruff's rules
 	$(PYTHON) -m ruff check .
 
-types: $(READY)  ## mypy over the package
+types: $(READY)  ## mypy over the package and its benchmarks
 	$(PYTHON) -m mypy
 
 fmt: $(READY)  ## rewrite the code as ruff formats it

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,12 +45,12 @@ class PlainLayer(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
-        options = {"bias": False, "dtype": torch.bfloat16, "device": "cuda"}
+        options: dict[str, Any] = {"bias": False, "dtype": torch.bfloat16, "device": "cuda"}
         self.qkv = nn.Linear(spec.hidden_size, spec.q_size + 2 * spec.kv_size, **options)
         self.o = nn.Linear(spec.q_size, spec.hidden_size, **options)
         self.gate_up = nn.Linear(spec.hidden_size, 2 * spec.intermediate_size, **options)
         self.down = nn.Linear(spec.intermediate_size, spec.hidden_size, **options)
-        norms = {"eps": spec.rms_norm_eps, "dtype": torch.bfloat16, "device": "cuda"}
+        norms: dict[str, Any] = {"eps": spec.rms_norm_eps, "dtype": torch.bfloat16, "device": "cuda"}
         self.norms = nn.ModuleList(nn.RMSNorm(spec.hidden_size, **norms) for _ in range(2))
         self.head_norms = nn.ModuleList(nn.RMSNorm(spec.head_size, **norms) for _ in range(2)) if spec.qk_norm else None
 

@@ -85,7 +85,8 @@ def estimated(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy) -> Memor
 
 def samples(tokens: int, vocab_size: int) -> list[Sample]:
     """Sequences that fill one micro-batch; all but each first token is trained on."""
-    draw, found = random.Random(0), []
+    draw = random.Random(0)
+    found: list[Sample] = []
     while tokens > 1:
         length = min(tokens, LONGEST)
         ids = tuple(draw.randrange(vocab_size) for _ in range(length))

@@ -40,7 +40,7 @@ from benchmarks.record import RESULTS, write_result
 from octetrl.algorithms.table import build_algorithm
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.schema import Recipe
-from octetrl.data.conversations import Conversation, to_sample
+from octetrl.data.conversations import Conversation
 from octetrl.environments.base import Taskset
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.context import PackedContext
@@ -145,8 +145,8 @@ def trained_model(folder: Path, arguments: argparse.Namespace, size: Size) -> Do
     Path(str(recipe.algorithm.conversations)).write_text(examples)
     print(f"{len(learnt)} documents to learn from, {arguments.sft_steps} steps of {size.batch}", flush=True)
     documents = Documents(
-        held_out=[cut(to_sample(document, chat), size.tokens) for document in unseen[: size.held_out]],
-        calibration=[to_sample(document, chat).token_ids for document in learnt[: size.calibration]],
+        held_out=[cut(sample_of(document, chat), size.tokens) for document in unseen[: size.held_out]],
+        calibration=[sample_of(document, chat).token_ids for document in learnt[: size.calibration]],
     )
     train(recipe)
     export_run(recipe.output_dir, str(folder / "start"))
@@ -165,6 +165,11 @@ def worked_sums(recipe: Recipe, size: Size) -> tuple[list[Conversation], list[Co
         return [Conversation(task.prompt, answer) for task, answer in zip(tasks, answers, strict=True)]
 
     return answered(taskset.next_batch(size.sums)), answered(taskset.held_out())
+
+
+def sample_of(document: Conversation, chat: ChatTokens) -> Sample:
+    (sample,) = document.tokenized(chat).samples
+    return sample
 
 
 def cut(sample: Sample, tokens: int) -> Sample:

@@ -88,8 +88,9 @@ def norm_case(shape: Shape, tokens: int, quantize: bool, add: bool = True) -> Ca
     weight, other = 1 + normal(shape.hidden) / 10, residual.clone()
 
     def fused() -> Outputs:
-        _, normed = add_rms_norm(delta, residual, weight, EPS, quantize=quantize)
-        return [residual, *normed] if quantize else [residual, normed]
+        if quantize:
+            return [residual, *add_rms_norm(delta, residual, weight, EPS, quantize=True)[1]]
+        return [residual, add_rms_norm(delta, residual, weight, EPS, quantize=False)[1]]
 
     def chain() -> Outputs:
         if delta is not None:
@@ -255,8 +256,8 @@ def sweep() -> Iterator[Row]:
 
 
 def show(rows: list[Row]) -> None:
-    columns = ("op", "precision", "workload", "tile", "us", "tb_per_s", "floor_share", "chain_us")
-    columns = tuple(name for name in columns if any(name in row for row in rows))
+    names = ("op", "precision", "workload", "tile", "us", "tb_per_s", "floor_share", "chain_us")
+    columns = [name for name in names if any(name in row for row in rows)]
     table = Table(*columns, title="fused row kernels, Qwen3-8B's shape")
     for row in rows:
         cells = [row.get(name, "") for name in columns]

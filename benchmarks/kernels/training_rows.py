@@ -6,8 +6,8 @@ Forward: q, K, V, scales and amax, byte for byte those of QK-norm, RoPE and KV r
 of the cache. Backward: how many values are further from float64 than one rounding to BF16 allows, and whether a second
 run has the same bits. Time: 16,384 tokens of Qwen3-8B, medians over replays of a CUDA graph; one set of inputs is
 larger than L2. Beside it stands the chain of separate ops: for RMSNorm's backward plain torch, for QKV's the rotation
-back, RMSNorm's backward and the concatenation, for a gradient's sum torch's `add_`. Bytes are those that a kernel must read and write (weights and angles
-left out). `--sweep` times other tiles and numbers of programs too.
+back, RMSNorm's backward and the concatenation, for a gradient's sum torch's `add_`. Bytes are those that a kernel must
+read and write (weights and angles left out). `--sweep` times other tiles and numbers of programs too.
 """
 
 from __future__ import annotations
