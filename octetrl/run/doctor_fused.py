@@ -176,11 +176,11 @@ class TrainingTap(FusedTap):
             yield
 
     def _normed(self, original: Function) -> Function:
-        def normed(x_TE: Tensor, norm: nn.Module, *args: Any) -> Any:
-            made = original(x_TE, norm, *args)
+        def normed(x_TE: Tensor, norm: nn.Module, *args: Any, **how: Any) -> Any:
+            made = original(x_TE, norm, *args, **how)
             site = self.sites[id(norm)]
             if site.op == "MLP norm":
-                self.tell_here("residual", x_TE)
+                self.tell_here("residual", x_TE)  # which the norm has added up in place
             self.tell(site, made.rows)
             return made
 
