@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.compiled_layer import milliseconds, own_arm
-from benchmarks.record import RESULTS, write_result
+from benchmarks.record import RESULTS, need_hopper, write_result
 from octetrl.config.presets import preset_config
 from octetrl.config.schema import Fp8Config
 from octetrl.config.spec import ModelSpec
@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--models", default="qwen3-0.6b,qwen3-1.7b,qwen3-8b")
     parser.add_argument("--out", type=Path, default=RESULTS)
     asked = parser.parse_args()
+    need_hopper("break_even")
     rows: list[dict[str, object]] = []
     table = Table("tokens", title="BF16 / FP8, one layer, forward and backward")
     columns: list[list[str]] = []

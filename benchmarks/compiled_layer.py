@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.record import RESULTS, write_result
+from benchmarks.record import RESULTS, need_hopper, write_result
 from octetrl.config.presets import preset_config
 from octetrl.config.schema import Fp8Config
 from octetrl.config.spec import ModelSpec
@@ -139,6 +139,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--out", type=Path, default=RESULTS)
     asked = parser.parse_args()
+    need_hopper("compiled_layer")
     spec = replace(spec_from_config(preset_config(asked.model)), num_layers=1, vocab_size=1024)
     sizes = asked.tokens, asked.length
     rotary = Decoder(spec, precision_policy(spec, Fp8Config()), "train").rotary(torch.arange(asked.length))

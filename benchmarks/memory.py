@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.record import RESULTS, write_result
+from benchmarks.record import RESULTS, need_hopper, write_result
 from octetrl.algorithms.table import build_algorithm
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.memory import MemoryEstimate, Precisions, estimate_memory
@@ -132,6 +132,7 @@ def measured(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy) -> dict[s
 
 def main() -> None:
     arguments = parse()
+    need_hopper("memory")
     recipe = recipe_of(arguments)
     spec = replace(spec_from_config(preset_config(arguments.model)), num_layers=arguments.layers)
     policy = precision_policy(spec, recipe.fp8)

@@ -1,13 +1,24 @@
-"""Where a benchmark's figures go: `benchmarks/results/<bench>_<name>.json` (octetrl/telemetry/bench_record.py)."""
+"""What the benchmarks share: where their figures go, `benchmarks/results/<bench>_<name>.json`
+(octetrl/telemetry/bench_record.py), and what they say where the device is missing."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import torch
 
 from octetrl.telemetry import bench_record
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def need_hopper(bench: str) -> None:
+    """Ends the program with one line unless a Hopper GPU, or a later one, is here."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
+        print(f"benchmarks.{bench}: no Hopper GPU here; run it on one", file=sys.stderr)
+        raise SystemExit(2)
 
 
 def write_result(bench: str, name: str, rows: Sequence[Mapping[str, object]], folder: Path = RESULTS) -> Path:

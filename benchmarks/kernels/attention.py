@@ -15,7 +15,6 @@ from one length to another, in random, rising or falling order. `--only decode` 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +27,7 @@ from rich.table import Table
 from torch import Tensor
 from triton.testing import do_bench_cudagraph
 
-from benchmarks.record import RESULTS, write_result
+from benchmarks.record import RESULTS, need_hopper, write_result
 from octetrl.fp8.format import E4M3
 from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.attention_order import KVMode
@@ -276,9 +275,7 @@ def main() -> None:
     parser.add_argument("--only", choices=["decode"])
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
-        print("benchmarks.kernels.attention: no Hopper GPU here; run it on one", file=sys.stderr)
-        raise SystemExit(2)
+    need_hopper("kernels.attention")
     torch.manual_seed(0)
     right = check_bits("cuda")
     sides = (decode_rows,) if arguments.only else (decode_rows, prefill_rows, trainer_rows)

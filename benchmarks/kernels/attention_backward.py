@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,7 @@ from rich.table import Table
 from torch import Tensor
 from triton.testing import do_bench
 
-from benchmarks.record import RESULTS, write_result
+from benchmarks.record import RESULTS, need_hopper, write_result
 from octetrl.kernels.attention_order import KVMode
 from octetrl.kernels.attention_packed import attention_packed_forward_triton
 from octetrl.kernels.attention_packed_backward import (
@@ -246,9 +245,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
-        print("benchmarks.kernels.attention_backward: no Hopper GPU here; run it on one", file=sys.stderr)
-        raise SystemExit(2)
+    need_hopper("kernels.attention_backward")
     torch.manual_seed(0)
     print(f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, tiles {backward_tiles(HEAD_SIZE)}")
     right = check_all()

@@ -12,7 +12,6 @@ tiles too.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -24,7 +23,7 @@ from rich.table import Table
 from torch import Tensor
 from triton.testing import do_bench_cudagraph
 
-from benchmarks.record import RESULTS, write_result
+from benchmarks.record import RESULTS, need_hopper, write_result
 from octetrl.fp8.format import E4M3
 from octetrl.kernels import qkv_store as qkv_module
 from octetrl.kernels import silu_mul_quantize as silu_module
@@ -270,9 +269,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--sweep", action="store_true")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
-        print("benchmarks.kernels.fused_rows: no Hopper GPU here; run it on one", file=sys.stderr)
-        raise SystemExit(2)
+    need_hopper("kernels.fused_rows")
     torch.manual_seed(0)
     good = check_bits()
     rows = list(timings())

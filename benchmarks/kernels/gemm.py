@@ -20,7 +20,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from multiprocessing import get_context
@@ -33,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.record import RESULTS, write_result
+from benchmarks.record import RESULTS, need_hopper, write_result
 from octetrl.config.presets import PRESETS, preset_config
 from octetrl.fp8.gemm import fp8_gemm_nt
 from octetrl.fp8.quantize import Quantized
@@ -328,9 +327,7 @@ def main() -> None:
     arguments = parser.parse_args()
     weights = weights_of(arguments.shapes.split(","))
     sizes = sorted({int(m) for m in arguments.m.split(",")})
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
-        print("benchmarks.kernels.gemm: no Hopper GPU here; run it on one", file=sys.stderr)
-        raise SystemExit(2)
+    need_hopper("kernels.gemm")
     if arguments.tune:
         tune(weights, sizes, Path(os.environ["OUT"]) / TABLE.name if "OUT" in os.environ else TABLE)
         return

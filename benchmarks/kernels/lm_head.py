@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.record import RESULTS, write_result
+from benchmarks.record import RESULTS, need_hopper, write_result
 from octetrl.fp8.errors import relative_error
 from octetrl.kernels import linear_logprobs_backward as module
 from octetrl.kernels.linear_logprobs import linear_logprobs, lm_head_logits, logprobs_of, statistics_triton
@@ -216,9 +215,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=14_336)
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
-        print("benchmarks.kernels.lm_head: no Hopper GPU here; run it on one", file=sys.stderr)
-        raise SystemExit(2)
+    need_hopper("kernels.lm_head")
     torch.manual_seed(0)
     good = all([check_forward(151_936), check_forward(32_001), *map(check_gradients, (0.0, 0.1)), check_sum_in_place()])
     rows: list[Row] = []

@@ -15,7 +15,6 @@ codes transposed. `--sweep` times other warps, registers and orders of the progr
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +27,7 @@ from rich.table import Table
 from torch import Tensor
 from triton.testing import do_bench_cudagraph
 
-from benchmarks.record import RESULTS, write_result
+from benchmarks.record import RESULTS, need_hopper, write_result
 from octetrl.fp8.errors import relative_error
 from octetrl.fp8.format import E4M3
 from octetrl.fp8.gemm import fp8_gemm_wgrad
@@ -304,9 +303,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--sweep", action="store_true")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
-        print("benchmarks.kernels.quantize: no Hopper GPU here; run it on one", file=sys.stderr)
-        raise SystemExit(2)
+    need_hopper("kernels.quantize")
     torch.manual_seed(0)
     good = check_bits()
     rows = list(timings())

@@ -11,7 +11,6 @@ weight and of the logits read or written once, at 4.3 TB/s. `--tiles` times othe
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -25,7 +24,7 @@ from torch import Tensor
 from triton.testing import do_bench_cudagraph
 
 import octetrl.kernels.sample_tokens as tiles
-from benchmarks.record import RESULTS, write_result
+from benchmarks.record import RESULTS, need_hopper, write_result
 from octetrl.kernels.linear_logprobs import LOGIT_ROWS, lm_head_logits, logprobs_alone, logprobs_of
 from octetrl.kernels.sample_tokens import sample_tokens, sample_tokens_reference
 
@@ -159,9 +158,7 @@ def main() -> None:
     parser.add_argument("--tiles", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
-        print("benchmarks.kernels.sampling: no Hopper GPU here; run it on one", file=sys.stderr)
-        raise SystemExit(2)
+    need_hopper("kernels.sampling")
     torch.manual_seed(0)
     if arguments.tiles:
         show(sorted(tile_timings(), key=lambda row: float(str(row["us"]))))

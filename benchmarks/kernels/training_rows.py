@@ -13,7 +13,6 @@ read and write (weights and angles left out). `--sweep` times other tiles and nu
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from rich.table import Table
 from torch import Tensor
 from triton.testing import do_bench_cudagraph
 
-from benchmarks.record import RESULTS, write_result
+from benchmarks.record import RESULTS, need_hopper, write_result
 from octetrl.kernels import qkv_rotate as rotate_module
 from octetrl.kernels import qkv_rotate_backward as rotate_back_module
 from octetrl.kernels import rms_norm_backward as norm_module
@@ -322,9 +321,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--sweep", action="store_true")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
-        print("benchmarks.kernels.training_rows: no Hopper GPU here; run it on one", file=sys.stderr)
-        raise SystemExit(2)
+    need_hopper("kernels.training_rows")
     torch.manual_seed(0)
     good = check()
     rows = list(timings())
