@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.record import RESULTS, write_result
+from benchmarks.record import RESULTS, need_hopper, write_result
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.presets import preset_config
 from octetrl.run.demo import make_model_and_examples
@@ -166,6 +166,8 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true", help="a line a step")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    if not arguments.tiny:
+        need_hopper("precisions", ", or with --tiny")
     folder = Path(tempfile.mkdtemp(prefix="octetrl-precisions-"))
     try:
         print(f"cold start: held-out accuracy {cold_start(folder, arguments)}", flush=True)

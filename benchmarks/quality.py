@@ -36,7 +36,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.precisions import model_shape, recipe_tree, sft_tree
-from benchmarks.record import RESULTS, write_result
+from benchmarks.record import RESULTS, need_hopper, write_result
 from octetrl.algorithms.table import build_algorithm
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.schema import Recipe
@@ -354,6 +354,8 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true", help="a line a step of training")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    if not arguments.tiny:
+        need_hopper("quality", ", or with --tiny")
     arguments.steps = 1  # `recipe_tree` asks; nothing is trained after the SFT
     size = TINY if arguments.tiny else FULL
     folder = Path(tempfile.mkdtemp(prefix="octetrl-quality-"))

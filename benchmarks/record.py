@@ -14,10 +14,10 @@ from octetrl.telemetry import bench_record
 RESULTS = Path(__file__).parent / "results"
 
 
-def need_hopper(bench: str) -> None:
-    """Ends the program with one line unless a Hopper GPU, or a later one, is here."""
+def need_hopper(bench: str, or_else: str = "") -> None:
+    """Ends the program with one line unless a Hopper GPU, or a later one, is here. `or_else`: what runs without."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
-        print(f"benchmarks.{bench}: no Hopper GPU here; run it on one", file=sys.stderr)
+        print(f"benchmarks.{bench}: no Hopper GPU here; run it on one{or_else}", file=sys.stderr)
         raise SystemExit(2)
 
 

@@ -37,7 +37,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.precisions import model_shape, sft_tree
-from benchmarks.record import RESULTS
+from benchmarks.record import RESULTS, need_hopper
 from octetrl.algorithms.table import build_algorithm
 from octetrl.config.load import PRECISIONS, recipe_from_mapping
 from octetrl.config.schema import Fp8Config, Recipe
@@ -230,6 +230,8 @@ def arguments_of(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(words: Sequence[str] | None = None) -> int:
     arguments = arguments_of(words)
+    if not arguments.tiny:
+        need_hopper("sft_precisions", ", or with --tiny")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     folder = Path(tempfile.mkdtemp(prefix="octetrl-sft-"))
     rows: list[Row] = []
