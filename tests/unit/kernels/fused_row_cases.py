@@ -9,10 +9,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import triton.experimental.gluon  # noqa: F401  (the interpreter imports it, and must not find patched functions)
-import triton.language as tl
-from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import JITFunction
 
 import octetrl.kernels.add_rms_norm as add_rms_norm
 import octetrl.kernels.count_poisoned as count_poisoned
@@ -23,18 +19,15 @@ import octetrl.kernels.quantize_activation as quantize_activation
 import octetrl.kernels.silu_mul_quantize as silu_mul_quantize
 from octetrl.fp8.format import E4M3
 from octetrl.fp8.quantize import Quantized
+from tests.unit.kernels.interpreting import interpret
 
 KERNELS = (add_rms_norm, count_poisoned, instructions, kv_store, qkv_store, quantize_activation, silu_mul_quantize)
-MODULES = (*KERNELS, tl, tl.standard)
 
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the fused kernels, and the device functions that they call, in Triton's interpreter."""
-    for module in MODULES:
-        for name, member in list(vars(module).items()):
-            if isinstance(member, JITFunction):
-                monkeypatch.setattr(module, name, InterpretedFunction(member.fn))
+    interpret(monkeypatch, *KERNELS)
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import triton.experimental.gluon  # noqa: F401  (the interpreter imports it, and must not find patched functions)
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
-from triton.runtime.jit import JITFunction
 
 import octetrl.kernels.bf16_gemm as bf16_gemm
 import octetrl.kernels.fp8_gemm as fp8_gemm
 import octetrl.kernels.lora_up as lora_up
+from tests.unit.kernels.interpreting import interpret
 
 create_dot = interpreter.InterpreterBuilder.create_dot
 patch_tensor = interpreter._patch_lang_tensor
@@ -43,7 +42,4 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the GEMMs, and the device functions of Triton that they call, in Triton's interpreter."""
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot_of_values)
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor_with_index)
-    for module in (bf16_gemm, fp8_gemm, lora_up, tl, tl.standard):
-        for name, member in list(vars(module).items()):
-            if isinstance(member, JITFunction):
-                monkeypatch.setattr(module, name, interpreter.InterpretedFunction(member.fn))
+    interpret(monkeypatch, bf16_gemm, fp8_gemm, lora_up)

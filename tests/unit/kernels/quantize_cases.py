@@ -12,10 +12,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import triton.experimental.gluon  # noqa: F401  (the interpreter imports it, and must not find patched functions)
-import triton.language as tl
-from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import JITFunction
 
 import octetrl.kernels.instructions as instructions
 import octetrl.kernels.quantize_activation as quantize_activation
@@ -23,6 +19,7 @@ import octetrl.kernels.quantize_tokens as quantize_tokens
 import octetrl.kernels.quantize_weight as quantize_weight
 from octetrl.fp8.format import E4M3
 from octetrl.fp8.quantize import Quantized
+from tests.unit.kernels.interpreting import interpret
 
 SHAPES = [(1, 1), (3, 130), (128, 128), (70, 300), (257, 65)]
 
@@ -32,10 +29,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the quantise kernels, and the device functions they call (Triton's own included), in Triton's
     interpreter.
     """
-    for module in (instructions, quantize_activation, quantize_tokens, quantize_weight, tl, tl.standard):
-        for name, member in list(vars(module).items()):
-            if isinstance(member, JITFunction):
-                monkeypatch.setattr(module, name, InterpretedFunction(member.fn))
+    interpret(monkeypatch, instructions, quantize_activation, quantize_tokens, quantize_weight)
 
 
 def on_the_grid(shape: tuple[int, int]) -> torch.Tensor:

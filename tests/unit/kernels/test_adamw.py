@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import triton.experimental.gluon  # noqa: F401  (the interpreter imports it, and must not find patched functions)
-import triton.language as tl
-from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import JITFunction
 
 import octetrl.kernels.adamw as adamw_module
 from octetrl.kernels.adamw import (
@@ -20,6 +16,7 @@ from octetrl.kernels.adamw import (
     decode_moment,
     decode_square,
 )
+from tests.unit.kernels.interpreting import interpret
 
 ONE = torch.ones(())
 FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
@@ -54,10 +51,7 @@ def uneven_gradient(count: int, seed: int) -> torch.Tensor:
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (adamw_module, tl, tl.standard):
-        for name, member in list(vars(module).items()):
-            if isinstance(member, JITFunction):
-                monkeypatch.setattr(module, name, InterpretedFunction(member.fn))
+    interpret(monkeypatch, adamw_module)
 
 
 @pytest.mark.parametrize("count", [1, 100, 5000])

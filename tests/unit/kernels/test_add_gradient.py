@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-import triton.experimental.gluon  # noqa: F401  (the interpreter imports it, and must not find patched functions)
-import triton.language as tl
-from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import JITFunction
 
 import octetrl.kernels.add_gradient as module
 from octetrl.kernels.add_gradient import PROGRAM_ELEMENTS, add_gradient, add_gradient_triton
+from tests.unit.kernels.interpreting import interpret
 
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    for patched in (module, tl, tl.standard):
-        for name, member in list(vars(patched).items()):
-            if isinstance(member, JITFunction):
-                monkeypatch.setattr(patched, name, InterpretedFunction(member.fn))
+    interpret(monkeypatch, module)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

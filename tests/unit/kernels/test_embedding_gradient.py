@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-import triton.experimental.gluon  # noqa: F401  (the interpreter imports it, and must not find patched functions)
-import triton.language as tl
 from torch import Tensor
-from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import JITFunction
 
 import octetrl.kernels.embedding_gradient as module
 from octetrl.kernels.embedding_gradient import TILE, embedding_gradient_reference, embedding_gradient_triton
+from tests.unit.kernels.interpreting import interpret
 
 VOCAB = 9
 BOTH = pytest.mark.parametrize("gradient", [embedding_gradient_reference, embedding_gradient_triton])
@@ -19,10 +16,7 @@ BOTH = pytest.mark.parametrize("gradient", [embedding_gradient_reference, embedd
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    for patched in (module, tl, tl.standard):
-        for name, member in list(vars(patched).items()):
-            if isinstance(member, JITFunction):
-                monkeypatch.setattr(patched, name, InterpretedFunction(member.fn))
+    interpret(monkeypatch, module)
 
 
 def tokens(*counts: int) -> Tensor:

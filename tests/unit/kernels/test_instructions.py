@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import triton
-import triton.experimental.gluon
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import JITFunction
 
 import octetrl.kernels.instructions as module
 import octetrl.kernels.quantize_activation as quantize_activation
 from octetrl.fp8.format import E4M3
 from octetrl.kernels.instructions import bf16_to_float, e4m3_code, sigmoid, to_bf16
+from tests.unit.kernels.interpreting import interpret
 
 
 @triton.jit
@@ -28,10 +27,7 @@ def _each_kernel(x_ptr, narrow_ptr, sigmoid_ptr, wide_ptr, rounded_ptr, code_ptr
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    for patched in (module, quantize_activation, tl, tl.standard):
-        for name, member in list(vars(patched).items()):
-            if isinstance(member, JITFunction):
-                monkeypatch.setattr(patched, name, InterpretedFunction(member.fn))
+    interpret(monkeypatch, module, quantize_activation)
     for name in ("bf16_to_float", "e4m3_code", "sigmoid", "to_bf16", "_each_kernel"):
         monkeypatch.setitem(globals(), name, InterpretedFunction(globals()[name].fn))
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-import triton.experimental.gluon  # noqa: F401  (the interpreter imports it, and must not find patched functions)
-from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import JITFunction
 
 import octetrl.kernels.quantize_both as module
 from octetrl.fp8.quantize import Quantized, quantize_activation_reference, quantize_tokens_reference
 from octetrl.kernels.quantize_both import BothWays, quantize_both, quantize_both_triton
+from tests.unit.kernels.interpreting import interpret
 from tests.unit.kernels.quantize_cases import (
     SHAPES,
     assert_nearly_same_codes,
@@ -29,9 +27,7 @@ pytestmark = [
 
 @pytest.fixture
 def both_interpreted(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    for name, member in list(vars(module).items()):
-        if isinstance(member, JITFunction):
-            monkeypatch.setattr(module, name, InterpretedFunction(member.fn))
+    interpret(monkeypatch, module)
 
 
 def separately(x: torch.Tensor, power_of_two: bool = False, square: bool = False) -> tuple[Quantized, Quantized]:

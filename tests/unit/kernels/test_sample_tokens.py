@@ -6,11 +6,7 @@ import math
 
 import pytest
 import torch
-import triton.experimental.gluon  # noqa: F401  (the interpreter imports it, and must not find patched functions)
-import triton.language as tl
 from torch import Tensor
-from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import JITFunction
 
 import octetrl.kernels.sample_tokens as module
 from octetrl.kernels.sample_tokens import (
@@ -20,6 +16,7 @@ from octetrl.kernels.sample_tokens import (
     sample_tokens_reference,
     sample_tokens_triton,
 )
+from tests.unit.kernels.interpreting import interpret
 
 BLOCK = CHUNK // 2
 
@@ -30,10 +27,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     takes its time by the operation, not by the element."""
     monkeypatch.setattr(module, "ROWS", 16)
     monkeypatch.setattr(module, "BLOCK", BLOCK)
-    for patched in (module, tl, tl.standard):
-        for name, member in list(vars(patched).items()):
-            if isinstance(member, JITFunction):
-                monkeypatch.setattr(patched, name, InterpretedFunction(member.fn))
+    interpret(monkeypatch, module)
 
 
 def _rows(num_rows: int, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:

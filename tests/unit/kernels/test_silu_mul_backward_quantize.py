@@ -6,10 +6,6 @@ from itertools import product
 
 import pytest
 import torch
-import triton.experimental.gluon  # noqa: F401  (the interpreter imports it, and must not find patched functions)
-import triton.language as tl
-from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import JITFunction
 
 import octetrl.kernels.instructions as instructions
 import octetrl.kernels.quantize_activation as quantize_activation
@@ -24,18 +20,15 @@ from octetrl.kernels.silu_mul_backward_quantize import (
     silu_mul_backward_quantize_triton,
 )
 from tests.unit.kernels.fused_row_cases import assert_near, normal
+from tests.unit.kernels.interpreting import interpret
 from tests.unit.kernels.quantize_cases import assert_same_bytes
 
 KERNELS = (instructions, quantize_activation, quantize_both, quantize_tokens, silu_mul_module, module)
-MODULES = (*KERNELS, tl, tl.standard)
 
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    for patched in MODULES:
-        for name, member in list(vars(patched).items()):
-            if isinstance(member, JITFunction):
-                monkeypatch.setattr(patched, name, InterpretedFunction(member.fn))
+    interpret(monkeypatch, *KERNELS)
 
 
 def three(result: tuple[quantize_both.BothWays, Quantized]) -> tuple[Quantized, Quantized, Quantized]:

@@ -9,18 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import triton.experimental.gluon  # noqa: F401  (the interpreter imports it, and must not find patched functions)
-import triton.language as tl
 import triton.runtime.interpreter as interpreter
-from triton.runtime.jit import JITFunction
 
 import octetrl.kernels.qkv_rotate as qkv_rotate
 import octetrl.kernels.qkv_rotate_backward as qkv_rotate_backward
 import octetrl.kernels.qkv_store as qkv_store
 import octetrl.kernels.quantize_activation as quantize_activation
 import octetrl.kernels.rms_norm_backward as rms_norm_backward
+from tests.unit.kernels.interpreting import interpret
 
-MODULES = (qkv_rotate, qkv_rotate_backward, qkv_store, quantize_activation, rms_norm_backward, tl, tl.standard)
+MODULES = (qkv_rotate, qkv_rotate_backward, qkv_store, quantize_activation, rms_norm_backward)
 
 
 @pytest.fixture
@@ -33,10 +31,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor_with_index)
-    for module in MODULES:
-        for name, member in list(vars(module).items()):
-            if isinstance(member, JITFunction):
-                monkeypatch.setattr(module, name, interpreter.InterpretedFunction(member.fn))
+    interpret(monkeypatch, *MODULES)
     monkeypatch.setattr(rms_norm_backward, "PROGRAMS", 3)
     monkeypatch.setattr(rms_norm_backward, "TILE_ELEMENTS", 256)
     monkeypatch.setattr(qkv_rotate_backward, "PROGRAMS", 2)
