@@ -126,14 +126,14 @@ def test_one_that_never_ends(sandbox: Box, program: str) -> None:
 
 
 def test_one_that_burns_time(sandbox: Box) -> None:
-    result = sandbox.run("while True: pass", wall_seconds=30)  # a second of a busy machine's time may take many
+    result = sandbox.run("while True: pass")
     assert result.status is SandboxStatus.CPU_LIMIT
-    assert result.cpu_seconds >= 0.9
+    assert result.cpu_seconds > 0.7  # of one; the kernel that ends it and the one that reports count apart
 
 
 def test_time_burnt_by_children_counts(sandbox: Box) -> None:
     program = "import os\nfor _ in range(3): os.fork()\nwhile True: pass"
-    result = sandbox.run(program, wall_seconds=30)
+    result = sandbox.run(program)
     assert result.status is SandboxStatus.CPU_LIMIT
     assert result.cpu_seconds < 3.0  # and not four times one second
 
