@@ -128,7 +128,7 @@ def test_one_that_never_ends(sandbox: Box, program: str) -> None:
 def test_one_that_burns_time(sandbox: Box) -> None:
     result = sandbox.run("while True: pass")
     assert result.status is SandboxStatus.CPU_LIMIT
-    assert result.cpu_seconds > 0.7  # of one; the kernel that ends it and the one that reports count apart
+    assert result.cpu_seconds >= 0.9
 
 
 def test_time_burnt_by_children_counts(sandbox: Box) -> None:
