@@ -1,8 +1,8 @@
 """A micro-batch's gradient added to the float32 sum of an optimizer step: sum += gradient, in place.
 
 One rounding an element, so the bits are those of torch's `add_`, which converts BF16 as it goes at two thirds of the
-memory's speed; every weight passes here once a micro-batch. Bytes an element: 2 of the gradient read, 4 of the sum read and
-written.
+memory's speed; every weight passes here once a micro-batch. Bytes an element: 2 of the gradient read, 4 of the sum read
+and written.
 """
 
 from __future__ import annotations

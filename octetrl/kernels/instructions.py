@@ -1,7 +1,7 @@
 """What the GPU does in fewer instructions than Triton writes for it.
 
-Kernels that make two codes of every element they read are bound by instructions, not by memory. A third of those were an
-exponential and a quotient that allow for subnormal results, and BF16 converted value by value:
+Kernels that make two codes of every element they read are bound by instructions, not by memory. A third of those were
+an exponential and a quotient that allow for subnormal results, and BF16 converted value by value:
 
     sigmoid             4 instructions for 13
     to_bf16             1/2 an element for 1, and that in a unit that does sixteen a cycle

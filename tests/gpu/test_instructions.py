@@ -35,7 +35,7 @@ def test_every_bf16_value_and_many_between() -> None:
         _each_kernel[(x.numel() // N,)](x, narrow, *got, codes, N=N)
         exact = torch.sigmoid(x.double())
         usual = x.isfinite() & (exact > 1.2e-38)
-        # The exponent x log2(e) is a product, rounded to 2^-24 of itself, with a factor off by 2^-26: |x| times as much.
+        # The exponent x log2(e) is a product, rounded to 2^-24 of itself, of a constant off by 2^-26: |x| times that.
         bound = 2**-21 + x.double().clamp(max=0).abs() * 1.25 * 2**-24
         assert ((got[0].double() - exact).abs() / exact / bound)[usual].max() < 1
         assert (got[0][x < -88] == 0).all() and got[0][x.isnan()].isnan().all()
