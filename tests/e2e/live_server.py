@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import uvicorn
 
 from octetrl.run.serve import ServeOptions, build_app
 from octetrl.server.intake import Intake
-from tests.e2e.official_client import openai
+from tests.e2e.official_client import openai, uvicorn
 
 CONTEXT_LENGTH = 512
 
