@@ -14,6 +14,7 @@ what the optimizer wrote into the adapters. Codes that were made once stay as th
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -59,52 +60,56 @@ def quantize_for_engine(engine_model: Decoder, trainer_model: Decoder) -> None:
 def verify_weights(engine_model: Decoder, trainer_model: Decoder, version: int) -> str:
     """Compare what the engine reads with what the trainer holds; returns the digest of the engine's weights.
 
-    Raises RuntimeError naming the first tensor that differs. One host synchronisation in all.
+    Raises RuntimeError naming the first tensor that differs. Two host synchronisations in all, and few launches: what
+    is one memory, as `share_weights` makes it, is told by its address.
     """
     trainer_modules = dict(trainer_model.named_modules())
-    names: list[str] = []
-    same: list[Tensor] = []
-    sums: list[Tensor] = []
     linears = list(engine_model.float8_linears())
+    compared: list[tuple[str, Tensor]] = []  # the name, and whether all bytes are equal
+    rows: list[Tensor] = []  # sums of what an engine reads and a trainer renews
     for index, (name, module) in enumerate(linears):
         theirs = trainer_modules[name]
-        names.append(name)
-        equal = torch.ones((), dtype=torch.bool, device=module.codes.device)
+        held = (module.codes, module.scale)
         if isinstance(theirs, Float8Linear):
-            equal = _same_bytes(module.codes, theirs.codes) & _same_bytes(module.scale, theirs.scale)
+            compared += [(name, equal) for equal in _equal_bytes(held, (theirs.codes, theirs.scale))]
         if index == version % len(linears) and theirs.weight is not None:
             fresh = quantize_weight(theirs.weight.detach(), power_of_two=module.power_of_two, check=False)
-            equal = equal & _same_bytes(module.codes, fresh.codes) & _same_bytes(module.scale, fresh.scale)
-        same.append(equal)
-        sums += [_checksum(module.codes), _checksum(module.scale)]
+            compared += [(name, equal) for equal in _equal_bytes(held, (fresh.codes, fresh.scale))]
+        rows += [_row_sums(tensor) for tensor in held]
     for name, parameter in engine_model.named_parameters():
-        theirs_parameter = trainer_model.get_parameter(name)
-        names.append(name)
-        shared = parameter.data_ptr() == theirs_parameter.data_ptr()
-        equal = torch.full((), shared, device=parameter.device)
-        same.append(equal if shared else _same_bytes(parameter, theirs_parameter))
-    sums += [_checksum(tensor.detach()) for _, adapter in engine_model.adapters() for tensor in adapter.parameters()]
-    for name, equal in zip(names, torch.stack(same).tolist(), strict=True):
-        if not equal:
-            raise RuntimeError(
-                f"publish: the engine's '{name}' differs from the trainer's at policy version {version}; stopping"
-            )
-    payload = torch.stack(sums).tolist() if sums else []
-    return hashlib.sha256(repr((version, payload)).encode()).hexdigest()[:16]
+        own = (trainer_model.get_parameter(name).detach(),)
+        compared += [(name, equal) for equal in _equal_bytes((parameter.detach(),), own)]
+    rows += [_row_sums(tensor.detach()) for _, adapter in engine_model.adapters() for tensor in adapter.parameters()]
+    if compared:
+        for (name, _), equal in zip(compared, torch.stack([equal for _, equal in compared]).tolist(), strict=True):
+            if not equal:
+                raise RuntimeError(
+                    f"publish: the engine's '{name}' differs from the trainer's at policy version {version}; stopping"
+                )
+    return hashlib.sha256(repr((version, _sum_of_rows(rows))).encode()).hexdigest()[:16]
 
 
-def _same_bytes(a: Tensor, b: Tensor) -> Tensor:
-    if a.data_ptr() == b.data_ptr():  # one memory, shapes and all: `share_weights` saw to it
-        return torch.ones((), dtype=torch.bool, device=a.device)
-    return (a.contiguous().view(torch.uint8) == b.contiguous().view(torch.uint8)).all()
+def _equal_bytes(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[Tensor]:
+    """Of each pair that is not one memory: whether its bytes are equal, on the device."""
+    return [
+        (one.contiguous().view(torch.uint8) == other.contiguous().view(torch.uint8)).all()
+        for one, other in zip(ours, theirs, strict=True)
+        if one.data_ptr() != other.data_ptr()
+    ]
 
 
-def _checksum(tensor: Tensor) -> Tensor:
-    """A position-sensitive int64 sum of the bytes, by words of eight where rows have them; wraps around, which is fine
-    for a digest.
-    """
+def _row_sums(tensor: Tensor) -> Tensor:
+    """int64 sums of the bytes of each row, by words of eight where rows have them; they wrap around, which is fine for
+    a digest."""
     octets = tensor.contiguous().view(torch.uint8).flatten(1)
     words = octets.view(torch.int64) if octets.shape[1] % 8 == 0 else octets
-    rows = words.sum(dim=1, dtype=torch.int64)
-    weights = 2 * torch.arange(rows.numel(), device=rows.device, dtype=torch.int64) + 1
-    return (rows * weights).sum()
+    return words.sum(dim=1, dtype=torch.int64)
+
+
+def _sum_of_rows(rows: Sequence[Tensor]) -> int:
+    """A sum to which the order of all rows matters: each counts by an odd number of its own."""
+    if not rows:
+        return 0
+    all_rows = torch.cat(list(rows))
+    weights = 2 * torch.arange(all_rows.numel(), device=all_rows.device, dtype=torch.int64) + 1
+    return int((all_rows * weights).sum())

@@ -97,6 +97,20 @@ def test_what_was_published_passes_and_its_digest_tells_it_apart(precision: str)
     assert (verify_weights(engine, trainer, 3) == first[3]) == (precision == "bf16"), "codes or scales changed"
 
 
+@pytest.mark.parametrize("other", ["layers.1.mlp.down_proj", "layers.0.mlp.down_proj"])
+def test_rows_that_changed_places_change_the_digest(other: str) -> None:
+    """Within a weight and between two; version 0 quantises neither afresh."""
+    engine, trainer = pair("fp8")
+    before = verify_weights(engine, trainer, 0)
+    linears = dict(engine.float8_linears())
+    one, two = linears["layers.1.mlp.down_proj"].codes[2], linears[other].codes[7]
+    kept = one.clone()
+    one.copy_(two)
+    two.copy_(kept)
+    assert not torch.equal(one.view(torch.uint8), two.view(torch.uint8))
+    assert verify_weights(engine, trainer, 0) != before
+
+
 def flip_a_code(linear: Float8Linear) -> None:
     linear.codes = linear.codes.clone()
     linear.codes.view(torch.uint8)[3, 5] ^= 1
