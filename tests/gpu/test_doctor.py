@@ -24,7 +24,7 @@ WIDE = {  # enough for FP8's blocks to differ
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
-ON_THE_GPU = {"cluster__device": "cuda"}
+ON_THE_GPU = {"cluster__device": "cuda", "engine__kv_cache_tokens": 1 << 14}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,19 @@
+"""What holds for tests on a GPU: where several workers share it, none takes more than twice its share of the memory.
+
+A test that asks for more (an engine whose cache is sized by what is free, say) fails itself, instead of a neighbour.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def a_share_of_the_memory() -> None:
+    import torch
+
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if torch.cuda.is_available() and workers > 2:
+        torch.cuda.set_per_process_memory_fraction(2 / workers)
