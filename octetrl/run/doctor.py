@@ -34,9 +34,9 @@ from octetrl.engine.engine import Engine
 from octetrl.engine.kv_cache import CacheFormat, cache_format
 from octetrl.environments.base import Taskset
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
+from octetrl.models.decoder import Decoder
 from octetrl.records import Completion, GenerationRequest, Sample, SamplingParams
-from octetrl.rollout.chat_tokens import ChatTokens
-from octetrl.run.build import build_environment, fill_weights, model_spec, tokenizer_folder
+from octetrl.run.build import build_chat, build_environment, fill_weights, model_spec, tokenizer_folder
 from octetrl.run.device import resolve_device, seed_everything
 from octetrl.run.doctor_fused import FusedTap, engine_tap, trainer_tap
 from octetrl.run.doctor_passes import Drawn, EngineLimits, LogprobRule, Pass, engine_plans, packed_pass, paged_pass
@@ -49,6 +49,7 @@ from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.trainer.trainer import KVReplay
 
 SMALL_CHUNK = 16  # of the engine that has other company
+BRANCH_STD = 0.02  # of what stands in for an adapter's B
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ class Patient:
         validate_with_spec(recipe, self.spec)
         self.policy: PrecisionPolicy = precision_policy(self.spec, recipe.fp8, recipe.numerics)
         self.tokenizer: Tokenizer = load_tokenizer(tokenizer_folder(recipe))
-        self.prompts = first_prompts(recipe, self.tokenizer, examination)
+        self.prompts = first_prompts(recipe, self.spec, self.tokenizer, examination)
         self.listener = Listener()
         self.worker = Worker(
             recipe,
@@ -113,6 +114,9 @@ class Patient:
                 build_algorithm(recipe.algorithm),
                 loss=self.listener,
                 needs_reference=False,
+                needs_teacher=False,
+                teacher_top_k=0,
+                batch_weights=None,
                 shape=None,
                 needs_values=False,
                 returns=None,
@@ -122,6 +126,7 @@ class Patient:
             spans=Spans(),
             trains=False,
         )
+        self.woke_branches = wake_branches(self.worker.trainer_model, recipe.seed)  # the engine's too: they share them
         if self.worker.needs_calibration:
             self.worker.calibrate(self.prompts)
 
@@ -129,6 +134,8 @@ class Patient:
         recipe, asked = self.recipe, self.examination
         what = recipe.model.preset or recipe.model.path
         drawn = f"{len(self.prompts)} prompts x {asked.sequences} answers of {asked.answer_tokens} tokens"
+        if self.woke_branches:
+            drawn += "; every adapter's B is zero and would hide its branch: small numbers stand in for it"
         return f"{what}, {recipe.precision or 'precision as given'}, {recipe.numerics}, on {self.device.type}: {drawn}"
 
     @property
@@ -248,10 +255,25 @@ class Patient:
         return cache_format(self.spec, self.policy, self.dtype, page_size)
 
 
-def first_prompts(recipe: Recipe, tokenizer: Tokenizer, examination: Examination) -> list[tuple[int, ...]]:
+@torch.no_grad()
+def wake_branches(model: Decoder, seed: int) -> bool:
+    """Where the B of every adapter is zero, as before a run's first step, small numbers are put there, in memory alone:
+    a branch that adds nothing would hide whatever is wrong with it. Whether it was so."""
+    branches = [adapter.b for _, adapter in model.adapters()]
+    if not branches or any(bool(b_NR.any()) for b_NR in branches):
+        return False
+    generator = torch.Generator().manual_seed(seed)
+    for b_NR in branches:
+        b_NR.copy_(torch.empty(b_NR.shape).normal_(std=BRANCH_STD, generator=generator))
+    return True
+
+
+def first_prompts(
+    recipe: Recipe, spec: ModelSpec, tokenizer: Tokenizer, examination: Examination
+) -> list[tuple[int, ...]]:
     """The prompts a run of the recipe would begin with; longer ones than it generates from are cut."""
-    chat = ChatTokens(tokenizer, recipe.rollout.system_prompt)
     environment = build_environment(recipe.environment)
+    chat = build_chat(recipe, spec, tokenizer, environment)
     taskset = Taskset(environment.tasks, eval_size=recipe.environment.eval_size, seed=recipe.environment.seed)
     limit = recipe.rollout.max_prompt_tokens
     prompts = [chat.prompt_tokens(task.prompt)[:limit] for task in taskset.next_batch(examination.prompts)]

@@ -1,7 +1,9 @@
 """How far the trainer's log-probs are from the engine's under the same weights, and what to do about it.
 
-With g the engine's and p the trainer's log-prob of a trained token, over all N trained tokens of a step:
+With g the engine's and p the trainer's log-prob of a trained token, over the N trained tokens of a step whose p was
+taken before the step's first update: all of them, but in a step of several updates whose objective needs no p itself.
 
+    mismatch/tokens                  N
     mismatch/token_mult_prob_error   mean exp(|g - p|)                 < 1.03 in health
     mismatch/gen_kl                  mean exp(p - g) - (p - g) - 1     < 1e-3
     mismatch/max_abs_diff            max |g - p|
@@ -65,6 +67,7 @@ def mismatch_metrics(
     numbers = torch.cat([overall, count_by_decile, error_by_decile, kl_by_decile]).tolist()
     names = ("token_mult_prob_error", "gen_kl", "max_abs_diff", "importance_ratio", "equal_fraction", "unequal_tokens")
     metrics = {f"mismatch/{name}": value for name, value in zip(names, numbers, strict=False)}
+    metrics["mismatch/tokens"] = float(generator_logprobs_N.numel())
     if not equality_is_promised:
         del metrics[UNEQUAL]
     counts, errors, kls = (numbers[len(names) + DECILES * part :][:DECILES] for part in range(3))

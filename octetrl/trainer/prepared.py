@@ -23,7 +23,7 @@ class Prepared:
     micro_batch: MicroBatch
     proximal_N: Tensor | None = None
     reference_N: Tensor | None = None
-    first_N: Tensor | None = None  # the trainer's, before any update
+    first_N: Tensor | None = None  # the trainer's, before any update; None where nobody needed it before one came
     values_N: Tensor | None = None  # the critic's, before any update
     returns_N: Tensor | None = None  # what the critic is fitted to
     mean_weight: Tensor | None = None  # of the correction, over its optimizer step

@@ -1,6 +1,6 @@
-"""What both sides said of each trained token before any update: the trainer hands it to telemetry after a `train` call.
+"""What both sides said of trained tokens before any update: the trainer hands it to telemetry after a `train` call.
 
-N trained tokens of the batch.
+N trained tokens of the batch, those of micro-batches that no forward saw before the first update left out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from octetrl.trainer.prepared import Prepared
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Both sides' log-probs of every trained token, the trainer's before any update; on the CPU, for telemetry."""
+    """Both sides' log-probs of N trained tokens, the trainer's before any update; on the CPU, for telemetry."""
 
     generator_N: Tensor  # float32
     trainer_N: Tensor  # float32
@@ -25,9 +25,9 @@ class TokenLogprobs:
 
 
 def token_logprobs(minibatches: Sequence[Sequence[Prepared]]) -> TokenLogprobs | None:
-    prepared = [one for minibatch in minibatches for one in minibatch]
+    prepared = [one for minibatch in minibatches for one in minibatch if one.first_N is not None]
     generator = [one.micro_batch.generator_logprobs_N for one in prepared]
-    if any(logprobs_N is None for logprobs_N in generator):
+    if not prepared or any(logprobs_N is None for logprobs_N in generator):
         return None
     first = [one.first_N for one in prepared]
     return TokenLogprobs(

@@ -302,7 +302,7 @@ class Trainer:
         logprobs_N, entropy_N = self._logprobs_of(self.model, hidden_NE, micro_batch)
         ids_NK, chunk = prepared.teacher_ids_NK, self.config.logprob_chunk
         top_NK = None if ids_NK is None else self.model.logprobs_at(hidden_NE, ids_NK, self.temperature, chunk)
-        if prepared.first_N is None:
+        if prepared.first_N is None and not self._is_stepping:
             prepared.first_N = logprobs_N.detach()
         kl_scale = self.reference.kl_scale
         inputs = loss_inputs(

@@ -106,7 +106,7 @@ def test_a_graph_samples_what_eager_code_does(top_p: float) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [V, 128_256])
-@pytest.mark.parametrize("hidden_size", [1024, 2048, 4096])
+@pytest.mark.parametrize("hidden_size", [896, 1024, 1536, 2048, 2560, 3584, 4096, 5120])
 def test_logits_have_the_same_bits_in_every_padding(vocab_size: int, hidden_size: int) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     hidden_NE = torch.randn(LOGIT_ROWS[-1], hidden_size, generator=generator, device="cuda").bfloat16()

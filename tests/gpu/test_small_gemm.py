@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from octetrl.fp8.gemm import fp8_gemm_nt
 from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.bf16_gemm import PLAIN as PLAIN_BF16
-from octetrl.kernels.bf16_gemm import bf16_gemm, bf16_gemm_triton
+from octetrl.kernels.bf16_gemm import LARGE, bf16_gemm, bf16_gemm_triton
 from octetrl.kernels.fp8_gemm import (
     PLAIN,
     SCALES_OF_16_BYTES,
@@ -28,6 +28,8 @@ from octetrl.kernels.quantize_weight import quantize_weight
 pytestmark = pytest.mark.gpu
 
 ROWS = (1, 2, 7, 8, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 192, 256, 257, 500, 512)
+MORE_ROWS = (513, 640, 777, 1000, 1024, 1536, 2048, 2500, 4096)  # where cuBLAS alone decides
+NARROW = [(896, 896), (896, 4864), (1536, 8960), (2560, 9728), (3584, 18944), (5120, 17408)]  # of untuned models
 CONFIGS = [
     *PLAIN.values(),
     Config("triton", 32, 128, 3, swap=True),
@@ -116,6 +118,15 @@ def test_runs_inside_a_captured_graph() -> None:
     graph.replay()
     assert torch.equal(y_MN, fp8_gemm_nt(x, w, "scaled_mm"))
     assert torch.equal(y_bf16_MN, bf16_gemm(x_MK, w_NK))
+
+
+@pytest.mark.parametrize(("n", "k"), [*shapes("fp8"), *NARROW])
+def test_bf16_rows_have_one_order_however_many_they_are(n: int, k: int) -> None:
+    """The straight loop's, also where `F.linear` takes over: its tiles must be enough not to split K."""
+    x_MK, w_NK = operands(4096, n, k)
+    straight = bf16_gemm_triton(x_MK, w_NK, LARGE)
+    differing = [m for m in (*ROWS, *MORE_ROWS) if not torch.equal(bf16_gemm(x_MK[:m], w_NK), straight[:m])]
+    assert not differing, f"{n} x {k}: {differing} rows"
 
 
 @pytest.mark.parametrize(("n", "k"), shapes("bf16"))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from octetrl.algorithms.table import build_algorithm
 from octetrl.config.schema import (
+    AlgorithmConfig,
     EngineConfig,
     LoraConfig,
     MismatchConfig,
@@ -55,12 +56,14 @@ def short_run(
     *,
     answers: int = 40,
     lora: LoraConfig | None = None,
+    algorithm: AlgorithmConfig | None = None,
     **trainer: Any,
 ) -> ShortRun:
     """Prompts and rewards follow from the step; `mismatch.fail_on_difference` ends the run where parity is broken."""
     recipe = Recipe(
         model=ModelConfig(preset="tiny", init="random", context_length=spec.max_positions, lora=lora),
         fp8=PRECISIONS[precision],
+        algorithm=algorithm or AlgorithmConfig(),
         rollout=RolloutConfig(temperature=0.9),
         engine=EngineConfig(kv_cache_tokens=1 << 14, max_batch=32, release_for_training=False),
         trainer=TrainerConfig(optimizer=OptimizerConfig(lr=1e-3), **trainer),

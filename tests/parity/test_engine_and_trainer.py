@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from octetrl.config.schema import EngineConfig, Fp8Config, ModelConfig, Recipe
+from octetrl.config.schema import AlgorithmConfig, EngineConfig, Fp8Config, ModelConfig, Recipe
 from octetrl.records import GenerationRequest
 from tests.parity.shapes import TINY
 from tests.parity.short_run import assert_equal_in_every_step, assert_same, short_run, worker_of
@@ -65,6 +65,21 @@ def test_every_step_of_a_run_says_that_nothing_differs_and_runs_repeat(family: s
     assert_equal_in_every_step(runs[0])
     assert_same(*runs)
     assert runs[0].metrics[0]["entropy"] != runs[0].metrics[-1]["entropy"], "nothing was learnt"
+
+
+@pytest.mark.parametrize(
+    ("changes", "all_compared"),
+    [({}, True), ({"ratio_base": "generator"}, False), ({"name": "rft"}, False)],
+    ids=["grpo", "the generator as base", "rft"],
+)
+def test_several_updates_compare_log_probs_of_before_the_first(changes: dict[str, Any], all_compared: bool) -> None:
+    """Objectives that need none from before the updates have them for the first minibatch alone."""
+    options = {"answers": 6, "minibatches": 2, "algorithm": AlgorithmConfig(**changes)}
+    run = short_run(TINY["qwen3"], "fp8_full", "cpu", 2, **options)
+    assert_equal_in_every_step(run)
+    compared = [metrics["mismatch/tokens"] for metrics in run.metrics]
+    drawn = len(run.tokens) * 4 * 6 / len(run.metrics)
+    assert all((tokens == drawn) == all_compared and tokens >= drawn / 4 for tokens in compared), compared
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,12 @@ def test_a_preset_with_random_weights(recipe: str, tmp_path: Path, capsys: Captu
     assert "tokens x 4 layers" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("loss", ["sampled", "reverse_kl"])
+def test_a_recipe_that_learns_from_a_teacher_needs_none(recipe: str, loss: str) -> None:
+    teacher = ["algorithm.name=distill", "algorithm.teacher=nowhere", f"algorithm.distillation={loss}"]
+    assert run_command(["doctor", recipe, *teacher, *SMALL]) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -14,7 +14,7 @@ import octetrl.engine.model_runner as model_runner
 import octetrl.layers.attention as attention
 from octetrl.fp8.format import E4M3
 from octetrl.models.decoder import Decoder
-from octetrl.run.doctor import Examination, Patient
+from octetrl.run.doctor import Examination, Patient, wake_branches
 from octetrl.run.doctor_findings import Report, examine, first_difference, noted
 from octetrl.run.doctor_passes import Drawn, EngineLimits, Pass, Piece, engine_plans
 from octetrl.run.doctor_taps import Fingerprints, Note, Site, fingerprint
@@ -175,6 +175,23 @@ def test_formats_that_differ_show_at_the_first_linear(model: Path) -> None:
     assert first is not None and first.site == Site(0, "qkv_proj")
     first = report_of(patient(model, "fp8_full", fp8__kv_replay=False)).first
     assert first is not None and first.site == Site(0, "k as cached")
+
+
+def test_a_branch_that_adds_nothing_yet_hides_nothing(model: Path) -> None:
+    """B is zero before the first step. Small numbers stand in for it, so a wrong branch of one side shows."""
+    one = patient(model, "fp8_full", model__lora={})
+    assert one.woke_branches and "every adapter's B is zero" in str(one)
+    assert report_of(one).equal
+    for _, adapter in one.worker.engine_model.adapters():
+        adapter.scale *= 10
+    first = report_of(one).first
+    assert first is not None and first.site == Site(0, "qkv_proj")
+
+
+def test_a_branch_that_was_trained_stays_as_it_is(model: Path) -> None:
+    adapters = patient(model, "bf16", model__lora={}).worker.trainer_model
+    assert not wake_branches(adapters, seed=1)
+    assert not wake_branches(patient(model, "bf16").worker.trainer_model, seed=1), "a model without adapters"
 
 
 # --- ends -----------------------------------------------------------------------------------------------------
