@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from octetrl.fp8.gemm import fp8_gemm_nt
 from octetrl.fp8.quantize import Quantized
-from octetrl.kernels.bf16_gemm import PLAIN as PLAIN_BF16
 from octetrl.kernels.bf16_gemm import LARGE, bf16_gemm, bf16_gemm_triton
+from octetrl.kernels.bf16_gemm import PLAIN as PLAIN_BF16
 from octetrl.kernels.fp8_gemm import (
     PLAIN,
     SCALES_OF_16_BYTES,
