@@ -1,6 +1,6 @@
 """GRPO under bf16, fp8_rollout, fp8 and fp8_full, side by side: speed, mismatch, memory, calibration and publishing.
 
-    python -m benchmarks.precisions [--steps 20] [--sft-steps 150] [--seeds 1] [--precision bf16,fp8_full]
+    python -m benchmarks.precisions [--steps 20] [--sft-steps 150] [--seeds 1] [--precision bf16,fp8_full] [--name 50]
 
 One model is made and cold-started once in BF16 on worked sums; then each precision trains it with the same recipe and
 seed, in this one process. Everything is the product's own: recipes, `train`, metrics.jsonl. Needs a Hopper GPU, or
@@ -135,7 +135,16 @@ def run_arm(folder: Path, arguments: argparse.Namespace, precision: str, seed: i
         values = [step[name] for step in (steps if of_all else settled) if step.get(name) is not None]
         if values:
             row[name] = max(values) if of_all else statistics.median(values)
-    row["train/trained_tokens"] = sum(step["train/trained_tokens"] for step in steps)
+    for name in (
+        "train/trained_tokens",
+        "mismatch/tokens",
+        "mismatch/unequal_tokens",
+    ):  # the last where none is promised
+        told = [step[name] for step in steps if name in step]
+        if told:
+            row[name] = sum(told)
+    differences = [step["mismatch/max_abs_diff"] for step in steps if "mismatch/max_abs_diff" in step]
+    row |= {"mismatch/steps": len(differences), "mismatch/steps_at_zero": differences.count(0.0)}
     rewards = [step["reward/mean"] for step in steps]
     row |= {"reward/first": statistics.fmean(rewards[:5]), "reward/last": statistics.fmean(rewards[-5:])}
     saturation = [step["fp8/kv_saturation"] for step in steps if "fp8/kv_saturation" in step]
@@ -162,6 +171,7 @@ def main() -> None:
     parser.add_argument("--sft-steps", type=int, default=150)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--precision", default=",".join(PRECISIONS), help="which, side by side")
+    parser.add_argument("--name", default="126m_precisions", help="of the result: step_NAME.json")
     parser.add_argument("--tiny", action="store_true", help="the demo's model, on any machine")
     parser.add_argument("--verbose", action="store_true", help="a line a step")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -179,7 +189,7 @@ def main() -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     show(rows)
-    print(f"wrote {write_result('step', 'tiny' if arguments.tiny else '126m_precisions', rows, arguments.out)}")
+    print(f"wrote {write_result('step', 'tiny' if arguments.tiny else arguments.name, rows, arguments.out)}")
 
 
 if __name__ == "__main__":
