@@ -139,7 +139,7 @@ def run_arm(folder: Path, arguments: argparse.Namespace, precision: str, seed: i
         "train/trained_tokens",
         "mismatch/tokens",
         "mismatch/unequal_tokens",
-    ):  # the last where none is promised
+    ):  # the last where it is promised
         told = [step[name] for step in steps if name in step]
         if told:
             row[name] = sum(told)
