@@ -135,11 +135,8 @@ def run_arm(folder: Path, arguments: argparse.Namespace, precision: str, seed: i
         values = [step[name] for step in (steps if of_all else settled) if step.get(name) is not None]
         if values:
             row[name] = max(values) if of_all else statistics.median(values)
-    for name in (
-        "train/trained_tokens",
-        "mismatch/tokens",
-        "mismatch/unequal_tokens",
-    ):  # the last where it is promised
+    sums = ("train/trained_tokens", "mismatch/tokens", "mismatch/unequal_tokens")  # the last where equality is promised
+    for name in sums:
         told = [step[name] for step in steps if name in step]
         if told:
             row[name] = sum(told)
