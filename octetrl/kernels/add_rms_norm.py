@@ -9,8 +9,8 @@ The same bits as those three calls, one after the other: the sum over a row is t
 its additions. Codes are stored through a tile of three axes: through one of two, their eight bits would have the
 compiler give a thread sixteen elements, in the loads too, and the sum another order.
 
-Read 2 + 2 bytes an element, written 2 + 1 + 4/128. For the rollout only: nothing here is differentiable, and the
-residual is overwritten.
+Read 2 + 2 bytes an element, written 2 + 1 + 4/128. Nothing here is differentiable, and the residual is overwritten: for
+the two fused forwards, the rollout's and training's, whose backward is written out (rms_norm_backward.py).
 
 T tokens, E hidden size, R rows of a tile, C its columns, N blocks of 128 in a row.
 """

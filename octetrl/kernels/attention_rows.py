@@ -11,7 +11,8 @@ bits:
 The page of the next tile is loaded one tile ahead and carried in a register: a table load inside the loop
 would be pipelined too and halve the depth of the prefetch of K and V.
 
-Measured for this shape of kernel on an H200 at 16k tokens, head size 128: 456-477 TFLOP/s.
+On an H200, packed, 16k tokens, head size 128: 413 TFLOP/s in BF16, 372 over converted codes, both of an earlier kernel
+(benchmarks/results/kernels_attention.json), 408 in BF16 since (kernels_attention_backward.json).
 
 R query rows, N keys of a tile, T tokens, H query heads, K kv heads, D head size.
 """

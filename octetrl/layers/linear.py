@@ -69,10 +69,13 @@ _TOKEN_QUANTIZERS: dict[BackendName, Callable[[Tensor, bool, bool], Quantized]] 
 
 
 class Linear(nn.Module):
-    """y = x W^T + b in `dtype`. weight [N, K], bias [N] or None; x [..., K]. On a GPU the bias is added to the rounded
-    product, as kernels/bf16_gemm.py says, so that all forwards have the same bits.
+    """y = x W^T + b in `dtype`. weight [N, K], bias [N] or None; x [..., K].
 
-    `fast`: a fused forward may take cuBLAS's product at any M, whose order of sums may follow M.
+    On a GPU the product is cuBLAS's here and the bias is added after its rounding, as in the fused forwards. Their
+    product is `bf16_gemm`'s, of one order at every M where it promises one; cuBLAS's may follow M at few rows, and
+    there this module's bits may not be theirs. On a CPU a row's bits depend on the row alone.
+
+    `fast`: a fused forward too takes `F.linear`, bias included, at any M.
     """
 
     def __init__(
