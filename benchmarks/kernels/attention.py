@@ -6,7 +6,10 @@ First decode is checked against the packed forward, bit for bit, and its quantis
 for byte. Then the times: 32 query heads, 8 kv heads, head size 128, pages of 128 keys, random values. Decode is counted
 in bytes of K and V (and their scales) a second, and as a share of the 4.3 TB/s that an H200's memory gives; all else in
 floating-point operations under the causal mask, a backward as 2.5 forwards. The packed forward includes the replay of
-the cache. Times are medians over replays of a CUDA graph; what a call reads is far larger than L2.
+the cache. Beside it in BF16 is torch's `scaled_dot_product_attention`, by cuDNN and by FlashAttention, of the same
+sequences as a batch, without a log-sum-exp; a back-end that refuses them says so, and one that runs has its distance
+from ours. Times are medians over replays of a CUDA graph. Calls of decode take turns with caches that together are far
+larger than L2.
 
 A workload is `sequences x context`, for prefill `sequences x context-before + chunk`; ragged contexts are spread evenly
 from one length to another, in random, rising or falling order. `--only decode` leaves the rest out, and writes nothing.
@@ -15,6 +18,7 @@ from one length to another, in random, rising or falling order. `--only decode` 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,9 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench_cudagraph
 
 from benchmarks.record import RESULTS, need_hopper, write_result
@@ -55,7 +61,11 @@ DECODE: dict[str, list[int]] = {  # contexts
     "256x1024": [1024] * 256,
     "64x16384": [16384] * 64,
     "16x8192": [8192] * 16,
+    "16x16384": [16384] * 16,
+    "4x16384": [16384] * 4,
+    "1x16384": [16384],
 }
+COLD_BYTES = 1 << 28  # read between two visits of a key: five times an H200's L2
 DECODE |= {
     "128x512..4608 rising": sorted(DECODE["128x512..4608"]),
     "128x512..4608 falling": sorted(DECODE["128x512..4608"], reverse=True),
@@ -67,6 +77,7 @@ TILES: dict[str, list[DecodeTile]] = {  # compared with one another; codes take 
 }
 PREFILL = [(4, 0, 4096), (16, 2048, 512)]  # sequences, context before, chunk
 PACKED = [(16, 1024), (4, 4096), (1, 16384)]  # sequences, length
+LIBRARY = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention": SDPBackend.FLASH_ATTENTION}
 
 Row = dict[str, object]
 Timer = Callable[[Callable[[], Any]], float]
@@ -202,19 +213,26 @@ def causal_flops(sequences: int, before: int, queries: int) -> int:
 
 def decode_rows(precision: str, device: str, timer: Timer) -> Iterator[Row]:
     for workload, contexts in DECODE.items():
-        pages = Pages.random(precision, contexts, device)
+        caches = [Pages.random(precision, contexts, device)]
+        bytes_read = caches[0].bytes_read
+        caches += [Pages.random(precision, contexts, device) for _ in range(-(-COLD_BYTES // bytes_read) - 1)]
+        turns = itertools.cycle(caches)
         q = torch.randn(len(contexts), HEADS, HEAD_SIZE, dtype=torch.bfloat16, device=device)
         calls = {
-            "decode": partial(pages.decode, q, None),
-            "decode, quantised": partial(pages.decode, q, None, quantize=True),
+            "decode": partial(decode_next, turns, q, None),
+            "decode, quantised": partial(decode_next, turns, q, None, quantize=True),
         }
         for tile in TILES.get(precision, []):
-            calls[f"decode {tile.columns} columns {tile.stages} stages"] = partial(pages.decode, q, tile)
+            calls[f"decode {tile.columns} columns {tile.stages} stages"] = partial(decode_next, turns, q, tile)
         for op, call in calls.items():
             us = timer(call)
-            tb_per_s = pages.bytes_read / us / 1e6
+            tb_per_s = bytes_read / us / 1e6
             figures = {"us": us, "tb_per_s": tb_per_s, "share": tb_per_s / MEMORY_TB_PER_S}
             yield {"precision": precision, "op": op, "workload": workload, **figures}
+
+
+def decode_next(turns: Iterator[Pages], q_BHD: Tensor, tile: DecodeTile | None, quantize: bool = False) -> None:
+    next(turns).decode(q_BHD, tile, quantize)
 
 
 def prefill_rows(precision: str, device: str, timer: Timer) -> Iterator[Row]:
@@ -259,15 +277,39 @@ def trainer_rows(precision: str, device: str, timer: Timer) -> Iterator[Row]:
             tflops = share * causal_flops(sequences, 0, length) / us / 1e6
             workload = f"{sequences}x{length}"
             yield {"precision": precision, "op": op, "workload": workload, "us": us, "tflop_per_s": tflops}
+        if kv_mode == "none":
+            yield from library_rows((q, k, v), out, sequences, timer)
+
+
+def library_forward(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, sequences: int) -> Tensor:
+    """Of packed [T, H, D] sequences of one length, as [sequences, H, length, D]. RuntimeError where it refuses them."""
+    q, k, v = (x.unflatten(0, (sequences, -1)).transpose(1, 2) for x in (q, k, v))
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE, enable_gqa=True)
+
+
+def library_rows(qkv: tuple[Tensor, Tensor, Tensor], ours: Tensor, sequences: int, timer: Timer) -> Iterator[Row]:
+    length = ours.shape[0] // sequences
+    for name, backend in LIBRARY.items():
+        row: Row = {"precision": "bf16", "op": f"{name} forward", "workload": f"{sequences}x{length}"}
+        try:
+            out = library_forward(backend, *qkv, sequences)
+        except RuntimeError as error:
+            yield row | {"refused": " ".join(str(error).split())[:100]}
+            continue
+        distance = (out.transpose(1, 2).flatten(0, 1).float() - ours.float()).norm() / ours.float().norm()
+        us = timer(partial(library_forward, backend, *qkv, sequences))
+        tflops = causal_flops(sequences, 0, length) / us / 1e6
+        yield row | {"us": us, "tflop_per_s": tflops, "relative_error": float(distance)}
 
 
 def show(rows: list[Row]) -> None:
-    columns = ("precision", "op", "workload", "us", "tb_per_s", "share", "tflop_per_s")
+    columns = ("precision", "op", "workload", "us", "tb_per_s", "share", "tflop_per_s", "relative_error", "refused")
     table = Table(*columns, title="attention, one layer")
     for row in rows:
         cells = [row.get(name, "") for name in columns]
         table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
-    Console(width=120).print(table)
+    Console(width=160).print(table)
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -11,6 +12,8 @@ import typer
 
 from octetrl.config.errors import UserError, nearest
 from octetrl.config.load import PRECISIONS
+from octetrl.config.presets import PRESETS
+from octetrl.config.schema import Numerics, TrainerConfig
 
 if TYPE_CHECKING:
     import torch
@@ -19,16 +22,22 @@ if TYPE_CHECKING:
 
 RESULTS = Path("benchmarks/results")
 TABLE_WIDTH = 150
+NUMERICS: tuple[Numerics, ...] = ("parity", "fast")
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 Model = Annotated[
     str | None,
     typer.Option(help="A preset (random weights) or a Hugging Face folder. Default: qwen3-8b; on a CPU tiny."),
 ]
 PrecisionList = Annotated[str, typer.Option("--precision", help="Precisions, side by side.")]
-Rounds = Annotated[int, typer.Option(min=1, help="Turns of each precision, in alternation.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Turns of each precision; A B, then B A.")]
 Layers = Annotated[int | None, typer.Option(min=1, help="Only so many of the model's layers; for a small machine.")]
 MaxBatch = Annotated[int, typer.Option(min=1, help="Most sequences decoded together.")]
 Out = Annotated[Path | None, typer.Option(help="Folder of the JSON. Default: benchmarks/results if there, else here.")]
+Name = Annotated[
+    str | None,
+    typer.Option(help="The JSON is BENCH_MODEL_NAME.json. Default: BENCH_MODEL.json, which is written over."),
+]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: the GPU where there is one.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of weights, prompts, lengths and sampling.")]
 Checkpointing = Annotated[
@@ -37,10 +46,11 @@ Checkpointing = Annotated[
         metavar="none|attention|layer[:N]", help="What the backward finds kept; :N, in the first N layers alone."
     ),
 ]
+STATES, MASTER = "8bit", "stochastic_rounding"  # with a recipe's float32 of both, 8 billion parameters fill an H200
 States = Annotated[
-    str, typer.Option("--optimizer-states", help="Of the optimizer's moments: float32, bfloat16 or 8bit.")
+    str, typer.Option("--optimizer-states", help="Of the optimizer's moments: float32 (a recipe's), bfloat16 or 8bit.")
 ]
-Master = Annotated[str, typer.Option(help="Master weights: float32 or stochastic_rounding.")]
+Master = Annotated[str, typer.Option(help="Master weights: float32 (a recipe's) or stochastic_rounding.")]
 Offload = Annotated[bool, typer.Option("--offload", help="Moments and masters stay in the host's memory.")]
 NumericsList = Annotated[
     str,
@@ -69,6 +79,22 @@ def precisions_of(text: str) -> tuple[str, ...]:
     return choices("--precision", text, tuple(PRECISIONS))
 
 
+def numerics_of(text: str) -> tuple[Numerics, ...]:
+    names = choices("--numerics", text, NUMERICS)
+    return tuple(one for name in names for one in NUMERICS if one == name)
+
+
+def result_suffix(name: str | None, numerics: tuple[Numerics, ...] = ("parity",)) -> str:
+    """What follows the model's name in that of the result's file: `--name`, or else the numerics where these are not
+    the usual. Raises UserError for what is no part of a file's name."""
+    if name is None:
+        return "" if numerics == ("parity",) else "_" + "_".join(numerics)
+    if _NAME.fullmatch(name) is None:
+        given = f"--name: {name[:60]!r} is no part of a file's name"
+        raise UserError(f"{given}; give 1 to 64 letters, digits, '-', '_' or '.', such as 256")
+    return f"_{name}"
+
+
 def results_folder(out: Path | None) -> Path:
     folder = out or (RESULTS if RESULTS.is_dir() else Path())
     if folder.exists() and not folder.is_dir():
@@ -95,7 +121,14 @@ def device_of(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
 def model_of(model: str | None, layers: int | None, *, on_gpu: bool) -> BenchModel:
     from octetrl.run.bench_rollout import find_model
 
-    return with_layers(find_model(model if model is not None else "qwen3-8b" if on_gpu else "tiny"), layers)
+    if model == "":  # which a path would take for the folder we are in
+        raise UserError(f"--model: '' names nothing; give one of {', '.join(PRESETS)}, or a folder with a config.json")
+    try:
+        found = find_model(model if model is not None else "qwen3-8b" if on_gpu else "tiny")
+    except UserError as error:
+        said = str(error)
+        raise UserError(said if said.startswith("--model: ") else f"--model: {said}") from None
+    return with_layers(found, layers)
 
 
 def with_layers(model: BenchModel, layers: int | None) -> BenchModel:
@@ -109,6 +142,14 @@ def with_layers(model: BenchModel, layers: int | None) -> BenchModel:
     if model.folder is not None:
         raise UserError(f"--layers: '{model.name}' is a folder with weights of its own; give a preset, or leave it out")
     return replace(model, name=f"{model.name}_{layers}_layers", spec=replace(model.spec, num_layers=layers))
+
+
+def check_checkpointing(trainer: TrainerConfig, model: BenchModel) -> None:
+    """Raises UserError where more layers are to be checkpointed than the model has."""
+    layers, has = trainer.checkpointed_layers, model.spec.num_layers
+    if layers is not None and layers > has:
+        given = f"--checkpointing: '{trainer.activation_checkpointing}:{layers}' is for {layers} layers"
+        raise UserError(f"{given} and {model.name} has {has}; give 0 to {has}, or leave the number out for all")
 
 
 def choice_of(option: str, text: str, allowed: Sequence[str]) -> str:

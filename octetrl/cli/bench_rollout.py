@@ -14,6 +14,8 @@ from octetrl.cli.bench_options import (
     Device,
     MaxBatch,
     Model,
+    Name,
+    NumericsList,
     Out,
     PrecisionList,
     Rounds,
@@ -21,8 +23,10 @@ from octetrl.cli.bench_options import (
     device_of,
     make_folder,
     model_of,
+    numerics_of,
     precisions_of,
     print_table,
+    result_suffix,
     results_folder,
 )
 from octetrl.config.errors import UserError
@@ -36,9 +40,9 @@ from octetrl.run.bench_workload import (
 )
 
 if TYPE_CHECKING:
-    from octetrl.run.bench_rollout import BenchModel, Row, Turn
+    from octetrl.run.bench_rollout import Bench, BenchModel, Row, Turn
 
-ON_GPU, ON_CPU = Shape(128, 512, 4096), Shape(8, 16, 32)
+ON_GPU, ON_CPU = (Shape(128, 512, 4096), Shape(256, 512, 1024)), (Shape(8, 16, 32),)  # of the first, what is not given
 DRAWN = ("fixed", "lognormal")  # --lengths; anything else is a file
 KERNELS_SHOWN = 20
 COLUMNS = {  # key of a row: heading, format
@@ -55,10 +59,12 @@ COLUMNS = {  # key of a row: heading, format
     "time/first_token": ("warm s", ".3f"),
     "memory/peak_gb": ("peak GB", ".1f"),
 }
+NUMERICS_COLUMNS = {"rollout/cost_of_parity": ("parity\ncosts", ".1%")}
 LEGEND = (
     "floor: weights of linears and lm_head read once a decode step, and the live keys and values, a prompt counted for"
     " each sibling, at 4.3 TB/s (H200); its share is of the whole call's time. tail: share of the decode time with less"
-    " than half of the batch running. start: from nothing to a first token; warm: that request again."
+    " than half of the batch running. start: with CUDA up, to build the model, draw or read its weights, quantise,"
+    " calibrate, take the cache, compile or load kernels, capture a graph and give a first token; warm: that again."
 )
 
 Requests = Annotated[
@@ -68,7 +74,11 @@ Prompt = Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt. Def
 Answer = Annotated[int | None, typer.Option(min=1, help="Tokens of an answer, or their mean. Default: 4096; CPU 32.")]
 Workloads = Annotated[
     list[str] | None,
-    typer.Option("--workload", help="REQUESTSxPROMPT+ANSWER instead of those three; may be given several times."),
+    typer.Option(
+        "--workload",
+        help="REQUESTSxPROMPT+ANSWER instead of those three; may be given several times. Default, with none of them:"
+        " 128x512+4096 and 256x512+1024; on a CPU 8x16+32.",
+    ),
 ]
 Lengths = Annotated[
     str,
@@ -97,6 +107,7 @@ class _Asked:
     sigma: float
     group_size: int
     seed: int
+    remedy: str  # where a shape is too long for the model
 
 
 def rollout(
@@ -114,56 +125,101 @@ def rollout(
     max_batch: MaxBatch = 256,
     kv_fraction: KVFraction = 0.8,
     profile: Profile = False,
+    numerics: NumericsList = "parity",
+    name: Name = None,
     out: Out = None,
     device: Device = "auto",
     seed: Seed = 0,
 ) -> None:
     """Generation speed under several precisions, beside what the memory allows."""
     precisions, folder = precisions_of(precision), results_folder(out)
+    modes = numerics_of(numerics)
+    suffix = result_suffix(name, modes)
     if workload and (requests, prompt, answer) != (None, None, None):
         raise UserError("--workload: says what --requests, --prompt and --answer say; give it, or them")
-    if lengths not in DRAWN and (workload, prompt, answer) != (None, None, None):
-        raise UserError(f"--lengths: '{lengths}' says how long prompts and answers are; give with it --requests alone")
     if sigma is not None and lengths != "lognormal":
         raise UserError(f"--sigma: {sigma} spreads drawn lengths and --lengths is '{lengths}'; add --lengths lognormal")
-    shapes = [Shape.parse(text) for text in workload or ()]
-    from octetrl.run.bench_rollout import Bench, measure, rows_of
-    from octetrl.telemetry.bench_record import write_result
+    if lengths not in DRAWN and (workload, prompt, answer, group_size) != (None, None, None, None):
+        raise UserError(
+            f"--lengths: '{lengths}' says how long prompts and answers are and who shares a prompt; give with it"
+            " --requests alone"
+        )
+    shapes = _shapes(workload or ())
+    from octetrl.run.bench_rollout import Bench
 
     chosen = device_of(device)
     on_gpu = chosen.type == "cuda"
     if profile and not on_gpu:
         raise UserError("--profile: it times kernels on a GPU and this would run on a CPU; leave it out")
     found = model_of(model, None, on_gpu=on_gpu)
-    usual = ON_GPU if on_gpu else ON_CPU
-    shapes = shapes or [Shape(requests or usual.requests, prompt or usual.prompt, answer or usual.answer)]
+    remedy = "give a shorter --workload" if shapes else "shorten --prompt or --answer"
+    shapes = shapes or _usual_shapes(ON_GPU if on_gpu else ON_CPU, requests, prompt, answer)
     spread = 0.7 if sigma is None else sigma
-    asked = _Asked(shapes, requests, lengths, spread, group_size or (8 if on_gpu else 4), seed)
-    workloads = tuple(_workloads(asked, found))
-    plan = Bench(found, precisions, workloads, chosen, rounds, warmup, max_batch, kv_fraction, seed)
+    asked = _Asked(shapes, requests, lengths, spread, group_size or (8 if on_gpu else 4), seed, remedy)
+    plan = Bench(
+        model=found,
+        precisions=precisions,
+        workloads=tuple(_workloads(asked, found)),
+        device=chosen,
+        rounds=rounds,
+        warmup_tokens=warmup,
+        max_batch=max_batch,
+        kv_fraction=kv_fraction,
+        seed=seed,
+        numerics=modes,
+    )
     make_folder(folder)  # now, so that minutes of measuring are not lost
+    _measure(plan, folder, found.name + suffix, profile)
+
+
+def _measure(plan: Bench, folder: Path, name: str, profile: bool) -> None:
+    from octetrl.run.bench_rollout import measure, rows_of
+    from octetrl.telemetry.bench_record import write_result
+
     rows = rows_of(measure(plan, _say))
     title = f"rollout, {plan.model.name} on {plan.device.type}"
-    print_table(title, ("precision", "workload"), COLUMNS, rows, LEGEND)
-    path = write_result("rollout", found.name, rows, folder)  # before the profile, which might fail
+    names, columns = ["precision", "workload"], COLUMNS
+    if plan.numerics != ("parity",):
+        names.append("rollout/numerics")
+    if len(plan.numerics) > 1:
+        columns = COLUMNS | NUMERICS_COLUMNS
+    print_table(title, names, columns, rows, LEGEND)
+    path = write_result("rollout", name, rows, folder)  # before the profile, which might fail
     if profile:
         from octetrl.run.bench_profile import profile_rows
 
-        kernels = profile_rows(plan)
+        kernels = profile_rows(plan, typer.echo)
         _print_kernels(kernels)
-        write_result("rollout", found.name, rows, folder, kernels=kernels)
+        write_result("rollout", name, rows, folder, kernels=kernels)
     typer.echo(f"wrote {path}")
+
+
+def _shapes(texts: Sequence[str]) -> list[Shape]:
+    """Each given once."""
+    shapes = [Shape.parse(text) for text in texts]
+    again = next((shape for shape in shapes if shapes.count(shape) > 1), None)
+    if again is not None:
+        raise UserError(f"--workload: '{again}' is given twice; repeat all of them with --rounds")
+    return shapes
+
+
+def _usual_shapes(usual: Sequence[Shape], requests: int | None, prompt: int | None, answer: int | None) -> list[Shape]:
+    if (requests, prompt, answer) == (None, None, None):
+        return list(usual)
+    first = usual[0]
+    return [Shape(requests or first.requests, prompt or first.prompt, answer or first.answer)]
 
 
 def _workloads(asked: _Asked, model: BenchModel) -> Iterator[Workload]:
     vocab_size, positions = model.spec.vocab_size, model.spec.max_positions
     if asked.lengths not in DRAWN:
         found = recorded_lengths(Path(asked.lengths), asked.requests, vocab_size, asked.seed)
-        check_positions(found.longest, positions, model.name)
+        remedy = f"'{asked.lengths}' says so: give another step's file, or a model with more positions"
+        check_positions(found.longest, positions, model.name, remedy)
         yield found
         return
     for shape in asked.shapes:
-        check_positions(shape, positions, model.name)
+        check_positions(shape, positions, model.name, asked.remedy)
         if asked.lengths == "fixed":
             yield fixed_lengths(shape, asked.group_size, vocab_size, asked.seed)
         else:
@@ -174,18 +230,19 @@ def _workloads(asked: _Asked, model: BenchModel) -> Iterator[Workload]:
 
 def _say(number: int, turn: Turn) -> None:
     speed = f"{turn.metrics.tokens_per_second:,.0f} tokens/s in {turn.metrics.seconds:.1f} s"
-    typer.echo(f"round {number}  {turn.workload.name}  {turn.precision}: {speed}, up in {turn.startup_seconds:.1f} s")
+    arm = turn.precision if turn.numerics == "parity" else f"{turn.precision}, {turn.numerics}"
+    typer.echo(f"round {number}  {turn.workload.name}  {arm}: {speed}, up in {turn.startup_seconds:.1f} s")
 
 
 def _print_kernels(kernels: Sequence[Row]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    by_arm: dict[tuple[object, object], list[Row]] = {}
+    by_arm: dict[tuple[object, ...], list[Row]] = {}
     for row in kernels:
-        by_arm.setdefault((row["workload"], row["precision"]), []).append(row)
-    for (workload, precision), rows in by_arm.items():
-        table = Table(title=f"one decode step, {precision}, {workload}")
+        by_arm.setdefault((row["precision"], row["rollout/numerics"], row["workload"]), []).append(row)
+    for (precision, numerics, workload), rows in by_arm.items():
+        table = Table(title=f"one decode step, {precision}, {numerics}, {workload}")
         table.add_column("kernel", no_wrap=True)
         for heading in ("calls", "us", "share"):
             table.add_column(heading, justify="right")

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octetrl.cli.bench_options import (
+    MASTER,
+    STATES,
     Checkpointing,
     Device,
     Layers,
@@ -15,6 +17,7 @@ from octetrl.cli.bench_options import (
     Master,
     MaxBatch,
     Model,
+    Name,
     NumericsList,
     Offload,
     Out,
@@ -22,22 +25,26 @@ from octetrl.cli.bench_options import (
     Rounds,
     Seed,
     States,
+    check_checkpointing,
     choices,
     device_of,
     make_folder,
     model_of,
+    numerics_of,
     precisions_of,
     print_table,
+    result_suffix,
     results_folder,
 )
 from octetrl.cli.bench_train import Tokens, trainer_config
-from octetrl.config.errors import UserError
-from octetrl.run.bench_workload import Shape, Span, check_positions, uniform_lengths
+from octetrl.run.bench_workload import Shape, Span, Workload, check_positions, uniform_lengths
 
 if TYPE_CHECKING:
+    from octetrl.run.bench_rollout import BenchModel
     from octetrl.run.bench_step import StepBench, StepTurn
 
 ON_GPU, ON_CPU = (64, 8, 512, "2048-4096", 16_384), (2, 2, 8, "4-12", 64)  # prompts, group, prompt, answers, tokens
+MODES = "fused,off,exact"  # of calibration
 COLUMNS = {  # key of a row: heading, format
     "time/step": ("step\ns", ",.2f"),
     "step/step_speedup_over_bf16": ("to\nbf16", ".2f"),
@@ -56,6 +63,7 @@ COLUMNS = {  # key of a row: heading, format
     "mismatch/max_abs_diff": ("largest\ndifference", ".2e"),
     "mismatch/tokens": ("of\ntokens", ",.0f"),
     "memory/learn_peak_gb": ("peak\nGB", ".1f"),
+    "memory/estimate_gb": ("estimate\nGB", ".1f"),
 }
 CALIBRATION_COLUMNS = {
     "calibration/ms": ("ms", ",.1f"),
@@ -67,8 +75,8 @@ CALIBRATION_COLUMNS = {
 LEGEND = (
     "produce: generation, and samples with random rewards. learn: forward, backward, update, KV scales. publish: new"
     " FP8 codes and the engine's check of them; GB/s of codes. tokens/s: prompts and answers over the whole step."
-    " peak: of learn and publish. mismatch: mean exp|engine - trainer| of log-probs, 1 where both are equal;"
-    " the largest difference of one, among so many tokens."
+    " mismatch: mean exp|engine - trainer| of log-probs, 1 where both are equal; the largest difference of one, among"
+    " so many tokens. peak: of learn and publish, the KV cache given back; estimate: of `octetrl check` for that."
 )
 
 Prompts = Annotated[int | None, typer.Option(min=1, help="Prompts of a step. Default: 64; on a CPU 2.")]
@@ -88,7 +96,7 @@ KVFraction = Annotated[float, typer.Option(min=0.01, max=0.95, help="Share of th
 Calibration = Annotated[
     str,
     typer.Option(
-        metavar="fused,off,exact|none", help="Ways of calibration to compare, where a precision's cache is calibrated."
+        metavar=f"{MODES}|none", help="Ways of calibration to compare, where a precision's cache is calibrated."
     ),
 ]
 CalibrationBatches = Annotated[int, typer.Option(min=1, help="Micro-batches that calibration is measured on.")]
@@ -106,24 +114,26 @@ def step(
     rounds: Rounds = 1,
     warmup: Warmup = 16,
     learn_share: LearnShare = 1.0,
-    calibration: Calibration = "fused,off,exact",
+    calibration: Calibration = MODES,
     calibration_micro_batches: CalibrationBatches = 2,
     checkpointing: Checkpointing = "layer",
     logprob_chunk: LogprobChunk = 1024,
-    optimizer_states: States = "float32",
-    master: Master = "float32",
+    optimizer_states: States = STATES,
+    master: Master = MASTER,
     offload: Offload = False,
     max_batch: MaxBatch = 256,
     kv_fraction: KVFraction = 0.85,
     numerics: NumericsList = "parity",
     layers: Layers = None,
     out: Out = None,
+    name: Name = None,
     device: Device = "auto",
     seed: Seed = 0,
 ) -> None:
     """The whole GRPO step under several precisions: produce, learn, publish, and what calibration costs."""
-    precisions, folder = precisions_of(precision), results_folder(out)
-    modes = () if calibration == "none" else choices("--calibration", calibration, ("fused", "off", "exact"))
+    precisions, chosen_numerics, folder = precisions_of(precision), numerics_of(numerics), results_folder(out)
+    suffix = result_suffix(name, chosen_numerics)
+    modes = () if calibration == "none" else choices("--calibration", calibration, MODES.split(","))
     answers = None if answer_tokens is None else Span.parse(answer_tokens, "--answer-tokens")
     config = trainer_config(checkpointing, logprob_chunk, optimizer_states, master, offload)
     from octetrl.run.bench_step import StepBench
@@ -134,11 +144,10 @@ def step(
     found = model_of(model, layers, on_gpu=on_gpu)
     num_prompts, group_size, prompt = prompts or usual[0], group or usual[1], prompt_tokens or usual[2]
     answers = answers or Span.parse(usual[3], "--answer-tokens")
-    _check_shape(Shape(num_prompts * group_size, prompt, answers.longest), found.spec.max_positions, found.name)
     plan = StepBench(
         model=found,
         precisions=precisions,
-        workload=uniform_lengths(num_prompts, group_size, prompt, answers, found.spec.vocab_size, seed),
+        workload=_workload(found, num_prompts, group_size, prompt, answers, seed),
         group_size=group_size,
         trainer=config.model_copy(update={"tokens_per_micro_batch": tokens or usual[4]}),
         device=chosen,
@@ -151,37 +160,37 @@ def step(
         calibration=modes,
         calibration_micro_batches=calibration_micro_batches,
         seed=seed,
-        numerics=choices("--numerics", numerics, ("parity", "fast")),  # type: ignore[arg-type]
+        numerics=chosen_numerics,
     )
-    make_folder(folder)  # now, so that minutes of measuring are not lost
-    _measure(plan, folder)
+    _measure(plan, folder, found.name + suffix)
 
 
-def _measure(plan: StepBench, folder: Path) -> None:
-    from octetrl.run.bench_step import measure
+def _workload(model: BenchModel, prompts: int, group: int, prompt: int, answers: Span, seed: int) -> Workload:
+    """Raises UserError where a prompt and its answer are longer than the model."""
+    longest = Shape(prompts * group, prompt, answers.longest)
+    check_positions(longest, model.spec.max_positions, model.name, "shorten --prompt-tokens or --answer-tokens")
+    return uniform_lengths(prompts, group, prompt, answers, model.spec.vocab_size, seed)
+
+
+def _measure(plan: StepBench, folder: Path, name: str) -> None:
+    from octetrl.run.bench_step import check_memory, measure
     from octetrl.run.bench_step_rows import calibration_rows, rows_of
     from octetrl.telemetry.bench_record import write_result
 
+    check_checkpointing(plan.trainer, plan.model)
+    check_memory(plan)
+    make_folder(folder)  # now, so that minutes of measuring are not lost
     turns = measure(plan, _say)
     rows = rows_of(plan, turns)
     learnt = "" if plan.learn_share == 1.0 else f", learn reckoned from {plan.learn_share:.0%} of the groups"
-    numerics = "" if plan.numerics == ("parity",) else "_" + "_".join(plan.numerics)
     title = f"step, {plan.model.name} on {plan.device.type}, {plan.workload.name}{learnt}"
     print_table(title, ("precision", "step/numerics"), COLUMNS, rows, LEGEND)
     costs = calibration_rows(plan, turns)
     if costs:
         title = f"calibration, forward and backward of {costs[0]['calibration/tokens']:,} tokens"
         print_table(title, ("precision", "numerics", "calibration"), CALIBRATION_COLUMNS, costs)
-    path = write_result("step", f"{plan.model.name}{numerics}", rows, folder, calibration=costs)
+    path = write_result("step", name, rows, folder, calibration=costs)
     typer.echo(f"wrote {path}")
-
-
-def _check_shape(shape: Shape, positions: int, model: str) -> None:
-    try:
-        check_positions(shape, positions, model)
-    except UserError as error:
-        said = str(error).replace("--prompt or --answer", "--prompt-tokens or --answer-tokens")
-        raise UserError(said) from None
 
 
 def _say(number: int, turn: StepTurn) -> None:

@@ -3,35 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from octetrl.cli.bench_options import (
+    MASTER,
+    STATES,
     Checkpointing,
     Device,
     Layers,
     LogprobChunk,
     Master,
     Model,
+    Name,
+    NumericsList,
     Offload,
     Out,
     PrecisionList,
     Rounds,
     Seed,
     States,
+    check_checkpointing,
     choice_of,
     device_of,
     make_folder,
     model_of,
+    numerics_of,
     precisions_of,
     print_table,
+    result_suffix,
     results_folder,
 )
 from octetrl.config.errors import UserError
 from octetrl.config.schema import OptimizerConfig, TrainerConfig
-from octetrl.run.bench_workload import Span
+from octetrl.run.bench_workload import DIGITS, Span
 
 if TYPE_CHECKING:
     from octetrl.run.bench_rollout import Row
@@ -41,6 +49,7 @@ ON_GPU, ON_CPU = (16_384, "4096"), (64, "16")  # tokens of a micro-batch, length
 COLUMNS = {  # key of a row: heading, format
     "train/tokens_per_second": ("tokens/s", ",.0f"),
     "train/speedup_over_bf16": ("to\nbf16", ".2f"),
+    "train/cost_of_parity": ("parity\ncosts", ".1%"),
     "train/gradient_ms": ("fwd+bwd\nms", ",.1f"),
     "train/tflops": ("TFLOP/s", ".1f"),
     "train/ceiling_share": ("of\n790", ".1%"),
@@ -101,24 +110,24 @@ def train(
     checkpointing: Checkpointing = "layer",
     logprob_chunk: LogprobChunk = 1024,
     optimizer: WithOptimizer = True,
-    optimizer_states: States = "float32",
-    master: Master = "float32",
+    optimizer_states: States = STATES,
+    master: Master = MASTER,
     offload: Offload = False,
+    numerics: NumericsList = "parity",
     layers: Layers = None,
     profile: Profile = None,
     out: Out = None,
+    name: Name = None,
     device: Device = "auto",
     seed: Seed = 0,
 ) -> None:
     """Training speed under several precisions: forward and backward, the update, and where the time goes."""
-    precisions, folder = precisions_of(precision), results_folder(out)
-    if lengths != "lognormal" and (mean, sigma) != (None, None):
-        option = "--mean" if mean is not None else "--sigma"
-        raise UserError(f"{option}: lengths are not drawn lognormally; add --lengths lognormal, or leave it out")
-    span = None if lengths in (None, "lognormal") else Span.parse(str(lengths), "--lengths")
-    config = trainer_config(checkpointing, logprob_chunk, optimizer_states, master, offload)
+    precisions, chosen_numerics, folder = precisions_of(precision), numerics_of(numerics), results_folder(out)
+    suffix = result_suffix(name, chosen_numerics)
+    span = _span_of(lengths, mean, sigma)
+    config = trainer_config(checkpointing, logprob_chunk, optimizer_states, master, offload, updates=optimizer)
     from octetrl.run.bench_mix import Mix
-    from octetrl.run.bench_train import TrainBench, check_memory
+    from octetrl.run.bench_train import TrainBench
 
     chosen = device_of(device)
     on_gpu = chosen.type == "cuda"
@@ -144,28 +153,42 @@ def train(
         optimizer=optimizer,
         profile=on_gpu if profile is None else profile,
         seed=seed,
+        numerics=chosen_numerics,
     )
-    check_memory(plan)
-    make_folder(folder)  # now, so that minutes of measuring are not lost
-    _measure(plan, folder)
+    _measure(plan, folder, found.name + suffix)
 
 
-def _measure(plan: TrainBench, folder: Path) -> None:
-    from octetrl.run.bench_train import measure, profile_rows, rows_of
+def _measure(plan: TrainBench, folder: Path, name: str) -> None:
+    from octetrl.run.bench_train import check_memory, measure, profile_rows, rows_of
     from octetrl.telemetry.bench_record import write_result
 
+    check_checkpointing(plan.trainer, plan.model)
+    check_memory(plan)
+    make_folder(folder)  # now, so that minutes of measuring are not lost
     turns = measure(plan, _say)
     rows = rows_of(plan, turns)
     title = f"train, {plan.model.name} on {plan.device.type}, {plan.name}"
-    print_table(title, ("precision",), COLUMNS, rows, LEGEND)
+    print_table(title, ("precision", "train/numerics"), COLUMNS, rows, LEGEND)
     parts, kernels = profile_rows(turns)
     _print_parts(plan, parts)
-    path = write_result("train", plan.model.name, rows, folder, parts=parts, kernels=kernels)
+    path = write_result("train", name, rows, folder, parts=parts, kernels=kernels)
     typer.echo(f"wrote {path}")
 
 
-def trainer_config(checkpointing: str, logprob_chunk: int, states: str, master: str, offload: bool) -> TrainerConfig:
-    """The trainer's section of a recipe, from options."""
+def _span_of(lengths: str | None, mean: int | None, sigma: float | None) -> Span | None:
+    """The span of `--lengths`; None where it is not given, or lengths are drawn lognormally."""
+    if lengths != "lognormal" and (mean, sigma) != (None, None):
+        option = "--mean" if mean is not None else "--sigma"
+        raise UserError(f"{option}: lengths are not drawn lognormally; add --lengths lognormal, or leave it out")
+    return None if lengths is None or lengths == "lognormal" else Span.parse(lengths, "--lengths")
+
+
+def trainer_config(
+    checkpointing: str, logprob_chunk: int, states: str, master: str, offload: bool, *, updates: bool = True
+) -> TrainerConfig:
+    """The trainer's section of a recipe, from options. `updates`: there is an optimizer."""
+    if offload and not updates:
+        raise UserError("--offload: with --no-optimizer there is nothing to keep in the host's memory; leave one out")
 
     def given(section: type[Any], field: str, option: str, value: str) -> Any:
         return choice_of(option, value, section.model_fields[field].annotation.__args__)
@@ -176,9 +199,13 @@ def trainer_config(checkpointing: str, logprob_chunk: int, states: str, master: 
         offload=offload,
     )
     name, colon, layers = checkpointing.partition(":")
-    if colon and not layers.isdecimal():
-        raise UserError(f"--checkpointing: '{layers}' is not a number of layers; give one, as in {name}:8, or none")
     keeps = given(TrainerConfig, "activation_checkpointing", "--checkpointing", name)
+    if colon and not (layers.isdecimal() and len(layers) <= DIGITS):
+        raise UserError(
+            f"--checkpointing: '{layers[:20]}' is not a number of layers; give one, as in layer:8, or leave it out"
+        )
+    if colon and keeps == "none":
+        raise UserError(f"--checkpointing: 'none:{layers}' checkpoints nothing, in no layer; give none, or layer:8")
     return TrainerConfig(
         optimizer=optimizer,
         activation_checkpointing=keeps,
@@ -201,11 +228,12 @@ def _check_lengths(mix: Any, tokens: int, positions: int, model: str) -> None:
 def _say(number: int, turn: TrainTurn) -> None:
     seconds = sum(step.gradient for step in turn.steps)
     speed = f"{turn.work.tokens * len(turn.steps) / seconds:,.0f} tokens/s"
-    typer.echo(f"round {number}  {turn.precision}: {speed}, up in {turn.startup_seconds:.1f} s")
+    arm = f"round {number}  {turn.precision}, {turn.numerics}"
+    typer.echo(f"{arm}: {speed}, up in {turn.startup_seconds:.1f} s")
 
 
 def _print_parts(plan: TrainBench, parts: Sequence[Row]) -> None:
-    for precision in plan.precisions:
-        rows = [row for row in parts if row["precision"] == precision]
+    for arm in product(plan.precisions, plan.numerics):
+        rows = [row for row in parts if (row["precision"], row["numerics"]) == arm]
         if rows:
-            print_table(f"one step by part, {precision}, {plan.name}", ("part",), PART_COLUMNS, rows)
+            print_table(f"one step by part, {', '.join(arm)}, {plan.name}", ("part",), PART_COLUMNS, rows)

@@ -38,6 +38,7 @@ from octetrl.fp8.policy import LINEARS, PrecisionPolicy, Side, precision_policy,
 from octetrl.models.families import load_critic_spec, load_reward_spec, load_spec, spec_from_config
 
 GIB = 2**30
+SMALLEST_GIB, LARGEST_GIB = 0.001, 1e6  # of --memory-gib: a petabyte is no device's, infinity no number of bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +53,14 @@ def check(
     overrides: Overrides = None,
     memory_gib: Annotated[
         float | None,
-        typer.Option("--memory-gib", min=0.001, help="Plan for a GPU with so much memory.", show_default=False),
+        typer.Option("--memory-gib", help="Plan for a GPU with so much memory.", show_default=False),
     ] = None,
 ) -> None:
     """Show what a recipe means, what it needs, and every problem it has."""
+    if memory_gib is not None and not SMALLEST_GIB <= memory_gib <= LARGEST_GIB:
+        raise UserError(
+            f"--memory-gib: {memory_gib:g} is no GPU's; give {SMALLEST_GIB:g} to {LARGEST_GIB:,.0f}, as 140"
+        )
     resolved = load_recipe(recipe, overrides or [])
     problems = list(_file_problems(resolved))
     device = find_device(resolved, memory_gib)
@@ -229,12 +234,33 @@ def _precision(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device:
         if policy.k_cache == "bf16":
             yield "", "K stays BF16: this family has no QK-norm, and FP8 ruins its outlier channels"
     yield "everything else", f"{recipe.model.dtype}; log-softmax and loss float32"
-    said = "one order of sums on both sides" if policy.numerics == "parity" else "the faster sums, equal to rounding"
-    yield "numerics", f"{policy.numerics}: {said}"
+    yield from _numerics(recipe, policy, device)
     given, wanted = recipe.trainer.tokens_per_micro_batch, tokens_that_pay(spec.hidden_size)
     if policy.uses_fp8("train") and device.on_gpu and not recipe.fp8.emulate and given < wanted:
         yield "warning", f"FP8 training hardly pays with {given:,} tokens a micro-batch at this width;"
         yield "", f"raise trainer.tokens_per_micro_batch to {wanted:,} or more, or take precision: bf16"
+
+
+def _numerics(recipe: Recipe, policy: PrecisionPolicy, device: Device) -> Iterator[tuple[str, str]]:
+    """Whether the two sides' log-probs will be equal, and if not why: `Worker.promises_parity`, without a worker."""
+    if policy.numerics != "parity":
+        yield "numerics", f"{policy.numerics}: the faster sums, equal to rounding"
+        return
+    emulated = recipe.fp8.emulate is True and (policy.uses_fp8("rollout") or policy.uses_fp8("train"))
+    apart = None
+    if not policy.same_on_both_sides:
+        apart = "linears are FP8 on one side alone"
+    elif policy.kv_mode != "none" and not recipe.fp8.kv_replay:
+        apart = "training does not see the FP8 cache (fp8.kv_replay: false)"
+    elif recipe.engine.prefix_cache == "keep":
+        apart = "pages outlive the weights that made them (engine.prefix_cache: keep)"
+    elif device.on_gpu and (recipe.model.dtype != "bfloat16" or emulated):
+        apart = "on a GPU the order is kept in BF16 and unemulated FP8 alone"
+    if apart is None:
+        yield "numerics", "parity: one order of sums on both sides, so equal log-probs"
+    else:
+        yield "numerics", "parity is asked for, and equal log-probs are not promised:"
+        yield "", apart
 
 
 def _share(policy: PrecisionPolicy, spec: ModelSpec, kind: str, side: Side) -> str:

@@ -65,7 +65,7 @@ def serve(
 
 def _texts(path: Path) -> list[str]:
     try:
-        texts = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        texts = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--calibrate-on: '{path}' can't be read as text ({error}); give a UTF-8 file") from error
     if not texts:

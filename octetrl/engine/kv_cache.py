@@ -18,11 +18,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from octetrl.config.schema import EngineConfig
 from octetrl.config.spec import ModelSpec
+from octetrl.engine.batch_rows import to_device
 from octetrl.fp8.format import E4M3
 from octetrl.fp8.policy import Format, PrecisionPolicy
 from octetrl.kernels.kv_store import v_pages_shape
@@ -126,9 +128,11 @@ class KVCache:
         )
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """For each (a, b): page `a` to page `b`, scales too, in every layer. All are read before one is written."""
+        """For each (a, b): page `a` to page `b`, scales too, in every layer. All are read before one is written.
+
+        The host does not wait for the device, as nowhere in a step."""
         if not copies:
             return
-        source, target = torch.tensor(copies, device=self._copied[0].device).unbind(1)
+        source, target = to_device(np.array(copies, dtype=np.int64).T, self._copied[0].device).unbind()
         for pool in self._copied:
             pool[:, target] = pool[:, source]

@@ -52,6 +52,7 @@ class EngineMetrics:
     tail_share: float  # share of the decoding time with less than half of the largest batch running: the long tail
     step_seconds: tuple[float, ...]  # between results of decode forwards one after another; the last `STEPS_KEPT`
     capture_seconds: float  # spent capturing CUDA graphs since the engine was made
+    session_capture_seconds: float | None  # of these, in this session; None where nothing is captured, on a CPU
     cancelled: int  # completions
     idle_share: float  # share of the seconds with nothing to do
 
@@ -65,6 +66,7 @@ class Tally:
     """Counts of one session, while it goes on."""
 
     max_batch: int
+    captured_before: float | None = None  # seconds spent capturing when the session began; None: nothing is captured
     started: float = field(default_factory=time.perf_counter)
     done: int = 0
     cancelled: int = 0
@@ -155,6 +157,7 @@ class Tally:
             tail_share=self._tail_share(),
             step_seconds=tuple(self._step_seconds),
             capture_seconds=capture_seconds,
+            session_capture_seconds=None if self.captured_before is None else capture_seconds - self.captured_before,
             cancelled=self.cancelled,
             idle_share=min(1.0, idle_seconds / seconds) if seconds > 0 else 0.0,
         )

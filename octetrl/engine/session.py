@@ -71,7 +71,7 @@ class Session:
         self._cache, self._blocks, self._runner, self._admission = cache, blocks, runner, admission
         self._decode, self._stamp, self._lag = decode, stamp, lag
         self._on_close, self._on_progress = on_close, on_progress
-        self._tally = Tally(config.max_batch)
+        self._tally = Tally(config.max_batch, captured_before=None if runner.graphs is None else runner.graphs.seconds)
         self._scheduler = Scheduler(
             blocks,
             max_batch=config.max_batch,

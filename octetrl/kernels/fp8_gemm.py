@@ -154,6 +154,8 @@ def fp8_gemm(x: Quantized, w: Quantized) -> Tensor:
     if config not in _without_gluon:
         try:
             return run_config(config, x, w)
+        except torch.OutOfMemoryError:  # says nothing of Gluon
+            raise
         except Exception as error:  # whatever the experimental compiler raises: the same bits are to be had without it
             _without_gluon.add(config)
             reason = f"{type(error).__name__}: {error}".splitlines()[0]

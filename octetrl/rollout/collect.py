@@ -9,7 +9,7 @@ from, an answer cut at the limit is scored and marked, a reward that raised or h
 rollout says so in its status.
 
 How long a task's answers were is kept (`Collection.lengths`) and told to the engine when the task comes again, so that
-long ones start first.
+long ones start first. A conversation is as long as all that was drawn in it: what takes most turns starts first too.
 
 A request's seed follows from (run seed, step, place in the batch), so a resumed step draws the same tokens,
 and two steps that meet the same task draw different ones.
@@ -20,7 +20,7 @@ each rollout on to its end, in one session of the engine, and what its last mess
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -78,7 +78,7 @@ class Collection:
     prompts: int = 1  # groups that a step wants (rollout/refill.py)
     max_refills: int = 0  # further draws to get them
     penalty: LengthPenalty | None = None  # added to the reward for its length; None: none
-    lengths: dict[str, int] = field(default_factory=dict)  # task id -> mean tokens of its completions, last time
+    lengths: dict[str, int] = field(default_factory=dict)  # task id -> mean tokens drawn for a rollout of it, last time
     context_length: int = 1 << 30  # tokens that a conversation may have
     occupancy: Occupancy = field(default_factory=Occupancy)  # filled where an environment has several turns
 
@@ -143,6 +143,7 @@ def _converse(
         drive = Drive(dialogue, session, speaking, collection.occupancy)
         drive.run(asked, run_seed=collection.seed, step=collection.step)
     finished = drive.finished
+    _keep_lengths(finished, collection.lengths)
     if dialogue.scorer is not None:
         to_score = [key for key, rollout in finished.items() if rollout.status.has_reward]
         last = [(finished[key].task, finished[key].turns[-1].completion.text) for key in to_score]
@@ -155,6 +156,15 @@ def _converse(
         else (_too_long(task, request, collection),) * collection.group_size
         for place, task, request, fit in zip(places, tasks, requests, fits, strict=True)
     ]
+
+
+def _keep_lengths(finished: Mapping[tuple[int, int], Rollout], lengths: dict[str, int]) -> None:
+    """Those of conversations that came to an end. Where the environment failed one, it might have gone on."""
+    drawn: dict[str, list[int]] = {}
+    for rollout in finished.values():
+        if rollout.status.has_reward:
+            drawn.setdefault(rollout.task.id, []).append(sum(len(turn.completion.token_ids) for turn in rollout.turns))
+    lengths.update({task: sum(tokens) // len(tokens) for task, tokens in drawn.items()})
 
 
 def _penalized(rollout: Rollout, collection: Collection) -> Rollout:

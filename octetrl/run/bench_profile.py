@@ -3,6 +3,10 @@
 The workload runs until half of its tokens are there, so that batch and context are typical; then torch's profiler
 records the GPU for a while, and the rest is left undone. Profiling slows the GPU a little and comes after all timing.
 What a step takes beyond its kernels is shown as a line of its own: gaps, launches, a host that is late.
+
+A step is counted when its results are read. As many are under way when the recording begins as when it ends, so as
+many are recorded as are counted, but for the last two of a workload. Where the answers are over before all of them were
+seen there are no rows.
 """
 
 from __future__ import annotations
@@ -11,7 +15,8 @@ import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import product
 from typing import Any
 
 import torch
@@ -36,7 +41,7 @@ class _Window:
 
     def __init__(self, half: int) -> None:
         self.profiler: Any = None
-        self.steps = self.seconds = 0.0
+        self.steps, self.seconds = 0, 0.0
         self._half, self._tokens, self._began = half, 0, 0.0
 
     def __call__(self, progress: GenerationProgress) -> None:
@@ -47,9 +52,14 @@ class _Window:
                 self.profiler.start()
                 self._tokens, self._began = progress.generated_tokens, time.perf_counter()
             return
-        self.steps = (progress.generated_tokens - self._tokens) / max(1, progress.running)
-        if self.steps >= STEPS:
+        self.steps += progress.generated_tokens > self._tokens  # or it was prefill
+        self._tokens = progress.generated_tokens
+        if self.is_whole:
             raise _EnoughSeen
+
+    @property
+    def is_whole(self) -> bool:
+        return self.steps == STEPS
 
     def close(self) -> None:
         """Once, whether all steps were seen or the answers ended before."""
@@ -59,23 +69,28 @@ class _Window:
             self.profiler.stop()
 
 
-def profile_rows(bench: Bench) -> list[Row]:
-    """Builds each precision's engine once more and profiles it on each workload. Needs a GPU."""
+def profile_rows(bench: Bench, say: Callable[[str], None]) -> list[Row]:
+    """Builds each precision's engine once more and profiles it on each workload. Needs a GPU. `say` hears of answers
+    too short for it."""
     # CUDA graphs and a profiler that comes and goes: without these, older CUPTI crashes on the next graph.
     os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
     rows: list[Row] = []
-    for workload in bench.workloads:
-        for precision in bench.precisions:
-            arm = build_arm(bench, precision, workload)
-            warm_up(arm, workload, bench.warmup_tokens)
-            window = _record(arm.engine, workload)
-            arm.engine.release_cache()
-            del arm
-            give_memory_back(bench.device)
-            head: Row = {"precision": precision, "workload": workload.name}
-            if window.steps:
-                rows += [head | row for row in kernel_rows(_kernels(window.profiler), window.steps, window.seconds)]
+    for workload, precision, numerics in product(bench.workloads, bench.precisions, bench.numerics):
+        arm = build_arm(bench, precision, workload, numerics)
+        warm_up(arm, workload, bench.warmup_tokens)
+        window = _record(arm.engine, workload)
+        arm.engine.release_cache()
+        del arm
+        give_memory_back(bench.device)
+        if window.is_whole:
+            head: Row = {"precision": precision, "workload": workload.name, "rollout/numerics": numerics}
+            rows += [head | row for row in kernel_rows(_kernels(window.profiler), window.steps, window.seconds)]
+        else:
+            say(
+                f"no profile of {precision}, {numerics}, {workload.name}: {window.steps} decode steps came after the"
+                f" middle of its answers and {STEPS} are recorded; give longer answers"
+            )
     return rows
 
 

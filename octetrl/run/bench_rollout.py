@@ -2,8 +2,13 @@
 
 A turn builds one precision's engine alone on the device (nothing of the others is left, so each has the same memory to
 make a cache of), asks it for a first token, twice, lets it warm up on the workload's own prompts, and times one
-`generate` of the whole workload: prefill, scheduling, sampling and log-probs included. Turns alternate, A B C A B C, so
+`generate` of the whole workload: prefill, scheduling, sampling and log-probs included. Turns alternate, A B C C B A, so
 that a device that slows down slows them all; what is reported is the median over rounds.
+
+Start-up is that of the first round, from an empty device on which CUDA is up: the model is built, its weights drawn or
+read and quantised, KV scales calibrated, the cache taken, kernels compiled (or read from Triton's cache, whose kernels
+are counted before and after the turn), a graph captured, a token drawn. What earlier turns compiled stays in the
+process.
 
 The engine holds what rollouts need and no more: FP8 weights without the BF16 ones they came from. A preset's weights
 are drawn on the device (the same for every precision); a preset has no tokenizer, so its tokens become no text.
@@ -19,11 +24,14 @@ wall time of the whole call. 4.3 TB/s is what kernels reach on an H200.
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -33,7 +41,7 @@ from octetrl.algorithms.table import build_algorithm
 from octetrl.config.errors import UserError, nearest
 from octetrl.config.load import PRECISIONS
 from octetrl.config.presets import PRESETS, preset_config
-from octetrl.config.schema import AlgorithmConfig, EngineConfig, Fp8Config, TrainerConfig
+from octetrl.config.schema import AlgorithmConfig, EngineConfig, Fp8Config, Numerics, TrainerConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.engine.engine import Engine
 from octetrl.engine.kv_cache import cache_format
@@ -47,6 +55,7 @@ from octetrl.models.decoder import EMBEDDING_STD, Decoder
 from octetrl.models.families import load_spec, spec_from_config
 from octetrl.models.hf_weights import load_weights
 from octetrl.records import GenerationRequest
+from octetrl.run.bench_turns import in_turn
 from octetrl.run.bench_workload import Workload
 from octetrl.run.resume import weights_folder
 from octetrl.run.tokenizer import VOCABULARIES, load_tokenizer
@@ -77,6 +86,8 @@ class Bench:
     max_batch: int = 256
     kv_fraction: float = 0.8
     seed: int = 0
+    numerics: tuple[Numerics, ...] = ("parity",)
+    kv_cache_tokens: int | None = None  # instead of `kv_fraction` of the free memory
 
     def rows_of(self, workload: Workload) -> int:
         """Places in the batch: no more than there are completions, or occupancy would say nothing."""
@@ -85,7 +96,7 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One precision's engine."""
+    """The engine of one precision with one numerics."""
 
     engine: Engine
     weight_bytes: int  # of the linears and lm_head, as the engine reads them
@@ -94,17 +105,20 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One precision, one workload, once."""
+    """One precision with one numerics, one workload, once."""
 
     precision: str
     workload: Workload
     metrics: EngineMetrics
-    startup_seconds: float  # nothing -> first token
+    startup_seconds: float  # no model yet, but CUDA is up -> first token
     first_token_seconds: float  # the same request again
     weight_bytes: int
     kv_bytes_per_token: float
     max_batch: int
     peak_bytes: int | None  # None on a CPU
+    numerics: Numerics = "parity"
+    weights: Literal["drawn", "files"] = "drawn"
+    cached_kernels: tuple[int, int] = (0, 0)  # in Triton's cache, before and after
 
 
 class NoText:
@@ -132,22 +146,22 @@ def find_model(model: str) -> BenchModel:
 def measure(bench: Bench, on_turn: Callable[[int, Turn], None] | None = None) -> list[Turn]:
     """All turns, in the order in which they were taken. `on_turn(round, turn)` hears of each."""
     turns = []
-    for number in range(1, bench.rounds + 1):
-        for workload in bench.workloads:
-            for precision in bench.precisions:
-                turns.append(take_turn(bench, precision, workload))
-                if on_turn is not None:
-                    on_turn(number, turns[-1])
+    for number, arm in in_turn(product(bench.workloads, bench.precisions, bench.numerics), bench.rounds):
+        workload, precision, numerics = arm
+        turns.append(take_turn(bench, precision, workload, numerics))
+        if on_turn is not None:
+            on_turn(number, turns[-1])
     return turns
 
 
-def take_turn(bench: Bench, precision: str, workload: Workload) -> Turn:
+def take_turn(bench: Bench, precision: str, workload: Workload, numerics: Numerics = "parity") -> Turn:
     """Builds, measures and takes down one engine."""
     on_gpu = bench.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(bench.device)
+    kernels_before = cached_kernels()
     began = time.perf_counter()
-    arm = build_arm(bench, precision, workload)
+    arm = build_arm(bench, precision, workload, numerics)
     engine = arm.engine
     first = (_first_token(workload.requests[0]),)
     engine.generate(first)
@@ -168,6 +182,9 @@ def take_turn(bench: Bench, precision: str, workload: Workload) -> Turn:
         kv_bytes_per_token=arm.kv_bytes_per_token,
         max_batch=bench.rows_of(workload),
         peak_bytes=torch.cuda.max_memory_allocated(bench.device) if on_gpu else None,
+        numerics=numerics,
+        weights="drawn" if bench.model.folder is None else "files",
+        cached_kernels=(kernels_before, cached_kernels()),
     )
     engine.release_cache()
     del arm, engine
@@ -181,6 +198,12 @@ def warm_up(arm: Arm, workload: Workload, tokens: int) -> None:
         arm.engine.generate(workload.cut(tokens))
 
 
+def cached_kernels() -> int:
+    """Compiled ones that Triton would find on disk, in the place its documentation names."""
+    usual = Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton/cache")
+    return sum(1 for _ in Path(os.environ.get("TRITON_CACHE_DIR") or usual).glob("*/*.cubin"))
+
+
 def give_memory_back(device: torch.device) -> None:
     """After the last reference to an arm is gone."""
     gc.collect()
@@ -188,10 +211,10 @@ def give_memory_back(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def build_arm(bench: Bench, precision: str, workload: Workload) -> Arm:
+def build_arm(bench: Bench, precision: str, workload: Workload, numerics: Numerics = "parity") -> Arm:
     """The engine of one precision, weights in place, KV scales calibrated where it wants them."""
     spec, device = bench.model.spec, bench.device
-    policy = precision_policy(spec, Fp8Config(**PRECISIONS[precision]))
+    policy = precision_policy(spec, Fp8Config(**PRECISIONS[precision]), numerics)
     backend = choose_backend(device, None) if policy.uses_fp8("rollout") else "emulated"
     model = Decoder(spec, policy, "rollout", dtype=torch.bfloat16, device=device, backend=backend)
     if bench.model.folder is None:
@@ -201,7 +224,11 @@ def build_arm(bench: Bench, precision: str, workload: Workload) -> Arm:
     model.requantize()
     for _, linear in model.float8_linears():
         linear.drop_weight()
-    config = EngineConfig(kv_memory_fraction=bench.kv_fraction, max_batch=bench.rows_of(workload))
+    config = EngineConfig(
+        kv_cache_tokens=bench.kv_cache_tokens,
+        kv_memory_fraction=bench.kv_fraction,
+        max_batch=bench.rows_of(workload),
+    )
     longest = workload.longest
     engine = Engine(
         model,
@@ -279,16 +306,21 @@ def _first_token(request: GenerationRequest) -> GenerationRequest:
 
 
 def rows_of(turns: Sequence[Turn]) -> list[Row]:
-    """A row for each precision and workload: medians over its rounds, worst cases where it says most or peak."""
-    by_place: dict[tuple[str, str], list[Turn]] = {}
+    """A row for each workload, precision and numerics: medians over its rounds, worst cases where it says most or
+    peak."""
+    by_place: dict[tuple[str, str, str], list[Turn]] = {}
     for turn in turns:
-        by_place.setdefault((turn.workload.name, turn.precision), []).append(turn)
-    rows = [_row(rounds) for rounds in by_place.values()]
-    plain = {row["workload"]: row["rollout/tokens_per_second"] for row in rows if row["precision"] == "bf16"}
-    for row in rows:
-        if row["workload"] in plain:
-            row["rollout/speedup_over_bf16"] = float(row["rollout/tokens_per_second"]) / float(plain[row["workload"]])
-    return rows
+        by_place.setdefault((turn.workload.name, turn.precision, turn.numerics), []).append(turn)
+    rows = {place: _row(rounds) for place, rounds in by_place.items()}
+    speeds = {place: float(row["rollout/tokens_per_second"]) for place, row in rows.items()}
+    for (workload, precision, numerics), row in rows.items():
+        speed = speeds[workload, precision, numerics]
+        plain, fast = speeds.get((workload, "bf16", numerics)), speeds.get((workload, precision, "fast"))
+        if plain is not None:
+            row["rollout/speedup_over_bf16"] = speed / plain
+        if fast is not None and numerics == "parity":
+            row["rollout/cost_of_parity"] = fast / speed - 1
+    return list(rows.values())
 
 
 def _row(rounds: Sequence[Turn]) -> Row:
@@ -298,12 +330,16 @@ def _row(rounds: Sequence[Turn]) -> Row:
     row: Row = {
         "precision": first.precision,
         "workload": first.workload.name,
+        "rollout/numerics": first.numerics,
+        "weights": first.weights,
         "rounds": len(rounds),
         "rollout/tokens_per_second": statistics.median(speeds),
         "rollout/tokens_per_second_min": min(speeds),
         "rollout/tokens_per_second_max": max(speeds),
         "time/rollout": statistics.median(one.seconds for one in metrics),
         "time/startup": first.startup_seconds,
+        "rollout/cached_kernels_before": first.cached_kernels[0],
+        "rollout/cached_kernels_after": first.cached_kernels[1],
         "time/first_token": statistics.median(turn.first_token_seconds for turn in rounds),
         "rollout/generated_tokens": metrics[0].generated_tokens,
         "rollout/prefilled_tokens": metrics[0].prefilled_tokens,

@@ -2,7 +2,7 @@
 
 A turn builds one precision's worker alone on the device (trainer, engine, the weights they share), takes a short step
 that is not timed, then `steps` timed ones. Prompts are random tokens, answers end at their drawn length and nowhere
-else, rewards are random numbers, so every group has advantages. Turns alternate, A B A B; what is reported is the
+else, rewards are random numbers, so every group has advantages. Turns alternate, A B B A; what is reported is the
 median over the steps of all rounds.
 
     produce    generation of all answers, and the samples made of them
@@ -60,7 +60,9 @@ from octetrl.records import (
 )
 from octetrl.rollout.samples import to_samples
 from octetrl.run.bench_clock import MicroBatchClock, Pace
+from octetrl.run.bench_memory import estimate, refuse_what_does_not_fit
 from octetrl.run.bench_rollout import BenchModel, draw_weights, give_memory_back, tokenizer_of
+from octetrl.run.bench_turns import in_turn
 from octetrl.run.bench_workload import Workload
 from octetrl.run.worker import Worker
 from octetrl.telemetry.spans import Spans
@@ -69,7 +71,6 @@ from octetrl.trainer.trainer import KVReplay
 
 MISMATCH, DIFFERENCE = "mismatch/token_mult_prob_error", "mismatch/max_abs_diff"
 CALIBRATION_ROUNDS = 3
-CALIBRATION_MODES = ("fused", "off", "exact")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class StepTimes:
     compared_tokens: int
     micro_batches: int  # of all groups
     produce_peak: float | None  # GB, the KV cache included; None on a CPU
-    learn_peak: float | None  # and of publishing
+    learn_peak: float | None  # and of publishing, without the cache
     pace: Pace | None = None  # of learning; None where its micro-batches were too few
 
     @property
@@ -132,13 +133,12 @@ class StepTurn:
 
 def measure(bench: StepBench, on_turn: Callable[[int, StepTurn], None] | None = None) -> list[StepTurn]:
     """All turns, in the order in which they were taken. `on_turn(round, turn)` hears of each."""
-    turns = []
-    for number in range(1, bench.rounds + 1):
-        for precision, numerics in product(bench.precisions, bench.numerics):
-            turns.append(take_turn(bench, precision, numerics))
-            if on_turn is not None:
-                on_turn(number, turns[-1])
-    return turns
+    taken = []
+    for number, (precision, numerics) in in_turn(product(bench.precisions, bench.numerics), bench.rounds):
+        taken.append(take_turn(bench, precision, numerics))
+        if on_turn is not None:
+            on_turn(number, taken[-1])
+    return taken
 
 
 def take_turn(bench: StepBench, precision: str, numerics: Numerics) -> StepTurn:
@@ -211,6 +211,19 @@ def step_recipe(bench: StepBench, precision: str, numerics: Numerics) -> Recipe:
     )
 
 
+def estimate_bytes(bench: StepBench, precision: str) -> int:
+    """What `octetrl check` says of training: trainer, weights and codes, the KV cache given back."""
+    recipe, spec, on_gpu = step_recipe(bench, precision, "parity"), bench.model.spec, bench.device.type == "cuda"
+    found = estimate(recipe, spec, precision_policy(spec, recipe.fp8), on_gpu=on_gpu, engine=True)
+    return found.bytes_when("always") + found.bytes_when("training")
+
+
+def check_memory(bench: StepBench) -> None:
+    """Raises UserError where the estimate of a precision is more than the GPU has."""
+    needed = ((precision, estimate_bytes(bench, precision)) for precision in bench.precisions)
+    refuse_what_does_not_fit(bench.device, needed, bench.trainer)
+
+
 def code_bytes(engine_model: Decoder) -> int:
     """Codes and scales that a publish renews; none where nothing is FP8: both sides read the same BF16 weights."""
     return sum(linear.codes.numel() + 4 * linear.scale.numel() for _, linear in engine_model.float8_linears())
@@ -262,6 +275,7 @@ class StepArm:
         some = samples[: groups * self.bench.group_size]
         clock = MicroBatchClock(self.bench.device)
         with clock.marked(worker.trainer_model):
+            self._release_cache()
             self._batch = pack(some, worker.layout, self.algorithm.token_weighting)
             update = worker.train(self._batch)
         learnt = self.now()
@@ -283,6 +297,13 @@ class StepArm:
             learn_peak=worker.memory_metrics().get("memory/peak_gb"),
             pace=clock.pace([one.token_ids_T.numel() for one in self._batch.minibatches[0]]),
         )
+
+    def _release_cache(self) -> None:
+        """What `Worker.train` would do first is done here, so that the peak read after learning is learning's own: a
+        peak begins at what is allocated when it is reset."""
+        if self.bench.device.type == "cuda" and self.worker.recipe.engine.release_for_training:
+            self.worker.engine.release_cache()
+        self.worker.memory_metrics()
 
     def for_all(self, step: StepTimes, optimizer_seconds: float) -> StepTimes:
         """The step as it would be with every group learnt from."""

@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Sequence
 from itertools import product
 
+from octetrl.run.bench_memory import checkpointed_layers
 from octetrl.run.bench_rollout import Row
-from octetrl.run.bench_step import DIFFERENCE, MISMATCH, StepBench, StepTurn
+from octetrl.run.bench_step import DIFFERENCE, MISMATCH, StepBench, StepTurn, estimate_bytes
 
 
 def rows_of(bench: StepBench, turns: Sequence[StepTurn]) -> list[Row]:
@@ -35,7 +36,6 @@ def _row(bench: StepBench, rounds: Sequence[StepTurn]) -> Row:
         "learn": statistics.median(step.learn for step in steps),
         "publish": statistics.median(step.publish for step in steps),
     }
-    checkpointed = bench.trainer.checkpointed_layers
     row: Row = {
         "precision": rounds[0].precision,
         "workload": bench.workload.name,
@@ -45,7 +45,9 @@ def _row(bench: StepBench, rounds: Sequence[StepTurn]) -> Row:
         "step/learnt_groups_share": bench.learn_share,
         "step/micro_batches": steps[0].micro_batches,
         "step/checkpointing": bench.trainer.activation_checkpointing,
-        "step/checkpointed_layers": bench.model.spec.num_layers if checkpointed is None else checkpointed,
+        "step/checkpointed_layers": checkpointed_layers(bench.trainer, bench.model.spec),
+        "step/optimizer_states": bench.trainer.optimizer.states,
+        "step/master": bench.trainer.optimizer.master,
         "step/numerics": rounds[0].numerics,
         "time/step": total,
         "step/tokens_per_second": sum(map(sum, bench.workload.siblings)) / total,
@@ -55,6 +57,7 @@ def _row(bench: StepBench, rounds: Sequence[StepTurn]) -> Row:
         "step/requantize_ms": statistics.median(step.requantize for step in steps) * 1e3,
         "time/calibrate": statistics.median(step.calibrate for step in steps),
         "time/startup": rounds[0].startup_seconds,
+        "memory/estimate_gb": estimate_bytes(bench, rounds[0].precision) / 1e9,
         MISMATCH: max(step.mismatch for step in steps),
         DIFFERENCE: max(step.max_abs_diff for step in steps),
         "mismatch/tokens": sum(step.compared_tokens for step in steps),

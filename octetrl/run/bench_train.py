@@ -2,7 +2,8 @@
 
 A turn builds one precision's trainer alone on the device, takes one untimed step and then `steps` timed ones: the
 gradient of all micro-batches, the optimizer's update, the new FP8 codes of the weights, each timed by itself. Turns
-alternate, A B A B, so that a device that slows down slows them all; what is reported is the median over all steps.
+alternate, A B B A, so that a device that slows down slows them all; what is reported is the median over all steps. An
+arm is a precision with a numerics.
 
 Every micro-batch is full to the last token: sequences of drawn lengths, the last one cut; the last `trained_share` of a
 sequence's tokens are trained on, by GRPO's loss with random advantages. Weights are random (those of a folder where one
@@ -28,15 +29,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
 
 from octetrl.algorithms.table import build_algorithm
-from octetrl.config.errors import UserError
 from octetrl.config.load import PRECISIONS
-from octetrl.config.memory import Precisions, estimate_memory, linear_elements
-from octetrl.config.schema import AlgorithmConfig, Fp8Config, ModelConfig, Recipe, TrainerConfig
+from octetrl.config.memory import linear_elements
+from octetrl.config.schema import AlgorithmConfig, Fp8Config, ModelConfig, Numerics, Recipe, TrainerConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.gemm import choose_backend
 from octetrl.fp8.kv_scales import kv_scales_from_amax
@@ -45,9 +46,11 @@ from octetrl.kernels.parts import part
 from octetrl.models.decoder import Decoder
 from octetrl.models.hf_weights import load_weights
 from octetrl.records import PackedBatch
+from octetrl.run.bench_memory import checkpointed_layers, estimate, refuse_what_does_not_fit
 from octetrl.run.bench_mix import Mix, Work, draw_work
 from octetrl.run.bench_parts import Trace, kernels_of_parts, part_rows, read_trace
 from octetrl.run.bench_rollout import BenchModel, Row, draw_weights, give_memory_back
+from octetrl.run.bench_turns import in_turn
 from octetrl.trainer.trainer import KVReplay, Trainer
 
 CEILING_FLOPS = 790e12  # per second, of a large BF16 GEMM on an H200
@@ -70,6 +73,7 @@ class TrainBench:
     optimizer: bool = True
     profile: bool = False
     seed: int = 0
+    numerics: tuple[Numerics, ...] = ("parity",)
 
     @property
     def name(self) -> str:
@@ -85,9 +89,10 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class TrainTurn:
-    """One precision, once."""
+    """One precision with one numerics, once."""
 
     precision: str
+    numerics: Numerics
     steps: tuple[StepTime, ...]
     work: Work
     loss: float
@@ -99,19 +104,18 @@ class TrainTurn:
 
 def measure(bench: TrainBench, on_turn: Callable[[int, TrainTurn], None] | None = None) -> list[TrainTurn]:
     """All turns, in the order in which they were taken. The last round is profiled where that was asked for."""
-    turns = []
-    for number in range(1, bench.rounds + 1):
-        for precision in bench.precisions:
-            turns.append(take_turn(bench, precision, profiled=bench.profile and number == bench.rounds))
-            if on_turn is not None:
-                on_turn(number, turns[-1])
-    return turns
+    taken = []
+    for number, (precision, numerics) in in_turn(product(bench.precisions, bench.numerics), bench.rounds):
+        taken.append(take_turn(bench, precision, numerics, profiled=bench.profile and number == bench.rounds))
+        if on_turn is not None:
+            on_turn(number, taken[-1])
+    return taken
 
 
-def take_turn(bench: TrainBench, precision: str, *, profiled: bool = False) -> TrainTurn:
+def take_turn(bench: TrainBench, precision: str, numerics: Numerics, *, profiled: bool = False) -> TrainTurn:
     """Builds, measures and takes down one trainer."""
     began = time.perf_counter()
-    trainer = build_trainer(bench, precision)
+    trainer = build_trainer(bench, precision, numerics)
     work = draw_work(bench.mix, bench.micro_batches, bench.trained_share, trainer.layout, bench.model.spec, bench.seed)
     arm = _Arm(trainer, work.batch, _replay(trainer, work.batch), bench.optimizer)
     arm.step()  # compiles, allocates
@@ -125,6 +129,7 @@ def take_turn(bench: TrainBench, precision: str, *, profiled: bool = False) -> T
     assert math.isfinite(loss), f"{precision}: the loss is {loss}"
     turn = TrainTurn(
         precision=precision,
+        numerics=numerics,
         steps=steps,
         work=work,
         loss=loss,
@@ -138,10 +143,10 @@ def take_turn(bench: TrainBench, precision: str, *, profiled: bool = False) -> T
     return turn
 
 
-def build_trainer(bench: TrainBench, precision: str) -> Trainer:
+def build_trainer(bench: TrainBench, precision: str, numerics: Numerics = "parity") -> Trainer:
     """The trainer of one precision, weights in place."""
     spec = bench.model.spec
-    policy = precision_policy(spec, Fp8Config(**PRECISIONS[precision]))
+    policy = precision_policy(spec, Fp8Config(**PRECISIONS[precision]), numerics)
     backend = choose_backend(bench.device, None) if policy.uses_fp8("train") else "emulated"
     model = Decoder(spec, policy, "train", dtype=torch.bfloat16, device=bench.device, backend=backend)
     if bench.model.folder is None:
@@ -225,28 +230,18 @@ def record(step: Callable[[], object], steps: int) -> Trace:
 def estimate_bytes(bench: TrainBench, policy: PrecisionPolicy) -> int:
     """What `octetrl check` says of the trainer's share: no KV cache and no codes that only an engine reads."""
     recipe = Recipe(model=ModelConfig(path="random", init="random"), trainer=bench.trainer)
-    trained = [linear.name for linear in policy.linears if linear.train == "fp8"]
-    precisions = Precisions(fp8_rollout=(), fp8_train=trained, k_cache=policy.k_cache, v_cache=policy.v_cache)
-    on_gpu = bench.device.type == "cuda"
-    estimate = estimate_memory(recipe, bench.model.spec, precisions, on_gpu=on_gpu, device_bytes=None)
+    found = estimate(recipe, bench.model.spec, policy, on_gpu=bench.device.type == "cuda", engine=False)
     left_out = {"KV cache"} if bench.optimizer else {"KV cache", "optimizer", "gradients"}
-    total = sum(part.num_bytes for part in estimate.parts if part.name not in left_out)
+    total = sum(part.num_bytes for part in found.parts if part.name not in left_out)
     return total if bench.optimizer else total + 2 * bench.model.spec.num_parameters  # gradients in BF16
 
 
 def check_memory(bench: TrainBench) -> None:
     """Raises UserError where the estimate of a precision is more than the GPU has."""
-    if bench.device.type != "cuda":
-        return
-    device_bytes = torch.cuda.mem_get_info(bench.device)[1]
-    for precision in bench.precisions:
-        needed = estimate_bytes(bench, precision_policy(bench.model.spec, Fp8Config(**PRECISIONS[precision])))
-        if needed > device_bytes:
-            raise UserError(
-                f"--precision: {precision} takes about {needed / 1e9:.0f} GB and the GPU has {device_bytes / 1e9:.0f};"
-                f" add --optimizer-states bfloat16 --master stochastic_rounding, --offload or --no-optimizer, or lower"
-                f" --tokens or --layers"
-            )
+    policies = ((name, precision_policy(bench.model.spec, Fp8Config(**PRECISIONS[name]))) for name in bench.precisions)
+    needed = ((name, estimate_bytes(bench, policy)) for name, policy in policies)
+    further = ("leave the update out with --no-optimizer",) if bench.optimizer else ()
+    refuse_what_does_not_fit(bench.device, needed, bench.trainer, updates=bench.optimizer, further=further)
 
 
 # ---------------------------------------------------------------- from turns to rows
@@ -261,23 +256,27 @@ def model_flops(spec: ModelSpec, lengths: Sequence[int], trained_tokens: int) ->
 
 
 def rows_of(bench: TrainBench, turns: Sequence[TrainTurn]) -> list[Row]:
-    """A row for each precision: medians over the steps of all rounds, the worst case of memory."""
-    by_precision: dict[str, list[TrainTurn]] = {}
+    """A row for each precision and numerics: medians over the steps of all rounds, the worst case of memory. `bf16` is
+    compared with what has its numerics."""
+    by_arm: dict[tuple[str, str], list[TrainTurn]] = {}
     for turn in turns:
-        by_precision.setdefault(turn.precision, []).append(turn)
-    rows = [_row(bench, rounds) for rounds in by_precision.values()]
-    plain = {row["precision"]: float(row["train/tokens_per_second"]) for row in rows}
-    if "bf16" in plain:
-        for row in rows:
-            row["train/speedup_over_bf16"] = float(row["train/tokens_per_second"]) / plain["bf16"]
-    return rows
+        by_arm.setdefault((turn.precision, turn.numerics), []).append(turn)
+    rows = {arm: _row(bench, rounds) for arm, rounds in by_arm.items()}
+    speed = {arm: float(row["train/tokens_per_second"]) for arm, row in rows.items()}
+    for (precision, numerics), row in rows.items():
+        here = speed[precision, numerics]
+        plain, fast = speed.get(("bf16", numerics)), speed.get((precision, "fast"))
+        if plain is not None:
+            row["train/speedup_over_bf16"] = here / plain
+        if fast is not None and numerics == "parity":
+            row["train/cost_of_parity"] = fast / here - 1
+    return list(rows.values())
 
 
 def _row(bench: TrainBench, rounds: Sequence[TrainTurn]) -> Row:
     work = rounds[0].work
     steps = [step for turn in rounds for step in turn.steps]
     seconds = [step.gradient for step in steps]
-    checkpointed = bench.trainer.checkpointed_layers
     flops = model_flops(bench.model.spec, work.lengths, work.trained_tokens) / statistics.median(seconds)
     row: Row = {
         "precision": rounds[0].precision,
@@ -289,7 +288,8 @@ def _row(bench: TrainBench, rounds: Sequence[TrainTurn]) -> Row:
         "train/sequences": len(work.lengths),
         "train/layers": bench.model.spec.num_layers,
         "train/checkpointing": bench.trainer.activation_checkpointing,
-        "train/checkpointed_layers": bench.model.spec.num_layers if checkpointed is None else checkpointed,
+        "train/checkpointed_layers": checkpointed_layers(bench.trainer, bench.model.spec),
+        "train/numerics": rounds[0].numerics,
         "train/tokens_per_second": work.tokens / statistics.median(seconds),
         "train/tokens_per_second_min": work.tokens / max(seconds),
         "train/tokens_per_second_max": work.tokens / min(seconds),
@@ -299,6 +299,9 @@ def _row(bench: TrainBench, rounds: Sequence[TrainTurn]) -> Row:
         "time/startup": rounds[0].startup_seconds,
         "memory/estimate_gb": rounds[0].estimate_bytes / 1e9,
     }
+    if bench.optimizer:
+        row["train/optimizer_states"] = bench.trainer.optimizer.states
+        row["train/master"] = bench.trainer.optimizer.master
     return row | dict(_further(rounds, steps, flops))
 
 
@@ -321,7 +324,7 @@ def profile_rows(turns: Sequence[TrainTurn]) -> tuple[list[Row], list[Row]]:
         if turn.trace is None:
             continue
         walls = [step.gradient + (step.optimizer or 0.0) + step.requantize for step in turn.steps]
-        head: Row = {"precision": turn.precision}
+        head: Row = {"precision": turn.precision, "numerics": turn.numerics}
         parts += [head | row for row in part_rows(turn.trace, PROFILED_STEPS, statistics.median(walls))]
         kernels += [head | row for row in kernels_of_parts(turn.trace, PROFILED_STEPS)]
     return parts, kernels

@@ -24,8 +24,11 @@ from pathlib import Path
 from octetrl.config.errors import UserError
 from octetrl.records import GenerationRequest, SamplingParams
 
-_SHAPE = re.compile(r"(\d+)x(\d+)\+(\d+)")
-_SPAN = re.compile(r"(\d+)(?:-(\d+))?")
+LONGEST_SHOWN = 60  # characters of what was given, in an error
+DIGITS = 7  # of a number on the command line, at most
+_NUMBER = f"([0-9]{{1,{DIGITS}}})"
+_SHAPE = re.compile(rf"{_NUMBER}x{_NUMBER}\+{_NUMBER}")
+_SPAN = re.compile(f"{_NUMBER}(?:-{_NUMBER})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,10 @@ class Shape:
     def parse(cls, text: str) -> Shape:
         match = _SHAPE.fullmatch(text)
         if match is None or not all(int(number) for number in match.groups()):
-            raise UserError(f"--workload: '{text}' is not REQUESTSxPROMPT+ANSWER; write for example 128x512+4096")
+            raise UserError(
+                f"--workload: '{_shown(text)}' is not REQUESTSxPROMPT+ANSWER, each from 1 and of at most {DIGITS}"
+                " digits; write for example 128x512+4096"
+            )
         return cls(*(int(number) for number in match.groups()))
 
 
@@ -64,7 +70,10 @@ class Span:
             shortest, longest = int(match[1]), int(match[2] or match[1])
             if 0 < shortest <= longest:
                 return cls(shortest, longest)
-        raise UserError(f"{option}: '{text}' is no length and no span of lengths; write for example 4096 or 2048-4096")
+        raise UserError(
+            f"{option}: '{_shown(text)}' is no length and no span of lengths, of at most {DIGITS} digits;"
+            " write for example 4096 or 2048-4096"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +180,15 @@ def _read_lengths(path: Path) -> list[tuple[str, int, int]]:
     except (OSError, UnicodeDecodeError) as error:
         why = "it is no text" if isinstance(error, UnicodeDecodeError) else error.strerror
         raise UserError(f"--lengths: cannot read '{path}' ({why}); give fixed, lognormal or a rollouts file") from error
+    lines = text.split("\n")  # the writer leaves U+2028 and the like as they are, and they end no line of the file
+    if not lines[-1]:
+        lines.pop()
     found = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
             task, prompt, answer = record["task_id"], len(record["prompt_token_ids"]), len(record["token_ids"])
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:  # ValueError: also a number of 5,000 digits
             raise UserError(
                 f"--lengths: line {number} of '{path}' is no rollout; give a rollouts/step_NNNNNN.jsonl of a run"
             ) from error
@@ -195,13 +207,19 @@ def _check_groups(shape: Shape, group_size: int) -> None:
         )
 
 
-def check_positions(shape: Shape, max_positions: int, model: str) -> None:
-    """Raises UserError when a prompt and its answer are longer than the model."""
+def check_positions(shape: Shape, max_positions: int, model: str, remedy: str = "shorten --prompt or --answer") -> None:
+    """Raises UserError when a prompt and its answer are longer than the model. `remedy`: what to do about it."""
     if shape.prompt + shape.answer > max_positions:
         raise UserError(
             f"workload {shape}: prompt and answer take {shape.prompt} + {shape.answer} tokens and {model} has"
-            f" {max_positions} positions; shorten --prompt or --answer"
+            f" {max_positions} positions; {remedy}"
         )
+
+
+def _shown(text: str) -> str:
+    """What was given, short and on one line."""
+    text = text if text.isprintable() else ascii(text)[1:-1]
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
 def _random_tokens(rng: random.Random, vocab_size: int, length: int) -> tuple[int, ...]:

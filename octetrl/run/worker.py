@@ -195,6 +195,8 @@ class Worker:
             "rollout/cache_occupancy": metrics.cache_occupancy,
             "time/rollout_tail": metrics.tail_share,
         }
+        if metrics.session_capture_seconds is not None:
+            numbers["time/capture"] = metrics.session_capture_seconds
         if self.policy.kv_mode != "none":
             numbers["fp8/kv_saturation"] = metrics.kv_saturation
         return numbers

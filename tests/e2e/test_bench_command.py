@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from octetrl.cli import bench_rollout as cli
 from octetrl.cli.main import run_command
+from octetrl.run import bench_rollout
 
 Capture = pytest.CaptureFixture[str]
 
@@ -29,7 +32,7 @@ def test_every_precision_is_measured_beside_bf16(tmp_path: Path, capsys: Capture
     sizes = ("--requests", "4", "--prompt", "8", "--answer", "6", "--group-size", "2", "--rounds", "2")
     text, record = bench(tmp_path / "results", capsys, *sizes)
     said = [line.split("  ")[2].split(":")[0] for line in text.splitlines() if line.startswith("round ")]
-    assert said == ["bf16", "fp8_rollout", "fp8_full"] * 2
+    assert said == ["bf16", "fp8_rollout", "fp8_full", "fp8_full", "fp8_rollout", "bf16"], "forth and back"
     assert {line.split()[1] for line in text.splitlines() if "│" in line} == {"bf16", "fp8_rollout", "fp8_full"}
     assert record["bench"] == "rollout"
     rows = record["rows"]
@@ -39,6 +42,8 @@ def test_every_precision_is_measured_beside_bf16(tmp_path: Path, capsys: Capture
         assert row["rollout/generated_tokens"] == 24
         assert row["rollout/batch_occupancy"] == 1
         assert row["rollout/tokens_per_second"] > 0
+        assert (row["weights"], row["rollout/numerics"]) == ("drawn", "parity")
+    assert "numerics" not in text and "costs" not in text
     assert rows[0]["rollout/speedup_over_bf16"] == 1
     assert rows[2]["rollout/kv_bytes_per_token"] == rows[0]["rollout/kv_bytes_per_token"] / 2
 
@@ -49,6 +54,51 @@ def test_a_folder_with_several_workloads_of_ragged_answers(model: Path, tmp_path
     assert [row["workload"] for row in record["rows"]] == ["2x4+6 lognormal 0.7", "4x5+3 lognormal 0.7"]
     assert all("rollout/speedup_over_bf16" not in row for row in record["rows"])
     assert record["rows"][1]["rollout/max_batch"] == 2
+    assert all(row["weights"] == "files" for row in record["rows"])
+
+
+def test_numerics_side_by_side(tmp_path: Path, capsys: Capture) -> None:
+    sizes = ("--workload", "2x4+3", "--group-size", "2", "--precision", "bf16,fp8_full")
+    text, record = bench(tmp_path, capsys, *sizes, "--numerics", "parity,fast")
+    assert (tmp_path / "rollout_tiny_parity_fast.json").is_file()
+    assert [row["rollout/numerics"] for row in record["rows"]] == ["parity", "fast"] * 2
+    assert all(("rollout/cost_of_parity" in row) == (row["rollout/numerics"] == "parity") for row in record["rows"])
+    cells = [line.split("│") for line in text.splitlines() if "│" in line]
+    assert [cell[3].strip() for cell in cells] == ["parity", "fast"] * 2
+    said = [line.split("  ")[2].split(":")[0] for line in text.splitlines() if line.startswith("round ")]
+    assert said == ["bf16", "bf16, fast", "fp8_full", "fp8_full, fast"]
+    assert "numerics" in text and "costs" in text
+
+
+def test_the_file_has_the_name_it_is_given(tmp_path: Path, capsys: Capture) -> None:
+    sizes = ("--workload", "2x4+3", "--group-size", "2", "--precision", "bf16", "--numerics", "fast")
+    bench(tmp_path, capsys, *sizes, "--name", "Long_answers-1.5")
+    assert [path.name for path in tmp_path.iterdir()] == ["rollout_tiny_Long_answers-1.5.json"]
+
+
+def test_a_gpu_is_asked_for_the_tables_workloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[bench_rollout.Bench] = []
+
+    def measure(plan: bench_rollout.Bench, *_: object) -> list[bench_rollout.Turn]:
+        plans.append(plan)
+        return []
+
+    monkeypatch.setattr(bench_rollout, "measure", measure)
+    monkeypatch.setattr(cli, "device_of", lambda device: torch.device("cuda"))
+    for sizes in ((), ("--answer", "64"), ("--workload", "8x16+8")):
+        assert run_command(["bench", "rollout", "--out", str(tmp_path), *sizes]) == 0
+    names = [[workload.name for workload in plan.workloads] for plan in plans]
+    assert names == [["128x512+4096", "256x512+1024"], ["128x512+64"], ["8x16+8"]]
+    assert plans[0].model.name == "qwen3-8b"
+
+
+def test_what_a_file_asks_for_is_not_blamed_on_options(tmp_path: Path, capsys: Capture) -> None:
+    rollouts = tmp_path / "long.jsonl"
+    rollouts.write_text(json.dumps({"task_id": "a", "prompt_token_ids": [1] * 1000, "token_ids": [2] * 30}))
+    assert run_command(["bench", "rollout", "--device", "cpu", "--lengths", str(rollouts)]) == 2
+    error = capsys.readouterr().err
+    assert f"1024 positions; '{rollouts}' says so: give another step's file" in error and "--prompt" not in error
+    assert error.count("\n") == 1
 
 
 def test_lengths_of_a_file(tmp_path: Path, capsys: Capture) -> None:
@@ -78,10 +128,20 @@ def test_a_long_name_costs_no_figures(tmp_path: Path, capsys: Capture) -> None:
         (["--requests", "6"], "6 requests are no whole groups of 4"),
         (["--prompt", "1000", "--answer", "100"], "1000 + 100 tokens and tiny has 1024 positions"),
         (["--workload", "4x4"], "'4x4' is not REQUESTSxPROMPT+ANSWER"),
+        (["--workload", "4x4+" + "9" * 5000], "is not REQUESTSxPROMPT+ANSWER"),
+        (["--workload", "4x1000+100"], "1024 positions; give a shorter --workload"),
+        (["--workload", "4x4+4", "--workload", "4x04+4"], "--workload: '4x4+4' is given twice"),
         (["--workload", "4x4+4", "--answer", "3"], "--workload: says what"),
         (["--lengths", "log-normal"], "cannot read 'log-normal'"),
         (["--lengths", "step_000001.jsonl", "--answer", "3"], "give with it --requests alone"),
+        (["--lengths", "step_000001.jsonl", "--group-size", "4"], "give with it --requests alone"),
         (["--sigma", "0.5"], "add --lengths lognormal"),
+        (["--numerics", "parity,exact"], "--numerics: 'exact' is not one of parity, fast"),
+        (["--numerics", "fast,fast"], "names one twice"),
+        (["--name", "a/b"], "--name: 'a/b' is no part of a file's name"),
+        (["--workload", "4x4+4\n"], "--workload: '4x4+4\\n' is not REQUESTSxPROMPT+ANSWER"),
+        (["--name", ""], "--name: '' is no part of a file's name"),
+        (["--name", "x" * 300], "give 1 to 64 letters"),
         (["--profile"], "--profile: it times kernels on a GPU"),
         (["--kv-fraction", "1.5"], "--kv-fraction"),
         (["--model", "."], "config.json"),

@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from octetrl.cli.main import run_command
+from octetrl.run import serve as run_serve
 from tests.e2e.official_client import openai
 from tests.house.markdown import code_blocks, commands
 from tests.house.test_readme import check_command
@@ -120,6 +121,17 @@ def test_a_second_signal_ends_it_at_once(model: Path) -> None:
             server.process.send_signal(signal.SIGINT)
             time.sleep(0.2)
         assert ended(server.process, 10) == 130
+
+
+def test_a_text_to_calibrate_on_ends_with_its_line(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[run_serve.ServeOptions] = []
+    monkeypatch.setattr(run_serve, "serve", lambda options, **_: asked.append(options))
+    texts = tmp_path / "texts.txt"
+    texts.write_text("a\u2028b\u0085c\n \nd\x0ce\n", encoding="utf-8")
+    assert run_command(["serve", str(model), "--calibrate-on", str(texts)]) == 0
+    assert asked[0].calibration_texts == ["a\u2028b\u0085c", "d\x0ce"]
 
 
 @pytest.mark.parametrize(

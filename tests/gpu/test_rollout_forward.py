@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 
 import pytest
 import torch
 
+from octetrl.engine.kv_cache import KVCache
 from octetrl.records import GenerationRequest, SamplingParams
 from tests.gpu.test_engine import ASKED, PRECISIONS, Bench
 
@@ -38,6 +40,32 @@ def _share_equal(answers: list, expected: list) -> float:
 def test_the_same_call_gives_the_same_bits(precision: str) -> None:
     bench = Bench(precision)
     assert bench.engine().generate(ASKED) == bench.engine().generate(ASKED)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_no_step_waits_for_the_device(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events aside, by which results are read. Siblings take copies of the page that their prompt fills in part."""
+    engine = Bench(precision).engine()
+    engine.generate(ASKED)  # what is compiled and captured waits
+    engine.forget_prefixes()
+    copied: list[tuple[int, int]] = []
+    copy = KVCache.copy_pages
+
+    def copy_pages(cache: KVCache, copies: Sequence[tuple[int, int]]) -> None:
+        copied.extend(copies)
+        copy(cache, copies)
+
+    monkeypatch.setattr(KVCache, "copy_pages", copy_pages)
+    with engine.session() as session:
+        for request in ASKED:
+            session.submit(request)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            while session.has_work:
+                session.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert copied
 
 
 def test_the_cache_given_back_and_taken_again_leaves_no_residue() -> None:

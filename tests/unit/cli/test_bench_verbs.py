@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from octetrl.cli.main import run_command
 
@@ -27,8 +28,8 @@ def bench(verb: str, out: Path, capsys: Capture, *arguments: str) -> tuple[str, 
 
 def test_training_is_measured_beside_bf16(tmp_path: Path, capsys: Capture) -> None:
     text, record = bench("train", tmp_path / "new", capsys, *SMALL_TRAIN, "--layers", "2", "--rounds", "2")
-    said = [line.split("  ")[1].split(":")[0] for line in text.splitlines() if line.startswith("round ")]
-    assert said == ["bf16", "fp8"] * 2
+    said = [line.split("  ")[1].split(",")[0] for line in text.splitlines() if line.startswith("round ")]
+    assert said == ["bf16", "fp8", "fp8", "bf16"]
     assert (tmp_path / "new" / "train_tiny_2_layers.json").is_file() and record["bench"] == "train"
     plain, fp8 = record["rows"]
     assert plain["train/speedup_over_bf16"] == 1 and fp8["train/layers"] == 2
@@ -39,11 +40,31 @@ def test_training_is_measured_beside_bf16(tmp_path: Path, capsys: Capture) -> No
 
 @pytest.mark.parametrize("mode", ["none", "attention", "layer"])
 def test_checkpointing_and_the_optimizer_are_the_recipes(mode: str, tmp_path: Path, capsys: Capture) -> None:
-    chosen = ("--checkpointing", mode, "--optimizer-states", "8bit", "--master", "stochastic_rounding")
+    chosen = ("--checkpointing", mode, "--optimizer-states", "float32", "--master", "float32")
     _, record = bench("train", tmp_path, capsys, *SMALL_TRAIN, "--precision", "fp8", *chosen)
-    assert record["rows"][0]["train/checkpointing"] == mode
-    _, plain = bench("train", tmp_path, capsys, *SMALL_TRAIN, "--precision", "fp8")
-    assert record["rows"][0]["memory/estimate_gb"] < plain["rows"][0]["memory/estimate_gb"]
+    (row,) = record["rows"]
+    assert (row["train/checkpointing"], row["train/checkpointed_layers"]) == (mode, 0 if mode == "none" else 4)
+    assert (row["train/optimizer_states"], row["train/master"]) == ("float32", "float32")
+    _, narrow = bench("train", tmp_path, capsys, *SMALL_TRAIN, "--precision", "fp8")
+    (usual,) = narrow["rows"]
+    assert (usual["train/optimizer_states"], usual["train/master"]) == ("8bit", "stochastic_rounding")
+    assert usual["memory/estimate_gb"] < row["memory/estimate_gb"]
+
+
+def test_some_layers_are_checkpointed_and_the_file_has_a_name(tmp_path: Path, capsys: Capture) -> None:
+    chosen = ("--checkpointing", "attention:3", "--name", "three-of.4", "--precision", "bf16")
+    _, record = bench("train", tmp_path, capsys, *SMALL_TRAIN, *chosen)
+    assert record["rows"][0]["train/checkpointed_layers"] == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["train_tiny_three-of.4.json"]
+
+
+def test_training_by_numerics(tmp_path: Path, capsys: Capture) -> None:
+    text, record = bench("train", tmp_path, capsys, *SMALL_TRAIN, "--precision", "bf16", "--numerics", "parity,fast")
+    parity, fast = record["rows"]
+    assert (parity["train/numerics"], fast["train/numerics"]) == ("parity", "fast")
+    assert "train/cost_of_parity" in parity and "train/cost_of_parity" not in fast
+    assert fast["train/speedup_over_bf16"] == 1, "to its own"
+    assert (tmp_path / "train_tiny_parity_fast.json").is_file() and "bf16, fast: " in text
 
 
 def test_lognormal_lengths_without_an_optimizer(tmp_path: Path, capsys: Capture) -> None:
@@ -61,6 +82,41 @@ def test_the_whole_step_by_phase(tmp_path: Path, capsys: Capture) -> None:
         assert sum(shares) == pytest.approx(1) and row["mismatch/token_mult_prob_error"] == 1.0
     assert [row["calibration"] for row in record["calibration"]] == ["fused", "off"]
     assert "reckoned" not in text
+
+
+def test_a_step_has_its_own_file(tmp_path: Path, capsys: Capture) -> None:
+    short = ("--precision", "bf16", "--warmup", "0", "--numerics", "fast,parity", "--name", "both")
+    _, record = bench("step", tmp_path, capsys, *short)
+    assert [row["step/numerics"] for row in record["rows"]] == ["fast", "parity"]
+    assert [path.name for path in tmp_path.iterdir()] == ["step_tiny_both.json"]
+
+
+@pytest.mark.parametrize("verb", ["train", "step"])
+def test_on_a_gpu_what_does_not_fit_is_refused_and_the_defaults_do(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """An H200 in name alone: up to where something would be made."""
+    planned: list[Any] = []
+
+    def measured(plan: Any, on_turn: object) -> list[Any]:
+        planned.append(plan)
+        return []
+
+    monkeypatch.setattr(f"octetrl.cli.bench_{verb}.device_of", lambda device: torch.device("cuda"))
+    monkeypatch.setattr(f"octetrl.run.bench_{verb}.measure", measured)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 150_700_000_000))
+    wide = ["--optimizer-states", "float32", "--master", "float32"]
+    out = tmp_path / "results"
+    assert run_command(["bench", verb, "--out", str(out), *wide]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and not out.exists() and not planned
+    assert "--precision: bf16 takes about 158 GB and the GPU has 151; take --optimizer-states 8bit" in error
+    assert run_command(["bench", verb, "--out", str(out)]) == 0
+    (plan,) = planned
+    assert plan.model.name == "qwen3-8b" and plan.trainer.tokens_per_micro_batch == 16_384
+    optimizer = plan.trainer.optimizer
+    assert (optimizer.states, optimizer.master) == ("8bit", "stochastic_rounding")
+    assert run_command(["bench", verb, "--out", str(out), *wide, "--layers", "4"]) == 0
 
 
 def test_a_step_reckoned_from_a_share_says_so(tmp_path: Path, capsys: Capture) -> None:
@@ -82,6 +138,29 @@ WRONG = [
     ("train", ["--sigma", "0.5"], "--sigma: lengths are not drawn lognormally"),
     ("train", ["--mean", "9", "--lengths", "5"], "--mean: lengths are not drawn lognormally"),
     ("train", ["--checkpointing", "layers"], "--checkpointing: 'layers' is not one of none, attention, layer"),
+    (
+        "train",
+        ["--checkpointing", "layer:99"],
+        "--checkpointing: 'layer:99' is for 99 layers and tiny has 4; give 0 to 4",
+    ),
+    (
+        "step",
+        ["--checkpointing", "attention:3", "--layers", "2"],
+        "is for 3 layers and tiny_2_layers has 2; give 0 to 2",
+    ),
+    ("train", ["--checkpointing", "none:3"], "--checkpointing: 'none:3' checkpoints nothing, in no layer; give none"),
+    ("step", ["--checkpointing", "none:0"], "--checkpointing: 'none:0' checkpoints nothing"),
+    ("train", ["--checkpointing", "layer:"], "--checkpointing: '' is not a number of layers; give one, as in layer:8"),
+    ("train", ["--checkpointing", "layer:-1"], "--checkpointing: '-1' is not a number of layers"),
+    ("train", ["--checkpointing", "layer:" + "9" * 5000], "--checkpointing: '99999999999999999999' is not a number"),
+    ("train", ["--no-optimizer", "--offload"], "--offload: with --no-optimizer there is nothing to keep"),
+    ("train", ["--numerics", "parity,quick"], "--numerics: 'quick' is not one of parity, fast"),
+    ("step", ["--numerics", "fast,fast"], "--numerics: 'fast,fast' names one twice; name each once"),
+    ("train", ["--name", "a/b"], "--name: 'a/b' is no part of a file's name; give 1 to 64 letters, digits, '-', '_'"),
+    ("train", ["--name", ""], "--name: '' is no part of a file's name"),
+    ("step", ["--name", "a b"], "--name: 'a b' is no part of a file's name"),
+    ("step", ["--name", "é"], "--name: 'é' is no part of a file's name"),
+    ("step", ["--name", "n" * 65], f"--name: '{'n' * 60}' is no part of a file's name"),
     ("train", ["--optimizer-states", "fp8"], "--optimizer-states: 'fp8' is not one of float32, bfloat16, 8bit"),
     ("train", ["--master", "bf16"], "--master: 'bf16' is not one of float32, stochastic_rounding"),
     ("train", ["--layers", "5"], "--layers: 5 were asked for and tiny has 4"),
@@ -95,7 +174,14 @@ WRONG = [
     ("step", ["--calibration", "off,off"], "--calibration: 'off,off' names one twice; name each once"),
     ("step", ["--group", "1"], "--group"),
     ("step", ["--learn-share", "0"], "--learn-share"),
-    ("step", ["--model", "."], "config.json"),
+    (
+        "step",
+        ["--model", "."],
+        "--model: '.' is neither a run folder, nor a checkpoint, nor a Hugging Face model folder",
+    ),
+    ("train", ["--model", "."], "--model: '.' is neither a run folder"),
+    ("step", ["--model", ""], "--model: '' names nothing; give one of tiny,"),
+    ("train", ["--model", ""], "or a folder with a config.json"),
 ]
 
 

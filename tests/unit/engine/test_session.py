@@ -12,7 +12,7 @@ from octetrl.config.errors import UserError
 from octetrl.engine.engine import Engine
 from octetrl.engine.session import Session
 from octetrl.records import Completion, Drawn, GenerationRequest
-from tests.unit.engine.tiny_engine import CONTEXT_LENGTH, EOS, request, tiny_engine
+from tests.unit.engine.tiny_engine import CONTEXT_LENGTH, EOS, Graphs, request, tiny_engine
 
 STOP = "X"
 ASKED = [
@@ -305,6 +305,17 @@ def test_what_it_did_is_counted_while_it_goes_on() -> None:
     assert 0 < metrics.idle_share < 1 and 0 < metrics.batch_occupancy < 1 and 0 < metrics.cache_occupancy <= 1
     assert len(seen) == metrics.steps and (seen[-1].done, seen[-1].total) == (3, 3)
     assert EOS not in {token for event in events for token in event.token_ids[:-1]}
+
+
+def test_a_session_is_told_what_it_captured_itself() -> None:
+    engine = tiny_engine()
+    engine.generate([request()])
+    assert engine.metrics is not None and engine.metrics.session_capture_seconds is None
+    engine._runner.graphs = graphs = Graphs(engine)  # type: ignore[assignment]
+    for tokens, own, ever in ((2, 0.5, 0.5), (3, 0.75, 1.25), (0, 0.0, 1.25)):
+        engine.generate([request(max_new_tokens=tokens, ignore_eos=True)] if tokens else [])
+        assert engine.metrics is not None and graphs.seconds == ever
+        assert (engine.metrics.session_capture_seconds, engine.metrics.capture_seconds) == (own, ever)
 
 
 def test_an_open_sessions_cache_on_a_cpu_holds_whole_contexts_within_reason(monkeypatch: pytest.MonkeyPatch) -> None:

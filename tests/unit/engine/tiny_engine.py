@@ -86,6 +86,17 @@ def tiny_engine(precision: str = "bf16", model: Any = None, tokenizer: Any = Non
     return engine
 
 
+class Graphs:
+    """As if each forward were captured, in a quarter of a second; for one sequence, which needs no padding."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.seconds, self._decode = 0.0, engine._runner._decode
+
+    def run(self, *how: Any) -> Any:
+        self.seconds += 0.25
+        return self._decode(*how)
+
+
 def request(name: str = "r", prompt_length: int = 10, num_siblings: int = 1, seed: int = 0, **sampling: Any):
     """A request whose prompt is a function of its length."""
     prompt = tuple(2 + (7 * i + prompt_length) % 40 for i in range(prompt_length))

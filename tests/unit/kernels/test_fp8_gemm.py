@@ -115,6 +115,21 @@ class _OnGpu(torch.Tensor):
     is_cuda = property(lambda self: True)  # type: ignore[assignment]
 
 
+def test_memory_that_ran_out_is_not_gluons_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = operands(40, 128, 256)
+    x = Quantized(x.codes.as_subclass(_OnGpu), x.scale)
+
+    def full(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(module, "choose_config", lambda m, n, k: Config("gluon", 64, 64, 8))
+    monkeypatch.setattr(module, "gluon_launcher", full)
+    monkeypatch.setattr(module, "_without_gluon", set())
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            fp8_gemm(x, w)
+
+
 def test_gluon_that_fails_is_replaced_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = operands(40, 128, 256)
     x = Quantized(x.codes.as_subclass(_OnGpu), x.scale)

@@ -86,6 +86,25 @@ def test_the_same_is_drawn_whenever_environments_answer() -> None:
     assert quick == slow
 
 
+def test_how_long_conversations_were_is_told_when_their_task_comes_again() -> None:
+    lengths: dict[str, int] = {}
+    expected: list[dict[str, int | None]] = []
+    for step in (1, 2):
+        groups, workers, _ = collect(Echo(turns=3), lengths=lengths, step=step)
+        first = [request for request in workers.sessions[0].submitted if request.num_siblings > 1]
+        expected.append({request.id.partition(":")[2]: request.expected_tokens for request in first})
+        drawn = {
+            group.task.id: [sum(len(turn.completion.token_ids) for turn in one.turns) for one in group.rollouts]
+            for group in groups
+        }
+        assert lengths == {task: sum(tokens) // 4 for task, tokens in drawn.items()}, "of all turns"
+        if step == 1:
+            before = dict(lengths)
+    assert expected == [dict.fromkeys(before), before]
+    collect(Echo(does="raise"), lengths=lengths)  # each of them breaks off in its second turn
+    assert lengths == {task: sum(tokens) // 4 for task, tokens in drawn.items()}, "as when last they came to an end"
+
+
 @pytest.mark.parametrize(
     ("does", "status", "detail"),
     [

@@ -19,6 +19,7 @@ from octetrl.run.bench_profile import BETWEEN_KERNELS, kernel_rows, short_name
 from octetrl.run.bench_rollout import MEMORY_BYTES_PER_SECOND, Bench, build_arm, find_model, measure, rows_of
 from octetrl.run.bench_workload import (
     Shape,
+    Span,
     Workload,
     check_positions,
     fixed_lengths,
@@ -44,10 +45,20 @@ def test_a_shape_is_what_it_says() -> None:
     assert str(Shape.parse("1x2+3")) == "1x2+3"
 
 
-@pytest.mark.parametrize("text", ["128x512", "0x1+1", "1x1+0", "axb+c", "128x512+4096 ", "-1x2+3"])
+@pytest.mark.parametrize(
+    "text", ["128x512", "0x1+1", "1x1+0", "axb+c", "128x512+4096 ", "-1x2+3", "\u0664x4+4", "4x4+" + "9" * 5000]
+)
 def test_what_is_no_shape_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match="128x512"):
+    with pytest.raises(UserError, match="128x512") as caught:
         Shape.parse(text)
+    assert len(str(caught.value)) < 250
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "\u0664", "4-" + "9" * 5000])
+def test_what_is_no_span_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="2048-4096") as caught:
+        Span.parse(text, "--lengths")
+    assert len(str(caught.value)) < 250
 
 
 def test_fixed_lengths_are_groups_of_siblings() -> None:
@@ -122,9 +133,27 @@ def test_recorded_lengths_are_those_of_a_runs_file(tmp_path: Path) -> None:
         recorded_lengths(path, 4, VOCAB, seed=0)
 
 
+def test_a_line_of_the_file_ends_where_its_writer_ended_it(tmp_path: Path) -> None:
+    text = "a\u2028b\u2029c\u0085d\x0be\x0cf\x1cg\r\nh"
+    turn = Turn((1, 2), Completion((5,) * 3, (0.0,) * 3, text, FinishReason.STOP, 0, ""))
+    group = RolloutGroup(Task("a", text), (Rollout(Task("a", text), (turn,), RolloutStatus.SCORED, 1.0),) * 2)
+    path = RolloutFiles(tmp_path).write(1, [group])
+    assert "\u2028" in path.read_text(encoding="utf-8")
+    assert recorded_lengths(path, None, VOCAB, seed=0).siblings == [(2, 3)] * 2
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("", "no rollout with an answer"), ("{}\n", "line 1"), ("[1]\n", "line 1"), ("{", "line 1"), (b"\xff", "no text")],
+    [
+        ("", "no rollout with an answer"),
+        ("{}\n", "line 1"),
+        ("[1]\n", "line 1"),
+        ("{", "line 1"),
+        (b"\xff", "no text"),
+        ("9" * 5000, "line 1"),
+        ('{"task_id": ' + "[" * 100_000, "line 1"),
+    ],
+    ids=["empty", "no fields", "a list", "no JSON", "no text", "a long number", "deep"],
 )
 def test_what_is_no_rollouts_file_is_refused(text: str | bytes, said: str, tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
@@ -137,7 +166,7 @@ def test_groups_are_whole_and_lengths_fit() -> None:
     with pytest.raises(UserError, match="no whole groups of 8; give a multiple of --group-size, such as 16"):
         fixed_lengths(Shape(12, 4, 4), 8, VOCAB, seed=0)
     check_positions(Shape(1, 24, 1000), 1024, "tiny")
-    with pytest.raises(UserError, match="24 \\+ 1001 tokens and tiny has 1024 positions"):
+    with pytest.raises(UserError, match="24 \\+ 1001 tokens and tiny has 1024 positions; shorten --prompt or --answer"):
         check_positions(Shape(1, 24, 1001), 1024, "tiny")
 
 
@@ -159,7 +188,7 @@ def test_precisions_alternate_and_leave_no_cache_behind() -> None:
     gc.collect()
     before = sum(type(thing) is KVCache for thing in gc.get_objects())
     turns = measure(bench("bf16", "fp8_full", rounds=2), look)
-    assert [turn.precision for turn in turns] == ["bf16", "fp8_full", "bf16", "fp8_full"]
+    assert [turn.precision for turn in turns] == ["bf16", "fp8_full", "fp8_full", "bf16"], "forth and back"
     assert alive == [before] * 4
     assert all(turn.metrics.generated_tokens == 24 for turn in turns)
     for row in rows_of(turns):
@@ -181,6 +210,34 @@ def test_the_engine_reads_weights_in_their_format() -> None:
     values = 2 * spec.num_layers * spec.num_kv_heads * spec.head_size
     assert (plain.kv_bytes_per_token, rollout_only.kv_bytes_per_token) == (2 * values, 2 * values)
     assert full.kv_bytes_per_token == values
+
+
+def test_numerics_stand_side_by_side() -> None:
+    turns = measure(replace(bench("bf16", "fp8_full"), numerics=("parity", "fast")))
+    arms = [("bf16", "parity"), ("bf16", "fast"), ("fp8_full", "parity"), ("fp8_full", "fast")]
+    assert [(turn.precision, turn.numerics) for turn in turns] == arms
+    assert [(row["precision"], row["rollout/numerics"]) for row in rows_of(turns)] == arms
+    engines = [build_arm(bench("bf16"), "bf16", SMALL, numerics).engine for numerics in ("parity", "fast")]
+    assert [engine._runner.model.fast for engine in engines] == [False, True]
+
+
+def test_a_start_says_what_it_found_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "none"))
+    assert bench_rollout.cached_kernels() == 0
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for name in ("A/_a.cubin", "A/_a.json", "B/_b.cubin", "C/launcher.so"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    turns: list[bench_rollout.Turn] = []
+
+    def compile_one(number: int, turn: bench_rollout.Turn) -> None:
+        turns.append(turn)
+        (tmp_path / "C/_c.cubin").write_text("")
+
+    rows = rows_of(measure(bench("bf16", "fp8"), compile_one))
+    assert [turn.cached_kernels for turn in turns] == [(2, 2), (3, 3)]
+    places = ("rollout/cached_kernels_before", "rollout/cached_kernels_after")
+    assert [[row[place] for place in places] for row in rows] == [[2, 2], [3, 3]]
 
 
 @dataclass(frozen=True)
@@ -221,6 +278,14 @@ def test_rows_are_medians_and_ratios() -> None:
     assert (plain["rollout/tokens_per_second"], full["rollout/tokens_per_second"]) == (6.0, 12.0)
     assert (plain["rollout/speedup_over_bf16"], full["rollout/speedup_over_bf16"]) == (1.0, 2.0)
     assert "rollout/speedup_over_bf16" not in rows_of(turns[3:])[0]
+    assert "rollout/cost_of_parity" not in plain | full
+
+
+def test_ratios_are_of_like_with_like() -> None:
+    speeds = {("bf16", "parity"): 4.0, ("bf16", "fast"): 5.0, ("fp8", "parity"): 10.0, ("fp8", "fast"): 10.0}
+    rows = rows_of([turn_of(Said(speed), name, numerics=how) for (name, how), speed in speeds.items()])
+    assert [row["rollout/speedup_over_bf16"] for row in rows] == [1.0, 1.0, 2.5, 2.0]
+    assert [row.get("rollout/cost_of_parity") for row in rows] == [pytest.approx(0.25), None, 0.0, None]
 
 
 def test_steps_are_shown_where_one_followed_another() -> None:

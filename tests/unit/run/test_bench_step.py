@@ -6,13 +6,14 @@ import gc
 import random
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from octetrl.algorithms.table import build_algorithm
 from octetrl.config.errors import UserError
-from octetrl.config.schema import AlgorithmConfig, Numerics, TrainerConfig
+from octetrl.config.schema import AlgorithmConfig, Numerics, OptimizerConfig, TrainerConfig
 from octetrl.engine.kv_cache import KVCache
 from octetrl.records import Completion, FinishReason
 from octetrl.run.bench_clock import MicroBatchClock, Pace
@@ -24,6 +25,8 @@ from octetrl.run.bench_step import (
     StepTimes,
     StepTurn,
     build_worker,
+    check_memory,
+    estimate_bytes,
     measure,
     rollout_groups,
 )
@@ -92,7 +95,7 @@ def test_precisions_alternate_learn_what_they_drew_and_leave_nothing_behind() ->
     before, alive = caches(), []
     plan = replace(bench("bf16", "fp8_full"), rounds=2, steps=2, calibration=("fused", "off", "exact"))
     turns = measure(plan, lambda number, turn: alive.append(caches()))
-    assert [turn.precision for turn in turns] == ["bf16", "fp8_full"] * 2
+    assert [turn.precision for turn in turns] == ["bf16", "fp8_full", "fp8_full", "bf16"]
     assert alive == [before] * 4
     for turn in turns:
         assert len(turn.steps) == 2
@@ -116,6 +119,92 @@ def test_phases_are_no_more_than_the_step() -> None:
     step = arm.step(0)
     wall = time.perf_counter() - began
     assert 0.5 * wall < step.total <= wall, "nothing is counted twice: quantising is publishing, not learning"
+
+
+class Memory:
+    """A GPU's, in GB: what a peak is depends on what was there when it was last forgotten."""
+
+    def __init__(self) -> None:
+        self.allocated = self.peak = 10.0
+
+    def take(self, amount: float) -> None:
+        self.allocated += amount
+        self.peak = max(self.peak, self.allocated)
+
+    def metrics(self) -> dict[str, float]:
+        peak, self.peak = self.peak, self.allocated
+        return {"memory/peak_gb": peak}
+
+
+@pytest.mark.parametrize("releases", [True, False])
+def test_the_peak_of_learning_has_no_cache_in_it_that_is_given_back(
+    releases: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = replace(bench("bf16"), trainer=TrainerConfig(tokens_per_micro_batch=16))  # enough of them for a pace
+    arm = StepArm(plan, build_worker(plan, "bf16"))
+    worker, memory, cache = arm.worker, Memory(), 50.0
+    generate, train = worker.generate, worker.train
+    engine = worker.recipe.engine.model_copy(update={"release_for_training": releases})
+    worker.recipe = worker.recipe.model_copy(update={"engine": engine})
+
+    def release() -> None:
+        memory.take(-cache)
+        time.sleep(0.25)  # which is learning's to pay
+
+    def generated(*given: Any) -> Any:
+        memory.take(cache)
+        return generate(*given)
+
+    def trained(*given: Any) -> Any:
+        memory.take(5.0)
+        memory.take(-5.0)
+        return train(*given)
+
+    monkeypatch.setattr(worker, "memory_metrics", memory.metrics)
+    monkeypatch.setattr(worker.engine, "release_cache", release)
+    monkeypatch.setattr(worker, "generate", generated)
+    monkeypatch.setattr(worker, "train", trained)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr("octetrl.run.bench_step.MicroBatchClock", lambda device: MicroBatchClock(torch.device("cpu")))
+    arm.bench = replace(plan, device=torch.device("cuda"))  # the worker stays where it is
+    step = arm.step(0)
+    assert step.produce_peak == 60.0
+    assert step.learn_peak == (15.0 if releases else 65.0)
+    if releases:
+        assert step.learn > 0.25 and step.pace is not None and step.pace.before > 0.25
+
+
+H200 = 150_700_000_000  # bytes
+
+
+def for_a_gpu(trainer: TrainerConfig) -> StepBench:
+    model = find_model("qwen3-8b")
+    workload = uniform_lengths(2, 2, 512, Span(2048, 4096), model.spec.vocab_size, seed=0)
+    precisions = ("bf16", "fp8_rollout", "fp8", "fp8_full")
+    return StepBench(model, precisions, workload, 2, trainer, torch.device("cuda"))
+
+
+def test_what_would_not_fit_is_refused_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (H200, H200))
+    plan = for_a_gpu(TrainerConfig())
+    with pytest.raises(UserError) as refused:
+        check_memory(plan)
+    assert str(refused.value) == (
+        "--precision: bf16 takes about 158 GB and the GPU has 151; take --optimizer-states 8bit"
+        " --master stochastic_rounding, add --offload, or lower --tokens or --layers"
+    )
+    check_memory(replace(plan, device=torch.device("cpu")))
+    narrow = OptimizerConfig(states="8bit", master="stochastic_rounding")
+    attention = {"activation_checkpointing": "attention", "checkpointed_layers": 4}
+    for kept in ({}, attention):
+        check_memory(for_a_gpu(TrainerConfig.model_validate({"optimizer": narrow} | kept)))
+
+
+def test_the_estimate_is_of_training_with_codes_that_the_engine_reads() -> None:
+    plan = for_a_gpu(TrainerConfig(optimizer=OptimizerConfig(states="8bit", master="stochastic_rounding")))
+    plain, rollout, fp8, full = (estimate_bytes(plan, precision) for precision in plan.precisions)
+    assert plain < rollout < fp8 == full, "no KV cache is counted"
+    assert plain == pytest.approx(76.0e9, rel=0.01) and full == pytest.approx(89.9e9, rel=0.01)
 
 
 def test_a_mismatch_is_shown() -> None:
@@ -177,8 +266,19 @@ def test_rows_have_shares_and_ratios() -> None:
     assert fp8["step/tokens_per_second"] == tokens / 5
     assert (fp8["step/publish_ms"], fp8["step/requantize_ms"], fp8["step/publish_gb_per_second"]) == (500, 250, 2.0)
     assert (fp8["mismatch/max_abs_diff"], fp8["mismatch/tokens"]) == (0.0, 14), "both steps' tokens were compared"
+    assert fp8["memory/estimate_gb"] == estimate_bytes(plan, "fp8") / 1e9
+    assert (fp8["step/optimizer_states"], fp8["step/master"]) == ("float32", "float32")
     assert "step/publish_gb_per_second" not in plain, "BF16 weights are read where they lie"
     assert "step/step_speedup_over_bf16" not in rows_of(plan, turns[1:])[0]
+
+
+@pytest.mark.parametrize(
+    ("mode", "given", "layers"), [("none", None, 0), ("layer", None, 4), ("attention", 3, 3), ("layer", 0, 0)]
+)
+def test_a_row_says_how_many_layers_are_checkpointed(mode: str, given: int | None, layers: int) -> None:
+    trainer = TrainerConfig.model_validate({"activation_checkpointing": mode, "checkpointed_layers": given})
+    (row,) = rows_of(replace(bench("bf16"), trainer=trainer), [turn_of("bf16", times(1, 1, 1))])
+    assert row["step/checkpointed_layers"] == layers
 
 
 def test_parity_costs_what_fast_would_save_and_each_numerics_has_its_own_bf16() -> None:

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from octetrl.config.schema import TrainerConfig
+from octetrl.config.errors import UserError
+from octetrl.config.schema import Numerics, TrainerConfig
 from octetrl.fp8.policy import precision_policy
 from octetrl.run.bench_mix import Mix, draw_work
 from octetrl.run.bench_parts import GAPS, Kernel, Trace
@@ -20,12 +21,14 @@ from octetrl.run.bench_train import (
     TrainBench,
     TrainTurn,
     build_trainer,
+    check_memory,
     estimate_bytes,
     measure,
     model_flops,
     profile_rows,
     rows_of,
 )
+from octetrl.run.bench_turns import in_turn
 from octetrl.run.bench_workload import Span
 from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.trainer import KVReplay
@@ -76,6 +79,13 @@ def test_a_sequence_that_is_all_trained_keeps_its_first_token() -> None:
 # --- what is measured ---------------------------------------------------------------------------------------
 
 
+def test_even_rounds_take_the_arms_in_the_other_order() -> None:
+    assert "".join(arm for _, arm in in_turn("abc", 3)) == "abccbaabc"
+    assert [number for number, _ in in_turn("ab", 2)] == [1, 1, 2, 2]
+    arms = (name for name in "ab")  # read once
+    assert list(in_turn(arms, 2)) == [(1, "a"), (1, "b"), (2, "b"), (2, "a")]
+
+
 def test_flops_are_those_of_a_count_by_hand() -> None:
     """tiny: E 128, F 512, 4 query and 2 kv heads of 32, 4 layers, V 384. One sequence of 3 tokens, 2 trained."""
     linears = 128 * (4 + 2 + 2) * 32 + 4 * 32 * 128 + 128 * 2 * 512 + 512 * 128  # of one layer
@@ -90,8 +100,9 @@ def test_precisions_alternate_and_learn_the_same() -> None:
     said: list[tuple[int, str]] = []
     plan = bench("bf16", "fp8", "fp8_full", rounds=2)
     turns = measure(plan, lambda number, turn: said.append((number, turn.precision)))
-    assert said == [(number, name) for number in (1, 2) for name in ("bf16", "fp8", "fp8_full")]
-    assert [turn.loss for turn in turns[:3]] == [turn.loss for turn in turns[3:]]
+    names = ["bf16", "fp8", "fp8_full"]
+    assert said == [(1, name) for name in names] + [(2, name) for name in reversed(names)]
+    assert [turn.loss for turn in turns[:3]] == [turn.loss for turn in reversed(turns[3:])]
     assert turns[0].loss == pytest.approx(turns[1].loss, abs=0.05) and turns[0].loss != turns[1].loss
     rows = rows_of(plan, turns)
     assert [row["precision"] for row in rows] == ["bf16", "fp8", "fp8_full"]
@@ -99,6 +110,15 @@ def test_precisions_alternate_and_learn_the_same() -> None:
         assert row["train/tokens"] == 96 and row["steps"] == 2 and row["train/optimizer_ms"]
         assert float(row["train/tokens_per_second_min"]) <= float(row["train/tokens_per_second"])
         assert "train/ceiling_share" not in row and "memory/peak_gb" not in row, "a CPU has neither"
+
+
+def test_each_numerics_is_the_models() -> None:
+    plan = replace(bench("bf16", "fp8"), numerics=("parity", "fast"))
+    turns = measure(plan)
+    arms: list[tuple[str, Numerics]] = [("bf16", "parity"), ("bf16", "fast"), ("fp8", "parity"), ("fp8", "fast")]
+    assert [(turn.precision, turn.numerics) for turn in turns] == arms
+    assert [(row["precision"], row["train/numerics"]) for row in rows_of(plan, turns)] == arms
+    assert [build_trainer(plan, *turn).model.policy.numerics for turn in arms] == [numerics for _, numerics in arms]
 
 
 def test_accumulating_is_training_without_the_update() -> None:
@@ -149,13 +169,61 @@ def test_the_estimate_counts_codes_of_what_is_trained_in_fp8() -> None:
     assert plain == rollout < fp8, "codes that only an engine reads are not the trainer's"
 
 
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, num_bytes: int, **trainer: object) -> TrainBench:
+    """A bench of qwen3-8b for a GPU of so much memory."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (num_bytes, num_bytes))
+    config = TrainerConfig.model_validate(trainer)
+    mix = Mix(Span(4096, 4096))
+    return TrainBench(find_model("qwen3-8b"), ("bf16", "fp8"), mix, config, torch.device("cuda"))
+
+
+def test_what_would_not_fit_is_refused_with_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = on_a_gpu(monkeypatch, 150_700_000_000)
+    with pytest.raises(UserError) as refused:
+        check_memory(plan)
+    assert str(refused.value) == (
+        "--precision: bf16 takes about 158 GB and the GPU has 151; take --optimizer-states 8bit"
+        " --master stochastic_rounding, add --offload, leave the update out with --no-optimizer, or lower --tokens or"
+        " --layers"
+    )
+    for fits in (
+        {"optimizer": {"states": "8bit", "master": "stochastic_rounding"}},
+        {"optimizer": {"offload": True}},
+    ):
+        check_memory(on_a_gpu(monkeypatch, 150_700_000_000, **fits))
+    check_memory(replace(plan, optimizer=False))
+    check_memory(replace(plan, device=CPU))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "said"),
+    [
+        ({"optimizer": {"states": "8bit"}}, "; take --master stochastic_rounding, add --offload,"),
+        ({"optimizer": {"offload": True}, "activation_checkpointing": "none"}, "; take --checkpointing layer, leave"),
+        ({"optimizer": {"offload": True}, "checkpointed_layers": 3}, "; take --checkpointing layer, leave"),
+        ({"optimizer": {"offload": True}}, "; leave the update out with --no-optimizer, or lower"),
+    ],
+)
+def test_a_remedy_already_taken_is_not_named(
+    trainer: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match=r"bf16 takes about .* and the GPU has 10; ") as refused:
+        check_memory(on_a_gpu(monkeypatch, 10**10, **trainer))
+    assert said in str(refused.value)
+    plan = replace(on_a_gpu(monkeypatch, 10**10), optimizer=False)
+    with pytest.raises(UserError, match=r"has 10; lower --tokens or --layers$"):
+        check_memory(plan)
+
+
 # --- from turns to rows -------------------------------------------------------------------------------------
 
 
-def turn_of(seconds: tuple[float, ...], precision: str = "bf16", trace: Trace | None = None) -> TrainTurn:
+def turn_of(
+    seconds: tuple[float, ...], precision: str = "bf16", trace: Trace | None = None, numerics: Numerics = "parity"
+) -> TrainTurn:
     work = draw_work(Mix(Span(16, 16)), 1, 0.75, PackingLayout(32), TINY.spec, seed=0)
     steps = tuple(StepTime(one, 0.25, 0.125) for one in seconds)
-    return TrainTurn(precision, steps, work, 0.5, 1.0, 3 * 10**9, 2 * 10**9, trace)
+    return TrainTurn(precision, numerics, steps, work, 0.5, 1.0, 3 * 10**9, 2 * 10**9, trace)
 
 
 def test_rows_are_medians_ratios_and_shares_of_the_ceiling() -> None:
@@ -172,12 +240,36 @@ def test_rows_are_medians_ratios_and_shares_of_the_ceiling() -> None:
     assert "train/speedup_over_bf16" not in rows_of(plan, turns[2:])[0]
 
 
+def test_parity_costs_what_fast_would_save_and_each_numerics_has_its_own_bf16() -> None:
+    plan = replace(bench("bf16", "fp8"), numerics=("parity", "fast"))
+    arms: list[tuple[str, Numerics, float]] = [
+        ("bf16", "parity", 4.0), ("bf16", "fast", 2.0), ("fp8", "parity", 2.0), ("fp8", "fast", 0.5)
+    ]  # fmt: skip
+    turns = [turn_of((seconds,), precision, numerics=numerics) for precision, numerics, seconds in arms]
+    plain, plain_fast, fp8, fp8_fast = rows_of(plan, turns)
+    assert (plain["train/cost_of_parity"], fp8["train/cost_of_parity"]) == (1.0, 3.0)
+    assert "train/cost_of_parity" not in plain_fast and "train/cost_of_parity" not in fp8_fast
+    assert (fp8["train/speedup_over_bf16"], fp8_fast["train/speedup_over_bf16"]) == (2.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "given", "layers"), [("none", None, 0), ("layer", None, 4), ("attention", 3, 3), ("layer", 0, 0)]
+)
+def test_a_row_says_how_the_trainer_was(mode: str, given: int | None, layers: int) -> None:
+    trainer = TrainerConfig.model_validate({"activation_checkpointing": mode, "checkpointed_layers": given})
+    plan = replace(bench("bf16"), trainer=trainer)
+    (row,) = rows_of(plan, [turn_of((1.0,))])
+    assert (row["train/checkpointing"], row["train/checkpointed_layers"]) == (mode, layers)
+    assert (row["train/optimizer_states"], row["train/master"]) == ("float32", "float32")
+    assert "train/master" not in rows_of(replace(plan, optimizer=False), [turn_of((1.0,))])[0]
+
+
 def test_the_time_table_is_of_the_unprofiled_wall_time() -> None:
     trace = Trace((), {}, (Kernel("_adamw_kernel", None, 0.0, 1e6),))  # of two steps
     parts, kernels = profile_rows([turn_of((1.0,)), turn_of((1.0, 2.0, 0.625), "fp8", trace=trace)])
-    assert [(row["precision"], row["part"], row["ms_per_step"]) for row in parts] == [
-        ("fp8", "optimizer", 500.0),
-        ("fp8", GAPS, 875.0),
+    assert [(row["precision"], row["numerics"], row["part"], row["ms_per_step"]) for row in parts] == [
+        ("fp8", "parity", "optimizer", 500.0),
+        ("fp8", "parity", GAPS, 875.0),
     ]
     assert math.isclose(sum(float(row["share"]) for row in parts), 1.0)
     assert [row["kernel"] for row in kernels] == ["_adamw_kernel"]
