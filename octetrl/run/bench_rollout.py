@@ -163,7 +163,7 @@ def take_turn(bench: Bench, precision: str, workload: Workload, numerics: Numeri
     began = time.perf_counter()
     arm = build_arm(bench, precision, workload, numerics)
     engine = arm.engine
-    first = (_first_token(workload.requests[0]),)
+    first = (first_token(workload.requests[0]),)
     engine.generate(first)
     up = time.perf_counter()
     engine.generate(first)
@@ -297,7 +297,7 @@ def tokenizer_of(model: BenchModel) -> Tokenizer:
     return tokenizer
 
 
-def _first_token(request: GenerationRequest) -> GenerationRequest:
+def first_token(request: GenerationRequest) -> GenerationRequest:
     sampling = type(request.sampling)(max_new_tokens=1, ignore_eos=True)
     return GenerationRequest("first token", request.prompt_token_ids, sampling, seed=request.seed)
 

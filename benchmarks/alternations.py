@@ -1,0 +1,108 @@
+"""The engine gives its cache back for training and takes it again, many times: what is left behind, what that costs.
+
+    python -m benchmarks.alternations [--model qwen3-8b] [--precision bf16,fp8_full] [--turns 20]
+
+A turn: the cache goes back, a stand-in of the trainer's takes half of what is then free and lets go of it, and the
+engine draws 64 answers of 32 tokens with a cache sized by the memory that is free. Told of each turn: bytes allocated
+after it, the cache's tokens, seconds of giving back, of a first token with the cache taken again, and of capturing
+graphs. Needs a GPU; `--model tiny --device cpu` shows the shape of the output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.record import RESULTS, need_hopper, write_result
+from octetrl.records import GenerationRequest
+from octetrl.run.bench_rollout import Arm, Bench, build_arm, find_model, first_token, give_memory_back
+from octetrl.run.bench_workload import Shape, fixed_lengths
+
+ANSWERS = Shape(64, 100, 32)
+STAND_IN = 0.5  # of the free memory
+COLUMNS = (
+    "precision", "turns", "GB after the first", "after the last", "bytes more",
+    "cache tokens", "least", "give back s", "first token s", "capture s",
+)  # fmt: skip
+Row = dict[str, str | int | float]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3-8b")
+    parser.add_argument("--precision", default="bf16,fp8_full")
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    if arguments.device == "cuda":
+        need_hopper("alternations", ", or with --model tiny --device cpu")
+    model, device = find_model(arguments.model), torch.device(arguments.device)
+    workload = fixed_lengths(ANSWERS, 8, model.spec.vocab_size, seed=0)
+    rows: list[Row] = []
+    for precision in arguments.precision.split(","):
+        arm = build_arm(Bench(model, (precision,), (workload,), device), precision, workload)
+        arm.engine.generate(workload.requests)  # compiles and captures
+        for turn in range(1, arguments.turns + 1):
+            rows.append(
+                {"precision": precision, "workload": f"turn {turn}"} | alternation(arm, workload.requests, device)
+            )
+        arm.engine.release_cache()
+        del arm
+        give_memory_back(device)
+    show(rows)
+    print(f"wrote {write_result('alternations', model.name, rows, arguments.out)}")
+
+
+def alternation(arm: Arm, requests: tuple[GenerationRequest, ...], device: torch.device) -> Row:
+    """One turn, measured."""
+    began = time.perf_counter()
+    arm.engine.release_cache()
+    give_memory_back(device)
+    given = time.perf_counter()
+    if device.type == "cuda":
+        torch.empty(int(STAND_IN * torch.cuda.mem_get_info(device)[0]), dtype=torch.uint8, device=device)
+        torch.cuda.synchronize(device)
+    give_memory_back(device)
+    taking = time.perf_counter()
+    arm.engine.generate((first_token(requests[0]),))
+    taken = time.perf_counter()
+    first = arm.engine.metrics
+    arm.engine.generate(requests)
+    metrics = arm.engine.metrics
+    assert first is not None and metrics is not None, "the engine says nothing about the calls"
+    return {
+        "memory/allocated_bytes": torch.cuda.memory_allocated(device) if device.type == "cuda" else 0,
+        "rollout/kv_capacity_tokens": metrics.kv_capacity_tokens,
+        "time/give_back": given - began,
+        "time/first_token": taken - taking,
+        "time/capture": (first.session_capture_seconds or 0.0) + (metrics.session_capture_seconds or 0.0),
+    }
+
+
+def show(rows: list[Row]) -> None:
+    """A line a precision: the first turn, the last, and medians of the seconds."""
+    table = Table(title="giving the cache back and taking it again")
+    for name in COLUMNS:
+        table.add_column(name)
+    for precision in dict.fromkeys(str(row["precision"]) for row in rows):
+        mine = [row for row in rows if row["precision"] == precision]
+        held = [int(row["memory/allocated_bytes"]) for row in mine]
+        capacity = [int(row["rollout/kv_capacity_tokens"]) for row in mine]
+        seconds = [
+            f"{statistics.median(float(row[name]) for row in mine):.3f}"
+            for name in ("time/give_back", "time/first_token", "time/capture")
+        ]
+        told = [f"{held[0] / 1e9:.3f}", f"{held[-1] / 1e9:.3f}", f"{held[-1] - held[0]:,}"]
+        table.add_row(precision, str(len(mine)), *told, f"{capacity[0]:,}", f"{min(capacity):,}", *seconds)
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    main()
