@@ -10,6 +10,7 @@ import torch
 
 from octetrl.fp8.quantize import Quantized
 from octetrl.models import rollout_forward, training_forward
+from octetrl.run.doctor_attribution import attribute
 from octetrl.run.doctor_findings import examine
 from octetrl.run.doctor_taps import Site
 from tests.e2e import tiny_run
@@ -36,8 +37,27 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_engine_and_trainer_are_equal_op_by_op(model: Path, precision: str) -> None:
     one = patient(model, precision, **ON_THE_GPU)
     assert one.is_fused, "the forwards of the product, not the modules"
-    report = examine(one).report
-    assert report.equal, report.verdict
+    examined = examine(one)
+    assert examined.report.equal, examined.report.verdict
+    assert attribute(examined).lines() == ["nothing to attribute: every log-prob is equal"]
+
+
+def test_a_wrong_branch_of_an_adapter_is_named(model: Path) -> None:
+    one = patient(model, "fp8_full", model__lora={}, **ON_THE_GPU)
+    assert one.is_fused and examine(one).report.equal
+    for _, adapter in one.worker.engine_model.adapters():
+        adapter.scale *= 10
+    first = examine(one).report.first
+    assert first is not None and first.site == Site(0, "qkv_proj")
+
+
+def test_what_brings_the_mismatch_is_told(model: Path) -> None:
+    """The trainer's modules multiply what is moved in float32, so something is left; little."""
+    found = attribute(examine(patient(model, "fp8_rollout", **ON_THE_GPU)))
+    shares = {share.kind: share.of_mean_abs for share in found.shares}
+    assert list(shares) == ["weights", "activations"]
+    assert sum(shares.values()) + found.rest.mean_abs == pytest.approx(1.0)
+    assert all(share > 0.05 for share in shares.values()) and abs(found.rest.mean_abs) < 0.25
 
 
 @pytest.mark.parametrize("namespace", [rollout_forward, training_forward], ids=["engine", "trainer"])
