@@ -30,6 +30,7 @@ from octetrl.cli.bench_options import (
     results_folder,
 )
 from octetrl.config.errors import UserError
+from octetrl.config.schema import EngineConfig
 from octetrl.run.bench_workload import (
     Shape,
     Workload,
@@ -94,6 +95,17 @@ Sigma = Annotated[
 GroupSize = Annotated[int | None, typer.Option(min=1, help="Siblings that share a prompt. Default: 8; on a CPU 4.")]
 Warmup = Annotated[int, typer.Option(min=0, help="Tokens of each answer in an untimed call before the timed one.")]
 KVFraction = Annotated[float, typer.Option(min=0.01, max=0.95, help="Share of the free memory for the KV cache.")]
+PrefillChunk = Annotated[
+    int | None, typer.Option(min=16, help="Tokens of prompts in one forward. Default: a recipe's.")
+]
+Hints = Annotated[
+    bool,
+    typer.Option(
+        "--hints",
+        help="Ragged lengths: each request says how long its group's answers are on average, as a run knows it of a"
+        " task that comes again; the longest start first.",
+    ),
+]
 Profile = Annotated[bool, typer.Option("--profile", help="Also the time of every kernel of a decode step; on a GPU.")]
 
 
@@ -124,6 +136,8 @@ def rollout(
     warmup: Warmup = 16,
     max_batch: MaxBatch = 256,
     kv_fraction: KVFraction = 0.8,
+    prefill_chunk: PrefillChunk = None,
+    hints: Hints = False,
     profile: Profile = False,
     numerics: NumericsList = "parity",
     name: Name = None,
@@ -137,13 +151,7 @@ def rollout(
     suffix = result_suffix(name, modes)
     if workload and (requests, prompt, answer) != (None, None, None):
         raise UserError("--workload: says what --requests, --prompt and --answer say; give it, or them")
-    if sigma is not None and lengths != "lognormal":
-        raise UserError(f"--sigma: {sigma} spreads drawn lengths and --lengths is '{lengths}'; add --lengths lognormal")
-    if lengths not in DRAWN and (workload, prompt, answer, group_size) != (None, None, None, None):
-        raise UserError(
-            f"--lengths: '{lengths}' says how long prompts and answers are and who shares a prompt; give with it"
-            " --requests alone"
-        )
+    _check_lengths(lengths, sigma, hints, said_otherwise=(workload, prompt, answer, group_size) != (None,) * 4)
     shapes = _shapes(workload or ())
     from octetrl.run.bench_rollout import Bench
 
@@ -159,7 +167,7 @@ def rollout(
     plan = Bench(
         model=found,
         precisions=precisions,
-        workloads=tuple(_workloads(asked, found)),
+        workloads=tuple(one.hinted() if hints else one for one in _workloads(asked, found)),
         device=chosen,
         rounds=rounds,
         warmup_tokens=warmup,
@@ -167,6 +175,7 @@ def rollout(
         kv_fraction=kv_fraction,
         seed=seed,
         numerics=modes,
+        prefill_chunk=prefill_chunk or EngineConfig().prefill_chunk,
     )
     make_folder(folder)  # now, so that minutes of measuring are not lost
     _measure(plan, folder, found.name + suffix, profile)
@@ -192,6 +201,18 @@ def _measure(plan: Bench, folder: Path, name: str, profile: bool) -> None:
         _print_kernels(kernels)
         write_result("rollout", name, rows, folder, kernels=kernels)
     typer.echo(f"wrote {path}")
+
+
+def _check_lengths(lengths: str, sigma: float | None, hints: bool, *, said_otherwise: bool) -> None:
+    if sigma is not None and lengths != "lognormal":
+        raise UserError(f"--sigma: {sigma} spreads drawn lengths and --lengths is '{lengths}'; add --lengths lognormal")
+    if lengths not in DRAWN and said_otherwise:
+        raise UserError(
+            f"--lengths: '{lengths}' says how long prompts and answers are and who shares a prompt; give with it"
+            " --requests alone"
+        )
+    if hints and lengths == "fixed":
+        raise UserError("--hints: all answers have one length, so none starts first; add --lengths lognormal or a file")
 
 
 def _shapes(texts: Sequence[str]) -> list[Shape]:

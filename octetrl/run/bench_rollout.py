@@ -88,6 +88,7 @@ class Bench:
     seed: int = 0
     numerics: tuple[Numerics, ...] = ("parity",)
     kv_cache_tokens: int | None = None  # instead of `kv_fraction` of the free memory
+    prefill_chunk: int = EngineConfig().prefill_chunk
 
     def rows_of(self, workload: Workload) -> int:
         """Places in the batch: no more than there are completions, or occupancy would say nothing."""
@@ -228,6 +229,7 @@ def build_arm(bench: Bench, precision: str, workload: Workload, numerics: Numeri
         kv_cache_tokens=bench.kv_cache_tokens,
         kv_memory_fraction=bench.kv_fraction,
         max_batch=bench.rows_of(workload),
+        prefill_chunk=bench.prefill_chunk,
     )
     longest = workload.longest
     engine = Engine(

@@ -57,6 +57,12 @@ def test_a_folder_with_several_workloads_of_ragged_answers(model: Path, tmp_path
     assert all(row["weights"] == "files" for row in record["rows"])
 
 
+def test_hints_and_chunks(tmp_path: Path, capsys: Capture) -> None:
+    sizes = ("--workload", "4x40+6", "--group-size", "2", "--precision", "bf16", "--lengths", "lognormal")
+    _, record = bench(tmp_path, capsys, *sizes, "--hints", "--prefill-chunk", "16")
+    assert [row["workload"] for row in record["rows"]] == ["4x40+6 lognormal 0.7 hinted"]
+
+
 def test_numerics_side_by_side(tmp_path: Path, capsys: Capture) -> None:
     sizes = ("--workload", "2x4+3", "--group-size", "2", "--precision", "bf16,fp8_full")
     text, record = bench(tmp_path, capsys, *sizes, "--numerics", "parity,fast")
@@ -136,6 +142,8 @@ def test_a_long_name_costs_no_figures(tmp_path: Path, capsys: Capture) -> None:
         (["--lengths", "step_000001.jsonl", "--answer", "3"], "give with it --requests alone"),
         (["--lengths", "step_000001.jsonl", "--group-size", "4"], "give with it --requests alone"),
         (["--sigma", "0.5"], "add --lengths lognormal"),
+        (["--hints"], "--hints: all answers have one length"),
+        (["--prefill-chunk", "8"], "--prefill-chunk"),
         (["--numerics", "parity,exact"], "--numerics: 'exact' is not one of parity, fast"),
         (["--numerics", "fast,fast"], "names one twice"),
         (["--name", "a/b"], "--name: 'a/b' is no part of a file's name"),

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from octetrl.config.errors import UserError
+from octetrl.config.schema import EngineConfig
 from octetrl.engine.kv_cache import KVCache
 from octetrl.records import Completion, FinishReason, Rollout, RolloutGroup, RolloutStatus, Task, Turn
 from octetrl.run import bench_rollout
@@ -100,6 +101,16 @@ def test_lognormal_lengths_end_with_the_models_positions() -> None:
     assert max(answers) == 90 and min(answers) >= 1
     even = lognormal_lengths(Shape(4, 10, 40), 4, VOCAB, 0, sigma=0.0, max_positions=100)
     assert even.siblings == [(10, 40)] * 4
+
+
+def test_hints_are_the_mean_length_of_the_answers_to_a_prompt() -> None:
+    workload = lognormal_lengths(Shape(8, 10, 40), 4, VOCAB, 0, sigma=1.0, max_positions=1024)
+    hinted = workload.hinted()
+    assert hinted.siblings == workload.siblings and hinted.name == "8x10+40 lognormal 1 hinted"
+    answers = [answer for _, answer in workload.siblings]
+    hints = [request.expected_tokens for request in hinted.requests]
+    assert hints == [round(statistics.fmean(answers[:4]))] * 4 + [round(statistics.fmean(answers[4:]))] * 4
+    assert hints[0] != hints[4] and {request.expected_tokens for request in workload.requests} == {None}
 
 
 def test_a_warm_up_is_the_same_prompts_with_shorter_answers() -> None:
@@ -196,6 +207,12 @@ def test_precisions_alternate_and_leave_no_cache_behind() -> None:
         assert row["rollout/tokens_per_second_min"] <= row["rollout/tokens_per_second"]
         assert row["rollout/live_kv_tokens"] == SMALL.live_token_steps / 6 == 4 * (9 + 2.5)
         assert "rollout/floor_share" not in row, "there is no memory floor of a CPU"
+
+
+def test_the_engine_takes_prompts_in_the_chunks_that_were_asked_for() -> None:
+    arm = build_arm(replace(bench("bf16"), prefill_chunk=16), "bf16", SMALL)
+    assert arm.engine._config.prefill_chunk == 16
+    assert build_arm(bench("bf16"), "bf16", SMALL).engine._config.prefill_chunk == EngineConfig().prefill_chunk
 
 
 def test_the_engine_reads_weights_in_their_format() -> None:
