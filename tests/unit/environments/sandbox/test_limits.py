@@ -128,7 +128,9 @@ def test_one_that_never_ends(sandbox: Box, program: str) -> None:
 def test_one_that_burns_time(sandbox: Box) -> None:
     result = sandbox.run("while True: pass")
     assert result.status is SandboxStatus.CPU_LIMIT
-    assert result.cpu_seconds >= 0.9
+    # Linux holds the limit by counting ticks, which go to whoever runs when one comes, and reports nanoseconds: beside
+    # other processes a bare one with a limit of 1 s ends after 0.75 to 0.87 s by its own account.
+    assert 0.5 < result.cpu_seconds < 2.0
 
 
 def test_time_burnt_by_children_counts(sandbox: Box) -> None:
