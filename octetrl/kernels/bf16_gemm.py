@@ -4,8 +4,8 @@ cuBLAS adds K in ascending order into one accumulator as long as y has tiles eno
 narrow, deep weight (a `down` projection below M = 512) it splits K, and a row's bits change with the batch. There, and
 only there, this kernel takes over: a straight loop over K, which has cuBLAS's bits at M = 512 and beyond whatever its
 tiles. Which weights those are stands in `fp8_gemm_table.json` under "bf16", found by `benchmarks/kernels/gemm.py`. A
-weight whose shape nobody measured goes straight if it is as deep as wide (K >= N): so are all that were seen to split,
-and few of the others; everything else is `F.linear` itself. A bias is added after the product is rounded, by whoever
+weight whose shape nobody measured goes straight until y has tiles enough for two a multiprocessor, where nothing is to
+be won by splitting; everything else is `F.linear` itself. A bias is added after the product is rounded, by whoever
 calls: cuBLAS would add it before, and only where it takes the product.
 
 No gradient: for use under `no_grad`.
@@ -32,17 +32,27 @@ PLAIN = {  # by the largest M served, for an M beyond a weight's entries
     SMALLEST_UNSPLIT - 1: Config("straight", 128, 64, 4, tile_k=64),
 }
 LARGE = PLAIN[SMALLEST_UNSPLIT - 1]
+ENOUGH_TILES = 264  # of y, 128 x 128 each: two a multiprocessor of an H100 or H200
 
 
 @cache
 def straight_config(m: int, n: int, k: int) -> Config | None:
     """The kernel's config for M rows by a weight [N, K], or None: F.linear has the right bits."""
-    measured = gemm_table()
-    found = measured["bf16"].get(f"{n}x{k}", {} if k >= n and f"{n}x{k}" not in measured["fp8"] else None)
-    if found is None or m >= SMALLEST_UNSPLIT or k % 8:
+    splitting, all_measured = gemm_table()["bf16"], gemm_table()["fp8"]
+    if k % 8:
+        return None
+    if f"{n}x{k}" not in splitting | all_measured:
+        return plain_config(m) if triton.cdiv(m, 128) * triton.cdiv(n, 128) < ENOUGH_TILES else None
+    found = splitting.get(f"{n}x{k}")
+    if found is None or m >= SMALLEST_UNSPLIT:
         return None
     entries = {largest: Config(**found[str(largest)]) for largest in sorted(map(int, found))}
     return next(config for largest, config in (entries | PLAIN).items() if m <= largest)
+
+
+def plain_config(m: int) -> Config:
+    """For M rows by any weight."""
+    return next((config for largest, config in PLAIN.items() if m <= largest), LARGE)
 
 
 def bf16_gemm(x_MK: Tensor, w_NK: Tensor) -> Tensor:
@@ -69,8 +79,7 @@ def bf16_gemm_straight(x_MK: Tensor, w_NK: Tensor) -> Tensor:
     missing = -x_MK.shape[1] % 8
     if missing:
         x_MK, w_NK = F.pad(x_MK, (0, missing)), F.pad(w_NK, (0, missing))
-    config = next((config for largest, config in PLAIN.items() if x_MK.shape[0] <= largest), LARGE)
-    return bf16_gemm_triton(x_MK, w_NK, config)
+    return bf16_gemm_triton(x_MK, w_NK, plain_config(x_MK.shape[0]))
 
 
 def bf16_gemm_reference(x_MK: Tensor, w_NK: Tensor) -> Tensor:

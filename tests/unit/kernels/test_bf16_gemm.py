@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from octetrl.fp8.errors import relative_error
-from octetrl.kernels.bf16_gemm import bf16_gemm, bf16_gemm_reference, bf16_gemm_triton, straight_config
+from octetrl.kernels.bf16_gemm import bf16_gemm, bf16_gemm_reference, bf16_gemm_triton, plain_config, straight_config
 from octetrl.kernels.fp8_gemm import Config, gemm_table
 from tests.unit.kernels.gemm_cases import interpreted  # noqa: F401
 
@@ -46,8 +46,19 @@ def test_takes_over_only_where_cublas_splits_k() -> None:
     assert all(straight_config(m, n, k) is not None for m in (1, 2, 64, 65, 256, 257, 511))
     assert straight_config(512, n, k) is None and straight_config(8192, n, k) is None
     assert straight_config(64, 24576, 4096) is None, "cuBLAS does not split K there, and is faster"
-    assert straight_config(64, 3584, 18944) is not None, "deep and never measured: it may split"
-    assert straight_config(64, 37888, 3584) is None
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "rows_enough"), [(3584, 18944, 1153), (896, 4864, 4737), (1152, 896, 3713), (37888, 3584, 1)]
+)
+def test_a_shape_that_nobody_measured_goes_straight_until_its_tiles_are_enough(
+    n: int, k: int, rows_enough: int
+) -> None:
+    """Two tiles of 128 x 128 for each of 132 multiprocessors."""
+    assert straight_config(rows_enough, n, k) is None and straight_config(16384, n, k) is None
+    for m in {1, 64, 65, 512, rows_enough - 1} - {0}:
+        assert m >= rows_enough or straight_config(m, n, k) == plain_config(m)
+    assert straight_config(16, n, k + 4) is None, "the kernel reads whole words of eight"
 
 
 def test_every_entry_serves_small_batches() -> None:
