@@ -1,11 +1,11 @@
 """The engine gives its cache back for training and takes it again, many times: what is left behind, what that costs.
 
-    python -m benchmarks.alternations [--model qwen3-8b] [--precision bf16,fp8_full] [--turns 20]
+    python -m benchmarks.alternations [--model qwen3-8b] [--precision bf16 fp8_full] [--turns 20]
 
 A turn: the cache goes back, a stand-in of the trainer's takes half of what is then free and lets go of it, and the
 engine draws 64 answers of 32 tokens with a cache sized by the memory that is free. Told of each turn: bytes allocated
-after it, the cache's tokens, seconds of giving back, of a first token with the cache taken again, and of capturing
-graphs. Needs a GPU; `--model tiny --device cpu` shows the shape of the output.
+once the cache is gone, the cache's tokens, seconds of giving back, of a first token with the cache taken again, and of
+capturing graphs. Needs a GPU; `--model tiny --device cpu` shows the shape of the output.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.record import RESULTS, need_hopper, write_result
+from octetrl.config.load import PRECISIONS
+from octetrl.config.presets import PRESETS
 from octetrl.records import GenerationRequest
 from octetrl.run.bench_rollout import Arm, Bench, build_arm, find_model, first_token, give_memory_back
 from octetrl.run.bench_workload import Shape, fixed_lengths
@@ -35,18 +37,20 @@ Row = dict[str, str | int | float]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="qwen3-8b")
-    parser.add_argument("--precision", default="bf16,fp8_full")
+    parser.add_argument("--model", choices=PRESETS, default="qwen3-8b")
+    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["bf16", "fp8_full"])
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    if arguments.turns < 1:
+        parser.error(f"argument --turns: {arguments.turns} are none; give 1 or more")
     if arguments.device == "cuda":
         need_hopper("alternations", ", or with --model tiny --device cpu")
     model, device = find_model(arguments.model), torch.device(arguments.device)
     workload = fixed_lengths(ANSWERS, 8, model.spec.vocab_size, seed=0)
     rows: list[Row] = []
-    for precision in arguments.precision.split(","):
+    for precision in arguments.precision:
         arm = build_arm(Bench(model, (precision,), (workload,), device), precision, workload)
         arm.engine.generate(workload.requests)  # compiles and captures
         for turn in range(1, arguments.turns + 1):
@@ -66,6 +70,7 @@ def alternation(arm: Arm, requests: tuple[GenerationRequest, ...], device: torch
     arm.engine.release_cache()
     give_memory_back(device)
     given = time.perf_counter()
+    left = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0  # a cache by what is free would hide it
     if device.type == "cuda":
         torch.empty(int(STAND_IN * torch.cuda.mem_get_info(device)[0]), dtype=torch.uint8, device=device)
         torch.cuda.synchronize(device)
@@ -78,7 +83,7 @@ def alternation(arm: Arm, requests: tuple[GenerationRequest, ...], device: torch
     metrics = arm.engine.metrics
     assert first is not None and metrics is not None, "the engine says nothing about the calls"
     return {
-        "memory/allocated_bytes": torch.cuda.memory_allocated(device) if device.type == "cuda" else 0,
+        "memory/without_cache_bytes": left,
         "rollout/kv_capacity_tokens": metrics.kv_capacity_tokens,
         "time/give_back": given - began,
         "time/first_token": taken - taking,
@@ -93,7 +98,7 @@ def show(rows: list[Row]) -> None:
         table.add_column(name)
     for precision in dict.fromkeys(str(row["precision"]) for row in rows):
         mine = [row for row in rows if row["precision"] == precision]
-        held = [int(row["memory/allocated_bytes"]) for row in mine]
+        held = [int(row["memory/without_cache_bytes"]) for row in mine]
         capacity = [int(row["rollout/kv_capacity_tokens"]) for row in mine]
         seconds = [
             f"{statistics.median(float(row[name]) for row in mine):.3f}"

@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--sft-steps", type=int, default=150)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--precision", default=",".join(PRECISIONS), help="which, side by side")
-    parser.add_argument("--name", default="126m_precisions", help="of the result: step_NAME.json")
+    parser.add_argument("--name", default="precisions", help="of the result: step_126m_NAME.json, or step_tiny_...")
     parser.add_argument("--tiny", action="store_true", help="the demo's model, on any machine")
     parser.add_argument("--verbose", action="store_true", help="a line a step")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -186,7 +186,8 @@ def main() -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     show(rows)
-    print(f"wrote {write_result('step', 'tiny' if arguments.tiny else arguments.name, rows, arguments.out)}")
+    name = f"{'tiny' if arguments.tiny else '126m'}_{arguments.name}"
+    print(f"wrote {write_result('step', name, rows, arguments.out)}")
 
 
 if __name__ == "__main__":

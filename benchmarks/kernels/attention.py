@@ -65,7 +65,7 @@ DECODE: dict[str, list[int]] = {  # contexts
     "4x16384": [16384] * 4,
     "1x16384": [16384],
 }
-COLD_BYTES = 1 << 28  # read between two visits of a key: five times an H200's L2
+COLD_BYTES = 1 << 28  # read between two visits of a key: several times an H200's L2
 DECODE |= {
     "128x512..4608 rising": sorted(DECODE["128x512..4608"]),
     "128x512..4608 falling": sorted(DECODE["128x512..4608"], reverse=True),

@@ -36,7 +36,7 @@ MaxBatch = Annotated[int, typer.Option(min=1, help="Most sequences decoded toget
 Out = Annotated[Path | None, typer.Option(help="Folder of the JSON. Default: benchmarks/results if there, else here.")]
 Name = Annotated[
     str | None,
-    typer.Option(help="The JSON is BENCH_MODEL_NAME.json. Default: BENCH_MODEL.json, which is written over."),
+    typer.Option(help="The JSON is BENCH_MODEL_NAME.json. Default: BENCH_MODEL.json, with the numerics if not parity."),
 ]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: the GPU where there is one.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of weights, prompts, lengths and sampling.")]

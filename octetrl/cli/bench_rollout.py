@@ -65,7 +65,8 @@ LEGEND = (
     "floor: weights of linears and lm_head read once a decode step, and the live keys and values, a prompt counted for"
     " each sibling, at 4.3 TB/s (H200); its share is of the whole call's time. tail: share of the decode time with less"
     " than half of the batch running. start: with CUDA up, to build the model, draw or read its weights, quantise,"
-    " calibrate, take the cache, compile or load kernels, capture a graph and give a first token; warm: that again."
+    " calibrate, take the cache, compile or load kernels, capture a graph and give a first token; warm: that token's"
+    " request again."
 )
 
 Requests = Annotated[

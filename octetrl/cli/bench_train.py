@@ -200,7 +200,7 @@ def trainer_config(
     )
     name, colon, layers = checkpointing.partition(":")
     keeps = given(TrainerConfig, "activation_checkpointing", "--checkpointing", name)
-    if colon and not (layers.isdecimal() and len(layers) <= DIGITS):
+    if colon and not (layers.isascii() and layers.isdecimal() and len(layers) <= DIGITS):
         raise UserError(
             f"--checkpointing: '{layers[:20]}' is not a number of layers; give one, as in layer:8, or leave it out"
         )

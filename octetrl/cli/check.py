@@ -53,7 +53,9 @@ def check(
     overrides: Overrides = None,
     memory_gib: Annotated[
         float | None,
-        typer.Option("--memory-gib", help="Plan for a GPU with so much memory.", show_default=False),
+        typer.Option(
+            "--memory-gib", help="Plan for a GPU with so much memory; 0.001 to 1,000,000.", show_default=False
+        ),
     ] = None,
 ) -> None:
     """Show what a recipe means, what it needs, and every problem it has."""

@@ -9,7 +9,7 @@ from, an answer cut at the limit is scored and marked, a reward that raised or h
 rollout says so in its status.
 
 How long a task's answers were is kept (`Collection.lengths`) and told to the engine when the task comes again, so that
-long ones start first. A conversation is as long as all that was drawn in it: what takes most turns starts first too.
+of those that wait together the longest start first. A conversation is as long as all that was drawn in it.
 
 A request's seed follows from (run seed, step, place in the batch), so a resumed step draws the same tokens,
 and two steps that meet the same task draw different ones.

@@ -36,18 +36,20 @@ def refuse_what_does_not_fit(
     *,
     updates: bool = True,
     further: Sequence[str] = (),
+    is_preset: bool = True,
 ) -> None:
     """Raises UserError for the first precision that takes more than the GPU has; `needed`: its name and its bytes.
 
     The remedies are what this trainer has not taken yet (without `updates`, none of the optimizer's), and `further`
-    ones that the verb knows. A CPU is not asked: its memory is not one process's.
+    ones that the verb knows; a preset can be cut to fewer layers. A CPU is not asked: its memory is not one process's.
     """
     if device.type != "cuda":
         return
     has = torch.cuda.mem_get_info(device)[1]
     for precision, num_bytes in needed:
         if num_bytes > has:
-            *remedies, last = [*_remedies(trainer, updates), *further, "lower --tokens or --layers"]
+            smaller = "lower --tokens or --layers" if is_preset else "lower --tokens"
+            *remedies, last = [*_remedies(trainer, updates), *further, smaller]
             ways = f"{', '.join(remedies)}, or {last}" if remedies else last
             raise UserError(
                 f"--precision: {precision} takes about {num_bytes / 1e9:.0f} GB and the GPU has {has / 1e9:.0f}; {ways}"

@@ -120,6 +120,7 @@ class Turn:
     numerics: Numerics = "parity"
     weights: Literal["drawn", "files"] = "drawn"
     cached_kernels: tuple[int, int] = (0, 0)  # in Triton's cache, before and after
+    prefill_chunk: int = EngineConfig().prefill_chunk
 
 
 class NoText:
@@ -159,6 +160,7 @@ def take_turn(bench: Bench, precision: str, workload: Workload, numerics: Numeri
     """Builds, measures and takes down one engine."""
     on_gpu = bench.device.type == "cuda"
     if on_gpu:
+        torch.cuda.synchronize(bench.device)  # CUDA is up from here on
         torch.cuda.reset_peak_memory_stats(bench.device)
     kernels_before = cached_kernels()
     began = time.perf_counter()
@@ -186,6 +188,7 @@ def take_turn(bench: Bench, precision: str, workload: Workload, numerics: Numeri
         numerics=numerics,
         weights="drawn" if bench.model.folder is None else "files",
         cached_kernels=(kernels_before, cached_kernels()),
+        prefill_chunk=bench.prefill_chunk,
     )
     engine.release_cache()
     del arm, engine
@@ -349,6 +352,7 @@ def _row(rounds: Sequence[Turn]) -> Row:
         "rollout/max_length": max(lengths),
         "rollout/kv_capacity_tokens": min(one.kv_capacity_tokens for one in metrics),
         "rollout/max_batch": first.max_batch,
+        "rollout/prefill_chunk": first.prefill_chunk,
         "rollout/batch_occupancy": statistics.median(one.batch_occupancy for one in metrics),
         "rollout/preemptions": max(one.preemptions for one in metrics),
     }

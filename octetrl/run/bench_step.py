@@ -221,7 +221,7 @@ def estimate_bytes(bench: StepBench, precision: str) -> int:
 def check_memory(bench: StepBench) -> None:
     """Raises UserError where the estimate of a precision is more than the GPU has."""
     needed = ((precision, estimate_bytes(bench, precision)) for precision in bench.precisions)
-    refuse_what_does_not_fit(bench.device, needed, bench.trainer)
+    refuse_what_does_not_fit(bench.device, needed, bench.trainer, is_preset=bench.model.folder is None)
 
 
 def code_bytes(engine_model: Decoder) -> int:

@@ -241,7 +241,10 @@ def check_memory(bench: TrainBench) -> None:
     policies = ((name, precision_policy(bench.model.spec, Fp8Config(**PRECISIONS[name]))) for name in bench.precisions)
     needed = ((name, estimate_bytes(bench, policy)) for name, policy in policies)
     further = ("leave the update out with --no-optimizer",) if bench.optimizer else ()
-    refuse_what_does_not_fit(bench.device, needed, bench.trainer, updates=bench.optimizer, further=further)
+    is_preset = bench.model.folder is None
+    refuse_what_does_not_fit(
+        bench.device, needed, bench.trainer, updates=bench.optimizer, further=further, is_preset=is_preset
+    )
 
 
 # ---------------------------------------------------------------- from turns to rows

@@ -10,7 +10,8 @@ the forwards' log-probs is named. On a GPU the forwards are the fused ones, and 
 models/decoder.py are asked which of the two is as they are.
 
 The weights, prompts, precision, page size and packing are the recipe's; answers are drawn by its weights, of a fixed
-length, so that every sequence has as many tokens as was asked for. Nothing is written and no weight changes.
+length, so that every sequence has as many tokens as was asked for. Nothing is written, and no weight changes but
+adapters whose B are all zero, in memory (`wake_branches`).
 
 B sequences, N drawn tokens, R rows (tokens of all sequences end to end).
 """

@@ -37,9 +37,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_engine_and_trainer_are_equal_op_by_op(model: Path, precision: str) -> None:
     one = patient(model, precision, **ON_THE_GPU)
     assert one.is_fused, "the forwards of the product, not the modules"
-    examined = examine(one)
-    assert examined.report.equal, examined.report.verdict
-    assert attribute(examined).lines() == ["nothing to attribute: every log-prob is equal"]
+    report = examine(one).report
+    assert report.equal, report.verdict
 
 
 def test_a_wrong_branch_of_an_adapter_is_named(model: Path) -> None:
@@ -52,12 +51,11 @@ def test_a_wrong_branch_of_an_adapter_is_named(model: Path) -> None:
 
 
 def test_what_brings_the_mismatch_is_told(model: Path) -> None:
-    """The trainer's modules multiply what is moved in float32, so something is left; little."""
     found = attribute(examine(patient(model, "fp8_rollout", **ON_THE_GPU)))
     shares = {share.kind: share.of_mean_abs for share in found.shares}
     assert list(shares) == ["weights", "activations"]
     assert sum(shares.values()) + found.rest.mean_abs == pytest.approx(1.0)
-    assert all(share > 0.05 for share in shares.values()) and abs(found.rest.mean_abs) < 0.25
+    assert all(share > 0.05 for share in shares.values()) and abs(found.rest.mean_abs) < 0.05
 
 
 @pytest.mark.parametrize("namespace", [rollout_forward, training_forward], ids=["engine", "trainer"])

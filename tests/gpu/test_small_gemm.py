@@ -28,7 +28,7 @@ from octetrl.kernels.quantize_weight import quantize_weight
 pytestmark = pytest.mark.gpu
 
 ROWS = (1, 2, 7, 8, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 192, 256, 257, 500, 512)
-MORE_ROWS = (513, 640, 777, 1000, 1024, 1536, 2048, 2500, 4096)  # where cuBLAS alone decides
+MORE_ROWS = (513, 640, 777, 1000, 1024, 1536, 2048, 2500, 4096, 4800, 8192)  # where cuBLAS alone decides
 NARROW = [(896, 896), (896, 4864), (1536, 8960), (2560, 9728), (3584, 18944), (5120, 17408)]  # of untuned models
 CONFIGS = [
     *PLAIN.values(),
@@ -123,7 +123,7 @@ def test_runs_inside_a_captured_graph() -> None:
 @pytest.mark.parametrize(("n", "k"), [*shapes("fp8"), *NARROW])
 def test_bf16_rows_have_one_order_however_many_they_are(n: int, k: int) -> None:
     """The straight loop's, also where `F.linear` takes over: its tiles must be enough not to split K."""
-    x_MK, w_NK = operands(4096, n, k)
+    x_MK, w_NK = operands(MORE_ROWS[-1], n, k)
     straight = bf16_gemm_triton(x_MK, w_NK, LARGE)
     differing = [m for m in (*ROWS, *MORE_ROWS) if not torch.equal(bf16_gemm(x_MK[:m], w_NK), straight[:m])]
     assert not differing, f"{n} x {k}: {differing} rows"

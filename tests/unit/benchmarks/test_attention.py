@@ -77,4 +77,4 @@ def test_calls_of_decode_find_no_keys_in_l2(monkeypatch: pytest.MonkeyPatch) -> 
 def test_few_long_sequences_are_among_the_workloads() -> None:
     assert [DECODE[f"{count}x16384"] for count in (1, 4, 16)] == [[16384] * count for count in (1, 4, 16)]
     assert {"bf16", "fp8_calibrated"} <= set(CACHES)
-    assert COLD_BYTES > 4 * 50e6, "an H200's L2 has 50 MB"
+    assert COLD_BYTES > 4 * 60e6, "an H200's L2 has 50 to 60 MB"

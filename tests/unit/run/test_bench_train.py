@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -213,6 +214,8 @@ def test_a_remedy_already_taken_is_not_named(
     plan = replace(on_a_gpu(monkeypatch, 10**10), optimizer=False)
     with pytest.raises(UserError, match=r"has 10; lower --tokens or --layers$"):
         check_memory(plan)
+    with pytest.raises(UserError, match=r"has 10; lower --tokens$"):  # a folder's layers are all there
+        check_memory(replace(plan, model=replace(plan.model, folder=Path("model"))))
 
 
 # --- from turns to rows -------------------------------------------------------------------------------------
