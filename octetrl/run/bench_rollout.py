@@ -55,7 +55,7 @@ from octetrl.models.decoder import EMBEDDING_STD, Decoder
 from octetrl.models.families import load_spec, spec_from_config
 from octetrl.models.hf_weights import load_weights
 from octetrl.records import GenerationRequest
-from octetrl.run.bench_turns import in_turn
+from octetrl.run.bench_turns import compared, take_in_turn
 from octetrl.run.bench_workload import Workload
 from octetrl.run.resume import weights_folder
 from octetrl.run.tokenizer import VOCABULARIES, load_tokenizer
@@ -147,13 +147,12 @@ def find_model(model: str) -> BenchModel:
 
 def measure(bench: Bench, on_turn: Callable[[int, Turn], None] | None = None) -> list[Turn]:
     """All turns, in the order in which they were taken. `on_turn(round, turn)` hears of each."""
-    turns = []
-    for number, arm in in_turn(product(bench.workloads, bench.precisions, bench.numerics), bench.rounds):
+
+    def take(_: int, arm: tuple[Workload, str, Numerics]) -> Turn:
         workload, precision, numerics = arm
-        turns.append(take_turn(bench, precision, workload, numerics))
-        if on_turn is not None:
-            on_turn(number, turns[-1])
-    return turns
+        return take_turn(bench, precision, workload, numerics)
+
+    return take_in_turn(product(bench.workloads, bench.precisions, bench.numerics), bench.rounds, take, on_turn)
 
 
 def take_turn(bench: Bench, precision: str, workload: Workload, numerics: Numerics = "parity") -> Turn:
@@ -313,19 +312,17 @@ def first_token(request: GenerationRequest) -> GenerationRequest:
 def rows_of(turns: Sequence[Turn]) -> list[Row]:
     """A row for each workload, precision and numerics: medians over its rounds, worst cases where it says most or
     peak."""
-    by_place: dict[tuple[str, str, str], list[Turn]] = {}
+    workloads: dict[str, dict[tuple[str, Numerics], list[Turn]]] = {}
     for turn in turns:
-        by_place.setdefault((turn.workload.name, turn.precision, turn.numerics), []).append(turn)
-    rows = {place: _row(rounds) for place, rounds in by_place.items()}
-    speeds = {place: float(row["rollout/tokens_per_second"]) for place, row in rows.items()}
-    for (workload, precision, numerics), row in rows.items():
-        speed = speeds[workload, precision, numerics]
-        plain, fast = speeds.get((workload, "bf16", numerics)), speeds.get((workload, precision, "fast"))
-        if plain is not None:
-            row["rollout/speedup_over_bf16"] = speed / plain
-        if fast is not None and numerics == "parity":
-            row["rollout/cost_of_parity"] = fast / speed - 1
-    return list(rows.values())
+        workloads.setdefault(turn.workload.name, {}).setdefault((turn.precision, turn.numerics), []).append(turn)
+    rows: list[Row] = []
+    for by_arm in workloads.values():
+        of_arm = {arm: _row(rounds) for arm, rounds in by_arm.items()}
+        speeds = {arm: float(row["rollout/tokens_per_second"]) for arm, row in of_arm.items()}
+        for arm, found in compared(speeds).items():
+            of_arm[arm] |= {f"rollout/{name}": value for name, value in found.items()}
+        rows += of_arm.values()
+    return rows
 
 
 def _row(rounds: Sequence[Turn]) -> Row:

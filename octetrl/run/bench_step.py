@@ -62,7 +62,7 @@ from octetrl.rollout.samples import to_samples
 from octetrl.run.bench_clock import MicroBatchClock, Pace
 from octetrl.run.bench_memory import estimate, refuse_what_does_not_fit
 from octetrl.run.bench_rollout import BenchModel, draw_weights, give_memory_back, tokenizer_of
-from octetrl.run.bench_turns import in_turn
+from octetrl.run.bench_turns import take_in_turn
 from octetrl.run.bench_workload import Workload
 from octetrl.run.worker import Worker
 from octetrl.telemetry.spans import Spans
@@ -133,12 +133,8 @@ class StepTurn:
 
 def measure(bench: StepBench, on_turn: Callable[[int, StepTurn], None] | None = None) -> list[StepTurn]:
     """All turns, in the order in which they were taken. `on_turn(round, turn)` hears of each."""
-    taken = []
-    for number, (precision, numerics) in in_turn(product(bench.precisions, bench.numerics), bench.rounds):
-        taken.append(take_turn(bench, precision, numerics))
-        if on_turn is not None:
-            on_turn(number, taken[-1])
-    return taken
+    arms = product(bench.precisions, bench.numerics)
+    return take_in_turn(arms, bench.rounds, lambda _, arm: take_turn(bench, *arm), on_turn)
 
 
 def take_turn(bench: StepBench, precision: str, numerics: Numerics) -> StepTurn:

@@ -6,25 +6,22 @@ import statistics
 from collections.abc import Sequence
 from itertools import product
 
+from octetrl.config.schema import Numerics
 from octetrl.run.bench_memory import checkpointed_layers
 from octetrl.run.bench_rollout import Row
 from octetrl.run.bench_step import DIFFERENCE, MISMATCH, StepBench, StepTurn, estimate_bytes
+from octetrl.run.bench_turns import compared
 
 
 def rows_of(bench: StepBench, turns: Sequence[StepTurn]) -> list[Row]:
     """A row for each precision and numerics: medians over the steps of all rounds, the worst of memory and mismatch."""
-    by_arm: dict[tuple[str, str], list[StepTurn]] = {}
+    by_arm: dict[tuple[str, Numerics], list[StepTurn]] = {}
     for turn in turns:
         by_arm.setdefault((turn.precision, turn.numerics), []).append(turn)
     rows = {arm: _row(bench, rounds) for arm, rounds in by_arm.items()}
-    for (precision, numerics), row in rows.items():
-        for phase in ("step", "produce", "learn"):
-            seconds = float(row[f"time/{phase}"])
-            plain, fast = rows.get(("bf16", numerics)), rows.get((precision, "fast"))
-            if plain is not None:
-                row[f"step/{phase}_speedup_over_bf16"] = float(plain[f"time/{phase}"]) / seconds
-            if fast is not None and numerics == "parity":
-                row[f"step/{phase}_cost_of_parity"] = seconds / float(fast[f"time/{phase}"]) - 1
+    for phase in ("step", "produce", "learn"):
+        for arm, found in compared({arm: 1.0 / float(row[f"time/{phase}"]) for arm, row in rows.items()}).items():
+            rows[arm] |= {f"step/{phase}_{name}": value for name, value in found.items()}
     return list(rows.values())
 
 

@@ -50,7 +50,7 @@ from octetrl.run.bench_memory import checkpointed_layers, estimate, refuse_what_
 from octetrl.run.bench_mix import Mix, Work, draw_work
 from octetrl.run.bench_parts import Trace, kernels_of_parts, part_rows, read_trace
 from octetrl.run.bench_rollout import BenchModel, Row, draw_weights, give_memory_back
-from octetrl.run.bench_turns import in_turn
+from octetrl.run.bench_turns import compared, take_in_turn
 from octetrl.trainer.trainer import KVReplay, Trainer
 
 CEILING_FLOPS = 790e12  # per second, of a large BF16 GEMM on an H200
@@ -104,12 +104,11 @@ class TrainTurn:
 
 def measure(bench: TrainBench, on_turn: Callable[[int, TrainTurn], None] | None = None) -> list[TrainTurn]:
     """All turns, in the order in which they were taken. The last round is profiled where that was asked for."""
-    taken = []
-    for number, (precision, numerics) in in_turn(product(bench.precisions, bench.numerics), bench.rounds):
-        taken.append(take_turn(bench, precision, numerics, profiled=bench.profile and number == bench.rounds))
-        if on_turn is not None:
-            on_turn(number, taken[-1])
-    return taken
+
+    def take(number: int, arm: tuple[str, Numerics]) -> TrainTurn:
+        return take_turn(bench, *arm, profiled=bench.profile and number == bench.rounds)
+
+    return take_in_turn(product(bench.precisions, bench.numerics), bench.rounds, take, on_turn)
 
 
 def take_turn(bench: TrainBench, precision: str, numerics: Numerics, *, profiled: bool = False) -> TrainTurn:
@@ -261,18 +260,12 @@ def model_flops(spec: ModelSpec, lengths: Sequence[int], trained_tokens: int) ->
 def rows_of(bench: TrainBench, turns: Sequence[TrainTurn]) -> list[Row]:
     """A row for each precision and numerics: medians over the steps of all rounds, the worst case of memory. `bf16` is
     compared with what has its numerics."""
-    by_arm: dict[tuple[str, str], list[TrainTurn]] = {}
+    by_arm: dict[tuple[str, Numerics], list[TrainTurn]] = {}
     for turn in turns:
         by_arm.setdefault((turn.precision, turn.numerics), []).append(turn)
     rows = {arm: _row(bench, rounds) for arm, rounds in by_arm.items()}
-    speed = {arm: float(row["train/tokens_per_second"]) for arm, row in rows.items()}
-    for (precision, numerics), row in rows.items():
-        here = speed[precision, numerics]
-        plain, fast = speed.get(("bf16", numerics)), speed.get((precision, "fast"))
-        if plain is not None:
-            row["train/speedup_over_bf16"] = here / plain
-        if fast is not None and numerics == "parity":
-            row["train/cost_of_parity"] = fast / here - 1
+    for arm, found in compared({arm: float(row["train/tokens_per_second"]) for arm, row in rows.items()}).items():
+        rows[arm] |= {f"train/{name}": value for name, value in found.items()}
     return list(rows.values())
 
 

@@ -1,13 +1,17 @@
-"""The order in which a bench takes its arms: A B C in odd rounds, C B A in even ones, so that a device that slows down
-as it heats up favours none of them. No torch.
+"""What the benches share: the order of their turns, and how arms stand beside each other. No torch.
+
+Arms go A B C in odd rounds, C B A in even ones, so that a device that slows down as it heats up favours none of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
+from octetrl.config.schema import Numerics
+
 Arm = TypeVar("Arm")
+Turn = TypeVar("Turn")
 
 
 def in_turn(arms: Iterable[Arm], rounds: int) -> Iterator[tuple[int, Arm]]:
@@ -16,3 +20,30 @@ def in_turn(arms: Iterable[Arm], rounds: int) -> Iterator[tuple[int, Arm]]:
     for number in range(1, rounds + 1):
         for arm in forth if number % 2 else reversed(forth):
             yield number, arm
+
+
+def take_in_turn(
+    arms: Iterable[Arm],
+    rounds: int,
+    take: Callable[[int, Arm], Turn],
+    on_turn: Callable[[int, Turn], None] | None,
+) -> list[Turn]:
+    """What `take(round, arm)` gave, in the order in which it was taken. `on_turn(round, turn)` hears of each."""
+    taken = []
+    for number, arm in in_turn(arms, rounds):
+        taken.append(take(number, arm))
+        if on_turn is not None:
+            on_turn(number, taken[-1])
+    return taken
+
+
+def compared(speeds: Mapping[tuple[str, Numerics], float]) -> dict[tuple[str, Numerics], dict[str, float]]:
+    """Of each (precision, numerics): `speedup_over_bf16` with the same numerics, and of parity `cost_of_parity`, by how
+    much fast is faster; each where there is the other to compare with."""
+    rows: dict[tuple[str, Numerics], dict[str, float]] = {}
+    for (precision, numerics), here in speeds.items():
+        plain, fast = speeds.get(("bf16", numerics)), speeds.get((precision, "fast"))
+        rows[precision, numerics] = {} if plain is None else {"speedup_over_bf16": here / plain}
+        if fast is not None and numerics == "parity":
+            rows[precision, numerics]["cost_of_parity"] = fast / here - 1
+    return rows

@@ -29,7 +29,7 @@ from octetrl.run.bench_train import (
     profile_rows,
     rows_of,
 )
-from octetrl.run.bench_turns import in_turn
+from octetrl.run.bench_turns import compared, in_turn
 from octetrl.run.bench_workload import Span
 from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.trainer import KVReplay
@@ -70,6 +70,17 @@ def test_work_is_the_same_for_every_layout_and_trains_on_its_share() -> None:
         assert work.batch.loss_denominators == (180.0,)
         assert all(one.advantages_N.unique().numel() == 4 for one in micro_batches)
         assert min(int(one.target_positions_N.min()) for one in micro_batches) == 5
+
+
+def test_arms_are_compared_with_their_like() -> None:
+    speeds = {("bf16", "parity"): 2.0, ("bf16", "fast"): 3.0, ("fp8", "parity"): 4.0, ("fp8", "fast"): 9.0}
+    assert compared(speeds) == {
+        ("bf16", "parity"): {"speedup_over_bf16": 1.0, "cost_of_parity": 0.5},
+        ("bf16", "fast"): {"speedup_over_bf16": 1.0},
+        ("fp8", "parity"): {"speedup_over_bf16": 2.0, "cost_of_parity": 1.25},
+        ("fp8", "fast"): {"speedup_over_bf16": 3.0},
+    }
+    assert compared({("fp8", "parity"): 4.0}) == {("fp8", "parity"): {}}
 
 
 def test_a_sequence_that_is_all_trained_keeps_its_first_token() -> None:
