@@ -51,6 +51,13 @@ States = Annotated[
     str, typer.Option("--optimizer-states", help="Of the optimizer's moments: float32 (a recipe's), bfloat16 or 8bit.")
 ]
 Master = Annotated[str, typer.Option(help="Master weights: float32 (a recipe's) or stochastic_rounding.")]
+CODES = "kept"
+WeightCodes = Annotated[
+    str,
+    typer.Option(
+        help="FP8 codes of weights while they are updated: kept, or remade for each product, in the memory of BF16."
+    ),
+]
 Offload = Annotated[bool, typer.Option("--offload", help="Moments and masters stay in the host's memory.")]
 NumericsList = Annotated[
     str,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octetrl.cli.bench_options import (
+    CODES,
     MASTER,
     STATES,
     Checkpointing,
@@ -25,6 +26,7 @@ from octetrl.cli.bench_options import (
     Rounds,
     Seed,
     States,
+    WeightCodes,
     check_checkpointing,
     choices,
     device_of,
@@ -117,6 +119,7 @@ def step(
     calibration: Calibration = MODES,
     calibration_micro_batches: CalibrationBatches = 2,
     checkpointing: Checkpointing = "layer",
+    weight_codes: WeightCodes = CODES,
     logprob_chunk: LogprobChunk = 1024,
     optimizer_states: States = STATES,
     master: Master = MASTER,
@@ -135,7 +138,7 @@ def step(
     suffix = result_suffix(name, chosen_numerics)
     modes = () if calibration == "none" else choices("--calibration", calibration, MODES.split(","))
     answers = None if answer_tokens is None else Span.parse(answer_tokens, "--answer-tokens")
-    config = trainer_config(checkpointing, logprob_chunk, optimizer_states, master, offload)
+    config = trainer_config(checkpointing, weight_codes, logprob_chunk, optimizer_states, master, offload)
     from octetrl.run.bench_step import StepBench
 
     chosen = device_of(device)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octetrl.cli.bench_options import (
+    CODES,
     MASTER,
     STATES,
     Checkpointing,
@@ -26,6 +27,7 @@ from octetrl.cli.bench_options import (
     Rounds,
     Seed,
     States,
+    WeightCodes,
     check_checkpointing,
     choice_of,
     device_of,
@@ -108,6 +110,7 @@ def train(
     steps: Steps = 3,
     rounds: Rounds = 2,
     checkpointing: Checkpointing = "layer",
+    weight_codes: WeightCodes = CODES,
     logprob_chunk: LogprobChunk = 1024,
     optimizer: WithOptimizer = True,
     optimizer_states: States = STATES,
@@ -125,7 +128,9 @@ def train(
     precisions, chosen_numerics, folder = precisions_of(precision), numerics_of(numerics), results_folder(out)
     suffix = result_suffix(name, chosen_numerics)
     span = _span_of(lengths, mean, sigma)
-    config = trainer_config(checkpointing, logprob_chunk, optimizer_states, master, offload, updates=optimizer)
+    config = trainer_config(
+        checkpointing, weight_codes, logprob_chunk, optimizer_states, master, offload, updates=optimizer
+    )
     from octetrl.run.bench_mix import Mix
     from octetrl.run.bench_train import TrainBench
 
@@ -184,7 +189,14 @@ def _span_of(lengths: str | None, mean: int | None, sigma: float | None) -> Span
 
 
 def trainer_config(
-    checkpointing: str, logprob_chunk: int, states: str, master: str, offload: bool, *, updates: bool = True
+    checkpointing: str,
+    weight_codes: str,
+    logprob_chunk: int,
+    states: str,
+    master: str,
+    offload: bool,
+    *,
+    updates: bool = True,
 ) -> TrainerConfig:
     """The trainer's section of a recipe, from options. `updates`: there is an optimizer."""
     if offload and not updates:
@@ -210,6 +222,7 @@ def trainer_config(
         optimizer=optimizer,
         activation_checkpointing=keeps,
         checkpointed_layers=int(layers) if colon else None,
+        weight_codes=given(TrainerConfig, "weight_codes", "--weight-codes", weight_codes),
         logprob_chunk=logprob_chunk,
     )
 

@@ -5,7 +5,8 @@ BF16), c of an operand of wgrad (1 + 4/128 in FP8: codes and scales; else b). Al
 
     weights         b P                                 one set: engine and trainer read the same tensors
     FP8 copies      (1 + 4 / 128^2) P8                  codes and one float32 scale a 128x128 block, shared as well
-                    + 1 P8                              the transposed codes of dgrad, where training is FP8
+                    + 1 P8                              the transposed codes of dgrad, where training is FP8;
+                                                        `weight_codes: remade`: neither codes while training
                     + 8 P8                              emulated only: the codes' values in float64
     gradients       4 P                                 summed in float32
     optimizer       s P + 4 P                           two moments, s = 8, 4 or 2 + 2/128; the float32 master, unless
@@ -136,9 +137,15 @@ def estimate_memory(
     how = f"{recipe.model.dtype}, shared by both sides" + (", what is FP8 as codes alone" if dropped else "")
     parts = [MemoryPart("weights", weight_bytes * (spec.num_parameters - dropped), how)]
     emulated = recipe.fp8.emulate or (recipe.fp8.emulate is None and not on_gpu)
-    copies = _fp8_copies(spec, precisions, emulated=emulated)
+    remakes = recipe.trainer.weight_codes == "remade"
+    copies = _fp8_copies(spec, precisions, emulated=emulated, remakes=remakes)
+    given_back = _elements(spec, precisions.fp8_train) if remakes else 0
     if copies:
-        parts.append(MemoryPart("FP8 copies", copies, "codes, transposed codes and scales"))
+        how = "scales, and codes that only the engine reads" if remakes else "codes, transposed codes and scales"
+        parts.append(MemoryPart("FP8 copies", copies - given_back, how))
+    if given_back:
+        when: When = "generating" if critic is None else "always"  # a critic is trained when they are there again
+        parts.append(MemoryPart("FP8 codes", given_back, "remade for each product of an update", when))
     if lora is not None:
         parts.append(MemoryPart("adapters", weight_bytes * trained, f"{trained:,} parameters, all that is trained"))
     parts.append(MemoryPart("gradients", 4 * trained, "float32 sums"))
@@ -165,9 +172,9 @@ def estimate_memory(
         activations = max(activations, own, key=lambda found: sum(part.num_bytes for part in found))
     parts += activations
     if trains_scalar:
-        return MemoryEstimate(tuple(parts), 0, 0, takes_turns=False)
+        return MemoryEstimate(tuple(parts), 0, 0, takes_turns=remakes)
     per_token = kv_bytes_per_token(recipe, spec, precisions)
-    taken = sum(part.num_bytes for part in parts if part.when == "always")
+    taken = sum(part.num_bytes for part in parts if part.when != "training")
     tokens = _kv_cache_tokens(recipe, per_token, on_gpu, None if device_bytes is None else device_bytes - taken)
     if tokens is not None:
         how = f"{tokens:,} tokens of {per_token:,} bytes"
@@ -216,10 +223,12 @@ def _elements(spec: ModelSpec, names: Collection[str]) -> int:
     return sum(elements[name.split(".", 2)[2]] for name in names)
 
 
-def _fp8_copies(spec: ModelSpec, precisions: Precisions, *, emulated: bool) -> int:
+def _fp8_copies(spec: ModelSpec, precisions: Precisions, *, emulated: bool, remakes: bool = False) -> int:
     either = _elements(spec, set(precisions.fp8_rollout) | set(precisions.fp8_train))
     codes_and_scales = either + 4 * (either // 128**2)
-    return codes_and_scales + (8 * either if emulated else _elements(spec, precisions.fp8_train))
+    if emulated:
+        return codes_and_scales + 8 * either
+    return codes_and_scales + (0 if remakes else _elements(spec, precisions.fp8_train))
 
 
 def _optimizer(recipe: Recipe, trained: int, weight_bytes: int, on_gpu: bool) -> MemoryPart:
@@ -241,7 +250,8 @@ def _critic(recipe: Recipe, critic: ScalarModel, weight_bytes: int, *, on_gpu: b
         recipe.model_copy(update={"trainer": optimizer}), critic.trunk.num_parameters, weight_bytes, on_gpu
     )
     num_bytes = (weight_bytes + 4) * critic.trunk.num_parameters + states.num_bytes
-    num_bytes += _fp8_copies(critic.trunk, critic.precisions, emulated=emulated)
+    remakes = recipe.trainer.weight_codes == "remade"
+    num_bytes += _fp8_copies(critic.trunk, critic.precisions, emulated=emulated, remakes=remakes)
     return MemoryPart("critic", num_bytes, f"weights, FP8 copies, gradients; {states.how}")
 
 
@@ -262,6 +272,8 @@ def _activations(
     if 0 < again < spec.num_layers:
         what[keep] += f" of {again} layers, all of the others"
     backward = max(layer.backward(keep) for layer in layers) - others  # the first layers' turn comes last
+    if num_fp8 and trainer.weight_codes == "remade":
+        backward += max(linear_elements(spec).values())  # the codes of one weight
     if others:
         backward = max(backward, *(layer.backward("none") for layer in layers))
     if scalar:

@@ -154,6 +154,9 @@ class TrainerConfig(Section):
     checkpointed_layers: int | None = Field(default=None, ge=0)
     """How many layers, from the first, `activation_checkpointing` is for; the others keep everything. None: all.
     `octetrl check` says how few the memory allows: each layer less is a layer's forward less."""
+    weight_codes: Literal["kept", "remade"] = "kept"
+    """The FP8 codes of trained weights while they are updated. kept: in both orientations, 2 bytes a weight. remade:
+    given back, and made anew, to the same bytes, for each product: FP8 then takes no more memory than BF16."""
     logprob_chunk: int = Field(default=1024, ge=1)
     """Trained tokens whose logits exist at one time."""
 

@@ -71,6 +71,7 @@ def combination_problems(recipe: Recipe, training: bool = True) -> Iterator[Prob
     yield from environment_problems(recipe, training)
     yield from sandbox_problems(recipe)
     yield from _trainer_problems(recipe)
+    yield from _weight_code_problems(recipe)
     yield from _run_problems(recipe)
 
 
@@ -273,6 +274,23 @@ def _trainer_problems(recipe: Recipe) -> Iterator[Problem]:
         )
         of_batch = ("algorithm.batch_size",) if is_sft else ("rollout.prompts_per_step", "rollout.group_size")
         yield Problem(("trainer.minibatches", *of_batch), text)
+
+
+def _weight_code_problems(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.trainer.weight_codes == "kept":
+        return
+    if recipe.model.lora is not None:
+        text = (
+            "trainer.weight_codes: with model.lora the codes are all there is of an FP8 weight, so they cannot be"
+            " 'remade'; use kept"
+        )
+        yield Problem(("trainer.weight_codes", "model.lora"), text)
+    if not recipe.engine.release_for_training:
+        text = (
+            "trainer.weight_codes: 'remade' moves the codes that the engine's captured graphs read, and"
+            " engine.release_for_training: false keeps those; set it to true, or use kept"
+        )
+        yield Problem(("trainer.weight_codes", "engine.release_for_training"), text)
 
 
 def _run_problems(recipe: Recipe) -> Iterator[Problem]:

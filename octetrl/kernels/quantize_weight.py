@@ -1,13 +1,13 @@
 """Quantise a weight [N, K] to E4M3 in blocks of 128 x 128, once per optimizer step.
 
-One program takes one block, in one read: codes for forward, and transposed for dgrad where they are asked for. The
-result goes into given codes and scale where there are any: those are the buffers the engine reads, so publishing a
-weight is this one kernel and no copy. The rule is that of `fp8/quantize.py`, to the byte; kernels/quantize_tokens.py
+One program takes one block, in one read: codes for forward, transposed for dgrad, or both, as asked for. The result
+goes into given codes and scale where there are any: those are the buffers the engine reads, so publishing a weight is
+this one kernel and no copy. The rule is that of `fp8/quantize.py`, to the byte; kernels/quantize_tokens.py
 says how a tile is held and turned. A non-finite weight is an error that names it: the kernel marks its block's scale
 NaN, and one read of the small scale tensor afterwards looks for that mark. A model of many weights launches them all
 first and reads once (`check=False`, then `check_scales`).
 
-Read 2 bytes an element, written 1, or 2 with the transposed codes.
+Read 2 bytes an element, written 1, or 2 with codes both ways.
 
 Layout: w [N, K] with K contiguous; codes [N, K], transposed codes [K, N] and scale [ceil(N/128), ceil(K/128)]
 contiguous.
@@ -55,8 +55,8 @@ def _store_rows(
 @triton.jit
 def _quantize_weight_kernel(
     w_ptr, code_ptr, transposed_ptr, scale_ptr, N, K, row_stride,
-    POWER_OF_TWO: tl.constexpr, TRANSPOSED: tl.constexpr, ON_GPU: tl.constexpr, TOKEN_BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, ON_GPU: tl.constexpr,
+    TOKEN_BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row_block, column_block = tile_place(tl.program_id(0), N, K, TOKEN_BLOCKS, BLOCK)
     row, column = row_block.to(tl.int64) * BLOCK, column_block.to(tl.int64) * BLOCK
@@ -70,11 +70,12 @@ def _quantize_weight_kernel(
     scale, inverse = block_scale(tl.max(amax_C, 0), POWER_OF_TWO)
     scale_ptr += row_block * tl.cdiv(K, BLOCK) + column_block
     tl.store(scale_ptr, scale)
-    code_ptr += row * K + column
-    _store_rows(w0_GC, inverse, code_ptr, K, rows_left, columns_left, 0, ON_GPU, BLOCK)
-    _store_rows(w1_GC, inverse, code_ptr, K, rows_left, columns_left, 1, ON_GPU, BLOCK)
-    _store_rows(w2_GC, inverse, code_ptr, K, rows_left, columns_left, 2, ON_GPU, BLOCK)
-    _store_rows(w3_GC, inverse, code_ptr, K, rows_left, columns_left, 3, ON_GPU, BLOCK)
+    if ROWS:
+        code_ptr += row * K + column
+        _store_rows(w0_GC, inverse, code_ptr, K, rows_left, columns_left, 0, ON_GPU, BLOCK)
+        _store_rows(w1_GC, inverse, code_ptr, K, rows_left, columns_left, 1, ON_GPU, BLOCK)
+        _store_rows(w2_GC, inverse, code_ptr, K, rows_left, columns_left, 2, ON_GPU, BLOCK)
+        _store_rows(w3_GC, inverse, code_ptr, K, rows_left, columns_left, 3, ON_GPU, BLOCK)
     if TRANSPOSED:
         store_tokens(
             w0_GC, w1_GC, w2_GC, w3_GC, amax_C, transposed_ptr + column * N + row, scale_ptr, N, columns_left,
@@ -86,21 +87,28 @@ def quantize_weight_triton(
     w_NK: Tensor, power_of_two: bool, out: Quantized, transposed_KN: Tensor | None = None
 ) -> Quantized:
     """The Triton launcher: w_NK BF16 or float32, any N and K; writes `out` and the transposed codes."""
-    if w_NK.stride(1) != 1:
-        w_NK = w_NK.contiguous()
-    assert out.codes.is_contiguous() and out.scale.is_contiguous(), "codes and scale must be contiguous"
-    rows, columns = w_NK.shape
-    apart = transposed_KN is not None and rows % BLOCK != 0  # a ragged block would write past its rows
-    transposed = None if transposed_KN is None or apart else transposed_KN.view(torch.uint8)
-    _quantize_weight_kernel[(triton.cdiv(rows, BLOCK) * triton.cdiv(columns, BLOCK),)](
-        w_NK, out.codes.view(torch.uint8), transposed, out.scale,
-        rows, columns, w_NK.stride(0), POWER_OF_TWO=power_of_two, TRANSPOSED=transposed is not None,
-        ON_GPU=w_NK.is_cuda, TOKEN_BLOCKS=TOKEN_BLOCKS, BLOCK=BLOCK, num_warps=WARPS,
-        maxnreg=REGISTERS, enable_fp_fusion=False,
-    )  # fmt: skip
-    if transposed_KN is not None and apart:
+    whole = w_NK.shape[0] % BLOCK == 0
+    _launch(w_NK, power_of_two, out.codes, transposed_KN if whole else None, out.scale)
+    if transposed_KN is not None and not whole:
         transposed_KN.copy_(out.codes.t())
     return out
+
+
+def _launch(
+    w_NK: Tensor, power_of_two: bool, codes_NK: Tensor | None, transposed_KN: Tensor | None, scale: Tensor
+) -> None:
+    """Transposed codes only of whole blocks: a ragged one would write past its rows."""
+    if w_NK.stride(1) != 1:
+        w_NK = w_NK.contiguous()
+    written = [None if codes is None else codes.view(torch.uint8) for codes in (codes_NK, transposed_KN)]
+    assert all(codes is None or codes.is_contiguous() for codes in written), "codes must be contiguous"
+    assert scale.is_contiguous(), "scale must be contiguous"
+    rows, columns = w_NK.shape
+    _quantize_weight_kernel[(triton.cdiv(rows, BLOCK) * triton.cdiv(columns, BLOCK),)](
+        w_NK, *written, scale, rows, columns, w_NK.stride(0), POWER_OF_TWO=power_of_two,
+        ROWS=codes_NK is not None, TRANSPOSED=transposed_KN is not None, ON_GPU=w_NK.is_cuda,
+        TOKEN_BLOCKS=TOKEN_BLOCKS, BLOCK=BLOCK, num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def quantize_weight(
@@ -133,6 +141,23 @@ def quantize_weight(
     if transposed_KN is not None:
         transposed_KN.copy_(out.codes.t())
     return out
+
+
+def quantize_weight_transposed(w_NK: Tensor, power_of_two: bool = False) -> Quantized:
+    """The codes of `quantize_weight` as dgrad multiplies them: [K, N], scale [ceil(K/128), ceil(N/128)]. For a weight
+    that is known to be finite."""
+    if w_NK.is_cuda and w_NK.shape[0] % BLOCK == 0:
+        return quantize_weight_transposed_triton(w_NK, power_of_two)
+    made = quantize_weight(w_NK, power_of_two, check=False)
+    return Quantized(made.codes.t().contiguous(), made.scale.t())
+
+
+def quantize_weight_transposed_triton(w_NK: Tensor, power_of_two: bool) -> Quantized:
+    """Alone, without the codes [N, K]. N a multiple of 128."""
+    made = _empty_like(w_NK)
+    codes_KN = made.codes.view(w_NK.shape[1], w_NK.shape[0])
+    _launch(w_NK, power_of_two, None, codes_KN, made.scale)
+    return Quantized(codes_KN, made.scale.t())
 
 
 def check_scales(quantized: Mapping[str, tuple[Tensor, Tensor]]) -> None:

@@ -15,6 +15,10 @@ version counter, which every in-place change through autograd-visible operations
 `copy_` under no_grad; not writes through `.data`): forward refuses stale codes instead of training on last
 step's.
 
+While a trained weight is updated its codes may be given back (`release_codes`): each product then quantises the weight
+anew, as it wants it, to the same bytes, and FP8 takes no more memory than BF16. `requantize()` brings them back, where
+they were for whoever shares the tensor, at another address.
+
 An engine's copy has no `weight` (`drop_weight()`): it only reads `codes` and `scale`, whoever writes them.
 Until they are written `scale` is NaN, so a forgotten publish shows at the first token.
 
@@ -55,7 +59,7 @@ from octetrl.fp8.gemm import BackendName, fp8_gemm_dgrad, fp8_gemm_nt, fp8_gemm_
 from octetrl.fp8.quantize import Quantized, quantize_activation_values, quantize_tokens_values, row_chunks
 from octetrl.kernels.quantize_activation import quantize_activation
 from octetrl.kernels.quantize_tokens import quantize_tokens
-from octetrl.kernels.quantize_weight import quantize_weight
+from octetrl.kernels.quantize_weight import quantize_weight, quantize_weight_transposed
 from octetrl.layers.lora import LoraAdapter
 
 _ACTIVATION_QUANTIZERS: dict[BackendName, Callable[[Tensor, bool], Quantized]] = {
@@ -175,6 +179,7 @@ class Float8Linear(nn.Module):
     @property
     def quantized(self) -> Quantized:
         """What every GEMM multiplies by, and what is published: the live buffers, not a copy."""
+        assert self.has_codes, "the codes were given back for an update: requantize() brings them back"
         assert self.codes.dtype == E4M3 and self.scale.dtype == torch.float32, (
             "Float8Linear was cast as a whole (module.to(dtype)): cast its weight instead"
         )
@@ -186,6 +191,8 @@ class Float8Linear(nn.Module):
         not finite; `check=False` leaves that to the caller (kernels/quantize_weight.py: `check_scales`).
         """
         assert self.weight is not None, "an engine's copy has no weight to quantise"
+        if not self.has_codes:
+            self.codes.untyped_storage().resize_(self.codes.numel())
         quantize_weight(
             self.weight.detach(),
             self.power_of_two,
@@ -202,6 +209,19 @@ class Float8Linear(nn.Module):
         return self.weight is None or (
             not self.weight.requires_grad and self.weight._version == self._quantized_version
         )
+
+    @property
+    def has_codes(self) -> bool:
+        """False from `release_codes()` to `requantize()`."""
+        return self.codes.untyped_storage().nbytes() > 0
+
+    def release_codes(self) -> None:
+        """Gives the memory of a trained weight's codes back until `requantize()`; the scales stay. Nothing where the
+        weight is frozen or gone."""
+        if self.weight is not None and self.weight.requires_grad:
+            self.check_codes()
+            self.codes.untyped_storage().resize_(0)
+            self._codes_transposed = self._decoded = None
 
     def disown_codes(self) -> None:
         """Forward refuses the codes until `requantize()`: the caller found that they are not to be used."""
@@ -227,12 +247,21 @@ class Float8Linear(nn.Module):
 
     def forward_operand(self) -> Quantized:
         """The weight as forward's GEMM wants it."""
-        return Quantized(self._codes_or_values(), self.quantized.scale)
+        if self.has_codes:
+            return Quantized(self._codes_or_values(), self.quantized.scale)
+        assert self.weight is not None
+        made = quantize_weight(self.weight.detach(), self.power_of_two, check=False)
+        if self.backend != "emulated":
+            return made
+        return Quantized(decode_e4m3(made.codes, torch.float64), made.scale)
 
     def dgrad_operand(self) -> Quantized:
         """The weight as dgrad's GEMM wants it: the same codes, transposed."""
         if self.backend == "emulated":
             return transposed(self.forward_operand())
+        if not self.has_codes:
+            assert self.weight is not None
+            return quantize_weight_transposed(self.weight.detach(), self.power_of_two)
         if self._codes_transposed is None:
             self._codes_transposed = self.codes.t().contiguous()
         return Quantized(self._codes_transposed, self.scale.t())

@@ -214,6 +214,11 @@ class Decoder(nn.Module):
         for _, module in self.float8_linears():
             module.drop_weight()
 
+    def release_codes(self) -> None:
+        """Gives back the memory of the codes of all trained weights until `requantize` (layers/linear.py)."""
+        for _, module in self.float8_linears():
+            module.release_codes()
+
     def requantize(self) -> None:
         """Quantises every FP8 weight that may have changed, in place. ValueError names one that is not finite."""
         made: dict[str, tuple[Tensor, Tensor]] = {}

@@ -359,7 +359,7 @@ def _base_product(linear: Projection, x: Operand) -> Tensor:
     if isinstance(linear, Float8Linear):
         assert isinstance(x, Quantized)
         linear.check_codes()
-        y_TN = fp8_gemm(x, linear.quantized)
+        y_TN = fp8_gemm(x, linear.forward_operand())
     else:
         assert isinstance(x, Tensor)
         if linear.fast:

@@ -43,6 +43,7 @@ def _row(bench: StepBench, rounds: Sequence[StepTurn]) -> Row:
         "step/micro_batches": steps[0].micro_batches,
         "step/checkpointing": bench.trainer.activation_checkpointing,
         "step/checkpointed_layers": checkpointed_layers(bench.trainer, bench.model.spec),
+        "step/weight_codes": bench.trainer.weight_codes,
         "step/optimizer_states": bench.trainer.optimizer.states,
         "step/master": bench.trainer.optimizer.master,
         "step/numerics": rounds[0].numerics,

@@ -285,6 +285,7 @@ def _row(bench: TrainBench, rounds: Sequence[TrainTurn]) -> Row:
         "train/layers": bench.model.spec.num_layers,
         "train/checkpointing": bench.trainer.activation_checkpointing,
         "train/checkpointed_layers": checkpointed_layers(bench.trainer, bench.model.spec),
+        "train/weight_codes": bench.trainer.weight_codes,
         "train/numerics": rounds[0].numerics,
         "train/tokens_per_second": work.tokens / statistics.median(seconds),
         "train/tokens_per_second_min": work.tokens / max(seconds),

@@ -213,6 +213,7 @@ class Patient:
         self.listener.heard.clear()
         batch = pack(samples, replace(layout, minibatches=1), self.worker.trainer.algorithm.token_weighting)
         self.worker.trainer.accumulate(batch, self.kv)
+        self.worker.trainer.model.requantize()  # codes that are remade come back
         return torch.cat([self.listener.heard[sample] for sample in range(len(samples))])
 
     # ------------------------------------------------------------ the forwards

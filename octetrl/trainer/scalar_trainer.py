@@ -61,6 +61,7 @@ class ScalarTrainer:
         self.optimizer = Optimizer(model.trained_parameters() if trains else (), optimizer, seed=seed)
         self.weights_are_whole = True  # false from an optimizer step until its owner says that the update is done
         self._run_layer = layer_runner(model, config.activation_checkpointing, config.checkpointed_layers)
+        self._remakes_codes = config.weight_codes == "remade"
 
     def scalars(self, micro_batch: MicroBatch, rows_R: Tensor) -> Tensor:
         """float32 [R], differentiable where gradients are on."""
@@ -71,6 +72,8 @@ class ScalarTrainer:
     def update(self, parts: Sequence[ScalarPart], denominator: float, lr: float) -> dict[str, float]:
         """One optimizer step; returns the loss, the gradient norm and the losses' metrics. NonFiniteError: no step."""
         self.optimizer.zero_grad()
+        if self._remakes_codes:
+            self.model.release_codes()
         totals: dict[str, Tensor] = {}
         for part in parts:
             for name, value in self.backward(part, denominator).items():
@@ -78,7 +81,9 @@ class ScalarTrainer:
         totals["grad_norm"] = self.optimizer.clip_gradients()
         metrics = dict(zip(totals, torch.stack(list(totals.values())).tolist(), strict=True))
         if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
-            raise NonFiniteError(self._blame(parts, metrics))
+            blamed = self._blame(parts, metrics)
+            self.model.requantize()  # as they were
+            raise NonFiniteError(blamed)
         self.weights_are_whole = False
         self.optimizer.step(lr)
         self.model.requantize()

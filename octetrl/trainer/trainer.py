@@ -172,9 +172,11 @@ class Trainer:
 
     def accumulate(self, batch: PackedBatch, kv: KVReplay, *, collect_kv_amax: bool = False) -> Tensor:
         """Adds the on-policy gradient of every micro-batch and updates nothing; returns the loss, on the device. What
-        `train` does but for the update, for benchmarks. K and V can be observed where `train` would observe them."""
+        `train` does but for the update, for benchmarks. K and V can be observed where `train` would observe them. Codes
+        that are `remade` come back with the model's `requantize`."""
         assert self._collects_in_training or not collect_kv_amax, "built with collect_kv_amax=False"
         self._kv_amax_2LK = self._unobserved() if collect_kv_amax else None
+        self._release_codes()
         loss = torch.zeros((), device=self.device)
         for minibatch, denominator in zip(batch.minibatches, batch.loss_denominators, strict=True):
             prepared = [Prepared(on_device(micro_batch, self.device)) for micro_batch in minibatch]
@@ -271,6 +273,7 @@ class Trainer:
     def _update(self, objective: _Objective, lr: float) -> dict[str, float]:
         """One optimizer step; returns its metrics."""
         self.optimizer.zero_grad()
+        self._release_codes()
         totals: dict[str, Tensor] = {}
         for prepared in objective.minibatch:
             for name, value in self._backward(objective, prepared).items():
@@ -280,7 +283,9 @@ class Trainer:
         metrics |= effective_sample_size(metrics)
         non_finite = metrics.pop("non_finite")
         if non_finite or not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
-            raise NonFiniteError(self._blame(objective, metrics))
+            blamed = self._blame(objective, metrics)
+            self.model.requantize()  # as they were
+            raise NonFiniteError(blamed)
         self._is_stepping = True
         self.optimizer.step(lr)
         if self.device.type == "cuda":
@@ -289,6 +294,11 @@ class Trainer:
         self.model.requantize()
         metrics["time/requantize"] = time.perf_counter() - started
         return metrics
+
+    def _release_codes(self) -> None:
+        """From here to `requantize` the codes of trained weights are made where they are multiplied."""
+        if self.config.weight_codes == "remade":
+            self.model.release_codes()
 
     def _backward(
         self, objective: _Objective, prepared: Prepared, found: list[str | None] | None = None

@@ -244,6 +244,11 @@ def test_activation_checkpointing_changes_nothing(plain: Lines, model: Path, tmp
     assert timeless(lines) == timeless(plain)
 
 
+def test_codes_made_anew_change_nothing(plain: Lines, model: Path, tmp_path: Path) -> None:
+    lines = run(model, tmp_path / "run", {"trainer.weight_codes": "remade"})
+    assert timeless(lines) == timeless(plain)
+
+
 def test_several_updates_a_step(plain: Lines, model: Path, tmp_path: Path) -> None:
     lines = run(model, tmp_path / "run", {"trainer.minibatches": 2, "trainer.epochs": 2})
     assert of(lines, "train/updates") == [4.0] * 3

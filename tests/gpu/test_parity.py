@@ -128,6 +128,16 @@ def test_twenty_steps_repeat_their_bits_and_no_step_has_a_mismatch(family: str, 
     assert runs[0].metrics[0]["entropy"] != runs[0].metrics[-1]["entropy"], "nothing was learnt"
 
 
+def test_codes_made_anew_in_training_are_the_engines() -> None:
+    config = {"activation_checkpointing": "layer", "tokens_per_micro_batch": 1024, "minibatches": 2, "releases": True}
+    kept, remade = (
+        short_run(SMALL["qwen3"], "fp8_full", "cuda", 5, weight_codes=weight_codes, **config)
+        for weight_codes in ("kept", "remade")
+    )
+    assert_equal_in_every_step(remade)
+    assert_same(kept, remade)
+
+
 def test_fast_numerics_agree_to_rounding() -> None:
     spec = FULL["qwen3"]
     sides = Sides(spec, "bf16", "cuda", numerics="fast")

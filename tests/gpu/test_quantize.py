@@ -18,7 +18,7 @@ from octetrl.fp8.quantize import (
 )
 from octetrl.kernels.quantize_activation import quantize_activation
 from octetrl.kernels.quantize_tokens import quantize_tokens
-from octetrl.kernels.quantize_weight import check_scales, quantize_weight
+from octetrl.kernels.quantize_weight import check_scales, quantize_weight, quantize_weight_transposed
 from octetrl.layers.linear import Float8Linear
 from tests.golden.make import PATH
 
@@ -87,7 +87,9 @@ def test_transposed_codes_are_those_of_the_weight(shape: tuple[int, int], power_
     q = quantize_weight(w.cuda(), power_of_two, transposed_KN=transposed)
     want = quantize_weight_reference(w, power_of_two)
     assert_same_bytes(q, want)
-    assert_same_bytes(Quantized(transposed, q.scale), Quantized(want.codes.t(), want.scale))
+    turned = Quantized(want.codes.t().contiguous(), want.scale.t())
+    assert_same_bytes(Quantized(transposed, q.scale.t()), turned)
+    assert_same_bytes(quantize_weight_transposed(w.cuda(), power_of_two), turned)
 
 
 def test_many_weights_are_launched_without_a_host_read_and_the_bad_one_is_named() -> None:

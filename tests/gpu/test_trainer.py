@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from pathlib import Path
 
@@ -97,6 +98,24 @@ def test_activation_checkpointing_changes_no_bit(fp8: Fp8Config, kv: KVReplay) -
         results.append(gradients(trainer))
     for name, gradient in results[0].items():
         assert all(torch.equal(gradient, result[name]) for result in results[1:]), name
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "attention", "layer"])
+def test_codes_made_anew_change_no_bit_and_take_no_memory(checkpointing: str) -> None:
+    results, held = [], []
+    for weight_codes in ("kept", "remade"):
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        trainer = make_trainer(FP8, activation_checkpointing=checkpointing, weight_codes=weight_codes)
+        trainer.accumulate(pack(make_samples(12), trainer.layout, "token"), KVReplay(kv_mode="dynamic"))
+        held.append(torch.cuda.memory_allocated() - before)
+        trainer.model.requantize()
+        codes = {name: linear.codes.view(torch.uint8).clone() for name, linear in trainer.model.float8_linears()}
+        results.append(gradients(trainer) | codes)
+        del trainer
+    assert held[0] - held[1] >= 2 * sum(one.numel() for one in codes.values()), "both orientations are given back"
+    for name, tensor in results[0].items():
+        assert torch.equal(tensor, results[1][name]), name
 
 
 def test_packing_changes_the_gradient_by_rounding_alone() -> None:

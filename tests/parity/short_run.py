@@ -57,15 +57,17 @@ def short_run(
     answers: int = 40,
     lora: LoraConfig | None = None,
     algorithm: AlgorithmConfig | None = None,
+    releases: bool = False,
     **trainer: Any,
 ) -> ShortRun:
-    """Prompts and rewards follow from the step; `mismatch.fail_on_difference` ends the run where parity is broken."""
+    """Prompts and rewards follow from the step. `releases`: the cache is given back for training.
+    `mismatch.fail_on_difference` ends the run where parity is broken."""
     recipe = Recipe(
         model=ModelConfig(preset="tiny", init="random", context_length=spec.max_positions, lora=lora),
         fp8=PRECISIONS[precision],
         algorithm=algorithm or AlgorithmConfig(),
         rollout=RolloutConfig(temperature=0.9),
-        engine=EngineConfig(kv_cache_tokens=1 << 14, max_batch=32, release_for_training=False),
+        engine=EngineConfig(kv_cache_tokens=1 << 14, max_batch=32, release_for_training=releases),
         trainer=TrainerConfig(optimizer=OptimizerConfig(lr=1e-3), **trainer),
         mismatch=MismatchConfig(fail_on_difference=True),
         steps=steps,

@@ -139,6 +139,7 @@ class Sides:
         trainer = self._trainer(heard, temperatures.pop(), **config)
         trainer.accumulate(pack(samples_of(asked, answers), trainer.layout, "token"), self.replay)
         self.trainer_model.zero_grad(set_to_none=True)
+        self.trainer_model.requantize()  # codes that are remade come back
         theirs = [inputs.generator_logprobs_N for inputs in heard]
         engines = torch.cat([logprobs_N for logprobs_N in theirs if logprobs_N is not None]).cpu()
         return engines, torch.cat([inputs.logprobs_N.detach() for inputs in heard]).cpu()

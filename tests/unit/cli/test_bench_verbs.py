@@ -51,6 +51,15 @@ def test_checkpointing_and_the_optimizer_are_the_recipes(mode: str, tmp_path: Pa
     assert usual["memory/estimate_gb"] < row["memory/estimate_gb"]
 
 
+def test_codes_that_are_remade_give_the_same_numbers(tmp_path: Path, capsys: Capture) -> None:
+    rows = {}
+    for codes in ("kept", "remade"):
+        _, record = bench("train", tmp_path, capsys, *SMALL_TRAIN, "--precision", "fp8", "--weight-codes", codes)
+        (rows[codes],) = record["rows"]
+        assert rows[codes]["train/weight_codes"] == codes
+    assert rows["kept"]["train/loss"] == rows["remade"]["train/loss"]
+
+
 def test_some_layers_are_checkpointed_and_the_file_has_a_name(tmp_path: Path, capsys: Capture) -> None:
     chosen = ("--checkpointing", "attention:3", "--name", "three-of.4", "--precision", "bf16")
     _, record = bench("train", tmp_path, capsys, *SMALL_TRAIN, *chosen)
@@ -162,6 +171,7 @@ WRONG = [
     ("step", ["--name", "é"], "--name: 'é' is no part of a file's name"),
     ("step", ["--name", "n" * 65], f"--name: '{'n' * 60}' is no part of a file's name"),
     ("train", ["--optimizer-states", "fp8"], "--optimizer-states: 'fp8' is not one of float32, bfloat16, 8bit"),
+    ("train", ["--weight-codes", "none"], "--weight-codes: 'none' is not one of kept, remade"),
     ("train", ["--master", "bf16"], "--master: 'bf16' is not one of float32, stochastic_rounding"),
     ("train", ["--layers", "5"], "--layers: 5 were asked for and tiny has 4"),
     ("train", ["--trained-share", "1.5"], "--trained-share"),

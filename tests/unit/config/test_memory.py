@@ -181,6 +181,28 @@ def test_choices_that_cost_or_save_memory() -> None:
     assert parts(model={"path": "m", "dtype": "float32"})["optimizer"] == 8 * P
 
 
+def test_codes_that_are_remade_are_there_while_generating_alone() -> None:
+    def estimate(weight_codes: str, on_gpu: bool = True, **other: Any) -> MemoryEstimate:
+        sized = recipe(trainer={"weight_codes": weight_codes}, engine={"kv_cache_tokens": 4096}, **other)
+        return estimate_memory(sized, TINY, FULL, on_gpu=on_gpu, device_bytes=None)
+
+    kept, remade = estimate("kept"), estimate("remade")
+    fp8 = P8
+    scales = parts_of(kept)["FP8 copies"] - 2 * fp8
+    assert parts_of(remade)["FP8 copies"] == scales == fp8 // 128**2 * 4
+    assert kept.bytes_when("always") - remade.bytes_when("always") == 2 * fp8
+    assert remade.bytes_when("generating") - kept.bytes_when("generating") == fp8
+    one_weight = 128 * 2 * 512
+    assert 0 <= remade.bytes_when("training") - kept.bytes_when("training") <= one_weight
+    plain = recipe(engine={"kv_cache_tokens": 4096})
+    bf16 = estimate_memory(plain, TINY, PLAIN, on_gpu=True, device_bytes=None)
+    assert remade.bytes_when("always") == bf16.bytes_when("always") + scales
+    reference = {"kl_coefficient": 0.1}
+    assert parts_of(estimate("remade", algorithm=reference))["reference model"] == 2 * P + fp8 + scales
+    emulated = parts_of(estimate("remade", on_gpu=False))
+    assert emulated["FP8 copies"] == 8 * fp8 + scales and emulated["FP8 codes"] == fp8
+
+
 def test_offloaded_states_leave_two_pieces_on_a_gpu() -> None:
     offloaded = recipe(trainer={"optimizer": {"offload": True}})
     large = spec_from_config(preset_config("qwen3-0.6b"))

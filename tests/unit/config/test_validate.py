@@ -36,6 +36,8 @@ def problem_of(*fields: tuple[str, Any]) -> str:
 
 SFT = (("algorithm.name", "sft"), ("algorithm.conversations", "c.jsonl"))
 
+REMADE = ("trainer.weight_codes", "remade")
+
 JUDGE = {"base_url": "http://localhost:8000/v1", "model": "m"}
 
 IMPOSSIBLE = [
@@ -82,6 +84,11 @@ IMPOSSIBLE = [
     ([*SFT, ("algorithm.kl_coefficient", 0.1)], "no reference policy"),
     ([*SFT, ("trainer.minibatches", 65)], "use at most 64"),
     ([("trainer.minibatches", 257)], "use at most 256"),
+    (
+        [REMADE, ("engine.release_for_training", False)],
+        "'remade' moves the codes that the engine's captured graphs read",
+    ),
+    ([REMADE, ("model.lora", {})], "with model.lora the codes are all there is of an FP8 weight"),
     ([("environment.dataset", None)], "such as chain_sum"),
     ([("environment.kind", "math"), ("environment.dataset", None)], "JSONL file"),
     ([("environment.kind", "jsonl"), ("environment.parameters", {"p": 1})], "p would go unused"),

@@ -9,7 +9,13 @@ import torch
 
 from octetrl.fp8.format import E4M3
 from octetrl.fp8.quantize import Quantized, quantize_weight_reference
-from octetrl.kernels.quantize_weight import check_scales, quantize_weight, quantize_weight_triton
+from octetrl.kernels.quantize_weight import (
+    check_scales,
+    quantize_weight,
+    quantize_weight_transposed,
+    quantize_weight_transposed_triton,
+    quantize_weight_triton,
+)
 from tests.unit.kernels.quantize_cases import (
     SHAPES,
     assert_nearly_same_codes,
@@ -38,6 +44,17 @@ def test_kernel_is_the_reference(shape: tuple[int, int], power_of_two: bool) -> 
     w = off_the_grid(shape)
     got = quantize_weight_triton(w, power_of_two, room_for(w))
     assert_nearly_same_codes(got, quantize_weight_reference(w, power_of_two))
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_transposed_codes_alone_are_those_of_the_weight(power_of_two: bool) -> None:
+    for shape in ((128, 129), (256, 300), (130, 40)):
+        w = on_the_grid(shape)
+        want = quantize_weight_reference(w, power_of_two)
+        turned = Quantized(want.codes.t().contiguous(), want.scale.t())
+        assert_same_bytes(quantize_weight_transposed(w, power_of_two), turned)
+        if shape[0] % 128 == 0:
+            assert_same_bytes(quantize_weight_transposed_triton(w, power_of_two), turned)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

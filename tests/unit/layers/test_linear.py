@@ -127,6 +127,35 @@ def test_stale_codes_are_refused_until_requantized() -> None:
         Float8Linear(4, 4)(randn(2, 4).bfloat16())
 
 
+def test_codes_that_were_given_back_are_made_anew_to_the_same_bytes() -> None:
+    kept, remade, x = float8_linear(300, 130), float8_linear(300, 130), randn(5, 300).bfloat16()
+    remade.load_state_dict(kept.state_dict())
+    remade.requantize()
+    codes, scale = remade.codes, remade.scale.clone()  # the tensor that an engine would share
+    remade.release_codes()
+    assert not remade.has_codes and codes.untyped_storage().nbytes() == 0
+    with pytest.raises(AssertionError, match="given back for an update"):
+        _ = remade.quantized
+    results = []
+    for linear in (kept, remade):
+        inputs = x.clone().requires_grad_()
+        y = linear(inputs)
+        y.float().square().sum().backward()
+        results.append((y, inputs.grad, linear.weight.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    remade.requantize()
+    assert remade.codes is codes and torch.equal(codes.view(torch.uint8), kept.codes.view(torch.uint8))
+    assert torch.equal(remade.scale, scale)
+    with torch.no_grad():
+        remade.weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"changed since requantize\(\)"):
+        remade.release_codes()
+    remade.requantize()
+    remade.weight.requires_grad_(False)
+    remade.release_codes()
+    assert remade.has_codes, "a frozen weight's codes stay"
+
+
 def test_forward_never_quantises_the_weight() -> None:
     linear, x = float8_linear(40, 30), randn(4, 40).bfloat16()
     codes = linear.codes.view(torch.uint8).clone()

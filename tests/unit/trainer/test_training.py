@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -85,6 +86,34 @@ def test_activation_checkpointing_changes_no_bit(fp8: object, kv: KVReplay) -> N
         assert plain[0] == checkpointed[0] and torch.equal(plain[2], checkpointed[2])
         for name, gradient in plain[1].items():
             assert torch.equal(gradient, checkpointed[1][name]), name
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "layer"])
+def test_codes_that_are_made_anew_change_no_bit(checkpointing: str) -> None:
+    results = []
+    for weight_codes in ("kept", "remade"):
+        config: dict[str, Any] = {"activation_checkpointing": checkpointing, "weight_codes": weight_codes}
+        trainer = tiny_trainer(tiny_decoder(FP8), **config, minibatches=2, epochs=2)
+        held: list[bool] = []
+        projection = trainer.model.layers[0].attention.qkv_proj
+        projection.register_forward_hook(lambda linear, *_, held=held: held.append(linear.has_codes))
+        update = train(trainer, random_samples(4), DYNAMIC)
+        assert all(linear.has_codes for _, linear in trainer.model.float8_linears())
+        prepared = 2  # two micro-batches' log-probs before any update, by the codes that are there
+        assert held[:prepared] == [True] * prepared and set(held[prepared:]) == {weight_codes == "kept"}
+        codes = [linear.codes.view(torch.uint8) for _, linear in trainer.model.float8_linears()]
+        results.append((update.metrics["loss"], [*trainer.state().weights.values(), *codes]))
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(one, other) for one, other in zip(results[0][1], results[1][1], strict=True))
+
+
+def test_a_failed_update_brings_the_codes_back() -> None:
+    trainer = tiny_trainer(tiny_decoder(FP8), weight_codes="remade")
+    samples = random_samples(2)
+    samples[0] = replace(samples[0], advantage=math.nan)
+    with pytest.raises(NonFiniteError):
+        train(trainer, samples)
+    assert all(linear.has_codes for _, linear in trainer.model.float8_linears())
 
 
 def test_only_the_first_layers_run_again() -> None:
