@@ -131,7 +131,8 @@ def timings(num_rows: int) -> Iterator[Row]:
     for op, form, moved, calls in cases:
         us = median_us(calls)
         floor = 100 * moved / TB_PER_S / 1e6 / us
-        yield {"op": op, "form": form, "rows": num_rows, "us": us, "tb_per_s": moved / us / 1e6, "floor_percent": floor}
+        what: Row = {"op": op, "form": form, "precision": "bf16", "workload": f"{num_rows}x{VOCAB}", "rows": num_rows}
+        yield what | {"us": us, "tb_per_s": moved / us / 1e6, "floor_percent": floor}
 
 
 def tile_timings() -> Iterator[Row]:

@@ -137,7 +137,6 @@ def step(
     precisions, chosen_numerics, folder = precisions_of(precision), numerics_of(numerics), results_folder(out)
     suffix = result_suffix(name, chosen_numerics)
     modes = () if calibration == "none" else choices("--calibration", calibration, MODES.split(","))
-    answers = None if answer_tokens is None else Span.parse(answer_tokens, "--answer-tokens")
     config = trainer_config(checkpointing, weight_codes, logprob_chunk, optimizer_states, master, offload)
     from octetrl.run.bench_step import StepBench
 
@@ -146,7 +145,7 @@ def step(
     usual = ON_GPU if on_gpu else ON_CPU
     found = model_of(model, layers, on_gpu=on_gpu)
     num_prompts, group_size, prompt = prompts or usual[0], group or usual[1], prompt_tokens or usual[2]
-    answers = answers or Span.parse(usual[3], "--answer-tokens")
+    answers = Span.parse(usual[3] if answer_tokens is None else answer_tokens, "--answer-tokens")
     plan = StepBench(
         model=found,
         precisions=precisions,

@@ -127,7 +127,6 @@ def train(
     """Training speed under several precisions: forward and backward, the update, and where the time goes."""
     precisions, chosen_numerics, folder = precisions_of(precision), numerics_of(numerics), results_folder(out)
     suffix = result_suffix(name, chosen_numerics)
-    span = _span_of(lengths, mean, sigma)
     config = trainer_config(
         checkpointing, weight_codes, logprob_chunk, optimizer_states, master, offload, updates=optimizer
     )
@@ -141,8 +140,7 @@ def train(
     found = model_of(model, layers, on_gpu=on_gpu)
     usual_tokens, usual_length = ON_GPU if on_gpu else ON_CPU
     config = config.model_copy(update={"tokens_per_micro_batch": tokens or usual_tokens})
-    if span is None and lengths is None:
-        span = Span.parse(usual_length, "--lengths")
+    span = _span_of(usual_length if lengths is None else lengths, mean, sigma)
     mix = Mix(span, mean or 2048, 0.7 if sigma is None else sigma)
     _check_lengths(mix, config.tokens_per_micro_batch, found.spec.max_positions, found.name)
     plan = TrainBench(
@@ -180,12 +178,12 @@ def _measure(plan: TrainBench, folder: Path, name: str) -> None:
     typer.echo(f"wrote {path}")
 
 
-def _span_of(lengths: str | None, mean: int | None, sigma: float | None) -> Span | None:
-    """The span of `--lengths`; None where it is not given, or lengths are drawn lognormally."""
+def _span_of(lengths: str, mean: int | None, sigma: float | None) -> Span | None:
+    """The span of `--lengths`; None where lengths are drawn lognormally."""
     if lengths != "lognormal" and (mean, sigma) != (None, None):
         option = "--mean" if mean is not None else "--sigma"
         raise UserError(f"{option}: lengths are not drawn lognormally; add --lengths lognormal, or leave it out")
-    return None if lengths is None or lengths == "lognormal" else Span.parse(lengths, "--lengths")
+    return None if lengths == "lognormal" else Span.parse(lengths, "--lengths")
 
 
 def trainer_config(

@@ -291,7 +291,7 @@ def _memory(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device: De
         share = f"{recipe.engine.kv_memory_fraction:.0%} of the memory left"
         yield "KV cache", f"{'?':>12}   {share}, {estimate.kv_bytes_per_token:,} bytes a token"
     of_device = "" if device.num_bytes is None else f"   of {_size(device.num_bytes)}"
-    if estimate.takes_turns:
+    if estimate.takes_turns and estimate.kv_bytes_per_token:
         training = estimate.bytes_when("always") + estimate.bytes_when("training")
         of_device += f"; {_size(training)} while training, when the KV cache is given back"
     yield "total", f"{_size(estimate.total_bytes):>12}{of_device}"
@@ -355,11 +355,13 @@ def _room(estimate: MemoryEstimate, device_bytes: int) -> Iterator[tuple[str, st
     """What a larger KV cache could take; or what to do when even this does not fit."""
     if estimate.total_bytes > device_bytes:
         yield "", "more than the device has: lower trainer.tokens_per_micro_batch or trainer.logprob_chunk,"
-        yield "", "or set trainer.optimizer.master=stochastic_rounding and trainer.optimizer.states=8bit"
+        yield "", "or set trainer.optimizer.master=stochastic_rounding and trainer.optimizer.states=8bit,"
+        yield "", "or, in FP8, trainer.weight_codes=remade"
         return
     if not estimate.kv_bytes_per_token:
         return
     room = device_bytes - estimate.bytes_when("always")
+    room -= sum(part.num_bytes for part in estimate.parts if part.when == "generating" and part.name != "KV cache")
     if not estimate.takes_turns:
         room -= estimate.bytes_when("training")
     tokens = room // estimate.kv_bytes_per_token

@@ -44,7 +44,7 @@ free. The layer's list is that of models/training_forward.py; what torch's autog
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -137,15 +137,8 @@ def estimate_memory(
     how = f"{recipe.model.dtype}, shared by both sides" + (", what is FP8 as codes alone" if dropped else "")
     parts = [MemoryPart("weights", weight_bytes * (spec.num_parameters - dropped), how)]
     emulated = recipe.fp8.emulate or (recipe.fp8.emulate is None and not on_gpu)
-    remakes = recipe.trainer.weight_codes == "remade"
-    copies = _fp8_copies(spec, precisions, emulated=emulated, remakes=remakes)
-    given_back = _elements(spec, precisions.fp8_train) if remakes else 0
-    if copies:
-        how = "scales, and codes that only the engine reads" if remakes else "codes, transposed codes and scales"
-        parts.append(MemoryPart("FP8 copies", copies - given_back, how))
-    if given_back:
-        when: When = "generating" if critic is None else "always"  # a critic is trained when they are there again
-        parts.append(MemoryPart("FP8 codes", given_back, "remade for each product of an update", when))
+    copies = list(_fp8_parts(recipe, spec, precisions, emulated=emulated, has_critic=critic is not None))
+    parts += copies
     if lora is not None:
         parts.append(MemoryPart("adapters", weight_bytes * trained, f"{trained:,} parameters, all that is trained"))
     parts.append(MemoryPart("gradients", 4 * trained, "float32 sums"))
@@ -154,7 +147,7 @@ def estimate_memory(
         taught = weight_bytes * teacher[0].num_parameters + _fp8_copies(*teacher, emulated=emulated)
         parts.append(MemoryPart("teacher", taught, f"{recipe.algorithm.teacher}, {recipe.algorithm.teacher_precision}"))
     if recipe.algorithm.kl_coefficient > 0 or recipe.algorithm.name in ("dpo", "ipo"):
-        reference = weight_bytes * trained + (copies if lora is None else 0)
+        reference = weight_bytes * trained + sum(part.num_bytes for part in copies if lora is None)
         what = "weights and FP8 copies" if lora is None else "adapters"
         parts.append(MemoryPart("reference model", reference, f"{what} of the policy it began with"))
     if on_gpu:
@@ -172,7 +165,7 @@ def estimate_memory(
         activations = max(activations, own, key=lambda found: sum(part.num_bytes for part in found))
     parts += activations
     if trains_scalar:
-        return MemoryEstimate(tuple(parts), 0, 0, takes_turns=remakes)
+        return MemoryEstimate(tuple(parts), 0, 0, takes_turns=True)
     per_token = kv_bytes_per_token(recipe, spec, precisions)
     taken = sum(part.num_bytes for part in parts if part.when != "training")
     tokens = _kv_cache_tokens(recipe, per_token, on_gpu, None if device_bytes is None else device_bytes - taken)
@@ -221,6 +214,21 @@ def linear_elements(spec: ModelSpec) -> dict[str, int]:
 def _elements(spec: ModelSpec, names: Collection[str]) -> int:
     elements = linear_elements(spec)
     return sum(elements[name.split(".", 2)[2]] for name in names)
+
+
+def _fp8_parts(
+    recipe: Recipe, spec: ModelSpec, precisions: Precisions, *, emulated: bool, has_critic: bool
+) -> Iterator[MemoryPart]:
+    """Of the policy. Codes that are remade are there when a critic is trained, and not when the policy is."""
+    remakes = recipe.trainer.weight_codes == "remade"
+    copies = _fp8_copies(spec, precisions, emulated=emulated, remakes=remakes)
+    given_back = _elements(spec, precisions.fp8_train) if remakes else 0
+    if copies:
+        how = "scales, and codes that only the engine reads" if remakes else "codes, transposed codes and scales"
+        yield MemoryPart("FP8 copies", copies - given_back, how)
+    if given_back:
+        when: When = "always" if has_critic else "generating"
+        yield MemoryPart("FP8 codes", given_back, "remade for each product of an update", when)
 
 
 def _fp8_copies(spec: ModelSpec, precisions: Precisions, *, emulated: bool, remakes: bool = False) -> int:

@@ -49,20 +49,22 @@ def refuse_what_does_not_fit(
     for precision, num_bytes in needed:
         if num_bytes > has:
             smaller = "lower --tokens or --layers" if is_preset else "lower --tokens"
-            *remedies, last = [*_remedies(trainer, updates), *further, smaller]
+            *remedies, last = [*_remedies(trainer, updates, precision), *further, smaller]
             ways = f"{', '.join(remedies)}, or {last}" if remedies else last
             raise UserError(
                 f"--precision: {precision} takes about {num_bytes / 1e9:.0f} GB and the GPU has {has / 1e9:.0f}; {ways}"
             )
 
 
-def _remedies(trainer: TrainerConfig, updates: bool) -> Iterator[str]:
+def _remedies(trainer: TrainerConfig, updates: bool, precision: str) -> Iterator[str]:
     own = trainer.optimizer
     streamed = own.offload or not updates  # the states' width then costs the device nothing
     narrower = [] if streamed or own.states == "8bit" else ["--optimizer-states 8bit"]
     narrower += [] if streamed or own.master == "stochastic_rounding" else ["--master stochastic_rounding"]
     whole = trainer.activation_checkpointing == "layer" and trainer.checkpointed_layers is None
     narrower += [] if whole else ["--checkpointing layer"]
+    has_codes = precision in ("fp8", "fp8_full") and trainer.weight_codes == "kept"
+    narrower += ["--weight-codes remade"] if has_codes else []
     if narrower:
         yield f"take {' '.join(narrower)}"
     if not streamed:

@@ -231,7 +231,7 @@ def estimate_bytes(bench: TrainBench, policy: PrecisionPolicy) -> int:
     recipe = Recipe(model=ModelConfig(path="random", init="random"), trainer=bench.trainer)
     found = estimate(recipe, bench.model.spec, policy, on_gpu=bench.device.type == "cuda", engine=False)
     left_out = {"KV cache"} if bench.optimizer else {"KV cache", "optimizer", "gradients"}
-    total = sum(part.num_bytes for part in found.parts if part.name not in left_out)
+    total = sum(part.num_bytes for part in found.parts if part.when != "generating" and part.name not in left_out)
     return total if bench.optimizer else total + 2 * bench.model.spec.num_parameters  # gradients in BF16
 
 

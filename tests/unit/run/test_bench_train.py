@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from octetrl.config.errors import UserError
-from octetrl.config.schema import Numerics, TrainerConfig
+from octetrl.config.schema import Fp8Config, Numerics, TrainerConfig
 from octetrl.fp8.policy import precision_policy
 from octetrl.run.bench_mix import Mix, draw_work
 from octetrl.run.bench_parts import GAPS, Kernel, Trace
@@ -227,6 +227,25 @@ def test_a_remedy_already_taken_is_not_named(
         check_memory(plan)
     with pytest.raises(UserError, match=r"has 10; lower --tokens$"):  # a folder's layers are all there
         check_memory(replace(plan, model=replace(plan.model, folder=Path("model"))))
+
+
+def test_codes_that_are_remade_are_a_remedy_in_fp8_and_then_take_what_bf16_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = replace(on_a_gpu(monkeypatch, 10**10), precisions=("fp8",))
+    with pytest.raises(UserError, match=r"take --optimizer-states 8bit .* --weight-codes remade, add --offload"):
+        check_memory(kept)
+    remade = replace(on_a_gpu(monkeypatch, 10**10, weight_codes="remade"), precisions=("fp8",))
+    with pytest.raises(UserError, match=r"take --optimizer-states 8bit --master stochastic_rounding, add --offload"):
+        check_memory(remade)
+    spec = remade.model.spec
+    kept_fp8, fp8, bf16 = (
+        estimate_bytes(plan, precision_policy(spec, Fp8Config(train=in_fp8)))
+        for plan, in_fp8 in ((kept, True), (remade, True), (remade, False))
+    )
+    linears = 6_945_767_424
+    assert kept_fp8 - fp8 == pytest.approx(2 * linears, rel=0.01)
+    assert fp8 - bf16 == pytest.approx(0, abs=0.001 * bf16), "scales, and the codes of one weight"
 
 
 # --- from turns to rows -------------------------------------------------------------------------------------
