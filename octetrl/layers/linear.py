@@ -16,8 +16,8 @@ version counter, which every in-place change through autograd-visible operations
 step's.
 
 While a trained weight is updated its codes may be given back (`release_codes`): each product then quantises the weight
-anew, as it wants it, to the same bytes, and FP8 takes no more memory than BF16. `requantize()` brings them back, where
-they were for whoever shares the tensor, at another address.
+anew, as it wants it, to the same bytes, and FP8 takes no more memory than BF16. `requantize()` brings them back in the
+same tensor, at another address.
 
 An engine's copy has no `weight` (`drop_weight()`): it only reads `codes` and `scale`, whoever writes them.
 Until they are written `scale` is NaN, so a forgotten publish shows at the first token.
