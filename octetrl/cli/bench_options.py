@@ -55,7 +55,7 @@ CODES = "kept"
 WeightCodes = Annotated[
     str,
     typer.Option(
-        help="FP8 codes of weights while they are updated: kept, or remade for each product, in the memory of BF16."
+        help="FP8 codes of weights while they are updated: kept, or remade for each product, training in BF16's memory."
     ),
 ]
 Offload = Annotated[bool, typer.Option("--offload", help="Moments and masters stay in the host's memory.")]

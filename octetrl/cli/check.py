@@ -292,11 +292,12 @@ def _memory(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device: De
         yield "KV cache", f"{'?':>12}   {share}, {estimate.kv_bytes_per_token:,} bytes a token"
     of_device = "" if device.num_bytes is None else f"   of {_size(device.num_bytes)}"
     if estimate.takes_turns and estimate.kv_bytes_per_token:
-        training = estimate.bytes_when("always") + estimate.bytes_when("training")
+        training = estimate.training_bytes
         of_device += f"; {_size(training)} while training, when the KV cache is given back"
     yield "total", f"{_size(estimate.total_bytes):>12}{of_device}"
     if device.num_bytes is not None:
-        yield from _room(estimate, device.num_bytes)
+        keeps_codes = policy.uses_fp8("train") and recipe.trainer.weight_codes == "kept" and recipe.model.lora is None
+        yield from _room(estimate, device.num_bytes, keeps_codes)
         if device.on_gpu:
             fewest = fewest_checkpointed_layers(recipe, spec.num_layers, device.num_bytes, estimated)
             yield from _less_checkpointing(recipe.trainer, spec.num_layers, fewest)
@@ -351,12 +352,13 @@ def _teacher(recipe: Recipe) -> tuple[ModelSpec, Precisions] | None:
     return spec, _precisions(precision_policy(spec, fp8, recipe.numerics))
 
 
-def _room(estimate: MemoryEstimate, device_bytes: int) -> Iterator[tuple[str, str]]:
+def _room(estimate: MemoryEstimate, device_bytes: int, keeps_codes: bool) -> Iterator[tuple[str, str]]:
     """What a larger KV cache could take; or what to do when even this does not fit."""
     if estimate.total_bytes > device_bytes:
         yield "", "more than the device has: lower trainer.tokens_per_micro_batch or trainer.logprob_chunk,"
-        yield "", "or set trainer.optimizer.master=stochastic_rounding and trainer.optimizer.states=8bit,"
-        yield "", "or, in FP8, trainer.weight_codes=remade"
+        yield "", "or set trainer.optimizer.master=stochastic_rounding and trainer.optimizer.states=8bit"
+        if keeps_codes:
+            yield "", "or trainer.weight_codes=remade"
         return
     if not estimate.kv_bytes_per_token:
         return

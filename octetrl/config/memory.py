@@ -6,12 +6,13 @@ BF16), c of an operand of wgrad (1 + 4/128 in FP8: codes and scales; else b). Al
     weights         b P                                 one set: engine and trainer read the same tensors
     FP8 copies      (1 + 4 / 128^2) P8                  codes and one float32 scale a 128x128 block, shared as well
                     + 1 P8                              the transposed codes of dgrad, where training is FP8;
-                                                        `weight_codes: remade`: neither codes while training
+                                                        `weight_codes: remade`: none, and no codes in an update
                     + 8 P8                              emulated only: the codes' values in float64
     gradients       4 P                                 summed in float32
     optimizer       s P + 4 P                           two moments, s = 8, 4 or 2 + 2/128; the float32 master, unless
                                                         `stochastic_rounding`. `offload`: two pieces of 2^24 elements
-    reference       as weights and FP8 copies           where `kl_coefficient` is above 0, dpo, ipo; a teacher's own
+    reference       as weights and FP8 copies           where `kl_coefficient` is above 0, dpo, ipo; a teacher's own;
+                                                        no transposed codes, it has no backward
     critic          as all of the above but reference   PPO's, of its own shape and optimizer, without lm_head
     reward model    as weights and FP8 copies           where completions are scored by one
     CUDA context    0.6 GB                              kernels and the driver's own, measured; torch does not count it
@@ -59,6 +60,7 @@ CUDA_CONTEXT = 600_000_000
 STATE_BYTES = {"float32": 8.0, "bfloat16": 4.0, "8bit": 2 + 2 / 128}  # of both moments of a parameter
 OFFLOAD_ELEMENTS = 2 << 24  # on the device at one time: two pieces (trainer/optimizer_offload.py)
 GATHERED_CHUNKS = 4  # whose logits' gradients are multiplied at once (kernels/linear_logprobs_backward.py)
+RETURNING = "FP8 codes"  # the part that is remade in an update
 SCALED = 1 + 4 / 128  # bytes of a code with its share of a scale
 
 
@@ -86,6 +88,12 @@ class MemoryEstimate:
         training, generating = self.bytes_when("training"), self.bytes_when("generating")
         both = max(training, generating) if self.takes_turns else training + generating
         return self.bytes_when("always") + both
+
+    @property
+    def training_bytes(self) -> int:
+        """While training, the KV cache given back: with activations, or, those gone, with codes that are back."""
+        returning = sum(part.num_bytes for part in self.parts if part.name == RETURNING)
+        return self.bytes_when("always") + max(self.bytes_when("training"), returning)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,24 +145,24 @@ def estimate_memory(
     how = f"{recipe.model.dtype}, shared by both sides" + (", what is FP8 as codes alone" if dropped else "")
     parts = [MemoryPart("weights", weight_bytes * (spec.num_parameters - dropped), how)]
     emulated = recipe.fp8.emulate or (recipe.fp8.emulate is None and not on_gpu)
-    copies = list(_fp8_parts(recipe, spec, precisions, emulated=emulated, has_critic=critic is not None))
-    parts += copies
+    parts += _fp8_parts(recipe, spec, precisions, emulated=emulated, has_critic=critic is not None)
     if lora is not None:
         parts.append(MemoryPart("adapters", weight_bytes * trained, f"{trained:,} parameters, all that is trained"))
     parts.append(MemoryPart("gradients", 4 * trained, "float32 sums"))
     parts.append(_optimizer(recipe, trained, weight_bytes, on_gpu))
     if teacher is not None:
-        taught = weight_bytes * teacher[0].num_parameters + _fp8_copies(*teacher, emulated=emulated)
+        taught = weight_bytes * teacher[0].num_parameters + _fp8_copies(*teacher, emulated=emulated, backward=False)
         parts.append(MemoryPart("teacher", taught, f"{recipe.algorithm.teacher}, {recipe.algorithm.teacher_precision}"))
     if recipe.algorithm.kl_coefficient > 0 or recipe.algorithm.name in ("dpo", "ipo"):
-        reference = weight_bytes * trained + sum(part.num_bytes for part in copies if lora is None)
+        its_copies = _fp8_copies(spec, precisions, emulated=emulated, backward=False) if lora is None else 0
+        reference = weight_bytes * trained + its_copies
         what = "weights and FP8 copies" if lora is None else "adapters"
         parts.append(MemoryPart("reference model", reference, f"{what} of the policy it began with"))
     if on_gpu:
         parts.append(MemoryPart("CUDA context", CUDA_CONTEXT, "kernels and the driver's own"))
     if scorer is not None:
         held = weight_bytes * scorer.trunk.num_parameters + _fp8_copies(
-            scorer.trunk, scorer.precisions, emulated=emulated
+            scorer.trunk, scorer.precisions, emulated=emulated, backward=False
         )
         parts.append(MemoryPart("reward model", held, "weights and FP8 copies of the model that scores"))
     frozen = lora is not None
@@ -184,7 +192,7 @@ def fewest_checkpointed_layers(
     for number in range(num_layers + 1):
         trainer = recipe.trainer.model_copy(update={"checkpointed_layers": number})
         found = estimate(recipe.model_copy(update={"trainer": trainer}))
-        training = found.bytes_when("always") + found.bytes_when("training")
+        training = found.training_bytes
         if not found.takes_turns:
             training += found.bytes_when("generating")
         if training <= 0.9 * device_bytes:
@@ -219,24 +227,26 @@ def _elements(spec: ModelSpec, names: Collection[str]) -> int:
 def _fp8_parts(
     recipe: Recipe, spec: ModelSpec, precisions: Precisions, *, emulated: bool, has_critic: bool
 ) -> Iterator[MemoryPart]:
-    """Of the policy. Codes that are remade are there when a critic is trained, and not when the policy is."""
+    """Of the policy. Codes that are remade are gone while it is trained. With a critic they count as always there; that
+    is too much by the smaller set: each model's are there while the other is trained."""
     remakes = recipe.trainer.weight_codes == "remade"
-    copies = _fp8_copies(spec, precisions, emulated=emulated, remakes=remakes)
+    copies = _fp8_copies(spec, precisions, emulated=emulated, backward=not remakes)
     given_back = _elements(spec, precisions.fp8_train) if remakes else 0
     if copies:
-        how = "scales, and codes that only the engine reads" if remakes else "codes, transposed codes and scales"
+        how = "what is not remade of codes and scales" if remakes else "codes, transposed codes and scales"
         yield MemoryPart("FP8 copies", copies - given_back, how)
     if given_back:
         when: When = "always" if has_critic else "generating"
-        yield MemoryPart("FP8 codes", given_back, "remade for each product of an update", when)
+        yield MemoryPart(RETURNING, given_back, "remade for each product of an update", when)
 
 
-def _fp8_copies(spec: ModelSpec, precisions: Precisions, *, emulated: bool, remakes: bool = False) -> int:
+def _fp8_copies(spec: ModelSpec, precisions: Precisions, *, emulated: bool, backward: bool) -> int:
+    """`backward`: with the transposed codes that one keeps."""
     either = _elements(spec, set(precisions.fp8_rollout) | set(precisions.fp8_train))
     codes_and_scales = either + 4 * (either // 128**2)
     if emulated:
         return codes_and_scales + 8 * either
-    return codes_and_scales + (0 if remakes else _elements(spec, precisions.fp8_train))
+    return codes_and_scales + (_elements(spec, precisions.fp8_train) if backward else 0)
 
 
 def _optimizer(recipe: Recipe, trained: int, weight_bytes: int, on_gpu: bool) -> MemoryPart:
@@ -258,8 +268,8 @@ def _critic(recipe: Recipe, critic: ScalarModel, weight_bytes: int, *, on_gpu: b
         recipe.model_copy(update={"trainer": optimizer}), critic.trunk.num_parameters, weight_bytes, on_gpu
     )
     num_bytes = (weight_bytes + 4) * critic.trunk.num_parameters + states.num_bytes
-    remakes = recipe.trainer.weight_codes == "remade"
-    num_bytes += _fp8_copies(critic.trunk, critic.precisions, emulated=emulated, remakes=remakes)
+    kept = recipe.trainer.weight_codes == "kept"
+    num_bytes += _fp8_copies(critic.trunk, critic.precisions, emulated=emulated, backward=kept)
     return MemoryPart("critic", num_bytes, f"weights, FP8 copies, gradients; {states.how}")
 
 
@@ -280,8 +290,6 @@ def _activations(
     if 0 < again < spec.num_layers:
         what[keep] += f" of {again} layers, all of the others"
     backward = max(layer.backward(keep) for layer in layers) - others  # the first layers' turn comes last
-    if num_fp8 and trainer.weight_codes == "remade":
-        backward += max(linear_elements(spec).values())  # the codes of one weight
     if others:
         backward = max(backward, *(layer.backward("none") for layer in layers))
     if scalar:

@@ -156,7 +156,7 @@ class TrainerConfig(Section):
     `octetrl check` says how few the memory allows: each layer less is a layer's forward less."""
     weight_codes: Literal["kept", "remade"] = "kept"
     """The FP8 codes of trained weights while they are updated. kept: in both orientations, 2 bytes a weight. remade:
-    given back, and made anew, to the same bytes, for each product: FP8 then takes no more memory than BF16."""
+    given back, and made anew, to the same bytes, for each product: FP8 then trains in the memory of BF16."""
     logprob_chunk: int = Field(default=1024, ge=1)
     """Trained tokens whose logits exist at one time."""
 

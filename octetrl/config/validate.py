@@ -68,10 +68,10 @@ def combination_problems(recipe: Recipe, training: bool = True) -> Iterator[Prob
     if training:
         yield from _algorithm_problems(recipe)
         yield from _critic_problems(recipe)
+        yield from _weight_code_problems(recipe)
     yield from environment_problems(recipe, training)
     yield from sandbox_problems(recipe)
     yield from _trainer_problems(recipe)
-    yield from _weight_code_problems(recipe)
     yield from _run_problems(recipe)
 
 
@@ -277,15 +277,23 @@ def _trainer_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _weight_code_problems(recipe: Recipe) -> Iterator[Problem]:
+    fp8, name = recipe.fp8, recipe.algorithm.name
     if recipe.trainer.weight_codes == "kept":
         return
-    if recipe.model.lora is not None:
+    if not fp8.train:
+        text = (
+            "trainer.weight_codes: 'remade' has no effect where training is not FP8; leave it out, or use precision:"
+            " fp8_full"
+        )
+        yield Problem(("trainer.weight_codes", "fp8.train"), text)
+    elif recipe.model.lora is not None and name != "ppo":
         text = (
             "trainer.weight_codes: with model.lora the codes are all there is of an FP8 weight, so they cannot be"
             " 'remade'; use kept"
         )
         yield Problem(("trainer.weight_codes", "model.lora"), text)
-    if not recipe.engine.release_for_training:
+    has_graphs = fp8.rollout and name != "reward_model" and recipe.cluster.device != "cpu"
+    if fp8.train and has_graphs and not recipe.engine.release_for_training:
         text = (
             "trainer.weight_codes: 'remade' moves the codes that the engine's captured graphs read, and"
             " engine.release_for_training: false keeps those; set it to true, or use kept"

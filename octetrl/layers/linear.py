@@ -9,7 +9,7 @@ sides use them.
                                                         channels too if `square_wgrad`: the faster GEMM
 
 The weight is quantised **once per optimizer step**, by `requantize()`, from its BF16 rounding, into the
-buffers `codes` and `scale`; forward never quantises it. The engine reads the same buffers, so trainer and
+buffers `codes` and `scale`; forward does not quantise it. The engine reads the same buffers, so trainer and
 engine multiply by the same bytes. Whether the codes are those of the present weight is judged by the tensor's
 version counter, which every in-place change through autograd-visible operations bumps (an optimizer's step,
 `copy_` under no_grad; not writes through `.data`): forward refuses stale codes instead of training on last
@@ -32,9 +32,9 @@ more per element where none does.
 (layers/lora.py). The weight is frozen then, and where it is FP8 the trainer may drop it too.
 
 Layouts on Hopper: `codes` [N, K] row-major serves forward; dgrad's operand must be row-major [K, N], so
-`requantize` also fills a transposed copy, made on first use (an engine's copy never has one). Emulated, a
-float64 copy of the codes' values is kept beside them and renewed when the codes' version counter moves:
-decoding costs more than a small GEMM.
+`requantize` also fills a transposed copy, made on first use (an engine's copy never has one). Emulated, each
+side keeps a float64 copy of the codes' values and renews it when the codes' version counter moves: decoding
+costs more than a small GEMM.
 
 Order of rounding, the same for trainer and engine because it is the same module. CPU: accumulate, add the
 bias in float32, round to the output dtype once. CUDA: cuBLAS rounds to BF16, then the bias is added in BF16.
@@ -61,6 +61,8 @@ from octetrl.kernels.quantize_activation import quantize_activation
 from octetrl.kernels.quantize_tokens import quantize_tokens
 from octetrl.kernels.quantize_weight import quantize_weight, quantize_weight_transposed
 from octetrl.layers.lora import LoraAdapter
+
+GIVEN_BACK = "the codes were given back for an update: requantize() brings them back"
 
 _ACTIVATION_QUANTIZERS: dict[BackendName, Callable[[Tensor, bool], Quantized]] = {
     "scaled_mm": quantize_activation,
@@ -179,7 +181,7 @@ class Float8Linear(nn.Module):
     @property
     def quantized(self) -> Quantized:
         """What every GEMM multiplies by, and what is published: the live buffers, not a copy."""
-        assert self.has_codes, "the codes were given back for an update: requantize() brings them back"
+        assert self.has_codes, GIVEN_BACK
         assert self.codes.dtype == E4M3 and self.scale.dtype == torch.float32, (
             "Float8Linear was cast as a whole (module.to(dtype)): cast its weight instead"
         )
@@ -202,6 +204,8 @@ class Float8Linear(nn.Module):
             check=check,
         )
         self._quantized_version = self.weight._version
+        if self.backend == "emulated":  # a kernel's writes count for nothing, and each side decodes by the counter
+            torch.autograd.graph.increment_version(self.codes)
 
     @property
     def codes_are_settled(self) -> bool:
@@ -249,7 +253,7 @@ class Float8Linear(nn.Module):
         """The weight as forward's GEMM wants it."""
         if self.has_codes:
             return Quantized(self._codes_or_values(), self.quantized.scale)
-        assert self.weight is not None
+        assert self.weight is not None, GIVEN_BACK
         made = quantize_weight(self.weight.detach(), self.power_of_two, check=False)
         if self.backend != "emulated":
             return made
@@ -260,7 +264,7 @@ class Float8Linear(nn.Module):
         if self.backend == "emulated":
             return transposed(self.forward_operand())
         if not self.has_codes:
-            assert self.weight is not None
+            assert self.weight is not None, GIVEN_BACK
             return quantize_weight_transposed(self.weight.detach(), self.power_of_two)
         if self._codes_transposed is None:
             self._codes_transposed = self.codes.t().contiguous()

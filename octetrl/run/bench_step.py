@@ -211,7 +211,7 @@ def estimate_bytes(bench: StepBench, precision: str) -> int:
     """What `octetrl check` says of training: trainer, weights and codes, the KV cache given back."""
     recipe, spec, on_gpu = step_recipe(bench, precision, "parity"), bench.model.spec, bench.device.type == "cuda"
     found = estimate(recipe, spec, precision_policy(spec, recipe.fp8), on_gpu=on_gpu, engine=True)
-    return found.bytes_when("always") + found.bytes_when("training")
+    return found.training_bytes
 
 
 def check_memory(bench: StepBench) -> None:

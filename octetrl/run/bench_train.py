@@ -28,7 +28,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -231,8 +231,9 @@ def estimate_bytes(bench: TrainBench, policy: PrecisionPolicy) -> int:
     recipe = Recipe(model=ModelConfig(path="random", init="random"), trainer=bench.trainer)
     found = estimate(recipe, bench.model.spec, policy, on_gpu=bench.device.type == "cuda", engine=False)
     left_out = {"KV cache"} if bench.optimizer else {"KV cache", "optimizer", "gradients"}
-    total = sum(part.num_bytes for part in found.parts if part.when != "generating" and part.name not in left_out)
-    return total if bench.optimizer else total + 2 * bench.model.spec.num_parameters  # gradients in BF16
+    own = replace(found, parts=tuple(part for part in found.parts if part.name not in left_out))
+    gradients = 0 if bench.optimizer else 2 * bench.model.spec.num_parameters  # in BF16
+    return own.training_bytes + gradients
 
 
 def check_memory(bench: TrainBench) -> None:

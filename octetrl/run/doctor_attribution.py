@@ -265,7 +265,8 @@ def _product(ours: Projection, theirs: Projection, kinds: Kinds) -> Callable[[Te
 def same_weight(ours: Projection, theirs: Projection) -> bool:
     """Whether both multiply by the same values."""
     if isinstance(ours, Float8Linear) and isinstance(theirs, Float8Linear):
-        return _same(ours.codes, theirs.codes) and _same(ours.scale, theirs.scale) and _same(ours.bias, theirs.bias)
+        equal = [_same(*pair) for pair in zip(ours.quantized, theirs.quantized, strict=True)]
+        return all(equal) and _same(ours.bias, theirs.bias)
     if isinstance(ours, Linear) and isinstance(theirs, Linear):
         return _same(ours.weight, theirs.weight) and _same(ours.bias, theirs.bias)
     return False

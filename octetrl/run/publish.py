@@ -69,7 +69,7 @@ def verify_weights(engine_model: Decoder, trainer_model: Decoder, version: int) 
     rows: list[Tensor] = []  # sums of what an engine reads and a trainer renews
     for index, (name, module) in enumerate(linears):
         theirs = trainer_modules[name]
-        held = (module.codes, module.scale)
+        held = module.quantized
         if isinstance(theirs, Float8Linear):
             compared += [(name, equal) for equal in _equal_bytes(held, (theirs.codes, theirs.scale))]
         if index == version % len(linears) and theirs.weight is not None:

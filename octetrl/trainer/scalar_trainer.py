@@ -70,10 +70,19 @@ class ScalarTrainer:
         return self.model.scalars(hidden_TE.index_select(0, rows_R))
 
     def update(self, parts: Sequence[ScalarPart], denominator: float, lr: float) -> dict[str, float]:
-        """One optimizer step; returns the loss, the gradient norm and the losses' metrics. NonFiniteError: no step."""
+        """One optimizer step; returns the loss, the gradient norm and the losses' metrics. NonFiniteError: no step.
+        Codes that it gave back are there again, whatever went wrong."""
+        if not self._remakes_codes:
+            return self._step(parts, denominator, lr)
+        self.model.release_codes()
+        try:
+            return self._step(parts, denominator, lr)
+        except BaseException:
+            self.model.requantize()
+            raise
+
+    def _step(self, parts: Sequence[ScalarPart], denominator: float, lr: float) -> dict[str, float]:
         self.optimizer.zero_grad()
-        if self._remakes_codes:
-            self.model.release_codes()
         totals: dict[str, Tensor] = {}
         for part in parts:
             for name, value in self.backward(part, denominator).items():
@@ -81,9 +90,7 @@ class ScalarTrainer:
         totals["grad_norm"] = self.optimizer.clip_gradients()
         metrics = dict(zip(totals, torch.stack(list(totals.values())).tolist(), strict=True))
         if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
-            blamed = self._blame(parts, metrics)
-            self.model.requantize()  # as they were
-            raise NonFiniteError(blamed)
+            raise NonFiniteError(self._blame(parts, metrics))
         self.weights_are_whole = False
         self.optimizer.step(lr)
         self.model.requantize()

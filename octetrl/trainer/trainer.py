@@ -271,9 +271,17 @@ class Trainer:
         return metrics
 
     def _update(self, objective: _Objective, lr: float) -> dict[str, float]:
-        """One optimizer step; returns its metrics."""
-        self.optimizer.zero_grad()
+        """One optimizer step; returns its metrics. Codes that it gave back are there again, whatever went wrong."""
         self._release_codes()
+        try:
+            return self._step(objective, lr)
+        except BaseException:
+            if self.config.weight_codes == "remade":
+                self.model.requantize()
+            raise
+
+    def _step(self, objective: _Objective, lr: float) -> dict[str, float]:
+        self.optimizer.zero_grad()
         totals: dict[str, Tensor] = {}
         for prepared in objective.minibatch:
             for name, value in self._backward(objective, prepared).items():
@@ -283,9 +291,7 @@ class Trainer:
         metrics |= effective_sample_size(metrics)
         non_finite = metrics.pop("non_finite")
         if non_finite or not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
-            blamed = self._blame(objective, metrics)
-            self.model.requantize()  # as they were
-            raise NonFiniteError(blamed)
+            raise NonFiniteError(self._blame(objective, metrics))
         self._is_stepping = True
         self.optimizer.step(lr)
         if self.device.type == "cuda":

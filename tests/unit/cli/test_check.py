@@ -72,7 +72,10 @@ def test_it_plans_for_a_gpu_elsewhere(folder: Path, capsys: pytest.CaptureFixtur
     code, out, _ = check(capsys, "--memory-gib", "1", "trainer.tokens_per_micro_batch=200000")
     assert code == 0
     assert "a GPU with 1 GiB" in out
-    assert "more than the device has" in out
+    assert "more than the device has" in out and "or trainer.weight_codes=remade" in out
+    for taken in ("trainer.weight_codes=remade", "precision=bf16"):
+        _, out, _ = check(capsys, "--memory-gib", "1", "trainer.tokens_per_micro_batch=200000", taken)
+        assert "more than the device has" in out and "weight_codes=remade" not in out
 
 
 def test_it_warns_of_fp8_training_that_is_slower_than_bf16(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

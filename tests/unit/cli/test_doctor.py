@@ -38,6 +38,11 @@ def test_equal_is_said_in_one_line_and_nothing_is_written(recipe: str, capsys: C
     assert sorted(Path(recipe).parent.rglob("*")) == before
 
 
+def test_codes_that_are_made_anew_in_training_are_equal_too(recipe: str, capsys: Capture) -> None:
+    assert run_command(["doctor", recipe, "trainer.weight_codes=remade", *SMALL]) == 0
+    assert "equal: every bit of " in capsys.readouterr().out
+
+
 def test_a_difference_is_named_and_attributed(recipe: str, capsys: Capture) -> None:
     capsys.readouterr()
     assert run_command(["doctor", recipe, "precision=fp8_rollout", *SMALL, "--attribute"]) == 1

@@ -177,30 +177,43 @@ def test_choices_that_cost_or_save_memory() -> None:
     assert optimizer(states="bfloat16") == 8 * P
     assert optimizer(states="8bit") == int((6 + 2 / 128) * P)
     assert optimizer(states="8bit", master="stochastic_rounding") == int((2 + 2 / 128) * P)
-    assert parts(algorithm={"kl_coefficient": 0.1})["reference model"] == base["weights"] + base["FP8 copies"]
+    assert parts(algorithm={"kl_coefficient": 0.1})["reference model"] == base["weights"] + base["FP8 copies"] - P8
     assert parts(model={"path": "m", "dtype": "float32"})["optimizer"] == 8 * P
 
 
 def test_codes_that_are_remade_are_there_while_generating_alone() -> None:
-    def estimate(weight_codes: str, on_gpu: bool = True, **other: Any) -> MemoryEstimate:
-        sized = recipe(trainer={"weight_codes": weight_codes}, engine={"kv_cache_tokens": 4096}, **other)
-        return estimate_memory(sized, TINY, FULL, on_gpu=on_gpu, device_bytes=None)
+    def estimate(weight_codes: str, on_gpu: bool = True, precisions: Precisions = FULL, **other: Any) -> MemoryEstimate:
+        sections = {"trainer": {"weight_codes": weight_codes}, "engine": {"kv_cache_tokens": 4096}} | other
+        return estimate_memory(
+            recipe(precision="fp8_full", **sections), TINY, precisions, on_gpu=on_gpu, device_bytes=10**9
+        )
 
-    kept, remade = estimate("kept"), estimate("remade")
-    fp8 = P8
-    scales = parts_of(kept)["FP8 copies"] - 2 * fp8
-    assert parts_of(remade)["FP8 copies"] == scales == fp8 // 128**2 * 4
-    assert kept.bytes_when("always") - remade.bytes_when("always") == 2 * fp8
-    assert remade.bytes_when("generating") - kept.bytes_when("generating") == fp8
-    one_weight = 128 * 2 * 512
-    assert 0 <= remade.bytes_when("training") - kept.bytes_when("training") <= one_weight
-    plain = recipe(engine={"kv_cache_tokens": 4096})
-    bf16 = estimate_memory(plain, TINY, PLAIN, on_gpu=True, device_bytes=None)
+    kept, remade, bf16 = estimate("kept"), estimate("remade"), estimate("kept", precisions=PLAIN)
+    scales = 4 * (P8 // 128**2)
+    assert parts_of(kept)["FP8 copies"] == 2 * P8 + scales and parts_of(remade)["FP8 copies"] == scales
     assert remade.bytes_when("always") == bf16.bytes_when("always") + scales
+    assert remade.bytes_when("generating") - kept.bytes_when("generating") == P8
+    assert remade.bytes_when("training") == kept.bytes_when("training")
+    assert remade.training_bytes == kept.training_bytes - 2 * P8
+    few = {"weight_codes": "remade", "tokens_per_micro_batch": 16, "logprob_chunk": 1}
+    back = estimate("remade", trainer=few)
+    assert back.bytes_when("training") < P8 and back.training_bytes == back.bytes_when("always") + P8
     reference = {"kl_coefficient": 0.1}
-    assert parts_of(estimate("remade", algorithm=reference))["reference model"] == 2 * P + fp8 + scales
+    assert parts_of(estimate("remade", algorithm=reference))["reference model"] == 2 * P + P8 + scales
     emulated = parts_of(estimate("remade", on_gpu=False))
-    assert emulated["FP8 copies"] == 8 * fp8 + scales and emulated["FP8 codes"] == fp8
+    assert emulated["FP8 copies"] == 8 * P8 + scales and emulated["FP8 codes"] == P8
+    shares = [estimate(codes, engine={}) for codes in ("kept", "remade")]
+    free = [10**9 - one.bytes_when("always") - codes for one, codes in zip(shares, (0, P8), strict=True)]
+    assert free[1] > free[0] and shares[1].kv_cache_tokens == int(free[1] * 0.85) // 512 // 128 * 128
+
+
+def test_codes_that_are_remade_beside_a_critic() -> None:
+    ppo = recipe(precision="fp8_full", algorithm={"name": "ppo"}, trainer={"weight_codes": "remade"})
+    critic = ScalarModel(TINY, Precisions([], LINEAR_NAMES, "bf16", "bf16"))
+    found = estimate_memory(ppo, TINY, FULL, on_gpu=True, device_bytes=None, critic=critic)
+    codes = next(part for part in found.parts if part.name == "FP8 codes")
+    assert (codes.when, codes.num_bytes) == ("always", P8), "the critic is trained when they are there again"
+    assert parts_of(found)["critic"] == 18 * P + P8 + 4 * (P8 // 128**2)
 
 
 def test_offloaded_states_leave_two_pieces_on_a_gpu() -> None:
@@ -322,4 +335,4 @@ def test_a_scorer_is_weights_and_codes() -> None:
     scorer = ScalarModel(replace(TINY, tied_embeddings=False), Precisions([], LINEAR_NAMES, "bf16", "bf16"))
     base = estimate_memory(recipe(), TINY, PLAIN, on_gpu=True, device_bytes=None)
     scored = estimate_memory(recipe(), TINY, PLAIN, on_gpu=True, device_bytes=None, scorer=scorer)
-    assert parts_of(scored) == parts_of(base) | {"reward model": 2 * P + 2 * P8 + 4 * (P8 // 128**2)}
+    assert parts_of(scored) == parts_of(base) | {"reward model": 2 * P + P8 + 4 * (P8 // 128**2)}

@@ -37,6 +37,7 @@ def problem_of(*fields: tuple[str, Any]) -> str:
 SFT = (("algorithm.name", "sft"), ("algorithm.conversations", "c.jsonl"))
 
 REMADE = ("trainer.weight_codes", "remade")
+REMADE_FP8 = [("fp8.train", True), ("fp8.rollout", True), REMADE]
 
 JUDGE = {"base_url": "http://localhost:8000/v1", "model": "m"}
 
@@ -85,10 +86,11 @@ IMPOSSIBLE = [
     ([*SFT, ("trainer.minibatches", 65)], "use at most 64"),
     ([("trainer.minibatches", 257)], "use at most 256"),
     (
-        [REMADE, ("engine.release_for_training", False)],
+        [*REMADE_FP8, ("engine.release_for_training", False)],
         "'remade' moves the codes that the engine's captured graphs read",
     ),
-    ([REMADE, ("model.lora", {})], "with model.lora the codes are all there is of an FP8 weight"),
+    ([REMADE], "trainer.weight_codes: 'remade' has no effect where training is not FP8"),
+    ([*REMADE_FP8, ("model.lora", {})], "with model.lora the codes are all there is of an FP8 weight"),
     ([("environment.dataset", None)], "such as chain_sum"),
     ([("environment.kind", "math"), ("environment.dataset", None)], "JSONL file"),
     ([("environment.kind", "jsonl"), ("environment.parameters", {"p": 1})], "p would go unused"),

@@ -5,6 +5,7 @@ bits.
 from __future__ import annotations
 
 import copy
+import ctypes
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 
 from octetrl.fp8.errors import relative_error
 from octetrl.fp8.quantize import (
+    Quantized,
     dequantize_activation,
     dequantize_tokens,
     dequantize_weight,
@@ -127,8 +129,31 @@ def test_stale_codes_are_refused_until_requantized() -> None:
         Float8Linear(4, 4)(randn(2, 4).bfloat16())
 
 
-def test_codes_that_were_given_back_are_made_anew_to_the_same_bytes() -> None:
-    kept, remade, x = float8_linear(300, 130), float8_linear(300, 130), randn(5, 300).bfloat16()
+def test_both_sides_decode_new_codes_whoever_wrote_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's kernel writes past torch, whose version counter then stands still."""
+
+    def kernel(w_NK: torch.Tensor, power_of_two: bool, *, out: Quantized, **_: object) -> None:
+        made = quantize_weight_reference(w_NK, power_of_two)
+        ctypes.memmove(out.codes.data_ptr(), made.codes.data_ptr(), made.codes.numel())
+        ctypes.memmove(out.scale.data_ptr(), made.scale.data_ptr(), 4 * made.scale.numel())
+
+    monkeypatch.setattr("octetrl.layers.linear.quantize_weight", kernel)
+    trainers, engines, x = float8_linear(40, 30), Float8Linear(40, 30), randn(4, 40).bfloat16()
+    engines.drop_weight()
+    engines.codes, engines.scale = trainers.codes, trainers.scale
+    before = [linear(x) for linear in (trainers, engines)]
+    assert torch.equal(*before)
+    with torch.no_grad():
+        trainers.weight.mul_(-1.7)
+    trainers.requantize()
+    after = [linear(x) for linear in (trainers, engines)]
+    assert torch.equal(*after) and relative_error(after[0], -1.7 * before[0].float()) < 0.05
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_codes_that_were_given_back_are_made_anew_to_the_same_bytes(power_of_two: bool) -> None:
+    kept, remade = (float8_linear(300, 130, power_of_two=power_of_two) for _ in range(2))
+    x = randn(5, 300).bfloat16()
     remade.load_state_dict(kept.state_dict())
     remade.requantize()
     codes, scale = remade.codes, remade.scale.clone()  # the tensor that an engine would share

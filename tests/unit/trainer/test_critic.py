@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -36,10 +37,15 @@ def tiny_scalar_model(fp8: Fp8Config = BF16, dtype: torch.dtype = torch.bfloat16
 
 
 def tiny_critic(
-    fp8: Fp8Config = BF16, dtype: torch.dtype = torch.bfloat16, *, checkpointing: str = "none", **config: object
+    fp8: Fp8Config = BF16,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    checkpointing: str = "none",
+    weight_codes: str = "kept",
+    **config: object,
 ) -> Critic:
     settings = {"optimizer": OptimizerConfig(lr=1e-2, max_grad_norm=1e9)} | config
-    trainer = TrainerConfig.model_validate({"activation_checkpointing": checkpointing})
+    trainer = TrainerConfig.model_validate({"activation_checkpointing": checkpointing, "weight_codes": weight_codes})
     return Critic(tiny_scalar_model(fp8, dtype), CriticConfig(**settings), trainer, total_steps=10, seed=3)
 
 
@@ -68,6 +74,32 @@ def gradients(critic: Critic, micro_batches: Sequence[MicroBatch], denominator: 
         loss = partial(value_loss, old_values_N=old_N, returns_N=targets(m), value_clip=None)
         trainer.backward(ScalarPart(m, m.predictor_N, loss, m.weights_N), denominator)
     return [slot.gradient.clone() for slot in trainer.optimizer.slots]
+
+
+def test_codes_that_are_made_anew_change_no_bit_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    micro_batches, denominator = packed(random_samples(5))
+    results = []
+    for weight_codes in ("kept", "remade"):
+        critic, held = tiny_critic(FP8, weight_codes=weight_codes), set()
+        model, clip = critic.scalar_trainer.model, critic.scalar_trainer.optimizer.clip_gradients
+
+        def has_codes(model: ScalarDecoder = model) -> bool:
+            return all(linear.has_codes for _, linear in model.float8_linears())
+
+        def clipped(clip: Any = clip, held: set[bool] = held, has_codes: Any = has_codes) -> Tensor:
+            held.add(has_codes())
+            return clip()
+
+        monkeypatch.setattr(critic.scalar_trainer.optimizer, "clip_gradients", clipped)
+        metrics = step(critic, micro_batches, denominator)
+        assert held == {weight_codes == "kept"} and has_codes()
+        results.append((metrics, list(critic.state().weights.values())))
+        monkeypatch.setattr(critic.scalar_trainer.optimizer, "clip_gradients", lambda: torch.tensor(torch.nan))
+        with pytest.raises(NonFiniteError):
+            step(critic, micro_batches, denominator)
+        assert has_codes()
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(one, other) for one, other in zip(results[0][1], results[1][1], strict=True))
 
 
 def test_the_gradient_is_that_of_the_formula_sequence_by_sequence() -> None:

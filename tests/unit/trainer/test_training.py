@@ -107,6 +107,20 @@ def test_codes_that_are_made_anew_change_no_bit(checkpointing: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(results[0][1], results[1][1], strict=True))
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_a_broken_off_update_brings_the_codes_back(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, reached = tiny_trainer(tiny_decoder(FP8), weight_codes="remade"), []
+
+    def break_off(*_: object) -> None:
+        reached.append(all(linear.has_codes for _, linear in trainer.model.float8_linears()))
+        raise error
+
+    monkeypatch.setattr(trainer.optimizer, "clip_gradients", break_off)
+    with pytest.raises(error):
+        train(trainer, random_samples(2))
+    assert reached == [False] and all(linear.has_codes for _, linear in trainer.model.float8_linears())
+
+
 def test_a_failed_update_brings_the_codes_back() -> None:
     trainer = tiny_trainer(tiny_decoder(FP8), weight_codes="remade")
     samples = random_samples(2)
