@@ -9,6 +9,7 @@ import torch
 
 from octetrl.cli.main import run_command
 from octetrl.config.load import load_recipe
+from octetrl.config.memory import linear_elements
 from octetrl.config.presets import preset_config
 from octetrl.fp8.policy import precision_policy, tokens_that_pay
 from octetrl.models.families import spec_from_config
@@ -76,6 +77,17 @@ def test_it_plans_for_a_gpu_elsewhere(folder: Path, capsys: pytest.CaptureFixtur
     for taken in ("trainer.weight_codes=remade", "precision=bf16"):
         _, out, _ = check(capsys, "--memory-gib", "1", "trainer.tokens_per_micro_batch=200000", taken)
         assert "more than the device has" in out and "weight_codes=remade" not in out
+
+
+def test_the_room_for_the_cache_is_beside_the_codes_that_the_engine_reads(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = []
+    for codes in ("kept", "remade"):
+        _, out, _ = check(capsys, "--memory-gib", "8", f"trainer.weight_codes={codes}")
+        tokens.append(int(out.split("room for KV cache")[1].split()[2].replace(",", "")))
+    transposed = sum(linear_elements(spec_from_config(preset_config("tiny"))).values()) * 4
+    assert tokens[1] - tokens[0] == pytest.approx(transposed / 512, abs=1)  # bytes a token, in E4M3
 
 
 def test_it_warns_of_fp8_training_that_is_slower_than_bf16(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
