@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -218,6 +219,16 @@ class Decoder(nn.Module):
         """Gives back the memory of the codes of all trained weights until `requantize` (layers/linear.py)."""
         for _, module in self.float8_linears():
             module.release_codes()
+
+    @contextmanager
+    def codes_released(self) -> Iterator[None]:
+        """An update within ends with `requantize`; whatever breaks it off, the codes are there again."""
+        self.release_codes()
+        try:
+            yield
+        except BaseException:
+            self.requantize()
+            raise
 
     def requantize(self) -> None:
         """Quantises every FP8 weight that may have changed, in place. ValueError names one that is not finite."""

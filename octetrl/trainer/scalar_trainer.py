@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -70,16 +71,9 @@ class ScalarTrainer:
         return self.model.scalars(hidden_TE.index_select(0, rows_R))
 
     def update(self, parts: Sequence[ScalarPart], denominator: float, lr: float) -> dict[str, float]:
-        """One optimizer step; returns the loss, the gradient norm and the losses' metrics. NonFiniteError: no step.
-        Codes that it gave back are there again, whatever went wrong."""
-        if not self._remakes_codes:
+        """One optimizer step; returns the loss, the gradient norm and the losses' metrics. NonFiniteError: no step."""
+        with self.model.codes_released() if self._remakes_codes else nullcontext():
             return self._step(parts, denominator, lr)
-        self.model.release_codes()
-        try:
-            return self._step(parts, denominator, lr)
-        except BaseException:
-            self.model.requantize()
-            raise
 
     def _step(self, parts: Sequence[ScalarPart], denominator: float, lr: float) -> dict[str, float]:
         self.optimizer.zero_grad()

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -109,6 +110,7 @@ class Trainer:
         self.optimizer = Optimizer(model.trained_parameters() if trains else (), config.optimizer, seed=seed)
         self._run_layer = layer_runner(model, config.activation_checkpointing, config.checkpointed_layers)
         self._run_reference_layer = None if reference is None else layer_runner(reference, "none")
+        self._remakes_codes = config.weight_codes == "remade"
         self._kv_amax_2LK: Tensor | None = None
         self._collects_in_training = collect_kv_amax
         self._poisoned = torch.zeros((), dtype=torch.int64, device=self.device)  # tokens, in all forwards of a `train`
@@ -176,7 +178,8 @@ class Trainer:
         that are `remade` come back with the model's `requantize`."""
         assert self._collects_in_training or not collect_kv_amax, "built with collect_kv_amax=False"
         self._kv_amax_2LK = self._unobserved() if collect_kv_amax else None
-        self._release_codes()
+        if self._remakes_codes:
+            self.model.release_codes()
         loss = torch.zeros((), device=self.device)
         for minibatch, denominator in zip(batch.minibatches, batch.loss_denominators, strict=True):
             prepared = [Prepared(on_device(micro_batch, self.device)) for micro_batch in minibatch]
@@ -271,14 +274,9 @@ class Trainer:
         return metrics
 
     def _update(self, objective: _Objective, lr: float) -> dict[str, float]:
-        """One optimizer step; returns its metrics. Codes that it gave back are there again, whatever went wrong."""
-        self._release_codes()
-        try:
+        """One optimizer step; returns its metrics."""
+        with self.model.codes_released() if self._remakes_codes else nullcontext():
             return self._step(objective, lr)
-        except BaseException:
-            if self.config.weight_codes == "remade":
-                self.model.requantize()
-            raise
 
     def _step(self, objective: _Objective, lr: float) -> dict[str, float]:
         self.optimizer.zero_grad()
@@ -300,11 +298,6 @@ class Trainer:
         self.model.requantize()
         metrics["time/requantize"] = time.perf_counter() - started
         return metrics
-
-    def _release_codes(self) -> None:
-        """From here to `requantize` the codes of trained weights are made where they are multiplied."""
-        if self.config.weight_codes == "remade":
-            self.model.release_codes()
 
     def _backward(
         self, objective: _Objective, prepared: Prepared, found: list[str | None] | None = None
