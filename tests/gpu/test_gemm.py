@@ -97,3 +97,20 @@ def test_float8_linear_is_near_the_bf16_one(m: int, k: int, n: int) -> None:
         linear.weight.mul_(0.5)
     linear.requantize()
     assert torch.equal(linear.dgrad_operand().codes.view(torch.uint8), linear.codes.t().contiguous().view(torch.uint8))
+
+
+def test_emulated_both_sides_decode_the_codes_of_each_step() -> None:
+    """A kernel's writes do not move the version counter that the decoded values are kept by."""
+    trainers, engines = (Float8Linear(256, 384, device="cuda", backend="emulated") for _ in range(2))
+    engines.drop_weight()
+    engines.codes, engines.scale = trainers.codes, trainers.scale
+    x, outputs = randn(40, 256), []
+    for step in range(3):
+        with torch.no_grad():
+            assert trainers.weight is not None
+            trainers.weight.copy_(randn(384, 256, seed=1 + step))
+        trainers.requantize()
+        outputs.append(trainers(x))
+        assert torch.equal(outputs[-1], engines(x))
+        assert relative_error(outputs[-1], torch.nn.functional.linear(x, trainers.weight)) < 0.06
+    assert not torch.equal(outputs[0], outputs[1])
