@@ -7,12 +7,17 @@ its capture; `seconds` adds it up, and the engine reports it.
 
 All graphs share one memory pool: they never run at the same time, and what one leaves behind, only its output, is
 copied away before the next one runs.
+
+A capture is spoilt by CUDA calls that can't be recorded. Those of other threads (a reward's own model) are let by; and
+Python collects no garbage meanwhile, which may hold the graphs of an engine given up: to free one is such a call.
 """
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -80,11 +85,22 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         # Not torch.cuda.graph, which collects garbage and empties the allocator first.
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool)
+        with _garbage_kept(), torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 output = self._decode(*key, cache)
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
         return _Captured(graph, output)
+
+
+@contextmanager
+def _garbage_kept() -> Iterator[None]:
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
