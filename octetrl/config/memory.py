@@ -7,7 +7,8 @@ BF16), c of an operand of wgrad (1 + 4/128 in FP8: codes and scales; else b). Al
     FP8 copies      (1 + 4 / 128^2) P8                  codes and one float32 scale a 128x128 block, shared as well
                     + 1 P8                              the transposed codes of dgrad, where training is FP8;
                                                         `weight_codes: remade`: none, and no codes in an update
-                    + 8 P8                              emulated only: the codes' values in float64
+                    + 8 P8 + 8 P8                       emulated, instead: the codes' values in float64, on each side;
+                                                        `remade`: on the engine's alone
     gradients       4 P                                 summed in float32
     optimizer       s P + 4 P                           two moments, s = 8, 4 or 2 + 2/128; the float32 master, unless
                                                         `stochastic_rounding`. `offload`: two pieces of 2^24 elements
@@ -232,8 +233,11 @@ def _fp8_parts(
     remakes = recipe.trainer.weight_codes == "remade"
     copies = _fp8_copies(spec, precisions, emulated=emulated, backward=not remakes)
     given_back = _elements(spec, precisions.fp8_train) if remakes else 0
+    how = "what is not remade of codes and scales" if remakes else "codes, transposed codes and scales"
+    if emulated:
+        copies += 0 if remakes else 8 * _elements(spec, set(precisions.fp8_rollout) & set(precisions.fp8_train))
+        how = "codes, scales and the codes' values, for each side, in float64"
     if copies:
-        how = "what is not remade of codes and scales" if remakes else "codes, transposed codes and scales"
         yield MemoryPart("FP8 copies", copies - given_back, how)
     if given_back:
         when: When = "always" if has_critic else "generating"
@@ -241,7 +245,7 @@ def _fp8_parts(
 
 
 def _fp8_copies(spec: ModelSpec, precisions: Precisions, *, emulated: bool, backward: bool) -> int:
-    """`backward`: with the transposed codes that one keeps."""
+    """Of one side. `backward`: with the transposed codes that one keeps."""
     either = _elements(spec, set(precisions.fp8_rollout) | set(precisions.fp8_train))
     codes_and_scales = either + 4 * (either // 128**2)
     if emulated:
