@@ -233,11 +233,9 @@ def _fp8_parts(
     remakes = recipe.trainer.weight_codes == "remade"
     copies = _fp8_copies(spec, precisions, emulated=emulated, backward=not remakes)
     given_back = _elements(spec, precisions.fp8_train) if remakes else 0
-    how = "what is not remade of codes and scales" if remakes else "codes, transposed codes and scales"
-    if emulated:
-        copies += 0 if remakes else 8 * _elements(spec, set(precisions.fp8_rollout) & set(precisions.fp8_train))
-        how = "codes, scales and the codes' values, for each side, in float64"
     if copies:
+        how = "what is not remade of codes and scales" if remakes else "codes, transposed codes and scales"
+        how = "codes, scales, and the codes' values in float64" if emulated else how
         yield MemoryPart("FP8 copies", copies - given_back, how)
     if given_back:
         when: When = "always" if has_critic else "generating"
@@ -245,12 +243,13 @@ def _fp8_parts(
 
 
 def _fp8_copies(spec: ModelSpec, precisions: Precisions, *, emulated: bool, backward: bool) -> int:
-    """Of one side. `backward`: with the transposed codes that one keeps."""
-    either = _elements(spec, set(precisions.fp8_rollout) | set(precisions.fp8_train))
+    """`backward`: with what an update keeps, transposed codes or, emulated, values of the trainer's own."""
+    rollout, train = set(precisions.fp8_rollout), set(precisions.fp8_train)
+    either = _elements(spec, rollout | train)
     codes_and_scales = either + 4 * (either // 128**2)
     if emulated:
-        return codes_and_scales + 8 * either
-    return codes_and_scales + (_elements(spec, precisions.fp8_train) if backward else 0)
+        return codes_and_scales + 8 * (either + (_elements(spec, rollout & train) if backward else 0))
+    return codes_and_scales + (_elements(spec, train) if backward else 0)
 
 
 def _optimizer(recipe: Recipe, trained: int, weight_bytes: int, on_gpu: bool) -> MemoryPart:
