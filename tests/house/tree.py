@@ -23,7 +23,9 @@ def text_files() -> list[str]:
     folders = ("docs", "recipes", ".ci", *CODE)
     inside = (path for folder in folders for path in (REPO / folder).rglob("*") if path.is_file())
     kinds = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".sh", ".json", ""}
-    kept = [path for path in (*REPO.iterdir(), *inside) if path.is_file() and path.suffix in kinds]
+    kept = [
+        path for path in (*REPO.iterdir(), *inside) if path.is_file() and path.suffix in kinds and path.name != ".git"
+    ]
     return sorted(str(path.relative_to(REPO)) for path in kept if "__pycache__" not in path.parts)
 
 
