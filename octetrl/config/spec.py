@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+SUPPORTED_HEAD_SIZES = (16, 32, 64, 128, 256)  # the attention kernels assert it, `models/families.py` refuses by it
+
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:

@@ -23,7 +23,6 @@ from octetrl.config.spec import ModelSpec
 from octetrl.config.validate_environment import environment_problems
 from octetrl.config.validate_sandbox import sandbox_problems
 
-FP8_KV_HEAD_SIZES = (16, 32, 64, 128, 256)
 _WITHOUT_KL = {
     "sft": "has no reference policy",
     "rft": "has no reference policy",
@@ -355,12 +354,6 @@ def spec_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
             f" lower it to {spec.max_positions}"
         )
         yield Problem(("model.context_length",), text)
-    if fp8.kv_cache != "none" and spec.head_size not in FP8_KV_HEAD_SIZES:
-        text = (
-            f"fp8.kv_cache: '{fp8.kv_cache}' needs a head size of {', '.join(map(str, FP8_KV_HEAD_SIZES))};"
-            f" this model has {spec.head_size}; use fp8.kv_cache: none"
-        )
-        yield Problem(("fp8.kv_cache",), text)
     checkpointed = recipe.trainer.checkpointed_layers
     if checkpointed is not None and checkpointed > spec.num_layers:
         text = (

@@ -50,7 +50,8 @@ _SMALLEST_SAFE_M = 32
 
 
 class Backend(NamedTuple):
-    """One way to run the three GEMMs; each takes Quantized operands and an output dtype."""
+    """One way to run the three GEMMs; each takes Quantized operands and an output dtype, and returns a contiguous
+    tensor."""
 
     nt: Callable[[Quantized, Quantized, torch.dtype], Tensor]
     dgrad: Callable[[Quantized, Quantized, torch.dtype], Tensor]
@@ -184,7 +185,7 @@ def _scaled_mm_nt(x: Quantized, w: Quantized, out_dtype: torch.dtype) -> Tensor:
         recipe.BlockWise128x128,
         output_dtype=torch.bfloat16,
     )
-    return y_MN[:rows, :columns].to(out_dtype)
+    return _without_padding(y_MN, rows, columns, out_dtype)
 
 
 def _scaled_mm_wgrad(dy_tokens: Quantized, x_tokens: Quantized, out_dtype: torch.dtype) -> Tensor:
@@ -202,11 +203,16 @@ def _scaled_mm_wgrad(dy_tokens: Quantized, x_tokens: Quantized, out_dtype: torch
         recipe.BlockWise1x128,
         output_dtype=torch.bfloat16,
     )
-    return dw_NK[:rows, :columns].to(out_dtype)
+    return _without_padding(dw_NK, rows, columns, out_dtype)
 
 
 def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
+
+
+def _without_padding(y_MN: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """The first rows and columns, contiguous as every back-end's result is: copied only if columns were padded."""
+    return y_MN[:rows, :columns].to(dtype).contiguous()
 
 
 def _padded_codes(codes: Tensor, rows: int, columns: int) -> Tensor:

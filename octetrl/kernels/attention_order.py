@@ -60,7 +60,6 @@ from octetrl.fp8.format import E4M3, decode_e4m3
 KV_TILE = 128
 CLASSES = tl.constexpr(16)  # of keys of a tile, whose weights are summed apart
 LOG2E = 1.4426950408889634
-SUPPORTED_HEAD_SIZES = (16, 32, 64, 128, 256)
 KVMode = Literal["none", "calibrated", "dynamic"]
 
 MODE_NUMBER: dict[KVMode, int] = {"none": 0, "calibrated": 1, "dynamic": 2}

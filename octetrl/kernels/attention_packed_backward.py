@@ -37,7 +37,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from octetrl.kernels.attention_order import LOG2E, MODE_NUMBER, SUPPORTED_HEAD_SIZES, mode_of
+from octetrl.config.spec import SUPPORTED_HEAD_SIZES
+from octetrl.kernels.attention_order import LOG2E, MODE_NUMBER, mode_of
 from octetrl.kernels.kv_store import ReplayedKV
 
 SEARCH = tl.constexpr(128)  # sequences compared at a time when a program looks for its own

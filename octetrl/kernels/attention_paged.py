@@ -37,6 +37,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from octetrl.config.spec import SUPPORTED_HEAD_SIZES
 from octetrl.fp8.format import BLOCK, E4M3
 from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.attention_order import (
@@ -44,7 +45,6 @@ from octetrl.kernels.attention_order import (
     KV_TILE,
     LOG2E,
     MODE_NUMBER,
-    SUPPORTED_HEAD_SIZES,
     TRITON_DTYPE,
     KVRows,
     Piece,

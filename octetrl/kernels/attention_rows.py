@@ -24,12 +24,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octetrl.config.spec import SUPPORTED_HEAD_SIZES
 from octetrl.kernels.attention_order import (
     CLASSES,
     KV_TILE,
     LOG2E,
     MODE_NUMBER,
-    SUPPORTED_HEAD_SIZES,
     TRITON_DTYPE,
     load_pages,
     mode_of,

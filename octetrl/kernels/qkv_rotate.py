@@ -30,8 +30,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octetrl.config.spec import SUPPORTED_HEAD_SIZES
 from octetrl.fp8.format import E4M3
-from octetrl.kernels.attention_order import MODE_NUMBER, SUPPORTED_HEAD_SIZES, KVMode, operand_dtype
+from octetrl.kernels.attention_order import MODE_NUMBER, KVMode, operand_dtype
 from octetrl.kernels.kv_store import ReplayedKV, kv_replay_reference
 from octetrl.kernels.qkv_store import _normed
 from octetrl.kernels.quantize_activation import block_scale, magnitude_bits

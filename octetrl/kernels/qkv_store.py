@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octetrl.config.spec import SUPPORTED_HEAD_SIZES
 from octetrl.fp8.format import E4M3
 from octetrl.kernels.attention_order import MODE_NUMBER, mode_of
 from octetrl.kernels.kv_store import _quantize_heads, by_key, kv_store_reference, scale_in_use
@@ -193,6 +194,7 @@ def qkv_store_triton(
     """The kernel's launcher."""
     num_tokens, (kv_heads, page_size, size) = qkv_TX.shape[0], k_cache.shape[1:]
     num_heads = qkv_TX.shape[1] // size - 2 * kv_heads
+    assert size in SUPPORTED_HEAD_SIZES, f"head size {size} is not one of {SUPPORTED_HEAD_SIZES}"
     k_mode = mode_of(scale_in_use(k_cache, k_scale_K, k_token_scale))
     v_mode = mode_of(scale_in_use(v_cache, v_scale_K, v_token_scale))
     token_scales = [scale for scale in (k_token_scale, v_token_scale) if scale is not None]

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from octetrl.config.errors import UserError, nearest
-from octetrl.config.spec import ModelSpec, RopeScaling
+from octetrl.config.spec import SUPPORTED_HEAD_SIZES, ModelSpec, RopeScaling
 
 FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 CAUSAL, SCALAR = "ForCausalLM", "ForSequenceClassification"  # what an architecture's name ends with
@@ -125,8 +125,12 @@ def spec_from_config(config: Mapping[str, Any], *, scalar: bool = False) -> Mode
             f"num_attention_heads {spec.num_heads} is no multiple of num_key_value_heads {spec.num_kv_heads};"
             f" correct the config"
         )
-    if spec.head_size % 2:
-        raise UserError(f"head_dim {spec.head_size} is odd, rotary embedding needs pairs; correct the config")
+    if spec.head_size not in SUPPORTED_HEAD_SIZES:
+        sizes = ", ".join(map(str, SUPPORTED_HEAD_SIZES))
+        raise UserError(
+            f"head size {spec.head_size} (head_dim, or hidden_size / num_attention_heads) is not supported,"
+            f" only {sizes} are; use another model"
+        )
     return spec
 
 

@@ -372,7 +372,7 @@ def _dgrad(linear: Projection, dy: _Input) -> Tensor:
     with part("gemm_dgrad"):
         if isinstance(linear, Float8Linear):
             assert isinstance(dy.rows, Quantized)
-            dx_TK = fp8_gemm_dgrad(dy.rows, linear.dgrad_operand(), linear.backend).contiguous()  # a slice if padded
+            dx_TK = fp8_gemm_dgrad(dy.rows, linear.dgrad_operand(), linear.backend)
         else:
             assert isinstance(dy.rows, Tensor)
             dx_TK = dy.rows @ linear.weight

@@ -128,6 +128,19 @@ def test_twenty_steps_repeat_their_bits_and_no_step_has_a_mismatch(family: str, 
     assert runs[0].metrics[0]["entropy"] != runs[0].metrics[-1]["entropy"], "nothing was learnt"
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp8_full"])
+@pytest.mark.parametrize(
+    "widths",
+    [{"intermediate_size": 4000}, {"hidden_size": 576, "num_heads": 9, "num_kv_heads": 3, "intermediate_size": 1536}],
+    ids=["intermediate 4000", "hidden 576"],
+)
+@pytest.mark.parametrize("checkpointing", ["none", "layer"])
+def test_widths_that_are_no_multiple_of_128(widths: dict[str, int], precision: str, checkpointing: str) -> None:
+    spec = replace(SMALL["qwen3"], **widths)
+    config = {"activation_checkpointing": checkpointing, "tokens_per_micro_batch": 1024}
+    assert_equal_in_every_step(short_run(spec, precision, "cuda", 3, **config))
+
+
 def test_codes_made_anew_in_training_are_the_engines() -> None:
     config = {"activation_checkpointing": "layer", "tokens_per_micro_batch": 1024, "minibatches": 2, "releases": True}
     kept, remade = (

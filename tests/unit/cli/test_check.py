@@ -157,13 +157,30 @@ def test_a_gpu_that_is_not_here_leaves_the_cache_open(folder: Path, capsys: pyte
 
 
 def test_everything_that_is_wrong_is_told_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_config(folder, head_dim=48)
+    write_config(folder, intermediate_size=200)
     code, _, err = check(capsys, "model.tokenizer=gone", "environment.dataset=gone.jsonl", "fp8.ignore=['*.nothing']")
     assert code == 2
     first, *lines = err.splitlines()
     assert first == "octetrl: r.yaml: 5 problems"
-    for said in ("gone.jsonl", "model.tokenizer", "head size", "1024 positions", "'*.nothing' matches no linear"):
+    for said in (
+        "gone.jsonl",
+        "model.tokenizer",
+        "intermediate size is 200",
+        "1024 positions",
+        "'*.nothing' matches no linear",
+    ):
         assert any(said in line for line in lines), said
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8_full"])
+def test_a_head_size_without_kernels_is_refused_for_every_device(
+    precision: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_config(folder, head_dim=96)
+    for device in ((), ("--memory-gib", "80")):
+        code, _, err = check(capsys, f"precision={precision}", *device)
+        assert code == 2 and err.count("\n") == 1
+        assert "config.json: head size 96" in err and "only 16, 32, 64, 128, 256 are" in err
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,9 @@ def test_hf_config_round_trips(config: dict[str, Any]) -> None:
         ({"vocab_size": None}, "'vocab_size' is None"),
         ({"hidden_size": "1024"}, "'hidden_size' is '1024'"),
         ({"num_key_value_heads": 7}, "no multiple"),
-        ({"head_dim": 127}, "odd"),
+        ({"head_dim": 127}, "head size 127"),
+        ({"head_dim": 96}, r"head size 96 .*only 16, 32, 64, 128, 256 are"),
+        ({"architectures": ["LlamaForCausalLM"], "head_dim": None, "hidden_size": 1280}, "head size 80"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
     ],
 )
