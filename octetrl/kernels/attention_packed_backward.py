@@ -371,8 +371,7 @@ def launch_dkdv(operands: Operands, tile: Tile) -> tuple[Tensor, Tensor]:
     by_key = (_descriptor(x, tile.keys) for x in (k, operands.v_TKD))
     by_row = TensorDescriptor(rows, list(rows.shape), [rows.stride(0), 1], [1, tile.queries])
     _dkdv_kernel[(k.shape[1], operands.items(tile.keys))](
-        *by_query, by_row, *by_key, dk_TKD, dv_TKD, *operands.tables,
-        **operands.shape, **tile.launch,
+        *by_query, by_row, *by_key, dk_TKD, dv_TKD, *operands.tables, **operands.shape, **tile.launch,
     )  # fmt: skip
     return dk_TKD, dv_TKD
 
