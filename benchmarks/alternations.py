@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.record import RESULTS, need_hopper, write_result
+from octetrl.bench.rollout import Arm, Bench, build_arm, find_model, first_token, give_memory_back
+from octetrl.bench.workload import Shape, fixed_lengths
 from octetrl.config.load import PRECISIONS
 from octetrl.config.presets import PRESETS
 from octetrl.records import GenerationRequest
-from octetrl.run.bench_rollout import Arm, Bench, build_arm, find_model, first_token, give_memory_back
-from octetrl.run.bench_workload import Shape, fixed_lengths
 
 ANSWERS = Shape(64, 100, 32)
 STAND_IN = 0.5  # of the free memory

@@ -23,7 +23,7 @@ from torch.optim.adamw import adamw as torch_adamw
 from triton.testing import do_bench
 
 from benchmarks.record import RESULTS, write_result
-from octetrl.kernels.adamw import AdamScalars, Moment, adamw, adamw_reference
+from octetrl.kernels.optimizer.adamw import AdamScalars, Moment, adamw, adamw_reference
 from octetrl.trainer.optimizer_states import StateFormat, zero_moment
 
 FLOOR = 4.3  # TB/s

@@ -36,12 +36,12 @@ from triton.testing import do_bench_cudagraph
 from benchmarks.record import RESULTS, need_hopper, write_result
 from octetrl.fp8.format import E4M3
 from octetrl.fp8.quantize import Quantized
-from octetrl.kernels.attention_order import KVMode
-from octetrl.kernels.attention_packed import attention_packed, attention_packed_forward
-from octetrl.kernels.attention_packed_backward import attention_packed_backward_triton
-from octetrl.kernels.attention_paged import DecodeTile, attention_decode_triton, attention_paged
-from octetrl.kernels.kv_store import kv_replay, kv_store, v_pages_shape
-from octetrl.kernels.quantize_activation import quantize_activation
+from octetrl.kernels.attention.attention_order import KVMode
+from octetrl.kernels.attention.attention_packed import attention_packed, attention_packed_forward
+from octetrl.kernels.attention.attention_packed_backward import attention_packed_backward_triton
+from octetrl.kernels.attention.attention_paged import DecodeTile, attention_decode_triton, attention_paged
+from octetrl.kernels.attention.kv_store import kv_replay, kv_store, v_pages_shape
+from octetrl.kernels.quantize.quantize_activation import quantize_activation
 
 HEADS, KV_HEADS, HEAD_SIZE, PAGE_SIZE = 32, 8, 128, 128
 SCALE = HEAD_SIZE**-0.5

@@ -31,9 +31,9 @@ from torch import Tensor
 from triton.testing import do_bench
 
 from benchmarks.record import RESULTS, need_hopper, write_result
-from octetrl.kernels.attention_order import KVMode
-from octetrl.kernels.attention_packed import attention_packed_forward_triton
-from octetrl.kernels.attention_packed_backward import (
+from octetrl.kernels.attention.attention_order import KVMode
+from octetrl.kernels.attention.attention_packed import attention_packed_forward_triton
+from octetrl.kernels.attention.attention_packed_backward import (
     BackwardTiles,
     Tile,
     attention_packed_backward_triton,
@@ -42,7 +42,7 @@ from octetrl.kernels.attention_packed_backward import (
     launch_dq,
     operands_of,
 )
-from octetrl.kernels.kv_store import ReplayedKV, kv_replay
+from octetrl.kernels.attention.kv_store import ReplayedKV, kv_replay
 
 HEADS, KV_HEADS, HEAD_SIZE = 32, 8, 128
 CACHES: dict[str, tuple[KVMode, bool]] = {  # kv_mode, and whether K is quantised too

@@ -25,16 +25,16 @@ from triton.testing import do_bench_cudagraph
 
 from benchmarks.record import RESULTS, need_hopper, write_result
 from octetrl.fp8.format import E4M3
-from octetrl.kernels import qkv_store as qkv_module
-from octetrl.kernels import silu_mul_quantize as silu_module
-from octetrl.kernels.add_rms_norm import add_rms_norm
-from octetrl.kernels.kv_store import kv_store, v_pages_shape
-from octetrl.kernels.qkv_store import qkv_store
-from octetrl.kernels.quantize_activation import quantize_activation
-from octetrl.kernels.rms_norm import rms_norm
-from octetrl.kernels.rope import rope
-from octetrl.kernels.silu_mul import silu_mul
-from octetrl.kernels.silu_mul_quantize import silu_mul_quantize
+from octetrl.kernels.attention import qkv_store as qkv_module
+from octetrl.kernels.attention.kv_store import kv_store, v_pages_shape
+from octetrl.kernels.attention.qkv_store import qkv_store
+from octetrl.kernels.quantize.quantize_activation import quantize_activation
+from octetrl.kernels.rows import silu_mul_quantize as silu_module
+from octetrl.kernels.rows.add_rms_norm import add_rms_norm
+from octetrl.kernels.rows.rms_norm import rms_norm
+from octetrl.kernels.rows.rope import rope
+from octetrl.kernels.rows.silu_mul import silu_mul
+from octetrl.kernels.rows.silu_mul_quantize import silu_mul_quantize
 from octetrl.layers.rotary import RotaryTable
 
 EPS, PAGE_SIZE, POSITIONS = 1e-6, 128, 8192

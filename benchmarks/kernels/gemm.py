@@ -36,8 +36,8 @@ from benchmarks.record import RESULTS, need_hopper, write_result
 from octetrl.config.presets import PRESETS, preset_config
 from octetrl.fp8.gemm import fp8_gemm_nt
 from octetrl.fp8.quantize import Quantized
-from octetrl.kernels.bf16_gemm import bf16_gemm, bf16_gemm_triton, straight_config
-from octetrl.kernels.fp8_gemm import (
+from octetrl.kernels.gemm.bf16_gemm import bf16_gemm, bf16_gemm_triton, straight_config
+from octetrl.kernels.gemm.fp8_gemm import (
     SCALED_MM,
     SMALLEST_SCALED_MM,
     TABLE,
@@ -48,8 +48,8 @@ from octetrl.kernels.fp8_gemm import (
     run_config,
     table_text,
 )
-from octetrl.kernels.quantize_activation import quantize_activation
-from octetrl.kernels.quantize_weight import quantize_weight
+from octetrl.kernels.quantize.quantize_activation import quantize_activation
+from octetrl.kernels.quantize.quantize_weight import quantize_weight
 
 MODELS = [name for name in PRESETS if name != "tiny"]
 SIZES = "1,8,16,32,64,128,192,256"

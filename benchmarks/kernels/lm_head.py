@@ -27,9 +27,9 @@ from torch import Tensor
 
 from benchmarks.record import RESULTS, need_hopper, write_result
 from octetrl.fp8.errors import relative_error
-from octetrl.kernels import linear_logprobs_backward as module
-from octetrl.kernels.linear_logprobs import linear_logprobs, lm_head_logits, logprobs_of, statistics_triton
-from octetrl.kernels.linear_logprobs_backward import add_product, logits_gradient
+from octetrl.kernels.gemm import linear_logprobs_backward as module
+from octetrl.kernels.gemm.linear_logprobs import linear_logprobs, lm_head_logits, logprobs_of, statistics_triton
+from octetrl.kernels.gemm.linear_logprobs_backward import add_product, logits_gradient
 
 HIDDEN = 4096
 VOCABULARIES = (151_936, 128_256)

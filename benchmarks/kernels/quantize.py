@@ -37,16 +37,16 @@ from octetrl.fp8.quantize import (
     quantize_tokens_reference,
     quantize_weight_reference,
 )
-from octetrl.kernels import quantize_both as both_module
-from octetrl.kernels import quantize_tokens as tokens_module
-from octetrl.kernels import quantize_weight as weight_module
-from octetrl.kernels import silu_mul_backward_quantize as silu_module
-from octetrl.kernels.quantize_activation import quantize_activation
-from octetrl.kernels.quantize_both import quantize_both
-from octetrl.kernels.quantize_tokens import quantize_tokens
-from octetrl.kernels.quantize_weight import quantize_weight
-from octetrl.kernels.silu_mul import silu_mul_backward_triton, silu_mul_triton
-from octetrl.kernels.silu_mul_backward_quantize import silu_mul_backward_quantize
+from octetrl.kernels.quantize import quantize_both as both_module
+from octetrl.kernels.quantize import quantize_tokens as tokens_module
+from octetrl.kernels.quantize import quantize_weight as weight_module
+from octetrl.kernels.quantize.quantize_activation import quantize_activation
+from octetrl.kernels.quantize.quantize_both import quantize_both
+from octetrl.kernels.quantize.quantize_tokens import quantize_tokens
+from octetrl.kernels.quantize.quantize_weight import quantize_weight
+from octetrl.kernels.rows import silu_mul_backward_quantize as silu_module
+from octetrl.kernels.rows.silu_mul import silu_mul_backward_triton, silu_mul_triton
+from octetrl.kernels.rows.silu_mul_backward_quantize import silu_mul_backward_quantize
 
 TOKENS = 16_384
 WIDTHS = (4096, 6144, 12288, 24576)

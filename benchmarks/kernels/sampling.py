@@ -23,10 +23,10 @@ from rich.table import Table
 from torch import Tensor
 from triton.testing import do_bench_cudagraph
 
-import octetrl.kernels.sample_tokens as tiles
+import octetrl.kernels.rows.sample_tokens as tiles
 from benchmarks.record import RESULTS, need_hopper, write_result
-from octetrl.kernels.linear_logprobs import LOGIT_ROWS, lm_head_logits, logprobs_alone, logprobs_of
-from octetrl.kernels.sample_tokens import sample_tokens, sample_tokens_reference
+from octetrl.kernels.gemm.linear_logprobs import LOGIT_ROWS, lm_head_logits, logprobs_alone, logprobs_of
+from octetrl.kernels.rows.sample_tokens import sample_tokens, sample_tokens_reference
 
 VOCAB, HIDDEN = 151_936, 4096
 BATCHES = (16, 64, 128, 256)

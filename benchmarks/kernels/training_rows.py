@@ -25,17 +25,17 @@ from torch import Tensor
 from triton.testing import do_bench_cudagraph
 
 from benchmarks.record import RESULTS, need_hopper, write_result
-from octetrl.kernels import qkv_rotate as rotate_module
-from octetrl.kernels import qkv_rotate_backward as rotate_back_module
-from octetrl.kernels import rms_norm_backward as norm_module
-from octetrl.kernels.add_gradient import add_gradient
-from octetrl.kernels.attention_order import KVMode
-from octetrl.kernels.kv_store import kv_replay
-from octetrl.kernels.qkv_rotate import qkv_rotate
-from octetrl.kernels.qkv_rotate_backward import qkv_rotate_backward
-from octetrl.kernels.rms_norm import rms_norm
-from octetrl.kernels.rms_norm_backward import rms_norm_backward, rms_norm_backward_reference
-from octetrl.kernels.rope import rope, rope_triton
+from octetrl.kernels.attention import qkv_rotate as rotate_module
+from octetrl.kernels.attention import qkv_rotate_backward as rotate_back_module
+from octetrl.kernels.attention.attention_order import KVMode
+from octetrl.kernels.attention.kv_store import kv_replay
+from octetrl.kernels.attention.qkv_rotate import qkv_rotate
+from octetrl.kernels.attention.qkv_rotate_backward import qkv_rotate_backward
+from octetrl.kernels.optimizer.add_gradient import add_gradient
+from octetrl.kernels.rows import rms_norm_backward as norm_module
+from octetrl.kernels.rows.rms_norm import rms_norm
+from octetrl.kernels.rows.rms_norm_backward import rms_norm_backward, rms_norm_backward_reference
+from octetrl.kernels.rows.rope import rope, rope_triton
 from octetrl.layers.attention import observe_amax
 from octetrl.layers.rotary import Rotary, RotaryTable
 

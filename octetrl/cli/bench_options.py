@@ -18,7 +18,7 @@ from octetrl.config.schema import Numerics, TrainerConfig
 if TYPE_CHECKING:
     import torch
 
-    from octetrl.run.bench_rollout import BenchModel, Row
+    from octetrl.bench.rollout import BenchModel, Row
 
 RESULTS = Path("benchmarks/results")
 TABLE_WIDTH = 150
@@ -126,7 +126,7 @@ def device_of(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
 
 
 def model_of(model: str | None, layers: int | None, *, on_gpu: bool) -> BenchModel:
-    from octetrl.run.bench_rollout import find_model
+    from octetrl.bench.rollout import find_model
 
     if model == "":  # which a path would take for the folder we are in
         raise UserError(f"--model: '' names nothing; give one of {', '.join(PRESETS)}, or a folder with a config.json")

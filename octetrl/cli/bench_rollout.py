@@ -9,6 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from octetrl.bench.workload import (
+    Shape,
+    Workload,
+    check_positions,
+    fixed_lengths,
+    lognormal_lengths,
+    recorded_lengths,
+)
 from octetrl.cli.bench_options import (
     TABLE_WIDTH,
     Device,
@@ -31,17 +39,9 @@ from octetrl.cli.bench_options import (
 )
 from octetrl.config.errors import UserError
 from octetrl.config.schema import EngineConfig
-from octetrl.run.bench_workload import (
-    Shape,
-    Workload,
-    check_positions,
-    fixed_lengths,
-    lognormal_lengths,
-    recorded_lengths,
-)
 
 if TYPE_CHECKING:
-    from octetrl.run.bench_rollout import Bench, BenchModel, Row, Turn
+    from octetrl.bench.rollout import Bench, BenchModel, Row, Turn
 
 ON_GPU, ON_CPU = (Shape(128, 512, 4096), Shape(256, 512, 1024)), (Shape(8, 16, 32),)  # of the first, what is not given
 DRAWN = ("fixed", "lognormal")  # --lengths; anything else is a file
@@ -154,7 +154,7 @@ def rollout(
         raise UserError("--workload: says what --requests, --prompt and --answer say; give it, or them")
     _check_lengths(lengths, sigma, hints, said_otherwise=(workload, prompt, answer, group_size) != (None,) * 4)
     shapes = _shapes(workload or ())
-    from octetrl.run.bench_rollout import Bench
+    from octetrl.bench.rollout import Bench
 
     chosen = device_of(device)
     on_gpu = chosen.type == "cuda"
@@ -183,7 +183,7 @@ def rollout(
 
 
 def _measure(plan: Bench, folder: Path, name: str, profile: bool) -> None:
-    from octetrl.run.bench_rollout import measure, rows_of
+    from octetrl.bench.rollout import measure, rows_of
     from octetrl.telemetry.bench_record import write_result
 
     rows = rows_of(measure(plan, _say))
@@ -196,7 +196,7 @@ def _measure(plan: Bench, folder: Path, name: str, profile: bool) -> None:
     print_table(title, names, columns, rows, LEGEND)
     path = write_result("rollout", name, rows, folder)  # before the profile, which might fail
     if profile:
-        from octetrl.run.bench_profile import profile_rows
+        from octetrl.bench.profile import profile_rows
 
         kernels = profile_rows(plan, typer.echo)
         _print_kernels(kernels)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from octetrl.bench.workload import Shape, Span, Workload, check_positions, uniform_lengths
 from octetrl.cli.bench_options import (
     CODES,
     MASTER,
@@ -39,11 +40,10 @@ from octetrl.cli.bench_options import (
     results_folder,
 )
 from octetrl.cli.bench_train import Tokens, trainer_config
-from octetrl.run.bench_workload import Shape, Span, Workload, check_positions, uniform_lengths
 
 if TYPE_CHECKING:
-    from octetrl.run.bench_rollout import BenchModel
-    from octetrl.run.bench_step import StepBench, StepTurn
+    from octetrl.bench.rollout import BenchModel
+    from octetrl.bench.step import StepBench, StepTurn
 
 ON_GPU, ON_CPU = (64, 8, 512, "2048-4096", 16_384), (2, 2, 8, "4-12", 64)  # prompts, group, prompt, answers, tokens
 MODES = "fused,off,exact"  # of calibration
@@ -138,7 +138,7 @@ def step(
     suffix = result_suffix(name, chosen_numerics)
     modes = () if calibration == "none" else choices("--calibration", calibration, MODES.split(","))
     config = trainer_config(checkpointing, weight_codes, logprob_chunk, optimizer_states, master, offload)
-    from octetrl.run.bench_step import StepBench
+    from octetrl.bench.step import StepBench
 
     chosen = device_of(device)
     on_gpu = chosen.type == "cuda"
@@ -175,8 +175,8 @@ def _workload(model: BenchModel, prompts: int, group: int, prompt: int, answers:
 
 
 def _measure(plan: StepBench, folder: Path, name: str) -> None:
-    from octetrl.run.bench_step import check_memory, measure
-    from octetrl.run.bench_step_rows import calibration_rows, rows_of
+    from octetrl.bench.step import check_memory, measure
+    from octetrl.bench.step_rows import calibration_rows, rows_of
     from octetrl.telemetry.bench_record import write_result
 
     check_checkpointing(plan.trainer, plan.model)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from octetrl.bench.workload import DIGITS, Span
 from octetrl.cli.bench_options import (
     CODES,
     MASTER,
@@ -41,11 +42,10 @@ from octetrl.cli.bench_options import (
 )
 from octetrl.config.errors import UserError
 from octetrl.config.schema import OptimizerConfig, TrainerConfig
-from octetrl.run.bench_workload import DIGITS, Span
 
 if TYPE_CHECKING:
-    from octetrl.run.bench_rollout import Row
-    from octetrl.run.bench_train import TrainBench, TrainTurn
+    from octetrl.bench.rollout import Row
+    from octetrl.bench.train import TrainBench, TrainTurn
 
 ON_GPU, ON_CPU = (16_384, "4096"), (64, "16")  # tokens of a micro-batch, lengths
 COLUMNS = {  # key of a row: heading, format
@@ -130,8 +130,8 @@ def train(
     config = trainer_config(
         checkpointing, weight_codes, logprob_chunk, optimizer_states, master, offload, updates=optimizer
     )
-    from octetrl.run.bench_mix import Mix
-    from octetrl.run.bench_train import TrainBench
+    from octetrl.bench.mix import Mix
+    from octetrl.bench.train import TrainBench
 
     chosen = device_of(device)
     on_gpu = chosen.type == "cuda"
@@ -162,7 +162,7 @@ def train(
 
 
 def _measure(plan: TrainBench, folder: Path, name: str) -> None:
-    from octetrl.run.bench_train import check_memory, measure, profile_rows, rows_of
+    from octetrl.bench.train import check_memory, measure, profile_rows, rows_of
     from octetrl.telemetry.bench_record import write_result
 
     check_checkpointing(plan.trainer, plan.model)

@@ -29,8 +29,8 @@ def doctor(
 ) -> None:
     """Name the first op whose bits differ between engine and trainer; exit code 0 if none does, 1 if one does."""
     resolved = load_recipe(recipe, overrides or [])
-    from octetrl.run.doctor import Examination, Patient
-    from octetrl.run.doctor_findings import examine, lines_of
+    from octetrl.doctor.examine import Examination, Patient
+    from octetrl.doctor.findings import examine, lines_of
 
     patient = Patient(resolved, Examination(prompts, sequences, answer_tokens))
     typer.echo(f"doctor: {patient}")
@@ -42,7 +42,7 @@ def doctor(
         typer.echo(line)
     typer.echo(report.verdict)
     if attribute:
-        from octetrl.run.doctor_attribution import attribute as attribution_of
+        from octetrl.doctor.attribution import attribute as attribution_of
 
         for line in attribution_of(examined).lines():
             typer.echo(line)

@@ -60,7 +60,7 @@ When = Literal["always", "training", "generating"]
 CUDA_CONTEXT = 600_000_000
 STATE_BYTES = {"float32": 8.0, "bfloat16": 4.0, "8bit": 2 + 2 / 128}  # of both moments of a parameter
 OFFLOAD_ELEMENTS = 2 << 24  # on the device at one time: two pieces (trainer/optimizer_offload.py)
-GATHERED_CHUNKS = 4  # whose logits' gradients are multiplied at once (kernels/linear_logprobs_backward.py)
+GATHERED_CHUNKS = 4  # whose logits' gradients are multiplied at once (kernels/gemm/linear_logprobs_backward.py)
 RETURNING = "FP8 codes"  # the part that is remade in an update
 SCALED = 1 + 4 / 128  # bytes of a code with its share of a scale
 

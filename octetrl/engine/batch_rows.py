@@ -22,8 +22,8 @@ from torch import Tensor
 
 from octetrl.engine.request import Sequence
 from octetrl.engine.sampler import sequence_key
-from octetrl.kernels.advance_rows import advance_rows
-from octetrl.kernels.gather_rows import DecodeRows, gather_rows
+from octetrl.kernels.rows.advance_rows import advance_rows
+from octetrl.kernels.rows.gather_rows import DecodeRows, gather_rows
 
 
 class BatchRows:
@@ -32,7 +32,9 @@ class BatchRows:
     def __init__(self, *, max_batch: int, max_tokens: int, page_size: int, device: torch.device) -> None:
         self._device, self._page_size, self._idle = device, page_size, max_batch
         rows = max_batch + 1
-        self._integers_5R = torch.zeros(5, rows, dtype=torch.int64, device=device)  # as kernels/gather_rows.py has them
+        self._integers_5R = torch.zeros(
+            5, rows, dtype=torch.int64, device=device
+        )  # as kernels/rows/gather_rows.py has them
         self._fractions_3R = torch.ones(3, rows, dtype=torch.float32, device=device)
         self._table_RW = torch.zeros(rows, -(-max_tokens // page_size), dtype=torch.int32, device=device)
         self._active_R = torch.full((rows,), max_batch, dtype=torch.int64, device=device)

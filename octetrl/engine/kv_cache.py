@@ -1,7 +1,7 @@
 """The pages of K and V: how large, in what format, how many, and copied where.
 
     K and V      [L, num_pages, ...]: one layer's pages are one contiguous slice of it (`LayerCache`), and what is in
-                 a page, K's rows or V's turned codes, is said in kernels/kv_store.py
+                 a page, K's rows or V's turned codes, is said in kernels/attention/kv_store.py
     calibrated   E4M3 codes and one float32 scale per layer and KV head, in buffers that outlive the pages
     dynamic      E4M3 codes and one float32 scale per token and KV head, [L, num_pages, K, page_size]
     none         the model's dtype; also K's format beside an E4M3 V where the policy says so
@@ -27,7 +27,7 @@ from octetrl.config.spec import ModelSpec
 from octetrl.engine.batch_rows import to_device
 from octetrl.fp8.format import E4M3
 from octetrl.fp8.policy import Format, PrecisionPolicy
-from octetrl.kernels.kv_store import v_pages_shape
+from octetrl.kernels.attention.kv_store import v_pages_shape
 from octetrl.layers.context import LayerCache
 
 

@@ -23,8 +23,8 @@ from octetrl.engine.kv_cache import KVCache
 from octetrl.engine.request import Chunk, Step
 from octetrl.engine.sampler import SamplingRows, sample
 from octetrl.engine.transcript import Batch
-from octetrl.kernels.count_poisoned import count_poisoned
-from octetrl.kernels.linear_logprobs import logprobs_alone
+from octetrl.kernels.gemm.linear_logprobs import logprobs_alone
+from octetrl.kernels.quantize.count_poisoned import count_poisoned
 from octetrl.layers.context import PagedContext
 from octetrl.models.decoder import Decoder
 from octetrl.models.rollout_forward import can_fuse, rollout_forward

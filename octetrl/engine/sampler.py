@@ -2,7 +2,7 @@
 
 Token i of sibling s of a request with seed r is a function of (r, s, i) and of its logits, of nothing else: there is no
 generator whose state others could move. Each vocabulary entry gets a uniform number of its own, a hash of (r, s, i) and
-its id, and an exponential race draws the token (kernels/sample_tokens.py): Gumbel-max without its second log.
+its id, and an exponential race draws the token (kernels/rows/sample_tokens.py): Gumbel-max without its second log.
 
 Any row can be computed alone, on any device. p is the softmax of logits / temperature; top-k, top-p and min-p set
 entries to 0 and need no renormalising. They apply in that order: the k likeliest; of these, renormalised, the fewest
@@ -25,8 +25,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octetrl.kernels.gather_rows import DecodeRows
-from octetrl.kernels.sample_tokens import GOLDEN, greedy_tokens, sample_tokens, sample_tokens_reference
+from octetrl.kernels.rows.gather_rows import DecodeRows
+from octetrl.kernels.rows.sample_tokens import GOLDEN, greedy_tokens, sample_tokens, sample_tokens_reference
 
 _MASK64 = (1 << 64) - 1
 

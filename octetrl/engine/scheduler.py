@@ -19,7 +19,7 @@ again when its turn comes; a sequence left alone drops its own group's prefix. P
 read, since the tokens have to be known. All running sequences are older than all waiting ones, so the eldest always
 goes on: nobody starves, and nothing is computed twice for a newcomer's sake.
 
-What a sequence generates depends on none of this (sampler.py, kernels/attention_order.py).
+What a sequence generates depends on none of this (sampler.py, kernels/attention/attention_order.py).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octetrl.kernels.quantize_activation import e4m3_byte
+from octetrl.kernels.quantize.quantize_activation import e4m3_byte
 
 
 @triton.jit

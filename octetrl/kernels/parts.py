@@ -1,6 +1,6 @@
 """What the kernels of a training step are for, told to a profiler that listens: `with part("gemm_wgrad"): ...`.
 
-cuBLAS's names do not tell a forward GEMM from a gradient's. run/bench_parts.py reads these ranges from a trace. Without
+cuBLAS's names do not tell a forward GEMM from a gradient's. bench/parts.py reads these ranges from a trace. Without
 a profiler they cost a function call; a range itself costs ten microseconds, which small models would feel.
 """
 

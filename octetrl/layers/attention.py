@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from octetrl.config.spec import ModelSpec
-from octetrl.kernels.attention_packed import attention_packed
-from octetrl.kernels.attention_paged import attention_paged
-from octetrl.kernels.kv_store import kv_store
-from octetrl.kernels.rope import rope
+from octetrl.kernels.attention.attention_packed import attention_packed
+from octetrl.kernels.attention.attention_paged import attention_paged
+from octetrl.kernels.attention.kv_store import kv_store
+from octetrl.kernels.rows.rope import rope
 from octetrl.layers.context import Context, LayerCache, PackedContext, PagedContext
 from octetrl.layers.linear import Projection
 from octetrl.layers.norm import RMSNorm

@@ -34,7 +34,7 @@ class PackedContext:
 @dataclass(frozen=True, slots=True)
 class LayerCache:
     """One layer's pages, in BF16, float32 or E4M3. K: [num_pages, K, page_size, D]; V too, but turned where it is E4M3:
-    [num_pages, K, D, page_size] (kernels/kv_store.py)."""
+    [num_pages, K, D, page_size] (kernels/attention/kv_store.py)."""
 
     k: Tensor
     v: Tensor

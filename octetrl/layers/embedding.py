@@ -1,7 +1,7 @@
 """Token embedding: a row of a matrix for each token.
 
 Its gradient adds up the rows of equal tokens, in float32 and in one order, and rounds once
-(kernels/embedding_gradient.py).
+(kernels/rows/embedding_gradient.py).
 
 T tokens, V vocabulary, E hidden size.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octetrl.kernels.embedding_gradient import embedding_gradient
+from octetrl.kernels.rows.embedding_gradient import embedding_gradient
 
 
 class _Embed(torch.autograd.Function):

@@ -57,9 +57,9 @@ from torch import Tensor, nn
 from octetrl.fp8.format import BLOCK, E4M3, decode_e4m3
 from octetrl.fp8.gemm import BackendName, fp8_gemm_dgrad, fp8_gemm_nt, fp8_gemm_wgrad, transposed
 from octetrl.fp8.quantize import Quantized, quantize_activation_values, quantize_tokens_values, row_chunks
-from octetrl.kernels.quantize_activation import quantize_activation
-from octetrl.kernels.quantize_tokens import quantize_tokens
-from octetrl.kernels.quantize_weight import quantize_weight, quantize_weight_transposed
+from octetrl.kernels.quantize.quantize_activation import quantize_activation
+from octetrl.kernels.quantize.quantize_tokens import quantize_tokens
+from octetrl.kernels.quantize.quantize_weight import quantize_weight, quantize_weight_transposed
 from octetrl.layers.lora import LoraAdapter
 
 GIVEN_BACK = "the codes were given back for an update: requantize() brings them back"
@@ -190,7 +190,7 @@ class Float8Linear(nn.Module):
     @torch.no_grad()
     def requantize(self, name: str = "weight", *, check: bool = True) -> None:
         """Quantises `weight` into `codes` and `scale`, in place. Raises ValueError, naming `name`, if it is
-        not finite; `check=False` leaves that to the caller (kernels/quantize_weight.py: `check_scales`).
+        not finite; `check=False` leaves that to the caller (kernels/quantize/quantize_weight.py: `check_scales`).
         """
         assert self.weight is not None, "an engine's copy has no weight to quantise"
         if not self.has_codes:

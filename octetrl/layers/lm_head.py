@@ -1,6 +1,6 @@
 """The output matrix of a model whose embeddings are not tied.
 
-It is BF16 on every side of every run; logits, log-softmax and loss are float32 (kernels/linear_logprobs.py).
+It is BF16 on every side of every run; logits, log-softmax and loss are float32 (kernels/gemm/linear_logprobs.py).
 """
 
 from __future__ import annotations

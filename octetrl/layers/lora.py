@@ -8,7 +8,7 @@
 
 Roundings are to the model's dtype and stand where PEFT's stand. The base never learns of the branch: its codes and its
 kernels are those of a model without adapters, and x is what the base quantises or multiplies. Both products add K in
-one order whatever the number of rows (kernels/bf16_gemm.py, kernels/lora_up.py; on a CPU in float64), so that a token's
+one order whatever the number of rows (bf16_gemm.py, lora_up.py; on a CPU in float64), so that a token's
 bits do not depend on its company, and what trainer and engine compute is equal bit for bit. There is no dropout: both
 sides could not agree.
 
@@ -32,8 +32,8 @@ import torch
 from torch import Tensor, nn
 
 from octetrl.config.lora import LoraPart
-from octetrl.kernels.bf16_gemm import bf16_gemm_straight
-from octetrl.kernels.lora_up import lora_up
+from octetrl.kernels.gemm.bf16_gemm import bf16_gemm_straight
+from octetrl.kernels.gemm.lora_up import lora_up
 
 
 class LoraAdapter(nn.Module):

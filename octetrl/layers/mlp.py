@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from octetrl.kernels.silu_mul import silu_mul
+from octetrl.kernels.rows.silu_mul import silu_mul
 from octetrl.layers.linear import Projection
 
 

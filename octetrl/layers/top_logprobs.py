@@ -6,7 +6,7 @@
     z = logits / temperature,  logprob_k = z[id_k] - lse(z)
     dlogits = (sum_k g_k onehot(id_k) - (sum_k g_k) p) / temperature
 
-Both make logits `chunk` rows at a time, as kernels/linear_logprobs.py does, and the backward makes them again: memory
+Both make logits `chunk` rows at a time, as linear_logprobs.py does, and the backward makes them again: memory
 is some [chunk, V] in float32, whatever N is. In plain torch: five passes over the logits where a kernel would take one,
 beside two GEMMs of 2 N V E FLOPs.
 
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octetrl.kernels.linear_logprobs import lm_head_logits
-from octetrl.kernels.linear_logprobs_backward import linear_logprobs_backward, pieces
+from octetrl.kernels.gemm.linear_logprobs import lm_head_logits
+from octetrl.kernels.gemm.linear_logprobs_backward import linear_logprobs_backward, pieces
 
 
 @torch.no_grad()

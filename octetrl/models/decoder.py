@@ -26,8 +26,8 @@ from octetrl.config.schema import LoraConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.gemm import BackendName
 from octetrl.fp8.policy import PrecisionPolicy, Side
-from octetrl.kernels.linear_logprobs import linear_logprobs, lm_head_logits
-from octetrl.kernels.quantize_weight import check_scales
+from octetrl.kernels.gemm.linear_logprobs import linear_logprobs, lm_head_logits
+from octetrl.kernels.quantize.quantize_weight import check_scales
 from octetrl.layers.attention import Attention
 from octetrl.layers.context import Context
 from octetrl.layers.embedding import Embedding
@@ -165,7 +165,7 @@ class Decoder(nn.Module):
     def logprobs(
         self, hidden_NE: Tensor, targets_N: Tensor, temperature: float = 1.0, chunk: int = 1024
     ) -> tuple[Tensor, Tensor]:
-        """Log-prob of each target and entropy, float32 [N], differentiable (kernels/linear_logprobs.py)."""
+        """Log-prob of each target and entropy, float32 [N], differentiable (kernels/gemm/linear_logprobs.py)."""
         return linear_logprobs(hidden_NE, self.lm_head_weight, targets_N, temperature, chunk, self.fast)
 
     def logprobs_at(self, hidden_NE: Tensor, ids_NK: Tensor, temperature: float, chunk: int) -> Tensor:

@@ -20,14 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octetrl.fp8.quantize import Quantized
-from octetrl.kernels.add_rms_norm import add_rms_norm
-from octetrl.kernels.attention_paged import attention_paged
-from octetrl.kernels.bf16_gemm import bf16_gemm
-from octetrl.kernels.fp8_gemm import fp8_gemm
-from octetrl.kernels.qkv_store import qkv_store
-from octetrl.kernels.quantize_activation import quantize_activation
-from octetrl.kernels.silu_mul import silu_mul
-from octetrl.kernels.silu_mul_quantize import silu_mul_quantize
+from octetrl.kernels.attention.attention_paged import attention_paged
+from octetrl.kernels.attention.qkv_store import qkv_store
+from octetrl.kernels.gemm.bf16_gemm import bf16_gemm
+from octetrl.kernels.gemm.fp8_gemm import fp8_gemm
+from octetrl.kernels.quantize.quantize_activation import quantize_activation
+from octetrl.kernels.rows.add_rms_norm import add_rms_norm
+from octetrl.kernels.rows.silu_mul import silu_mul
+from octetrl.kernels.rows.silu_mul_quantize import silu_mul_quantize
 from octetrl.layers.attention import Attention
 from octetrl.layers.context import PagedContext
 from octetrl.layers.linear import Float8Linear, Projection

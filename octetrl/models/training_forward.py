@@ -45,21 +45,21 @@ from torch import Tensor, nn
 
 from octetrl.fp8.gemm import fp8_gemm_dgrad, fp8_gemm_wgrad
 from octetrl.fp8.quantize import Quantized
-from octetrl.kernels.add_rms_norm import add_rms_norm
-from octetrl.kernels.attention_packed import attention_packed_backward, attention_packed_forward_triton
-from octetrl.kernels.bf16_gemm import bf16_gemm
-from octetrl.kernels.fp8_gemm import fp8_gemm
-from octetrl.kernels.kv_store import ReplayedKV
+from octetrl.kernels.attention.attention_packed import attention_packed_backward, attention_packed_forward_triton
+from octetrl.kernels.attention.kv_store import ReplayedKV
+from octetrl.kernels.attention.qkv_rotate import qkv_rotate
+from octetrl.kernels.attention.qkv_rotate_backward import qkv_rotate_backward
+from octetrl.kernels.gemm.bf16_gemm import bf16_gemm
+from octetrl.kernels.gemm.fp8_gemm import fp8_gemm
 from octetrl.kernels.parts import part
-from octetrl.kernels.qkv_rotate import qkv_rotate
-from octetrl.kernels.qkv_rotate_backward import qkv_rotate_backward
-from octetrl.kernels.quantize_activation import quantize_activation
-from octetrl.kernels.quantize_both import quantize_both
-from octetrl.kernels.quantize_tokens import quantize_tokens
-from octetrl.kernels.rms_norm_backward import rms_norm_backward
-from octetrl.kernels.silu_mul import silu_mul_backward_triton, silu_mul_triton
-from octetrl.kernels.silu_mul_backward_quantize import silu_mul_backward_quantize
-from octetrl.kernels.silu_mul_quantize import silu_mul_quantize
+from octetrl.kernels.quantize.quantize_activation import quantize_activation
+from octetrl.kernels.quantize.quantize_both import quantize_both
+from octetrl.kernels.quantize.quantize_tokens import quantize_tokens
+from octetrl.kernels.rows.add_rms_norm import add_rms_norm
+from octetrl.kernels.rows.rms_norm_backward import rms_norm_backward
+from octetrl.kernels.rows.silu_mul import silu_mul_backward_triton, silu_mul_triton
+from octetrl.kernels.rows.silu_mul_backward_quantize import silu_mul_backward_quantize
+from octetrl.kernels.rows.silu_mul_quantize import silu_mul_quantize
 from octetrl.layers.attention import Attention
 from octetrl.layers.context import Context, PackedContext
 from octetrl.layers.linear import Float8Linear, Projection

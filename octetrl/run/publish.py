@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octetrl.kernels.quantize_weight import check_scales, quantize_weight
+from octetrl.kernels.quantize.quantize_weight import check_scales, quantize_weight
 from octetrl.layers.linear import Float8Linear, Linear
 from octetrl.models.decoder import Decoder
 

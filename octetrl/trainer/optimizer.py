@@ -9,7 +9,7 @@
   optimizer_offload.py; on a CPU they are there anyway).
 - **Weight decay** falls on matrices only: not on vectors (norms, biases), not on the embedding, tied or not.
 
-On a GPU, and on a CPU for narrow moments, the update is kernels/adamw.py, one pass a parameter. On a CPU with float32
+On a GPU, and on a CPU for narrow moments, the update is adamw.py, one pass a parameter. On a CPU with float32
 moments it is torch's own fused AdamW, bucket by bucket so that temporaries stay small. Weights change in place: the
 engine reads the same tensors.
 """
@@ -26,8 +26,8 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from octetrl.config.errors import UserError
 from octetrl.config.schema import OptimizerConfig
-from octetrl.kernels.adamw import AdamScalars, Moment, adamw
-from octetrl.kernels.add_gradient import add_gradient
+from octetrl.kernels.optimizer.adamw import AdamScalars, Moment, adamw
+from octetrl.kernels.optimizer.add_gradient import add_gradient
 from octetrl.kernels.parts import part
 from octetrl.trainer.optimizer_offload import OffloadStream, Piece, pieces_of
 from octetrl.trainer.optimizer_states import (

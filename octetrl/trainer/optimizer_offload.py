@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octetrl.kernels.adamw import STATE_BLOCK, AdamScalars, Moment, adamw
+from octetrl.kernels.optimizer.adamw import STATE_BLOCK, AdamScalars, Moment, adamw
 
 PIECE_ELEMENTS = 1 << 24  # a multiple of STATE_BLOCK
 

@@ -2,7 +2,7 @@
 
     float32    8 bytes a parameter        bfloat16   4        8bit   2 + 2 / 128, codes and block exponents
 
-What the formats mean is told in kernels/adamw.py. With `offload` moments and masters lie in the host's memory, in one
+What the formats mean is told in adamw.py. With `offload` moments and masters lie in the host's memory, in one
 block that is locked there, so that a GPU can read and write it while it computes (trainer/optimizer_offload.py).
 
 In a checkpoint they are `exp_avg/<parameter>`, `exp_avg_sq/<parameter>` in the parameter's shape, and for 8bit
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from octetrl.config.errors import UserError
-from octetrl.kernels.adamw import STATE_BLOCK, Moment
+from octetrl.kernels.optimizer.adamw import STATE_BLOCK, Moment
 
 StateFormat = Literal["float32", "bfloat16", "8bit"]
 

@@ -3,7 +3,7 @@
 A BF16 weight near 1 has steps of 1/128; an update of 1e-6 rounded to nearest is lost every time, here it lands once in
 some thousand steps. A BF16 number is the upper half of a float32, so: add 16 random bits to the lower half, cut it off
 (Gupta et al., arXiv 1502.02551). A value that BF16 holds exactly stays as it is; infinities and NaN stay what they are.
-The moments of an optimizer that keeps them narrow are rounded likewise (kernels/adamw.py).
+The moments of an optimizer that keeps them narrow are rounded likewise (kernels/optimizer/adamw.py).
 
 The bits are a function of (seed, step, name) and the element's number alone. Nothing has to be saved, and a resumed run
 rounds as the one that was never stopped. CPU and GPU draw the same bits.
@@ -16,7 +16,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from octetrl.kernels.adamw import chance_noise, round_by_chance
+from octetrl.kernels.optimizer.adamw import chance_noise, round_by_chance
 
 
 def chance_key(*, seed: int, step: int, name: str) -> int:

@@ -32,7 +32,7 @@ from octetrl.algorithms.corrections import effective_sample_size
 from octetrl.algorithms.finite import count_non_finite, first_non_finite
 from octetrl.algorithms.table import Algorithm
 from octetrl.config.schema import TrainerConfig
-from octetrl.kernels.count_poisoned import count_poisoned
+from octetrl.kernels.quantize.count_poisoned import count_poisoned
 from octetrl.layers.context import KVMode, PackedContext
 from octetrl.models.decoder import Decoder
 from octetrl.records import MicroBatch, PackedBatch, PolicyUpdate

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from octetrl.bench import rollout as bench_rollout
 from octetrl.cli import bench_rollout as cli
 from octetrl.cli.main import run_command
-from octetrl.run import bench_rollout
 
 Capture = pytest.CaptureFixture[str]
 

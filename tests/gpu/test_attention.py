@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from octetrl.kernels import attention_packed as packed
-from octetrl.kernels.attention_paged import attention_paged, attention_paged_reference
-from octetrl.kernels.kv_store import kv_replay, kv_replay_reference, kv_store, kv_store_reference
-from octetrl.kernels.quantize_activation import quantize_activation
+from octetrl.kernels.attention import attention_packed as packed
+from octetrl.kernels.attention.attention_paged import attention_paged, attention_paged_reference
+from octetrl.kernels.attention.kv_store import kv_replay, kv_replay_reference, kv_store, kv_store_reference
+from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from tests.unit.kernels.attention_cases import CACHES, PagedCache, cu_seqlens_of, random_qkv, scales_of
 
 pytestmark = pytest.mark.gpu

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from octetrl.kernels import attention_packed as packed
-from octetrl.kernels.attention_packed_backward import attention_packed_backward_triton
-from octetrl.kernels.kv_store import kv_replay
+from octetrl.kernels.attention import attention_packed as packed
+from octetrl.kernels.attention.attention_packed_backward import attention_packed_backward_triton
+from octetrl.kernels.attention.kv_store import kv_replay
 from tests.unit.kernels.attention_cases import CACHES, cu_seqlens_of, random_qkv, scales_of
 
 pytestmark = pytest.mark.gpu

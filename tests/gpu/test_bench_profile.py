@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octetrl.run.bench_profile import BETWEEN_KERNELS, STEPS, profile_rows
-from octetrl.run.bench_rollout import Bench, find_model
-from octetrl.run.bench_workload import Shape, fixed_lengths
+from octetrl.bench.profile import BETWEEN_KERNELS, STEPS, profile_rows
+from octetrl.bench.rollout import Bench, find_model
+from octetrl.bench.workload import Shape, fixed_lengths
 
 pytestmark = pytest.mark.gpu
 

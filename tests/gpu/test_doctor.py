@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from octetrl.doctor.attribution import attribute
+from octetrl.doctor.findings import examine
+from octetrl.doctor.taps import Site
 from octetrl.fp8.quantize import Quantized
 from octetrl.models import rollout_forward, training_forward
-from octetrl.run.doctor_attribution import attribute
-from octetrl.run.doctor_findings import examine
-from octetrl.run.doctor_taps import Site
 from tests.e2e import tiny_run
-from tests.unit.run.test_doctor import patient
+from tests.unit.doctor.test_examine import patient
 
 pytestmark = pytest.mark.gpu
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octetrl.kernels.embedding_gradient import embedding_gradient
+from octetrl.kernels.rows.embedding_gradient import embedding_gradient
 
 pytestmark = pytest.mark.gpu
 

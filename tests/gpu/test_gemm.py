@@ -13,9 +13,9 @@ import torch
 from octetrl.fp8.errors import relative_error
 from octetrl.fp8.gemm import choose_backend, fp8_gemm_dgrad, fp8_gemm_nt, fp8_gemm_wgrad, transposed
 from octetrl.fp8.quantize import Quantized
-from octetrl.kernels.quantize_activation import quantize_activation
-from octetrl.kernels.quantize_tokens import quantize_tokens
-from octetrl.kernels.quantize_weight import quantize_weight
+from octetrl.kernels.quantize.quantize_activation import quantize_activation
+from octetrl.kernels.quantize.quantize_tokens import quantize_tokens
+from octetrl.kernels.quantize.quantize_weight import quantize_weight
 from octetrl.layers.linear import Float8Linear, Linear
 
 pytestmark = pytest.mark.gpu

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from octetrl.fp8.format import E4M3
-from octetrl.kernels.add_gradient import add_gradient
 from octetrl.kernels.instructions import bf16_to_float, e4m3_code, sigmoid, to_bf16
+from octetrl.kernels.optimizer.add_gradient import add_gradient
 
 pytestmark = pytest.mark.gpu
 N = 1024

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from octetrl.fp8.errors import relative_error
-from octetrl.kernels.linear_logprobs import linear_logprobs, lm_head_logits, logprobs_of
-from octetrl.kernels.linear_logprobs_backward import (
+from octetrl.kernels.gemm.linear_logprobs import linear_logprobs, lm_head_logits, logprobs_of
+from octetrl.kernels.gemm.linear_logprobs_backward import (
     GATHERED,
     add_product,
     logits_gradient_reference,

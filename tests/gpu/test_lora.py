@@ -13,8 +13,8 @@ from torch import Tensor
 
 from octetrl.config.schema import LoraConfig
 from octetrl.fp8.errors import relative_error
-from octetrl.kernels.bf16_gemm import bf16_gemm_reference, bf16_gemm_straight
-from octetrl.kernels.lora_up import lora_up, lora_up_reference
+from octetrl.kernels.gemm.bf16_gemm import bf16_gemm_reference, bf16_gemm_straight
+from octetrl.kernels.gemm.lora_up import lora_up, lora_up_reference
 from octetrl.layers.context import PackedContext
 from octetrl.models.training_forward import Keep, fused_layer_runner
 from tests.parity.shapes import FULL, TINY

@@ -13,7 +13,7 @@ from octetrl.config.spec import ModelSpec
 from octetrl.engine.kv_cache import KVCache, cache_format
 from octetrl.fp8.gemm import choose_backend
 from octetrl.fp8.policy import Side, precision_policy
-from octetrl.kernels.linear_logprobs import logprobs_of
+from octetrl.kernels.gemm.linear_logprobs import logprobs_of
 from octetrl.layers.context import PackedContext, PagedContext
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from octetrl.config.schema import OptimizerConfig
-from octetrl.kernels.adamw import decode_moment, decode_square
+from octetrl.kernels.optimizer.adamw import decode_moment, decode_square
 from octetrl.trainer import optimizer_offload
 from octetrl.trainer.optimizer import Optimizer
 

@@ -16,9 +16,9 @@ from octetrl.fp8.quantize import (
     quantize_tokens_reference,
     quantize_weight_reference,
 )
-from octetrl.kernels.quantize_activation import quantize_activation
-from octetrl.kernels.quantize_tokens import quantize_tokens
-from octetrl.kernels.quantize_weight import check_scales, quantize_weight, quantize_weight_transposed
+from octetrl.kernels.quantize.quantize_activation import quantize_activation
+from octetrl.kernels.quantize.quantize_tokens import quantize_tokens
+from octetrl.kernels.quantize.quantize_weight import check_scales, quantize_weight, quantize_weight_transposed
 from octetrl.layers.linear import Float8Linear
 from tests.golden.make import PATH
 

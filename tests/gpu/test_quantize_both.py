@@ -11,9 +11,9 @@ from benchmarks.kernels.quantize import any_value, both_case, differing, differi
 from octetrl.fp8.errors import relative_error
 from octetrl.fp8.gemm import fp8_gemm_wgrad
 from octetrl.fp8.quantize import Quantized, quantize_activation_reference, quantize_tokens_reference
-from octetrl.kernels import silu_mul_backward_quantize as silu_module
-from octetrl.kernels.quantize_both import quantize_both
-from octetrl.kernels.quantize_tokens import quantize_tokens
+from octetrl.kernels.quantize.quantize_both import quantize_both
+from octetrl.kernels.quantize.quantize_tokens import quantize_tokens
+from octetrl.kernels.rows import silu_mul_backward_quantize as silu_module
 
 pytestmark = pytest.mark.gpu
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from octetrl.kernels.linear_logprobs import linear_logprobs, lm_head_logits, logprobs_of
-from octetrl.kernels.rms_norm import rms_norm, rms_norm_reference
-from octetrl.kernels.rope import rope, rope_reference
-from octetrl.kernels.silu_mul import silu_mul, silu_mul_reference
+from octetrl.kernels.gemm.linear_logprobs import linear_logprobs, lm_head_logits, logprobs_of
+from octetrl.kernels.rows.rms_norm import rms_norm, rms_norm_reference
+from octetrl.kernels.rows.rope import rope, rope_reference
+from octetrl.kernels.rows.silu_mul import silu_mul, silu_mul_reference
 from octetrl.layers.attention import observe_amax
 from octetrl.layers.embedding import Embedding
 from octetrl.layers.rotary import RotaryTable

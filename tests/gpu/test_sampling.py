@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from octetrl.engine.sampler import SamplingRows, sample, sequence_key
-from octetrl.kernels.linear_logprobs import LOGIT_ROWS, lm_head_logits, logprobs_alone, logprobs_of
-from octetrl.kernels.sample_tokens import sample_tokens, sample_tokens_reference
+from octetrl.kernels.gemm.linear_logprobs import LOGIT_ROWS, lm_head_logits, logprobs_alone, logprobs_of
+from octetrl.kernels.rows.sample_tokens import sample_tokens, sample_tokens_reference
 
 pytestmark = pytest.mark.gpu
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 from octetrl.fp8.gemm import fp8_gemm_nt
 from octetrl.fp8.quantize import Quantized
-from octetrl.kernels.bf16_gemm import LARGE, bf16_gemm, bf16_gemm_triton
-from octetrl.kernels.bf16_gemm import PLAIN as PLAIN_BF16
-from octetrl.kernels.fp8_gemm import (
+from octetrl.kernels.gemm.bf16_gemm import LARGE, bf16_gemm, bf16_gemm_triton
+from octetrl.kernels.gemm.bf16_gemm import PLAIN as PLAIN_BF16
+from octetrl.kernels.gemm.fp8_gemm import (
     PLAIN,
     SCALES_OF_16_BYTES,
     Config,
@@ -22,8 +22,8 @@ from octetrl.kernels.fp8_gemm import (
     gemm_table,
     run_config,
 )
-from octetrl.kernels.quantize_activation import quantize_activation
-from octetrl.kernels.quantize_weight import quantize_weight
+from octetrl.kernels.quantize.quantize_activation import quantize_activation
+from octetrl.kernels.quantize.quantize_weight import quantize_weight
 
 pytestmark = pytest.mark.gpu
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from benchmarks.kernels.training_rows import NEVER, SHAPES, faults, norm_case, normal, rotate_back_case, rotate_case
-from octetrl.kernels.qkv_rotate import qkv_rotate
-from octetrl.kernels.rms_norm import rms_norm
-from octetrl.kernels.rms_norm_backward import rms_norm_backward
+from octetrl.kernels.attention.qkv_rotate import qkv_rotate
+from octetrl.kernels.rows.rms_norm import rms_norm
+from octetrl.kernels.rows.rms_norm_backward import rms_norm_backward
 from octetrl.layers.attention import observe_amax
 
 pytestmark = pytest.mark.gpu

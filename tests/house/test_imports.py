@@ -29,6 +29,8 @@ ARROWS: dict[str, set[str]] = {
 }
 ARROWS["server"] = {"engine", "rollout", "environments", *BASE}  # HTTP around the engine: nothing imports it but run
 ARROWS["run"] = set(ARROWS)
+ARROWS["doctor"] = set(ARROWS)
+ARROWS["bench"] = set(ARROWS) - {"doctor"}
 ARROWS["cli"] = set(ARROWS)
 
 ONLY_IN = {

@@ -112,7 +112,7 @@ def test_on_a_gpu_what_does_not_fit_is_refused_and_the_defaults_do(
         return []
 
     monkeypatch.setattr(f"octetrl.cli.bench_{verb}.device_of", lambda device: torch.device("cuda"))
-    monkeypatch.setattr(f"octetrl.run.bench_{verb}.measure", measured)
+    monkeypatch.setattr(f"octetrl.bench.{verb}.measure", measured)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 150_700_000_000))
     wide = ["--optimizer-states", "float32", "--master", "float32"]
     out = tmp_path / "results"

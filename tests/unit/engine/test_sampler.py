@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octetrl.engine.sampler import SamplingRows, _kept, sample, sequence_key
-from octetrl.kernels.sample_tokens import uniform
+from octetrl.kernels.rows.sample_tokens import uniform
 
 LOGITS_V = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -3.0, 1.5])
 
@@ -112,7 +112,7 @@ def test_a_row_draws_the_same_alone_and_in_company() -> None:
 def test_slices_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     logits_NV = torch.randn(10, 50)
     whole = sample(logits_NV, rows_of(10, top_p=0.8))
-    monkeypatch.setattr("octetrl.kernels.sample_tokens.SLICE_ELEMENTS", 150)
+    monkeypatch.setattr("octetrl.kernels.rows.sample_tokens.SLICE_ELEMENTS", 150)
     assert torch.equal(sample(logits_NV, rows_of(10, top_p=0.8)), whole)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octetrl.fp8.format import E4M3
-from octetrl.kernels.kv_store import v_pages_shape
+from octetrl.kernels.attention.kv_store import v_pages_shape
 
 CACHES = [  # kv_mode, quantize_k
     pytest.param("none", False, id="none"),

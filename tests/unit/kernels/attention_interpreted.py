@@ -19,7 +19,7 @@ import triton.runtime.interpreter as interpreter
 from torch import Tensor
 
 from octetrl.fp8.quantize import quantize_activation_reference
-from octetrl.kernels import attention_packed, attention_packed_backward, attention_paged, kv_store
+from octetrl.kernels.attention import attention_packed, attention_packed_backward, attention_paged, kv_store
 from tests.unit.kernels.attention_cases import PagedCache, cu_seqlens_of, random_qkv, scales_of
 
 LENGTHS = [3, 130]

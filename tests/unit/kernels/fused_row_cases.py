@@ -10,13 +10,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-import octetrl.kernels.add_rms_norm as add_rms_norm
-import octetrl.kernels.count_poisoned as count_poisoned
+import octetrl.kernels.attention.kv_store as kv_store
+import octetrl.kernels.attention.qkv_store as qkv_store
 import octetrl.kernels.instructions as instructions
-import octetrl.kernels.kv_store as kv_store
-import octetrl.kernels.qkv_store as qkv_store
-import octetrl.kernels.quantize_activation as quantize_activation
-import octetrl.kernels.silu_mul_quantize as silu_mul_quantize
+import octetrl.kernels.quantize.count_poisoned as count_poisoned
+import octetrl.kernels.quantize.quantize_activation as quantize_activation
+import octetrl.kernels.rows.add_rms_norm as add_rms_norm
+import octetrl.kernels.rows.silu_mul_quantize as silu_mul_quantize
 from octetrl.fp8.format import E4M3
 from octetrl.fp8.quantize import Quantized
 from tests.unit.kernels.interpreting import interpret

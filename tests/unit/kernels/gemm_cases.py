@@ -13,9 +13,9 @@ import pytest
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
-import octetrl.kernels.bf16_gemm as bf16_gemm
-import octetrl.kernels.fp8_gemm as fp8_gemm
-import octetrl.kernels.lora_up as lora_up
+import octetrl.kernels.gemm.bf16_gemm as bf16_gemm
+import octetrl.kernels.gemm.fp8_gemm as fp8_gemm
+import octetrl.kernels.gemm.lora_up as lora_up
 from tests.unit.kernels.interpreting import interpret
 
 create_dot = interpreter.InterpreterBuilder.create_dot

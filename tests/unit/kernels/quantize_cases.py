@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import octetrl.kernels.instructions as instructions
-import octetrl.kernels.quantize_activation as quantize_activation
-import octetrl.kernels.quantize_tokens as quantize_tokens
-import octetrl.kernels.quantize_weight as quantize_weight
+import octetrl.kernels.quantize.quantize_activation as quantize_activation
+import octetrl.kernels.quantize.quantize_tokens as quantize_tokens
+import octetrl.kernels.quantize.quantize_weight as quantize_weight
 from octetrl.fp8.format import E4M3
 from octetrl.fp8.quantize import Quantized
 from tests.unit.kernels.interpreting import interpret

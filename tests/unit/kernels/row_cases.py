@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+import octetrl.kernels.gemm.linear_logprobs as linear_logprobs
 import octetrl.kernels.instructions as instructions
-import octetrl.kernels.linear_logprobs as linear_logprobs
-import octetrl.kernels.rms_norm as rms_norm
-import octetrl.kernels.rope as rope
-import octetrl.kernels.silu_mul as silu_mul
+import octetrl.kernels.rows.rms_norm as rms_norm
+import octetrl.kernels.rows.rope as rope
+import octetrl.kernels.rows.silu_mul as silu_mul
 from tests.unit.kernels.interpreting import interpret
 
 

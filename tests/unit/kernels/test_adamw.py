@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-import octetrl.kernels.adamw as adamw_module
-from octetrl.kernels.adamw import (
+import octetrl.kernels.optimizer.adamw as adamw_module
+from octetrl.kernels.optimizer.adamw import (
     STATE_BLOCK,
     AdamScalars,
     Moment,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-import octetrl.kernels.add_gradient as module
-from octetrl.kernels.add_gradient import PROGRAM_ELEMENTS, add_gradient, add_gradient_triton
+import octetrl.kernels.optimizer.add_gradient as module
+from octetrl.kernels.optimizer.add_gradient import PROGRAM_ELEMENTS, add_gradient, add_gradient_triton
 from tests.unit.kernels.interpreting import interpret
 
 

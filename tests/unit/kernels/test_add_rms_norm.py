@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from octetrl.fp8.quantize import Quantized, quantize_activation_reference
-from octetrl.kernels.add_rms_norm import add_rms_norm, add_rms_norm_triton
-from octetrl.kernels.rms_norm import rms_norm_reference
+from octetrl.kernels.rows.add_rms_norm import add_rms_norm, add_rms_norm_triton
+from octetrl.kernels.rows.rms_norm import rms_norm_reference
 from tests.unit.kernels.fused_row_cases import assert_near, interpreted, normal  # noqa: F401
 
 EPS = 1e-6

@@ -7,8 +7,8 @@ import torch
 import triton.experimental.gluon  # noqa: F401  (the interpreter imports it, and must not find patched functions)
 from triton.runtime.interpreter import InterpretedFunction
 
-import octetrl.kernels.advance_rows as op
-from octetrl.kernels.advance_rows import advance_rows_reference, advance_rows_triton
+import octetrl.kernels.rows.advance_rows as op
+from octetrl.kernels.rows.advance_rows import advance_rows_reference, advance_rows_triton
 
 
 @pytest.mark.parametrize("advance", [advance_rows_reference, advance_rows_triton])

@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 
 from octetrl.fp8.quantize import quantize_kv_per_head, quantize_kv_per_token
-from octetrl.kernels.attention_packed import (
+from octetrl.kernels.attention.attention_packed import (
     attention_packed,
     attention_packed_backward_reference,
     attention_packed_forward,
     attention_packed_forward_reference,
 )
-from octetrl.kernels.attention_packed_backward import BackwardTiles, Tile, attention_packed_backward_triton
-from octetrl.kernels.kv_store import kv_replay
+from octetrl.kernels.attention.attention_packed_backward import BackwardTiles, Tile, attention_packed_backward_triton
+from octetrl.kernels.attention.kv_store import kv_replay
 from tests.unit.kernels.attention_cases import CACHES, cu_seqlens_of, random_qkv, scales_of
 from tests.unit.kernels.attention_interpreted import mend_interpreter
 

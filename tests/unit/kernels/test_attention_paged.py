@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octetrl.kernels.attention_paged import attention_paged
-from octetrl.kernels.kv_store import by_key, kv_store
-from octetrl.kernels.quantize_activation import quantize_activation
+from octetrl.kernels.attention.attention_paged import attention_paged
+from octetrl.kernels.attention.kv_store import by_key, kv_store
+from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from tests.unit.kernels.attention_cases import CACHES, PagedCache, cu_seqlens_of, random_qkv, scales_of
 
 SCALE = 0.2

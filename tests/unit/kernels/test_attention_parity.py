@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from octetrl.kernels.attention_packed import attention_packed
-from octetrl.kernels.attention_paged import attention_paged
-from octetrl.kernels.kv_store import kv_store
+from octetrl.kernels.attention.attention_packed import attention_packed
+from octetrl.kernels.attention.attention_paged import attention_paged
+from octetrl.kernels.attention.kv_store import kv_store
 from tests.unit.kernels.attention_cases import CACHES, PagedCache, cu_seqlens_of, random_qkv, scales_of
 
 

@@ -7,8 +7,14 @@ import torch
 import torch.nn.functional as F
 
 from octetrl.fp8.errors import relative_error
-from octetrl.kernels.bf16_gemm import bf16_gemm, bf16_gemm_reference, bf16_gemm_triton, plain_config, straight_config
-from octetrl.kernels.fp8_gemm import Config, gemm_table
+from octetrl.kernels.gemm.bf16_gemm import (
+    bf16_gemm,
+    bf16_gemm_reference,
+    bf16_gemm_triton,
+    plain_config,
+    straight_config,
+)
+from octetrl.kernels.gemm.fp8_gemm import Config, gemm_table
 from tests.unit.kernels.gemm_cases import interpreted  # noqa: F401
 
 

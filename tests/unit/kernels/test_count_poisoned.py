@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octetrl.kernels.count_poisoned import count_poisoned_reference, count_poisoned_triton
+from octetrl.kernels.quantize.count_poisoned import count_poisoned_reference, count_poisoned_triton
 from tests.unit.kernels.fused_row_cases import interpreted  # noqa: F401
 
 

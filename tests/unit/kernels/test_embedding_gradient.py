@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import octetrl.kernels.embedding_gradient as module
-from octetrl.kernels.embedding_gradient import TILE, embedding_gradient_reference, embedding_gradient_triton
+import octetrl.kernels.rows.embedding_gradient as module
+from octetrl.kernels.rows.embedding_gradient import TILE, embedding_gradient_reference, embedding_gradient_triton
 from tests.unit.kernels.interpreting import interpret
 
 VOCAB = 9

@@ -14,9 +14,9 @@ import torch
 from octetrl.fp8.errors import relative_error
 from octetrl.fp8.gemm import fp8_gemm_nt
 from octetrl.fp8.quantize import Quantized, quantize_activation_reference, quantize_weight_reference
-from octetrl.kernels import fp8_gemm as module
-from octetrl.kernels.fp8_gemm import SCALED_MM, Config, choose_config, fp8_gemm, fp8_gemm_triton
-from octetrl.kernels.fp8_gemm_gluon import RING_LIMIT, ring_bytes
+from octetrl.kernels.gemm import fp8_gemm as module
+from octetrl.kernels.gemm.fp8_gemm import SCALED_MM, Config, choose_config, fp8_gemm, fp8_gemm_triton
+from octetrl.kernels.gemm.fp8_gemm_gluon import RING_LIMIT, ring_bytes
 from tests.unit.kernels.gemm_cases import interpreted  # noqa: F401
 
 

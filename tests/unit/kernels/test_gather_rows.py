@@ -7,8 +7,8 @@ import torch
 import triton.experimental.gluon  # noqa: F401  (the interpreter imports it, and must not find patched functions)
 from triton.runtime.interpreter import InterpretedFunction
 
-import octetrl.kernels.gather_rows as op
-from octetrl.kernels.gather_rows import DecodeRows, gather_rows_reference, gather_rows_triton
+import octetrl.kernels.rows.gather_rows as op
+from octetrl.kernels.rows.gather_rows import DecodeRows, gather_rows_reference, gather_rows_triton
 
 PAGE = 16
 

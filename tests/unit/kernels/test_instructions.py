@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
 import octetrl.kernels.instructions as module
-import octetrl.kernels.quantize_activation as quantize_activation
+import octetrl.kernels.quantize.quantize_activation as quantize_activation
 from octetrl.fp8.format import E4M3
 from octetrl.kernels.instructions import bf16_to_float, e4m3_code, sigmoid, to_bf16
 from tests.unit.kernels.interpreting import interpret

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octetrl.fp8.format import E4M3
-from octetrl.kernels.kv_store import by_key, kv_replay, kv_store
+from octetrl.kernels.attention.kv_store import by_key, kv_replay, kv_store
 from tests.unit.kernels.attention_cases import CACHES, PagedCache, random_qkv, scales_of
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octetrl.kernels.linear_logprobs import (
+from octetrl.kernels.gemm.linear_logprobs import (
     LARGE_VOCAB,
     LOGIT_ROWS,
     VOCAB_CHUNK,

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
-from octetrl.kernels import linear_logprobs_backward
-from octetrl.kernels.linear_logprobs import linear_logprobs, statistics_reference
-from octetrl.kernels.linear_logprobs_backward import (
+from octetrl.kernels.gemm import linear_logprobs_backward
+from octetrl.kernels.gemm.linear_logprobs import linear_logprobs, statistics_reference
+from octetrl.kernels.gemm.linear_logprobs_backward import (
     GATHERED,
     VOCAB_BLOCK,
     add_product,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from octetrl.fp8.errors import relative_error
-from octetrl.kernels.bf16_gemm import bf16_gemm_reference, bf16_gemm_straight
-from octetrl.kernels.lora_up import lora_up, lora_up_reference, lora_up_triton
+from octetrl.kernels.gemm.bf16_gemm import bf16_gemm_reference, bf16_gemm_straight
+from octetrl.kernels.gemm.lora_up import lora_up, lora_up_reference, lora_up_triton
 from tests.unit.kernels.gemm_cases import interpreted  # noqa: F401
 
 

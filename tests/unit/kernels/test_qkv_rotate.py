@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from octetrl.kernels.attention_order import KVMode
-from octetrl.kernels.kv_store import ReplayedKV, kv_replay
-from octetrl.kernels.qkv_rotate import qkv_rotate, qkv_rotate_triton
-from octetrl.kernels.rms_norm import rms_norm
-from octetrl.kernels.rope import rope
+from octetrl.kernels.attention.attention_order import KVMode
+from octetrl.kernels.attention.kv_store import ReplayedKV, kv_replay
+from octetrl.kernels.attention.qkv_rotate import qkv_rotate, qkv_rotate_triton
+from octetrl.kernels.rows.rms_norm import rms_norm
+from octetrl.kernels.rows.rope import rope
 from octetrl.layers.attention import observe_amax
 from octetrl.layers.rotary import RotaryTable
 from tests.unit.kernels.fused_row_cases import distance, normal

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from octetrl.kernels.qkv_rotate_backward import (
+from octetrl.kernels.attention.qkv_rotate_backward import (
     qkv_rotate_backward,
     qkv_rotate_backward_reference,
     qkv_rotate_backward_triton,
 )
-from octetrl.kernels.rms_norm import rms_norm
-from octetrl.kernels.rope import rope
+from octetrl.kernels.rows.rms_norm import rms_norm
+from octetrl.kernels.rows.rope import rope
 from octetrl.layers.rotary import RotaryTable
 from tests.unit.kernels.fused_row_cases import normal
 from tests.unit.kernels.training_row_cases import interpreted  # noqa: F401

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import octetrl.kernels.qkv_store as module
-from octetrl.kernels.kv_store import by_key, kv_store
-from octetrl.kernels.qkv_store import qkv_store, qkv_store_triton
-from octetrl.kernels.rms_norm import rms_norm
-from octetrl.kernels.rope import rope
+import octetrl.kernels.attention.qkv_store as module
+from octetrl.kernels.attention.kv_store import by_key, kv_store
+from octetrl.kernels.attention.qkv_store import qkv_store, qkv_store_triton
+from octetrl.kernels.rows.rms_norm import rms_norm
+from octetrl.kernels.rows.rope import rope
 from octetrl.layers.rotary import RotaryTable
 from tests.unit.kernels.attention_cases import CACHES, PagedCache
 from tests.unit.kernels.fused_row_cases import distance, interpreted, normal  # noqa: F401

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octetrl.fp8.quantize import quantize_activation_reference
-from octetrl.kernels.quantize_activation import quantize_activation, quantize_activation_triton
+from octetrl.kernels.quantize.quantize_activation import quantize_activation, quantize_activation_triton
 from tests.unit.kernels.quantize_cases import (
     SHAPES,
     assert_nearly_same_codes,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-import octetrl.kernels.quantize_both as module
+import octetrl.kernels.quantize.quantize_both as module
 from octetrl.fp8.quantize import Quantized, quantize_activation_reference, quantize_tokens_reference
-from octetrl.kernels.quantize_both import BothWays, quantize_both, quantize_both_triton
+from octetrl.kernels.quantize.quantize_both import BothWays, quantize_both, quantize_both_triton
 from tests.unit.kernels.interpreting import interpret
 from tests.unit.kernels.quantize_cases import (
     SHAPES,

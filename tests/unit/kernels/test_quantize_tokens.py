@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octetrl.fp8.quantize import quantize_tokens_reference
-from octetrl.kernels.quantize_tokens import quantize_tokens, quantize_tokens_triton
+from octetrl.kernels.quantize.quantize_tokens import quantize_tokens, quantize_tokens_triton
 from tests.unit.kernels.quantize_cases import (
     SHAPES,
     assert_nearly_same_codes,

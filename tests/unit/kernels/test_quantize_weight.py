@@ -9,7 +9,7 @@ import torch
 
 from octetrl.fp8.format import E4M3
 from octetrl.fp8.quantize import Quantized, quantize_weight_reference
-from octetrl.kernels.quantize_weight import (
+from octetrl.kernels.quantize.quantize_weight import (
     check_scales,
     quantize_weight,
     quantize_weight_transposed,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from octetrl.kernels.rms_norm import rms_norm, rms_norm_reference, rms_norm_triton
+from octetrl.kernels.rows.rms_norm import rms_norm, rms_norm_reference, rms_norm_triton
 from tests.unit.kernels.row_cases import interpreted  # noqa: F401
 
 EPS = 1e-6

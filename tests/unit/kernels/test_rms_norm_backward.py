@@ -6,7 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from octetrl.kernels.rms_norm_backward import rms_norm_backward, rms_norm_backward_reference, rms_norm_backward_triton
+from octetrl.kernels.rows.rms_norm_backward import (
+    rms_norm_backward,
+    rms_norm_backward_reference,
+    rms_norm_backward_triton,
+)
 from tests.unit.kernels.fused_row_cases import normal
 from tests.unit.kernels.training_row_cases import interpreted  # noqa: F401
 

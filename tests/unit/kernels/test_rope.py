@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from octetrl.config.spec import RopeScaling
-from octetrl.kernels.rope import rope, rope_reference, rope_triton
+from octetrl.kernels.rows.rope import rope, rope_reference, rope_triton
 from octetrl.layers.rotary import Rotary, RotaryTable
 from tests.unit.kernels.row_cases import interpreted  # noqa: F401
 

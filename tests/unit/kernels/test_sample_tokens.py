@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import octetrl.kernels.sample_tokens as module
-from octetrl.kernels.sample_tokens import (
+import octetrl.kernels.rows.sample_tokens as module
+from octetrl.kernels.rows.sample_tokens import (
     CHUNK,
     greedy_tokens,
     sample_tokens,

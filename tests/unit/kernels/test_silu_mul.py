@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from octetrl.kernels.silu_mul import (
+from octetrl.kernels.rows.silu_mul import (
     silu_mul,
     silu_mul_backward_reference,
     silu_mul_backward_triton,

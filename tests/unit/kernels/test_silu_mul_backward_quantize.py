@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import octetrl.kernels.instructions as instructions
-import octetrl.kernels.quantize_activation as quantize_activation
-import octetrl.kernels.quantize_both as quantize_both
-import octetrl.kernels.quantize_tokens as quantize_tokens
-import octetrl.kernels.silu_mul as silu_mul_module
-import octetrl.kernels.silu_mul_backward_quantize as module
+import octetrl.kernels.quantize.quantize_activation as quantize_activation
+import octetrl.kernels.quantize.quantize_both as quantize_both
+import octetrl.kernels.quantize.quantize_tokens as quantize_tokens
+import octetrl.kernels.rows.silu_mul as silu_mul_module
+import octetrl.kernels.rows.silu_mul_backward_quantize as module
 from octetrl.fp8.quantize import Quantized, quantize_activation_reference, quantize_tokens_reference
-from octetrl.kernels.silu_mul import silu_mul, silu_mul_backward_reference
-from octetrl.kernels.silu_mul_backward_quantize import (
+from octetrl.kernels.rows.silu_mul import silu_mul, silu_mul_backward_reference
+from octetrl.kernels.rows.silu_mul_backward_quantize import (
     silu_mul_backward_quantize,
     silu_mul_backward_quantize_triton,
 )

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from octetrl.fp8.quantize import quantize_activation_reference
-from octetrl.kernels.silu_mul import silu_mul
-from octetrl.kernels.silu_mul_quantize import silu_mul_quantize, silu_mul_quantize_triton
+from octetrl.kernels.rows.silu_mul import silu_mul
+from octetrl.kernels.rows.silu_mul_quantize import silu_mul_quantize, silu_mul_quantize_triton
 from tests.unit.kernels.fused_row_cases import assert_near, interpreted, normal  # noqa: F401
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import triton.runtime.interpreter as interpreter
 
-import octetrl.kernels.qkv_rotate as qkv_rotate
-import octetrl.kernels.qkv_rotate_backward as qkv_rotate_backward
-import octetrl.kernels.qkv_store as qkv_store
-import octetrl.kernels.quantize_activation as quantize_activation
-import octetrl.kernels.rms_norm_backward as rms_norm_backward
+import octetrl.kernels.attention.qkv_rotate as qkv_rotate
+import octetrl.kernels.attention.qkv_rotate_backward as qkv_rotate_backward
+import octetrl.kernels.attention.qkv_store as qkv_store
+import octetrl.kernels.quantize.quantize_activation as quantize_activation
+import octetrl.kernels.rows.rms_norm_backward as rms_norm_backward
 from tests.unit.kernels.interpreting import interpret
 
 MODULES = (qkv_rotate, qkv_rotate_backward, qkv_store, quantize_activation, rms_norm_backward)

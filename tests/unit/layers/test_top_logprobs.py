@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octetrl.kernels.linear_logprobs import linear_logprobs
+from octetrl.kernels.gemm.linear_logprobs import linear_logprobs
 from octetrl.layers.top_logprobs import logprobs_at, top_logprobs
 
 N, V, E, K = 13, 40, 16, 5

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from octetrl.config.schema import Fp8Config, LoraConfig
 from octetrl.fp8.errors import relative_error
-from octetrl.kernels.attention_packed import attention_packed_forward_reference
-from octetrl.kernels.silu_mul import silu_mul_backward_reference, silu_mul_reference
+from octetrl.kernels.attention.attention_packed import attention_packed_forward_reference
+from octetrl.kernels.rows.silu_mul import silu_mul_backward_reference, silu_mul_reference
 from octetrl.layers.context import PackedContext
 from octetrl.models import training_forward
 from octetrl.models.decoder import Decoder

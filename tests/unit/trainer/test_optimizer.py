@@ -8,7 +8,7 @@ from torch import nn
 
 from octetrl.config.errors import UserError
 from octetrl.config.schema import AlgorithmConfig, OptimizerConfig
-from octetrl.kernels.adamw import decode_moment
+from octetrl.kernels.optimizer.adamw import decode_moment
 from octetrl.records import PackedBatch
 from octetrl.trainer.optimizer import Optimizer
 from octetrl.trainer.optimizer_offload import pieces_of, update_piece

@@ -1,0 +1,393 @@
+"""Rollout speed: one workload under several precisions, one engine after the other, in one process.
+
+A turn builds one precision's engine alone on the device (nothing of the others is left, so each has the same memory to
+make a cache of), asks it for a first token, twice, lets it warm up on the workload's own prompts, and times one
+`generate` of the whole workload: prefill, scheduling, sampling and log-probs included. Turns alternate, A B C C B A, so
+that a device that slows down slows them all; what is reported is the median over rounds.
+
+Start-up is that of the first round, from an empty device on which CUDA is up: the model is built, its weights drawn or
+read and quantised, KV scales calibrated, the cache taken, kernels compiled (or read from Triton's cache, whose kernels
+are counted before and after the turn), a graph captured, a token drawn. What earlier turns compiled stays in the
+process.
+
+The engine holds what rollouts need and no more: FP8 weights without the BF16 ones they came from. A preset's weights
+are drawn on the device (the same for every precision); a preset has no tokenizer, so its tokens become no text.
+
+Memory floor: a decode step must read every linear's weight, the `lm_head`'s, and the live keys and values once,
+
+    floor of a step = (weight bytes + mean live tokens * bytes of K and V a token) / 4.3 TB/s
+
+with a prompt counted for each sibling that reads it. The share of the floor is the floor of all decode steps over the
+wall time of the whole call. 4.3 TB/s is what kernels reach on an H200.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octetrl.algorithms.table import build_algorithm
+from octetrl.bench.turns import compared, take_in_turn
+from octetrl.bench.workload import Workload
+from octetrl.config.errors import UserError, nearest
+from octetrl.config.load import PRECISIONS
+from octetrl.config.presets import PRESETS, preset_config
+from octetrl.config.schema import AlgorithmConfig, EngineConfig, Fp8Config, Numerics, TrainerConfig
+from octetrl.config.spec import ModelSpec
+from octetrl.engine.engine import Engine
+from octetrl.engine.kv_cache import cache_format
+from octetrl.engine.metrics import EngineMetrics
+from octetrl.engine.stopping import Tokenizer
+from octetrl.fp8.gemm import choose_backend
+from octetrl.fp8.kv_scales import KVScales, kv_scales_from_amax
+from octetrl.fp8.policy import precision_policy
+from octetrl.layers.linear import Float8Linear, Linear
+from octetrl.models.decoder import EMBEDDING_STD, Decoder
+from octetrl.models.families import load_spec, spec_from_config
+from octetrl.models.hf_weights import load_weights
+from octetrl.records import GenerationRequest
+from octetrl.run.resume import weights_folder
+from octetrl.run.tokenizer import VOCABULARIES, load_tokenizer
+from octetrl.trainer.trainer import Trainer
+
+MEMORY_BYTES_PER_SECOND = 4.3e12  # H200, reached by kernels
+CALIBRATION_TOKENS = 4096
+Row = dict[str, str | int | float]
+
+
+@dataclass(frozen=True, slots=True)
+class BenchModel:
+    name: str  # of the result's file
+    spec: ModelSpec
+    folder: Path | None  # None: a preset
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What is measured, and on what."""
+
+    model: BenchModel
+    precisions: tuple[str, ...]
+    workloads: tuple[Workload, ...]
+    device: torch.device
+    rounds: int = 1
+    warmup_tokens: int = 16
+    max_batch: int = 256
+    kv_fraction: float = 0.8
+    seed: int = 0
+    numerics: tuple[Numerics, ...] = ("parity",)
+    kv_cache_tokens: int | None = None  # instead of `kv_fraction` of the free memory
+    prefill_chunk: int = EngineConfig().prefill_chunk
+
+    def rows_of(self, workload: Workload) -> int:
+        """Places in the batch: no more than there are completions, or occupancy would say nothing."""
+        return min(self.max_batch, len(workload.siblings))
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """The engine of one precision with one numerics."""
+
+    engine: Engine
+    weight_bytes: int  # of the linears and lm_head, as the engine reads them
+    kv_bytes_per_token: float
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One precision with one numerics, one workload, once."""
+
+    precision: str
+    workload: Workload
+    metrics: EngineMetrics
+    startup_seconds: float  # no model yet, but CUDA is up -> first token
+    first_token_seconds: float  # the same request again
+    weight_bytes: int
+    kv_bytes_per_token: float
+    max_batch: int
+    peak_bytes: int | None  # None on a CPU
+    numerics: Numerics = "parity"
+    weights: Literal["drawn", "files"] = "drawn"
+    cached_kernels: tuple[int, int] = (0, 0)  # in Triton's cache, before and after
+    prefill_chunk: int = EngineConfig().prefill_chunk
+
+
+class NoText:
+    """Stands in where a model has no tokenizer: tokens become no text and none of them ends an answer."""
+
+    eos_token_id = None
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+        return ""
+
+
+def find_model(model: str) -> BenchModel:
+    """A preset, or a Hugging Face folder, run or checkpoint. Raises UserError."""
+    if model in PRESETS:
+        return BenchModel(model, spec_from_config(preset_config(model)), None)
+    if not Path(model).is_dir():
+        raise UserError(
+            f"--model: '{model}' is neither a folder nor one of the presets {', '.join(PRESETS)}"
+            f"{nearest(model, PRESETS)}"
+        )
+    folder = weights_folder(Path(model))
+    return BenchModel(Path(model).resolve().name, load_spec(folder), folder)
+
+
+def measure(bench: Bench, on_turn: Callable[[int, Turn], None] | None = None) -> list[Turn]:
+    """All turns, in the order in which they were taken. `on_turn(round, turn)` hears of each."""
+
+    def take(_: int, arm: tuple[Workload, str, Numerics]) -> Turn:
+        workload, precision, numerics = arm
+        return take_turn(bench, precision, workload, numerics)
+
+    return take_in_turn(product(bench.workloads, bench.precisions, bench.numerics), bench.rounds, take, on_turn)
+
+
+def take_turn(bench: Bench, precision: str, workload: Workload, numerics: Numerics = "parity") -> Turn:
+    """Builds, measures and takes down one engine."""
+    on_gpu = bench.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize(bench.device)  # CUDA is up from here on
+        torch.cuda.reset_peak_memory_stats(bench.device)
+    kernels_before = cached_kernels()
+    began = time.perf_counter()
+    arm = build_arm(bench, precision, workload, numerics)
+    engine = arm.engine
+    first = (first_token(workload.requests[0]),)
+    engine.generate(first)
+    up = time.perf_counter()
+    engine.generate(first)
+    again = time.perf_counter()
+    warm_up(arm, workload, bench.warmup_tokens)
+    engine.forget_prefixes()  # the prompts are prefilled in the time that counts
+    engine.generate(workload.requests)
+    assert engine.metrics is not None, "the engine says nothing about the call"
+    turn = Turn(
+        precision=precision,
+        workload=workload,
+        metrics=engine.metrics,
+        startup_seconds=up - began,
+        first_token_seconds=again - up,
+        weight_bytes=arm.weight_bytes,
+        kv_bytes_per_token=arm.kv_bytes_per_token,
+        max_batch=bench.rows_of(workload),
+        peak_bytes=torch.cuda.max_memory_allocated(bench.device) if on_gpu else None,
+        numerics=numerics,
+        weights="drawn" if bench.model.folder is None else "files",
+        cached_kernels=(kernels_before, cached_kernels()),
+        prefill_chunk=bench.prefill_chunk,
+    )
+    engine.release_cache()
+    del arm, engine
+    give_memory_back(bench.device)
+    return turn
+
+
+def warm_up(arm: Arm, workload: Workload, tokens: int) -> None:
+    """Answers of so many tokens to the workload's own prompts: every kernel is compiled, every batch was seen."""
+    if tokens:
+        arm.engine.generate(workload.cut(tokens))
+
+
+def cached_kernels() -> int:
+    """Compiled ones that Triton would find on disk, in the place its documentation names."""
+    usual = Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton/cache")
+    return sum(1 for _ in Path(os.environ.get("TRITON_CACHE_DIR") or usual).glob("*/*.cubin"))
+
+
+def give_memory_back(device: torch.device) -> None:
+    """After the last reference to an arm is gone."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def build_arm(bench: Bench, precision: str, workload: Workload, numerics: Numerics = "parity") -> Arm:
+    """The engine of one precision, weights in place, KV scales calibrated where it wants them."""
+    spec, device = bench.model.spec, bench.device
+    policy = precision_policy(spec, Fp8Config(**PRECISIONS[precision]), numerics)
+    backend = choose_backend(device, None) if policy.uses_fp8("rollout") else "emulated"
+    model = Decoder(spec, policy, "rollout", dtype=torch.bfloat16, device=device, backend=backend)
+    if bench.model.folder is None:
+        draw_weights(model, bench.seed)
+    else:
+        load_weights(model, bench.model.folder)
+    model.requantize()
+    for _, linear in model.float8_linears():
+        linear.drop_weight()
+    config = EngineConfig(
+        kv_cache_tokens=bench.kv_cache_tokens,
+        kv_memory_fraction=bench.kv_fraction,
+        max_batch=bench.rows_of(workload),
+        prefill_chunk=bench.prefill_chunk,
+    )
+    longest = workload.longest
+    engine = Engine(
+        model,
+        spec=spec,
+        policy=policy,
+        tokenizer=tokenizer_of(bench.model),
+        config=config,
+        context_length=longest.prompt + longest.answer,
+        dtype=torch.bfloat16,
+        device=device,
+    )
+    if policy.kv_mode == "calibrated":
+        engine.set_kv_scales(_kv_scales(model, workload, engine.policy_version))
+    page = cache_format(spec, policy, torch.bfloat16, config.page_size)
+    give_memory_back(device)  # what quantising and calibrating took is the cache's
+    return Arm(engine, weight_bytes(model), page.bytes_per_page / config.page_size)
+
+
+def weight_bytes(model: Decoder) -> int:
+    """What one decode step reads of the weights: linears in their format with scales and biases, and lm_head."""
+    tensors: list[Tensor] = [model.lm_head_weight]
+    for module in model.layers.modules():
+        if isinstance(module, Float8Linear):
+            tensors += [tensor for tensor in (module.codes, module.scale, module.bias) if tensor is not None]
+        elif isinstance(module, Linear):
+            tensors += [tensor for tensor in (module.weight, module.bias) if tensor is not None]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@torch.no_grad()
+def draw_weights(model: Decoder, seed: int) -> None:
+    """As `Decoder.random_init`, but drawn on the device: billions of numbers in a second."""
+    generator = torch.Generator(model.lm_head_weight.device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            std = parameter.shape[1] ** -0.5 if name.startswith("layers.") else EMBEDDING_STD
+            parameter.normal_(std=std, generator=generator)
+
+
+def _kv_scales(model: Decoder, workload: Workload, policy_version: int) -> KVScales:
+    """Calibrated on some of the workload's prompts, as before a run's first rollout."""
+    prompts: list[Sequence[int]] = []
+    room = CALIBRATION_TOKENS
+    for request in workload.requests:
+        prompts.append(request.prompt_token_ids[:room])
+        room -= len(prompts[-1])
+        if room <= 0:
+            break
+    algorithm = build_algorithm(AlgorithmConfig())
+    trainer = Trainer(
+        model, config=TrainerConfig(), algorithm=algorithm, temperature=1.0, total_steps=1, reference=None, trains=False
+    )
+    trainer.collect_kv_amax(prompts)
+    amax_2LK = trainer.take_kv_amax()
+    assert amax_2LK is not None, "KV calibration: no forward has observed K and V"
+    return kv_scales_from_amax(amax_2LK[0], amax_2LK[1], policy_version=policy_version)
+
+
+def tokenizer_of(model: BenchModel) -> Tokenizer:
+    folder = model.folder
+    if folder is None or not any((folder / name).is_file() for name in VOCABULARIES):
+        return NoText()
+    tokenizer: Tokenizer = load_tokenizer(folder)
+    return tokenizer
+
+
+def first_token(request: GenerationRequest) -> GenerationRequest:
+    sampling = type(request.sampling)(max_new_tokens=1, ignore_eos=True)
+    return GenerationRequest("first token", request.prompt_token_ids, sampling, seed=request.seed)
+
+
+# ---------------------------------------------------------------- from turns to rows
+
+
+def rows_of(turns: Sequence[Turn]) -> list[Row]:
+    """A row for each workload, precision and numerics: medians over its rounds, worst cases where it says most or
+    peak."""
+    workloads: dict[str, dict[tuple[str, Numerics], list[Turn]]] = {}
+    for turn in turns:
+        workloads.setdefault(turn.workload.name, {}).setdefault((turn.precision, turn.numerics), []).append(turn)
+    rows: list[Row] = []
+    for by_arm in workloads.values():
+        of_arm = {arm: _row(rounds) for arm, rounds in by_arm.items()}
+        speeds = {arm: float(row["rollout/tokens_per_second"]) for arm, row in of_arm.items()}
+        for arm, found in compared(speeds).items():
+            of_arm[arm] |= {f"rollout/{name}": value for name, value in found.items()}
+        rows += of_arm.values()
+    return rows
+
+
+def _row(rounds: Sequence[Turn]) -> Row:
+    first, metrics = rounds[0], [turn.metrics for turn in rounds]
+    lengths = [answer for _, answer in first.workload.siblings]
+    speeds = [one.tokens_per_second for one in metrics]
+    row: Row = {
+        "precision": first.precision,
+        "workload": first.workload.name,
+        "rollout/numerics": first.numerics,
+        "weights": first.weights,
+        "rounds": len(rounds),
+        "rollout/tokens_per_second": statistics.median(speeds),
+        "rollout/tokens_per_second_min": min(speeds),
+        "rollout/tokens_per_second_max": max(speeds),
+        "time/rollout": statistics.median(one.seconds for one in metrics),
+        "time/startup": first.startup_seconds,
+        "rollout/cached_kernels_before": first.cached_kernels[0],
+        "rollout/cached_kernels_after": first.cached_kernels[1],
+        "time/first_token": statistics.median(turn.first_token_seconds for turn in rounds),
+        "rollout/generated_tokens": metrics[0].generated_tokens,
+        "rollout/prefilled_tokens": metrics[0].prefilled_tokens,
+        "rollout/mean_length": statistics.fmean(lengths),
+        "rollout/max_length": max(lengths),
+        "rollout/kv_capacity_tokens": min(one.kv_capacity_tokens for one in metrics),
+        "rollout/max_batch": first.max_batch,
+        "rollout/prefill_chunk": first.prefill_chunk,
+        "rollout/batch_occupancy": statistics.median(one.batch_occupancy for one in metrics),
+        "rollout/preemptions": max(one.preemptions for one in metrics),
+    }
+    if first.peak_bytes is not None:
+        row["memory/peak_gb"] = max(turn.peak_bytes or 0 for turn in rounds) / 1e9
+    return row | dict(_step_times(metrics)) | dict(_floor(rounds))
+
+
+def _step_times(metrics: Sequence[EngineMetrics]) -> Iterator[tuple[str, float]]:
+    """Percentiles over the steps of all rounds, where one step followed another; the long tail; capturing graphs."""
+    seconds = [second for one in metrics for second in one.step_seconds]
+    if seconds:
+        yield "rollout/step_ms_p50", float(np.percentile(seconds, 50)) * 1e3
+        yield "rollout/step_ms_p99", float(np.percentile(seconds, 99)) * 1e3
+    yield "rollout/tail_share", statistics.median(one.tail_share for one in metrics)
+    yield "time/capture", max(one.capture_seconds for one in metrics)
+
+
+def _floor(rounds: Sequence[Turn]) -> Iterator[tuple[str, float]]:
+    """The memory floor's parts, and its share of the measured time on a GPU."""
+    turn = rounds[0]
+    yield "rollout/weight_gb_per_step", turn.weight_bytes / 1e9
+    yield "rollout/kv_bytes_per_token", turn.kv_bytes_per_token
+    steps = [decode_steps(one.metrics, one.max_batch) for one in rounds]
+    live = statistics.median(turn.workload.live_token_steps / count for count in steps)
+    yield "rollout/live_kv_tokens", live
+    floor = floor_seconds(turn.weight_bytes, live * turn.kv_bytes_per_token)
+    yield "rollout/floor_step_ms", floor * 1e3
+    if turn.peak_bytes is not None:
+        shares = (floor * count / one.metrics.seconds for one, count in zip(rounds, steps, strict=True))
+        yield "rollout/floor_share", statistics.median(shares)
+
+
+def floor_seconds(num_weight_bytes: float, kv_bytes: float) -> float:
+    """Of one decode step."""
+    return (num_weight_bytes + kv_bytes) / MEMORY_BYTES_PER_SECOND
+
+
+def decode_steps(metrics: EngineMetrics, max_batch: int) -> int:
+    """Forwards that decoded, from their occupancy: the engine's count of steps has prefills in it."""
+    return max(1, round(metrics.generated_tokens / (metrics.batch_occupancy * max_batch)))

@@ -1,0 +1,389 @@
+"""The whole GRPO step under several precisions: produce, learn and publish through the worker of a run.
+
+A turn builds one precision's worker alone on the device (trainer, engine, the weights they share), takes a short step
+that is not timed, then `steps` timed ones. Prompts are random tokens, answers end at their drawn length and nowhere
+else, rewards are random numbers, so every group has advantages. Turns alternate, A B B A; what is reported is the
+median over the steps of all rounds.
+
+    produce    generation of all answers, and the samples made of them
+    learn      packing, forward and backward, the update, KV scales (calibration)
+    publish    new FP8 codes of the weights, then the engine's check of what it holds
+
+Quantising the weights happens inside `Worker.train`, where the trainer's own forward needs it too; its time is counted
+as publishing, because the codes are what the engine is given. GB/s of publishing: bytes of codes and scales over that.
+
+`learn_share` below 1 learns from that share of the groups alone and reckons the rest: each token left out costs what
+one cost in the micro-batches between the first and the last (clock.py), so what happens once in a learning is
+counted once. Where there are too few of those, all but the update, whose time is taken by itself after the last step,
+is multiplied by all tokens over those learnt from. The time of such a step is an estimate, and its row says so.
+
+What calibration costs is measured on some micro-batches of the last step, modes alternating: `off` is a forward and
+backward that does not look at K and V, `fused` one that does, `exact` one more forward after one that does not. Shares
+are of the whole step, by the tokens of all its micro-batches.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import torch
+
+from octetrl.algorithms.table import Algorithm, build_algorithm
+from octetrl.bench.clock import MicroBatchClock, Pace
+from octetrl.bench.memory import estimate, refuse_what_does_not_fit
+from octetrl.bench.rollout import BenchModel, draw_weights, give_memory_back, tokenizer_of
+from octetrl.bench.turns import take_in_turn
+from octetrl.bench.workload import Workload
+from octetrl.config.load import PRECISIONS
+from octetrl.config.schema import (
+    AlgorithmConfig,
+    EngineConfig,
+    Fp8Config,
+    ModelConfig,
+    Numerics,
+    Recipe,
+    RolloutConfig,
+    TrainerConfig,
+)
+from octetrl.fp8.policy import precision_policy
+from octetrl.models.decoder import Decoder
+from octetrl.models.hf_weights import load_weights
+from octetrl.records import (
+    Completion,
+    GenerationRequest,
+    PackedBatch,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    Sample,
+    Task,
+    Turn,
+)
+from octetrl.rollout.samples import to_samples
+from octetrl.run.worker import Worker
+from octetrl.telemetry.spans import Spans
+from octetrl.trainer.packing import pack
+from octetrl.trainer.trainer import KVReplay
+
+MISMATCH, DIFFERENCE = "mismatch/token_mult_prob_error", "mismatch/max_abs_diff"
+CALIBRATION_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class StepBench:
+    """What is measured, and on what."""
+
+    model: BenchModel
+    precisions: tuple[str, ...]
+    workload: Workload  # siblings of a group stand side by side
+    group_size: int
+    trainer: TrainerConfig
+    device: torch.device
+    rounds: int = 1
+    steps: int = 1
+    warmup_tokens: int = 16
+    learn_share: float = 1.0
+    max_batch: int = 256
+    kv_fraction: float = 0.85
+    calibration: tuple[str, ...] = ()  # modes to compare, of precisions with a calibrated cache
+    calibration_micro_batches: int = 2
+    seed: int = 0
+    numerics: tuple[Numerics, ...] = ("parity",)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds of one step."""
+
+    produce: float
+    learn: float  # reckoned for all groups where some were left out
+    publish: float
+    requantize: float  # part of publish
+    calibrate: float  # part of learn, not that of the fused kind
+    mismatch: float
+    max_abs_diff: float  # of log-probs, engine to trainer
+    compared_tokens: int
+    micro_batches: int  # of all groups
+    produce_peak: float | None  # GB, the KV cache included; None on a CPU
+    learn_peak: float | None  # and of publishing, without the cache
+    pace: Pace | None = None  # of learning; None where its micro-batches were too few
+
+    @property
+    def total(self) -> float:
+        return self.produce + self.learn + self.publish
+
+
+@dataclass(frozen=True, slots=True)
+class StepTurn:
+    """One precision with one numerics, once."""
+
+    precision: str
+    numerics: Numerics
+    steps: tuple[StepTimes, ...]
+    calibration: dict[str, list[float]]  # mode -> seconds of the measured micro-batches, one a round
+    calibration_tokens: int
+    published_bytes: int
+    optimizer_seconds: float
+    startup_seconds: float  # nothing -> the end of the untimed step
+
+
+def measure(bench: StepBench, on_turn: Callable[[int, StepTurn], None] | None = None) -> list[StepTurn]:
+    """All turns, in the order in which they were taken. `on_turn(round, turn)` hears of each."""
+    arms = product(bench.precisions, bench.numerics)
+    return take_in_turn(arms, bench.rounds, lambda _, arm: take_turn(bench, *arm), on_turn)
+
+
+def take_turn(bench: StepBench, precision: str, numerics: Numerics) -> StepTurn:
+    """Builds, measures and takes down one worker."""
+    began = time.perf_counter()
+    arm = StepArm(bench, build_worker(bench, precision, numerics))
+    arm.warm_up()
+    up = arm.now()
+    steps = tuple(arm.step(number) for number in range(bench.steps))
+    optimizer_seconds = arm.update_seconds()
+    calibration, calibration_tokens = arm.calibration_seconds()
+    turn = StepTurn(
+        precision=precision,
+        numerics=numerics,
+        steps=tuple(arm.for_all(step, optimizer_seconds) for step in steps),
+        calibration=calibration,
+        calibration_tokens=calibration_tokens,
+        published_bytes=code_bytes(arm.worker.engine_model),
+        optimizer_seconds=optimizer_seconds,
+        startup_seconds=up - began,
+    )
+    arm.worker.engine.release_cache()
+    del arm
+    give_memory_back(bench.device)
+    return turn
+
+
+def build_worker(bench: StepBench, precision: str, numerics: Numerics = "parity") -> Worker:
+    """As a run builds it; a preset's weights are drawn on the device."""
+    spec, folder = bench.model.spec, bench.model.folder
+    recipe = step_recipe(bench, precision, numerics)
+
+    def fill(model: Decoder) -> None:
+        if folder is None:
+            draw_weights(model, bench.seed)
+        else:
+            load_weights(model, folder)
+
+    return Worker(
+        recipe,
+        spec=spec,
+        policy=precision_policy(spec, recipe.fp8, recipe.numerics),
+        tokenizer=tokenizer_of(bench.model),
+        algorithm=build_algorithm(recipe.algorithm),
+        load_weights=fill,
+        device=bench.device,
+        spans=Spans(torch.cuda.synchronize if bench.device.type == "cuda" else None),
+    )
+
+
+def step_recipe(bench: StepBench, precision: str, numerics: Numerics) -> Recipe:
+    """What a run of this workload would have in its recipe."""
+    longest = bench.workload.longest
+    siblings = len(bench.workload.siblings)
+    return Recipe(
+        model=ModelConfig(path="random", init="random", context_length=max(16, longest.prompt + longest.answer)),
+        fp8=Fp8Config(**PRECISIONS[precision]),
+        numerics=numerics,
+        rollout=RolloutConfig(
+            prompts_per_step=siblings // bench.group_size,
+            group_size=bench.group_size,
+            max_prompt_tokens=longest.prompt,
+            max_new_tokens=max(answer for _, answer in bench.workload.siblings),
+        ),
+        engine=EngineConfig(kv_memory_fraction=bench.kv_fraction, max_batch=min(bench.max_batch, siblings)),
+        trainer=bench.trainer,
+        algorithm=AlgorithmConfig(),
+        seed=bench.seed,
+        steps=bench.steps + 1,
+    )
+
+
+def estimate_bytes(bench: StepBench, precision: str) -> int:
+    """What `octetrl check` says of training: trainer, weights and codes, the KV cache given back."""
+    recipe, spec, on_gpu = step_recipe(bench, precision, "parity"), bench.model.spec, bench.device.type == "cuda"
+    found = estimate(recipe, spec, precision_policy(spec, recipe.fp8), on_gpu=on_gpu, engine=True)
+    return found.training_bytes
+
+
+def check_memory(bench: StepBench) -> None:
+    """Raises UserError where the estimate of a precision is more than the GPU has."""
+    needed = ((precision, estimate_bytes(bench, precision)) for precision in bench.precisions)
+    refuse_what_does_not_fit(bench.device, needed, bench.trainer, is_preset=bench.model.folder is None)
+
+
+def code_bytes(engine_model: Decoder) -> int:
+    """Codes and scales that a publish renews; none where nothing is FP8: both sides read the same BF16 weights."""
+    return sum(linear.codes.numel() + 4 * linear.scale.numel() for _, linear in engine_model.float8_linears())
+
+
+class StepArm:
+    """One worker at its steps."""
+
+    def __init__(self, bench: StepBench, worker: Worker) -> None:
+        self.bench, self.worker = bench, worker
+        self.algorithm: Algorithm = build_algorithm(AlgorithmConfig())
+        self._batch: PackedBatch | None = None  # of the last step
+        self._learnt_tokens = self._all_tokens = 0
+        if worker.needs_calibration:
+            worker.calibrate([request.prompt_token_ids for request in bench.workload.requests[:: bench.group_size]])
+
+    def now(self) -> float:
+        if self.bench.device.type == "cuda":
+            torch.cuda.synchronize(self.bench.device)
+        return time.perf_counter()
+
+    def warm_up(self) -> None:
+        """A step of short answers, learnt from as far as they fill one micro-batch; and once more with a token less:
+        a kernel compiles once for a number of tokens that is a multiple of 16 and once for others."""
+        if not self.bench.warmup_tokens:
+            return
+        samples = self._produce(self.bench.workload.cut(self.bench.warmup_tokens), number=-1)
+        room = self.bench.trainer.tokens_per_micro_batch
+        few: list[Sample] = []
+        for sample in samples:
+            room -= len(sample.token_ids)
+            if few and room < 0:
+                break
+            few.append(sample)
+        for last in (few[-1], _shorter(few[-1])):
+            batch = pack([*few[:-1], last], self.worker.layout, self.algorithm.token_weighting)
+            self.worker.publish(self.worker.train(batch).policy_version)
+
+    def step(self, number: int) -> StepTimes:
+        worker = self.worker
+        worker.forget_prefixes()
+        worker.spans.take()
+        worker.memory_metrics()  # forgets the peak so far
+        began = self.now()
+        samples = self._produce(self.bench.workload.requests, number)
+        produced = self.now()
+        produce_peak = worker.memory_metrics().get("memory/peak_gb")
+        groups = max(1, round(self.bench.learn_share * len(samples) / self.bench.group_size))
+        some = samples[: groups * self.bench.group_size]
+        clock = MicroBatchClock(self.bench.device)
+        with clock.marked(worker.trainer_model):
+            self._release_cache()
+            self._batch = pack(some, worker.layout, self.algorithm.token_weighting)
+            update = worker.train(self._batch)
+        learnt = self.now()
+        worker.publish(update.policy_version)
+        ended = self.now()
+        requantize = update.metrics["time/requantize"]
+        self._learnt_tokens, self._all_tokens = _tokens(some), _tokens(samples)
+        return StepTimes(
+            produce=produced - began,
+            learn=learnt - produced - requantize,
+            publish=ended - learnt + requantize,
+            requantize=requantize,
+            calibrate=worker.spans.take().get("time/calibrate", 0.0),
+            mismatch=update.metrics[MISMATCH],
+            max_abs_diff=update.metrics[DIFFERENCE],
+            compared_tokens=sum(sum(sample.loss_mask) for sample in some),
+            micro_batches=round(len(self._batch.minibatches[0]) * self._all_tokens / self._learnt_tokens),
+            produce_peak=produce_peak,
+            learn_peak=worker.memory_metrics().get("memory/peak_gb"),
+            pace=clock.pace([one.token_ids_T.numel() for one in self._batch.minibatches[0]]),
+        )
+
+    def _release_cache(self) -> None:
+        """What `Worker.train` would do first is done here, so that the peak read after learning is learning's own: a
+        peak begins at what is allocated when it is reset."""
+        if self.bench.device.type == "cuda" and self.worker.recipe.engine.release_for_training:
+            self.worker.engine.release_cache()
+        self.worker.memory_metrics()
+
+    def for_all(self, step: StepTimes, optimizer_seconds: float) -> StepTimes:
+        """The step as it would be with every group learnt from."""
+        more = self._all_tokens / self._learnt_tokens
+        if more == 1.0:
+            return step
+        if step.pace is not None:
+            learn = step.learn + step.pace.steady * (self._all_tokens - self._learnt_tokens)
+            return replace(step, learn=learn, calibrate=step.calibrate * more)
+        fixed = min(optimizer_seconds, step.learn)
+        return replace(step, learn=fixed + (step.learn - fixed) * more, calibrate=step.calibrate * more)
+
+    def update_seconds(self) -> float:
+        """Clipping and AdamW alone, with the last step's gradients; the turn is over, so they may be used up."""
+        optimizer = self.worker.trainer.optimizer
+        began = self.now()
+        optimizer.clip_gradients()
+        optimizer.step(self.bench.trainer.optimizer.lr)
+        optimizer.zero_grad()
+        seconds = self.now() - began
+        self.worker.trainer.model.requantize()
+        return seconds
+
+    def calibration_seconds(self) -> tuple[dict[str, list[float]], int]:
+        """Seconds of each mode on the first micro-batches of the last step, and their tokens."""
+        worker, modes = self.worker, self.bench.calibration
+        if worker.policy.kv_mode != "calibrated" or not modes:
+            return {}, 0
+        assert self._batch is not None and worker.kv_scales is not None, "calibration is measured after a step"
+        scales = worker.kv_scales
+        replay = KVReplay(worker.policy.kv_mode, scales.k_scale_LK, scales.v_scale_LK)
+        part = self._batch.minibatches[0][: self.bench.calibration_micro_batches]
+        batch = replace(self._batch, minibatches=(part,), loss_denominators=self._batch.loss_denominators[:1])
+        seconds: dict[str, list[float]] = {mode: [] for mode in modes}
+        for number in range(CALIBRATION_ROUNDS + 1):
+            for mode in modes:
+                began = self.now()
+                worker.trainer.accumulate(batch, replay, collect_kv_amax=mode == "fused")
+                if mode == "exact":
+                    worker.trainer.collect_kv_amax(batch)
+                worker.trainer.take_kv_amax()
+                if number:  # the first is a warm-up: the engine's memory has just been given back
+                    seconds[mode].append(self.now() - began)
+        return seconds, sum(one.token_ids_T.numel() for one in part)
+
+    def _produce(self, requests: Sequence[GenerationRequest], number: int) -> list[Sample]:
+        completions = self.worker.generate(requests)
+        rng = random.Random(f"{self.bench.seed} {number}")
+        groups = rollout_groups(requests, completions, self.bench.group_size, rng)
+        return to_samples(groups, self.algorithm)
+
+
+def rollout_groups(
+    requests: Sequence[GenerationRequest],
+    completions: Sequence[Sequence[Completion]],
+    group_size: int,
+    rng: random.Random,
+) -> list[RolloutGroup]:
+    """Groups of siblings, whether one request had them all or each a request of its own, with random rewards."""
+    pairs = [
+        (request.prompt_token_ids, completion)
+        for request, siblings in zip(requests, completions, strict=True)
+        for completion in siblings
+    ]
+    groups = []
+    for first in range(0, len(pairs), group_size):
+        task = Task(f"bench {first // group_size}", "")
+        rollouts = [
+            Rollout(task, (Turn(prompt, completion),), RolloutStatus.SCORED, rng.random())
+            for prompt, completion in pairs[first : first + group_size]
+        ]
+        groups.append(RolloutGroup(task, tuple(rollouts)))
+    return groups
+
+
+def _shorter(sample: Sample) -> Sample:
+    assert sample.generator_logprobs is not None, "an engine drew it"
+    return replace(
+        sample,
+        token_ids=sample.token_ids[:-1],
+        loss_mask=sample.loss_mask[:-1],
+        generator_logprobs=sample.generator_logprobs[:-1],
+    )
+
+
+def _tokens(samples: Sequence[Sample]) -> int:
+    return sum(len(sample.token_ids) for sample in samples)

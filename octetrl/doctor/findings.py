@@ -1,0 +1,275 @@
+"""What the doctor found: which op's bits differ first, which end is at fault, and the one line that says so.
+
+Ops are looked at in the order of the forward. At the first one where any row differs, the earliest row of the earliest
+sequence is shown, with its first element; what lies behind that op differs in consequence and is not shown.
+
+R rows: tokens of all sequences end to end; N drawn tokens; C elements of a row at a site.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octetrl.doctor.examine import End, Patient
+from octetrl.doctor.passes import LOGPROB, Drawn, Pass
+from octetrl.doctor.taps import Fingerprints, Rows, Site, sites_of
+
+LOOKED_AT = 1 << 27  # elements of a site that are kept to compare
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first op whose bits differ between two passes, and its first differing element."""
+
+    reference: str
+    other: str
+    site: Site
+    shape: tuple[int, ...]  # of one token's row
+    sequence: int
+    position: int
+    token: int
+    element: tuple[int, ...]
+    values: tuple[float, float]  # the reference's, the other's
+    num_elements: int  # that differ, in the rows that were looked at
+    num_rows: int  # that differ
+    of_rows: int  # that both computed
+    looked_at: int  # rows that differ and whose elements were compared
+
+    def __str__(self) -> str:
+        if not self.num_elements:
+            return (
+                f"{self.site}: {self.num_rows} of {self.of_rows} tokens differed and did not when computed again:"
+                f" the op does not repeat its bits (token {self.token} at position {self.position} of sequence"
+                f" {self.sequence}, {self.reference} against {self.other})"
+            )
+        at_least = "" if self.looked_at == self.num_rows else "at least "
+        of = self.of_rows * torch.Size(self.shape).numel()
+        ours, theirs = (f"{value:.9g} ({_hex(value)})" for value in self.values)
+        return (
+            f"{self.site}: {at_least}{self.num_elements:,} of {of:,} elements differ, in {self.num_rows:,} of"
+            f" {self.of_rows:,} tokens of shape {list(self.shape)}; first in sequence {self.sequence}, position"
+            f" {self.position}, token {self.token}, element {list(self.element)}: {self.reference} {ours},"
+            f" {self.other} {theirs}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EndDifference:
+    """An end whose tokens or log-probs are not those of the first engine's."""
+
+    name: str
+    num_tokens: int  # drawn otherwise
+    num_logprobs: int
+    max_abs: float
+    sequence: int
+    position: int
+    values: tuple[float, float]
+
+    def __str__(self) -> str:
+        drawn = f", {self.num_tokens:,} tokens drawn otherwise" if self.num_tokens else ""
+        return (
+            f"{self.num_logprobs:,} log-probs differ{drawn}, by {self.max_abs:.3g} at most; first in sequence"
+            f" {self.sequence}, position {self.position}: {self.values[0]:.9g}, here {self.values[1]:.9g}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    passes: tuple[tuple[str, Difference | None], ...]
+    ends: tuple[tuple[str, EndDifference | None], ...]
+    num_tokens: int  # rows both sides computed
+    num_drawn: int
+    num_layers: int
+    off_forwards: tuple[str, ...]  # ends whose log-probs are not those of the trainer's packed forward
+    at_fault: str | None = None  # "engine" or "trainer"
+
+    @property
+    def first(self) -> Difference | None:
+        """The one that comes first in the forward."""
+        differences = [difference for _, difference in self.passes if difference is not None]
+        return min(differences, key=lambda difference: difference.site.place, default=None)
+
+    @property
+    def equal(self) -> bool:
+        return self.first is None and all(difference is None for _, difference in self.ends)
+
+    @property
+    def verdict(self) -> str:
+        if self.equal:
+            return (
+                f"equal: every bit of {self.num_tokens:,} tokens x {self.num_layers} layers, and the log-probs of"
+                f" {self.num_drawn:,} drawn tokens"
+            )
+        if self.first is not None:
+            blame = "" if self.at_fault is None else f"; the fault is the {self.at_fault}'s"
+            return f"first difference: {self.first}{blame}"
+        side = " and ".join(dict.fromkeys(name.split(",")[0] for name in self.off_forwards)) or "no"
+        return (
+            f"the forwards agree on every bit and the {side} side does not follow them: {'; '.join(self.off_forwards)}."
+            f" Look at what a run has round them: {_SUSPECTS.get(side, '; '.join(_SUSPECTS.values()))}"
+        )
+
+
+_SUSPECTS = {
+    "engine": "captured graphs, rows and pages of the batch, sampling (engine/)",
+    "trainer": "packing, activation checkpointing, the log-probs' chunks (trainer/)",
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Examined:
+    """A report with what attribution goes on from."""
+
+    report: Report
+    patient: Patient
+    sequences: Drawn
+    engine_logprobs_N: Tensor
+
+
+def examine(patient: Patient) -> Examined:
+    """Draws, computes both sides in every way, and compares."""
+    engine_ends, drawn = patient.engine_ends()
+    sequences = patient.sequences(drawn)
+    ends = [*engine_ends, *patient.trainer_ends(drawn)]
+    passes = patient.passes(sequences)
+    reference = noted(passes[0], sequences)
+    found: list[tuple[str, Difference | None]] = []
+    common_R = torch.zeros(sequences.num_rows, dtype=torch.bool, device=sequences.device)
+    for other in passes[1:]:
+        theirs = noted(other, sequences)
+        common_R |= reference.rows_seen_with(theirs) if other.side == "engine" else False
+        found.append((other.name, first_difference(passes[0], other, reference, theirs, patient, sequences)))
+    forward_N = forward_logprobs(passes[0], sequences)
+    report = Report(
+        passes=tuple(found),
+        ends=tuple((end.name, end_difference(ends[0], end, sequences)) for end in ends[1:]),
+        num_tokens=int(common_R.sum()),
+        num_drawn=ends[0].logprobs_N.numel(),
+        num_layers=patient.spec.num_layers,
+        off_forwards=tuple(end.name for end in ends if not _same_bits(end.logprobs_N, forward_N)),
+        at_fault=_at_fault(found, passes, patient, sequences),
+    )
+    return Examined(report, patient, sequences, engine_ends[0].logprobs_N)
+
+
+def noted(one: Pass, sequences: Drawn) -> Fingerprints:
+    fingerprints = Fingerprints(sequences.num_rows, sequences.device)
+    one.run(fingerprints)
+    return fingerprints
+
+
+def first_difference(
+    reference: Pass, other: Pass, ours: Fingerprints, theirs: Fingerprints, patient: Patient, sequences: Drawn
+) -> Difference | None:
+    """The first site where the passes' bits differ, looked at closely; None where there is none."""
+    for site in sites_of(patient.spec):
+        rows = ours.differing_rows(theirs, site)
+        if rows.numel():
+            break
+    else:
+        return None
+    shape = ours.shapes[site]
+    looked_at = rows[: max(1, LOOKED_AT // torch.Size(shape).numel())]
+    both = Rows(site, looked_at), Rows(site, looked_at)
+    for one, kept in zip((reference, other), both, strict=True):
+        one.run(kept)
+    differing = {
+        row: (both[0].values[row].view(torch.int32) != both[1].values[row].view(torch.int32)).nonzero().flatten()
+        for row in looked_at.tolist()
+    }
+    row = next((row for row, elements in differing.items() if elements.numel()), int(rows[0]))
+    element = int(differing[row][0]) if differing[row].numel() else 0
+    sequence, position = sequences.place_of(row)
+    return Difference(
+        reference=reference.name,
+        other=other.name,
+        site=site,
+        shape=shape,
+        sequence=sequence,
+        position=position,
+        token=int(sequences.token_R[row]),
+        element=tuple(int(i) for i in torch.unravel_index(torch.tensor(element), shape)),
+        values=(float(both[0].values[row][element]), float(both[1].values[row][element])),
+        num_elements=sum(elements.numel() for elements in differing.values()),
+        num_rows=rows.numel(),
+        of_rows=int((ours.seen_R[site] & theirs.seen_R[site]).sum()),
+        looked_at=looked_at.numel(),
+    )
+
+
+def _at_fault(
+    found: Sequence[tuple[str, Difference | None]], passes: Sequence[Pass], patient: Patient, sequences: Drawn
+) -> str | None:
+    """Whose fault the first difference is: the trainer's, if it differs from itself in another packing; of two fused
+    forwards, the one that departs from the modules. None where that can't be told."""
+    differences = [(difference, one) for (_, difference), one in zip(found, passes[1:], strict=True) if difference]
+    if not differences:
+        return None
+    difference, other = min(differences, key=lambda pair: pair[0].site.place)
+    if other.side == "trainer":
+        return "trainer"
+    if not patient.is_fused:
+        return None
+    modules = noted(patient.module_pass(sequences), sequences)
+    if difference.site not in modules.bits_R:
+        return None
+    departs = [
+        bool(noted(one, sequences).differing_rows(modules, difference.site).numel()) for one in (passes[0], other)
+    ]
+    return {(False, True): "engine", (True, False): "trainer"}.get((departs[0], departs[1]))
+
+
+def forward_logprobs(one: Pass, sequences: Drawn) -> Tensor:
+    """The log-probs of the drawn tokens in one pass, float32 [N] on the CPU."""
+    rows = sequences.drawn_R.nonzero().flatten().cpu()
+    kept = Rows(LOGPROB, rows)
+    one.run(kept)
+    return torch.cat([kept.values[row] for row in rows.tolist()])
+
+
+def end_difference(first: End, other: End, sequences: Drawn) -> EndDifference | None:
+    """How an end departs from the engine's own first word; None where every bit is the same."""
+    other_token_N = first.tokens_N != other.tokens_N
+    differs_N = _bits(first.logprobs_N) != _bits(other.logprobs_N)
+    if not bool((differs_N | other_token_N).any()):
+        return None
+    place = int((differs_N | other_token_N).nonzero()[0])
+    row = int(sequences.drawn_R.nonzero().flatten()[place])
+    sequence, position = sequences.place_of(row)
+    return EndDifference(
+        name=other.name,
+        num_tokens=int(other_token_N.sum()),
+        num_logprobs=int(differs_N.sum()),
+        max_abs=float((first.logprobs_N - other.logprobs_N).abs().max()),
+        sequence=sequence,
+        position=position + 1,
+        values=(float(first.logprobs_N[place]), float(other.logprobs_N[place])),
+    )
+
+
+def lines_of(title: str, found: Sequence[tuple[str, Difference | EndDifference | None]]) -> list[str]:
+    """A section of the report: one line a pass or end."""
+    told = [(name, "equal" if difference is None else _briefly(difference)) for name, difference in found]
+    return [title, *(f"  {name:<42}{words}" for name, words in told)]
+
+
+def _briefly(difference: Difference | EndDifference) -> str:
+    if isinstance(difference, EndDifference):
+        return str(difference)
+    return f"differs from {difference.site} on"
+
+
+def _same_bits(a_N: Tensor, b_N: Tensor) -> bool:
+    return torch.equal(_bits(a_N), _bits(b_N))
+
+
+def _bits(x_N: Tensor) -> Tensor:
+    return x_N.view(torch.int32)
+
+
+def _hex(value: float) -> str:
+    return f"{int(torch.tensor(value, dtype=torch.float32).view(torch.int32)) & 0xFFFFFFFF:08x}"

@@ -1,0 +1,249 @@
+"""Causal attention of packed training sequences: forward in the engine's order, with KV replay, and its backward.
+
+Forward: `kv_replay` puts K and V through the quantiser the rollout's cache used, then every query row meets
+its keys by `attention_order`. A trained token's attention output has the bits the engine had when it sampled
+that token.
+
+Backward (no parity needed, so float32 or BF16 operands, but deterministic: no atomics), with P recomputed
+from lse2:
+
+    delta = sum(dO * O)       P = exp2(s - lse2)        dP = dO V'^T         dS = P * (dP - delta)
+    dV = P^T dO               dQ = softmax_scale * dS K'                     dK = softmax_scale * dS^T Q
+
+K' and V' are the dequantised K and V, which is what the forward saw; their gradient goes to the original K
+and V straight through the rounding, clamped values included.
+
+B sequences, T tokens, H query heads, K kv heads, D head size; J, M, S, G as in `attention_order`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octetrl.kernels.attention.attention_order import (
+    LOG2E,
+    KVMode,
+    KVRows,
+    Piece,
+    attend_reference,
+    fold_heads,
+    fold_positions,
+    pieces,
+    query_blocks,
+    unfold_heads,
+)
+from octetrl.kernels.attention.attention_packed_backward import attention_packed_backward_triton
+from octetrl.kernels.attention.attention_rows import attention_rows
+from octetrl.kernels.attention.kv_store import ReplayedKV, kv_replay
+
+
+def attention_packed(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    cu_seqlens_B1: Tensor,
+    max_seqlen: int,
+    softmax_scale: float,
+    k_scale_K: Tensor | None = None,
+    v_scale_K: Tensor | None = None,
+    kv_mode: KVMode = "none",
+    quantize_k: bool = True,
+) -> Tensor:
+    """Causal attention within each of the sequences that `cu_seqlens_B1` (int32) bounds; differentiable in q, k, v.
+
+    q_THD, k_TKD, v_TKD: BF16 (or float32 on a CPU). `kv_mode` "calibrated" replays the cache with the float32
+    scales [K], "dynamic" with a scale per token and head, "none" not at all; `quantize_k=False` replays V alone, for
+    a cache that holds K in BF16. Returns [T, H, D] in q's dtype. Rows past `cu_seqlens_B1[-1]` give zeros.
+    """
+    out_THD: Tensor = _AttentionPacked.apply(
+        q_THD, k_TKD, v_TKD, cu_seqlens_B1, max_seqlen, softmax_scale, k_scale_K, v_scale_K, kv_mode, quantize_k
+    )
+    return out_THD
+
+
+def attention_packed_forward(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    cu_seqlens_B1: Tensor,
+    max_seqlen: int,
+    softmax_scale: float,
+    k_scale_K: Tensor | None = None,
+    v_scale_K: Tensor | None = None,
+    kv_mode: KVMode = "none",
+    quantize_k: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """The forward alone: out [T, H, D] and lse2 [T, H], the float32 log-sum-exp in base 2."""
+    kv = kv_replay(k_TKD, v_TKD, kv_mode, k_scale_K, v_scale_K, quantize_k)
+    return _forward(q_THD, kv, cu_seqlens_B1, max_seqlen, softmax_scale)
+
+
+def attention_packed_backward(
+    dout_THD: Tensor,
+    q_THD: Tensor,
+    kv: ReplayedKV,
+    out_THD: Tensor,
+    lse2_TH: Tensor,
+    cu_seqlens_B1: Tensor,
+    max_seqlen: int,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ [T, H, D], dK and dV [T, K, D] from what the forward took and gave; zero where no sequence lies."""
+    arguments = (dout_THD, q_THD, kv, out_THD, lse2_TH, cu_seqlens_B1, max_seqlen, softmax_scale)
+    if not q_THD.is_cuda:
+        return attention_packed_backward_reference(*arguments)
+    return attention_packed_backward_triton(*arguments)
+
+
+def _forward(q_THD: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    forward = attention_packed_forward_triton if q_THD.is_cuda else attention_packed_forward_reference
+    return forward(q_THD, *arguments)
+
+
+class _AttentionPacked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        cu_seqlens_B1: Tensor,
+        max_seqlen: int,
+        softmax_scale: float,
+        k_scale_K: Tensor | None,
+        v_scale_K: Tensor | None,
+        kv_mode: KVMode,
+        quantize_k: bool,
+    ) -> Tensor:
+        kv = kv_replay(k_TKD, v_TKD, kv_mode, k_scale_K, v_scale_K, quantize_k)
+        out_THD, lse2_TH = _forward(q_THD, kv, cu_seqlens_B1, max_seqlen, softmax_scale)
+        ctx.save_for_backward(q_THD, *kv, out_THD, lse2_TH, cu_seqlens_B1)
+        ctx.settings = (max_seqlen, softmax_scale)
+        return out_THD
+
+    @staticmethod
+    def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor | None, ...]:
+        q_THD, *kv, out_THD, lse2_TH, cu_seqlens_B1 = ctx.saved_tensors
+        saved = (q_THD, ReplayedKV(*kv), out_THD, lse2_TH, cu_seqlens_B1)
+        gradients = attention_packed_backward(dout_THD, *saved, *ctx.settings)
+        return (*gradients, *[None] * 7)
+
+
+# ---------------------------------------------------------------- Triton
+
+
+def attention_packed_forward_triton(
+    q_THD: Tensor,
+    kv: ReplayedKV,
+    cu_seqlens_B1: Tensor,
+    max_seqlen: int,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The forward by `attention_rows`, the kernel of the engine's prefill."""
+    out_THD, lse2_TH = attention_rows(
+        q_THD, kv.k_TKD, kv.v_TKD, cu_seqlens_B1, max_seqlen, softmax_scale, kv.k_scale, kv.v_scale
+    )
+    assert lse2_TH is not None
+    return out_THD, lse2_TH
+
+
+# ---------------------------------------------------------------- plain torch
+
+
+def attention_packed_forward_reference(
+    q_THD: Tensor,
+    kv: ReplayedKV,
+    cu_seqlens_B1: Tensor,
+    max_seqlen: int,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The forward by the CPU form of the order."""
+    cu_seqlens, lengths = _lengths(cu_seqlens_B1)
+    assert max(lengths, default=0) <= max_seqlen, f"a sequence of {max(lengths)} tokens, but max_seqlen {max_seqlen}"
+    return attend_reference(
+        q_THD,
+        _tables(kv),
+        _packed_rows(cu_seqlens_B1, kv.k_TKD.shape[1]),
+        cu_seqlens,
+        lengths,
+        softmax_scale,
+        kv.k_TKD.shape[1],
+    )
+
+
+def attention_packed_backward_reference(
+    dout_THD: Tensor,
+    q_THD: Tensor,
+    kv: ReplayedKV,
+    out_THD: Tensor,
+    lse2_TH: Tensor,
+    cu_seqlens_B1: Tensor,
+    max_seqlen: int,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, dK, dV in q's dtype, computed in float32 from the dequantised K and V."""
+    T, H, D = q_THD.shape
+    K = kv.k_TKD.shape[1]
+    cu_seqlens, lengths = _lengths(cu_seqlens_B1)
+    rows_of = _packed_rows(cu_seqlens_B1, K)
+    k_ND = _dequantized(kv.k_TKD, kv.k_scale)
+    v_ND = _dequantized(kv.v_TKD, kv.v_scale)
+    delta_TH = (dout_THD.float() * out_THD.float()).sum(-1)
+    dq_THD = torch.zeros(T, H, D)
+    dk_ND, dv_ND = torch.zeros(T * K, D), torch.zeros(T * K, D)
+    for piece in pieces(cu_seqlens, lengths, H, D):
+        J = len(piece.sequence_J)
+        row_JKS = rows_of(piece)
+        k_NSD, v_NSD = k_ND[row_JKS].flatten(0, 1), v_ND[row_JKS].flatten(0, 1)
+        dk_NSD, dv_NSD = torch.zeros_like(k_NSD), torch.zeros_like(v_NSD)
+        for block, num_keys in query_blocks(piece):
+            query_JM = piece.query_JM[:, block]
+            q, dout = (fold_heads(x[query_JM].float(), K) for x in (q_THD, dout_THD))
+            lse2, delta = (fold_heads(x[query_JM][..., None], K) for x in (lse2_TH, delta_TH))
+            position_NR = fold_positions(torch.where(piece.valid_JM, piece.position_JM, -1)[:, block], K, H // K)
+            k, v = k_NSD[:, :num_keys], v_NSD[:, :num_keys]
+            hidden = torch.arange(num_keys) > position_NR[..., None]
+            p = torch.bmm(q, k.mT).mul_(softmax_scale * LOG2E).sub_(lse2).masked_fill_(hidden, -math.inf).exp2_()
+            dv_NSD[:, :num_keys].baddbmm_(p.mT, dout)
+            ds = p.mul_(torch.bmm(dout, v.mT).sub_(delta)).mul_(softmax_scale)
+            dk_NSD[:, :num_keys].baddbmm_(ds.mT, q)
+            piece.scatter(dq_THD, unfold_heads(torch.bmm(ds, k), J, query_JM.shape[1]), block.start)
+        owned_JKS = piece.valid_JM[:, None].expand_as(row_JKS)
+        dk_ND[row_JKS[owned_JKS]] = dk_NSD.view(*row_JKS.shape, D)[owned_JKS]
+        dv_ND[row_JKS[owned_JKS]] = dv_NSD.view(*row_JKS.shape, D)[owned_JKS]
+    dtype = q_THD.dtype
+    return dq_THD.to(dtype), dk_ND.view(T, K, D).to(dtype), dv_ND.view(T, K, D).to(dtype)
+
+
+def _lengths(cu_seqlens_B1: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    bounds = cu_seqlens_B1.tolist()
+    return tuple(bounds), tuple(end - start for start, end in itertools.pairwise(bounds))
+
+
+def _packed_rows(cu_seqlens_B1: Tensor, num_kv_heads: int) -> Callable[[Piece], Tensor]:
+    """Where a piece's keys lie in K and V seen as tables [T * K, D]."""
+
+    def rows_of(piece: Piece) -> Tensor:
+        token_JS = cu_seqlens_B1[piece.sequence_J, None].long() + piece.key_JS
+        return token_JS[:, None] * num_kv_heads + torch.arange(num_kv_heads)[:, None]
+
+    return rows_of
+
+
+def _tables(kv: ReplayedKV) -> KVRows:
+    D = kv.k_TKD.shape[-1]
+    return KVRows(kv.k_TKD.reshape(-1, D), kv.v_TKD.reshape(-1, D), kv.k_scale, kv.v_scale)
+
+
+def _dequantized(x_TKD: Tensor, scale: Tensor | None) -> Tensor:
+    """float32 values [T * K, D] of codes in the operand dtype."""
+    x_TKD = x_TKD.float()
+    if scale is not None:
+        x_TKD = x_TKD * scale[..., None]  # [K] or [T, K]
+    return x_TKD.reshape(-1, x_TKD.shape[-1])

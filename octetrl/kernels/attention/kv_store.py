@@ -1,0 +1,367 @@
+"""K and V into their pages, and the same codes for a trainer that has no pages.
+
+`kv_store` writes one token's K and V (after QK-norm and RoPE) at `slot = page * page_size + offset`; slot -1 is
+skipped, so padded batches need no branch. One kv head of one page is one contiguous matrix, what an attention tile
+loads:
+
+    K, in any dtype        [num_pages, K, page_size, D]
+    V, BF16 or float32     [num_pages, K, page_size, D]
+    V, E4M3                [num_pages, K, D, page_size]
+
+Codes are converted in registers and V is multiplied from the left, D on its rows: turned, its codes load as they are
+needed, which is worth 7-12% of a decode on an H200 (128 x 2,560 keys). The price is paid here, in single bytes. This is
+the only place that decides it: `v_pages_shape` gives V's shape, and `by_key` the view that all who do not care index.
+
+How a value becomes a code:
+
+    calibrated   inverse = 1 / scale[head];   code = e4m3(clamp(x * inverse, -448, 448))
+    dynamic      amax over the head's D;      scale and inverse by the rule of every block (fp8/quantize.py)
+    none         the value, cast to the cache's dtype
+
+K and V each go by their own cache's rule: a BF16 K may lie beside an E4M3 V. Where it is quantised, x is
+rounded to BF16 first. Divisions are IEEE float32 (`div_rn`), so the bytes are those of the reference. NaN stays
+NaN (0x7f), never a finite code. Values past the calibrated range are clamped and counted per head in
+`saturated_2K` (row 0 K, row 1 V), NaN among them.
+
+`kv_replay` quantises by the same rule and returns the codes already converted, exactly, to the dtype in which
+the training forward multiplies them (`attention_order.operand_dtype`): once a layer is faster than inside the
+kernel. A K that stays BF16 is passed through.
+
+T tokens, K kv heads, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octetrl.fp8.format import E4M3, E4M3_MAX, decode_e4m3
+from octetrl.fp8.quantize import quantize_kv_per_head, quantize_kv_per_token
+from octetrl.kernels.attention.attention_order import MODE_NUMBER, KVMode, mode_of, operand_dtype
+
+
+def v_pages_shape(num_pages: int, num_heads: int, page_size: int, head_size: int, dtype: torch.dtype) -> torch.Size:
+    """Of a V cache in this dtype: E4M3 pages are turned; see the module's text."""
+    rows = (head_size, page_size) if dtype == E4M3 else (page_size, head_size)
+    return torch.Size((num_pages, num_heads, *rows))
+
+
+def by_key(v_cache: Tensor) -> Tensor:
+    """View [num_pages, K, page_size, D] of a V cache in its own layout."""
+    return v_cache.transpose(2, 3) if v_cache.dtype == E4M3 else v_cache
+
+
+def scale_in_use(cache: Tensor, head_scale_K: Tensor | None, token_scale: Tensor | None) -> Tensor | None:
+    """The scales by which K's or V's cache is read: None unless it is E4M3; ValueError if that has not one kind."""
+    if cache.dtype != E4M3:
+        return None
+    if (head_scale_K is None) == (token_scale is None):
+        raise ValueError("an FP8 KV cache needs either per-head scales (calibrated) or per-token scales (dynamic)")
+    return head_scale_K if token_scale is None else token_scale
+
+
+def kv_store(
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping_T: Tensor,
+    k_scale_K: Tensor | None = None,
+    v_scale_K: Tensor | None = None,
+    k_token_scale: Tensor | None = None,
+    v_token_scale: Tensor | None = None,
+    saturated_2K: Tensor | None = None,
+) -> None:
+    """Write K and V at their slots, in place.
+
+    k_TKD, v_TKD: [T, K, D], last axis contiguous. k_cache, v_cache: pages laid out as above, each by its dtype.
+    slot_mapping_T: int64, -1 skips. Per-head scales: float32 [K]. Per-token scales: float32 [num_pages, K,
+    page_size], written here. saturated_2K: int64 counter, added to. Raises ValueError for an FP8 cache
+    without scales.
+    """
+    caches = (k_cache, v_cache, slot_mapping_T)
+    scales = (k_scale_K, v_scale_K, k_token_scale, v_token_scale, saturated_2K)
+    store = kv_store_triton if k_TKD.is_cuda else kv_store_reference
+    store(k_TKD, v_TKD, *caches, *scales)
+
+
+def kv_store_reference(
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping_T: Tensor,
+    k_scale_K: Tensor | None = None,
+    v_scale_K: Tensor | None = None,
+    k_token_scale: Tensor | None = None,
+    v_token_scale: Tensor | None = None,
+    saturated_2K: Tensor | None = None,
+) -> None:
+    """`kv_store` in plain torch."""
+    kept_T = slot_mapping_T >= 0
+    slot_T = slot_mapping_T[kept_T].long()
+    page_T, offset_T = slot_T // k_cache.shape[2], slot_T % k_cache.shape[2]
+    both = ((k_TKD, k_cache, k_scale_K, k_token_scale), (v_TKD, by_key(v_cache), v_scale_K, v_token_scale))
+    for which, (x_TKD, cache, head_scale_K, token_scale) in enumerate(both):
+        scale = scale_in_use(cache, head_scale_K, token_scale)
+        x_TKD = x_TKD[kept_T]
+        if scale is None:
+            cache[page_T, :, offset_T] = x_TKD.to(cache.dtype)
+            continue
+        if head_scale_K is not None:
+            codes = quantize_kv_per_head(x_TKD, head_scale_K).codes
+            if saturated_2K is not None:
+                saturated_2K[which] += saturated_count(x_TKD, head_scale_K)
+        else:
+            assert token_scale is not None
+            codes, scale_TK = quantize_kv_per_token(x_TKD)
+            token_scale[page_T, :, offset_T] = scale_TK
+        cache.view(torch.uint8)[page_T, :, offset_T] = codes.view(torch.uint8)
+
+
+def saturated_count(x_TKD: Tensor, scale_K: Tensor) -> Tensor:
+    """How many values of each head lie past the calibrated range (or are NaN): int64 [K]."""
+    inverse_K = torch.div(torch.ones_like(scale_K), scale_K)
+    scaled = x_TKD.to(torch.bfloat16).float() * inverse_K[None, :, None]
+    return (~(scaled.abs() <= E4M3_MAX)).sum(dim=(0, 2))
+
+
+class ReplayedKV(NamedTuple):
+    """K and V as the attention kernels multiply them: codes in the operand dtype [T, K, D], and the codes' scales.
+
+    Scales are float32 [K] for "calibrated", [T, K] for "dynamic", None for values as they came.
+    """
+
+    k_TKD: Tensor
+    v_TKD: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+
+
+def kv_replay(
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    kv_mode: KVMode,
+    k_scale_K: Tensor | None = None,
+    v_scale_K: Tensor | None = None,
+    quantize_k: bool = True,
+) -> ReplayedKV:
+    """K and V put through the cache's quantiser. `none`: as they are; `calibrated` needs the float32 scales [K].
+
+    `quantize_k=False`: the cache holds K in BF16, so K is as it is.
+    """
+    if kv_mode == "none":
+        return ReplayedKV(k_TKD, v_TKD, None, None)
+    if kv_mode == "dynamic":
+        k_scale_K = v_scale_K = None
+    elif v_scale_K is None or (quantize_k and k_scale_K is None):
+        raise ValueError("KV replay with calibrated scales was asked for, but no scales were given")
+    replay = kv_replay_triton if k_TKD.is_cuda else kv_replay_reference
+    return replay(k_TKD, v_TKD, kv_mode, k_scale_K, v_scale_K, quantize_k)
+
+
+def kv_replay_reference(
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    kv_mode: KVMode,
+    k_scale_K: Tensor | None,
+    v_scale_K: Tensor | None,
+    quantize_k: bool = True,
+) -> ReplayedKV:
+    """`kv_replay` in plain torch."""
+
+    def replayed(x_TKD: Tensor, scale_K: Tensor | None) -> tuple[Tensor, Tensor]:
+        codes, scale = quantize_kv_per_token(x_TKD) if scale_K is None else quantize_kv_per_head(x_TKD, scale_K)
+        return decode_e4m3(codes, operand_dtype(E4M3, kv_mode)), scale
+
+    k_TKD, k_scale = replayed(k_TKD, k_scale_K) if quantize_k else (k_TKD, None)
+    v_TKD, v_scale = replayed(v_TKD, v_scale_K)
+    return ReplayedKV(k_TKD, v_TKD, k_scale, v_scale)
+
+
+# ---------------------------------------------------------------- Triton
+
+
+@triton.jit
+def _quantize_heads(x_KD, scale_ptr, head_K, is_head_K, MODE: tl.constexpr):
+    """Codes, scales and saturated counts of one token's heads; x is float32, zero past the head's end."""
+    if MODE == 1:
+        scale_K = tl.load(scale_ptr + head_K, mask=is_head_K, other=1.0)
+        inverse_K = tl.div_rn(tl.full(scale_K.shape, 1.0, tl.float32), scale_K)
+    else:
+        amax_K = tl.max(tl.abs(x_KD), 1)
+        scale_K = tl.div_rn(amax_K, tl.full(amax_K.shape, 448.0, tl.float32))
+        inverse_K = tl.div_rn(tl.full(amax_K.shape, 448.0, tl.float32), amax_K)
+        inverse_K = tl.minimum(inverse_K, 3.4028234663852886e38)
+        scale_K = tl.where(amax_K == 0.0, 1.0, scale_K)
+        inverse_K = tl.where(amax_K == 0.0, 1.0, inverse_K)
+        finite_K = tl.min((tl.abs(x_KD) < float("inf")).to(tl.int32), 1) == 1
+        scale_K = tl.where(finite_K, scale_K, float("nan"))
+        inverse_K = tl.where(finite_K, inverse_K, float("nan"))
+    scaled_KD = x_KD * inverse_K[:, None]
+    saturated_K = tl.sum((tl.abs(scaled_KD) <= 448.0).to(tl.int32) ^ 1, 1)
+    codes_KD = tl.clamp(scaled_KD, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+    return codes_KD, scale_K, saturated_K
+
+
+@triton.jit
+def _store_heads(
+    x_ptr, cache_ptr, scale_ptr, token_scale_ptr, saturated_ptr, page, offset,
+    stride_head, stride_page, stride_cache_head, stride_offset, stride_d, stride_scale_page, stride_scale_head,
+    stride_scale_offset,
+    HEADS: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, MODE: tl.constexpr,
+    COUNT: tl.constexpr,
+):  # fmt: skip
+    head_K = tl.arange(0, BLOCK_K)
+    d_D = tl.arange(0, BLOCK_D)
+    is_head_K = head_K < HEADS
+    inside_KD = is_head_K[:, None] & (d_D < HEAD_SIZE)[None, :]
+    x_KD = tl.load(x_ptr + head_K[:, None] * stride_head + d_D[None, :], mask=inside_KD, other=0.0)
+    cache_ptr += page * stride_page + offset * stride_offset
+    target_KD = cache_ptr + head_K[:, None] * stride_cache_head + d_D[None, :] * stride_d
+    if MODE == 0:
+        tl.store(target_KD, x_KD.to(cache_ptr.dtype.element_ty), mask=inside_KD)
+    else:
+        x_KD = x_KD.to(tl.bfloat16).to(tl.float32)
+        codes_KD, scale_K, saturated_K = _quantize_heads(x_KD, scale_ptr, head_K, is_head_K, MODE)
+        tl.store(target_KD, codes_KD, mask=inside_KD)
+        if MODE == 2:
+            target_K = (
+                token_scale_ptr + page * stride_scale_page + head_K * stride_scale_head + offset * stride_scale_offset
+            )
+            tl.store(target_K, scale_K, mask=is_head_K)
+        if COUNT:  # integers: the order of the additions does not matter
+            tl.atomic_add(
+                saturated_ptr + head_K, saturated_K.to(tl.int64), mask=is_head_K & (saturated_K > 0), sem="relaxed"
+            )
+
+
+@triton.jit
+def _kv_store_kernel(
+    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_ptr, k_scale_ptr, v_scale_ptr, k_token_ptr, v_token_ptr, saturated_ptr,
+    stride_k_token, stride_k_head, stride_v_token, stride_v_head,
+    stride_k_page, stride_k_cache_head, stride_k_offset, stride_v_page, stride_v_cache_head, stride_v_offset,
+    stride_v_d, stride_scale_page, stride_scale_head, stride_scale_offset,
+    HEADS: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    K_MODE: tl.constexpr, V_MODE: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_ptr + token).to(tl.int64)
+    if slot >= 0:
+        page = slot // PAGE_SIZE
+        offset = slot % PAGE_SIZE
+        _store_heads(
+            k_ptr + token * stride_k_token, k_cache_ptr, k_scale_ptr, k_token_ptr, saturated_ptr, page, offset,
+            stride_k_head, stride_k_page, stride_k_cache_head, stride_k_offset, 1, stride_scale_page, stride_scale_head,
+            stride_scale_offset, HEADS, BLOCK_K, HEAD_SIZE, BLOCK_D, K_MODE, COUNT,
+        )  # fmt: skip
+        _store_heads(
+            v_ptr + token * stride_v_token, v_cache_ptr, v_scale_ptr, v_token_ptr,
+            saturated_ptr + HEADS if COUNT else saturated_ptr, page, offset,
+            stride_v_head, stride_v_page, stride_v_cache_head, stride_v_offset, stride_v_d, stride_scale_page,
+            stride_scale_head, stride_scale_offset, HEADS, BLOCK_K, HEAD_SIZE, BLOCK_D, V_MODE, COUNT,
+        )  # fmt: skip
+
+
+def kv_store_triton(
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping_T: Tensor,
+    k_scale_K: Tensor | None = None,
+    v_scale_K: Tensor | None = None,
+    k_token_scale: Tensor | None = None,
+    v_token_scale: Tensor | None = None,
+    saturated_2K: Tensor | None = None,
+) -> None:
+    """`kv_store` as one kernel: a program writes all heads of one token's K and V."""
+    num_tokens, num_heads, head_size = k_TKD.shape
+    k_mode = mode_of(scale_in_use(k_cache, k_scale_K, k_token_scale))
+    v_mode = mode_of(scale_in_use(v_cache, v_scale_K, v_token_scale))
+    assert k_TKD.stride(2) == v_TKD.stride(2) == k_cache.stride(3) == 1, "kv_store: the last axis must be contiguous"
+    count = "calibrated" in (k_mode, v_mode) and saturated_2K is not None
+    assert saturated_2K is None or saturated_2K.is_contiguous(), "kv_store: the saturation counter must be contiguous"
+    if num_tokens == 0:
+        return
+    token_scales = [scale for scale in (k_token_scale, v_token_scale) if scale is not None]
+    stride_scale = token_scales[0].stride() if token_scales else (0, 0, 0)
+    _kv_store_kernel[(num_tokens,)](
+        k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T, k_scale_K, v_scale_K, k_token_scale, v_token_scale,
+        saturated_2K, k_TKD.stride(0), k_TKD.stride(1), v_TKD.stride(0), v_TKD.stride(1), *k_cache.stride()[:3],
+        *by_key(v_cache).stride(), *stride_scale,
+        HEADS=num_heads, BLOCK_K=triton.next_power_of_2(num_heads), HEAD_SIZE=head_size,
+        BLOCK_D=triton.next_power_of_2(head_size), PAGE_SIZE=k_cache.shape[2],
+        K_MODE=MODE_NUMBER[k_mode], V_MODE=MODE_NUMBER[v_mode], COUNT=count,
+        num_warps=4, **({"enable_fp_fusion": False} if k_TKD.is_cuda else {}),
+    )  # fmt: skip
+
+
+@triton.jit
+def _replay_heads(
+    x_ptr, out_ptr, scale_ptr, token, stride_token, stride_head,
+    HEADS: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    head_K = tl.arange(0, BLOCK_K)
+    d_D = tl.arange(0, BLOCK_D)
+    is_head_K = head_K < HEADS
+    inside_KD = is_head_K[:, None] & (d_D < HEAD_SIZE)[None, :]
+    x_offset_KD = token * stride_token + head_K[:, None] * stride_head + d_D[None, :]
+    x_KD = tl.load(x_ptr + x_offset_KD, mask=inside_KD, other=0.0).to(tl.bfloat16).to(tl.float32)
+    codes_KD, scale_K, _saturated_K = _quantize_heads(x_KD, scale_ptr, head_K, is_head_K, MODE)
+    out_offset_KD = (token * HEADS + head_K[:, None]) * HEAD_SIZE + d_D[None, :]
+    tl.store(out_ptr + out_offset_KD, codes_KD.to(out_ptr.dtype.element_ty), mask=inside_KD)
+    if MODE == 2:
+        tl.store(scale_ptr + token * HEADS + head_K, scale_K, mask=is_head_K)
+
+
+@triton.jit
+def _kv_replay_kernel(
+    k_ptr, v_ptr, k_out_ptr, v_out_ptr, k_scale_ptr, v_scale_ptr,
+    stride_k_token, stride_k_head, stride_v_token, stride_v_head,
+    HEADS: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, MODE: tl.constexpr,
+    QUANTIZE_K: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    if QUANTIZE_K:
+        _replay_heads(
+            k_ptr, k_out_ptr, k_scale_ptr, token, stride_k_token, stride_k_head,
+            HEADS, BLOCK_K, HEAD_SIZE, BLOCK_D, MODE,
+        )  # fmt: skip
+    _replay_heads(
+        v_ptr, v_out_ptr, v_scale_ptr, token, stride_v_token, stride_v_head,
+        HEADS, BLOCK_K, HEAD_SIZE, BLOCK_D, MODE,
+    )  # fmt: skip
+
+
+def kv_replay_triton(
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    kv_mode: KVMode,
+    k_scale_K: Tensor | None,
+    v_scale_K: Tensor | None,
+    quantize_k: bool = True,
+) -> ReplayedKV:
+    """`kv_replay` as one kernel."""
+    num_tokens, num_heads, head_size = k_TKD.shape
+    assert k_TKD.stride(2) == v_TKD.stride(2) == 1, "kv_replay: the last axis must be contiguous"
+
+    def outputs(scale_K: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        codes_TKD = torch.empty(k_TKD.shape, dtype=operand_dtype(E4M3, kv_mode), device=k_TKD.device)
+        return codes_TKD, torch.empty(num_tokens, num_heads, device=k_TKD.device) if scale_K is None else scale_K
+
+    k_out_TKD, k_scale = outputs(k_scale_K) if quantize_k else (k_TKD, None)
+    v_out_TKD, v_scale = outputs(v_scale_K)
+    if num_tokens > 0:
+        _kv_replay_kernel[(num_tokens,)](
+            k_TKD, v_TKD, k_out_TKD, v_out_TKD, k_scale, v_scale,
+            k_TKD.stride(0), k_TKD.stride(1), v_TKD.stride(0), v_TKD.stride(1),
+            HEADS=num_heads, BLOCK_K=triton.next_power_of_2(num_heads), HEAD_SIZE=head_size,
+            BLOCK_D=triton.next_power_of_2(head_size), MODE=MODE_NUMBER[kv_mode], QUANTIZE_K=quantize_k,
+            num_warps=4, **({"enable_fp_fusion": False} if k_TKD.is_cuda else {}),
+        )  # fmt: skip
+    return ReplayedKV(k_out_TKD, v_out_TKD, k_scale, v_scale)

@@ -1,0 +1,313 @@
+"""From the fused QKV output of a training forward to attention's operands: QK-norm, RoPE and KV replay in one kernel.
+
+    q = rope(rms_norm(q));  k = rope(rms_norm(k))        kernels/rows/rms_norm.py (where the model has QK-norm), rope.py
+    k, v through the quantiser of the rollout's cache    kernels/attention/kv_store.py, `kv_replay`
+    amax_2K = max(amax_2K, max|k|, max|v|)               of each head, before they are quantised: the next step's scales
+
+The same bits as those calls, one after the other, so the trainer's operands are those of the rollout, whose kernel is
+`qkv_store`. What a tile does differently is how it meets RoPE's pairs (element r with r + D/2): it is loaded as two
+halves [rows, D/2], eight neighbouring elements of each a thread, so a pair lies in one thread and nothing is read twice
+or exchanged. `rms_norm`'s kernel holds a row as [D] with eight neighbouring elements a lane, adds the eight up in a
+lane, then lanes in pairs, those D/2 elements apart first. So here each half's eight are added up, then the two halves,
+then lanes in pairs: the same tree, whose first exchange happens to need no shuffle.
+
+A row is one head of one token. A tile takes a block of heads of as many tokens as fit; rows do not see one another, but
+for the amax, which is first taken over the tokens of a tile. It is a maximum of bit patterns (NaN lies above infinity;
+`quantize_activation`), so neither its order nor that of the atomics matters, and a NaN sticks. A tile looks first and
+leaves the cell alone if it holds as much already: from the second wave on hardly an atomic is made. A cell that holds
+a NaN with its sign set (made on a CPU, not by these kernels) would be below any amax.
+
+Of D elements of a head, 2 D bytes are read and 2 D written; V only where it is quantised or observed: with "none" it
+stays a view of the QKV output. Not differentiable: `qkv_rotate_backward` is its backward.
+
+T tokens, H query heads, K kv heads, X = H + 2K, D head size, R = D/2 planes, J rows of a tile, B heads of a tile.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octetrl.config.spec import SUPPORTED_HEAD_SIZES
+from octetrl.fp8.format import E4M3
+from octetrl.kernels.attention.attention_order import MODE_NUMBER, KVMode, operand_dtype
+from octetrl.kernels.attention.kv_store import ReplayedKV, kv_replay_reference
+from octetrl.kernels.attention.qkv_store import _normed
+from octetrl.kernels.quantize.quantize_activation import block_scale, magnitude_bits
+from octetrl.kernels.rows.rms_norm import rms_norm_reference
+from octetrl.kernels.rows.rope import rope_reference
+
+WARPS = 4
+ROW_ELEMENTS = 16  # of a thread: eight of each half
+
+
+@triton.jit
+def head_rows(tile, num_tokens, HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr, J: tl.constexpr):
+    """Tokens (int64) and heads of a tile's rows, and which of them exist: blocks of heads side by side, then tokens."""
+    HEAD_TILES: tl.constexpr = (HEADS + HEAD_BLOCK - 1) // HEAD_BLOCK
+    row_J = tl.arange(0, J)
+    token_J = (tile // HEAD_TILES * (J // HEAD_BLOCK) + row_J // HEAD_BLOCK).to(tl.int64)
+    head_J = tile % HEAD_TILES * HEAD_BLOCK + row_J % HEAD_BLOCK
+    return token_J, head_J, (token_J < num_tokens) & (head_J < HEADS)
+
+
+@triton.jit
+def load_halves(ptr, start_J, inside_J, J: tl.constexpr, PLANES: tl.constexpr):
+    """Both halves of rows, float32; zero where there is no row."""
+    offset_JR = start_J[:, None] + tl.arange(0, PLANES)[None, :]
+    first_JR = tl.load(ptr + offset_JR, mask=inside_J[:, None], other=0.0).to(tl.float32)
+    second_JR = tl.load(ptr + offset_JR + PLANES, mask=inside_J[:, None], other=0.0).to(tl.float32)
+    return first_JR, second_JR
+
+
+@triton.jit
+def _store_halves(ptr, first_JR, second_JR, start_J, inside_J, PLANES: tl.constexpr):
+    target_JR = ptr + start_J[:, None] + tl.arange(0, PLANES)[None, :]
+    tl.store(target_JR, first_JR.to(ptr.dtype.element_ty), mask=inside_J[:, None])
+    tl.store(target_JR + PLANES, second_JR.to(ptr.dtype.element_ty), mask=inside_J[:, None])
+
+
+@triton.jit
+def _row_sum(first_JR, second_JR, J: tl.constexpr, PLANES: tl.constexpr):
+    """The sum of both halves, in the order in which `rms_norm` adds up a whole row."""
+    first_JL = tl.sum(tl.reshape(first_JR, (J, PLANES // 8, 8)), 2)
+    second_JL = tl.sum(tl.reshape(second_JR, (J, PLANES // 8, 8)), 2)
+    return tl.sum(first_JL + second_JL, 1)
+
+
+@triton.jit
+def load_weight(ptr, J: tl.constexpr, PLANES: tl.constexpr):
+    """A norm's weight for each row of a tile: from L1; one row would have to be spread through shared memory."""
+    column_JR = tl.zeros((J, PLANES), tl.int32) + tl.arange(0, PLANES)[None, :]
+    return tl.load(ptr + column_JR).to(tl.float32), tl.load(ptr + column_JR + PLANES).to(tl.float32)
+
+
+@triton.jit
+def _rotated_halves(
+    qkv_ptr, start_J, weight_ptr, cos_ptr, sin_ptr, token_J, inside_J, eps,
+    J: tl.constexpr, PLANES: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Rows after QK-norm and RoPE, in qkv's dtype."""
+    dtype: tl.constexpr = qkv_ptr.dtype.element_ty
+    first_JR, second_JR = load_halves(qkv_ptr, start_J, inside_J, J, PLANES)
+    angle_JR = token_J[:, None] * PLANES + tl.arange(0, PLANES)[None, :]
+    cos_JR = tl.load(cos_ptr + angle_JR, mask=inside_J[:, None], other=0.0)
+    sin_JR = tl.load(sin_ptr + angle_JR, mask=inside_J[:, None], other=0.0)
+    if NORM:
+        first_weight_JR, second_weight_JR = load_weight(weight_ptr, J, PLANES)
+        squares_J = _row_sum(first_JR * first_JR, second_JR * second_JR, J, PLANES)
+        rstd_J = tl.rsqrt(squares_J * (1.0 / (2 * PLANES)) + eps)
+        first_JR = _normed(first_JR, first_weight_JR, rstd_J, dtype)
+        second_JR = _normed(second_JR, second_weight_JR, rstd_J, dtype)
+    rotated_JR = (first_JR * cos_JR - second_JR * sin_JR).to(dtype)
+    return rotated_JR, (second_JR * cos_JR + first_JR * sin_JR).to(dtype)
+
+
+@triton.jit
+def _amax_bits(first_JR, second_JR):
+    return tl.max(tl.maximum(magnitude_bits(first_JR), magnitude_bits(second_JR)), 1)
+
+
+@triton.jit
+def _raise_amax(bits_J, amax_ptr, first_head, HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr, J: tl.constexpr):
+    bits_B = tl.max(tl.reshape(bits_J, (J // HEAD_BLOCK, HEAD_BLOCK)), 0)
+    head_B = first_head + tl.arange(0, HEAD_BLOCK)
+    seen_B = tl.load(amax_ptr + head_B, mask=head_B < HEADS, other=0, cache_modifier=".cg")  # L1 would not see others'
+    tl.atomic_max(amax_ptr + head_B, bits_B, mask=(head_B < HEADS) & (bits_B > seen_B), sem="relaxed")
+
+
+@triton.jit
+def _observe_and_replay(
+    first_JR, second_JR, out_ptr, scale_ptr, amax_ptr, tile, token_J, head_J, inside_J,
+    HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr, J: tl.constexpr, PLANES: tl.constexpr, MODE: tl.constexpr,
+    OBSERVE: tl.constexpr, STORE: tl.constexpr,
+):  # fmt: skip
+    """K's or V's rows: their amax, and what attention multiplies, by the rule of `kv_replay`."""
+    if OBSERVE:
+        HEAD_TILES: tl.constexpr = (HEADS + HEAD_BLOCK - 1) // HEAD_BLOCK
+        bits_J = _amax_bits(first_JR.to(tl.float32), second_JR.to(tl.float32))
+        _raise_amax(bits_J, amax_ptr, tile % HEAD_TILES * HEAD_BLOCK, HEADS, HEAD_BLOCK, J)
+    if MODE != 0:
+        first_JR, second_JR = first_JR.to(tl.bfloat16).to(tl.float32), second_JR.to(tl.bfloat16).to(tl.float32)
+        if MODE == 1:
+            scale_J = tl.load(scale_ptr + head_J, mask=inside_J, other=1.0)
+            inverse_J = tl.div_rn(tl.full(scale_J.shape, 1.0, tl.float32), scale_J)
+        else:
+            scale_J, inverse_J = block_scale(_amax_bits(first_JR, second_JR), False)
+            tl.store(scale_ptr + token_J * HEADS + head_J, scale_J, mask=inside_J)
+        first_JR = tl.clamp(first_JR * inverse_J[:, None], -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+        second_JR = tl.clamp(second_JR * inverse_J[:, None], -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+        first_JR, second_JR = first_JR.to(tl.float8e4nv), second_JR.to(tl.float8e4nv)
+    if STORE:
+        start_J = (token_J * HEADS + head_J) * (2 * PLANES)
+        _store_halves(out_ptr, first_JR, second_JR, start_J, inside_J, PLANES)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "q_tiles", "kv_tiles"])
+def _qkv_rotate_kernel(
+    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+    k_amax_ptr, v_amax_ptr, num_tokens, q_tiles, kv_tiles, eps, stride_token,
+    NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, Q_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr, J: tl.constexpr, NORM: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr,
+    OBSERVE: tl.constexpr,
+):  # fmt: skip
+    PLANES: tl.constexpr = SIZE // 2
+    program = tl.program_id(0)
+    if program < q_tiles:
+        token_J, head_J, inside_J = head_rows(program, num_tokens, NUM_HEADS, Q_BLOCK, J)
+        first_q_JR, second_q_JR = _rotated_halves(
+            qkv_ptr, token_J * stride_token + head_J * SIZE, q_weight_ptr, cos_ptr, sin_ptr, token_J, inside_J, eps,
+            J, PLANES, NORM,
+        )  # fmt: skip
+        q_J = (token_J * NUM_HEADS + head_J) * SIZE
+        _store_halves(q_ptr, first_q_JR, second_q_JR, q_J, inside_J, PLANES)
+    elif program < q_tiles + kv_tiles:
+        tile = program - q_tiles
+        token_J, head_J, inside_J = head_rows(tile, num_tokens, KV_HEADS, KV_BLOCK, J)
+        k_J = token_J * stride_token + (NUM_HEADS + head_J) * SIZE
+        first_k_JR, second_k_JR = _rotated_halves(
+            qkv_ptr, k_J, k_weight_ptr, cos_ptr, sin_ptr, token_J, inside_J, eps, J, PLANES, NORM
+        )
+        _observe_and_replay(
+            first_k_JR, second_k_JR, k_ptr, k_scale_ptr, k_amax_ptr, tile, token_J, head_J, inside_J,
+            KV_HEADS, KV_BLOCK, J, PLANES, K_MODE, OBSERVE, True,
+        )  # fmt: skip
+    else:
+        tile = program - q_tiles - kv_tiles
+        token_J, head_J, inside_J = head_rows(tile, num_tokens, KV_HEADS, KV_BLOCK, J)
+        v_J = token_J * stride_token + (NUM_HEADS + KV_HEADS + head_J) * SIZE
+        first_v_JR, second_v_JR = load_halves(qkv_ptr, v_J, inside_J, J, PLANES)
+        _observe_and_replay(
+            first_v_JR, second_v_JR, v_ptr, v_scale_ptr, v_amax_ptr, tile, token_J, head_J, inside_J,
+            KV_HEADS, KV_BLOCK, J, PLANES, V_MODE, OBSERVE, V_MODE != 0,
+        )  # fmt: skip
+
+
+def tile_of(head_size: int, warps: int) -> int:
+    """Rows of a tile in which a thread has eight elements of each half."""
+    assert head_size in SUPPORTED_HEAD_SIZES, f"head size {head_size}, not one of {SUPPORTED_HEAD_SIZES}"
+    return warps * 32 * ROW_ELEMENTS // head_size
+
+
+def head_tiles(num_tokens: int, num_heads: int, rows: int) -> tuple[int, int]:
+    """(heads of a tile, tiles) of `num_tokens` tokens."""
+    block = min(triton.next_power_of_2(num_heads), rows)
+    return block, triton.cdiv(num_tokens, rows // block) * triton.cdiv(num_heads, block)
+
+
+def qkv_rotate_triton(
+    qkv_TXD: Tensor,
+    q_weight_D: Tensor | None,
+    k_weight_D: Tensor | None,
+    eps: float,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    kv_mode: KVMode,
+    quantize_k: bool,
+    k_scale_K: Tensor | None,
+    v_scale_K: Tensor | None,
+    amax_2K: Tensor | None,
+) -> tuple[Tensor, ReplayedKV]:
+    """The kernel's launcher."""
+    num_tokens, _, size = qkv_TXD.shape
+    assert qkv_TXD.stride()[1:] == (size, 1), f"qkv_rotate: heads lie {qkv_TXD.stride()} apart"
+    assert cos_TR.is_contiguous() and sin_TR.is_contiguous(), "qkv_rotate: cos and sin must be contiguous"
+    k_mode: KVMode = kv_mode if quantize_k else "none"
+
+    def output(heads: int, mode: KVMode, scale_K: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        dtype = qkv_TXD.dtype if mode == "none" else operand_dtype(E4M3, mode)
+        out = torch.empty(num_tokens, heads, size, dtype=dtype, device=qkv_TXD.device)
+        by_token = mode == "dynamic"
+        return out, torch.empty(num_tokens, heads, device=qkv_TXD.device) if by_token else scale_K
+
+    q_THD, _ = output(num_heads, "none", None)
+    k_TKD, k_scale = output(num_kv_heads, k_mode, k_scale_K if quantize_k else None)
+    v_TKD, v_scale = qkv_TXD[:, num_heads + num_kv_heads :], None
+    if kv_mode != "none":
+        v_TKD, v_scale = output(num_kv_heads, kv_mode, v_scale_K)
+    rows = tile_of(size, WARPS)
+    (q_block, q_tiles), (kv_block, kv_tiles) = (head_tiles(num_tokens, n, rows) for n in (num_heads, num_kv_heads))
+    v_tiles = 0 if kv_mode == "none" and amax_2K is None else kv_tiles
+    amax = None if amax_2K is None else amax_2K.view(torch.int32)
+    if num_tokens:
+        _qkv_rotate_kernel[(q_tiles + kv_tiles + v_tiles,)](
+            qkv_TXD, q_weight_D, k_weight_D, cos_TR, sin_TR, q_THD, k_TKD, v_TKD, k_scale, v_scale,
+            None if amax is None else amax[0], None if amax is None else amax[1],
+            num_tokens, q_tiles, kv_tiles, eps, qkv_TXD.stride(0),
+            NUM_HEADS=num_heads, KV_HEADS=num_kv_heads, SIZE=size, Q_BLOCK=q_block, KV_BLOCK=kv_block, J=rows,
+            NORM=q_weight_D is not None, K_MODE=MODE_NUMBER[k_mode], V_MODE=MODE_NUMBER[kv_mode],
+            OBSERVE=amax is not None, num_warps=WARPS, **({"enable_fp_fusion": False} if qkv_TXD.is_cuda else {}),
+        )  # fmt: skip
+    return q_THD, ReplayedKV(k_TKD, v_TKD, k_scale, v_scale)
+
+
+def qkv_rotate_reference(
+    qkv_TXD: Tensor,
+    q_weight_D: Tensor | None,
+    k_weight_D: Tensor | None,
+    eps: float,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    kv_mode: KVMode,
+    quantize_k: bool,
+    k_scale_K: Tensor | None,
+    v_scale_K: Tensor | None,
+    amax_2K: Tensor | None,
+) -> tuple[Tensor, ReplayedKV]:
+    """The same in plain torch, from the references of its parts."""
+    q_THD, k_TKD, v_TKD = qkv_TXD.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    if q_weight_D is not None and k_weight_D is not None:
+        q_THD, k_TKD = rms_norm_reference(q_THD, q_weight_D, eps), rms_norm_reference(k_TKD, k_weight_D, eps)
+    q_THD, k_TKD = rope_reference(q_THD, cos_TR, sin_TR), rope_reference(k_TKD, cos_TR, sin_TR)
+    if amax_2K is not None and qkv_TXD.shape[0]:
+        for amax_K, x_TKD in zip(amax_2K, (k_TKD, v_TKD), strict=True):
+            torch.maximum(amax_K, x_TKD.abs().amax((0, 2)).float(), out=amax_K)
+    if kv_mode == "none":
+        return q_THD, ReplayedKV(k_TKD, v_TKD, None, None)
+    return q_THD, kv_replay_reference(k_TKD, v_TKD, kv_mode, k_scale_K, v_scale_K, quantize_k)
+
+
+def qkv_rotate(
+    qkv_TXD: Tensor,
+    q_weight_D: Tensor | None,
+    k_weight_D: Tensor | None,
+    eps: float,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    kv_mode: KVMode,
+    quantize_k: bool = True,
+    k_scale_K: Tensor | None = None,
+    v_scale_K: Tensor | None = None,
+    amax_2K: Tensor | None = None,
+) -> tuple[Tensor, ReplayedKV]:
+    """The rotated q [T, H, D], contiguous, and K and V as `kv_replay` gives them.
+
+    qkv_TXD: the projection's output, q's heads first, contiguous but for the stride of a token. Norm weights: its
+    dtype, both or neither. cos_TR, sin_TR: float32, a row a token. `kv_mode` "calibrated" needs the float32 scales [K]
+    (K's only with `quantize_k`; ValueError otherwise). amax_2K: float32, raised in place; it may start at anything
+    below 0. With kv_mode "none" the returned V is a view of qkv_TXD.
+    """
+    num_tokens, heads, size = qkv_TXD.shape
+    assert heads == num_heads + 2 * num_kv_heads, f"qkv_rotate: {heads} heads, not {num_heads} + 2 * {num_kv_heads}"
+    assert (q_weight_D is None) == (k_weight_D is None), "qkv_rotate: one of q and k has a norm, the other has not"
+    assert cos_TR.shape == sin_TR.shape == (num_tokens, size // 2), f"qkv_rotate: cos {tuple(cos_TR.shape)}"
+    assert amax_2K is None or (amax_2K.shape == (2, num_kv_heads) and amax_2K.stride(1) == 1), "qkv_rotate: amax"
+    if kv_mode == "dynamic":
+        k_scale_K = v_scale_K = None
+    elif kv_mode == "calibrated" and (v_scale_K is None or (quantize_k and k_scale_K is None)):
+        raise ValueError("KV replay with calibrated scales was asked for, but no scales were given")
+    rotate = qkv_rotate_triton if qkv_TXD.is_cuda else qkv_rotate_reference
+    place = (cos_TR, sin_TR, num_heads, num_kv_heads)
+    return rotate(
+        qkv_TXD, q_weight_D, k_weight_D, eps, *place, kv_mode, quantize_k and kv_mode != "none", k_scale_K, v_scale_K,
+        amax_2K,
+    )  # fmt: skip

@@ -1,0 +1,133 @@
+"""The BF16 GEMM of decoding, with the bits of the trainer's `F.linear`: y[M, N] = x[M, K] w[N, K]^T, float32 sums.
+
+cuBLAS adds K in ascending order into one accumulator as long as y has tiles enough to fill the GPU. For few rows of a
+narrow, deep weight (a `down` projection below M = 512) it splits K, and a row's bits change with the batch. There, and
+only there, this kernel takes over: a straight loop over K, which has cuBLAS's bits at M = 512 and beyond whatever its
+tiles. Which weights those are stands in `fp8_gemm_table.json` under "bf16", found by `benchmarks/kernels/gemm.py`. A
+weight whose shape nobody measured goes straight until y has tiles enough for two a multiprocessor, where nothing is to
+be won by splitting; everything else is `F.linear` itself. A bias is added after the product is rounded, by whoever
+calls: cuBLAS would add it before, and only where it takes the product.
+
+No gradient: for use under `no_grad`.
+
+M rows, N columns, K depth of the GEMM.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from octetrl.kernels.gemm.fp8_gemm import Config, gemm_table
+
+SMALLEST_UNSPLIT = 512  # rows; from here on cuBLAS has not been seen to split K
+PLAIN = {  # by the largest M served, for an M beyond a weight's entries
+    64: Config("straight", 64, 32, 4, tile_k=128),
+    SMALLEST_UNSPLIT - 1: Config("straight", 128, 64, 4, tile_k=64),
+}
+LARGE = PLAIN[SMALLEST_UNSPLIT - 1]
+ENOUGH_TILES = 264  # of y, 128 x 128 each: two a multiprocessor of an H100 or H200
+
+
+@cache
+def straight_config(m: int, n: int, k: int) -> Config | None:
+    """The kernel's config for M rows by a weight [N, K], or None: F.linear has the right bits."""
+    splitting, all_measured = gemm_table()["bf16"], gemm_table()["fp8"]
+    if k % 8:
+        return None
+    if f"{n}x{k}" not in splitting | all_measured:
+        return plain_config(m) if triton.cdiv(m, 128) * triton.cdiv(n, 128) < ENOUGH_TILES else None
+    found = splitting.get(f"{n}x{k}")
+    if found is None or m >= SMALLEST_UNSPLIT:
+        return None
+    entries = {largest: Config(**found[str(largest)]) for largest in sorted(map(int, found))}
+    return next(config for largest, config in (entries | PLAIN).items() if m <= largest)
+
+
+def plain_config(m: int) -> Config:
+    """For M rows by any weight."""
+    return next((config for largest, config in PLAIN.items() if m <= largest), LARGE)
+
+
+def bf16_gemm(x_MK: Tensor, w_NK: Tensor) -> Tensor:
+    """y[M, N] in BF16, with the bits that `F.linear` gives the same rows in a large batch. No gradient.
+
+    Both operands BF16 and, on a GPU, contiguous.
+    """
+    if not x_MK.is_cuda:
+        return bf16_gemm_reference(x_MK, w_NK)
+    config = straight_config(x_MK.shape[0], *w_NK.shape)
+    return F.linear(x_MK, w_NK) if config is None else bf16_gemm_triton(x_MK, w_NK, config)
+
+
+def bf16_gemm_straight(x_MK: Tensor, w_NK: Tensor) -> Tensor:
+    """The straight loop at any M, for weights so narrow that cuBLAS would split K however large M is. No gradient.
+
+    On a GPU both BF16 and contiguous; a K that is not a multiple of 8 is padded with zeros, which change no sum. Other
+    dtypes, which promise no bits, are `F.linear`.
+    """
+    if not x_MK.is_cuda:
+        return bf16_gemm_reference(x_MK, w_NK)
+    if x_MK.dtype != torch.bfloat16:
+        return F.linear(x_MK, w_NK)
+    missing = -x_MK.shape[1] % 8
+    if missing:
+        x_MK, w_NK = F.pad(x_MK, (0, missing)), F.pad(w_NK, (0, missing))
+    return bf16_gemm_triton(x_MK, w_NK, plain_config(x_MK.shape[0]))
+
+
+def bf16_gemm_reference(x_MK: Tensor, w_NK: Tensor) -> Tensor:
+    """In plain torch: sums in float64, rounded to float32 and then to BF16, as the CPU's linear layer does."""
+    return (x_MK.double() @ w_NK.double().t()).float().to(x_MK.dtype)
+
+
+@triton.jit(do_not_specialize=["num_rows", "depth"])
+def _bf16_gemm_kernel(
+    x_desc,
+    w_desc,
+    y_ptr,
+    num_rows,
+    num_columns,
+    depth,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    tiles_m = tl.cdiv(num_rows, BLOCK_M)
+    start_m, start_n = tl.program_id(0) % tiles_m * BLOCK_M, tl.program_id(0) // tiles_m * BLOCK_N
+    acc_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start_k in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
+        x_MK = x_desc.load([start_m, start_k])
+        w_NK = w_desc.load([start_n, start_k])
+        acc_MN = tl.dot(x_MK, w_NK.T, acc_MN)
+    row_M, column_N = start_m + tl.arange(0, BLOCK_M), start_n + tl.arange(0, BLOCK_N)
+    inside_MN = (row_M < num_rows)[:, None] & (column_N < num_columns)[None, :]
+    y_ptrs = y_ptr + row_M[:, None].to(tl.int64) * num_columns + column_N[None, :]
+    tl.store(y_ptrs, acc_MN.to(tl.bfloat16), mask=inside_MN)
+
+
+def bf16_gemm_triton(x_MK: Tensor, w_NK: Tensor, config: Config) -> Tensor:
+    """The straight loop over K, one tile a program. K must be a multiple of 8; M and N may be anything."""
+    (m, k), n = x_MK.shape, w_NK.shape[0]
+    assert w_NK.shape[1] == k and k % 8 == 0, f"bf16_gemm: {tuple(x_MK.shape)} by {tuple(w_NK.shape)}"
+    assert x_MK.dtype == w_NK.dtype == torch.bfloat16, f"bf16_gemm: {x_MK.dtype} by {w_NK.dtype}"
+    assert x_MK.is_contiguous() and w_NK.is_contiguous(), "bf16_gemm: operands must be contiguous"
+    y_MN = torch.empty(m, n, dtype=torch.bfloat16, device=x_MK.device)
+    if m == 0:
+        return y_MN
+    options = {"enable_fp_fusion": False} if x_MK.is_cuda else {}
+    _bf16_gemm_kernel[(triton.cdiv(m, config.tile_m) * triton.cdiv(n, config.tile_n),)](
+        TensorDescriptor(x_MK, [m, k], [k, 1], [config.tile_m, config.tile_k]),
+        TensorDescriptor(w_NK, [n, k], [k, 1], [config.tile_n, config.tile_k]),
+        y_MN, m, n, k,
+        BLOCK_M=config.tile_m, BLOCK_N=config.tile_n, BLOCK_K=config.tile_k, STAGES=config.stages,
+        num_warps=config.warps, **options,
+    )  # fmt: skip
+    return y_MN

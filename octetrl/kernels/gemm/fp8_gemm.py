@@ -1,0 +1,249 @@
+"""The forward's block-scaled FP8 GEMM at every number of rows: y[M, N] = x[M, K] w[N, K]^T, BF16.
+
+    acc = fma(sum over 128 of x * w, scale_x * scale_w, acc)        K ascending, one accumulator, no split
+
+That order is cuBLAS's too (fp8/gemm.py), so a row of y has the same bits from every kernel here and for every M: what
+the engine decodes one token at a time is what the trainer computes for a whole pack. Speed is then a free choice, made
+by (N, K, M) from `fp8_gemm_table.json`, which `benchmarks/kernels/gemm.py` measures and writes:
+
+    triton       one tile a program; TMA for codes, scales loaded in the loop, where Triton stages them through
+                 shared memory with the tiles (prefetched by hand into registers they cost `down` 50% of its speed)
+    gluon        fp8_gemm_gluon.py: persistent, one warp loads, one or two warpgroups multiply
+    scaled_mm    cuBLAS, from M = 32 on: below it may sum in another order
+
+An entry serves every M up to its own and down to the next smaller. A shape that is not in the table takes plain Triton
+up to M = 256 and cuBLAS beyond. K or N that is no multiple of 128 takes cuBLAS's padded path.
+
+A tile has at most 128 columns of y, and 128 is a multiple of them: one weight scale a tile and block of K. `swap` lays
+the weights on the MMA's long side (64 rows) and the tokens on its short one, for few tokens. Triton turns to mma.sync
+where the long side has under 64 rows, and that permutes K: other bits, so the launcher refuses it.
+
+M rows, N columns, K depth of the GEMM.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from octetrl.fp8.format import BLOCK
+from octetrl.fp8.gemm import fp8_gemm_nt
+from octetrl.fp8.quantize import Quantized
+
+gluon_launcher: Callable[..., Tensor] | None
+try:
+    from octetrl.kernels.gemm.fp8_gemm_gluon import fp8_gemm_gluon as gluon_launcher
+except ImportError as error:  # Gluon is Triton's experimental part, whose names move
+    gluon_launcher, _no_gluon = None, error
+
+TABLE = Path(__file__).with_name("fp8_gemm_table.json")
+LARGEST_WITHOUT_ENTRY = 256  # rows; beyond, a shape that is not in the table takes cuBLAS
+SMALLEST_SCALED_MM = 32
+SCALES_OF_16_BYTES = 4  # Gluon loads x's scales by TMA, whose lines begin at multiples of 16 bytes
+
+
+class Config(NamedTuple):
+    """One way to run a GEMM. `kernel`: triton, gluon or scaled_mm; straight in BF16. The rest is 0 for scaled_mm."""
+
+    kernel: str
+    tile_m: int = 0
+    tile_n: int = 0
+    stages: int = 0
+    warps: int = 4  # gluon: 4 a consumer, by its tile
+    tile_k: int = 128  # FP8: always, one block of scales
+    group: int = 1  # tiles of M that are walked through before the next tile of N
+    swap: bool = False  # triton alone
+
+    def as_json(self) -> dict[str, object]:
+        """The fields that are not the default, `kernel` first."""
+        return {name: value for name, value in self._asdict().items() if value != self._field_defaults.get(name)}
+
+
+SCALED_MM = Config("scaled_mm")
+PLAIN = {  # by the largest M served; these compile and fit for every shape
+    16: Config("triton", 16, 64, 6, swap=True),
+    64: Config("triton", 64, 64, 4),
+    LARGEST_WITHOUT_ENTRY: Config("triton", 128, 64, 3),
+}
+
+
+# ---------------------------------------------------------------- which kernel
+
+
+@cache
+def gemm_table() -> Mapping[str, Any]:
+    """The checked-in table: {"fp8": {"NxK": {"M": config}}, "bf16": the same for bf16_gemm.py}, as written in JSON."""
+    table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
+    return table
+
+
+def table_text(table: Mapping[str, Any]) -> str:
+    """A table as the file has it, an entry a line."""
+    kinds = []
+    for kind, weights in table.items():
+        shapes = []
+        for shape, entries in weights.items():
+            lines = [f'   "{m}": {json.dumps(entries[m])}' for m in sorted(entries, key=int)]
+            shapes.append(f'  "{shape}": {{\n' + ",\n".join(lines) + "\n  }")
+        kinds.append(f' "{kind}": {{\n' + ",\n".join(shapes) + "\n }")
+    return "{\n" + ",\n".join(kinds) + "\n}\n"
+
+
+@cache
+def fp8_entries(n: int, k: int) -> dict[int, Config]:
+    """The table's configs for one weight, by M ascending."""
+    found = gemm_table()["fp8"].get(f"{n}x{k}", {})
+    return {m: Config(**found[str(m)]) for m in sorted(map(int, found))}
+
+
+@cache
+def choose_config(m: int, n: int, k: int) -> Config:
+    """How to run M rows by a weight [N, K], both N and K multiples of 128."""
+    entries = fp8_entries(n, k)
+    entry = next((config for largest, config in entries.items() if m <= largest), None)
+    if entry is not None and not (entry.kernel == "scaled_mm" and m < SMALLEST_SCALED_MM):
+        return entry
+    return plain_config(m)
+
+
+def plain_config(m: int) -> Config:
+    """The rule for what the table does not know."""
+    return next((config for largest, config in PLAIN.items() if m <= largest), SCALED_MM)
+
+
+def run_config(config: Config, x: Quantized, w: Quantized) -> Tensor:
+    """The GEMM by this very config; raises what its compiler raises."""
+    if config.kernel == "scaled_mm":
+        return fp8_gemm_nt(x, w, "scaled_mm")
+    if config.kernel == "triton":
+        return fp8_gemm_triton(x, w, config)
+    if gluon_launcher is None:
+        raise _no_gluon
+    return gluon_launcher(x, w, check_operands(x, w), config.tile_m, config.tile_n, config.stages, config.group)
+
+
+_without_gluon: set[Config] = set()
+
+
+def fp8_gemm(x: Quantized, w: Quantized) -> Tensor:
+    """y[M, N] = x[M, K] w[N, K]^T in BF16. x: scale [M, ceil(K/128)] with strides (1, M); w: scale [ceil(N/128),
+    ceil(K/128)], contiguous.
+
+    Bit for bit `fp8_gemm_nt(x, w, "scaled_mm")`, at decode sizes in less time. On a CPU the exact emulation.
+    """
+    if not x.codes.is_cuda:
+        return fp8_gemm_reference(x, w)
+    (m, k), n = x.codes.shape, w.codes.shape[0]
+    if n % BLOCK or k % BLOCK:
+        return fp8_gemm_nt(x, w, "scaled_mm")
+    config = choose_config(m, n, k)
+    if config.kernel == "gluon" and m % SCALES_OF_16_BYTES:
+        config = plain_config(m)
+    if config.kernel != "gluon":
+        return run_config(config, x, w)
+    if config not in _without_gluon:
+        try:
+            return run_config(config, x, w)
+        except torch.OutOfMemoryError:  # says nothing of Gluon
+            raise
+        except Exception as error:  # whatever the experimental compiler raises: the same bits are to be had without it
+            _without_gluon.add(config)
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            warnings.warn(f"fp8_gemm: {config} does not run here, plain Triton instead ({reason})", stacklevel=2)
+    return run_config(plain_config(m), x, w)
+
+
+def fp8_gemm_reference(x: Quantized, w: Quantized) -> Tensor:
+    """The exact emulation (fp8/gemm.py); the tensor core keeps fewer bits inside a block of 128."""
+    return fp8_gemm_nt(x, w, "emulated")
+
+
+# ---------------------------------------------------------------- plain Triton
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_blocks", "scale_stride"])
+def _fp8_gemm_kernel(
+    x_desc,
+    w_desc,
+    x_scale_ptr,
+    w_scale_ptr,
+    y_ptr,
+    num_rows,
+    num_columns,
+    num_blocks,
+    scale_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    SWAP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    tiles_m, tiles_n = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_columns, BLOCK_N)
+    width = GROUP * tiles_n
+    first_m = tl.program_id(0) // width * GROUP
+    inside = tl.program_id(0) % width
+    members = tl.minimum(tiles_m - first_m, GROUP)
+    start_m, start_n = (first_m + inside % members) * BLOCK_M, inside // members * BLOCK_N
+    row_M, column_N = start_m + tl.arange(0, BLOCK_M), start_n + tl.arange(0, BLOCK_N)
+    x_scale_ptrs = x_scale_ptr + row_M
+    w_scale_ptr += start_n // 128 * num_blocks
+    acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
+    for block in tl.range(0, num_blocks, num_stages=STAGES):
+        scale_M = tl.load(x_scale_ptrs + block * scale_stride, mask=row_M < num_rows, other=0.0)
+        scale_M = scale_M * tl.load(w_scale_ptr + block)
+        x_MK = x_desc.load([start_m, block * 128])
+        w_NK = w_desc.load([start_n, block * 128])
+        if SWAP:
+            acc = tl.fma(tl.dot(w_NK, x_MK.T), scale_M[None, :], acc)
+        else:
+            acc = tl.fma(tl.dot(x_MK, w_NK.T), scale_M[:, None], acc)
+    if SWAP:
+        acc = acc.T
+    inside_MN = (row_M < num_rows)[:, None] & (column_N < num_columns)[None, :]
+    y_ptrs = y_ptr + row_M[:, None].to(tl.int64) * num_columns + column_N[None, :]
+    tl.store(y_ptrs, acc.to(tl.bfloat16), mask=inside_MN)
+
+
+def check_operands(x: Quantized, w: Quantized) -> int:
+    """The distance between two blocks' scales of x; raises ValueError for a layout that the kernels cannot read."""
+    (m, k), n = x.codes.shape, w.codes.shape[0]
+    blocks = k // BLOCK
+    if w.codes.shape[1] != k or k % BLOCK:
+        raise ValueError(f"fp8_gemm: depths {k} and {w.codes.shape[1]} must be one multiple of {BLOCK}")
+    if x.scale.shape != (m, blocks) or w.scale.shape != (triton.cdiv(n, BLOCK), blocks):
+        raise ValueError(f"fp8_gemm: scales {tuple(x.scale.shape)}, {tuple(w.scale.shape)} do not fit {(m, n, k)}")
+    if not (x.codes.is_contiguous() and w.codes.is_contiguous() and w.scale.is_contiguous()):
+        raise ValueError("fp8_gemm: codes and the weight's scale must be contiguous")
+    if m > 1 and x.scale.stride(0) != 1:
+        raise ValueError(f"fp8_gemm: x.scale has strides {x.scale.stride()}, must be (1, M)")
+    return x.scale.stride(1) if blocks > 1 else m
+
+
+def fp8_gemm_triton(x: Quantized, w: Quantized, config: Config) -> Tensor:
+    """One tile a program. Tiles of at least 64 on the MMA's long side, `tile_n` a divisor of 128."""
+    scale_stride = check_operands(x, w)
+    (m, k), n = x.codes.shape, w.codes.shape[0]
+    assert BLOCK % config.tile_n == 0, f"fp8_gemm: {config} would need two weight scales in one tile"
+    assert (config.tile_n if config.swap else config.tile_m) >= 64, f"fp8_gemm: {config} would not use wgmma"
+    y_MN = torch.empty(m, n, dtype=torch.bfloat16, device=x.codes.device)
+    if m == 0:
+        return y_MN
+    options = {"enable_fp_fusion": False} if x.codes.is_cuda else {}
+    _fp8_gemm_kernel[(triton.cdiv(m, config.tile_m) * triton.cdiv(n, config.tile_n),)](
+        TensorDescriptor(x.codes, [m, k], [k, 1], [config.tile_m, BLOCK]),
+        TensorDescriptor(w.codes, [n, k], [k, 1], [config.tile_n, BLOCK]),
+        x.scale, w.scale, y_MN, m, n, k // BLOCK, scale_stride,
+        BLOCK_M=config.tile_m, BLOCK_N=config.tile_n, GROUP=config.group, SWAP=config.swap, STAGES=config.stages,
+        num_warps=config.warps, **options,
+    )  # fmt: skip
+    return y_MN

@@ -1,0 +1,171 @@
+"""A residual's new summand, the RMSNorm that follows and the E4M3 codes of its result, in one pass over the rows.
+
+    residual' = round(residual + delta)                    in place, in the model's dtype
+    normed    = rms_norm(residual', weight, eps)           kernels/rows/rms_norm.py
+    codes     = quantize_activation(normed)                kernels/quantize/quantize_activation.py, blocks of 1 x 128
+
+The same bits as those three calls, one after the other: the sum over a row is taken with the columns and warps of
+`rms_norm`'s kernel, and so in the same layout, eight neighbouring elements a thread, which is what fixes the order of
+its additions. Codes are stored through a tile of three axes: through one of two, their eight bits would have the
+compiler give a thread sixteen elements, in the loads too, and the sum another order.
+
+Read 2 + 2 bytes an element, written 2 + 1 + 4/128. Nothing here is differentiable, and the residual is overwritten: for
+the two fused forwards, the rollout's and training's, whose backward is written out (rms_norm_backward.py).
+
+T tokens, E hidden size, R rows of a tile, C its columns, N blocks of 128 in a row.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octetrl.fp8.format import BLOCK, E4M3
+from octetrl.fp8.quantize import Quantized, quantize_activation_reference
+from octetrl.kernels.quantize.quantize_activation import block_scale, e4m3_byte, empty_rows, magnitude_bits, scale_rows
+from octetrl.kernels.rows.rms_norm import PROGRAM_ELEMENTS, rms_norm_reference
+
+
+@triton.jit
+def _store_codes(
+    y_RC, code_ptr, scale_ptr, row_R, num_rows, SIZE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    """Quantises rows of float32 `y`, zero past the row's end, in blocks along the row."""
+    BLOCKS: tl.constexpr = BLOCK_C // BLOCK
+    y_RNC = tl.reshape(y_RC, (BLOCK_R, BLOCKS, BLOCK))
+    scale_RN, inverse_RN = block_scale(tl.max(magnitude_bits(y_RNC), 2), POWER_OF_TWO)
+    code_RNC = e4m3_byte(y_RNC * inverse_RN[:, :, None])
+    block_N = tl.arange(0, BLOCKS)
+    column_NC = block_N[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    column_NC = tl.max_contiguous(column_NC, (1, 8))  # a thread stores the eight codes that it has
+    inside_RNC = (row_R < num_rows)[:, None, None] & (column_NC < SIZE)[None, :, :]
+    tl.store(code_ptr + row_R[:, None, None] * SIZE + column_NC[None, :, :], code_RNC, mask=inside_RNC)
+    inside_RN = (row_R < num_rows)[:, None] & (block_N * BLOCK < SIZE)[None, :]
+    tl.store(
+        scale_ptr + block_N[None, :].to(tl.int64) * scale_rows(num_rows) + row_R[:, None], scale_RN, mask=inside_RN
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _add_rms_norm_kernel(
+    delta_ptr, residual_ptr, weight_ptr, y_ptr, code_ptr, scale_ptr, num_rows, stride_delta, stride_residual, eps,
+    SIZE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+    QUANTIZE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    row_R = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    column_C = tl.arange(0, BLOCK_C)
+    inside_RC = (row_R < num_rows)[:, None] & (column_C < SIZE)[None, :]
+    residual_RC = residual_ptr + row_R[:, None] * stride_residual + column_C[None, :]
+    x_RC = tl.load(residual_RC, mask=inside_RC, other=0.0)
+    weight_1C = tl.load(weight_ptr + column_C[None, :], mask=column_C[None, :] < SIZE, other=0.0).to(tl.float32)
+    dtype = residual_ptr.dtype.element_ty
+    if ADD:
+        delta_RC = tl.load(delta_ptr + row_R[:, None] * stride_delta + column_C[None, :], mask=inside_RC, other=0.0)
+        x_RC = (x_RC.to(tl.float32) + delta_RC.to(tl.float32)).to(dtype)
+        tl.store(residual_RC, x_RC, mask=inside_RC)
+    x_RC = x_RC.to(tl.float32)
+    rstd_R = tl.rsqrt(tl.sum(x_RC * x_RC, axis=1) * (1.0 / SIZE) + eps)
+    xhat_RC = (x_RC * rstd_R[:, None]).to(dtype).to(tl.float32)
+    y_RC = (xhat_RC * weight_1C).to(dtype)
+    if QUANTIZE:
+        y_RC = y_RC.to(tl.bfloat16).to(tl.float32)
+        _store_codes(y_RC, code_ptr, scale_ptr, row_R, num_rows, SIZE, BLOCK_C, BLOCK_R, BLOCK, POWER_OF_TWO)
+    else:
+        tl.store(y_ptr + row_R[:, None] * SIZE + column_C[None, :], y_RC, mask=inside_RC)
+
+
+def add_rms_norm_triton(
+    delta_TE: Tensor | None,
+    residual_TE: Tensor,
+    weight_E: Tensor,
+    eps: float,
+    *,
+    quantize: bool,
+    power_of_two: bool = False,
+) -> tuple[Tensor, Tensor | Quantized]:
+    """The kernel's launcher. Warps are those of `rms_norm_triton`; rows too, where one alone would not fill them."""
+    rows, size = residual_TE.shape
+    block_c = triton.next_power_of_2(size)
+    block_r = 1 if block_c >= 1024 else PROGRAM_ELEMENTS // block_c
+    device = residual_TE.device
+    y_TE = codes = scale = None
+    if quantize:
+        codes, scale = empty_rows(rows, size, device)
+    else:
+        y_TE = torch.empty(rows, size, dtype=residual_TE.dtype, device=device)
+    if rows:
+        _add_rms_norm_kernel[(triton.cdiv(rows, block_r),)](
+            delta_TE, residual_TE, weight_E, y_TE, codes, scale, rows,
+            0 if delta_TE is None else delta_TE.stride(0), residual_TE.stride(0), eps,
+            SIZE=size, BLOCK_C=block_c, BLOCK_R=block_r, BLOCK=min(BLOCK, block_c), ADD=delta_TE is not None,
+            QUANTIZE=quantize, POWER_OF_TWO=power_of_two, num_warps=8 if block_c > 1024 else 4,
+            **({"enable_fp_fusion": False} if residual_TE.is_cuda else {}),
+        )  # fmt: skip
+    if y_TE is not None:
+        return residual_TE, y_TE
+    assert codes is not None and scale is not None
+    return residual_TE, Quantized(codes.view(E4M3), scale)
+
+
+def add_rms_norm_reference(
+    delta_TE: Tensor | None,
+    residual_TE: Tensor,
+    weight_E: Tensor,
+    eps: float,
+    *,
+    quantize: bool,
+    power_of_two: bool = False,
+) -> tuple[Tensor, Tensor | Quantized]:
+    """The same in plain torch, from the references of its parts."""
+    if delta_TE is not None:
+        residual_TE.add_(delta_TE)
+    y_TE = rms_norm_reference(residual_TE, weight_E, eps)
+    return residual_TE, quantize_activation_reference(y_TE, power_of_two) if quantize else y_TE
+
+
+@overload
+def add_rms_norm(
+    delta_TE: Tensor | None, residual_TE: Tensor, weight_E: Tensor, eps: float, *, quantize: Literal[False],
+    power_of_two: bool = False,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def add_rms_norm(
+    delta_TE: Tensor | None, residual_TE: Tensor, weight_E: Tensor, eps: float, *, quantize: Literal[True],
+    power_of_two: bool = False,
+) -> tuple[Tensor, Quantized]: ...  # fmt: skip
+
+
+@overload
+def add_rms_norm(
+    delta_TE: Tensor | None, residual_TE: Tensor, weight_E: Tensor, eps: float, *, quantize: bool,
+    power_of_two: bool = False,
+) -> tuple[Tensor, Tensor | Quantized]: ...  # fmt: skip
+
+
+def add_rms_norm(
+    delta_TE: Tensor | None,
+    residual_TE: Tensor,
+    weight_E: Tensor,
+    eps: float,
+    *,
+    quantize: bool,
+    power_of_two: bool = False,
+) -> tuple[Tensor, Tensor | Quantized]:
+    """The residual with delta added, in place, and its norm: [T, E], or codes [T, E] and scale [T, ceil(E/128)].
+
+    residual_TE is overwritten where delta is given (None: only normed) and returned. All BF16 or all float32, last
+    axis contiguous. On CUDA the scale has the strides (1, T).
+    """
+    assert residual_TE.dim() == 2 and residual_TE.shape[1] == weight_E.numel(), f"add_rms_norm: {residual_TE.shape}"
+    for x in (residual_TE,) if delta_TE is None else (residual_TE, delta_TE):
+        assert x.shape == residual_TE.shape and x.dtype == weight_E.dtype, f"add_rms_norm: {x.shape}, {x.dtype}"
+        assert x.stride(1) == 1, f"add_rms_norm: last axis has stride {x.stride(1)}, must be 1"
+    run = add_rms_norm_triton if residual_TE.is_cuda else add_rms_norm_reference
+    return run(delta_TE, residual_TE, weight_E, eps, quantize=quantize, power_of_two=power_of_two)

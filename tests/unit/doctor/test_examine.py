@@ -1,0 +1,274 @@
+"""The doctor on a CPU: equal where parity is promised, and a fault planted in one op of one side is named exactly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import octetrl.engine.model_runner as model_runner
+import octetrl.layers.attention as attention
+from octetrl.doctor.examine import Examination, Patient, wake_branches
+from octetrl.doctor.findings import Report, examine, first_difference, noted
+from octetrl.doctor.passes import Drawn, EngineLimits, Pass, Piece, engine_plans
+from octetrl.doctor.taps import Fingerprints, Note, Site, fingerprint
+from octetrl.fp8.format import E4M3
+from octetrl.models.decoder import Decoder
+from tests.e2e import tiny_run
+
+SMALL = Examination(prompts=2, sequences=2, answer_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_run.make_model(tmp_path_factory.mktemp("doctor") / "model", tie_word_embeddings=False)
+
+
+def patient(model: Path, precision: str, **changes: Any) -> Patient:
+    changes = {"precision": precision, **{name.replace("__", "."): value for name, value in changes.items()}}
+    return Patient(tiny_run.tiny_recipe(model, model.parent / "run", changes), SMALL)
+
+
+def report_of(one: Patient) -> Report:
+    return examine(one).report
+
+
+def one_ulp(x: Tensor, place: int = -1) -> Tensor:
+    """`x` with one element moved to the next number: the last of its last row, or with 0 the first of its first."""
+    x = x.detach().clone()
+    element = x[(place,) * x.dim()]
+    element.copy_(torch.nextafter(element, torch.full_like(element, torch.inf)))
+    return x
+
+
+def hook_one_ulp(module: nn.Module) -> None:
+    module.register_forward_hook(lambda _module, _inputs, output: one_ulp(output))
+
+
+# --- equal ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("precision", "changes"),
+    [
+        ("bf16", {}),
+        ("fp8", {}),
+        ("fp8_full", {}),
+        ("fp8_full", {"fp8__kv_cache": "dynamic"}),
+        ("fp8_full", {"engine__page_size": 128, "fp8__bf16_last_layers": 1, "rollout__temperature": 0.7}),
+        ("bf16", {"engine__prefix_cache": "off", "model__dtype": "float32", "trainer__tokens_per_micro_batch": 60}),
+    ],
+)
+def test_every_bit_is_equal(model: Path, precision: str, changes: dict[str, Any]) -> None:
+    report = report_of(patient(model, precision, **changes))
+    assert report.equal
+    assert report.verdict.startswith("equal: every bit of") and report.verdict.endswith("24 drawn tokens")
+    ways = [name for name, _ in report.passes]
+    assert {"trainer, each alone", "engine, decode", "engine, chunked prefill", "engine, other company"} <= set(ways)
+    assert "engine, prefix hit" in ways  # siblings share their prompt's pages, small ones if need be
+
+
+def test_nothing_is_left_on_the_models(model: Path) -> None:
+    one = patient(model, "fp8_full")
+    report_of(one)
+    for decoder in (one.worker.trainer_model, one.worker.engine_model):
+        for module in decoder.modules():
+            assert not module._forward_hooks and not module._forward_pre_hooks
+            assert not {"forward", "_attend_packed", "_attend_paged"} & module.__dict__.keys()
+    assert all(parameter.grad is None for parameter in one.worker.trainer_model.parameters())
+
+
+# --- a fault in one op of one side ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("side", "name", "op"),
+    [
+        ("trainer", "layers.1.attention_norm", "norm"),
+        ("engine", "layers.1.attention.qkv_proj", "qkv_proj"),
+        ("trainer", "layers.1.attention.q_norm", "rotated q"),
+        ("engine", "layers.1.attention.k_norm", "rotated k"),
+        ("trainer", "layers.1.attention.o_proj", "o_proj"),
+        ("engine", "layers.1.mlp_norm", "MLP norm"),
+        ("trainer", "layers.1.mlp.gate_up_proj", "gate_up_proj"),
+        ("engine", "layers.1.mlp.down_proj", "down_proj"),
+        ("trainer", "layers.1", "residual after MLP"),
+        ("engine", "norm", "final norm"),
+        ("trainer", "embedding", "embedding"),
+    ],
+)
+def test_one_ulp_in_a_module_is_named(model: Path, side: str, name: str, op: str) -> None:
+    one = patient(model, "bf16")
+    decoder: Decoder = getattr(one.worker, f"{side}_model")
+    hook_one_ulp(decoder.get_submodule(name))
+    first = report_of(one).first
+    assert first is not None
+    assert first.site == Site(1 if name.startswith("layers.1") else None, op)
+    assert abs(first.values[0] - first.values[1]) < 0.05 * max(map(abs, first.values))
+
+
+def test_where_and_what_is_told(model: Path) -> None:
+    one = patient(model, "fp8_full")
+    hook_one_ulp(one.worker.trainer_model.get_submodule("layers.0.mlp.down_proj"))
+    report = report_of(one)
+    first = report.first
+    assert first is not None and not report.equal
+    assert (first.shape, first.element) == ((64,), (63,))
+    assert (first.reference, first.other) == ("trainer, packed", "trainer, each alone")
+    assert first.num_elements == first.num_rows == 3  # each alone touches every last token; packed, that of the last
+    assert "element [63]" in report.verdict and f"token {first.token}" in report.verdict
+    assert report.verdict.startswith("first difference: layer 0, down_proj: 3 of ")
+
+
+def test_an_attention_kernel_that_is_an_ulp_off(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = attention.attention_paged
+    monkeypatch.setattr(attention, "attention_paged", lambda *args, **kwargs: one_ulp(kernel(*args, **kwargs)))
+    first = report_of(patient(model, "fp8_full")).first
+    assert first is not None
+    assert (first.site, first.other) == (Site(0, "attention out"), "engine, decode")
+    assert first.shape == (4, 16)
+
+
+@pytest.mark.parametrize(("field", "op"), [("k_scale_LK", "k as cached"), ("v_scale_LK", "v as cached")])
+def test_a_wrong_scale_of_one_head_is_named(model: Path, field: str, op: str) -> None:
+    one = patient(model, "fp8_full")
+    scales = one.worker.kv_scales
+    assert scales is not None
+    wrong_LK = getattr(scales, field).clone()
+    wrong_LK[1, 1] *= 1.01
+    one.worker.kv_scales = replace(scales, **{field: wrong_LK})
+    first = report_of(one).first
+    assert first is not None
+    assert first.site == Site(1, op)
+    assert first.element[0] == 1  # the head
+
+
+def test_one_code_of_one_weight(model: Path) -> None:
+    one = patient(model, "fp8")
+    linear: Any = one.worker.engine_model.get_submodule("layers.1.attention.o_proj")
+    codes = linear.codes.clone()
+    codes.view(torch.uint8)[5, 7] ^= 8
+    assert codes.dtype == E4M3
+    linear.codes = codes
+    first = report_of(one).first
+    assert first is not None
+    assert (first.site, first.element) == (Site(1, "o_proj"), (5,))
+
+
+def test_other_weights_of_the_lm_head(model: Path) -> None:
+    one = patient(model, "bf16")
+    head: Any = one.worker.engine_model.lm_head
+    weight = head.weight.detach().clone()
+    weight[7] *= 2
+    head._parameters["weight"] = nn.Parameter(weight)
+    first = report_of(one).first
+    assert first is not None
+    assert (first.site, first.element) == (Site(None, "logits"), (7,))
+
+
+def test_formats_that_differ_show_at_the_first_linear(model: Path) -> None:
+    first = report_of(patient(model, "fp8_rollout")).first
+    assert first is not None and first.site == Site(0, "qkv_proj")
+    first = report_of(patient(model, "fp8_full", fp8__kv_replay=False)).first
+    assert first is not None and first.site == Site(0, "k as cached")
+
+
+def test_a_branch_that_adds_nothing_yet_hides_nothing(model: Path) -> None:
+    """B is zero before the first step. Small numbers stand in for it, so a wrong branch of one side shows."""
+    one = patient(model, "fp8_full", model__lora={})
+    assert one.woke_branches and "every adapter's B is zero" in str(one)
+    assert report_of(one).equal
+    for _, adapter in one.worker.engine_model.adapters():
+        adapter.scale *= 10
+    first = report_of(one).first
+    assert first is not None and first.site == Site(0, "qkv_proj")
+
+
+def test_a_branch_that_was_trained_stays_as_it_is(model: Path) -> None:
+    adapters = patient(model, "bf16", model__lora={}).worker.trainer_model
+    assert not wake_branches(adapters, seed=1)
+    assert not wake_branches(patient(model, "bf16").worker.trainer_model, seed=1), "a model without adapters"
+
+
+# --- ends -----------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_does_not_follow_its_forward(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = model_runner.logprobs_alone
+    monkeypatch.setattr(model_runner, "logprobs_alone", lambda *args: one_ulp(own(*args)))
+    report = report_of(patient(model, "fp8_full"))
+    assert report.first is None and not report.equal
+    assert all(name.startswith("engine") for name in report.off_forwards)
+    assert "the engine side does not follow" in report.verdict and "captured graphs" in report.verdict
+
+
+def test_a_trainer_that_does_not_follow_its_forward(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = patient(model, "fp8_full")
+    own = one.worker.trainer._logprobs_of
+
+    def off(*args: Any) -> tuple[Tensor, Tensor]:
+        logprobs_N, entropy_N = own(*args)
+        return one_ulp(logprobs_N).requires_grad_(), entropy_N
+
+    monkeypatch.setattr(one.worker.trainer, "_logprobs_of", off)
+    report = report_of(one)
+    assert report.first is None and not report.equal
+    assert all(name.startswith("trainer") for name in report.off_forwards)
+    assert "the trainer side does not follow" in report.verdict
+    different = dict(report.ends)["trainer, packed"]
+    assert different is not None and different.num_logprobs == 1
+
+
+# --- parts ----------------------------------------------------------------------------------------------------
+
+
+def test_a_fingerprint_feels_any_one_bit() -> None:
+    x = torch.randn(40, 33).to(torch.bfloat16)
+    before = fingerprint(x)
+    for row in range(40):
+        changed = x.clone()
+        changed.view(torch.int16)[row, (7 * row) % 33] ^= 1 << (row % 16)
+        assert (fingerprint(changed) != before).nonzero().flatten().tolist() == [row]
+    assert torch.equal(fingerprint(x.view(40, 11, 3)), before)
+    assert not torch.equal(fingerprint(x.roll(1, dims=1)), before)
+
+
+def test_an_op_that_does_not_repeat_its_bits_is_called_so(model: Path) -> None:
+    drawn = Drawn(((5, 6, 7),), (1,), torch.device("cpu"))
+    calls: list[float] = [1.0]
+
+    def once(note: Note) -> None:
+        note(Site(0, "norm"), torch.arange(3), torch.full((3, 2), calls.pop() if calls else 0.0))
+
+    def always(note: Note) -> None:
+        note(Site(0, "norm"), torch.arange(3), torch.zeros(3, 2))
+
+    passes = Pass("trainer", "packed", always), Pass("engine", "decode", once)
+    prints: list[Fingerprints] = [noted(one, drawn) for one in passes]
+    found = first_difference(*passes, *prints, patient(model, "bf16"), drawn)
+    assert found is not None and "does not repeat its bits" in str(found)
+
+
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_plans_compute_every_token_but_the_last_in_order(page_size: int) -> None:
+    prompt = tuple(range(40))
+    drawn = Drawn(((*prompt, 1, 2, 3, 4), (*prompt, 5, 6), (9, 8, 7)), (40, 40, 1), torch.device("cpu"))
+    plans = engine_plans(drawn, EngineLimits(page_size, prefill_chunk=16, max_batch=2))
+    ways = [plan.way for plan in plans]
+    assert ways == ["decode", "chunked prefill", "prefix hit", "other company"]
+    for plan in plans:
+        done = [0, 0, 0]
+        if plan.way == "prefix hit":
+            assert plan.page_size == 16 and plan.tables[1][:2] == plan.tables[0][:2]
+            done[1] = 32
+        for piece in (piece for forward in plan.forwards for piece in forward):
+            assert piece.start == done[piece.sequence] < piece.stop
+            done[piece.sequence] = piece.stop
+        assert done == [43, 41, 2]
+        pages = [page for b, table in enumerate(plan.tables) for page in table[2 * (b == 1 and plan.way == ways[2]) :]]
+        assert len(pages) == len(set(pages))
+    assert (Piece(2, 0, 1),) in plans[0].forwards  # two decode together at most
