@@ -8,6 +8,7 @@ every refusal of a recipe come at once.
 from __future__ import annotations
 
 import errno
+import io
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -24,6 +25,7 @@ from octetrl.cli.rollouts import rollouts
 from octetrl.cli.serve import serve
 from octetrl.cli.train import train
 from octetrl.config.errors import UserError
+from octetrl.config.text import ESCAPE
 
 DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -47,6 +49,8 @@ app.add_typer(bench, name="bench")
 
 def main() -> NoReturn:
     """The `octetrl` command."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors=ESCAPE)  # as stderr is: no text of a model, task or path ends a run
     sys.exit(run_command(sys.argv[1:]))
 
 

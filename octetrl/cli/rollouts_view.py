@@ -15,6 +15,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from octetrl.config.text import escaped
 from octetrl.telemetry.rollout_reader import MODEL, Filter, Said, SampledGroup, SampledRow, Selection
 from octetrl.telemetry.token_pieces import DISAGREEMENT, UNLIKELY, VERY_UNLIKELY
 
@@ -106,7 +107,7 @@ class RolloutsView:
 
 def clean(text: str) -> str:
     """`text` as a terminal may have it."""
-    return text.encode("utf-8", "replace").decode("utf-8").translate(PICTURES)
+    return escaped(text).translate(PICTURES)
 
 
 def clipped(text: Text, letters: int) -> Text:

@@ -21,6 +21,7 @@ from typing import Any, Literal, Protocol
 
 from octetrl.config.errors import UserError
 from octetrl.config.schema import DataSource
+from octetrl.config.text import TextTooLong
 from octetrl.data.conversations import Tokenized, TurnTokens, conversation_of
 from octetrl.data.preferences import preference_of
 from octetrl.data.rows import read_rows
@@ -69,6 +70,17 @@ def read_source(name: str, config: DataSource, kind: Kind) -> Source:
         more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
         raise UserError("\n  ".join([f"{config.path}: {len(problems)} bad rows", *problems[:SHOWN], *more]))
     return Source(name, examples, places, config.weight)
+
+
+def _tokenized(example: Example, place: str, chat: TurnTokens) -> tuple[Tokenized | None, str]:
+    """The example in tokens, and how long it is; None: longer than the context by the length of its text alone."""
+    try:
+        item = example.tokenized(chat)
+    except TextTooLong as error:
+        return None, str(error)
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from error
+    return item, f"{item.longest} tokens"
 
 
 class _Order:
@@ -158,11 +170,11 @@ class Mixture:
     ) -> list[Tokenized]:
         items = []
         for example, place in zip(source.examples, source.places, strict=True):
-            item = example.tokenized(chat)
-            if context_length is not None and item.longest > context_length:
+            item, length = _tokenized(example, place, chat)
+            if item is None or (context_length is not None and item.longest > context_length):
                 if too_long == "refuse":
                     raise UserError(
-                        f"{place}: {item.longest} tokens, model.context_length is {context_length};"
+                        f"{place}: {length}, model.context_length is {context_length};"
                         f" raise it, shorten the row, or set data.too_long: drop"
                     )
                 self._dropped += 1

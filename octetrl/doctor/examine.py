@@ -278,7 +278,7 @@ def first_prompts(
     chat = build_chat(recipe, spec, tokenizer, environment)
     taskset = Taskset(environment.tasks, eval_size=recipe.environment.eval_size, seed=recipe.environment.seed)
     limit = recipe.rollout.max_prompt_tokens
-    prompts = [chat.prompt_tokens(task.prompt)[:limit] for task in taskset.next_batch(examination.prompts)]
+    prompts = [chat.first_prompt_tokens(task.prompt, limit) for task in taskset.next_batch(examination.prompts)]
     longest = max(len(prompt) for prompt in prompts) + examination.answer_tokens
     if longest > recipe.model.context_length:
         raise UserError(

@@ -15,17 +15,36 @@ Tasks may be generated on access (`environments/reasoning_gym.py`), so nothing h
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 from typing import Any, Protocol
 
 from octetrl.config.errors import UserError
+from octetrl.config.text import to_utf8
 from octetrl.environments.order import EndlessOrder
 from octetrl.records import Task
 
 Scorer = Callable[[Task, str], float]
+LARGEST_REWARD = 1e18  # its square is still a finite float32
+
+
+def finite_number(value: object, what: str) -> float:
+    """A reward or metric as a number. Raises TypeError or ValueError for what is none, or is beyond LARGEST_REWARD."""
+    if not isinstance(value, Real):
+        raise TypeError(f"the {what} is {str(value)[:40]!r} of type {type(value).__name__}, not a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError(f"the {what} is beyond ±{LARGEST_REWARD:g}; scale it down") from None
+    if not math.isfinite(number):
+        raise ValueError(f"the {what} is {number}, not a finite number")
+    if abs(number) > LARGEST_REWARD:
+        raise ValueError(f"the {what} is {number:g}, beyond ±{LARGEST_REWARD:g}; scale it down")
+    return number
 
 
 class Environment(Protocol):
@@ -35,7 +54,7 @@ class Environment(Protocol):
     def tasks(self) -> Sequence[Task]: ...
 
     def score(self, task: Task, completion_text: str, /) -> float:
-        """The reward of one completion: any finite number; bool counts as 0 or 1.
+        """The reward of one completion: a number within ±LARGEST_REWARD; bool counts as 0 or 1.
 
         Runs in a reward worker (`environments/scoring.py`), so it must be picklable: define it in a module. Raise
         when no reward can be given: the rollout is then left out, and counted, instead of being punished.
@@ -118,7 +137,7 @@ class Taskset:
             str(len(self._tasks)),
             *(task.prompt for task in (*self._held_out, *probes)),
         ]
-        return hashlib.sha256("\0".join(words).encode()).hexdigest()
+        return hashlib.sha256(to_utf8("\0".join(words))).hexdigest()
 
 
 class NoTasks(Taskset):

@@ -10,6 +10,7 @@ huggingface_hub brings httpx anyway. Its client is shared by threads, and so is 
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import threading
@@ -23,6 +24,7 @@ from octetrl.config.judge import JudgeConfig
 _MAY_PASS = (408, 409, 429)
 _LONGEST_WAIT = 60.0  # seconds
 _SHOWN = 200
+_JSON = {"Content-Type": "application/json"}
 
 
 class EndpointError(RuntimeError):
@@ -78,7 +80,7 @@ class Endpoint:
         """(answer, None, None), or (None, why not, seconds to wait at least; None: it is final)."""
         began = time.monotonic()
         try:
-            response = self._client.post(url, json=body)
+            response = self._client.post(url, content=json.dumps(body), headers=_JSON)
         except self._httpx.TimeoutException:
             error = EndpointError(f"{url}: no answer in {time.monotonic() - began:.1f} s", timed_out=True)
             return None, error, 0.0

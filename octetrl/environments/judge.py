@@ -17,7 +17,6 @@ match counts, and of a reply only; look at what is rewarded all the same (`octet
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from octetrl.config.judge import JudgeConfig
+from octetrl.environments.base import LARGEST_REWARD
 from octetrl.environments.endpoint import Endpoint, EndpointError
 from octetrl.environments.scoring import Score
 from octetrl.records import RolloutStatus, Task
@@ -145,7 +145,7 @@ def _number(value: object) -> float | None:
         number = float(value)
     except (ValueError, OverflowError):
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= LARGEST_REWARD else None
 
 
 def _number_at(answer: dict[str, Any], path: str) -> float:

@@ -15,18 +15,16 @@ save that at the price of clear deadlines.
 
 from __future__ import annotations
 
-import math
 import pickle
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
-from numbers import Real
 from types import TracebackType
 
 from octetrl.config.errors import UserError
-from octetrl.environments.base import Scorer
+from octetrl.environments.base import Scorer, finite_number
 from octetrl.environments.process import Answer, CallableProcess, ProcessDied
 from octetrl.records import RolloutStatus, Task
 
@@ -55,20 +53,17 @@ class Explained(float):
 
 @dataclass(frozen=True, slots=True)
 class CheckedScorer:
-    """`scorer`, made to raise when its reward is not a finite number, and what it read as the answer, if it has
+    """`scorer`, made to raise when its reward is no number, or too large, and what it read as the answer, if it has
     `answered(task, completion_text) -> str | None`. Runs in the worker."""
 
     scorer: Scorer
 
     def __call__(self, task: Task, completion_text: str) -> tuple[float, str | None, str | None]:
         reward = self.scorer(task, completion_text)
-        if not isinstance(reward, Real):
-            raise TypeError(f"the reward is {str(reward)[:40]!r} of type {type(reward).__name__}, not a number")
-        if not math.isfinite(reward):
-            raise ValueError(f"the reward is {reward}, not a finite number")
+        number = finite_number(reward, "reward")
         answered = getattr(getattr(self.scorer, "__self__", self.scorer), "answered", None)
         detail = reward.detail if isinstance(reward, Explained) else None
-        return float(reward), None if answered is None else answered(task, completion_text), detail
+        return number, None if answered is None else answered(task, completion_text), detail
 
 
 class RewardWorkers:

@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
-from jinja2 import TemplateError
-
 from octetrl.config.errors import UserError
+from octetrl.config.text import escaped
 from octetrl.records import Reply, Rollout
+from octetrl.rollout.encode import TEMPLATE_ERRORS, Encoder
 from octetrl.rollout.message_tokens import Message, TokenizedMessages, tokenize_messages
 
 _PLACEHOLDER = "PLACEHOLDER-OF-THE-ANSWER"
@@ -51,6 +51,7 @@ class ChatTokens:
     """Token ids of prompts, replies and answers. Raises UserError for a tokenizer without EOS.
 
     tools: their schemas, which the template writes into the prompt. ends: further tokens that the model stops at.
+    context_length: a text that must have more tokens is not tokenized; every method then raises TextTooLong.
     """
 
     def __init__(
@@ -60,30 +61,35 @@ class ChatTokens:
         *,
         tools: Sequence[Any] = (),
         ends: Collection[int] = (),
+        context_length: int | None = None,
     ) -> None:
         if tokenizer.eos_token_id is None:
             raise UserError(
                 "tokenizer: it has no EOS token, so no answer could end; set eos_token in its tokenizer_config.json"
             )
         self._tokenizer = tokenizer
+        self._encoder = Encoder(tokenizer, context_length)
         self._system_prompt = system_prompt
         self._tools = {"tools": list(tools)} if tools else {}
         self._ends = frozenset((tokenizer.eos_token_id, *ends))
 
-    def prompt_tokens(self, prompt: str) -> tuple[int, ...]:
+    def prompt_tokens(self, prompt: str, limit: int | None = None) -> tuple[int, ...]:
         """The first turn: system prompt, `prompt` as the user's words, and the opening of the answer.
 
-        Without a chat template: the system prompt, a blank line and `prompt`, with the tokenizer's own BOS.
+        Without a chat template: the system prompt, a blank line and `prompt`, with the tokenizer's own BOS. `limit`:
+        tokens above which it may raise TextTooLong; None: the context's.
         """
-        if self._tokenizer.chat_template is not None:
-            messages = [*self._system(), {"role": "user", "content": prompt}]
-            return tuple(self._tokenizer.encode(self._render(messages, **self._tools), add_special_tokens=False))
-        text = prompt if self._system_prompt is None else f"{self._system_prompt}\n\n{prompt}"
-        return tuple(self._tokenizer.encode(text, add_special_tokens=True))
+        text, special = self._prompt_text(prompt)
+        return tuple(self._encoder.ids(text, special=special, limit=limit))
+
+    def first_prompt_tokens(self, prompt: str, limit: int) -> tuple[int, ...]:
+        """The first `limit` of `prompt_tokens`, of a prompt of any length."""
+        text, special = self._prompt_text(prompt)
+        return tuple(self._encoder.ids(self._encoder.beginning(text, limit), special=special, limit=limit + 1)[:limit])
 
     def answer_tokens(self, answer: str) -> tuple[int, ...]:
         """A given answer as the policy would have generated it, EOS included."""
-        return (*self._tokenizer.encode(answer, add_special_tokens=False), self._tokenizer.eos_token_id)
+        return (*self._encoder.ids(answer, special=False), self._tokenizer.eos_token_id)
 
     def reply_tokens(self, replies: Sequence[Reply], completion_token_ids: Sequence[int]) -> tuple[int, ...]:
         """What to append after a completion for the environment's replies and the opening of the next answer.
@@ -93,7 +99,7 @@ class ChatTokens:
         """
         if self._tokenizer.chat_template is None:
             text = "".join(f"\n{reply.text}\n" for reply in replies)
-            return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+            return tuple(self._encoder.ids(text, special=False))
         conversation = [
             {"role": "user", "content": "-"},
             {"role": "assistant", "content": _PLACEHOLDER},
@@ -101,16 +107,16 @@ class ChatTokens:
         ]
         try:
             _, found, after = self._render(conversation).partition(_PLACEHOLDER)
-        except TemplateError as error:
+        except TEMPLATE_ERRORS as error:
             roles = ", ".join(reply.role for reply in replies)
             raise ReplyError(f"the chat template refuses replies of the roles {roles} ({error})") from error
         if not found:
             raise UserError("tokenizer: its chat template leaves out earlier answers, so turns can't be appended")
-        encoded = self._tokenizer(after, add_special_tokens=False, return_offsets_mapping=True)
+        after = escaped(after)
+        ids, offsets = self._encoder.with_offsets(after)
         has_ended = bool(completion_token_ids) and completion_token_ids[-1] in self._ends
         begin = self._end_of_turn(after) if has_ended else 0
-        pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
-        return tuple(token for token, (_, end) in pairs if begin == 0 or end > begin)
+        return tuple(token for token, (_, end) in zip(ids, offsets, strict=True) if begin == 0 or end > begin)
 
     def _end_of_turn(self, after: str) -> int:
         """Letters of what the template ends an answer with: blanks, if any, and a special token. 0: it has no such."""
@@ -125,7 +131,19 @@ class ChatTokens:
         """A given conversation as the chat template writes it (rollout/message_tokens.py). The system prompt comes
         before one that begins without a system message of its own."""
         own = self._system() if messages[0]["role"] not in ("system", "developer") else []
-        return tokenize_messages(self._tokenizer, [*own, *messages], learn_from=learn_from + len(own), tools=tools)
+        return tokenize_messages(
+            self._tokenizer, self._encoder, [*own, *messages], learn_from=learn_from + len(own), tools=tools
+        )
+
+    def _prompt_text(self, prompt: str) -> tuple[str, bool]:
+        """The text of the first turn, and whether the tokenizer's own BOS belongs before it."""
+        if self._tokenizer.chat_template is None:
+            return (prompt if self._system_prompt is None else f"{self._system_prompt}\n\n{prompt}"), True
+        messages = [*self._system(), {"role": "user", "content": prompt}]
+        try:
+            return self._render(messages, **self._tools), False
+        except TEMPLATE_ERRORS as error:
+            raise template_fails(error) from error
 
     def _system(self) -> list[dict[str, str]]:
         return [] if self._system_prompt is None else [{"role": "system", "content": self._system_prompt}]
@@ -136,6 +154,14 @@ class ChatTokens:
             conversation, tokenize=False, add_generation_prompt=True, **options
         )
         return text
+
+
+def template_fails(error: BaseException) -> UserError:
+    reason = " ".join(str(error).split())[:120] or "no reason given"
+    return UserError(
+        f"tokenizer: its chat template fails ({type(error).__name__}: {reason}); correct chat_template in its"
+        f" tokenizer_config.json or chat_template.jinja"
+    )
 
 
 def conversation_tokens(rollout: Rollout) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from octetrl.config.schema import RolloutConfig
+from octetrl.config.text import TextTooLong
 from octetrl.environments.scoring import Score
 from octetrl.environments.turns.dialogue import Dialogue
 from octetrl.records import (
@@ -56,6 +57,13 @@ class Generates(Protocol):
     def generate(self, requests: Sequence[GenerationRequest], /) -> list[list[Completion]]: ...
 
     def session(self) -> AbstractContextManager[Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TooLong:
+    """A prompt that is not generated from, and why."""
+
+    detail: str
 
 
 class LengthPenalty(Protocol):
@@ -104,12 +112,11 @@ def collect_groups(
 ) -> list[RolloutGroup]:
     """`group_size` rollouts of each task, scored, in the order of `tasks`."""
     requests = [_request(task, place, collection) for place, task in enumerate(tasks, collection.first_place)]
-    fits = [len(request.prompt_token_ids) <= collection.max_prompt_tokens for request in requests]
     if isinstance(environment, Dialogue):
-        rollouts_of = _converse(tasks, requests, fits, environment, workers, collection)
+        rollouts_of = _converse(tasks, requests, environment, workers, collection)
         return [RolloutGroup(task, rollouts) for task, rollouts in zip(tasks, rollouts_of, strict=True)]
-    generated = iter(workers.generate([request for request, fit in zip(requests, fits, strict=True) if fit]))
-    siblings = [next(generated) if fit else [] for fit in fits]
+    generated = iter(workers.generate([request for request in requests if isinstance(request, GenerationRequest)]))
+    siblings = [next(generated) if isinstance(request, GenerationRequest) else [] for request in requests]
     for task, drawn in zip(tasks, siblings, strict=True):
         if drawn:
             collection.lengths[task.id] = sum(len(completion.token_ids) for completion in drawn) // len(drawn)
@@ -120,17 +127,17 @@ def collect_groups(
     )
     groups = []
     for task, request, drawn in zip(tasks, requests, siblings, strict=True):
-        rollouts = [_rollout(task, request, completion, next(scores), collection) for completion in drawn]
-        if not rollouts:
-            rollouts = [_too_long(task, request, collection)] * collection.group_size
+        if isinstance(request, TooLong):
+            rollouts = [_too_long(task, request)] * collection.group_size
+        else:
+            rollouts = [_rollout(task, request, completion, next(scores), collection) for completion in drawn]
         groups.append(RolloutGroup(task, tuple(rollouts)))
     return groups
 
 
 def _converse(
     tasks: Sequence[Task],
-    requests: Sequence[GenerationRequest],
-    fits: Sequence[bool],
+    requests: Sequence[GenerationRequest | TooLong],
     dialogue: Dialogue,
     workers: Generates,
     collection: Collection,
@@ -138,7 +145,11 @@ def _converse(
     """The siblings of each task, in order."""
     speaking = Speaking(collection.chat, collection.sampling, collection.context_length)
     places = range(collection.first_place, collection.first_place + len(tasks))
-    asked = [each for each, fit in zip(zip(places, tasks, requests, strict=True), fits, strict=True) if fit]
+    asked = [
+        (place, task, request)
+        for place, task, request in zip(places, tasks, requests, strict=True)
+        if isinstance(request, GenerationRequest)
+    ]
     with workers.session() as session:
         drive = Drive(dialogue, session, speaking, collection.occupancy)
         drive.run(asked, run_seed=collection.seed, step=collection.step)
@@ -151,10 +162,10 @@ def _converse(
             finished[key] = with_score(finished[key], score)
     siblings = range(collection.group_size)
     return [
-        tuple(_penalized(finished[place, sibling], collection) for sibling in siblings)
-        if fit
-        else (_too_long(task, request, collection),) * collection.group_size
-        for place, task, request, fit in zip(places, tasks, requests, fits, strict=True)
+        (_too_long(task, request),) * collection.group_size
+        if isinstance(request, TooLong)
+        else tuple(_penalized(finished[place, sibling], collection) for sibling in siblings)
+        for place, task, request in zip(places, tasks, requests, strict=True)
     ]
 
 
@@ -184,10 +195,17 @@ def count_statuses(groups: Sequence[RolloutGroup]) -> dict[RolloutStatus, int]:
     return counts
 
 
-def _request(task: Task, place: int, collection: Collection) -> GenerationRequest:
+def _request(task: Task, place: int, collection: Collection) -> GenerationRequest | TooLong:
+    limit = collection.max_prompt_tokens
+    try:
+        prompt_token_ids = collection.chat.prompt_tokens(task.prompt, limit)
+    except TextTooLong as error:
+        return TooLong(f"the prompt has {error} (rollout.max_prompt_tokens)")
+    if len(prompt_token_ids) > limit:
+        return TooLong(f"the prompt has {len(prompt_token_ids)} tokens, rollout.max_prompt_tokens is {limit}")
     return GenerationRequest(
         id=f"{place}:{task.id}",
-        prompt_token_ids=collection.chat.prompt_tokens(task.prompt),
+        prompt_token_ids=prompt_token_ids,
         sampling=collection.sampling,
         num_siblings=collection.group_size,
         seed=seed_of(collection.seed, collection.step, place),
@@ -212,7 +230,5 @@ def _rollout(
     )
 
 
-def _too_long(task: Task, request: GenerationRequest, collection: Collection) -> Rollout:
-    length = len(request.prompt_token_ids)
-    detail = f"the prompt has {length} tokens, rollout.max_prompt_tokens is {collection.max_prompt_tokens}"
-    return Rollout(task=task, turns=(), status=RolloutStatus.PROMPT_TOO_LONG, reward=None, detail=detail)
+def _too_long(task: Task, prompt: TooLong) -> Rollout:
+    return Rollout(task=task, turns=(), status=RolloutStatus.PROMPT_TOO_LONG, reward=None, detail=prompt.detail)

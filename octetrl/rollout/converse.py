@@ -20,6 +20,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from octetrl.config.text import TextTooLong
 from octetrl.environments.scoring import Score
 from octetrl.environments.turns.conversation import Conversation
 from octetrl.environments.turns.dialogue import Dialogue, Do, Failed
@@ -139,6 +140,8 @@ def _speak(
             new = chat.reply_tokens(replies, completion.token_ids)
         except ReplyError as error:
             raise Failed(RolloutStatus.ENVIRONMENT_ERROR, f"ReplyError: {error}") from error
+        except TextTooLong:  # for the context, by its length alone
+            return RolloutStatus.TRUNCATED
         prompt = token_ids + new
         if len(turns) == dialogue.limits.max_turns or len(prompt) >= speaking.context_length:
             return RolloutStatus.TRUNCATED

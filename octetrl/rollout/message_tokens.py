@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from octetrl.config.errors import UserError
+from octetrl.config.text import escaped
+from octetrl.rollout.encode import TEMPLATE_ERRORS, Encoder
 
 Message = Mapping[str, Any]  # role, content and whatever else the template reads
 _PLACEHOLDER = "PLACEHOLDER-OF-THE-ANSWER"
@@ -49,7 +51,12 @@ class TokenizedMessages:
 
 
 def tokenize_messages(
-    tokenizer: Tokenizer, messages: Sequence[Message], *, learn_from: int = 0, tools: Sequence[Any] | None = None
+    tokenizer: Tokenizer,
+    encoder: Encoder,
+    messages: Sequence[Message],
+    *,
+    learn_from: int = 0,
+    tools: Sequence[Any] | None = None,
 ) -> TokenizedMessages:
     """Tokens of the conversation; those of assistant messages from number `learn_from` on are trained on.
 
@@ -63,10 +70,17 @@ def tokenize_messages(
 
     def render(conversation: Sequence[Message], opens_answer: bool = False) -> str:
         given: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
-        text: str = tokenizer.apply_chat_template(
-            [dict(message) for message in conversation], tokenize=False, add_generation_prompt=opens_answer, **given
-        )
-        return text
+        try:
+            text: str = tokenizer.apply_chat_template(
+                [dict(message) for message in conversation], tokenize=False, add_generation_prompt=opens_answer, **given
+            )
+        except TEMPLATE_ERRORS as error:
+            reason = " ".join(str(error).split())[:120]
+            raise UserError(
+                f"tokenizer: its chat template does not take this conversation ({type(error).__name__}: {reason});"
+                f" correct the row, or chat_template in its tokenizer_config.json"
+            ) from error
+        return escaped(text)
 
     text = render(messages)
     spans = [
@@ -74,13 +88,13 @@ def tokenize_messages(
         for index in range(learn_from, len(messages))
         if messages[index]["role"] == "assistant"
     ]
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, offsets = encoder.with_offsets(text)
     loss_mask, across = [], 0
-    for start, end in encoded["offset_mapping"]:
+    for start, end in offsets:
         inside = any(first <= start and end <= last for first, last in spans)
         across += not inside and any(start < last and first < end for first, last in spans)
         loss_mask.append(inside)
-    return TokenizedMessages(tuple(encoded["input_ids"]), tuple(loss_mask), across)
+    return TokenizedMessages(tuple(ids), tuple(loss_mask), across)
 
 
 def _span(tokenizer: Tokenizer, text: str, messages: Sequence[Message], index: int, render: Any) -> tuple[int, int]:

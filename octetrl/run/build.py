@@ -178,7 +178,13 @@ def build_chat(recipe: Recipe, spec: ModelSpec, tokenizer: Tokenizer, environmen
     system_prompt = recipe.rollout.system_prompt
     if system_prompt is None:
         system_prompt = getattr(environment, "system_prompt", None)
-    return ChatTokens(tokenizer, system_prompt, tools=toolbox_of(environment).schemas(), ends=spec.eos_token_ids)
+    return ChatTokens(
+        tokenizer,
+        system_prompt,
+        tools=toolbox_of(environment).schemas(),
+        ends=spec.eos_token_ids,
+        context_length=recipe.model.context_length,
+    )
 
 
 def build_rewards(recipe: Recipe, environment: Environment, device: torch.device, tokenizer: Tokenizer) -> Rewards:

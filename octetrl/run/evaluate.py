@@ -59,8 +59,8 @@ def evaluate_checkpoint(target: str, recipe: Recipe, *, all_tasks: bool = False)
     try:
         tasks = run.taskset.all_tasks() if all_tasks else run.taskset.held_out()
         if run.workers.needs_calibration:
-            chat = run.base_collection.chat
-            run.workers.calibrate([chat.prompt_tokens(task.prompt) for task in tasks])
+            chat, longest = run.base_collection.chat, recipe.model.context_length
+            run.workers.calibrate([chat.first_prompt_tokens(task.prompt, longest) for task in tasks])
         return evaluate(run, tasks)
     finally:
         run.close()

@@ -10,8 +10,10 @@ from octetrl.algorithms.table import build_algorithm
 from octetrl.config.errors import UserError
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.schema import Recipe
+from octetrl.config.text import TextTooLong
 from octetrl.config.validate import validate_with_spec
 from octetrl.fp8.policy import precision_policy
+from octetrl.models.families import load_spec
 from octetrl.records import Completion, GenerationRequest, SamplingParams
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.run.build import fill_weights, model_spec
@@ -36,8 +38,12 @@ def generate_text(
     """`n` completions of each prompt. `model` is a Hugging Face folder, a run folder or a checkpoint."""
     trained = trained_model(weights_folder(Path(model)))
     tokenizer = tokenizer_of(trained)
-    chat = ChatTokens(tokenizer, system_prompt)
-    token_lists = [chat.prompt_tokens(prompt) for prompt in prompts]
+    positions = load_spec(Path(trained["path"])).max_positions
+    chat = ChatTokens(tokenizer, system_prompt, context_length=positions)
+    try:
+        token_lists = [chat.prompt_tokens(prompt) for prompt in prompts]
+    except TextTooLong as error:
+        raise UserError(f"--prompt: one has {error}, the model's positions; shorten it") from None
     longest = max(len(tokens) for tokens in token_lists)
     recipe = generation_recipe(trained, precision, device, longest + sampling.max_new_tokens)
     spec = model_spec(recipe)

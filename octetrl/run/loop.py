@@ -106,7 +106,7 @@ def _calibrate_first(run: Run) -> None:
     tasks = run.taskset.next_batch(run.config.rollout.prompts_per_step)
     run.taskset.restore(place)
     limit = run.config.rollout.max_prompt_tokens
-    prompts = [run.base_collection.chat.prompt_tokens(task.prompt)[:limit] for task in tasks]
+    prompts = [run.base_collection.chat.first_prompt_tokens(task.prompt, limit) for task in tasks]
     run.workers.calibrate(prompts)
 
 

@@ -22,6 +22,8 @@ import torch
 
 from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
+from octetrl.config.text import TextTooLong
+from octetrl.environments.base import finite_number
 from octetrl.environments.scoring import Score
 from octetrl.fp8.policy import scoring_policy
 from octetrl.models.families import load_reward_spec
@@ -42,7 +44,8 @@ class RewardModelScorer:
         folder = Path(recipe.environment.reward_model)
         spec = load_reward_spec(folder)
         try:
-            self._chat = ChatTokens(load_tokenizer(folder), recipe.rollout.system_prompt)
+            system_prompt = recipe.rollout.system_prompt
+            self._chat = ChatTokens(load_tokenizer(folder), system_prompt, context_length=spec.max_positions)
             policy = scoring_policy(spec, recipe.fp8, recipe.numerics)
             model = scalar_decoder(recipe, spec, policy, device)
             load_weights(model, folder)
@@ -55,12 +58,22 @@ class RewardModelScorer:
 
     def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
         """The score of each (task, completion text), in their order."""
-        tokens = [self._chat.prompt_tokens(task.prompt) + self._chat.answer_tokens(text) for task, text in completions]
-        fits = [index for index, ids in enumerate(tokens) if len(ids) <= self._max_positions]
-        scores = [self._too_long(len(ids)) for ids in tokens]
-        for index, reward in zip(fits, self._rewards([tokens[index] for index in fits]), strict=True):
-            scores[index] = _scored(reward)
-        return scores
+        tokens = [self._tokens(task, text) for task, text in completions]
+        fitting = {
+            index: ids
+            for index, ids in enumerate(tokens)
+            if not isinstance(ids, TextTooLong) and len(ids) <= self._max_positions
+        }
+        rewards = dict(zip(fitting, self._rewards(list(fitting.values())), strict=True))
+        return [
+            _scored(rewards[index]) if index in rewards else self._too_long(ids) for index, ids in enumerate(tokens)
+        ]
+
+    def _tokens(self, task: Task, text: str) -> tuple[int, ...] | TextTooLong:
+        try:
+            return self._chat.prompt_tokens(task.prompt) + self._chat.answer_tokens(text)
+        except TextTooLong as error:
+            return error
 
     def close(self) -> None:
         """Nothing to end."""
@@ -75,12 +88,15 @@ class RewardModelScorer:
                 rewards[place] = reward
         return rewards
 
-    def _too_long(self, length: int) -> Score:
-        detail = f"prompt and completion are {length} tokens, the reward model has {self._max_positions} positions"
+    def _too_long(self, ids: tuple[int, ...] | TextTooLong) -> Score:
+        length = str(ids) if isinstance(ids, TextTooLong) else f"{len(ids)} tokens"
+        detail = f"prompt and completion are {length}, the reward model has {self._max_positions} positions"
         return Score(RolloutStatus.REWARD_ERROR, None, detail)
 
 
 def _scored(reward: float) -> Score:
-    if not math.isfinite(reward):
-        return Score(RolloutStatus.REWARD_ERROR, None, f"the reward model gave {reward}, not a finite number")
+    try:
+        finite_number(reward, "reward model's reward")
+    except ValueError as error:
+        return Score(RolloutStatus.REWARD_ERROR, None, str(error))
     return Score(RolloutStatus.SCORED, reward)

@@ -130,7 +130,7 @@ def _recipe(options: ServeOptions, trained: dict[str, Any]) -> Recipe:
 
 def _calibration_tokens(tokenizer: Tokenizer, texts: Sequence[str], context_length: int) -> list[tuple[int, ...]]:
     chat = ChatTokens(tokenizer)
-    return [chat.prompt_tokens(text)[:context_length] for text in texts]
+    return [chat.first_prompt_tokens(text, context_length) for text in texts]
 
 
 def _speller_of(tokenizer: Tokenizer) -> Decode:

@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from typing import Any, TypeVar
 
-from jinja2 import TemplateError
-
+from octetrl.config.text import TextTooLong
 from octetrl.environments.tools import Family, family_of
 from octetrl.rollout.chat_tokens import Tokenizer
+from octetrl.rollout.encode import TEMPLATE_ERRORS, Encoder
 from octetrl.server.errors import ApiError, wrong
 from octetrl.server.requests import ChatBody, CompletionBody, GenerationBody, Message
 
@@ -29,6 +29,7 @@ class Prompts:
 
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, context_length: int) -> None:
         self._tokenizer = deepcopy(tokenizer)
+        self._encoder = Encoder(self._tokenizer, context_length)
         self._vocab_size, self._context_length = vocab_size, context_length
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
         template = tokenizer.chat_template
@@ -56,8 +57,15 @@ class Prompts:
 
     def _text_tokens(self, prompt: str | list[int]) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            return tuple(self._tokenizer.encode(prompt, add_special_tokens=True))
+            return self._encoded(prompt, "prompt", special=True)
         return tuple(prompt)
+
+    def _encoded(self, text: str, param: str, *, special: bool) -> tuple[int, ...]:
+        try:
+            return tuple(self._encoder.ids(text, special=special))
+        except TextTooLong as error:
+            told = f"this model's context is {self._context_length} tokens; the prompt has {error}; shorten it"
+            raise wrong(param, told, "context_length_exceeded") from error
 
     def _chat_tokens(self, body: ChatBody) -> tuple[int, ...]:
         if self._tokenizer.chat_template is None:
@@ -71,10 +79,10 @@ class Prompts:
             text = self._tokenizer.apply_chat_template(
                 conversation, tokenize=False, add_generation_prompt=True, **body.chat_template_kwargs, **options
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+        except TEMPLATE_ERRORS as error:
             reason = " ".join(str(error).split())[:200]
             raise wrong("messages", f"messages: the model's chat template does not take them: {reason}") from error
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        return self._encoded(text, "messages", special=False)
 
     def _check(self, tokens: tuple[int, ...], body: GenerationBody, param: str) -> None:
         if not tokens:

@@ -19,6 +19,8 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from octetrl.config.text import escaped
+
 Mode = Literal["auto", "plain", "quiet"]
 
 
@@ -128,11 +130,11 @@ class Console:
     def note(self, text: str) -> None:
         """One line of news: where the run is kept, what was resumed."""
         if not self._quiet:
-            self._out.print(text, markup=False)
+            self._out.print(escaped(text), markup=False)
 
     def warn(self, text: str) -> None:
         """One line that a person should act on."""
-        self._err.print(f"warning: {text}", style="yellow", markup=False)
+        self._err.print(escaped(f"warning: {text}"), style="yellow", markup=False)
 
     def table(self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """A finished table, such as a run's or the demo's last word; shown in every mode."""
@@ -140,7 +142,7 @@ class Console:
         for index, name in enumerate(header):
             table.add_column(name, justify="left" if index == 0 else "right")
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*map(escaped, row))
         self._out.print(table)
 
 

@@ -9,8 +9,10 @@
     turns                            only where an environment replied: prompt_token_ids, text, num_tokens and replies
                                      (role, text) of each
 
-The file is written aside, synced and renamed: it is there whole or not at all. A resumed run writes the files of its
-steps again and first removes those past the step it resumes from, so the folder equals a never-killed run's.
+Any text can be written, and is read back as it was: half of a surrogate pair, which UTF-8 lacks, is written as its JSON
+escape (config/text.py). The file is written aside, synced and renamed: it is there whole or not at all. A resumed run
+writes the files of its steps again and first removes those past the step it resumes from, so the folder equals a
+never-killed run's.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from octetrl.config.errors import UserError
+from octetrl.config.text import ESCAPE
 from octetrl.records import FinishReason, Rollout, RolloutGroup, RolloutStatus
 from octetrl.telemetry.failures import Failures
 
@@ -78,7 +81,7 @@ class RolloutFiles:
         path = self.folder / f"step_{step:06d}.jsonl"
         aside = path.with_suffix(".jsonl.partial")
         try:
-            with aside.open("w", encoding="utf-8") as file:
+            with aside.open("w", encoding="utf-8", errors=ESCAPE) as file:
                 for group in groups:
                     for sibling, rollout in enumerate(group.rollouts):
                         line = json.dumps(_as_json(rollout, sibling), ensure_ascii=False, allow_nan=False)

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from octetrl.config.errors import UserError
 from octetrl.config.schema import LoggingConfig
+from octetrl.config.text import escaped
 from octetrl.telemetry.rollouts import no_space
 
 
@@ -89,7 +90,7 @@ class TensorBoard:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, global_step=step)
+            self._writer.add_scalar(escaped(name), value, global_step=step)
 
     def close(self) -> None:
         self._writer.close()

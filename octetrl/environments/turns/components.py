@@ -74,12 +74,3 @@ def components_of(environment: object) -> tuple[Component, ...]:
             raise UserError(f"environment: '{name}' is no name for a reward or metric; use lower case letters and _")
         found.append(Component(name, mark[0], getattr(environment, name)))
     return tuple(found)
-
-
-def finite(value: object, what: str) -> float:
-    """A reward as a number. Raises TypeError or ValueError for what is none."""
-    if not isinstance(value, Real):
-        raise TypeError(f"the {what} is {str(value)[:40]!r} of type {type(value).__name__}, not a number")
-    if not math.isfinite(value):
-        raise ValueError(f"the {what} is {value}, not a finite number")
-    return float(value)

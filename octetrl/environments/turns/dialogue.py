@@ -27,10 +27,11 @@ from typing import Any, Literal, Protocol
 
 from octetrl.config.errors import UserError
 from octetrl.config.schema import EnvironmentConfig
+from octetrl.environments.base import finite_number
 from octetrl.environments.scoring import Score
 from octetrl.environments.tools import Family, ParsedMessage, Toolbox, parse_message, to_message, tool_message
 from octetrl.environments.turns.calls import Called, Calls
-from octetrl.environments.turns.components import Component, components_of, finite
+from octetrl.environments.turns.components import Component, components_of
 from octetrl.environments.turns.conversation import Conversation, replies_of
 from octetrl.records import Completion, Reply, RolloutStatus, Task
 
@@ -177,13 +178,17 @@ class Dialogue:
                     status = RolloutStatus.REWARD_TIMEOUT if called.timed_out else RolloutStatus.REWARD_ERROR
                     raise Failed(status, called.error, called.trace)
                 try:
-                    values[one.name] = finite(called.value, "metric" if one.weight is None else "reward")
+                    values[one.name] = finite_number(called.value, "metric" if one.weight is None else "reward")
                 except (TypeError, ValueError) as error:
                     detail = f"{type(error).__name__}: {one.name}: {error}"
                     raise Failed(RolloutStatus.REWARD_ERROR, detail) from None
         weights = {one.name: one.weight for one in self._components if one.weight is not None}
+        try:
+            total = finite_number(sum(weight * values[name] for name, weight in weights.items()), "weighted reward")
+        except ValueError as error:
+            raise Failed(RolloutStatus.REWARD_ERROR, f"ValueError: {error}") from None
         return Judged(
-            reward=sum(weight * values[name] for name, weight in weights.items()),
+            reward=total,
             components={name: values[name] for name in weights},
             metrics={name: value for name, value in values.items() if name not in weights},
         )

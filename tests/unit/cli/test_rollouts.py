@@ -70,7 +70,7 @@ def test_no_escape_sequence_reaches_the_terminal(run: Path, capsys: Capture, mon
     assert "\x1b" not in text and "\u202e" not in text
     assert "␛[31m" in text and "\\u202e" in text and "[bold]" in text
     assert clean("a\tb\nc\r\x07\x9b31m") == "a\tb\nc␍␇\\x9b31m"
-    assert clean("\ud83d") == "?"
+    assert clean("\ud83d") == "\\ud83d"
 
 
 def test_long_texts_show_head_and_tail(run: Path, capsys: Capture) -> None:

@@ -17,7 +17,7 @@ class Masked:
 class LetterTokens:
     """0 opens an answer, 1 is EOS."""
 
-    def prompt_tokens(self, prompt: str) -> tuple[int, ...]:
+    def prompt_tokens(self, prompt: str, limit: int | None = None) -> tuple[int, ...]:
         return (*(ord(letter) for letter in prompt), 0)
 
     def answer_tokens(self, answer: str) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from octetrl.rollout.refill import Collected, collect_batch
 
 
 class Chat:
-    def prompt_tokens(self, prompt: str) -> tuple[int, ...]:
+    def prompt_tokens(self, prompt: str, limit: int | None = None) -> tuple[int, ...]:
         return (1,)
 
 
