@@ -41,6 +41,7 @@ from octetrl.algorithms.table import build_algorithm
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.schema import Recipe
 from octetrl.data.conversations import Conversation
+from octetrl.data.tokenizer import Tokenizer, load_tokenizer
 from octetrl.environments.base import Taskset
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.context import PackedContext
@@ -52,11 +53,10 @@ from octetrl.run.demo import BARE_SHARE, bare_answer, make_model_and_examples, w
 from octetrl.run.device import resolve_device
 from octetrl.run.export import export_run
 from octetrl.run.loop import train
-from octetrl.run.tokenizer import Tokenizer, load_tokenizer
-from octetrl.run.worker import Worker
 from octetrl.telemetry.mismatch import mismatch_metrics
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.packing import pack
+from octetrl.workers.worker import Worker
 
 Row = dict[str, object]
 PERPLEXITY_LIMIT = 0.01

@@ -43,6 +43,7 @@ from octetrl.config.load import PRECISIONS, recipe_from_mapping
 from octetrl.config.schema import Fp8Config, Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.data.mixture import Mixture, read_source
+from octetrl.data.tokenizer import load_tokenizer
 from octetrl.fp8.gemm import choose_backend
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
@@ -50,7 +51,6 @@ from octetrl.models.families import load_spec
 from octetrl.records import PackedBatch
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.run import demo
-from octetrl.run.tokenizer import load_tokenizer
 from octetrl.telemetry.bench_record import write_result
 from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.trainer.trainer import KVReplay, Trainer

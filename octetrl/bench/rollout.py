@@ -45,6 +45,7 @@ from octetrl.config.load import PRECISIONS
 from octetrl.config.presets import PRESETS, preset_config
 from octetrl.config.schema import AlgorithmConfig, EngineConfig, Fp8Config, Numerics, TrainerConfig
 from octetrl.config.spec import ModelSpec
+from octetrl.data.tokenizer import VOCABULARIES, load_tokenizer
 from octetrl.engine.engine import Engine
 from octetrl.engine.kv_cache import cache_format
 from octetrl.engine.metrics import EngineMetrics
@@ -58,7 +59,6 @@ from octetrl.models.families import load_spec, spec_from_config
 from octetrl.models.hf_weights import load_weights
 from octetrl.records import GenerationRequest
 from octetrl.run.resume import weights_folder
-from octetrl.run.tokenizer import VOCABULARIES, load_tokenizer
 from octetrl.trainer.trainer import Trainer
 
 MEMORY_BYTES_PER_SECOND = 4.3e12  # H200, reached by kernels

@@ -64,10 +64,10 @@ from octetrl.records import (
     Turn,
 )
 from octetrl.rollout.samples import to_samples
-from octetrl.run.worker import Worker
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.packing import pack
 from octetrl.trainer.trainer import KVReplay
+from octetrl.workers.worker import Worker
 
 MISMATCH, DIFFERENCE = "mismatch/token_mult_prob_error", "mismatch/max_abs_diff"
 CALIBRATION_ROUNDS = 3

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 def check_turns(recipe: Recipe) -> None:
     """Raises UserError for an environment that is not whole, or whose tools the model can't call."""
+    from octetrl.data.tokenizer import load_tokenizer, tool_family
     from octetrl.environments.turns.dialogue import check_environment, toolbox_of
-    from octetrl.run.tokenizer import load_tokenizer, tool_family
 
     environment = _dialogue(recipe)
     if environment is None:

@@ -99,7 +99,7 @@ def _write_page(run: str, wanted: Filter, limit: int, path: Path, tokens: bool |
 
 def _pieces(run: str) -> Pieces:
     """By the tokenizer of the run's last checkpoint, or the one its recipe names. Raises UserError without one."""
-    from octetrl.run.tokenizer import VOCABULARIES, load_tokenizer
+    from octetrl.data.tokenizer import VOCABULARIES, load_tokenizer
     from octetrl.telemetry.token_pieces import token_pieces
 
     folder = Path(run)

@@ -31,6 +31,7 @@ from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate import validate_with_spec
+from octetrl.data.tokenizer import Tokenizer, load_tokenizer
 from octetrl.doctor.fused import FusedTap, engine_tap, trainer_tap
 from octetrl.doctor.passes import Drawn, EngineLimits, LogprobRule, Pass, engine_plans, packed_pass, paged_pass
 from octetrl.doctor.taps import Tap
@@ -42,12 +43,11 @@ from octetrl.models.decoder import Decoder
 from octetrl.records import Completion, GenerationRequest, Sample, SamplingParams
 from octetrl.run.build import build_chat, build_environment, fill_weights, model_spec, tokenizer_folder
 from octetrl.run.device import resolve_device, seed_everything
-from octetrl.run.tokenizer import Tokenizer, load_tokenizer
-from octetrl.run.worker import Worker
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.activation_checkpoint import KEPT
 from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.trainer.trainer import KVReplay
+from octetrl.workers.worker import Worker
 
 SMALL_CHUNK = 16  # of the engine that has other company
 BRANCH_STD = 0.02  # of what stands in for an adapter's B

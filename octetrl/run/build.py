@@ -20,6 +20,7 @@ from octetrl.config.spec import ModelSpec
 from octetrl.config.validate import validate_with_spec
 from octetrl.config.validate_environment import refuse_for_turns
 from octetrl.data.mixture import Mixture, read_source
+from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tool_family
 from octetrl.environments.base import Environment, NoTasks, Scorer, Taskset
 from octetrl.environments.judge import Judge
 from octetrl.environments.python_reward import PythonReward
@@ -36,14 +37,13 @@ from octetrl.rollout.collect import Collection
 from octetrl.run.device import resolve_device, seed_everything
 from octetrl.run.environment import build_environment
 from octetrl.run.journal import Journal
-from octetrl.run.local import AnyWorker, LocalWorkers
-from octetrl.run.reward_model_worker import RewardModelWorker
 from octetrl.run.reward_scorer import RewardModelScorer
-from octetrl.run.scalar_models import build_reward_model
-from octetrl.run.tokenizer import Tokenizer, load_tokenizer, tool_family
-from octetrl.run.worker import Worker
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.spans import Spans
+from octetrl.workers.local import AnyWorker, LocalWorkers
+from octetrl.workers.reward_model_worker import RewardModelWorker
+from octetrl.workers.scalar_models import build_reward_model
+from octetrl.workers.worker import Worker
 
 Rewards = RewardWorkers | RewardModelScorer | Judge | Dialogue
 

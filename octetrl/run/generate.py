@@ -12,6 +12,7 @@ from octetrl.config.load import recipe_from_mapping
 from octetrl.config.schema import Recipe
 from octetrl.config.text import TextTooLong
 from octetrl.config.validate import validate_with_spec
+from octetrl.data.tokenizer import Tokenizer, load_tokenizer
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.families import load_spec
 from octetrl.records import Completion, GenerationRequest, SamplingParams
@@ -19,9 +20,8 @@ from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.run.build import fill_weights, model_spec
 from octetrl.run.device import resolve_device
 from octetrl.run.resume import trained_model, weights_folder
-from octetrl.run.tokenizer import Tokenizer, load_tokenizer
-from octetrl.run.worker import Worker
 from octetrl.telemetry.spans import Spans
+from octetrl.workers.worker import Worker
 
 
 def generate_text(

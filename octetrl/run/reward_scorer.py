@@ -23,6 +23,7 @@ import torch
 from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
 from octetrl.config.text import TextTooLong
+from octetrl.data.tokenizer import load_tokenizer
 from octetrl.environments.base import finite_number
 from octetrl.environments.scoring import Score
 from octetrl.fp8.policy import scoring_policy
@@ -30,10 +31,9 @@ from octetrl.models.families import load_reward_spec
 from octetrl.models.hf_weights import load_weights
 from octetrl.records import RolloutStatus, Task
 from octetrl.rollout.chat_tokens import ChatTokens
-from octetrl.run.scalar_models import scalar_decoder
-from octetrl.run.tokenizer import load_tokenizer
 from octetrl.trainer.packing import PackingLayout, pack_to_score
 from octetrl.trainer.scalar_trainer import ScalarTrainer, on_device
+from octetrl.workers.scalar_models import scalar_decoder
 
 
 class RewardModelScorer:

@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING, Any
 
 from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
+from octetrl.data.tokenizer import Tokenizer
 from octetrl.engine.stopping import Decode, decoder_of
 from octetrl.models.families import load_spec
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.run.generate import generating_worker, generation_recipe, tokenizer_of
 from octetrl.run.resume import trained_model, weights_folder
-from octetrl.run.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette

@@ -25,8 +25,8 @@ from safetensors.torch import load_file
 from octetrl.cli.main import run_command
 from octetrl.config.errors import UserError
 from octetrl.run.loop import train
-from octetrl.run.worker import Worker
 from octetrl.trainer import checkpoint
+from octetrl.workers.worker import Worker
 from tests.e2e import killed_run
 from tests.e2e.tiny_run import read_lines, recipe_tree, run, timeless, tiny_recipe
 

@@ -19,6 +19,7 @@ from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
 from octetrl.config.lora import adapter_elements
 from octetrl.config.schema import LoraConfig
+from octetrl.data.tokenizer import load_tokenizer
 from octetrl.layers.context import PackedContext
 from octetrl.models.families import load_spec
 from octetrl.records import Task
@@ -27,12 +28,11 @@ from octetrl.run.build import build_run
 from octetrl.run.evaluate import evaluate_checkpoint
 from octetrl.run.export import export_run
 from octetrl.run.loop import train
-from octetrl.run.reward_model_worker import RewardModelWorker
 from octetrl.run.reward_scorer import RewardModelScorer
-from octetrl.run.scalar_models import build_critic_model, build_reward_model
 from octetrl.run.step import supervised_step
-from octetrl.run.tokenizer import load_tokenizer
 from octetrl.trainer import checkpoint
+from octetrl.workers.reward_model_worker import RewardModelWorker
+from octetrl.workers.scalar_models import build_critic_model, build_reward_model
 from tests.e2e.tiny_run import read_lines, run, timeless, tiny_recipe
 from tests.house.tree import REPO
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from octetrl.data.tokenizer import load_tokenizer
 from octetrl.records import GenerationRequest, SamplingParams
-from octetrl.run.tokenizer import load_tokenizer
 from tests.e2e import tiny_run
 from tests.e2e.live_server import CONTEXT_LENGTH, Live, live_server, saying
 from tests.e2e.official_client import openai

@@ -28,6 +28,7 @@ ARROWS: dict[str, set[str]] = {
     "trainer": {"models", "layers", "kernels", "fp8", "algorithms", *BASE},
 }
 ARROWS["server"] = {"engine", "rollout", "environments", *BASE}  # HTTP around the engine: nothing imports it but run
+ARROWS["workers"] = {"trainer", "engine", "algorithms", "data", "telemetry", *ARROWS["trainer"], *ARROWS["engine"]}
 ARROWS["run"] = set(ARROWS)
 ARROWS["doctor"] = set(ARROWS)
 ARROWS["bench"] = set(ARROWS) - {"doctor"}
@@ -39,7 +40,7 @@ ONLY_IN = {
     "starlette": {f"octetrl/server/{name}.py" for name in ("app", "endpoints")} | {"octetrl/run/serve.py"},
     "uvicorn": {"octetrl/run/serve.py"},
     "prometheus_client": {"octetrl/server/meters.py", "octetrl/run/serve.py"},
-    "transformers": {"octetrl/run/tokenizer.py", "octetrl/run/tiny_model.py"},
+    "transformers": {"octetrl/data/tokenizer.py", "octetrl/run/tiny_model.py"},
 }
 TORCH_FREE = ("records", "config", "environments", "rollout", "data")
 TORCH_FREE_FILES = ("octetrl.telemetry.metrics", "octetrl.fp8.policy", "octetrl.models.families", "octetrl.cli.main")

@@ -25,10 +25,10 @@ from octetrl.config.schema import (
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.policy import precision_policy
 from octetrl.records import GenerationRequest, Sample, SamplingParams
-from octetrl.run.worker import Worker
 from octetrl.telemetry.mismatch import MismatchGate
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.packing import pack
+from octetrl.workers.worker import Worker
 from tests.parity.sides import PRECISIONS, NoText, draw_weights, random_tokens, samples_of
 
 

@@ -33,10 +33,10 @@ from octetrl.layers.context import PackedContext, PagedContext
 from octetrl.models.decoder import Decoder
 from octetrl.models.rollout_forward import can_fuse, rollout_forward
 from octetrl.records import Completion, GenerationRequest, Sample, SamplingParams
-from octetrl.run.publish import quantize_for_engine, share_weights
 from octetrl.trainer.activation_checkpoint import layer_runner
 from octetrl.trainer.packing import pack
 from octetrl.trainer.trainer import KVReplay, Trainer
+from octetrl.workers.publish import quantize_for_engine, share_weights
 
 PRECISIONS = {
     "bf16": Fp8Config(),

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from octetrl.config.schema import LoraConfig
-from octetrl.run.publish import verify_weights
+from octetrl.workers.publish import verify_weights
 from tests.parity.shapes import TINY
 from tests.parity.short_run import assert_equal_in_every_step, assert_same, short_run
 from tests.parity.sides import Sides, random_requests

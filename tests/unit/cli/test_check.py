@@ -14,7 +14,7 @@ from octetrl.config.presets import preset_config
 from octetrl.fp8.policy import precision_policy, tokens_that_pay
 from octetrl.models.families import spec_from_config
 from octetrl.run.tiny_model import CHAT_TEMPLATE, TOOL_TEMPLATE, save_tokenizer
-from octetrl.run.worker import Worker
+from octetrl.workers.worker import Worker
 
 RECIPE = """
 precision: fp8_full

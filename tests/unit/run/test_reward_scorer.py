@@ -11,6 +11,7 @@ import torch
 
 from octetrl.config.errors import UserError
 from octetrl.config.schema import Fp8Config
+from octetrl.data.tokenizer import load_tokenizer
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.context import PackedContext
 from octetrl.models.families import load_spec
@@ -19,7 +20,6 @@ from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.records import RolloutStatus, Task
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.run.reward_scorer import RewardModelScorer
-from octetrl.run.tokenizer import load_tokenizer
 from tests.e2e.tiny_run import make_model, tiny_recipe
 
 CPU = torch.device("cpu")

@@ -15,11 +15,11 @@ from torch import Tensor
 from octetrl.engine.metrics import GenerationProgress
 from octetrl.engine.session import Session
 from octetrl.records import Completion, GenerationRequest, PackedBatch, PolicyUpdate, Published
-from octetrl.run.reward_model_worker import RewardModelWorker
-from octetrl.run.worker import Worker
 from octetrl.telemetry.console import Console
 from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.packing import PackingLayout
+from octetrl.workers.reward_model_worker import RewardModelWorker
+from octetrl.workers.worker import Worker
 
 AnyWorker = Worker | RewardModelWorker
 

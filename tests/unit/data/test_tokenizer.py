@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from octetrl.config.errors import UserError
+from octetrl.data.tokenizer import load_tokenizer
 from octetrl.run.tiny_model import ASSISTANT, END, USER, save_tokenizer
-from octetrl.run.tokenizer import load_tokenizer
 
 
 @pytest.fixture

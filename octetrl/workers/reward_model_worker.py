@@ -1,7 +1,7 @@
 """What one GPU (or one CPU process) holds while a reward model is trained: the model and its trainer, no engine.
 
-The verbs are Worker's (run/worker.py), so that the step, the loop and the checkpoints can't tell them apart. Those of a
-rollout are never asked for: a recipe for a reward model has no tasks.
+The verbs are those of `Worker` (workers/worker.py), so the step, the loop and the checkpoints treat both alike. Those
+of a rollout are never called: a recipe for a reward model has no tasks.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octetrl.run.worker import Worker
+from octetrl.workers.worker import Worker
 from tests.unit.engine.tiny_engine import Graphs, policy_of, request, tiny_engine
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from octetrl.algorithms.table import Algorithm
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
+from octetrl.data.tokenizer import Tokenizer
 from octetrl.engine.engine import Engine
 from octetrl.engine.session import OnProgress, Session
 from octetrl.fp8.gemm import BackendName, choose_backend
@@ -32,10 +33,6 @@ from octetrl.models.decoder import Decoder
 from octetrl.models.peft_adapters import load_trained, save_trained
 from octetrl.models.rollout_forward import can_fuse
 from octetrl.records import Completion, GenerationRequest, PackedBatch, PolicyUpdate, Published
-from octetrl.run.publish import quantize_for_engine, share_weights, verify_weights
-from octetrl.run.scalar_models import build_critic_model
-from octetrl.run.teacher import load_teacher
-from octetrl.run.tokenizer import Tokenizer
 from octetrl.telemetry.mismatch import mismatch_metrics
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.checkpoint import Checkpoint
@@ -43,6 +40,9 @@ from octetrl.trainer.critic import Critic
 from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.scalar_trainer import ScalarState
 from octetrl.trainer.trainer import KVReplay, Trainer
+from octetrl.workers.publish import quantize_for_engine, share_weights, verify_weights
+from octetrl.workers.scalar_models import build_critic_model
+from octetrl.workers.teacher import load_teacher
 
 CRITIC, CRITIC_OPTIMIZER = "critic.safetensors", "critic_optimizer.safetensors"  # in a checkpoint
 LoadWeights = Callable[[Decoder], None]

@@ -14,7 +14,7 @@ from octetrl.layers.context import PackedContext
 from octetrl.layers.linear import Float8Linear
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
-from octetrl.run.publish import quantize_for_engine, share_weights, verify_weights
+from octetrl.workers.publish import quantize_for_engine, share_weights, verify_weights
 
 PRECISIONS = {
     "bf16": Fp8Config(),

@@ -14,12 +14,12 @@ from octetrl.config.errors import UserError
 from octetrl.config.schema import Fp8Config, Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate import validate_with_spec
+from octetrl.data.tokenizer import VOCABULARIES, Tokenizer, load_tokenizer
 from octetrl.fp8.gemm import BackendName
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import load_spec
 from octetrl.models.hf_weights import load_weights
-from octetrl.run.tokenizer import VOCABULARIES, Tokenizer, load_tokenizer
 
 
 def teacher_fp8(recipe: Recipe) -> Fp8Config:
