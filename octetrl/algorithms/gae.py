@@ -8,9 +8,7 @@ Use it where a value head exists (PPO). Defaults as for language models: discoun
 advantage is (sum of later rewards) - V_t, unbiased whatever V is; with lambda 0 it is delta_t, of least variance; with
 V = 0, discount 1 and lambda 1 it is the outcome on every token, as REINFORCE has it.
 
-The recurrence is run by doubling: after k passes a token has summed 2^k of its sequence, so a batch of N tokens takes
-log2 N passes over whole tensors and not N steps. The order of the sums, in float64, depends on the distance to the
-sequence's end alone, so that packing changes no bit.
+The recurrence is a discounted sum to go (`sequences.py`), in float64: packing changes no bit.
 
 N trained tokens; those of a sequence stand together, in order.
 """
@@ -20,22 +18,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from octetrl.algorithms.sequences import sum_to_go
+
 
 @torch.no_grad()
 def gae_advantages(
     rewards_N: Tensor, values_N: Tensor, is_last_N: Tensor, discount: float = 1.0, gae_lambda: float = 0.95
 ) -> Tensor:
-    """float32 [N]. `is_last_N` is true at the last trained token of each sequence. Everything given is finite."""
-    goes_on_N = (~is_last_N).double()
-    next_values_N = values_N.double().roll(-1) * goes_on_N
-    sums_N = rewards_N.double() + discount * next_values_N - values_N.double()
-    carry_N = discount * gae_lambda * goes_on_N
-    shift = 1
-    while shift < sums_N.numel():
-        sums_N = torch.cat([sums_N[:-shift] + carry_N[:-shift] * sums_N[shift:], sums_N[-shift:]])
-        carry_N = torch.cat([carry_N[:-shift] * carry_N[shift:], carry_N[-shift:]])
-        shift *= 2
-    return sums_N.float()
+    """float32 [N]. `is_last_N` is true at the last trained token of each sequence, beyond which nothing reaches."""
+    next_values_N = torch.where(is_last_N, 0.0, values_N.double().roll(-1))
+    deltas_N = rewards_N.double() + discount * next_values_N - values_N.double()
+    return sum_to_go(deltas_N, is_last_N, discount * gae_lambda).float()
 
 
 def last_of_each(sequence_N: Tensor) -> Tensor:

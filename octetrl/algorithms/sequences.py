@@ -24,11 +24,18 @@ def sequence_mean(values_N: Tensor, sequence_N: Tensor, num_sequences: int) -> T
     return sequence_sum(values_N, sequence_N, num_sequences) / counts_B
 
 
-def sum_to_go(values_N: Tensor, is_last_N: Tensor) -> Tensor:
-    """Of each token and those after it in its sample, [N], without gradient; summed in float64."""
-    from_here_N = values_N.double().flip(0).cumsum(0).flip(0)
-    after_N = torch.cat([from_here_N[1:], from_here_N.new_zeros(1)])
-    position_N = torch.arange(values_N.numel(), device=values_N.device)
-    # The nearest last token at or after each token: a running minimum from the right.
-    last_N = torch.where(is_last_N, position_N, values_N.numel()).flip(0).cummin(0).values.flip(0)
-    return (from_here_N - after_N[last_N]).to(values_N.dtype)
+def sum_to_go(values_N: Tensor, is_last_N: Tensor, discount: float = 1.0) -> Tensor:
+    """Of each token and those after it in its sample, each `discount` times what the one before it counts: [N], without
+    gradient, summed in float64.
+
+    By doubling: after k passes a token has summed 2^k of its sample, so N tokens take log2 N passes. The order of a sum
+    follows from the distance to the sample's end alone, and a value that is not finite stays within its sample.
+    """
+    sums_N, carry_N = values_N.double(), discount * (~is_last_N).double()
+    shift = 1
+    while shift < sums_N.numel():
+        reached_N = torch.where(carry_N[:-shift] == 0, 0.0, carry_N[:-shift] * sums_N[shift:])  # 0 * inf is NaN
+        sums_N = torch.cat([sums_N[:-shift] + reached_N, sums_N[-shift:]])
+        carry_N = torch.cat([carry_N[:-shift] * carry_N[shift:], carry_N[-shift:]])
+        shift *= 2
+    return sums_N.to(values_N.dtype)

@@ -1,6 +1,6 @@
 """Scales of a calibrated FP8 KV cache: one float32 per layer, KV head, and K or V (numerics.md §4, §5).
 
-    scale = margin * amax / 448        an amax of zero: scale 1
+    scale = min(margin * amax, the largest BF16) / 448        an amax of zero: scale 1
 
 The amax is that of the weights which are about to be published, as near as the training forward saw it; the
 margin leaves room for what the next rollout brings. The scales carry the policy version of the weights they
@@ -57,7 +57,8 @@ def _scales(amax_LK: Tensor, which: str, margin: float) -> Tensor:
             f"KV calibration: amax of {which} in layer {layer}, head {head} was {said} ({given});"
             f" {int(bad_LK.sum())} head(s) have no usable scale"
         )
-    scale_LK = torch.div(amax_LK * margin, torch.full_like(amax_LK, E4M3_MAX))
+    largest_LK = (amax_LK * margin).clamp_max_(torch.finfo(torch.bfloat16).max)
+    scale_LK = torch.div(largest_LK, torch.full_like(amax_LK, E4M3_MAX))
     return scale_LK.masked_fill(amax_LK == 0, 1.0)
 
 

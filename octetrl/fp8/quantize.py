@@ -20,6 +20,7 @@ Edges, the same in the kernels:
 - A block of zeros has scale 1 and codes 0 (a negative zero keeps its sign: byte 0x80).
 - An amax below 448 / FLT_MAX has no finite inverse: the inverse is held at FLT_MAX (0 * inf would be a NaN
   from nothing); such a block, all of it below 1.4e-36, shrinks towards zero.
+- A calibrated KV scale below 1 / FLT_MAX has no finite inverse either; it is held in the same way.
 - `power_of_two` rounds the scale up to 2^ceil(log2(amax/448)), by its bits; the inverse is then exact.
 - A non-finite activation poisons its block: scale NaN, every code NaN (0x7F). Nothing non-finite can come
   back as a plausible number, no host read is needed, and `non_finite_count` says how many there were. In a
@@ -70,6 +71,11 @@ def scale_and_inverse(amax: Tensor, power_of_two: bool = False) -> tuple[Tensor,
     inverse = inverse.masked_fill(zero, 1.0).clamp_max(_FLOAT32_MAX)
     bad = ~amax.isfinite()
     return scale.masked_fill_(bad, torch.nan), inverse.masked_fill_(bad, torch.nan)
+
+
+def inverse_of(scale: Tensor) -> Tensor:
+    """1 / scale, held at FLT_MAX as a block's inverse is; NaN stays NaN."""
+    return torch.div(torch.ones_like(scale), scale).clamp_max_(_FLOAT32_MAX)
 
 
 def row_chunks(rows: int, columns: int, multiple: int) -> Iterator[slice]:
@@ -136,7 +142,7 @@ def _quantize_activation(x_MK: Tensor, power_of_two: bool, rounding: Rounding, d
 def quantize_weight_reference(w_NK: Tensor, power_of_two: bool = False, name: str = "weight") -> Quantized:
     """[N, K] -> codes [N, K] E4M3, scale [ceil(N/128), ceil(K/128)] float32.
 
-    Raises ValueError naming the tensor when it holds a non-finite value.
+    Raises ValueError naming the tensor when it holds a value that is not finite in BF16.
     """
     check_finite(w_NK, name)
     rows, columns = w_NK.shape
@@ -147,13 +153,16 @@ def quantize_weight_reference(w_NK: Tensor, power_of_two: bool = False, name: st
 
 
 def check_finite(x: Tensor, name: str) -> None:
-    """Raises ValueError naming the tensor, with the count and the first place of a non-finite value. Reads
-    the host.
+    """Raises ValueError naming the tensor, with the count and the first place of a value that is not finite in BF16,
+    from which codes are made: float32's largest values round to infinity there. Reads the host.
     """
+    x = x.to(torch.bfloat16)
     bad = int(non_finite_count(x))
     if bad:
         first = tuple(int(i) for i in (~x.isfinite()).nonzero()[0])
-        raise ValueError(f"{name}: {bad} non-finite value(s), the first at {first}; FP8 needs finite weights")
+        raise ValueError(
+            f"{name}: {bad} non-finite value(s), the first at {first}; FP8 needs weights that are finite in BF16"
+        )
 
 
 def non_finite_count(x: Tensor) -> Tensor:
@@ -207,9 +216,9 @@ def is_square(tokens: Quantized) -> bool:
 
 
 def quantize_kv_per_head(x_TKD: Tensor, scale_K: Tensor) -> Quantized:
-    """[T, K, D] with one given scale per head: code = e4m3(clamp(x * (1 / scale))). Values past 448 saturate."""
-    inverse_K = torch.div(torch.ones_like(scale_K), scale_K)
-    x = _bf16_rounded(x_TKD) * inverse_K[None, :, None]
+    """[T, K, D] with one given scale per head: code = e4m3(clamp(x * inverse_of(scale))). Values past 448
+    saturate."""
+    x = _bf16_rounded(x_TKD) * inverse_of(scale_K)[None, :, None]
     return Quantized(encode_e4m3(x.clamp(-E4M3_MAX, E4M3_MAX)), scale_K)
 
 

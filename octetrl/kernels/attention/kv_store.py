@@ -14,8 +14,8 @@ the only place that decides it: `v_pages_shape` gives V's shape, and `by_key` th
 
 How a value becomes a code:
 
-    calibrated   inverse = 1 / scale[head];   code = e4m3(clamp(x * inverse, -448, 448))
-    dynamic      amax over the head's D;      scale and inverse by the rule of every block (fp8/quantize.py)
+    calibrated   code = e4m3(clamp(x * inverse, -448, 448)), inverse = min(1 / scale[head], FLT_MAX)
+    dynamic      amax over the head's D; scale and inverse by the rule of every block (fp8/quantize.py)
     none         the value, cast to the cache's dtype
 
 K and V each go by their own cache's rule: a BF16 K may lie beside an E4M3 V. Where it is quantised, x is
@@ -40,8 +40,9 @@ import triton.language as tl
 from torch import Tensor
 
 from octetrl.fp8.format import E4M3, E4M3_MAX, decode_e4m3
-from octetrl.fp8.quantize import quantize_kv_per_head, quantize_kv_per_token
+from octetrl.fp8.quantize import inverse_of, quantize_kv_per_head, quantize_kv_per_token
 from octetrl.kernels.attention.attention_order import MODE_NUMBER, KVMode, mode_of, operand_dtype
+from octetrl.kernels.quantize.quantize_activation import held_inverse
 
 
 def v_pages_shape(num_pages: int, num_heads: int, page_size: int, head_size: int, dtype: torch.dtype) -> torch.Size:
@@ -125,8 +126,7 @@ def kv_store_reference(
 
 def saturated_count(x_TKD: Tensor, scale_K: Tensor) -> Tensor:
     """How many values of each head lie past the calibrated range (or are NaN): int64 [K]."""
-    inverse_K = torch.div(torch.ones_like(scale_K), scale_K)
-    scaled = x_TKD.to(torch.bfloat16).float() * inverse_K[None, :, None]
+    scaled = x_TKD.to(torch.bfloat16).float() * inverse_of(scale_K)[None, :, None]
     return (~(scaled.abs() <= E4M3_MAX)).sum(dim=(0, 2))
 
 
@@ -191,7 +191,7 @@ def _quantize_heads(x_KD, scale_ptr, head_K, is_head_K, MODE: tl.constexpr):
     """Codes, scales and saturated counts of one token's heads; x is float32, zero past the head's end."""
     if MODE == 1:
         scale_K = tl.load(scale_ptr + head_K, mask=is_head_K, other=1.0)
-        inverse_K = tl.div_rn(tl.full(scale_K.shape, 1.0, tl.float32), scale_K)
+        inverse_K = held_inverse(scale_K)
     else:
         amax_K = tl.max(tl.abs(x_KD), 1)
         scale_K = tl.div_rn(amax_K, tl.full(amax_K.shape, 448.0, tl.float32))

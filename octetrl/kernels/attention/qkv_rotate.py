@@ -35,7 +35,7 @@ from octetrl.fp8.format import E4M3
 from octetrl.kernels.attention.attention_order import MODE_NUMBER, KVMode, operand_dtype
 from octetrl.kernels.attention.kv_store import ReplayedKV, kv_replay_reference
 from octetrl.kernels.attention.qkv_store import _normed
-from octetrl.kernels.quantize.quantize_activation import block_scale, magnitude_bits
+from octetrl.kernels.quantize.quantize_activation import block_scale, held_inverse, magnitude_bits
 from octetrl.kernels.rows.rms_norm import rms_norm_reference
 from octetrl.kernels.rows.rope import rope_reference
 
@@ -133,7 +133,7 @@ def _observe_and_replay(
         first_JR, second_JR = first_JR.to(tl.bfloat16).to(tl.float32), second_JR.to(tl.bfloat16).to(tl.float32)
         if MODE == 1:
             scale_J = tl.load(scale_ptr + head_J, mask=inside_J, other=1.0)
-            inverse_J = tl.div_rn(tl.full(scale_J.shape, 1.0, tl.float32), scale_J)
+            inverse_J = held_inverse(scale_J)
         else:
             scale_J, inverse_J = block_scale(_amax_bits(first_JR, second_JR), False)
             tl.store(scale_ptr + token_J * HEADS + head_J, scale_J, mask=inside_J)

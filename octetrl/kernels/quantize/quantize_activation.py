@@ -48,6 +48,13 @@ def block_scale(amax_bits, POWER_OF_TWO: tl.constexpr):
 
 
 @triton.jit
+def held_inverse(scale):
+    """`inverse_of` a given scale (fp8/quantize.py)."""
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    return tl.minimum(inverse, 3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def e4m3_byte(scaled):
     """The E4M3 byte of float32 `scaled`, clamped to ±448, rounded to nearest even; NaN gives 0x7F."""
     code = tl.minimum(tl.maximum(scaled, -448.0), 448.0).to(tl.float8e4nv).to(tl.uint8, bitcast=True)

@@ -7,8 +7,12 @@ import math
 import pytest
 import torch
 
+from octetrl.fp8.format import decode_e4m3
 from octetrl.fp8.kv_scales import KVScales, kv_scales_from_amax, same_bits
+from octetrl.fp8.quantize import quantize_kv_per_head
+from octetrl.kernels.attention.kv_store import saturated_count
 
+BF16_MAX = torch.finfo(torch.bfloat16).max
 AMAX = torch.tensor([[1.0, 448.0, 0.0], [3.5, 0.1, 1e4]])
 
 
@@ -19,6 +23,21 @@ def test_scale_is_margin_times_amax_over_448_and_zero_gives_one() -> None:
     assert scales.k_scale_LK[0, 2].item() == scales.v_scale_LK[0, 2].item() == 1.0
     assert torch.allclose(scales.v_scale_LK[1], AMAX[1] * 2.1 / 448)
     assert (AMAX[1] / scales.k_scale_LK[1] < 448).all(), "the margin leaves room"
+
+
+@pytest.mark.parametrize("amax", [9e-41, 1e-38, 1e-37, 2e-36, 1e-30, 1.0, 1e38, BF16_MAX])
+def test_no_amax_that_bf16_can_hold_makes_anything_non_finite(amax: float) -> None:
+    largest = torch.tensor(amax).bfloat16()
+    x = largest * torch.tensor([-1.0, -0.5, -0.0, 0.0, 0.1, 1.0]).bfloat16().view(1, 1, -1)
+    scale_K = kv_scales_from_amax(largest.float().view(1, 1), torch.ones(1, 1), policy_version=0).k_scale_LK[0]
+    assert scale_K.isfinite().all() and scale_K > 0
+    codes = decode_e4m3(quantize_kv_per_head(x, scale_K).codes)
+    back = codes * scale_K
+    assert torch.equal(back == 0, codes == 0) and (codes[x == 0] == 0).all()
+    assert back.bfloat16().isfinite().all() and (back.abs() <= 1.07 * x.float().abs()).all()
+    if amax >= 2e-36:
+        assert ((back - x.float()).abs() <= x.float().abs() / 15).all()
+    assert amax == BF16_MAX or not saturated_count(x, scale_K).any()
 
 
 @pytest.mark.parametrize(

@@ -219,6 +219,14 @@ def test_non_finite_weight_is_an_error_that_names_it(bad: float) -> None:
         quantize_weight_reference(w, name="layers.3.mlp.down_proj")
 
 
+def test_a_float32_weight_that_bf16_cannot_hold_is_named() -> None:
+    w = torch.ones(3, 5)
+    quantize_weight_reference(w.fill_(torch.finfo(torch.bfloat16).max))
+    w[2, 1] = torch.finfo(torch.float32).max
+    with pytest.raises(ValueError, match=r"o_proj: 1 non-finite.*\(2, 1\).*in BF16"):
+        quantize_weight_reference(w, name="o_proj")
+
+
 def test_kv_per_head_uses_the_given_scale_and_saturates() -> None:
     x = torch.randn(5, 2, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
     scale = torch.tensor([0.01, 1e-5])

@@ -6,8 +6,17 @@ import pytest
 import torch
 
 from octetrl.fp8.format import E4M3
-from octetrl.kernels.attention.kv_store import by_key, kv_replay, kv_store
+from octetrl.kernels.attention.kv_store import (
+    by_key,
+    kv_replay,
+    kv_replay_reference,
+    kv_replay_triton,
+    kv_store,
+    kv_store_reference,
+    kv_store_triton,
+)
 from tests.unit.kernels.attention_cases import CACHES, PagedCache, random_qkv, scales_of
+from tests.unit.kernels.fused_row_cases import interpreted  # noqa: F401
 
 
 def read_back(cache, slots):
@@ -107,3 +116,26 @@ def test_an_fp8_cache_without_scales_is_refused():
         kv_replay(k, v, "calibrated")
     with pytest.raises(ValueError, match="needs either per-head scales"):
         kv_store(k, v, cache.bfloat16(), cache, torch.zeros(1, dtype=torch.int64))
+
+
+EXTREME_SCALES = torch.tensor([2.3e-40, 2.0**-118, 1.0, 2.0**118])  # the first has no finite inverse
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.filterwarnings("ignore:.* encountered in divide")
+def test_the_kernels_hold_extreme_scales_as_the_references_do():
+    """Codes of E4M3's own values, which the interpreter rounds as a GPU does; the first head is all zeros."""
+    values = torch.tensor([0.0, -0.0, 1.0, -448.0, 2.0**-6, 1.75, 0.0, 64.0])
+    x = (values * EXTREME_SCALES[:, None]).expand(5, 4, 8).bfloat16()
+    x[:, 0] = torch.tensor([0.0, -0.0] * 4)
+    scales = (EXTREME_SCALES, EXTREME_SCALES)
+    got, want = kv_replay_triton(x, x, "calibrated", *scales, True), kv_replay_reference(x, x, "calibrated", *scales)
+    assert torch.equal(got.k_TKD, want.k_TKD) and torch.equal(got.v_TKD, want.v_TKD)
+    assert torch.equal(got.v_TKD[0].float(), torch.stack([0 * values, values, values, values]))
+    caches = [PagedCache([5], 4, 8, 8, "calibrated", torch.bfloat16, *scales) for _ in range(2)]
+    for store, cache in zip((kv_store_triton, kv_store_reference), caches, strict=True):
+        counter = torch.zeros(2, 4, dtype=torch.int64)
+        store(x, x, cache.k, cache.v, cache.slots([5]), *cache.scales, counter)
+        assert not counter.any()
+    for ours, theirs in zip(*((cache.k, cache.v) for cache in caches), strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))

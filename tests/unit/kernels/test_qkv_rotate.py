@@ -97,6 +97,17 @@ def test_kernel_is_near_the_reference(
 
 
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.filterwarnings("ignore:.* encountered in divide")
+def test_a_scale_without_a_finite_inverse_leaves_zeros_zero() -> None:
+    inputs = _inputs(2, 3, 32, False, torch.float32)
+    inputs[0][:, 2:] = 0.0
+    scale = torch.tensor([2.3e-40, 1e-38, 1.0])
+    _, kv = qkv_rotate_triton(*inputs, "calibrated", True, scale, scale, None)
+    _, want = qkv_rotate(*inputs, kv_mode="calibrated", k_scale_K=scale, v_scale_K=scale)
+    assert torch.equal(kv.k_TKD, want.k_TKD) and torch.equal(kv.v_TKD, want.v_TKD) and not kv.v_TKD.any()
+
+
+@pytest.mark.usefixtures("interpreted")
 def test_amax_is_raised_never_lowered_and_nan_sticks() -> None:
     inputs = _inputs(2, 3, 32, False, torch.float32)
     inputs[0][4, 2 + 1, 5] = float("nan")  # K's second head

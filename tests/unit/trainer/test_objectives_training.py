@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octetrl.algorithms.gae import gae_advantages
 from octetrl.algorithms.sequences import sequence_mean, sequence_sum, sum_to_go
 from octetrl.config.schema import AlgorithmConfig, OptimizerConfig
 from octetrl.records import Sample
@@ -115,6 +116,19 @@ def test_a_sum_of_each_sample_and_of_what_follows() -> None:
     assert sequence_mean(values, sequence_N, 4).tolist() == [2.0, 0.0, 4.0, 5.5]
     is_last_N = torch.tensor([False, False, True, True, False, True])
     assert sum_to_go(values, is_last_N).tolist() == [6.0, 5.0, 3.0, 4.0, 11.0, 6.0]
+    assert sum_to_go(values, is_last_N, 0.5).tolist() == [2.75, 3.5, 3.0, 4.0, 8.0, 6.0]
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_number_that_is_not_finite_stays_in_its_sample(bad: float) -> None:
+    is_last_N = torch.tensor([False, False, True, True, False, False, True, False, True])
+    values_N = torch.arange(1.0, 10.0)
+    values_N[5] = bad  # the second of the third sample's three
+    finite_N = [True, True, True, True, False, False, True, True, True]
+    assert sum_to_go(values_N, is_last_N).isfinite().tolist() == finite_N
+    assert gae_advantages(values_N, torch.zeros(9), is_last_N).isfinite().tolist() == finite_N
+    advantages_N = gae_advantages(torch.zeros(9), values_N, is_last_N)
+    assert advantages_N.isfinite().tolist() == finite_N  # a value: of the token, and before it
 
 
 # --- numbers that are not finite --------------------------------------------------------------------------------
