@@ -34,6 +34,7 @@ from octetrl.config.spec import ModelSpec
 from octetrl.config.validate import spec_problems
 from octetrl.config.validate_environment import FILES
 from octetrl.data.rows import HUB
+from octetrl.fp8.parity import refused_gate, slow_paths, why_not_equal
 from octetrl.fp8.policy import LINEARS, PrecisionPolicy, Side, precision_policy, scoring_policy, tokens_that_pay
 from octetrl.models.families import load_critic_spec, load_reward_spec, load_spec, spec_from_config
 
@@ -71,6 +72,7 @@ def check(
         spec = _model_spec(resolved)
         problems += [problem.text for problem in spec_problems(resolved, spec)]
         policy = precision_policy(spec, resolved.fp8, resolved.numerics)
+        problems += filter(None, [refused_gate(resolved, policy, on_gpu=device.on_gpu)])
         print_lines("model", _model(spec))
         print_lines("precision", _precision(resolved, spec, policy, device))
         print_lines("memory", _memory(resolved, spec, policy, device))
@@ -244,25 +246,15 @@ def _precision(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device:
 
 
 def _numerics(recipe: Recipe, policy: PrecisionPolicy, device: Device) -> Iterator[tuple[str, str]]:
-    """Whether the two sides' log-probs will be equal, and if not why: `Worker.promises_parity`, without a worker."""
-    if policy.numerics != "parity":
-        yield "numerics", f"{policy.numerics}: the faster sums, equal to rounding"
-        return
-    emulated = recipe.fp8.emulate is True and (policy.uses_fp8("rollout") or policy.uses_fp8("train"))
-    apart = None
-    if not policy.same_on_both_sides:
-        apart = "linears are FP8 on one side alone"
-    elif policy.kv_mode != "none" and not recipe.fp8.kv_replay:
-        apart = "training does not see the FP8 cache (fp8.kv_replay: false)"
-    elif recipe.engine.prefix_cache == "keep":
-        apart = "pages outlive the weights that made them (engine.prefix_cache: keep)"
-    elif device.on_gpu and (recipe.model.dtype != "bfloat16" or emulated):
-        apart = "on a GPU the order is kept in BF16 and unemulated FP8 alone"
-    if apart is None:
+    """Whether the two sides' log-probs will be equal, and if not why; which side of a GPU's run is not fused."""
+    why = why_not_equal(recipe, policy, on_gpu=device.on_gpu)
+    if why is None:
         yield "numerics", "parity: one order of sums on both sides, so equal log-probs"
     else:
-        yield "numerics", "parity is asked for, and equal log-probs are not promised:"
-        yield "", apart
+        yield "numerics", f"{policy.numerics}; equal log-probs are not promised:"
+        yield "", why
+    for line in slow_paths(recipe, policy, on_gpu=device.on_gpu):
+        yield "warning", line
 
 
 def _share(policy: PrecisionPolicy, spec: ModelSpec, kind: str, side: Side) -> str:

@@ -108,8 +108,8 @@ def _wrong_value(field: tuple[str, ...], detail: Any, tree: dict[str, Any]) -> s
     if detail["type"] == "extra_forbidden":
         return f"{name}: unknown key{nearest(str(detail['loc'][-1]), DataSource.model_fields)}"
     if detail["type"] == "literal_error":
-        allowed = re.findall(r"'([^']*)'|\b(\d+)\b", detail["ctx"]["expected"])
-        words = [text or number for text, number in allowed]
+        allowed = re.findall(r"'([^']*)'|\b(\d+|True|False)\b", detail["ctx"]["expected"])
+        words = [text or plain.lower() for text, plain in allowed]
         hint = nearest(str(detail["input"]), words)
         return f"{name}: {_show(detail['input'])} is not allowed; choose one of {', '.join(words)}{hint}"
     if field == ("trainer", "optimizer", "betas") and detail["type"] in ("missing", "too_long", "too_short"):

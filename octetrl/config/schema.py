@@ -314,9 +314,10 @@ class MismatchConfig(Section):
     fail_above: float | None = Field(default=None, gt=1.0)
     """Stop the run when `mismatch/token_mult_prob_error` exceeds this."""
     warn_above: float = Field(default=1.03, gt=1.0)
-    fail_on_difference: bool = False
-    """Stop the run when a log-prob that parity promises to be equal on both sides is not, in any bit
-    (`mismatch/unequal_tokens`). Without it such a step is warned of."""
+    fail_on_difference: Literal["auto", True, False] = "auto"
+    """Stop the run when a log-prob that parity promises to be equal on both sides differs, in any bit
+    (`mismatch/unequal_tokens`). auto: stop wherever parity is promised. true: the same, and a recipe for which parity
+    is not promised is refused. false: warn."""
 
 
 class ClusterConfig(Section):

@@ -27,6 +27,7 @@ from octetrl.environments.python_reward import PythonReward
 from octetrl.environments.sandbox.sandbox import sandbox_for
 from octetrl.environments.scoring import RewardWorkers
 from octetrl.environments.turns.dialogue import Dialogue, Limits, is_dialogue, toolbox_of
+from octetrl.fp8.parity import refused_gate, slow_paths
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import load_spec, spec_from_config
@@ -80,12 +81,18 @@ def build_run(recipe: Recipe, *, trains: bool = True) -> Run:
     seed_everything(recipe.seed)
     spec = model_spec(recipe)
     validate_with_spec(recipe, spec)
+    policy = precision_policy(spec, recipe.fp8, recipe.numerics)
+    refused = refused_gate(recipe, policy, on_gpu=device.type == "cuda")
+    if trains and refused is not None:
+        raise UserError(refused)
     tokenizer = load_tokenizer(tokenizer_folder(recipe))
     environment = build_environment(recipe.environment)
     chat = build_chat(recipe, spec, tokenizer, environment)
     algorithm = build_algorithm(recipe.algorithm)
     spans = Spans(torch.cuda.synchronize if device.type == "cuda" else None)
     console = Console(recipe.logging.console, recipe.steps)
+    for line in slow_paths(recipe, policy, on_gpu=device.type == "cuda", trains=trains):
+        console.warn(line)
     if recipe.environment.kind == "code":
         console.note(f"the model's code runs in {sandbox_for(recipe.environment.sandbox)}")
     return Run(
@@ -95,7 +102,7 @@ def build_run(recipe: Recipe, *, trains: bool = True) -> Run:
         conversations=build_conversations(recipe, chat),
         rewards=build_rewards(recipe, environment, device, tokenizer),
         algorithm=algorithm,
-        workers=LocalWorkers(_build_worker(recipe, spec, tokenizer, algorithm, device, spans, trains), console),
+        workers=LocalWorkers(_build_worker(recipe, spec, policy, tokenizer, algorithm, device, spans, trains), console),
         journal=Journal(),
         console=console,
         spans=spans,
@@ -106,6 +113,7 @@ def build_run(recipe: Recipe, *, trains: bool = True) -> Run:
 def _build_worker(
     recipe: Recipe,
     spec: ModelSpec,
+    policy: PrecisionPolicy,
     tokenizer: Tokenizer,
     algorithm: Algorithm,
     device: torch.device,
@@ -117,7 +125,7 @@ def _build_worker(
     return Worker(
         recipe,
         spec=spec,
-        policy=precision_policy(spec, recipe.fp8, recipe.numerics),
+        policy=policy,
         tokenizer=tokenizer,
         algorithm=algorithm,
         load_weights=lambda model: fill_weights(model, recipe),

@@ -25,6 +25,7 @@ from octetrl.telemetry.metrics import StepMetrics
 from octetrl.telemetry.mismatch import MismatchGate
 from octetrl.telemetry.rollouts import RolloutFiles
 from octetrl.telemetry.sinks import Sinks, open_sinks
+from octetrl.workers.kernel_paths import FallbackWatch
 
 
 def train(recipe: Recipe, resume: bool = False) -> None:
@@ -47,7 +48,7 @@ def train(recipe: Recipe, resume: bool = False) -> None:
 
 
 def _run_steps(run: Run, start: int, sinks: Sinks, checkpoints: Checkpoints) -> None:
-    recipe, gate = run.config, MismatchGate(run.config.mismatch)
+    recipe, gate, fallbacks = run.config, MismatchGate(run.config.mismatch), FallbackWatch()
     with StopRequest(run.console) as stop:
         for step in range(start + 1, recipe.steps + 1):
             with _saved_if_cut_off(run, step, checkpoints):
@@ -62,6 +63,7 @@ def _run_steps(run: Run, start: int, sinks: Sinks, checkpoints: Checkpoints) -> 
                 gate.check(step, metrics),
                 kv_saturation_warning(metrics, recipe.fp8),
                 _nothing_learnt(step, metrics),
+                fallbacks.warning(),
             )
             for warning in health:
                 if warning is not None:
@@ -84,6 +86,7 @@ def one_step(run: Run, step: int) -> StepMetrics:
         metrics = supervised_step(run)
     rollout = {} if run.conversations is not None else run.workers.rollout_metrics()
     own: dict[str, float] = {"time/step": time.perf_counter() - began, **run.workers.memory_metrics()}
+    own |= run.workers.path_metrics()
     own |= run.spans.take()
     every = run.config.evaluation.every
     evaluation = _evaluated(run, step) if every and step % every == 0 else {}

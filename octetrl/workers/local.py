@@ -100,5 +100,8 @@ class LocalWorkers:
     def rollout_metrics(self) -> dict[str, float]:
         return self.worker.rollout_metrics()
 
+    def path_metrics(self) -> dict[str, float]:
+        return self.worker.path_metrics()
+
     def memory_metrics(self) -> dict[str, float]:
         return self.worker.memory_metrics()

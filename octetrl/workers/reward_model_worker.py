@@ -24,6 +24,7 @@ from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.reward_trainer import RewardTrainer
 from octetrl.trainer.scalar_trainer import ScalarState
+from octetrl.workers.kernel_paths import path_metrics
 
 NO_ROLLOUT = "a reward model's run draws no rollouts"
 
@@ -77,6 +78,9 @@ class RewardModelWorker:
 
     def rollout_metrics(self) -> dict[str, float]:
         return {}
+
+    def path_metrics(self) -> dict[str, float]:
+        return path_metrics(trained=self.model, generating=None)
 
     def memory_metrics(self) -> dict[str, float]:
         """The device's peak since the last call; nothing on a CPU."""

@@ -28,10 +28,10 @@ from octetrl.engine.engine import Engine
 from octetrl.engine.session import OnProgress, Session
 from octetrl.fp8.gemm import BackendName, choose_backend
 from octetrl.fp8.kv_scales import KVScales, kv_scales_from_amax, same_bits
+from octetrl.fp8.parity import why_not_equal
 from octetrl.fp8.policy import PrecisionPolicy, Side
 from octetrl.models.decoder import Decoder
 from octetrl.models.peft_adapters import load_trained, save_trained
-from octetrl.models.rollout_forward import can_fuse
 from octetrl.records import Completion, GenerationRequest, PackedBatch, PolicyUpdate, Published
 from octetrl.telemetry.mismatch import mismatch_metrics
 from octetrl.telemetry.spans import Spans
@@ -40,6 +40,7 @@ from octetrl.trainer.critic import Critic
 from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.scalar_trainer import ScalarState
 from octetrl.trainer.trainer import KVReplay, Trainer
+from octetrl.workers.kernel_paths import path_metrics
 from octetrl.workers.publish import quantize_for_engine, share_weights, verify_weights
 from octetrl.workers.scalar_models import build_critic_model
 from octetrl.workers.teacher import load_teacher
@@ -201,6 +202,11 @@ class Worker:
             numbers["fp8/kv_saturation"] = metrics.kv_saturation
         return numbers
 
+    def path_metrics(self) -> dict[str, float]:
+        """Which kernels this worker takes; nothing on a CPU."""
+        draws = self.recipe.algorithm.learns_from == "rollouts"
+        return path_metrics(trained=self.trainer_model, generating=self.engine_model if draws else None)
+
     def memory_metrics(self) -> dict[str, float]:
         """The device's peak since the last call; nothing on a CPU."""
         if self.device.type != "cuda":
@@ -295,10 +301,7 @@ class Worker:
     @property
     def promises_parity(self) -> bool:
         """Whether the trainer's log-probs of samples drawn with its weights are the engine's to the bit."""
-        recipe, policy = self.recipe, self.policy
-        replayed = policy.kv_mode == "none" or recipe.fp8.kv_replay
-        ordered = policy.numerics == "parity" and (self.device.type == "cpu" or can_fuse(self.trainer_model))
-        return ordered and replayed and policy.same_on_both_sides and recipe.engine.prefix_cache != "keep"
+        return why_not_equal(self.recipe, self.policy, on_gpu=self.device.type == "cuda") is None
 
     def _mismatch(self, on_policy: bool) -> dict[str, float]:
         logprobs = self.trainer.last_logprobs

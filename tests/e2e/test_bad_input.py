@@ -212,6 +212,14 @@ def test_a_bad_environment(override: str, says: str, here: Path, capsys: pytest.
     assert says in refused(capsys, "train", "r.yaml", override)
 
 
+def test_a_gate_that_could_never_end_the_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gate = "mismatch.fail_on_difference=true"
+    said = refused(capsys, "train", "r.yaml", "numerics=fast", gate)
+    assert "mismatch.fail_on_difference: true" in said and "numerics: fast" in said
+    allowed = refused(capsys, "train", "r.yaml", "mismatch.fail_on_difference=maybe")
+    assert "'maybe' is not allowed; choose one of auto, true, false" in allowed
+
+
 @pytest.mark.parametrize(
     ("text", "says"), [(None, "tasks.jsonl"), ("", "tasks.jsonl"), ('{"prompt": "a", "answer": "b"}\n{', "2")]
 )

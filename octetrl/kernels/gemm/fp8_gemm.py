@@ -34,6 +34,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octetrl.fp8.format import BLOCK
@@ -132,7 +134,7 @@ def run_config(config: Config, x: Quantized, w: Quantized) -> Tensor:
     return gluon_launcher(x, w, check_operands(x, w), config.tile_m, config.tile_n, config.stages, config.group)
 
 
-_without_gluon: set[Config] = set()
+fallbacks: dict[Config, str] = {}  # Gluon configs that do not compile here, and why; runs report them
 
 
 def fp8_gemm(x: Quantized, w: Quantized) -> Tensor:
@@ -151,16 +153,22 @@ def fp8_gemm(x: Quantized, w: Quantized) -> Tensor:
         config = plain_config(m)
     if config.kernel != "gluon":
         return run_config(config, x, w)
-    if config not in _without_gluon:
+    if config not in fallbacks:
         try:
             return run_config(config, x, w)
-        except torch.OutOfMemoryError:  # says nothing of Gluon
-            raise
-        except Exception as error:  # whatever the experimental compiler raises: the same bits are to be had without it
-            _without_gluon.add(config)
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            warnings.warn(f"fp8_gemm: {config} does not run here, plain Triton instead ({reason})", stacklevel=2)
+        except (ImportError, CompilationError, OutOfResources, PTXASError, RuntimeError) as error:
+            if not _is_of_compiler(error):
+                raise
+            fallbacks[config] = f"{type(error).__name__}: {error}".splitlines()[0]
+            said = f"fp8_gemm: {config} does not compile here, plain Triton instead ({fallbacks[config]})"
+            warnings.warn(said, stacklevel=2)
     return run_config(plain_config(m), x, w)
+
+
+def _is_of_compiler(error: Exception) -> bool:
+    """Whether Gluon is missing or could not be compiled; then plain Triton gives the same bits. MLIR's passes have no
+    error of their own: they raise a plain RuntimeError. What fails at the launch, or for lack of memory, is a fault."""
+    return not isinstance(error, RuntimeError) or (type(error) is RuntimeError and "PassManager" in str(error))
 
 
 def fp8_gemm_reference(x: Quantized, w: Quantized) -> Tensor:

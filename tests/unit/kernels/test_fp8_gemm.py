@@ -5,11 +5,15 @@ What a GPU's tensor core adds up, bit for bit, and the Gluon kernel, stand in te
 
 from __future__ import annotations
 
+import ast
 import json
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
 
 from octetrl.fp8.errors import relative_error
 from octetrl.fp8.gemm import fp8_gemm_nt
@@ -17,6 +21,7 @@ from octetrl.fp8.quantize import Quantized, quantize_activation_reference, quant
 from octetrl.kernels.gemm import fp8_gemm as module
 from octetrl.kernels.gemm.fp8_gemm import SCALED_MM, Config, choose_config, fp8_gemm, fp8_gemm_triton
 from octetrl.kernels.gemm.fp8_gemm_gluon import RING_LIMIT, ring_bytes
+from octetrl.workers.kernel_paths import FallbackWatch, path_metrics
 from tests.unit.kernels.gemm_cases import interpreted  # noqa: F401
 
 
@@ -115,40 +120,65 @@ class _OnGpu(torch.Tensor):
     is_cuda = property(lambda self: True)  # type: ignore[assignment]
 
 
-def test_memory_that_ran_out_is_not_gluons_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def falls_with(error: Exception, monkeypatch: pytest.MonkeyPatch) -> tuple[Quantized, Quantized]:
+    """Operands of a GEMM whose Gluon kernel raises `error`; plain Triton gives a zero."""
     x, w = operands(40, 128, 256)
-    x = Quantized(x.codes.as_subclass(_OnGpu), x.scale)
-
-    def full(*_: object) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(module, "choose_config", lambda m, n, k: Config("gluon", 64, 64, 8))
-    monkeypatch.setattr(module, "gluon_launcher", full)
-    monkeypatch.setattr(module, "_without_gluon", set())
-    for _ in range(2):
-        with pytest.raises(torch.OutOfMemoryError):
-            fp8_gemm(x, w)
-
-
-def test_gluon_that_fails_is_replaced_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, w = operands(40, 128, 256)
-    x = Quantized(x.codes.as_subclass(_OnGpu), x.scale)
-    calls: list[Config] = []
-
-    def plain(x: Quantized, w: Quantized, config: Config) -> torch.Tensor:
-        calls.append(config)
-        return torch.zeros(1)
 
     def broken(*_: object) -> torch.Tensor:
-        raise RuntimeError("no such instruction")
+        raise error
 
     monkeypatch.setattr(module, "choose_config", lambda m, n, k: Config("gluon", 64, 64, 8))
-    monkeypatch.setattr(module, "fp8_gemm_triton", plain)
     monkeypatch.setattr(module, "gluon_launcher", broken)
-    monkeypatch.setattr(module, "_without_gluon", set())
-    with pytest.warns(UserWarning, match="plain Triton instead.*no such instruction"):
-        fp8_gemm(x, w)
+    monkeypatch.setattr(module, "fp8_gemm_triton", lambda x, w, config: torch.zeros(1))
+    monkeypatch.setattr(module, "fallbacks", {})
+    return Quantized(x.codes.as_subclass(_OnGpu), x.scale), w
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("CUDA error: bad address"),
+        TypeError("arguments"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_fault_of_another_kind_is_not_gluons(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = falls_with(error, monkeypatch)
+    for _ in range(2):
+        with pytest.raises(type(error)):
+            fp8_gemm(x, w)
+    assert FallbackWatch().warning() is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PTXASError("no such instruction"),
+        OutOfResources(240_000, 232_448, "shared memory"),
+        CompilationError("src", ast.Pass(), "a name has moved"),
+        RuntimeError("PassManager::run failed"),
+        ImportError("no gluon"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_gluon_that_does_not_compile_is_replaced_and_reported(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, w = falls_with(error, monkeypatch)
+    watch = FallbackWatch()
+    with pytest.warns(UserWarning, match=rf"plain Triton instead \({type(error).__name__}"):
+        assert fp8_gemm(x, w).numel() == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fp8_gemm(x, w)
-    assert calls == [module.plain_config(40)] * 2
+    assert list(module.fallbacks) == [Config("gluon", 64, 64, 8)]
+    told = watch.warning()
+    assert told is not None and type(error).__name__ in told and "1 FP8 GEMM" in told and "\n" not in told
+    assert watch.warning() is None, "told once"
+    on_gpu = SimpleNamespace(lm_head_weight=SimpleNamespace(is_cuda=True), dtype=torch.float32)
+    assert path_metrics(trained=on_gpu, generating=on_gpu) == {
+        "fp8/gemm_fallbacks": 1.0,
+        "train/fused": 0.0,
+        "rollout/fused": 0.0,
+    }

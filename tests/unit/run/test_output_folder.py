@@ -91,6 +91,14 @@ def test_resume_may_prolong_a_run_and_log_it_otherwise() -> None:
     assert yaml.safe_load(Path("runs/one/config.yaml").read_text())["steps"] == 500
 
 
+def test_resume_may_change_when_a_difference_ends_the_run() -> None:
+    """Also that of a run whose config.yaml is from when the default was false."""
+    for before, now in ((False, "auto"), ("auto", True), (True, False)):
+        begin(recipe(mismatch={"fail_on_difference": before}), resume=Path("runs/one/config.yaml").exists())
+        begin(recipe(mismatch={"fail_on_difference": now}), resume=True)
+        assert yaml.safe_load(Path("runs/one/config.yaml").read_text())["mismatch"]["fail_on_difference"] == now
+
+
 def test_two_live_runs_are_kept_apart_and_a_dead_ones_lock_is_free() -> None:
     with OutputFolder(recipe(), resume=False) as folder:
         folder.keep()

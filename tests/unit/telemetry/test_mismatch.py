@@ -55,13 +55,13 @@ def test_tokens_that_differ_are_counted_where_none_should() -> None:
 
 def test_one_token_that_breaks_parity_is_said_and_can_stop_the_run() -> None:
     broken = {GATED: 1.0, UNEQUAL: 3.0, "mismatch/equal_fraction": 0.75, "mismatch/max_abs_diff": 1e-7}
-    said = MismatchGate(MismatchConfig()).check(4, broken) or ""
+    said = MismatchGate(MismatchConfig(fail_on_difference=False)).check(4, broken) or ""
     assert "step 4" in said and "3 trained tokens (25.00%)" in said and "1.00e-07" in said and "octetrl doctor" in said
     assert MismatchGate(MismatchConfig()).check(4, broken | {UNEQUAL: 0.0}) is None
-    strict = MismatchGate(MismatchConfig(fail_on_difference=True))
-    assert strict.check(4, broken | {UNEQUAL: 0.0}) is None and strict.check(4, {GATED: 1.01}) is None
-    with pytest.raises(MismatchError, match=r"octetrl doctor.*mismatch\.fail_on_difference"):
-        strict.check(5, broken)
+    for strict in (MismatchGate(MismatchConfig()), MismatchGate(MismatchConfig(fail_on_difference=True))):
+        assert strict.check(4, broken | {UNEQUAL: 0.0}) is None and strict.check(4, {GATED: 1.01}) is None
+        with pytest.raises(MismatchError, match=r"octetrl doctor.*mismatch\.fail_on_difference"):
+            strict.check(5, broken)
 
 
 def test_gate_passes_warns_and_stops() -> None:

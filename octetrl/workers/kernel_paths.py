@@ -1,0 +1,44 @@
+"""Which kernels a run on a GPU takes: metrics of every step, and a line when one of them gives way.
+
+    rollout/fused         1 where the rollout's forward is the fused one, 0 where it is the modules' (slower)
+    train/fused           the same of training
+    fp8/gemm_fallbacks    FP8 GEMMs whose Gluon kernel does not compile here; plain Triton runs, slower, same bits
+
+On a CPU there is one path, and no metric of it. `octetrl check` and the run's first lines say what is known before
+(fp8/parity.py: `slow_paths`); these say what happened.
+"""
+
+from __future__ import annotations
+
+from octetrl.kernels.gemm import fp8_gemm
+from octetrl.models.decoder import Decoder
+from octetrl.models.rollout_forward import can_fuse
+
+
+def path_metrics(*, trained: Decoder, generating: Decoder | None) -> dict[str, float]:
+    """`generating`: the engine's model; None where nothing is drawn."""
+    if not trained.lm_head_weight.is_cuda:
+        return {}
+    metrics = {"train/fused": float(can_fuse(trained)), "fp8/gemm_fallbacks": float(len(fp8_gemm.fallbacks))}
+    if generating is not None:
+        metrics["rollout/fused"] = float(can_fuse(generating))
+    return metrics
+
+
+class FallbackWatch:
+    """Tells each fallback of an FP8 GEMM once."""
+
+    def __init__(self) -> None:
+        self._told = 0
+
+    def warning(self) -> str | None:
+        """One line about the fallbacks since the last call, or None."""
+        new = list(fp8_gemm.fallbacks.items())[self._told :]
+        self._told += len(new)
+        if not new:
+            return None
+        config, reason = new[0]
+        return (
+            f"{len(new)} FP8 GEMM kernels do not compile here and run as plain Triton, slower and with the same bits"
+            f" (fp8/gemm_fallbacks); the first: {config}: {reason}"
+        )

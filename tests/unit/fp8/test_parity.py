@@ -1,0 +1,71 @@
+"""What parity and the fused forwards are promised for, beside what built models say of themselves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from octetrl.config.load import recipe_from_mapping
+from octetrl.config.presets import preset_config
+from octetrl.config.schema import Recipe
+from octetrl.fp8.gemm import BackendName
+from octetrl.fp8.parity import refused_gate, slow_paths, why_not_equal, why_not_fused
+from octetrl.fp8.policy import precision_policy
+from octetrl.models.decoder import Decoder
+from octetrl.models.families import spec_from_config
+from octetrl.models.rollout_forward import can_fuse
+
+SPEC = replace(spec_from_config(preset_config("tiny")), num_layers=1)
+SUPERVISED = {"algorithm": {"name": "sft", "conversations": "a.jsonl"}, "environment": {}}
+
+
+def recipe_of(**sections: Any) -> Recipe:
+    return recipe_from_mapping(
+        {"model": {"preset": "tiny", "init": "random", "tokenizer": "t"}, "environment": {"dataset": "chain_sum"}}
+        | sections
+    )
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8_rollout", "fp8", "fp8_full"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("emulate", [None, True])
+def test_a_model_is_fused_where_the_recipe_says_so(precision: str, dtype: str, emulate: bool | None) -> None:
+    if dtype == "float32" and precision != "bf16":
+        return  # refused (config/validate.py)
+    model = {"preset": "tiny", "init": "random", "tokenizer": "t", "dtype": dtype}
+    recipe = recipe_of(precision=precision, model=model, fp8={"emulate": emulate})
+    policy = precision_policy(SPEC, recipe.fp8)
+    backend: BackendName = "emulated" if emulate else "scaled_mm"
+    for side in ("rollout", "train"):
+        built = Decoder(SPEC, policy, side, dtype=getattr(torch, dtype), device="meta", backend=backend)
+        assert can_fuse(built) == (why_not_fused(recipe, policy, side) is None), side
+    lines = slow_paths(recipe, policy, on_gpu=True)
+    assert len(lines) == 2 if dtype == "float32" else all("fp8.emulate" in line for line in lines)
+    assert slow_paths(recipe, policy, on_gpu=False) == []
+    assert not any("training" in line for line in slow_paths(recipe, policy, on_gpu=True, trains=False))
+
+
+@pytest.mark.parametrize(
+    ("sections", "why"),
+    [
+        ({}, None),
+        ({"precision": "fp8_full"}, None),
+        ({"precision": "fp8_rollout"}, "FP8 on one side alone"),
+        ({"precision": "fp8_full", "fp8": {"kv_replay": False}}, "fp8.kv_replay: false"),
+        ({"engine": {"prefix_cache": "keep"}}, "engine.prefix_cache: keep"),
+        ({"numerics": "fast"}, "numerics: fast"),
+        (SUPERVISED, "sft draws no rollouts"),
+    ],
+)
+def test_an_explicit_gate_is_refused_where_it_could_never_close(sections: dict[str, Any], why: str | None) -> None:
+    for asked in ("auto", True, False):
+        recipe = recipe_of(**sections, mismatch={"fail_on_difference": asked})
+        policy = precision_policy(SPEC, recipe.fp8, recipe.numerics)
+        reason, refused = (ask(recipe, policy, on_gpu=False) for ask in (why_not_equal, refused_gate))
+        assert (reason is None) == (why is None)
+        assert (refused is not None) == (asked is True and why is not None)
+        if why is not None and refused is not None:
+            assert why in refused and refused.startswith("mismatch.fail_on_difference: true") and "auto" in refused
