@@ -20,6 +20,7 @@ from pathlib import Path
 
 from octetrl.environments.sandbox.interpreter import Interpreter
 from octetrl.environments.sandbox.landlock import KEEPS_SIGNALS, landlock_version
+from octetrl.environments.sandbox.linux import sees_descriptors_of_others
 from octetrl.environments.sandbox.system_calls import can_filter
 
 WARDEN_ROOT = "/warden"  # in bubblewrap's root: where this package is
@@ -59,9 +60,19 @@ class Protection:
         return self.level is not Level.LIMITS
 
     @property
-    def parent(self) -> bool:
-        """Whether it can neither read the run's memory and environment nor signal it."""
+    def memory(self) -> bool:
+        """Whether it can neither read nor write the run's memory and environment."""
         return self.files or self.as_root
+
+    @property
+    def signals(self) -> bool:
+        """Whether it can signal no process but its own."""
+        return self.level is Level.BUBBLEWRAP or self.as_root or self.has_filter or self.landlock >= KEEPS_SIGNALS
+
+    @property
+    def deleted_files(self) -> bool:
+        """Whether disk held by files that are open and deleted counts."""
+        return self.level is Level.BUBBLEWRAP or sees_descriptors_of_others()
 
     @property
     def gaps(self) -> list[str]:
@@ -70,7 +81,9 @@ class Protection:
         if self.level is Level.BUBBLEWRAP:
             return found if self.has_filter else [*found, "rarely used system calls: there is no filter here"]
         found.append("asking whether a path exists")
-        found.append("disk use in bursts: it is looked at ten times a second")
+        found.append("disk use in bursts: it is looked at up to fifty times a second")
+        if not self.deleted_files:
+            found.append("disk held by files that are open and deleted: this root may not look into processes")
         if not self.as_root:
             found.append("the number of processes alone: it is counted with all others of the user")
         if not self.network:
@@ -78,9 +91,9 @@ class Protection:
         if not self.files:
             what = "files that all users may read" if self.as_root else "all files of the user, to read and to write"
             found.append(f"{what}, and folders that all may write")
-        if not self.parent:
+        if not self.memory:
             found.append("the run's environment and memory")
-        if not (self.as_root or self.has_filter or self.landlock >= KEEPS_SIGNALS):
+        if not self.signals:
             found.append("signals to the run")
         if not self.has_filter:
             found.append("processes that leave their group to outlive it: they are hunted one by one")

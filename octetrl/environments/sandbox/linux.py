@@ -12,6 +12,7 @@ import os
 import sys
 
 _PDEATHSIG, _DUMPABLE, _SECCOMP, _SUBREAPER, _NO_NEW_PRIVILEGES = 1, 4, 22, 36, 38
+_CAP_SYS_PTRACE = 19
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -35,6 +36,15 @@ def adopt_orphans() -> None:
 def hide_from_other_processes() -> None:
     """Processes of the same user can no longer trace this one or read its memory and environment."""
     _prctl(_DUMPABLE, 0, what="not dumpable")
+
+
+def sees_descriptors_of_others() -> bool:
+    """Whether /proc shows this process what processes of its sandboxes hold open: as root they are another user's."""
+    if os.geteuid() != 0:
+        return True
+    with open("/proc/self/status") as lines:
+        effective = next(line.split()[1] for line in lines if line.startswith("CapEff:"))
+    return bool(int(effective, 16) >> _CAP_SYS_PTRACE & 1)
 
 
 def give_up_privileges_for_good() -> None:

@@ -7,15 +7,19 @@ streams and the link, which is number 3, close at exec.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pwd
 import resource
 import signal
+from collections.abc import Callable
 
 from octetrl.environments.sandbox.landlock import KEEPS_SIGNALS, landlock_version, restrict
 from octetrl.environments.sandbox.linux import die_with_parent, give_up_privileges_for_good, install_filter
 from octetrl.environments.sandbox.system_calls import can_filter, filter_program
 
 _FIRST_PRIVATE_USER = 2_000_000_000
+_OVERFLOW_USER = 65534  # "nobody", and whoever has no id here
 _STACK_BYTES = 8 << 20
 _WARDENS = 3
 
@@ -24,13 +28,60 @@ def private_user(number: int) -> int:
     """A user id that nobody has, of its own for each running sandbox: `number` is that of a live process."""
     if os.geteuid() != 0:
         return os.geteuid()
-    mapped = 0
     with open("/proc/self/uid_map") as lines:
-        for line in lines:
-            first, _, count = map(int, line.split())
-            mapped = max(mapped, first + count)
-    user = _FIRST_PRIVATE_USER + number
-    return user if user < mapped else max(1, mapped // 2 + number % max(1, mapped // 2))
+        mapped = [range(first, first + count) for first, _, count in (map(int, line.split()) for line in lines)]
+    return choose_user(number, mapped, _is_somebodys)
+
+
+def choose_user(number: int, mapped: list[range], is_somebodys: Callable[[int], bool]) -> int:
+    """Of the user ids that this user namespace has, ranges `mapped`: one for sandbox `number`, high up, that is not
+    anybody's. Raises OSError where there is none."""
+    wanted = _FIRST_PRIVATE_USER + number
+    if any(wanted in ids for ids in mapped):
+        return wanted
+    largest = max(mapped, key=len)
+    upper = largest[len(largest) // 2 :]
+    for step in range(len(upper)):
+        user = upper[(number + step) % len(upper)]
+        if user not in (0, _OVERFLOW_USER) and not is_somebodys(user):
+            return user
+    raise OSError("this user namespace maps no user id that is free, so a program can't be a user of its own")
+
+
+def _is_somebodys(user: int) -> bool:
+    """Whether an account or a process has that id."""
+    try:
+        pwd.getpwuid(user)
+        return True
+    except KeyError:
+        pass
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.stat(f"/proc/{name}").st_uid == user:
+                return True
+        except OSError:  # it has ended meanwhile
+            continue
+    return False
+
+
+class OutOfMemoryOrder:
+    """Whom the kernel kills first when the machine is out of memory: the program rather than the process that watches
+    it, whose end would cost the verdict. Where /proc is read-only the order stays as it is."""
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+        with contextlib.suppress(OSError):
+            self._file = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
+            self._before = os.pread(self._file, 16, 0)
+
+    def first_to_go(self) -> None:
+        """Of this process, and so of those that it starts next."""
+        if self._file is not None:
+            os.pwrite(self._file, b"1000", 0)
+
+    def as_before(self) -> None:
+        if self._file is not None:
+            os.pwrite(self._file, self._before, 0)
 
 
 def process_limit(processes: int, *, alone: bool) -> int:

@@ -8,8 +8,12 @@ as its end. Three kinds:
                  (which makes calls past the filter), memory that no limit counts (memfd, System V, mq), and leaving the
                  process group, so that one signal to the group ends all of a sandbox at once
     same user    what reaches another process or file of that user though Landlock does not see it: modes, times and
-                 attributes of files, priorities and limits of others
+                 attributes of files, priorities and limits of others, and hiding from the process that watches
     signals      where Landlock is too old for them
+
+Some calls are judged by one argument: `fcntl` and `ioctl` by their command (a file that sends a signal when it is ready
+is a `kill` under another name), `clone` by its flags, `prctl` by its option, `kill` by its target. The kernel declares
+each of these arguments as 32 bits wide, so the filter reads the low word and ignores the high word, as the kernel does.
 
 Numbers are of the kernel's tables for x86_64 and aarch64; a machine of another kind has no filter.
 A call through another ABI of the same machine (i386, x32) ends the process.
@@ -19,6 +23,7 @@ from __future__ import annotations
 
 import platform
 import struct
+from collections.abc import Iterable
 
 from octetrl.environments.sandbox.linux import takes_filters
 
@@ -48,6 +53,7 @@ ALWAYS: dict[str, tuple[int | None, int | None]] = {
     "pivot_root": (155, 41),
     "chroot": (161, 51),
     "move_mount": (429, 429),
+    "open_tree_attr": (467, 467),
     "open_tree": (428, 428),
     "fsopen": (430, 430),
     "fsconfig": (431, 431),
@@ -129,11 +135,22 @@ SIGNALS: dict[str, tuple[int | None, int | None]] = {
     "rt_tgsigqueueinfo": (297, 240),
     "pidfd_send_signal": (424, 424),
 }
-_CLONE, _CLONE3, _TGKILL, _PRLIMIT = (56, 220), (435, 435), (234, 131), (302, 261)
+BY_ARGUMENT: dict[str, tuple[int, int]] = {
+    "clone": (56, 220),
+    "fcntl": (72, 25),
+    "ioctl": (16, 29),
+    "prctl": (157, 167),
+    "prlimit64": (302, 261),
+    "tgkill": (234, 131),
+}
+CLONE3 = (435, 435)  # its flags are in memory, where no filter looks: answered "no such call", and libc takes clone
 _NEW_NAMESPACE_FLAGS = 0x7E020000
+_OWNER_OF_SIGNALS = {"F_SETOWN": 8, "F_SETSIG": 10, "F_SETOWN_EX": 15}
+_OWNER_AND_TERMINAL_INPUT = {"FIOSETOWN": 0x8901, "SIOCSPGRP": 0x8902, "TIOCSTI": 0x5412, "TIOCLINUX": 0x541C}
+_SET_DUMPABLE = 4
 
 _LOAD, _JUMP_EQUAL, _JUMP_GREATER_EQUAL, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER_AT, _ARCHITECTURE_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
+_NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16  # in struct seccomp_data; both machines are little-endian
 _ALLOW, _END_PROCESS, _ANSWER_ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _EPERM, _ENOSYS = 1, 38
 _X32 = 0x40000000
@@ -163,25 +180,41 @@ def filter_program(*, same_user: bool, signals_open: bool, pid: int) -> bytes:
         number = numbers[column]
         if number is not None:
             lines += [_line(_JUMP_EQUAL, number, 0, 1), _line(_RETURN, _ANSWER_ERRNO | _EPERM)]
-    lines += [_line(_JUMP_EQUAL, _CLONE3[column], 0, 1), _line(_RETURN, _ANSWER_ERRNO | _ENOSYS)]  # libc takes clone
-    lines += _when_first_argument(_CLONE[column], _line(_JUMP_ANY_BIT, _NEW_NAMESPACE_FLAGS, 0, 1))
+    lines += [_line(_JUMP_EQUAL, CLONE3[column], 0, 1), _line(_RETURN, _ANSWER_ERRNO | _ENOSYS)]
+    lines += _refuse(BY_ARGUMENT["clone"][column], 0, [_NEW_NAMESPACE_FLAGS], _JUMP_ANY_BIT)
+    lines += _refuse(BY_ARGUMENT["fcntl"][column], 1, _OWNER_OF_SIGNALS.values())
+    lines += _refuse(BY_ARGUMENT["ioctl"][column], 1, _OWNER_AND_TERMINAL_INPUT.values())
     if same_user:
-        lines += _when_first_argument(_PRLIMIT[column], _line(_JUMP_EQUAL, 0, 1, 0))
+        lines += _refuse(BY_ARGUMENT["prctl"][column], 0, [_SET_DUMPABLE])
+        lines += _allow_only(BY_ARGUMENT["prlimit64"][column], 0, 0)
     if signals_open:
-        lines += _when_first_argument(SIGNALS["kill"][column], _line(_JUMP_EQUAL, 0, 1, 0))
-        lines += _when_first_argument(_TGKILL[column], _line(_JUMP_EQUAL, pid, 1, 0))
+        kill = SIGNALS["kill"][column]
+        assert kill is not None
+        lines += _allow_only(kill, 0, 0)
+        lines += _allow_only(BY_ARGUMENT["tgkill"][column], 0, pid)
     return b"".join([*lines, _line(_RETURN, _ALLOW)])
 
 
-def _when_first_argument(number: int | None, refuses: bytes) -> list[bytes]:
-    """Call `number` is refused when `refuses`, a jump, falls through to the next line, and allowed otherwise."""
-    assert number is not None
+def _refuse(number: int, argument: int, values: Iterable[int], jump: int = _JUMP_EQUAL) -> list[bytes]:
+    """Refuse call `number` where its argument (0 is the first) matches one of `values`, and allow it otherwise."""
+    return _by_argument(number, argument, list(values), jump, matching=_ANSWER_ERRNO | _EPERM, otherwise=_ALLOW)
+
+
+def _allow_only(number: int, argument: int, value: int) -> list[bytes]:
+    """Allow call `number` where its argument is `value`, and refuse it otherwise."""
+    return _by_argument(number, argument, [value], _JUMP_EQUAL, matching=_ALLOW, otherwise=_ANSWER_ERRNO | _EPERM)
+
+
+def _by_argument(
+    number: int, argument: int, values: list[int], jump: int, *, matching: int, otherwise: int
+) -> list[bytes]:
+    count = len(values)
     return [
-        _line(_JUMP_EQUAL, number, 0, 4),
-        _line(_LOAD, _FIRST_ARGUMENT_AT),
-        refuses,
-        _line(_RETURN, _ANSWER_ERRNO | _EPERM),
-        _line(_RETURN, _ALLOW),
+        _line(_JUMP_EQUAL, number, 0, count + 3),
+        _line(_LOAD, _ARGUMENTS_AT + 8 * argument),
+        *(_line(jump, value, count - index, 0) for index, value in enumerate(values)),
+        _line(_RETURN, otherwise),
+        _line(_RETURN, matching),
     ]
 
 

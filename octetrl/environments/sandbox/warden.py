@@ -19,12 +19,12 @@ import select
 import sys
 import time
 
-from octetrl.environments.sandbox import watch
+from octetrl.environments.sandbox import disk, watch
 from octetrl.environments.sandbox.linux import adopt_orphans, hide_from_other_processes
-from octetrl.environments.sandbox.restraints import private_user, process_limit, restrain
+from octetrl.environments.sandbox.restraints import OutOfMemoryOrder, private_user, process_limit, restrain
 
 _TICK_SECONDS = 0.02
-_FOLDER_SECONDS = 0.1
+_DISK_SHARE = 0.2  # of the time, at most, for looking at what files use
 _READ_BYTES = 1 << 16
 
 
@@ -45,6 +45,7 @@ def main(channel: int) -> None:
 def _serve(channel: int, request: dict) -> dict:
     """One sandbox, from an empty folder to a report."""
     user = private_user(request["number"])
+    order = OutOfMemoryOrder()  # while /proc still shows this process its own files
     adopt_orphans()
     hide_from_other_processes()
     limits = request["limits"]
@@ -57,24 +58,27 @@ def _serve(channel: int, request: dict) -> dict:
             file.write(request["source"])
         os.mkdir(work, 0o700)
         os.chown(work, user, user if os.geteuid() == 0 else -1)
-        return Watch(channel, request, user, work, program).run()
+        return Watch(channel, request, user, work, program, order).run()
     finally:
-        if request["level"] != "bubblewrap":  # there the folder is in memory that ends with this process
-            watch.empty_and_remove(request["folder"])
+        # in bubblewrap the folder is in memory that ends with this process; what still lives could lead us astray
+        if request["level"] != "bubblewrap" and not watch.processes():
+            disk.empty_and_remove(request["folder"])
 
 
 class Watch:
     """One program from its start to its end, and what it used."""
 
-    def __init__(self, channel: int, request: dict, user: int, work: str, program: str) -> None:
-        self._channel, self._request, self._user = channel, request, user
+    def __init__(
+        self, channel: int, request: dict, user: int, work: str, program: str, order: OutOfMemoryOrder
+    ) -> None:
+        self._channel, self._request, self._user, self._order = channel, request, user, order
         self._work, self._program = work, program
         self._limits = request["limits"]
         self._taken: dict[int, bytearray] = {}
         self._stopped: str | None = None
         self._cpu = 0.0
         self._memory = 0
-        self._measure_due = self._folder_due = 0.0
+        self._measure_due = self._disk_due = 0.0
 
     def run(self) -> dict:
         started = time.monotonic()
@@ -115,6 +119,7 @@ class Watch:
         theirs = [stdin_read, stdout_write, stderr_write]
         if self._request["link"] is not None:
             theirs.append(self._request["link"])
+        self._order.first_to_go()
         pid = os.fork()
         if pid == 0:
             failure_write = fcntl.fcntl(failure_write, fcntl.F_DUPFD_CLOEXEC, 64)  # out of the way of 0 to 3
@@ -133,6 +138,7 @@ class Watch:
                 os.write(failure_write, str(error).encode()[:1000])
             finally:
                 os._exit(127)
+        self._order.as_before()
         for descriptor in (*theirs, failure_write):
             os.close(descriptor)
         for descriptor in (stdin_write, stdout_read, stderr_read):
@@ -172,7 +178,7 @@ class Watch:
                 self._stopped = "wall_timeout"
             elif has_ended in ready:
                 break
-            else:
+            elif started:
                 self._measure()
         return ""
 
@@ -202,14 +208,18 @@ class Watch:
             self._stopped = "memory_limit"
         elif self._cpu > self._limits["cpu_seconds"]:
             self._stopped = "cpu_limit"
-        elif time.monotonic() >= self._folder_due:
-            self._folder_due = time.monotonic() + _FOLDER_SECONDS
-            size, files = watch.folder_use(self._work, self._limits["files"])
+        elif time.monotonic() >= self._disk_due:
+            began = time.monotonic()
+            size, files = disk.folder_use(self._work, self._limits["files"])
+            if self._request["level"] != "bubblewrap":  # there the deleted have no more room than the others
+                more, of_deleted = disk.deleted_use(pids, self._work, self._limits["files"])
+                size, files = size + more, files + of_deleted
+            self._disk_due = time.monotonic() + (time.monotonic() - began) / _DISK_SHARE
             if size > self._limits["disk_bytes"] or files > self._limits["files"]:
                 self._stopped = "disk_limit"
 
     def _disk_is_full(self) -> bool:
-        size, files = watch.folder_use(self._work, self._limits["files"])
+        size, files = disk.folder_use(self._work, self._limits["files"])
         return size >= self._limits["disk_bytes"] or files > self._limits["files"]
 
 

@@ -1,7 +1,8 @@
 """What a sandbox's processes use together, and their end.
 
-The kernel's limits are of one process; memory, time and files of all of them are summed here, every few hundredths of
-a second, from /proc. They are the descendants of this process, which adopts orphans.
+The kernel's limits are of one process; memory and time of all of them are summed here, every few hundredths of a
+second, from /proc. They are the descendants of this process, which adopts orphans. What /proc says is read as bytes: a
+process may call itself by any.
 """
 
 from __future__ import annotations
@@ -29,37 +30,24 @@ def cpu_seconds(pids: list[int]) -> float:
     """Of the living and, through those that waited for them, of the dead."""
     ticks = 0
     for pid in pids:
-        words = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+        words = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
         ticks += sum(map(int, words[11:15])) if words else 0
     used = os.times()
     return ticks / _TICKS + used.children_user + used.children_system
 
 
 def memory_bytes(pids: list[int], enough: int) -> int:
-    """Of all processes, shared pages counted once. The cheap sum, which counts them often, serves below `enough`."""
+    """Of all processes, shared pages counted once. The cheap sum, which counts them often, serves below `enough`; the
+    dear one ends once it is past that, since a look at each page of each process would give a burst time to grow."""
     resident = sum(_resident(pid) for pid in pids)
-    return resident if resident <= enough else sum(_proportional(pid) for pid in pids)
-
-
-def folder_use(folder: str, max_files: int) -> tuple[int, int]:
-    """Bytes and number of files below `folder`; counting stops past `max_files`."""
-    count = size = 0
-    frontier = [folder]
-    while frontier and count <= max_files:
-        try:
-            with os.scandir(frontier.pop()) as entries:
-                for entry in entries:
-                    count += 1
-                    if count > max_files:
-                        break
-                    size += entry.stat(follow_symlinks=False).st_blocks * 512
-                    if entry.is_dir(follow_symlinks=False):
-                        frontier.append(entry.path)
-        except (FileNotFoundError, PermissionError):
-            continue
-        except OSError:  # a path longer than the kernel takes: nothing was that deep by accident
-            return size, max_files + 1
-    return size, count
+    if resident <= enough:
+        return resident
+    total = 0
+    for pid in pids:
+        total += _proportional(pid)
+        if total > enough:
+            break
+    return total
 
 
 def end_all(leader: int) -> bool:
@@ -81,34 +69,6 @@ def end_all(leader: int) -> bool:
     return False
 
 
-def empty_and_remove(folder: str) -> None:
-    """Remove `folder` whatever is in it: modes that forbid it, trees too deep for a path or for recursion.
-
-    Folders inside folders are moved up beside them until there is one level only.
-    """
-    serial = 0
-    frontier = [folder]
-    while frontier:
-        place = frontier.pop()
-        os.chmod(place, 0o700)
-        with os.scandir(place) as entries:
-            listed = list(entries)
-        for entry in listed:
-            if not entry.is_dir(follow_symlinks=False):
-                os.unlink(entry.path)
-            elif place == folder:
-                frontier.append(entry.path)
-            else:
-                os.chmod(entry.path, 0o700)
-                serial += 1
-                moved = os.path.join(folder, f"moved-{serial}-{os.getpid()}")
-                os.rename(entry.path, moved)
-                frontier.append(moved)
-        if place != folder:
-            os.rmdir(place)
-    os.rmdir(folder)
-
-
 def _children(pid: int) -> list[int]:
     try:
         threads = os.listdir(f"/proc/{pid}/task")
@@ -124,17 +84,17 @@ def _resident(pid: int) -> int:
 
 def _proportional(pid: int) -> int:
     for line in _read(f"/proc/{pid}/smaps_rollup").splitlines():
-        if line.startswith("Pss:"):
+        if line.startswith(b"Pss:"):
             return int(line.split()[1]) * 1024
     return _resident(pid)
 
 
-def _read(path: str) -> str:
+def _read(path: str) -> bytes:
     try:
-        with open(path) as file:
+        with open(path, "rb") as file:
             return file.read()
     except OSError:  # it has ended meanwhile
-        return ""
+        return b""
 
 
 def _kill(pid: int) -> None:

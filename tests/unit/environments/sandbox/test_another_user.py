@@ -12,7 +12,7 @@ import pytest
 from tests.house.tree import REPO
 from tests.unit.environments.sandbox.traces import NO_REACH, NOT_READABLE
 
-TESTS = ["test_escapes.py", "test_limits.py", "test_sandbox.py", "../code"]
+TESTS = ["test_attacks.py", "test_escapes.py", "test_limits.py", "test_sandbox.py", "../code"]
 
 
 @pytest.mark.slow

@@ -1,0 +1,166 @@
+"""The system-call filter, run by a BPF interpreter of 20 lines: both machines, every rule, whatever the high words."""
+
+from __future__ import annotations
+
+import errno
+import platform
+import random
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+from octetrl.environments.sandbox import system_calls
+from octetrl.environments.sandbox.system_calls import (
+    ALWAYS,
+    BY_ARGUMENT,
+    CLONE3,
+    OTHERS_OF_THE_USER,
+    SIGNALS,
+    filter_program,
+)
+
+ALLOWED, ENDED, PID = 0x7FFF0000, 0x80000000, 4711
+REFUSED, UNKNOWN = 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+HEADERS = {  # of the kernel, where the machine has them
+    "x86_64": ["/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm/unistd_64.h"],
+    "aarch64": ["/usr/include/asm-generic/unistd.h"],
+}
+FIRST, SECOND = 0, 1
+REFUSED_BY_ARGUMENT = [
+    ("fcntl", SECOND, 8, "F_SETOWN"),
+    ("fcntl", SECOND, 10, "F_SETSIG"),
+    ("fcntl", SECOND, 15, "F_SETOWN_EX"),
+    ("ioctl", SECOND, 0x8901, "FIOSETOWN"),
+    ("ioctl", SECOND, 0x8902, "SIOCSPGRP"),
+    ("ioctl", SECOND, 0x5412, "TIOCSTI"),
+    ("ioctl", SECOND, 0x541C, "TIOCLINUX"),
+    ("clone", FIRST, 0x10000011, "CLONE_NEWUSER"),
+    ("clone", FIRST, 0x00020011, "CLONE_NEWNS"),
+    ("clone", FIRST, 0x40000000, "CLONE_NEWNET"),
+    ("prctl", FIRST, 4, "PR_SET_DUMPABLE"),
+    ("prlimit64", FIRST, 1, "another process"),
+    ("tgkill", FIRST, PID + 1, "another process"),
+    ("kill", FIRST, PID, "a process and not the group"),
+    ("kill", FIRST, 2**32 - 1, "every process"),
+]
+ALLOWED_BY_ARGUMENT = [
+    *(("fcntl", SECOND, command, "F_DUPFD to F_SETLKW, F_GETOWN") for command in (0, 1, 2, 3, 4, 5, 6, 7, 9, 1030)),
+    *(("ioctl", SECOND, command, "TCGETS, FIONBIO, FIOCLEX, FIONREAD") for command in (0x5401, 0x5421, 0x5451, 0x541B)),
+    ("clone", FIRST, 0x003D0F00, "a thread"),
+    ("clone", FIRST, 0x01200011, "fork"),
+    ("prctl", FIRST, 15, "PR_SET_NAME"),
+    ("prlimit64", FIRST, 0, "itself"),
+    ("tgkill", FIRST, PID, "its own threads"),
+    ("kill", FIRST, 0, "its group"),
+]
+
+
+def verdict(program: bytes, architecture: int, number: int, arguments: tuple[int, ...] = ()) -> int:
+    """What the filter answers to a call, by the definition of classic BPF (the kernel's networking/filter)."""
+    padded = (*arguments, 0, 0, 0, 0, 0, 0)[:6]
+    data = struct.pack("<IIQ6Q", number, architecture, 0, *padded)
+    lines = list(struct.iter_unpack("=HBBI", program))
+    at = loaded = 0
+    while True:
+        code, if_true, if_false, value = lines[at]
+        at += 1
+        if code == 0x20:
+            assert value % 4 == 0 and value < 64, "the kernel refuses other offsets"
+            (loaded,) = struct.unpack_from("<I", data, value)
+        elif code == 0x06:
+            return int(value)
+        else:
+            is_true = {0x15: loaded == value, 0x35: loaded >= value, 0x45: bool(loaded & value)}[code]
+            at += if_true if is_true else if_false
+
+
+@pytest.fixture(params=MACHINES)
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(platform, "machine", lambda: request.param)
+    return str(request.param)
+
+
+def strictest() -> bytes:
+    return filter_program(same_user=True, signals_open=True, pid=PID)
+
+
+def test_calls_that_are_refused_whatever_their_arguments(machine: str) -> None:
+    column, architecture = MACHINES[machine]
+    program, mildest = strictest(), filter_program(same_user=False, signals_open=False, pid=PID)
+    for name, numbers in (ALWAYS | OTHERS_OF_THE_USER | SIGNALS).items():
+        number = numbers[column]
+        if number is not None and name != "kill":
+            assert verdict(program, architecture, number) == REFUSED, name
+            assert verdict(mildest, architecture, number) == (REFUSED if name in ALWAYS else ALLOWED), name
+    assert verdict(program, architecture, CLONE3[column]) == UNKNOWN
+    for number in (0, 1, 9, 202, 257) if machine == "x86_64" else (63, 64, 222, 98, 56):  # read, write, mmap, ...
+        assert verdict(program, architecture, number) == ALLOWED
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "value", "expected"),
+    [(name, argument, value, REFUSED) for name, argument, value, _ in REFUSED_BY_ARGUMENT]
+    + [(name, argument, value, ALLOWED) for name, argument, value, _ in ALLOWED_BY_ARGUMENT],
+)
+def test_calls_judged_by_one_argument(machine: str, name: str, argument: int, value: int, expected: int) -> None:
+    """The kernel cuts these arguments to 32 bits, so what the high word holds must not change the answer."""
+    column, architecture = MACHINES[machine]
+    number = (BY_ARGUMENT | SIGNALS)[name][column]
+    assert number is not None
+    for high in (0, 1, 2**31, 2**32 - 1, random.getrandbits(32)):
+        arguments = [random.getrandbits(64) for _ in range(6)]
+        arguments[argument] = high << 32 | value
+        assert verdict(strictest(), architecture, number, tuple(arguments)) == expected, hex(high)
+
+
+def test_signals_by_descriptor_are_refused_at_every_level(machine: str) -> None:
+    column, architecture = MACHINES[machine]
+    mildest = filter_program(same_user=False, signals_open=False, pid=PID)
+    for name, _, value, what in REFUSED_BY_ARGUMENT:
+        if name in ("fcntl", "ioctl", "clone"):
+            number = BY_ARGUMENT[name][column]
+            arguments = (value,) if name == "clone" else (3, value)
+            assert verdict(mildest, architecture, number, arguments) == REFUSED, what
+
+
+def test_other_abis_of_the_machine_end_the_process(machine: str) -> None:
+    others = {"i386": 0x40000003, "arm": 0x40000028, **{name: value for name, (_, value) in MACHINES.items()}}
+    own = others.pop(machine)
+    for architecture in others.values():
+        for number in (0, 20, 41, 425):
+            assert verdict(strictest(), architecture, number) == ENDED
+    if machine == "x86_64":
+        for number in (0x40000000, 0x40000029, 0x40000048, 0xFFFFFFFF):  # x32: the same calls under other numbers
+            assert verdict(strictest(), own, number) == ENDED
+
+
+def test_each_call_has_one_rule(machine: str) -> None:
+    """A second rule of the same call would never be reached."""
+    column, _ = MACHINES[machine]
+    tables = (ALWAYS, OTHERS_OF_THE_USER, SIGNALS, BY_ARGUMENT)
+    numbers = [table[name][column] for table in tables for name in table]
+    known = [number for number in numbers if number is not None]
+    assert len(known) == len(set(known))
+    assert len(strictest()) // 8 < 4096  # the kernel's limit
+
+
+def test_numbers_are_the_kernels(machine: str) -> None:
+    """Against the C library's copy of the kernel's table; calls newer than the copy are left out."""
+    header = next((Path(path) for path in HEADERS[machine] if Path(path).exists()), None)
+    if header is None:
+        pytest.skip("no headers of the kernel on this machine")
+    words = re.findall(r"^#define __NR3?2?_?(\w+)\s+(\d+)", header.read_text(), re.MULTILINE)
+    numbers = {name: int(number) for name, number in words}
+    column, _ = MACHINES[machine]
+    tables = {**ALWAYS, **OTHERS_OF_THE_USER, **SIGNALS, **BY_ARGUMENT}
+    compared = {name: (numbers[name], row[column]) for name, row in tables.items() if name in numbers}
+    assert {name: pair for name, pair in compared.items() if pair[0] != pair[1] and pair[1] is not None} == {}
+    assert len(compared) > 80
+
+
+def test_a_machine_of_another_kind_has_no_filter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    assert not system_calls.can_filter()
