@@ -18,21 +18,23 @@ from octetrl.run.evaluate import evaluate
 from octetrl.run.interrupt import StopRequest
 from octetrl.run.journal import Journal
 from octetrl.run.output_folder import OutputFolder
-from octetrl.run.resume import Checkpoints, Cursor, open_checkpoints
+from octetrl.run.resume import Checkpoints, Cursor
+from octetrl.run.run_identity import CHECKPOINTS
 from octetrl.run.step import supervised_step, train_step
 from octetrl.telemetry.fp8_health import kv_saturation_warning
 from octetrl.telemetry.metrics import StepMetrics
 from octetrl.telemetry.mismatch import MismatchGate
 from octetrl.telemetry.rollouts import RolloutFiles
-from octetrl.telemetry.sinks import Sinks, open_sinks
+from octetrl.telemetry.sinks import METRICS_FILE, Sinks, open_sinks, steps_until
 from octetrl.workers.kernel_paths import FallbackWatch
 
 
 def train(recipe: Recipe, resume: bool = False) -> None:
     """Run a recipe to its last step. Raises UserError for bad input; MismatchError and others when the run fails."""
     with OutputFolder(recipe, resume=resume) as folder:
-        checkpoints = open_checkpoints(folder.path, recipe.checkpoint)
+        checkpoints = Checkpoints(folder.path / CHECKPOINTS, recipe.checkpoint, folder.run_id)
         start = checkpoints.latest_step() if resume else 0
+        steps_until(folder.path / METRICS_FILE, start)  # refused before anything is cut off
         run = build_run(recipe)
         try:
             if start:

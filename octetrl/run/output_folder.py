@@ -1,16 +1,22 @@
-"""The run folder: who may write in it.
+"""The run folder: who may write in it, and what of it a refused run takes away again.
 
-    config.yaml  metrics.jsonl  rollouts/  checkpoints/  events.out.tfevents.*  lock
+    config.yaml  run.json  metrics.jsonl  rollouts/  checkpoints/  events.out.tfevents.*  lock
 
 A lock held by the operating system (it ends with the process, however that ends) keeps two live runs apart; the
-resolved recipe in `config.yaml` keeps two different runs apart.
+resolved recipe in `config.yaml` and the run's id (`run_identity.py`) keep two different runs apart. A new run begins
+only where no run has left anything.
+
+A refused run removes the files and the empty folders that it made itself, and nothing else: beside it, in a folder that
+it made on the way, another run may have begun. The lock goes last. Another process may open the lock file before it is
+removed and lock it after, so whoever locks looks whether the file is still there, and else begins again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,44 +26,65 @@ from typing import IO
 from octetrl.config.errors import UserError
 from octetrl.config.load import dump_recipe, load_recipe
 from octetrl.config.schema import Recipe
+from octetrl.run.run_identity import (
+    CHECKPOINTS,
+    RUN_FILE,
+    new_run_id,
+    read_run_id,
+    records_in,
+    refuse_foreign_checkpoints,
+    write_run_id,
+)
+from octetrl.telemetry.sinks import METRICS_FILE, last_step
+from octetrl.trainer import checkpoint
 
 MAY_CHANGE = ("steps", "output_dir", "logging", "cluster", "evaluation", "checkpoint", "mismatch")
+RECIPE_FILE = "config.yaml"
 
 
 class OutputFolder:
     """Opened before anything is built, so that two runs cannot both begin; `keep` once everything is built.
 
-    A context manager. If it ends before `keep` (the run was refused), what it made is removed again.
+    A context manager. If it ends before `keep` (the run was refused), what it made is removed again. `run_id` is the
+    folder's: a new one, or of the run that is resumed (None if that is older than ids).
     """
 
     def __init__(self, recipe: Recipe, *, resume: bool) -> None:
         self.path = Path(recipe.output_dir)
         self._recipe = recipe
-        self._kept = self.path.exists()
-        if not resume and (self.path / "config.yaml").exists():
-            raise UserError(
-                f"output_dir: '{self.path}' already holds a run; continue it with --resume,"
-                f" or give another folder: output_dir=..."
-            )
-        if resume and not (self.path / "config.yaml").exists():
-            raise UserError(f"--resume: '{self.path}' holds no run; leave --resume out to start one there")
-        self._check_same_recipe()
-        missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
-        self._first_made = missing[-1] if missing else None
-        with self._writing():
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = self._take_lock()
+        self._is_kept = False
+        self._made: list[Path] = []  # folders, the outermost first
+        self._made_lock = False
+        self._lock: IO[str] | None = None
+        try:
+            with self._writing():
+                self._lock = self._take_lock()
+            self.run_id = self._resumed_run() if resume else self._new_run()
+        except BaseException:
+            self._clean_up()
+            raise
 
     def keep(self) -> None:
-        """The run begins: its resolved recipe is written, aside and renamed, so that a kill leaves a whole one."""
-        aside = self.path / "config.yaml.partial"
+        """The run begins: its id and its resolved recipe are written, each aside and renamed, so that a kill leaves
+        whole files. `checkpoints/` is made, so that it is missing only if somebody removed it."""
+        aside = self.path / f"{RECIPE_FILE}.partial"
         with self._writing():
-            with aside.open("w", encoding="utf-8") as file:
-                file.write(dump_recipe(self._recipe))
-                file.flush()
-                os.fsync(file.fileno())
-            aside.replace(self.path / "config.yaml")
-        self._kept = True
+            try:
+                if self.run_id is not None:
+                    write_run_id(self.path, self.run_id)
+                with aside.open("w", encoding="utf-8") as file:
+                    file.write(dump_recipe(self._recipe))
+                    file.flush()
+                    os.fsync(file.fileno())
+                (self.path / CHECKPOINTS).mkdir(exist_ok=True)
+                aside.replace(self.path / RECIPE_FILE)
+            except OSError:
+                aside.unlink(missing_ok=True)
+                if not (self.path / RECIPE_FILE).exists():
+                    _remove_if_empty(self.path / CHECKPOINTS)
+                    (self.path / RUN_FILE).unlink(missing_ok=True)
+                raise
+        self._is_kept = True
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -68,36 +95,129 @@ class OutputFolder:
                 f"output_dir: cannot write in '{self.path}' ({error.strerror}); choose another folder"
             ) from error
 
+    # ------------------------------------------------------------ the lock
+
     def _take_lock(self) -> IO[str]:
-        lock = open(self.path / "lock", "a+")  # noqa: SIM115 - held for the life of the run
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            owner = lock.read().strip() or "unknown"
-            raise UserError(
-                f"output_dir: '{self.path}' is in use by a live run (process {owner});"
-                f" wait for it or choose another folder"
-            ) from None
+        while True:
+            self._make_folders()
+            try:
+                lock = self._open_lock()
+            except FileNotFoundError:
+                continue  # a refused run took the folder away in between
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock.seek(0)
+                owner = lock.read().strip() or "unknown"
+                lock.close()
+                self._made_lock = False  # made here perhaps, but locked by another
+                raise UserError(
+                    f"output_dir: '{self.path}' is in use by a live run (process {owner});"
+                    f" wait for it or choose another folder"
+                ) from None
+            if self._is_in_place(lock):
+                break
+            lock.close()
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
         return lock
 
-    def _check_same_recipe(self) -> None:
+    def _make_folders(self) -> None:
+        """`mkdir -p` that remembers what it made."""
+        missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        for folder in reversed(missing):
+            try:
+                folder.mkdir()
+            except (FileExistsError, FileNotFoundError):
+                if folder.exists() and not folder.is_dir():
+                    raise
+                continue  # another run was quicker, to make it or to take its parent away
+            if folder not in self._made:
+                self._made.append(folder)
+
+    def _open_lock(self) -> IO[str]:
+        path = self.path / "lock"
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            self._made_lock = True
+        except FileExistsError:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            self._made_lock = False
+        return os.fdopen(descriptor, "r+")
+
+    def _is_in_place(self, lock: IO[str]) -> bool:
+        """Whether the locked file is still the one in the folder."""
+        try:
+            return os.path.samestat(os.fstat(lock.fileno()), os.stat(self.path / "lock"))
+        except FileNotFoundError:
+            return False
+
+    # ------------------------------------------------------------ what is in the folder
+
+    def _new_run(self) -> str:
+        if (self.path / RECIPE_FILE).exists():
+            raise UserError(
+                f"output_dir: '{self.path}' already holds a run; continue it with --resume,"
+                f" or give another folder: output_dir=..."
+            )
+        found = records_in(self.path)
+        if found:
+            raise UserError(
+                f"output_dir: '{self.path}' holds {', '.join(found)} of another run, but no {RECIPE_FILE}; give another"
+                f" folder (output_dir=...), or put its {RECIPE_FILE} back and continue it with --resume"
+            )
+        return new_run_id()
+
+    def _resumed_run(self) -> str | None:
+        if not (self.path / RECIPE_FILE).exists():
+            found = records_in(self.path)
+            remedy = "leave --resume out to start one there"
+            if found:
+                remedy = f"put back the {RECIPE_FILE} of its {', '.join(found)}, or give another output_dir"
+            raise UserError(f"--resume: '{self.path}' holds no run (no {RECIPE_FILE}); {remedy}")
+        before = load_recipe(str(self.path / RECIPE_FILE))
+        self._check_same_recipe(before)
+        run_id = read_run_id(self.path)
+        refuse_foreign_checkpoints(self.path, run_id)
+        self._check_checkpoints_are_there(before)
+        return run_id
+
+    def _check_same_recipe(self, saved: Recipe) -> None:
         """Resuming may prolong a run or log it otherwise; it may not change what is computed."""
-        saved = self.path / "config.yaml"
-        if not saved.exists():
-            return
-        before, now = load_recipe(str(saved)).model_dump(), self._recipe.model_dump()
+        before, now = saved.model_dump(), self._recipe.model_dump()
         for recipe in (before, now):
             del recipe["environment"]["max_failure_share"]  # when to stop; it computes nothing
         changed = [key for key in now if key not in MAY_CHANGE and before[key] != now[key]]
         if changed:
             raise UserError(
                 f"--resume: '{self.path}' was started with another recipe (different: {', '.join(sorted(changed))});"
-                f" resume it with its own config.yaml, or start anew in another output_dir"
+                f" resume it with its own {RECIPE_FILE}, or start anew in another output_dir"
             )
+
+    def _check_checkpoints_are_there(self, saved: Recipe) -> None:
+        """A run that was cut off before its first checkpoint starts anew; one that has lost them must not."""
+        folder, every = self.path / CHECKPOINTS, saved.checkpoint.every
+        if checkpoint.latest(folder) is not None:
+            return
+        measured = last_step(self.path / METRICS_FILE)
+        had_one = every and measured > every  # a step's metrics are written before its checkpoint
+        if measured and (had_one or not folder.is_dir()):
+            raise UserError(
+                f"--resume: '{self.path}' has metrics up to step {measured} and no checkpoint to go on from; put"
+                f" {CHECKPOINTS}/ back, or start anew in another output_dir"
+            )
+
+    # ------------------------------------------------------------ the end
+
+    def _clean_up(self) -> None:
+        """What a refused run made goes again. The lock is held until all of it is gone."""
+        if self._made_lock:
+            (self.path / "lock").unlink(missing_ok=True)
+        for folder in reversed(self._made):
+            _remove_if_empty(folder)
+        if self._lock is not None:
+            self._lock.close()
 
     def __enter__(self) -> OutputFolder:
         return self
@@ -105,8 +225,16 @@ class OutputFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._lock.close()
-        if self._kept:
-            return
-        if self._first_made is not None:
-            shutil.rmtree(self._first_made)
+        if not self._is_kept:
+            self._clean_up()
+        elif self._lock is not None:
+            self._lock.close()
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        try:
+            folder.rmdir()
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise

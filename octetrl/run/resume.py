@@ -24,9 +24,9 @@ from octetrl.config.schema import CheckpointConfig
 from octetrl.models.peft_adapters import is_adapter, read_adapter_config
 from octetrl.run.build import Run
 from octetrl.run.device import random_state, restore_random_state
+from octetrl.run.run_identity import CHECKPOINTS, read_run_id
 from octetrl.trainer import checkpoint
 
-CHECKPOINTS = "checkpoints"
 OF_THE_RUN = (  # not the model's: what their names begin with
     "optimizer.safetensors",
     "reference.safetensors",
@@ -72,15 +72,14 @@ class Cursor:
 
 
 class Checkpoints:
-    """The checkpoints of one run folder."""
+    """The checkpoints of the run `run_id`, in its folder."""
 
-    def __init__(self, folder: Path, config: CheckpointConfig) -> None:
-        self.folder, self._config = folder, config
-        checkpoint.remove_leftovers(folder)
+    def __init__(self, folder: Path, config: CheckpointConfig, run_id: str | None) -> None:
+        self.folder, self._config, self._run_id = folder, config, run_id
 
     def latest_step(self) -> int:
         """Step of the last checkpoint; 0 when the run was cut off before its first, and then starts anew."""
-        path = checkpoint.latest(self.folder)
+        path = checkpoint.latest_of(self.folder, self._run_id)
         return 0 if path is None else int(path.name.removeprefix("step_"))
 
     def save(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
@@ -90,6 +89,7 @@ class Checkpoints:
             keep_last=self._config.keep_last,
             keep_best=self._config.keep_best,
             best_metric=self._config.best_metric,
+            run_id=self._run_id,
         )
 
     def save_interrupted(self, run: Run, before: Cursor) -> str:
@@ -111,7 +111,9 @@ class Checkpoints:
 
         payload = {**run.workers.state(), "cursor.json": cursor.as_json()}
         with run.spans("checkpoint"):
-            checkpoint.save(self.folder, cursor.step, payload, write_more=write_model, metrics=metrics)
+            checkpoint.save(
+                self.folder, cursor.step, payload, write_more=write_model, metrics=metrics, run_id=self._run_id
+            )
 
     def restore(self, run: Run, step: int) -> None:
         """Verify the checkpoint of `step` and put all of it back. Raises UserError for a damaged one."""
@@ -121,14 +123,10 @@ class Checkpoints:
         cursor.put_into(run)
 
 
-def open_checkpoints(run_folder: Path, config: CheckpointConfig) -> Checkpoints:
-    return Checkpoints(run_folder / CHECKPOINTS, config)
-
-
 def weights_folder(path: Path) -> Path:
-    """The Hugging Face folder meant by a run folder (its last checkpoint), a checkpoint or a model folder."""
+    """The Hugging Face folder meant by a run folder (its run's last checkpoint), a checkpoint or a model folder."""
     if (path / CHECKPOINTS).is_dir():
-        last = checkpoint.latest(path / CHECKPOINTS)
+        last = checkpoint.latest_of(path / CHECKPOINTS, read_run_id(path))
         if last is None:
             raise UserError(f"run '{path}' has no checkpoint yet; let it reach one, or give a model folder")
         path = last

@@ -3,7 +3,8 @@
 `metrics.jsonl` is the record of the run: one JSON object a step, `{"step": 3, "loss": ..., ...}`, names sorted, floats
 written so that they read back to the same bits, non-finite ones as null. A line is on the disk when `write` returns, so
 write a step's line before its checkpoint. On resume the lines past the checkpoint's step, and a last line torn by a
-kill, are cut off: those steps are run again, and the file ends equal to a never-killed run's, timing fields aside.
+kill, are cut off: those steps are run again, and the file ends equal to a never-killed run's, timing fields aside. What
+is kept must have every step from the first on.
 
 wandb is an extra and is imported here alone.
 """
@@ -22,6 +23,8 @@ from octetrl.config.schema import LoggingConfig
 from octetrl.config.text import escaped
 from octetrl.telemetry.rollouts import no_space
 
+METRICS_FILE = "metrics.jsonl"
+
 
 class Sink(Protocol):
     """Takes the metrics of each step, steps ascending."""
@@ -36,10 +39,8 @@ class MetricsFile:
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
         self.path = path
-        if path.exists():
+        if path.exists() or resumed_step:
             _truncate_after(path, resumed_step)
-        elif resumed_step:
-            raise UserError(f"--resume: '{path}' is missing, though the run was at step {resumed_step}; put it back")
         self._file = path.open("ab")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -57,26 +58,59 @@ class MetricsFile:
         self._file.close()
 
 
-def _truncate_after(path: Path, resumed_step: int) -> None:
-    """Cut the file after the line of `resumed_step`. Raises UserError when lines up to there are broken or missing."""
-    kept_bytes, last_step = 0, 0
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
-        if last_step == resumed_step:
+def steps_until(path: Path, last: int) -> list[dict[str, Any]]:
+    """The lines of steps 1 to `last`, which must all be there. Raises UserError naming the line that is broken, the
+    steps that are missing, or where the file ends. It changes nothing; lines that follow are not looked at."""
+    if not path.exists() and last:
+        raise UserError(f"--resume: '{path}' is missing, though the run was at step {last}; put it back")
+    steps: list[dict[str, Any]] = []
+    for number, line in enumerate(path.read_bytes().splitlines() if last else [], start=1):
+        if len(steps) == last:
             break
-        try:
-            step = json.loads(line)["step"]
-        except (ValueError, TypeError, KeyError):
-            raise UserError(f"{path}, line {number}: not a step's JSON object; restore the file to resume") from None
-        if step > resumed_step:
-            break
-        kept_bytes, last_step = kept_bytes + len(line), step
-    if last_step != resumed_step:
+        step = _step_of(line)
+        if step is None:
+            raise UserError(
+                f"{path}, line {number}: not one step's JSON object; restore the file to resume, or put two steps that"
+                f" share a line on lines of their own"
+            )
+        if step != len(steps) + 1:
+            raise UserError(
+                f"{path}, line {number}: step {step} where step {len(steps) + 1} should follow; restore the lines that"
+                f" are missing to resume, or start anew in another output_dir"
+            )
+        steps.append(json.loads(line))
+    if len(steps) != last:
         raise UserError(
-            f"--resume: '{path}' ends at step {last_step}, the checkpoint is of step {resumed_step}; restore the file,"
+            f"--resume: '{path}' ends at step {len(steps)}, the checkpoint is of step {last}; restore the file,"
             f" or start anew in another output_dir"
         )
+    return steps
+
+
+def last_step(path: Path) -> int:
+    """The highest step of which the file has a whole line; 0 when there is none."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return max((_step_of(line) or 0 for line in lines), default=0)
+
+
+def _step_of(line: bytes) -> int | None:
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return None
+    return step if type(step) is int else None
+
+
+def _truncate_after(path: Path, resumed_step: int) -> None:
+    """Cut the file after the line of `resumed_step`, and end that line where an editor or a kill took its end."""
+    steps_until(path, resumed_step)
+    lines = path.read_bytes().splitlines(keepends=True)[:resumed_step]
     with path.open("r+b") as file:
-        file.truncate(kept_bytes)
+        file.truncate(sum(map(len, lines)))
+        if lines and not lines[-1].endswith(b"\n"):
+            file.seek(0, os.SEEK_END)
+            file.write(b"\n")
+        file.flush()
         os.fsync(file.fileno())
 
 
@@ -148,7 +182,7 @@ def open_sinks(folder: Path, config: LoggingConfig, recipe: Mapping[str, Any], r
     """The sinks that `logging` asks for, in the run's folder; `recipe` is the resolved recipe as a dict. A missing
     wandb is refused before anything is written."""
     wandb = Wandb(config.wandb_project, folder, recipe, resumed_step) if config.wandb_project else None
-    sinks: list[Sink] = [MetricsFile(folder / "metrics.jsonl", resumed_step)]
+    sinks: list[Sink] = [MetricsFile(folder / METRICS_FILE, resumed_step)]
     if config.tensorboard:
         sinks.append(TensorBoard(folder, resumed_step))
     return Sinks(*sinks, *([wandb] if wandb else []))

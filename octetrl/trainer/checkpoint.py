@@ -7,6 +7,7 @@ killed at any point leaves the checkpoints before it as they were, and a hidden 
 Deleting renames to a hidden name first, for the same reason. No pickle: safetensors for tensors, else JSON or bytes.
 
 Reading verifies every file first. What is missing, cut short or altered is named, and the checkpoint before it offered.
+The manifest also names the run that wrote it, if the run has an id: `prune` removes no other run's.
 Tensors beyond SHARD_BYTES go on in further files (`optimizer.safetensors.1`), so that only one shard is ever copied to
 the host.
 """
@@ -19,7 +20,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ MANIFEST = "manifest.json"
 SHARD_BYTES = 4 << 30
 STEP_NAME = re.compile(r"step_(\d{6,})")
 HIDDEN_SUFFIXES = (".partial", ".replaced", ".removed")
+UNKNOWN = "?"  # owner of a checkpoint whose manifest cannot be read
 
 Payload = Mapping[str, bytes | Mapping[str, Any]]  # *.safetensors: tensors; *.json: JSON; anything else: bytes
 
@@ -75,11 +77,12 @@ def save(
     *,
     write_more: Callable[[Path], None] | None = None,
     metrics: Mapping[str, float] | None = None,
+    run_id: str | None = None,
 ) -> Path:
     """Writes `folder/step_NNNNNN`, replacing one of that step, and returns it.
 
     `write_more(folder)` may add files of its own form (a Hugging Face model); they are synced and checksummed likewise.
-    `metrics` are kept for `prune`. A full disk is a UserError, and leaves nothing half-written.
+    `metrics` and `run_id` are kept for `prune`. A full disk is a UserError, and leaves nothing half-written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder)
@@ -93,7 +96,7 @@ def save(
             write_more(partial)
             for file in partial.iterdir():
                 _sync(file)
-        _write(partial, MANIFEST, _manifest(partial, step, metrics or {}))
+        _write(partial, MANIFEST, _manifest(partial, step, metrics or {}, run_id))
         _sync(partial)
         if final.exists():
             final.rename(_hidden(final, ".replaced"))
@@ -137,19 +140,36 @@ def latest(folder: Path) -> Path | None:
     return steps[max(steps)] if steps else None
 
 
-def prune(folder: Path, *, keep_last: int, keep_best: int = 0, best_metric: str = "") -> None:
-    """Removes all but the last `keep_last` and the `keep_best` of highest `best_metric` (of equals, the later)."""
+def latest_of(folder: Path, run_id: str | None) -> Path | None:
+    """`latest` of one run. One whose manifest cannot be read counts too: it is refused by its name, not passed over."""
+    own = {step: path for step, path in _steps(folder).items() if _owner(path) in (run_id, UNKNOWN)}
+    return own[max(own)] if own else None
+
+
+def owners(folder: Path) -> dict[str, str | None]:
+    """Run id by the checkpoint's name; None for one that is older than ids, UNKNOWN without a readable manifest."""
+    return {path.name: _owner(path) for path in _steps(folder).values()}
+
+
+def prune(
+    folder: Path,
+    *,
+    keep_last: int,
+    keep_best: int = 0,
+    best_metric: str = "",
+    run_id: str | None = None,
+    exempt: Collection[int] = (),
+) -> None:
+    """Of the checkpoints of run `run_id`, removes all but the last `keep_last`, the `keep_best` of highest
+    `best_metric` (of equals, the later) and those of the `exempt` steps."""
     steps = _steps(folder)
-    kept = set(sorted(steps)[-keep_last:])
-    scores: list[tuple[float, int]] = []
-    for step, path in steps.items() if keep_best else ():
-        manifest = _read_manifest(path)
-        if manifest is not None and best_metric in manifest["metrics"]:
-            scores.append((manifest["metrics"][best_metric], step))
+    manifests = {step: _read_manifest(path) for step, path in steps.items()}
+    own = {step: manifest for step, manifest in manifests.items() if manifest and manifest.get("run") == run_id}
+    kept = {*sorted(own)[-keep_last:], *exempt}
+    scores = [(one["metrics"][best_metric], step) for step, one in own.items() if best_metric in one["metrics"]]
     kept |= {step for _, step in sorted(scores, reverse=True)[:keep_best]}
-    for step, path in steps.items():
-        if step not in kept:
-            path.rename(_hidden(path, ".removed"))
+    for step in own.keys() - kept:
+        steps[step].rename(_hidden(steps[step], ".removed"))
     remove_leftovers(folder)
 
 
@@ -168,6 +188,11 @@ def _hidden(path: Path, suffix: str) -> Path:
 def _steps(folder: Path) -> dict[int, Path]:
     matches = [(STEP_NAME.fullmatch(path.name), path) for path in folder.glob("step_*")]
     return {int(match[1]): path for match, path in matches if match}
+
+
+def _owner(path: Path) -> str | None:
+    manifest = _read_manifest(path)
+    return UNKNOWN if manifest is None else manifest.get("run")
 
 
 def _write(folder: Path, name: str, content: bytes | Mapping[str, Any]) -> None:
@@ -198,9 +223,11 @@ def _shards(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     yield shard
 
 
-def _manifest(folder: Path, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
+def _manifest(folder: Path, step: int, metrics: Mapping[str, float], run_id: str | None) -> dict[str, Any]:
     files = {file.name: {"size": file.stat().st_size, "sha256": _sha256(file)} for file in sorted(folder.iterdir())}
-    body = {"step": step, "metrics": dict(metrics), "files": files}
+    body: dict[str, Any] = {"step": step, "metrics": dict(metrics), "files": files}
+    if run_id is not None:
+        body["run"] = run_id
     return body | {"sha256": _body_sha256(body)}
 
 

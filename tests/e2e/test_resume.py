@@ -82,15 +82,16 @@ def test_killed_at_random_moments(model: Path, whole: Path, tmp_path: Path) -> N
 
 
 WRITES = {
-    1: "config.yaml is written aside",
-    4: "the rollouts of step 1 have no name yet",
-    6: "its metrics are not on the disk",
-    9: "files of its checkpoint are missing",
-    20: "the manifest is missing",
-    22: "the checkpoint is whole and hidden",
-    23: "the checkpoint of step 1 stands; the folder is not synced",
-    25: "that of step 2 stands, and the rollouts of step 3 have no name yet",
-    24: "that of step 3 stands, and the oldest is about to go",
+    1: "run.json is written aside",
+    3: "run.json stands, config.yaml is written aside",
+    6: "the rollouts of step 1 have no name yet",
+    8: "its metrics are not on the disk",
+    11: "files of its checkpoint are missing",
+    22: "the manifest is missing",
+    24: "the checkpoint is whole and hidden",
+    25: "the checkpoint of step 1 stands; the folder is not synced",
+    27: "that of step 2 stands, and the rollouts of step 3 have no name yet",
+    26: "that of step 3 stands, and the oldest is about to go",
 }
 
 

@@ -15,7 +15,8 @@ from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
 from octetrl.models.hf_weights import load_weights, save_weights
 from octetrl.run.export import export_run
-from octetrl.run.resume import CHECKPOINTS, weights_folder
+from octetrl.run.resume import weights_folder
+from octetrl.run.run_identity import CHECKPOINTS, write_run_id
 from octetrl.trainer import checkpoint
 
 SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 40}
@@ -54,6 +55,18 @@ def same(weights: dict[str, torch.Tensor], expected: Decoder) -> bool:
 def test_a_run_exports_its_last_checkpoint(run: Path, tmp_path: Path) -> None:
     assert export_run(str(run), str(tmp_path / "out")) == tmp_path / "out"
     assert same(weights_of(tmp_path / "out"), model(seed=2))
+
+
+def test_a_run_exports_its_own_newest_not_an_older_runs(run: Path, tmp_path: Path) -> None:
+    """Checkpoints of steps 98 and 100 of another run lie in the folder."""
+    for step in (98, 100):
+        checkpoint.save(run / CHECKPOINTS, step, {}, write_more=lambda f: save_weights(model(seed=5), f), run_id="old")
+    with pytest.raises(UserError, match="checkpoints of 2 runs"):
+        export_run(str(run), str(tmp_path / "out"))
+    write_run_id(run, "new")
+    checkpoint.save(run / CHECKPOINTS, 3, {}, write_more=lambda f: save_weights(model(seed=3), f), run_id="new")
+    export_run(str(run), str(tmp_path / "out"))
+    assert same(weights_of(tmp_path / "out"), model(seed=3))
 
 
 def test_a_checkpoint_exports_itself(run: Path, tmp_path: Path) -> None:

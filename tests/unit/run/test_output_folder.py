@@ -1,8 +1,13 @@
-"""The run folder: one live run at a time, one recipe for life, and no trace of a run that was refused."""
+"""The run folder: one live run at a time, one recipe for life, no other run's files touched, and no trace of a run that
+was refused."""
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
+import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +17,8 @@ from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe, recipe_from_mapping
 from octetrl.config.schema import Recipe
 from octetrl.run.output_folder import OutputFolder
+from octetrl.run.run_identity import read_run_id
+from octetrl.trainer import checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +41,12 @@ def test_a_run_that_begins_leaves_its_recipe() -> None:
     begin(recipe())
     assert load_recipe("runs/one/config.yaml") == recipe()
     assert Path("runs/one/lock").read_text() == str(os.getpid())
-    assert sorted(path.name for path in Path("runs/one").iterdir()) == ["config.yaml", "lock"]
+    assert sorted(path.name for path in Path("runs/one").iterdir()) == [
+        "checkpoints",
+        "config.yaml",
+        "lock",
+        "run.json",
+    ]
 
 
 def test_a_run_that_was_refused_leaves_nothing(here: Path) -> None:
@@ -66,7 +78,7 @@ def test_a_second_run_needs_resume_or_another_folder() -> None:
 
 
 def test_resume_needs_a_run(here: Path) -> None:
-    with pytest.raises(UserError, match="holds no run; leave --resume out"):
+    with pytest.raises(UserError, match=r"holds no run \(no config.yaml\); leave --resume out"):
         OutputFolder(recipe(), resume=True)
     assert list(here.iterdir()) == []
 
@@ -113,3 +125,155 @@ def test_a_folder_that_cannot_be_written_is_one_line() -> None:
         OutputFolder(recipe(), resume=False)
     assert "\n" not in str(refusal.value)
     assert Path("runs").read_text() == "a file where a folder should be"
+
+
+# --- what a refused run takes away --------------------------------------------------------------------------
+
+
+def test_a_refused_run_leaves_what_others_made_meanwhile(here: Path) -> None:
+    """A made `sweep/` for itself; B began in it before A was refused."""
+    with OutputFolder(recipe(output_dir="sweep/b"), resume=False) as b:
+        b.keep()
+    shutil.rmtree("sweep")
+    with pytest.raises(UserError, match="late"), OutputFolder(recipe(output_dir="sweep/a"), resume=False):
+        with OutputFolder(recipe(output_dir="sweep/b"), resume=False) as b:
+            b.keep()
+        Path("sweep/a/thesis.txt").write_text("somebody else's")
+        raise UserError("late")
+    assert {path.name for path in Path("sweep/b").iterdir()} == {"checkpoints", "config.yaml", "lock", "run.json"}
+    assert [path.name for path in Path("sweep/a").iterdir()] == ["thesis.txt"]
+
+
+def test_a_refused_run_leaves_an_empty_folder_as_it_was() -> None:
+    Path("runs/one").mkdir(parents=True)
+    with pytest.raises(UserError), OutputFolder(recipe(), resume=False):
+        raise UserError("refused")
+    assert list(Path("runs/one").iterdir()) == []
+
+
+def _open_and_refuse(folder: str, until: float) -> None:
+    """A process that is refused again and again. Whenever it holds the folder, nobody else may."""
+    while time.monotonic() < until:
+        try:
+            with OutputFolder(recipe(output_dir=folder), resume=False):
+                Path("held").mkdir()  # FileExistsError: two processes held one folder
+                Path("held").rmdir()
+                raise UserError("refused late")
+        except UserError as error:
+            assert "refused late" in str(error) or "in use by a live run" in str(error), error
+
+
+def test_two_processes_race_for_a_folder_that_comes_and_goes(here: Path) -> None:
+    """The lock file and its folders are made and removed all the time; never do two processes hold them at once."""
+    until = time.monotonic() + 1.5
+    processes = [
+        multiprocessing.get_context("fork").Process(target=_open_and_refuse, args=("sweep/deep/one", until))
+        for _ in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0]
+    # Each takes away what it made itself; folders that one made while the other held the lock may stay, empty.
+    assert {path.name for path in here.rglob("*")} <= {"sweep", "deep", "one", "lock"}
+
+
+def _begin_and_stay(folder: str, is_there: list[str]) -> None:
+    with OutputFolder(recipe(output_dir=folder), resume=False) as opened:
+        opened.keep()
+        time.sleep(0.01)
+        for name in is_there:
+            assert (Path(folder) / name).exists(), f"{folder}/{name} was removed under a live run"
+
+
+def test_runs_beside_refused_ones_keep_their_folders() -> None:
+    until = time.monotonic() + 1.5
+    context = multiprocessing.get_context("fork")
+    refused = context.Process(target=_open_and_refuse, args=("sweep/a", until))
+    refused.start()
+    for number in range(8):
+        live = context.Process(target=_begin_and_stay, args=(f"sweep/b{number}", ["config.yaml", "run.json", "lock"]))
+        live.start()
+        live.join()
+        assert live.exitcode == 0
+        shutil.rmtree(f"sweep/b{number}")
+    refused.join()
+    assert refused.exitcode == 0
+
+
+# --- whose a folder is --------------------------------------------------------------------------------------
+
+
+def put_checkpoint(step: int, run_id: str | None, folder: str = "runs/one") -> None:
+    checkpoint.save(Path(folder) / "checkpoints", step, {"cursor.json": {"step": step}}, run_id=run_id)
+
+
+def put_metrics(last: int) -> None:
+    Path("runs/one/metrics.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, last + 1)))
+
+
+@pytest.mark.parametrize("left", ["metrics.jsonl", "checkpoints/step_000098/x", "rollouts/x", "events.out.tfevents.1"])
+@pytest.mark.parametrize("resume", [False, True])
+def test_what_another_run_left_is_refused_and_stays(left: str, resume: bool) -> None:
+    """`config.yaml` is missing: nothing is begun over the rest, with --resume or without."""
+    Path("runs/one", left).parent.mkdir(parents=True)
+    Path("runs/one", left).write_text("{}")
+    with pytest.raises(UserError) as refusal:
+        OutputFolder(recipe(), resume=resume)
+    assert "\n" not in str(refusal.value)
+    assert left.split("/")[0] in str(refusal.value) and "config.yaml" in str(refusal.value)
+    assert Path("runs/one", left).read_text() == "{}"
+    assert not Path("runs/one/lock").exists()
+
+
+def test_what_is_nobodys_run_may_be_there() -> None:
+    Path("runs/one/checkpoints").mkdir(parents=True)
+    Path("runs/one/console.log").write_text("the shell writes here")
+    begin(recipe())
+    assert Path("runs/one/console.log").exists()
+
+
+def test_checkpoints_of_another_run_are_named_and_not_resumed_from() -> None:
+    begin(recipe())
+    own = read_run_id(Path("runs/one"))
+    put_checkpoint(2, own)
+    put_checkpoint(98, "another")
+    put_checkpoint(100, None)
+    with pytest.raises(UserError, match=r"of another run \(step_000098, step_000100\); move them"):
+        OutputFolder(recipe(), resume=True)
+    for name in ("step_000098", "step_000100"):
+        shutil.rmtree(f"runs/one/checkpoints/{name}")
+    begin(recipe(), resume=True)
+    assert read_run_id(Path("runs/one")) == own
+
+
+@pytest.mark.parametrize("run_id", [None, "0a1b2c"])
+def test_a_folder_without_run_json_is_its_checkpoints(run_id: str | None) -> None:
+    """None: a run from before there were ids; it goes on without one."""
+    begin(recipe())
+    Path("runs/one/run.json").unlink()
+    put_checkpoint(3, run_id)
+    with OutputFolder(recipe(), resume=True) as folder:
+        assert folder.run_id == run_id
+        folder.keep()
+    assert Path("runs/one/run.json").exists() == (run_id is not None)
+    put_checkpoint(4, "another")
+    if run_id is None:
+        with pytest.raises(UserError, match="checkpoints of 2 runs"):
+            OutputFolder(recipe(), resume=True)
+
+
+def test_a_run_that_lost_its_checkpoints_does_not_start_over_its_metrics() -> None:
+    given = recipe(checkpoint={"every": 5})
+    begin(given)
+    put_metrics(5)
+    begin(given, resume=True)  # cut off before the first checkpoint was whole: it starts anew
+    put_metrics(6)
+    with pytest.raises(UserError, match=r"metrics up to step 6 and no checkpoint to go on from; put checkpoints/ back"):
+        OutputFolder(given, resume=True)
+    put_metrics(3)
+    Path("runs/one/checkpoints").rmdir()
+    with pytest.raises(UserError, match="metrics up to step 3 and no checkpoint"):
+        OutputFolder(given, resume=True)
+    assert Path("runs/one/metrics.jsonl").read_text().count("\n") == 3

@@ -55,6 +55,36 @@ def test_resume_refuses_a_file_that_lacks_steps(tmp_path: Path) -> None:
         MetricsFile(path, resumed_step=3)
 
 
+def test_a_last_line_without_its_end_is_mended(tmp_path: Path) -> None:
+    """An editor or a copy took the last newline. The next step's line must not be glued to it."""
+    whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    write(whole, range(1, 6))
+    write(cut, range(1, 4))
+    cut.write_bytes(cut.read_bytes()[:-1])
+    write(cut, range(4, 6), resumed_step=3)
+    assert cut.read_bytes() == whole.read_bytes()
+    write(cut, range(6, 7), resumed_step=5)  # and resumes again
+    assert len(cut.read_text().splitlines()) == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"step": 1}\n{"step": 4}\n', "line 2: step 4 where step 2 should follow"),
+        ('{"step": 2}\n{"step": 4}\n', "line 1: step 2 where step 1 should follow"),
+        ('{"step": 1}\n{"step": 1}\n', "line 2: step 1 where step 2 should follow"),
+        ('{"step": 1}\n{"step": 2}{"step": 3}\n', "line 2: not one step's JSON object"),
+        ('{"step": 1}\n{"step": "2"}\n', "line 2: not one step's JSON object"),
+    ],
+)
+def test_a_gap_is_named_and_nothing_is_cut(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(text)
+    with pytest.raises(UserError, match=says) as refusal:
+        MetricsFile(path, resumed_step=4)
+    assert "\n" not in str(refusal.value) and path.read_text() == text
+
+
 def test_wandb_missing_names_the_extra_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     with pytest.raises(UserError, match=r"octetrl\[wandb\]"):

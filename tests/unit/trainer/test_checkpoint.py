@@ -14,7 +14,7 @@ import torch
 
 from octetrl.config.errors import UserError
 from octetrl.trainer import checkpoint
-from octetrl.trainer.checkpoint import latest, load, prune, remove_leftovers, save
+from octetrl.trainer.checkpoint import latest, latest_of, load, prune, remove_leftovers, save
 
 
 def payload(value: float = 1.0) -> dict[str, Any]:
@@ -142,6 +142,21 @@ def test_pruning_keeps_the_last_and_the_best(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000004", "step_000006", "step_000007"]
     prune(tmp_path, keep_last=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step_000007"]
+
+
+def test_pruning_leaves_other_runs_and_the_exempt(tmp_path: Path) -> None:
+    for step, run_id in ((1, "ours"), (2, "ours"), (3, "ours"), (98, "theirs"), (99, None)):
+        save(tmp_path, step, payload(), run_id=run_id)
+    save(tmp_path, 100, payload(), run_id="ours")
+    (tmp_path / "step_000100" / "manifest.json").write_text("altered")
+    prune(tmp_path, keep_last=1, run_id="ours", exempt=[1])
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["step_000001", "step_000003", "step_000098", "step_000099", "step_000100"]
+    assert latest_of(tmp_path, "theirs") == latest_of(tmp_path, None) == tmp_path / "step_000100"
+    (tmp_path / "step_000100" / "manifest.json").unlink()
+    (tmp_path / "step_000100").rename(tmp_path / "kept")
+    assert latest_of(tmp_path, "ours") == tmp_path / "step_000003" and latest_of(tmp_path, "nobody") is None
+    assert latest_of(tmp_path, None) == tmp_path / "step_000099" and load(tmp_path / "step_000099").step == 99
 
 
 def test_latest_of_an_empty_or_missing_folder(tmp_path: Path) -> None:

@@ -1,0 +1,94 @@
+"""Which run a folder and its checkpoints belong to.
+
+A run draws an id when it begins. `run.json` of its folder holds it, and so does the manifest of each checkpoint. A
+checkpoint is resumed from, exported or pruned only as one of the folder's own run. Runs and checkpoints that are older
+than ids have none: a folder without `run.json` is the run of its checkpoints, if they all are of one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from octetrl.config.errors import UserError
+from octetrl.trainer import checkpoint
+
+RUN_FILE, CHECKPOINTS = "run.json", "checkpoints"
+RECORDS = ("metrics.jsonl", "rollouts", CHECKPOINTS, "events.out.tfevents.*")  # what a run leaves, besides its recipe
+_SHOWN = 3
+
+
+def new_run_id() -> str:
+    """From the operating system's entropy, so that no random generator of a run moves."""
+    return uuid.uuid4().hex[:12]
+
+
+def read_run_id(run_folder: Path) -> str | None:
+    """The id of the folder's run; None for a run that is older than ids. Raises UserError where it is not clear."""
+    path = run_folder / RUN_FILE
+    try:
+        run_id = json.loads(path.read_bytes())["run"]
+    except FileNotFoundError:
+        return _id_of_checkpoints(run_folder)
+    except (ValueError, TypeError, KeyError):
+        run_id = None
+    if not isinstance(run_id, str):
+        raise UserError(f"'{path}' does not name a run; restore it, or delete it if all checkpoints are of one run")
+    return run_id
+
+
+def write_run_id(run_folder: Path, run_id: str) -> None:
+    """Aside and renamed, so that a kill leaves the whole file or none."""
+    aside = run_folder / f"{RUN_FILE}.partial"
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            json.dump({"run": run_id}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(run_folder / RUN_FILE)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def refuse_foreign_checkpoints(run_folder: Path, run_id: str | None) -> None:
+    """UserError naming the checkpoints of another run. One whose manifest cannot be read may be this run's."""
+    owners = checkpoint.owners(run_folder / CHECKPOINTS)
+    foreign = [name for name, owner in owners.items() if owner not in (run_id, checkpoint.UNKNOWN)]
+    if foreign:
+        raise UserError(
+            f"--resume: '{run_folder / CHECKPOINTS}' holds checkpoints of another run ({_some(foreign)});"
+            f" move them out of this folder, then --resume"
+        )
+
+
+def records_in(run_folder: Path) -> list[str]:
+    """Names of what a run has left in the folder; an empty subfolder is nothing."""
+    return sorted(_found(run_folder))
+
+
+def _found(run_folder: Path) -> Iterator[str]:
+    for pattern in RECORDS:
+        for path in run_folder.glob(pattern):
+            if not path.is_dir() or any(path.iterdir()):
+                yield path.name
+
+
+def _id_of_checkpoints(run_folder: Path) -> str | None:
+    owners = checkpoint.owners(run_folder / CHECKPOINTS)
+    ids = {owner for owner in owners.values() if owner != checkpoint.UNKNOWN}
+    if len(ids) > 1:
+        raise UserError(
+            f"'{run_folder / CHECKPOINTS}' holds checkpoints of {len(ids)} runs ({_some(list(owners))}), and no"
+            f" {RUN_FILE} says which run is the folder's; name one checkpoint, or move the others out"
+        )
+    return ids.pop() if ids else None
+
+
+def _some(names: list[str]) -> str:
+    """`names`, sorted, with the middle of a long list left out."""
+    names = sorted(names)
+    return ", ".join(names if len(names) <= _SHOWN else [*names[:_SHOWN], f"{len(names) - _SHOWN} more"])
