@@ -12,7 +12,7 @@ e = 0 it is DPO as published; at p = q every DPO loss is log 2 and every IPO los
 labels are noisy or nearly all agree: DPO's h then grows without end. `preference/accuracy` counts h = 0 as wrong.
 
 A pair's loss stands on every token of both answers. With `sequence` weights each answer adds it once, and the trainer
-divides by the number of answers: the mean over pairs, however they were packed.
+divides by the number of answers: the mean over pairs, however they were packed. Metrics have one value a pair.
 
 N trained tokens, B samples (chosen and rejected side by side), P = B / 2 pairs.
 """
@@ -27,7 +27,7 @@ from octetrl.config.schema import AlgorithmConfig
 
 
 def preference_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
-    """Per-token loss [N], the same on all tokens of a pair, and its metrics; reference and chosen are required."""
+    """Per-token loss [N], the same on all tokens of a pair, and its metrics [P]; reference and chosen are required."""
     reference_N, pairs = inputs.reference_logprobs_N, inputs.num_sequences // 2
     assert reference_N is not None and inputs.chosen_N is not None, "preferences need a reference and pairs"
     sign_P2 = _summed(inputs.chosen_N.float() * 2 - 1, inputs).sign().view(pairs, 2)
@@ -49,8 +49,7 @@ def preference_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
         "preference/chosen_logprob": logprobs_P2[chosen_P2],
         "preference/rejected_logprob": logprobs_P2[~chosen_P2],
     }
-    pair_N = inputs.sequence_N // 2
-    return TokenLoss(loss_P[pair_N], {name: value_P.detach()[pair_N] for name, value_P in of_pairs.items()})
+    return TokenLoss(loss_P[inputs.sequence_N // 2], {name: values_P.detach() for name, values_P in of_pairs.items()})
 
 
 def _summed(values_N: Tensor, inputs: LossInputs) -> Tensor:

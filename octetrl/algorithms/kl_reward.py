@@ -10,10 +10,9 @@ normalisation.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from octetrl.algorithms.ratios import kl_estimate
+from octetrl.algorithms.ratios import kl_of_ratio
 from octetrl.algorithms.sequences import sum_to_go
 from octetrl.algorithms.token_rewards import TokenRewards
 from octetrl.config.schema import AlgorithmConfig
@@ -23,5 +22,5 @@ def less_kl(rewards: TokenRewards, config: AlgorithmConfig) -> Tensor:
     """The outcome less the KL to come, float32 [N]."""
     if rewards.kl_N is None:
         return rewards.outcome_N
-    kl_N = kl_estimate(rewards.kl_N, torch.zeros_like(rewards.kl_N), config.kl_estimator)
+    kl_N = kl_of_ratio(rewards.kl_N, config.kl_estimator)
     return rewards.outcome_N - config.kl_coefficient * rewards.kl_scale * sum_to_go(kl_N, rewards.is_last_N)

@@ -42,7 +42,7 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig, objective: Objectiv
     too_far_N = (inputs.logprobs_N.detach() - base_N).abs() > MAX_LOG_RATIO
     metrics = {"ratio/clip_fraction": gain.clipped_N, "ratio/limited_fraction": too_far_N.float()}
     metrics |= correction.metrics
-    if inputs.reference_logprobs_N is not None and config.kl_in == "loss":
+    if inputs.reference_logprobs_N is not None and config.kl_in == "loss" and config.kl_coefficient:
         kl_N = kl_estimate(inputs.logprobs_N, inputs.reference_logprobs_N, config.kl_estimator)
         loss_N = loss_N + config.kl_coefficient * inputs.kl_scale * kl_N
         metrics["kl"] = kl_N.detach()

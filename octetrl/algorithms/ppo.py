@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from octetrl.algorithms.gae import gae_advantages
-from octetrl.algorithms.ratios import kl_estimate
+from octetrl.algorithms.ratios import kl_of_ratio
 from octetrl.algorithms.reinforce_pp import whitened
 from octetrl.algorithms.token_rewards import TokenRewards
 from octetrl.config.schema import AlgorithmConfig
@@ -39,6 +39,6 @@ def _gae(rewards: TokenRewards, config: AlgorithmConfig, gae_lambda: float) -> T
     assert rewards.values_N is not None, "PPO needs a critic's values"
     earned_N = torch.where(rewards.is_last_N, rewards.outcome_N, 0.0)
     if rewards.kl_N is not None and config.kl_in == "reward":
-        kl_N = kl_estimate(rewards.kl_N, torch.zeros_like(rewards.kl_N), config.kl_estimator)
+        kl_N = kl_of_ratio(rewards.kl_N, config.kl_estimator)
         earned_N = earned_N - config.kl_coefficient * rewards.kl_scale * kl_N
     return gae_advantages(earned_N, rewards.values_N, rewards.is_last_N, config.discount, gae_lambda)

@@ -54,6 +54,11 @@ def kl_estimate(logprobs_N: Tensor, reference_logprobs_N: Tensor, estimator: Lit
     return k2_N + (difference_N - k2_N).detach()
 
 
+def kl_of_ratio(log_ratio_N: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+    """The same from log p - log reference, without gradient: what a reward is charged."""
+    return kl_estimate(log_ratio_N, torch.zeros_like(log_ratio_N), estimator)
+
+
 def base_logprobs(inputs: LossInputs, choice: RatioBase) -> Tensor:
     """What the ratio is taken against, float32 [N], without gradient."""
     if choice != "generator":

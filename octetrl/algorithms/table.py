@@ -25,6 +25,7 @@ from octetrl.algorithms.kl_control import adapted_kl_scale
 from octetrl.algorithms.kl_reward import less_kl
 from octetrl.algorithms.policy_loss import correction_weights
 from octetrl.algorithms.ppo import ppo_advantages, ppo_returns
+from octetrl.algorithms.ratios import kl_of_ratio
 from octetrl.algorithms.reinforce_pp import batch_normalized, less_mean, plain_rewards
 from octetrl.algorithms.rejection import best_of_group
 from octetrl.algorithms.rloo import leave_one_out_advantages
@@ -51,6 +52,7 @@ class Algorithm:
     needs_reference: bool  # log-probs of the weights the run began with, or of later ones (`reference_every`)
     needs_proximal: bool  # the trainer's log-probs before the first of several updates
     shape: Callable[[TokenRewards], Tensor] | None = None  # per-token advantages; None: the sample's, on each token
+    shaping_kl: Callable[[Tensor], Tensor] | None = None  # log-ratios -> the KL that `shape` charges; None: it does not
     needs_values: bool = False  # a critic
     returns: Callable[[TokenRewards], Tensor] | None = None  # what the critic is fitted to; None: no critic
     reward_loss: RewardLoss | None = None  # of a pair's rewards: a reward model is trained, and `loss` unused
@@ -82,7 +84,8 @@ def _policy(
         needs_reference = config.kl_coefficient > 0
         keeps = has_baseline if config.name in NEED_SIBLINGS else has_reward
         normalized = partial(group_relative_advantages, normalize=config.normalize_advantages)
-        shaped = shape or (less_kl if needs_reference and config.kl_in == "reward" else None)
+        charges_kl = needs_reference and config.kl_in == "reward"
+        shaped = shape or (less_kl if charges_kl else None)
         target = config.kl_target
         weights = partial(correction_weights, config=config) if "self_normalize" in config.corrections else None
         return Algorithm(
@@ -95,6 +98,7 @@ def _policy(
             needs_reference=needs_reference,
             needs_proximal=config.ratio_base != "generator",
             shape=shaped and partial(shaped, config=config),
+            shaping_kl=partial(kl_of_ratio, estimator=config.kl_estimator) if charges_kl else None,
             batch_weights=weights,
             adapt_kl=None if target is None else partial(adapted_kl_scale, target=target),
             reference_every=config.reference_every,
@@ -155,6 +159,7 @@ def _build_distill(config: AlgorithmConfig) -> Algorithm:
         trains=is_not_overlong if config.overlong == "mask" else _always,
         loss=partial(grpo_loss if samples else divergence_loss, config=config),
         shape=teacher_advantages if samples else None,
+        shaping_kl=partial(kl_of_ratio, estimator="k1") if samples else None,
         needs_proximal=samples,
         needs_reference=True,
         needs_teacher=True,

@@ -34,7 +34,8 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """`loss_N` is summed with the token weights and divided once, by the trainer; so is every metric."""
+    """`loss_N` is summed with the token weights and divided once, by the trainer. A metric is the plain mean over its
+    own items, tokens or pairs: token weights do not enter it."""
 
     loss_N: Tensor
-    metrics: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N], detached
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)  # name -> one value an item, detached

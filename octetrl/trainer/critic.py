@@ -28,6 +28,7 @@ from octetrl.algorithms.value_loss import value_loss
 from octetrl.config.schema import CriticConfig, TrainerConfig
 from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.records import MicroBatch
+from octetrl.trainer.metric_means import MetricMeans
 from octetrl.trainer.non_finite import refuse_non_finite
 from octetrl.trainer.prepared import Prepared, token_rewards
 from octetrl.trainer.scalar_trainer import ScalarPart, ScalarState, ScalarTrainer
@@ -82,13 +83,14 @@ class Critic:
         explained = explained_variance(rewards.values_N, returns_N)
         return {} if explained is None else {"value/explained_variance": explained}
 
-    def update(self, minibatch: Sequence[Prepared], denominator: float, policy_version: int) -> dict[str, float]:
-        """One optimizer step; returns its metrics."""
+    def update(
+        self, minibatch: Sequence[Prepared], denominator: float, policy_version: int, means: MetricMeans
+    ) -> dict[str, float]:
+        """One optimizer step; returns its loss, gradient norm and rate, and adds the metrics of tokens to `means`."""
         parts = [self._part(one) for one in minibatch]
         lr = learning_rate(policy_version, self.config.optimizer, self.total_steps)
-        metrics = self.scalar_trainer.update(parts, denominator, lr)
-        own = {"value/loss": metrics.pop("loss"), "value/grad_norm": metrics.pop("grad_norm"), "value/lr": lr}
-        return own | metrics
+        found = self.scalar_trainer.update(parts, denominator, lr, means)
+        return {"value/loss": found["loss"], "value/grad_norm": found["grad_norm"], "value/lr": lr}
 
     def state(self) -> ScalarState:
         return self.scalar_trainer.state()

@@ -76,16 +76,16 @@ def fill_mean_weight(
 
 def shape_advantages(
     shape: Callable[[TokenRewards], Tensor], prepared: Sequence[Prepared], kl_scale: float = 1.0
-) -> float | None:
+) -> Tensor | None:
     """Replaces the advantages of these micro-batches, all of one `train` call, by what `shape` makes of them. Returns
-    the mean KL to the reference, a token; None without a reference."""
+    log p - log reference of each token, float32 [N]; None without a reference."""
     counts = [one.micro_batch.sequence_N.numel() for one in prepared]
     rewards = replace(token_rewards(prepared), kl_scale=kl_scale)
     shaped_N = shape(rewards)
     assert shaped_N.shape == (sum(counts),), f"{tuple(shaped_N.shape)} advantages for {sum(counts)} tokens"
     for one, advantages_N in zip(prepared, shaped_N.float().split(counts), strict=True):
         one.micro_batch = replace(one.micro_batch, advantages_N=advantages_N)
-    return None if rewards.kl_N is None else float(rewards.kl_N.mean())
+    return rewards.kl_N
 
 
 def token_rewards(prepared: Sequence[Prepared]) -> TokenRewards:

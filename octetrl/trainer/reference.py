@@ -29,14 +29,16 @@ class Reference:
         self.model, self._algorithm = model, algorithm
         self.kl_scale = 1.0  # of the KL coefficient
 
-    def follow(self, policy: Decoder, policy_version: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """After a `train` call that made `policy_version`: move what is due; further metrics."""
+    def follow(self, policy: Decoder, policy_version: int, kl: float | None) -> dict[str, float]:
+        """After a `train` call that made `policy_version`: move what is due; further metrics. `kl` is the call's mean
+        KL of a token, None where the policy was not trained."""
         if self.model is None:
             return {}
         found = {}
         if self._algorithm.adapt_kl is not None:
             found["kl/scale"] = self.kl_scale
-            self.kl_scale = self._algorithm.adapt_kl(self.kl_scale, metrics["kl"])
+            if kl is not None:
+                self.kl_scale = self._algorithm.adapt_kl(self.kl_scale, kl)
         every = self._algorithm.reference_every
         if every and policy_version % every == 0:
             self._copy({name: parameter.detach() for name, parameter in policy.trained_parameters()})

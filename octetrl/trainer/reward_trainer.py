@@ -20,6 +20,7 @@ from octetrl.algorithms.token_loss import TokenLoss
 from octetrl.config.schema import TrainerConfig
 from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.records import MicroBatch, PackedBatch, PolicyUpdate
+from octetrl.trainer.metric_means import MetricMeans
 from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.scalar_trainer import ScalarPart, ScalarState, ScalarTrainer, on_device
 from octetrl.trainer.schedule import learning_rate
@@ -57,15 +58,16 @@ class RewardTrainer:
         started = time.perf_counter()
         lr = learning_rate(self.policy_version, self.config.optimizer, self.total_steps)
         minibatches = [[self._part(micro_batch) for micro_batch in minibatch] for minibatch in batch.minibatches]
-        updates: list[dict[str, float]] = []
+        means, updates = MetricMeans(), list[dict[str, float]]()
         for _ in range(self.config.epochs):
             for parts in minibatches:
                 pairs = float(sum(part.weights_I.numel() for part in parts))
-                updates.append(self._scalar_trainer.update(parts, pairs, lr))
+                updates.append(self._scalar_trainer.update(parts, pairs, lr, means))
         self.policy_version += 1
         self._scalar_trainer.weights_are_whole = True
         tokens = sum(part.micro_batch.token_ids_T.numel() for parts in minibatches for part in parts)
         metrics = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
+        metrics |= means.read()
         metrics["lr"] = lr
         metrics["train/updates"] = float(len(updates))
         metrics["train/pairs"] = float(sum(part.weights_I.numel() for parts in minibatches for part in parts))

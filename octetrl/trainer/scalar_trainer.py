@@ -29,6 +29,7 @@ from octetrl.layers.context import PackedContext
 from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.records import MicroBatch
 from octetrl.trainer.activation_checkpoint import layer_runner
+from octetrl.trainer.metric_means import MetricMeans
 from octetrl.trainer.non_finite import NonFiniteError
 from octetrl.trainer.optimizer import Optimizer, copy_all
 
@@ -70,18 +71,19 @@ class ScalarTrainer:
         hidden_TE: Tensor = self.model(micro_batch.token_ids_T, micro_batch.positions_T, context, self._run_layer)
         return self.model.scalars(hidden_TE.index_select(0, rows_R))
 
-    def update(self, parts: Sequence[ScalarPart], denominator: float, lr: float) -> dict[str, float]:
-        """One optimizer step; returns the loss, the gradient norm and the losses' metrics. NonFiniteError: no step."""
+    def update(
+        self, parts: Sequence[ScalarPart], denominator: float, lr: float, means: MetricMeans
+    ) -> dict[str, float]:
+        """One optimizer step; returns the loss and the gradient norm, and adds the losses' metrics to `means`.
+        NonFiniteError: no step."""
         with self.model.codes_released() if self._remakes_codes else nullcontext():
-            return self._step(parts, denominator, lr)
+            return self._step(parts, denominator, lr, means)
 
-    def _step(self, parts: Sequence[ScalarPart], denominator: float, lr: float) -> dict[str, float]:
+    def _step(self, parts: Sequence[ScalarPart], denominator: float, lr: float, means: MetricMeans) -> dict[str, float]:
         self.optimizer.zero_grad()
-        totals: dict[str, Tensor] = {}
-        for part in parts:
-            for name, value in self.backward(part, denominator).items():
-                totals[name] = totals[name] + value if name in totals else value
-        totals["grad_norm"] = self.optimizer.clip_gradients()
+        losses = [self.backward(part, denominator, means) for part in parts]
+        loss = sum(losses, start=torch.zeros_like(losses[0]))
+        totals = {"loss": loss, "grad_norm": self.optimizer.clip_gradients()}
         metrics = dict(zip(totals, torch.stack(list(totals.values())).tolist(), strict=True))
         if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
             raise NonFiniteError(self._blame(parts, metrics))
@@ -90,16 +92,13 @@ class ScalarTrainer:
         self.model.requantize()
         return metrics
 
-    def backward(self, part: ScalarPart, denominator: float) -> dict[str, Tensor]:
-        """Adds one micro-batch's gradient; returns its share of the loss and of every metric."""
+    def backward(self, part: ScalarPart, denominator: float, means: MetricMeans) -> Tensor:
+        """Adds one micro-batch's gradient; returns its share of the loss. `means` gets the metrics of its items."""
         token_loss = part.loss(self.scalars(part.micro_batch, part.rows_R))
-
-        def reduced(values_I: Tensor) -> Tensor:
-            return (part.weights_I * values_I).sum() / denominator
-
-        loss = reduced(token_loss.loss_N)
+        loss = (part.weights_I * token_loss.loss_N).sum() / denominator
         loss.backward()
-        return {"loss": loss.detach()} | {name: reduced(values_I) for name, values_I in token_loss.metrics.items()}
+        means.add(token_loss.metrics)
+        return loss.detach()
 
     def state(self) -> ScalarState:
         weights = {name: parameter.detach() for name, parameter in self.model.trained_parameters()}

@@ -24,6 +24,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ from octetrl.models.decoder import Decoder
 from octetrl.records import MicroBatch, PackedBatch, PolicyUpdate
 from octetrl.trainer.activation_checkpoint import layer_runner
 from octetrl.trainer.critic import Critic
+from octetrl.trainer.metric_means import MetricMeans
 from octetrl.trainer.non_finite import NonFiniteError as NonFiniteError
 from octetrl.trainer.optimizer import Optimizer, copy_all
 from octetrl.trainer.packing import PackingLayout, pack_for_calibration
@@ -77,6 +79,13 @@ class _Objective:
     kv: KVReplay
     on_policy: bool
     denominator: float
+
+
+class _Share(NamedTuple):
+    """What one micro-batch adds to an optimizer step; scalars on the device."""
+
+    loss: Tensor
+    non_finite: Tensor  # numbers that are not finite
 
 
 class Trainer:
@@ -151,18 +160,21 @@ class Trainer:
             [self._prepare(micro_batch, kv, updates=0 if lr is None else num_updates) for micro_batch in minibatch]
             for minibatch in batch.minibatches
         ]
-        shaped = self._before_updates(minibatches, on_policy)
-        updates: list[dict[str, float]] = []
+        means, updates = MetricMeans(), list[dict[str, float]]()
+        before = self._before_updates(minibatches, on_policy, means)
         for _ in range(self.config.epochs):
             for minibatch, denominator in zip(minibatches, batch.loss_denominators, strict=True):
-                update = {} if lr is None else self._update(_Objective(minibatch, kv, on_policy, denominator), lr)
+                objective = _Objective(minibatch, kv, on_policy, denominator)
+                update = {} if lr is None else self._update(objective, lr, means)
                 if self.critic is not None:
-                    update |= self.critic.update(minibatch, denominator, self.policy_version)
+                    update |= self.critic.update(minibatch, denominator, self.policy_version, means)
                 updates.append(update)
         self.last_logprobs = token_logprobs(minibatches)
         self._finish()
-        metrics = {name: sum(update[name] for update in updates) / num_updates for name in updates[0]} | shaped
-        metrics |= self.reference.follow(self.model, self.policy_version, metrics)
+        metrics = {name: sum(update[name] for update in updates) / num_updates for name in updates[0]}
+        metrics |= before | means.read()
+        metrics |= effective_sample_size(metrics)
+        metrics |= self.reference.follow(self.model, self.policy_version, None if lr is None else metrics.get("kl"))
         tokens = sum(m.token_ids_T.numel() for minibatch in batch.minibatches for m in minibatch)
         if lr is not None:
             metrics["time/requantize"] *= num_updates
@@ -185,7 +197,7 @@ class Trainer:
             prepared = [Prepared(on_device(micro_batch, self.device)) for micro_batch in minibatch]
             objective = _Objective(prepared, kv, on_policy=True, denominator=denominator)
             for one in prepared:
-                loss += self._backward(objective, one)["loss"]
+                loss += self._backward(objective, one, MetricMeans()).loss
         return loss
 
     def collect_kv_amax(self, tokens: PackedBatch | Sequence[Sequence[int]]) -> None:
@@ -259,36 +271,36 @@ class Trainer:
                 prepared.proximal_N = prepared.first_N if needs_proximal else None
         return prepared
 
-    def _before_updates(self, minibatches: Sequence[Sequence[Prepared]], on_policy: bool) -> dict[str, float]:
-        """What is made of the whole batch, or of a whole optimizer step, before the first update; its metrics."""
+    def _before_updates(
+        self, minibatches: Sequence[Sequence[Prepared]], on_policy: bool, means: MetricMeans
+    ) -> dict[str, float]:
+        """What is made of the whole batch, or of a whole optimizer step, before the first update; its metrics. Those of
+        tokens go to `means`."""
         metrics: dict[str, float] = {}
         prepared = [one for minibatch in minibatches for one in minibatch]
         if self.critic is not None and self.algorithm.returns is not None:
             metrics |= self.critic.prepare(prepared, self.algorithm.returns, self.reference.kl_scale)
         if self.algorithm.shape is not None:
-            kl = shape_advantages(self.algorithm.shape, prepared, self.reference.kl_scale)
-            metrics |= {} if kl is None else {"kl": kl}
+            log_ratio_N = shape_advantages(self.algorithm.shape, prepared, self.reference.kl_scale)
+            if self.algorithm.shaping_kl is not None and log_ratio_N is not None:
+                means.add({"kl": self.algorithm.shaping_kl(log_ratio_N)})
         if self.algorithm.batch_weights is not None:
             for minibatch in minibatches:
                 fill_mean_weight(self.algorithm.batch_weights, minibatch, on_policy)
         return metrics
 
-    def _update(self, objective: _Objective, lr: float) -> dict[str, float]:
-        """One optimizer step; returns its metrics."""
+    def _update(self, objective: _Objective, lr: float, means: MetricMeans) -> dict[str, float]:
+        """One optimizer step; returns its loss, gradient norm and time, and adds the metrics of tokens to `means`."""
         with self.model.codes_released() if self._remakes_codes else nullcontext():
-            return self._step(objective, lr)
+            return self._step(objective, lr, means)
 
-    def _step(self, objective: _Objective, lr: float) -> dict[str, float]:
+    def _step(self, objective: _Objective, lr: float, means: MetricMeans) -> dict[str, float]:
         self.optimizer.zero_grad()
-        totals: dict[str, Tensor] = {}
-        for prepared in objective.minibatch:
-            for name, value in self._backward(objective, prepared).items():
-                totals[name] = totals[name] + value if name in totals else value
-        totals["grad_norm"] = self.optimizer.clip_gradients()
+        shares = [self._backward(objective, prepared, means) for prepared in objective.minibatch]
+        loss, non_finite = (sum(parts, start=torch.zeros_like(parts[0])) for parts in zip(*shares, strict=True))
+        totals = {"loss": loss, "grad_norm": self.optimizer.clip_gradients(), "non_finite": non_finite}
         metrics = dict(zip(totals, torch.stack(list(totals.values())).tolist(), strict=True))
-        metrics |= effective_sample_size(metrics)
-        non_finite = metrics.pop("non_finite")
-        if non_finite or not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
+        if metrics.pop("non_finite") or not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
             raise NonFiniteError(self._blame(objective, metrics))
         self._is_stepping = True
         self.optimizer.step(lr)
@@ -300,9 +312,9 @@ class Trainer:
         return metrics
 
     def _backward(
-        self, objective: _Objective, prepared: Prepared, found: list[str | None] | None = None
-    ) -> dict[str, Tensor]:
-        """Adds one micro-batch's gradient; returns its share of the loss and of every metric. `found` gets the first
+        self, objective: _Objective, prepared: Prepared, means: MetricMeans, found: list[str | None] | None = None
+    ) -> _Share:
+        """Adds one micro-batch's gradient; returns its share of the loss. `means` gets its metrics, `found` the first
         number that is not finite, in words."""
         micro_batch = prepared.micro_batch
         hidden_NE = self._predictors(
@@ -320,15 +332,10 @@ class Trainer:
         token_loss = self.algorithm.loss(inputs)
         if found is not None:
             found.append(first_non_finite(inputs, token_loss, micro_batch))
-
-        def reduced(values_N: Tensor) -> Tensor:
-            return (micro_batch.weights_N * values_N).sum() / objective.denominator
-
-        loss = reduced(token_loss.loss_N)
+        loss = (micro_batch.weights_N * token_loss.loss_N).sum() / objective.denominator
         loss.backward()
-        shares = {"loss": loss.detach(), "entropy": reduced(entropy_N.detach())}
-        shares["non_finite"] = count_non_finite(inputs, token_loss)
-        return shares | {name: reduced(values_N) for name, values_N in token_loss.metrics.items()}
+        means.add({"entropy": entropy_N, **token_loss.metrics})
+        return _Share(loss.detach(), count_non_finite(inputs, token_loss))
 
     def _blame(self, objective: _Objective, metrics: Mapping[str, float]) -> str:
         """Runs the micro-batches of a failed step again, one by one, to name the one and the tensor."""
@@ -338,7 +345,7 @@ class Trainer:
         for index, prepared in enumerate(objective.minibatch):
             self.optimizer.zero_grad()
             number: list[str | None] = []
-            loss = float(self._backward(objective, prepared, number)["loss"])
+            loss = float(self._backward(objective, prepared, MetricMeans(), number).loss)
             bad = self.optimizer.non_finite_gradients()
             if bad or number[0] or not math.isfinite(loss):
                 where = f", {number[0]}" if number[0] else ""

@@ -40,10 +40,10 @@ def random_inputs(scale: float = 1.0) -> LossInputs:
 
 
 def reduced(result: TokenLoss) -> tuple[Tensor, dict[str, float]]:
-    """As the trainer does it, with sequence weights."""
+    """As the trainer does it: the loss with sequence weights, a metric as the mean over its pairs."""
     weights, denominator = weigh(LENGTHS, "sequence")
     weights_N = torch.tensor([weight for weight, n in zip(weights, LENGTHS, strict=True) for _ in range(n)])
-    metrics = {name: float((weights_N * value_N).sum()) / denominator for name, value_N in result.metrics.items()}
+    metrics = {name: float(values_P.mean()) for name, values_P in result.metrics.items()}
     return (weights_N * result.loss_N).sum() / denominator, metrics
 
 

@@ -20,6 +20,7 @@ from octetrl.layers.context import PackedContext
 from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.records import MicroBatch, Sample
 from octetrl.trainer.critic import Critic, explained_variance
+from octetrl.trainer.metric_means import MetricMeans
 from octetrl.trainer.non_finite import NonFiniteError
 from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.trainer.prepared import Prepared
@@ -61,7 +62,12 @@ def targets(micro_batch: MicroBatch) -> Tensor:
 
 def step(critic: Critic, micro_batches: Sequence[MicroBatch], denominator: float) -> dict[str, float]:
     prepared = [Prepared(m, values_N=critic.values(m), returns_N=targets(m)) for m in micro_batches]
-    return critic.update(prepared, denominator, 0)
+    return updated(critic, prepared, denominator)
+
+
+def updated(critic: Critic, prepared: Sequence[Prepared], denominator: float) -> dict[str, float]:
+    means = MetricMeans()
+    return critic.update(prepared, denominator, 0, means) | means.read()
 
 
 def gradients(critic: Critic, micro_batches: Sequence[MicroBatch], denominator: float) -> list[Tensor]:
@@ -72,7 +78,7 @@ def gradients(critic: Critic, micro_batches: Sequence[MicroBatch], denominator: 
         old_N = critic.values(m)
 
         loss = partial(value_loss, old_values_N=old_N, returns_N=targets(m), value_clip=None)
-        trainer.backward(ScalarPart(m, m.predictor_N, loss, m.weights_N), denominator)
+        trainer.backward(ScalarPart(m, m.predictor_N, loss, m.weights_N), denominator, MetricMeans())
     return [slot.gradient.clone() for slot in trainer.optimizer.slots]
 
 
@@ -156,7 +162,7 @@ def test_several_updates_on_one_batch_stop_at_the_clip(value_clip: float | None)
         batch = [
             Prepared(m, values_N=old_N, returns_N=old_N + 3.0) for m, old_N in zip(micro_batches, old, strict=True)
         ]
-        clipped = critic.update(batch, denominator, 0)["value/clip_fraction"]
+        clipped = updated(critic, batch, denominator)["value/clip_fraction"]
     moved = float((torch.cat([critic.values(m) for m in micro_batches]) - torch.cat(old)).mean())
     if value_clip is None:
         assert clipped == 0 and moved > 0.3
@@ -201,7 +207,7 @@ def test_a_step_whose_numbers_are_not_finite_steps_nothing() -> None:
     weights = {name: tensor.clone() for name, tensor in critic.state().weights.items()}
     returns = [Prepared(m, values_N=critic.values(m), returns_N=targets(m) / 0.0) for m in micro_batches]
     with pytest.raises(NonFiniteError, match=r"scalar head: loss .* nothing was stepped"):
-        critic.update(returns, denominator, 0)
+        updated(critic, returns, denominator)
     assert all(torch.equal(weights[name], tensor) for name, tensor in critic.state().weights.items())
 
 
