@@ -23,10 +23,11 @@ demo: $(READY)  ## train a tiny model by SFT and GRPO in emulated FP8, and print
 	$(PYTHON) -m octetrl.run.demo
 
 test: lint types  ## lint, types and all tests that need no GPU
+	@bash setup/bubblewrap.sh || true
 	$(PYTHON) -m pytest -n 2 -m "not gpu"
 
-test-gpu: $(READY)  ## the tests that need a Hopper GPU
-	$(PYTHON) -m pytest -n 6 -m gpu
+test-gpu: $(READY)  ## the tests that need a Hopper GPU; fails without one
+	OCTETRL_REQUIRE=gpu $(PYTHON) -m pytest -n 6 -m gpu
 
 lint: $(READY)  ## ruff's rules
 	$(PYTHON) -m ruff check .

@@ -1,4 +1,5 @@
-"""What holds for every test: one thread a worker, fixed seeds, and GPU tests skipped where there is no Hopper GPU.
+"""What holds for every test: one thread a worker, fixed seeds, and GPU tests skipped where there is no Hopper GPU, or
+refused where one was asked for (`required.py`). The last lines name groups of tests that this machine could not run.
 
 Hypothesis draws the same examples each time (`derandomize`), so a red test is red again when it is run alone.
 """
@@ -12,6 +13,8 @@ import sys
 import pytest
 from hypothesis import settings
 
+from tests.required import check_names, is_required, not_run, skip_reason
+
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: it reads this once
     os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -21,16 +24,38 @@ settings.load_profile("house")
 HOPPER = (9, 0)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
-    if not gpu_tests:
-        return
+def pytest_configure(config: pytest.Config) -> None:
+    check_names()
+    if is_required("gpu") and not hasattr(config, "workerinput") and not _has_hopper():
+        raise pytest.UsageError("OCTETRL_REQUIRE asks for gpu, and this machine has no Hopper GPU: nothing was tested")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = terminalreporter.stats.get("skipped", [])
+    in_children = [
+        value
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        for name, value in getattr(report, "user_properties", ())
+        if name == "not run"
+    ]
+    for line in [*not_run(skipped), *dict.fromkeys(in_children)]:
+        terminalreporter.write_line(line, yellow=True)
+
+
+def _has_hopper() -> bool:
     import torch  # only now: half of the tests need no torch and should start at once
 
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() >= HOPPER:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= HOPPER
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_tests or _has_hopper():
         return
+    reason = skip_reason("gpu", "they need a GPU of compute capability 9.0 (Hopper) or newer")
     for item in gpu_tests:
-        item.add_marker(pytest.mark.skip(reason="needs a GPU of compute capability 9.0 (Hopper) or newer"))
+        item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,15 @@
 """The official client of the server's protocol, and what runs the server. Where one of them is not installed, the tests
-that import it from here are skipped and say so."""
+that import it from here can't run and say so."""
 
 from __future__ import annotations
 
-import pytest
+from tests.required import missing
 
-pytest.importorskip("starlette", reason="starlette, of the extra 'server', is not installed")
-uvicorn = pytest.importorskip("uvicorn", reason="uvicorn, of the extra 'server', is not installed")
-openai = pytest.importorskip("openai", reason="openai, of the development extra, is not installed")
+try:
+    import openai
+    import starlette  # noqa: F401
+    import uvicorn
+except ModuleNotFoundError as error:
+    missing("serve", f"{error.name} is not installed; it is among the packages for development", whole_module=True)
+
+__all__ = ["openai", "uvicorn"]

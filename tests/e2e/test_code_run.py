@@ -14,6 +14,7 @@ from octetrl.environments.sandbox.levels import Level
 from octetrl.environments.sandbox.sandbox import find_sandbox
 from octetrl.run.loop import train
 from tests.e2e.tiny_run import read_lines, run
+from tests.required import missing
 
 RECIPE = Path("recipes/grpo_code_qwen3-0.6b_1gpu_fp8-full.yaml")
 RIGHT = "```python\ndef f(x): return x\n```"
@@ -26,7 +27,7 @@ def _needs_a_sandbox() -> None:
     try:
         find_sandbox(Level.LANDLOCK)
     except UserError as error:
-        pytest.skip(str(error))
+        missing(Level.LANDLOCK, str(error))
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from octetrl.data.tasks import read_tasks
 from octetrl.environments.code.scorer import CodeScorer
 from octetrl.environments.sandbox.levels import Level
 from octetrl.environments.sandbox.sandbox import find_sandbox
+from tests.required import missing
 
 TASKS = {task.id: task for task in read_tasks("examples/code_tasks.jsonl")}
 SOLUTIONS = {
@@ -33,7 +34,7 @@ def test_it_passes(name: str) -> None:
     try:
         find_sandbox(Level.LIMITS)
     except UserError as error:
-        pytest.skip(str(error))
+        missing(Level.LIMITS, str(error))
     scorer = CodeScorer(SandboxConfig(level="limits", wall_seconds=30.0))
     answer = scorer(TASKS[name], f"```python\n{SOLUTIONS[name]}\n```")
     assert answer == 1.0, answer.detail

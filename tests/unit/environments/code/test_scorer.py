@@ -18,6 +18,7 @@ from octetrl.environments.sandbox.levels import Level
 from octetrl.environments.sandbox.sandbox import find_sandbox
 from octetrl.environments.scoring import Explained, RewardWorkers
 from octetrl.records import RolloutStatus, Task
+from tests.required import missing
 from tests.unit.environments.code.programs import FAKES, HONEST
 
 QUICK = SandboxConfig(level="limits", wall_seconds=20.0, cpu_seconds=2, memory_mib=128)
@@ -33,7 +34,7 @@ def _needs_a_sandbox() -> None:
     try:
         find_sandbox(Level.LIMITS)
     except UserError as error:
-        pytest.skip(str(error))
+        missing(Level.LIMITS, str(error))
 
 
 def fenced(code: str) -> str:

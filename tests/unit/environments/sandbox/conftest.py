@@ -11,6 +11,7 @@ from octetrl.config.errors import UserError
 from octetrl.environments.sandbox.levels import Level, Protection
 from octetrl.environments.sandbox.limits import MIB, Limits, Outcome
 from octetrl.environments.sandbox.sandbox import Program, find_sandbox
+from tests.required import missing
 from tests.unit.environments.sandbox.traces import sandbox_folders, sandbox_processes, that_stay
 
 SMALL = Limits(
@@ -43,7 +44,7 @@ def sandbox(request: pytest.FixtureRequest) -> Iterator[Box]:
     try:
         box = Box(request.param)
     except UserError as error:
-        pytest.skip(str(error))
+        missing(request.param, str(error))
     yield box
     assert not that_stay(sandbox_processes()), "processes of a sandbox are left"
     assert not sandbox_folders(), "a temporary folder is left"

@@ -16,6 +16,7 @@ from octetrl.config.sandbox import SandboxConfig
 from octetrl.environments.sandbox.levels import Level
 from octetrl.environments.sandbox.limits import MIB, Limits, SandboxStatus
 from octetrl.environments.sandbox.sandbox import Program, find_sandbox, run_python, sandbox_for
+from tests.required import missing
 from tests.unit.environments.sandbox.conftest import SMALL, Box
 from tests.unit.environments.sandbox.traces import sandbox_folders
 
@@ -113,7 +114,7 @@ def test_run_python_hides_files() -> None:
     try:
         found = find_sandbox()
     except UserError as error:
-        pytest.skip(str(error))
+        missing(Level.LANDLOCK, str(error))
     assert found.level.is_at_least(Level.LANDLOCK)
     result = run_python("print(input())", stdin="hello\n", limits=Limits(wall_seconds=30.0))
     assert (result.status, result.stdout) == (SandboxStatus.OK, "hello\n")
@@ -125,7 +126,7 @@ def test_levels_are_ordered_and_told() -> None:
     try:
         weakest = find_sandbox(only=Level.LIMITS)
     except UserError as error:
-        pytest.skip(str(error))
+        missing(Level.LIMITS, str(error))
     assert "level limits, which does not protect from a flaw of the kernel" in str(weakest)
     assert any("files" in gap for gap in weakest.protection.gaps)
 
@@ -147,7 +148,7 @@ def test_a_caller_waits_for_a_free_core(monkeypatch: pytest.MonkeyPatch) -> None
     try:
         box = find_sandbox(only=Level.LIMITS)
     except UserError as error:
-        pytest.skip(str(error))
+        missing(Level.LIMITS, str(error))
     program = Program("import time\nbegan = time.time()\ntime.sleep(0.3)\nprint(began, time.time())")
     with ThreadPoolExecutor(3) as threads:
         spans = sorted(tuple(map(float, one.stdout.split())) for one in threads.map(box.run, [program] * 3))

@@ -23,7 +23,7 @@ def sandbox_processes() -> set[int]:
         if folder.name.isdigit():
             try:
                 words = (folder / "cmdline").read_bytes().decode(errors="replace")
-                state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+                state, parent = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
             except OSError:
                 continue
             is_ours = f"octetrl-sandbox-{os.getpid()}-" in words or (parent == str(os.getpid()) and _WARDEN in words)

@@ -8,9 +8,11 @@ import pytest
 
 from octetrl.config.errors import UserError
 from octetrl.config.sandbox import SandboxConfig
+from octetrl.environments.sandbox.levels import Level
 from octetrl.environments.sandbox.limits import Outcome, SandboxStatus
 from octetrl.environments.sandbox.sandbox import Sandbox, find_sandbox
 from octetrl.environments.tools.python import python_tool, with_last_value_printed
+from tests.required import missing
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -18,7 +20,7 @@ def sandbox() -> None:
     try:
         find_sandbox()
     except UserError as error:
-        pytest.skip(str(error))
+        missing(Level.LANDLOCK, str(error))
 
 
 def ran(code: str, **options: object) -> str:
