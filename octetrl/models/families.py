@@ -53,6 +53,13 @@ def load_spec(folder: str | Path, *, scalar: bool = False) -> ModelSpec:
         raise UserError(f"{path}: {error}") from None
 
 
+def scale_format(folder: str | Path) -> str | None:
+    """How config.json says that FP8 scales are stored: "ue8m0", "float", or None where it says nothing."""
+    path = Path(folder) / "config.json"
+    quantization = (_read_json(path) if path.is_file() else {}).get("quantization_config")
+    return quantization.get("scale_fmt") if isinstance(quantization, dict) else None
+
+
 def load_reward_spec(folder: str | Path) -> ModelSpec:
     """The spec of a trained reward model. UserError: a model of another kind."""
     try:

@@ -1,21 +1,25 @@
 """Hugging Face safetensors in and out: the border where names, fused projections and FP8 checkpoints are translated.
 
 In: one `model.safetensors` or shards with their index, BF16, float16 or float32; or block-FP8 (E4M3 codes with a
-`weight_scale_inv` of 128 x 128 blocks), dequantised to BF16 here, once: inside, there is one quantiser. Every tensor's
-name and shape is checked against the model before the first is read, so a wrong folder costs one line and no minutes;
-a value that is not finite is an error that names its tensor.
+`weight_scale_inv` of 128 x 128 blocks), dequantised to BF16 here, once: inside, there is one quantiser. A scale is a
+float, or a power of two in E8M0: that dtype, or bytes where config.json has `scale_fmt` "ue8m0". Every tensor's name,
+shape and dtype is checked against the model before the first is read, so a wrong folder costs one line and no minutes;
+a value that is not finite in the model's dtype is an error that names its tensor.
 
 Out: the same names, BF16 (`save_weights`) or block-FP8 (`save_weights_fp8`), split into shards by size, with
-config.json and generation_config.json. q, k, v and gate, up are separate there and fused here, in that order; tied
-models have no lm_head.weight (where a checkpoint brings one anyway it must equal the embedding). A buffer that old
-checkpoints carry, `rotary_emb.inv_freq`, follows from the config and is ignored. A model with a scalar head has
-`score.weight` in the place of lm_head, as *ForSequenceClassification has there.
+config.json and generation_config.json. Block-FP8 only at widths that are multiples of 128: transformers takes a block's
+size from the number of scales, and would read a ragged last block wrongly.
+
+q, k, v and gate, up are separate there and fused here, in that order; tied models have no lm_head.weight (where a
+checkpoint brings one anyway it must equal the embedding). A buffer that old checkpoints carry, `rotary_emb.inv_freq`,
+follows from the config and is ignored. A model with a scalar head has `score.weight` in the place of lm_head, as
+*ForSequenceClassification has there.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +34,7 @@ from octetrl.config.spec import ModelSpec
 from octetrl.fp8.format import BLOCK, E4M3
 from octetrl.fp8.quantize import Quantized, dequantize_weight, quantize_weight_reference
 from octetrl.models.decoder import Decoder
-from octetrl.models.families import hf_config, hf_generation_config
+from octetrl.models.families import hf_config, hf_generation_config, scale_format
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -39,6 +43,9 @@ LM_HEAD = "lm_head.weight"
 SCORE = "score.weight"
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
 FLOATS = {"BF16", "F16", "F32"}
+CODES = "F8_E4M3"
+SCALES = FLOATS | {"F8_E8M0"}
+EXPONENTS = "U8"  # scales by their exponent alone, 2^(byte - 127); only where `scale_format` says so
 NAMES_SHOWN = 3
 
 
@@ -101,8 +108,9 @@ def load_weights(model: Decoder, folder: str | Path, *, new_head: bool = False) 
     """Fill `model` from a Hugging Face folder, then `requantize`. `new_head`: a scalar head that the folder, of a
     causal model, lacks is zero.
 
-    UserError, one line: no or unreadable safetensors; tensors missing, extra, misshapen or of a foreign dtype (their
-    number and the first names); a value that is not finite (its tensor).
+    UserError, one line: no or unreadable safetensors, or two sets of them; tensors missing, extra, misshapen or of a
+    foreign dtype, scales that belong to no codes (their number and the first names); a value that is not finite in the
+    model's dtype (its tensor).
     """
     folder = Path(folder)
     stored = _headers(folder)
@@ -113,16 +121,27 @@ def load_weights(model: Decoder, folder: str | Path, *, new_head: bool = False) 
         parameters[SCORE].zero_()
         wanted.pop()
     tied = model.spec.tied_embeddings and not model.is_scalar
-    _check(folder, wanted, stored, tied)
+    _check(folder, wanted, stored, tied, SCALES | ({EXPONENTS} if scale_format(folder) == "ue8m0" else set()))
     with _Reader(stored) as reader:
         for piece in wanted:
-            value = reader.weight(piece.name)
-            if not torch.isfinite(value).all():
-                raise UserError(f"{stored[piece.name].file}: '{piece.name}' is not finite everywhere; fetch it again")
-            parameters[piece.parameter][piece.start : piece.start + piece.shape[0]].copy_(value)
+            rows = parameters[piece.parameter][piece.start : piece.start + piece.shape[0]]
+            rows.copy_(_finite(reader.weight(piece.name), rows.dtype, f"{stored[piece.name].file}: '{piece.name}'"))
         if tied and LM_HEAD in stored:
             _check_tied(reader, stored[LM_HEAD].file)
     model.requantize()
+
+
+def _finite(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """`value` in this dtype. UserError: it has values that are not finite there."""
+    cast = value.to(dtype)
+    if not cast.isfinite().all():
+        if value.isfinite().all():
+            raise UserError(
+                f"{name} reaches {float(value.abs().max()):.3g}, which {str(dtype).removeprefix('torch.')} cannot hold;"
+                f" use the model's BF16 weights, or set model.dtype=float32"
+            )
+        raise UserError(f"{name} is not finite everywhere; fetch it again")
+    return cast
 
 
 def _headers(folder: Path) -> dict[str, _Stored]:
@@ -140,63 +159,67 @@ def _headers(folder: Path) -> dict[str, _Stored]:
 
 
 def _files(folder: Path) -> list[Path]:
-    index = folder / INDEX
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise UserError(f"{index} is not a safetensors index ({error!r}); fetch it again") from None
+    """The shards that the index names, or the single file."""
+    index, single = folder / INDEX, folder / SINGLE
+    if not index.is_file():
+        if single.is_file():
+            return [single]
+        raise UserError(
+            f"'{folder}' has neither {SINGLE} nor {INDEX}; give a folder with safetensors weights, or set"
+            f" model.init=random"
+        )
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         absent = [name for name in names if not (folder / name).is_file()]
-        if absent:
-            raise UserError(f"{folder} lacks {_some(absent)} named by {INDEX}; fetch the missing files")
-        return [folder / name for name in names]
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
-    raise UserError(
-        f"'{folder}' has neither {SINGLE} nor {INDEX}; give a folder with safetensors weights, or set model.init=random"
-    )
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UserError(f"{index} is not a safetensors index ({error!r}); fetch it again") from None
+    if single.is_file() and SINGLE not in names:
+        other = f"names {_some(absent)}, which is not there" if absent else f"names {len(names)} other files"
+        raise UserError(f"'{folder}' has {SINGLE}, and a {INDEX} that {other}; remove what is not of this model")
+    if absent:
+        raise UserError(f"{folder} lacks {_some(absent)} named by {INDEX}; fetch the missing files")
+    return [folder / name for name in names]
 
 
-def _check(folder: Path, wanted: list[Piece], stored: Mapping[str, _Stored], tied: bool) -> None:
+def _check(
+    folder: Path, wanted: list[Piece], stored: Mapping[str, _Stored], tied: bool, scale_dtypes: set[str]
+) -> None:
     """One UserError that tells everything wrong with the names, shapes and dtypes."""
     names = {piece.name for piece in wanted}
     known = names | ({LM_HEAD} if tied else set())
-    scales = {name for name in stored if name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in known}
-    missing = [piece.name for piece in wanted if piece.name not in stored]
-    missing += [
-        name + SCALE_SUFFIX
-        for name, entry in stored.items()
-        if entry.dtype == "F8_E4M3" and name in known and name + SCALE_SUFFIX not in stored
-    ]
-    extra = sorted(name for name in stored if name not in known and name not in scales)
-    misshapen = [
-        f"{name} {list(stored[name].shape)} instead of {list(shape)}"
-        for name, shape in _expected_shapes(wanted, scales)
-        if name in stored and stored[name].shape != shape
-    ]
-    foreign = [
-        f"{name} {entry.dtype}"
-        for name, entry in stored.items()
-        if name in known and entry.dtype not in FLOATS | {"F8_E4M3"}
-    ]
-    problems = [
-        f"{len(found)} {kind}: {_some(found)}"
-        for kind, found in (
-            ("missing", missing),
-            ("extra", extra),
-            ("misshapen", misshapen),
-            ("foreign dtype", foreign),
-        )
-        if found
-    ]
-    if problems:
+    weight_of = {name: name.removesuffix(SCALE_SUFFIX) for name in stored if name.endswith(SCALE_SUFFIX)}
+    weight_of = {scale: weight for scale, weight in weight_of.items() if weight in known}
+    coded = {name for name in known if name in stored and stored[name].dtype == CODES}
+    found = {
+        "missing": [piece.name for piece in wanted if piece.name not in stored]
+        + [name + SCALE_SUFFIX for name in sorted(coded) if name + SCALE_SUFFIX not in stored],
+        "extra": sorted(name for name in stored if name not in known and name not in weight_of),
+        "misshapen": [
+            f"{name} {list(stored[name].shape)} instead of {list(shape)}"
+            for name, shape in _expected_shapes(wanted, weight_of)
+            if name in stored and stored[name].shape != shape
+        ],
+        "foreign dtype": [
+            f"{name} {entry.dtype}"
+            for name, entry in stored.items()
+            if (name in known and entry.dtype not in FLOATS | {CODES})
+            or (name in weight_of and entry.dtype not in scale_dtypes)
+        ],
+        "FP8 without being a matrix": [name for name in sorted(coded) if len(stored[name].shape) != 2],
+        "scale beside a weight that is not FP8": [
+            f"{scale} ({stored[weight].dtype})"
+            for scale, weight in weight_of.items()
+            if weight in stored and weight not in coded
+        ],
+    }
+    if problems := [f"{len(those)} {kind}: {_some(those)}" for kind, those in found.items() if those]:
         raise UserError(
             f"'{folder}' does not hold the tensors that its config.json describes ({'; '.join(problems)});"
             f" use the config.json and weights of one model"
         )
 
 
-def _expected_shapes(wanted: Iterable[Piece], scales: set[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _expected_shapes(wanted: Iterable[Piece], scales: Container[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
     for piece in wanted:
         yield piece.name, piece.shape
         if piece.name + SCALE_SUFFIX in scales:
@@ -233,7 +256,10 @@ class _Reader:
         value = self._read(name)
         if value.dtype != E4M3:
             return value
-        scale = self._read(name + SCALE_SUFFIX).float()
+        scale = self._read(name + SCALE_SUFFIX)
+        if scale.dtype == torch.uint8:
+            scale = scale.view(torch.float8_e8m0fnu)
+        scale = scale.float()
         return dequantize_weight(Quantized(value, scale)).to(torch.bfloat16)
 
 
@@ -258,7 +284,13 @@ def save_weights_fp8(model: Decoder, folder: str | Path, max_shard_bytes: int = 
 
     The linears of the layers become E4M3 codes with a float32 `weight_scale_inv` (our `scale`) for each 128 x 128
     block of the tensors as they are named there, so blocks begin anew at k, v and up; the rest stays as it is.
+    UserError: a width that is no multiple of 128.
     """
+    ragged = {"hidden size": model.spec.hidden_size, "intermediate size": model.spec.intermediate_size}
+    ragged |= {"query size": model.spec.q_size, "key size": model.spec.kv_size}
+    if ragged := {name: size for name, size in ragged.items() if size % BLOCK}:
+        given = ", ".join(f"{name} {size}" for name, size in ragged.items())
+        raise UserError(f"FP8 weights are exported in whole blocks of {BLOCK}, and this model has {given}; export BF16")
     config = hf_config(model.spec, str(model.dtype).removeprefix("torch."), scalar=model.is_scalar)
     config["quantization_config"] = {
         "quant_method": "fp8",

@@ -161,8 +161,8 @@ def load_adapter(model: Decoder, folder: Path) -> None:
         shape, wanted_shape = list(tensors[name].shape), list(own[name].shape)
         if shape != wanted_shape:
             problems.append(f"'{name}' is {shape} instead of {wanted_shape}")
-        elif not tensors[name].isfinite().all():
-            problems.append(f"'{name}' is not finite everywhere")
+        elif not tensors[name].to(own[name].dtype).isfinite().all():
+            problems.append(f"'{name}' is not finite everywhere in the model's dtype")
     if problems:
         shown = "; ".join(sorted(problems)[:NAMES_SHOWN])
         raise UserError(f"{folder / WEIGHTS} is not an adapter of this model: {shown} ({len(problems)} problems)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from octetrl.config.errors import UserError
 from octetrl.config.schema import Fp8Config
+from octetrl.fp8.quantize import quantize_weight_reference
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import load_spec
 from octetrl.models.hf_weights import load_weights, save_weights, save_weights_fp8
@@ -84,21 +86,86 @@ def test_shards_keep_to_their_size(folder: Path, tmp_path: Path) -> None:
         assert sum(tensor.nbytes for tensor in load_file(tmp_path / "export" / file).values()) <= 60_000
 
 
-def test_fp8_checkpoint_round_trips_within_its_rounding(folder: Path, tmp_path: Path) -> None:
-    ours = decoder_of(folder, dtype=torch.bfloat16)
+WHOLE_BLOCKS = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3-tied"])
+def test_transformers_reads_an_fp8_export_as_we_do(name: str, tmp_path: Path) -> None:
+    hf_model(name, **WHOLE_BLOCKS).save_pretrained(tmp_path / "theirs")
+    ours = decoder_of(tmp_path / "theirs", dtype=torch.bfloat16)
     save_weights_fp8(ours, tmp_path / "fp8")
-    stored = load_file(tmp_path / "fp8/model.safetensors")
-    codes = stored["model.layers.0.mlp.down_proj.weight"]
-    assert codes.dtype == torch.float8_e4m3fn
-    assert stored["model.layers.0.mlp.down_proj.weight_scale_inv"].shape == (1, 2)
+    assert load_file(tmp_path / "fp8/model.safetensors")[f"{DOWN}.weight"].dtype == torch.float8_e4m3fn
     again = decoder_of(tmp_path / "fp8", dtype=torch.bfloat16)
-    expected = (
-        codes.float() * stored["model.layers.0.mlp.down_proj.weight_scale_inv"].repeat_interleave(128, 1)[:, :160]
-    )
-    assert torch.equal(again.layers[0].mlp.down_proj.weight, expected.bfloat16())
-    assert torch.equal(again.embedding.weight, ours.embedding.weight)
-    for (name, mine), theirs in zip(ours.named_parameters(), again.parameters(), strict=True):
-        assert (mine - theirs).float().norm() <= 0.04 * mine.float().norm(), name
+    for (parameter, mine), read in zip(ours.named_parameters(), again.parameters(), strict=True):
+        assert (mine - read).float().norm() <= 0.04 * mine.float().norm(), parameter
+    save_weights(again, tmp_path / "bf16")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "fp8", dtype=torch.bfloat16).state_dict()
+    for tensor, value in load_file(tmp_path / "bf16/model.safetensors").items():
+        assert torch.equal(theirs[tensor], value), tensor
+
+
+def test_an_fp8_export_of_ragged_blocks_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"hidden size 64, intermediate size 160, key size 64; export BF16"):
+        save_weights_fp8(decoder_of(folder, dtype=torch.bfloat16), tmp_path / "fp8")
+    assert not (tmp_path / "fp8").exists()
+
+
+# ---------------------------------------------------------------- FP8 in
+
+DOWN = "model.layers.0.mlp.down_proj"
+DOWN_SCALE = DOWN.replace(".", "__") + "__weight_scale_inv"
+
+
+def _to_fp8(folder: Path, scale_as: Callable[[Tensor], Tensor] = Tensor.float) -> dict[str, Tensor]:
+    """Every projection of the folder as codes and scales that are powers of two; the values they stand for."""
+    tensors, values = load_file(folder / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        codes, scale = quantize_weight_reference(tensors[name], power_of_two=True)
+        wide = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: codes.shape[0], : codes.shape[1]]
+        tensors |= {name: codes, f"{name}_scale_inv": scale_as(scale).contiguous()}
+        values[name] = (codes.float() * wide).bfloat16()
+    save_file(tensors, folder / "model.safetensors")
+    return values
+
+
+def _scale_format(folder: Path, scale_fmt: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": scale_fmt}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _e8m0(scale: Tensor) -> Tensor:
+    return scale.to(torch.float8_e8m0fnu)
+
+
+@pytest.mark.parametrize(
+    "scale_as", [Tensor.float, Tensor.bfloat16, _e8m0, lambda scale: _e8m0(scale).view(torch.uint8)]
+)
+def test_scales_are_read_whatever_they_are_stored_as(scale_as: Callable[[Tensor], Tensor], folder: Path) -> None:
+    values = _to_fp8(folder, scale_as)
+    _scale_format(folder, "ue8m0")
+    down = decoder_of(folder, dtype=torch.bfloat16).layers[0].mlp.down_proj.weight
+    assert torch.equal(down, values[f"{DOWN}.weight"])
+
+
+def test_scales_that_are_no_multipliers_are_refused(folder: Path) -> None:
+    _to_fp8(folder, lambda scale: _e8m0(scale).view(torch.uint8))
+    assert f"foreign dtype: {DOWN}.weight_scale_inv U8" in _refusal(folder)
+    _edit(folder, **{DOWN_SCALE: torch.ones(1, 2, dtype=torch.int32)})
+    _scale_format(folder, "ue8m0")
+    assert f"1 foreign dtype: {DOWN}.weight_scale_inv I32" in _refusal(folder)
+
+
+def test_scales_without_codes_and_codes_that_are_no_matrix_are_refused(folder: Path) -> None:
+    _edit(folder, **{DOWN_SCALE: torch.ones(1, 2)})
+    assert f"1 scale beside a weight that is not FP8: {DOWN}.weight_scale_inv (F32)" in _refusal(folder)
+    codes = torch.ones(64).to(torch.float8_e4m3fn)
+    _edit(folder, **{DOWN_SCALE: None}, model__norm__weight=codes, model__norm__weight_scale_inv=torch.ones(1))
+    assert "1 FP8 without being a matrix: model.norm.weight" in _refusal(folder)
+
+
+# ---------------------------------------------------------------- what doesn't fit
 
 
 def test_old_checkpoints_rotary_buffers_and_redundant_lm_head_are_fine(tmp_path: Path) -> None:
@@ -140,6 +207,10 @@ def test_codes_without_scales_and_foreign_dtypes_are_refused(folder: Path) -> No
 def test_a_value_that_is_not_finite_is_named(folder: Path) -> None:
     _edit(folder, model__norm__weight=torch.full((64,), torch.inf))
     assert "'model.norm.weight' is not finite" in _refusal(folder)
+    _edit(folder, model__norm__weight=torch.full((64,), torch.finfo(torch.float32).max))
+    decoder_of(folder, dtype=torch.float32)
+    with pytest.raises(UserError, match=r"'model.norm.weight' reaches 3.4e\+38, which bfloat16 cannot hold"):
+        decoder_of(folder, dtype=torch.bfloat16)
 
 
 def test_files_that_are_absent_or_broken_are_named(folder: Path) -> None:
@@ -152,6 +223,17 @@ def test_files_that_are_absent_or_broken_are_named(folder: Path) -> None:
     assert "lacks model-00001.safetensors" in _refusal(folder)
     index.write_text("{}")
     assert "not a safetensors index" in _refusal(folder)
+
+
+def test_a_second_set_of_weights_in_the_folder_is_refused(folder: Path, tmp_path: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}))
+    said = "has model.safetensors, and a model.safetensors.index.json that names"
+    assert f"{said} model-00001-of-00001.safetensors, which is not there; remove" in _refusal(folder)
+    (folder / "model-00001-of-00001.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    assert f"{said} 1 other files; remove what is not of this model" in _refusal(folder)
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model.safetensors"}}))
+    decoder_of(folder)
 
 
 def test_fp8_codes_follow_the_loaded_weights(folder: Path) -> None:

@@ -50,20 +50,21 @@ QWEN2_SHAPE = {**{key: value for key, value in SHAPE.items() if key != "head_dim
 FAMILIES = ("llama-tied", "llama", "qwen2", "qwen2-tied", "qwen3", "qwen3-tied")
 
 
-def hf_model(name: str, seed: int = 0) -> PreTrainedModel:
-    """A float32 model of transformers; norms and biases random too, so that a forgotten one shows."""
+def hf_model(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A float32 model of transformers, `changes` to its shape; norms and biases random too, so that a forgotten one
+    shows."""
     torch.manual_seed(seed)
     family, _, tied = name.partition("-")
     settings = {"tie_word_embeddings": bool(tied), "attn_implementation": "eager"}
     model: PreTrainedModel
     if family == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**SHAPE, **settings, rope_parameters=LLAMA3_ROPE))
+        model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, **changes}, **settings, rope_parameters=LLAMA3_ROPE))
     elif family == "qwen2":
         model = Qwen2ForCausalLM(
-            Qwen2Config(**{**QWEN2_SHAPE, "num_key_value_heads": 1}, **settings, rope_parameters=ROPE)
+            Qwen2Config(**{**QWEN2_SHAPE, "num_key_value_heads": 1, **changes}, **settings, rope_parameters=ROPE)
         )
     else:
-        model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, **settings, rope_parameters=ROPE))
+        model = Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, **changes}, **settings, rope_parameters=ROPE))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
