@@ -15,7 +15,7 @@ def serve(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, a run folder or one of its checkpoints.")
     ],
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: every one, with a key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     name: Annotated[str | None, typer.Option(help="What clients call the model; default: the folder's name.")] = None,
     precision: Annotated[Precision, typer.Option(help="What is FP8.")] = "bf16",
@@ -33,6 +33,9 @@ def serve(
         str | None,
         typer.Option(envvar="OCTETRL_API_KEY", help="Asked of clients; ps shows the option, not the variable."),
     ] = None,
+    without_key: Annotated[
+        bool, typer.Option("--without-key", help="Let other machines in without a key: behind a proxy that asks.")
+    ] = False,
     drain_seconds: Annotated[
         float, typer.Option(min=0.0, help="After SIGTERM: how long running requests may take.")
     ] = 30.0,
@@ -57,6 +60,7 @@ def serve(
         max_queue=max_queue,
         max_body_bytes=int(max_body_mb * 1e6),
         api_key=api_key,
+        without_key=without_key,
         calibration_texts=run.CALIBRATION_TEXTS if calibrate_on is None else _texts(calibrate_on),
     )
     say = lambda text: typer.echo(f"{text} ({precision})", err=True)  # noqa: E731

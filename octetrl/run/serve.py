@@ -14,6 +14,7 @@ smallest numbers. /metrics has the share that was clamped all the same.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -66,12 +67,14 @@ class ServeOptions:
     max_queue: int = 256  # completions that wait
     max_body_bytes: int = 8 << 20
     api_key: str | None = None
+    without_key: bool = False  # whoever reaches a host that is not this machine alone may ask
     calibration_texts: Sequence[str] = CALIBRATION_TEXTS
 
 
 def serve(options: ServeOptions, *, host: str, port: int, drain_seconds: float, say: Callable[[str], None]) -> None:
     """Serves until a signal comes. Raises UserError for what the user can mend, KeyboardInterrupt after Ctrl-C."""
     _check_extra()
+    _check_key(options, host)
     with _bound(host, port) as listening:
         app, intake = build_app(options)
         place = f"http://{host}:{listening.getsockname()[1]}/v1"
@@ -145,6 +148,26 @@ def _check_extra() -> None:
     for package in ("starlette", "uvicorn", "prometheus_client"):
         if find_spec(package) is None:
             raise UserError(f"octetrl serve needs the package '{package}'; pip install 'octetrl[serve]'")
+
+
+def _check_key(options: ServeOptions, host: str) -> None:
+    """Refuse to serve other machines without asking for a key, unless that is what was asked for."""
+    if options.without_key and options.api_key is not None:
+        raise UserError("--without-key: an API key was given as well; leave one out (OCTETRL_API_KEY is a key too)")
+    if options.api_key is None and not options.without_key and not _is_of_this_machine(host):
+        raise UserError(
+            f"--host: '{host}' lets other machines in, and no API key is asked of them; set OCTETRL_API_KEY, listen on"
+            " 127.0.0.1, or give --without-key where something else keeps strangers out"
+        )
+
+
+def _is_of_this_machine(host: str) -> bool:
+    """Whether every address that `host` stands for can be reached from this machine alone."""
+    try:
+        found = socket.getaddrinfo(host or None, 0, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"--host: '{host}' is no address of this machine ({error}); give another") from error
+    return all(ipaddress.ip_address(str(address[4][0]).partition("%")[0]).is_loopback for address in found)
 
 
 @contextmanager

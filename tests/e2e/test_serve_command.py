@@ -142,7 +142,16 @@ def test_a_text_to_calibrate_on_ends_with_its_line(
         (["--calibrate-on", "no_such_file"], "--calibrate-on: 'no_such_file' can't be read as text"),
         (["--api-key", ""], "the API key is empty"),
         (["--precision", "fp4"], "'fp4' is not one of"),
-        (["--host", "192.0.2.1"], "--port: 192.0.2.1:8000 can't be listened on"),
+        (["--host", "192.0.2.1", "--api-key", "k"], "--port: 192.0.2.1:8000 can't be listened on"),
+        (
+            ["--host", "0.0.0.0"],
+            "--host: '0.0.0.0' lets other machines in, and no API key is asked of them; set OCTETRL",
+        ),
+        (["--host", "::"], "--host: '::' lets other machines in"),
+        (["--host", ""], "--host: '' lets other machines in"),
+        (["--host", "0"], "--host: '0' lets other machines in"),
+        (["--host", "0.0.0.0", "--without-key", "--api-key", "k"], "--without-key: an API key was given as well"),
+        (["--host", "no such host"], "--host: 'no such host' is no address of this machine"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_one_line(
@@ -151,3 +160,13 @@ def test_what_cannot_be_served_is_refused_in_one_line(
     code = run_command(["serve", str(model), *options])
     err = capsys.readouterr().err
     assert code == 2 and said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "localhost", "::1"])
+def test_an_address_of_this_machine_needs_no_key(host: str) -> None:
+    run_serve._check_key(run_serve.ServeOptions("m"), host)
+
+
+@pytest.mark.parametrize("options", [{"api_key": "k"}, {"without_key": True}])
+def test_other_machines_may_come_in_with_a_key_or_where_that_is_said(options: dict[str, Any]) -> None:
+    run_serve._check_key(run_serve.ServeOptions("m", **options), "0.0.0.0")
