@@ -89,9 +89,9 @@ def main() -> None:
         bare = partial(subprocess.run, command, capture_output=True, check=True, env={})
         rows.append(row(f"no sandbox, for {level}", sandbox, bare, asked.runs))
         rows.append(row(PROGRAM, sandbox, partial(sandbox.run, Program(PROGRAM)), asked.runs))
-    scorer = CodeScorer(SandboxConfig(level="limits"))
+    scorer = CodeScorer(SandboxConfig())
     for what, tests in TESTS.items():
-        rows.append(row(what, find_sandbox(Level.LIMITS), partial(judged, scorer, tests), asked.runs))
+        rows.append(row(what, find_sandbox(), partial(judged, scorer, tests), asked.runs))
     table = Table("workload", "level", "ms", "95 %", "a second", title=f"{os.cpu_count()} cores")
     for one in rows:
         figures = (f"{one[key]:.0f}" for key in ("ms", "p95_ms", "runs_per_second"))

@@ -12,7 +12,7 @@ from octetrl.config.section import Section
 class SandboxConfig(Section):
     level: Literal["limits", "landlock", "bubblewrap"] = "landlock"
     """The least that the machine must give; the best that works is used, and `octetrl check` shows it. `limits`
-    hides no files: for code that you would run yourself."""
+    hides no files: for code that you would run yourself. It does not judge code with tests."""
     python: str | None = None
     """Interpreter for the model's code, such as that of a virtual environment whose packages it may import; None: the
     run's own, without the packages of its environment."""

@@ -1,6 +1,6 @@
 """The reward of a completion that is Python code: the share of its task's tests that pass, or whether all do.
 
-The code is the last ```python block. How tests and code are kept apart: `ends.py`; a program is run once a case and
+The code is the last ```python block. How tests and code are kept apart: `judging.py`; a program is run once a case and
 what it prints is compared here. Whatever the code does is a reward, with the reason where it is not 1 (`Explained`):
 
     "no ```python block"    "3 of 5 tests pass; test 2: wrong"    "0 of 5 tests pass; memory_limit"
@@ -16,21 +16,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
+from typing import Any
 
 from octetrl.config.errors import UserError
 from octetrl.config.sandbox import SandboxConfig
 from octetrl.config.schema import EnvironmentConfig
 from octetrl.config.validate_sandbox import MARGIN_SECONDS
 from octetrl.environments.base import TaskEnvironment
-from octetrl.environments.code import ends
+from octetrl.environments.code import contestant, judging, link, remote, wire
+from octetrl.environments.code.bundle import bundled
 from octetrl.environments.code.cases import TaskTests, last_python_block, read_tests, same_output
+from octetrl.environments.sandbox.levels import Level
 from octetrl.environments.sandbox.limits import Limits, Outcome, SandboxStatus
 from octetrl.environments.sandbox.sandbox import Program, Sandbox, sandbox_for
 from octetrl.environments.scoring import Explained
 from octetrl.records import Task
 
-_JUDGE_SECONDS = 5  # that the judge may outlive the code
+_JUDGE_SECONDS = 2  # that the judge may outlive the code
 _START_SECONDS = 0.1  # of a sandbox, on a busy machine
 
 
@@ -62,24 +64,26 @@ class CodeScorer:
 
     @cached_property
     def _sandbox(self) -> Sandbox:
-        return sandbox_for(self.config)
+        return sandbox_that_judges(self.config)
 
     @cached_property
-    def _ends(self) -> str:
-        return Path(ends.__file__).read_text(encoding="utf-8")
+    def _contestant(self) -> str:
+        return bundled(wire, contestant)
+
+    @cached_property
+    def _judge(self) -> str:
+        return bundled(wire, remote, link, judging)
 
     def _call(self, tests: TaskTests, source: str) -> tuple[list[bool], str]:
         """Asserts and calls: two sandboxes, joined."""
         limits = Limits.from_config(self.config)
-        contestant = Program(self._ends, json.dumps({"source": source}), limits=limits)
+        contestant = Program(self._contestant, json.dumps({"source": source}), limits=limits)
         order = {"form": tests.form, "cases": tests.cases, "function": tests.function}
         seconds = limits.wall_seconds + _JUDGE_SECONDS
         of_judge = replace(Limits(), wall_seconds=seconds, cpu_seconds=math.ceil(seconds))
-        played, judged = self._sandbox.run_pair(contestant, Program(self._ends, json.dumps(order), limits=of_judge))
+        played, judged = self._sandbox.run_pair(contestant, Program(self._judge, json.dumps(order), limits=of_judge))
         _refuse_failures(played, judged)
-        if not judged.ok or not judged.stdout:
-            raise JudgementFailed(f"the tests ended without a verdict: {judged.status}, {_last_line(judged.stderr)}")
-        verdict = json.loads(judged.stdout)
+        verdict = _verdict(judged, len(tests.cases))
         if "broken" in verdict:
             raise JudgementFailed(verdict["broken"])
         was_ended = played.status not in (SandboxStatus.OK, SandboxStatus.ERROR)
@@ -103,6 +107,17 @@ class CodeScorer:
         return passed + [False] * (len(tests.cases) - len(passed)), why
 
 
+def sandbox_that_judges(config: SandboxConfig) -> Sandbox:
+    """Raises UserError for a level at which code could read what it is tested for."""
+    sandbox = sandbox_for(config)
+    if sandbox.level is Level.LIMITS:
+        raise UserError(
+            "environment.sandbox.level: limits does not judge code, which could read the tests from the disk or from"
+            " the run's memory; use landlock (Linux 5.13, switched on) or install bubblewrap"
+        )
+    return sandbox
+
+
 def code_environment(tasks: Sequence[Task], config: EnvironmentConfig) -> TaskEnvironment:
     """Raises UserError for tests in no form, for time that is too short, and where there is no such sandbox."""
     programs = 0
@@ -116,8 +131,21 @@ def code_environment(tasks: Sequence[Task], config: EnvironmentConfig) -> TaskEn
             f"environment.reward_timeout_seconds: {given:g} is too short for {programs} programs a task, each in a"
             f" sandbox of its own, and sandbox.wall_seconds {seconds:g}; raise it to {needed:g}"
         )
-    sandbox_for(config.sandbox)
+    sandbox_that_judges(config.sandbox)
     return TaskEnvironment(tasks, CodeScorer(config.sandbox, partial=config.code_reward == "share"))
+
+
+def _verdict(judged: Outcome, cases: int) -> dict[str, Any]:
+    """What the judge says. Where it ends without a word, its tests are broken, unless it had something of the code's:
+    an answer that is slow to compare must not save the code from a 0."""
+    lines = judged.stdout.splitlines()
+    if judged.ok and lines and lines[-1] != judging.TAKEN:
+        verdict: dict[str, Any] = json.loads(lines[-1])
+        return verdict
+    said = f"the tests ended without a verdict: {judged.status}, {_last_line(judged.stderr)}".removesuffix(", ")
+    if judging.TAKEN not in lines:
+        raise JudgementFailed(said)
+    return {"passed": "0" * cases, "why": said}
 
 
 def _refuse_failures(*outcomes: Outcome) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from octetrl.config.errors import UserError
 from octetrl.environments.code.cases import last_python_block, read_tests, same_output
-from octetrl.environments.code.ends import alike
+from octetrl.environments.code.judging import alike
 from octetrl.records import Task
 
 

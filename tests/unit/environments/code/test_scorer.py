@@ -13,15 +13,19 @@ import pytest
 from octetrl.config.errors import UserError
 from octetrl.config.sandbox import SandboxConfig
 from octetrl.config.schema import EnvironmentConfig
+from octetrl.environments.code import scorer
 from octetrl.environments.code.scorer import CodeScorer, JudgementFailed, code_environment
 from octetrl.environments.sandbox.levels import Level
 from octetrl.environments.sandbox.sandbox import find_sandbox
 from octetrl.environments.scoring import Explained, RewardWorkers
 from octetrl.records import RolloutStatus, Task
 from tests.required import missing
+from tests.unit.environments.code.forgers import FORGED_TESTS, FORGERS, LIARS, SERVE
 from tests.unit.environments.code.programs import FAKES, HONEST
+from tests.unit.environments.code.return_types import CALLS as RETURNED
+from tests.unit.environments.code.return_types import CLASS_TESTS, CLASSES, SOLUTION, TESTS
 
-QUICK = SandboxConfig(level="limits", wall_seconds=20.0, cpu_seconds=2, memory_mib=128)
+QUICK = SandboxConfig(wall_seconds=20.0, cpu_seconds=2, memory_mib=128)
 ASSERTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "import math\nassert math.isclose(add(0.5, 0.25), 0.75)"]
 CALLS = [{"args": [1, 2], "expected": 3}, {"args": [-1], "kwargs": {"b": 1}, "expected": 0}]
 PROGRAMS = [{"stdin": "1 2\n", "stdout": "3\n"}, {"stdin": "-1 1\n", "stdout": "0\n"}]
@@ -32,9 +36,9 @@ RIGHT_PROGRAM = "print(sum(map(int, input().split())))\n"
 @pytest.fixture(autouse=True, scope="module")
 def _needs_a_sandbox() -> None:
     try:
-        find_sandbox(Level.LIMITS)
+        find_sandbox()
     except UserError as error:
-        missing(Level.LIMITS, str(error))
+        missing(Level.LANDLOCK, str(error))
 
 
 def fenced(code: str) -> str:
@@ -75,6 +79,42 @@ def test_what_tests_may_say(name: str) -> None:
     code, test = HONEST[name]
     answer = score(code, [test])
     assert answer == 1.0, answer.detail
+
+
+@pytest.mark.parametrize(("code", "tests"), [(SOLUTION, TESTS), (CLASSES, CLASS_TESTS)], ids=["data", "classes"])
+def test_what_code_may_return(code: str, tests: list[str]) -> None:
+    answer = score(code, tests, partial=True)
+    assert answer == 1.0, answer.detail
+
+
+@pytest.mark.parametrize(("function", "args", "expected"), RETURNED, ids=[name for name, *_ in RETURNED])
+def test_what_calls_may_return(function: str, args: list[Any], expected: object) -> None:
+    answer = score(SOLUTION, [{"args": args, "expected": expected}], function=function)
+    assert answer == 1.0, answer.detail
+
+
+@pytest.mark.parametrize("name", FORGERS)
+def test_code_that_writes_to_the_link(name: str) -> None:
+    """It gets a 0, and never a broken judgement: that would spare the rollout."""
+    judge = CodeScorer(QUICK.model_copy(update={"wall_seconds": 4.0}), partial=True)
+    calls = [*CALLS, {"args": [1, 1], "expected": [2]}, {"args": [], "expected": {"a": 1}}]
+    for tests, function in ((FORGED_TESTS, {}), (calls, {"function": "add"})):
+        answer = judge(Task("t", "p", metadata={"tests": tests, **function}), fenced(SERVE + FORGERS[name]))
+        assert answer == 0.0, answer.detail
+
+
+@pytest.mark.parametrize("name", LIARS)
+def test_objects_that_lie(name: str) -> None:
+    code, test = LIARS[name]
+    answer = score(code, [test])
+    assert answer == 0.0, answer.detail
+
+
+def test_a_judge_that_the_code_overwhelms_is_a_0() -> None:
+    """Its end without a verdict is the code's doing once it has something of the code's."""
+    task = Task("t", "p", metadata={"tests": ["import os\nif add(1, 2) != 3: os.abort()"]})
+    answer = CodeScorer(QUICK)(task, fenced("def add(a, b): return 4"))
+    assert (answer, answer.detail) == (0.0, "0 of 1 tests pass; the tests ended without a verdict: crashed")
 
 
 def test_a_function_named_like_a_builtin_is_the_codes_only_when_the_task_says_so() -> None:
@@ -124,7 +164,7 @@ def test_a_limit_is_a_wrong_answer_with_its_reason(code: str, reason: str) -> No
 
 
 def test_wall_time_is_of_all_programs_together() -> None:
-    config = SandboxConfig(level="limits", wall_seconds=3.0)
+    config = SandboxConfig(wall_seconds=3.0)
     tests = [{"stdin": "", "stdout": ""}] * 9
     task = Task("t", "p", metadata={"tests": tests})
     answer = CodeScorer(config, partial=True)(task, fenced("import time; time.sleep(0.7)"))
@@ -143,7 +183,7 @@ def test_a_broken_sandbox_is_a_reward_error() -> None:
     """Its interpreter goes away after the worker has tried it."""
     folder = Path(tempfile.mkdtemp())  # not below pytest's own, which nobody else may enter
     folder.chmod(0o755)
-    (folder / "python").symlink_to(find_sandbox(Level.LIMITS).interpreter.executable)
+    (folder / "python").symlink_to(find_sandbox().interpreter.executable)
     task = Task("t", "p", metadata={"tests": PROGRAMS})
     config = QUICK.model_copy(update={"python": str(folder / "python")})
     with RewardWorkers(CodeScorer(config), timeout_seconds=60.0) as workers:
@@ -158,8 +198,18 @@ def test_a_broken_sandbox_is_a_reward_error() -> None:
 
 
 def test_a_scorer_travels_and_finds_its_sandbox_there() -> None:
-    scorer = pickle.loads(pickle.dumps(CodeScorer(QUICK)))
-    assert scorer(Task("t", "p", metadata={"tests": CALLS, "function": "add"}), fenced(RIGHT)) == 1.0
+    arrived = pickle.loads(pickle.dumps(CodeScorer(QUICK)))
+    assert arrived(Task("t", "p", metadata={"tests": CALLS, "function": "add"}), fenced(RIGHT)) == 1.0
+
+
+def test_a_level_that_hides_no_files_does_not_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file of the tests is there to be read, and without root's rights the run's memory."""
+    monkeypatch.setattr(scorer, "sandbox_for", lambda config: find_sandbox(only=Level.LIMITS))
+    task = Task("t", "p", metadata={"tests": ASSERTS})
+    with pytest.raises(UserError, match=r"environment.sandbox.level: limits does not judge code.*use landlock"):
+        code_environment([task], EnvironmentConfig(kind="code"))
+    with pytest.raises(UserError, match="limits does not judge code"):
+        CodeScorer(QUICK)(task, fenced(RIGHT))
 
 
 def test_programs_of_a_task_need_their_time() -> None:

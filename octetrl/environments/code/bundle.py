@@ -1,0 +1,26 @@
+"""Several files of this package as one program, for a sandbox that has none of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+_PACKAGE = "octetrl.environments.code"
+_PROGRAM = """
+import sys, types
+path = ""
+for part in {package!r}.split("."):
+    path = path + "." + part if path else part
+    sys.modules[path] = types.ModuleType(path)
+for name, text in {files!r}:
+    module = sys.modules[name] = types.ModuleType(name)
+    exec(compile(text, name, "exec"), vars(module))
+module.main()
+"""
+
+
+def bundled(*modules: ModuleType) -> str:
+    """A program that runs `main` of the last; each may import those before it."""
+    files = [(module.__name__, Path(str(module.__file__)).read_text(encoding="utf-8")) for module in modules]
+    assert all(name.rpartition(".")[0] == _PACKAGE for name, _ in files)
+    return _PROGRAM.format(package=_PACKAGE, files=files)

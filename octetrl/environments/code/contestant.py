@@ -1,0 +1,183 @@
+"""The contestant's end of a judgement: runs the model's code, then answers the judge's calls.
+
+It is the main program of a sandbox of its own (`bundle.py`). The model's code runs in this very process, so nothing
+here is a protection: it may rewrite this end, or write to the link itself. What it may gain by that is up to the
+judge's end, which takes every message as an opponent's (`link.py`).
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import enum
+import json
+import operator
+import os
+import socket
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+from octetrl.environments.code.wire import pack, unpack, unpack_global
+
+_LINK = 3
+_BASES = (str, bytes, int, float, complex, list, tuple, dict, set, frozenset)
+_UNORDERED = ("set", "frozenset", "dict", "Counter", "defaultdict")
+
+
+def contest(source: str) -> None:
+    """Run the code, say whether it ran, then answer until the judge hangs up."""
+    link = socket.socket(fileno=_LINK).makefile("rwb")
+    solution = types.ModuleType("solution")  # not the main program: what only that runs is left out
+    sys.modules["solution"] = solution  # where dataclasses look
+    _say(link, _answered(lambda: exec(compile(source, "solution.py", "exec"), vars(solution))))
+    desk = _Desk(vars(solution))
+    for line in link:
+        _say(link, desk.answer(line))
+
+
+def _say(link: Any, answer: dict[str, Any]) -> None:
+    link.write(json.dumps(answer).encode() + b"\n")
+    link.flush()
+
+
+def _answered(action: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        return {"value": action()}
+    except BaseException as error:  # its sys.exit too
+        return {"raised": _told(error)}
+
+
+def _told(error: BaseException) -> list[str]:
+    """Its class, the builtin class nearest to it, and its text."""
+    text = "no text"
+    with contextlib.suppress(BaseException):
+        text = str(error)[:500]
+    known = next(kind.__name__ for kind in type(error).__mro__ if vars(builtins).get(kind.__name__) is kind)
+    return [type(error).__name__, known, text]
+
+
+class _Desk:
+    """Answers calls, and keeps what does not travel."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self._names = names
+        self._kept: list[Any] = []
+        self._numbers: dict[int, int] = {}  # by id, which stays an object's own while it is kept
+        self._operations: dict[str, Callable[..., Any]] = {
+            "call": lambda target, args, kwargs: target(*args, **kwargs),
+            "get": getattr,
+            "set": setattr,
+            "item": operator.getitem,
+            "put": operator.setitem,
+            "remove": operator.delitem,
+            "len": len,
+            "iter": iter,
+            "str": str,
+            "repr": repr,
+            "bool": bool,
+            "less": operator.lt,
+        }
+
+    def answer(self, line: bytes) -> dict[str, Any]:
+        answer = _answered(lambda: self._done(*json.loads(line)))
+        return answer.get("value", answer)
+
+    def _done(self, operation: str, packed: Any) -> dict[str, Any]:
+        given = unpack(packed, self._find)
+        if operation == "name":
+            return self._named(given[0])
+        if operation == "next":
+            return self._next(*given)
+        if operation == "fields":
+            return {"value": _ordered(_fields(given[0], []))}
+        value = self._operations[operation](*given)
+        answer = {"value": pack(value, self._keep)}
+        if operation == "call":
+            changed = pack(given[1], self._keep)
+            answer |= {} if changed == packed[1] else {"args": changed}
+        return answer
+
+    def _named(self, name: str) -> dict[str, Any]:
+        if name not in self._names:
+            return {"missing": name}
+        value = self._names[name]
+        return {"module": name} if isinstance(value, types.ModuleType) else {"value": pack(value, self._keep)}
+
+    def _next(self, iterator: Any, count: int, sent: Any) -> dict[str, Any]:
+        """As many as `count` items, and how it ended if it did. sent: what the generator gets for its `yield`."""
+        items: list[Any] = []
+
+        def take() -> None:
+            while len(items) < count:
+                items.append(next(iterator) if sent is None else iterator.send(sent))
+
+        ended = _answered(take)
+        return {"value": pack(items, self._keep)} | ({"end": ended["raised"]} if "raised" in ended else {})
+
+    def _find(self, kind: str, given: Any) -> Any:
+        return unpack_global(given) if kind == "global" else self._kept[given]
+
+    def _keep(self, value: Any) -> dict[str, Any]:
+        number = self._numbers.setdefault(id(value), len(self._kept))
+        if number == len(self._kept):
+            self._kept.append(value)
+        name = type(value).__name__
+        fields = getattr(type(value), "_fields", None)
+        if isinstance(value, tuple) and isinstance(fields, tuple):
+            return {"record": [number, name, list(fields), [pack(item, self._keep) for item in value]]}
+        if hasattr(type(value), "__next__"):
+            return {"own_iterator" if type(value).__module__ == "solution" else "iterator": [number, name]}
+        return {"function" if callable(value) else "object": [number, name]}
+
+
+def _fields(value: Any, above: list[Any]) -> Any:
+    """`value` as plain data, for a comparison: its class, its attributes, and what it holds as a list, number or text.
+    Sets and dicts are in an order of their own; what lies around itself is told by how far up it is."""
+    depth = next((len(above) - at for at, one in enumerate(above) if one is value), 0)
+    if depth:
+        return {"above": depth}
+    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType | types.ModuleType):
+        return {"named": getattr(value, "__qualname__", None) or value.__name__}
+    if isinstance(value, enum.Enum):
+        return {"member": [type(value).__name__, value.name]}
+
+    def inner(kept: Any) -> Any:
+        return _fields(kept, [*above, value])
+
+    found: dict[str, Any] = {"class": type(value).__name__, "fields": []}
+    names = {*getattr(value, "__dict__", {}), *_slots(type(value))}
+    for name in sorted(name for name in names if not name.startswith("__")):
+        with contextlib.suppress(AttributeError):  # a slot that is not filled
+            found["fields"].append([name, pack(object.__getattribute__(value, name), inner)])
+    base = next((base for base in _BASES if isinstance(value, base)), None)
+    if base is not None:
+        found["holds"] = pack(base(value), inner)
+    return found
+
+
+def _ordered(packed: Any) -> Any:
+    if isinstance(packed, list):
+        return [_ordered(item) for item in packed]
+    if not isinstance(packed, dict):
+        return packed
+    inner = {name: _ordered(item) for name, item in packed.items()}
+    return {name: sorted(item, key=repr) if name in _UNORDERED else item for name, item in inner.items()}
+
+
+def _slots(kind: type) -> list[str]:
+    found: list[str] = []
+    for one in kind.__mro__:
+        slots = vars(one).get("__slots__", ())
+        found += [slots] if isinstance(slots, str) else slots
+    return found
+
+
+def main() -> None:
+    contest(json.loads(sys.stdin.read())["source"])
+    os._exit(0)  # whatever threads it has left
+
+
+if __name__ == "__main__":
+    main()

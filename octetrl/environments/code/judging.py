@@ -1,0 +1,141 @@
+"""The judge's end of a judgement: runs the tests, in a sandbox of its own, and prints the verdict.
+
+Tests run in a namespace that only they write. A name that they use and do not define is asked of the code when it is
+first used, and becomes plain data or a stand-in (`remote.py`); a builtin is Python's own, unless the task says that it
+is what is tested. Expected values, asserts and the verdict never leave this process.
+
+stdout: a line when something of the code's is taken for the first time (`TAKEN`), then the verdict. A judge that ends
+without a verdict before that line has a broken test; one that ends after it may have been brought to it by the code.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import json
+import math
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from octetrl.environments.code.link import BrokenTest, Link, LinkClosed
+
+TAKEN = "taken"
+_STDOUT, _LINK = 1, 3
+
+
+class Names(dict[str, Any]):
+    """The tests' globals. function: what is the code's although a builtin has that name."""
+
+    def __init__(self, link: Link, function: str | None) -> None:
+        super().__init__({"__name__": "tests", "__builtins__": builtins})
+        self._link, self._function = link, function
+
+    def __missing__(self, name: str) -> Any:
+        if name.startswith("__") or (hasattr(builtins, name) and name != self._function):
+            raise KeyError(name)
+        value = self[name] = self._link.name(name)
+        return value
+
+
+def judge(end: socket.socket, form: str, cases: list[Any], function: str | None) -> dict[str, Any]:
+    """Which cases pass, as a text of 0 and 1, and why the first that fails does; or which test is `broken`, and how."""
+    classes = named_classes([case for case in cases if isinstance(case, str)] + [function or ""])
+    link = Link(end, classes, lambda: _print(TAKEN))
+    names = Names(link, function)
+    passed, why = "", None
+    try:
+        link.wait_until_run()
+    except LinkClosed:
+        return {"passed": "0" * len(cases), "why": "the program ended"}
+    except Exception as error:
+        return {"passed": "0" * len(cases), "why": f"the code raises {_told(error)}"}
+    for number, case in enumerate(cases, 1):
+        reason = None
+        try:
+            if form == "asserts":
+                exec(compile(case, f"test {number}", "exec"), names)
+            else:
+                given = eval(str(function), names)(*case["args"], **case.get("kwargs", {}))
+                reason = None if alike(given, case["expected"]) else "wrong"
+        except BrokenTest as error:
+            return {"broken": f"test {number}: {error}"}
+        except BaseException as error:
+            reason = _told(error)
+        if link.is_closed:  # even where the test expects an exception and takes any
+            why = why or f"test {number}: the program ended"
+            break
+        passed += "1" if reason is None else "0"
+        why = why if reason is None else why or f"test {number}: {reason}"
+    return {"passed": passed.ljust(len(cases), "0"), "why": why}
+
+
+def named_classes(sources: list[str]) -> frozenset[str]:
+    """The names in capitals that tests call or look into and do not define: `Point` of `Point(3)` and `Color.RED`."""
+    used: set[str] = set()
+    bound: set[str] = set()
+    for source in sources:
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Call | ast.Attribute):
+                inner = node.func if isinstance(node, ast.Call) else node.value
+                used |= {inner.id} if isinstance(inner, ast.Name) else set()
+            bound |= set(_bound(node))
+    return frozenset(name for name in used - bound if name.lstrip("_")[:1].isupper() and not hasattr(builtins, name))
+
+
+def _bound(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+        yield node.id
+    elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+        yield node.name
+    elif isinstance(node, ast.alias):
+        yield (node.asname or node.name).partition(".")[0]
+    elif isinstance(node, ast.arg):
+        yield node.arg
+
+
+def _told(error: BaseException) -> str:
+    text = " ".join(str(error).split())[:200].encode("utf-8", "backslashreplace").decode()
+    return type(error).__name__ + (f": {text}" if text else "")
+
+
+def alike(given: Any, expected: Any) -> bool:
+    """`expected` is JSON: a tuple counts as a list, a float is equal to nine digits, a key of a dict is a text."""
+    if isinstance(given, bool) or isinstance(expected, bool) or given is None or expected is None:
+        return given is expected
+    if isinstance(given, int | float) and isinstance(expected, int | float):
+        if isinstance(given, int) and isinstance(expected, int):
+            return given == expected
+        return given == expected or math.isclose(given, expected, rel_tol=1e-9)
+    if isinstance(expected, list):
+        if not isinstance(given, list | tuple) or len(given) != len(expected):
+            return False
+        return all(alike(one, other) for one, other in zip(given, expected, strict=True))
+    if isinstance(expected, dict):
+        if not isinstance(given, dict) or len(given) != len(expected):
+            return False
+        texts = {str(key): value for key, value in given.items()}
+        return texts.keys() == expected.keys() and all(alike(texts[key], expected[key]) for key in expected)
+    return type(given) is type(expected) and bool(given == expected)
+
+
+def _print(line: str) -> None:
+    """Past whatever the tests make of `sys.stdout`."""
+    data = line.encode() + b"\n"
+    while data:
+        data = data[os.write(_STDOUT, data) :]
+
+
+def main() -> None:
+    order = json.loads(sys.stdin.read())
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        verdict = judge(socket.socket(fileno=_LINK), order["form"], order["cases"], order["function"])
+    _print(json.dumps(verdict))
+    os._exit(0)  # whatever the tests have left to do
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""The judge's side of the link to the contestant.
+
+Every message of the contestant is an opponent's. It becomes plain data, which the judge builds from exact types, a
+stand-in (`remote.py`), or a generator of the judge's own, which is read once. None of them has a say in what the judge
+does; at most it answers a question about itself. What is no answer ends the contest.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import importlib
+import json
+import socket
+import sys
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import Any
+
+from octetrl.environments.code.remote import Function, Instance, Origin, Record, Remote, origin_of
+from octetrl.environments.code.wire import KEPT, LONGEST_LINE, Malformed, pack, pack_global, unpack
+
+_CODE_MAY_CAUSE = (  # attributes of its data: it must not turn a wrong answer into a broken test
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.MethodWrapperType,
+    types.MappingProxyType,
+    BaseException,
+    type,
+)
+_ITEMS_ONE_BY_ONE, _MOST_ITEMS = 8, 1024  # of an iterator, in one message
+
+
+class BrokenTest(Exception):
+    """The test itself can't be run, whatever the code is."""
+
+
+class LinkClosed(BaseException):
+    """The contestant has ended; no `except Exception` of a test may take it for an answer."""
+
+
+class RemoteError(Exception):
+    """An exception of a class that the judge does not know."""
+
+
+class Link:
+    """To the contestant. classes: names that the tests use as classes of the code's; at_first_question: called before
+    anything of the code's is taken."""
+
+    def __init__(self, end: socket.socket, classes: frozenset[str], at_first_question: Callable[[], None]) -> None:
+        self._file = end.makefile("rwb")
+        self._at_first_question: Callable[[], None] | None = at_first_question
+        self._stand_ins: dict[int, Any] = {}
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of generators
+        self._classes = classes | {"Solution"}
+        self._classes_are_named = bool(classes - {"Solution"})  # that one wraps a function, by custom
+        self.is_closed = False
+
+    def wait_until_run(self) -> None:
+        """Until the code has defined what it defines. Raises what it raised."""
+        self._receive()
+
+    def name(self, name: str) -> Any:
+        """What the code calls so. Raises KeyError: nothing."""
+        answer = self._exchange("name", [name])
+        if "missing" in answer:
+            raise KeyError(name)
+        value = None if "module" in answer else self._unpacked(answer.get("value"), is_instance=name in self._classes)
+        if name in sys.stdlib_module_names:
+            if "module" in answer or type(value) is Remote:
+                return importlib.import_module(name)  # the judge's own
+            if isinstance(value, Function):
+                origin_of(value).is_bare = True
+        if isinstance(value, Instance):
+            origin_of(value).is_class = name in self._classes
+        return value
+
+    def ask(self, operation: str, *given: Any) -> Any:
+        """Have it done with `given` and return what it gave."""
+        packed = [pack(item, self._packed_stand_in) for item in given]
+        answer = self._exchange(operation, packed)
+        if operation == "call" and "args" in answer:
+            changed = self._unpacked(answer["args"])
+            for mine, theirs in zip(given[1], changed if isinstance(changed, list) else [], strict=False):
+                _take_changes(mine, theirs)
+        is_instance = operation == "call" and origin_of(given[0]).is_class
+        return self._unpacked(answer.get("value"), is_instance=is_instance)
+
+    def fields(self, remote: Remote) -> Any:
+        """What it consists of, as JSON."""
+        return self._exchange("fields", [pack(remote, self._packed_stand_in)]).get("value")
+
+    def next_items(self, origin: Origin, count: int, sent: Any = None) -> tuple[list[Any], Exception | None]:
+        """At most `count` items of an iterator, and how it ended, if it has."""
+        packed = pack(sent, self._packed_stand_in)
+        answer = self._exchange("next", [{"object": origin.number}, count, packed])
+        items = self._unpacked(answer.get("value"))
+        ended = self._exception(answer["end"]) if "end" in answer else None
+        if not isinstance(items, list) or not (items or ended):
+            raise self._closed()
+        return items, ended
+
+    def read(self, origin: Origin) -> Generator[Any, Any, Any]:
+        """The items of an iterator, as a generator of the judge's. The first are fetched one by one, since the code
+        that makes them may do more than that."""
+        taken, sent, was_sent = 0, None, False
+        while True:
+            one_by_one = taken < _ITEMS_ONE_BY_ONE or was_sent
+            items, ended = self.next_items(origin, 1 if one_by_one else min(taken, _MOST_ITEMS), sent)
+            for item in items:
+                taken += 1
+                sent = yield item
+                was_sent |= sent is not None
+            if isinstance(ended, StopIteration):
+                return
+            if ended is not None:
+                raise ended
+
+    def _exchange(self, operation: str, packed: list[Any]) -> dict[str, Any]:
+        if self._at_first_question is not None:
+            self._at_first_question()
+            self._at_first_question = None
+        line = json.dumps([operation, packed]).encode()
+        try:
+            self._file.write(line + b"\n")
+            self._file.flush()
+        except (OSError, ValueError):
+            raise self._closed() from None
+        return self._receive()
+
+    def _receive(self) -> dict[str, Any]:
+        """The next answer, raised where it is an exception. Whatever is no answer ends the contest."""
+        try:
+            line = self._file.readline(LONGEST_LINE)
+            answer = json.loads(line) if line.endswith(b"\n") else None
+        except (OSError, ValueError, RecursionError, MemoryError):
+            answer = None
+        if not isinstance(answer, dict):
+            raise self._closed()
+        if "raised" in answer:
+            error = self._exception(answer["raised"])
+            if isinstance(error, StopIteration | StopAsyncIteration):  # would end a loop of the test's as a success
+                error = RuntimeError(f"the code raised {type(error).__name__}")
+            raise error
+        return answer
+
+    def _closed(self) -> LinkClosed:
+        self.is_closed = True
+        self._file.close()
+        return LinkClosed()
+
+    def _exception(self, told: Any) -> Exception:
+        if not isinstance(told, list) or len(told) != 3 or not all(isinstance(text, str) for text in told):
+            raise self._closed()
+        name, known_name, text = told
+        known = vars(builtins).get(known_name)
+        if isinstance(known, type) and issubclass(known, Exception) and known is not Exception:
+            with contextlib.suppress(TypeError):  # some want more than a text
+                return known(text)
+        return RemoteError(f"{name}: {text}")
+
+    def _unpacked(self, packed: Any, *, is_instance: bool = False) -> Any:
+        def stand_in(kind: str, given: Any) -> Any:
+            return self._stand_in(kind, given, is_instance=is_instance)
+
+        try:
+            return unpack(packed, stand_in)
+        except (Malformed, RecursionError, MemoryError):
+            raise self._closed() from None  # not what `pack` makes: the code wrote to the link itself
+
+    def _stand_in(self, kind: str, given: Any, *, is_instance: bool) -> Any:
+        """One for each object of the contestant's, so that `is` holds for them."""
+        if kind not in KEPT or not isinstance(given, list) or len(given) < 2:
+            raise Malformed
+        number, class_name = given[:2]
+        if type(number) is not int or type(class_name) is not str:
+            raise Malformed
+        if number not in self._stand_ins:
+            self._stand_ins[number] = self._made(kind, Origin(self, number, class_name[:100]), given[2:], is_instance)
+        return self._stand_ins[number]
+
+    def _made(self, kind: str, origin: Origin, rest: list[Any], is_instance: bool) -> Any:
+        if kind == "record":
+            if len(rest) != 2 or not all(type(part) is list for part in rest):
+                raise Malformed
+            return Record(origin, rest[0], [self._unpacked(item) for item in rest[1]])
+        if kind != "iterator" and (is_instance or self._classes_are_named):
+            return Instance(origin)
+        if kind in ("iterator", "own_iterator"):
+            reader = self.read(origin)
+            self._numbers[reader] = origin.number
+            return reader
+        return Function(origin) if kind == "function" else Remote(origin)
+
+    def _packed_stand_in(self, value: Any) -> Any:
+        if isinstance(value, Remote | Record):
+            return {"object": origin_of(value).number}
+        if isinstance(value, types.GeneratorType) and value in self._numbers:
+            return {"object": self._numbers[value]}
+        packed = pack_global(value)
+        if packed is None:
+            said = f"a {type(value).__name__} can't be sent to the code; tests may pass plain data alone"
+            raise TypeError(said) if isinstance(value, _CODE_MAY_CAUSE) else BrokenTest(said)
+        return packed
+
+
+def _take_changes(mine: Any, theirs: Any) -> None:
+    """What the call did to an argument."""
+    if type(mine) is not type(theirs):
+        return
+    if isinstance(mine, list | bytearray):
+        mine[:] = theirs
+    elif isinstance(mine, deque):
+        mine.clear()
+        mine.extend(theirs)
+    elif isinstance(mine, set | dict):
+        mine.clear()
+        mine.update(theirs)

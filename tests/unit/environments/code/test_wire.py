@@ -1,0 +1,104 @@
+"""The encoding between code and judge: every value arrives equal and of its own type, and no message does harm."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from octetrl.environments.code.wire import KEPT, Malformed, pack, pack_global, unpack
+
+VALUES: list[Any] = [
+    None, True, 0, -(10**400), 10**5000, 0.1, math.inf, "", "\ud800\x00é", b"\xff", bytearray(b"a"), 1j,
+    [1, [2]], (1, (2,)), {1, "a"}, frozenset({2}), {(1, 2): {3: None}}, OrderedDict(b=1, a=2), Counter("aab"),
+    defaultdict(list, {1: [2]}), defaultdict(None), deque([1, 2], 3), deque(), range(1, 9, 2), Fraction(1, 3),
+    Fraction(1, 3**900), Decimal("1.50"), Decimal("-Infinity"), datetime.date(2024, 2, 29), datetime.time(1, 2, 3),
+    datetime.datetime(2024, 2, 29, 1, 2, 3, 4), datetime.timedelta(-1, 5, 6), int, dict,
+]  # fmt: skip
+
+
+class Odd(Exception):
+    pass
+
+
+def refuse(*_: Any) -> Any:
+    raise Odd
+
+
+def travelled(value: Any) -> Any:
+    return unpack(json.loads(json.dumps(pack(value, refuse))), refuse)
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_a_value_arrives_as_it_was(value: Any) -> None:
+    arrived = travelled(value)
+    assert arrived == value
+    assert type(arrived) is type(value)
+    assert list(arrived) == list(value) if isinstance(value, OrderedDict) else True
+    assert getattr(arrived, "maxlen", None) == getattr(value, "maxlen", None)
+    assert getattr(arrived, "default_factory", None) is getattr(value, "default_factory", None)
+
+
+def test_views_of_a_dict_arrive() -> None:
+    given = {"a": 1, "b": 2}
+    assert travelled(given.keys()) == given.keys()
+    assert travelled(given.items()) == given.items()
+    assert list(travelled(given.values())) == [1, 2]
+    assert math.isnan(travelled(math.nan))
+
+
+def test_an_extended_type_is_no_plain_data() -> None:
+    """Its `__eq__` would judge."""
+    for kind in (int, float, str, list, dict, set, tuple, Fraction, Decimal, deque):
+        with pytest.raises(Odd):
+            pack(type("Mine", (kind,), {})(), refuse)
+
+
+def test_only_the_standard_library_goes_by_name() -> None:
+    assert pack_global(math.sqrt) == {"global": ["math", "sqrt"]}
+    assert pack_global(len) == {"global": ["builtins", "len"]}
+    for value in (travelled, Odd, lambda: 0, "len", pytest.raises):
+        assert pack_global(value) is None
+
+
+WRONG: list[Any] = [
+    None, -1, 1e308, "x", "1e999999999", [], [[]], {}, {"a": 1, "b": 2}, {"global": ["os", "system"]}, {"set": [[1]]},
+    {"object": [0, "P"]}, {"Decimal": "sNaN"}, {"Fraction": [1, 0]}, {"deque": [-1, []]}, {"dict": [[[], 1]]},
+    {"range": [0, 1, 0]}, {"complex": ["x", 2]}, {"date": "2024-99-01"}, {"type": "type"}, {"record": [0]},
+    {"timedelta": [10**99, 0, 0]}, {"defaultdict": ["exec", []]},
+]  # fmt: skip
+KINDS = [*KEPT, "tuple", "set", "Counter", "int", "bytes"]
+
+
+def mutated(packed: Any, rng: random.Random) -> Any:
+    """`packed` with some of its parts replaced by others, of a wrong kind more often than not."""
+    if rng.random() < 0.15:
+        return rng.choice(WRONG)
+    if isinstance(packed, list):
+        return [mutated(item, rng) for item in packed]
+    if isinstance(packed, dict):
+        return {rng.choice([name] * 4 + [rng.choice(KINDS)]): mutated(inner, rng) for name, inner in packed.items()}
+    return packed
+
+
+def test_any_message_is_a_value_or_malformed() -> None:
+    """And what it becomes can be sent back, so that no answer turns a test into one that can't be run."""
+    rng = random.Random(0)
+    packed = [pack(value, refuse) for value in VALUES]
+    made = 0
+    for _ in range(4000):
+        message = json.loads(json.dumps(mutated(rng.choice(packed), rng)))
+        try:
+            value = unpack(message, lambda kind, given: ("stand-in", kind))
+        except Malformed:
+            continue
+        made += 1
+        pack(value, refuse)
+    assert 500 < made < 3900
