@@ -114,6 +114,8 @@ class RolloutStatus(StrEnum):
     TRUNCATED = "truncated"  # turns or context ran out before its end, scored all the same
     REWARD_ERROR = "reward_error"  # the reward function raised, or gave no finite number
     REWARD_TIMEOUT = "reward_timeout"  # ended after reward_timeout_seconds
+    REWARD_CRASH = "reward_crash"  # its process exited, crashed or was killed
+    REWARD_MEMORY = "reward_memory"  # it ran out of memory, or was ended past reward_memory_mib
     TOOL_ERROR = "tool_error"  # a tool raised or hung, and the recipe wants no more of such a rollout
     ENVIRONMENT_ERROR = "environment_error"  # its start, reply or finish raised, or gave what is no reply
     ENVIRONMENT_TIMEOUT = "environment_timeout"  # one of them gave nothing in reply_timeout_seconds

@@ -170,9 +170,16 @@ def _read_dataset(recipe: Recipe) -> None:
 def _find_reward(recipe: Recipe) -> None:
     from octetrl.environments.judge import Judge
     from octetrl.environments.python_reward import PythonReward
+    from octetrl.environments.scoring import RewardWorkers
 
-    if recipe.environment.reward is not None:
-        PythonReward(recipe.environment.reward)
+    environment = recipe.environment
+    if environment.reward is not None:
+        RewardWorkers(
+            PythonReward(environment.reward),
+            timeout_seconds=environment.reward_timeout_seconds,
+            memory_mib=environment.reward_memory_mib,
+            load_seconds=environment.load_timeout_seconds,
+        ).close()
     if recipe.environment.judge is not None:
         Judge(recipe.environment.judge).close()
 

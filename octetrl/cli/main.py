@@ -69,6 +69,10 @@ def run_command(arguments: Sequence[str]) -> int:
             raise
         where = f" to write '{error.filename}'" if error.filename else ""
         return _refuse(f"no space left{where}; free some or choose another folder")
+    except SystemExit as error:  # no verb of ours: what an environment calls must not end a run as if it were done
+        raise RuntimeError(
+            f"code that the recipe names called sys.exit({error.code!r}) in the run's process"
+        ) from error
     except (KeyboardInterrupt, typer.Abort):
         print("octetrl: stopped", file=sys.stderr)
         return INTERRUPTED

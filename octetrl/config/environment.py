@@ -50,7 +50,16 @@ class EnvironmentConfig(Section):
     """Held-out tasks, disjoint from the training ones by prompt."""
     seed: int = 0
     reward_timeout_seconds: float = Field(default=10.0, gt=0.0)
+    """Of each reward. A rollout that gets none in time is `reward_timeout`, and its process is replaced."""
+    reward_memory_mib: int = Field(default=8192, ge=128)
+    """Of each reward process with all that it starts. A rollout whose reward takes more is `reward_memory`, and its
+    process is replaced."""
     reward_workers: int = Field(default=1, ge=1)
+    """Processes that compute rewards, each one at a time."""
+    load_timeout_seconds: float = Field(default=120.0, gt=0.0)
+    """Of importing a reward, an environment or a tool that is named as `module:name`, in a process of its own."""
+    task_timeout_seconds: float = Field(default=60.0, gt=0.0)
+    """Of making one task (reasoning_gym). The process that makes them is then replaced, and the task tried again."""
     turns: TurnsConfig = TurnsConfig()
     """Of an environment that answers, calls tools or decorates its rewards."""
     code_reward: Literal["all", "share"] = "all"

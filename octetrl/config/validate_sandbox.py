@@ -1,5 +1,5 @@
-"""Whether a sandbox's time fits into that of a reward: a worker that is killed first would call a hang of the model's
-code a failure of the reward."""
+"""Whether a sandbox's time and memory fit into those of a reward: a worker that is killed first would call a hang of
+the model's code, or its hunger, a failure of the reward."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from octetrl.config.schema import Recipe
 
 MARGIN_SECONDS = 4.0
 """For starting sandboxes and ending them, beyond what the code may take."""
+MARGIN_MIB = 1024
+"""For the tests' own sandbox and the worker itself, beyond what the code may take."""
 
 
 def sandbox_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -21,3 +23,10 @@ def sandbox_problems(recipe: Recipe) -> Iterator[Problem]:
             f" {environment.sandbox.wall_seconds:g}; raise it to at least {needed:g}, or lower sandbox.wall_seconds"
         )
         yield Problem(("environment.reward_timeout_seconds", "environment.sandbox.wall_seconds"), text)
+    given_mib, needed_mib = environment.reward_memory_mib, environment.sandbox.memory_mib + MARGIN_MIB
+    if environment.kind == "code" and given_mib < needed_mib:
+        text = (
+            f"environment.reward_memory_mib: {given_mib} would cut a sandbox short of its memory_mib"
+            f" {environment.sandbox.memory_mib}; raise it to at least {needed_mib}, or lower sandbox.memory_mib"
+        )
+        yield Problem(("environment.reward_memory_mib", "environment.sandbox.memory_mib"), text)

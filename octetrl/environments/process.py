@@ -5,39 +5,46 @@ they run here, where a hang ends with a kill. reasoning_gym's generators run her
 some of them iterate over sets of strings, and only a process with a fixed PYTHONHASHSEED gives the same task
 in every run.
 
-Wire: pickled messages over a socket pair. Parent: the callable once, then (args) per call. Child: None when
-the callable is loaded, then per call `Answer(value=...)` or `Answer(error="ValueError: ... (file.py:12)")`.
+The child's side is `keeper.py`: a keeper that ends whatever the callable leaves behind, and a worker that runs it. What
+the worker sends is read as plain data (`plain_data.py`), never as a pickle: whoever takes over a worker gets to choose
+its answers and no more. Each call has a number and an answer must have the same; the kernel says which process wrote
+it, and what a child of the worker writes is left out.
 
 The child is a plain `python -c`, not a fork (torch's threads would not survive) and not `multiprocessing` (it
-would import the parent's main module). It has a session of its own, so Ctrl-C reaches the parent alone, and
-killing its group ends what it started. It leaves when its socket closes, and the kernel kills it with its
-parent even while it hangs, so no orphan survives a `kill -9` of the run. What a callable prints goes to
+would import the parent's main module). It has a session of its own, so Ctrl-C reaches the parent alone. It ends with
+its parent even while the callable hangs, so no orphan survives a `kill -9` of the run. What a callable prints goes to
 stderr.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import itertools
+import json
 import os
 import pickle
+import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
-import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
-_LINUX_PR_SET_PDEATHSIG = 1
-_ERROR_LENGTH = 300
-_TRACE_LENGTH = 4000
-_EXIT_SECONDS = 1.0
+from octetrl.config.errors import UserError
+from octetrl.environments.keeper import LONGEST_ANSWER, LOST_SOCKET
+from octetrl.environments.plain_data import from_text
+
+Cause = Literal["raised", "memory", "user"]
+_CREDENTIALS = struct.Struct("iII")  # of a sender: process, user, group
+_READS = 64  # of one look at the socket, so that a flood from strangers does not hold the caller
+_SEND_SECONDS = 30.0
+_REPORT_SECONDS = 1.0  # for a keeper whose worker has closed its socket
+_END_SECONDS = 5.0  # for a keeper that was asked to end
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,153 +54,293 @@ class Answer:
     value: Any = None
     error: str | None = None
     trace: str | None = None  # the traceback behind `error`, where there is one
+    cause: Cause = "raised"  # of the error: any exception, a MemoryError, a UserError
 
 
 class ProcessDied(RuntimeError):
-    """The child ended without an answer: it exited, crashed or was killed from outside."""
+    """The child ended without an answer: it exited, crashed or was killed."""
+
+    def __init__(self, text: str, *, by_signal: bool = False, memory_mib: int | None = None) -> None:
+        super().__init__(text)
+        self.by_signal = by_signal  # perhaps from outside
+        self.memory_mib = memory_mib  # what it held when it was ended for that; None: it was not
+
+
+class NoAnswer(RuntimeError):
+    """There was no answer in time."""
+
+
+class CallFailed(RuntimeError):
+    """The callable raised."""
 
 
 class CallableProcess:
     """One child process around `function`, started at once and without waiting; use from one thread.
 
     function: picklable, importable in a fresh interpreter. The child first imports what `function` needs, which may
-    take seconds, and then greets; `is_ready` tells whether the greeting was received. The thread that makes the process
-    must outlive it: Linux takes a thread's end for the parent's.
+    take seconds, and then greets; `is_ready` tells whether the greeting was received. memory_mib: what it may hold
+    with all that it starts; None: no limit. The thread that makes the process must outlive it: Linux takes a thread's
+    end for the parent's.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], *, memory_mib: int | None = None) -> None:
         payload = pickle.dumps(function)
-        ours, theirs = socket.socketpair()
-        program = f"from octetrl.environments.process import serve; serve({theirs.fileno()}, {os.getpid()})"
-        with theirs:
-            self._child = subprocess.Popen(
-                [sys.executable, "-c", program],
-                pass_fds=[theirs.fileno()],
+        self._socket, data = socket.socketpair()
+        control, theirs = socket.socketpair()
+        if sys.platform == "linux":
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._socket.setblocking(False)
+        arguments = f"{data.fileno()}, {theirs.fileno()}, {os.getpid()}, {memory_mib or 0}"
+        with data, theirs:
+            child = subprocess.Popen(
+                [sys.executable, "-c", f"from octetrl.environments.keeper import keep; keep({arguments})"],
+                pass_fds=[data.fileno(), theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 start_new_session=True,
                 env={**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": _import_path()},
             )
-        self.connection = Connection(ours.detach())
+        self._keeper = _Keeper(child, control)
+        self._finalizer = weakref.finalize(self, _end, self._keeper, self._socket)
+        self._calls = itertools.count(1)
+        self._call = 0  # whose answer is awaited; 0: the greeting
+        self._buffer = bytearray()
         self.is_ready = False
-        self._finalizer = weakref.finalize(self, _kill, self._child, self.connection)
-        with contextlib.suppress(BrokenPipeError):  # a child that died at once is reported by `receive`
-            self.connection.send_bytes(payload)
+        self.started = time.monotonic()
+        with contextlib.suppress(ProcessDied):  # a child that died at once is reported when it is heard
+            self._write(payload)
 
     @property
     def pid(self) -> int:
-        return self._child.pid
+        """The worker's."""
+        return self._keeper.worker()
+
+    def fileno(self) -> int:
+        """For selectors: readable when there is something to `take`."""
+        return self._socket.fileno()
 
     def send(self, *args: Any) -> None:
         """Begin a call. Raises ProcessDied when the child is gone."""
-        try:
-            self.connection.send(args)
-        except BrokenPipeError as error:
-            raise ProcessDied(self._exit_text()) from error
+        self._call = next(self._calls)
+        self._write(pickle.dumps((self._call, args)))
 
-    def receive(self) -> Answer:
-        """The answer to the call begun last (or the greeting, when not `is_ready`). Blocks."""
-        try:
-            answer: Answer = self.connection.recv()
-        except (EOFError, ConnectionResetError) as error:
-            raise ProcessDied(self._exit_text()) from error
-        self.is_ready = self.is_ready or answer.error is None
+    def take(self) -> Answer | None:
+        """The answer to the call begun last (or the greeting, when not `is_ready`), if all of it is there. Does not
+        wait. Raises ProcessDied."""
+        for _ in range(_READS):
+            try:
+                data, told, _, _ = self._socket.recvmsg(1 << 16, socket.CMSG_SPACE(_CREDENTIALS.size))
+            except BlockingIOError:
+                return None
+            except OSError as error:  # reset, or closed by `kill`
+                raise self._death() from error
+            if not data:
+                raise self._death()
+            if _is_from(told, self.pid):
+                self._buffer += data
+                if (answer := self._whole_answer()) is not None:
+                    return answer
+        return None
+
+    def receive(self, seconds: float) -> Answer:
+        """Waits for what `take` gives. Raises ProcessDied, or NoAnswer after `seconds`; the call is then still under
+        way."""
+        deadline = time.monotonic() + seconds
+        while (answer := self.take()) is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise NoAnswer(f"no answer in {seconds:g} s")
+            _wait(self, select.POLLIN, left)
         return answer
 
-    def call(self, *args: Any) -> Any:
-        """A call and its answer. Raises ProcessDied, or RuntimeError with the callable's error."""
+    def call(self, *args: Any, seconds: float) -> Any:
+        """A call and its answer, each in `seconds`, and before the first the greeting. Raises ProcessDied, NoAnswer,
+        UserError where the callable does, and CallFailed for whatever else it raises. After anything but an answer the
+        child is ended."""
         answered = False
         try:
-            if not self.is_ready and (greeting := self.receive()).error is not None:
-                raise RuntimeError(greeting.error)
+            if not self.is_ready:
+                _value(self.receive(seconds))
             self.send(*args)
-            answer = self.receive()
+            answer = self.receive(seconds)
             answered = True
         finally:
-            if not answered:  # interrupted in between: a late answer must not be taken for that of the next call
+            if not answered:
                 self.kill()
-        if answer.error is not None:
-            raise RuntimeError(answer.error)
-        return answer.value
+        return _value(answer)
 
     def kill(self) -> None:
         """End the child and all it started, now. Harmless when it has ended."""
         self._finalizer()
 
-    def _exit_text(self) -> str:
-        deadline = time.monotonic() + _EXIT_SECONDS
-        while os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.002)
-        _kill_group(self._child)  # what it started, and itself when it lives on without its socket
-        code = self._child.wait()
-        return f"the process was killed by signal {-code}" if code < 0 else f"the process exited with code {code}"
+    def _write(self, data: bytes) -> None:
+        rest = memoryview(len(data).to_bytes(8, "big") + data)
+        deadline = time.monotonic() + _SEND_SECONDS
+        while rest:
+            try:
+                rest = rest[self._socket.send(rest) :]
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    self.kill()
+                    raise ProcessDied(f"the process read nothing for {_SEND_SECONDS:g} s") from None
+                _wait(self, select.POLLOUT, 1.0)
+            except OSError as error:
+                raise self._death() from error
+
+    def _whole_answer(self) -> Answer | None:
+        """The first answer in the buffer that is to the call under way."""
+        while len(self._buffer) >= 8:
+            size = int.from_bytes(self._buffer[:8], "big")
+            if size > LONGEST_ANSWER:
+                self.kill()
+                raise ProcessDied(f"the process sent {size:,} bytes for an answer; {LONGEST_ANSWER:,} are allowed")
+            if len(self._buffer) < 8 + size:
+                return None
+            frame = bytes(self._buffer[8 : 8 + size])
+            del self._buffer[: 8 + size]
+            try:
+                call, answer = _read_answer(frame)
+            except ValueError as error:
+                self.kill()
+                raise ProcessDied(f"the process sent what is no answer ({str(error)[:100]})") from error
+            if call == self._call:
+                self.is_ready = self.is_ready or answer.error is None
+                return answer
+        return None
+
+    def _death(self) -> ProcessDied:
+        report = self._keeper.report()
+        self.kill()
+        if report.memory_mib:
+            text = f"its processes held {report.memory_mib:,} MiB"
+            return ProcessDied(text, memory_mib=report.memory_mib)
+        if report.code is None:
+            return ProcessDied(report.text, by_signal=report.by_signal)
+        if report.code == LOST_SOCKET:
+            return ProcessDied("the process closed descriptors that were not its own")
+        if report.code < 0:
+            return ProcessDied(f"the process was killed by signal {-report.code}", by_signal=True)
+        return ProcessDied(f"the process exited with code {report.code}")
 
 
-def serve(descriptor: int, parent_pid: int) -> None:
-    """The child's side: load the callable, then answer calls until the parent closes the socket.
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """How a worker ended. code: of its exit, or minus the signal; None: see `text`."""
 
-    A broad `except`, as only here and in turns/calls.py: whatever a foreign callable raises becomes an answer.
-    SystemExit and other BaseExceptions end the process instead, which the parent sees as ProcessDied.
-    """
-    _die_with(parent_pid)
-    with Connection(descriptor) as connection:
+    code: int | None = None
+    memory_mib: int = 0
+    text: str = ""
+    by_signal: bool = False
+
+
+class _Keeper:
+    """The run's handle on a keeper. What it says is trusted no more than what the worker says: a worker has the rights
+    to take it over."""
+
+    def __init__(self, child: subprocess.Popen[bytes], control: socket.socket) -> None:
+        self._child, self._control = child, control
+        self._worker: int | None = None
+        self._said = b""
+
+    def worker(self) -> int:
+        """Its process id; 0 where there never was one."""
+        if self._worker is None:
+            self._worker = _number(self._line(_SEND_SECONDS), "worker") or 0
+        return self._worker
+
+    def report(self) -> _Report:
+        """Waits for the keeper's report, which follows the end of its worker."""
+        if self.worker() and (line := self._line(_REPORT_SECONDS)):
+            return _Report(_number(line, "code"), _number(line, "memory_mib") or 0, "the process was ended", True)
+        code = self._child.poll()
+        if code is None:
+            return _Report(text="the process closed its connection and lives on")
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        return _Report(text=f"the process that keeps the worker {how}", by_signal=code < 0)
+
+    def end(self) -> None:
+        """Ends the keeper and with it all that it keeps; by force where it does not answer."""
+        if self._child.returncode is not None:  # once it is waited for, its number may be another process's
+            return
+        with contextlib.suppress(OSError):  # it has ended
+            self._control.shutdown(socket.SHUT_WR)
+        deadline = time.monotonic() + _END_SECONDS
+        while self._heard(deadline - time.monotonic()):
+            pass
         try:
-            function = connection.recv()
-        except EOFError:
-            return
-        except Exception as error:
-            connection.send(Answer(error=error_line(error), trace=error_trace(error)))
-            return
-        connection.send(Answer())
-        while True:
-            try:
-                args = connection.recv()
-            except EOFError:
-                return
-            try:
-                answer = Answer(value=function(*args))
-            except Exception as error:
-                answer = Answer(error=error_line(error), trace=error_trace(error))
-            try:
-                connection.send(answer)
-            except (BrokenPipeError, ConnectionResetError):
-                return
+            self._child.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._child.kill()  # after which the kernel kills the worker
+        if self._child.wait() != 0 and self._worker:  # it could not clean up
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._worker, signal.SIGKILL)
+        self._control.close()
+
+    def _line(self, seconds: float) -> bytes:
+        """The next line, or nothing where none comes."""
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._said:
+            if not self._heard(deadline - time.monotonic()):
+                return b""
+        line, _, self._said = self._said.partition(b"\n")
+        return line
+
+    def _heard(self, seconds: float) -> bool:
+        """Takes in what comes next; whether anything came in that time."""
+        if seconds <= 0 or self._control.fileno() < 0 or len(self._said) > 1 << 16:
+            return False
+        self._control.settimeout(seconds)
+        try:
+            data = self._control.recv(4096)
+        except OSError:  # no more time, or it has ended
+            return False
+        self._said += data
+        return bool(data)
 
 
-def _die_with(parent_pid: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_LINUX_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        sys.exit(1)
+def _wait(process: CallableProcess, event: int, seconds: float) -> None:
+    poll = select.poll()  # select() takes no descriptor from 1024 on
+    poll.register(process, event)
+    poll.poll(seconds * 1000)
+
+
+def _end(keeper: _Keeper, data: socket.socket) -> None:
+    data.close()
+    keeper.end()
+
+
+def _number(line: bytes, name: str) -> int | None:
+    try:
+        found = json.loads(line)[name]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return found if isinstance(found, int) else None
+
+
+def _read_answer(frame: bytes) -> tuple[int, Answer]:
+    """Call and answer of a frame. Raises ValueError for what is none."""
+    match from_text(frame):
+        case {"call": int(call), "error": str(error), "cause": cause, **rest} if cause in get_args(Cause):
+            trace = rest.get("trace")
+            return call, Answer(error=error, trace=trace if isinstance(trace, str) else None, cause=cause)
+        case {"call": int(call), **rest} if rest.keys() <= {"value"}:
+            return call, Answer(rest.get("value"))
+    raise ValueError("it has other parts")
+
+
+def _value(answer: Answer) -> Any:
+    if answer.error is None:
+        return answer.value
+    raise UserError(answer.error) if answer.cause == "user" else CallFailed(answer.error)
+
+
+def _is_from(ancillary: Sequence[tuple[int, int, bytes]], worker: int) -> bool:
+    """Whether the kernel names the worker as the sender, where it names any."""
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS and len(data) == _CREDENTIALS.size:
+            return bool(_CREDENTIALS.unpack(data)[0] == worker)
+    return sys.platform != "linux"
 
 
 def _import_path() -> str:
     return os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-
-
-def error_line(error: BaseException) -> str:
-    """`ValueError: text (file.py:12)`, where the error was raised."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    text = " ".join(f"{type(error).__name__}: {error}".split())[:_ERROR_LENGTH]
-    return f"{text} ({Path(frame.filename).name}:{frame.lineno})"
-
-
-def error_trace(error: BaseException) -> str:
-    """The traceback below our own frame; the end of it, where it is long."""
-    whole = error.__traceback__
-    below = whole.tb_next if whole is not None else None
-    return "".join(traceback.format_exception(type(error), error, below or whole)).strip()[-_TRACE_LENGTH:]
-
-
-def _kill(child: subprocess.Popen[bytes], connection: Connection) -> None:
-    connection.close()
-    if child.returncode is None:  # once it is waited for, its number may be another process's
-        _kill_group(child)
-        child.wait()
-
-
-def _kill_group(child: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)

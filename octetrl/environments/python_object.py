@@ -1,7 +1,9 @@
 """What a recipe names as `module:name`: found in the working directory too, and refused in one line.
 
 A reward (`environment.reward`) is a function, an environment (`environment.kind: python`) an object or a class without
-arguments. The module is imported when the recipe is built, so that a misspelt name is an error before anything else.
+arguments. A module can do anything when it is imported: hang, crash, or end its process, even with `os._exit(0)`, after
+which nobody could tell the run from one that is done. So one that the run has to import is first imported in a process
+of its own. Rewards are imported in their workers alone.
 """
 
 from __future__ import annotations
@@ -9,20 +11,37 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 from octetrl.config.errors import UserError, nearest
 from octetrl.environments.base import Environment
+from octetrl.environments.process import CallableProcess, CallFailed, NoAnswer, ProcessDied
 from octetrl.environments.turns.components import components_of
 
+LOAD_SECONDS = 120.0
 
-def load_object(field: str, path: str) -> Any:
-    """The callable or environment at `path`. Raises UserError, naming the recipe's `field`, for whatever is wrong."""
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
-    module_name, colon, name = path.partition(":")
-    if not (module_name and colon and name):
-        raise UserError(f"{field}: '{path}' is not of the form 'module:name', as in 'rewards:exact'")
+
+def load_object(field: str, path: str, seconds: float = LOAD_SECONDS) -> Any:
+    """The callable or environment at `path`, tried in a process first, where its import may take `seconds`. Raises
+    UserError, naming the recipe's `field`, for whatever is wrong."""
+    module_name = check_path(field, path)
+    _search_working_directory()
+    if module_name not in sys.modules:
+        _try_import(field, path, seconds)
+    try:
+        return import_object(field, path)
+    except SystemExit as error:
+        raise UserError(
+            f"{field}: module '{module_name}' ends its process when imported (sys.exit({error.code}))"
+        ) from error
+
+
+def import_object(field: str, path: str) -> Any:
+    """As `load_object`, at once and in this process: whatever else the module raises comes through."""
+    module_name = check_path(field, path)
+    name = path.rpartition(":")[2]
+    _search_working_directory()
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -39,11 +58,54 @@ def load_object(field: str, path: str) -> Any:
     return getattr(module, name)
 
 
-def load_environment(path: str) -> Environment:
+def check_path(field: str, path: str) -> str:
+    """The module's name in `module:name`. Raises UserError for what is not of that form."""
+    module_name, colon, name = path.partition(":")
+    if not (module_name and colon and name):
+        raise UserError(f"{field}: '{path}' is not of the form 'module:name', as in 'rewards:exact'")
+    return module_name
+
+
+@dataclass(frozen=True)
+class _Trial:
+    field: str
+    path: str
+
+    def __call__(self) -> None:
+        import_object(self.field, self.path)
+
+
+def _try_import(field: str, path: str, seconds: float) -> None:
+    module_name = path.partition(":")[0]
+    process = CallableProcess(_Trial(field, path))
+    try:
+        process.call(seconds=seconds)
+    except CallFailed as error:
+        raise UserError(f"{field}: module '{module_name}' fails when imported ({error})") from error
+    except ProcessDied as error:
+        raise UserError(f"{field}: module '{module_name}' ends its process when imported ({error})") from error
+    except NoAnswer as error:
+        raise UserError(
+            f"{field}: module '{module_name}' was not imported in {seconds:g} s; mend it, or raise"
+            " environment.load_timeout_seconds"
+        ) from error
+    finally:
+        process.kill()
+
+
+def _search_working_directory() -> None:
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+
+
+def load_environment(path: str, seconds: float = LOAD_SECONDS) -> Environment:
     """The environment at `path`: an object with `tasks` and `score` or decorated rewards, or a class that makes one
-    without arguments."""
-    found = load_object("environment.dataset", path)
-    environment = found() if isinstance(found, type) else found
+    without arguments. seconds: what its import may take."""
+    found = load_object("environment.dataset", path, seconds)
+    try:
+        environment = found() if isinstance(found, type) else found
+    except SystemExit as error:
+        raise UserError(f"environment.dataset: '{path}' ends its process when made (sys.exit({error.code}))") from error
     missing = [] if hasattr(environment, "tasks") else ["tasks"]
     if not hasattr(environment, "score") and all(one.weight is None for one in components_of(environment)):
         missing.append("score")

@@ -1,7 +1,7 @@
 """A reward that is a Python function of the user's: `module:name`, called as `reward(task, completion_text) -> float`.
 
-It is found by `environments/python_object.py` once here, so that a misspelt name is an error before anything is built,
-and again in each reward worker, where it runs. `examples/custom_reward.py` is one.
+It is imported in the reward workers and nowhere else, so that nothing it does when imported reaches the run. A
+misspelt name is an error when the first worker loads it. `examples/custom_reward.py` is one.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ from functools import cached_property
 
 from octetrl.config.errors import UserError
 from octetrl.environments.base import Scorer
-from octetrl.environments.python_object import load_object
+from octetrl.environments.python_object import check_path, import_object
 from octetrl.records import Task
+
+_FIELD = "environment.reward"
 
 
 @dataclass(frozen=True)
 class PythonReward:
-    """The function at `path`, a scorer. Raises UserError when it can't be imported or called."""
+    """The function at `path`, a scorer. Raises UserError, in a worker, when it can't be imported or called."""
 
     path: str
 
     def __post_init__(self) -> None:
-        _ = self._function
+        check_path(_FIELD, self.path)
 
     def __call__(self, task: Task, completion_text: str) -> float:
         return self._function(task, completion_text)
@@ -36,8 +38,8 @@ class PythonReward:
 
     @cached_property
     def _function(self) -> Scorer:
-        function = load_object("environment.reward", self.path)
+        function = import_object(_FIELD, self.path)
         if not callable(function):
-            raise UserError(f"environment.reward: '{self.path}' is a {type(function).__name__}, not a function")
+            raise UserError(f"{_FIELD}: '{self.path}' is a {type(function).__name__}, not a function")
         scorer: Scorer = function
         return scorer

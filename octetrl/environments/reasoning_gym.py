@@ -12,6 +12,7 @@ credit).
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -22,9 +23,11 @@ from octetrl.config.errors import UserError, nearest
 from octetrl.environments.answers import extract_answer
 from octetrl.environments.base import TaskEnvironment
 from octetrl.environments.made_tasks import MadeTasks
-from octetrl.environments.process import CallableProcess
+from octetrl.environments.process import CallableProcess, CallFailed, NoAnswer, ProcessDied
 from octetrl.records import Task
 
+_logger = logging.getLogger(__name__)
+_ATTEMPTS = 3  # processes that may be lost over one task
 _RESERVED = {"size": "environment.train_size and environment.eval_size", "seed": "environment.seed"}
 
 
@@ -36,16 +39,17 @@ def reasoning_gym_environment(
     seed: int,
     answer_marker: str | None = None,
     prompt_template: str = "{prompt}",
+    task_seconds: float = 60.0,
 ) -> TaskEnvironment:
     """`size` tasks of `dataset`, generated on access, with the dataset's own scorer.
 
-    prompt_template: `{prompt}` stands for the dataset's question.
+    prompt_template: `{prompt}` stands for the dataset's question. task_seconds: what one task may take.
     Raises UserError for an unknown dataset or parameter (with the nearest name) or a value the dataset refuses.
     """
     check_dataset(dataset, parameters)
     generator = EntryGenerator(dataset, dict(parameters), size, seed)
     return TaskEnvironment(
-        MadeTasks(size, EntryTask(generator, prompt_template)),
+        MadeTasks(size, EntryTask(generator, prompt_template, task_seconds)),
         ReasoningGymScorer(dataset, dict(parameters), answer_marker),
     )
 
@@ -97,22 +101,48 @@ class EntryGenerator:
 
 
 class EntryTask:
-    """`(index) -> task`, from a child process that starts at the first call and ends with this object."""
+    """`(index) -> task`, from a child process that starts at the first call and ends with this object.
 
-    def __init__(self, generator: EntryGenerator, prompt_template: str) -> None:
+    A process that dies, or gives no task in `seconds`, is replaced and asked for the same task again: it is the same
+    one. Raises UserError for a task that can't be made.
+    """
+
+    def __init__(self, generator: EntryGenerator, prompt_template: str, seconds: float = 60.0) -> None:
         self._generator = generator
         self._prompt_template = prompt_template
+        self._seconds = seconds
         self._process: CallableProcess | None = None
+        self.restarts = 0
 
     def __call__(self, index: int) -> Task:
-        if self._process is None:
-            self._process = CallableProcess(self._generator)
-        entry = self._process.call(index)
+        entry = self._entry(index)
         return Task(
             id=f"{self._generator.dataset}/{index}",
             prompt=self._prompt_template.replace("{prompt}", entry["question"]),
             answer=None if entry["answer"] is None else str(entry["answer"]),
             metadata={"entry": entry},
+        )
+
+    def _entry(self, index: int) -> dict[str, Any]:
+        what = f"environment.dataset: reasoning_gym's '{self._generator.dataset}'"
+        for attempt in range(_ATTEMPTS):
+            if self._process is None:
+                self._process = CallableProcess(self._generator)
+            try:
+                entry: dict[str, Any] = self._process.call(index, seconds=self._seconds)
+                return entry
+            except CallFailed as error:
+                raise UserError(f"{what} can't make task {index} ({error}); change environment.parameters") from error
+            except (ProcessDied, NoAnswer) as error:
+                reason = str(error)
+            self._process.kill()
+            self._process = None
+            self.restarts += 1
+            if attempt + 1 < _ATTEMPTS:
+                _logger.warning("%s made no task %d (%s); it is made again in a new process", what, index, reason)
+        raise UserError(
+            f"{what} made no task {index} in {_ATTEMPTS} processes ({reason});"
+            " raise environment.task_timeout_seconds, or change environment.parameters"
         )
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from octetrl.config.errors import UserError, nearest
 from octetrl.environments.answers import extract_answer
 from octetrl.environments.made_tasks import MadeTasks
-from octetrl.environments.python_object import load_object
+from octetrl.environments.python_object import LOAD_SECONDS, load_object
 from octetrl.environments.turns import Conversation, metric, reward
 from octetrl.records import Task
 
@@ -121,17 +121,23 @@ class ResetStep:
 
 
 def gymnasium_environment(
-    name: str, parameters: Mapping[str, Any], *, size: int, seed: int, action_marker: str | None
+    name: str,
+    parameters: Mapping[str, Any],
+    *,
+    size: int,
+    seed: int,
+    action_marker: str | None,
+    load_seconds: float = LOAD_SECONDS,
 ) -> ResetStep:
     """`name`: an id of Gymnasium's, or `module:name` of what makes an environment; `parameters`: instructions and
     actions, and the rest for what makes it. Raises UserError where none can be made."""
     given = {key: value for key, value in parameters.items() if key not in _OURS}
-    make = _maker(name, given)
+    make = _maker(name, given, load_seconds)
     ours = {key: parameters[key] for key in _OURS if key in parameters}
     environment = ResetStep(make, size, seed, action_marker=action_marker, **ours)
     try:
         _ = environment.tasks[0]
-    except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError, SystemExit) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise UserError(
             f"environment.dataset: '{name}' with parameters {dict(given)} gives no environment with reset(seed=...)"
@@ -140,9 +146,9 @@ def gymnasium_environment(
     return environment
 
 
-def _maker(name: str, parameters: dict[str, Any]) -> Callable[[], Any]:
+def _maker(name: str, parameters: dict[str, Any], load_seconds: float) -> Callable[[], Any]:
     if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
-        return _Made(load_object("environment.dataset", name), parameters)
+        return _Made(load_object("environment.dataset", name, load_seconds), parameters)
     try:
         import gymnasium
     except ImportError:

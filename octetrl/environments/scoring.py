@@ -4,9 +4,14 @@
 and hands each one completion at a time, so that the time of one call is known and one hang costs one worker.
 What comes back is never a silent 0:
 
-    a finite number                         SCORED, reward = float(value)
-    a raise, a crash, NaN, None, a string   REWARD_ERROR, reward None, the error's text and line as detail
-    no answer after `timeout_seconds`       REWARD_TIMEOUT, reward None; the worker is killed and replaced
+    a finite number                             SCORED, reward = float(value)
+    a raise, NaN, None, a string, sys.exit      REWARD_ERROR, reward None, the error's text and line as detail
+    no answer after `timeout_seconds`           REWARD_TIMEOUT, reward None
+    an exit, a crash, a kill from outside       REWARD_CRASH, reward None
+    MemoryError, or more than `memory_mib`      REWARD_MEMORY, reward None
+
+After the last three the worker is replaced, and `restarts` counts it. A worker that is killed while it loads or waits
+is replaced as well, and no completion is blamed.
 
 Cost: 0.13 ms a completion over the score itself. A replaced worker imports the scorer's libraries anew
 (a second for reasoning_gym) while the others go on; batching calls, or forking from a warm process, would
@@ -15,18 +20,21 @@ save that at the price of clear deadlines.
 
 from __future__ import annotations
 
+import math
 import pickle
+import select
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from types import TracebackType
 
 from octetrl.config.errors import UserError
-from octetrl.environments.base import Scorer, finite_number
+from octetrl.environments.base import LARGEST_REWARD, Scorer, finite_number
 from octetrl.environments.process import Answer, CallableProcess, ProcessDied
 from octetrl.records import RolloutStatus, Task
+
+_LOAD_ATTEMPTS = 3  # in a row, of a worker that was killed while it loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +77,30 @@ class CheckedScorer:
 class RewardWorkers:
     """`processes` child processes that hold `scorer`; use as a context manager, or `close` it.
 
-    scorer: picklable `(task, completion_text) -> float`, such as `environment.score`.
+    scorer: picklable `(task, completion_text) -> float`, such as `environment.score`. timeout_seconds: of a reward;
+    load_seconds: of loading the scorer; memory_mib: of a worker with all that it starts, None for no limit.
     Raises UserError at once when a worker can't load the scorer. One caller at a time.
     """
 
-    def __init__(self, scorer: Scorer, *, timeout_seconds: float, processes: int = 1) -> None:
+    def __init__(
+        self,
+        scorer: Scorer,
+        *,
+        timeout_seconds: float,
+        processes: int = 1,
+        memory_mib: int | None = None,
+        load_seconds: float = 120.0,
+    ) -> None:
         self._scorer = CheckedScorer(scorer)
-        self._timeout = timeout_seconds
+        self._timeout, self._load_seconds = timeout_seconds, load_seconds
+        self._memory_mib = memory_mib
+        self._failed_loads = 0  # in a row
+        self._has_loaded = False
+        self.restarts = 0
+        self._workers: list[CallableProcess] = []
         self._workers = [self._start() for _ in range(processes)]
-        self._greet(self._workers[0])
+        while not any(worker.is_ready for worker in self._workers):
+            self._look({})
 
     def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
         """The score of each (task, completion text), in their order."""
@@ -89,19 +112,9 @@ class RewardWorkers:
                 for worker in [worker for worker in self._workers if worker.is_ready and worker not in running]:
                     if queue:
                         self._begin(worker, queue, running)
-                for worker in self._wait(running):
-                    if worker in running:
-                        index, _ = running.pop(worker)
-                        scores[index] = self._finish(worker)
-                    else:
-                        self._greet(worker)
-                for worker in [worker for worker, (_, end) in running.items() if end <= time.monotonic()]:
-                    index, _ = running.pop(worker)
-                    self._replace(worker)
-                    text = f"no reward after {self._timeout:g} s; raise environment.reward_timeout_seconds"
-                    scores[index] = Score(RolloutStatus.REWARD_TIMEOUT, None, text)
+                scores |= self._look(running)
         finally:
-            for worker in running:  # interrupted: a late answer must not be taken for that of the next call
+            for worker in running:  # interrupted: nobody will want its answer
                 self._replace(worker)
         return [scores[index] for index in range(len(completions))]
 
@@ -121,25 +134,12 @@ class RewardWorkers:
 
     def _start(self) -> CallableProcess:
         try:
-            return CallableProcess(self._scorer)
+            return CallableProcess(self._scorer, memory_mib=self._memory_mib)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise UserError(
                 f"environment: the reward can't be sent to a process of its own ({error});"
                 " define it at the top level of a module"
             ) from error
-
-    def _greet(self, worker: CallableProcess) -> None:
-        """Take the greeting of a worker that starts. Raises UserError when it could not load the scorer."""
-        try:
-            greeting = worker.receive()
-        except ProcessDied as error:
-            greeting = Answer(error=str(error))
-        if greeting.error is not None:
-            self.close()
-            raise UserError(
-                f"environment: a reward process could not load the reward ({greeting.error});"
-                " define it at the top level of a module that imports from the working directory"
-            )
 
     def _begin(
         self,
@@ -156,24 +156,104 @@ class RewardWorkers:
         queue.popleft()
         running[worker] = (index, time.monotonic() + self._timeout)
 
+    def _look(self, running: dict[CallableProcess, tuple[int, float]]) -> dict[int, Score]:
+        """Wait until a worker has something to say or a deadline is reached; what it came to, by index. Workers that
+        were `running` no longer are."""
+        found = {}
+        for worker in self._wait(running):
+            if worker in running:
+                score = self._heard(worker)
+                if score is not None:
+                    found[running.pop(worker)[0]] = score
+            else:
+                self._greet(worker)
+        now = time.monotonic()
+        for worker in [worker for worker, (_, end) in running.items() if end <= now]:
+            text = f"no reward after {self._timeout:g} s; raise environment.reward_timeout_seconds"
+            found[running.pop(worker)[0]] = Score(RolloutStatus.REWARD_TIMEOUT, None, text)
+            self._replace(worker)
+        for worker in [worker for worker in self._workers if not worker.is_ready]:
+            if worker.started + self._load_seconds <= now:
+                reason = f"it did not load in {self._load_seconds:g} s; raise environment.load_timeout_seconds"
+                self._load_again(worker, reason, always=False)
+        return found
+
     def _wait(self, running: dict[CallableProcess, tuple[int, float]]) -> list[CallableProcess]:
         """Workers that have something to say, or none when the first deadline is reached."""
-        awaited = {worker.connection: worker for worker in self._workers if worker in running or not worker.is_ready}
+        poll, awaited = select.poll(), {}
         deadlines = [end for _, end in running.values()]
-        timeout = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
-        return [awaited[connection] for connection in wait(list(awaited), timeout)]  # type: ignore[index]
+        for worker in self._workers:
+            if worker in running or not worker.is_ready:
+                awaited[worker.fileno()] = worker
+                poll.register(worker, select.POLLIN)
+            if not worker.is_ready:
+                deadlines.append(worker.started + self._load_seconds)
+        if not awaited:
+            return []
+        seconds = max(0.0, min(deadlines) - time.monotonic())
+        return [awaited[descriptor] for descriptor, _ in poll.poll(math.ceil(seconds * 1000))]
 
-    def _finish(self, worker: CallableProcess) -> Score:
+    def _heard(self, worker: CallableProcess) -> Score | None:
+        """Of the call under way; None: not all of the answer is there."""
         try:
-            answer = worker.receive()
+            answer = worker.take()
         except ProcessDied as error:
             self._replace(worker)
-            answer = Answer(error=str(error))
-        if answer.error is not None:
-            return Score(RolloutStatus.REWARD_ERROR, None, answer.error, answer.trace)
-        reward, answered, detail = answer.value
-        return Score(RolloutStatus.SCORED, reward, detail, answered=answered)
+            if error.memory_mib is None:
+                return Score(RolloutStatus.REWARD_CRASH, None, str(error))
+            return Score(RolloutStatus.REWARD_MEMORY, None, self._past_limit(error))
+        return None if answer is None else _score(answer)
+
+    def _greet(self, worker: CallableProcess) -> None:
+        """Take the greeting of a worker that loads. Raises UserError when it could not load the scorer."""
+        try:
+            greeting = worker.take()
+        except ProcessDied as error:
+            reason = str(error) if error.memory_mib is None else self._past_limit(error)
+            if error.by_signal:
+                self._load_again(worker, reason, always=True)
+                return
+            raise self._refusal(reason) from error
+        if greeting is None:
+            return
+        if greeting.cause == "user" and greeting.error is not None:
+            self.close()
+            raise UserError(greeting.error)
+        if greeting.error is not None:
+            raise self._refusal(greeting.error)
+        self._failed_loads = 0
+        self._has_loaded = True
+
+    def _load_again(self, worker: CallableProcess, reason: str, *, always: bool) -> None:
+        """Replace a worker that was killed or is late: a few times, as it may not be the scorer's doing. always: even
+        where none has ever loaded."""
+        self._failed_loads += 1
+        if self._failed_loads >= _LOAD_ATTEMPTS or not (always or self._has_loaded):
+            raise self._refusal(reason)
+        self._replace(worker)
+
+    def _refusal(self, reason: str) -> UserError:
+        self.close()
+        return UserError(
+            f"environment: a reward process could not load the reward ({reason});"
+            " define it at the top level of a module that imports from the working directory"
+        )
+
+    def _past_limit(self, error: ProcessDied) -> str:
+        return f"{error}; environment.reward_memory_mib allows {self._memory_mib:,}"
 
     def _replace(self, worker: CallableProcess) -> None:
         worker.kill()
+        self.restarts += 1
         self._workers[self._workers.index(worker)] = self._start()
+
+
+def _score(answer: Answer) -> Score:
+    """Of what a worker answered: it runs what it likes, so that what `CheckedScorer` gives is checked once more."""
+    if answer.error is not None:
+        status = RolloutStatus.REWARD_MEMORY if answer.cause == "memory" else RolloutStatus.REWARD_ERROR
+        return Score(status, None, answer.error, answer.trace)
+    match answer.value:
+        case (float(reward), None | str() as answered, None | str() as detail) if abs(reward) <= LARGEST_REWARD:
+            return Score(RolloutStatus.SCORED, reward, detail, answered=answered)
+    return Score(RolloutStatus.REWARD_ERROR, None, "the process gave what is no reward")

@@ -51,7 +51,7 @@ def verifiers_environment(name: str, parameters: Mapping[str, Any]) -> Verifiers
         raise UserError(f"{_FIELD}: this verifiers has no load_environment; pip install 'verifiers>=0.1.14,<0.4'")
     try:
         loaded = verifiers.load_environment(name, **parameters)
-    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError, SystemExit) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise UserError(f"{_FIELD}: verifiers can't load '{name}' with {dict(parameters)} ({reason})") from error
     return VerifiersEnvironment(loaded, name)

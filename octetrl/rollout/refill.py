@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from octetrl.environments.scoring import RewardWorkers
 from octetrl.environments.turns.dialogue import Dialogue
 from octetrl.records import RolloutGroup, Task
 from octetrl.rollout.collect import Collection, Generates, Scores, collect_groups
@@ -34,10 +35,16 @@ class Collected:
     kept: list[RolloutGroup]
     refills: int
     occupancy: Occupancy = field(default_factory=Occupancy)
+    reward_restarts: int = 0  # reward processes that were replaced
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        counts = {"groups": len(self.groups), "kept_groups": len(self.kept), "refills": self.refills}
+        counts = {
+            "groups": len(self.groups),
+            "kept_groups": len(self.kept),
+            "refills": self.refills,
+            "reward_restarts": self.reward_restarts,
+        }
         return {f"rollout/{name}": float(count) for name, count in counts.items()} | dict(self.occupancy.metrics)
 
 
@@ -52,6 +59,7 @@ def collect_batch(
     groups: list[RolloutGroup] = []
     kept: list[RolloutGroup] = []
     wanted, draws, occupancy = collection.prompts, 0, Occupancy()
+    restarts = _reward_restarts(environment)
     while wanted > 0 and draws <= collection.max_refills:
         drawn = tasks.next_batch(wanted)
         new = collect_groups(
@@ -62,4 +70,10 @@ def collect_batch(
         draws += 1
         missing = max(collection.prompts - len(kept), 0)
         wanted = min(-(-missing * len(groups) // max(len(kept), 1)), collection.prompts)
-    return Collected(groups, kept, draws - 1, occupancy)
+    return Collected(groups, kept, draws - 1, occupancy, _reward_restarts(environment) - restarts)
+
+
+def _reward_restarts(environment: Scores | Dialogue) -> int:
+    """Since the run began."""
+    scorer = environment.scorer if isinstance(environment, Dialogue) else environment
+    return scorer.restarts if isinstance(scorer, RewardWorkers) else 0

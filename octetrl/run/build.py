@@ -226,7 +226,13 @@ def build_dialogue(config: EnvironmentConfig, environment: Environment, tokenize
 
 
 def _reward_workers(scorer: Scorer, config: EnvironmentConfig) -> RewardWorkers:
-    return RewardWorkers(scorer, timeout_seconds=config.reward_timeout_seconds, processes=config.reward_workers)
+    return RewardWorkers(
+        scorer,
+        timeout_seconds=config.reward_timeout_seconds,
+        processes=config.reward_workers,
+        memory_mib=config.reward_memory_mib,
+        load_seconds=config.load_timeout_seconds,
+    )
 
 
 def build_taskset(environment: Environment, config: EnvironmentConfig) -> Taskset:

@@ -33,6 +33,7 @@ def build_environment(config: EnvironmentConfig) -> Environment:
             seed=config.seed,
             answer_marker=config.answer_marker,
             prompt_template=config.prompt_template,
+            task_seconds=config.task_timeout_seconds,
         )
     elif config.kind in ("python", "game", "gymnasium", "verifiers"):
         environment = _that_brings_its_own(config.kind, config.dataset, config)
@@ -54,15 +55,21 @@ def _read_tasks(path: str, config: EnvironmentConfig) -> list[Task]:
 
 def _that_brings_its_own(kind: str, name: str, config: EnvironmentConfig) -> Environment:
     """One with tasks, replies and rewards of its own."""
-    size, seed = config.train_size + config.eval_size, config.seed
+    size, seed, load_seconds = config.train_size + config.eval_size, config.seed, config.load_timeout_seconds
     made: Any
     if kind == "game":
         made = game_environment(name, config.parameters, size=size, seed=seed)
     elif kind == "gymnasium":
-        marker = config.answer_marker
-        made = gymnasium_environment(name, config.parameters, size=size, seed=seed, action_marker=marker)
+        made = gymnasium_environment(
+            name,
+            config.parameters,
+            size=size,
+            seed=seed,
+            action_marker=config.answer_marker,
+            load_seconds=load_seconds,
+        )
     elif kind == "verifiers":
         made = verifiers_environment(name, config.parameters)
     else:
-        made = load_environment(name)
+        made = load_environment(name, load_seconds)
     return made

@@ -44,7 +44,7 @@ def _tool(name: str, config: EnvironmentConfig) -> Tool:
     if name == "search":
         assert config.corpus is not None, "validated: search has a corpus"
         return search_tool(config.corpus)
-    found = load_object("environment.tools", name)
+    found = load_object("environment.tools", name, config.load_timeout_seconds)
     if not isinstance(found, Tool):
         raise UserError(
             f"environment.tools: '{name}' is a {type(found).__name__}, not a tool; put @tool before its def"

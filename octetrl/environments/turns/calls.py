@@ -37,7 +37,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from octetrl.environments.process import error_line, error_trace
+from octetrl.environments.tracebacks import error_line, error_trace
 from octetrl.environments.turns.conversation import Conversation, current
 
 _LOOP_ANSWERS_WITHIN = 2.0  # seconds
@@ -229,10 +229,7 @@ class _ThreadEach(ThreadPoolExecutor):
 
 
 def _failed(error: BaseException) -> Called:
-    try:
-        return Called(error=error_line(error), trace=error_trace(error))
-    except Exception:  # its own text raises
-        return Called(error=type(error).__name__)
+    return Called(error=error_line(error), trace=error_trace(error))
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -3,13 +3,108 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from octetrl.environments.scoring import Explained
 from octetrl.records import Task
+
+
+class Unspeakable(BaseException):
+    def __str__(self) -> str:
+        raise SystemExit(0)
+
+
+def grow() -> None:
+    held = []
+    while True:
+        held.append(b"x" * (8 << 20))
+        time.sleep(0.002)
+
+
+def orphan() -> int:
+    """The process id of a grandchild in a session of its own, whose parent is gone."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.write(write, str(os.getpid()).encode())
+            os.execvp("sleep", ["sleep", "60"])
+        os._exit(0)
+    os.waitpid(child, 0)
+    return int(os.read(read, 20))
+
+
+def socket_to_the_run() -> int:
+    return next(number for number in range(3, 64) if is_socket(number))
+
+
+def is_socket(number: int) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{number}").startswith("socket:")
+    except OSError:
+        return False
+
+
+class Runs:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path(self.path),)
+
+
+class AnswersWithCode:
+    """A scorer whose `answered` is an object that runs code where it is unpickled."""
+
+    def __call__(self, task: Task, completion_text: str) -> float:
+        return 1.0
+
+    def answered(self, task: Task, completion_text: str) -> Any:
+        return Runs(task.id)
+
+
+@dataclass
+class Loading:
+    """A scorer that notes in `folder` who loads it, and takes `seconds` over it in all processes but the first and
+    those from `quick_from` on."""
+
+    folder: Path
+    seconds: float
+    quick_from: int
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        number = len(list(self.folder.iterdir()))
+        (self.folder / f"{number}-{os.getpid()}").touch()
+        if 0 < number < self.quick_from:
+            time.sleep(self.seconds)
+
+    def __call__(self, task: Task, completion_text: str) -> object:
+        return by_name(task, completion_text)
+
+
+@dataclass(frozen=True)
+class Entries:
+    """A generator of entries as reasoning_gym's are; `hangs` from this one on."""
+
+    hangs: int = 1000
+    dataset: str = "entries"
+
+    def __call__(self, index: int) -> dict[str, Any]:
+        if index == 13:
+            raise ValueError("unlucky")
+        if index >= self.hangs:
+            time.sleep(60)
+        return {"question": f"{index}?", "answer": str(index), "metadata": {"pid": os.getpid(), 2: (index, {index})}}
 
 
 def by_name(task: Task, completion_text: str) -> object:
@@ -22,9 +117,61 @@ def by_name(task: Task, completion_text: str) -> object:
         case "hang in C":
             return float(len(str(7 ** (7**9))))  # holds the interpreter's lock for far longer than the timeout
         case "exit":
-            sys.exit(3)
+            sys.exit(0)
+        case "interrupt":
+            raise KeyboardInterrupt("not by anybody")
+        case "unspeakable":
+            raise Unspeakable
+        case "exit at once":
+            os._exit(0)
         case "crash":
             os.abort()
+        case "close descriptors":
+            os.closerange(3, 256)
+        case "replace descriptors":
+            os.closerange(3, 256)
+            while os.open("/dev/null", os.O_RDWR) < 64:
+                pass
+        case "become another program":
+            os.execvp("sleep", ["sleep", "60"])
+        case "kill the keeper":
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(60)
+        case "stop the keeper":
+            os.kill(os.getppid(), signal.SIGSTOP)
+            time.sleep(60)
+        case "send junk":
+            os.write(socket_to_the_run(), (5).to_bytes(8, "big") + b"junk!")
+            time.sleep(60)
+        case "ask for much":
+            bytearray(1 << 52)
+        case "grow":
+            grow()
+        case "grow in a child":
+            if os.fork() == 0:
+                os.setsid()
+                grow()
+            time.sleep(60)
+        case "come back from a fork":
+            child = os.fork()
+            if child == 0:
+                return -100.0
+            os.waitpid(child, 0)
+            return 1.0
+        case "answer from a fork":
+            child = os.fork()
+            if child == 0:
+                answers = (b'{"call":%d,"value":{"~tuple":[-100.0,null,null]}}' % call for call in range(300))
+                os.write(socket_to_the_run(), b"".join(len(one).to_bytes(8, "big") + one for one in answers))
+                os._exit(0)
+            os.waitpid(child, 0)
+            return 1.0
+        case "flood":
+            for _ in range(200):
+                os.write(1, b"x" * 99_999 + b"\n")
+            return 0.5
+        case "orphan":
+            return orphan()
         case "nan":
             return float("nan")
         case "none":

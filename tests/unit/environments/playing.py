@@ -7,8 +7,8 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-from octetrl.environments.process import error_line
 from octetrl.environments.tools import Family
+from octetrl.environments.tracebacks import error_line
 from octetrl.environments.turns import Conversation
 from octetrl.environments.turns.calls import Called
 from octetrl.environments.turns.conversation import current

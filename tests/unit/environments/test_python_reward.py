@@ -65,8 +65,28 @@ def test_a_reward_that_does_not_import_is_one_line(
     (tmp_path / "broken_reward.py").write_text("def f(:\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(UserError, match=r"environment\.reward") as caught:
-        PythonReward(path)
+        RewardWorkers(PythonReward(path), timeout_seconds=5.0)
     assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("import sys\nsys.exit(0)", "could not load the reward (SystemExit: 0"),
+        ("import os\nos._exit(0)", "could not load the reward (the process exited with code 0)"),
+        ("raise KeyboardInterrupt", "could not load the reward (KeyboardInterrupt:"),
+        ("1 / 0", "could not load the reward (ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_reward_module_that_ends_its_process_is_refused(
+    body: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ending_reward.py").write_text(f"{body}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UserError) as caught:
+        RewardWorkers(PythonReward("ending_reward:f"), timeout_seconds=5.0)
+    assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import signal
+import sys
+from pathlib import Path
+
 import pytest
 
 from octetrl.config.errors import UserError
 from octetrl.environments.base import TaskEnvironment, Taskset
-from octetrl.environments.reasoning_gym import EntryGenerator, check_dataset, reasoning_gym_environment
+from octetrl.environments.plain_data import from_text, to_text
+from octetrl.environments.reasoning_gym import EntryGenerator, EntryTask, check_dataset, reasoning_gym_environment
 from octetrl.environments.scoring import RewardWorkers
+
+sys.path.append(str(Path(__file__).parent))  # where a child process will look too
+misbehaving_rewards = importlib.import_module("misbehaving_rewards")
 
 PARAMETERS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
@@ -47,6 +57,38 @@ def test_tasks_do_not_depend_on_what_was_asked_before() -> None:
     generate = EntryGenerator("list_functions", {}, 40, 5)
     first = [generate(index) for index in range(40)]
     assert [generate(index) for index in reversed(range(40))] == first[::-1]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_generator_that_is_killed_or_stopped_is_replaced(
+    how: signal.Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    make = EntryTask(misbehaving_rewards.Entries(), "{prompt}", seconds=1.0)  # type: ignore[arg-type]
+    first, again = make(4).metadata["entry"]["metadata"]["pid"], make(4)
+    os.kill(first, how)
+    task = make(5)
+    assert (task.prompt, task.answer) == ("5?", "5")
+    assert task.metadata["entry"]["metadata"][2] == (5, {5})  # keys and types as the generator made them
+    assert make(4).prompt == again.prompt and make(4).metadata["entry"]["metadata"]["pid"] != first
+    assert make.restarts == 1
+    assert "made no task 5" in caplog.text and "it is made again in a new process" in caplog.text
+
+
+def test_a_task_that_can_not_be_made_is_one_line() -> None:
+    make = EntryTask(misbehaving_rewards.Entries(hangs=7), "{prompt}", seconds=0.5)  # type: ignore[arg-type]
+    assert make(3).answer == "3"
+    with pytest.raises(UserError, match=r"'entries' made no task 8 in 3 processes \(no answer in 0\.5 s\); raise env"):
+        make(8)
+    with pytest.raises(UserError, match=r"can't make task 13 \(ValueError: unlucky \(misbehaving_rewards\.py:\d+\)\)"):
+        make(13)
+    assert make(3).answer == "3"
+
+
+@pytest.mark.parametrize("dataset", ["graph_color", "knights_knaves", "advanced_geometry", "rotate_matrix"])
+def test_entries_arrive_as_they_were_made(dataset: str) -> None:
+    """Dictionaries with numbers for keys, tuples: the dataset's own scorer wants them back as they were."""
+    entry = EntryGenerator(dataset, {}, 3, 5)(1)
+    assert from_text(to_text(entry)) == entry
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from octetrl.config.errors import UserError
+from octetrl.environments import process
 from octetrl.environments.scoring import RewardWorkers, Score
 from octetrl.records import RolloutStatus, Task
 
@@ -32,9 +35,9 @@ def scores_of(workers: RewardWorkers, *texts: str) -> list[Score]:
     return workers.score([(TASK, text) for text in texts])
 
 
-def has_ended(pid: int) -> bool:
+def has_ended(pid: int, patience: int = 200) -> bool:
     """Whether process `pid` is gone, or dead and only not yet waited for."""
-    for _ in range(200):
+    for _ in range(patience):
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         except FileNotFoundError:
@@ -57,8 +60,9 @@ def test_rewards_come_back_in_order(workers: RewardWorkers) -> None:
     ("text", "detail"),
     [
         ("raise", "KeyError: 'missing column' (misbehaving_rewards.py:"),
-        ("exit", "the process exited with code 3"),
-        ("crash", "the process was killed by signal 6"),
+        ("exit", "SystemExit: 0 (misbehaving_rewards.py:"),
+        ("interrupt", "KeyboardInterrupt: not by anybody (misbehaving_rewards.py:"),
+        ("unspeakable", "Unspeakable: its text raises SystemExit (misbehaving_rewards.py:"),
         ("nan", "ValueError: the reward is nan, not a finite number"),
         ("none", "TypeError: the reward is 'None' of type NoneType, not a number"),
         ("text", "TypeError: the reward is '1.0' of type str, not a number"),
@@ -71,6 +75,70 @@ def test_no_reward_is_an_error_and_not_a_zero(workers: RewardWorkers, text: str,
     assert bad.reward is None
     assert bad.detail is not None
     assert bad.detail.startswith(detail)
+
+
+@pytest.mark.parametrize(
+    ("text", "detail"),
+    [
+        ("exit at once", "the process exited with code 0"),
+        ("crash", "the process was killed by signal 6"),
+        ("close descriptors", "the process closed descriptors that were not its own"),
+        ("replace descriptors", "the process closed descriptors that were not its own"),
+        ("become another program", "the process closed its connection and lives on"),
+        ("kill the keeper", "the process that keeps the worker was killed by signal 9"),
+        ("send junk", "the process sent what is no answer ("),
+    ],
+)
+def test_a_process_that_ends_is_a_crash(text: str, detail: str) -> None:
+    with RewardWorkers(misbehaving_rewards.by_name, timeout_seconds=5.0) as workers:
+        before, bad, after = scores_of(workers, "abc", text, "abcd")
+        assert (before.reward, after.reward) == (3.0, 4.0)
+        assert (bad.status, bad.reward) == (RolloutStatus.REWARD_CRASH, None)
+        assert bad.detail is not None and bad.detail.startswith(detail)
+        assert workers.restarts == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "detail"),
+    [
+        ("grow", r"its processes held \d\d\d MiB; environment.reward_memory_mib allows 200"),
+        ("grow in a child", r"its processes held \d\d\d MiB; environment.reward_memory_mib allows 200"),
+        ("ask for much", "MemoryError: "),
+    ],
+)
+def test_memory_has_a_limit_and_a_status(text: str, detail: str) -> None:
+    with RewardWorkers(misbehaving_rewards.by_name, timeout_seconds=10.0, memory_mib=200) as workers:
+        bad, after = scores_of(workers, text, "abcd")
+        assert (bad.status, bad.reward) == (RolloutStatus.REWARD_MEMORY, None)
+        assert re.match(detail, str(bad.detail))
+        assert after.reward == 4.0
+
+
+@pytest.mark.parametrize("text", ["come back from a fork", "answer from a fork"])
+def test_a_forked_child_gives_no_answers(text: str) -> None:
+    """Neither for its parent nor, a place late, for the calls that follow."""
+    with RewardWorkers(misbehaving_rewards.by_name, timeout_seconds=5.0) as workers:
+        scores = scores_of(workers, text, "ab", "abc", text, "abcd")
+        assert [score.reward for score in scores] == [1.0, 2.0, 3.0, 1.0, 4.0]
+        assert workers.restarts == 0
+
+
+def test_what_a_worker_sends_is_never_run(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    with RewardWorkers(misbehaving_rewards.AnswersWithCode(), timeout_seconds=5.0) as workers:
+        (score,) = workers.score([(Task(id=str(marker), prompt="?"), "")])
+    assert not marker.exists()
+    assert score.status is RolloutStatus.REWARD_ERROR
+    assert score.detail is not None and score.detail.startswith("TypeError: a Runs is no plain data")
+
+
+def test_a_flood_of_prints_is_cut_and_said(capfd: pytest.CaptureFixture[str]) -> None:
+    with RewardWorkers(misbehaving_rewards.by_name, timeout_seconds=10.0) as workers:
+        assert [score.reward for score in scores_of(workers, "print", "flood", "abc")] == [0.25, 0.5, 3.0]
+    printed = capfd.readouterr()
+    assert printed.out == "" and printed.err.startswith("noise on stdout\n")
+    assert len(printed.err) < 3 << 20
+    assert "printed 1 MiB; what more it prints is left out\n" in printed.err
 
 
 @pytest.mark.parametrize("text", ["hang", "hang in C"])
@@ -94,12 +162,22 @@ def test_a_reward_may_say_why(workers: RewardWorkers) -> None:
     assert plain == Score(RolloutStatus.SCORED, 2.0)
 
 
+def test_a_stopped_keeper_is_ended_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_END_SECONDS", 0.2)
+    with RewardWorkers(misbehaving_rewards.by_name, timeout_seconds=0.5) as workers:
+        pid = int(scores_of(workers, "pid")[0].reward or 0)
+        assert scores_of(workers, "stop the keeper")[0].status is RolloutStatus.REWARD_TIMEOUT
+        assert has_ended(pid)
+        assert scores_of(workers, "abc")[0].reward == 3.0
+
+
 def test_no_process_is_left_after_close(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     with RewardWorkers(misbehaving_rewards.by_name, timeout_seconds=0.5) as workers:
         pids = [int(scores_of(workers, "pid")[0].reward or 0)]
         assert workers.score([(Task(id=str(pid_file), prompt="?"), "child")])[0].reward is None
-        pids += [int(pid_file.read_text()), int(scores_of(workers, "pid")[0].reward or 0)]
+        pids += [int(pid_file.read_text()), *(int(score.reward or 0) for score in scores_of(workers, "pid", "orphan"))]
+        assert not has_ended(pids[-1], patience=1)  # a server that a reward keeps from call to call
     assert all(has_ended(pid) for pid in pids), pids
 
 
@@ -110,6 +188,36 @@ def test_a_worker_killed_from_outside_is_replaced(workers: RewardWorkers) -> Non
     assert [score.reward for score in scores_of(workers, "a", "bc", "def")] == [1.0, 2.0, 3.0]
 
 
+def test_a_worker_killed_while_it_loads_is_replaced(tmp_path: Path) -> None:
+    """As it is when it is late; and the reward is not said to be at fault."""
+    scorer = misbehaving_rewards.Loading(tmp_path, 60.0, 3)
+    killed: list[int] = []
+    with RewardWorkers(scorer, timeout_seconds=20.0, load_seconds=1.5) as workers:
+        killer = threading.Thread(target=lambda: killed.append(kill_loading(tmp_path, number=1)))
+        killer.start()
+        crashed, after = scores_of(workers, "exit at once", "abc")
+        killer.join()
+        assert (crashed.status, after.reward) == (RolloutStatus.REWARD_CRASH, 3.0)
+        assert workers.restarts == 3  # crashed, killed, late
+    assert killed and len(list(tmp_path.iterdir())) == 4
+
+
+def kill_loading(folder: Path, number: int) -> int:
+    while not (found := list(folder.glob(f"{number}-*"))):
+        time.sleep(0.01)
+    pid = int(found[0].name.partition("-")[2])
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def test_a_scorer_that_never_loads_is_refused_at_its_time(tmp_path: Path) -> None:
+    (tmp_path / "0-0").touch()
+    started = time.monotonic()
+    with pytest.raises(UserError, match=r"did not load in 0\.5 s; raise environment\.load_timeout_seconds"):
+        RewardWorkers(misbehaving_rewards.Loading(tmp_path, 60.0, 9), timeout_seconds=9.0, load_seconds=0.5)
+    assert time.monotonic() - started < 4.0
+
+
 RUN = """
 import signal, sys, time
 import misbehaving_rewards
@@ -118,7 +226,7 @@ from octetrl.records import Task
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
 workers = RewardWorkers(misbehaving_rewards.by_name, timeout_seconds=60, processes=2)
 task = Task(id="task", prompt="?")
-print(*{int(score.reward) for score in workers.score([(task, "pid")] * 40)}, flush=True)
+print(*{int(score.reward) for score in workers.score([(task, "pid")] * 40 + [(task, "orphan")])}, flush=True)
 try:
     workers.score([(task, "hang"), (task, "hang in C")])
 except KeyboardInterrupt:

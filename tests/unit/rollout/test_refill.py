@@ -63,7 +63,7 @@ def collect(every: int, *, prompts: int = 8, max_refills: int = 10) -> tuple[Col
 def test_one_draw_is_enough_where_all_teach() -> None:
     collected, tasks, _ = collect(1)
     assert tasks.drawn == [8] and collected.metrics == {
-        "rollout/groups": 8.0, "rollout/kept_groups": 8.0, "rollout/refills": 0.0
+        "rollout/groups": 8.0, "rollout/kept_groups": 8.0, "rollout/refills": 0.0, "rollout/reward_restarts": 0.0
     }  # fmt: skip
 
 

@@ -1,0 +1,72 @@
+"""Plain data as JSON text and back, for answers of processes that run code we did not write.
+
+Reading it makes plain values and runs nothing, whoever wrote it: pickle would run what the text names. Lists, strings,
+numbers, None and dictionaries with string keys are JSON's own. Marked by an object with one key: tuples, sets, bytes,
+and dictionaries with other keys, so that a reader gets the types that were sent.
+
+    (1, {2: "x"})    {"~tuple": [1, {"~dict": [[2, "x"]]}]}
+
+Subclasses arrive as their base: a numpy string as a string, a numpy integer as an integer.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Mapping
+from numbers import Integral, Real
+from typing import Any
+
+_MARK = "~"
+
+
+def to_text(value: Any) -> str:
+    """JSON text of `value`. Raises TypeError, naming the type, for what is not plain data."""
+    return json.dumps(_marked(value), separators=(",", ":"))
+
+
+def from_text(text: str | bytes) -> Any:
+    """What `to_text` was given. Raises ValueError for anything else than its text."""
+    try:
+        return json.loads(text, object_hook=_unmarked)
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"no plain data: {error}") from error
+
+
+def _marked(value: Any) -> Any:
+    if value is None or isinstance(value, bool | str | int | float):
+        return value
+    if isinstance(value, list):
+        return [_marked(each) for each in value]
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) and not key.startswith(_MARK) for key in value):
+            return {key: _marked(each) for key, each in value.items()}
+        return {"~dict": [[_marked(key), _marked(each)] for key, each in value.items()]}
+    if isinstance(value, tuple | set | frozenset):
+        kind = "tuple" if isinstance(value, tuple) else "frozenset" if isinstance(value, frozenset) else "set"
+        return {_MARK + kind: [_marked(each) for each in value]}
+    if isinstance(value, bytes | bytearray):
+        return {"~bytes": base64.b64encode(value).decode()}
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    raise TypeError(
+        f"a {type(value).__name__} is no plain data; give text, numbers, lists, tuples, sets, dictionaries"
+    )
+
+
+_KINDS: dict[str, Callable[[Any], Any]] = {
+    "~tuple": tuple,
+    "~set": set,
+    "~frozenset": frozenset,
+    "~dict": lambda pairs: {key: each for key, each in pairs},  # not dict(): it would take the text "ab" for a pair
+    "~bytes": lambda text: base64.b64decode(text, validate=True),
+}
+
+
+def _unmarked(found: dict[str, Any]) -> Any:
+    mark = next(iter(found), "")
+    if len(found) == 1 and mark in _KINDS:
+        return _KINDS[mark](found[mark])
+    return found
