@@ -51,9 +51,7 @@ def _marked(value: Any) -> Any:
         return int(value)
     if isinstance(value, Real):
         return float(value)
-    raise TypeError(
-        f"a {type(value).__name__} is no plain data; give text, numbers, lists, tuples, sets, dictionaries"
-    )
+    raise TypeError(f"a {type(value).__name__} is no plain data; give text, numbers, lists, tuples, sets, dictionaries")
 
 
 _KINDS: dict[str, Callable[[Any], Any]] = {

@@ -122,6 +122,33 @@ def by_name(task: Task, completion_text: str) -> object:
             raise KeyboardInterrupt("not by anybody")
         case "unspeakable":
             raise Unspeakable
+        case "nan":
+            return float("nan")
+        case "none":
+            return None
+        case "text":
+            return "1.0"
+        case "bool":
+            return True
+        case "print":
+            print("noise on stdout")
+            return 0.25
+        case "explain":
+            return Explained(0.25, "one of four")
+        case "pid":
+            return os.getpid()
+        case "child":
+            child = subprocess.Popen(["sleep", "60"])
+            Path(task.id).write_text(str(child.pid))
+            time.sleep(60)
+        case _ if (reward := misuse_of_the_process(completion_text)) is not None:
+            return reward
+    return float(len(completion_text))
+
+
+def misuse_of_the_process(completion_text: str) -> float | None:
+    """None: the completion asks for no such thing."""
+    match completion_text:
         case "exit at once":
             os._exit(0)
         case "crash":
@@ -172,23 +199,4 @@ def by_name(task: Task, completion_text: str) -> object:
             return 0.5
         case "orphan":
             return orphan()
-        case "nan":
-            return float("nan")
-        case "none":
-            return None
-        case "text":
-            return "1.0"
-        case "bool":
-            return True
-        case "print":
-            print("noise on stdout")
-            return 0.25
-        case "explain":
-            return Explained(0.25, "one of four")
-        case "pid":
-            return os.getpid()
-        case "child":
-            child = subprocess.Popen(["sleep", "60"])
-            Path(task.id).write_text(str(child.pid))
-            time.sleep(60)
-    return float(len(completion_text))
+    return None
