@@ -336,7 +336,7 @@ def _write(
     }
     for part, name in final.items():
         part.replace(folder / name)
-    (folder / INDEX).unlink(missing_ok=True)  # of an earlier export, it would win over a single file
+    (folder / (INDEX if len(shards) == 1 else SINGLE)).unlink(missing_ok=True)  # of an earlier export: two sets
     if len(shards) > 1:
         names = {name: final[part] for name, part in weight_map.items()}
         _write_json(folder / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": names})
