@@ -4,8 +4,8 @@
     Dr.GRPO  A_i =  r_i - mean r               arXiv 2503.20783: the division favours groups that are nearly all
                                                right or nearly all wrong
 
-`std` is the sample deviation (n - 1 below), as in the implementations. Equal rewards give zeros, exactly: no epsilon
-that turns the rounding of a mean into an advantage.
+`std` is the sample deviation (n - 1 below), as in the implementations. Rewards that differ by rounding alone
+(spread.py) give zeros, exactly: no epsilon that turns the rounding of a mean into an advantage.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from octetrl.algorithms.spread import differ, differences_from_mean, near_one
+
 # Rewards of all groups of a step -> as many advantages; None: what had this reward is not trained on.
 Advantages = Callable[[Sequence[Sequence[float]]], Sequence[Sequence[float | None]]]
 
 
 def group_relative_advantages(rewards: Sequence[float], normalize: bool = True) -> list[float]:
     """The advantage of each sibling of one group, from the rewards of those that have one."""
-    if len(rewards) < 2 or min(rewards) == max(rewards):
-        return [0.0] * len(rewards)
-    mean = math.fsum(rewards) / len(rewards)
-    differences = [reward - mean for reward in rewards]
-    if not normalize:
-        return differences
+    if not normalize or not differ(rewards):
+        return differences_from_mean(rewards)
+    scaled, _ = near_one(rewards)  # squares of tiny or huge rewards would leave the range of a float
+    differences = differences_from_mean(scaled)
     deviation = math.sqrt(math.fsum(d * d for d in differences) / (len(rewards) - 1))
     return [difference / deviation for difference in differences]
 

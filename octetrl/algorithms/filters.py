@@ -1,13 +1,15 @@
 """What is left out of training, and why. Whatever is left out is counted by whoever asks.
 
-- A group whose rewards are all equal has advantages of zero: it costs a forward and a backward and teaches nothing
-  (DAPO's dynamic sampling, arXiv 2503.14476). So does a group with fewer than two rewards: it has no baseline.
+- A group whose rewards are all equal, but for rounding (spread.py), has advantages of zero: it costs a forward and a
+  backward and teaches nothing (DAPO's dynamic sampling, arXiv 2503.14476). So does a group with fewer than two rewards:
+  it has no baseline.
 - An answer cut off at `max_new_tokens`, or a conversation at its last turn, has a reward that says "too long" more than
   "wrong". Masked, it still counts in its siblings' baseline but is not trained on (DAPO's overlong filtering).
 """
 
 from __future__ import annotations
 
+from octetrl.algorithms.spread import differ
 from octetrl.records import Rollout, RolloutGroup, RolloutStatus
 
 
@@ -20,7 +22,7 @@ def has_baseline(group: RolloutGroup) -> bool:
 
 
 def has_variance(group: RolloutGroup) -> bool:
-    return has_baseline(group) and min(group.rewards) != max(group.rewards)
+    return differ(group.rewards)
 
 
 def is_not_overlong(rollout: Rollout) -> bool:

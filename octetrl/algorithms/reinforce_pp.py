@@ -11,13 +11,13 @@ answers of one length and no KL both equal GRPO, up to the deviation's n - 1 (to
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from octetrl.algorithms.kl_reward import less_kl
+from octetrl.algorithms.spread import tensor_differs
 from octetrl.algorithms.token_rewards import TokenRewards
 from octetrl.config.schema import AlgorithmConfig
 
@@ -27,22 +27,14 @@ def plain_rewards(rewards: Sequence[float]) -> list[float]:
     return list(rewards)
 
 
-def less_mean(rewards: Sequence[float]) -> list[float]:
-    """Less the group's mean; equal rewards give zeros, exactly."""
-    if not rewards or min(rewards) == max(rewards):
-        return [0.0] * len(rewards)
-    mean = math.fsum(rewards) / len(rewards)
-    return [reward - mean for reward in rewards]
-
-
 def batch_normalized(rewards: TokenRewards, config: AlgorithmConfig) -> Tensor:
     """Advantages of all tokens of the batch, float32 [N]."""
     return whitened(less_kl(rewards, config) if config.kl_in == "reward" else rewards.outcome_N)
 
 
 def whitened(values_N: Tensor) -> Tensor:
-    """Mean 0 and deviation 1 (n - 1 below) over all of them; zeros, exactly, where all are equal."""
-    values = values_N.double()
-    if values.numel() < 2 or bool(values.min() == values.max()):
+    """Mean 0 and deviation 1 (n - 1 below) over all of them; zeros, exactly, where all are equal (spread.py)."""
+    if not tensor_differs(values_N):
         return torch.zeros_like(values_N)
+    values = values_N.double()
     return ((values - values.mean()) / values.std()).to(values_N.dtype)

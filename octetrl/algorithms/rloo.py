@@ -10,13 +10,12 @@ published. Equal to GRPO with `normalize_advantages: false` times G / (G - 1).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+
+from octetrl.algorithms.spread import differences_from_mean
 
 
 def leave_one_out_advantages(rewards: Sequence[float]) -> list[float]:
-    """Of one group. Equal rewards give zeros, exactly; so does a group of one."""
-    if len(rewards) < 2 or min(rewards) == max(rewards):
-        return [0.0] * len(rewards)
-    mean = math.fsum(rewards) / len(rewards)
-    return [(reward - mean) * len(rewards) / (len(rewards) - 1) for reward in rewards]
+    """Of one group. Equal rewards (spread.py) give zeros, exactly; so does a group of one."""
+    siblings = len(rewards) - 1
+    return [difference * len(rewards) / max(siblings, 1) for difference in differences_from_mean(rewards)]

@@ -26,11 +26,12 @@ from octetrl.algorithms.kl_reward import less_kl
 from octetrl.algorithms.policy_loss import correction_weights
 from octetrl.algorithms.ppo import ppo_advantages, ppo_returns
 from octetrl.algorithms.ratios import kl_of_ratio
-from octetrl.algorithms.reinforce_pp import batch_normalized, less_mean, plain_rewards
+from octetrl.algorithms.reinforce_pp import batch_normalized, plain_rewards
 from octetrl.algorithms.rejection import best_of_group
 from octetrl.algorithms.rloo import leave_one_out_advantages
 from octetrl.algorithms.sapo import sapo_loss
 from octetrl.algorithms.sft import sft_loss
+from octetrl.algorithms.spread import differences_from_mean
 from octetrl.algorithms.token_loss import LossInputs, TokenLoss
 from octetrl.algorithms.token_rewards import TokenRewards
 from octetrl.algorithms.weighting import TokenWeighting
@@ -186,7 +187,7 @@ _BUILDERS: dict[str, Builder] = {
     "sapo": _policy(sapo_loss),
     "rloo": _policy(grpo_loss, leave_one_out_advantages),
     "reinforce_pp": _policy(grpo_loss, plain_rewards, batch_normalized),
-    "reinforce_pp_baseline": _policy(grpo_loss, less_mean, batch_normalized),
+    "reinforce_pp_baseline": _policy(grpo_loss, differences_from_mean, batch_normalized),
     "ppo": _build_ppo,
     "sft": _build_sft,
     "reward_model": _build_reward_model,

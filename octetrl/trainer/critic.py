@@ -23,6 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from octetrl.algorithms.spread import tensor_differs
 from octetrl.algorithms.token_rewards import TokenRewards
 from octetrl.algorithms.value_loss import value_loss
 from octetrl.config.schema import CriticConfig, TrainerConfig
@@ -109,7 +110,7 @@ class Critic:
 def explained_variance(values_N: Tensor, returns_N: Tensor) -> float | None:
     """1 - Var(R - V) / Var(R): 1 for a critic that knows all, 0 for a constant, below 0 for worse than that. None where
     all returns are equal."""
-    variance = returns_N.double().var(unbiased=False)
-    if returns_N.numel() == 0 or float(variance) == 0.0:
+    if not tensor_differs(returns_N):
         return None
+    variance = returns_N.double().var(unbiased=False)
     return float(1.0 - (returns_N.double() - values_N.double()).var(unbiased=False) / variance)
