@@ -1,0 +1,54 @@
+"""The table of attacks in docs/sandbox.md and the tests agree: each row has a test, each test of an attack a row, and
+a level is "open" in the table just where the test asks the level whether it protects."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from tests.house.tree import REPO, functions
+
+ROOM = "tests/unit/environments"
+ATTACKS = [f"{ROOM}/sandbox/test_{name}.py" for name in ("attacks", "escapes", "limits")]
+OTHERS = [f"{ROOM}/sandbox/test_sandbox.py", f"{ROOM}/code/test_scorer.py"]
+NO_ATTACK = {"test_after_all_that_it_still_works", "test_memory_shared_after_a_fork_counts_once"}
+PROMISES = {"files", "memory", "deleted_files"}  # of a Protection, where a level on some machine does not give it
+
+
+def rows() -> dict[str, str]:
+    """The verdicts of each row, by its test."""
+    text = (REPO / "docs/sandbox.md").read_text(encoding="utf-8")
+    section = text.split("\n## Attacks\n")[1].split("\n## ")[0]
+    found = re.findall(r"^\| .*? \| (.*? \| .*? \| .*?) \| `(test_\w+)` \|$", section, re.MULTILINE)
+    assert len(found) == section.count("\n| ") - 1, "a row without a test"
+    assert len({name for _, name in found}) == len(found), "two rows of one test"
+    return {name: verdicts for verdicts, name in found}
+
+
+def functions_of(paths: list[str]) -> dict[str, ast.FunctionDef]:
+    found = {}
+    for path in paths:
+        found |= {name: function for name, function in functions(path) if name.startswith("test_")}
+    return found
+
+
+def asks_for(function: ast.FunctionDef) -> set[str]:
+    """Which promises of `sandbox.protection` a test looks at."""
+    nodes = [node for node in ast.walk(function) if isinstance(node, ast.Attribute)]
+    return {node.attr for node in nodes if isinstance(node.value, ast.Attribute) and node.value.attr == "protection"}
+
+
+def test_each_attack_has_a_row_and_each_row_a_test() -> None:
+    attacks = {
+        name
+        for name, function in functions_of(ATTACKS).items()
+        if "sandbox" in {argument.arg for argument in function.args.args}
+    }
+    assert attacks - NO_ATTACK - rows().keys() == set(), "tests without a row"
+    assert rows().keys() - attacks - functions_of(OTHERS).keys() == set(), "rows without a test"
+
+
+def test_a_level_is_open_where_the_test_asks_for_its_protection() -> None:
+    known = functions_of([*ATTACKS, *OTHERS])
+    for name, verdicts in rows().items():
+        assert ("**open**" in verdicts) == bool(asks_for(known[name]) & PROMISES), name
