@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from octetrl.cli.arguments import Overrides, RecipePath
+from octetrl.config.errors import RunFailed
 from octetrl.config.load import load_recipe
 from octetrl.config.schema import Recipe
 
@@ -21,16 +22,13 @@ def train(
     """Train by a recipe: an objective of reinforcement learning, SFT, preferences, a reward model."""
     resolved = load_recipe(recipe, overrides or [])
     from octetrl.run import loop
-    from octetrl.telemetry.failures import FailureShareError
-    from octetrl.telemetry.mismatch import MismatchError
-    from octetrl.trainer.trainer import NonFiniteError
 
     try:
         loop.train(resolved, resume=resume)
     except KeyboardInterrupt:
         typer.echo(f"octetrl: {_how_to_go_on(resolved, recipe, overrides or [])}", err=True)
         raise typer.Exit(130) from None
-    except (MismatchError, NonFiniteError, FailureShareError) as error:
+    except RunFailed as error:
         typer.echo(f"octetrl: the run failed: {error}", err=True)
         raise typer.Exit(1) from None
 

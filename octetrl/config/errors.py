@@ -1,7 +1,8 @@
-"""The one exception a user is meant to see.
+"""The two exceptions a user is meant to see.
 
-A `UserError` is one line that says what was given, what is allowed and what to do. The command line
-prints it without a traceback and exits with 2. Everything else that is raised is our bug.
+A `UserError` is one line that says what was given, what is allowed and what to do. The command line prints it without a
+traceback and exits with 2. A `RunFailed` says why a run could not go on that began with sound input: it diverged, or a
+gate of its recipe closed. The exit code is 1. Everything else that is raised is our bug.
 """
 
 from __future__ import annotations
@@ -12,6 +13,10 @@ from collections.abc import Iterable
 
 class UserError(ValueError):
     """The user's input is wrong: recipe, override, path, model folder, device."""
+
+
+class RunFailed(RuntimeError):
+    """The input is in order, and yet the run cannot go on."""
 
 
 def nearest(word: str, allowed: Iterable[str]) -> str:

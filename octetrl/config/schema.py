@@ -306,6 +306,7 @@ class CheckpointConfig(Section):
     every: int = Field(default=50, ge=0)
     """Save each so many steps and at the end; 0: only at the end."""
     keep_last: int = Field(default=2, ge=1)
+    """With 1, the one before stays too until a step has shown that the last one's weights are sound (`collapse`)."""
     keep_best: int = Field(default=0, ge=0)
     best_metric: str = "eval/accuracy"
 
@@ -358,6 +359,9 @@ class Recipe(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     mismatch: MismatchConfig = MismatchConfig()
+    collapse: Literal["warn", "fail", "off"] = "warn"
+    """When reward, entropy, gradient norm or loss leave the run's own past for good (docs/collapse.md): say so and keep
+    the last checkpoint from before, also end the run with exit code 1, or do not look."""
     cluster: ClusterConfig = ClusterConfig()
     logging: LoggingConfig = LoggingConfig()
     seed: int = Field(default=0, ge=0)

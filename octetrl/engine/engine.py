@@ -29,6 +29,7 @@ from octetrl.engine.model_runner import ModelRunner
 from octetrl.engine.session import OnProgress, Session
 from octetrl.engine.stopping import Tokenizer, decoder_of, memoised
 from octetrl.fp8.kv_scales import KVScales
+from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.models.decoder import Decoder
 from octetrl.records import Completion, GenerationRequest
@@ -118,7 +119,7 @@ class Engine:
             )
         if not bool((given_2LK.isfinite() & (given_2LK > 0)).all()):
             which, layer, head = (~(given_2LK.isfinite() & (given_2LK > 0))).nonzero()[0].tolist()
-            raise ValueError(
+            raise NonFiniteError(
                 f"KV scales: the scale of {'KV'[which]} in layer {layer}, head {head} is"
                 f" {float(given_2LK[which, layer, head])}; a scale is finite and above 0"
             )

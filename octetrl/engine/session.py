@@ -42,6 +42,7 @@ from octetrl.engine.request import Sequence as Sibling
 from octetrl.engine.scheduler import Scheduler
 from octetrl.engine.stopping import Decode
 from octetrl.engine.transcript import Batch, Transcript
+from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.records import Completion, Drawn, FinishReason, GenerationRequest
 
 OnProgress = Callable[[GenerationProgress], None]
@@ -203,7 +204,7 @@ class Session:
         for sequence in transcript.add(batch, *sampled):
             token, num_tokens = transcript.last_token(sequence), transcript.num_tokens(sequence)
             if token < 0:
-                raise RuntimeError(
+                raise NonFiniteError(
                     f"request '{sequence.group.request.id}', sibling {sequence.sibling}: the logits after"
                     f" {num_tokens - 1} tokens are not finite, so nothing was sampled (tokens with non-finite"
                     f" activations so far: {int(self._runner.poisoned_tokens)}); look at the weights of policy version"

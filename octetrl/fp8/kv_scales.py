@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from octetrl.fp8.format import E4M3_MAX
+from octetrl.fp8.non_finite import NonFiniteError
 
 MARGIN = 1.05
 
@@ -41,7 +42,7 @@ def kv_scales_from_amax(
     """Scales for these largest magnitudes (float32 [L, K]). Reads the host once per tensor.
 
     A head that was never observed holds NaN or a negative amax (start the collection from -1); that, or an
-    infinite one, raises ValueError naming K or V, layer and head.
+    infinite one, raises NonFiniteError naming K or V, layer and head.
     """
     return KVScales(_scales(k_amax_LK, "K", margin), _scales(v_amax_LK, "V", margin), policy_version=policy_version)
 
@@ -53,7 +54,7 @@ def _scales(amax_LK: Tensor, which: str, margin: float) -> Tensor:
         layer, head = (int(i) for i in bad_LK.nonzero()[0])
         given = float(amax_LK[layer, head])
         said = "never observed" if given < 0 or given != given else "infinite"
-        raise ValueError(
+        raise NonFiniteError(
             f"KV calibration: amax of {which} in layer {layer}, head {head} was {said} ({given});"
             f" {int(bad_LK.sum())} head(s) have no usable scale"
         )

@@ -39,6 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octetrl.fp8.format import BLOCK, E4M3, E4M3_MAX, decode_e4m3, encode_e4m3, round_to_e4m3
+from octetrl.fp8.non_finite import NonFiniteError
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _EXPONENT_BITS = 0x7F800000
@@ -142,7 +143,7 @@ def _quantize_activation(x_MK: Tensor, power_of_two: bool, rounding: Rounding, d
 def quantize_weight_reference(w_NK: Tensor, power_of_two: bool = False, name: str = "weight") -> Quantized:
     """[N, K] -> codes [N, K] E4M3, scale [ceil(N/128), ceil(K/128)] float32.
 
-    Raises ValueError naming the tensor when it holds a value that is not finite in BF16.
+    Raises NonFiniteError naming the tensor when it holds a value that is not finite in BF16.
     """
     check_finite(w_NK, name)
     rows, columns = w_NK.shape
@@ -153,14 +154,14 @@ def quantize_weight_reference(w_NK: Tensor, power_of_two: bool = False, name: st
 
 
 def check_finite(x: Tensor, name: str) -> None:
-    """Raises ValueError naming the tensor, with the count and the first place of a value that is not finite in BF16,
-    from which codes are made: float32's largest values round to infinity there. Reads the host.
+    """Raises NonFiniteError naming the tensor, with the count and the first place of a value that is not finite in
+    BF16, from which codes are made: float32's largest values round to infinity there. Reads the host.
     """
     x = x.to(torch.bfloat16)
     bad = int(non_finite_count(x))
     if bad:
         first = tuple(int(i) for i in (~x.isfinite()).nonzero()[0])
-        raise ValueError(
+        raise NonFiniteError(
             f"{name}: {bad} non-finite value(s), the first at {first}; FP8 needs weights that are finite in BF16"
         )
 

@@ -3,16 +3,18 @@
 Order within a step: run it, evaluate if due, write its line, save if due, and only then pass the gates that may end
 the run, so that whatever ends it can be read in the run's folder. Ctrl-C lets the step end and saves. A step that is
 cut off (an exception, a second Ctrl-C) leaves no trace: the run is saved as the last whole step left it, unless the
-weights were being changed at that very moment.
+weights were being changed at that very moment. Numbers that are not finite end the run, save nothing, and the last
+checkpoint from before is named.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from octetrl.config.schema import Recipe
+from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.run.build import Run, build_run
 from octetrl.run.evaluate import evaluate
 from octetrl.run.interrupt import StopRequest
@@ -20,6 +22,7 @@ from octetrl.run.journal import Journal
 from octetrl.run.output_folder import OutputFolder
 from octetrl.run.resume import Checkpoints, Cursor
 from octetrl.run.run_identity import CHECKPOINTS
+from octetrl.run.sound_checkpoints import SoundCheckpoints
 from octetrl.run.step import supervised_step, train_step
 from octetrl.telemetry.fp8_health import kv_saturation_warning
 from octetrl.telemetry.metrics import StepMetrics
@@ -30,11 +33,11 @@ from octetrl.workers.kernel_paths import FallbackWatch
 
 
 def train(recipe: Recipe, resume: bool = False) -> None:
-    """Run a recipe to its last step. Raises UserError for bad input; MismatchError and others when the run fails."""
+    """Run a recipe to its last step. Raises UserError for bad input, RunFailed when the run fails."""
     with OutputFolder(recipe, resume=resume) as folder:
         checkpoints = Checkpoints(folder.path / CHECKPOINTS, recipe.checkpoint, folder.run_id)
         start = checkpoints.latest_step() if resume else 0
-        steps_until(folder.path / METRICS_FILE, start)  # refused before anything is cut off
+        past = steps_until(folder.path / METRICS_FILE, start)  # refused before anything is cut off
         run = build_run(recipe)
         try:
             if start:
@@ -44,16 +47,19 @@ def train(recipe: Recipe, resume: bool = False) -> None:
             if recipe.logging.rollouts:
                 run.journal = Journal(RolloutFiles(folder.path / "rollouts", start))
             with open_sinks(folder.path, recipe.logging, recipe.model_dump(mode="json"), start) as sinks:
-                _run_steps(run, start, sinks, checkpoints)
+                _run_steps(run, start, sinks, checkpoints, past)
         finally:
             run.close()
 
 
-def _run_steps(run: Run, start: int, sinks: Sinks, checkpoints: Checkpoints) -> None:
+def _run_steps(
+    run: Run, start: int, sinks: Sinks, checkpoints: Checkpoints, past: Iterable[Mapping[str, float | None]]
+) -> None:
     recipe, gate, fallbacks = run.config, MismatchGate(run.config.mismatch), FallbackWatch()
+    sound = SoundCheckpoints(checkpoints, recipe, past)
     with StopRequest(run.console) as stop:
         for step in range(start + 1, recipe.steps + 1):
-            with _saved_if_cut_off(run, step, checkpoints):
+            with _saved_if_cut_off(run, step, checkpoints, sound):
                 metrics = one_step(run, step)
             sinks.write(step, metrics)
             if step % recipe.logging.console_every == 0 or step in (start + 1, recipe.steps):
@@ -61,7 +67,11 @@ def _run_steps(run: Run, start: int, sinks: Sinks, checkpoints: Checkpoints) -> 
             is_due = recipe.checkpoint.every and step % recipe.checkpoint.every == 0
             if is_due or stop.asked or step == recipe.steps:
                 checkpoints.save(run, step, metrics)
+                sound.saved(step)
+            collapse = sound.look(step, metrics)
+            sound.prune(step)
             health = (
+                sound.warning(collapse),
                 gate.check(step, metrics),
                 kv_saturation_warning(metrics, recipe.fp8),
                 _nothing_learnt(step, metrics),
@@ -127,11 +137,13 @@ def _nothing_learnt(step: int, metrics: Mapping[str, float]) -> str | None:
 
 
 @contextmanager
-def _saved_if_cut_off(run: Run, step: int, checkpoints: Checkpoints) -> Iterator[None]:
-    """If the step does not end, save the run as the step before left it."""
+def _saved_if_cut_off(run: Run, step: int, checkpoints: Checkpoints, sound: SoundCheckpoints) -> Iterator[None]:
+    """If the step does not end, save the run as the step before left it; not if its weights may be to blame."""
     before = Cursor.of(run, step - 1)
     try:
         yield
+    except NonFiniteError as error:
+        raise NonFiniteError(f"step {step}: {error}; {sound.last_sound(step)}") from error
     except BaseException:
         saved = checkpoints.save_interrupted(run, before)
         run.console.warn(saved)

@@ -38,7 +38,7 @@ from octetrl.run.run_identity import (
 from octetrl.telemetry.sinks import METRICS_FILE, last_step
 from octetrl.trainer import checkpoint
 
-MAY_CHANGE = ("steps", "output_dir", "logging", "cluster", "evaluation", "checkpoint", "mismatch")
+MAY_CHANGE = ("steps", "output_dir", "logging", "cluster", "evaluation", "checkpoint", "mismatch", "collapse")
 RECIPE_FILE = "config.yaml"
 
 

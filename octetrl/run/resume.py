@@ -14,7 +14,7 @@ Everything else (request seeds, stochastic rounding, held-out tasks) follows fro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,16 +80,25 @@ class Checkpoints:
     def latest_step(self) -> int:
         """Step of the last checkpoint; 0 when the run was cut off before its first, and then starts anew."""
         path = checkpoint.latest_of(self.folder, self._run_id)
-        return 0 if path is None else int(path.name.removeprefix("step_"))
+        return 0 if path is None else checkpoint.step_of(path)
+
+    def latest_until(self, step: int) -> Path | None:
+        """The last checkpoint of `step` or a step before it."""
+        return checkpoint.latest_of(self.folder, self._run_id, until=step)
 
     def save(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
         self._save(run, Cursor.of(run, step), metrics)
+
+    def prune(self, exempt_until: Collection[int] = ()) -> None:
+        """Keep what the recipe keeps, and for each of `exempt_until` the last checkpoint up to that step."""
+        exempt = [path for step in exempt_until if (path := self.latest_until(step)) is not None]
         checkpoint.prune(
             self.folder,
             keep_last=self._config.keep_last,
             keep_best=self._config.keep_best,
             best_metric=self._config.best_metric,
             run_id=self._run_id,
+            exempt=[checkpoint.step_of(path) for path in exempt],
         )
 
     def save_interrupted(self, run: Run, before: Cursor) -> str:

@@ -14,12 +14,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from octetrl.config.errors import RunFailed
 from octetrl.records import Rollout, RolloutGroup, RolloutStatus
 
 _SHOWN_KINDS = 5
 
 
-class FailureShareError(RuntimeError):
+class FailureShareError(RunFailed):
     """More rollouts failed than `environment.max_failure_share` allows."""
 
 

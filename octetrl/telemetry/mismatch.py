@@ -27,6 +27,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from octetrl.config.errors import RunFailed
 from octetrl.config.schema import MismatchConfig
 
 GATED = "mismatch/token_mult_prob_error"
@@ -78,7 +79,7 @@ def mismatch_metrics(
     return metrics
 
 
-class MismatchError(RuntimeError):
+class MismatchError(RunFailed):
     """The run was stopped because the trainer no longer sees the policy that the engine sampled from."""
 
 

@@ -140,10 +140,17 @@ def latest(folder: Path) -> Path | None:
     return steps[max(steps)] if steps else None
 
 
-def latest_of(folder: Path, run_id: str | None) -> Path | None:
-    """`latest` of one run. One whose manifest cannot be read counts too: it is refused by its name, not passed over."""
-    own = {step: path for step, path in _steps(folder).items() if _owner(path) in (run_id, UNKNOWN)}
+def latest_of(folder: Path, run_id: str | None, until: int | None = None) -> Path | None:
+    """`latest` of one run, up to step `until`. One whose manifest cannot be read counts too: it is refused by its name,
+    not passed over."""
+    steps = {step: path for step, path in _steps(folder).items() if until is None or step <= until}
+    own = {step: path for step, path in steps.items() if _owner(path) in (run_id, UNKNOWN)}
     return own[max(own)] if own else None
+
+
+def step_of(path: Path) -> int:
+    """Of a checkpoint's folder, step_NNNNNN."""
+    return int(path.name.removeprefix("step_"))
 
 
 def owners(folder: Path) -> dict[str, str | None]:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from octetrl.fp8.non_finite import NonFiniteError as NonFiniteError
 from octetrl.records import MicroBatch
-
-
-class NonFiniteError(RuntimeError):
-    """The loss or a gradient is not finite; the weights are those before the step."""
 
 
 def refuse_non_finite(what: str, values_N: Tensor, micro_batch: MicroBatch) -> None:

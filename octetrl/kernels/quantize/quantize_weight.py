@@ -123,7 +123,7 @@ def quantize_weight(
     """[N, K] -> codes [N, K] E4M3, scale [ceil(N/128), ceil(K/128)] float32, into `out` where given; the codes also
     into `transposed_KN` where given.
 
-    Raises ValueError naming the tensor when it holds a non-finite value; a CPU's `out` is then untouched, a
+    Raises NonFiniteError naming the tensor when it holds a non-finite value; a CPU's `out` is then untouched, a
     GPU's is not fit for use. `check=False` leaves that to `check_scales`, on a GPU, and reads no host.
     """
     assert w_NK.dim() == 2, f"want [N, K], got {tuple(w_NK.shape)}"
@@ -161,7 +161,7 @@ def quantize_weight_transposed_triton(w_NK: Tensor, power_of_two: bool) -> Quant
 
 
 def check_scales(quantized: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-    """ValueError naming the first of these weights that is not finite, by its scale; one host read for all of them."""
+    """NonFiniteError naming the first of these weights that is not finite, by its scale; one host read for all."""
     scales = [scale.flatten() for _, scale in quantized.values()]
     if scales and bool(torch.cat(scales).isnan().any()):
         for name, (w_NK, _) in quantized.items():

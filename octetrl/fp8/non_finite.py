@@ -1,0 +1,9 @@
+"""What is raised where a number that is not finite would go on into a step."""
+
+from __future__ import annotations
+
+from octetrl.config.errors import RunFailed
+
+
+class NonFiniteError(RunFailed, ValueError):
+    """A loss, gradient, weight, KV scale or logit is not finite; a ValueError to whoever gave it to a quantiser."""
