@@ -11,13 +11,13 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from octetrl.cli.arguments import Overrides, RecipePath
-from octetrl.cli.check_turns import check_turns, turns_line
+from octetrl.cli.check_files import file_problems
+from octetrl.cli.check_turns import turns_line
 from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
 from octetrl.config.memory import (
@@ -32,8 +32,6 @@ from octetrl.config.sandbox import SandboxConfig
 from octetrl.config.schema import Fp8Config, Recipe, TrainerConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate import spec_problems
-from octetrl.config.validate_environment import FILES
-from octetrl.data.rows import HUB
 from octetrl.fp8.parity import refused_gate, slow_paths, why_not_equal
 from octetrl.fp8.policy import LINEARS, PrecisionPolicy, Side, precision_policy, scoring_policy, tokens_that_pay
 from octetrl.models.families import load_critic_spec, load_reward_spec, load_spec, spec_from_config
@@ -65,17 +63,23 @@ def check(
             f"--memory-gib: {memory_gib:g} is no GPU's; give {SMALLEST_GIB:g} to {LARGEST_GIB:,.0f}, as 140"
         )
     resolved = load_recipe(recipe, overrides or [])
-    problems = list(_file_problems(resolved))
+    problems: list[str] = []
+    spec = None
+    try:
+        spec = _model_spec(resolved)
+    except UserError as error:
+        problems.append(str(error))
+    problems += file_problems(resolved, spec)
     device = find_device(resolved, memory_gib)
     print_lines("recipe", _essentials(resolved, device))
     try:
-        spec = _model_spec(resolved)
-        problems += [problem.text for problem in spec_problems(resolved, spec)]
-        policy = precision_policy(spec, resolved.fp8, resolved.numerics)
-        problems += filter(None, [refused_gate(resolved, policy, on_gpu=device.on_gpu)])
-        print_lines("model", _model(spec))
-        print_lines("precision", _precision(resolved, spec, policy, device))
-        print_lines("memory", _memory(resolved, spec, policy, device))
+        if spec is not None:
+            problems += [problem.text for problem in spec_problems(resolved, spec)]
+            policy = precision_policy(spec, resolved.fp8, resolved.numerics)
+            problems += filter(None, [refused_gate(resolved, policy, on_gpu=device.on_gpu)])
+            print_lines("model", _model(spec))
+            print_lines("precision", _precision(resolved, spec, policy, device))
+            print_lines("memory", _memory(resolved, spec, policy, device))
     except UserError as error:
         problems.append(str(error))
     if len(problems) == 1:
@@ -122,66 +126,6 @@ def _model_spec(recipe: Recipe) -> ModelSpec:
     if recipe.model.preset is not None:
         return spec_from_config(preset_config(recipe.model.preset))
     return load_spec(str(recipe.model.path), scalar=recipe.algorithm.name == "reward_model")
-
-
-def _file_problems(recipe: Recipe) -> Iterator[str]:
-    """What the recipe names and is not there, or is wrong."""
-    if recipe.model.tokenizer is not None and not Path(recipe.model.tokenizer).is_dir():
-        yield f"model.tokenizer: no folder '{recipe.model.tokenizer}'; give a Hugging Face tokenizer folder"
-    for read in (_read_adapter, _read_sources, _read_dataset, _find_reward, check_turns):
-        try:
-            read(recipe)
-        except UserError as error:
-            yield str(error)
-
-
-def _read_adapter(recipe: Recipe) -> None:
-    lora = recipe.model.lora
-    if lora is not None and lora.path is not None:
-        from octetrl.models.peft_adapters import check_adapter
-
-        check_adapter(lora, Path(lora.path), is_scalar=recipe.algorithm.name == "reward_model")
-
-
-def _read_sources(recipe: Recipe) -> None:
-    from octetrl.data.mixture import read_source
-
-    kind = recipe.algorithm.learns_from
-    if kind == "rollouts":
-        return
-    for name, source in recipe.sources.items():
-        field = "algorithm.conversations" if recipe.algorithm.conversations else f"data.sources.{name}.path"
-        if not source.path.startswith(HUB) and not Path(source.path).exists():
-            raise UserError(f"{field}: no file '{source.path}'; give a JSONL or Parquet file, or a folder")
-        read_source(name, source, kind)
-
-
-def _read_dataset(recipe: Recipe) -> None:
-    from octetrl.run.environment import build_environment
-
-    environment, dataset = recipe.environment, str(recipe.environment.dataset)
-    if environment.dataset is None:
-        return  # validated: nothing is drawn
-    if environment.kind in FILES and not dataset.startswith(HUB) and not Path(dataset).exists():
-        raise UserError(f"environment.dataset: no file '{dataset}'; give a JSONL or Parquet file, or a folder")
-    build_environment(environment.model_copy(update={"reward": None}))  # which has a check of its own
-
-
-def _find_reward(recipe: Recipe) -> None:
-    from octetrl.environments.judge import Judge
-    from octetrl.environments.python_reward import PythonReward
-    from octetrl.environments.scoring import RewardWorkers
-
-    environment = recipe.environment
-    if environment.reward is not None:
-        RewardWorkers(
-            PythonReward(environment.reward),
-            timeout_seconds=environment.reward_timeout_seconds,
-            memory_mib=environment.reward_memory_mib,
-            load_seconds=environment.load_timeout_seconds,
-        ).close()
-    if recipe.environment.judge is not None:
-        Judge(recipe.environment.judge).close()
 
 
 def _essentials(recipe: Recipe, device: Device) -> Iterator[tuple[str, str]]:

@@ -29,6 +29,10 @@ from octetrl.config.text import ESCAPE
 
 DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+OF_A_PATH = (  # what a path that was given may do, wherever it is looked at first
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP),
+    *(errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.ENODEV, errno.EIO),
+)
 _UsageError: Any = typer.BadParameter.__bases__[0]  # click's, wherever this typer keeps its click
 
 app = typer.Typer(
@@ -65,10 +69,12 @@ def run_command(arguments: Sequence[str]) -> int:
         command = error.ctx.command_path if error.ctx is not None else "octetrl"
         return _refuse(f"{' '.join(error.format_message().split())} (see `{command} --help`)")
     except OSError as error:
-        if error.errno not in NO_SPACE:
+        where = f" '{error.filename}'" if error.filename else ""
+        if error.errno in NO_SPACE:
+            return _refuse(f"no space left{where and f' to write{where}'}; free some or choose another folder")
+        if error.errno not in OF_A_PATH or not where:
             raise
-        where = f" to write '{error.filename}'" if error.filename else ""
-        return _refuse(f"no space left{where}; free some or choose another folder")
+        return _refuse(f"{where.strip()} can't be used ({error.strerror}); give another path")
     except SystemExit as error:  # no verb of ours: what an environment calls must not end a run as if it were done
         raise RuntimeError(
             f"code that the recipe names called sys.exit({error.code!r}) in the run's process"

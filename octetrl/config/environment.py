@@ -44,21 +44,21 @@ class EnvironmentConfig(Section):
     prompt_template: str = "{prompt}"
     answer_marker: str | None = None
     """The answer is the text after the last marker; None: the whole completion."""
-    train_size: int = Field(default=10_000, ge=1)
+    train_size: int = Field(default=10_000, ge=1, le=10_000_000)
     """Tasks generated for training (reasoning_gym, game, gymnasium); files are used whole less `eval_size`."""
-    eval_size: int = Field(default=128, ge=0)
+    eval_size: int = Field(default=128, ge=0, le=1_000_000)
     """Held-out tasks, disjoint from the training ones by prompt."""
     seed: int = 0
-    reward_timeout_seconds: float = Field(default=10.0, gt=0.0)
+    reward_timeout_seconds: float = Field(default=10.0, gt=0.0, le=1e6)
     """Of each reward. A rollout that gets none in time is `reward_timeout`, and its process is replaced."""
-    reward_memory_mib: int = Field(default=8192, ge=128)
+    reward_memory_mib: int = Field(default=8192, ge=128, le=1 << 24)
     """Of each reward process with all that it starts. A rollout whose reward takes more is `reward_memory`, and its
     process is replaced."""
-    reward_workers: int = Field(default=1, ge=1)
+    reward_workers: int = Field(default=1, ge=1, le=1_024)
     """Processes that compute rewards, each one at a time."""
-    load_timeout_seconds: float = Field(default=120.0, gt=0.0)
+    load_timeout_seconds: float = Field(default=120.0, gt=0.0, le=1e6)
     """Of importing a reward, an environment or a tool that is named as `module:name`, in a process of its own."""
-    task_timeout_seconds: float = Field(default=60.0, gt=0.0)
+    task_timeout_seconds: float = Field(default=60.0, gt=0.0, le=1e6)
     """Of making one task (reasoning_gym). The process that makes them is then replaced, and the task tried again."""
     turns: TurnsConfig = TurnsConfig()
     """Of an environment that answers, calls tools or decorates its rewards."""

@@ -50,15 +50,15 @@ class JudgeConfig(Section):
     """Environment variable that holds the key, such as OPENAI_API_KEY; null: none is sent."""
     temperature: float = Field(default=0.0, ge=0.0)
     """0 also lets equal completions be judged once."""
-    max_tokens: int = Field(default=1024, ge=1)
+    max_tokens: int = Field(default=1024, ge=1, le=1 << 24)
     """Of the judge's reply."""
-    timeout_seconds: float = Field(default=60.0, gt=0.0)
+    timeout_seconds: float = Field(default=60.0, gt=0.0, le=1e6)
     """Of each request."""
-    retries: int = Field(default=3, ge=0)
+    retries: int = Field(default=3, ge=0, le=1_000)
     """Further tries where the endpoint can't be reached, is busy, or fails (status 408, 409, 429, 5xx)."""
-    backoff_seconds: float = Field(default=1.0, ge=0.0)
+    backoff_seconds: float = Field(default=1.0, ge=0.0, le=1e6)
     """Wait before the first of them; doubled each time, up to a minute."""
-    concurrency: int = Field(default=16, ge=1)
+    concurrency: int = Field(default=16, ge=1, le=4_096)
     """Requests under way at once."""
 
     @field_validator("template")

@@ -12,7 +12,7 @@ Rules, all of them:
   comes later; the command line is one such "file", whatever the order of its words. `precision` given later wins
   over fields written out earlier.
 - YAML's traps are closed: `1e-6` is a number, `1:30`, `010`, `yes` and `2024-01-01` are texts, a key given twice is an
-  error, so is anything that is not a finite number.
+  error, so is an alias (`*name`), and anything that is not a finite number.
 
 All problems of a recipe are found before anything is raised; see `config/validate.py`.
 """
@@ -30,6 +30,7 @@ from typing import Any
 import yaml
 
 from octetrl.config.errors import UserError
+from octetrl.config.json_file import read_text
 from octetrl.config.problems import Problem, may_be_null, section_of
 from octetrl.config.schema import Recipe, Section
 from octetrl.config.validate import build_recipe
@@ -43,6 +44,7 @@ PRECISIONS: dict[str, Tree] = {
     "fp8_full": {"rollout": True, "train": True, "kv_cache": "calibrated"},
 }
 COMMAND_LINE = "command line"
+MOST_BYTES = 1 << 20  # of a recipe
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, training: bool = True) -> Recipe:
@@ -94,8 +96,8 @@ def _read_chain(path: Path) -> list[_Layer]:
     chain: list[_Layer] = []
     seen: list[Path] = []
     while True:
-        seen.append(path.resolve())
         tree = _read_file(path, extended_by=chain[-1].source if chain else None)
+        seen.append(path.resolve())
         base = tree.pop("extends", None)
         chain.append(_Layer(str(path), tree))
         if base is None:
@@ -103,21 +105,21 @@ def _read_chain(path: Path) -> list[_Layer]:
         if not isinstance(base, str) or not base:
             raise UserError(f"{path}: extends: {base!r} is not the path of one recipe; give it as text")
         path = path.parent / base
-        if path.resolve() in seen:
+        if _is_one_of(path, seen):
             cycle = " -> ".join([layer.source for layer in chain] + [str(path)])
             raise UserError(f"{chain[0].source}: extends goes in a circle ({cycle}); remove one of them")
 
 
+def _is_one_of(path: Path, seen: Sequence[Path]) -> bool:
+    try:
+        return path.resolve() in seen
+    except (OSError, RuntimeError, ValueError):  # links in a circle, a NUL: said where the file is read
+        return False
+
+
 def _read_file(path: Path, extended_by: str | None) -> Tree:
     reader = f" ({extended_by} extends it)" if extended_by else ""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such recipe{reader}; give the path of a YAML file") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path}: not YAML, the bytes are not UTF-8 text{reader}") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}){reader}; give the path of a YAML file") from None
+    text = read_text(path, f"give the path of a YAML file{reader}", most_bytes=MOST_BYTES)
     tree = _parse_yaml(text, str(path))
     if tree is None:
         raise UserError(f"{path}: the recipe is empty{reader}; it needs at least a `model:` section")
@@ -240,6 +242,12 @@ def _where(error: yaml.MarkedYAMLError) -> str:
 class _RecipeLoader(yaml.SafeLoader):
     """YAML 1.2's plain scalars, and nothing that is not plain data."""
 
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.events.AliasEvent):  # a few lines of them can stand for gigabytes
+            event = self.peek_event()
+            raise _refusal(f"the alias *{event.anchor} is not allowed in a recipe; write the value out", event)
+        return super().compose_node(parent, index)
+
     def construct_plain_mapping(self, node: yaml.MappingNode) -> dict[Hashable, Any]:
         seen = set()
         for key, _ in node.value:
@@ -276,8 +284,8 @@ class _RecipeDumper(yaml.SafeDumper):
     """Quotes whatever the loader above would read as something else than text."""
 
 
-def _refusal(problem: str, node: yaml.Node) -> yaml.constructor.ConstructorError:
-    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+def _refusal(problem: str, place: Any) -> yaml.constructor.ConstructorError:
+    return yaml.constructor.ConstructorError(None, None, problem, place.start_mark)
 
 
 _PLAIN_SCALARS = (

@@ -28,10 +28,10 @@ _WORDS = {
     "tuple_type": "is not a list; write [a, b]",
     "dict_type": "is not a mapping; write `key: value` lines under it",
     "model_type": "is not a section; write its fields as `key: value` lines under it",
-    "greater_than": "is out of range; it must be above {gt:g}",
-    "greater_than_equal": "is out of range; it must be at least {ge:g}",
-    "less_than": "is out of range; it must be below {lt:g}",
-    "less_than_equal": "is out of range; it must be at most {le:g}",
+    "greater_than": "is out of range; it must be above {gt:,.10g}",
+    "greater_than_equal": "is out of range; it must be at least {ge:,.10g}",
+    "less_than": "is out of range; it must be below {lt:,.10g}",
+    "less_than_equal": "is out of range; it must be at most {le:,.10g}",
 }
 _PLACEHOLDER_MODEL = {"path": "unknown"}  # stands in for a missing model while the other fields are checked
 

@@ -16,14 +16,14 @@ class SandboxConfig(Section):
     python: str | None = None
     """Interpreter for the model's code, such as that of a virtual environment whose packages it may import; None: the
     run's own, without the packages of its environment."""
-    wall_seconds: float = Field(default=5.0, gt=0.0)
+    wall_seconds: float = Field(default=5.0, gt=0.0, le=1e6)
     """Of all tests of a completion, or of one call of a tool."""
-    cpu_seconds: int = Field(default=5, ge=1)
+    cpu_seconds: int = Field(default=5, ge=1, le=86_400)
     """Of a program and all its processes."""
-    memory_mib: int = Field(default=512, ge=32)
-    disk_mib: int = Field(default=64, ge=1)
+    memory_mib: int = Field(default=512, ge=32, le=1 << 24)
+    disk_mib: int = Field(default=64, ge=1, le=1 << 24)
     """Of its temporary folder, which may be in memory."""
-    processes: int = Field(default=32, ge=1)
+    processes: int = Field(default=32, ge=1, le=4_096)
     """Threads count."""
-    output_kib: int = Field(default=64, ge=1)
+    output_kib: int = Field(default=64, ge=1, le=1 << 20)
     """Of stdout and stderr together; a program that says more is ended."""

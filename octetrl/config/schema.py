@@ -49,7 +49,7 @@ class ModelConfig(Section):
     """Folder of the tokenizer; None: `path`."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the weights, the residual stream and everything that is not FP8. float32 is for comparisons."""
-    context_length: int = Field(default=4096, ge=16)
+    context_length: int = Field(default=4096, ge=16, le=1 << 24)
     """Longest prompt + answer, in tokens. The KV cache and the checks are sized by it."""
     lora: LoraConfig | None = None
     """Train adapters alone, over weights that stay as they are; `{}` takes the defaults, null trains the weights."""
@@ -76,8 +76,8 @@ class Fp8Config(Section):
     """Scales rounded up to powers of two, as Blackwell wants them. Hopper has more exact float32 scales."""
     wgrad_blocks: Literal["square", "tokens"] = "square"
     """Blocks of the activations in wgrad: 128 tokens x 128 channels, whose GEMM is the faster, or 128 tokens x 1."""
-    bf16_first_layers: int = Field(default=0, ge=0)
-    bf16_last_layers: int = Field(default=0, ge=0)
+    bf16_first_layers: int = Field(default=0, ge=0, le=1_000)
+    bf16_last_layers: int = Field(default=0, ge=0, le=1_000)
     """Layers whose linears stay BF16, on both sides."""
     ignore: tuple[str, ...] = ()
     """Names of linears that stay BF16, on both sides; `*` matches any part: `layers.0.mlp.*`, `*.o_proj`."""
@@ -86,14 +86,14 @@ class Fp8Config(Section):
 
 
 class RolloutConfig(Section):
-    prompts_per_step: int = Field(default=32, ge=1)
-    group_size: int = Field(default=8, ge=1)
+    prompts_per_step: int = Field(default=32, ge=1, le=1_000_000)
+    group_size: int = Field(default=8, ge=1, le=100_000)
     """Siblings drawn from each prompt; advantages are relative to them."""
-    max_prompt_tokens: int = Field(default=1024, ge=1)
+    max_prompt_tokens: int = Field(default=1024, ge=1, le=1 << 24)
     """A longer prompt is not generated from: it is recorded as `prompt_too_long` and counted."""
-    max_new_tokens: int = Field(default=1024, ge=1)
+    max_new_tokens: int = Field(default=1024, ge=1, le=1 << 24)
     temperature: float = Field(default=1.0, ge=0.0, le=10.0)
-    top_k: int = Field(default=0, ge=0)
+    top_k: int = Field(default=0, ge=0, le=1 << 24)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     min_p: Fraction = 0.0
     """Training refuses top_k, top_p and min_p: the trainer's log-probs could not follow. Evaluation takes them."""
@@ -104,7 +104,7 @@ class RolloutConfig(Section):
 class EngineConfig(Section):
     page_size: Literal[16, 32, 64, 128] = 128
     """Tokens in one page of the KV cache; a prompt is shared by its siblings in whole pages."""
-    kv_cache_tokens: int | None = Field(default=None, ge=16)
+    kv_cache_tokens: int | None = Field(default=None, ge=16, le=1 << 40)
     """Capacity of the cache; None: `kv_memory_fraction` of the free device memory (CPU: what a step needs)."""
     kv_memory_fraction: Fraction = 0.85
     """Of what is free when the cache is taken. With `release_for_training: false` leave room for training: 0.35."""
@@ -113,9 +113,9 @@ class EngineConfig(Section):
     answers are then no longer those of one policy. Only for a cache that is not calibrated."""
     release_for_training: bool = True
     """On a GPU: give the cache's memory back while training, and take what is free then for the next rollout."""
-    max_batch: int = Field(default=256, ge=1)
+    max_batch: int = Field(default=256, ge=1, le=65_536)
     """Most sequences decoded together."""
-    prefill_chunk: int = Field(default=2048, ge=16)
+    prefill_chunk: int = Field(default=2048, ge=16, le=1 << 24)
     """Most prompt tokens of one forward; a longer prompt is prefilled in chunks."""
 
 
@@ -135,29 +135,29 @@ class OptimizerConfig(Section):
     them but two buffers, and the bus is crossed both ways, 2 s a step for 8 billion parameters with float32 states and
     masters, 0.3 s with 8bit and stochastic rounding."""
     max_grad_norm: float = Field(default=1.0, gt=0.0)
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0, le=1_000_000_000)
     decay: Literal["constant", "linear", "cosine"] = "constant"
     min_lr_fraction: Fraction = 0.0
 
 
 class TrainerConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
-    tokens_per_micro_batch: int = Field(default=16384, ge=16)
+    tokens_per_micro_batch: int = Field(default=16384, ge=16, le=1 << 30)
     """Token budget of one forward and backward. Neither loss nor gradient depends on it."""
-    minibatches: int = Field(default=1, ge=1)
+    minibatches: int = Field(default=1, ge=1, le=1_000_000)
     """Optimizer steps a batch is split into."""
-    epochs: int = Field(default=1, ge=1)
+    epochs: int = Field(default=1, ge=1, le=1_000_000)
     """Passes over the batch. With more than one, or more than one minibatch, proximal log-probs are computed first."""
     activation_checkpointing: Literal["none", "attention", "layer"] = "layer"
     """What the backward finds kept: everything; each layer's input and attention's output, so that attention is not run
     again; or each layer's input alone."""
-    checkpointed_layers: int | None = Field(default=None, ge=0)
+    checkpointed_layers: int | None = Field(default=None, ge=0, le=1_000)
     """How many layers, from the first, `activation_checkpointing` is for; the others keep everything. None: all.
     `octetrl check` says how few the memory allows: each layer less is a layer's forward less."""
     weight_codes: Literal["kept", "remade"] = "kept"
     """The FP8 codes of trained weights while they are updated. kept: in both orientations, 2 bytes a weight. remade:
     given back, and made anew, to the same bytes, for each product: FP8 then trains in the memory of BF16."""
-    logprob_chunk: int = Field(default=1024, ge=1)
+    logprob_chunk: int = Field(default=1024, ge=1, le=1 << 24)
     """Trained tokens whose logits exist at one time."""
 
 
@@ -188,7 +188,7 @@ class AlgorithmConfig(Section):
     """`token`: each trained token counts the same (DAPO); `sequence`: each sample does (GRPO as published); `constant`:
     a sample's tokens are summed and divided by `constant_length` (Dr.GRPO). Own defaults: gspo and sapo sequence, rloo
     constant."""
-    constant_length: int = Field(default=1024, ge=1)
+    constant_length: int = Field(default=1024, ge=1, le=1 << 24)
     """Tokens; commonly rollout.max_new_tokens. It scales the loss, so with clipped gradients it matters little."""
     drop_zero_variance: bool = True
     """Groups whose rewards are all equal teach nothing and are left out, counted. Own default: reinforce_pp false."""
@@ -210,7 +210,7 @@ class AlgorithmConfig(Section):
     it, at one more forward where there is one update. Own default: reinforce_pp reward."""
     kl_target: float | None = Field(default=None, gt=0.0)
     """Nats a token that the KL is steered to by adapting the coefficient, 2% a step at most; None: it is fixed."""
-    reference_every: int = Field(default=0, ge=0)
+    reference_every: int = Field(default=0, ge=0, le=1_000_000_000)
     """Steps after which the reference becomes the present policy; 0: it stays what the run began with."""
     entropy_coefficient: float = Field(default=0.0, ge=0.0)
     """Weight of the entropy bonus."""
@@ -240,13 +240,13 @@ class AlgorithmConfig(Section):
     """reward_model: pulls the sum of a pair's rewards towards 0 with this weight; commonly 0.01, 0 leaves it free."""
     conversations: str | None = None
     """SFT and preferences: one file or folder to learn from, short for a `data.sources` with it alone."""
-    batch_size: int = Field(default=64, ge=1)
+    batch_size: int = Field(default=64, ge=1, le=1_000_000)
     """SFT and preferences: conversations or pairs a step."""
     preference_beta: float = Field(default=0.1, gt=0.0)
     """DPO and IPO: strength of the pull to the weights the run began with."""
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
     """DPO: share of pairs whose label is taken to be wrong (cDPO)."""
-    best_of_group: int = Field(default=1, ge=1)
+    best_of_group: int = Field(default=1, ge=1, le=100_000)
     """RFT: how many siblings of a group are learnt from, the best first."""
     reward_threshold: float = 0.0
     """RFT: only siblings with a reward above it are."""
@@ -257,7 +257,7 @@ class AlgorithmConfig(Section):
     distillation: Literal["sampled", "reverse_kl", "forward_kl"] = "sampled"
     """distill: the teacher's log-prob of each drawn token as its advantage, or a KL over the teacher's top-k tokens:
     reverse (the policy keeps to what the teacher would say) or forward (it covers all that the teacher might)."""
-    teacher_top_k: int = Field(default=64, ge=1)
+    teacher_top_k: int = Field(default=64, ge=1, le=1 << 24)
     """distill, a KL: tokens of the teacher's distribution that are told apart at each place; the rest counts as one."""
 
     @property
@@ -281,16 +281,16 @@ class CriticConfig(Section):
     same tokenizer. None: the policy's own weights."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
     """Commonly ten times the policy's rate: values must follow a policy that moves."""
-    pretrain_steps: int = Field(default=0, ge=0)
+    pretrain_steps: int = Field(default=0, ge=0, le=1_000_000_000)
     """Steps at the beginning that train the critic alone; the policy's schedule begins after them."""
     value_clip: float | None = Field(default=0.2, gt=0.0)
     """How far several updates on one batch may move a value towards its return, in units of reward; null: any way."""
 
 
 class EvaluationConfig(Section):
-    every: int = Field(default=0, ge=0)
+    every: int = Field(default=0, ge=0, le=1_000_000_000)
     """Evaluate on the held-out tasks each so many steps; 0: never during training."""
-    samples: int = Field(default=1, ge=1)
+    samples: int = Field(default=1, ge=1, le=100_000)
     """Completions a task."""
     k: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Estimate pass@k (one of k is right) and maj@k (the majority is) for these k, each at most `samples`."""
@@ -298,16 +298,16 @@ class EvaluationConfig(Section):
     """The reward from which a completion counts as right, for accuracy, pass@k and maj@k. Lower it where rewards come
     in degrees and less than 1 will do."""
     temperature: float = Field(default=0.0, ge=0.0)
-    max_new_tokens: int | None = Field(default=None, ge=1)
+    max_new_tokens: int | None = Field(default=None, ge=1, le=1 << 24)
     """None: rollout.max_new_tokens."""
 
 
 class CheckpointConfig(Section):
-    every: int = Field(default=50, ge=0)
+    every: int = Field(default=50, ge=0, le=1_000_000_000)
     """Save each so many steps and at the end; 0: only at the end."""
-    keep_last: int = Field(default=2, ge=1)
+    keep_last: int = Field(default=2, ge=1, le=1_000_000_000)
     """With 1, the one before stays too until a step has shown that the last one's weights are sound (`collapse`)."""
-    keep_best: int = Field(default=0, ge=0)
+    keep_best: int = Field(default=0, ge=0, le=1_000_000_000)
     best_metric: str = "eval/accuracy"
 
 
@@ -323,13 +323,13 @@ class MismatchConfig(Section):
 
 class ClusterConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    cpu_threads: int | None = Field(default=None, ge=1)
+    cpu_threads: int | None = Field(default=None, ge=1, le=4_096)
     """Threads of torch on a CPU; None: torch's choice."""
 
 
 class LoggingConfig(Section):
     console: Literal["auto", "plain", "quiet"] = "auto"
-    console_every: int = Field(default=1, ge=1)
+    console_every: int = Field(default=1, ge=1, le=1_000_000_000)
     """Steps between what the console shows; files get every step."""
     tensorboard: bool = True
     wandb_project: str | None = None
@@ -365,7 +365,7 @@ class Recipe(Section):
     cluster: ClusterConfig = ClusterConfig()
     logging: LoggingConfig = LoggingConfig()
     seed: int = Field(default=0, ge=0)
-    steps: int = Field(default=100, ge=1)
+    steps: int = Field(default=100, ge=1, le=1_000_000_000)
     output_dir: str = "runs/run"
 
     @property

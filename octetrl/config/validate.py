@@ -23,6 +23,7 @@ from octetrl.config.spec import ModelSpec
 from octetrl.config.validate_environment import environment_problems
 from octetrl.config.validate_sandbox import sandbox_problems
 
+MOST_ROLLOUTS = 10_000_000  # of a step; each is a record in memory
 _WITHOUT_KL = {
     "sft": "has no reference policy",
     "rft": "has no reference policy",
@@ -63,6 +64,7 @@ def combination_problems(recipe: Recipe, training: bool = True) -> Iterator[Prob
     """Problems of a recipe whose single fields are sound. training: include what only concerns the algorithm."""
     yield from _model_problems(recipe)
     yield from _fp8_problems(recipe)
+    yield from _size_problems(recipe)
     yield from _length_problems(recipe)
     if training:
         yield from _algorithm_problems(recipe)
@@ -109,6 +111,17 @@ def _fp8_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.cluster.device == "cpu" and fp8.emulate is False and (fp8.rollout or fp8.train):
         text = "fp8.emulate: false on a CPU, which has no FP8 tensor cores; leave it out or set fp8.emulate: true"
         yield Problem(("fp8.emulate", "cluster.device"), text)
+
+
+def _size_problems(recipe: Recipe) -> Iterator[Problem]:
+    rollout = recipe.rollout
+    rollouts = rollout.prompts_per_step * rollout.group_size
+    if rollouts > MOST_ROLLOUTS:
+        text = (
+            f"rollout.prompts_per_step: {rollout.prompts_per_step:,} prompts of rollout.group_size"
+            f" {rollout.group_size:,} are {rollouts:,} rollouts a step; at most {MOST_ROLLOUTS:,} can be held"
+        )
+        yield Problem(("rollout.prompts_per_step", "rollout.group_size"), text)
 
 
 def _length_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -329,6 +342,8 @@ def _run_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.seed >= 2**63 or not 0 <= recipe.environment.seed < 2**63:
         text = "seed: seed and environment.seed are whole numbers from 0 to 2^63 - 1; choose a smaller one"
         yield Problem(("seed", "environment.seed"), text)
+    if "\0" in recipe.output_dir:
+        yield Problem(("output_dir",), f"output_dir: {recipe.output_dir!r} is no path, it holds a NUL; remove it")
     if not recipe.output_dir.strip():
         yield Problem(("output_dir",), "output_dir: is empty; give the folder that the run writes, such as runs/first")
 

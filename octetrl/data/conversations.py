@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from octetrl.config.errors import UserError, nearest
-from octetrl.data.rows import kind_of, required_text
+from octetrl.config.json_file import kind_of
+from octetrl.data.rows import required_text
 from octetrl.records import Sample
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

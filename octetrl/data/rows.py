@@ -11,12 +11,12 @@ so that line 90,000 fails before the run begins, not in it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from octetrl.config.errors import UserError, nearest
+from octetrl.config.json_file import kind_of, parse_json, read_text
 
 HUB = "hf:"
 
@@ -51,24 +51,12 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
     Raises UserError for a file that is missing, empty or not UTF-8, and for a line that is not a JSON object.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file; give the path of a JSONL file") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text (byte {error.start}); convert it to UTF-8") from error
-    except OSError as error:
-        raise UserError(f"{path}: can't be read ({error.strerror}); give the path of a JSONL file") from error
+    text = read_text(Path(path), "give the path of a JSONL file in UTF-8", encoding="utf-8-sig")
     lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not lines:
         raise UserError(f'{path}: the file is empty; it needs one object a line, as {{"prompt": ..., "answer": ...}}')
     for number, line in lines:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"{path}:{number}: not JSON ({error.msg} at column {error.colno}); each line is one JSON object"
-            ) from error
+        record = parse_json(line, f"{path}:{number}", "each line is one JSON object")
         if not isinstance(record, dict):
             raise UserError(f"{path}:{number}: {kind_of(record)}, not an object; each line is one JSON object")
         yield number, record
@@ -82,14 +70,6 @@ def required_text(record: Mapping[str, Any], key: str, where: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise UserError(f"{where}: '{key}' is {kind_of(value)}; it must be a string that is not empty")
     return value
-
-
-def kind_of(value: object) -> str:
-    """What a value is, in a message about one that should be something else."""
-    names = {dict: "an object", list: "a list", bool: "a boolean", int: "a number", float: "a number"}
-    if isinstance(value, str):
-        return "a string" if value.strip() else "an empty string"
-    return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")
 
 
 def _parquet_rows(path: str) -> Iterator[Row]:

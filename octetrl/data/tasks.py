@@ -22,7 +22,8 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from octetrl.config.errors import UserError, nearest
-from octetrl.data.rows import kind_of, read_rows, required_text
+from octetrl.config.json_file import kind_of
+from octetrl.data.rows import read_rows, required_text
 from octetrl.environments.answers import extract_answer
 from octetrl.records import Task
 

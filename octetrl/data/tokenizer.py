@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
 from octetrl.config.errors import UserError
+from octetrl.config.json_file import read_json
+from octetrl.config.schema import Recipe
+from octetrl.environments.chat_template import TEMPLATE_ERRORS, template_fails
 from octetrl.environments.tools import Family, family_of
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
+_SAID = "WHAT-THE-USER-SAYS"
 Tokenizer = Any  # transformers' PreTrainedTokenizerBase; rooms below see only the methods they call
 
 
-def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer saved in `folder`. Raises UserError when there is none or when it has no EOS token."""
+def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokenizer:
+    """The tokenizer saved in `folder`. Raises UserError when there is none, or one that no model could be used with:
+    without an EOS token, with a broken chat template, or with tokens beyond the model's `vocab_size` (None: any)."""
     path = Path(folder)
     if not path.is_dir():
         raise UserError(f"tokenizer: no folder '{path}'; give model.tokenizer a Hugging Face tokenizer folder")
@@ -24,10 +32,11 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
             f"tokenizer: '{path}' holds none of {', '.join(VOCABULARIES)};"
             f" give model.tokenizer a Hugging Face tokenizer folder"
         )
+    _check_settings(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0][:120]
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the tokenizers library raises it bare; nothing of ours runs in there
+        reason = " ".join(str(error).split())[:120] or type(error).__name__
         raise UserError(
             f"tokenizer: '{path}' holds none that loads ({reason}); it needs tokenizer.json and tokenizer_config.json"
         ) from error
@@ -36,7 +45,77 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
             f"tokenizer: '{path}' has no EOS token, so no answer would ever end;"
             f' set "eos_token" in its tokenizer_config.json'
         )
+    try:
+        check_template(tokenizer)
+        if vocab_size is not None:
+            check_vocabulary(tokenizer, vocab_size)
+    except UserError as error:
+        raise UserError(f"{error} (of '{path}')") from error.__cause__
     return tokenizer
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raises UserError for a tokenizer with tokens that a model of `vocab_size` has no embedding for."""
+    word, largest = max(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
+    if largest >= vocab_size:
+        raise UserError(
+            f"tokenizer: it has token {largest} ({word[:40]!r}), the model's vocab_size is {vocab_size}; give the"
+            f" tokenizer that the model was trained with, or remove the tokens that were added to it"
+        )
+
+
+def check_template(tokenizer: Tokenizer) -> None:
+    """Raises UserError for a chat template that fails, or leaves out what the user says."""
+    if tokenizer.chat_template is None:
+        return
+    try:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": _SAID}], tokenize=False, add_generation_prompt=True
+        )
+    except TEMPLATE_ERRORS as error:
+        raise template_fails(error) from error
+    if _SAID not in text:
+        raise UserError(
+            "tokenizer: its chat template leaves out what the user says, so all prompts would be equal; correct"
+            " chat_template in its tokenizer_config.json or chat_template.jinja"
+        )
+
+
+def save_tokenizer_files(tokenizer: Tokenizer, folder: Path) -> None:
+    """`save_pretrained`, whose full disk is an OSError: the tokenizers library raises a bare Exception for it."""
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        full = next((code for code in (errno.ENOSPC, errno.EDQUOT) if f"os error {code}" in str(error)), None)
+        if full is None:
+            raise
+        raise OSError(full, os.strerror(full), str(folder)) from error
+
+
+def tokenizer_folder(recipe: Recipe) -> Path:
+    if recipe.model.tokenizer is not None:
+        return Path(recipe.model.tokenizer)
+    assert recipe.model.path is not None, "validated: a preset needs model.tokenizer"
+    return Path(recipe.model.path)
+
+
+def _check_settings(path: Path) -> None:
+    """UserError for JSON files of the wrong form, which transformers would fail on without naming them."""
+    for name in SETTINGS:
+        if (path / name).exists():
+            settings = read_json(path / name, "fetch the tokenizer again")
+            if name != "tokenizer_config.json":
+                continue
+            for key in ("tokenizer_class", "padding_side", "truncation_side"):
+                settings.text(key)
+            for key in ("added_tokens_decoder", "auto_map"):
+                settings.object(key)
+            template = settings.get("chat_template")
+            if not isinstance(template, str | list | None):
+                raise settings.wrong("chat_template", "a string or a list of named templates is needed")
+            for key in (key for key in settings if key.endswith("_token")):
+                if not isinstance(settings[key], str | dict | bool | None):
+                    raise settings.wrong(key, "a string or an object with content is needed")
 
 
 def tool_family(tokenizer: Tokenizer) -> Family | None:

@@ -31,7 +31,7 @@ from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate import validate_with_spec
-from octetrl.data.tokenizer import Tokenizer, load_tokenizer
+from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
 from octetrl.doctor.fused import FusedTap, engine_tap, trainer_tap
 from octetrl.doctor.passes import Drawn, EngineLimits, LogprobRule, Pass, engine_plans, packed_pass, paged_pass
 from octetrl.doctor.taps import Tap
@@ -41,7 +41,7 @@ from octetrl.environments.base import Taskset
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.records import Completion, GenerationRequest, Sample, SamplingParams
-from octetrl.run.build import build_chat, build_environment, fill_weights, model_spec, tokenizer_folder
+from octetrl.run.build import build_chat, build_environment, fill_weights, model_spec
 from octetrl.run.device import resolve_device, seed_everything
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.activation_checkpoint import KEPT
@@ -103,7 +103,7 @@ class Patient:
         self.spec: ModelSpec = model_spec(recipe)
         validate_with_spec(recipe, self.spec)
         self.policy: PrecisionPolicy = precision_policy(self.spec, recipe.fp8, recipe.numerics)
-        self.tokenizer: Tokenizer = load_tokenizer(tokenizer_folder(recipe))
+        self.tokenizer: Tokenizer = load_tokenizer(tokenizer_folder(recipe), model_spec(recipe).vocab_size)
         self.prompts = first_prompts(recipe, self.spec, self.tokenizer, examination)
         self.listener = Listener()
         self.worker = Worker(

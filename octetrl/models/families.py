@@ -14,19 +14,21 @@ Both spellings are read: transformers 4 (`rope_theta` and `rope_scaling` at the 
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from octetrl.config.errors import UserError, nearest
+from octetrl.config.json_file import JsonObject, read_json
 from octetrl.config.spec import SUPPORTED_HEAD_SIZES, ModelSpec, RopeScaling
 
 FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 CAUSAL, SCALAR = "ForCausalLM", "ForSequenceClassification"  # what an architecture's name ends with
 ARCHITECTURES = {family: architecture for architecture, family in FAMILIES.items()}
 DEFAULT_ROPE_THETA = {"llama": 10_000.0, "qwen2": 10_000.0, "qwen3": 10_000.0}
+# Sizes beyond any model's: a config that asks for more is damaged, and would take all memory before it fails.
+MOST_LAYERS, MOST_HEADS, MOST_WIDTH, MOST_TOKENS = 1_000, 1 << 16, 1 << 20, 1 << 24
 DEFAULT_MAX_POSITIONS = {"llama": 2_048, "qwen2": 32_768, "qwen3": 32_768}
 
 
@@ -42,29 +44,29 @@ def load_spec(folder: str | Path, *, scalar: bool = False) -> ModelSpec:
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"model folder '{folder}' has no config.json; give a Hugging Face folder, as export writes it")
-    config = _read_json(path)
-    generation = folder / "generation_config.json"
-    if generation.is_file():
-        eos = _read_json(generation).get("eos_token_id")
-        config = config if eos is None else {**config, "eos_token_id": eos}
+    config = read_json(path)
     try:
-        return spec_from_config(config, scalar=scalar)
+        spec = spec_from_config(config.values_by_key, scalar=scalar)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        eos = read_json(generation).token_ids("eos_token_id", spec.vocab_size)
+        spec = replace(spec, eos_token_ids=eos) if eos else spec
+    return spec
 
 
 def scale_format(folder: str | Path) -> str | None:
     """How config.json says that FP8 scales are stored: "ue8m0", "float", or None where it says nothing."""
     path = Path(folder) / "config.json"
-    quantization = (_read_json(path) if path.is_file() else {}).get("quantization_config")
-    return quantization.get("scale_fmt") if isinstance(quantization, dict) else None
+    return read_json(path).object("quantization_config").text("scale_fmt") if path.is_file() else None
 
 
 def load_reward_spec(folder: str | Path) -> ModelSpec:
     """The spec of a trained reward model. UserError: a model of another kind."""
     try:
         spec = load_spec(folder, scalar=True)
-        named = _read_json(Path(folder) / "config.json").get("architectures") or [""]
+        named = read_json(Path(folder) / "config.json").texts("architectures") or [""]
         if not named[0].endswith(SCALAR):
             raise UserError(f"'{folder}' holds a {named[0]}, no reward model; give the export of a reward_model run")
     except UserError as error:
@@ -91,41 +93,33 @@ def load_critic_spec(folder: str | Path, policy: ModelSpec, context_length: int)
     return spec
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid JSON ({error}); fetch or export the model again") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds a JSON {type(content).__name__}, an object is needed; fetch the model again")
-    return content
-
-
-def spec_from_config(config: Mapping[str, Any], *, scalar: bool = False) -> ModelSpec:
+def spec_from_config(content: Mapping[str, Any], *, scalar: bool = False) -> ModelSpec:
     """The spec of a config.json's content. UserError, one line, when this decoder can't run the model."""
+    config = JsonObject(content)
     family = _family(config, scalar)
     _refuse_what_we_lack(config, family)
-    heads = _positive_int(config, "num_attention_heads")
-    hidden_size = _positive_int(config, "hidden_size")
+    heads = config.integer("num_attention_heads", most=MOST_HEADS)
+    hidden_size = config.integer("hidden_size", most=MOST_WIDTH)
+    vocab_size = config.integer("vocab_size", most=MOST_TOKENS)
     rope = _rope_parameters(config)
     spec = ModelSpec(
         family=family,
-        num_layers=_positive_int(config, "num_hidden_layers"),
+        num_layers=config.integer("num_hidden_layers", most=MOST_LAYERS),
         hidden_size=hidden_size,
-        intermediate_size=_positive_int(config, "intermediate_size"),
+        intermediate_size=config.integer("intermediate_size", most=MOST_WIDTH),
         num_heads=heads,
-        num_kv_heads=_positive_int(config, "num_key_value_heads", heads),
-        head_size=_positive_int(config, "head_dim", 128 if family == "qwen3" else hidden_size // heads),
-        vocab_size=_positive_int(config, "vocab_size"),
-        max_positions=_positive_int(config, "max_position_embeddings", DEFAULT_MAX_POSITIONS[family]),
-        rms_norm_eps=_positive_float(config, "rms_norm_eps", 1e-6),
-        rope_theta=_positive_float(rope, "rope_theta", DEFAULT_ROPE_THETA[family]),
+        num_kv_heads=config.integer("num_key_value_heads", heads, most=MOST_HEADS),
+        head_size=config.integer("head_dim", 128 if family == "qwen3" else hidden_size // heads, most=MOST_WIDTH),
+        vocab_size=vocab_size,
+        max_positions=config.integer("max_position_embeddings", DEFAULT_MAX_POSITIONS[family], most=MOST_TOKENS),
+        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        rope_theta=rope.number("rope_theta", DEFAULT_ROPE_THETA[family]),
         rope_scaling=_rope_scaling(rope),
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        eos_token_ids=_token_ids(config, "eos_token_id"),
-        bos_token_id=next(iter(_token_ids(config, "bos_token_id")), None),
+        tied_embeddings=config.flag("tie_word_embeddings"),
+        eos_token_ids=config.token_ids("eos_token_id", vocab_size),
+        bos_token_id=next(iter(config.token_ids("bos_token_id", vocab_size)), None),
     )
     if spec.num_heads % spec.num_kv_heads:
         raise UserError(
@@ -190,27 +184,26 @@ def _eos_field(spec: ModelSpec) -> int | list[int] | None:
     return spec.eos_token_ids[0] if len(spec.eos_token_ids) == 1 else list(spec.eos_token_ids)
 
 
-def _family(config: Mapping[str, Any], scalar: bool) -> str:
-    architectures = config.get("architectures") or []
+def _family(config: JsonObject, scalar: bool) -> str:
+    architectures, model_type = config.texts("architectures"), config.text("model_type")
     for architecture in architectures:
         architecture = architecture.replace(SCALAR, CAUSAL) if scalar else architecture
         if architecture in FAMILIES:
             return FAMILIES[architecture]
-    model_type = config.get("model_type")
-    if not architectures and model_type in ARCHITECTURES:
-        return str(model_type)
-    given = str(architectures[0]) if architectures else f"model_type {model_type!r}"
+    if not architectures and model_type is not None and model_type in ARCHITECTURES:
+        return model_type
+    given = architectures[0] if architectures else f"model_type {model_type!r}"
     raise UserError(f"unsupported architecture {given}; supported are {', '.join(FAMILIES)}{nearest(given, FAMILIES)}")
 
 
-def _refuse_what_we_lack(config: Mapping[str, Any], family: str) -> None:
-    activation = config.get("hidden_act", "silu")
+def _refuse_what_we_lack(config: JsonObject, family: str) -> None:
+    activation = config.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise UserError(f"hidden_act '{activation}' is not supported, only 'silu' is; use another model")
     for key in ("attention_bias", "mlp_bias"):
-        if config.get(key):
+        if config.flag(key):
             raise UserError(f"{key} true is not supported for {family}; use a model without it")
-    quantization = config.get("quantization_config") or {}
+    quantization = config.object("quantization_config")
     if quantization and (
         quantization.get("quant_method") != "fp8" or quantization.get("weight_block_size") != [128, 128]
     ):
@@ -225,56 +218,34 @@ def _refuse_what_we_lack(config: Mapping[str, Any], family: str) -> None:
         )
 
 
-def _uses_sliding_window(config: Mapping[str, Any]) -> bool:
-    layer_types = config.get("layer_types")
-    if layer_types is not None:
-        return any(kind != "full_attention" for kind in layer_types)
-    if not config.get("use_sliding_window") or config.get("sliding_window") is None:
+def _uses_sliding_window(config: JsonObject) -> bool:
+    if config.get("layer_types") is not None:
+        return any(kind != "full_attention" for kind in config.texts("layer_types"))
+    if not config.flag("use_sliding_window") or config.get("sliding_window") is None:
         return False
-    return int(config.get("max_window_layers", 28)) < int(config.get("num_hidden_layers", 0))
+    if config.get("max_window_layers") == 0:
+        return True
+    layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
+    return config.integer("max_window_layers", 28, most=MOST_WIDTH) < layers
 
 
-def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_parameters(config: JsonObject) -> JsonObject:
     """Theta and scaling in one mapping, whichever spelling they came in."""
-    merged = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    merged = {**config.object("rope_scaling"), **config.object("rope_parameters")}
     if "rope_theta" not in merged and config.get("rope_theta") is not None:
         merged["rope_theta"] = config["rope_theta"]
-    return merged
+    return JsonObject(merged, config.where)
 
 
-def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
+def _rope_scaling(rope: JsonObject) -> RopeScaling | None:
+    kind = rope.text("rope_type", rope.text("type", "default"))
     if kind == "default":
         return None
     if kind != "llama3":
         raise UserError(f"RoPE type '{kind}' is not supported, only 'default' and 'llama3' are; use another model")
     return RopeScaling(
-        factor=_positive_float(rope, "factor"),
-        low_freq_factor=_positive_float(rope, "low_freq_factor"),
-        high_freq_factor=_positive_float(rope, "high_freq_factor"),
-        original_max_positions=_positive_int(rope, "original_max_position_embeddings"),
+        factor=rope.number("factor"),
+        low_freq_factor=rope.number("low_freq_factor"),
+        high_freq_factor=rope.number("high_freq_factor"),
+        original_max_positions=rope.integer("original_max_position_embeddings", most=MOST_TOKENS),
     )
-
-
-def _positive_int(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise UserError(f"'{key}' is {value!r}, a positive integer is needed; correct the config")
-    return value
-
-
-def _positive_float(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value = config.get(key)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise UserError(f"'{key}' is {value!r}, a positive number is needed; correct the config")
-    return float(value)
-
-
-def _token_ids(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    value = config.get(key)
-    values = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(token, int) for token in values):
-        raise UserError(f"'{key}' is {value!r}, a token id or a list of them is needed; correct the config")
-    return tuple(values)

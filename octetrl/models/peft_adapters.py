@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from octetrl.config.errors import UserError
+from octetrl.config.json_file import read_json
 from octetrl.config.schema import LORA_TARGETS, LoraConfig
 from octetrl.models.decoder import Decoder
 from octetrl.models.hf_weights import SCORE, load_weights, save_weights
@@ -34,6 +35,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model"
 THEIR_MODULES = {"attention": "self_attn", "mlp": "mlp"}
 NAMES_SHOWN = 3
+MOST_RANK = 1024  # as a recipe allows
 UNSUPPORTED = {  # what would change the formula, with the value that doesn't
     "bias": "none",
     "fan_in_fan_out": False,
@@ -105,28 +107,26 @@ def _named(model: Decoder) -> Iterator[tuple[str, Tensor]]:
 def read_adapter_config(folder: Path) -> AdapterConfig:
     """UserError, one line, for a folder that holds no adapter of this kind."""
     file = folder / CONFIG
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-        kind, rank, alpha = config["peft_type"], config["r"], config["lora_alpha"]
-        targets = config["target_modules"]
-    except OSError:
-        raise UserError(f"'{folder}' has no {CONFIG}; give the folder of a PEFT adapter") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file} is not an adapter's config ({error!r}); fetch it again") from None
+    if not file.exists():
+        raise UserError(f"'{folder}' has no {CONFIG}; give the folder of a PEFT adapter")
+    config = read_json(file, "fetch the adapter again")
+    kind = config.text("peft_type")
     if kind != "LORA":
         raise UserError(f"{file}: peft_type {kind} is not LORA; only LoRA adapters are known here")
+    rank, alpha = config.integer("r", most=MOST_RANK), config.number("lora_alpha")
+    targets = config.texts("target_modules")
     for field, plain in UNSUPPORTED.items():
         if config.get(field) not in (plain, None):
             raise UserError(f"{file}: {field} {config[field]} is not supported; the adapter needs {field} {plain}")
     is_scalar = config.get("task_type") == TASKS[True]
-    whole = config.get("modules_to_save") or []
+    whole = config.texts("modules_to_save")
     if not set(whole) <= (HEADS if is_scalar else set()):
         raise UserError(f"{file}: modules_to_save {whole} is not supported; only the head of a reward model is")
-    if not isinstance(targets, list) or not set(targets) <= set(LORA_TARGETS):
+    if not targets or not set(targets) <= set(LORA_TARGETS):
         raise UserError(f"{file}: target_modules {targets} must be a list out of {', '.join(LORA_TARGETS)}")
     ordered = tuple(target for target in LORA_TARGETS if target in targets)
-    lora = LoraConfig(rank=rank, alpha=float(alpha), targets=ordered, path=str(folder))
-    return AdapterConfig(lora, config.get("base_model_name_or_path"), is_scalar)
+    lora = LoraConfig(rank=rank, alpha=alpha, targets=ordered, path=str(folder))
+    return AdapterConfig(lora, config.text("base_model_name_or_path"), is_scalar)
 
 
 def check_adapter(lora: LoraConfig, folder: Path, *, is_scalar: bool) -> None:

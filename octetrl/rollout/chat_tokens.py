@@ -19,8 +19,9 @@ from typing import Any, Protocol
 
 from octetrl.config.errors import UserError
 from octetrl.config.text import escaped
+from octetrl.environments.chat_template import TEMPLATE_ERRORS, template_fails
 from octetrl.records import Reply, Rollout
-from octetrl.rollout.encode import TEMPLATE_ERRORS, Encoder
+from octetrl.rollout.encode import Encoder
 from octetrl.rollout.message_tokens import Message, TokenizedMessages, tokenize_messages
 
 _PLACEHOLDER = "PLACEHOLDER-OF-THE-ANSWER"
@@ -154,14 +155,6 @@ class ChatTokens:
             conversation, tokenize=False, add_generation_prompt=True, **options
         )
         return text
-
-
-def template_fails(error: BaseException) -> UserError:
-    reason = " ".join(str(error).split())[:120] or "no reason given"
-    return UserError(
-        f"tokenizer: its chat template fails ({type(error).__name__}: {reason}); correct chat_template in its"
-        f" tokenizer_config.json or chat_template.jinja"
-    )
 
 
 def conversation_tokens(rollout: Rollout) -> tuple[int, ...]:

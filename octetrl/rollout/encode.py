@@ -20,25 +20,11 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jinja2 import TemplateError
-
 from octetrl.config.text import TextTooLong, escaped
 
 _JOINED = 4  # code points that NFC and NFKC join into one at most: the longest canonical decomposition
 _NORMALIZERS = {"NFC": _JOINED, "NFKC": _JOINED, "NFD": 1, "NFKD": 1, "Lowercase": 1, "Prepend": 1}  # that drop nothing
 _PRE_TOKENIZERS = ("ByteLevel", "Digits", "Metaspace", "Split", "Punctuation")
-# What a chat template, a small program of the tokenizer's author, may end in.
-TEMPLATE_ERRORS = (
-    TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    RecursionError,
-    SyntaxError,  # of the Python that jinja makes of it
-    TypeError,
-    ValueError,
-)
 
 
 class Encoder:

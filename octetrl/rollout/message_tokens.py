@@ -26,7 +26,8 @@ from typing import Any, Protocol
 
 from octetrl.config.errors import UserError
 from octetrl.config.text import escaped
-from octetrl.rollout.encode import TEMPLATE_ERRORS, Encoder
+from octetrl.environments.chat_template import TEMPLATE_ERRORS
+from octetrl.rollout.encode import Encoder
 
 Message = Mapping[str, Any]  # role, content and whatever else the template reads
 _PLACEHOLDER = "PLACEHOLDER-OF-THE-ANSWER"

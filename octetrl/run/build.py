@@ -20,7 +20,7 @@ from octetrl.config.spec import ModelSpec
 from octetrl.config.validate import validate_with_spec
 from octetrl.config.validate_environment import refuse_for_turns
 from octetrl.data.mixture import Mixture, read_source
-from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tool_family
+from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder, tool_family
 from octetrl.environments.base import Environment, NoTasks, Scorer, Taskset
 from octetrl.environments.judge import Judge
 from octetrl.environments.python_reward import PythonReward
@@ -85,7 +85,7 @@ def build_run(recipe: Recipe, *, trains: bool = True) -> Run:
     refused = refused_gate(recipe, policy, on_gpu=device.type == "cuda")
     if trains and refused is not None:
         raise UserError(refused)
-    tokenizer = load_tokenizer(tokenizer_folder(recipe))
+    tokenizer = load_tokenizer(tokenizer_folder(recipe), spec.vocab_size)
     environment = build_environment(recipe.environment)
     chat = build_chat(recipe, spec, tokenizer, environment)
     algorithm = build_algorithm(recipe.algorithm)
@@ -140,14 +140,6 @@ def model_spec(recipe: Recipe) -> ModelSpec:
     if recipe.model.preset is not None:
         return spec_from_config(preset_config(recipe.model.preset))
     return load_spec(_folder(recipe), scalar=recipe.algorithm.name == "reward_model")
-
-
-def tokenizer_folder(recipe: Recipe) -> Path:
-    if recipe.model.tokenizer is not None:
-        return Path(recipe.model.tokenizer)
-    if recipe.model.path is None:
-        raise UserError("model.tokenizer: a preset has no tokenizer of its own; name a Hugging Face tokenizer folder")
-    return Path(recipe.model.path)
 
 
 def fill_weights(model: Decoder, recipe: Recipe) -> None:

@@ -12,7 +12,7 @@ from octetrl.config.load import recipe_from_mapping
 from octetrl.config.schema import Recipe
 from octetrl.config.text import TextTooLong
 from octetrl.config.validate import validate_with_spec
-from octetrl.data.tokenizer import Tokenizer, load_tokenizer
+from octetrl.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.families import load_spec
 from octetrl.records import Completion, GenerationRequest, SamplingParams
@@ -89,6 +89,7 @@ def generating_worker(recipe: Recipe, tokenizer: Tokenizer) -> Worker:
     """A worker that only generates."""
     spec = model_spec(recipe)
     validate_with_spec(recipe, spec)
+    check_vocabulary(tokenizer, spec.vocab_size)
     return Worker(
         recipe,
         spec=spec,

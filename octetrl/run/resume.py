@@ -21,6 +21,7 @@ from typing import Any
 
 from octetrl.config.errors import UserError
 from octetrl.config.schema import CheckpointConfig
+from octetrl.data.tokenizer import save_tokenizer_files
 from octetrl.models.peft_adapters import is_adapter, read_adapter_config
 from octetrl.run.build import Run
 from octetrl.run.device import random_state, restore_random_state
@@ -116,7 +117,7 @@ class Checkpoints:
     def _save(self, run: Run, cursor: Cursor, metrics: Mapping[str, float]) -> None:
         def write_model(folder: Path) -> None:
             run.workers.write_model(folder)
-            run.tokenizer.save_pretrained(folder)
+            save_tokenizer_files(run.tokenizer, folder)
 
         payload = {**run.workers.state(), "cursor.json": cursor.as_json()}
         with run.spans("checkpoint"):

@@ -45,7 +45,9 @@ class RewardModelScorer:
         spec = load_reward_spec(folder)
         try:
             system_prompt = recipe.rollout.system_prompt
-            self._chat = ChatTokens(load_tokenizer(folder), system_prompt, context_length=spec.max_positions)
+            self._chat = ChatTokens(
+                load_tokenizer(folder, spec.vocab_size), system_prompt, context_length=spec.max_positions
+            )
             policy = scoring_policy(spec, recipe.fp8, recipe.numerics)
             model = scalar_decoder(recipe, spec, policy, device)
             load_weights(model, folder)

@@ -15,9 +15,10 @@ from copy import deepcopy
 from typing import Any, TypeVar
 
 from octetrl.config.text import TextTooLong
+from octetrl.environments.chat_template import TEMPLATE_ERRORS
 from octetrl.environments.tools import Family, family_of
 from octetrl.rollout.chat_tokens import Tokenizer
-from octetrl.rollout.encode import TEMPLATE_ERRORS, Encoder
+from octetrl.rollout.encode import Encoder
 from octetrl.server.errors import ApiError, wrong
 from octetrl.server.requests import ChatBody, CompletionBody, GenerationBody, Message
 

@@ -86,7 +86,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (None, "no such recipe"),
+        (None, "no such file"),
         ("", "is empty"),
         ("model: {path", "not YAML"),
         ("\t- :", "not YAML"),
@@ -117,7 +117,7 @@ def test_the_installed_command_exits_with_2(here: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(repository)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "octetrl: gone.yaml: no such recipe; give the path of a YAML file\n"
+    assert done.stderr == "octetrl: gone.yaml: no such file; give the path of a YAML file\n"
 
 
 # --- the model folder ---------------------------------------------------------------------------------------

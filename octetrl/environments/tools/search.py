@@ -12,16 +12,16 @@ once, when the tool is made.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
 from octetrl.config.errors import UserError
+from octetrl.config.json_file import parse_json, read_text
 from octetrl.environments.tools.definition import Tool, ToolError
 
 _WORD = re.compile(r"\w+")
@@ -114,24 +114,14 @@ def _jsonl_passages(path: Path) -> Iterator[Passage]:
     for number, line in enumerate(_read(path).split("\n"), start=1):
         if not line.strip():
             continue
-        try:
-            row: Any = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}:{number}: not JSON ({error.msg}); each line is one JSON object") from error
+        row = parse_json(line, f"{path}:{number}", "each line is one JSON object")
         if not isinstance(row, dict) or not isinstance(row.get("text"), str):
             raise UserError(f'{path}:{number}: no "text" that is a string; a line is {{"text": ..., "title": ...}}')
         yield Passage(row["text"], str(row.get("title") or ""))
 
 
 def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file; give a JSONL file, a text file or a folder of them") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text (byte {error.start}); convert it to UTF-8") from error
-    except OSError as error:
-        raise UserError(f"{path}: can't be read ({error.strerror}); give a file or folder that can") from error
+    return read_text(path, "give a JSONL file or a text file in UTF-8, or a folder of them", encoding="utf-8-sig")
 
 
 def _cut(text: str, title: str) -> list[Passage]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -20,13 +21,20 @@ cluster: {device: cpu}
 """
 
 
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer") / "model"
+    save_tokenizer(["a b"], folder)
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A recipe, the config.json of a tiny model and a file of tasks, in the working directory."""
+def folder(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe, the config.json of a tiny model with a tokenizer, and a file of tasks, in the working directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r.yaml").write_text(RECIPE)
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
-    (tmp_path / "model").mkdir()
+    shutil.copytree(tokenizer, tmp_path / "model")
     write_config(tmp_path, max_position_embeddings=4096)
     return tmp_path
 

@@ -66,7 +66,10 @@ def test_extends_in_a_circle_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_base_names_who_wants_it(tmp_path: Path) -> None:
-    assert refusal(tmp_path, "extends: gone.yaml\n").startswith("gone.yaml: no such recipe (")
+    assert refusal(tmp_path, "extends: gone.yaml\n").startswith(
+        "gone.yaml: no such file; give the path of a YAML file ("
+    )
+    assert "it holds a NUL" in refusal(tmp_path, 'extends: "a\\0b"\n')
 
 
 def test_a_problem_names_the_file_it_comes_from(tmp_path: Path) -> None:
@@ -156,7 +159,8 @@ def test_what_comes_later_wins(tmp_path: Path) -> None:
         ("a: !!binary aGk=\n", "is not allowed in a recipe"),
         ("rollout: {temperature: .nan}\n", ".nan is not a finite number"),
         ("rollout: {temperature: 1e999}\n", "is not a finite number"),
-        ("a: &a [*a]\n", "recursive"),
+        ("a: &a [*a]\n", "line 1: the alias *a is not allowed in a recipe"),
+        ("a: &a {b: 1}\nc: {<<: *a}\n", "line 2: the alias *a is not allowed in a recipe"),
         ("a: " + "[" * 1000, "nested too deeply"),
         ('a: "\\uD800"\n', "half a character"),
         ("extends: 3\n", "is not the path of one recipe"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
 import pytest
 
 from octetrl.config.errors import UserError
-from octetrl.data.tokenizer import load_tokenizer
+from octetrl.data.tokenizer import load_tokenizer, save_tokenizer_files
 from octetrl.run.tiny_model import ASSISTANT, END, USER, save_tokenizer
 
 
@@ -59,7 +60,7 @@ def test_a_folder_without_vocabulary(tmp_path: Path) -> None:
 def test_a_torn_file(folder: Path) -> None:
     config = folder / "tokenizer_config.json"
     config.write_text(config.read_text()[:20])
-    assert "holds none that loads" in refusal(folder)
+    assert "tokenizer_config.json: not JSON" in refusal(folder)
 
 
 def test_no_eos(folder: Path) -> None:
@@ -69,3 +70,38 @@ def test_no_eos(folder: Path) -> None:
     config.write_text(json.dumps(settings))
     (folder / "special_tokens_map.json").unlink(missing_ok=True)
     assert 'set "eos_token"' in refusal(folder)
+
+
+def test_more_tokens_than_the_model_has(folder: Path) -> None:
+    tokens = len(load_tokenizer(folder))
+    load_tokenizer(folder, tokens)
+    with pytest.raises(UserError, match=rf"it has token {tokens - 1} .*, the model's vocab_size is {tokens - 1}"):
+        load_tokenizer(folder, tokens - 1)
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{% for m in messages %}", "its chat template fails (TemplateSyntaxError"),
+        ("{{ messages[0].content + 1 }}", "its chat template fails (TypeError"),
+        ("{{ 1 // 0 }}", "its chat template fails (ZeroDivisionError"),
+        ("{{ raise_exception('no') }}", "its chat template fails (TemplateError: no"),
+        ("{{ 'x' * (2 ** 60) }}", "its chat template fails (MemoryError"),
+        ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "its chat template fails (RecursionError"),
+        ("<|user|>", "leaves out what the user says"),
+        (7, "'chat_template' is 7, a string or a list of named templates is needed"),
+    ],
+)
+def test_a_broken_chat_template(folder: Path, template: object, says: str) -> None:
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": template}))
+    assert says in refusal(folder)
+
+
+def test_a_full_disk_is_the_operating_systems_error(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    full = tmp_path_factory.mktemp("full")
+    (full / "tokenizer.json").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as raised:
+        save_tokenizer_files(load_tokenizer(folder), full)
+    assert raised.value.errno == errno.ENOSPC

@@ -122,8 +122,8 @@ def test_folders_that_are_no_model(tmp_path: Path) -> None:
         load_spec(tmp_path)
     config = tmp_path / "config.json"
     for content, told in (
-        ("{", "not valid JSON"),
-        ("[]", "JSON list"),
+        ("{", "not JSON"),
+        ("[]", "it holds a list"),
         ("{}", r"config\.json: unsupported architecture"),
     ):
         config.write_text(content)

@@ -1,0 +1,83 @@
+"""What `octetrl check` finds wrong in the files, folders and modules that a recipe names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from octetrl.cli.check_turns import check_turns
+from octetrl.config.errors import UserError
+from octetrl.config.schema import Recipe
+from octetrl.config.spec import ModelSpec
+from octetrl.config.validate_environment import FILES
+from octetrl.data.rows import HUB
+
+
+def file_problems(recipe: Recipe, spec: ModelSpec | None) -> Iterator[str]:
+    """What the recipe names and is not there, or is wrong. `spec`: the model's, None where that is wrong itself."""
+    try:
+        _read_tokenizer(recipe, spec)
+    except UserError as error:
+        yield f"model.tokenizer: {error}" if recipe.model.tokenizer is not None else str(error)
+    for read in (_read_adapter, _read_sources, _read_dataset, _find_reward, check_turns):
+        try:
+            read(recipe)
+        except UserError as error:
+            yield str(error)
+
+
+def _read_tokenizer(recipe: Recipe, spec: ModelSpec | None) -> None:
+    from octetrl.data.tokenizer import load_tokenizer, tokenizer_folder
+
+    folder = tokenizer_folder(recipe)
+    if recipe.model.tokenizer is not None or folder.is_dir():  # a model folder that is not there is told once
+        load_tokenizer(folder, None if spec is None else spec.vocab_size)
+
+
+def _read_adapter(recipe: Recipe) -> None:
+    lora = recipe.model.lora
+    if lora is not None and lora.path is not None:
+        from octetrl.models.peft_adapters import check_adapter
+
+        check_adapter(lora, Path(lora.path), is_scalar=recipe.algorithm.name == "reward_model")
+
+
+def _read_sources(recipe: Recipe) -> None:
+    from octetrl.data.mixture import read_source
+
+    kind = recipe.algorithm.learns_from
+    if kind == "rollouts":
+        return
+    for name, source in recipe.sources.items():
+        field = "algorithm.conversations" if recipe.algorithm.conversations else f"data.sources.{name}.path"
+        if not source.path.startswith(HUB) and not Path(source.path).exists():
+            raise UserError(f"{field}: no file '{source.path}'; give a JSONL or Parquet file, or a folder")
+        read_source(name, source, kind)
+
+
+def _read_dataset(recipe: Recipe) -> None:
+    from octetrl.run.environment import build_environment
+
+    environment, dataset = recipe.environment, str(recipe.environment.dataset)
+    if environment.dataset is None:
+        return  # validated: nothing is drawn
+    if environment.kind in FILES and not dataset.startswith(HUB) and not Path(dataset).exists():
+        raise UserError(f"environment.dataset: no file '{dataset}'; give a JSONL or Parquet file, or a folder")
+    build_environment(environment.model_copy(update={"reward": None}))  # which has a check of its own
+
+
+def _find_reward(recipe: Recipe) -> None:
+    from octetrl.environments.judge import Judge
+    from octetrl.environments.python_reward import PythonReward
+    from octetrl.environments.scoring import RewardWorkers
+
+    environment = recipe.environment
+    if environment.reward is not None:
+        RewardWorkers(
+            PythonReward(environment.reward),
+            timeout_seconds=environment.reward_timeout_seconds,
+            memory_mib=environment.reward_memory_mib,
+            load_seconds=environment.load_timeout_seconds,
+        ).close()
+    if recipe.environment.judge is not None:
+        Judge(recipe.environment.judge).close()

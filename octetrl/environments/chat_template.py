@@ -1,0 +1,27 @@
+"""What may go wrong in a tokenizer's chat template, which is a program of somebody else's in the language of jinja."""
+
+from __future__ import annotations
+
+from jinja2 import TemplateError
+
+from octetrl.config.errors import UserError
+
+TEMPLATE_ERRORS = (
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    SyntaxError,  # of the Python that jinja makes of it
+    TypeError,
+    ValueError,
+)
+
+
+def template_fails(error: BaseException) -> UserError:
+    reason = " ".join(str(error).split())[:120] or "no reason given"
+    return UserError(
+        f"tokenizer: its chat template fails ({type(error).__name__}: {reason}); correct chat_template in its"
+        f" tokenizer_config.json or chat_template.jinja"
+    )
