@@ -15,6 +15,11 @@ from tests.house.tree import REPO
 from tests.required import NEEDS, VARIABLE, check_names, missing, not_run
 
 FEW = "tests/unit/environments/sandbox/test_attacks.py::test_a_name_that_is_no_text[bubblewrap]"
+INSTALLS_AFTER_UPDATE = """
+if [ "$1" = update ]; then : > "$0.updated"; exit 0; fi
+[ -e "$0.updated" ] || exit 100
+echo "#!$BASH" > "${0%/*}/bwrap"; chmod +x "${0%/*}/bwrap"
+"""
 SCRIPT = REPO / "setup/bubblewrap.sh"
 
 
@@ -87,9 +92,17 @@ def test_ci_asks_for_what_there_is() -> None:
             "bubblewrap: not installed, and this is not root; run 'sudo apt-get install ",
         ),
         (0, "exit 0", "exit 0", 0, ""),
+        (0, INSTALLS_AFTER_UPDATE, None, 0, ""),
         (1000, None, "echo no namespaces >&2; exit 1", 1, "bubblewrap: it is installed and does not run here (no name"),
     ],
-    ids=["no network", "another package manager", "not root", "there already", "no namespaces"],
+    ids=[
+        "no network",
+        "another package manager",
+        "not root",
+        "there already",
+        "installed after an update",
+        "no namespaces",
+    ],
 )
 def test_the_set_up_of_bubblewrap(
     tmp_path: Path, user: int, apt_get: str | None, bwrap: str | None, code: int, said: str
@@ -101,7 +114,7 @@ def test_the_set_up_of_bubblewrap(
         if text is not None:
             (tmp_path / name).write_text(f"#!{shutil.which('bash')}\n{text}\n")
             (tmp_path / name).chmod(0o755)
-    for name in ("uname", "grep", "tail", "bash"):
+    for name in ("uname", "grep", "tail", "bash", "chmod"):
         (tmp_path / name).symlink_to(str(shutil.which(name)))
     run = subprocess.run(["bash", SCRIPT], env={"PATH": str(tmp_path)}, capture_output=True, text=True)
     assert run.returncode == code, run.stderr
