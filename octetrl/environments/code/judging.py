@@ -4,8 +4,9 @@ Tests run in a namespace that only they write. A name that they use and do not d
 first used, and becomes plain data or a stand-in (`remote.py`); a builtin is Python's own, unless the task says that it
 is what is tested. Expected values, asserts and the verdict never leave this process.
 
-stdout: a line when something of the code's is taken for the first time (`TAKEN`), then the verdict. A judge that ends
-without a verdict before that line has a broken test; one that ends after it may have been brought to it by the code.
+stdout: a line when the code has run (`READY`), one when something of it is taken for the first time (`TAKEN`), then the
+verdict. A judge that ends without a verdict between the two has a broken test; before and after, the code may have
+brought it to that.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from octetrl.environments.code.link import BrokenTest, Link, LinkClosed
+from octetrl.environments.code.link import TESTS, BrokenTest, Link, LinkClosed
 
-TAKEN = "taken"
+READY, TAKEN = "ready", "taken"
+_NOTHING = object()
 _STDOUT, _LINK = 1, 3
 
 
@@ -31,7 +33,7 @@ class Names(dict[str, Any]):
     """The tests' globals. function: what is the code's although a builtin has that name."""
 
     def __init__(self, link: Link, function: str | None) -> None:
-        super().__init__({"__name__": "tests", "__builtins__": builtins})
+        super().__init__({"__name__": TESTS, "__builtins__": builtins})
         self._link, self._function = link, function
 
     def __missing__(self, name: str) -> Any:
@@ -39,6 +41,15 @@ class Names(dict[str, Any]):
             raise KeyError(name)
         value = self[name] = self._link.name(name)
         return value
+
+    def __contains__(self, name: object) -> bool:
+        return self.get(name, _NOTHING) is not _NOTHING
+
+    def get(self, name: Any, default: Any = None) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            return default
 
 
 def judge(end: socket.socket, form: str, cases: list[Any], function: str | None) -> dict[str, Any]:
@@ -49,6 +60,7 @@ def judge(end: socket.socket, form: str, cases: list[Any], function: str | None)
     passed, why = "", None
     try:
         link.wait_until_run()
+        _print(READY)
     except LinkClosed:
         return {"passed": "0" * len(cases), "why": "the program ended"}
     except Exception as error:
@@ -98,7 +110,10 @@ def _bound(node: ast.AST) -> Iterator[str]:
 
 
 def _told(error: BaseException) -> str:
-    text = " ".join(str(error).split())[:200].encode("utf-8", "backslashreplace").decode()
+    text = " ".join(str(error).split())[:200]
+    text = "".join(
+        letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text
+    )  # it is shown on terminals
     return type(error).__name__ + (f": {text}" if text else "")
 
 

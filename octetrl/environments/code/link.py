@@ -26,11 +26,21 @@ _CODE_MAY_CAUSE = (  # attributes of its data: it must not turn a wrong answer i
     types.BuiltinFunctionType,
     types.MethodType,
     types.MethodWrapperType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.ClassMethodDescriptorType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
     types.MappingProxyType,
     BaseException,
     type,
 )
+_LONGEST_START = 1 << 16  # of the first message, in bytes: that the code has run, or what it raised
 _ITEMS_ONE_BY_ONE, _MOST_ITEMS = 8, 1024  # of an iterator, in one message
+
+
+TESTS = "tests"
+"""The name of the module that the tests are."""
 
 
 class BrokenTest(Exception):
@@ -60,7 +70,7 @@ class Link:
 
     def wait_until_run(self) -> None:
         """Until the code has defined what it defines. Raises what it raised."""
-        self._receive()
+        self._receive(_LONGEST_START)
 
     def name(self, name: str) -> Any:
         """What the code calls so. Raises KeyError: nothing."""
@@ -130,10 +140,10 @@ class Link:
             raise self._closed() from None
         return self._receive()
 
-    def _receive(self) -> dict[str, Any]:
+    def _receive(self, longest: int = LONGEST_LINE) -> dict[str, Any]:
         """The next answer, raised where it is an exception. Whatever is no answer ends the contest."""
         try:
-            line = self._file.readline(LONGEST_LINE)
+            line = self._file.readline(longest)
             answer = json.loads(line) if line.endswith(b"\n") else None
         except (OSError, ValueError, RecursionError, MemoryError):
             answer = None
@@ -187,6 +197,7 @@ class Link:
                 raise Malformed
             return Record(origin, rest[0], [self._unpacked(item) for item in rest[1]])
         if kind != "iterator" and (is_instance or self._classes_are_named):
+            origin.is_built = is_instance
             return Instance(origin)
         if kind in ("iterator", "own_iterator"):
             reader = self.read(origin)
@@ -202,7 +213,8 @@ class Link:
         packed = pack_global(value)
         if packed is None:
             said = f"a {type(value).__name__} can't be sent to the code; tests may pass plain data alone"
-            raise TypeError(said) if isinstance(value, _CODE_MAY_CAUSE) else BrokenTest(said)
+            is_of_tests = getattr(value, "__module__", None) == TESTS
+            raise TypeError(said) if isinstance(value, _CODE_MAY_CAUSE) and not is_of_tests else BrokenTest(said)
         return packed
 
 

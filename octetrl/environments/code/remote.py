@@ -3,7 +3,7 @@
     Function     can be called. Its result is again plain data or a stand-in
     Record       a tuple with named items
     Remote       an object of a class of the code's. It never equals plain data, and another object only where all
-                 their fields are equal, whatever its `__eq__` says
+                 their fields are equal; its `__eq__` is asked only between two that the tests built themselves
     Instance     the same where the tests name a class of the code (a name like `Point`): with items, length, order
 
 What a text, a number, a list or a dict can do is taken from plain data alone, unless the tests name a class. Otherwise
@@ -21,6 +21,7 @@ from typing import Any, Protocol
 _NAMES_OF_DATA = frozenset(
     name for kind in (int, float, str, bytes, list, tuple, dict, set, range, Counter, deque) for name in dir(kind)
 )
+_OPERATORS = frozenset(name for name in _NAMES_OF_DATA if name.startswith("__")) | {"__call__", "__next__"}
 _SPECIAL_DATA = ("__name__", "__qualname__", "__doc__", "__dict__", "__module__", "__annotations__")
 _NO_STAND_IN_HAS = ("__deepcopy__", "__copy__", "__reduce__", "__getstate__", "__setstate__", "__index__")
 
@@ -43,6 +44,7 @@ class Origin:
     number: int
     class_name: str
     is_class: bool = False  # what the tests call by a name like `Point`
+    is_built: bool = False  # by a call of the tests to such a class
     is_bare: bool = False  # a function that is named like a module, and must not be taken for it
     items: list[Any] = field(default_factory=list)  # those read so far
     reader: Generator[Any, Any, Any] | None = None
@@ -108,6 +110,8 @@ class Remote:
         if self is other or not isinstance(other, Remote):
             return self is other
         link = origin_of(self).link
+        if origin_of(self).is_built and origin_of(other).is_built:  # a test of the class itself
+            return link.ask("equal", self, other) is True
         mine = link.fields(self)
         return _has_fields(mine) and bool(mine == link.fields(other))
 
@@ -168,7 +172,8 @@ def _ask(remote: Remote, operation: str, *given: Any) -> Any:
 def _attribute(owner: Remote | Record, name: str) -> Any:
     origin, is_free = origin_of(owner), isinstance(owner, Instance)
     is_special = name.startswith("__") and name not in _SPECIAL_DATA
-    if origin.is_bare or name in _NO_STAND_IN_HAS or (is_special and not is_free):
+    is_protocol = is_special and not (is_free and name in _OPERATORS)  # such as numpy's, which takes addresses
+    if origin.is_bare or name in _NO_STAND_IN_HAS or is_protocol:
         raise AttributeError(f"'{origin.class_name}' object has no attribute '{name}'")
     value = origin.link.ask("get", owner, name)
     if not is_free and name in _NAMES_OF_DATA and isinstance(value, Remote | types.GeneratorType):

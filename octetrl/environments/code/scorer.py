@@ -139,11 +139,12 @@ def _verdict(judged: Outcome, cases: int) -> dict[str, Any]:
     """What the judge says. Where it ends without a word, its tests are broken, unless it had something of the code's:
     an answer that is slow to compare must not save the code from a 0."""
     lines = judged.stdout.splitlines()
-    if judged.ok and lines and lines[-1] != judging.TAKEN:
+    if judged.ok and lines and lines[-1] not in (judging.READY, judging.TAKEN):
         verdict: dict[str, Any] = json.loads(lines[-1])
         return verdict
     said = f"the tests ended without a verdict: {judged.status}, {_last_line(judged.stderr)}".removesuffix(", ")
-    if judging.TAKEN not in lines:
+    has_waited = judged.status is SandboxStatus.WALL_TIMEOUT and judging.READY not in lines
+    if judging.TAKEN not in lines and not has_waited:
         raise JudgementFailed(said)
     return {"passed": "0" * cases, "why": said}
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import datetime
 import importlib
+import operator
 import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -83,6 +84,11 @@ def unpack(packed: Any, find: Callable[[str, Any], Any]) -> Any:
 
 def pack_global(value: Any) -> Any:
     """A function or class of the standard library, by its name; None: `value` is none."""
+    if (
+        isinstance(value, types.MethodDescriptorType)
+        and DATA_TYPES.get(value.__objclass__.__name__) is value.__objclass__
+    ):
+        return {"global": ["builtins", value.__qualname__]}  # such as str.lower
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if not isinstance(value, type | types.BuiltinFunctionType | types.FunctionType) or not isinstance(module, str):
         return None
@@ -98,7 +104,7 @@ def pack_global(value: Any) -> Any:
 def unpack_global(given: Any) -> Any:
     """For the code alone: the judge accepts no function by name."""
     module, name = given
-    return getattr(importlib.import_module(module), name)
+    return operator.attrgetter(name)(importlib.import_module(module))
 
 
 def _items(value: Any, inner: Pack) -> list[Any]:

@@ -74,6 +74,15 @@ serve(lambda operation, given: {'value': F if operation == 'name' else deep(300)
     "no line's end": """
 serve(lambda operation, given: os.write(3, b' ' * 99999999))
 """,
+    "numbers that take for ever": """
+serve(lambda operation, given: {'value': F if operation == 'name' else {'int': 'f' * 4000000}})
+""",
+    "a first message that is huge": """
+os.write(3, b'{"value": [' + b'[],' * 1000000 + b'[]]}\\n')
+""",
+    "names that raise": """
+serve(lambda operation, given: {'raised': ['KeyError', 'KeyError', 'x']})
+""",
     "numbers of one hash": """
 serve(lambda operation, given: {'value': F if operation == 'name' else [i * (2 ** 61 - 1) for i in range(20000)]})
 """,
@@ -184,6 +193,10 @@ LIARS: dict[str, tuple[str, str]] = {  # what lies -> code, test
     "StopIteration in a loop of the test's": (
         "def f(x): raise StopIteration",
         "assert all(map(lambda x: f(x) == 2 * x, [1, 2]))",
+    ),
+    "a class that numpy would take addresses from": (
+        "class P: __array_interface__ = {'data': (1, False)}\ndef f(x): return P()",
+        "P()\nassert hasattr(f(3), '__array_interface__')",
     ),
     "an attribute that can't be sent back": (
         "def f(x): return 'x'",

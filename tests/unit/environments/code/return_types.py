@@ -170,7 +170,9 @@ assert adder(2).__name__ == '<lambda>'
 import math
 assert apply(len, 'abc') == 3 and apply(adder(1), 4) == 5 and apply(math.sqrt, 16) == 4.0 and apply(int, '7') == 7
 
-assert composed(adder(1), adder(2))(0) == 3
+assert composed(adder(1), adder(2))(0) == 3 and apply(str.upper, 'a') == 'A'
+
+assert 'adder' in globals() and globals().get('nobody') is None and globals()['adder'](1)(1) == 2
 
 try: root_of(-1)
 except ValueError as error: assert 'below zero' in str(error)
@@ -256,6 +258,13 @@ class Point:
 @dataclass(frozen=True)
 class Key:
     name: str
+@dataclass
+class Cached:
+    x: int
+    seen: int = field(default=0, compare=False)
+class Ratio:
+    def __init__(self, a, b): self.a, self.b = a, b
+    def __eq__(self, other): return self.a * other.b == self.b * other.a
 class Color(Enum):
     RED = 1
     BLUE = 2
@@ -310,6 +319,7 @@ class Solution:
             if target - n in seen: return [seen[target - n], i]
             seen[n] = i
 def point(x): return Point(x)
+def cached(x): return Cached(x, 9)
 def chain(*values): return Node(values[0], chain(*values[1:]) if values[1:] else None)
 def ring():
     a, b = Node(1), Node(2)
@@ -321,6 +331,10 @@ CLASS_TESTS = r"""
 assert point(3) == Point(3) and point(3) != Point(4) and [point(3)] == [Point(3)] and point(3) in [Point(3)]
 
 assert point(3).x == 3 and repr(point(3)) == 'Point(x=3, tags=[])' and Point(1, ['a']).tags == ['a']
+
+assert cached(1) == Cached(1) and cached(1) != Cached(2)
+
+assert Ratio(1, 2) == Ratio(2, 4) and Ratio(1, 2) != Ratio(1, 3)
 
 p = Point(1)
 p.x = 5

@@ -67,6 +67,8 @@ def test_wrong_answers_say_why() -> None:
     assert "the code raises ZeroDivisionError" in str(score("1 / 0", ASSERTS).detail)
     assert "SyntaxError" in str(score("def add(", ASSERTS).detail)
     assert "ZeroDivisionError" in str(score("1 / 0", PROGRAMS).detail)
+    odd = "def add(a, b): raise ValueError('\\ud800\\x1b[2J')"
+    assert score(odd, ASSERTS).detail == r"0 of 3 tests pass; test 1: ValueError: \ud800\x1b[2J"
 
 
 def test_no_code_is_a_wrong_answer() -> None:
@@ -115,6 +117,13 @@ def test_a_judge_that_the_code_overwhelms_is_a_0() -> None:
     task = Task("t", "p", metadata={"tests": ["import os\nif add(1, 2) != 3: os.abort()"]})
     answer = CodeScorer(QUICK)(task, fenced("def add(a, b): return 4"))
     assert (answer, answer.detail) == (0.0, "0 of 1 tests pass; the tests ended without a verdict: crashed")
+
+
+def test_code_that_never_says_that_it_has_run_is_a_0() -> None:
+    judge = CodeScorer(QUICK.model_copy(update={"wall_seconds": 1.0}))
+    task = Task("t", "p", metadata={"tests": ASSERTS})
+    answer = judge(task, fenced("import time\ntime.sleep(99)"))
+    assert (answer, answer.detail) == (0.0, "0 of 3 tests pass; wall_timeout")
 
 
 def test_a_function_named_like_a_builtin_is_the_codes_only_when_the_task_says_so() -> None:
@@ -175,6 +184,8 @@ def test_wall_time_is_of_all_programs_together() -> None:
 def test_a_test_that_can_not_be_run_is_no_verdict() -> None:
     with pytest.raises(JudgementFailed, match="a function can't be sent"):
         score("def apply(f): return f(1)", ["assert apply(lambda x: x) == 1"])
+    with pytest.raises(JudgementFailed, match="a type can't be sent"):
+        score("def make(kind): return kind()", ["class Own: pass\nassert make(Own)"])
     with pytest.raises(JudgementFailed, match="without a verdict"):
         score(RIGHT, ["import os\nos._exit(3)"])
 
