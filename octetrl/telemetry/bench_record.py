@@ -1,9 +1,11 @@
 """What a benchmark leaves behind: `<folder>/<bench>_<name>.json`, its figures with what is needed to judge them.
 
-    bench commit date machine versions command rows     `rows`: flat objects, one a precision and workload
+    bench commit source_digest date machine versions command rows     `rows`: flat objects, one a precision and workload
 
 Further lists of flat objects may stand beside `rows` (the kernels of a profile). The commit is that of the checkout the
 package runs from; where only its files were copied, what OCTETRL_COMMIT says; of an installed package, its version.
+That is a claim. The digest (source_digest.py) is of the package's files themselves, so it shows a tree with other
+changes: `python -m octetrl.telemetry.source_digest COMMIT` prints what a commit's must be.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from pathlib import Path
 
 import torch
 
+from octetrl.telemetry.source_digest import source_digest
+
 ROOT = Path(__file__).parents[2]  # of the checkout, where there is one
 Rows = Sequence[Mapping[str, object]]
 
@@ -33,6 +37,7 @@ def write_result(bench: str, name: str, rows: Rows, folder: Path, **further: Row
     record = {
         "bench": bench,
         "commit": _commit(),
+        "source_digest": source_digest(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "machine": _machine(),
         "versions": dict(_versions("torch", "triton", "transformers")),

@@ -1,102 +1,39 @@
-"""Every number in the README's tables was measured and is kept: right above a table stands
-
-    <!-- figures: benchmarks/results/step_h200.json -->
-
-and each number in it, but for those of the first column, is some number of that file's rows, rounded as it is shown.
-`1,234` is 1234; `1.2%` is 0.012; `12k` is 12000. Only some rows count:
-
-- those that hold as values all that a row of the table names in backticks (`fp8_full`, `fast`), and what its first cell
-  says that looks like a precision, in backticks or not. Where there are none, the table is wrong;
-- in a column whose header names a workload (`128 × 512+4096`), and in those to its right up to the next such header,
-  those of that workload.
-
-The path may be a pattern (`rollout_*.json`). Behind its bench a file's name is a value of its rows too: `qwen3-0.6b` of
-those in `rollout_qwen3-0.6b.json`. Tables in docs/ that have a marker are held to the same. In the README a table that
-has none holds no numbers.
-"""
+"""Every measured number of README and docs is a result's, or says that it is not: figures.py has the rules."""
 
 from __future__ import annotations
 
 import json
-import re
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.house.markdown import Table, tables
+from octetrl.telemetry.source_digest import digest_of_commit
+from tests.house.figures import NUMBER, check_paragraph, check_table, is_dirty, measured_rows
+from tests.house.markdown import Table, paragraphs, tables
 from tests.house.tree import REPO
 
-NUMBER = re.compile(r"(?<![\w.])[-−+]?\d[\d,]*(?:\.\d+)?(?:e[-−+]?\d+)?(?:%|k(?!\w))?(?![\w])")
-NAME = re.compile(r"`([^`\s]+)`")
-PRECISION = re.compile(r"\b(?:bf16|fp8)(?:_\w+)?\b", re.IGNORECASE)
-WORKLOAD = re.compile(r"\d+x\d+\+\d+(?:-\d+)?")
 HEAD = {"bench", "commit", "date", "machine", "versions", "command", "rows"}
+LAST_WITHOUT_DIGEST = "2026-11-22"
 README = REPO / "README.md"
 DOCUMENTS = (README, *sorted((REPO / "docs").glob("*.md")))
-Row = dict[str, Any]
-
-
-def shown_as(measured: float, shown: str) -> bool:
-    """Whether `measured`, rounded as many places as `shown` has, is what is shown."""
-    digits = shown.replace(",", "").replace("−", "-").replace("+", "")
-    unit = {"%": 0.01, "k": 1000.0}.get(digits[-1], 1.0)
-    digits = digits.rstrip("%k")
-    mantissa, _, exponent = digits.partition("e")
-    places = len(mantissa.partition(".")[2])
-    step = 10.0 ** (int(exponent or 0) - places) * unit
-    return abs(measured - float(digits) * unit) <= 0.5 * step * (1 + 1e-9)
-
-
-def named_rows(cells: list[str], rows: list[Row]) -> list[Row]:
-    """The measured rows that a row of a table is about: all, unless it names what they hold."""
-    names = {name for cell in cells for name in NAME.findall(cell)}
-    names |= {word.lower() for word in PRECISION.findall(cells[0])}
-    named = [row for row in rows if names <= {value for value in row.values() if isinstance(value, str)}]
-    assert named, f"row '{cells[0]}' names {sorted(names)}, which no measured row holds"
-    return named
-
-
-def workloads(header: list[str]) -> list[str | None]:
-    """For each column the workload that its header names, or else the last one named to its left."""
-    named: list[str | None] = []
-    for cell in header:
-        found = WORKLOAD.search(cell.replace("×", "x").replace(" ", ""))
-        named.append(found[0] if found else named[-1] if named else None)
-    return named
-
-
-def check_table(table: Table, rows: list[Row]) -> None:
-    """Raise naming the first number of the table that no row of the file holds."""
-    for cells in table.rows:
-        named = named_rows(cells, rows)
-        for cell, workload in list(zip(cells, workloads(table.header), strict=True))[1:]:
-            held = [row for row in named if workload in (None, row["workload"])]
-            measured = [float(value) for row in held for value in row.values() if isinstance(value, int | float)]
-            for shown in NUMBER.findall(cell):
-                found = any(shown_as(value, shown) for value in measured)
-                where = f"row '{cells[0]}'" + (f", workload {workload}," if workload else "")
-                assert found, f"the table says {shown} in {where} which {table.marker} does not hold"
-
-
-def measured_rows(pattern: str) -> list[Row]:
-    """The rows of all files that a marker means, each with its file's name behind the bench."""
-    paths = sorted(REPO.glob(pattern))
-    assert paths, f"no file is {pattern}"
-    return [
-        row | {"file": path.stem.partition("_")[2]}
-        for path in paths
-        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]
-    ]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_every_number_of_a_marked_table_was_measured(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     marked = [table for table in tables(text) if table.marker is not None]
-    assert len(marked) == text.count("<!-- figures"), "a marker stands right above its table"
+    meant = [paragraph for paragraph in paragraphs(text) if paragraph.is_table and paragraph.file is not None]
+    assert len(marked) == len(meant), "a marker stands right above its table"
+    assert text.count("<!-- figures") == sum(paragraph.file is not None for paragraph in paragraphs(text))
     for table in marked:
         check_table(table, measured_rows(str(table.marker)))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_measured_number_says_where_it_comes_from(document: Path) -> None:
+    for paragraph in paragraphs(document.read_text(encoding="utf-8")):
+        check_paragraph(paragraph)
 
 
 def test_tables_of_the_readme_without_a_marker_hold_no_numbers() -> None:
@@ -110,6 +47,7 @@ def test_results_say_where_they_come_from() -> None:
     for path in sorted((REPO / "benchmarks/results").glob("*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
         assert set(result) >= HEAD, f"{path.name} lacks {sorted(HEAD - set(result))}"
+        assert result["date"] <= LAST_WITHOUT_DIGEST or "source_digest" in result, f"{path.name} has no source_digest"
         assert path.name.startswith(f"{result['bench']}_"), f"{path.name} is of bench '{result['bench']}'"
         for row in result["rows"]:
             flat = all(isinstance(value, str | int | float | bool | None) for value in row.values())
@@ -123,53 +61,130 @@ ROWS = [
     {"precision": "fp8", "workload": "8x512+4096", "tokens": 777, "numerics": "fast"},
 ]
 DOCUMENT = """
-<!-- figures: benchmarks/results/rollout_h200.json -->
+<!-- figures: benchmarks/results/rollout_h200.json | - | tokens | share -->
 | precision | tokens/s | saturated |
 |---|---:|---|
 | `bf16` | {} | {} |
 """
 
 
+def table_of(header: list[str], columns: list[str], *cells: str) -> Table:
+    return Table("a.json", header, [list(cells)], columns)
+
+
 @pytest.mark.parametrize("cells", [("12,346", "1.2%"), ("12.3k", "0.012"), ("12,345.6", "1.23%"), ("12346 a", "-")])
 def test_right_figures_pass(cells: tuple[str, str]) -> None:
     (table,) = tables(DOCUMENT.format(*cells))
-    assert table.marker == "benchmarks/results/rollout_h200.json"
+    assert table.marker == "benchmarks/results/rollout_h200.json" and table.columns == ["-", "tokens", "share"]
     check_table(table, ROWS)
 
 
-@pytest.mark.parametrize("cells", [("12,347", "-"), ("20,001", "-"), ("12,346", "1.3%")])
+@pytest.mark.parametrize(
+    "cells",
+    [("12,347", "-"), ("20,001", "-"), ("12,346", "1.3%"), ("0.0123", "-"), ("-", "12,346")],
+    ids=["wrong", "another row's", "wrong share", "another column's", "the column before"],
+)
 def test_wrong_figures_are_noticed(cells: tuple[str, str]) -> None:
     (table,) = tables(DOCUMENT.format(*cells))
     with pytest.raises(AssertionError, match="does not hold"):
         check_table(table, ROWS)
 
 
+def test_a_marker_mirrors_its_table() -> None:
+    with pytest.raises(AssertionError, match="names 2 columns"):
+        check_table(table_of(["", "tokens", "share"], ["-", "tokens"], "`bf16`", "12,346", "1.2%"), ROWS)
+    with pytest.raises(AssertionError, match="holds no measurement"):
+        check_table(table_of(["", "tokens"], ["-", "-"], "`bf16`", "12,346"), ROWS)
+
+
 @pytest.mark.parametrize("label", ["`fp8`", "fp8", "**FP8**", "`fp8`, at `64x512+1024`"])
 def test_a_label_picks_its_rows(label: str) -> None:
-    check_table(Table("a.json", ["", "tokens/s"], [[label, "20,001"]]), ROWS)
+    check_table(table_of(["", "tokens/s"], ["-", "tokens"], label, "20,001"), ROWS)
     with pytest.raises(AssertionError, match="does not hold"):
-        check_table(Table("a.json", ["", "tokens/s"], [[label, "12,346"]]), ROWS)
+        check_table(table_of(["", "tokens/s"], ["-", "tokens"], label, "12,346"), ROWS)
 
 
 @pytest.mark.parametrize("label", ["`fp8`, `fp8_full`", "fp8_full", "`bf16`, `fast`", "`slow`"])
 def test_a_label_that_no_row_has_is_noticed(label: str) -> None:
     with pytest.raises(AssertionError, match="no measured row holds"):
-        check_table(Table("a.json", ["", "tokens/s"], [[label, "20,001"]]), ROWS)
+        check_table(table_of(["", "tokens/s"], ["-", "tokens"], label, "20,001"), ROWS)
 
 
-def test_a_label_that_names_nothing_is_about_all_rows() -> None:
-    check_table(Table("a.json", ["tokens", "bf16", "fp8"], [["1,024", "12,346", "777"]]), ROWS)
+@pytest.mark.parametrize(("first", "shown"), [("12,346", "1.2%"), ("20,001", "0.0001%")])
+def test_a_first_column_of_numbers_picks_rows_by_its_field(first: str, shown: str) -> None:
+    check_table(table_of(["tokens", "share"], ["tokens", "share"], first, shown), ROWS)
+    check_table(table_of(["tokens", "fp8"], ["-", "tokens[precision=fp8]"], "all", "20,001, 777"), ROWS)
+    for columns, cells in (
+        (["tokens", "share"], ["777", shown]),
+        (["-", "tokens[precision=fp8]"], ["all", "12,346"]),
+        (["-", "tokens[precision=fp8]"], ["all", "777, 20,001"]),
+    ):
+        with pytest.raises(AssertionError, match="does not hold"):
+            check_table(table_of(["", ""], columns, *cells), ROWS)
+
+
+OF_TWO_WORKLOADS = (["", "64 × 512+1024", "share", "8x512+4096"], ["-", "tokens", "share", "tokens"])
 
 
 @pytest.mark.parametrize("cells", [("20,001", "0.0001%", "777"), ("-", "-", "777")])
 def test_figures_of_their_columns_workload_pass(cells: tuple[str, ...]) -> None:
-    check_table(Table("a.json", ["", "64 × 512+1024", "share", "8x512+4096"], [["`fp8`", *cells]]), ROWS)
+    check_table(table_of(*OF_TWO_WORKLOADS, "`fp8`", *cells), ROWS)
 
 
 @pytest.mark.parametrize("cells", [("777", "-", "-"), ("-", "777", "-"), ("-", "-", "20,001")])
 def test_figures_of_another_workload_are_noticed(cells: tuple[str, ...]) -> None:
-    with pytest.raises(AssertionError, match=r"workload (64x512\+1024|8x512\+4096), which"):
-        check_table(Table("a.json", ["", "64 × 512+1024", "share", "8x512+4096"], [["`fp8`", *cells]]), ROWS)
+    with pytest.raises(AssertionError, match=r"workload (64x512\+1024|8x512\+4096) does not hold"):
+        check_table(table_of(*OF_TWO_WORKLOADS, "`fp8`", *cells), ROWS)
+
+
+def test_results_of_a_dirty_tree_are_marked() -> None:
+    rows = [row | {"dirty": row["precision"] == "fp8"} for row in ROWS]
+    for label, tokens, right in (
+        ("`bf16`", "12,346", True),
+        ("`fp8` †", "777", True),
+        ("`fp8`", "777", False),
+        ("`bf16` †", "12,346", False),
+    ):
+        table = table_of(["", "tokens"], ["-", "tokens"], label, tokens)
+        with nullcontext() if right else pytest.raises(AssertionError, match="dirty tree"):
+            check_table(table, rows)
+
+
+@pytest.mark.skipif(digest_of_commit("HEAD") is None, reason="needs the repository's git")
+def test_a_result_is_of_a_dirty_tree_if_its_files_are_not_its_commits() -> None:
+    digest = digest_of_commit("HEAD")
+    assert not is_dirty({"commit": "HEAD", "source_digest": digest})
+    assert is_dirty({"commit": "HEAD", "source_digest": "0" * 16})
+    assert is_dirty({"commit": "abc-dirty"}) and not is_dirty({"commit": "abc", "source_digest": "0" * 16})
+
+
+RESULT = "benchmarks/results/train_qwen3-8b_attention_remade.json"
+TABLE = "| a | b |\n|---|---|\n| x | 1.5 |\n| y | 2 |"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("It takes 80.2 GB.", "measured numbers and no marker"),
+        ("It is 1.35 times as fast.", "measured numbers and no marker"),
+        ("    in a block: 15.1% of it", "measured numbers and no marker"),
+        (TABLE, "measured numbers and no marker"),
+        (f"<!-- figures: {RESULT} | memory/peak_gb -->\nIt takes 80.2 GB.", None),
+        (f"<!-- figures: {RESULT} | memory/peak_gb -->\nIt takes 80.3 GB.", "holds no such value"),
+        (f"<!-- figures: {RESULT} | train/tflops -->\nIt takes 80.2 GB.", "holds no such value"),
+        (f"<!-- figures: {RESULT} | memory/peak_gb -->\nIt takes 80.2 GB †.", "dirty"),
+        ("<!-- by hand: a run of yesterday -->\nIt takes 80.3 GB.", None),
+        (f"<!-- by hand: a run of yesterday -->\n{TABLE}", None),
+        ("<!-- by hand, the whole page: a diary -->\n\nIt takes 80.3 GB.", None),
+        ("Twice 3 times, `5%`, [a link](b.md#5%), 10 s, 0.95 and 12 GPUs.", None),
+        ("| a | default |\n|---|---|\n| x | 0.95 |\n| y | as `x` |", None),
+        ("```\nIt takes 80.3 GB.\n```", None),
+    ],
+)
+def test_prose_says_where_its_numbers_come_from(text: str, says: str | None) -> None:
+    with nullcontext() if says is None else pytest.raises(AssertionError, match=says):
+        for paragraph in paragraphs(f"# Title\n\n{text}\n"):
+            check_paragraph(paragraph)
 
 
 def test_a_pattern_tells_files_apart() -> None:

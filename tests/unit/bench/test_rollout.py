@@ -29,6 +29,7 @@ from octetrl.engine.kv_cache import KVCache
 from octetrl.records import Completion, FinishReason, Rollout, RolloutGroup, RolloutStatus, Task, Turn
 from octetrl.telemetry.bench_record import write_result
 from octetrl.telemetry.rollouts import RolloutFiles
+from octetrl.telemetry.source_digest import source_digest
 
 VOCAB = 384
 SMALL = fixed_lengths(Shape(4, 9, 6), 2, VOCAB, seed=0)
@@ -354,6 +355,17 @@ def test_a_record_has_what_is_needed_to_judge_it(
     path = write_result("rollout", "tiny", [{"precision": "bf16", "workload": "w"}], tmp_path / "new", kernels=[])
     record = json.loads(path.read_text())
     assert path.name == "rollout_tiny.json"
-    assert list(record) == ["bench", "commit", "date", "machine", "versions", "command", "rows", "kernels"]
+    assert list(record) == [
+        "bench",
+        "commit",
+        "source_digest",
+        "date",
+        "machine",
+        "versions",
+        "command",
+        "rows",
+        "kernels",
+    ]
+    assert record["source_digest"] == source_digest()
     assert (record["commit"], record["command"]) == ("abc123", "octetrl bench rollout --seed 1")
     assert record["rows"] == [{"precision": "bf16", "workload": "w"}] and record["kernels"] == []

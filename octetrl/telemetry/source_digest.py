@@ -1,0 +1,63 @@
+"""A digest of the package's files: which code measured a result, whatever a commit's name claims.
+
+    python -m octetrl.telemetry.source_digest            of the files that this Python imports
+    python -m octetrl.telemetry.source_digest COMMIT     of the package as that commit has it; needs git
+
+The two are equal for a clean checkout, and for a copy of its files without .git. The digest is that of one line a file,
+`<git's id of its content> <path inside the package>`, in the order of paths: git knows the ids of a commit, and of a
+file they are SHA-1 of `blob <size>\\0<content>`. Every file below `octetrl/` counts, also one that git does not know;
+`__pycache__` does not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1]
+DIGITS = 16
+
+
+def source_digest(package: Path = PACKAGE) -> str:
+    """Of the files as they lie on the disk."""
+    files = (path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return _digest({path.relative_to(package).as_posix(): _blob_id(path.read_bytes()) for path in files})
+
+
+def digest_of_commit(commit: str, package: Path = PACKAGE) -> str | None:
+    """Of the files as `commit` has them; None where git, the repository or the commit is missing."""
+    if shutil.which("git") is None:
+        return None
+    command = ["git", "-C", str(package), "ls-tree", "-r", "-z", commit, "."]
+    listed = subprocess.run(command, capture_output=True, text=True, check=False)
+    if listed.returncode != 0:
+        return None
+    entries = (entry.partition("\t") for entry in listed.stdout.split("\0") if entry)
+    return _digest({path: about.split()[2] for about, _, path in entries})
+
+
+def _blob_id(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+
+
+def _digest(ids: Mapping[str, str]) -> str:
+    lines = "".join(f"{ids[path]} {path}\n" for path in sorted(ids))
+    return hashlib.sha256(lines.encode()).hexdigest()[:DIGITS]
+
+
+def main(arguments: list[str]) -> int:
+    """Print one digest. Exit status 2 where git cannot tell it."""
+    if not arguments:
+        print(source_digest())
+        return 0
+    found = digest_of_commit(arguments[0])
+    print(found or f"source_digest: git knows no commit '{arguments[0]}' here; give one of this checkout")
+    return 0 if found else 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
