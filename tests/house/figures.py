@@ -160,7 +160,8 @@ def check_paragraph(paragraph: Paragraph) -> None:
         return
     begin = paragraph.text[:60].replace("\n", " ")
     assert paragraph.file is not None, (
-        f"measured numbers and no marker: '{begin}...' has {measured_numbers(paragraph.text)[:3]}"
+        f"measured numbers and no marker: '{begin}...' has {measured_numbers(paragraph.text)[:3]}; write"
+        f" '<!-- by hand: where from, or a setting -->' in it, or a marker of a result and its field above it"
     )
     if paragraph.is_table:
         return  # `check_table`
