@@ -12,9 +12,10 @@ backward, `qkv` of the first all of them, and the forwards' differences besides;
 as one vector. Nothing is learnt in such a model: its gradient is a sum of terms that cancel, and its errors are large.
 What tells is FP8's beside BF16's.
 
-Limits, for linears: against float64, FP8's error is at most 16 times BF16's, as far apart as 3 bits of mantissa are
-from 7; against BF16, an error below 0.35, which only a blunder (a scale, a block, an operand transposed) exceeds. Exit
-status 1 where one is not met. On a CPU one small shape, FP8 emulated.
+Limits, for linears, are some 5% above what was measured, so that a gradient that gets worse shows. Against float64,
+FP8's error is at most 15.5 times BF16's: 13.0 to 14.9 was measured on a CPU and an H200, and 3 bits of mantissa are 16
+times as far apart as 7. Against BF16 each workload has its own limit, as errors grow with depth. Exit status 1 where
+one is not met. On a CPU one small shape, FP8 emulated.
 
 T tokens, E hidden size, H query heads, K kv heads, D head size, N trained tokens.
 """
@@ -49,8 +50,7 @@ from octetrl.models.families import spec_from_config
 from octetrl.trainer.activation_checkpoint import layer_runner
 from octetrl.trainer.optimizer import Optimizer
 
-ROUNDING_RATIO = 2 ** (7 - 3)  # BF16's bits of mantissa, E4M3's
-ERROR_LIMIT = 0.35
+RATIO_LIMIT = 15.5  # FP8's error over BF16's, both against float64
 BASELINE = "bf16"
 LINEARS = ("qkv", "o", "gate_up", "down")
 KINDS = (*LINEARS, "norms", "embedding", "lm_head", "norm", "bias")
@@ -67,6 +67,7 @@ class Workload:
     layers: int
     tokens: int
     reference: str  # "float64" or "bf16"
+    error_limit: float | None = None  # of FP8 against BF16
     vocab_size: int = 32_768
 
     @property
@@ -82,8 +83,8 @@ class Workload:
 SMALL = (Workload("tiny", 4, 700, "float64"),)
 LARGE = (
     Workload("qwen3-1.7b", 4, 2048, "float64"),
-    Workload("qwen3-1.7b", 4, 8192, "bf16"),
-    Workload("qwen3-8b", 2, 8192, "bf16"),
+    Workload("qwen3-1.7b", 4, 8192, "bf16", error_limit=0.245),  # measured: 0.232
+    Workload("qwen3-8b", 2, 8192, "bf16", error_limit=0.19),  # measured: 0.179
 )
 
 
@@ -297,6 +298,7 @@ def _free() -> None:
 
 def failures(rows: Sequence[Row]) -> list[str]:
     """The limits that are not met; NaN meets none."""
+    error_limits = {workload.name: workload.error_limit for workload in (*SMALL, *LARGE)}
     plain = {(row["workload"], row["layer"], row["kind"]): row for row in rows if row["precision"] == BASELINE}
     found = []
     for row in rows:
@@ -304,8 +306,10 @@ def failures(rows: Sequence[Row]) -> list[str]:
             continue
         beside = plain.get((row["workload"], row["layer"], row["kind"]))
         error = float(str(row["relative_error"]))
-        limit = ERROR_LIMIT if beside is None else ROUNDING_RATIO * float(str(beside["relative_error"]))
-        if not error <= limit:
+        limit = error_limits.get(str(row["workload"]))
+        if beside is not None:
+            limit = RATIO_LIMIT * float(str(beside["relative_error"]))
+        if limit is not None and not error <= limit:
             place = f"layer {row['layer']} {row['kind']}"
             found.append(f"{row['precision']}, {row['workload']}: {place} has error {error:.3f}, limit {limit:.3f}")
     return found

@@ -20,6 +20,7 @@ from tests.parity.sides import PRECISIONS, Pages, Sides, random_chunks, random_r
 from tests.parity.situations import IN_THE_ENGINE, check_trainer, in_the_trainer
 
 pytestmark = pytest.mark.gpu
+FAST_MEAN, FAST_MAX = 0.0173, 0.0905  # measured on 36 layers, 48,188 tokens (results/step_qwen3-8b_16x8_numerics.json)
 
 ALL = [(family, precision) for family in FULL for precision in PRECISIONS]
 SMALL = {  # wide enough for FP8's blocks to differ, small enough for many steps
@@ -157,4 +158,5 @@ def test_fast_numerics_agree_to_rounding() -> None:
     asked: list[GenerationRequest] = random_requests(random.Random(6), spec, 3, prompts=(1, 300), answers=(20, 60))
     answers = sides.engine(kv_cache_tokens=1 << 14, context_length=512).generate(asked)
     engines, trainers = sides.logprobs(asked, answers)
-    assert (engines - trainers).abs().mean() < 0.05
+    apart = (engines - trainers).abs()
+    assert apart.mean() < FAST_MEAN and apart.max() < FAST_MAX, f"mean {apart.mean():.4f}, max {apart.max():.4f}"

@@ -32,6 +32,7 @@ from octetrl.config.errors import UserError
 from octetrl.config.schema import AlgorithmConfig, Numerics, OptimizerConfig, TrainerConfig
 from octetrl.engine.kv_cache import KVCache
 from octetrl.records import Completion, FinishReason
+from octetrl.workers.worker import Worker
 
 TINY = find_model("tiny")
 WORK = uniform_lengths(2, 2, 6, Span(3, 8), TINY.spec.vocab_size, seed=0)
@@ -212,10 +213,54 @@ def test_a_mismatch_is_shown() -> None:
     assert turn.steps[0].mismatch > 1.0 and turn.steps[0].max_abs_diff > 0.0, "FP8 on one side alone"
 
 
-def test_learning_from_a_share_is_reckoned_for_all() -> None:
-    turn, whole = (measure(replace(bench("bf16"), learn_share=share))[0] for share in (0.5, 1.0))
-    assert turn.steps[0].micro_batches == pytest.approx(whole.steps[0].micro_batches, abs=1)
-    assert turn.steps[0].learn > 0
+class VirtualTime:
+    """A clock that only learning moves: 10 ms a token of a forward, 0.5 s more for the first, 0.7 s for the update."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds = 0.0
+        monkeypatch.setattr(time, "perf_counter", self.now)
+
+    def now(self) -> float:
+        self.seconds += 1e-9  # no span is empty
+        return self.seconds
+
+    def watch(self, worker: Worker) -> None:
+        first = True
+
+        def forward(_: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+            nonlocal first
+            self.seconds += 0.01 * inputs[0].numel() + 0.5 * first
+            first = False
+
+        def update(*_: object) -> None:
+            nonlocal first
+            self.seconds += 0.7
+            first = True
+
+        worker.trainer_model.register_forward_hook(lambda module, inputs, _: forward(module, inputs))
+        step = worker.trainer.optimizer.step
+        worker.trainer.optimizer.step = lambda lr: (update(), step(lr))[1]  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("share", [0.5, 0.25])
+def test_learning_from_a_share_takes_the_time_of_the_whole(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where enough micro-batches are learnt from to tell a steady pace. Where they are not (a quarter), what the first
+    one costs besides counts as often as the share fits into the whole: an overestimate."""
+    clock = VirtualTime(monkeypatch)
+    plan = replace(bench("bf16"), workload=uniform_lengths(8, 2, 6, Span(3, 8), TINY.spec.vocab_size, seed=0))
+    learnt = []
+    for of_all in (share, 1.0):
+        arm = StepArm(replace(plan, learn_share=of_all), build_worker(plan, "bf16"))
+        clock.watch(arm.worker)
+        learnt.append(arm.for_all(arm.step(0), optimizer_seconds=0.7))
+    extrapolated, whole = learnt
+    assert whole.learn == pytest.approx(1.2 + 0.01 * sum(map(sum, plan.workload.siblings)))
+    assert (extrapolated.pace is None) == (share == 0.25)
+    if extrapolated.pace is not None:
+        assert extrapolated.learn == pytest.approx(whole.learn, rel=1e-6)
+    else:
+        assert whole.learn < extrapolated.learn < whole.learn + 0.5 * (1 / share + 1)
+    assert extrapolated.micro_batches == pytest.approx(whole.micro_batches, abs=1)
 
 
 def test_what_happens_once_in_a_learning_is_counted_once() -> None:
