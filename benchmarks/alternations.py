@@ -57,7 +57,7 @@ def main() -> None:
             rows.append(
                 {"precision": precision, "workload": f"turn {turn}"} | alternation(arm, workload.requests, device)
             )
-        arm.engine.release_cache()
+        arm.engine.sleep()
         del arm
         give_memory_back(device)
     show(rows)
@@ -67,7 +67,7 @@ def main() -> None:
 def alternation(arm: Arm, requests: tuple[GenerationRequest, ...], device: torch.device) -> Row:
     """One turn, measured."""
     began = time.perf_counter()
-    arm.engine.release_cache()
+    arm.engine.sleep()
     give_memory_back(device)
     given = time.perf_counter()
     left = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0  # a cache by what is free would hide it

@@ -292,7 +292,7 @@ def measure(recipe: Recipe, arm: str, documents: Documents, size: Size) -> tuple
     read = score(worker, worker.engine_model, documents.held_out).logprobs_N.double()
     samples = draw(worker, documents, size, recipe.seed)
     metrics = worker.engine.metrics
-    worker.engine.release_cache()
+    worker.engine.sleep()
     scored = score(worker, worker.trainer_model, samples)
     assert metrics is not None and scored.generator_N is not None, "the engine said nothing of its call"
     row: Row = {

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from octetrl.fp8.kv_scales import KVScales
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -78,14 +80,36 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """What an engine's open session has new of one sibling (engine/session.py)."""
+class SessionEvent:
+    """New tokens of one sibling in an open session, or its whole completion (rollout/backend.py).
+
+    Example: SessionEvent("0:chain_sum/17", sibling=2, token_ids=(31, 7), logprobs=(-0.2, -1.1), completion=None)
+    """
 
     request_id: str
     sibling: int
     token_ids: tuple[int, ...]  # since the last of this sibling's events
     logprobs: tuple[float, ...]  # of these, same length
     completion: Completion | None  # all of it, with the last event; None: it goes on
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationProgress:
+    """How far a session is, after each forward."""
+
+    done: int  # completions
+    running: int
+    waiting: int
+    generated_tokens: int
+    seconds: float
+
+    @property
+    def total(self) -> int:
+        return self.done + self.running + self.waiting
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.generated_tokens / self.seconds if self.seconds > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +249,20 @@ class PolicyUpdate:
 
     policy_version: int  # after the update
     metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSet:
+    """All weights of one policy version, made by a worker, taken by its rollout backend (engine/weights.py).
+
+    Live tensors of the trainer, not copies: valid until its next update. Names are those of the decoder's parameters
+    and of its linears, such as "layers.0.attention.qkv_proj".
+    """
+
+    policy_version: int
+    tensors: Mapping[str, Tensor]  # by parameter; BF16, or float32 where the model is
+    codes: Mapping[str, tuple[Tensor, Tensor]]  # by FP8 linear: E4M3 [N, K] and float32 multipliers [N/128, K/128]
+    kv_scales: KVScales | None = None  # of a calibrated cache
 
 
 @dataclass(frozen=True, slots=True)

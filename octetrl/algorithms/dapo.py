@@ -3,7 +3,7 @@
     clip-higher        clip_low 0.2, clip_high 0.28: rare tokens may grow more than they may shrink
     token-level loss   token_weighting: token
     dynamic sampling   groups whose rewards are all equal are left out, and further prompts are drawn until the batch is
-                       full (rollout/refill.py), at most `max_refills` further times
+                       full (rollout/collect.py), at most `max_refills` further times
     soft overlong      0 up to L = max_new_tokens - buffer, then linearly down to -1 at max_new_tokens and for whatever
                        was cut there: added to the reward before advantages, not before "are they all equal?"
 

@@ -25,7 +25,7 @@ from torch.autograd import DeviceType
 from octetrl.bench.rollout import Bench, Row, build_arm, give_memory_back, warm_up
 from octetrl.bench.workload import Workload
 from octetrl.engine.engine import Engine
-from octetrl.engine.metrics import GenerationProgress
+from octetrl.records import GenerationProgress
 
 STEPS = 30
 BETWEEN_KERNELS = "(between kernels)"
@@ -80,7 +80,7 @@ def profile_rows(bench: Bench, say: Callable[[str], None]) -> list[Row]:
         arm = build_arm(bench, precision, workload, numerics)
         warm_up(arm, workload, bench.warmup_tokens)
         window = _record(arm.engine, workload)
-        arm.engine.release_cache()
+        arm.engine.sleep()
         del arm
         give_memory_back(bench.device)
         if window.is_whole:

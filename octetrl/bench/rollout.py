@@ -189,7 +189,7 @@ def take_turn(bench: Bench, precision: str, workload: Workload, numerics: Numeri
         cached_kernels=(kernels_before, cached_kernels()),
         prefill_chunk=bench.prefill_chunk,
     )
-    engine.release_cache()
+    engine.sleep()
     del arm, engine
     give_memory_back(bench.device)
     return turn

@@ -156,7 +156,7 @@ def take_turn(bench: StepBench, precision: str, numerics: Numerics) -> StepTurn:
         optimizer_seconds=optimizer_seconds,
         startup_seconds=up - began,
     )
-    arm.worker.engine.release_cache()
+    arm.worker.engine.sleep()
     del arm
     give_memory_back(bench.device)
     return turn
@@ -298,7 +298,7 @@ class StepArm:
         """What `Worker.train` would do first is done here, so that the peak read after learning is learning's own: a
         peak begins at what is allocated when it is reset."""
         if self.bench.device.type == "cuda" and self.worker.recipe.engine.release_for_training:
-            self.worker.engine.release_cache()
+            self.worker.engine.sleep()
         self.worker.memory_metrics()
 
     def for_all(self, step: StepTimes, optimizer_seconds: float) -> StepTimes:

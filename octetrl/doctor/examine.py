@@ -33,7 +33,7 @@ from octetrl.config.spec import ModelSpec
 from octetrl.config.validate import validate_with_spec
 from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
 from octetrl.doctor.fused import FusedTap, engine_tap, trainer_tap
-from octetrl.doctor.passes import Drawn, EngineLimits, LogprobRule, Pass, engine_plans, packed_pass, paged_pass
+from octetrl.doctor.passes import DrawnSequences, EngineLimits, LogprobRule, Pass, engine_plans, packed_pass, paged_pass
 from octetrl.doctor.taps import Tap
 from octetrl.engine.engine import Engine
 from octetrl.engine.kv_cache import CacheFormat, cache_format
@@ -171,11 +171,11 @@ class Patient:
         prefilled = self._prefilled()
         again = engine.generate(requests)
         ends.append(_end(f"again, {prefilled - self._prefilled()} prompt tokens cached", again))
-        engine.release_cache()
+        engine.sleep()
         other = self._other_engine(len(requests) * self.examination.sequences)
         backwards = other.generate(requests[::-1])[::-1]
         ends.append(_end("other company, other chunks", backwards))
-        other.release_cache()
+        other.sleep()
         return ends, drawn
 
     def _prefilled(self) -> int:
@@ -218,12 +218,12 @@ class Patient:
 
     # ------------------------------------------------------------ the forwards
 
-    def sequences(self, drawn: list[list[Completion]]) -> Drawn:
+    def sequences(self, drawn: list[list[Completion]]) -> DrawnSequences:
         samples = samples_of(self.prompts, drawn)
         lengths = [sample.loss_mask.index(True) for sample in samples]
-        return Drawn(tuple(sample.token_ids for sample in samples), tuple(lengths), self.device)
+        return DrawnSequences(tuple(sample.token_ids for sample in samples), tuple(lengths), self.device)
 
-    def passes(self, sequences: Drawn) -> list[Pass]:
+    def passes(self, sequences: DrawnSequences) -> list[Pass]:
         """The first is what the others are compared with."""
         recipe, worker = self.recipe, self.worker
         limits = EngineLimits(recipe.engine.page_size, recipe.engine.prefill_chunk, recipe.engine.max_batch)
@@ -239,7 +239,7 @@ class Patient:
         ]
         return [*packed, *paged]
 
-    def module_pass(self, sequences: Drawn) -> Pass:
+    def module_pass(self, sequences: DrawnSequences) -> Pass:
         """The trainer's packed forward, module by module on any device."""
         tap, budget = partial(Tap, self.worker.trainer_model), self.recipe.trainer.tokens_per_micro_batch
         return packed_pass(tap, sequences, self.kv, self.rule, budget, "module by module")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octetrl.doctor.examine import End, Patient
-from octetrl.doctor.passes import LOGPROB, Drawn, Pass
+from octetrl.doctor.passes import LOGPROB, DrawnSequences, Pass
 from octetrl.doctor.taps import Fingerprints, Rows, Site, sites_of
 
 LOOKED_AT = 1 << 27  # elements of a site that are kept to compare
@@ -126,7 +126,7 @@ class Examined:
 
     report: Report
     patient: Patient
-    sequences: Drawn
+    sequences: DrawnSequences
     engine_logprobs_N: Tensor
 
 
@@ -156,14 +156,14 @@ def examine(patient: Patient) -> Examined:
     return Examined(report, patient, sequences, engine_ends[0].logprobs_N)
 
 
-def noted(one: Pass, sequences: Drawn) -> Fingerprints:
+def noted(one: Pass, sequences: DrawnSequences) -> Fingerprints:
     fingerprints = Fingerprints(sequences.num_rows, sequences.device)
     one.run(fingerprints)
     return fingerprints
 
 
 def first_difference(
-    reference: Pass, other: Pass, ours: Fingerprints, theirs: Fingerprints, patient: Patient, sequences: Drawn
+    reference: Pass, other: Pass, ours: Fingerprints, theirs: Fingerprints, patient: Patient, sequences: DrawnSequences
 ) -> Difference | None:
     """The first site where the passes' bits differ, looked at closely; None where there is none."""
     for site in sites_of(patient.spec):
@@ -202,7 +202,7 @@ def first_difference(
 
 
 def _at_fault(
-    found: Sequence[tuple[str, Difference | None]], passes: Sequence[Pass], patient: Patient, sequences: Drawn
+    found: Sequence[tuple[str, Difference | None]], passes: Sequence[Pass], patient: Patient, sequences: DrawnSequences
 ) -> str | None:
     """Whose fault the first difference is: the trainer's, if it differs from itself in another packing; of two fused
     forwards, the one that departs from the modules. None where that can't be told."""
@@ -223,7 +223,7 @@ def _at_fault(
     return {(False, True): "engine", (True, False): "trainer"}.get((departs[0], departs[1]))
 
 
-def forward_logprobs(one: Pass, sequences: Drawn) -> Tensor:
+def forward_logprobs(one: Pass, sequences: DrawnSequences) -> Tensor:
     """The log-probs of the drawn tokens in one pass, float32 [N] on the CPU."""
     rows = sequences.drawn_R.nonzero().flatten().cpu()
     kept = Rows(LOGPROB, rows)
@@ -231,7 +231,7 @@ def forward_logprobs(one: Pass, sequences: Drawn) -> Tensor:
     return torch.cat([kept.values[row] for row in rows.tolist()])
 
 
-def end_difference(first: End, other: End, sequences: Drawn) -> EndDifference | None:
+def end_difference(first: End, other: End, sequences: DrawnSequences) -> EndDifference | None:
     """How an end departs from the engine's own first word; None where every bit is the same."""
     other_token_N = first.tokens_N != other.tokens_N
     differs_N = _bits(first.logprobs_N) != _bits(other.logprobs_N)

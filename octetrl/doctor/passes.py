@@ -38,7 +38,7 @@ SMALL_PAGE = 16
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnSequences:
     """Sequences: prompt and what the engine drew. Row `starts[b] + t` is token t of sequence b."""
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -99,7 +99,9 @@ class Pass:
 # ---------------------------------------------------------------- the trainer
 
 
-def packed_pass(make_tap: MakeTap, drawn: Drawn, kv: KVReplay, rule: LogprobRule, budget: int, way: str) -> Pass:
+def packed_pass(
+    make_tap: MakeTap, drawn: DrawnSequences, kv: KVReplay, rule: LogprobRule, budget: int, way: str
+) -> Pass:
     """Whole sequences in their order, `budget` tokens a micro-batch, a longer one by itself."""
 
     def run(note: Note) -> None:
@@ -111,7 +113,7 @@ def packed_pass(make_tap: MakeTap, drawn: Drawn, kv: KVReplay, rule: LogprobRule
     return Pass("trainer", way, run)
 
 
-def _micro_batches(drawn: Drawn, budget: int) -> Iterator[tuple[int, int]]:
+def _micro_batches(drawn: DrawnSequences, budget: int) -> Iterator[tuple[int, int]]:
     """Bounds of runs of sequences."""
     first, starts = 0, drawn.starts
     for b in range(len(drawn.token_ids)):
@@ -121,7 +123,7 @@ def _micro_batches(drawn: Drawn, budget: int) -> Iterator[tuple[int, int]]:
     yield first, len(drawn.token_ids)
 
 
-def _packed_forward(tap: Tap, drawn: Drawn, first: int, last: int, kv: KVReplay, rule: LogprobRule) -> None:
+def _packed_forward(tap: Tap, drawn: DrawnSequences, first: int, last: int, kv: KVReplay, rule: LogprobRule) -> None:
     starts = drawn.starts[first : last + 1]
     lengths = [stop - start for start, stop in pairwise(starts)]
     tap.rows_T = torch.arange(starts[0], starts[-1], device=drawn.device)
@@ -177,7 +179,7 @@ class EngineLimits:
 
 def paged_pass(
     make_tap: MakeTap,
-    drawn: Drawn,
+    drawn: DrawnSequences,
     plan: Plan,
     rule: LogprobRule,
     page_of: Callable[[int], CacheFormat],
@@ -198,7 +200,7 @@ def paged_pass(
 
 
 def _paged_forward(
-    tap: Tap, drawn: Drawn, plan: Plan, pieces: Sequence[Piece], cache: KVCache, rule: LogprobRule
+    tap: Tap, drawn: DrawnSequences, plan: Plan, pieces: Sequence[Piece], cache: KVCache, rule: LogprobRule
 ) -> None:
     device, size = drawn.device, plan.page_size
     slots = [plan.tables[p.sequence][t // size] * size + t % size for p in pieces for t in range(p.start, p.stop)]
@@ -236,7 +238,7 @@ def _int32(values: Sequence[object], device: torch.device) -> Tensor:
 # ---------------------------------------------------------------- plans
 
 
-def engine_plans(drawn: Drawn, limits: EngineLimits) -> list[Plan]:
+def engine_plans(drawn: DrawnSequences, limits: EngineLimits) -> list[Plan]:
     """Every way of the module's text that these sequences allow."""
     size = limits.page_size
     everyone = range(len(drawn.token_ids))
@@ -257,7 +259,7 @@ def engine_plans(drawn: Drawn, limits: EngineLimits) -> list[Plan]:
 
 
 def _rollout(
-    drawn: Drawn, sequences: Sequence[int], limits: EngineLimits, cached: Sequence[int] | None = None
+    drawn: DrawnSequences, sequences: Sequence[int], limits: EngineLimits, cached: Sequence[int] | None = None
 ) -> Iterator[tuple[Piece, ...]]:
     """Prompts but for their last tokens, then one token of each at a time. `cached`: tokens that need no prefill."""
     begins = {b: 0 if cached is None else cached[b] for b in sequences}
@@ -288,7 +290,7 @@ def _chunks(pieces: Iterable[Piece], chunk: int) -> Iterator[tuple[Piece, ...]]:
         yield tuple(forward)
 
 
-def _own_pages(drawn: Drawn, order: Iterable[int], page_size: int) -> tuple[tuple[int, ...], ...]:
+def _own_pages(drawn: DrawnSequences, order: Iterable[int], page_size: int) -> tuple[tuple[int, ...], ...]:
     """Pages for every sequence, given out in this order."""
     tables: dict[int, tuple[int, ...]] = {}
     given = 0
@@ -299,7 +301,7 @@ def _own_pages(drawn: Drawn, order: Iterable[int], page_size: int) -> tuple[tupl
     return tuple(tables[b] for b in sorted(tables))
 
 
-def _prefix_hits(drawn: Drawn, limits: EngineLimits) -> Plan | None:
+def _prefix_hits(drawn: DrawnSequences, limits: EngineLimits) -> Plan | None:
     """Prompts share their full pages of equal tokens: those of a sequence in front, which writes them in an earlier
     forward or further ahead in the same. Small pages where the recipe's are too large; None where none are shared."""
     for size in dict.fromkeys((limits.page_size, SMALL_PAGE)):

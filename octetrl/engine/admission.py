@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from octetrl.config.errors import UserError
 from octetrl.engine.block_manager import BlockManager
-from octetrl.engine.request import Group
-from octetrl.engine.request import Sequence as Sibling
+from octetrl.engine.request import RequestGroup, RunningSequence
 from octetrl.engine.stopping import Decode, Stopping
 from octetrl.records import GenerationRequest, SamplingParams
 
@@ -26,21 +25,21 @@ class Admission:
     eos_token_ids: frozenset[int]
     decode: Decode  # of short windows, memoised
 
-    def group(self, index: int, request: GenerationRequest) -> Group:
+    def group(self, index: int, request: GenerationRequest) -> RequestGroup:
         """Checks the request. Raises UserError."""
         self._check_prompt(request)
         _check_sampling(request)
         limit = min(len(request.prompt_token_ids) + request.sampling.max_new_tokens, self.context_length)
-        return Group(request, index, limit, num_unfinished=request.num_siblings)
+        return RequestGroup(request, index, limit, num_unfinished=request.num_siblings)
 
-    def siblings(self, group: Group) -> list[Sibling]:
+    def siblings(self, group: RequestGroup) -> list[RunningSequence]:
         """The group's sequences, none of which has begun."""
         sampling = group.request.sampling
         stop_token_ids = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stop_token_ids |= self.eos_token_ids
         return [
-            Sibling(
+            RunningSequence(
                 group,
                 sibling,
                 Stopping(stop_token_ids, sampling.stop, group.limit, self.decode),
@@ -81,7 +80,7 @@ def _check_sampling(request: GenerationRequest) -> None:
             raise UserError(f"request '{request.id}': {name} is {given!r}; give {allowed}")
 
 
-def check_fits(groups: Sequence[Group], blocks: BlockManager) -> None:
+def check_fits(groups: Sequence[RequestGroup], blocks: BlockManager) -> None:
     """Raises UserError for a request that even alone, at its longest, has not enough pages."""
     for group in groups:
         needed = blocks.pages_for(group.limit - 1)  # the last token is never a query
@@ -93,7 +92,7 @@ def check_fits(groups: Sequence[Group], blocks: BlockManager) -> None:
             )
 
 
-def pages_wanted(groups: Sequence[Group], max_batch: int, page_size: int) -> int:
+def pages_wanted(groups: Sequence[RequestGroup], max_batch: int, page_size: int) -> int:
     """Pages with which `max_batch` sequences, the most demanding, run at full length and nobody is preempted."""
     own: list[int] = []
     prefixes: list[int] = []

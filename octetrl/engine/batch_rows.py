@@ -14,13 +14,13 @@ R places and the idle one, B sequences of a forward, W pages of the longest poss
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from octetrl.engine.request import Sequence
+from octetrl.engine.request import RunningSequence
 from octetrl.engine.sampler import sequence_key
 from octetrl.kernels.rows.advance_rows import advance_rows
 from octetrl.kernels.rows.gather_rows import DecodeRows, gather_rows
@@ -45,7 +45,7 @@ class BatchRows:
         """Forgets the pages of an earlier cache."""
         self._table_RW.zero_()
 
-    def join(self, sequences: Many[Sequence]) -> None:
+    def join(self, sequences: Sequence[RunningSequence]) -> None:
         """Their rows hold the last known token of each and its sampling parameters from now on."""
         if not sequences:
             return
@@ -64,7 +64,7 @@ class BatchRows:
         self._integers_5R.index_copy_(1, integers[:, 0], integers[:, 1:].t())
         self._fractions_3R.index_copy_(1, integers[:, 0], self._to_device(fractions_n3).t())
 
-    def write_pages(self, pages: Many[tuple[int, int, int]]) -> None:
+    def write_pages(self, pages: Sequence[tuple[int, int, int]]) -> None:
         """Entries (row, index, page) of the block tables."""
         if pages:
             row_n, index_n, page_n = self._to_device(np.array(pages, dtype=np.int64).T).unbind()

@@ -28,11 +28,12 @@ from octetrl.engine.metrics import EngineMetrics
 from octetrl.engine.model_runner import ModelRunner
 from octetrl.engine.session import OnProgress, Session
 from octetrl.engine.stopping import Tokenizer, decoder_of, memoised
-from octetrl.fp8.kv_scales import KVScales
+from octetrl.engine.weights import put_weights, weights_digest
+from octetrl.fp8.kv_scales import KVScales, same_bits
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.models.decoder import Decoder
-from octetrl.records import Completion, GenerationRequest
+from octetrl.records import Completion, GenerationRequest, WeightSet
 
 LAG = 2  # forwards launched beyond the one whose results are read, on a GPU
 OPEN_CACHE_BYTES = 1 << 28  # of a session's cache on a CPU, where neither recipe nor requests say how much
@@ -66,6 +67,8 @@ class Engine:
         self.policy_version = 0
         self.metrics: EngineMetrics | None = None  # of the last `generate` or session
         self._config, self._policy, self._digest = config, policy, policy.digest
+        self._model = model
+        self._weights: WeightSet | None = None  # the last put in
         self._page = cache_format(spec, policy, dtype, config.page_size)
         self._decode = decoder_of(tokenizer)
         eos_token_ids = set(spec.eos_token_ids)
@@ -93,6 +96,30 @@ class Engine:
         if policy.kv_mode == "calibrated":
             heads = (2, spec.num_layers, spec.num_kv_heads)
             self._scale_2LK = torch.full(heads, torch.nan, dtype=torch.float32, device=self.device)
+
+    def put_weights(self, weights: WeightSet) -> None:
+        """Takes the weights and KV scales of a policy version in; `weights_digest` says what is held then.
+
+        Raises ValueError naming a weight or scale that is not finite, RuntimeError while a session is open.
+        """
+        put_weights(self._model, weights)
+        if weights.kv_scales is not None:
+            self.set_kv_scales(weights.kv_scales)
+        self.publish(weights.policy_version)
+        self._weights = weights
+
+    def weights_digest(self) -> str:
+        """Of the weights and scales read back from where the kernels read them, compared with those put in.
+
+        Raises RuntimeError naming the first tensor that differs.
+        """
+        assert self._weights is not None, "`put_weights` comes first"
+        given, held = self._weights.kv_scales, self.kv_scales
+        if given is not None and (held is None or not same_bits(held, given)):
+            raise RuntimeError(
+                f"publish: the engine's KV scales are not those published with policy version {self.policy_version}"
+            )
+        return weights_digest(self._model, self._weights)
 
     def publish(self, version: int) -> None:
         """The model's weights are those of `version` from now on; prefixes of older ones go, unless the recipe keeps
@@ -135,8 +162,8 @@ class Engine:
         k_scale_LK, v_scale_LK = self._scale_2LK.clone().unbind()
         return KVScales(k_scale_LK, v_scale_LK, self._scales_version)
 
-    def allocate_cache(self) -> None:
-        """Takes the cache's memory now; `generate` does so too.
+    def wake(self) -> None:
+        """Allocates the KV cache now. `generate` and `session` do so too.
 
         On a CPU without `engine.kv_cache_tokens` the size follows from the requests, so there it waits for them.
         """
@@ -153,13 +180,19 @@ class Engine:
         self._cache = KVCache(self._page, num_pages, self.device, self._scale_2LK)
         self._blocks = BlockManager(num_pages, self._page.page_size)
 
-    def release_cache(self) -> None:
-        """Gives the cache's memory back, and what was captured with it; scales stay."""
-        self._refuse_while_open("release_cache")
+    def sleep(self) -> None:
+        """Frees the KV cache and the graphs captured with it. Scales stay."""
+        self._refuse_while_open("sleep")
         self._cache = self._blocks = None
         if self._runner.graphs is not None:
             self._runner.graphs.forget()
             torch.cuda.empty_cache()  # or the trainer's first tensors would sit in the middle of that memory for good
+
+    def rollout_metrics(self) -> dict[str, float]:
+        """Of the last `generate` or session, by the names of a step's metrics; empty before the first."""
+        if self.metrics is None:
+            return {}
+        return self.metrics.named(scales_are_calibrated=self._policy.kv_mode != "none")
 
     def generate(
         self, requests: Sequence[GenerationRequest], on_progress: OnProgress | None = None
@@ -216,7 +249,7 @@ class Engine:
         if sound:
             self.metrics = session.metrics()
         else:
-            self.release_cache()
+            self.sleep()
 
     def _refuse_while_open(self, what: str) -> None:
         if self._session is not None:
@@ -237,7 +270,7 @@ class Engine:
             )
 
     def _cache_for(self, wanted_pages: int) -> tuple[KVCache, BlockManager]:
-        self.allocate_cache()
+        self.wake()
         if configured_pages(self._config, self._page, self.device) is None:
             wanted = max(1, wanted_pages)
             if self._cache is None or self._cache.num_pages != wanted:  # no trace of earlier calls, in metrics neither

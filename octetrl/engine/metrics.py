@@ -9,27 +9,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from octetrl.engine.request import Step
+from octetrl.records import GenerationProgress
 
 STEPS_KEPT = 1 << 18  # a server's session has no end
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationProgress:
-    """After each step of a session."""
-
-    done: int  # completions
-    running: int
-    waiting: int
-    generated_tokens: int
-    seconds: float
-
-    @property
-    def total(self) -> int:
-        return self.done + self.running + self.waiting
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.generated_tokens / self.seconds if self.seconds > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +37,23 @@ class EngineMetrics:
     session_capture_seconds: float | None  # of these, in this session; None where nothing is captured, on a CPU
     cancelled: int  # completions
     idle_share: float  # share of the seconds with nothing to do
+
+    def named(self, *, scales_are_calibrated: bool) -> dict[str, float]:
+        """By the names of a step's metrics. What was not measured is left out."""
+        numbers = {
+            "rollout/tokens_per_second": self.tokens_per_second,
+            "rollout/prefilled_tokens": float(self.prefilled_tokens),
+            "rollout/non_finite_tokens": float(self.non_finite_tokens),
+            "rollout/preemptions": float(self.preemptions),
+            "rollout/batch_occupancy": self.batch_occupancy,
+            "rollout/cache_occupancy": self.cache_occupancy,
+            "time/rollout_tail": self.tail_share,
+        }
+        if self.session_capture_seconds is not None:
+            numbers["time/capture"] = self.session_capture_seconds
+        if scales_are_calibrated:
+            numbers["fp8/kv_saturation"] = self.kv_saturation
+        return numbers
 
     @property
     def tokens_per_second(self) -> float:

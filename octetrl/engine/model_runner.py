@@ -10,7 +10,7 @@ B sequences of a decode forward, C chunks, T tokens of the chunks, P pages of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -117,7 +117,7 @@ class ModelRunner:
         logprob_B = logprobs_alone(logits_BV, token_B.clamp_min(0), inputs.divisor_B)
         return self._rows.advance(size, token_B, logprob_B)
 
-    def _prefill(self, chunks: Many[Chunk], cache: KVCache) -> None:
+    def _prefill(self, chunks: Sequence[Chunk], cache: KVCache) -> None:
         columns_3T = np.concatenate([self._chunk_columns(chunk) for chunk in chunks], axis=1)
         token_T, position_T, slot_T = self._to_device(columns_3T).unbind()
         context_C = np.array([chunk.stop for chunk in chunks], dtype=np.int32)
@@ -148,7 +148,7 @@ class ModelRunner:
         slot_t = page_t * self._page_size + position_t % self._page_size
         return np.stack((np.array(chunk.owner.token_ids[chunk.start : chunk.stop]), position_t, slot_t))
 
-    def _chunk_tables(self, chunks: Many[Chunk], max_context: int) -> np.ndarray:
+    def _chunk_tables(self, chunks: Sequence[Chunk], max_context: int) -> np.ndarray:
         table_CP = np.full((len(chunks), -(-max_context // self._page_size)), -1, dtype=np.int32)
         for row_P, chunk in zip(table_CP, chunks, strict=True):
             pages = chunk.owner.pages[: len(row_P)]

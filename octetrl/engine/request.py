@@ -1,4 +1,4 @@
-"""The state of a request while it is generated: one `Group`, its `Sequence`s, and the `Prefix` they share.
+"""The state of a request in generation: one `RequestGroup`, its `RunningSequence`s, and the `Prefix` they share.
 
 A sequence is ready to decode when all its tokens but the last are in the cache: that one token is then the query of the
 next forward, and its logits give the next token. So a prompt's last token is never prefilled, siblings need no logits
@@ -38,7 +38,7 @@ class Prefix:
 
 
 @dataclass(slots=True, eq=False)
-class Group:
+class RequestGroup:
     """One request. `prefix` is None before its first sibling runs, when pages ran out, and where nothing is shared."""
 
     request: GenerationRequest
@@ -55,10 +55,10 @@ class Group:
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class RunningSequence:
     """One sibling. Its tokens below `writable` have their pages; pages for later ones are made in time."""
 
-    group: Group
+    group: RequestGroup
     sibling: int
     stopping: Stopping
     token_ids: list[int]  # prompt, and what was generated until it last left the batch
@@ -86,7 +86,7 @@ class Sequence:
 class Chunk:
     """Tokens [start, stop) of a prefix, or of a sequence that comes back, to be put into the cache."""
 
-    owner: Prefix | Sequence
+    owner: Prefix | RunningSequence
     start: int
     stop: int
 
@@ -95,9 +95,9 @@ class Chunk:
 class Step:
     """What the device does next: page copies, then one forward over `chunks`, or over a query of each of `decode`."""
 
-    decode: tuple[Sequence, ...] = ()  # the same object as in the step before where the batch did not change
+    decode: tuple[RunningSequence, ...] = ()  # the same object as in the step before where the batch did not change
     chunks: list[Chunk] = field(default_factory=list)
     page_copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to), before the forward
     new_pages: list[tuple[int, int, int]] = field(default_factory=list)  # (row, index in its block table, page)
-    joined: list[Sequence] = field(default_factory=list)  # decode since this step
-    preempted: list[tuple[Sequence, int]] = field(default_factory=list)  # with the row each had; none is in `decode`
+    joined: list[RunningSequence] = field(default_factory=list)  # decode since this step
+    preempted: list[tuple[RunningSequence, int]] = field(default_factory=list)  # and the row each had; none in `decode`

@@ -28,7 +28,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 
 from octetrl.engine.block_manager import BlockManager
-from octetrl.engine.request import NO_ROW, Chunk, Group, Prefix, Sequence, Step
+from octetrl.engine.request import NO_ROW, Chunk, Prefix, RequestGroup, RunningSequence, Step
 
 
 class Scheduler:
@@ -37,24 +37,24 @@ class Scheduler:
     def __init__(self, blocks: BlockManager, *, max_batch: int, prefill_chunk: int, keeps_prefixes: bool) -> None:
         self.blocks = blocks
         self._keeps_prefixes = keeps_prefixes  # pages stay known by what they hold when their owners are gone
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # eldest first
+        self.waiting: deque[RunningSequence] = deque()
+        self.running: list[RunningSequence] = []  # eldest first
         self.preemptions = 0
         self.clock = 0  # decode forwards launched
         self._prefill_chunk = prefill_chunk
         self._free_rows = list(range(max_batch - 1, -1, -1))
         self._room_changed = False  # whether admission, refused last time, is worth another look
-        self._prefixed: list[Group] = []
-        self._awaiting: dict[Prefix, list[Sequence]] = {}  # siblings of prefixes that are being prefilled
-        self._starting: list[Sequence] = []  # whose prefix is there, to be given pages of their own
-        self._to_prefill: deque[Prefix | Sequence] = deque()
-        self._decoding: dict[Sequence, None] = {}
-        self._joined: list[Sequence] = []  # since the last decode forward
-        self._batch: tuple[Sequence, ...] | None = ()  # `_decoding` as the steps carry it; None: to be made anew
+        self._prefixed: list[RequestGroup] = []
+        self._awaiting: dict[Prefix, list[RunningSequence]] = {}  # siblings of prefixes that are being prefilled
+        self._starting: list[RunningSequence] = []  # whose prefix is there, to be given pages of their own
+        self._to_prefill: deque[Prefix | RunningSequence] = deque()
+        self._decoding: dict[RunningSequence, None] = {}
+        self._joined: list[RunningSequence] = []  # since the last decode forward
+        self._batch: tuple[RunningSequence, ...] | None = ()  # `_decoding` as the steps carry it; None: to be made anew
         self._results_pending = False
-        self._due: defaultdict[int, list[Sequence]] = defaultdict(list)  # clock -> who needs a page or ends then
+        self._due: defaultdict[int, list[RunningSequence]] = defaultdict(list)  # clock -> who needs a page or ends then
 
-    def submit(self, sequences: Iterable[Sequence]) -> None:
+    def submit(self, sequences: Iterable[RunningSequence]) -> None:
         """Queues sequences in the order given, behind those that wait; each fits the cache when alone (the session has
         checked)."""
         self.waiting.extend(sequences)
@@ -89,13 +89,13 @@ class Scheduler:
             if chunk.stop == chunk.owner.num_to_cache:
                 self._cached(chunk.owner)
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, sequence: RunningSequence) -> None:
         """Takes a sequence out for good. All its tokens are known."""
         self._remember(sequence)
         self._leave(sequence)
         self._end(sequence.group)
 
-    def cancel(self, sequence: Sequence) -> None:
+    def cancel(self, sequence: RunningSequence) -> None:
         """Takes a sequence out that waits or runs. What forwards under way still write to its pages comes before
         whatever is launched from now on, so the pages are free at once. All tokens it is to keep are known."""
         if sequence.row == NO_ROW:
@@ -107,7 +107,7 @@ class Scheduler:
             self._leave(sequence)
         self._end(sequence.group)
 
-    def _end(self, group: Group) -> None:
+    def _end(self, group: RequestGroup) -> None:
         group.num_unfinished -= 1
         if group.num_unfinished == 0 and group.prefix is not None:
             self._drop_prefix(group)
@@ -141,7 +141,7 @@ class Scheduler:
             reserved += self._missing_pages(sequence) + 1
         self._room_changed = False
 
-    def _run(self, sequence: Sequence) -> None:
+    def _run(self, sequence: RunningSequence) -> None:
         prefix = sequence.group.prefix
         sequence.row = self._free_rows.pop()
         if prefix is not None:
@@ -158,10 +158,10 @@ class Scheduler:
         else:
             self._starting.append(sequence)
 
-    def _prefix_tokens(self, sequence: Sequence) -> int:
+    def _prefix_tokens(self, sequence: RunningSequence) -> int:
         return sequence.prompt_length - 1 if sequence.group.shares_prefix else 0
 
-    def _missing_pages(self, sequence: Sequence) -> int:
+    def _missing_pages(self, sequence: RunningSequence) -> int:
         """Pages that the next token of a running sequence, and what it still prefills, will take."""
         present = sequence.writable // self.blocks.page_size
         return max(0, self.blocks.pages_for(sequence.length(self.clock)) - present)
@@ -192,7 +192,7 @@ class Scheduler:
             step.chunks.append(Chunk(owner, owner.num_cached, owner.num_cached + num_tokens))
             budget -= num_tokens
 
-    def _cached(self, owner: Prefix | Sequence) -> None:
+    def _cached(self, owner: Prefix | RunningSequence) -> None:
         self._to_prefill.remove(owner)
         self._remember(owner)
         if isinstance(owner, Prefix):
@@ -202,7 +202,7 @@ class Scheduler:
 
     # ------------------------------------------------------------ decode
 
-    def _join(self, sequence: Sequence, step: Step) -> None:
+    def _join(self, sequence: RunningSequence, step: Step) -> None:
         """It has its pages and all its tokens but the last are cached: it decodes from the next decode forward on."""
         sequence.joined_at = self.clock
         self._decoding[sequence] = None
@@ -226,22 +226,22 @@ class Scheduler:
         step.joined = [sequence for sequence in self._joined if sequence in self._decoding]
         self._joined = []
 
-    def _due_at(self, sequence: Sequence) -> int:
+    def _due_at(self, sequence: RunningSequence) -> int:
         """The clock at which its query has no page, or at which it has reached its limit."""
         ahead = min(sequence.writable + 1, sequence.group.limit) - sequence.length(self.clock)
         return self.clock + ahead
 
-    def _note_due(self, sequence: Sequence) -> None:
+    def _note_due(self, sequence: RunningSequence) -> None:
         self._due[self._due_at(sequence)].append(sequence)
 
-    def _stop_decoding(self, sequence: Sequence) -> None:
+    def _stop_decoding(self, sequence: RunningSequence) -> None:
         if sequence in self._decoding:
             del self._decoding[sequence]
             self._batch = None
 
     # ------------------------------------------------------------ pages
 
-    def _grow(self, sequence: Sequence, step: Step) -> bool:
+    def _grow(self, sequence: RunningSequence, step: Step) -> bool:
         """Gives the sequence pages of its own for all its tokens; False where it had to be preempted itself."""
         blocks, pages, length = self.blocks, sequence.pages, sequence.length(self.clock)
         while sequence.writable < length:
@@ -263,7 +263,7 @@ class Scheduler:
             sequence.writable += blocks.page_size
         return True
 
-    def _make_room(self, sequence: Sequence, step: Step) -> None:
+    def _make_room(self, sequence: RunningSequence, step: Step) -> None:
         """One measure against having no free page, the mildest left. It may free none yet: call again."""
         idle = self._idle_groups(besides=sequence.group)
         if idle:
@@ -274,7 +274,7 @@ class Scheduler:
             assert sequence.group.prefix is not None, "a sequence alone in the cache ran out of pages"
             self._drop_prefix(sequence.group)
 
-    def _preempt(self, sequence: Sequence, step: Step) -> None:
+    def _preempt(self, sequence: RunningSequence, step: Step) -> None:
         assert not self._results_pending, "a sequence was preempted whose tokens are not all known yet"
         own = set(sequence.pages)
         step.page_copies = [copy for copy in step.page_copies if copy[1] not in own]
@@ -283,7 +283,7 @@ class Scheduler:
         self.waiting.appendleft(sequence)
         self.preemptions += 1
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: RunningSequence) -> None:
         self._stop_decoding(sequence)
         if sequence in self._to_prefill:
             self._to_prefill.remove(sequence)
@@ -298,7 +298,7 @@ class Scheduler:
         sequence.row, sequence.joined_at = NO_ROW, None
         self._room_changed = True
 
-    def _make_prefix(self, group: Group) -> None:
+    def _make_prefix(self, group: RequestGroup) -> None:
         token_ids = group.request.prompt_token_ids[:-1]
         pages = self.blocks.find(token_ids)
         num_cached = len(pages) * self.blocks.page_size
@@ -309,11 +309,11 @@ class Scheduler:
             self._to_prefill.append(group.prefix)
             self._awaiting[group.prefix] = []
 
-    def _remember(self, owner: Prefix | Sequence) -> None:
+    def _remember(self, owner: Prefix | RunningSequence) -> None:
         if self._keeps_prefixes:
             self.blocks.remember(owner.token_ids[: owner.num_to_cache], owner.pages)
 
-    def _drop_prefix(self, group: Group) -> None:
+    def _drop_prefix(self, group: RequestGroup) -> None:
         prefix = group.prefix
         assert prefix is not None, "this group's prefix is gone already"
         self.blocks.release(prefix.pages)
@@ -324,5 +324,5 @@ class Scheduler:
             assert not self._awaiting.pop(prefix), "a prefix that siblings wait for was dropped"
         self._room_changed = True
 
-    def _idle_groups(self, besides: Group) -> list[Group]:
+    def _idle_groups(self, besides: RequestGroup) -> list[RequestGroup]:
         return [group for group in self._prefixed if group.num_running == 0 and group is not besides]

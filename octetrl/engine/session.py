@@ -3,7 +3,7 @@
     with engine.session() as session:
         session.submit(request)                 between any two steps
         while session.has_work:
-            for drawn in session.step(): ...    submit or cancel here
+            for event in session.events(): ...  submit or cancel here
 
 The host launches `lag` forwards ahead of the results it reads, so the device never waits for it. A sequence's last
 tokens may thus be drawn in vain; they are dropped, and what the others draw does not depend on them. A step launches
@@ -35,18 +35,17 @@ from octetrl.config.schema import EngineConfig
 from octetrl.engine.admission import Admission, check_fits
 from octetrl.engine.block_manager import BlockManager
 from octetrl.engine.kv_cache import KVCache
-from octetrl.engine.metrics import EngineMetrics, GenerationProgress, Tally
+from octetrl.engine.metrics import EngineMetrics, Tally
 from octetrl.engine.model_runner import ModelRunner, Results
-from octetrl.engine.request import NO_ROW, Group
-from octetrl.engine.request import Sequence as Sibling
+from octetrl.engine.request import NO_ROW, RequestGroup, RunningSequence
 from octetrl.engine.scheduler import Scheduler
 from octetrl.engine.stopping import Decode
 from octetrl.engine.transcript import Batch, Transcript
 from octetrl.fp8.non_finite import NonFiniteError
-from octetrl.records import Completion, Drawn, FinishReason, GenerationRequest
+from octetrl.records import Completion, FinishReason, GenerationProgress, GenerationRequest, SessionEvent
 
 OnProgress = Callable[[GenerationProgress], None]
-Ended = tuple[Sibling, Completion]
+Ended = tuple[RunningSequence, Completion]
 
 
 class Session:
@@ -82,9 +81,9 @@ class Session:
         self._transcript = Transcript(config.max_batch, admission.context_length, admission.eos_token_ids)
         self._in_flight: deque[tuple[Batch, Results]] = deque()
         self._batch = self._transcript.batch(())
-        self._submitted: list[Group] = []  # since the last step
-        self._groups: dict[str, Group] = {}  # unfinished
-        self._told: dict[Sibling, int] = {}  # tokens, of those that stream
+        self._submitted: list[RequestGroup] = []  # since the last step
+        self._groups: dict[str, RequestGroup] = {}  # unfinished
+        self._told: dict[RunningSequence, int] = {}  # tokens, of those that stream
         self._num_submitted = 0
         self._is_open = True
 
@@ -107,7 +106,7 @@ class Session:
         group.streams = streams
         self.accept(group)
 
-    def accept(self, group: Group) -> None:
+    def accept(self, group: RequestGroup) -> None:
         """`submit` for a request that has passed admission."""
         assert self._is_open, "the session is closed"
         check_fits((group,), self._blocks)
@@ -127,11 +126,11 @@ class Session:
         self._drop([sibling for sibling in self._known() if sibling.group is group])
         self._rest()
 
-    def _known(self) -> list[Sibling]:
+    def _known(self) -> list[RunningSequence]:
         """To the scheduler."""
         return [*self._scheduler.running, *self._scheduler.waiting]
 
-    def _drop(self, siblings: list[Sibling]) -> None:
+    def _drop(self, siblings: list[RunningSequence]) -> None:
         for sibling in siblings:
             if sibling.row != NO_ROW:
                 self._transcript.close(sibling, sibling.row)
@@ -145,19 +144,22 @@ class Session:
     def has_work(self) -> bool:
         return bool(self._submitted) or self._scheduler.has_work
 
-    def step(self) -> list[Drawn]:
-        """Launches a forward, reads one's results, or both; nothing, at once, where there is nothing to do."""
+    def events(self, wait_seconds: float = 0.0) -> list[SessionEvent]:
+        """What is new. Launches one forward, reads the results of one, or both; returns at once if there is no work.
+
+        This session runs in the caller's process: a call never waits, and `wait_seconds` has no effect.
+        """
         events = [self._last_event(sibling, completion) for sibling, completion in self.advance()]
         for sibling, told in self._told.items():
             token_ids, logprobs = self._transcript.since(sibling, told)
             if token_ids:
                 self._told[sibling] = told + len(token_ids)
                 request_id = sibling.group.request.id
-                events.append(Drawn(request_id, sibling.sibling, tuple(token_ids), tuple(logprobs), None))
+                events.append(SessionEvent(request_id, sibling.sibling, tuple(token_ids), tuple(logprobs), None))
         return events
 
     def advance(self) -> list[Ended]:
-        """`step`, for whoever wants the sequences that ended and nothing else."""
+        """Like `events`, but returns only the sequences that ended."""
         assert self._is_open, "the session is closed"
         if not self.has_work:
             return []
@@ -220,7 +222,7 @@ class Session:
                     self._groups.pop(sequence.group.request.id, None)
         return ended
 
-    def _completion(self, sequence: Sibling, reason: FinishReason) -> Completion:
+    def _completion(self, sequence: RunningSequence, reason: FinishReason) -> Completion:
         token_ids = tuple(sequence.token_ids[sequence.prompt_length :])
         return Completion(
             token_ids=token_ids,
@@ -231,10 +233,10 @@ class Session:
             precision_digest=self._stamp[1],
         )
 
-    def _last_event(self, sibling: Sibling, completion: Completion) -> Drawn:
+    def _last_event(self, sibling: RunningSequence, completion: Completion) -> SessionEvent:
         told = self._told.pop(sibling, 0)
         token_ids, logprobs = completion.token_ids[told:], completion.logprobs[told:]
-        return Drawn(sibling.group.request.id, sibling.sibling, token_ids, logprobs, completion)
+        return SessionEvent(sibling.group.request.id, sibling.sibling, token_ids, logprobs, completion)
 
     def _rest(self) -> None:
         """Where nothing is left to do, nobody wants what is still under way."""
@@ -288,13 +290,13 @@ class Session:
         self._on_close(self, sound)
 
 
-def longest_first(groups: Sequence[Group]) -> list[Group]:
+def longest_first(groups: Sequence[RequestGroup]) -> list[RequestGroup]:
     """By the length that each request is expected to reach, where it says so; the others first, as they came.
 
     What runs longest should start first, or the last of them run alone. A request nobody knows may be as long as any.
     """
 
-    def key(group: Group) -> float:
+    def key(group: RequestGroup) -> float:
         expected = group.request.expected_tokens
         return -math.inf if expected is None else -expected
 

@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from octetrl.engine.request import NO_ROW, Sequence
+from octetrl.engine.request import NO_ROW, RunningSequence
 
 
 class Batch(NamedTuple):
     """The sequences of a decode forward, and where they sat when it was launched."""
 
-    sequences: tuple[Sequence, ...]
+    sequences: tuple[RunningSequence, ...]
     row_B: np.ndarray  # int64
     epoch_B: np.ndarray  # int64
 
@@ -40,7 +40,7 @@ class Transcript:
         self._eos_token_ids = eos_token_ids
         self._eos = np.array(sorted(eos_token_ids), dtype=np.int32)
 
-    def open(self, sequences: Iterable[Sequence]) -> None:
+    def open(self, sequences: Iterable[RunningSequence]) -> None:
         """These sequences begin to decode; each has its row."""
         for sequence in sequences:
             row, stopping = sequence.row, sequence.stopping
@@ -51,11 +51,11 @@ class Transcript:
                 self._stops_at_eos_R[row] or not stopping.stop_token_ids
             )
 
-    def batch(self, sequences: tuple[Sequence, ...]) -> Batch:
+    def batch(self, sequences: tuple[RunningSequence, ...]) -> Batch:
         row_B = np.fromiter((sequence.row for sequence in sequences), np.int64, len(sequences))
         return Batch(sequences, row_B, self._epoch_R[row_B])
 
-    def add(self, batch: Batch, token_B: np.ndarray, logprob_B: np.ndarray) -> list[Sequence]:
+    def add(self, batch: Batch, token_B: np.ndarray, logprob_B: np.ndarray) -> list[RunningSequence]:
         """Takes one forward's results in; returns the sequences that may have ended with it."""
         (kept_b,) = np.nonzero(self._epoch_R[batch.row_B] == batch.epoch_B)
         row_b, token_b = batch.row_B[kept_b], token_B[kept_b]
@@ -67,10 +67,10 @@ class Transcript:
         attention_b |= self._stops_at_eos_R[row_b] & np.isin(token_b, self._eos)
         return [batch.sequences[i] for i in kept_b[attention_b]]
 
-    def last_token(self, sequence: Sequence) -> int:
+    def last_token(self, sequence: RunningSequence) -> int:
         return int(self._tokens_RN[sequence.row, self._count_R[sequence.row] - 1])
 
-    def since(self, sequence: Sequence, told: int) -> tuple[list[int], list[float]]:
+    def since(self, sequence: RunningSequence, told: int) -> tuple[list[int], list[float]]:
         """Tokens of its completion that are known, and their log-probs, without the first `told`."""
         token_ids, logprobs = sequence.token_ids[sequence.prompt_length + told :], sequence.logprobs[told:]
         if sequence.row != NO_ROW:
@@ -79,7 +79,7 @@ class Transcript:
             logprobs += self._logprobs_RN[sequence.row, begin:count].tolist()
         return token_ids, logprobs
 
-    def num_tokens(self, sequence: Sequence) -> int:
+    def num_tokens(self, sequence: RunningSequence) -> int:
         """Of prompt and completion, so far as results have come."""
         return len(sequence.token_ids) + int(self._count_R[sequence.row])
 
@@ -87,7 +87,7 @@ class Transcript:
         """How many of a batch's sequences still want its results."""
         return int((self._epoch_R[batch.row_B] == batch.epoch_B).sum())
 
-    def close(self, sequence: Sequence, row: int) -> None:
+    def close(self, sequence: RunningSequence, row: int) -> None:
         """The sequence has left `row`: what it said there becomes its own, and what still comes is dropped."""
         count = self._count_R[row]
         sequence.token_ids += self._tokens_RN[row, :count].tolist()

@@ -8,26 +8,35 @@ Nothing fails silently and nothing is a 0 that was not earned: a prompt that is 
 from, an answer cut at the limit is scored and marked, a reward that raised or hung is None. Every such
 rollout says so in its status.
 
-How long a task's answers were is kept (`Collection.lengths`) and told to the engine when the task comes again, so that
-of those that wait together the longest start first. A conversation is as long as all that was drawn in it.
+The lengths of a task's answers are kept (`CollectionSettings.lengths`). When the task comes again, the engine receives
+them as a hint and starts the longest first. The length of a conversation counts all tokens drawn in it.
 
 A request's seed follows from (run seed, step, place in the batch), so a resumed step draws the same tokens,
 and two steps that meet the same task draw different ones.
 
-Where the environment is a `Dialogue` (environments/turns/), a completion is only the first turn: rollout/drive.py leads
-each rollout on to its end, in one session of the engine, and what its last message is scored on comes at the end.
+Where the environment is a `Dialogue` (environments/turns/), a completion is only the first turn. rollout/drive.py runs
+each rollout to its end, in one open session, and the scorer sees the last message then.
+
+`collect_batch` draws a step's groups until enough of them are kept (DAPO's dynamic sampling, arXiv 2503.14476):
+
+    draw `prompts` tasks
+    while fewer than `prompts` groups are kept, `max_refills` times at most:
+        draw as many tasks as should give the missing ones by the share kept so far, at most `prompts`
+
+The taskset's state holds what a step has drawn, so a resumed run continues after it. The last draw may give more groups
+than `prompts`: they are learnt from too. With `max_refills` 0 there is one draw.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from octetrl.config.schema import RolloutConfig
 from octetrl.config.text import TextTooLong
-from octetrl.environments.scoring import Score
+from octetrl.environments.scoring import RewardWorkers, Score
 from octetrl.environments.turns.dialogue import Dialogue
 from octetrl.records import (
     Completion,
@@ -40,9 +49,16 @@ from octetrl.records import (
     Task,
     Turn,
 )
+from octetrl.rollout.backend import RolloutSession
 from octetrl.rollout.chat_tokens import ChatTokens
-from octetrl.rollout.converse import Speaking, seed_of, with_score
+from octetrl.rollout.converse import ConversationSettings, seed_of, with_score
 from octetrl.rollout.drive import Drive, Occupancy
+
+
+class Tasks(Protocol):
+    """What gives tasks: `Taskset` (environments/base.py)."""
+
+    def next_batch(self, n: int, /) -> list[Task]: ...
 
 
 class Scores(Protocol):
@@ -52,11 +68,11 @@ class Scores(Protocol):
 
 
 class Generates(Protocol):
-    """What generates: the workers. `num_siblings` completions a request, in the order of the requests."""
+    """What generates: the workers. A backend's first verbs (rollout/backend.py), with progress shown by the workers."""
 
     def generate(self, requests: Sequence[GenerationRequest], /) -> list[list[Completion]]: ...
 
-    def session(self) -> AbstractContextManager[Any]: ...
+    def session(self) -> AbstractContextManager[RolloutSession]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +89,7 @@ class LengthPenalty(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Collection:
+class CollectionSettings:
     """How groups are collected, besides which tasks."""
 
     chat: ChatTokens
@@ -83,7 +99,7 @@ class Collection:
     seed: int = 0
     step: int = 0  # new for every collection: seeds follow from it
     first_place: int = 0  # in the step, of the first task: seeds follow from it too
-    prompts: int = 1  # groups that a step wants (rollout/refill.py)
+    prompts: int = 1  # groups that a step wants (`collect_batch`)
     max_refills: int = 0  # further draws to get them
     penalty: LengthPenalty | None = None  # added to the reward for its length; None: none
     lengths: dict[str, int] = field(default_factory=dict)  # task id -> mean tokens drawn for a rollout of it, last time
@@ -91,7 +107,7 @@ class Collection:
     occupancy: Occupancy = field(default_factory=Occupancy)  # filled where an environment has several turns
 
     @classmethod
-    def from_config(cls, chat: ChatTokens, config: RolloutConfig, *, seed: int) -> Collection:
+    def from_config(cls, chat: ChatTokens, config: RolloutConfig, *, seed: int) -> CollectionSettings:
         """As the recipe's `rollout` section says."""
         sampling = SamplingParams(
             max_new_tokens=config.max_new_tokens,
@@ -103,12 +119,64 @@ class Collection:
         )
         return cls(chat, sampling, config.group_size, config.max_prompt_tokens, seed, prompts=config.prompts_per_step)
 
-    def at_step(self, step: int) -> Collection:
+    def at_step(self, step: int) -> CollectionSettings:
         return replace(self, step=step)
 
 
+@dataclass(frozen=True, slots=True)
+class CollectedBatch:
+    """What a step drew."""
+
+    groups: list[RolloutGroup]  # all of them, in the order drawn
+    kept: list[RolloutGroup]
+    refills: int
+    occupancy: Occupancy = field(default_factory=Occupancy)
+    reward_restarts: int = 0  # reward processes that were replaced
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        counts = {
+            "groups": len(self.groups),
+            "kept_groups": len(self.kept),
+            "refills": self.refills,
+            "reward_restarts": self.reward_restarts,
+        }
+        return {f"rollout/{name}": float(count) for name, count in counts.items()} | dict(self.occupancy.metrics)
+
+
+def collect_batch(
+    tasks: Tasks,
+    keeps: Callable[[RolloutGroup], bool],
+    environment: Scores | Dialogue,
+    workers: Generates,
+    collection: CollectionSettings,
+) -> CollectedBatch:
+    """At least `collection.prompts` groups that are kept, or as many as `collection.max_refills` gave."""
+    groups: list[RolloutGroup] = []
+    kept: list[RolloutGroup] = []
+    wanted, draws, occupancy = collection.prompts, 0, Occupancy()
+    restarts = _reward_restarts(environment)
+    while wanted > 0 and draws <= collection.max_refills:
+        drawn = tasks.next_batch(wanted)
+        new = collect_groups(
+            drawn, environment, workers, replace(collection, first_place=len(groups), occupancy=occupancy)
+        )
+        groups += new
+        kept += [group for group in new if keeps(group)]
+        draws += 1
+        missing = max(collection.prompts - len(kept), 0)
+        wanted = min(-(-missing * len(groups) // max(len(kept), 1)), collection.prompts)
+    return CollectedBatch(groups, kept, draws - 1, occupancy, _reward_restarts(environment) - restarts)
+
+
+def _reward_restarts(environment: Scores | Dialogue) -> int:
+    """Since the run began."""
+    scorer = environment.scorer if isinstance(environment, Dialogue) else environment
+    return scorer.restarts if isinstance(scorer, RewardWorkers) else 0
+
+
 def collect_groups(
-    tasks: Sequence[Task], environment: Scores | Dialogue, workers: Generates, collection: Collection
+    tasks: Sequence[Task], environment: Scores | Dialogue, workers: Generates, collection: CollectionSettings
 ) -> list[RolloutGroup]:
     """`group_size` rollouts of each task, scored, in the order of `tasks`."""
     requests = [_request(task, place, collection) for place, task in enumerate(tasks, collection.first_place)]
@@ -140,10 +208,10 @@ def _converse(
     requests: Sequence[GenerationRequest | TooLong],
     dialogue: Dialogue,
     workers: Generates,
-    collection: Collection,
+    collection: CollectionSettings,
 ) -> list[tuple[Rollout, ...]]:
     """The siblings of each task, in order."""
-    speaking = Speaking(collection.chat, collection.sampling, collection.context_length)
+    speaking = ConversationSettings(collection.chat, collection.sampling, collection.context_length)
     places = range(collection.first_place, collection.first_place + len(tasks))
     asked = [
         (place, task, request)
@@ -178,7 +246,7 @@ def _keep_lengths(finished: Mapping[tuple[int, int], Rollout], lengths: dict[str
     lengths.update({task: sum(tokens) // len(tokens) for task, tokens in drawn.items()})
 
 
-def _penalized(rollout: Rollout, collection: Collection) -> Rollout:
+def _penalized(rollout: Rollout, collection: CollectionSettings) -> Rollout:
     """By its longest answer, for that is what has a limit."""
     if collection.penalty is None or rollout.reward is None:
         return rollout
@@ -195,7 +263,7 @@ def count_statuses(groups: Sequence[RolloutGroup]) -> dict[RolloutStatus, int]:
     return counts
 
 
-def _request(task: Task, place: int, collection: Collection) -> GenerationRequest | TooLong:
+def _request(task: Task, place: int, collection: CollectionSettings) -> GenerationRequest | TooLong:
     limit = collection.max_prompt_tokens
     try:
         prompt_token_ids = collection.chat.prompt_tokens(task.prompt, limit)
@@ -214,7 +282,7 @@ def _request(task: Task, place: int, collection: Collection) -> GenerationReques
 
 
 def _rollout(
-    task: Task, request: GenerationRequest, completion: Completion, score: Score, collection: Collection
+    task: Task, request: GenerationRequest, completion: Completion, score: Score, collection: CollectionSettings
 ) -> Rollout:
     was_cut = score.status is RolloutStatus.SCORED and completion.finish_reason is FinishReason.LENGTH
     penalty = collection.penalty

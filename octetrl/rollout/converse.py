@@ -37,7 +37,7 @@ from octetrl.records import (
 from octetrl.rollout.chat_tokens import ChatTokens, ReplyError
 
 Wanted = GenerationRequest | tuple[Do, ...]
-Conversing = Generator[Wanted, Any, Rollout]  # sent a Completion, or a Called for each Do
+RolloutSteps = Generator[Wanted, Any, Rollout]  # sent a Completion, or a Called for each Do
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Speaking:
+class ConversationSettings:
     """How completions are drawn and put into tokens."""
 
     chat: ChatTokens
@@ -77,8 +77,8 @@ def converse(
     prompt_token_ids: tuple[int, ...],
     completion: Completion,
     place: Place,
-    speaking: Speaking,
-) -> Conversing:
+    speaking: ConversationSettings,
+) -> RolloutSteps:
     """The rollout of `task` whose first completion has been drawn. Its reward lacks that of `dialogue.scorer`."""
     conversation = dialogue.begin(task, str(place))
     turns: list[Turn] = []
@@ -117,7 +117,7 @@ def _speak(
     prompt_token_ids: tuple[int, ...],
     completion: Completion,
     place: Place,
-    speaking: Speaking,
+    speaking: ConversationSettings,
 ) -> Generator[Wanted, Any, RolloutStatus]:
     """Turn by turn, put into `turns`, to the end."""
     chat, sampling = speaking.chat, speaking.sampling

@@ -1,18 +1,18 @@
-"""Many conversations under way at once: the engine draws for some while the environments of others are at work.
+"""Runs many conversations at once: the engine draws for some while the environments of others compute.
 
-One thread, this one, does three things by turns and waits for none of them while another has something to do:
+One thread, the caller's, does three things in turn. It waits for one of them only if the others have nothing to do:
 
-    asks what calls of environments came to        (environments/turns/calls.py; they run elsewhere)
-    leads those rollouts on                        (rollout/converse.py), to their next request or their next calls
-    steps the engine                               (engine/session.py)
+    takes the results of environment calls         (environments/turns/calls.py; the calls run in other threads)
+    advances the rollouts that waited for them     (rollout/converse.py), to their next request or their next calls
+    takes the events of the open session           (rollout/backend.py; the engine here, or a worker elsewhere)
 
-A first turn is one request for all siblings of a task, which share the prompt; every later turn is one of a single
-sibling, submitted the moment its environment has answered, with all tokens so far for its prompt: the engine finds the
-pages of those it has seen. Groups start in order, as many as `max_in_flight` rollouts allow.
+The first turn of a task is one request for all its siblings, which share the prompt. Each later turn is a request of
+one sibling, submitted as soon as its environment has answered. Its prompt is all tokens so far; the engine finds the
+pages of those it has cached. Groups start in order, as many as `max_in_flight` rollouts allow.
 
-How well the engine was kept at work is measured (`Occupancy`): the share of the time in which it had nothing to do
-because every rollout under way was with its environment. Where that is high, more rollouts in flight, or environments
-that answer sooner, make the step shorter.
+`Occupancy` measures how well the engine was used: the share of time in which it had nothing to do because every rollout
+in flight waited for its environment. If that share is high, more rollouts in flight or faster environments shorten the
+step.
 """
 
 from __future__ import annotations
@@ -21,25 +21,16 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from octetrl.environments.turns.calls import Called
 from octetrl.environments.turns.dialogue import Dialogue, Do
-from octetrl.records import Completion, Drawn, GenerationRequest, Rollout, Task
-from octetrl.rollout.converse import Conversing, Place, Speaking, converse
+from octetrl.records import Completion, GenerationRequest, Rollout, SessionEvent, Task
+from octetrl.rollout.backend import RolloutSession
+from octetrl.rollout.converse import ConversationSettings, Place, RolloutSteps, converse
 
-_LOOK_UP = 0.5  # seconds, at most, between two looks at what calls came to
-
-
-class Session(Protocol):
-    """What is asked of the engine's (engine/session.py)."""
-
-    @property
-    def has_work(self) -> bool: ...
-
-    def submit(self, request: GenerationRequest, /) -> None: ...
-
-    def step(self) -> list[Drawn]: ...
+_LONG_WAIT = 0.5  # seconds to wait for what can come from one side only
+_SHORT_WAIT = 0.01  # seconds to wait for the session while environments compute
 
 
 @dataclass(slots=True)
@@ -47,9 +38,9 @@ class Occupancy:
     """Summed over collections of rollouts."""
 
     seconds: float = 0.0
-    waiting_seconds: float = 0.0  # the engine had nothing to do, for environments were at work
+    waiting_seconds: float = 0.0  # the engine had nothing to do while environments computed
     in_flight_seconds: float = 0.0  # of all rollouts
-    with_environment_seconds: float = 0.0  # of these, those that the engine had no part in
+    with_environment_seconds: float = 0.0  # of these, while the rollout waited for its environment
     abandoned_calls: int = 0
 
     @property
@@ -65,7 +56,7 @@ class Occupancy:
 
 
 @dataclass(slots=True, eq=False)
-class _Group:
+class _FirstTurn:
     """Siblings whose first turn is drawn."""
 
     task: Task
@@ -74,41 +65,43 @@ class _Group:
 
 
 @dataclass(slots=True, eq=False)
-class _Under:
-    """A rollout under way."""
+class _RunningRollout:
+    """A rollout in flight. `results` are of the environment calls it waits for; None: not known yet."""
 
     place: Place
-    led: Conversing
-    answers: list[Called | None] = field(default_factory=list)  # to the calls it waits for
+    steps: RolloutSteps
+    results: list[Called | None] = field(default_factory=list)
 
 
 class Drive:
-    """Leads conversations to their end. `finished` has them by (place, sibling)."""
+    """Runs conversations to their end. `finished` holds them by (place, sibling)."""
 
-    def __init__(self, dialogue: Dialogue, session: Session, speaking: Speaking, occupancy: Occupancy) -> None:
-        self._dialogue, self._session, self._speaking, self._occupancy = dialogue, session, speaking, occupancy
-        self._drawing: dict[str, _Group | _Under] = {}  # by request
-        self._asked: dict[int, tuple[_Under, int]] = {}  # by ticket: whose call, and which of its calls
+    def __init__(
+        self, dialogue: Dialogue, session: RolloutSession, settings: ConversationSettings, occupancy: Occupancy
+    ) -> None:
+        self._dialogue, self._session, self._settings, self._occupancy = dialogue, session, settings, occupancy
+        self._drawing: dict[str, _FirstTurn | _RunningRollout] = {}  # by request
+        self._calls: dict[int, tuple[_RunningRollout, int]] = {}  # by ticket: whose call, and which of its calls
         self._in_flight = 0
         self._with_environment = 0  # of these
         self._clock = time.perf_counter()
         self.finished: dict[tuple[int, int], Rollout] = {}
 
     def run(self, requests: Sequence[tuple[int, Task, GenerationRequest]], *, run_seed: int, step: int) -> None:
-        """From the first turns of (place, task, request for its siblings) to the last of all."""
+        """From the first turns of (place, task, request for its siblings) to the end of all conversations."""
         waiting, calls, abandoned = deque(requests), self._dialogue.calls, self._dialogue.calls.abandoned
         calls.forget()  # of a collection that was cut off
         while waiting or self._in_flight:
             self._start(waiting)
-            found = calls.poll(0.0 if self._session.has_work else _LOOK_UP)
+            results = calls.poll(0.0 if self._session.has_work else _LONG_WAIT)
             self._count()
-            for ticket, called in found:
-                self._answered(ticket, called)
-            drawings = self._session.step()
+            for ticket, result in results:
+                self._take_result(ticket, result)
+            events = self._session.events(_SHORT_WAIT if self._calls else _LONG_WAIT)
             self._count()
-            for drawn in drawings:
-                if drawn.completion is not None:
-                    self._drawn(drawn, drawn.completion, run_seed, step)
+            for event in events:
+                if event.completion is not None:
+                    self._take_completion(event, event.completion, run_seed, step)
         self._occupancy.abandoned_calls += calls.abandoned - abandoned
 
     def _start(self, waiting: deque[tuple[int, Task, GenerationRequest]]) -> None:
@@ -119,54 +112,54 @@ class Drive:
                 return
             waiting.popleft()
             self._in_flight += request.num_siblings
-            self._drawing[request.id] = _Group(task, place, request.prompt_token_ids)
+            self._drawing[request.id] = _FirstTurn(task, place, request.prompt_token_ids)
             self._session.submit(request)
 
-    def _drawn(self, drawn: Drawn, completion: Completion, run_seed: int, step: int) -> None:
-        of = self._drawing[drawn.request_id]
-        if isinstance(of, _Under):
-            del self._drawing[drawn.request_id]
-            self._lead(of, completion)
+    def _take_completion(self, event: SessionEvent, completion: Completion, run_seed: int, step: int) -> None:
+        drawn = self._drawing[event.request_id]
+        if isinstance(drawn, _RunningRollout):
+            del self._drawing[event.request_id]
+            self._advance(drawn, completion)
             return
-        place = Place(run_seed, step, of.place, drawn.sibling)
-        led = converse(self._dialogue, of.task, of.prompt_token_ids, completion, place, self._speaking)
-        self._lead(_Under(place, led), None)
+        place = Place(run_seed, step, drawn.place, event.sibling)
+        steps = converse(self._dialogue, drawn.task, drawn.prompt_token_ids, completion, place, self._settings)
+        self._advance(_RunningRollout(place, steps), None)
 
-    def _answered(self, ticket: int, called: Called) -> None:
-        under, index = self._asked.pop(ticket)
-        under.answers[index] = called
-        if None not in under.answers:
+    def _take_result(self, ticket: int, result: Called) -> None:
+        rollout, index = self._calls.pop(ticket)
+        rollout.results[index] = result
+        if None not in rollout.results:
             self._with_environment -= 1
-            self._lead(under, tuple(under.answers))
+            self._advance(rollout, tuple(rollout.results))
 
-    def _lead(self, under: _Under, came: Any) -> None:
-        """On to what it wants next."""
+    def _advance(self, rollout: _RunningRollout, result: Any) -> None:
+        """Gives a rollout what it waited for, and takes its next request or calls."""
         try:
-            wanted = under.led.send(came)
+            wanted = rollout.steps.send(result)
         except StopIteration as stop:
-            self.finished[under.place.place, under.place.sibling] = stop.value
+            self.finished[rollout.place.place, rollout.place.sibling] = stop.value
             self._in_flight -= 1
             return
         if isinstance(wanted, GenerationRequest):
-            self._drawing[wanted.id] = under
+            self._drawing[wanted.id] = rollout
             self._session.submit(wanted)
         else:
-            self._ask(under, wanted)
+            self._call(rollout, wanted)
 
-    def _ask(self, under: _Under, wanted: tuple[Do, ...]) -> None:
-        under.answers = [None] * len(wanted)
+    def _call(self, rollout: _RunningRollout, calls: tuple[Do, ...]) -> None:
+        rollout.results = [None] * len(calls)
         self._with_environment += 1
-        for index, do in enumerate(wanted):
+        for index, call in enumerate(calls):
             start = self._dialogue.calls.start
-            ticket = start(do.function, do.args, seconds=do.seconds, conversation=do.conversation)
-            self._asked[ticket] = (under, index)
+            ticket = start(call.function, call.args, seconds=call.seconds, conversation=call.conversation)
+            self._calls[ticket] = (rollout, index)
 
     def _count(self) -> None:
-        """What was under way since the last count: called before anything of it ends."""
+        """Adds the time since the last count. Called before anything in flight ends."""
         now, occupancy = time.perf_counter(), self._occupancy
         seconds, self._clock = now - self._clock, now
         occupancy.seconds += seconds
         occupancy.in_flight_seconds += seconds * self._in_flight
         occupancy.with_environment_seconds += seconds * self._with_environment
-        if self._asked and not self._session.has_work:
+        if self._calls and not self._session.has_work:
             occupancy.waiting_seconds += seconds

@@ -34,7 +34,7 @@ from octetrl.models.families import load_spec, spec_from_config
 from octetrl.models.hf_weights import load_weights
 from octetrl.models.peft_adapters import begin_adapters
 from octetrl.rollout.chat_tokens import ChatTokens
-from octetrl.rollout.collect import Collection
+from octetrl.rollout.collect import CollectionSettings
 from octetrl.run.device import resolve_device, seed_everything
 from octetrl.run.environment import build_environment
 from octetrl.run.journal import Journal
@@ -63,11 +63,11 @@ class Run:
     journal: Journal
     console: Console
     spans: Spans
-    base_collection: Collection
+    base_collection: CollectionSettings
     step: int = field(default=0)
 
     @property
-    def collection(self) -> Collection:
+    def collection(self) -> CollectionSettings:
         """How this step's groups are drawn: its seeds follow from the step."""
         return self.base_collection.at_step(self.step)
 
@@ -161,10 +161,10 @@ def full_precision(spec: ModelSpec) -> PrecisionPolicy:
     return precision_policy(spec, Fp8Config())
 
 
-def build_collection(recipe: Recipe, chat: ChatTokens) -> Collection:
+def build_collection(recipe: Recipe, chat: ChatTokens) -> CollectionSettings:
     """How the groups of a step are drawn, less the step."""
     algorithm, rollout = recipe.algorithm, recipe.rollout
-    collection = Collection.from_config(chat, rollout, seed=recipe.seed)
+    collection = CollectionSettings.from_config(chat, rollout, seed=recipe.seed)
     penalty = None
     if algorithm.overlong_buffer:
         penalty = partial(soft_overlong_penalty, limit=rollout.max_new_tokens, buffer=algorithm.overlong_buffer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from octetrl.records import Sample
-from octetrl.rollout.refill import collect_batch
+from octetrl.rollout.collect import collect_batch
 from octetrl.rollout.samples import to_samples
 from octetrl.telemetry.metrics import StepMetrics
 from octetrl.trainer.packing import pack

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from octetrl.engine.stopping import Decode, TextStream
 from octetrl.environments.tools import Family, ToolCall, parse_message, to_message
-from octetrl.records import Completion, Drawn, FinishReason
+from octetrl.records import Completion, FinishReason, SessionEvent
 
 _CALLS_BEGIN: dict[Family, tuple[str, ...]] = {"hermes": ("<tool_call>",), "llama3_json": ("<|python_tag|>", "{")}
 
@@ -47,7 +47,7 @@ class Choice:
         self._stream = TextStream(decode)
         self._shown = 0  # characters
 
-    def take(self, drawn: Drawn) -> Piece:
+    def take(self, drawn: SessionEvent) -> Piece:
         completion = drawn.completion
         offsets: list[int] = []
         if completion is None or self._logprobs:
@@ -59,7 +59,7 @@ class Choice:
             return self._piece(drawn, text if self._family is None else text.strip(), offsets)
         return self._last_piece(drawn, completion, offsets)
 
-    def _last_piece(self, drawn: Drawn, completion: Completion, offsets: list[int]) -> Piece:
+    def _last_piece(self, drawn: SessionEvent, completion: Completion, offsets: list[int]) -> Piece:
         text = completion.text
         calls: tuple[ToolCall, ...] = ()
         reason = completion.finish_reason.value
@@ -73,7 +73,7 @@ class Choice:
 
     def _piece(
         self,
-        drawn: Drawn,
+        drawn: SessionEvent,
         text: str,
         offsets: list[int],
         reason: str | None = None,

@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from octetrl.engine.stopping import Decode
-from octetrl.records import Drawn, GenerationRequest
+from octetrl.records import GenerationRequest, SessionEvent
 from octetrl.server.answers import DONE, ChatForm, CompletionForm, Form, Usage, event
 from octetrl.server.choices import Choice, Piece
 from octetrl.server.errors import ApiError
@@ -59,7 +59,7 @@ class Call:
     streams: bool
     shows_usage: bool
 
-    def pieces(self, drawn: list[Drawn]) -> list[Piece]:
+    def pieces(self, drawn: list[SessionEvent]) -> list[Piece]:
         self.usage.completion_tokens += sum(len(one.token_ids) for one in drawn)
         return [self.choices[one.request_id, one.sibling].take(one) for one in drawn]
 

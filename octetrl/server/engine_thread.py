@@ -1,6 +1,6 @@
 """The engine in a thread of its own: commands go in by a queue, what is drawn comes out in lists, one a step.
 
-    submit, cancel -> queue -> [obey what came -> session.step() -> deliver] -> events by request id
+    submit, cancel -> queue -> [obey what came -> session.events() -> deliver] -> events by request id
 
 The thread sleeps while there is nothing to do. Whoever is told events must not keep it: the HTTP side hands them to
 its own loop.
@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from octetrl.config.errors import UserError
-from octetrl.engine.metrics import EngineMetrics, GenerationProgress
+from octetrl.engine.metrics import EngineMetrics
 from octetrl.engine.session import Session
-from octetrl.records import Drawn, GenerationRequest
+from octetrl.records import GenerationProgress, GenerationRequest, SessionEvent
 
 METRICS_SECONDS = 10.0  # between two readings of what lies on the device
 
@@ -49,7 +49,7 @@ class Failed:
     message: str
 
 
-Event = Drawn | Accepted | Refused | Failed
+Event = SessionEvent | Accepted | Refused | Failed
 Deliver = Callable[[list[tuple[str, Event]]], None]
 
 
@@ -146,7 +146,7 @@ class EngineThread:
             for command in self._taken(wait=not session.has_work):
                 self._obey(command, session)
             events: list[tuple[str, Event]] = []
-            for drawn in session.step():
+            for drawn in session.events():
                 events.append((drawn.request_id, drawn))
                 if drawn.completion is not None:
                     self.error = None

@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 
-from octetrl.records import Completion, Drawn, GenerationRequest
+from octetrl.records import Completion, GenerationRequest, SessionEvent
 from octetrl.server.engine_thread import Accepted, EngineThread, Event, Failed, Refused
 from octetrl.server.errors import ApiError, engine_failed, shutting_down, wrong
 
@@ -32,7 +32,7 @@ class Answer:
         self._events: asyncio.Queue[Event | ApiError | ClientGone] = asyncio.Queue()
         self._unaccepted = len(requests)
         self._unfinished = self.num_completions
-        self._early: list[Drawn] = []
+        self._early: list[SessionEvent] = []
 
     def put(self, event: Event | ApiError | ClientGone) -> None:
         self._events.put_nowait(event)
@@ -42,7 +42,7 @@ class Answer:
         while self._unaccepted:
             self._early += self._read(await self._events.get())
 
-    async def drawn(self) -> AsyncIterator[list[Drawn]]:
+    async def drawn(self) -> AsyncIterator[list[SessionEvent]]:
         """All there is at a time, until everything is finished. Raises ApiError and ClientGone."""
         while self._unfinished:
             batch, self._early = self._early, []
@@ -65,9 +65,9 @@ class Answer:
         """Gives its place away; cancels what is unfinished. More than once: nothing."""
         self._intake.leave(self)
 
-    def _read(self, event: Event | ApiError | ClientGone) -> list[Drawn]:
+    def _read(self, event: Event | ApiError | ClientGone) -> list[SessionEvent]:
         match event:
-            case Drawn():
+            case SessionEvent():
                 return [event]
             case Accepted():
                 self._unaccepted -= 1
@@ -152,7 +152,7 @@ class Intake:
             answer = self._answers.get(request_id)
             if answer is None:
                 continue  # it left
-            if isinstance(event, Drawn) and event.completion is not None:
+            if isinstance(event, SessionEvent) and event.completion is not None:
                 self._siblings[request_id] -= 1
             if isinstance(event, Failed | Refused) or self._siblings[request_id] == 0:
                 self._inside[answer].discard(request_id)

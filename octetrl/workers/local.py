@@ -12,9 +12,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from octetrl.engine.metrics import GenerationProgress
 from octetrl.engine.session import Session
-from octetrl.records import Completion, GenerationRequest, PackedBatch, PolicyUpdate, Published
+from octetrl.records import Completion, GenerationProgress, GenerationRequest, PackedBatch, PolicyUpdate, Published
 from octetrl.telemetry.console import Console
 from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.packing import PackingLayout

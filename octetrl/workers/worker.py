@@ -26,8 +26,9 @@ from octetrl.config.spec import ModelSpec
 from octetrl.data.tokenizer import Tokenizer
 from octetrl.engine.engine import Engine
 from octetrl.engine.session import OnProgress, Session
+from octetrl.engine.weights import share_weights, weight_set
 from octetrl.fp8.gemm import BackendName, choose_backend
-from octetrl.fp8.kv_scales import KVScales, kv_scales_from_amax, same_bits
+from octetrl.fp8.kv_scales import KVScales, kv_scales_from_amax
 from octetrl.fp8.parity import why_not_equal
 from octetrl.fp8.policy import PrecisionPolicy, Side
 from octetrl.models.decoder import Decoder
@@ -41,7 +42,6 @@ from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.scalar_trainer import ScalarState
 from octetrl.trainer.trainer import KVReplay, Trainer
 from octetrl.workers.kernel_paths import path_metrics
-from octetrl.workers.publish import quantize_for_engine, share_weights, verify_weights
 from octetrl.workers.scalar_models import build_critic_model
 from octetrl.workers.teacher import load_teacher
 
@@ -165,7 +165,7 @@ class Worker:
     def train(self, batch: PackedBatch) -> PolicyUpdate:
         """One update from `batch`, seen through the cache it was drawn with; mismatch among the metrics."""
         if self.device.type == "cuda" and self.recipe.engine.release_for_training:
-            self.engine.release_cache()
+            self.engine.sleep()
         on_policy = batch.policy_version == self.trainer.policy_version
         with self.spans("train"):
             update = self.trainer.train(batch, self._replay(), self.policy.digest)
@@ -183,24 +183,8 @@ class Worker:
         return Published(policy_version, digest, {"publish/policy_version": float(policy_version)})
 
     def rollout_metrics(self) -> dict[str, float]:
-        """Of the last `generate`; the names are those of the step's metrics."""
-        metrics = self.engine.metrics
-        if metrics is None:
-            return {}
-        numbers = {
-            "rollout/tokens_per_second": metrics.tokens_per_second,
-            "rollout/prefilled_tokens": float(metrics.prefilled_tokens),
-            "rollout/non_finite_tokens": float(metrics.non_finite_tokens),
-            "rollout/preemptions": float(metrics.preemptions),
-            "rollout/batch_occupancy": metrics.batch_occupancy,
-            "rollout/cache_occupancy": metrics.cache_occupancy,
-            "time/rollout_tail": metrics.tail_share,
-        }
-        if metrics.session_capture_seconds is not None:
-            numbers["time/capture"] = metrics.session_capture_seconds
-        if self.policy.kv_mode != "none":
-            numbers["fp8/kv_saturation"] = metrics.kv_saturation
-        return numbers
+        """Of the last `generate` or session, by the names of the step's metrics."""
+        return self.engine.rollout_metrics()
 
     def path_metrics(self) -> dict[str, float]:
         """Which kernels this worker takes; nothing on a CPU."""
@@ -287,16 +271,9 @@ class Worker:
     # ------------------------------------------------------------ publishing and measuring
 
     def _put_into_engine(self, policy_version: int) -> str:
-        quantize_for_engine(self.engine_model, self.trainer_model)
-        if self.kv_scales is not None:
-            self.engine.set_kv_scales(self.kv_scales)
-            held = self.engine.kv_scales
-            if held is None or not same_bits(held, self.kv_scales):
-                raise RuntimeError(
-                    f"publish: the engine's KV scales are not those published with policy version {policy_version}"
-                )
-        self.engine.publish(policy_version)
-        return verify_weights(self.engine_model, self.trainer_model, policy_version)
+        """The digest of what the engine then holds."""
+        self.engine.put_weights(weight_set(self.trainer_model, policy_version, self.kv_scales))
+        return self.engine.weights_digest()
 
     @property
     def promises_parity(self) -> bool:

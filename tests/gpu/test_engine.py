@@ -163,6 +163,6 @@ def test_capacity_follows_free_memory() -> None:
     bench = Bench("fp8_full")
     engine = bench.engine()
     engine._config = EngineConfig(kv_memory_fraction=0.01)
-    engine.allocate_cache()
+    engine.wake()
     engine.generate(ASKED[:1])
     assert engine.metrics is not None and engine.metrics.kv_capacity_tokens > 10_000

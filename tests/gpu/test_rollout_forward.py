@@ -83,7 +83,7 @@ def test_the_cache_given_back_and_taken_again_leaves_no_residue() -> None:
     gc.collect()  # of earlier tests, or it would go during this one
     held: list[int] = []
     for _ in range(20):
-        engine.release_cache()
+        engine.sleep()
         torch.cuda.empty_cache()
         training = torch.ones(1 << 28, dtype=torch.uint8, device="cuda")  # what a trainer would put in its place
         del training

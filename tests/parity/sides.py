@@ -26,6 +26,7 @@ from octetrl.config.schema import AlgorithmConfig, EngineConfig, Fp8Config, Lora
 from octetrl.config.spec import ModelSpec
 from octetrl.engine.engine import Engine
 from octetrl.engine.kv_cache import KVCache, cache_format
+from octetrl.engine.weights import put_weights, share_weights, weight_set
 from octetrl.fp8.gemm import choose_backend
 from octetrl.fp8.kv_scales import KVScales, kv_scales_from_amax
 from octetrl.fp8.policy import precision_policy
@@ -36,7 +37,6 @@ from octetrl.records import Completion, GenerationRequest, Sample, SamplingParam
 from octetrl.trainer.activation_checkpoint import layer_runner
 from octetrl.trainer.packing import pack
 from octetrl.trainer.trainer import KVReplay, Trainer
-from octetrl.workers.publish import quantize_for_engine, share_weights
 
 PRECISIONS = {
     "bf16": Fp8Config(),
@@ -80,7 +80,7 @@ class Sides:
             self.trainer_model.train_adapters_alone()
         self.engine_model = Decoder(spec, self.policy, "rollout", device="meta", backend=backend, lora=lora)
         share_weights(self.engine_model, self.trainer_model)
-        quantize_for_engine(self.engine_model, self.trainer_model)
+        put_weights(self.engine_model, weight_set(self.trainer_model, 0))
         self.scales: KVScales | None = None
         if self.policy.kv_mode == "calibrated":
             self.scales = self._calibrated(calibrate_on or [random_tokens(random.Random(seed), spec, 60)])

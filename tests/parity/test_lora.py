@@ -7,7 +7,7 @@ import random
 import pytest
 
 from octetrl.config.schema import LoraConfig
-from octetrl.workers.publish import verify_weights
+from octetrl.engine.weights import weight_set, weights_digest
 from tests.parity.shapes import TINY
 from tests.parity.short_run import assert_equal_in_every_step, assert_same, short_run
 from tests.parity.sides import Sides, random_requests
@@ -30,7 +30,7 @@ def test_what_happens_in_engine_and_trainer_changes_nothing(family: str, precisi
         assert situation(sides.engine, asked) == answers, name
     for config in in_the_trainer(150).values():
         check_trainer(sides, asked, answers, **config)
-    assert verify_weights(sides.engine_model, sides.trainer_model, 1)
+    assert weights_digest(sides.engine_model, weight_set(sides.trainer_model, 1))
 
 
 @CASES

@@ -162,7 +162,7 @@ def test_the_peak_of_learning_has_no_cache_in_it_that_is_given_back(
         return train(*given)
 
     monkeypatch.setattr(worker, "memory_metrics", memory.metrics)
-    monkeypatch.setattr(worker.engine, "release_cache", release)
+    monkeypatch.setattr(worker.engine, "sleep", release)
     monkeypatch.setattr(worker, "generate", generated)
     monkeypatch.setattr(worker, "train", trained)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)

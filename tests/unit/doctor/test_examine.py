@@ -14,7 +14,7 @@ import octetrl.engine.model_runner as model_runner
 import octetrl.layers.attention as attention
 from octetrl.doctor.examine import Examination, Patient, wake_branches
 from octetrl.doctor.findings import Report, examine, first_difference, noted
-from octetrl.doctor.passes import Drawn, EngineLimits, Pass, Piece, engine_plans
+from octetrl.doctor.passes import DrawnSequences, EngineLimits, Pass, Piece, engine_plans
 from octetrl.doctor.taps import Fingerprints, Note, Site, fingerprint
 from octetrl.fp8.format import E4M3
 from octetrl.models.decoder import Decoder
@@ -238,7 +238,7 @@ def test_a_fingerprint_feels_any_one_bit() -> None:
 
 
 def test_an_op_that_does_not_repeat_its_bits_is_called_so(model: Path) -> None:
-    drawn = Drawn(((5, 6, 7),), (1,), torch.device("cpu"))
+    drawn = DrawnSequences(((5, 6, 7),), (1,), torch.device("cpu"))
     calls: list[float] = [1.0]
 
     def once(note: Note) -> None:
@@ -256,7 +256,7 @@ def test_an_op_that_does_not_repeat_its_bits_is_called_so(model: Path) -> None:
 @pytest.mark.parametrize("page_size", [16, 128])
 def test_plans_compute_every_token_but_the_last_in_order(page_size: int) -> None:
     prompt = tuple(range(40))
-    drawn = Drawn(((*prompt, 1, 2, 3, 4), (*prompt, 5, 6), (9, 8, 7)), (40, 40, 1), torch.device("cpu"))
+    drawn = DrawnSequences(((*prompt, 1, 2, 3, 4), (*prompt, 5, 6), (9, 8, 7)), (40, 40, 1), torch.device("cpu"))
     plans = engine_plans(drawn, EngineLimits(page_size, prefill_chunk=16, max_batch=2))
     ways = [plan.way for plan in plans]
     assert ways == ["decode", "chunked prefill", "prefix hit", "other company"]

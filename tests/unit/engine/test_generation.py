@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from octetrl.config.errors import UserError
-from octetrl.engine.metrics import GenerationProgress
 from octetrl.fp8.kv_scales import KVScales, same_bits
-from octetrl.records import FinishReason
+from octetrl.records import FinishReason, GenerationProgress
 from tests.unit.engine.tiny_engine import CONTEXT_LENGTH, EOS, SCALES, policy_of, request, tiny_engine, tiny_model
 
 
@@ -231,9 +230,9 @@ def test_an_interrupted_call_leaves_nothing_behind() -> None:
 def test_the_cache_can_be_released_and_taken_again() -> None:
     engine = tiny_engine("fp8_full", page_size=16, kv_cache_tokens=320)
     expected = engine.generate([request()])
-    engine.release_cache()
+    engine.sleep()
     assert engine._cache is None
-    engine.allocate_cache()
+    engine.wake()
     assert engine._cache is not None
     assert engine.generate([request()]) == expected
 

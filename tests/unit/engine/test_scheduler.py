@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octetrl.engine.block_manager import BlockManager
-from octetrl.engine.request import NO_ROW, Group, Prefix, Sequence, Step
+from octetrl.engine.request import NO_ROW, Prefix, RequestGroup, RunningSequence, Step
 from octetrl.engine.scheduler import Scheduler
 from octetrl.engine.stopping import Stopping
 from octetrl.records import GenerationRequest, SamplingParams
@@ -17,15 +17,15 @@ from octetrl.records import GenerationRequest, SamplingParams
 PAGE = 16
 
 
-def sequences_of(prompt_length: int, num_siblings: int, max_new_tokens: int, index: int = 0) -> list[Sequence]:
+def sequences_of(prompt_length: int, num_siblings: int, max_new_tokens: int, index: int = 0) -> list[RunningSequence]:
     prompt = tuple(range(1000 * index, 1000 * index + prompt_length))
     asked = GenerationRequest(str(index), prompt, SamplingParams(max_new_tokens), num_siblings=num_siblings)
-    group = Group(asked, index, prompt_length + max_new_tokens, num_unfinished=num_siblings)
+    group = RequestGroup(asked, index, prompt_length + max_new_tokens, num_unfinished=num_siblings)
     stopping = Stopping(frozenset(), (), group.limit, decode=lambda token_ids: "")
-    return [Sequence(group, sibling, stopping, list(prompt)) for sibling in range(num_siblings)]
+    return [RunningSequence(group, sibling, stopping, list(prompt)) for sibling in range(num_siblings)]
 
 
-def token_of(sequence: Sequence, position: int) -> int:
+def token_of(sequence: RunningSequence, position: int) -> int:
     """What this sequence says at `position`: known to the device at once, to the host when results come."""
     prompt = sequence.group.request.prompt_token_ids
     return prompt[position] if position < len(prompt) else 7 * position + sequence.sibling
@@ -43,13 +43,13 @@ class Simulation:
         self.tables: dict[int, dict[int, int]] = {}  # row -> index -> page, as the device has them
         self.prefilled = 0
         self.steps: list[Step] = []
-        self.ends_at: dict[Sequence, int] = {}
-        self.later: dict[int, list[Sequence]] = {}  # by the number of steps made: who is submitted then
-        self.cancelled: dict[int, list[Sequence]] = {}  # and who is cancelled
-        self.known: dict[Sequence, int] = {}  # tokens whose results were read, of sequences that decode
-        self.in_flight: deque[list[tuple[Sequence, int, int]]] = deque()  # (sequence, its join, its token's position)
+        self.ends_at: dict[RunningSequence, int] = {}
+        self.later: dict[int, list[RunningSequence]] = {}  # by the number of steps made: who is submitted then
+        self.cancelled: dict[int, list[RunningSequence]] = {}  # and who is cancelled
+        self.known: dict[RunningSequence, int] = {}  # tokens whose results were read, of sequences that decode
+        self.in_flight: deque[list[tuple[RunningSequence, int, int]]] = deque()  # (sequence, join, token's position)
 
-    def run(self, sequences: list[Sequence], max_steps: int = 5000) -> None:
+    def run(self, sequences: list[RunningSequence], max_steps: int = 5000) -> None:
         self.scheduler.submit(sequences)
         while self.scheduler.has_work or self.later:
             assert len(self.steps) < max_steps, "no progress"
@@ -102,7 +102,7 @@ class Simulation:
             self.known[sequence] = len(sequence.token_ids)
         self.scheduler.complete(step)
 
-    def take(self, results: list[tuple[Sequence, int, int]]) -> None:
+    def take(self, results: list[tuple[RunningSequence, int, int]]) -> None:
         for sequence, joined_at, position in results:
             if sequence.row == NO_ROW or sequence.joined_at not in (joined_at, None) or sequence not in self.known:
                 continue
@@ -112,7 +112,7 @@ class Simulation:
                 self.settle(sequence)
                 self.scheduler.finish(sequence)
 
-    def settle(self, sequence: Sequence) -> None:
+    def settle(self, sequence: RunningSequence) -> None:
         count = self.known.pop(sequence, len(sequence.token_ids))
         sequence.token_ids += [token_of(sequence, p) for p in range(len(sequence.token_ids), count)]
 
@@ -133,7 +133,7 @@ class Simulation:
             for offset in range(PAGE):
                 self.slots[target, offset] = before.get((source, offset), -1)
 
-    def _write(self, owner: Sequence | Prefix, position: int, token: int) -> None:
+    def _write(self, owner: RunningSequence | Prefix, position: int, token: int) -> None:
         page = owner.pages[position // PAGE]
         expected_owners = 1
         if isinstance(owner, Prefix):  # siblings share it before it is filled
@@ -141,7 +141,7 @@ class Simulation:
         assert self.blocks._owners[page] == expected_owners, "a shared page was written"
         self.slots[page, position % PAGE] = token
 
-    def _read(self, owner: Sequence | Prefix, expected: list[int]) -> None:
+    def _read(self, owner: RunningSequence | Prefix, expected: list[int]) -> None:
         held = [self.slots[owner.pages[p // PAGE], p % PAGE] for p in range(len(expected))]
         assert held == expected
 
@@ -200,7 +200,7 @@ def test_preemption_takes_the_newest_and_brings_it_back() -> None:
     finish_order: list[int] = []
     finish = simulation.scheduler.finish
 
-    def record(sequence: Sequence) -> None:
+    def record(sequence: RunningSequence) -> None:
         finish_order.append(sequence.group.index)
         finish(sequence)
 
@@ -285,10 +285,10 @@ def test_a_prompt_that_goes_on_from_an_earlier_answer_prefills_what_is_new() -> 
     assert simulation.prefilled == 39
     turn = (*first.token_ids, 8, 9)  # 72 tokens; of the first 69, which were cached, 64 fill pages
     asked = GenerationRequest("turn", turn, SamplingParams(5), num_siblings=2)
-    group = Group(asked, 0, len(turn) + 5, num_unfinished=2)
+    group = RequestGroup(asked, 0, len(turn) + 5, num_unfinished=2)
     stopping = Stopping(frozenset(), (), group.limit, decode=lambda token_ids: "")
     simulation.prefilled = 0
-    simulation.run([Sequence(group, sibling, stopping, list(turn)) for sibling in range(2)])
+    simulation.run([RunningSequence(group, sibling, stopping, list(turn)) for sibling in range(2)])
     assert simulation.prefilled == 71 - 64
     simulation.blocks.forget()
     simulation.prefilled = 0

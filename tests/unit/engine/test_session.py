@@ -11,7 +11,7 @@ import pytest
 from octetrl.config.errors import UserError
 from octetrl.engine.engine import Engine
 from octetrl.engine.session import Session
-from octetrl.records import Completion, Drawn, GenerationRequest
+from octetrl.records import Completion, GenerationRequest, SessionEvent
 from tests.unit.engine.tiny_engine import CONTEXT_LENGTH, EOS, Graphs, request, tiny_engine
 
 STOP = "X"
@@ -54,14 +54,14 @@ def engine_of(room: str, precision: str = "bf16") -> Engine:
     return engine
 
 
-def finished(events: list[Drawn]) -> Answers:
+def finished(events: list[SessionEvent]) -> Answers:
     return {(e.request_id, e.sibling): e.completion for e in events if e.completion is not None}
 
 
-def drain(session: Session) -> list[Drawn]:
+def drain(session: Session) -> list[SessionEvent]:
     events = []
     while session.has_work:
-        events += session.step()
+        events += session.events()
         session._scheduler.check()
     return events
 
@@ -70,12 +70,12 @@ def drain(session: Session) -> list[Drawn]:
 @pytest.mark.parametrize("room", ROOMS)
 def test_whoever_comes_late_draws_what_he_would_alone(room: str, precision: str) -> None:
     engine = engine_of(room, precision)
-    events: list[Drawn] = []
+    events: list[SessionEvent] = []
     with engine.session() as session:
         for one in ASKED:
             session.submit(one)
             for _ in range(5):
-                events += session.step()
+                events += session.events()
         events += drain(session)
         assert session.pages_in_use == 0
     assert finished(events) == all_alone(precision)
@@ -85,11 +85,11 @@ def test_whoever_comes_late_draws_what_he_would_alone(room: str, precision: str)
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_streamed_tokens_are_the_completions(room: str) -> None:
-    events: list[Drawn] = []
+    events: list[SessionEvent] = []
     with engine_of(room).session() as session:
         for number, one in enumerate(ASKED):
             session.submit(one, streams=number != 1)
-            events += session.step()
+            events += session.events()
         events += drain(session)
     whole = finished(events)
     assert whole == all_alone("bf16")
@@ -108,7 +108,7 @@ def test_who_is_cancelled_frees_his_pages_and_leaves_the_others_as_they_were(roo
     chance = random.Random(seed)
     cancelled = {one.id for one in chance.sample(ASKED, 3)}
     after = {request_id: chance.randrange(12) for request_id in cancelled}
-    events: list[Drawn] = []
+    events: list[SessionEvent] = []
     with engine_of(room).session() as session:
         for one in ASKED:
             session.submit(one, streams=True)
@@ -121,7 +121,7 @@ def test_who_is_cancelled_frees_his_pages_and_leaves_the_others_as_they_were(roo
                     assert all(s.group.request.id != request_id for s in session._known())
                     assert all(s.group.request.id != request_id for s in session._told)
                     events = [e for e in events if e.request_id != request_id]
-            events += session.step()
+            events += session.events()
             session._scheduler.check()
             clock += 1
         assert session.pages_in_use == 0
@@ -140,9 +140,9 @@ def test_a_cancelled_request_gives_its_place_away_at_once() -> None:
     with tiny_engine(page_size=16, max_batch=1, kv_cache_tokens=160).session() as session:
         session.submit(first)
         for _ in range(10):
-            session.step()
+            session.events()
         session.submit(second)
-        session.step()
+        session.events()
         assert session.progress().waiting == 1
         session.cancel("a")
         assert session.pages_in_use == 0
@@ -159,7 +159,7 @@ def test_pages_that_were_not_filled_are_not_taken_for_filled() -> None:
     for one in asked:
         with tiny_engine(page_size=16, prefill_chunk=16).session() as session:
             session.submit(one)
-            session.step()
+            session.events()
             session.cancel(one.id)
             session.submit(one)
             events = drain(session)
@@ -169,13 +169,13 @@ def test_pages_that_were_not_filled_are_not_taken_for_filled() -> None:
 def test_who_waited_behind_a_cancelled_one_is_admitted_at_once() -> None:
     with tiny_engine(page_size=16, kv_cache_tokens=160).session() as session:
         session.submit(request("runs", 60, max_new_tokens=90, ignore_eos=True))
-        session.step()
+        session.events()
         session.submit(request("large", 120, seed=1))
         session.submit(request("small", 5, seed=2))
-        session.step()
+        session.events()
         assert session.progress().waiting == 2
         session.cancel("large")
-        session.step()
+        session.events()
         assert session.progress().waiting == 0
 
 
@@ -183,7 +183,7 @@ def test_a_cancel_before_the_first_step_costs_nothing() -> None:
     with tiny_engine().session() as session:
         session.submit(request("a", num_siblings=3))
         session.cancel("a")
-        assert not session.has_work and session.step() == []
+        assert not session.has_work and session.events() == []
         assert (session.metrics().steps, session.metrics().cancelled) == (0, 3)
 
 
@@ -193,12 +193,12 @@ def test_the_next_turn_of_a_conversation_finds_its_beginning(lag: int) -> None:
     engine._lag = lag
     first = request("first", prompt_length=40, max_new_tokens=40, ignore_eos=True, seed=3)
     other = request("other", prompt_length=12, max_new_tokens=90, ignore_eos=True, seed=4)
-    events: list[Drawn] = []
+    events: list[SessionEvent] = []
     with engine.session() as session:
         session.submit(other)
         session.submit(first)
         while not any(e.request_id == "first" for e in events):
-            events += session.step()
+            events += session.events()
         told = finished(events)["first", 0].token_ids
         prefilled = session.metrics().prefilled_tokens
         turn = GenerationRequest("turn", (*first.prompt_token_ids, *told, 8, 9), first.sampling, seed=5)
@@ -233,7 +233,7 @@ def test_of_those_submitted_at_once_the_longest_starts_first() -> None:
     with engine.session() as session:
         for name, expected in (("short", 3), ("long", 9), ("unknown", None)):
             session.submit(GenerationRequest(name, (3, 4), request().sampling, expected_tokens=expected))
-        session.step()
+        session.events()
         session.submit(GenerationRequest("longer", (3, 4), request().sampling, expected_tokens=99))
         drain(session)
     assert started == ["unknown", "long", "short", "longer"]
@@ -242,7 +242,7 @@ def test_of_those_submitted_at_once_the_longest_starts_first() -> None:
 def test_what_cannot_be_served_is_refused_and_the_others_go_on() -> None:
     with tiny_engine(page_size=16, kv_cache_tokens=64).session() as session:
         session.submit(request("good"))
-        session.step()
+        session.events()
         for bad, said in (
             (request("good"), "not finished yet"),
             (request("long", prompt_length=CONTEXT_LENGTH), "leaves none to generate"),
@@ -260,11 +260,11 @@ def test_one_session_at_a_time_and_no_new_weights_meanwhile() -> None:
     engine = tiny_engine("fp8_full")
     with engine.session() as session:
         session.submit(request())
-        session.step()
+        session.events()
         scales = engine.kv_scales
         assert scales is not None
         refused = (
-            engine.session, lambda: engine.generate([request()]), lambda: engine.publish(1), engine.release_cache,
+            engine.session, lambda: engine.generate([request()]), lambda: engine.publish(1), engine.sleep,
             lambda: engine.set_kv_scales(scales),
         )  # fmt: skip
         for verb in refused:
@@ -286,7 +286,7 @@ def test_a_step_that_fails_ends_the_session_and_the_pages_go() -> None:
     with pytest.raises(RuntimeError, match="out of order"), engine.session() as session:
         session.submit(request())
         engine._runner.launch = fail
-        session.step()
+        session.events()
     assert engine._cache is None
     engine._runner.launch = launch
     assert engine.generate([request()]) == expected
@@ -296,7 +296,7 @@ def test_what_it_did_is_counted_while_it_goes_on() -> None:
     engine = tiny_engine(page_size=16)
     seen = []
     with engine.session(seen.append) as session:
-        assert session.step() == [] and session.metrics().idle_share > 0.99
+        assert session.events() == [] and session.metrics().idle_share > 0.99
         session.submit(request("a", num_siblings=3, max_new_tokens=20))
         events = drain(session)
         metrics = session.metrics()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from octetrl.engine.request import Group, Sequence
+from octetrl.engine.request import RequestGroup, RunningSequence
 from octetrl.engine.stopping import Stopping
 from octetrl.engine.transcript import Batch, Transcript
 from octetrl.records import GenerationRequest, SamplingParams
@@ -14,16 +14,16 @@ EOS = frozenset({1})
 
 def sequence(
     row: int, *, prompt: int = 3, new: int = 10, stop_token_ids: frozenset[int] = EOS, stop: str = ""
-) -> Sequence:
+) -> RunningSequence:
     asked = GenerationRequest(str(row), tuple(range(prompt)), SamplingParams(new))
     stops = (stop,) if stop else ()
     stopping = Stopping(stop_token_ids, stops, prompt + new, decode=lambda token_ids: "")
-    made = Sequence(Group(asked, row, prompt + new, 1), 0, stopping, list(range(prompt)))
+    made = RunningSequence(RequestGroup(asked, row, prompt + new, 1), 0, stopping, list(range(prompt)))
     made.row = row
     return made
 
 
-def add(transcript: Transcript, batch: Batch, *tokens: int) -> list[Sequence]:
+def add(transcript: Transcript, batch: Batch, *tokens: int) -> list[RunningSequence]:
     return transcript.add(batch, np.array(tokens, np.int32), -np.array(tokens, np.float32))
 
 

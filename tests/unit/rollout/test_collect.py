@@ -11,7 +11,7 @@ from octetrl.config.schema import RolloutConfig
 from octetrl.environments.scoring import Score
 from octetrl.records import Completion, FinishReason, GenerationRequest, RolloutStatus, Task
 from octetrl.rollout.chat_tokens import ChatTokens
-from octetrl.rollout.collect import Collection, collect_groups, count_statuses
+from octetrl.rollout.collect import CollectionSettings, collect_groups, count_statuses
 from octetrl.run.tiny_model import train_tokenizer
 
 
@@ -61,8 +61,8 @@ def chat() -> ChatTokens:
     return ChatTokens(tokenizer)
 
 
-def collection_of(chat: ChatTokens, **changes: Any) -> Collection:
-    return Collection.from_config(chat, RolloutConfig(group_size=4, max_prompt_tokens=12, **changes), seed=1)
+def collection_of(chat: ChatTokens, **changes: Any) -> CollectionSettings:
+    return CollectionSettings.from_config(chat, RolloutConfig(group_size=4, max_prompt_tokens=12, **changes), seed=1)
 
 
 TASKS = [Task(id="a", prompt="1 + 2 ="), Task(id="b", prompt="x" * 40), Task(id="a", prompt="1 + 2 =")]

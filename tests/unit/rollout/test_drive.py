@@ -15,11 +15,11 @@ from octetrl.environments.turns import Conversation, reward
 from octetrl.environments.turns.dialogue import Dialogue, Limits
 from octetrl.records import GenerationRequest, Rollout, RolloutGroup, RolloutStatus, SamplingParams, Task
 from octetrl.rollout.chat_tokens import ChatTokens
-from octetrl.rollout.collect import Collection, collect_groups
+from octetrl.rollout.collect import CollectionSettings, collect_groups
 from octetrl.rollout.drive import Occupancy
 from octetrl.run.tiny_model import train_tokenizer
 from tests.unit.environments.turns.games import Calculator, Echo
-from tests.unit.rollout.speaking import TalkingWorkers
+from tests.unit.rollout.talking import TalkingWorkers
 from tests.unit.rollout.templates import tokenizer_of
 
 TOKENIZER: Any = train_tokenizer(["You said 1?"])
@@ -43,7 +43,7 @@ def collect(
     dialogue = Dialogue(environment, limits, family=family)
     workers = TalkingWorkers(tokenizer, says)
     chat = ChatTokens(tokenizer, tools=[one.schema() for one in getattr(environment, "tools", ())])
-    collection = Collection(chat, SamplingParams(9), group_size, max_prompt_tokens=2000, seed=1)
+    collection = CollectionSettings(chat, SamplingParams(9), group_size, max_prompt_tokens=2000, seed=1)
     collection = replace(collection, **changes)
     try:
         return collect_groups(environment.tasks, dialogue, workers, collection), workers, collection.occupancy

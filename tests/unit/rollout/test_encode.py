@@ -15,7 +15,7 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers
 from octetrl.config.text import TextTooLong
 from octetrl.records import Completion, GenerationRequest, Reply, RolloutStatus, SamplingParams, Task
 from octetrl.rollout.chat_tokens import ChatTokens
-from octetrl.rollout.collect import Collection, collect_groups
+from octetrl.rollout.collect import CollectionSettings, collect_groups
 from octetrl.rollout.encode import Encoder, characters_per_token
 from octetrl.run.tiny_model import train_tokenizer
 
@@ -83,7 +83,7 @@ class NothingIsScored:
 def test_a_prompt_of_5_mb_is_refused_at_once(bounded: Sequence[Any]) -> None:
     chat = ChatTokens(bounded[0], context_length=64)
     began = time.monotonic()
-    collection = Collection(chat, SamplingParams(8), group_size=2, max_prompt_tokens=32)
+    collection = CollectionSettings(chat, SamplingParams(8), group_size=2, max_prompt_tokens=32)
     (group,) = collect_groups([Task("1", LONG)], NothingIsScored(), NothingIsDrawn(), collection)  # type: ignore[arg-type]
     assert [rollout.status for rollout in group.rollouts] == [RolloutStatus.PROMPT_TOO_LONG] * 2
     detail = str(group.rollouts[0].detail)

@@ -14,8 +14,7 @@ from octetrl.records import (
     SamplingParams,
     Task,
 )
-from octetrl.rollout.collect import Collection
-from octetrl.rollout.refill import Collected, collect_batch
+from octetrl.rollout.collect import CollectedBatch, CollectionSettings, collect_batch
 
 
 class Chat:
@@ -48,7 +47,7 @@ class Tasks:
         return [Task(str(first + i), "?") for i in range(n)]
 
 
-def collect(every: int, *, prompts: int = 8, max_refills: int = 10) -> tuple[Collected, Tasks, Workers]:
+def collect(every: int, *, prompts: int = 8, max_refills: int = 10) -> tuple[CollectedBatch, Tasks, Workers]:
     """Keeps the groups of every so many tasks; 0: none."""
 
     def keeps(group: RolloutGroup) -> bool:
@@ -56,7 +55,7 @@ def collect(every: int, *, prompts: int = 8, max_refills: int = 10) -> tuple[Col
 
     tasks, workers = Tasks(), Workers()
     sampling = SamplingParams(max_new_tokens=4)
-    collection = Collection(Chat(), sampling, 2, 9, prompts=prompts, max_refills=max_refills)  # type: ignore[arg-type]
+    collection = CollectionSettings(Chat(), sampling, 2, 9, prompts=prompts, max_refills=max_refills)  # type: ignore[arg-type]
     return collect_batch(tasks, keeps, Scores(), workers, collection), tasks, workers
 
 

@@ -17,9 +17,9 @@ from octetrl.environments.turns import Conversation, reward
 from octetrl.environments.turns.dialogue import Dialogue, Limits
 from octetrl.records import GenerationRequest, Reply, RolloutGroup, SamplingParams, Task
 from octetrl.rollout.chat_tokens import ChatTokens, ReplyError
-from octetrl.rollout.collect import Collection, collect_groups
+from octetrl.rollout.collect import CollectionSettings, collect_groups
 from octetrl.rollout.samples import to_samples
-from tests.unit.rollout.speaking import TalkingWorkers, logprob_of
+from tests.unit.rollout.talking import TalkingWorkers, logprob_of
 from tests.unit.rollout.templates import FAMILIES, WITH_TOOLS, stop_tokens, tokenizer_of
 
 
@@ -59,7 +59,7 @@ def drawn(family: str, environment: Any, says: Any, group_size: int = 2) -> tupl
     dialogue = Dialogue(environment, Limits(), family=family_of(tokenizer_of(family).chat_template))
     workers = TalkingWorkers(tokenizer_of(family), says)
     chat = chat_of(family, getattr(environment, "tools", ()))
-    collection = Collection(chat, SamplingParams(60), group_size, max_prompt_tokens=4000, seed=3)
+    collection = CollectionSettings(chat, SamplingParams(60), group_size, max_prompt_tokens=4000, seed=3)
     try:
         return collect_groups(environment.tasks, dialogue, workers, collection), workers
     finally:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from octetrl.engine.stopping import Stopping, decoder_of
 from octetrl.environments.tools import Family
-from octetrl.records import Completion, Drawn, FinishReason
+from octetrl.records import Completion, FinishReason, SessionEvent
 from octetrl.server.choices import Choice, Piece
 
 CALL = '<tool_call>{"name": "f", "arguments": {"x": "<tool_call> 🦊"}}</tool_call>'
@@ -30,7 +30,7 @@ class Bytes:
 DECODE = decoder_of(Bytes())
 
 
-def drawn(said: bytes, stops: tuple[str, ...]) -> list[Drawn]:
+def drawn(said: bytes, stops: tuple[str, ...]) -> list[SessionEvent]:
     """As the engine tells it, token by token: until a stop string, or the end."""
     stopping = Stopping(frozenset({0}), stops, len(said) + 1, DECODE)
     tokens: list[int] = []
@@ -40,8 +40,8 @@ def drawn(said: bytes, stops: tuple[str, ...]) -> list[Drawn]:
             break
     text = stopping.text_of(tokens, DECODE)
     completion = Completion(tuple(tokens), (-1.0,) * len(tokens), text, FinishReason.STOP, 0, "")
-    events = [Drawn("r", 0, (token,), (-1.0,), None) for token in tokens[:-1]]
-    return [*events, Drawn("r", 0, (tokens[-1],), (-1.0,), completion)]
+    events = [SessionEvent("r", 0, (token,), (-1.0,), None) for token in tokens[:-1]]
+    return [*events, SessionEvent("r", 0, (tokens[-1],), (-1.0,), completion)]
 
 
 def whole_and_pieces(said: bytes, stops: tuple[str, ...], family: Family | None) -> tuple[Piece, list[Piece]]:
@@ -52,7 +52,7 @@ def whole_and_pieces(said: bytes, stops: tuple[str, ...], family: Family | None)
     def choice() -> Choice:
         return Choice(0, decode=DECODE, stops=stops, family=family, logprobs=True)
 
-    whole = choice().take(Drawn("r", 0, completion.token_ids, completion.logprobs, completion))
+    whole = choice().take(SessionEvent("r", 0, completion.token_ids, completion.logprobs, completion))
     streamed = choice()
     return whole, [streamed.take(event) for event in events]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from octetrl.records import Drawn
+from octetrl.records import SessionEvent
 from octetrl.server.engine_thread import Accepted, EngineThread, Event, Failed, Refused
 from tests.unit.engine.tiny_engine import request, tiny_engine
 
@@ -28,11 +28,11 @@ class Bench:
     def next(self) -> tuple[str, Event]:
         return self.told.get(timeout=20)
 
-    def finished(self) -> dict[str, Drawn]:
-        found: dict[str, Drawn] = {}
+    def finished(self) -> dict[str, SessionEvent]:
+        found: dict[str, SessionEvent] = {}
         while self.thread._siblings or not self.told.empty():
             name, event = self.next()
-            if isinstance(event, Drawn) and event.completion is not None:
+            if isinstance(event, SessionEvent) and event.completion is not None:
                 found[name] = event
         return found
 
@@ -54,7 +54,7 @@ def test_requests_are_accepted_or_refused_and_told(bench: Bench) -> None:
     told = [bench.next() for _ in range(5)]
     assert ("a", Accepted()) in told and ("b", Accepted()) in told
     assert [type(event) for name, event in told if name == "large"] == [Refused]
-    drawn = {name: event.completion for name, event in told if isinstance(event, Drawn)}
+    drawn = {name: event.completion for name, event in told if isinstance(event, SessionEvent)}
     assert [drawn["a"], drawn["b"]] == expected
 
 
@@ -63,7 +63,7 @@ def test_a_cancel_that_comes_with_the_request_is_obeyed(bench: Bench) -> None:
         bench.thread.submit(request("a", max_new_tokens=100, ignore_eos=True), streams=True)
         bench.thread.cancel("a")
     bench.thread.submit(request("b", max_new_tokens=2), streams=False)
-    while not (isinstance(event := bench.next()[1], Drawn) and event.completion is not None):
+    while not (isinstance(event := bench.next()[1], SessionEvent) and event.completion is not None):
         assert isinstance(event, Accepted)
     assert bench.thread.pages_in_use == 0
 
@@ -86,7 +86,7 @@ def test_a_failure_fails_those_at_hand_and_the_next_is_served(bench: Bench) -> N
     assert bench.thread.error == "RuntimeError: no luck" and bench.thread.failures == 2
     bench.engine._runner.launch = launch  # type: ignore[method-assign]
     bench.thread.submit(request("c"), streams=False)
-    assert [type(bench.next()[1]) for _ in range(2)] == [Accepted, Drawn]
+    assert [type(bench.next()[1]) for _ in range(2)] == [Accepted, SessionEvent]
     assert bench.thread.error is None
 
 

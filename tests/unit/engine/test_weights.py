@@ -9,12 +9,12 @@ import torch
 
 from octetrl.config.presets import preset_config
 from octetrl.config.schema import Fp8Config
+from octetrl.engine.weights import put_weights, share_weights, weight_set, weights_digest
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.context import PackedContext
 from octetrl.layers.linear import Float8Linear
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
-from octetrl.workers.publish import quantize_for_engine, share_weights, verify_weights
 
 PRECISIONS = {
     "bf16": Fp8Config(),
@@ -33,8 +33,12 @@ def pair(precision: str, *, tied: bool = True, seed: int = 0) -> tuple[Decoder, 
     trainer.random_init(seed)
     engine = Decoder(spec, policy, "rollout", device="meta")
     share_weights(engine, trainer)
-    quantize_for_engine(engine, trainer)
+    put_weights(engine, weight_set(trainer, 0))
     return engine, trainer
+
+
+def digest(engine: Decoder, trainer: Decoder, version: int) -> str:
+    return weights_digest(engine, weight_set(trainer, version))
 
 
 def step(trainer: Decoder, *, requantize: bool = True) -> None:
@@ -81,7 +85,7 @@ def test_codes_of_the_rollout_alone_are_the_engines_own() -> None:
     step(trainer)
     with pytest.raises(RuntimeError, match="stale"):
         hidden_states(engine)
-    quantize_for_engine(engine, trainer)
+    put_weights(engine, weight_set(trainer, 0))
     published = hidden_states(engine)
     assert published.isfinite().all() and not torch.equal(published, hidden_states(trainer))
 
@@ -89,26 +93,26 @@ def test_codes_of_the_rollout_alone_are_the_engines_own() -> None:
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_what_was_published_passes_and_its_digest_tells_it_apart(precision: str) -> None:
     engine, trainer = pair(precision)
-    first = [verify_weights(engine, trainer, version) for version in range(9)]
+    first = [digest(engine, trainer, version) for version in range(9)]
     assert len(set(first)) == 9, "the version is part of the digest"
-    assert verify_weights(*pair(precision), 3) == first[3]
+    assert digest(*pair(precision), 3) == first[3]
     step(trainer)
-    quantize_for_engine(engine, trainer)
-    assert (verify_weights(engine, trainer, 3) == first[3]) == (precision == "bf16"), "codes or scales changed"
+    put_weights(engine, weight_set(trainer, 0))
+    assert (digest(engine, trainer, 3) == first[3]) == (precision == "bf16"), "codes or scales changed"
 
 
 @pytest.mark.parametrize("other", ["layers.1.mlp.down_proj", "layers.0.mlp.down_proj"])
 def test_rows_that_changed_places_change_the_digest(other: str) -> None:
     """Within a weight and between two; version 0 quantises neither afresh."""
     engine, trainer = pair("fp8")
-    before = verify_weights(engine, trainer, 0)
+    before = digest(engine, trainer, 0)
     linears = dict(engine.float8_linears())
     one, two = linears["layers.1.mlp.down_proj"].codes[2], linears[other].codes[7]
     kept = one.clone()
     one.copy_(two)
     two.copy_(kept)
     assert not torch.equal(one.view(torch.uint8), two.view(torch.uint8))
-    assert verify_weights(engine, trainer, 0) != before
+    assert digest(engine, trainer, 0) != before
 
 
 def flip_a_code(linear: Float8Linear) -> None:
@@ -127,7 +131,7 @@ def test_a_flipped_bit_is_found_and_named(flip: Callable[[Float8Linear], None]) 
     flip(dict(engine.float8_linears())["layers.1.attention.o_proj"])
     for version in range(8):
         with pytest.raises(RuntimeError, match=f"'layers.1.attention.o_proj' differs .* policy version {version}"):
-            verify_weights(engine, trainer, version)
+            digest(engine, trainer, version)
 
 
 @pytest.mark.parametrize("precision", ["fp8", "fp8_rollout"])
@@ -138,7 +142,7 @@ def test_stale_codes_are_found(precision: str) -> None:
     names = [name for name, _ in engine.float8_linears()]
     for version in range(len(names)):
         with pytest.raises(RuntimeError, match=f"'{names[version]}' differs"):
-            verify_weights(engine, trainer, version)
+            digest(engine, trainer, version)
 
 
 def test_one_stale_weight_is_found_within_a_round_of_versions() -> None:
@@ -148,7 +152,7 @@ def test_one_stale_weight_is_found_within_a_round_of_versions() -> None:
     found = []
     for version in range(8):
         try:
-            verify_weights(engine, trainer, version)
+            digest(engine, trainer, version)
         except RuntimeError as error:
             found.append(str(error))
     assert len(found) == 1 and "layers.0.mlp.down_proj" in found[0]
@@ -159,7 +163,23 @@ def test_a_tensor_that_is_no_longer_shared_is_found_once_it_differs(name: str) -
     engine, trainer = pair("fp8")
     module = engine.get_submodule(name)
     module.weight = torch.nn.Parameter(module.weight.detach().clone())
-    verify_weights(engine, trainer, 1)
+    digest(engine, trainer, 1)
     step(trainer)
     with pytest.raises(RuntimeError, match=f"'{name}.weight' differs"):
-        verify_weights(engine, trainer, 1)
+        digest(engine, trainer, 1)
+
+
+def test_weights_that_lie_elsewhere_are_copied_in_place() -> None:
+    """As they come from another process: the engine's tensors keep their addresses, and hold the new bytes."""
+    engine, trainer = pair("fp8")
+    for module in engine.modules():  # memory of its own
+        for tensors in (module._parameters, module._buffers):
+            tensors.update({key: t if t is None else type(t)(t.detach().clone()) for key, t in tensors.items()})
+    addresses = [tensor.data_ptr() for tensor in (*engine.parameters(), *engine.buffers())]
+    step(trainer)
+    with pytest.raises(RuntimeError, match="differs"):
+        digest(engine, trainer, 1)
+    put_weights(engine, weight_set(trainer, 1))
+    assert digest(engine, trainer, 1)
+    assert addresses == [tensor.data_ptr() for tensor in (*engine.parameters(), *engine.buffers())]
+    assert torch.equal(hidden_states(engine), hidden_states(trainer))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from octetrl.records import Completion, Drawn, FinishReason, GenerationRequest
+from octetrl.records import Completion, FinishReason, GenerationRequest, SessionEvent
 
 Says = Callable[[GenerationRequest, random.Random], Sequence[int]]  # tokens, EOS included where it is to stop
 
@@ -41,7 +41,7 @@ class TalkingSession:
             tokens = list(self._says(request, random.Random(f"{request.seed}/{sibling}")))
             self._running[request.id, sibling] = (request, tokens[: request.sampling.max_new_tokens], len(tokens))
 
-    def step(self) -> list[Drawn]:
+    def events(self, wait_seconds: float = 0.0) -> list[SessionEvent]:
         drawn = []
         self.batches.append(min(len(self._running), self._max_batch))
         for key in list(self._running)[: self._max_batch]:
@@ -59,7 +59,7 @@ class TalkingSession:
                 policy_version=0,
                 precision_digest="none",
             )
-            drawn.append(Drawn(*key, completion.token_ids, logprobs, completion))
+            drawn.append(SessionEvent(*key, completion.token_ids, logprobs, completion))
         return drawn
 
 

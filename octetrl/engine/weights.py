@@ -1,0 +1,139 @@
+"""How the engine's model takes the weights of a policy version, and what it says that it holds.
+
+Colocated, trainer and engine hold the same tensors: `share_weights` gives the engine's model the trainer's memory once.
+The trainer quantises a weight once after its optimizer step, in place, into the very codes that the engine reads. Then
+`put_weights` has nothing to copy. Where only the rollout is FP8, the trainer has no codes, and `put_weights` quantises
+its BF16 weight into the engine's. Weights that lie elsewhere (a `WeightSet` of another process) are copied in place, so
+captured graphs keep their addresses.
+
+In all cases `weights_digest` reads back what the engine holds and compares it with what was put in: the bytes of every
+FP8 weight and of every other parameter. One weight a version is quantised afresh, so a stale code shows.
+
+With LoRA the frozen weights and the adapters are shared alike. Nothing is merged or copied: a new version is what the
+optimizer wrote into the adapters. The codes of frozen weights stay as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from octetrl.fp8.kv_scales import KVScales
+from octetrl.kernels.quantize.quantize_weight import check_scales, quantize_weight
+from octetrl.layers.linear import Float8Linear
+from octetrl.models.decoder import Decoder
+from octetrl.records import WeightSet
+
+
+def share_weights(model: Decoder, trainer_model: Decoder) -> None:
+    """Makes every tensor of `model`, which may have been built on the meta device, the trainer's own.
+
+    A linear that is FP8 on both sides keeps no weight in the engine, only the trainer's codes. One that is FP8 in the
+    rollout alone gets codes of its own beside the trainer's weight.
+    """
+    trainer_modules = dict(trainer_model.named_modules())
+    for name, module in model.named_modules():
+        theirs = trainer_modules[name]
+        for key in module._parameters:
+            module._parameters[key] = theirs._parameters[key]
+        if isinstance(module, Float8Linear) and not isinstance(theirs, Float8Linear):
+            module.codes = torch.zeros_like(module.codes, device=theirs.weight.device)
+            module.scale = torch.full_like(module.scale, torch.nan, device=theirs.weight.device)
+            continue
+        for key in module._buffers:
+            module._buffers[key] = theirs._buffers[key]
+        if isinstance(module, Float8Linear):
+            module.drop_weight()
+
+
+@torch.no_grad()
+def put_weights(model: Decoder, weights: WeightSet) -> None:
+    """Copies what is not the same memory, and fills the codes that only the engine has from BF16 weights.
+
+    Reads the host once. Raises ValueError naming a weight that is not finite.
+    """
+    for name, parameter in model.named_parameters():
+        _copy(parameter, weights.tensors[name])
+    made: dict[str, tuple[Tensor, Tensor]] = {}
+    for name, linear in model.float8_linears():
+        if name in weights.codes:
+            codes, scale = weights.codes[name]
+            _copy(linear.codes, codes)
+            _copy(linear.scale, scale)
+        elif not linear.codes_are_settled:
+            linear.requantize(name, check=False)
+            assert linear.weight is not None, f"{name} came without codes and the engine has no weight to quantise"
+            made[name] = (linear.weight.detach(), linear.scale)
+    check_scales(made)
+
+
+def weights_digest(model: Decoder, weights: WeightSet) -> str:
+    """Compares what the engine reads with `weights`, as last put in; returns the digest of the engine's weights.
+
+    Raises RuntimeError naming the first tensor that differs. Two host synchronisations in all, and few launches: one
+    memory is recognised by its address.
+    """
+    version = weights.policy_version
+    linears = list(model.float8_linears())
+    compared: list[tuple[str, Tensor]] = []  # the name, and whether all bytes are equal
+    rows: list[Tensor] = []  # sums of what an engine reads and a trainer renews
+    for index, (name, linear) in enumerate(linears):
+        held = linear.quantized
+        if name in weights.codes:
+            compared += [(name, equal) for equal in _equal_bytes(held, weights.codes[name])]
+        weight = weights.tensors.get(f"{name}.weight")
+        if index == version % len(linears) and weight is not None:
+            fresh = quantize_weight(weight, power_of_two=linear.power_of_two, check=False)
+            compared += [(name, equal) for equal in _equal_bytes(held, (fresh.codes, fresh.scale))]
+        rows += [_row_sums(tensor) for tensor in held]
+    for name, parameter in model.named_parameters():
+        compared += [(name, equal) for equal in _equal_bytes((parameter.detach(),), (weights.tensors[name],))]
+    rows += [_row_sums(tensor.detach()) for _, adapter in model.adapters() for tensor in adapter.parameters()]
+    if compared:
+        for (name, _), equal in zip(compared, torch.stack([equal for _, equal in compared]).tolist(), strict=True):
+            if not equal:
+                raise RuntimeError(
+                    f"publish: the engine's '{name}' differs from the trainer's at policy version {version}; stopping"
+                )
+    return hashlib.sha256(repr((version, _sum_of_rows(rows))).encode()).hexdigest()[:16]
+
+
+def weight_set(trainer_model: Decoder, version: int, kv_scales: KVScales | None = None) -> WeightSet:
+    """A trainer's weights as those of policy version `version`: live tensors, no copies."""
+    tensors = {name: parameter.detach() for name, parameter in trainer_model.named_parameters()}
+    codes = {name: (linear.codes, linear.scale) for name, linear in trainer_model.float8_linears()}
+    return WeightSet(version, tensors, codes, kv_scales)
+
+
+def _copy(held: Tensor, given: Tensor) -> None:
+    if held.data_ptr() != given.data_ptr():
+        held.copy_(given)
+
+
+def _equal_bytes(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[Tensor]:
+    """Of each pair that is not one memory: whether its bytes are equal, on the device."""
+    return [
+        (one.contiguous().view(torch.uint8) == other.contiguous().view(torch.uint8)).all()
+        for one, other in zip(ours, theirs, strict=True)
+        if one.data_ptr() != other.data_ptr()
+    ]
+
+
+def _row_sums(tensor: Tensor) -> Tensor:
+    """int64 sums of the bytes of each row, by words of eight where rows have them; they wrap around, which is fine for
+    a digest."""
+    octets = tensor.contiguous().view(torch.uint8).flatten(1)
+    words = octets.view(torch.int64) if octets.shape[1] % 8 == 0 else octets
+    return words.sum(dim=1, dtype=torch.int64)
+
+
+def _sum_of_rows(rows: Sequence[Tensor]) -> int:
+    """A sum to which the order of all rows matters: each counts by an odd number of its own."""
+    if not rows:
+        return 0
+    all_rows = torch.cat(list(rows))
+    weights = 2 * torch.arange(all_rows.numel(), device=all_rows.device, dtype=torch.int64) + 1
+    return int((all_rows * weights).sum())
