@@ -58,6 +58,8 @@ def keep(data: int, control: int, parent_pid: int, limit_mib: int) -> None:
         adopt_orphans()
     if os.getppid() != parent_pid:
         os._exit(1)
+    if limit_mib and not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
+        _print(b"octetrl: this system lists no children of processes: a reward's memory has no limit\n")
     output_read, output_write = os.pipe()
     keeper_pid = os.getpid()
     worker = os.fork()
@@ -251,25 +253,34 @@ class _Link:
     closed descriptors that were not its own, and whose child may have come back instead of it."""
 
     def __init__(self, descriptor: int) -> None:
+        from octetrl.environments.plain_data import to_text
+
+        self._to_text = to_text
         self._descriptor = descriptor
         self._pid = os.getpid()
         self._identity = self._found()
+        self._ahead = bytearray()
 
     def read(self) -> bytes | None:
-        head = self._read_exactly(8)
-        return None if head is None else self._read_exactly(int.from_bytes(head, "big"))
+        """The next frame; None when the run has closed the socket."""
+        self._check()
+        if not self._has(8):
+            return None
+        size = int.from_bytes(self._ahead[:8], "big")
+        if not self._has(8 + size):
+            return None
+        frame = bytes(self._ahead[8 : 8 + size])
+        del self._ahead[: 8 + size]
+        return frame
 
     def write(self, answer: dict[str, Any]) -> None:
-        from octetrl.environments.plain_data import to_text
-
         self._check()
         try:
-            frame = to_text(answer).encode()
+            frame = self._to_text(answer).encode()
             if len(frame) > LONGEST_ANSWER:
                 raise ValueError(f"an answer of {len(frame):,} bytes; {LONGEST_ANSWER:,} are allowed")
         except (TypeError, ValueError, RecursionError) as error:
-            frame = to_text(_failure(answer["call"], error)).encode()
-        self._check()
+            frame = self._to_text(_failure(answer["call"], error)).encode()
         data = memoryview(len(frame).to_bytes(8, "big") + frame)
         try:
             while data:
@@ -277,18 +288,17 @@ class _Link:
         except (BrokenPipeError, ConnectionResetError):  # the run has closed it
             os._exit(0)
 
-    def _read_exactly(self, size: int) -> bytes | None:
-        data = bytearray()
-        while len(data) < size:
-            self._check()
+    def _has(self, size: int) -> bool:
+        """Reads on until so many bytes are there; whether they are."""
+        while len(self._ahead) < size:
             try:
-                part = os.read(self._descriptor, min(size - len(data), 1 << 20))
+                part = os.read(self._descriptor, 1 << 16)
             except ConnectionResetError:
-                return None
+                return False
             if not part:
-                return None
-            data += part
-        return bytes(data)
+                return False
+            self._ahead += part
+        return True
 
     def _check(self) -> None:
         if os.getpid() != self._pid:

@@ -221,6 +221,21 @@ def test_a_gate_that_could_never_end_the_run(here: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        (["environment.reward=leaves:f"], "could not load the reward (the process exited with code 0)"),
+        (["environment.kind=python", "environment.dataset=leaves:f"], "module 'leaves' ends its process when imported"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["check", "train"])
+def test_a_module_that_ends_its_process_does_not_end_the_run(
+    verb: str, override: list[str], says: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("leaves.py").write_text("import os\nos._exit(0)\n")
+    assert says in refused(capsys, verb, "r.yaml", *override)
+
+
+@pytest.mark.parametrize(
     ("text", "says"), [(None, "tasks.jsonl"), ("", "tasks.jsonl"), ('{"prompt": "a", "answer": "b"}\n{', "2")]
 )
 def test_a_bad_file_of_tasks(text: str | None, says: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,6 +94,10 @@ def test_check_accepts_it_and_shows_the_sandbox(
             "environment.reward_timeout_seconds=9",
             "9 would cut a sandbox short of its wall_seconds 8; raise it to at least 12",
         ),
+        (
+            "environment.reward_memory_mib=1000",
+            "of its memory_mib 512; raise it to at least 1536",
+        ),
         ("environment.sandbox.level=jail", "'jail' is not allowed; choose one of limits, landlock, bubblewrap"),
         ("environment.sandbox.python=/bin/false", "'/bin/false' does not run as a Python"),
         ("environment.dataset=null", 'kind code needs the path of a JSONL file of {"prompt": ..., "tests": [...]}'),

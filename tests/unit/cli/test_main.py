@@ -42,6 +42,12 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, behaviour: object) -> None:
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
+def test_sys_exit_of_foreign_code_is_no_success(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, SystemExit(0))
+    with pytest.raises(RuntimeError, match=r"code that the recipe names called sys\.exit\(0\)"):
+        run_command(["train", recipe])
+
+
 def test_train_hands_over_the_resolved_recipe(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[Recipe, bool]] = []
     stand_in(monkeypatch, lambda resolved, resume: seen.append((resolved, resume)))
