@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import dataclasses
 import enum
 import json
 import operator
@@ -150,8 +149,8 @@ def _fields(value: Any, above: list[Any]) -> Any:
 
     found: dict[str, Any] = {"class": type(value).__name__, "fields": []}
     names = {*getattr(value, "__dict__", {}), *_slots(type(value))}
-    if dataclasses.is_dataclass(value):
-        names = {field.name for field in dataclasses.fields(value) if field.compare}
+    if compared := getattr(type(value), "__dataclass_fields__", None):
+        names = {name for name, field in compared.items() if field.compare}
     for name in sorted(name for name in names if not name.startswith("__")):
         with contextlib.suppress(AttributeError):  # a slot that is not filled
             found["fields"].append([name, pack(object.__getattribute__(value, name), inner)])

@@ -15,7 +15,6 @@ from __future__ import annotations
 import types
 from collections import Counter, deque
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 _NAMES_OF_DATA = frozenset(
@@ -36,18 +35,19 @@ class Asks(Protocol):
     def next_items(self, origin: Any, count: int) -> tuple[list[Any], Exception | None]: ...
 
 
-@dataclass(slots=True)
 class Origin:
-    """Of a stand-in: which object of the contestant's it is, and what may be asked of it."""
+    """Of a stand-in: which object of the contestant's it is, and what may be asked of it. A plain class, since each
+    verdict would pay for the import of dataclasses."""
 
-    link: Asks
-    number: int
-    class_name: str
-    is_class: bool = False  # what the tests call by a name like `Point`
-    is_built: bool = False  # by a call of the tests to such a class
-    is_bare: bool = False  # a function that is named like a module, and must not be taken for it
-    items: list[Any] = field(default_factory=list)  # those read so far
-    reader: Generator[Any, Any, Any] | None = None
+    __slots__ = ("class_name", "is_bare", "is_built", "is_class", "items", "link", "number", "reader")
+
+    def __init__(self, link: Asks, number: int, class_name: str) -> None:
+        self.link, self.number, self.class_name = link, number, class_name
+        self.is_class = False  # what the tests call by a name like `Point`
+        self.is_built = False  # by a call of the tests to such a class
+        self.is_bare = False  # a function that is named like a module, and must not be taken for it
+        self.items: list[Any] = []  # those read so far
+        self.reader: Generator[Any, Any, Any] | None = None
 
 
 class Record(tuple):
