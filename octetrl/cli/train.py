@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from octetrl.cli.arguments import Overrides, RecipePath
+from octetrl.cli.ctrl_c import Stopped
 from octetrl.config.errors import RunFailed
 from octetrl.config.load import load_recipe
 from octetrl.config.schema import Recipe
@@ -26,8 +27,7 @@ def train(
     try:
         loop.train(resolved, resume=resume)
     except KeyboardInterrupt:
-        typer.echo(f"octetrl: {_how_to_go_on(resolved, recipe, overrides or [])}", err=True)
-        raise typer.Exit(130) from None
+        raise Stopped(_how_to_go_on(resolved, recipe, overrides or [])) from None
     except RunFailed as error:
         typer.echo(f"octetrl: the run failed: {error}", err=True)
         raise typer.Exit(1) from None

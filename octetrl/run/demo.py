@@ -1,4 +1,4 @@
-"""`make demo`: the main job on a laptop, from nothing.
+"""`octetrl demo`, `make demo`: the main job on a laptop, from nothing.
 
     1  a tiny Qwen3-architecture model with its own tokenizer, saved in Hugging Face form
     2  a cold start: SFT on sums, some worked step by step, most with the bare result (recipes/demo_sft.yaml)
@@ -120,7 +120,3 @@ def summary(reports: dict[str, EvalReport], grpo_folder: Path, seconds: float) -
     for row in rows:
         table.add_row(*row)
     return table
-
-
-if __name__ == "__main__":
-    main()

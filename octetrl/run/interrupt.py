@@ -1,4 +1,6 @@
-"""Ctrl-C: the first asks the run to stop after the current step, the second stops it at once.
+"""Ctrl-C: the first asks the run to stop after the current step, the second stops it at once and saves what can be.
+
+The second is left to the handler from before, so that a third ends even the saving (cli/ctrl_c.py).
 
 What the first one says, it says from a thread of its own: the signal may have come while the console was printing (or
 importing what it prints with), and the console must not be entered twice by one thread.
@@ -8,9 +10,12 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 
 from octetrl.telemetry.console import Console
+
+Handler = Callable[[int, FrameType | None], object]
 
 
 class StopRequest:
@@ -23,18 +28,21 @@ class StopRequest:
         )
 
     def __enter__(self) -> StopRequest:
-        self._before = signal.signal(signal.SIGINT, self._on_signal)
+        before = signal.signal(signal.SIGINT, self._on_signal)
+        assert callable(before), "SIGINT is handled by Python"
+        self._before: Handler = before
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         signal.signal(signal.SIGINT, self._before)
-        if self.asked:
+        if self._answer.is_alive():
             self._answer.join()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
+            self._before(number, frame)
             raise KeyboardInterrupt
         self.asked = True
         self._answer.start()

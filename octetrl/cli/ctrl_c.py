@@ -1,0 +1,81 @@
+"""Ctrl-C on the command line, whatever the verb and however early: a word and exit code 130, never a traceback.
+
+The first Ctrl-C raises KeyboardInterrupt, so that what runs can clean up; a run in training first asks for the end of
+its step (run/interrupt.py) and comes here with the second. One more ends the process at once: what is on the disk is
+then as after a kill, which every file of a run survives. Nothing heavy is imported here, so the handler is installed
+within a few hundredths of a second.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import os
+import signal
+import sys
+from types import FrameType
+from typing import Any
+
+INTERRUPTED = 130
+_SHOW_CURSOR = b"\x1b[?25h"  # a live line had hidden it
+
+
+class Stopped(BaseException):
+    """A verb was stopped by Ctrl-C and has its own word for it. It passes typer, which takes a KeyboardInterrupt."""
+
+
+class CtrlC:
+    """The handler of SIGINT from `install` on."""
+
+    def __init__(self) -> None:
+        self._is_last = False
+
+    def install(self) -> None:
+        self._is_last = False
+        signal.signal(signal.SIGINT, self.on_signal)
+        self._hook, sys.unraisablehook = sys.unraisablehook, self._unraisable
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._is_last:
+            end_at_once()
+        self._is_last = True
+        raise KeyboardInterrupt
+
+    def end_at_next(self) -> None:
+        """There is nothing left to clean up: the next Ctrl-C ends the process."""
+        self._is_last = True
+
+    def finish(self, *, was_stopped: bool) -> None:
+        """The process is about to end, and further signals change nothing. While the interpreter shuts down it has no
+        handlers, and it may end by SIGINT if the KeyboardInterrupt came within an `exec`; so a command that was stopped
+        ends here, with its exit code."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if was_stopped:
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(INTERRUPTED)
+
+    def _unraisable(self, what: Any) -> None:
+        """A KeyboardInterrupt that came up where nothing can be raised (in a `__del__`) is asked for again."""
+        if what.exc_type is KeyboardInterrupt:
+            _thread.interrupt_main()
+        else:
+            self._hook(what)
+
+
+def end_at_once() -> None:
+    if os.isatty(2):
+        os.write(2, _SHOW_CURSOR)
+    os.write(2, b"\noctetrl: stopped at once\n")
+    os._exit(INTERRUPTED)
+
+
+def came_of_ctrl_c(error: BaseException) -> bool:
+    """Whether it is a KeyboardInterrupt, or what a library made of one."""
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, KeyboardInterrupt):
+            return True
+        link = link.__cause__ or link.__context__
+    return False

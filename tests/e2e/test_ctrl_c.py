@@ -1,0 +1,87 @@
+"""Ctrl-C, once and twice, as early as the imports: every verb ends with 130 and a word, and leaves no traceback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.e2e.tiny_run import recipe_tree
+
+REPOSITORY = Path(__file__).parents[2]
+RECIPE, MODEL = "r.yaml", "model"
+VERBS = {
+    "train": ["train", RECIPE],
+    "eval": ["eval", MODEL, "--recipe", RECIPE],
+    "generate": ["generate", MODEL, "-p", "1 + 2 =", "--max-new-tokens", "100"],
+    "serve": ["serve", MODEL, "--port", "0"],
+    "check": ["check", RECIPE],
+    "bench": ["bench", "train", "--model", "tiny", "--precision", "bf16"],
+    "doctor": ["doctor", RECIPE],
+    "rollouts": ["rollouts", "run"],
+    "export": ["export", "run", "--to", "out"],
+    "demo": ["demo"],
+}
+# Stands in for a slow machine: an interpreter whose every import of this project takes a moment, and that says so.
+SLOW = """
+import sys, time, importlib.abc
+class Slow(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.startswith("octetrl.cli.verbs"):
+            print("importing", flush=True)
+            time.sleep(5)
+sys.meta_path.insert(0, Slow())
+sys.argv = ["octetrl", *sys.argv[1:]]
+from octetrl.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("verb", "times"), [(verb, 2) for verb in VERBS] + [("train", 1)])
+def test_while_a_verb_is_imported(verb: str, times: int, tmp_path: Path) -> None:
+    process = _start([sys.executable, "-c", SLOW, *VERBS[verb]], tmp_path)
+    assert process.stdout is not None and process.stdout.readline() == "importing\n"
+    _press(process, times)
+    _assert_stopped(process)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", VERBS)
+def test_in_the_first_seconds(verb: str, model: Path, tmp_path: Path) -> None:
+    """Once and twice, at moments from the set-up on. A verb that was quicker has ended by itself."""
+    (tmp_path / MODEL).symlink_to(model)
+    (tmp_path / RECIPE).write_text(yaml.safe_dump(recipe_tree(Path(MODEL), Path("run"), {"steps": 400})))
+    for moment, times in ((0.4, 1), (2.5, 2)):
+        process = _start([sys.executable, "-m", "octetrl.cli.main", *VERBS[verb]], tmp_path)
+        time.sleep(moment)
+        _press(process, times)
+        _assert_stopped(process, may_be_done=True)
+        assert verb != "train" or not (tmp_path / "run" / "lock").exists() or (tmp_path / "run/config.yaml").exists()
+
+
+def _start(command: list[str], folder: Path) -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def _press(process: subprocess.Popen[str], times: int) -> None:
+    for _ in range(times):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+
+
+def _assert_stopped(process: subprocess.Popen[str], *, may_be_done: bool = False) -> None:
+    _, err = process.communicate(timeout=120)
+    assert "Traceback" not in err and "Exception ignored" not in err, err
+    if may_be_done and process.returncode in (0, 1, 2):
+        return
+    assert process.returncode == 130, err
+    assert "octetrl: stopped" in err
