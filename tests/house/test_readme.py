@@ -44,7 +44,7 @@ def check_octetrl(command: str, arguments: list[str]) -> None:
     from typer.core import TyperGroup
     from typer.exceptions import TyperException
 
-    from octetrl.cli.main import app
+    from octetrl.cli.verbs import app
     from octetrl.config.load import load_recipe
 
     group = typer.main.get_command(app)
