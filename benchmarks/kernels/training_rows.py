@@ -36,8 +36,8 @@ from octetrl.kernels.rows import rms_norm_backward as norm_module
 from octetrl.kernels.rows.rms_norm import rms_norm
 from octetrl.kernels.rows.rms_norm_backward import rms_norm_backward, rms_norm_backward_reference
 from octetrl.kernels.rows.rope import rope, rope_triton
-from octetrl.layers.attention import observe_amax
 from octetrl.layers.rotary import Rotary, RotaryTable
+from octetrl.models.blocks.attention.module import observe_amax
 
 EPS, NEVER, TOKENS = 1e-6, -1.0, 16384
 WEIGHT = (24576, 4096)  # gate and up of Qwen3-8B

@@ -40,11 +40,11 @@ from octetrl.fp8.quantize import dequantize_activation, dequantize_weight
 from octetrl.kernels.attention.attention_packed import attention_packed
 from octetrl.kernels.attention.kv_store import kv_replay
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
-from octetrl.layers.attention import Attention
 from octetrl.layers.context import KVMode, PackedContext
 from octetrl.layers.embedding import Embedding
 from octetrl.layers.linear import Float8Linear, Linear, Projection
 from octetrl.layers.norm import RMSNorm
+from octetrl.models.blocks.attention.module import Attention
 from octetrl.models.decoder import Decoder
 
 WEIGHTS, ACTIVATIONS, K, V, LM_HEAD, OTHERS = KINDS = (

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from octetrl.doctor.taps import Note, Site, Tap, read_back, values_of
 from octetrl.fp8.quantize import Quantized, dequantize_activation
-from octetrl.layers.attention import Attention
 from octetrl.layers.context import Context, PagedContext
 from octetrl.layers.linear import Projection
 from octetrl.models import rollout_forward, training_forward
+from octetrl.models.blocks.attention.module import Attention
 from octetrl.models.decoder import Decoder, RunLayer
 
 Function = Callable[..., Any]

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.format import E4M3, decode_e4m3
 from octetrl.kernels.attention.kv_store import ReplayedKV, by_key, kv_replay
-from octetrl.layers.attention import Attention
 from octetrl.layers.context import Context, LayerCache, PackedContext, PagedContext
+from octetrl.models.blocks.attention.module import Attention
 from octetrl.models.decoder import Decoder, DecoderLayer
 
 IN_A_LAYER = (

@@ -28,16 +28,16 @@ from octetrl.fp8.gemm import BackendName
 from octetrl.fp8.policy import PrecisionPolicy, Side
 from octetrl.kernels.gemm.linear_logprobs import linear_logprobs, lm_head_logits
 from octetrl.kernels.quantize.quantize_weight import check_scales
-from octetrl.layers.attention import Attention
 from octetrl.layers.context import Context
 from octetrl.layers.embedding import Embedding
 from octetrl.layers.linear import Float8Linear, Linear, Projection
 from octetrl.layers.lm_head import LmHead
 from octetrl.layers.lora import LoraAdapter
-from octetrl.layers.mlp import MLP
 from octetrl.layers.norm import RMSNorm
 from octetrl.layers.rotary import Rotary, RotaryTable
 from octetrl.layers.top_logprobs import logprobs_at, top_logprobs
+from octetrl.models.blocks.attention.module import Attention
+from octetrl.models.blocks.mlp.module import MLP
 
 EMBEDDING_STD = 0.02
 

@@ -28,13 +28,13 @@ from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from octetrl.kernels.rows.add_rms_norm import add_rms_norm
 from octetrl.kernels.rows.silu_mul import silu_mul
 from octetrl.kernels.rows.silu_mul_quantize import silu_mul_quantize
-from octetrl.layers.attention import Attention
 from octetrl.layers.context import PagedContext
 from octetrl.layers.linear import Float8Linear, Projection
 from octetrl.layers.lora import add_branch, lora_down
-from octetrl.layers.mlp import MLP
 from octetrl.layers.norm import RMSNorm
 from octetrl.layers.rotary import RotaryTable
+from octetrl.models.blocks.attention.module import Attention
+from octetrl.models.blocks.mlp.module import MLP
 from octetrl.models.decoder import Decoder
 
 

@@ -60,12 +60,12 @@ from octetrl.kernels.rows.rms_norm_backward import rms_norm_backward
 from octetrl.kernels.rows.silu_mul import silu_mul_backward_triton, silu_mul_triton
 from octetrl.kernels.rows.silu_mul_backward_quantize import silu_mul_backward_quantize
 from octetrl.kernels.rows.silu_mul_quantize import silu_mul_quantize
-from octetrl.layers.attention import Attention
 from octetrl.layers.context import Context, PackedContext
 from octetrl.layers.linear import Float8Linear, Projection
 from octetrl.layers.lora import add_branch, lora_dgrad, lora_down, lora_dt, lora_wgrad
 from octetrl.layers.norm import RMSNorm
 from octetrl.layers.rotary import Rotary
+from octetrl.models.blocks.attention.module import Attention
 from octetrl.models.decoder import Decoder, DecoderLayer, RunLayer
 from octetrl.models.rollout_forward import can_fuse
 

@@ -12,9 +12,9 @@ from octetrl.kernels.gemm.linear_logprobs import linear_logprobs, lm_head_logits
 from octetrl.kernels.rows.rms_norm import rms_norm, rms_norm_reference
 from octetrl.kernels.rows.rope import rope, rope_reference
 from octetrl.kernels.rows.silu_mul import silu_mul, silu_mul_reference
-from octetrl.layers.attention import observe_amax
 from octetrl.layers.embedding import Embedding
 from octetrl.layers.rotary import RotaryTable
+from octetrl.models.blocks.attention.module import observe_amax
 
 pytestmark = pytest.mark.gpu
 

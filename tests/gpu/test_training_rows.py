@@ -10,7 +10,7 @@ from benchmarks.kernels.training_rows import NEVER, SHAPES, faults, norm_case, n
 from octetrl.kernels.attention.qkv_rotate import qkv_rotate
 from octetrl.kernels.rows.rms_norm import rms_norm
 from octetrl.kernels.rows.rms_norm_backward import rms_norm_backward
-from octetrl.layers.attention import observe_amax
+from octetrl.models.blocks.attention.module import observe_amax
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import octetrl.engine.model_runner as model_runner
-import octetrl.layers.attention as attention
+import octetrl.models.blocks.attention.module as attention
 from octetrl.doctor.examine import Examination, Patient, wake_branches
 from octetrl.doctor.findings import Report, examine, first_difference, noted
 from octetrl.doctor.passes import DrawnSequences, EngineLimits, Pass, Piece, engine_plans

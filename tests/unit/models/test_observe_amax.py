@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from octetrl.layers.attention import observe_amax
+from octetrl.models.blocks.attention.module import observe_amax
 
 
 def test_amax_is_raised_per_head_and_keeps_what_was_seen() -> None:
