@@ -69,7 +69,7 @@ def test_no_step_waits_for_the_device(precision: str, monkeypatch: pytest.Monkey
         torch.cuda.set_sync_debug_mode("error")
         try:
             while session.has_work:
-                session.step()
+                session.events()
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert copied
