@@ -208,6 +208,7 @@ class Sample:
     precision_digest: str | None = None  # of the engine that drew it; None for SFT
     pair: int | None = None  # of a preference pair: chosen and rejected stand side by side with the same number
     chosen: bool = True  # the better of its pair
+    group: int | None = None  # of siblings, numbered within a step; None for SFT and preferences
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +232,7 @@ class MicroBatch:
     target_positions_N: Tensor  # int64: position of the target in its sequence
     sequence_lengths_N: Tensor  # int64: length of its sequence
     chosen_N: Tensor | None = None  # bool: of the better sequence of its pair; None where there are no pairs
+    group_N: Tensor | None = None  # int64: which group of siblings drew its sequence; None where there are no groups
 
 
 @dataclass(frozen=True, slots=True)

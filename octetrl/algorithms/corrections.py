@@ -9,10 +9,12 @@ g of a token, K = the product of k over its sample and M = K^(1/tokens), `algori
     token_mask      out unless k is in token_mask_range         IcePop (Ling team 2025) with tis and a cap as high
     sequence_mask   out unless K is in sequence_mask_range      MIS (Liu, Li et al. 2025) with sequence_tis
     geometric_mask  out unless M is in geometric_mask_range     notices a drift that no single token shows
-    veto            out where any token of the sample has p < veto_floor
+    veto            out where any token of the sample has p < veto_floor; `veto_by: ratio`: k < veto_floor (verl)
     self_normalize  w / mean w over the optimizer step: no bias of scale, at one more forward where there is one update
 
-At most one of the first two; without them w is 1. What is out has weight 0 and still counts in the loss' denominator.
+At most one of the first two; without them w is 1. What is out has weight 0 and still counts in the loss' denominator;
+with `masked_tokens: left_out` neither it nor its KL and entropy count (verl), since the loss is divided by the share of
+the step's tokens that stay, each weighted as in the loss.
 Each says what share it touched; weights carry no gradient. effective_sample_size = (mean w)^2 / mean w^2.
 """
 
@@ -31,6 +33,7 @@ from octetrl.config.schema import AlgorithmConfig
 
 class Correction(NamedTuple):
     weights_N: Tensor  # detached
+    kept_N: Tensor  # 0.0 where a mask or veto leaves the token out, else 1.0
     metrics: Mapping[str, Tensor]  # name -> [N]
 
 
@@ -57,6 +60,7 @@ class Pair(NamedTuple):
         return log_B.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()[self.sequence_N]
 
 
+TRUNCATIONS = ("tis", "sequence_tis")  # they bound a weight; all others leave tokens out
 Change = tuple[Tensor, Tensor]  # factor of the weight, and where the bound acted
 
 
@@ -69,8 +73,9 @@ def _masked(ratio_N: Tensor, bounds: tuple[float, float]) -> Change:
     return (~outside_N).to(ratio_N.dtype), outside_N
 
 
-def _vetoed(pair: Pair, floor: float) -> Change:
-    below_N = (pair.trainer_N.exp() < floor).to(pair.trainer_N.dtype)
+def _vetoed(pair: Pair, config: AlgorithmConfig) -> Change:
+    compared_N = pair.trainer_N if config.veto_by == "probability" else pair.trainer_N - pair.generator_N
+    below_N = (compared_N.exp() < config.veto_floor).to(pair.trainer_N.dtype)
     outside_N = sequence_sum(below_N, pair.sequence_N, pair.num_sequences)[pair.sequence_N] > 0
     return (~outside_N).to(pair.trainer_N.dtype), outside_N
 
@@ -81,7 +86,7 @@ _CORRECTIONS: dict[str, Callable[[Pair, AlgorithmConfig], Change]] = {
     "token_mask": lambda pair, config: _masked(pair.token_N, config.token_mask_range),
     "sequence_mask": lambda pair, config: _masked(pair.product_N, config.sequence_mask_range),
     "geometric_mask": lambda pair, config: _masked(pair.geometric_N, config.geometric_mask_range),
-    "veto": lambda pair, config: _vetoed(pair, config.veto_floor),
+    "veto": lambda pair, config: _vetoed(pair, config),
 }
 
 
@@ -92,17 +97,19 @@ def correct(
     """The weight of each token, all corrections but the batch's normalisation."""
     pair = Pair(trainer_N, generator_N, sequence_N, num_sequences)
     weights_N = torch.ones_like(trainer_N)
+    kept_N = torch.ones_like(trainer_N)
     touched_N = torch.zeros_like(trainer_N, dtype=torch.bool)
     metrics: dict[str, Tensor] = {}
     for name in config.corrections:
         if name in _CORRECTIONS:
             factor_N, here_N = _CORRECTIONS[name](pair, config)
             weights_N, touched_N = weights_N * factor_N, touched_N | here_N
+            kept_N = kept_N if name in TRUNCATIONS else kept_N * factor_N
             metrics[f"correction/{name}_fraction"] = here_N.float()
     metrics["correction/clip_fraction"] = touched_N.float()
     metrics["correction/mean_weight"] = weights_N
     metrics["correction/mean_square_weight"] = weights_N.square()
-    return Correction(weights_N, metrics)
+    return Correction(weights_N, kept_N, metrics)
 
 
 def effective_sample_size(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -11,6 +11,9 @@ b = `preference_beta` is the strength of the pull to the reference (0.1; IPO wan
 e = 0 it is DPO as published; at p = q every DPO loss is log 2 and every IPO loss 1 / (4 b^2). Take IPO, or e > 0, where
 labels are noisy or nearly all agree: DPO's h then grows without end. `preference/accuracy` counts h = 0 as wrong.
 
+`preference_logprobs: mean` divides each log-ratio by the tokens of its answer, as TRL does for IPO. Then h, and with it
+a good b, depend less on length, and a short answer is no longer cheaper to move.
+
 A pair's loss stands on every token of both answers. With `sequence` weights each answer adds it once, and the trainer
 divides by the number of answers: the mean over pairs, however they were packed. Metrics have one value a pair.
 
@@ -19,6 +22,7 @@ N trained tokens, B samples (chosen and rejected side by side), P = B / 2 pairs.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -32,8 +36,9 @@ def preference_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
     assert reference_N is not None and inputs.chosen_N is not None, "preferences need a reference and pairs"
     sign_P2 = _summed(inputs.chosen_N.float() * 2 - 1, inputs).sign().view(pairs, 2)
     assert bool((sign_P2.sum(1) == 0).all()), "chosen and rejected of a pair stand side by side"
-    logprobs_P2 = _summed(inputs.logprobs_N, inputs).view(pairs, 2)
-    ratios_P2 = _summed(inputs.logprobs_N - reference_N, inputs).view(pairs, 2)
+    of_answer = _mean if config.preference_logprobs == "mean" else _summed
+    logprobs_P2 = of_answer(inputs.logprobs_N, inputs).view(pairs, 2)
+    ratios_P2 = of_answer(inputs.logprobs_N - reference_N, inputs).view(pairs, 2)
     beta, wrong = config.preference_beta, config.label_smoothing
     difference_P = (ratios_P2 * sign_P2).sum(1)
     if config.name == "ipo":
@@ -55,3 +60,7 @@ def preference_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
 def _summed(values_N: Tensor, inputs: LossInputs) -> Tensor:
     """Over the tokens of each sample, float32 [B]."""
     return values_N.new_zeros(inputs.num_sequences).index_add(0, inputs.sequence_N, values_N)
+
+
+def _mean(values_N: Tensor, inputs: LossInputs) -> Tensor:
+    return _summed(values_N, inputs) / _summed(torch.ones_like(values_N), inputs)

@@ -6,14 +6,25 @@ A token is charged for the KL of itself and of what it leads to, by the log-prob
 gradient of E[reward - kl_coefficient * KL(policy || reference)] over whole answers, where the loss' term only sees each
 token's own. k1 is the unbiased choice here, since nothing is differentiated. The KL is outside the group's
 normalisation.
+
+    A_i = rule(r - kl_coefficient * sum over the answer of KL)_i       `kl_in: reward_before_baseline`
+
+RLOO in TRL, and verl with use_kl_in_reward, take the KL of a whole answer from its reward and compare siblings then: an
+answer is charged for more KL than its siblings', all its tokens alike. Rules look at differences alone, so the rollout
+hands over r less its group's mean, which float32 holds better than r.
+
+N trained tokens of the batch, B samples.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+import torch
 from torch import Tensor
 
 from octetrl.algorithms.ratios import kl_of_ratio
-from octetrl.algorithms.sequences import sum_to_go
+from octetrl.algorithms.sequences import sequence_sum, sum_to_go
 from octetrl.algorithms.token_rewards import TokenRewards
 from octetrl.config.schema import AlgorithmConfig
 
@@ -24,3 +35,23 @@ def less_kl(rewards: TokenRewards, config: AlgorithmConfig) -> Tensor:
         return rewards.outcome_N
     kl_N = kl_of_ratio(rewards.kl_N, config.kl_estimator)
     return rewards.outcome_N - config.kl_coefficient * rewards.kl_scale * sum_to_go(kl_N, rewards.is_last_N)
+
+
+def compare_less_kl(
+    rewards: TokenRewards, config: AlgorithmConfig, rule: Callable[[Sequence[float]], Sequence[float]]
+) -> Tensor:
+    """The rule of a group's rewards, each less the KL of its answer, float32 [N]. `outcome_N` differs from the rewards
+    by a constant a group."""
+    assert rewards.kl_N is not None and rewards.group_N is not None, "KL before the baseline needs KL and groups"
+    kl_N = kl_of_ratio(rewards.kl_N, config.kl_estimator).double()
+    kl_B = sequence_sum(kl_N, rewards.sequence_N, rewards.num_sequences)
+    net_B = rewards.outcome_N[rewards.is_last_N].double() - config.kl_coefficient * rewards.kl_scale * kl_B
+    net, groups = net_B.tolist(), rewards.group_N[rewards.is_last_N].tolist()
+    members: dict[int, list[int]] = {}
+    for sample, group in enumerate(groups):
+        members.setdefault(group, []).append(sample)
+    advantages = [0.0] * len(net)
+    for siblings in members.values():
+        for sample, advantage in zip(siblings, rule([net[sample] for sample in siblings]), strict=True):
+            advantages[sample] = advantage
+    return torch.tensor(advantages, dtype=torch.float32, device=kl_B.device)[rewards.sequence_N]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from octetrl.algorithms.corrections import correct
+from octetrl.algorithms.corrections import Correction, correct
 from octetrl.algorithms.ratios import MAX_LOG_RATIO, base_logprobs, kl_estimate
 from octetrl.algorithms.token_loss import LossInputs, TokenLoss
 from octetrl.config.schema import AlgorithmConfig
@@ -43,16 +43,28 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig, objective: Objectiv
     metrics = {"ratio/clip_fraction": gain.clipped_N, "ratio/limited_fraction": too_far_N.float()}
     metrics |= correction.metrics
     if inputs.reference_logprobs_N is not None and config.kl_in == "loss" and config.kl_coefficient:
-        kl_N = kl_estimate(inputs.logprobs_N, inputs.reference_logprobs_N, config.kl_estimator)
+        kl_N = kl_estimate(inputs.logprobs_N, inputs.reference_logprobs_N, config.kl_estimator, config.kl_gradient)
         loss_N = loss_N + config.kl_coefficient * inputs.kl_scale * kl_N
         metrics["kl"] = kl_N.detach()
     if config.entropy_coefficient:
         loss_N = loss_N - config.entropy_coefficient * inputs.entropy_N
+    if inputs.kept_share is not None:
+        loss_N = loss_N * correction.kept_N / inputs.kept_share
     return TokenLoss(loss_N, metrics)
 
 
-def correction_weights(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
-    """The weights alone, [N], for their mean over the optimizer step; `logprobs_N` are those before an update."""
-    assert inputs.generator_logprobs_N is not None, "a correction needs the engine's log-probs"
-    base_N = base_logprobs(inputs, config.ratio_base)
-    return correct(base_N, inputs.generator_logprobs_N, inputs.sequence_N, inputs.num_sequences, config).weights_N
+def step_means(config: AlgorithmConfig) -> dict[str, Callable[[LossInputs], Tensor]]:
+    """What the loss needs the mean of over the optimizer step: fields of LossInputs and what they are means of, [N],
+    with the log-probs before an update."""
+
+    def corrected(inputs: LossInputs) -> Correction:
+        assert inputs.generator_logprobs_N is not None, "a correction needs the engine's log-probs"
+        base_N = base_logprobs(inputs, config.ratio_base)
+        return correct(base_N, inputs.generator_logprobs_N, inputs.sequence_N, inputs.num_sequences, config)
+
+    means: dict[str, Callable[[LossInputs], Tensor]] = {}
+    if "self_normalize" in config.corrections:
+        means["mean_weight"] = lambda inputs: corrected(inputs).weights_N
+    if config.masked_tokens == "left_out":
+        means["kept_share"] = lambda inputs: corrected(inputs).kept_N
+    return means

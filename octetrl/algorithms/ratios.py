@@ -12,8 +12,9 @@ A good estimate need not have a good gradient. Differentiated as a loss through 
     k2   E[grad] = E[x grad log p] = grad KL(p||q): the right one
     k3   E[grad] = E[(1 - q/p) grad log p] = grad KL(q||p): the forward KL's, close to the right one while p is near q
 
-So `k1` here has k1's value and k2's gradient; `k2` and `k3` are what they are, and k3 is what GRPO publishes. None is
-corrected for tokens that were drawn from another policy than p.
+So `k1` here has k1's value and k2's gradient; `k2` and `k3` are what they are, and k3 is what GRPO publishes.
+`algorithm.kl_gradient` chooses otherwise: `estimator` differentiates the estimator itself, k1 too; `k2` gives all three
+k2's gradient. None is corrected for tokens that were drawn from another policy than p.
 
 What the ratio p / base is taken against, `algorithm.ratio_base`:
 
@@ -35,6 +36,8 @@ from torch import Tensor
 from octetrl.algorithms.token_loss import LossInputs
 
 RatioBase = Literal["auto", "proximal", "generator"]
+KLEstimator = Literal["k1", "k2", "k3"]
+KLGradient = Literal["auto", "estimator", "k2"]
 MAX_LOG_RATIO = 20.0  # keeps exp finite, so that the branch a clip does not take cannot give 0 * inf = NaN
 
 
@@ -43,18 +46,21 @@ def token_ratio(logprobs_N: Tensor, base_logprobs_N: Tensor) -> Tensor:
     return (logprobs_N - base_logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def kl_estimate(logprobs_N: Tensor, reference_logprobs_N: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+def kl_estimate(
+    logprobs_N: Tensor, reference_logprobs_N: Tensor, estimator: KLEstimator, gradient: KLGradient = "auto"
+) -> Tensor:
     """The chosen estimate of KL(policy || reference) for each token, with the gradient described above."""
     difference_N = (logprobs_N - reference_logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    if estimator == "k3":
-        return torch.expm1(-difference_N) + difference_N
     k2_N = difference_N.square() / 2
     if estimator == "k2":
         return k2_N
-    return k2_N + (difference_N - k2_N).detach()
+    value_N = difference_N if estimator == "k1" else torch.expm1(-difference_N) + difference_N
+    if gradient == "estimator" or (gradient == "auto" and estimator == "k3"):
+        return value_N
+    return k2_N + (value_N - k2_N).detach()
 
 
-def kl_of_ratio(log_ratio_N: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+def kl_of_ratio(log_ratio_N: Tensor, estimator: KLEstimator) -> Tensor:
     """The same from log p - log reference, without gradient: what a reward is charged."""
     return kl_estimate(log_ratio_N, torch.zeros_like(log_ratio_N), estimator)
 

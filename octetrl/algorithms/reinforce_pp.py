@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octetrl.algorithms.kl_reward import less_kl
-from octetrl.algorithms.spread import tensor_differs
+from octetrl.algorithms.kl_reward import compare_less_kl, less_kl
+from octetrl.algorithms.spread import differences_from_mean, tensor_differs
 from octetrl.algorithms.token_rewards import TokenRewards
 from octetrl.config.schema import AlgorithmConfig
 
@@ -29,6 +29,8 @@ def plain_rewards(rewards: Sequence[float]) -> list[float]:
 
 def batch_normalized(rewards: TokenRewards, config: AlgorithmConfig) -> Tensor:
     """Advantages of all tokens of the batch, float32 [N]."""
+    if config.kl_in == "reward_before_baseline":
+        return whitened(compare_less_kl(rewards, config, differences_from_mean))
     return whitened(less_kl(rewards, config) if config.kl_in == "reward" else rewards.outcome_N)
 
 

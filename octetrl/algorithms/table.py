@@ -6,8 +6,8 @@ defaults are not GRPO's, a line in `config/objectives.py` (docs/algorithms.md wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch import Tensor
@@ -22,13 +22,13 @@ from octetrl.algorithms.filters import has_baseline, has_reward, has_variance, i
 from octetrl.algorithms.grpo import grpo_loss
 from octetrl.algorithms.gspo import gspo_loss, gspo_token_loss
 from octetrl.algorithms.kl_control import adapted_kl_scale
-from octetrl.algorithms.kl_reward import less_kl
-from octetrl.algorithms.policy_loss import correction_weights
+from octetrl.algorithms.kl_reward import compare_less_kl, less_kl
+from octetrl.algorithms.policy_loss import step_means
 from octetrl.algorithms.ppo import ppo_advantages, ppo_returns
 from octetrl.algorithms.ratios import kl_of_ratio
 from octetrl.algorithms.reinforce_pp import batch_normalized, plain_rewards
 from octetrl.algorithms.rejection import best_of_group
-from octetrl.algorithms.rloo import leave_one_out_advantages
+from octetrl.algorithms.rloo import leave_one_out_advantages, rloo_loss
 from octetrl.algorithms.sapo import sapo_loss
 from octetrl.algorithms.sft import sft_loss
 from octetrl.algorithms.spread import differences_from_mean
@@ -38,6 +38,8 @@ from octetrl.algorithms.weighting import TokenWeighting
 from octetrl.config.objectives import NEED_SIBLINGS
 from octetrl.config.schema import AlgorithmConfig
 from octetrl.records import Rollout, RolloutGroup
+
+StepMean = Callable[[LossInputs], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class Algorithm:
     reward_loss: RewardLoss | None = None  # of a pair's rewards: a reward model is trained, and `loss` unused
     needs_teacher: bool = False  # the reference is another model's: `algorithm.teacher`
     teacher_top_k: int = 0  # tokens of the teacher's distribution that the loss reads; 0: the drawn ones alone
-    batch_weights: Callable[[LossInputs], Tensor] | None = None  # corrections to be divided by their mean; None: none
+    step_means: Mapping[str, StepMean] = field(default_factory=dict)  # field of LossInputs -> values it is the mean of
     adapt_kl: Callable[[float, float], float] | None = None  # KL scale and mean KL of a step -> scale of the next
     reference_every: int = 0  # steps after which the reference becomes the present policy; 0: never
 
@@ -85,14 +87,17 @@ def _policy(
         needs_reference = config.kl_coefficient > 0
         keeps = has_baseline if config.name in NEED_SIBLINGS else has_reward
         normalized = partial(group_relative_advantages, normalize=config.normalize_advantages)
-        charges_kl = needs_reference and config.kl_in == "reward"
+        charges_kl = needs_reference and config.kl_in != "loss"
+        compare: Rule = rule or normalized
+        waits = charges_kl and config.kl_in == "reward_before_baseline"  # siblings are compared when their KL is known
         shaped = shape or (less_kl if charges_kl else None)
+        if waits and shape is None:
+            shaped = partial(compare_less_kl, rule=compare)
         target = config.kl_target
-        weights = partial(correction_weights, config=config) if "self_normalize" in config.corrections else None
         return Algorithm(
             name=config.name,
             keeps=has_variance if config.drop_zero_variance else keeps,
-            advantages=by_group(rule or normalized),
+            advantages=by_group(differences_from_mean if waits else compare),
             trains=is_not_overlong if config.overlong == "mask" else _always,
             token_weighting=config.constant_length if config.token_weighting == "constant" else config.token_weighting,
             loss=partial(loss, config=config),
@@ -100,7 +105,7 @@ def _policy(
             needs_proximal=config.ratio_base != "generator",
             shape=shaped and partial(shaped, config=config),
             shaping_kl=partial(kl_of_ratio, estimator=config.kl_estimator) if charges_kl else None,
-            batch_weights=weights,
+            step_means=step_means(config),
             adapt_kl=None if target is None else partial(adapted_kl_scale, target=target),
             reference_every=config.reference_every,
         )
@@ -153,7 +158,6 @@ def _build_rft(config: AlgorithmConfig) -> Algorithm:
 
 def _build_distill(config: AlgorithmConfig) -> Algorithm:
     samples = config.distillation == "sampled"
-    weights = partial(correction_weights, config=config) if "self_normalize" in config.corrections else None
     return replace(
         _build_sft(config),
         name="distill",
@@ -164,7 +168,7 @@ def _build_distill(config: AlgorithmConfig) -> Algorithm:
         needs_proximal=samples,
         needs_reference=True,
         needs_teacher=True,
-        batch_weights=weights if samples else None,
+        step_means=step_means(config) if samples else {},
         teacher_top_k=0 if samples else config.teacher_top_k,
     )
 
@@ -185,7 +189,7 @@ _BUILDERS: dict[str, Builder] = {
     "gspo_token": _policy(gspo_token_loss),
     "cispo": _policy(cispo_loss),
     "sapo": _policy(sapo_loss),
-    "rloo": _policy(grpo_loss, leave_one_out_advantages),
+    "rloo": _policy(rloo_loss, leave_one_out_advantages),
     "reinforce_pp": _policy(grpo_loss, plain_rewards, batch_normalized),
     "reinforce_pp_baseline": _policy(grpo_loss, differences_from_mean, batch_normalized),
     "ppo": _build_ppo,

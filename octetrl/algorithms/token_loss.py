@@ -28,6 +28,7 @@ class LossInputs:
     top_logprobs_NK: Tensor | None = None  # the policy's of these tokens, with gradient
     chosen_N: Tensor | None = None  # bool: of the better sample of its pair; None where samples are not pairs
     mean_weight: Tensor | None = None  # of the correction over the optimizer step; None: not asked for
+    kept_share: Tensor | None = None  # of the optimizer step's token weights, that no mask leaves out; None: all count
     kl_scale: float = 1.0  # of the KL coefficient, where it adapts
     on_policy: bool = False  # drawn with the very weights that `logprobs_N` come from, and this is the only update
 

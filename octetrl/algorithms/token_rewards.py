@@ -24,4 +24,5 @@ class TokenRewards:
     is_last_N: Tensor  # bool: the sample's last trained token
     kl_N: Tensor | None = None  # log p - log reference (k1; ratios.py makes the others of it); None: no reference
     values_N: Tensor | None = None  # the critic's; None: no critic
+    group_N: Tensor | None = None  # int64: which group of siblings; None: samples have none
     kl_scale: float = 1.0  # of the KL coefficient, where it adapts

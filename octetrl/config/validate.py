@@ -18,9 +18,10 @@ from pydantic import ValidationError
 from octetrl.config.errors import UserError
 from octetrl.config.objectives import NEED_SIBLINGS
 from octetrl.config.problems import Problem, schema_problems
-from octetrl.config.schema import CriticConfig, Recipe
+from octetrl.config.schema import CriticConfig, OptimizerConfig, Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate_environment import environment_problems
+from octetrl.config.validate_objective import objective_problems
 from octetrl.config.validate_sandbox import sandbox_problems
 
 MOST_ROLLOUTS = 10_000_000  # of a step; each is a record in memory
@@ -183,7 +184,7 @@ def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
             f" {rollout.group_size} siblings drawn; lower it, or draw more"
         )
         yield Problem(("algorithm.best_of_group", "rollout.group_size"), text)
-    yield from _objective_problems(recipe)
+    yield from objective_problems(recipe)
     if rollout.group_size < 2 and algorithm.name in NEED_SIBLINGS:
         text = (
             f"rollout.group_size: 1 gives {algorithm.name} no siblings to compare; use at least 2, commonly 8,"
@@ -216,9 +217,7 @@ def _critic_problems(recipe: Recipe) -> Iterator[Problem]:
             f" lower it, or raise steps"
         )
         yield Problem(("critic.pretrain_steps", "steps"), text)
-    if 1.0 in critic.optimizer.betas:
-        text = f"critic.optimizer.betas: {list(critic.optimizer.betas)} must each be below 1"
-        yield Problem(("critic.optimizer.betas",), text)
+    yield from _optimizer_problems("critic.optimizer", critic.optimizer)
     if recipe.model.dtype == "float32" and critic.optimizer.master == "stochastic_rounding":
         text = "critic.optimizer.master: stochastic_rounding is for bfloat16 weights; with dtype float32 use float32"
         yield Problem(("critic.optimizer.master", "model.dtype"), text)
@@ -237,46 +236,21 @@ def _data_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(("algorithm.conversations", "data.sources"), text)
 
 
-def _objective_problems(recipe: Recipe) -> Iterator[Problem]:
-    algorithm = recipe.algorithm
-    named = algorithm.corrections
-    if len(set(named)) < len(named) or {"tis", "sequence_tis"} <= set(named):
+def _optimizer_problems(section: str, optimizer: OptimizerConfig) -> Iterator[Problem]:
+    if 1.0 in optimizer.betas:
+        text = f"{section}.betas: {list(optimizer.betas)} must each be below 1"
+        yield Problem((f"{section}.betas",), text)
+    if optimizer.weight_decay_on != "linears" and optimizer.weight_decay == 0:
         text = (
-            f"algorithm.corrections: {list(named)} would weigh a token twice; name each once, and tis or sequence_tis,"
-            f" not both"
+            f"{section}.weight_decay_on: '{optimizer.weight_decay_on}' has no effect while {section}.weight_decay is 0;"
+            f" set that, to 0.01 say, or leave it out"
         )
-        yield Problem(("algorithm.corrections",), text)
-    if algorithm.ratio_base == "generator" and set(named) - {"tis", "veto"}:
-        text = (
-            f"algorithm.corrections: {list(named)} have nothing to correct with algorithm.ratio_base: generator, which"
-            f" takes the engine's log-probs for the policy's; remove them, or use auto or proximal"
-        )
-        yield Problem(("algorithm.corrections", "algorithm.ratio_base"), text)
-    for name in ("token_mask_range", "sequence_mask_range", "geometric_mask_range"):
-        low, high = getattr(algorithm, name)
-        if not 0.0 <= low <= 1.0 <= high:
-            text = f"algorithm.{name}: [{low}, {high}] must hold 1, where both sides agree, and begin at 0 or above"
-            yield Problem((f"algorithm.{name}",), text)
-    for name, off in (("kl_target", None), ("reference_every", 0)):
-        if getattr(algorithm, name) != off and algorithm.kl_coefficient == 0:
-            text = (
-                f"algorithm.{name}: {getattr(algorithm, name)} has no effect, there is no reference while"
-                f" algorithm.kl_coefficient is 0; set that, to 0.01 say, or {name}={'null' if off is None else off}"
-            )
-            yield Problem((f"algorithm.{name}", "algorithm.kl_coefficient"), text)
-    if algorithm.max_refills and not algorithm.drop_zero_variance:
-        text = (
-            f"algorithm.max_refills: {algorithm.max_refills} replaces groups that are left out, and"
-            f" drop_zero_variance: false leaves none out; set it to true, or max_refills: 0"
-        )
-        yield Problem(("algorithm.max_refills", "algorithm.drop_zero_variance"), text)
+        yield Problem((f"{section}.weight_decay_on", f"{section}.weight_decay"), text)
 
 
 def _trainer_problems(recipe: Recipe) -> Iterator[Problem]:
     trainer, rollout = recipe.trainer, recipe.rollout
-    if 1.0 in trainer.optimizer.betas:
-        text = f"trainer.optimizer.betas: {list(trainer.optimizer.betas)} must each be below 1"
-        yield Problem(("trainer.optimizer.betas",), text)
+    yield from _optimizer_problems("trainer.optimizer", trainer.optimizer)
     is_sft = recipe.algorithm.learns_from != "rollouts"
     samples = recipe.algorithm.batch_size if is_sft else rollout.prompts_per_step * rollout.group_size
     if trainer.minibatches > samples:

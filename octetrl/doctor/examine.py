@@ -117,7 +117,7 @@ class Patient:
                 needs_reference=False,
                 needs_teacher=False,
                 teacher_top_k=0,
-                batch_weights=None,
+                step_means={},
                 shape=None,
                 needs_values=False,
                 returns=None,

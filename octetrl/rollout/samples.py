@@ -27,14 +27,14 @@ def to_samples(groups: Sequence[RolloutGroup], algorithm: CreditAssignment) -> l
     """A sample for each rollout of `groups`, all of one step, that has a reward and is trained on, in their order."""
     advantages = algorithm.advantages([group.penalized_rewards for group in groups])
     return [
-        _sample(rollout, advantage)
-        for group, of_group in zip(groups, advantages, strict=True)
+        _sample(rollout, advantage, number)
+        for number, (group, of_group) in enumerate(zip(groups, advantages, strict=True))
         for rollout, advantage in zip(group.scored, of_group, strict=True)
         if advantage is not None and algorithm.trains(rollout)
     ]
 
 
-def _sample(rollout: Rollout, advantage: float) -> Sample:
+def _sample(rollout: Rollout, advantage: float, group: int) -> Sample:
     loss_mask: list[bool] = []
     logprobs: list[float] = []
     for turn in rollout.turns:
@@ -52,4 +52,5 @@ def _sample(rollout: Rollout, advantage: float) -> Sample:
         advantage=advantage,
         policy_version=versions.pop(),
         precision_digest=digests.pop(),
+        group=group,
     )

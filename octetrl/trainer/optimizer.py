@@ -7,7 +7,8 @@
   less). A float32 weight is its own master.
 - **Moments** are float32, bfloat16 or 8bit (optimizer_states.py), on the device or in the host's memory (`offload`,
   optimizer_offload.py; on a CPU they are there anyway).
-- **Weight decay** falls on matrices only: not on vectors (norms, biases), not on the embedding, tied or not.
+- **Weight decay** falls on linears: not on vectors (norms, biases), not on the embedding, tied or not;
+  `weight_decay_on` adds the embedding, or everything.
 
 On a GPU, and on a CPU for narrow moments, the update is adamw.py, one pass a parameter. On a CPU with float32
 moments it is torch's own fused AdamW, bucket by bucket so that temporaries stay small. Weights change in place: the
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -103,7 +105,7 @@ class Optimizer:
             exp_avg=zero_moment(parameter, self.config.states, self._host),
             exp_avg_sq=zero_moment(parameter, self.config.states, self._host),
             master=self._master(parameter),
-            decays=parameter.dim() >= 2 and "embedding" not in name,
+            decays=_decays(name, parameter, self.config.weight_decay_on),
         )
 
     def _master(self, parameter: nn.Parameter) -> Tensor | None:
@@ -233,6 +235,11 @@ def copy_all(own: Mapping[str, Tensor], given: Mapping[str, Tensor], *, what: st
         )
     for name, tensor in own.items():
         tensor.copy_(given[name])
+
+
+def _decays(name: str, parameter: Tensor, where: Literal["linears", "matrices", "all"]) -> bool:
+    is_matrix = parameter.dim() >= 2
+    return where == "all" or (is_matrix and (where == "matrices" or "embedding" not in name))
 
 
 def _pieces(slot: Slot) -> Iterator[Piece]:

@@ -154,6 +154,7 @@ def _micro_batch(given: Sequence[Sample], chosen: Sequence[int], token_weights: 
         target_positions_N=target_positions_N,
         sequence_lengths_N=lengths_B[sequence_N],
         chosen_N=_chosen(samples, sequence_N),
+        group_N=_group(samples, sequence_N),
     )
 
 
@@ -161,6 +162,12 @@ def _chosen(samples: Sequence[Sample], sequence_N: torch.Tensor) -> torch.Tensor
     if all(sample.pair is None for sample in samples):
         return None
     return torch.tensor([sample.chosen for sample in samples])[sequence_N]
+
+
+def _group(samples: Sequence[Sample], sequence_N: torch.Tensor) -> torch.Tensor | None:
+    groups = [sample.group for sample in samples if sample.group is not None]
+    assert len(groups) in (0, len(samples)), "samples with and without a group in one batch"
+    return torch.tensor(groups, dtype=torch.int64)[sequence_N] if groups else None
 
 
 def _generator_logprobs(samples: Sequence[Sample], positions: Sequence[Sequence[int]]) -> torch.Tensor | None:

@@ -5,8 +5,8 @@ N trained tokens, K tokens of a teacher.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class Prepared:
     first_N: Tensor | None = None  # the trainer's, before any update; None where nobody needed it before one came
     values_N: Tensor | None = None  # the critic's, before any update
     returns_N: Tensor | None = None  # what the critic is fitted to
-    mean_weight: Tensor | None = None  # of the correction, over its optimizer step
+    step_means: dict[str, Tensor] = field(default_factory=dict)  # over its optimizer step, by field of LossInputs
     teacher_ids_NK: Tensor | None = None  # the teacher's likeliest tokens, and their log-probs
     teacher_top_NK: Tensor | None = None
 
@@ -54,24 +54,26 @@ def loss_inputs(
         chosen_N=micro_batch.chosen_N,
         teacher_top_logprobs_NK=prepared.teacher_top_NK,
         top_logprobs_NK=top_logprobs_NK,
-        mean_weight=prepared.mean_weight,
+        mean_weight=prepared.step_means.get("mean_weight"),
+        kept_share=prepared.step_means.get("kept_share"),
         kl_scale=kl_scale,
         on_policy=on_policy,
     )
 
 
-def fill_mean_weight(
-    batch_weights: Callable[[LossInputs], Tensor], minibatch: Sequence[Prepared], on_policy: bool
+def fill_step_means(
+    values_of: Mapping[str, Callable[[LossInputs], Tensor]], minibatch: Sequence[Prepared], on_policy: bool
 ) -> None:
-    """The mean of the correction's weights over one optimizer step, its tokens weighted as in the loss."""
-    total = torch.zeros((), device=minibatch[0].micro_batch.weights_N.device)
-    for one in minibatch:
-        assert one.first_N is not None, "the trainer's log-probs before the update come first"
-        inputs = loss_inputs(one, one.first_N, one.first_N, on_policy=on_policy, kl_scale=1.0)
-        total += (one.micro_batch.weights_N * batch_weights(inputs)).sum()
-    mean = total / sum(float(one.micro_batch.weights_N.sum()) for one in minibatch)
-    for one in minibatch:
-        one.mean_weight = torch.where(mean > 0, mean, 1.0)  # where all is masked there is nothing to normalise
+    """Means over one optimizer step, its tokens weighted as in the loss."""
+    for name, values in values_of.items():
+        total = torch.zeros((), device=minibatch[0].micro_batch.weights_N.device)
+        for one in minibatch:
+            assert one.first_N is not None, "the trainer's log-probs before the update come first"
+            inputs = loss_inputs(one, one.first_N, one.first_N, on_policy=on_policy, kl_scale=1.0)
+            total += (one.micro_batch.weights_N * values(inputs)).sum()
+        mean = total / sum(float(one.micro_batch.weights_N.sum()) for one in minibatch)
+        for one in minibatch:
+            one.step_means[name] = torch.where(mean > 0, mean, 1.0)  # where all is masked nothing is divided
 
 
 def shape_advantages(
@@ -106,6 +108,7 @@ def token_rewards(prepared: Sequence[Prepared]) -> TokenRewards:
         is_last_N=is_last_N,
         kl_N=None if first_N is None or reference_N is None else first_N - reference_N,
         values_N=_joined([one.values_N for one in prepared]),
+        group_N=_joined([one.micro_batch.group_N for one in prepared]),
     )
 
 

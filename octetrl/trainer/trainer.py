@@ -43,7 +43,7 @@ from octetrl.trainer.metric_means import MetricMeans
 from octetrl.trainer.non_finite import NonFiniteError as NonFiniteError
 from octetrl.trainer.optimizer import Optimizer, copy_all
 from octetrl.trainer.packing import PackingLayout, pack_for_calibration
-from octetrl.trainer.prepared import Prepared, fill_mean_weight, loss_inputs, shape_advantages
+from octetrl.trainer.prepared import Prepared, fill_step_means, loss_inputs, shape_advantages
 from octetrl.trainer.reference import Reference
 from octetrl.trainer.scalar_trainer import on_device
 from octetrl.trainer.schedule import learning_rate
@@ -265,7 +265,7 @@ class Trainer:
                     prepared.teacher_ids_NK, prepared.teacher_top_NK = self._top_logprobs(reference, hidden_NE)
             needs_proximal = self.algorithm.needs_proximal and updates > 1
             shapes_with_kl = self.algorithm.shape is not None and self.reference.model is not None
-            if needs_proximal or shapes_with_kl or self.algorithm.batch_weights is not None or not updates:
+            if needs_proximal or shapes_with_kl or self.algorithm.step_means or not updates:
                 observed = self._kv_amax_2LK if self._collects_in_training and not updates else None
                 prepared.first_N, _ = self._logprobs(self.model, micro_batch, kv, observed)
                 prepared.proximal_N = prepared.first_N if needs_proximal else None
@@ -284,9 +284,8 @@ class Trainer:
             log_ratio_N = shape_advantages(self.algorithm.shape, prepared, self.reference.kl_scale)
             if self.algorithm.shaping_kl is not None and log_ratio_N is not None:
                 means.add({"kl": self.algorithm.shaping_kl(log_ratio_N)})
-        if self.algorithm.batch_weights is not None:
-            for minibatch in minibatches:
-                fill_mean_weight(self.algorithm.batch_weights, minibatch, on_policy)
+        for minibatch in minibatches:
+            fill_step_means(self.algorithm.step_means, minibatch, on_policy)
         return metrics
 
     def _update(self, objective: _Objective, lr: float, means: MetricMeans) -> dict[str, float]:

@@ -36,6 +36,8 @@ def problem_of(*fields: tuple[str, Any]) -> str:
 
 SFT = (("algorithm.name", "sft"), ("algorithm.conversations", "c.jsonl"))
 
+RLOO, WHOLE = ("algorithm.name", "rloo"), ("algorithm.rloo_ratio", "sequence")
+IN_REWARD = (("algorithm.kl_coefficient", 0.1), ("algorithm.kl_in", "reward_before_baseline"))
 REMADE = ("trainer.weight_codes", "remade")
 REMADE_FP8 = [("fp8.train", True), ("fp8.rollout", True), REMADE]
 
@@ -49,6 +51,26 @@ IMPOSSIBLE = [
     ([("algorithm.geometric_mask_range", [1.1, 1.2])], "must hold 1"),
     ([("algorithm.kl_target", 0.1)], "there is no reference while algorithm.kl_coefficient is 0"),
     ([("algorithm.reference_every", 5)], "or reference_every=0"),
+    ([("algorithm.kl_gradient", "k2")], "or kl_gradient=auto"),
+    ([("algorithm.kl_gradient", "k2"), *IN_REWARD, ("algorithm.kl_in", "reward")], "which differentiates no KL"),
+    ([("algorithm.kl_in", "reward_before_baseline")], "algorithm.kl_coefficient is 0; set that, to 0.01 say, or kl_in"),
+    ([("algorithm.name", "reinforce_pp"), *IN_REWARD], "needs a baseline of siblings, and reinforce_pp has none"),
+    ([("algorithm.overlong", "mask"), *IN_REWARD], "their KL is not known to the baseline"),
+    ([("algorithm.veto_by", "ratio")], "no effect without veto"),
+    (
+        [("algorithm.corrections", ["veto"]), ("algorithm.veto_by", "ratio"), ("algorithm.ratio_base", "generator")],
+        "['veto'] have nothing to correct",
+    ),
+    ([("algorithm.masked_tokens", "left_out")], "mask nothing; add one of token_mask"),
+    ([("algorithm.preference_logprobs", "mean")], "no effect with grpo; use dpo or ipo"),
+    ([WHOLE], "no effect with grpo; use rloo"),
+    ([RLOO, WHOLE, ("algorithm.token_weighting", "token")], "'token' would divide the gain of a whole answer"),
+    ([RLOO, WHOLE, *IN_REWARD, ("algorithm.kl_in", "reward")], "has one advantage an answer"),
+    ([("trainer.optimizer.weight_decay_on", "all")], "no effect while trainer.optimizer.weight_decay is 0"),
+    (
+        [("algorithm.name", "ppo"), ("critic.optimizer.weight_decay_on", "matrices")],
+        "no effect while critic.optimizer.weight_decay is 0",
+    ),
     ([("algorithm.max_refills", 5), ("algorithm.drop_zero_variance", False)], "leaves none out"),
     ([("model.context_length", 1000)], "raise it to 2048"),
     ([("evaluation.max_new_tokens", 4000)], "exceed model.context_length"),

@@ -32,6 +32,8 @@ def test_a_rollout_without_reward_is_in_neither_baseline_nor_training() -> None:
     without = to_samples([group_of(rollout(1.0), rollout(0.0))], algorithm)
     assert with_failed == without
     assert [sample.advantage for sample in without] == [0.5, -0.5]
+    twice = to_samples([group_of(rollout(1.0), failed), group_of(rollout(1.0), rollout(0.0))], algorithm)
+    assert [sample.group for sample in twice] == [0, 1, 1]
     as_zero = to_samples([group_of(rollout(1.0), rollout(0.0), rollout(0.0))], algorithm)
     assert as_zero[0].advantage != without[0].advantage
 

@@ -57,13 +57,20 @@ def run(algorithm: AlgorithmConfig, samples: list[Sample], layout: PackingLayout
     return trainer
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_neither_loss_nor_gradient_depends_on_packing(name: str) -> None:
+BEFORE_BASELINE = {"kl_in": "reward_before_baseline", "masked_tokens": "left_out", "veto_by": "ratio"}
+CHOICES = [(name, {}) for name in NAMES] + [
+    ("rloo", {"rloo_ratio": "sequence", **BEFORE_BASELINE}),
+    ("grpo", BEFORE_BASELINE),
+    ("reinforce_pp_baseline", BEFORE_BASELINE),
+]
+
+
+@pytest.mark.parametrize(("name", "choice"), CHOICES, ids=lambda value: value if isinstance(value, str) else len(value))
+def test_neither_loss_nor_gradient_depends_on_packing(name: str, choice: dict[str, object]) -> None:
     tis = "sequence_tis" if name.startswith("gspo") else "tis"
-    algorithm = AlgorithmConfig(
-        name=name, kl_coefficient=0.05, entropy_coefficient=0.01, corrections=(tis, *ALL_CORRECTIONS), **WIDE
-    )
-    samples = drawn(random_samples(9), spread=0.5)
+    common = {"kl_coefficient": 0.05, "entropy_coefficient": 0.01, "corrections": (tis, *ALL_CORRECTIONS), **WIDE}
+    algorithm = AlgorithmConfig(name=name, **(common | choice))
+    samples = [replace(one, group=i % 3) for i, one in enumerate(drawn(random_samples(9), spread=0.5))]
     results = []
     for budget, padded in ((16, True), (40, False), (1000, False)):
         trainer = run(algorithm, samples, PackingLayout(budget, padded_attention=padded), epochs=2)

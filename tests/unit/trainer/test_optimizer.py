@@ -45,9 +45,10 @@ def run(named: dict[str, nn.Parameter], config: OptimizerConfig, steps: range, s
     return optimizer
 
 
-def test_adamw_by_its_formula_with_decay_on_matrices_other_than_the_embedding() -> None:
+@pytest.mark.parametrize("where", ["linears", "matrices", "all"])
+def test_adamw_by_its_formula_with_decay_where_the_recipe_says(where: str) -> None:
     ours, theirs = parameters(), parameters()
-    run(ours, CONFIG, range(5))
+    run(ours, CONFIG.model_copy(update={"weight_decay_on": where}), range(5))
     first, second = CONFIG.betas
     moments = {name: (torch.zeros_like(parameter), torch.zeros_like(parameter)) for name, parameter in theirs.items()}
     for step in range(5):
@@ -57,7 +58,8 @@ def test_adamw_by_its_formula_with_decay_on_matrices_other_than_the_embedding() 
             mean.mul_(first).add_((1 - first) * gradient)
             square.mul_(second).add_((1 - second) * gradient**2)
             update = mean / (1 - first ** (step + 1)) / ((square / (1 - second ** (step + 1))).sqrt() + CONFIG.eps)
-            decay = 0.1 if name in ("layers.0.mlp.weight", "lm_head.weight") else 0.0
+            decays = {"linears": ("layers.0.mlp.weight", "lm_head.weight"), "all": tuple(theirs)}
+            decay = 0.1 if name in decays.get(where, (*decays["linears"], "embedding.weight")) else 0.0
             with torch.no_grad():
                 parameter.mul_(1 - 1e-2 * decay).sub_(1e-2 * update)
             parameter.grad = None

@@ -133,6 +133,16 @@ def test_half_a_pair_is_left_out_with_its_other_half() -> None:
     assert batch.loss_denominators == (2.0,) and batch.metrics["train/samples_without_trained_tokens"] == 2
 
 
+def test_groups_follow_their_samples_and_are_all_given_or_none() -> None:
+    samples = [sample(length, first=100 * length, group=length % 3) for length in (9, 4, 6, 5, 8)]
+    for micro_batch in micro_batches(pack(samples, PackingLayout(14, minibatches=2), "token")):
+        assert micro_batch.group_N is not None
+        assert micro_batch.group_N.tolist() == [samples[int(i)].group for i in micro_batch.sample_N]
+    assert all(one.group_N is None for one in micro_batches(pack([sample(5)], PackingLayout(14), "token")))
+    with pytest.raises(AssertionError, match="with and without a group"):
+        pack([*samples, sample(5)], PackingLayout(1000), "token")
+
+
 def test_several_versions_count_as_the_oldest() -> None:
     samples = [sample(5, policy_version=version) for version in (4, 2, 3)]
     assert pack(samples, PackingLayout(64), "token").policy_version == 2
