@@ -20,7 +20,7 @@ help:  ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
 
 demo: $(READY)  ## train a tiny model by SFT and GRPO in emulated FP8, and print a table (about 6 minutes)
-	$(PYTHON) -m octetrl.cli.main demo
+	$(PYTHON) -m octetrl demo
 
 test: lint types  ## lint, types and all tests that need no GPU
 	@bash setup/bubblewrap.sh || true

@@ -36,7 +36,8 @@ from examples.preference_pairs import NUM_PAIRS, write_pairs
 from octetrl.config.load import load_recipe
 from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
-from octetrl.run.demo import RECIPES, make_model_and_examples
+from octetrl.config.shipped import shipped_path
+from octetrl.run.demo import make_model_and_examples
 from octetrl.run.evaluate import evaluate_checkpoint
 from octetrl.run.export import export_run
 from octetrl.run.loop import train
@@ -64,7 +65,7 @@ def cold_start(folder: Path, sft_steps: int | None) -> None:
         *quietly(),
         *([] if sft_steps is None else [f"steps={sft_steps}"]),
     ]
-    recipe = load_recipe(RECIPES / "demo_sft.yaml", changes)
+    recipe = load_recipe(shipped_path("demo_sft"), changes)
     make_model_and_examples(recipe, preset_config("tiny"))
     train(recipe)
     export_run(recipe.output_dir, str(folder / "start"))
@@ -72,7 +73,7 @@ def cold_start(folder: Path, sft_steps: int | None) -> None:
 
 def recipe_of(objective: str, seed: int, folder: Path, arguments: argparse.Namespace) -> Recipe:
     """The objective's recipe, from this cold start and seed."""
-    path = RECIPES / f"demo_{objective}.yaml"
+    path = shipped_path(f"demo_{objective}")
     changes = [
         f"model.path={folder / 'start'}",
         f"output_dir={folder / f'{objective}_{seed}'}",

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from octetrl.config.load import load_recipe
+from octetrl.config.shipped import shipped_path
 from octetrl.environments.base import Taskset
 from octetrl.run.build import build_environment
-from octetrl.run.demo import RECIPES, bare_answer, worked_answer
+from octetrl.run.demo import bare_answer, worked_answer
 
 NUM_CONVERSATIONS = 4000
 
@@ -23,7 +24,7 @@ def conversation(*contents: str) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    recipe = load_recipe(str(RECIPES / "demo_sft.yaml"), [])
+    recipe = load_recipe(shipped_path("demo_sft"))
     environment = build_environment(recipe.environment)
     taskset = Taskset(environment.tasks, eval_size=recipe.environment.eval_size, seed=recipe.environment.seed)
     chance = random.Random(0)

@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 from octetrl.config.load import load_recipe
+from octetrl.config.shipped import shipped_path
 from octetrl.environments.base import Taskset
 from octetrl.records import Task
 from octetrl.run.build import build_environment
-from octetrl.run.demo import RECIPES, worked_answer
+from octetrl.run.demo import worked_answer
 
 NUM_PAIRS = 4000
 
@@ -24,7 +25,7 @@ def guess(task: Task, chance: random.Random) -> str:
 
 
 def write_pairs(path: Path, count: int) -> None:
-    recipe = load_recipe(str(RECIPES / "demo_sft.yaml"), [])
+    recipe = load_recipe(shipped_path("demo_sft"))
     environment = build_environment(recipe.environment)
     taskset = Taskset(environment.tasks, eval_size=recipe.environment.eval_size, seed=recipe.environment.seed)
     chance = random.Random(0)

@@ -6,7 +6,14 @@ from typing import Annotated
 
 import typer
 
-RecipePath = Annotated[str, typer.Argument(metavar="RECIPE.yaml", help="The recipe; see recipes/.", show_default=False)]
+RecipePath = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE",
+        help="A YAML file, or the name of a shipped recipe (`octetrl recipes` lists them).",
+        show_default=False,
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(

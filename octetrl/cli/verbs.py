@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+import octetrl
 from octetrl.cli.bench import bench
 from octetrl.cli.check import check
 from octetrl.cli.demo import demo
@@ -11,16 +14,17 @@ from octetrl.cli.doctor import doctor
 from octetrl.cli.eval import evaluate
 from octetrl.cli.export import export
 from octetrl.cli.generate import generate
+from octetrl.cli.recipes import recipes
 from octetrl.cli.rollouts import rollouts
 from octetrl.cli.serve import serve
 from octetrl.cli.train import train
 
 app = typer.Typer(
-    help="RL post-training of language models with FP8 end to end.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command("train")(train)
+app.command("recipes")(recipes)
 app.command("eval")(evaluate)
 app.command("rollouts")(rollouts)
 app.command("generate")(generate)
@@ -30,3 +34,18 @@ app.command("doctor")(doctor)
 app.command("export")(export)
 app.command("demo")(demo)
 app.add_typer(bench, name="bench")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"octetrl {octetrl.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """RL post-training of language models with FP8 end to end."""

@@ -33,6 +33,7 @@ from octetrl.config.errors import UserError
 from octetrl.config.json_file import read_text
 from octetrl.config.problems import Problem, may_be_null, section_of
 from octetrl.config.schema import Recipe, Section
+from octetrl.config.shipped import find_recipe
 from octetrl.config.validate import build_recipe
 
 Tree = dict[str, Any]
@@ -53,7 +54,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, training: bo
     training: False for evaluation, which the limits of the algorithm do not concern (top-p, group size, ...).
     Raises UserError: one line for one problem, else a first line and one indented line a problem.
     """
-    layers = _read_chain(Path(path))
+    path = find_recipe(path)
+    layers = _read_chain(path)
     tree: Tree = {}
     for layer in layers:
         tree = _merge(tree, _with_precision(layer.tree), Recipe)
@@ -124,7 +126,9 @@ def _read_file(path: Path, extended_by: str | None) -> Tree:
     if tree is None:
         raise UserError(f"{path}: the recipe is empty{reader}; it needs at least a `model:` section")
     if not isinstance(tree, dict):
-        raise UserError(f"{path}: holds a {type(tree).__name__}, not `section: ...` lines{reader}; see recipes/")
+        raise UserError(
+            f"{path}: holds a {type(tree).__name__}, not `section: ...` lines{reader}; `octetrl recipes` lists examples"
+        )
     return tree
 
 

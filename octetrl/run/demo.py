@@ -7,6 +7,9 @@
 
 After the cold start the model guesses more often than it works a sum out, since that is what it was shown. GRPO finds
 out which of the two pays. Everything goes through the recipes, functions and files of a real run.
+
+A second demo in the same folder replaces what the first one wrote (`WRITTEN`) and nothing else. The file `MARKER` says
+that a demo wrote it; without that file, anything of those names is somebody else's and the demo refuses.
 """
 
 from __future__ import annotations
@@ -21,9 +24,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
 from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
+from octetrl.config.shipped import shipped_path
 from octetrl.environments.base import Taskset
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
@@ -35,20 +40,23 @@ from octetrl.run.export import export_run
 from octetrl.run.loop import train
 from octetrl.run.tiny_model import save_tokenizer
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+WRITTEN = ("model", "worked_examples.jsonl", "sft", "grpo")
+MARKER = "made_by_octetrl_demo"
 NUM_EXAMPLES = 30_000
 BARE_SHARE = 0.72  # of the examples that show the result without the steps
 TOKENIZER_EXAMPLES = 1_000
 VOCAB_SIZE = 384
 
 
-def main() -> None:
+def run_demo(folder: Path) -> None:
+    """Run the demo in `folder`. Raises UserError where `folder` holds what no demo wrote."""
     console = Console()
     started = time.perf_counter()
-    sft = load_recipe(str(RECIPES / "demo_sft.yaml"), [])
-    grpo = load_recipe(str(RECIPES / "demo_grpo.yaml"), [])
-    folder = Path(sft.output_dir).parent
-    shutil.rmtree(folder, ignore_errors=True)
+    sft = load_recipe(
+        shipped_path("demo_sft"), _paths(folder, "sft", model="model", conversations="worked_examples.jsonl")
+    )
+    grpo = load_recipe(shipped_path("demo_grpo"), _paths(folder, "grpo", model="sft/export"))
+    prepare_folder(folder)
     console.rule("1 · a tiny model and its worked examples")
     make_model_and_examples(sft, preset_config("tiny"))
     reports = {"before SFT": evaluate_checkpoint(str(sft.model.path), sft)}
@@ -61,6 +69,33 @@ def main() -> None:
     reports["after GRPO"] = evaluate_checkpoint(grpo.output_dir, grpo)
     console.rule("4 · what it did")
     console.print(summary(reports, Path(grpo.output_dir), time.perf_counter() - started))
+
+
+def _paths(folder: Path, run: str, *, model: str, conversations: str | None = None) -> list[str]:
+    """Overrides that put a demo recipe's files into `folder`."""
+    paths = {"output_dir": run, "model.path": model, "algorithm.conversations": conversations}
+    return [f"{field}={json.dumps(str(folder / name))}" for field, name in paths.items() if name is not None]
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make `folder`, mark it, and remove what an earlier demo wrote in it. Raises UserError for files of others."""
+    found = [name for name in WRITTEN if (folder / name).exists()]
+    if found and not (folder / MARKER).is_file():
+        raise UserError(
+            f"--to: '{folder}' holds {', '.join(found)}, and no demo is known to have written that (no {MARKER});"
+            " give another folder, or move them away"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MARKER).write_text(f"The next demo here replaces {', '.join(WRITTEN)}.\n", encoding="utf-8")
+        for name in found:
+            path = folder / name
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+    except OSError as error:
+        raise UserError(f"--to: cannot write in '{folder}' ({error.strerror}); give another folder") from error
 
 
 def make_model_and_examples(recipe: Recipe, config: dict[str, Any], bare_share: float = BARE_SHARE) -> None:

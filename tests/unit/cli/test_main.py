@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+import octetrl
 from octetrl.cli.main import run_command
 from octetrl.config.errors import RunFailed, UserError
 from octetrl.config.schema import Recipe
@@ -105,7 +106,7 @@ def test_ctrl_c_says_how_to_go_on(
     ("arguments", "says"),
     [
         (["trian", "r.yaml"], "Did you mean 'train'?"),
-        (["train"], "RECIPE.yaml"),
+        (["train"], "RECIPE"),
         (["train", "r.yaml", "--resumee"], "--resume"),
         (["eval", "m"], "--recipe"),
         (["generate", "m"], "--prompt"),
@@ -139,3 +140,13 @@ def test_help_and_refusals_come_without_torch(tmp_path: Path) -> None:
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["--version"]) == 0
+    assert capsys.readouterr().out == f"octetrl {octetrl.__version__}\n"
+
+
+def test_it_runs_as_a_module() -> None:
+    run = subprocess.run([sys.executable, "-m", "octetrl", "recipes"], capture_output=True, text=True, check=True)
+    assert "demo_grpo" in run.stdout

@@ -1,0 +1,32 @@
+"""`octetrl recipes`: the recipes that are part of the package, and copies of them to change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from octetrl.config.errors import UserError
+from octetrl.config.shipped import copy_recipe, shipped_recipes
+
+
+def recipes(
+    copy: Annotated[
+        str | None, typer.Option("--copy", metavar="NAME", help="Copy this recipe and all that it extends.")
+    ] = None,
+    to: Annotated[
+        str | None, typer.Option("--to", metavar="DIR", help="The folder of the copy. Default: the working directory.")
+    ] = None,
+) -> None:
+    """List the shipped recipes, or copy one. `octetrl train NAME` runs a shipped recipe as it is."""
+    if copy is not None:
+        for path in copy_recipe(copy, Path(to or ".")):
+            typer.echo(f"wrote {path}")
+        return
+    if to is not None:
+        raise UserError("--to: it is the folder of a copy; name the recipe with --copy NAME")
+    found = shipped_recipes()
+    width = max(len(name) for name in found)
+    for name, summary in found.items():
+        typer.echo(f"{name:<{width}}  {summary}")

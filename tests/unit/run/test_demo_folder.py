@@ -1,0 +1,39 @@
+"""The demo removes what an earlier demo wrote, and nothing of anybody else's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from octetrl.config.errors import UserError
+from octetrl.run.demo import MARKER, prepare_folder
+
+
+def test_a_second_demo_replaces_what_the_first_wrote_and_leaves_the_rest(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    prepare_folder(folder)
+    for name in ("sft/checkpoints", "ppo"):
+        (folder / name).mkdir(parents=True)
+    (folder / "worked_examples.jsonl").touch()
+    prepare_folder(folder)
+    assert sorted(path.name for path in folder.iterdir()) == sorted([MARKER, "ppo"])
+
+
+def test_what_no_demo_wrote_is_refused_and_stays(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine").touch()
+    with pytest.raises(UserError, match=f"holds model, and no demo is known to have written that.*{MARKER}"):
+        prepare_folder(tmp_path)
+    assert (tmp_path / "model" / "mine").exists()
+    assert not (tmp_path / MARKER).exists()
+
+
+def test_a_link_is_removed_and_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "mine").touch()
+    folder = tmp_path / "demo"
+    prepare_folder(folder)
+    (folder / "grpo").symlink_to(tmp_path / "elsewhere")
+    prepare_folder(folder)
+    assert (tmp_path / "elsewhere" / "mine").exists()
