@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +21,7 @@ def file_problems(recipe: Recipe, spec: ModelSpec | None) -> Iterator[str]:
         _read_tokenizer(recipe, spec)
     except UserError as error:
         yield f"model.tokenizer: {error}" if recipe.model.tokenizer is not None else str(error)
-    for read in (_read_adapter, _read_sources, _read_dataset, _find_reward, check_turns):
+    for read in (_look_at_output, _read_adapter, _read_sources, _read_dataset, _find_reward, check_turns):
         try:
             read(recipe)
         except UserError as error:
@@ -29,9 +31,24 @@ def file_problems(recipe: Recipe, spec: ModelSpec | None) -> Iterator[str]:
 def _read_tokenizer(recipe: Recipe, spec: ModelSpec | None) -> None:
     from octetrl.data.tokenizer import load_tokenizer, tokenizer_folder
 
-    folder = tokenizer_folder(recipe)
-    if recipe.model.tokenizer is not None or folder.is_dir():  # a model folder that is not there is told once
-        load_tokenizer(folder, None if spec is None else spec.vocab_size)
+    if recipe.model.tokenizer is not None or spec is not None:  # what is wrong with a model folder is told once
+        load_tokenizer(tokenizer_folder(recipe), None if spec is None else spec.vocab_size)
+
+
+def _look_at_output(recipe: Recipe) -> None:
+    """The folder that the run will write may be missing; then the first of its parents that is there must take it."""
+    given = Path(recipe.output_dir)
+    for folder in (given, *given.absolute().parents):
+        try:
+            is_folder = stat.S_ISDIR(folder.stat().st_mode)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise UserError(f"output_dir: '{given}' can't be a folder ({error.strerror}); choose another") from None
+        if not is_folder or not os.access(folder, os.W_OK | os.X_OK):
+            why = "can't be written in" if is_folder else "is no folder"
+            raise UserError(f"output_dir: '{given}' can't be a folder ('{folder}' {why}); choose another")
+        return
 
 
 def _read_adapter(recipe: Recipe) -> None:

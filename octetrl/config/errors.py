@@ -10,9 +10,24 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+LONGEST_LINE = 1_000  # letters of a message; what was given may be megabytes
+
 
 class UserError(ValueError):
     """The user's input is wrong: recipe, override, path, model folder, device."""
+
+    def __init__(self, text: str) -> None:
+        """`text` quotes what was given, which may hold anything: control characters are written out, long lines cut,
+        and only an indented line begins a new one (a list of problems)."""
+        first, *problems = text.split("\n  ")
+        super().__init__("\n  ".join(map(_shown, (first, *problems))))
+
+
+def _shown(line: str) -> str:
+    if not line.isprintable():
+        line = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in " ".join(line.split("\n")))
+    half = LONGEST_LINE // 2
+    return line if len(line) <= LONGEST_LINE else f"{line[:half]} ... {line[-half:]}"
 
 
 class RunFailed(RuntimeError):

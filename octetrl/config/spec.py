@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Sizes beyond any model's: a config that asks for more is damaged, and would take all memory before it fails.
+MOST_LAYERS, MOST_HEADS, MOST_WIDTH, MOST_TOKENS = 1_000, 1 << 16, 1 << 20, 1 << 24
+
 SUPPORTED_HEAD_SIZES = (16, 32, 64, 128, 256)  # the attention kernels assert it, `models/families.py` refuses by it
 
 

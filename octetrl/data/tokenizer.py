@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from octetrl.config.errors import UserError
 from octetrl.config.json_file import read_json
 from octetrl.config.schema import Recipe
+from octetrl.config.spec import MOST_LAYERS
 from octetrl.environments.chat_template import TEMPLATE_ERRORS, template_fails
 from octetrl.environments.tools import Family, family_of
 
@@ -35,6 +36,7 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
     _check_settings(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        _try_out(tokenizer)
     except Exception as error:  # the tokenizers library raises it bare; nothing of ours runs in there
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         raise UserError(
@@ -99,11 +101,24 @@ def tokenizer_folder(recipe: Recipe) -> Path:
     return Path(recipe.model.path)
 
 
+def _try_out(tokenizer: Tokenizer) -> None:
+    """What a run will ask of it, once: settings of the wrong kind show only then."""
+    encoded = tokenizer("a", add_special_tokens=False, return_offsets_mapping=True)
+    if not encoded["input_ids"]:
+        raise ValueError("it makes no tokens of a text")
+    tokenizer.decode([*encoded["input_ids"], *tokenizer.encode("a", add_special_tokens=True)])
+    tokenizer.convert_ids_to_tokens(list(tokenizer.get_vocab().values())[:1])
+    if not all(isinstance(special, str) for special in tokenizer.all_special_tokens):
+        raise ValueError("a special token is no string")
+
+
 def _check_settings(path: Path) -> None:
     """UserError for JSON files of the wrong form, which transformers would fail on without naming them."""
     for name in SETTINGS:
-        if (path / name).exists():
+        if os.path.lexists(path / name):
             settings = read_json(path / name, "fetch the tokenizer again")
+            if settings.get("num_hidden_layers") is not None:  # config.json: transformers makes a list of them
+                settings.integer("num_hidden_layers", most=MOST_LAYERS)
             if name != "tokenizer_config.json":
                 continue
             for key in ("tokenizer_class", "padding_side", "truncation_side"):

@@ -21,14 +21,20 @@ from typing import Any
 
 from octetrl.config.errors import UserError, nearest
 from octetrl.config.json_file import JsonObject, read_json
-from octetrl.config.spec import SUPPORTED_HEAD_SIZES, ModelSpec, RopeScaling
+from octetrl.config.spec import (
+    MOST_HEADS,
+    MOST_LAYERS,
+    MOST_TOKENS,
+    MOST_WIDTH,
+    SUPPORTED_HEAD_SIZES,
+    ModelSpec,
+    RopeScaling,
+)
 
 FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 CAUSAL, SCALAR = "ForCausalLM", "ForSequenceClassification"  # what an architecture's name ends with
 ARCHITECTURES = {family: architecture for architecture, family in FAMILIES.items()}
 DEFAULT_ROPE_THETA = {"llama": 10_000.0, "qwen2": 10_000.0, "qwen3": 10_000.0}
-# Sizes beyond any model's: a config that asks for more is damaged, and would take all memory before it fails.
-MOST_LAYERS, MOST_HEADS, MOST_WIDTH, MOST_TOKENS = 1_000, 1 << 16, 1 << 20, 1 << 24
 DEFAULT_MAX_POSITIONS = {"llama": 2_048, "qwen2": 32_768, "qwen3": 32_768}
 
 

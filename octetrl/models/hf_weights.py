@@ -30,6 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from octetrl.config.errors import UserError
+from octetrl.config.json_file import read_json
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.format import BLOCK, E4M3
 from octetrl.fp8.quantize import Quantized, dequantize_weight, quantize_weight_reference
@@ -168,11 +169,11 @@ def _files(folder: Path) -> list[Path]:
             f"'{folder}' has neither {SINGLE} nor {INDEX}; give a folder with safetensors weights, or set"
             f" model.init=random"
         )
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        absent = [name for name in names if not (folder / name).is_file()]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UserError(f"{index} is not a safetensors index ({error!r}); fetch it again") from None
+    weight_map = read_json(index, "fetch it again").object("weight_map")
+    if not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
+        raise UserError(f"{index} is not a safetensors index: its weight_map names no files; fetch it again")
+    names = sorted(set(weight_map.values()))
+    absent = [name for name in names if not (folder / name).is_file()]
     if single.is_file() and SINGLE not in names:
         other = f"names {_some(absent)}, which is not there" if absent else f"names {len(names)} other files"
         raise UserError(f"'{folder}' has {SINGLE}, and a {INDEX} that {other}; remove what is not of this model")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from octetrl.config.errors import UserError
+from octetrl.config.json_schema import recipe_json_schema
 from octetrl.config.load import load_recipe, recipe_from_mapping
 from octetrl.config.presets import preset_config
 from octetrl.config.problems import section_of
@@ -277,3 +278,18 @@ def test_all_problems_with_a_model_are_reported_together() -> None:
     spec = replace(TINY, intermediate_size=500, hidden_size=120)
     with pytest.raises(UserError, match=r"^3 problems\n  model\.context_length"):
         validate_with_spec(recipe_with(("precision", "fp8_full")), spec)
+
+
+def test_every_whole_number_of_a_recipe_has_an_upper_limit() -> None:
+    """So that a slip of the finger is refused, and not met as a full memory."""
+    unlimited = []
+
+    def look(name: str, schema: dict[str, Any]) -> None:
+        for form in (schema, *schema.get("anyOf", ())):  # enumerated values are limited
+            if form.get("type") == "integer" and not {"maximum", "enum"} & form.keys():
+                unlimited.append(name)
+
+    for section, schema in [("Recipe", recipe_json_schema()), *recipe_json_schema()["$defs"].items()]:
+        for key, value in schema.get("properties", {}).items():
+            look(f"{section}.{key}", value)
+    assert unlimited == ["Recipe.seed", "EnvironmentConfig.seed"]

@@ -221,8 +221,14 @@ def test_files_that_are_absent_or_broken_are_named(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-00001.safetensors"}}))
     assert "lacks model-00001.safetensors" in _refusal(folder)
-    index.write_text("{}")
-    assert "not a safetensors index" in _refusal(folder)
+    for content, told in (
+        ("{}", "not a safetensors index"),
+        ('{"weight_map": {"model.norm.weight": [1]}}', "not a safetensors index"),
+        ('{"weight_map": 7}', "'weight_map' is 7, an object is needed"),
+        ("[" * 100_000, "it is nested too deeply"),
+    ):
+        index.write_text(content)
+        assert told in _refusal(folder)
 
 
 def test_a_second_set_of_weights_in_the_folder_is_refused(folder: Path, tmp_path: Path) -> None:
