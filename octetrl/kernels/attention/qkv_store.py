@@ -9,7 +9,7 @@ The same bits as those calls, one after the other. Two things see to it:
   access can ask the compiler for more, and hence for another order.
 - RoPE pairs element d with d + D/2. The tile is read twice, the second time with its halves exchanged (from L1),
   and both are normed: no exchange between threads, and the sum stays where it is. `a * cos - b * sin` is written
-  `a * cos + b * (-sin)`, which is the same number.
+  `a * cos + b * (-sin)`, which has the same bits, the sign of a zero among them.
 
 An E4M3 V lies transposed in its page, `[num_pages, K, D, page_size]`: a token's V is then D single bytes, far
 apart. For few tokens that is how they are written. For many, a program takes one head of a few tokens, neighbouring
@@ -76,7 +76,7 @@ def _rotated_heads(
         rstd_J = tl.rsqrt(tl.sum(x_JD * x_JD, axis=1) * (1.0 / SIZE) + eps)
         x_JD = _normed(x_JD, weight_JD, rstd_J, dtype)
         partner_JD = _normed(partner_JD, other_weight_JD, rstd_J, dtype)
-    sin_JD = tl.where((d_D < PLANES)[None, :], -sin_JD, sin_JD)
+    sin_JD = tl.where((d_D < PLANES)[None, :], sin_JD * -1.0, sin_JD)  # `-x` compiles to 0 - x, which gives 0 a plus
     return (x_JD * cos_JD + partner_JD * sin_JD).to(dtype)
 
 

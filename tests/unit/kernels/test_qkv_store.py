@@ -97,6 +97,21 @@ def test_kernel_is_near_the_reference(
 
 
 @pytest.mark.usefixtures("interpreted")
+def test_zeros_keep_the_references_sign() -> None:
+    """Zeros of both signs and values, in all pairs that RoPE makes, at position 0 (sin is 0) and at others."""
+    inputs = _inputs(4, 2, 32, False, torch.float32)
+    signs = torch.tensor([0.0, -0.0, 1.5, -1.5])
+    inputs[0][:] = torch.cat([signs.repeat_interleave(4), signs.repeat(4)])
+    got, want = (_pages(2, 32, "none", False, dtype=torch.float32) for _ in range(2))
+    want_q = qkv_store(*inputs, want.k, want.v, _slots(want))
+    q = qkv_store_triton(inputs[0].flatten(1), *inputs[1:], got.k, got.v, _slots(got))
+    for result, reference in ((q, want_q), (got.k, want.k)):
+        zero = reference == 0
+        assert zero.any() and torch.equal(result == 0, zero)
+        assert torch.equal(result[zero].signbit(), reference[zero].signbit())
+
+
+@pytest.mark.usefixtures("interpreted")
 def test_padding_has_a_q_and_leaves_the_pages_alone() -> None:
     inputs = _inputs(4, 2, 32, True, torch.float32)
     cache = _pages(2, 32, "calibrated", True)
