@@ -20,7 +20,8 @@ from tests.parity.sides import PRECISIONS, Pages, Sides, random_chunks, random_r
 from tests.parity.situations import IN_THE_ENGINE, check_trainer, in_the_trainer
 
 pytestmark = pytest.mark.gpu
-FAST_MEAN, FAST_MAX = 0.0173, 0.0905  # measured on 36 layers, 48,188 tokens (results/step_qwen3-8b_16x8_numerics.json)
+# Of 15 runs on an H200 the mean difference was 0.00757 to 0.01183, the largest 0.0264 to 0.0491: 28% above the highest.
+FAST_MEAN, FAST_MAX = 0.0151, 0.063
 
 ALL = [(family, precision) for family in FULL for precision in PRECISIONS]
 SMALL = {  # wide enough for FP8's blocks to differ, small enough for many steps

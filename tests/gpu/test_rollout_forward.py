@@ -20,7 +20,8 @@ pytestmark = pytest.mark.gpu
 
 def ordered_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     """The modules' BF16 linears by the GEMM of the fused forward: cuBLAS may split K at a few rows, so its bits would
-    follow the batch. What is fused and captured is then all that differs."""
+    follow the batch. What is fused and captured is then all that differs. At this model's sizes cuBLAS did not: on an
+    H200 the completions were equal with `F.linear` too, in every precision."""
 
     def product(linear: Linear, x: Tensor) -> Tensor:
         y_MN = bf16_gemm(x.reshape(-1, linear.in_features), linear.weight)

@@ -17,9 +17,12 @@ from octetrl.models.decoder import Decoder
 from octetrl.models.training_forward import Keep, fused_layer_runner
 
 pytestmark = pytest.mark.gpu
-BF16_APART = 0.015  # of a BF16 gradient from the modules', relative
-FP8_APART = 0.12  # of an FP8 gradient from the modules', relative
-FP8_RATIO, FP8_SLACK = 1.1, 0.005  # its error against BF16's, as a multiple of the modules' error, and beyond that
+# The largest of several seeds on an H200 stands behind each bound, which is 28% above it.
+BF16_APART = 0.011  # of a BF16 gradient from the modules', relative: 0.00847
+FP8_APART = 0.087  # of an FP8 gradient from the modules', relative: 0.06768
+# An FP8 gradient's error against BF16's, compared with that of the modules' gradient:
+FP8_RATIO = 1.092  # the one over the other: 1.07195
+FP8_SLACK = 0.0135  # the one less the other: 0.01053
 
 QWEN3 = ModelSpec(
     family="qwen3",
@@ -109,7 +112,8 @@ def test_it_is_the_modules_to_the_bit_forward_and_to_rounding_backward(spec: Mod
         if fp8.train:
             assert apart < FP8_APART, f"{name}: {apart:.4f} from the modules'"
             ours, theirs = (relative_error(gradient, exact[name]) for gradient in (gradients[name], want))
-            assert ours < FP8_RATIO * theirs + FP8_SLACK, f"{name}: {ours:.4f} from BF16's, the modules' {theirs:.4f}"
+            near = ours < FP8_RATIO * theirs and ours < theirs + FP8_SLACK
+            assert near, f"{name}: {ours:.4f} from BF16's, the modules' {theirs:.4f}"
         else:
             assert apart < BF16_APART, f"{name}: {apart:.4f}"
 
