@@ -106,10 +106,16 @@ def test_a_moving_reference_survives_a_resume(
     assert timeless(read_lines(tmp_path / "run" / "metrics.jsonl")) == timeless(moving)
 
 
-def test_kl_in_the_reward_pulls_towards_the_reference(model: Path, tmp_path: Path) -> None:
-    common = {"precision": "bf16", "trainer.optimizer.lr": 3e-3, "steps": 2}
-    changes = {"algorithm.kl_in": "reward", "algorithm.kl_estimator": "k1", "algorithm.kl_coefficient": 1.0}
+AS_TRL = {"algorithm.name": "rloo", "algorithm.rloo_ratio": "sequence", "algorithm.constant_length": 1}
+
+
+@pytest.mark.parametrize(("kl_in", "objective"), [("reward", {}), ("reward_before_baseline", AS_TRL)])
+def test_kl_in_the_reward_pulls_towards_the_reference(
+    kl_in: str, objective: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    common = {"precision": "bf16", "trainer.optimizer.lr": 3e-3, "steps": 2} | objective
+    changes = {"algorithm.kl_in": kl_in, "algorithm.kl_estimator": "k1", "algorithm.kl_coefficient": 1.0}
     lines, free = (run(model, tmp_path / name, common | more) for name, more in (("run", changes), ("free", {})))
     assert lines[0]["kl"] == 0.0 and lines[1]["kl"] != 0.0
-    assert lines[0]["grad_norm"] == free[0]["grad_norm"], "there is no KL yet"
+    assert lines[0]["grad_norm"] == pytest.approx(free[0]["grad_norm"], rel=1e-5), "there is no KL yet"
     assert lines[1]["grad_norm"] != free[1]["grad_norm"]
