@@ -91,7 +91,7 @@ def measure(run: Run, environment: Slow, step: int) -> tuple[list[RolloutGroup],
     collection = replace(run.base_collection.at_step(step), group_size=GROUP, occupancy=Occupancy())
     began = time.perf_counter()
     try:
-        groups = collect_groups(environment.tasks, dialogue, run.workers, collection)
+        groups = collect_groups(environment.tasks, dialogue, run.rollout_workers, collection)
     finally:
         dialogue.close()
     return groups, collection.occupancy, time.perf_counter() - began

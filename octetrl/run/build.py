@@ -41,7 +41,8 @@ from octetrl.run.journal import Journal
 from octetrl.run.reward_scorer import RewardModelScorer
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.spans import Spans
-from octetrl.workers.local import AnyWorker, LocalWorkers
+from octetrl.workers.local import LocalLearningWorkers, LocalWorkers
+from octetrl.workers.protocol import LearningWorkers, Workers
 from octetrl.workers.reward_model_worker import RewardModelWorker
 from octetrl.workers.scalar_models import build_reward_model
 from octetrl.workers.worker import Worker
@@ -59,12 +60,18 @@ class Run:
     conversations: Mixture | None  # or preference pairs; None: rollouts
     rewards: Rewards
     algorithm: Algorithm
-    workers: LocalWorkers
+    workers: LearningWorkers
     journal: Journal
     console: Console
     spans: Spans
     base_collection: CollectionSettings
     step: int = field(default=0)
+
+    @property
+    def rollout_workers(self) -> Workers:
+        """The workers, as those who draw completions. A reward model's run has none, and never asks."""
+        assert isinstance(self.workers, LocalWorkers), "these workers draw no rollouts"
+        return self.workers
 
     @property
     def collection(self) -> CollectionSettings:
@@ -102,7 +109,7 @@ def build_run(recipe: Recipe, *, trains: bool = True) -> Run:
         conversations=build_conversations(recipe, chat),
         rewards=build_rewards(recipe, environment, device, tokenizer),
         algorithm=algorithm,
-        workers=LocalWorkers(_build_worker(recipe, spec, policy, tokenizer, algorithm, device, spans, trains), console),
+        workers=_build_workers(recipe, spec, policy, tokenizer, algorithm, device, spans, console, trains),
         journal=Journal(),
         console=console,
         spans=spans,
@@ -110,7 +117,7 @@ def build_run(recipe: Recipe, *, trains: bool = True) -> Run:
     )
 
 
-def _build_worker(
+def _build_workers(
     recipe: Recipe,
     spec: ModelSpec,
     policy: PrecisionPolicy,
@@ -118,11 +125,13 @@ def _build_worker(
     algorithm: Algorithm,
     device: torch.device,
     spans: Spans,
+    console: Console,
     trains: bool,
-) -> AnyWorker:
+) -> LearningWorkers:
     if algorithm.reward_loss is not None:
-        return RewardModelWorker(recipe, build_reward_model(recipe, device), algorithm, spans)
-    return Worker(
+        reward_model = build_reward_model(recipe, device)
+        return LocalLearningWorkers(RewardModelWorker(recipe, reward_model, algorithm, spans), console)
+    worker = Worker(
         recipe,
         spec=spec,
         policy=policy,
@@ -133,6 +142,7 @@ def _build_worker(
         spans=spans,
         trains=trains,
     )
+    return LocalWorkers(worker, console)
 
 
 def model_spec(recipe: Recipe) -> ModelSpec:

@@ -41,10 +41,10 @@ def evaluate(run: Run, tasks: Sequence[Task] | None = None) -> EvalReport:
         run.base_collection, sampling=sampling, group_size=config.evaluation.samples, step=0, lengths={}
     )
     with run.spans("evaluate"), _generators_put_back():
-        groups = collect_groups(tasks, run.rewards, run.workers, collection)
-        run.workers.forget_prefixes()  # so that a step is the same whether an evaluation came before it or not
+        groups = collect_groups(tasks, run.rewards, run.rollout_workers, collection)
+        run.rollout_workers.forget_prefixes()  # so that a step is the same whether an evaluation came before it or not
     scoring = Scoring(config.evaluation.k, config.evaluation.right_from, config.seed)
-    speed = run.workers.rollout_metrics().get("rollout/tokens_per_second", 0.0)
+    speed = run.rollout_workers.rollout_metrics().get("rollout/tokens_per_second", 0.0)
     return EvalReport(groups, scoring, speed)
 
 
@@ -58,9 +58,9 @@ def evaluate_checkpoint(target: str, recipe: Recipe, *, all_tasks: bool = False)
     run = build_run(recipe.model_copy(update={"model": model}), trains=False)
     try:
         tasks = run.taskset.all_tasks() if all_tasks else run.taskset.held_out()
-        if run.workers.needs_calibration:
+        if run.rollout_workers.needs_calibration:
             chat, longest = run.base_collection.chat, recipe.model.context_length
-            run.workers.calibrate([chat.first_prompt_tokens(task.prompt, longest) for task in tasks])
+            run.rollout_workers.calibrate([chat.first_prompt_tokens(task.prompt, longest) for task in tasks])
         return evaluate(run, tasks)
     finally:
         run.close()

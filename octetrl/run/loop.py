@@ -96,7 +96,7 @@ def one_step(run: Run, step: int) -> StepMetrics:
         metrics = train_step(run)
     else:
         metrics = supervised_step(run)
-    rollout = {} if run.conversations is not None else run.workers.rollout_metrics()
+    rollout = {} if run.conversations is not None else run.rollout_workers.rollout_metrics()
     own: dict[str, float] = {"time/step": time.perf_counter() - began, **run.workers.memory_metrics()}
     own |= run.workers.path_metrics()
     own |= run.spans.take()
@@ -115,14 +115,14 @@ def _evaluated(run: Run, step: int) -> dict[str, float]:
 
 def _calibrate_first(run: Run) -> None:
     """Before the first rollout of an FP8 cache, its scales come from the prompts that will be generated from."""
-    if not run.workers.needs_calibration:
+    if not run.rollout_workers.needs_calibration:
         return
     place = run.taskset.state()
     tasks = run.taskset.next_batch(run.config.rollout.prompts_per_step)
     run.taskset.restore(place)
     limit = run.config.rollout.max_prompt_tokens
     prompts = [run.base_collection.chat.first_prompt_tokens(task.prompt, limit) for task in tasks]
-    run.workers.calibrate(prompts)
+    run.rollout_workers.calibrate(prompts)
 
 
 def _nothing_learnt(step: int, metrics: Mapping[str, float]) -> str | None:

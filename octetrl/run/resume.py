@@ -115,14 +115,14 @@ class Checkpoints:
         return f"{at}: saved step {before.step}; go on with --resume"
 
     def _save(self, run: Run, cursor: Cursor, metrics: Mapping[str, float]) -> None:
-        def write_model(folder: Path) -> None:
-            run.workers.write_model(folder)
+        def write_more(folder: Path) -> None:
+            run.workers.save(folder)
             save_tokenizer_files(run.tokenizer, folder)
 
-        payload = {**run.workers.state(), "cursor.json": cursor.as_json()}
+        payload = {"cursor.json": cursor.as_json()}
         with run.spans("checkpoint"):
             checkpoint.save(
-                self.folder, cursor.step, payload, write_more=write_model, metrics=metrics, run_id=self._run_id
+                self.folder, cursor.step, payload, write_more=write_more, metrics=metrics, run_id=self._run_id
             )
 
     def restore(self, run: Run, step: int) -> None:

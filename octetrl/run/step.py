@@ -32,7 +32,7 @@ def supervised_step(run: Run) -> StepMetrics:
 
 def produce(run: Run) -> list[Sample]:
     """Tasks -> scored groups -> samples that carry their advantages."""
-    collected = collect_batch(run.taskset, run.algorithm.keeps, run.rewards, run.workers, run.collection)
+    collected = collect_batch(run.taskset, run.algorithm.keeps, run.rewards, run.rollout_workers, run.collection)
     run.journal.record(collected.groups, collected.metrics)
     return to_samples(collected.kept, run.algorithm)
 

@@ -91,12 +91,12 @@ def save(
     try:
         partial.mkdir()
         for name, content in payload.items():
-            _write(partial, name, content)
+            write_file(partial, name, content)
         if write_more is not None:
             write_more(partial)
             for file in partial.iterdir():
                 _sync(file)
-        _write(partial, MANIFEST, _manifest(partial, step, metrics or {}, run_id))
+        write_file(partial, MANIFEST, _manifest(partial, step, metrics or {}, run_id))
         _sync(partial)
         if final.exists():
             final.rename(_hidden(final, ".replaced"))
@@ -202,7 +202,9 @@ def _owner(path: Path) -> str | None:
     return UNKNOWN if manifest is None else manifest.get("run")
 
 
-def _write(folder: Path, name: str, content: bytes | Mapping[str, Any]) -> None:
+def write_file(folder: Path, name: str, content: bytes | Mapping[str, Any]) -> None:
+    """One entry of a payload, synced: tensors for *.safetensors (in shards, copied to the host one by one), JSON or
+    bytes."""
     assert "/" not in name, f"a checkpoint is flat, '{name}' is not a plain file name"
     if name.endswith(".safetensors"):
         assert isinstance(content, Mapping), f"{name} takes a mapping of tensors"

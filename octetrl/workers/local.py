@@ -1,7 +1,6 @@
 """One worker in this process: the embedded default, on a CPU or one GPU.
 
-The step, the loop and the checkpoints talk to *workers*, in verbs; here that is one `Worker`, called directly, with its
-progress shown on the console. Another set of workers has these same verbs.
+It follows protocol.py by calling its `Worker` directly, and shows progress on the console.
 """
 
 from __future__ import annotations
@@ -10,53 +9,33 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from torch import Tensor
-
-from octetrl.engine.session import Session
 from octetrl.records import Completion, GenerationProgress, GenerationRequest, PackedBatch, PolicyUpdate, Published
+from octetrl.rollout.backend import OnProgress, RolloutSession
 from octetrl.telemetry.console import Console
 from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.packing import PackingLayout
 from octetrl.workers.reward_model_worker import RewardModelWorker
 from octetrl.workers.worker import Worker
 
-AnyWorker = Worker | RewardModelWorker
 
+class LocalLearningWorkers:
+    """`LearningWorkers` on one worker: a policy's or a reward model's."""
 
-class LocalWorkers:
-    """The verbs of a run on one worker."""
-
-    def __init__(self, worker: AnyWorker, console: Console) -> None:
-        self.worker = worker
+    def __init__(self, worker: Worker | RewardModelWorker, console: Console) -> None:
+        self.worker: Worker | RewardModelWorker = worker
         self._console = console
-
-    # ------------------------------------------------------------ of a step
 
     @property
     def layout(self) -> PackingLayout:
         return self.worker.layout
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
-        with self._console.phase("rollout") as show:
+    @property
+    def policy_version(self) -> int:
+        return self.worker.policy_version
 
-            def on_progress(progress: GenerationProgress) -> None:
-                show(progress.done, progress.total, progress.generated_tokens)
-
-            return self.worker.generate(requests, on_progress)
-
-    @contextmanager
-    def session(self) -> Iterator[Session]:
-        """Requests may come while others run (engine/session.py)."""
-        with self._console.phase("rollout") as show:
-
-            def on_progress(progress: GenerationProgress) -> None:
-                show(progress.done, progress.total, progress.generated_tokens)
-
-            with self.worker.session(on_progress) as session:
-                yield session
-
-    def forget_prefixes(self) -> None:
-        self.worker.forget_prefixes()
+    @property
+    def weights_are_whole(self) -> bool:
+        return self.worker.weights_are_whole
 
     def train(self, batch: PackedBatch) -> PolicyUpdate:
         with self._console.phase("train"):
@@ -65,42 +44,53 @@ class LocalWorkers:
     def publish(self, policy_version: int) -> Published:
         return self.worker.publish(policy_version)
 
-    # ------------------------------------------------------------ before the first
-
-    @property
-    def needs_calibration(self) -> bool:
-        return self.worker.needs_calibration
-
-    def calibrate(self, token_lists: Sequence[Sequence[int]]) -> None:
-        self.worker.calibrate(token_lists)
-
-    # ------------------------------------------------------------ of a checkpoint
-
-    @property
-    def policy_version(self) -> int:
-        return self.worker.trainer.policy_version
-
-    @property
-    def weights_are_whole(self) -> bool:
-        """False while an update is under way: such weights must not be saved."""
-        return self.worker.trainer.weights_are_whole
-
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        return self.worker.state()
-
-    def write_model(self, folder: Path) -> None:
-        self.worker.write_model(folder)
+    def save(self, folder: Path) -> None:
+        self.worker.save(folder)
 
     def load(self, saved: Checkpoint, policy_version: int) -> None:
         self.worker.load(saved, policy_version)
 
-    # ------------------------------------------------------------ what they measured
-
-    def rollout_metrics(self) -> dict[str, float]:
-        return self.worker.rollout_metrics()
+    def memory_metrics(self) -> dict[str, float]:
+        return self.worker.memory_metrics()
 
     def path_metrics(self) -> dict[str, float]:
         return self.worker.path_metrics()
 
-    def memory_metrics(self) -> dict[str, float]:
-        return self.worker.memory_metrics()
+
+class LocalWorkers(LocalLearningWorkers):
+    """`Workers` on one worker."""
+
+    def __init__(self, worker: Worker, console: Console) -> None:
+        super().__init__(worker, console)
+        self._policy = worker
+
+    @property
+    def needs_calibration(self) -> bool:
+        return self._policy.needs_calibration
+
+    def calibrate(self, token_lists: Sequence[Sequence[int]]) -> None:
+        self._policy.calibrate(token_lists)
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+        with self._shown() as on_progress:
+            return self._policy.generate(requests, on_progress)
+
+    @contextmanager
+    def session(self) -> Iterator[RolloutSession]:
+        with self._shown() as on_progress, self._policy.session(on_progress) as session:
+            yield session
+
+    def forget_prefixes(self) -> None:
+        self._policy.forget_prefixes()
+
+    def rollout_metrics(self) -> dict[str, float]:
+        return self._policy.rollout_metrics()
+
+    @contextmanager
+    def _shown(self) -> Iterator[OnProgress]:
+        with self._console.phase("rollout") as show:
+
+            def on_progress(progress: GenerationProgress) -> None:
+                show(progress.done, progress.total, progress.generated_tokens)
+
+            yield on_progress

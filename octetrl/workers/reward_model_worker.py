@@ -6,33 +6,25 @@ of a rollout are never called: a recipe for a reward model has no tasks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from octetrl.algorithms.table import Algorithm
 from octetrl.config.schema import Recipe
-from octetrl.engine.session import OnProgress, Session
 from octetrl.models.peft_adapters import load_trained, save_trained
 from octetrl.models.scalar_decoder import ScalarDecoder
-from octetrl.records import Completion, GenerationRequest, PackedBatch, PolicyUpdate, Published
+from octetrl.records import PackedBatch, PolicyUpdate, Published
 from octetrl.telemetry.spans import Spans
-from octetrl.trainer.checkpoint import Checkpoint
+from octetrl.trainer.checkpoint import Checkpoint, write_file
 from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.reward_trainer import RewardTrainer
 from octetrl.trainer.scalar_trainer import ScalarState
 from octetrl.workers.kernel_paths import path_metrics
 
-NO_ROLLOUT = "a reward model's run draws no rollouts"
-
 
 class RewardModelWorker:
     """Built once. `model` comes loaded and quantised."""
-
-    needs_calibration = False
 
     def __init__(
         self,
@@ -49,6 +41,14 @@ class RewardModelWorker:
         )
 
     @property
+    def policy_version(self) -> int:
+        return self.trainer.policy_version
+
+    @property
+    def weights_are_whole(self) -> bool:
+        return self.trainer.weights_are_whole
+
+    @property
     def layout(self) -> PackingLayout:
         return self.trainer.layout
 
@@ -61,23 +61,6 @@ class RewardModelWorker:
     def publish(self, policy_version: int) -> Published:
         """There is nobody to publish to."""
         return Published(policy_version, weights_digest="", metrics={})
-
-    def generate(
-        self, requests: Sequence[GenerationRequest], on_progress: OnProgress | None = None
-    ) -> list[list[Completion]]:
-        raise AssertionError(NO_ROLLOUT)
-
-    def session(self, on_progress: OnProgress | None = None) -> AbstractContextManager[Session]:
-        raise AssertionError(NO_ROLLOUT)
-
-    def calibrate(self, token_lists: Sequence[Sequence[int]]) -> None:
-        raise AssertionError(NO_ROLLOUT)
-
-    def forget_prefixes(self) -> None:
-        raise AssertionError(NO_ROLLOUT)
-
-    def rollout_metrics(self) -> dict[str, float]:
-        return {}
 
     def path_metrics(self) -> dict[str, float]:
         return path_metrics(trained=self.model, generating=None)
@@ -92,12 +75,10 @@ class RewardModelWorker:
 
     # ------------------------------------------------------------ saving and loading
 
-    def write_model(self, folder: Path) -> None:
-        """The reward model in Hugging Face form; with LoRA its adapter and head in PEFT's."""
+    def save(self, folder: Path) -> None:
+        """The reward model in Hugging Face form (with LoRA: adapter and head in PEFT form), and the optimizer."""
         save_trained(self.model, folder, base=self.recipe.model.path)
-
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        return {"optimizer.safetensors": dict(self.trainer.state().optimizer)}
+        write_file(folder, "optimizer.safetensors", self.trainer.state().optimizer)
 
     def load(self, saved: Checkpoint, policy_version: int) -> None:
         load_trained(self.model, saved.folder)

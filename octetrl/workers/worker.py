@@ -36,7 +36,7 @@ from octetrl.models.peft_adapters import load_trained, save_trained
 from octetrl.records import Completion, GenerationRequest, PackedBatch, PolicyUpdate, Published
 from octetrl.telemetry.mismatch import mismatch_metrics
 from octetrl.telemetry.spans import Spans
-from octetrl.trainer.checkpoint import Checkpoint
+from octetrl.trainer.checkpoint import Checkpoint, write_file
 from octetrl.trainer.critic import Critic
 from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.scalar_trainer import ScalarState
@@ -134,6 +134,15 @@ class Worker:
         return Critic(model, recipe.critic, recipe.trainer, total_steps=recipe.steps, seed=recipe.seed)
 
     @property
+    def policy_version(self) -> int:
+        return self.trainer.policy_version
+
+    @property
+    def weights_are_whole(self) -> bool:
+        """False while an update changes the weights: such weights must not be saved."""
+        return self.trainer.weights_are_whole
+
+    @property
     def layout(self) -> PackingLayout:
         """How `pack` should pack for this worker."""
         return self.trainer.layout
@@ -201,11 +210,13 @@ class Worker:
 
     # ------------------------------------------------------------ saving and loading
 
-    def write_model(self, folder: Path) -> None:
-        """The trainer's weights in Hugging Face form; with LoRA the adapter in PEFT's."""
+    def save(self, folder: Path) -> None:
+        """Writes the model in Hugging Face form (with LoRA: the adapter in PEFT form) and all that `load` needs."""
         save_trained(self.trainer_model, folder, base=self.recipe.model.path)
+        for name, tensors in self._state().items():
+            write_file(folder, name, tensors)
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
+    def _state(self) -> dict[str, dict[str, Tensor]]:
         """Tensors of a checkpoint besides the model, by file."""
         files = {"optimizer.safetensors": dict(self.trainer.state().optimizer)}
         reference = self.trainer.reference.state()

@@ -28,7 +28,16 @@ ARROWS: dict[str, set[str]] = {
     "trainer": {"models", "layers", "kernels", "fp8", "algorithms", *BASE},
 }
 ARROWS["server"] = {"engine", "rollout", "environments", *BASE}  # HTTP around the engine: nothing imports it but run
-ARROWS["workers"] = {"trainer", "engine", "algorithms", "data", "telemetry", *ARROWS["trainer"], *ARROWS["engine"]}
+ARROWS["workers"] = {
+    "trainer",
+    "engine",
+    "rollout",
+    "algorithms",
+    "data",
+    "telemetry",
+    *ARROWS["trainer"],
+    *ARROWS["engine"],
+}
 ARROWS["run"] = set(ARROWS)
 ARROWS["doctor"] = set(ARROWS)
 ARROWS["bench"] = set(ARROWS) - {"doctor"}

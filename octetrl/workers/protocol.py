@@ -1,0 +1,81 @@
+"""What a run asks of its workers: those who hold a model, in one process or in many.
+
+    LearningWorkers     train, publish, save, load, metrics: all that a run on given data needs
+    Workers             and generate, an open session, calibrate: what draws rollouts
+
+The step, the loop, evaluation and checkpoints speak these verbs and could not tell one worker from many. Arguments and
+results are records and paths: no model, no tensor of one, no engine and no trainer crosses this border. What `train`
+learnt comes back in its `PolicyUpdate`; state on disk is written and read by the workers themselves.
+
+`local.py` is one worker in this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
+
+from octetrl.records import Completion, GenerationRequest, PackedBatch, PolicyUpdate, Published
+from octetrl.rollout.backend import RolloutSession
+from octetrl.trainer.checkpoint import Checkpoint
+from octetrl.trainer.packing import PackingLayout
+
+
+class LearningWorkers(Protocol):
+    """Hold a model that is trained: a policy, or a reward model."""
+
+    @property
+    def layout(self) -> PackingLayout:
+        """How `pack` packs for these workers. It follows from the recipe, not from how many they are."""
+
+    @property
+    def policy_version(self) -> int:
+        """Updates that the weights have had."""
+
+    @property
+    def weights_are_whole(self) -> bool:
+        """False while an update changes the weights: such weights must not be saved."""
+
+    def train(self, batch: PackedBatch, /) -> PolicyUpdate:
+        """One update from `batch`. Raises NonFiniteError, with the weights as they were, for results that are not
+        finite."""
+
+    def publish(self, policy_version: int, /) -> Published:
+        """Puts the trained weights and KV scales where completions are drawn, and compares what is held there."""
+
+    def save(self, folder: Path, /) -> None:
+        """Writes the model in Hugging Face form, and the rest of the state, into a checkpoint that is being written."""
+
+    def load(self, saved: Checkpoint, policy_version: int, /) -> None:
+        """Puts a verified checkpoint back and publishes it. UserError if it is another model's."""
+
+    def memory_metrics(self) -> Mapping[str, float]:
+        """Peak memory since the last call, in GB; empty on a CPU."""
+
+    def path_metrics(self) -> Mapping[str, float]:
+        """Which kernels run; empty on a CPU."""
+
+
+class Workers(LearningWorkers, Protocol):
+    """Hold a policy: they draw completions with the weights that they train."""
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether a calibrated FP8 cache has no scales yet."""
+
+    def calibrate(self, token_lists: Sequence[Sequence[int]], /) -> None:
+        """Makes KV scales from one forward over these sequences, and publishes them."""
+
+    def generate(self, requests: Sequence[GenerationRequest], /) -> list[list[Completion]]:
+        """`num_siblings` completions of each request, in the order of the requests."""
+
+    def session(self) -> AbstractContextManager[RolloutSession]:
+        """An open session: requests in, events out (rollout/backend.py)."""
+
+    def forget_prefixes(self) -> None:
+        """The next request prefills its whole prompt, whatever was generated before."""
+
+    def rollout_metrics(self) -> Mapping[str, float]:
+        """Of the last generation; empty before the first."""
