@@ -10,16 +10,16 @@ rewards by name, `metrics`, and `trainer_logprobs`, the trainer's log-probs of `
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from octetrl.config.errors import UserError
+from octetrl.config.json_file import parse_json
 from octetrl.records import RolloutStatus
 
 _FILE = re.compile(r"step_(\d+)\.jsonl")
@@ -117,7 +117,7 @@ class SampledRow:
         for turn in turns:
             end = begin + turn["num_tokens"]
             parts.append(Said(MODEL, turn["text"], slice(begin, end)))
-            parts += [Said(reply["role"], reply["text"], slice(end, end)) for reply in turn.get("replies", ())]
+            parts += [Said(reply["role"], reply["text"], slice(end, end)) for reply in turn.get("replies") or ()]
             if turn.get("reply") is not None:  # as files of earlier versions have it
                 parts.append(Said("environment", turn["reply"], slice(end, end)))
             begin = end
@@ -223,14 +223,57 @@ def _rows(path: Path) -> Iterator[SampledRow]:
 
 
 def _line(text: str, where: str) -> dict[str, Any]:
-    try:
-        line = json.loads(text)
-    except ValueError as error:
-        raise UserError(
-            f"{where}: not JSON ({error}); the file was changed or cut off after the run wrote it"
-        ) from error
+    line = parse_json(text, where, "the file was changed or cut off after the run wrote it")
     missing = [key for key in _REQUIRED if not isinstance(line, dict) or key not in line]
     if missing:
         raise UserError(f"{where}: no rollout, it lacks {', '.join(missing)}; give a folder that a run wrote")
     found: dict[str, Any] = line
+    for key, is_sound in _SOUND.items():
+        if not is_sound(found.get(key)):
+            raise UserError(f"{where}: '{key}' is not a rollout's; the file was changed after the run wrote it")
     return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) < 1e308
+
+
+def _is_turn(turn: Any) -> bool:
+    """With what `said` reads."""
+    return (
+        isinstance(turn, dict)
+        and isinstance(turn.get("num_tokens"), int)
+        and isinstance(turn.get("text"), str)
+        and isinstance(turn.get("reply"), str | None)
+        and _each(lambda one: isinstance(one, dict) and _texts(one, "role", "text"))(turn.get("replies", []))
+    )
+
+
+def _texts(value: Mapping[str, Any], *keys: str) -> bool:
+    return all(isinstance(value.get(key), str) for key in keys)
+
+
+def _each(is_sound: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Of a list; null is an empty one."""
+    return lambda values: values is None or (isinstance(values, list) and all(map(is_sound, values)))
+
+
+def _is_measured(values: Any) -> bool:
+    """Numbers by name; null where there is none."""
+    return values is None or (
+        isinstance(values, dict) and all(one is None or _is_number(one) for one in values.values())
+    )
+
+
+_SOUND: Mapping[str, Callable[[Any], bool]] = {
+    "sibling": _is_number,
+    "status": lambda value: isinstance(value, str),
+    "text": lambda value: isinstance(value, str),
+    "reward": lambda value: value is None or _is_number(value),
+    "token_ids": _each(lambda one: isinstance(one, int)),
+    "logprobs": _each(_is_number),
+    "trainer_logprobs": _each(_is_number),
+    "components": _is_measured,
+    "metrics": _is_measured,
+    "turns": _each(_is_turn),
+}

@@ -20,13 +20,16 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from octetrl.cli.check import check
 from octetrl.cli.main import run_command
+from octetrl.cli.rollouts_view import RolloutsView
 from octetrl.config.data import DataSource
 from octetrl.config.errors import UserError
 from octetrl.config.load import dump_recipe, load_recipe
 from octetrl.config.presets import preset_config
+from octetrl.config.text import TextTooLong
 from octetrl.data.mixture import Mixture, read_source
 from octetrl.data.tasks import read_tasks
 from octetrl.data.tokenizer import load_tokenizer
@@ -36,6 +39,8 @@ from octetrl.models.peft_adapters import read_adapter_config
 from octetrl.records import Reply
 from octetrl.rollout.chat_tokens import ChatTokens, ReplyError
 from octetrl.run.tiny_model import save_tokenizer, train_tokenizer
+from octetrl.telemetry.rollout_page import rollout_page
+from octetrl.telemetry.rollout_reader import Filter, select
 from tests.fuzz.damage import DEEP, as_json, damaged, damaged_bytes, json_files, odd_values
 
 MORE = int(os.environ.get("OCTETRL_FUZZ", "0"))
@@ -64,6 +69,12 @@ ADAPTER = {
     "base_model_name_or_path": "model",
     "modules_to_save": None,
 }
+ROLLOUT = {
+    **{"task_id": "1", "prompt": "a", "answer": None, "sibling": 0, "status": "scored", "reward": 1.0},
+    **{"detail": None, "trace": None, "answered": "b", "text": "b", "token_ids": [1], "logprobs": [-0.5]},
+    **{"components": {"right": 1.0}, "metrics": {"turns": 1.0}},
+    "turns": [{"prompt_token_ids": [2], "text": "b", "num_tokens": 1, "replies": [{"role": "tool", "text": "c"}]}],
+}
 ROWS: dict[str, dict[str, Any]] = {
     "tasks": {"id": 1, "prompt": [{"role": "user", "content": "a"}], "answer": "b", "more": {"x": [1]}},
     "conversations": {
@@ -91,6 +102,8 @@ def examples(number: int) -> Callable[[Callable[..., None]], Callable[..., None]
 def used_or_refused() -> Iterator[None]:
     try:
         yield
+    except TextTooLong:  # a rollout's status, a row's refusal
+        return
     except UserError as error:
         first, *others = str(error).split("\n")
         assert first.strip() and all(line.startswith("  ") for line in others), error
@@ -215,6 +228,17 @@ def test_rows(tmp_path: Path, chat: ChatTokens, kind: Any) -> None:
                 Mixture([source], chat, seed=0, context_length=64, too_long="drop").next_batch(2)
 
     whatever_it_holds()
+
+
+@given(json_files(ROLLOUT))
+@example(as_json(ROLLOUT | {"reward": "1"}))
+@examples(100)
+def test_rollouts(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "step_000001.jsonl").write_bytes(content + b"\n")
+    with used_or_refused():
+        selection = select(tmp_path, Filter(), None)
+        RolloutsView(Console(file=io.StringIO(), width=100), Filter(), letters=100).show(selection)
+        rollout_page("run", selection, Filter())
 
 
 @pytest.mark.parametrize("name", ["r.yaml", "model", "model/config.json", "model/tokenizer_config.json", "tasks.jsonl"])
