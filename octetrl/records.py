@@ -246,11 +246,23 @@ class PackedBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Both sides' log-probs of the N trained tokens of a batch, the trainer's before any update; on the CPU."""
+
+    generator_N: Tensor  # float32
+    trainer_N: Tensor  # float32
+    target_positions_N: Tensor  # int64
+    sequence_lengths_N: Tensor  # int64
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyUpdate:
-    """What `train` did, made by the trainer."""
+    """What `train` did, made by the trainer. The workers turn log-probs and amax into metrics and scales."""
 
     policy_version: int  # after the update
     metrics: Mapping[str, float]
+    logprobs: TokenLogprobs | None = None  # None: no engine drew the samples, or nothing was learnt
+    kv_amax_2LK: Tensor | None = None  # max|K| and max|V| of each layer and head, float32; None: not collected
 
 
 @dataclass(frozen=True, slots=True)

@@ -287,8 +287,7 @@ def _kv_scales(model: Decoder, workload: Workload, policy_version: int) -> KVSca
     trainer = Trainer(
         model, config=TrainerConfig(), algorithm=algorithm, temperature=1.0, total_steps=1, reference=None, trains=False
     )
-    trainer.collect_kv_amax(prompts)
-    amax_2LK = trainer.take_kv_amax()
+    amax_2LK = trainer.observe_kv(prompts)
     assert amax_2LK is not None, "KV calibration: no forward has observed K and V"
     return kv_scales_from_amax(amax_2LK[0], amax_2LK[1], policy_version=policy_version)
 

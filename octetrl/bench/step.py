@@ -337,10 +337,9 @@ class StepArm:
         for number in range(CALIBRATION_ROUNDS + 1):
             for mode in modes:
                 began = self.now()
-                worker.trainer.accumulate(batch, replay, collect_kv_amax=mode == "fused")
+                worker.trainer.accumulate_alone(batch, replay, collect_kv_amax=mode == "fused")
                 if mode == "exact":
-                    worker.trainer.collect_kv_amax(batch)
-                worker.trainer.take_kv_amax()
+                    worker.trainer.observe_kv(batch)
                 if number:  # the first is a warm-up: the engine's memory has just been given back
                     seconds[mode].append(self.now() - began)
         return seconds, sum(one.token_ids_T.numel() for one in part)

@@ -170,9 +170,7 @@ def _replay(trainer: Trainer, batch: PackedBatch) -> KVReplay:
     policy = trainer.model.policy
     if policy.kv_mode != "calibrated":
         return KVReplay(policy.kv_mode)
-    trainer.collect_kv_amax(batch)
-    amax_2LK = trainer.take_kv_amax()
-    assert amax_2LK is not None, "KV calibration: no forward has observed K and V"
+    amax_2LK = trainer.observe_kv(batch)
     scales = kv_scales_from_amax(amax_2LK[0], amax_2LK[1], policy_version=0)
     return KVReplay(policy.kv_mode, scales.k_scale_LK, scales.v_scale_LK)
 
@@ -190,7 +188,7 @@ class _Arm:
         if not self.optimizer:
             trainer.model.zero_grad(set_to_none=True)
         began = _now(device)
-        self.loss = trainer.accumulate(self.batch, self.kv, collect_kv_amax=self._observes)
+        self.loss, _ = trainer.accumulate_alone(self.batch, self.kv, collect_kv_amax=self._observes)
         learnt = _now(device)
         if self.optimizer:
             with part("optimizer"):

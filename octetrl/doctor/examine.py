@@ -212,7 +212,7 @@ class Patient:
     def _heard(self, samples: list[Sample], layout: PackingLayout) -> Tensor:
         self.listener.heard.clear()
         batch = pack(samples, replace(layout, minibatches=1), self.worker.trainer.algorithm.token_weighting)
-        self.worker.trainer.accumulate(batch, self.kv)
+        self.worker.trainer.accumulate_alone(batch, self.kv)
         self.worker.trainer.model.requantize()  # codes that are remade come back
         return torch.cat([self.listener.heard[sample] for sample in range(len(samples))])
 

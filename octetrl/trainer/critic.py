@@ -31,7 +31,7 @@ from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.records import MicroBatch
 from octetrl.trainer.metric_means import MetricMeans
 from octetrl.trainer.non_finite import refuse_non_finite
-from octetrl.trainer.prepared import Prepared, token_rewards
+from octetrl.trainer.prepared import PreparedMicroBatch, token_rewards
 from octetrl.trainer.scalar_trainer import ScalarPart, ScalarState, ScalarTrainer
 from octetrl.trainer.schedule import learning_rate
 
@@ -69,7 +69,7 @@ class Critic:
         return values_N
 
     def prepare(
-        self, prepared: Sequence[Prepared], returns: Callable[[TokenRewards], Tensor], kl_scale: float = 1.0
+        self, prepared: Sequence[PreparedMicroBatch], returns: Callable[[TokenRewards], Tensor], kl_scale: float = 1.0
     ) -> dict[str, float]:
         """Values and returns of these micro-batches, all of one `train` call, before any update and before advantages
         take the rewards' place; and how good the values were."""
@@ -85,7 +85,7 @@ class Critic:
         return {} if explained is None else {"value/explained_variance": explained}
 
     def update(
-        self, minibatch: Sequence[Prepared], denominator: float, policy_version: int, means: MetricMeans
+        self, minibatch: Sequence[PreparedMicroBatch], denominator: float, policy_version: int, means: MetricMeans
     ) -> dict[str, float]:
         """One optimizer step; returns its loss, gradient norm and rate, and adds the metrics of tokens to `means`."""
         parts = [self._part(one) for one in minibatch]
@@ -99,7 +99,7 @@ class Critic:
     def load_state(self, state: ScalarState) -> None:
         self.scalar_trainer.load_state(state)
 
-    def _part(self, one: Prepared) -> ScalarPart:
+    def _part(self, one: PreparedMicroBatch) -> ScalarPart:
         assert one.values_N is not None and one.returns_N is not None, "`prepare` comes first"
         loss = partial(
             value_loss, old_values_N=one.values_N, returns_N=one.returns_N, value_clip=self.config.value_clip

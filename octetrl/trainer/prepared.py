@@ -13,11 +13,11 @@ from torch import Tensor
 
 from octetrl.algorithms.token_loss import LossInputs
 from octetrl.algorithms.token_rewards import TokenRewards
-from octetrl.records import MicroBatch
+from octetrl.records import MicroBatch, TokenLogprobs
 
 
 @dataclass(slots=True)
-class Prepared:
+class PreparedMicroBatch:
     """A micro-batch on the device, with the log-probs that stay as they are during the call."""
 
     micro_batch: MicroBatch
@@ -32,7 +32,7 @@ class Prepared:
 
 
 def loss_inputs(
-    prepared: Prepared,
+    prepared: PreparedMicroBatch,
     logprobs_N: Tensor,
     entropy_N: Tensor,
     *,
@@ -62,7 +62,7 @@ def loss_inputs(
 
 
 def fill_step_means(
-    values_of: Mapping[str, Callable[[LossInputs], Tensor]], minibatch: Sequence[Prepared], on_policy: bool
+    values_of: Mapping[str, Callable[[LossInputs], Tensor]], minibatch: Sequence[PreparedMicroBatch], on_policy: bool
 ) -> None:
     """Means over one optimizer step, its tokens weighted as in the loss."""
     for name, values in values_of.items():
@@ -77,7 +77,7 @@ def fill_step_means(
 
 
 def shape_advantages(
-    shape: Callable[[TokenRewards], Tensor], prepared: Sequence[Prepared], kl_scale: float = 1.0
+    shape: Callable[[TokenRewards], Tensor], prepared: Sequence[PreparedMicroBatch], kl_scale: float = 1.0
 ) -> Tensor | None:
     """Replaces the advantages of these micro-batches, all of one `train` call, by what `shape` makes of them. Returns
     log p - log reference of each token, float32 [N]; None without a reference."""
@@ -90,7 +90,7 @@ def shape_advantages(
     return rewards.kl_N
 
 
-def token_rewards(prepared: Sequence[Prepared]) -> TokenRewards:
+def token_rewards(prepared: Sequence[PreparedMicroBatch]) -> TokenRewards:
     """All trained tokens of these micro-batches, in their order."""
     sequences, num_sequences = [], 0
     for one in prepared:
@@ -109,6 +109,25 @@ def token_rewards(prepared: Sequence[Prepared]) -> TokenRewards:
         kl_N=None if first_N is None or reference_N is None else first_N - reference_N,
         values_N=_joined([one.values_N for one in prepared]),
         group_N=_joined([one.micro_batch.group_N for one in prepared]),
+    )
+
+
+def token_logprobs(prepared: Sequence[PreparedMicroBatch]) -> TokenLogprobs | None:
+    """Both sides' log-probs of the trained tokens, for telemetry. Micro-batches that no forward saw before the first
+    update are left out; None where no engine drew the samples."""
+    seen = [one for one in prepared if one.first_N is not None]
+    generator = [one.micro_batch.generator_logprobs_N for one in seen]
+    if not seen or any(logprobs_N is None for logprobs_N in generator):
+        return None
+
+    def on_cpu(parts: Sequence[Tensor | None]) -> Tensor:
+        return torch.cat([part for part in parts if part is not None]).cpu()
+
+    return TokenLogprobs(
+        generator_N=on_cpu(generator),
+        trainer_N=on_cpu([one.first_N for one in seen]),
+        target_positions_N=on_cpu([one.micro_batch.target_positions_N for one in seen]),
+        sequence_lengths_N=on_cpu([one.micro_batch.sequence_lengths_N for one in seen]),
     )
 
 

@@ -33,7 +33,7 @@ from octetrl.fp8.parity import why_not_equal
 from octetrl.fp8.policy import PrecisionPolicy, Side
 from octetrl.models.decoder import Decoder
 from octetrl.models.peft_adapters import load_trained, save_trained
-from octetrl.records import Completion, GenerationRequest, PackedBatch, PolicyUpdate, Published
+from octetrl.records import Completion, GenerationRequest, PackedBatch, PolicyUpdate, Published, TokenLogprobs
 from octetrl.telemetry.mismatch import mismatch_metrics
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.checkpoint import Checkpoint, write_file
@@ -180,10 +180,12 @@ class Worker:
             update = self.trainer.train(batch, self._replay(), self.policy.digest)
         if self.policy.kv_mode == "calibrated" and batch.minibatches:
             with self.spans("calibrate"):
+                amax_2LK = update.kv_amax_2LK
                 if self.recipe.fp8.calibration == "exact":
-                    self.trainer.collect_kv_amax(batch)  # one more forward, with the new weights
-                self._take_scales()
-        return replace(update, metrics={**update.metrics, **self._mismatch(on_policy)})
+                    amax_2LK = self.trainer.observe_kv(batch)  # one more forward, with the new weights
+                self._take_scales(amax_2LK)
+        metrics = {**update.metrics, **self._mismatch(update.logprobs, on_policy)}
+        return PolicyUpdate(update.policy_version, metrics)
 
     def publish(self, policy_version: int) -> Published:
         """The trainer's weights and scales become the engine's; what the engine then holds is compared."""
@@ -258,12 +260,10 @@ class Worker:
     def calibrate(self, token_lists: Sequence[Sequence[int]]) -> None:
         """KV scales from one forward over these sequences: before the first rollout, with its prompts."""
         with self.spans("calibrate"):
-            self.trainer.collect_kv_amax(token_lists)
-            self._take_scales()
+            self._take_scales(self.trainer.observe_kv(token_lists))
             self._put_into_engine(self.trainer.policy_version)
 
-    def _take_scales(self) -> None:
-        amax_2LK = self.trainer.take_kv_amax()
+    def _take_scales(self, amax_2LK: Tensor | None) -> None:
         assert amax_2LK is not None, "KV calibration: no forward has observed K and V"
         self.kv_scales = kv_scales_from_amax(
             amax_2LK[0],
@@ -291,8 +291,7 @@ class Worker:
         """Whether the trainer's log-probs of samples drawn with its weights are the engine's to the bit."""
         return why_not_equal(self.recipe, self.policy, on_gpu=self.device.type == "cuda") is None
 
-    def _mismatch(self, on_policy: bool) -> dict[str, float]:
-        logprobs = self.trainer.last_logprobs
+    def _mismatch(self, logprobs: TokenLogprobs | None, on_policy: bool) -> dict[str, float]:
         if logprobs is None:
             return {}
         return mismatch_metrics(

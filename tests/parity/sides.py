@@ -88,8 +88,7 @@ class Sides:
     def _calibrated(self, token_lists: Sequence[Sequence[int]]) -> KVScales:
         """With no margin to spare: some of what is drawn later is clamped, on both sides alike."""
         trainer = self._trainer(None)
-        trainer.collect_kv_amax(token_lists)
-        amax_2LK = trainer.take_kv_amax()
+        amax_2LK = trainer.observe_kv(token_lists)
         assert amax_2LK is not None
         return kv_scales_from_amax(amax_2LK[0], amax_2LK[1], margin=1.0, policy_version=0)
 
@@ -137,7 +136,7 @@ class Sides:
         assert len(temperatures) == 1, "a trainer has one temperature"
         heard: list[LossInputs] = []
         trainer = self._trainer(heard, temperatures.pop(), **config)
-        trainer.accumulate(pack(samples_of(asked, answers), trainer.layout, "token"), self.replay)
+        trainer.accumulate_alone(pack(samples_of(asked, answers), trainer.layout, "token"), self.replay)
         self.trainer_model.zero_grad(set_to_none=True)
         self.trainer_model.requantize()  # codes that are remade come back
         theirs = [inputs.generator_logprobs_N for inputs in heard]

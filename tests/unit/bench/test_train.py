@@ -138,24 +138,22 @@ def test_accumulating_is_training_without_the_update() -> None:
     once, other = build_trainer(plan, "fp8"), build_trainer(plan, "fp8")
     work = draw_work(plan.mix, 2, 0.75, once.layout, TINY.spec, seed=1)
     before = once.model.lm_head_weight.clone()
-    loss = once.accumulate(work.batch, KVReplay())
+    loss, amax_2LK = once.accumulate_alone(work.batch, KVReplay())
     assert torch.equal(once.model.lm_head_weight, before) and once.policy_version == 0
-    assert once.take_kv_amax() is None
+    assert amax_2LK is None
     update = other.train(work.batch, KVReplay(), None)
     assert float(loss) == update.metrics["loss"]
     assert float(once.optimizer.clip_gradients()) == update.metrics["grad_norm"] > 0
-    once.accumulate(work.batch, KVReplay())
+    once.accumulate_alone(work.batch, KVReplay())
     assert float(once.optimizer.clip_gradients()) == pytest.approx(2 * update.metrics["grad_norm"], rel=1e-5)
 
 
 def test_observing_where_the_trainer_would() -> None:
     trainer = build_trainer(bench("fp8_full"), "fp8_full")
     work = draw_work(Mix(Span(8, 8)), 1, 0.75, PackingLayout(16), TINY.spec, seed=0)
-    trainer.accumulate(work.batch, KVReplay(), collect_kv_amax=True)
-    amax_2LK = trainer.take_kv_amax()
+    _, amax_2LK = trainer.accumulate_alone(work.batch, KVReplay(), collect_kv_amax=True)
     assert amax_2LK is not None and bool((amax_2LK > 0).all())
-    trainer.accumulate(work.batch, KVReplay())
-    assert trainer.take_kv_amax() is None
+    assert trainer.accumulate_alone(work.batch, KVReplay())[1] is None
 
 
 def test_without_an_optimizer_nothing_is_updated() -> None:

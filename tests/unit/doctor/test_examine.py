@@ -208,13 +208,13 @@ def test_an_engine_that_does_not_follow_its_forward(model: Path, monkeypatch: py
 
 def test_a_trainer_that_does_not_follow_its_forward(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = patient(model, "fp8_full")
-    own = one.worker.trainer._logprobs_of
+    own = one.worker.trainer.forward.logprobs_of
 
     def off(*args: Any) -> tuple[Tensor, Tensor]:
         logprobs_N, entropy_N = own(*args)
         return one_ulp(logprobs_N).requires_grad_(), entropy_N
 
-    monkeypatch.setattr(one.worker.trainer, "_logprobs_of", off)
+    monkeypatch.setattr(one.worker.trainer.forward, "logprobs_of", off)
     report = report_of(one)
     assert report.first is None and not report.equal
     assert all(name.startswith("trainer") for name in report.off_forwards)

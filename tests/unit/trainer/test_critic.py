@@ -23,7 +23,7 @@ from octetrl.trainer.critic import Critic, explained_variance
 from octetrl.trainer.metric_means import MetricMeans
 from octetrl.trainer.non_finite import NonFiniteError
 from octetrl.trainer.packing import PackingLayout, pack
-from octetrl.trainer.prepared import Prepared
+from octetrl.trainer.prepared import PreparedMicroBatch
 from octetrl.trainer.scalar_trainer import ScalarPart
 from tests.unit.trainer.tiny_trainer import BF16, FP8, SPEC, random_samples
 
@@ -61,11 +61,11 @@ def targets(micro_batch: MicroBatch) -> Tensor:
 
 
 def step(critic: Critic, micro_batches: Sequence[MicroBatch], denominator: float) -> dict[str, float]:
-    prepared = [Prepared(m, values_N=critic.values(m), returns_N=targets(m)) for m in micro_batches]
+    prepared = [PreparedMicroBatch(m, values_N=critic.values(m), returns_N=targets(m)) for m in micro_batches]
     return updated(critic, prepared, denominator)
 
 
-def updated(critic: Critic, prepared: Sequence[Prepared], denominator: float) -> dict[str, float]:
+def updated(critic: Critic, prepared: Sequence[PreparedMicroBatch], denominator: float) -> dict[str, float]:
     means = MetricMeans()
     return critic.update(prepared, denominator, 0, means) | means.read()
 
@@ -160,7 +160,8 @@ def test_several_updates_on_one_batch_stop_at_the_clip(value_clip: float | None)
     old = [critic.values(m) for m in micro_batches]
     for _ in range(60):
         batch = [
-            Prepared(m, values_N=old_N, returns_N=old_N + 3.0) for m, old_N in zip(micro_batches, old, strict=True)
+            PreparedMicroBatch(m, values_N=old_N, returns_N=old_N + 3.0)
+            for m, old_N in zip(micro_batches, old, strict=True)
         ]
         clipped = updated(critic, batch, denominator)["value/clip_fraction"]
     moved = float((torch.cat([critic.values(m) for m in micro_batches]) - torch.cat(old)).mean())
@@ -205,7 +206,7 @@ def test_a_value_that_is_not_finite_is_named() -> None:
 def test_a_step_whose_numbers_are_not_finite_steps_nothing() -> None:
     critic, (micro_batches, denominator) = tiny_critic(), packed(random_samples(4))
     weights = {name: tensor.clone() for name, tensor in critic.state().weights.items()}
-    returns = [Prepared(m, values_N=critic.values(m), returns_N=targets(m) / 0.0) for m in micro_batches]
+    returns = [PreparedMicroBatch(m, values_N=critic.values(m), returns_N=targets(m) / 0.0) for m in micro_batches]
     with pytest.raises(NonFiniteError, match=r"scalar head: loss .* nothing was stepped"):
         updated(critic, returns, denominator)
     assert all(torch.equal(weights[name], tensor) for name, tensor in critic.state().weights.items())
@@ -222,7 +223,7 @@ def test_explained_variance() -> None:
 def test_values_and_returns_are_of_the_whole_batch_in_its_order() -> None:
     critic, samples = tiny_critic(), random_samples(6)
     (micro_batches, _), (whole, _) = packed(samples), packed(samples, 512)
-    prepared, together = [Prepared(m) for m in micro_batches], [Prepared(m) for m in whole]
+    prepared, together = [PreparedMicroBatch(m) for m in micro_batches], [PreparedMicroBatch(m) for m in whole]
     config = AlgorithmConfig(name="ppo", gae_lambda=0.8)
     metrics = critic.prepare(prepared, partial(ppo_returns, config=config))
     assert metrics == pytest.approx(critic.prepare(together, partial(ppo_returns, config=config)), rel=1e-3)

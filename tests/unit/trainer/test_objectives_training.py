@@ -14,7 +14,7 @@ from octetrl.algorithms.sequences import sequence_mean, sequence_sum, sum_to_go
 from octetrl.config.schema import AlgorithmConfig, OptimizerConfig
 from octetrl.records import Sample
 from octetrl.trainer.packing import PackingLayout, pack
-from octetrl.trainer.prepared import Prepared, token_rewards
+from octetrl.trainer.prepared import PreparedMicroBatch, token_rewards
 from octetrl.trainer.trainer import KVReplay, NonFiniteError, Trainer
 from tests.unit.trainer.tiny_trainer import random_samples, tiny_decoder, tiny_trainer
 
@@ -27,11 +27,11 @@ def drawn(samples: list[Sample], seed: int = 0, spread: float = 0.2) -> list[Sam
     """With the log-probs of a fresh model, less some noise, as the engine's."""
     trainer = tiny_trainer(tiny_decoder(dtype=torch.float32))
     batch = pack(samples, PackingLayout(1000), "token")
-    trainer.train(batch, KVReplay(), None)
-    assert trainer.last_logprobs is not None
+    logprobs = trainer.train(batch, KVReplay(), None).logprobs
+    assert logprobs is not None
     (micro_batch,) = batch.minibatches[0]
     draw = torch.Generator().manual_seed(seed)
-    noisy_N = trainer.last_logprobs.trainer_N + spread * torch.randn(micro_batch.sample_N.numel(), generator=draw)
+    noisy_N = logprobs.trainer_N + spread * torch.randn(micro_batch.sample_N.numel(), generator=draw)
     return [
         replace(sample, generator_logprobs=spread_out(sample, noisy_N[micro_batch.sample_N == number]))
         for number, sample in enumerate(samples)
@@ -103,7 +103,7 @@ def test_the_batch_is_handed_to_shape_in_order() -> None:
     samples = random_samples(5)
     trainer = tiny_trainer()
     batch = pack(samples, PackingLayout(30, minibatches=2), "token")
-    prepared = [Prepared(one, first_N=one.generator_logprobs_N, reference_N=one.weights_N)
+    prepared = [PreparedMicroBatch(one, first_N=one.generator_logprobs_N, reference_N=one.weights_N)
                 for minibatch in batch.minibatches for one in minibatch]  # fmt: skip
     rewards = token_rewards(prepared)
     order = [int(one.micro_batch.sample_N[i]) for one in prepared for i in range(one.micro_batch.sample_N.numel())]

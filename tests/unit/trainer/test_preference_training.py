@@ -117,12 +117,12 @@ def test_sampled_tokens_that_the_teacher_likes_become_likelier() -> None:
     teacher = trainer.reference.model
     assert teacher is not None
     with torch.no_grad():
-        before_N, _ = trainer._logprobs(trainer.model, micro_batch, KVReplay())
-        wanted_N, _ = trainer._logprobs(teacher, micro_batch, KVReplay())
+        before_N, _ = trainer.forward.logprobs(micro_batch, KVReplay())
+        wanted_N, _ = trainer.reference_forward.logprobs(micro_batch, KVReplay())
     on_policy = replace(micro_batch, generator_logprobs_N=before_N)
     trainer.train(replace(batch, minibatches=((on_policy,),)), KVReplay(), None)
     with torch.no_grad():
-        after_N, _ = trainer._logprobs(trainer.model, micro_batch, KVReplay())
+        after_N, _ = trainer.forward.logprobs(micro_batch, KVReplay())
     pull_N, moved_N = wanted_N - before_N, after_N - before_N
     assert float(torch.corrcoef(torch.stack([pull_N, moved_N]))[0, 1]) > 0.3
 

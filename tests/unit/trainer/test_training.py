@@ -80,7 +80,7 @@ def test_activation_checkpointing_changes_no_bit(fp8: object, kv: KVReplay) -> N
         keeps: dict[str, Any] = {"activation_checkpointing": mode, "checkpointed_layers": layers}
         trainer = tiny_trainer(tiny_decoder(fp8), **keeps, collect_kv_amax=True)
         update = train(trainer, random_samples(4), kv)
-        results.append((update.metrics["loss"], gradients(trainer), trainer.take_kv_amax()))
+        results.append((update.metrics["loss"], gradients(trainer), update.kv_amax_2LK))
     plain, *others = results
     for checkpointed in others:
         assert plain[0] == checkpointed[0] and torch.equal(plain[2], checkpointed[2])
@@ -144,9 +144,10 @@ def test_only_the_first_layers_run_again() -> None:
 def test_training_reduces_a_toy_loss(fp8: object, kv: KVReplay) -> None:
     trainer = tiny_trainer(tiny_decoder(fp8), AlgorithmConfig(name="sft"))
     samples = supervised(random_samples(6))
-    losses = [train(trainer, samples, kv).metrics["loss"] for _ in range(8)]
+    updates = [train(trainer, samples, kv) for _ in range(8)]
+    losses = [update.metrics["loss"] for update in updates]
     assert losses[0] == pytest.approx(math.log(40), rel=0.2) and losses[-1] < 0.7 * losses[0]
-    assert trainer.last_logprobs is None  # no engine drew these
+    assert updates[-1].logprobs is None  # no engine drew these
 
 
 def test_grpo_makes_the_better_answers_likelier() -> None:
@@ -167,13 +168,14 @@ def test_first_pass_logprobs_are_those_before_any_update() -> None:
         trainer = tiny_trainer(minibatches=minibatches, epochs=epochs)
         update = train(trainer, samples)
         assert update.metrics["train/updates"] == minibatches * epochs == trainer.optimizer.step_count
-        assert trainer.last_logprobs is not None and update.policy_version == 1
-        assert sorted(trainer.last_logprobs.trainer_N.tolist()) == pytest.approx(expected, abs=0.02)
+        logprobs = update.logprobs
+        assert logprobs is not None and update.policy_version == 1
+        assert sorted(logprobs.trainer_N.tolist()) == pytest.approx(expected, abs=0.02)
         generated = sorted(
             value for s in samples for value, mask in zip(s.generator_logprobs, s.loss_mask, strict=True) if mask
         )
-        assert sorted(trainer.last_logprobs.generator_N.tolist()) == pytest.approx(generated)
-        assert trainer.last_logprobs.target_positions_N.max() < trainer.last_logprobs.sequence_lengths_N.max()
+        assert sorted(logprobs.generator_N.tolist()) == pytest.approx(generated)
+        assert logprobs.target_positions_N.max() < logprobs.sequence_lengths_N.max()
 
 
 def test_several_updates_take_their_ratio_against_the_first_pass() -> None:
@@ -202,17 +204,13 @@ def test_reference_kl_starts_at_zero_and_grows() -> None:
 def test_kv_amax_of_the_training_forward_is_that_of_a_forward_alone() -> None:
     samples = random_samples(5)
     trainer = tiny_trainer(collect_kv_amax=True)
-    assert trainer.take_kv_amax() is None
-    trainer.collect_kv_amax([sample.token_ids for sample in samples])
-    from_tokens = trainer.take_kv_amax()
+    from_tokens = trainer.observe_kv([sample.token_ids for sample in samples])
     batch = pack(samples, trainer.layout, "token")
-    trainer.collect_kv_amax(batch)
-    from_batch = trainer.take_kv_amax()
-    trainer.train(batch, NO_REPLAY, None)
-    fused = trainer.take_kv_amax()
+    from_batch = trainer.observe_kv(batch)
+    fused = trainer.train(batch, NO_REPLAY, None).kv_amax_2LK
     assert fused is not None and fused.shape == (2, 2, 1) and (fused > 0).all()
     assert torch.equal(from_tokens, fused) and torch.equal(from_batch, fused)
-    assert trainer.take_kv_amax() is None
+    assert tiny_trainer().train(batch, NO_REPLAY, None).kv_amax_2LK is None, "only where it is asked for"
 
 
 def test_an_empty_batch_changes_nothing() -> None:
