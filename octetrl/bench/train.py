@@ -41,7 +41,6 @@ from octetrl.bench.parts import Trace, kernels_of_parts, part_rows, read_trace
 from octetrl.bench.rollout import BenchModel, Row, draw_weights, give_memory_back
 from octetrl.bench.turns import compared, take_in_turn
 from octetrl.config.load import PRECISIONS
-from octetrl.config.memory import linear_elements
 from octetrl.config.schema import AlgorithmConfig, Fp8Config, ModelConfig, Numerics, Recipe, TrainerConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.gemm import choose_backend
@@ -250,7 +249,7 @@ def check_memory(bench: TrainBench) -> None:
 
 def model_flops(spec: ModelSpec, lengths: Sequence[int], trained_tokens: int) -> int:
     """Of one forward and backward; the module's docstring has the formula."""
-    weights = spec.num_layers * sum(linear_elements(spec).values())
+    weights = sum(linear.num_weights for _, linear in spec.linears())
     pairs = sum(length * (length + 1) // 2 for length in lengths)
     attention = 14 * spec.num_layers * spec.q_size * pairs
     return 6 * weights * sum(lengths) + 6 * spec.vocab_size * spec.hidden_size * trained_tokens + attention

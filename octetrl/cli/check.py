@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -33,7 +33,7 @@ from octetrl.config.schema import Fp8Config, Recipe, TrainerConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate import spec_problems
 from octetrl.fp8.parity import refused_gate, slow_paths, why_not_equal
-from octetrl.fp8.policy import LINEARS, PrecisionPolicy, Side, precision_policy, scoring_policy, tokens_that_pay
+from octetrl.fp8.policy import LinearFormat, PrecisionPolicy, Side, precision_policy, scoring_policy, tokens_that_pay
 from octetrl.models.families import load_critic_spec, load_reward_spec, load_spec, spec_from_config
 
 GIB = 2**30
@@ -178,8 +178,8 @@ def _model(spec: ModelSpec) -> Iterator[tuple[str, str]]:
 
 def _precision(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device: Device) -> Iterator[tuple[str, str]]:
     yield "", f"{'rollout':<16}training"
-    for kind in LINEARS:
-        yield kind, f"{_share(policy, spec, kind, 'rollout'):<16}{_share(policy, spec, kind, 'train')}"
+    for kind, linears in policy.kinds().items():
+        yield kind, f"{_share(linears, 'rollout'):<16}{_share(linears, 'train')}"
     if policy.kv_mode == "none":
         yield "KV cache", recipe.model.dtype
     else:
@@ -208,9 +208,9 @@ def _numerics(recipe: Recipe, policy: PrecisionPolicy, device: Device) -> Iterat
         yield "warning", line
 
 
-def _share(policy: PrecisionPolicy, spec: ModelSpec, kind: str, side: Side) -> str:
+def _share(linears: Sequence[LinearFormat], side: Side) -> str:
     """`fp8`, `bf16`, or how many of the layers are FP8."""
-    formats = [policy.format_of(f"layers.{layer}.{kind}", side) for layer in range(spec.num_layers)]
+    formats = [linear.rollout if side == "rollout" else linear.train for linear in linears]
     count = formats.count("fp8")
     return formats[0] if count in (0, len(formats)) else f"fp8 in {count} of {len(formats)}"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from octetrl.config.blocks import LinearLayout
 from octetrl.config.schema import LoraConfig
 from octetrl.config.spec import ModelSpec
 
@@ -21,10 +22,10 @@ class LoraPart(NamedTuple):
     stop: int
 
 
-def lora_parts(spec: ModelSpec, targets: Sequence[str], linear: str) -> tuple[LoraPart, ...]:
-    """The parts of `linear` ("attention.qkv_proj") that are targets, in the order of its rows."""
+def lora_parts(linear: LinearLayout, targets: Sequence[str]) -> tuple[LoraPart, ...]:
+    """The parts of `linear` that are targets, in the order of its rows."""
     start, parts = 0, []
-    for name, rows in _rows(spec)[linear]:
+    for name, rows in linear.parts:
         if name in targets:
             parts.append(LoraPart(name, start, start + rows))
         start += rows
@@ -33,24 +34,8 @@ def lora_parts(spec: ModelSpec, targets: Sequence[str], linear: str) -> tuple[Lo
 
 def adapter_elements(spec: ModelSpec, lora: LoraConfig) -> int:
     """Trained parameters: for each target of each layer an A [rank, in] and a B [out, rank]."""
-    in_features = {
-        "attention.qkv_proj": spec.hidden_size,
-        "attention.o_proj": spec.q_size,
-        "mlp.gate_up_proj": spec.hidden_size,
-        "mlp.down_proj": spec.intermediate_size,
-    }
-    each = sum(
-        in_features[linear] + part.stop - part.start
-        for linear in in_features
-        for part in lora_parts(spec, lora.targets, linear)
+    return lora.rank * sum(
+        linear.in_features + part.stop - part.start
+        for _, linear in spec.linears()
+        for part in lora_parts(linear, lora.targets)
     )
-    return spec.num_layers * lora.rank * each
-
-
-def _rows(spec: ModelSpec) -> dict[str, tuple[tuple[str, int], ...]]:
-    return {
-        "attention.qkv_proj": (("q_proj", spec.q_size), ("k_proj", spec.kv_size), ("v_proj", spec.kv_size)),
-        "attention.o_proj": (("o_proj", spec.hidden_size),),
-        "mlp.gate_up_proj": (("gate_proj", spec.intermediate_size), ("up_proj", spec.intermediate_size)),
-        "mlp.down_proj": (("down_proj", spec.hidden_size),),
-    }

@@ -25,7 +25,7 @@ While training, activations and working set:
                     + T L (b (E + X + 2 F) + 2 c E)     "none": all that a layer's backward reads; so for the layers
                                                         beyond `checkpointed_layers`
     working set     the larger of
-      one layer's backward      what is alive at its fullest moment, `_layer_backward`
+      one layer's backward      what is alive at its fullest moment, `_LayerMemory`
       logits                    (4 + 4 b) chunk V + 4 V E, or (4 + b) V E: logits of a chunk, the gradients of four, the
                                 gradient of lm_head summed in float32, then rounded; and 4 b T E of hidden states
                     + b V E where embeddings are tied: lm_head's gradient waits for the embedding's
@@ -41,15 +41,17 @@ While generating, the KV cache: L kv_size (bytes of K + bytes of V) a token, + 8
 
 E hidden size, F intermediate size, H heads, Q = H * head size, K kv heads * head size, X = Q + 2 K, V vocabulary. What
 no formula knows (cuBLAS work space, fragmentation, CUDA graphs of decoding) is left out: keep a tenth of the device
-free. The layer's list is that of models/training_forward.py; what torch's autograd keeps on a CPU is of that order.
+free. A block's layout says what the block holds (config/blocks.py); above are attention and a gated MLP. What torch's
+autograd keeps on a CPU is of that order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from octetrl.config.blocks import BlockMemory, TrainedAs
 from octetrl.config.lora import adapter_elements
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
@@ -62,7 +64,6 @@ STATE_BYTES = {"float32": 8.0, "bfloat16": 4.0, "8bit": 2 + 2 / 128}  # of both 
 OFFLOAD_ELEMENTS = 2 << 24  # on the device at one time: two pieces (trainer/optimizer_offload.py)
 GATHERED_CHUNKS = 4  # whose logits' gradients are multiplied at once (kernels/gemm/linear_logprobs_backward.py)
 RETURNING = "FP8 codes"  # the part that is remade in an update
-SCALED = 1 + 4 / 128  # bytes of a code with its share of a scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,19 +211,10 @@ def kv_bytes_per_token(recipe: Recipe, spec: ModelSpec, precisions: Precisions) 
     return spec.num_layers * (values + scales)
 
 
-def linear_elements(spec: ModelSpec) -> dict[str, int]:
-    """Weights of each kind of linear in one layer, by the name it has in the precision policy."""
-    return {
-        "attention.qkv_proj": spec.hidden_size * (spec.q_size + 2 * spec.kv_size),
-        "attention.o_proj": spec.hidden_size * spec.q_size,
-        "mlp.gate_up_proj": spec.hidden_size * 2 * spec.intermediate_size,
-        "mlp.down_proj": spec.hidden_size * spec.intermediate_size,
-    }
-
-
 def _elements(spec: ModelSpec, names: Collection[str]) -> int:
-    elements = linear_elements(spec)
-    return sum(elements[name.split(".", 2)[2]] for name in names)
+    """Weights of these linears."""
+    wanted = set(names)
+    return sum(linear.num_weights for name, linear in spec.linears() if name in wanted)
 
 
 def _fp8_parts(
@@ -282,13 +274,13 @@ def _activations(
     trainer = recipe.trainer
     tokens, keep = trainer.tokens_per_micro_batch, trainer.activation_checkpointing
     num_fp8 = len(precisions.fp8_train)
-    layers = [_LayerMemory(spec, tokens, value_bytes, fp8=True, frozen=frozen)] if num_fp8 else []
-    if num_fp8 < spec.num_layers * len(linear_elements(spec)):
-        layers.append(_LayerMemory(spec, tokens, value_bytes, fp8=False, frozen=frozen))
+    formats = {True} if num_fp8 else set()
+    formats |= {False} if num_fp8 < sum(1 for _ in spec.linears()) else set()
+    layers = [_LayerMemory(spec, layer, tokens, value_bytes, formats, frozen) for layer in range(spec.num_layers)]
     again = spec.num_layers if trainer.checkpointed_layers is None else trainer.checkpointed_layers
     again = 0 if keep == "none" else min(again, spec.num_layers)
-    others = (spec.num_layers - again) * max(layer.kept("none") for layer in layers)
-    kept = again * max(layer.kept(keep) for layer in layers) + others
+    others = sum(layer.kept("none") for layer in layers[again:])
+    kept = sum(layer.kept(keep) for layer in layers[:again]) + others
     what = {"none": "all kept", "attention": "inputs of layers and attention's output", "layer": "inputs of layers"}
     if 0 < again < spec.num_layers:
         what[keep] += f" of {again} layers, all of the others"
@@ -317,59 +309,51 @@ def _logits(spec: ModelSpec, tokens: int, value_bytes: int, chunk: int, frozen: 
     return max(while_summed, while_rounded) + 4 * value_bytes * tokens * spec.hidden_size
 
 
-@dataclass(frozen=True, slots=True)
 class _LayerMemory:
-    """Bytes of one layer of models/training_forward.py; `fp8`: its linears are; `frozen`: beside adapters."""
+    """Bytes of one layer of models/training_forward.py, in the format that takes most of those in the model."""
 
-    spec: ModelSpec
-    tokens: int
-    value_bytes: int
-    fp8: bool
-    frozen: bool
-
-    @property
-    def operand_bytes(self) -> float:
-        """Of what wgrad reads, or an adapter's backward."""
-        return SCALED if self.fp8 and not self.frozen else self.value_bytes
+    def __init__(
+        self, spec: ModelSpec, layer: int, tokens: int, value_bytes: int, formats: Collection[bool], frozen: bool
+    ) -> None:
+        """`formats`: whether linears are FP8, or are not; `frozen`: beside adapters."""
+        self.tokens = tokens
+        self.stream = value_bytes * spec.hidden_size  # bytes a token of a residual or a norm's result
+        self.hidden = spec.hidden_size
+        self.formats = [TrainedAs(value_bytes, fp8, frozen) for fp8 in formats]
+        self.blocks = [[block.memory(spec, how) for block in spec.blocks_of(layer)] for how in self.formats]
 
     def kept(self, keep: str) -> int:
         """From forward to backward."""
-        spec, b = self.spec, self.value_bytes
-        each: float = b * spec.hidden_size
-        if keep != "layer":
-            each += b * spec.q_size + 4 * spec.num_heads
-        if keep == "none":
-            qkv = spec.q_size + 2 * spec.kv_size
-            each += b * (spec.hidden_size + qkv + 2 * spec.intermediate_size)
-            each += 2 * self.operand_bytes * spec.hidden_size
-        return int(self.tokens * each)
+        return max(
+            int(self.tokens * (self.stream + self._kept_of_blocks(keep, how, blocks)))
+            for how, blocks in zip(self.formats, self.blocks, strict=True)
+        )
+
+    def _kept_of_blocks(self, keep: str, how: TrainedAs, blocks: Sequence[BlockMemory]) -> float:
+        costly = sum(block.costly for block in blocks) if keep != "layer" else 0
+        return costly + (self._saved(how, blocks) if keep == "none" else 0)
+
+    def _saved(self, how: TrainedAs, blocks: Sequence[BlockMemory]) -> float:
+        """Of each block what it saves and its norm's result, and the residual stream between them."""
+        norms = len(blocks) * how.operand_bytes * self.hidden
+        return sum(block.saved for block in blocks) + norms + (len(blocks) - 1) * self.stream
 
     def backward(self, keep: str) -> int:
-        """Beside what is kept, at the fullest of three moments: when SiLU's backward has made its operands, after the
-        MLP's wgrads, and when attention's backward is done."""
-        spec, b, c = self.spec, self.value_bytes, self.operand_bytes
-        hidden, inner, qkv = spec.hidden_size, spec.intermediate_size, spec.q_size + 2 * spec.kv_size
-        gradients = (2 * SCALED if self.fp8 else 0) * hidden  # codes both ways; BF16 multiplies the gradient itself
-        remade: float = 0.0
-        if keep != "none":
-            remade += 2 * c * hidden + b * (hidden + qkv + 2 * inner)  # n1, n2, h1, qkv, gate_up
-        if keep == "layer":
-            remade += b * spec.q_size + 4 * spec.num_heads  # attention's output
-        rotated = b * qkv
-        gated = (4 * SCALED if self.fp8 else 2 * b) * inner  # gate_up's gradient
-        if self.fp8 and self.frozen:
-            gated = (2 * b + 2 * SCALED) * inner
-        at_gate = remade + (rotated if keep == "layer" else 0) + b * hidden + gradients
-        at_gate += b * inner + gated + c * inner  # its upstream, itself, and y
-        after_mlp = remade + (rotated if keep == "layer" else 0) + 2 * b * hidden + gated
-        attention = remade + 2 * b * hidden + rotated + 2 * b * qkv + b * spec.q_size
-        wgrad = 0 if self.frozen else b * hidden * inner
-        moments = (
-            self.tokens * at_gate,
-            self.tokens * after_mlp + 3 * wgrad,
-            self.tokens * attention + 3 * wgrad + (0 if self.frozen else b * hidden * spec.q_size),
+        """Beside what is kept, at the fullest moment of its blocks' backwards, the last block's first."""
+        return max(
+            int(max(self._moments(keep, how, blocks))) for how, blocks in zip(self.formats, self.blocks, strict=True)
         )
-        return int(max(moments))
+
+    def _moments(self, keep: str, how: TrainedAs, blocks: Sequence[BlockMemory]) -> Iterator[float]:
+        again = self._saved(how, blocks) if keep != "none" else 0
+        again += sum(block.costly for block in blocks) if keep == "layer" else 0
+        of_weights = 0
+        for place in reversed(range(len(blocks))):
+            below = sum(block.made_with_costly for block in blocks[:place]) if keep == "layer" else 0
+            for peak in blocks[place].peaks:
+                per_token = again + below + self.stream + peak.per_token
+                yield self.tokens * per_token + of_weights + peak.of_weights
+            of_weights += blocks[place].of_weights
 
 
 def _kv_cache_tokens(recipe: Recipe, per_token: int, on_gpu: bool, free_bytes: int | None) -> int | None:

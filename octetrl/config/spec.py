@@ -1,4 +1,4 @@
-"""ModelSpec: all that tells one dense decoder from another. Llama, Qwen2.5 and Qwen3 are one decoder with a spec.
+"""ModelSpec: all that tells one decoder from another. Llama, Qwen2.5 and Qwen3 are one decoder with a spec.
 
 Made from a Hugging Face `config.json` by `models/families.py`; read by the model, the engine, `check` and `export`.
 It lies in `config/`, below everything, because the precision policy and the memory estimate read it too.
@@ -6,7 +6,10 @@ It lies in `config/`, below everything, because the precision policy and the mem
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+from octetrl.config.blocks import PLACES, LayerBlocks, LinearLayout
 
 # Sizes beyond any model's: a config that asks for more is damaged, and would take all memory before it fails.
 MOST_LAYERS, MOST_HEADS, MOST_WIDTH, MOST_TOKENS = 1_000, 1 << 16, 1 << 20, 1 << 24
@@ -41,6 +44,7 @@ class ModelSpec:
     qkv_bias: bool  # Qwen2, Qwen2.5
     qk_norm: bool  # Qwen3
     tied_embeddings: bool
+    blocks: tuple[LayerBlocks, ...]  # of layers 0, 1, ...; the last is also that of every layer behind it
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
@@ -57,11 +61,29 @@ class ModelSpec:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_size
 
+    def blocks_of(self, layer: int) -> LayerBlocks:
+        return self.blocks[min(layer, len(self.blocks) - 1)]
+
+    def linears(self) -> Iterator[tuple[str, LinearLayout]]:
+        """Every linear of the layers by its full name, such as `layers.3.mlp.down_proj`, in order."""
+        for layer in range(self.num_layers):
+            for place, block in zip(PLACES, self.blocks_of(layer), strict=True):
+                for linear in block.linears(self):
+                    yield f"layers.{layer}.{place.name}.{linear.name}", linear
+
+    def linear_sizes(self) -> dict[str, int]:
+        """The widths of all linears of the layers, by name."""
+        sizes = {"hidden size": self.hidden_size}
+        for block in dict.fromkeys(block for blocks in self.blocks for block in blocks):
+            sizes |= block.sizes(self)
+        return sizes
+
     @property
     def num_parameters(self) -> int:
-        attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
-        bias = (self.q_size + 2 * self.kv_size) if self.qkv_bias else 0
-        norms = 2 * self.hidden_size + (2 * self.head_size if self.qk_norm else 0)
-        mlp = 3 * self.hidden_size * self.intermediate_size
+        in_blocks = sum(
+            self.hidden_size + sum(tensor.num_parameters for tensor in block.tensors(self))
+            for layer in range(self.num_layers)
+            for block in self.blocks_of(layer)
+        )
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
-        return self.num_layers * (attention + bias + norms + mlp) + embeddings + self.hidden_size
+        return in_blocks + embeddings + self.hidden_size

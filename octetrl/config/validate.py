@@ -352,13 +352,7 @@ def spec_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
         yield Problem(("trainer.checkpointed_layers",), text)
     if not (fp8.rollout or fp8.train):
         return
-    sizes = {
-        "hidden size": spec.hidden_size,
-        "intermediate size": spec.intermediate_size,
-        "query size (heads * head size)": spec.q_size,
-        "key size (kv heads * head size)": spec.kv_size,
-    }
-    for name, size in sizes.items():
+    for name, size in spec.linear_sizes().items():
         if size % 16:
             text = f"fp8: linears need sizes divisible by 16, this model's {name} is {size}; use precision: bf16"
             yield Problem(("fp8.rollout", "fp8.train"), text)

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from octetrl.doctor.findings import Examined, forward_logprobs
-from octetrl.doctor.taps import shadow, values_of
+from octetrl.doctor.taps import shadow
 from octetrl.fp8.quantize import dequantize_activation, dequantize_weight
 from octetrl.kernels.attention.attention_packed import attention_packed
 from octetrl.kernels.attention.kv_store import kv_replay
@@ -44,6 +44,7 @@ from octetrl.layers.context import KVMode, PackedContext
 from octetrl.layers.embedding import Embedding
 from octetrl.layers.linear import Float8Linear, Linear, Projection
 from octetrl.layers.norm import RMSNorm
+from octetrl.models.blocks.attention.as_cached import values_of
 from octetrl.models.blocks.attention.module import Attention
 from octetrl.models.decoder import Decoder
 
@@ -159,8 +160,9 @@ class Sides:
             for ours, theirs in self.linears:
                 shadow(stack, ours, "forward", _product(ours, theirs, kinds))
             if kinds & {K, V}:
-                for layer in self.trainer.decoder_layers():
-                    shadow(stack, layer.attention, "_attend_packed", self._attend(layer.attention, kinds))
+                for module in self.trainer.modules():
+                    if isinstance(module, Attention):
+                        shadow(stack, module, "_attend_packed", self._attend(module, kinds))
             if OTHERS in kinds:
                 for mine, its in self.others:
                     shadow(stack, mine, "forward", its.forward)

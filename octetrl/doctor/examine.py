@@ -32,9 +32,8 @@ from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate import validate_with_spec
 from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
-from octetrl.doctor.fused import FusedTap, engine_tap, trainer_tap
 from octetrl.doctor.passes import DrawnSequences, EngineLimits, LogprobRule, Pass, engine_plans, packed_pass, paged_pass
-from octetrl.doctor.taps import Tap
+from octetrl.doctor.taps import Tap, engine_tap, trainer_tap
 from octetrl.engine.engine import Engine
 from octetrl.engine.kv_cache import CacheFormat, cache_format
 from octetrl.environments.base import Taskset
@@ -247,7 +246,7 @@ class Patient:
     @property
     def is_fused(self) -> bool:
         """Whether `passes` run other code than the modules."""
-        return isinstance(engine_tap(self.worker.engine_model, lambda *_: None), FusedTap)
+        return engine_tap(self.worker.engine_model, lambda *_: None).is_fused
 
     @property
     def rule(self) -> LogprobRule:

@@ -28,6 +28,7 @@ class Difference:
     reference: str
     other: str
     site: Site
+    place: int  # of the site in the forward
     shape: tuple[int, ...]  # of one token's row
     sequence: int
     position: int
@@ -91,7 +92,7 @@ class Report:
     def first(self) -> Difference | None:
         """The one that comes first in the forward."""
         differences = [difference for _, difference in self.passes if difference is not None]
-        return min(differences, key=lambda difference: difference.site.place, default=None)
+        return min(differences, key=lambda difference: difference.place, default=None)
 
     @property
     def equal(self) -> bool:
@@ -166,7 +167,8 @@ def first_difference(
     reference: Pass, other: Pass, ours: Fingerprints, theirs: Fingerprints, patient: Patient, sequences: DrawnSequences
 ) -> Difference | None:
     """The first site where the passes' bits differ, looked at closely; None where there is none."""
-    for site in sites_of(patient.spec):
+    sites = sites_of(patient.spec)
+    for site in sites:
         rows = ours.differing_rows(theirs, site)
         if rows.numel():
             break
@@ -188,6 +190,7 @@ def first_difference(
         reference=reference.name,
         other=other.name,
         site=site,
+        place=sites.index(site),
         shape=shape,
         sequence=sequence,
         position=position,
@@ -209,7 +212,7 @@ def _at_fault(
     differences = [(difference, one) for (_, difference), one in zip(found, passes[1:], strict=True) if difference]
     if not differences:
         return None
-    difference, other = min(differences, key=lambda pair: pair[0].site.place)
+    difference, other = min(differences, key=lambda pair: pair[0].place)
     if other.side == "trainer":
         return "trainer"
     if not patient.is_fused:

@@ -11,7 +11,7 @@ A *pass* runs all sequences through one model in one way and notes what it compu
 
 A row is a token of a sequence; its log-prob is that of the token after it, for the tokens that were drawn. The engine
 never computes a sequence's last token. Passes make no gradients and hold nothing between two calls, so a pass can be
-repeated to look at one site closely. On a GPU the forwards are the fused ones that a run uses (fused.py).
+repeated to look at one site closely. On a GPU the forwards are the fused ones that a run uses (taps.py).
 
 T tokens of a forward, B sequences in it, N rows with a log-prob, P pages of the longest table.
 """

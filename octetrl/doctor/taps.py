@@ -1,15 +1,18 @@
-"""What a forward computes on the way, seen from outside: a tap on the modules of `models/decoder.py`.
+"""What a forward computes on the way: taps on the sites that the decoder and its blocks declare.
 
     embedding
     norm, qkv_proj, rotated q, rotated k, k as cached, v as cached, attention out, o_proj, residual,
     MLP norm, gate_up_proj, SiLU, down_proj, residual after MLP                                        each layer
     final norm, logits, log-prob
 
-(The fused forwards have some of these as codes alone: fused.py taps them as "norm, quantised" and so on.)
+(The sites inside a block are those of its layout; these are attention's and the gated MLP's.)
 
-Modules are hooked. What lies inside `Attention` is no module's output, so the two methods that attend are shadowed on
-the instance while the tap is open; nothing in models/ or layers/ knows of it. "As cached" is code times scale: read
-back from the pages in the engine, replayed by the trainer's own replay.
+While a tap is open it is the `probe` of the model, its layers and their blocks (models/blocks/block.py), in whichever
+form they run: modules, `rollout_forward` or `training_forward`. The ops are those of a run, but the host stops for
+notes: a tap is for looking, not for captured graphs.
+
+Where the next linear is FP8 the fused kernels make codes and no BF16 tensor. What is noted then is code times scale, at
+the site "norm, quantised" (and so on), which both fused forwards pass and the modules do not.
 
 A whole model's activations need not fit anywhere: `Fingerprints` keeps 64 bits of each token's row at each site. A
 row's bits are summed with odd factors modulo 2^64, so one changed element always shows, and several cancel once in
@@ -20,7 +23,6 @@ R rows: tokens of all sequences laid end to end; T tokens of one forward; C elem
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -28,35 +30,17 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from octetrl.config.blocks import PLACES, LayerBlocks
 from octetrl.config.spec import ModelSpec
-from octetrl.fp8.format import E4M3, decode_e4m3
-from octetrl.kernels.attention.kv_store import ReplayedKV, by_key, kv_replay
-from octetrl.layers.context import Context, LayerCache, PackedContext, PagedContext
-from octetrl.models.blocks.attention.module import Attention
-from octetrl.models.decoder import Decoder, DecoderLayer
+from octetrl.fp8.quantize import Quantized, dequantize_activation
+from octetrl.layers.context import Context, PagedContext
+from octetrl.models.blocks.block import Block
+from octetrl.models.decoder import EMBEDDING_SITE, FINAL_NORM_SITE, Decoder, DecoderLayer, RunLayer
+from octetrl.models.rollout_forward import can_fuse, rollout_forward
+from octetrl.models.training_forward import Keep, fused_layer_runner
 
-IN_A_LAYER = (
-    "norm",
-    "norm, quantised",
-    "qkv_proj",
-    "rotated q",
-    "rotated k",
-    "k as cached",
-    "v as cached",
-    "attention out",
-    "attention out, quantised",
-    "o_proj",
-    "residual",
-    "MLP norm",
-    "MLP norm, quantised",
-    "gate_up_proj",
-    "SiLU",
-    "SiLU, quantised",
-    "down_proj",
-    "residual after MLP",
-)
-INSIDE_ATTENTION = IN_A_LAYER[3:8]
-BEHIND = ("final norm", "logits", "log-prob")
+BEHIND = (FINAL_NORM_SITE, "logits", "log-prob")
+QUANTISED = ", quantised"  # behind the name of a site whose values are noted as codes
 _ELEMENTS = 1 << 24  # widened to 64 bits at a time
 
 
@@ -66,21 +50,22 @@ class Site(NamedTuple):
     layer: int | None
     op: str
 
-    @property
-    def place(self) -> tuple[float, int]:
-        """Where in the forward it comes."""
-        if self.layer is not None:
-            return self.layer, IN_A_LAYER.index(self.op)
-        return (math.inf, BEHIND.index(self.op)) if self.op in BEHIND else (-1, 0)
-
     def __str__(self) -> str:
         return self.op if self.layer is None else f"layer {self.layer}, {self.op}"
 
 
 def sites_of(spec: ModelSpec) -> list[Site]:
     """Every site, in the order in which a forward passes them."""
-    inner = [Site(layer, op) for layer in range(spec.num_layers) for op in IN_A_LAYER]
-    return [Site(None, "embedding"), *inner, *(Site(None, op) for op in BEHIND)]
+    inner = [Site(layer, op) for layer in range(spec.num_layers) for op in _in_a_layer(spec.blocks_of(layer))]
+    return [Site(None, EMBEDDING_SITE), *inner, *(Site(None, op) for op in BEHIND)]
+
+
+def _in_a_layer(blocks: LayerBlocks) -> Iterator[str]:
+    for place, block in zip(PLACES, blocks, strict=True):
+        for op in (place.norm_site, *block.sites):
+            yield op
+            yield op + QUANTISED
+        yield place.residual_site
 
 
 class Note(Protocol):
@@ -150,13 +135,16 @@ def fingerprint(values: Tensor) -> Tensor:
 
 
 class Tap:
-    """Tells `note` what `model` computes while `open`. `rows_T` says which rows the next forward computes."""
+    """Tells `note` what `model` computes while `open`, module by module. `rows_T` says which rows the next forward
+    computes."""
 
+    is_fused = False  # whether `forward` is other code than the modules
     with_graph = False  # whether a trainer's forward is run as if a backward were to follow
 
     def __init__(self, model: Decoder, note: Note) -> None:
         self.model, self.note = model, note
         self.rows_T = torch.zeros(0, dtype=torch.int64)
+        self._sites = set(sites_of(model.spec))
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor, context: Context) -> Tensor:
         """Hidden states [T, E] after the final norm."""
@@ -166,60 +154,52 @@ class Tap:
     @contextmanager
     def open(self) -> Iterator[None]:
         with ExitStack() as stack:
-            self.after(stack, self.model.embedding, Site(None, "embedding"))
-            for index, layer in enumerate(self.model.decoder_layers()):
-                self._on_layer(stack, index, layer)
-            self.after(stack, self.model.norm, Site(None, "final norm"))
+            for module in self.model.modules():
+                if isinstance(module, Decoder | DecoderLayer | Block):
+                    shadow(stack, module, "probe", self._tell)
             yield
 
-    def _on_layer(self, stack: ExitStack, index: int, layer: DecoderLayer) -> None:
-        attention, mlp = layer.attention, layer.mlp
-        self.after(stack, layer.attention_norm, Site(index, "norm"))
-        self.after(stack, attention.qkv_proj, Site(index, "qkv_proj"))
-        self._around(stack, attention)
-        self.after(stack, attention.o_proj, Site(index, "o_proj"))
-        self._before(stack, layer.mlp_norm, Site(index, "residual"))
-        self.after(stack, layer.mlp_norm, Site(index, "MLP norm"))
-        self.after(stack, mlp.gate_up_proj, Site(index, "gate_up_proj"))
-        self._before(stack, mlp.down_proj, Site(index, "SiLU"))
-        self.after(stack, mlp.down_proj, Site(index, "down_proj"))
-        self.after(stack, layer, Site(index, "residual after MLP"))
+    def _tell(self, layer: int | None, op: str, values: Tensor | Quantized) -> None:
+        site = Site(layer, op + QUANTISED if isinstance(values, Quantized) else op)
+        assert site in self._sites, f"the layout of this block declares no site '{op}'"
+        self.note(site, self.rows_T, dequantize_activation(values) if isinstance(values, Quantized) else values)
 
-    def after(self, stack: ExitStack, module: nn.Module, site: Site) -> None:
-        def seen(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
-            self.note(site, self.rows_T, output)
 
-        stack.callback(module.register_forward_hook(seen).remove)
+class RolloutTap(Tap):
+    """On `rollout_forward`."""
 
-    def _before(self, stack: ExitStack, module: nn.Module, site: Site) -> None:
-        def seen(_module: nn.Module, inputs: Any) -> None:
-            self.note(site, self.rows_T, inputs[0])
+    is_fused = True
 
-        stack.callback(module.register_forward_pre_hook(seen).remove)
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor, context: Context) -> Tensor:
+        assert isinstance(context, PagedContext)
+        return rollout_forward(self.model, token_ids_T, positions_T, context)
 
-    def _around(self, stack: ExitStack, attention: Attention) -> None:
-        attend_packed, attend_paged = attention._attend_packed, attention._attend_paged
 
-        def packed(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, context: PackedContext) -> Tensor:
-            out_THD = attend_packed(q_THD, k_TKD, v_TKD, context)
-            self.attended(attention, q_THD, k_TKD, replayed(attention, k_TKD, v_TKD, context), out_THD)
-            return out_THD
+class TrainingTap(Tap):
+    """On the layers of `training_forward`. `run_layer`: as the trainer runs them (activation_checkpoint.py),
+    with a graph that nothing is done with: what a layer keeps for its backward decides which kernels it runs."""
 
-        def paged(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, context: PagedContext) -> Tensor:
-            out_THD = attend_paged(q_THD, k_TKD, v_TKD, context)
-            cached = read_back(context.layers[attention.layer], context.slot_mapping_T)
-            self.attended(attention, q_THD, k_TKD, cached, out_THD)
-            return out_THD
+    is_fused = True
+    with_graph = True
 
-        shadow(stack, attention, "_attend_packed", packed)
-        shadow(stack, attention, "_attend_paged", paged)
+    def __init__(self, model: Decoder, note: Note, run_layer: RunLayer) -> None:
+        super().__init__(model, note)
+        self._run_layer = run_layer
 
-    def attended(
-        self, attention: Attention, q_THD: Tensor, k_TKD: Tensor, cached: tuple[Tensor, Tensor], out_THD: Tensor
-    ) -> None:
-        seen = (q_THD, k_TKD, *cached, out_THD)
-        for op, values in zip(INSIDE_ATTENTION, seen, strict=True):
-            self.note(Site(attention.layer, op), self.rows_T, values)
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor, context: Context) -> Tensor:
+        hidden_TE: Tensor = self.model(token_ids_T, positions_T, context, self._run_layer)
+        return hidden_TE
+
+
+def engine_tap(model: Decoder, note: Note) -> Tap:
+    """On what the engine runs: fused where device and model allow it."""
+    return RolloutTap(model, note) if model.lm_head_weight.is_cuda and can_fuse(model) else Tap(model, note)
+
+
+def trainer_tap(model: Decoder, keep: Keep, note: Note) -> Tap:
+    """On what the trainer runs: fused where device and model allow it."""
+    run_layer = fused_layer_runner(model, keep)
+    return Tap(model, note) if run_layer is None else TrainingTap(model, note, run_layer)
 
 
 def shadow(stack: ExitStack, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
@@ -230,39 +210,3 @@ def shadow(stack: ExitStack, module: nn.Module, name: str, function: Callable[..
         stack.callback(module.__dict__.pop, name)
     else:
         stack.callback(module.__dict__.__setitem__, name, was)
-
-
-def replayed(attention: Attention, k_TKD: Tensor, v_TKD: Tensor, context: PackedContext) -> tuple[Tensor, Tensor]:
-    """K and V as the packed forward multiplies them: float32 [T, K, D], codes times scales."""
-    k_scale_K, v_scale_K = (
-        None if scale_LK is None else scale_LK[attention.layer] for scale_LK in (context.k_scale_LK, context.v_scale_LK)
-    )
-    return values_of(kv_replay(k_TKD, v_TKD, context.kv_mode, k_scale_K, v_scale_K, attention.quantize_k))
-
-
-def values_of(kv: ReplayedKV) -> tuple[Tensor, Tensor]:
-    """What replayed codes stand for, float32."""
-    return _scaled(kv.k_TKD, kv.k_scale), _scaled(kv.v_TKD, kv.v_scale)
-
-
-def read_back(cache: LayerCache, slot_mapping_T: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V of these slots, out of their pages: float32 [T, K, D], codes times scales."""
-    page_size = cache.k.shape[2]
-    page_T, offset_T = slot_mapping_T // page_size, slot_mapping_T % page_size
-
-    def values(pages: Tensor, scale_K: Tensor | None, token_scale: Tensor | None) -> Tensor:
-        if pages.dtype != E4M3:
-            return pages[page_T, :, offset_T].float()
-        codes_TKD = pages.view(torch.uint8)[page_T, :, offset_T].view(E4M3)
-        scale = token_scale[page_T, :, offset_T] if token_scale is not None else scale_K
-        return _scaled(decode_e4m3(codes_TKD), scale)
-
-    return (
-        values(cache.k, cache.k_scale_K, cache.k_token_scale),
-        values(by_key(cache.v), cache.v_scale_K, cache.v_token_scale),
-    )
-
-
-def _scaled(codes_TKD: Tensor, scale: Tensor | None) -> Tensor:
-    """`scale`: [K] of heads or [T, K] of tokens and heads; None: the values themselves."""
-    return codes_TKD.float() if scale is None else codes_TKD.float() * scale[..., None]

@@ -1,9 +1,10 @@
 """What is FP8, in one table (numerics.md §3), for both sides of the run.
 
-Every linear of the model gets a format for the rollout and a format for training; K and V get a format in the cache.
-Embeddings, norms, the residual stream, RoPE, attention arithmetic and `lm_head` are BF16, log-softmax and loss float32:
-they are not in the table because nothing can change them. A digest of the table travels with every completion; the
-trainer refuses samples whose digest is not its own, so a layer that is BF16 on one side only cannot go unseen.
+Every linear that the layers' blocks list (config/blocks.py) gets a format for the rollout and a format for training; K
+and V get a format in the cache. Embeddings, norms, the residual stream, RoPE, attention arithmetic and `lm_head` are
+BF16, log-softmax and loss float32: they are not in the table because nothing can change them. A digest of the table
+travels with every completion; the trainer refuses samples whose digest is not its own, so a layer that is BF16 on one
+side only cannot go unseen.
 
 Torch-free, so that `octetrl check` can print it at once.
 """
@@ -13,7 +14,6 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,7 +24,6 @@ from octetrl.config.spec import ModelSpec
 Format = Literal["bf16", "fp8"]
 Side = Literal["rollout", "train"]
 PAYS_FROM = 1 << 35  # tokens of a micro-batch x hidden size squared, on an H200: docs/fp8.md, "When FP8 training pays"
-LINEARS = ("attention.qkv_proj", "attention.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +49,13 @@ class PrecisionPolicy:
             if linear.name == name:
                 return getattr(linear, side)
         raise KeyError(name)
+
+    def kinds(self) -> dict[str, list[LinearFormat]]:
+        """The linears by their names in a layer, such as `mlp.down_proj`."""
+        found: dict[str, list[LinearFormat]] = {}
+        for linear in self.linears:
+            found.setdefault(linear.name.split(".", 2)[2], []).append(linear)
+        return found
 
     @property
     def same_on_both_sides(self) -> bool:
@@ -77,7 +83,7 @@ def precision_policy(spec: ModelSpec, fp8: Fp8Config, numerics: Numerics = "pari
 
     Raises UserError when an `ignore` pattern matches no linear: a typo there would quietly change the numerics.
     """
-    names = list(_linear_names(spec))
+    names = [name for name, _ in spec.linears()]
     for pattern in fp8.ignore:
         if not fnmatch.filter(names, pattern):
             raise UserError(
@@ -106,12 +112,6 @@ def scoring_policy(spec: ModelSpec, fp8: Fp8Config, numerics: Numerics = "parity
     """The table of a reward model that scores: FP8 where the rollout is, of which scoring is a part. `fp8.ignore` is
     left out, since it names the policy's linears."""
     return precision_policy(spec, fp8.model_copy(update={"train": fp8.rollout, "ignore": ()}), numerics)
-
-
-def _linear_names(spec: ModelSpec) -> Iterator[str]:
-    for layer in range(spec.num_layers):
-        for linear in LINEARS:
-            yield f"layers.{layer}.{linear}"
 
 
 def _stays_bf16(name: str, spec: ModelSpec, fp8: Fp8Config) -> bool:

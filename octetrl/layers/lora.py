@@ -15,7 +15,7 @@ sides could not agree.
 Backward, from dy: dB_p = s dy_p^T t_p;  dt_p = s dy_p B_p;  dA = dt^T x;  dx = dt A, beside the base's own. A branch
 keeps x and t for it. In float32 on a CPU.
 
-A GPU calls the functions here from its fused forwards (models/rollout_forward.py, models/training_forward.py), which
+A GPU calls the functions here from its fused forms (models/blocks/products.py), which
 add the branch to the product in place.
 
 Legend: M tokens, N out_features, K in_features, R rank, P parts of a fused projection, n rows of one part.

@@ -4,10 +4,10 @@
     hidden = hidden + attention(norm(hidden));  hidden = hidden + mlp(norm(hidden))      each layer
     hidden = norm(hidden);  logits = hidden @ lm_head^T                    float32, only for rows asked for
 
-Which linears are FP8 is the policy's word for this side (fp8/policy.py); everything else is `dtype`, the
-residual stream included. Projections that share an input are fused, in the order q, k, v and gate, up;
-models/hf_weights.py splits them at the border. A 128 x 128 weight block may therefore span the border of q
-and k: both sides have the same.
+The spec says which kinds of block a layer has (`blocks`; models/blocks/), the policy which linears are FP8 on this side
+(fp8/policy.py). Everything else is `dtype`, the residual stream included. Projections that share an input are fused, in
+the order q, k, v and gate, up; models/hf_weights.py splits them at the border. A 128 x 128 weight block may therefore
+span the border of q and k: both sides have the same.
 
 T tokens, N rows asked for, E hidden size, V vocabulary.
 """
@@ -15,12 +15,15 @@ T tokens, N rows asked for, E hidden size, V vocabulary.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from octetrl.config.blocks import PLACES, LinearLayout, Place
 from octetrl.config.lora import lora_parts
 from octetrl.config.schema import LoraConfig
 from octetrl.config.spec import ModelSpec
@@ -36,25 +39,55 @@ from octetrl.layers.lora import LoraAdapter
 from octetrl.layers.norm import RMSNorm
 from octetrl.layers.rotary import Rotary, RotaryTable
 from octetrl.layers.top_logprobs import logprobs_at, top_logprobs
-from octetrl.models.blocks.attention.module import Attention
-from octetrl.models.blocks.mlp.module import MLP
+from octetrl.models.blocks.block import Block, BlockBuilder, Probe
+from octetrl.models.blocks.products import Operand
 
 EMBEDDING_STD = 0.02
+EMBEDDING_SITE, FINAL_NORM_SITE = "embedding", "final norm"  # as the probe calls them
+
+
+class Half(NamedTuple):
+    """A place of a layer with what stands there."""
+
+    place: Place
+    norm: RMSNorm
+    block: Block
 
 
 class DecoderLayer(nn.Module):
     """One layer, pre-norm, residual around each half."""
 
-    def __init__(self, attention: Attention, mlp: MLP, attention_norm: RMSNorm, mlp_norm: RMSNorm) -> None:
+    probe: Probe | None = None  # for the norms and the residual stream (models/blocks/block.py)
+
+    def __init__(self, index: int, attention: Block, mlp: Block, attention_norm: RMSNorm, mlp_norm: RMSNorm) -> None:
         super().__init__()
+        self.index = index
         self.attention_norm = attention_norm
         self.attention = attention
         self.mlp_norm = mlp_norm
         self.mlp = mlp
 
+    @property
+    def halves(self) -> tuple[Half, Half]:
+        first, second = PLACES
+        return Half(first, self.attention_norm, self.attention), Half(second, self.mlp_norm, self.mlp)
+
     def forward(self, hidden_TE: Tensor, rotary: Rotary, context: Context) -> Tensor:
-        hidden_TE = hidden_TE + self.attention(self.attention_norm(hidden_TE), rotary, context)
-        return hidden_TE + self.mlp(self.mlp_norm(hidden_TE))
+        normed_TE = self.attention_norm(hidden_TE)
+        between_TE: Tensor = hidden_TE + self.attention(normed_TE, rotary, context)
+        mlp_normed_TE = self.mlp_norm(between_TE)
+        if self.probe is not None:
+            self.tell(normed_TE, between_TE, mlp_normed_TE)
+        behind_TE: Tensor = between_TE + self.mlp(mlp_normed_TE, rotary, context)
+        return behind_TE
+
+    def tell(self, normed: Operand, between_TE: Tensor, mlp_normed: Operand) -> None:
+        """To the probe: what the layer's two norms gave, and the residual stream between its blocks."""
+        assert self.probe is not None
+        first, second = PLACES
+        self.probe(self.index, first.norm_site, normed)
+        self.probe(self.index, first.residual_site, between_TE)
+        self.probe(self.index, second.norm_site, mlp_normed)
 
 
 RunLayer = Callable[[nn.Module, Tensor, Rotary, Context], Tensor]
@@ -67,6 +100,7 @@ class Decoder(nn.Module):
     that is FP8 here, call `requantize()`; forward refuses stale codes. `lora`: every target has an adapter.
     """
 
+    probe: Probe | None = None  # for what lies outside of the layers, and the stream between them
     is_scalar = False  # whether the head is `score.weight` (models/scalar_decoder.py)
 
     def __init__(
@@ -94,46 +128,39 @@ class Decoder(nn.Module):
 
     def _layer(self, index: int, device: torch.device | str) -> DecoderLayer:
         spec = self.spec
+        blocks: list[Block] = []
+        for place, layout in zip(PLACES, spec.blocks_of(index), strict=True):
+            linears = {linear.name: linear for linear in layout.linears(spec)}
+            make = partial(self._linear, f"layers.{index}.{place.name}", linears, device)
+            block = layout.build(BlockBuilder(spec, index, self.policy, self.dtype, device, make))
+            assert isinstance(block, Block)
+            blocks.append(block)
+        attention, mlp = blocks
+        norms = [RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype=self.dtype, device=device) for _ in blocks]
+        return DecoderLayer(index, attention, mlp, *norms)
 
-        def linear(name: str, in_features: int, out_features: int, bias: bool = False) -> Projection:
-            made = plain_linear(name, in_features, out_features, bias)
-            parts = lora_parts(spec, self.lora.targets, name) if self.lora is not None else ()
-            if self.lora is not None and parts:
-                rank, alpha = self.lora.rank, self.lora.alpha
-                made.lora = LoraAdapter(in_features, parts, rank, alpha, dtype=self.dtype, device=device)
-            return made
-
-        def plain_linear(name: str, in_features: int, out_features: int, bias: bool) -> Projection:
-            if self.policy.format_of(f"layers.{index}.{name}", self.side) == "bf16":
-                return Linear(in_features, out_features, bias, dtype=self.dtype, device=device, fast=self.fast)
-            return Float8Linear(
-                in_features,
-                out_features,
-                bias,
+    def _linear(
+        self, block: str, linears: Mapping[str, LinearLayout], device: torch.device | str, name: str
+    ) -> Projection:
+        layout = linears[name]
+        shape = layout.in_features, layout.out_features, layout.bias
+        made: Projection
+        if self.policy.format_of(f"{block}.{name}", self.side) == "bf16":
+            made = Linear(*shape, dtype=self.dtype, device=device, fast=self.fast)
+        else:
+            made = Float8Linear(
+                *shape,
                 dtype=self.dtype,
                 device=device,
                 backend=self.backend,
                 power_of_two=self.policy.power_of_two,
                 square_wgrad=self.policy.square_wgrad,
             )
-
-        def norm() -> RMSNorm:
-            return RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype=self.dtype, device=device)
-
-        attention = Attention(
-            spec,
-            index,
-            linear("attention.qkv_proj", spec.hidden_size, spec.q_size + 2 * spec.kv_size, spec.qkv_bias),
-            linear("attention.o_proj", spec.q_size, spec.hidden_size),
-            quantize_k=self.policy.k_cache == "fp8",
-            dtype=self.dtype,
-            device=device,
-        )
-        mlp = MLP(
-            linear("mlp.gate_up_proj", spec.hidden_size, 2 * spec.intermediate_size),
-            linear("mlp.down_proj", spec.intermediate_size, spec.hidden_size),
-        )
-        return DecoderLayer(attention, mlp, norm(), norm())
+        parts = lora_parts(layout, self.lora.targets) if self.lora is not None else ()
+        if self.lora is not None and parts:
+            rank, alpha = self.lora.rank, self.lora.alpha
+            made.lora = LoraAdapter(layout.in_features, parts, rank, alpha, dtype=self.dtype, device=device)
+        return made
 
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, context: Context, run_layer: RunLayer | None = None
@@ -144,13 +171,19 @@ class Decoder(nn.Module):
         (activation checkpointing).
         """
         hidden_TE = self.embedding(token_ids_T)
+        if self.probe is not None:
+            self.probe(None, EMBEDDING_SITE, hidden_TE)
         rotary = self.rotary(positions_T)
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
             if run_layer is None:
                 hidden_TE = layer(hidden_TE, rotary, context)
             else:
                 hidden_TE = run_layer(layer, hidden_TE, rotary, context)
+            if self.probe is not None:
+                self.probe(index, PLACES[-1].residual_site, hidden_TE)
         normed_TE: Tensor = self.norm(hidden_TE)
+        if self.probe is not None:
+            self.probe(None, FINAL_NORM_SITE, normed_TE)
         return normed_TE
 
     @property

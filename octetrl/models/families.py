@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from octetrl.config.blocks import LayerBlocks
 from octetrl.config.errors import UserError, nearest
 from octetrl.config.json_file import JsonObject, read_json
 from octetrl.config.spec import (
@@ -30,7 +31,10 @@ from octetrl.config.spec import (
     ModelSpec,
     RopeScaling,
 )
+from octetrl.models.blocks.attention.layout import AttentionLayout
+from octetrl.models.blocks.mlp.layout import MLPLayout
 
+DENSE = (LayerBlocks(AttentionLayout(), MLPLayout()),)  # every layer of the families here
 FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 CAUSAL, SCALAR = "ForCausalLM", "ForSequenceClassification"  # what an architecture's name ends with
 ARCHITECTURES = {family: architecture for architecture, family in FAMILIES.items()}
@@ -124,6 +128,7 @@ def spec_from_config(content: Mapping[str, Any], *, scalar: bool = False) -> Mod
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
         tied_embeddings=config.flag("tie_word_embeddings"),
+        blocks=DENSE,
         eos_token_ids=config.token_ids("eos_token_id", vocab_size),
         bos_token_id=next(iter(config.token_ids("bos_token_id", vocab_size)), None),
     )

@@ -29,6 +29,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from octetrl.config.blocks import PLACES, LinearLayout, VectorLayout
 from octetrl.config.errors import UserError
 from octetrl.config.json_file import read_json
 from octetrl.config.spec import ModelSpec
@@ -58,38 +59,37 @@ class Piece:
     parameter: str
     start: int
     shape: tuple[int, ...]
+    is_linear: bool = False  # the weight of a linear of the layers, which a block-FP8 checkpoint has as codes
 
 
 def pieces(spec: ModelSpec, *, scalar: bool = False) -> Iterator[Piece]:
     """Every tensor of the checkpoint of `spec`, in the order in which they are written."""
-    hidden, kv = spec.hidden_size, spec.kv_size
+    hidden = spec.hidden_size
     yield Piece("model.embed_tokens.weight", "embedding.weight", 0, (spec.vocab_size, hidden))
     for layer in range(spec.num_layers):
         ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
-        qkv = (("q", 0, spec.q_size), ("k", spec.q_size, kv), ("v", spec.q_size + kv, kv))
-        yield Piece(f"{theirs}.input_layernorm.weight", f"{ours}.attention_norm.weight", 0, (hidden,))
-        for head, start, rows in qkv:
-            fused = f"{ours}.attention.qkv_proj"
-            yield Piece(f"{theirs}.self_attn.{head}_proj.weight", f"{fused}.weight", start, (rows, hidden))
-            if spec.qkv_bias:
-                yield Piece(f"{theirs}.self_attn.{head}_proj.bias", f"{fused}.bias", start, (rows,))
-        if spec.qk_norm:
-            for norm in ("q_norm", "k_norm"):
-                name = f"{norm}.weight"
-                yield Piece(f"{theirs}.self_attn.{name}", f"{ours}.attention.{name}", 0, (spec.head_size,))
-        o_shape = (hidden, spec.q_size)
-        yield Piece(f"{theirs}.self_attn.o_proj.weight", f"{ours}.attention.o_proj.weight", 0, o_shape)
-        yield Piece(f"{theirs}.post_attention_layernorm.weight", f"{ours}.mlp_norm.weight", 0, (hidden,))
-        half = (spec.intermediate_size, hidden)
-        for index, name in enumerate(("gate_proj", "up_proj")):
-            start = index * spec.intermediate_size
-            yield Piece(f"{theirs}.mlp.{name}.weight", f"{ours}.mlp.gate_up_proj.weight", start, half)
-        yield Piece(f"{theirs}.mlp.down_proj.weight", f"{ours}.mlp.down_proj.weight", 0, half[::-1])
+        for place, block in zip(PLACES, spec.blocks_of(layer), strict=True):
+            yield Piece(f"{theirs}.{place.hf_norm}.weight", f"{ours}.{place.norm}.weight", 0, (hidden,))
+            for tensor in block.tensors(spec):
+                yield from _pieces_of(tensor, f"{theirs}.{place.hf_name}", f"{ours}.{place.name}.{tensor.name}")
     yield Piece("model.norm.weight", "norm.weight", 0, (hidden,))
     if scalar:
         yield Piece(SCORE, SCORE, 0, (1, hidden))
     elif not spec.tied_embeddings:
         yield Piece(LM_HEAD, "lm_head.weight", 0, (spec.vocab_size, hidden))
+
+
+def _pieces_of(tensor: LinearLayout | VectorLayout, module: str, parameter: str) -> Iterator[Piece]:
+    """Of a block's tensor; `module` is the block's name in the checkpoint."""
+    if isinstance(tensor, VectorLayout):
+        yield Piece(f"{module}.{tensor.name}", parameter, 0, (tensor.size,))
+        return
+    start = 0
+    for name, rows in tensor.parts:
+        yield Piece(f"{module}.{name}.weight", f"{parameter}.weight", start, (rows, tensor.in_features), is_linear=True)
+        if tensor.bias:
+            yield Piece(f"{module}.{name}.bias", f"{parameter}.bias", start, (rows,))
+        start += rows
 
 
 # ---------------------------------------------------------------- in
@@ -287,9 +287,7 @@ def save_weights_fp8(model: Decoder, folder: str | Path, max_shard_bytes: int = 
     block of the tensors as they are named there, so blocks begin anew at k, v and up; the rest stays as it is.
     UserError: a width that is no multiple of 128.
     """
-    ragged = {"hidden size": model.spec.hidden_size, "intermediate size": model.spec.intermediate_size}
-    ragged |= {"query size": model.spec.q_size, "key size": model.spec.kv_size}
-    if ragged := {name: size for name, size in ragged.items() if size % BLOCK}:
+    if ragged := {name: size for name, size in model.spec.linear_sizes().items() if size % BLOCK}:
         given = ", ".join(f"{name} {size}" for name, size in ragged.items())
         raise UserError(f"FP8 weights are exported in whole blocks of {BLOCK}, and this model has {given}; export BF16")
     config = hf_config(model.spec, str(model.dtype).removeprefix("torch."), scalar=model.is_scalar)
@@ -299,7 +297,8 @@ def save_weights_fp8(model: Decoder, folder: str | Path, max_shard_bytes: int = 
         "activation_scheme": "dynamic",
         "weight_block_size": [BLOCK, BLOCK],
     }
-    _write(_quantized(_split(model)), config, model.spec, Path(folder), max_shard_bytes)
+    linears = {piece.name for piece in pieces(model.spec, scalar=model.is_scalar) if piece.is_linear}
+    _write(_quantized(_split(model), linears), config, model.spec, Path(folder), max_shard_bytes)
 
 
 def _split(model: Decoder) -> Iterator[tuple[str, Tensor]]:
@@ -309,9 +308,9 @@ def _split(model: Decoder) -> Iterator[tuple[str, Tensor]]:
         yield piece.name, fused[piece.start : piece.start + piece.shape[0]]
 
 
-def _quantized(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def _quantized(tensors: Iterator[tuple[str, Tensor]], linears: Container[str]) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors:
-        if not name.endswith("_proj.weight"):
+        if name not in linears:
             yield name, tensor
             continue
         codes, scale = quantize_weight_reference(tensor.cpu(), name=name)

@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from octetrl.config.blocks import PLACES
 from octetrl.config.errors import UserError
 from octetrl.config.json_file import read_json
 from octetrl.config.schema import LORA_TARGETS, LoraConfig
@@ -33,7 +34,7 @@ from octetrl.models.hf_weights import SCORE, load_weights, save_weights
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model"
-THEIR_MODULES = {"attention": "self_attn", "mlp": "mlp"}
+THEIR_MODULES = {place.name: place.hf_name for place in PLACES}
 NAMES_SHOWN = 3
 MOST_RANK = 1024  # as a recipe allows
 UNSUPPORTED = {  # what would change the formula, with the value that doesn't
@@ -91,7 +92,7 @@ def save_adapter(model: Decoder, folder: Path, base: str | None) -> None:
 def _named(model: Decoder) -> Iterator[tuple[str, Tensor]]:
     """PEFT's name and our view of every A and B, and of a scalar head."""
     for name, adapter in model.adapters():
-        _, layer, module, _ = name.split(".")  # layers.3.attention.qkv_proj
+        _, layer, module, _ = name.split(".", 3)  # layers.3.attention.qkv_proj
         for part in adapter.parts:
             theirs = f"{PREFIX}.model.layers.{layer}.{THEIR_MODULES[module]}.{part.name}"
             a_RK, b_nR = adapter.part_tensors(part)

@@ -12,7 +12,7 @@ from octetrl.doctor.attribution import attribute
 from octetrl.doctor.findings import examine
 from octetrl.doctor.taps import Site
 from octetrl.fp8.quantize import Quantized
-from octetrl.models import rollout_forward, training_forward
+from octetrl.models.blocks.mlp import rollout, training
 from tests.e2e import tiny_run
 from tests.unit.doctor.test_examine import patient
 
@@ -58,7 +58,7 @@ def test_what_brings_the_mismatch_is_told(model: Path) -> None:
     assert all(share > 0.05 for share in shares.values()) and abs(found.rest.mean_abs) < 0.05
 
 
-@pytest.mark.parametrize("namespace", [rollout_forward, training_forward], ids=["engine", "trainer"])
+@pytest.mark.parametrize("namespace", [rollout, training], ids=["engine", "trainer"])
 def test_a_kernel_that_is_an_ulp_off_is_named(model: Path, monkeypatch: pytest.MonkeyPatch, namespace: Any) -> None:
     own = namespace.silu_mul_quantize
 

@@ -15,6 +15,7 @@ from octetrl.config.schema import AlgorithmConfig, Fp8Config, OptimizerConfig, T
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
+from octetrl.models.families import DENSE
 from octetrl.records import Sample
 from octetrl.trainer.checkpoint import load, save
 from octetrl.trainer.packing import pack
@@ -38,6 +39,7 @@ SPEC = ModelSpec(
     qkv_bias=False,
     qk_norm=True,
     tied_embeddings=True,
+    blocks=DENSE,
 )
 BF16 = Fp8Config()
 FP8 = Fp8Config(rollout=True, train=True, kv_cache="dynamic")

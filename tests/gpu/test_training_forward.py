@@ -14,6 +14,7 @@ from octetrl.config.spec import ModelSpec
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.context import PackedContext
 from octetrl.models.decoder import Decoder
+from octetrl.models.families import DENSE
 from octetrl.models.training_forward import Keep, fused_layer_runner
 
 pytestmark = pytest.mark.gpu
@@ -40,6 +41,7 @@ QWEN3 = ModelSpec(
     qkv_bias=False,
     qk_norm=True,
     tied_embeddings=True,
+    blocks=DENSE,
 )
 SPECS = {
     "qwen3": QWEN3,

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from octetrl.config.presets import preset_config
 from octetrl.config.spec import ModelSpec, RopeScaling
-from octetrl.models.families import spec_from_config
+from octetrl.models.families import DENSE, spec_from_config
 
 CONTEXT = 8192
 _LLAMA_ROPE = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=64)
@@ -29,6 +29,7 @@ _TINY = ModelSpec(
     qkv_bias=False,
     qk_norm=True,
     tied_embeddings=True,
+    blocks=DENSE,
 )
 TINY = {
     "llama": replace(_TINY, family="llama", qk_norm=False, tied_embeddings=False, rope_scaling=_LLAMA_ROPE),

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from octetrl.cli.main import run_command
-from octetrl.config.memory import linear_elements
 from octetrl.config.presets import preset_config
 from octetrl.fp8.policy import tokens_that_pay
 from octetrl.models.families import spec_from_config
@@ -90,7 +89,7 @@ def test_the_room_for_the_cache_is_beside_the_codes_that_the_engine_reads(
     for codes in ("kept", "remade"):
         _, out, _ = check(capsys, "--memory-gib", "8", f"trainer.weight_codes={codes}")
         tokens.append(int(out.split("room for KV cache")[1].split()[2].replace(",", "")))
-    transposed = sum(linear_elements(spec_from_config(preset_config("tiny"))).values()) * 4
+    transposed = sum(linear.num_weights for _, linear in spec_from_config(preset_config("tiny")).linears())
     assert tokens[1] - tokens[0] == pytest.approx(transposed / 512, abs=1)  # bytes a token, in E4M3
 
 

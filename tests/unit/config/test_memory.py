@@ -15,16 +15,14 @@ from octetrl.config.memory import (
     ScalarModel,
     estimate_memory,
     fewest_checkpointed_layers,
-    linear_elements,
 )
 from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
-from octetrl.fp8.policy import LINEARS
 from octetrl.models.families import spec_from_config
 from tests.house.tree import REPO
 
 TINY = spec_from_config(preset_config("tiny"))
-LINEAR_NAMES = [f"layers.{layer}.{kind}" for layer in range(4) for kind in LINEARS]
+LINEAR_NAMES = [name for name, _ in TINY.linears()]
 PLAIN = Precisions([], [], "bf16", "bf16")
 FULL = Precisions(LINEAR_NAMES, LINEAR_NAMES, "fp8", "fp8")
 P, P8 = 1_033_600, 4 * 245_760  # 245,760 = 128 * (256 + 128 + 1024 + 512): qkv, o, gate and up, down
@@ -39,7 +37,7 @@ def parts_of(estimate: MemoryEstimate) -> dict[str, int]:
 
 
 def test_the_linears_and_the_rest_are_all_parameters() -> None:
-    assert sum(linear_elements(TINY).values()) == P8 // 4
+    assert sum(linear.num_weights for _, linear in TINY.linears()) == P8
     norms, embeddings = 4 * (2 * 128 + 2 * 32) + 128, 384 * 128
     assert P8 + norms + embeddings == P == TINY.num_parameters
 
@@ -243,7 +241,7 @@ def test_full_parameter_fp8_grpo_of_8b_fits_one_h200_at_8k() -> None:
     """141 GB: trainer at 16k tokens a micro-batch, and a cache for dozens of whole answers."""
     path = REPO / "recipes" / "grpo_math_qwen3-8b-8k_1gpu_fp8-full.yaml"
     spec = spec_from_config(preset_config("qwen3-8b"))
-    names = [f"layers.{layer}.{kind}" for layer in range(spec.num_layers) for kind in LINEARS]
+    names = [name for name, _ in spec.linears()]
     h200 = 143_771 * 2**20
     estimate = estimate_memory(
         load_recipe(path), spec, Precisions(names, names, "fp8", "fp8"), on_gpu=True, device_bytes=h200

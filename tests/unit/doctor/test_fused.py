@@ -11,12 +11,15 @@ import pytest
 
 import octetrl.doctor.examine as doctor
 from octetrl.doctor.findings import examine, noted
-from octetrl.doctor.fused import RolloutTap, TrainingTap
-from octetrl.doctor.taps import Fingerprints, Note, Site, Tap, sites_of
+from octetrl.doctor.taps import Fingerprints, Note, RolloutTap, Site, Tap, TrainingTap, sites_of
 from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.attention.attention_packed import attention_packed_forward_reference
 from octetrl.kernels.rows.silu_mul import silu_mul_reference
-from octetrl.models import rollout_forward, training_forward
+from octetrl.models import training_forward
+from octetrl.models.blocks.attention import rollout as attention_rollout
+from octetrl.models.blocks.attention import training as attention_training
+from octetrl.models.blocks.mlp import rollout as mlp_rollout
+from octetrl.models.blocks.mlp import training as mlp_training
 from octetrl.models.decoder import Decoder
 from tests.e2e import tiny_run
 from tests.unit.doctor.test_examine import one_ulp, patient
@@ -41,8 +44,8 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(doctor, "engine_tap", RolloutTap)
     monkeypatch.setattr(doctor, "trainer_tap", trainer_tap)
-    monkeypatch.setattr(training_forward, "attention_packed_forward_triton", attention_packed_forward_reference)
-    monkeypatch.setattr(training_forward, "silu_mul_triton", silu_mul_reference)
+    monkeypatch.setattr(attention_training, "attention_packed_forward_triton", attention_packed_forward_reference)
+    monkeypatch.setattr(mlp_training, "silu_mul_triton", silu_mul_reference)
 
 
 @pytest.mark.usefixtures("on_a_gpu")
@@ -64,20 +67,21 @@ def test_they_tell_what_modules_tell(model: Path, precision: str, changes: dict[
 
 @pytest.mark.usefixtures("on_a_gpu")
 def test_both_fused_forwards_are_equal_and_all_is_put_back(model: Path) -> None:
-    before = {module: dict(vars(module)) for module in (rollout_forward, training_forward)}
-    assert examine(patient(model, "fp8_full")).report.equal
-    assert all(vars(module) == names for module, names in before.items())
+    one = patient(model, "fp8_full")
+    assert examine(one).report.equal
+    for decoder in (one.worker.trainer_model, one.worker.engine_model):
+        assert all(getattr(module, "probe", None) is None for module in decoder.modules())
 
 
 @pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize(
     ("namespace", "kernel", "site", "side"),
     [
-        (rollout_forward, "fp8_gemm", Site(0, "qkv_proj"), "engine"),
-        (training_forward, "fp8_gemm", Site(0, "qkv_proj"), "trainer"),
-        (rollout_forward, "qkv_store", Site(0, "rotated q"), "engine"),
-        (training_forward, "silu_mul_quantize", Site(0, "SiLU, quantised"), "trainer"),
-        (rollout_forward, "silu_mul_quantize", Site(0, "SiLU, quantised"), None),  # the modules have no such tensor
+        (attention_rollout, "project", Site(0, "qkv_proj"), "engine"),
+        (attention_training, "product", Site(0, "qkv_proj"), "trainer"),
+        (attention_rollout, "qkv_store", Site(0, "rotated q"), "engine"),
+        (mlp_training, "silu_mul_quantize", Site(0, "SiLU, quantised"), "trainer"),
+        (mlp_rollout, "silu_mul_quantize", Site(0, "SiLU, quantised"), None),  # the modules have no such tensor
     ],
 )
 def test_a_kernel_that_is_an_ulp_off(

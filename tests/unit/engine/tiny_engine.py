@@ -13,6 +13,7 @@ from octetrl.engine.engine import Engine
 from octetrl.fp8.kv_scales import KVScales
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.models.decoder import Decoder
+from octetrl.models.families import DENSE
 from octetrl.records import GenerationRequest, SamplingParams
 
 EOS = 1
@@ -33,6 +34,7 @@ SPEC = ModelSpec(
     qkv_bias=False,
     qk_norm=True,
     tied_embeddings=True,
+    blocks=DENSE,
     eos_token_ids=(EOS,),
 )
 PRECISIONS = {

@@ -106,7 +106,7 @@ def test_transformers_reads_an_fp8_export_as_we_do(name: str, tmp_path: Path) ->
 
 
 def test_an_fp8_export_of_ragged_blocks_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"hidden size 64, intermediate size 160, key size 64; export BF16"):
+    with pytest.raises(UserError, match=r"hidden size 64, key size .* 64, intermediate size 160; export BF16"):
         save_weights_fp8(decoder_of(folder, dtype=torch.bfloat16), tmp_path / "fp8")
     assert not (tmp_path / "fp8").exists()
 

@@ -17,6 +17,8 @@ from octetrl.kernels.attention.attention_packed import attention_packed_forward_
 from octetrl.kernels.rows.silu_mul import silu_mul_backward_reference, silu_mul_reference
 from octetrl.layers.context import PackedContext
 from octetrl.models import training_forward
+from octetrl.models.blocks.attention import training as attention
+from octetrl.models.blocks.mlp import training as mlp
 from octetrl.models.decoder import Decoder
 from octetrl.models.rollout_forward import rollout_forward
 from tests.parity.shapes import TINY
@@ -34,9 +36,9 @@ LENGTHS = (20, 1, 37)
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that have no CPU form of their own are their references; emulated codes multiply as codes do there."""
-    monkeypatch.setattr(training_forward, "attention_packed_forward_triton", attention_packed_forward_reference)
-    monkeypatch.setattr(training_forward, "silu_mul_triton", silu_mul_reference)
-    monkeypatch.setattr(training_forward, "silu_mul_backward_triton", silu_mul_backward_reference)
+    monkeypatch.setattr(attention, "attention_packed_forward_triton", attention_packed_forward_reference)
+    monkeypatch.setattr(mlp, "silu_mul_triton", silu_mul_reference)
+    monkeypatch.setattr(mlp, "silu_mul_backward_triton", silu_mul_backward_reference)
 
 
 def train(model: Decoder, keep: training_forward.Keep | None) -> tuple[Tensor, dict[str, Tensor]]:

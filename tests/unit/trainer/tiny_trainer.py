@@ -11,6 +11,7 @@ from octetrl.config.schema import AlgorithmConfig, Fp8Config, OptimizerConfig, T
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
+from octetrl.models.families import DENSE
 from octetrl.records import Sample
 from octetrl.trainer.trainer import Trainer
 
@@ -30,6 +31,7 @@ SPEC = ModelSpec(
     qkv_bias=False,
     qk_norm=True,
     tied_embeddings=True,
+    blocks=DENSE,
 )
 BF16 = Fp8Config()
 FP8 = Fp8Config(rollout=True, train=True, kv_cache="dynamic")

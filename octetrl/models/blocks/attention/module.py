@@ -11,48 +11,47 @@ T tokens, E hidden size, H query heads, K kv heads, D head size, Q = H * D, L la
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from octetrl.config.spec import ModelSpec
 from octetrl.kernels.attention.attention_packed import attention_packed
 from octetrl.kernels.attention.attention_paged import attention_paged
-from octetrl.kernels.attention.kv_store import kv_store
+from octetrl.kernels.attention.kv_store import kv_replay, kv_store
 from octetrl.kernels.rows.rope import rope
 from octetrl.layers.context import Context, LayerCache, PackedContext, PagedContext
 from octetrl.layers.linear import Projection
 from octetrl.layers.norm import RMSNorm
 from octetrl.layers.rotary import Rotary
+from octetrl.models.blocks.attention import rollout as rollout_form
+from octetrl.models.blocks.attention import training as training_form
+from octetrl.models.blocks.attention.as_cached import read_back, values_of
+from octetrl.models.blocks.block import Block, BlockBuilder
 
 
-class Attention(nn.Module):
+class Attention(Block):
     """qkv_proj: E -> (H + 2K) * D, query rows first; o_proj: H * D -> E; each a Linear or a Float8Linear.
 
     `quantize_k`: whether an FP8 cache holds K in FP8 too; if not, K is BF16 beside an FP8 V.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        layer: int,
-        qkv_proj: Projection,
-        o_proj: Projection,
-        *,
-        quantize_k: bool,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        super().__init__()
-        self.layer = layer
-        self.quantize_k = quantize_k
+    rollout = rollout_form.rollout
+    begin, finish, backward = training_form.begin, training_form.finish, training_form.backward
+
+    def __init__(self, builder: BlockBuilder) -> None:
+        super().__init__(builder)
+        spec = builder.spec
+        self.quantize_k = builder.policy.k_cache == "fp8"
         self.num_heads, self.num_kv_heads, self.head_size = spec.num_heads, spec.num_kv_heads, spec.head_size
         self.softmax_scale = spec.head_size**-0.5
-        self.qkv_proj = qkv_proj
-        self.o_proj = o_proj
+        self.qkv_proj = builder.linear("qkv_proj")
+        self.o_proj = builder.linear("o_proj")
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if spec.qk_norm:
-            self.q_norm = RMSNorm(spec.head_size, spec.rms_norm_eps, dtype=dtype, device=device)
-            self.k_norm = RMSNorm(spec.head_size, spec.rms_norm_eps, dtype=dtype, device=device)
+            self.q_norm, self.k_norm = builder.norm(spec.head_size), builder.norm(spec.head_size)
+
+    @property
+    def reader(self) -> Projection:
+        return self.qkv_proj
 
     def forward(self, x_TE: Tensor, rotary: Rotary, context: Context) -> Tensor:
         qkv_THD = self.qkv_proj(x_TE).view(x_TE.shape[0], -1, self.head_size)
@@ -65,6 +64,15 @@ class Attention(nn.Module):
         else:
             out_THD = self._attend_paged(q_THD, k_TKD, v_TKD, context)
         out_TE: Tensor = self.o_proj(out_THD.flatten(1))
+        if self.probe is not None:
+            k_cached_TKD, v_cached_TKD = self._as_cached(k_TKD, v_TKD, context)
+            self.probe(self.layer, "qkv_proj", qkv_THD.flatten(1))
+            self.probe(self.layer, "rotated q", q_THD)
+            self.probe(self.layer, "rotated k", k_TKD)
+            self.probe(self.layer, "k as cached", k_cached_TKD)
+            self.probe(self.layer, "v as cached", v_cached_TKD)
+            self.probe(self.layer, "attention out", out_THD)
+            self.probe(self.layer, "o_proj", out_TE)
         return out_TE
 
     def _attend_packed(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, context: PackedContext) -> Tensor:
@@ -82,6 +90,13 @@ class Attention(nn.Module):
             kv_mode=context.kv_mode,
             quantize_k=self.quantize_k,
         )
+
+    def _as_cached(self, k_TKD: Tensor, v_TKD: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """K and V as this forward's attention multiplies them: float32 [T, K, D], codes times scales."""
+        if not isinstance(context, PackedContext):
+            return read_back(context.layers[self.layer], context.slot_mapping_T)
+        scales = self._scale_of(context.k_scale_LK), self._scale_of(context.v_scale_LK)
+        return values_of(kv_replay(k_TKD, v_TKD, context.kv_mode, *scales, self.quantize_k))
 
     def _scale_of(self, scale_LK: Tensor | None) -> Tensor | None:
         return None if scale_LK is None else scale_LK[self.layer]

@@ -1,0 +1,76 @@
+"""Attention as a GPU runs it for rollout.
+
+    qkv                                                    one product
+    QK-norm + RoPE + quantise + write to pages -> q        one kernel
+    attention over pages (+ quantise)                      one kernel
+    o_proj                                                 one product
+
+T tokens, E hidden size, H query heads, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from octetrl.fp8.quantize import Quantized
+from octetrl.kernels.attention.attention_paged import attention_paged
+from octetrl.kernels.attention.qkv_store import qkv_store
+from octetrl.models.blocks.attention.as_cached import read_back
+from octetrl.models.blocks.products import Operand, project, wants_codes
+
+if TYPE_CHECKING:
+    from octetrl.models.blocks.attention.module import Attention
+    from octetrl.models.blocks.block import RolloutInputs
+
+
+def rollout(attention: Attention, x: Operand, inputs: RolloutInputs) -> Tensor:
+    rotary, positions_T, context = inputs
+    cache = context.layers[attention.layer]
+    q_norm, k_norm = attention.q_norm, attention.k_norm
+    qkv_T = project(attention.qkv_proj, x)
+    q_THD = qkv_store(
+        qkv_T.view(qkv_T.shape[0], -1, attention.head_size),
+        None if q_norm is None else q_norm.weight,
+        None if k_norm is None else k_norm.weight,
+        0.0 if q_norm is None else q_norm.eps,
+        rotary.cos_SR,
+        rotary.sin_SR,
+        positions_T,
+        cache.k,
+        cache.v,
+        context.slot_mapping_T,
+        k_scale_K=cache.k_scale_K,
+        v_scale_K=cache.v_scale_K,
+        k_token_scale=cache.k_token_scale,
+        v_token_scale=cache.v_token_scale,
+        saturated_2K=cache.saturated_2K,
+    )
+    quantize_out, power_of_two = wants_codes(attention.o_proj)
+    out = attention_paged(
+        q_THD,
+        cache.k,
+        cache.v,
+        context.block_table_BP,
+        context.cu_seqlens_q_B1,
+        context.context_lens_B,
+        attention.softmax_scale,
+        k_scale_K=cache.k_scale_K,
+        v_scale_K=cache.v_scale_K,
+        k_token_scale=cache.k_token_scale,
+        v_token_scale=cache.v_token_scale,
+        max_query_len=context.max_query_len,
+        quantize_out=quantize_out,
+        power_of_two=power_of_two,
+    )
+    out_TE = project(attention.o_proj, out if isinstance(out, Quantized) else out.flatten(1))
+    if attention.probe is not None:
+        k_TKD, v_TKD = read_back(cache, context.slot_mapping_T)
+        attention.probe(attention.layer, "qkv_proj", qkv_T)
+        attention.probe(attention.layer, "rotated q", q_THD)
+        attention.probe(attention.layer, "k as cached", k_TKD)
+        attention.probe(attention.layer, "v as cached", v_TKD)
+        attention.probe(attention.layer, "attention out", out)
+        attention.probe(attention.layer, "o_proj", out_TE)
+    return out_TE

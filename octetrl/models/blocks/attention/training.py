@@ -1,0 +1,147 @@
+"""Attention as a GPU trains it.
+
+    qkv = n Wqkv;  q, k, v = rotate(qkv);  out = attention(q, k, v);  result = out Wo
+    dq, dk, dv = attention'(dresult Wo^T);  dWo = dresult^T out
+    dqkv = rotate'(dq, dk, dv);  dn = dqkv Wqkv^T;  dWqkv = dqkv^T n
+
+`rotate` is QK-norm, RoPE, and K and V through the cache's quantiser. Saved: n, as wgrad reads it, and qkv; costly: out
+and its log-sum-exp. Where these are made again, q, k, v are there for the backward; else it rotates qkv once more.
+
+T tokens, E hidden size, H query heads, K kv heads, D head size, Q = H * D, X = (H + 2 K) D.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octetrl.kernels.attention.attention_packed import attention_packed_backward, attention_packed_forward_triton
+from octetrl.kernels.attention.kv_store import ReplayedKV
+from octetrl.kernels.attention.qkv_rotate import qkv_rotate
+from octetrl.kernels.attention.qkv_rotate_backward import qkv_rotate_backward
+from octetrl.kernels.parts import part
+from octetrl.models.blocks.attention.as_cached import values_of
+from octetrl.models.blocks.products import Input, Operand, dgrad, gradient_of, input_of, product, wgrad, wgrad_input
+from octetrl.models.blocks.saved import Gradients, Saved
+
+if TYPE_CHECKING:
+    from octetrl.models.blocks.attention.module import Attention
+    from octetrl.models.blocks.block import TrainingInputs
+
+
+class Attended(NamedTuple):
+    out_TQ: Tensor
+    lse2_TH: Tensor
+
+
+@dataclass(slots=True)
+class SavedAttention(Saved):
+    """`costly` is `Attended`; `made_with_costly` is what `_rotated` gives."""
+
+    n: Operand
+    qkv_TX: Tensor
+    inputs: TrainingInputs
+
+
+def begin(
+    attention: Attention, n: Input, inputs: TrainingInputs, *, costly: Attended | None, observe: bool
+) -> SavedAttention:
+    """`observe`: collects K's and V's amax."""
+    qkv_TX = product(attention.qkv_proj, n)
+    rotated = None
+    if costly is None:
+        rotated = q_THD, kv = _rotated(attention, qkv_TX, inputs, observe)
+        with part("attention_forward"):
+            out_THD, lse2_TH = attention_packed_forward_triton(
+                q_THD, kv, inputs.context.cu_seqlens_B1, inputs.context.max_seqlen, attention.softmax_scale
+            )
+        costly = Attended(out_THD.flatten(1), lse2_TH)
+        if attention.probe is not None:
+            k_TKD, v_TKD = values_of(kv)
+            attention.probe(attention.layer, "qkv_proj", qkv_TX)
+            attention.probe(attention.layer, "rotated q", q_THD)
+            attention.probe(attention.layer, "k as cached", k_TKD)
+            attention.probe(attention.layer, "v as cached", v_TKD)
+            attention.probe(attention.layer, "attention out", out_THD)
+    return SavedAttention(n=n.for_backward, qkv_TX=qkv_TX, inputs=inputs, costly=costly, made_with_costly=rotated)
+
+
+def finish(attention: Attention, saved: SavedAttention) -> Tensor:
+    with part("quantize"):
+        out = input_of(attention.o_proj, saved.costly.out_TQ, for_wgrad=False)
+    out_TE = product(attention.o_proj, out)
+    if attention.probe is not None:
+        attention.probe(attention.layer, "attention out", out.rows)
+        attention.probe(attention.layer, "o_proj", out_TE)
+    return out_TE
+
+
+def backward(attention: Attention, saved: SavedAttention, dout_TE: Tensor, gradients: Gradients) -> Tensor:
+    qkv_proj, o_proj, context = attention.qkv_proj, attention.o_proj, saved.inputs.context
+    out_TQ, lse2_TH = saved.costly
+    with part("quantize"):
+        dout = gradient_of(o_proj, dout_TE)
+        out = wgrad_input(o_proj, out_TQ)
+    dout_TQ = dgrad(o_proj, dout)
+    wgrad(gradients, "o_proj", o_proj, dout, out)
+    del dout, out
+    rotated, saved.made_with_costly = saved.made_with_costly, None
+    q_THD, kv = rotated or _rotated(attention, saved.qkv_TX, saved.inputs, observe=False)
+    with part("attention_backward"):
+        dq_THD, dk_TKD, dv_TKD = attention_packed_backward(
+            dout_TQ.view(q_THD.shape),
+            q_THD,
+            kv,
+            out_TQ.view(q_THD.shape),
+            lse2_TH,
+            context.cu_seqlens_B1,
+            context.max_seqlen,
+            attention.softmax_scale,
+        )
+    del rotated, q_THD, kv, dout_TQ
+    weights, eps = _qk_norm(attention)
+    qkv_TXD = saved.qkv_TX.view(dout_TE.shape[0], -1, attention.head_size)
+    with part("rows"):
+        dqkv_TXD, dq_norm_D, dk_norm_D = qkv_rotate_backward(
+            dq_THD, dk_TKD, dv_TKD, qkv_TXD, *weights, eps, *saved.inputs.rotary
+        )
+    del dq_THD, dk_TKD, dv_TKD
+    gradients["q_norm.weight"], gradients["k_norm.weight"] = dq_norm_D, dk_norm_D
+    with part("quantize"):
+        dqkv = gradient_of(qkv_proj, dqkv_TXD.flatten(1))
+    dn_TE = dgrad(qkv_proj, dqkv)
+    wgrad(gradients, "qkv_proj", qkv_proj, dqkv, saved.n)
+    if qkv_proj.bias is not None and qkv_proj.bias.requires_grad:
+        gradients["qkv_proj.bias"] = dqkv_TXD.flatten(1).sum(0, dtype=torch.float32).to(qkv_proj.bias.dtype)
+    return dn_TE
+
+
+def _rotated(attention: Attention, qkv_TX: Tensor, inputs: TrainingInputs, observe: bool) -> tuple[Tensor, ReplayedKV]:
+    """Q as attention multiplies it, K and V as the rollout's cache held them."""
+    layer, context = attention.layer, inputs.context
+    weights, eps = _qk_norm(attention)
+    amax_2LK = context.kv_amax_2LK if observe else None
+    with part("rows"):
+        return qkv_rotate(
+            qkv_TX.view(qkv_TX.shape[0], -1, attention.head_size),
+            *weights,
+            eps,
+            *inputs.rotary,
+            attention.num_heads,
+            attention.num_kv_heads,
+            kv_mode=context.kv_mode,
+            quantize_k=attention.quantize_k,
+            k_scale_K=None if context.k_scale_LK is None else context.k_scale_LK[layer],
+            v_scale_K=None if context.v_scale_LK is None else context.v_scale_LK[layer],
+            amax_2K=None if amax_2LK is None else amax_2LK[:, layer],
+        )
+
+
+def _qk_norm(attention: Attention) -> tuple[tuple[Tensor | None, Tensor | None], float]:
+    q_norm, k_norm = attention.q_norm, attention.k_norm
+    if q_norm is None or k_norm is None:
+        return (None, None), 0.0
+    return (q_norm.weight, k_norm.weight), q_norm.eps

@@ -1,0 +1,51 @@
+"""The gated MLP's layout: gate and up as one linear, and down. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from octetrl.config.blocks import SCALED, BlockLayout, BlockMemory, LinearLayout, Part, Peak, TrainedAs
+from octetrl.config.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from octetrl.models.blocks.block import BlockBuilder
+    from octetrl.models.blocks.mlp.module import MLP
+
+
+@dataclass(frozen=True, slots=True)
+class MLPLayout(BlockLayout):
+    """The width is the spec's `intermediate_size`."""
+
+    sites = ("gate_up_proj", "SiLU", "down_proj")
+
+    def tensors(self, spec: ModelSpec) -> tuple[LinearLayout, ...]:
+        inner = spec.intermediate_size
+        return (
+            LinearLayout("gate_up_proj", spec.hidden_size, (Part("gate_proj", inner), Part("up_proj", inner))),
+            LinearLayout("down_proj", inner, (Part("down_proj", spec.hidden_size),)),
+        )
+
+    def memory(self, spec: ModelSpec, how: TrainedAs) -> BlockMemory:
+        """Saved: gate and up."""
+        b, hidden, inner = how.value_bytes, spec.hidden_size, spec.intermediate_size
+        dgate_up = (4 * SCALED if how.fp8 else 2 * b) * inner
+        if how.fp8 and how.frozen:
+            dgate_up = (2 * b + 2 * SCALED) * inner
+        dy, y = b * inner, how.operand_bytes * inner
+        of_weights = 0 if how.frozen else b * sum(linear.num_weights for linear in self.linears(spec))
+        return BlockMemory(
+            saved=2 * b * inner,
+            # When SiLU's backward has made its operands, and after the last wgrad.
+            peaks=(Peak(how.gradient_bytes * hidden + dy + dgate_up + y), Peak(b * hidden + dgate_up, of_weights)),
+            of_weights=of_weights,
+        )
+
+    def sizes(self, spec: ModelSpec) -> Mapping[str, int]:
+        return {"intermediate size": spec.intermediate_size}
+
+    def build(self, builder: BlockBuilder) -> MLP:
+        from octetrl.models.blocks.mlp.module import MLP  # needs torch
+
+        return MLP(builder)
