@@ -26,40 +26,40 @@ Say in a sentence or two what is right and wrong with it. Then write, on the las
 
 class JudgeConfig(Section):
     base_url: str = Field(pattern=r"^https?://[^/\s@]+(/\S*)?$")
-    """Up to and with /v1, as in http://localhost:8000/v1. No user or key in it."""
+    """Address including /v1, such as http://localhost:8000/v1. It must not contain a user or a key."""
     model: str
-    """As the endpoint calls it."""
+    """The model's name at the endpoint."""
     kind: Literal["chat", "reward_model"] = "chat"
-    """chat: a model asked by `template`, whose reply has the score in it. reward_model: one that gives a number for
-    prompt and completion, as messages, at `path`."""
+    """chat: the model gets `template` and replies with a text that contains the score. reward_model: the model gets
+    prompt and completion as messages at `path`, and returns a number."""
     template: str = TEMPLATE
-    """What the judge is asked: {prompt}, {answer} and {completion} stand for the task's and the policy's."""
+    """The question to the judge. {prompt} and {answer} are the task's, {completion} is the policy's."""
     pattern: str = r"(?i)score[\s:=*_]{0,8}(-?\d+(?:\.\d+)?)"
-    """Regular expression with one group: the score is the last match of the judge's reply, thoughts left out."""
+    """Regular expression with one group. The score is the last match in the judge's reply, without its thoughts."""
     json_key: str | None = None
-    """The score is at this key of the last JSON object in the reply that has it; null: `pattern` finds it."""
+    """Key of the score in the last JSON object of the reply that has this key; null: `pattern` finds the score."""
     lowest: float = 0.0
-    """The score that is a reward of 0, for kind chat. One below it is refused, not clipped."""
+    """The score that becomes a reward of 0, for kind chat. A lower score is refused, not clipped."""
     highest: float = 10.0
-    """The score that is a reward of 1."""
+    """The score that becomes a reward of 1."""
     path: str = "/pooling"
-    """Of a reward model: what follows the server's address, /v1 left out where it begins with a slash."""
+    """For a reward model: path on the server. With a leading slash it replaces /v1."""
     value_at: str = "data.0.data"
-    """Of a reward model: where in the answer the number is, keys and places joined by dots."""
+    """For a reward model: where the number is in the answer, as keys and positions joined by dots."""
     api_key_variable: str | None = None
-    """Environment variable that holds the key, such as OPENAI_API_KEY; null: none is sent."""
+    """Environment variable that holds the key, such as OPENAI_API_KEY; null: no key is sent."""
     temperature: float = Field(default=0.0, ge=0.0)
-    """0 also lets equal completions be judged once."""
+    """With 0, equal completions are judged only once."""
     max_tokens: int = Field(default=1024, ge=1, le=1 << 24)
-    """Of the judge's reply."""
+    """Token limit of the judge's reply."""
     timeout_seconds: float = Field(default=60.0, gt=0.0, le=1e6)
-    """Of each request."""
+    """Time limit of each request."""
     retries: int = Field(default=3, ge=0, le=1_000)
-    """Further tries where the endpoint can't be reached, is busy, or fails (status 408, 409, 429, 5xx)."""
+    """Number of retries if the endpoint cannot be reached, is busy, or fails (status 408, 409, 429, 5xx)."""
     backoff_seconds: float = Field(default=1.0, ge=0.0, le=1e6)
-    """Wait before the first of them; doubled each time, up to a minute."""
+    """Wait before the first retry. It doubles each time, up to a minute."""
     concurrency: int = Field(default=16, ge=1, le=4_096)
-    """Requests under way at once."""
+    """Number of requests in flight at once."""
 
     @field_validator("template")
     @classmethod
@@ -74,9 +74,9 @@ class JudgeConfig(Section):
         try:
             groups = re.compile(pattern).groups
         except re.error as error:
-            raise ValueError(f"it is no regular expression: {error}") from None
+            raise ValueError(f"it is not a regular expression: {error}") from None
         if groups != 1:
-            raise ValueError(f"it has {groups} groups, and needs one, round the score")
+            raise ValueError(f"it has {groups} groups; it needs exactly one, around the score")
         return pattern
 
     @field_validator("highest")

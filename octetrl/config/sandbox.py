@@ -1,4 +1,4 @@
-"""The recipe's `environment.sandbox`: what code that the model wrote may use. docs/sandbox.md explains."""
+"""The recipe's `environment.sandbox`: limits for code that the model wrote (docs/sandbox.md)."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from octetrl.config.section import Section
 
 class SandboxConfig(Section):
     level: Literal["limits", "landlock", "bubblewrap"] = "landlock"
-    """The least that the machine must give; the best that works is used, and `octetrl check` shows it. `limits`
-    hides no files: for code that you would run yourself. It does not judge code with tests."""
+    """Lowest acceptable level. The strongest level that works is used; `octetrl check` shows it. `limits` hides no
+    files and does not judge code with tests; use it only for code that you would run yourself."""
     python: str | None = None
-    """Interpreter for the model's code, such as that of a virtual environment whose packages it may import; None: the
-    run's own, without the packages of its environment."""
+    """Interpreter for the model's code, for example of a virtual environment with packages that the code may import.
+    None: the run's interpreter, without the packages of its environment."""
     wall_seconds: float = Field(default=5.0, gt=0.0, le=1e6)
-    """Of all tests of a completion, or of one call of a tool."""
+    """Time limit of all tests of a completion, or of one tool call."""
     cpu_seconds: int = Field(default=5, ge=1, le=86_400)
-    """Of a program and all its processes."""
+    """Processor time of a program and all its processes."""
     memory_mib: int = Field(default=512, ge=32, le=1 << 24)
     disk_mib: int = Field(default=64, ge=1, le=1 << 24)
-    """Of its temporary folder, which may be in memory."""
+    """Size of its temporary folder, which may be in memory."""
     processes: int = Field(default=32, ge=1, le=4_096)
-    """Threads count."""
+    """Largest number of processes; threads count."""
     output_kib: int = Field(default=64, ge=1, le=1 << 20)
-    """Of stdout and stderr together; a program that says more is ended."""
+    """Limit of stdout and stderr together. A program that prints more is ended."""

@@ -188,7 +188,7 @@ def test_a_reward_model_that_gives_none_is_an_error(answer: dict[str, Any]) -> N
         ("base_url", "localhost:8000", "pattern"),
         ("base_url", "http://user:key@host/v1", "pattern"),
         ("template", "no place", "it has no {completion}"),
-        ("pattern", "(", "it is no regular expression"),
+        ("pattern", "(", "it is not a regular expression"),
         ("pattern", "score", "it has 0 groups"),
         ("highest", 0.0, "it must be above lowest"),
     ],
