@@ -38,12 +38,12 @@ from octetrl.rollout.collect import CollectionSettings
 from octetrl.run.device import resolve_device, seed_everything
 from octetrl.run.environment import build_environment
 from octetrl.run.journal import Journal
-from octetrl.run.reward_scorer import RewardModelScorer
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.spans import Spans
 from octetrl.workers.local import LocalLearningWorkers, LocalWorkers
 from octetrl.workers.protocol import LearningWorkers, Workers
 from octetrl.workers.reward_model_worker import RewardModelWorker
+from octetrl.workers.reward_scorer import RewardModelScorer
 from octetrl.workers.scalar_models import build_reward_model
 from octetrl.workers.worker import Worker
 

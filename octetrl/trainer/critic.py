@@ -27,10 +27,10 @@ from octetrl.algorithms.spread import tensor_differs
 from octetrl.algorithms.token_rewards import TokenRewards
 from octetrl.algorithms.value_loss import value_loss
 from octetrl.config.schema import CriticConfig, TrainerConfig
+from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.records import MicroBatch
 from octetrl.trainer.metric_means import MetricMeans
-from octetrl.trainer.non_finite import refuse_non_finite
 from octetrl.trainer.prepared import PreparedMicroBatch, token_rewards
 from octetrl.trainer.scalar_trainer import ScalarPart, ScalarState, ScalarTrainer
 from octetrl.trainer.schedule import learning_rate
@@ -65,7 +65,7 @@ class Critic:
     def values(self, micro_batch: MicroBatch) -> Tensor:
         """V of each trained token, float32 [N]. NonFiniteError names the sample and position of one that is not."""
         values_N = self.scalar_trainer.scalars(micro_batch, micro_batch.predictor_N)
-        refuse_non_finite("value", values_N, micro_batch)
+        _refuse_non_finite(values_N, micro_batch)
         return values_N
 
     def prepare(
@@ -114,3 +114,16 @@ def explained_variance(values_N: Tensor, returns_N: Tensor) -> float | None:
         return None
     variance = returns_N.double().var(unbiased=False)
     return float(1.0 - (returns_N.double() - values_N.double()).var(unbiased=False) / variance)
+
+
+def _refuse_non_finite(values_N: Tensor, micro_batch: MicroBatch) -> None:
+    """NonFiniteError naming the first value that is not finite, by sample and position."""
+    finite_N = values_N.isfinite()
+    if bool(finite_N.all()):
+        return
+    first = int((~finite_N).nonzero()[0, 0])
+    raise NonFiniteError(
+        f"the value of sample {int(micro_batch.sample_N[first])} of the batch at position"
+        f" {int(micro_batch.target_positions_N[first])} is {float(values_N[first])} ({int((~finite_N).sum())} such in"
+        f" its micro-batch); nothing was stepped"
+    )

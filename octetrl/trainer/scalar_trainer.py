@@ -25,12 +25,12 @@ from torch import Tensor
 
 from octetrl.algorithms.token_loss import TokenLoss
 from octetrl.config.schema import OptimizerConfig, TrainerConfig
+from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.layers.context import PackedContext
 from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.records import MicroBatch
 from octetrl.trainer.activation_checkpoint import layer_runner
 from octetrl.trainer.metric_means import MetricMeans
-from octetrl.trainer.non_finite import NonFiniteError
 from octetrl.trainer.optimizer import Optimizer, copy_all
 
 

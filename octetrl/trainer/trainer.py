@@ -33,13 +33,13 @@ from octetrl.algorithms.corrections import effective_sample_size
 from octetrl.algorithms.finite import count_non_finite, first_non_finite
 from octetrl.algorithms.table import Algorithm
 from octetrl.config.schema import TrainerConfig
+from octetrl.fp8.non_finite import NonFiniteError as NonFiniteError
 from octetrl.models.decoder import Decoder
 from octetrl.records import MicroBatch, PackedBatch, PolicyUpdate
 from octetrl.trainer.critic import Critic
 from octetrl.trainer.forward import Forward
 from octetrl.trainer.forward import KVReplay as KVReplay
 from octetrl.trainer.metric_means import MetricMeans
-from octetrl.trainer.non_finite import NonFiniteError as NonFiniteError
 from octetrl.trainer.optimizer import Optimizer, copy_all
 from octetrl.trainer.packing import PackingLayout, pack_for_calibration
 from octetrl.trainer.prepared import (

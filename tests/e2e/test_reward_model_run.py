@@ -28,10 +28,10 @@ from octetrl.run.build import build_run
 from octetrl.run.evaluate import evaluate_checkpoint
 from octetrl.run.export import export_run
 from octetrl.run.loop import train
-from octetrl.run.reward_scorer import RewardModelScorer
 from octetrl.run.step import supervised_step
 from octetrl.trainer import checkpoint
 from octetrl.workers.reward_model_worker import RewardModelWorker
+from octetrl.workers.reward_scorer import RewardModelScorer
 from octetrl.workers.scalar_models import build_critic_model, build_reward_model
 from tests.e2e.tiny_run import read_lines, run, timeless, tiny_recipe
 from tests.house.tree import REPO

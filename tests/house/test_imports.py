@@ -32,6 +32,7 @@ ARROWS["workers"] = {
     "trainer",
     "engine",
     "rollout",
+    "environments",
     "algorithms",
     "data",
     "telemetry",

@@ -15,13 +15,13 @@ from octetrl.algorithms.ppo import ppo_returns
 from octetrl.algorithms.value_loss import value_loss
 from octetrl.config.errors import UserError
 from octetrl.config.schema import AlgorithmConfig, CriticConfig, Fp8Config, OptimizerConfig, TrainerConfig
+from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.context import PackedContext
 from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.records import MicroBatch, Sample
 from octetrl.trainer.critic import Critic, explained_variance
 from octetrl.trainer.metric_means import MetricMeans
-from octetrl.trainer.non_finite import NonFiniteError
 from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.trainer.prepared import PreparedMicroBatch
 from octetrl.trainer.scalar_trainer import ScalarPart

@@ -19,7 +19,7 @@ from octetrl.models.hf_weights import load_weights, save_weights
 from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.records import RolloutStatus, Task
 from octetrl.rollout.chat_tokens import ChatTokens
-from octetrl.run.reward_scorer import RewardModelScorer
+from octetrl.workers.reward_scorer import RewardModelScorer
 from tests.e2e.tiny_run import make_model, tiny_recipe
 
 CPU = torch.device("cpu")
