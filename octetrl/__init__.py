@@ -1,3 +1,62 @@
-"""OctetRL: RL post-training of language models with FP8 end to end."""
+"""OctetRL: RL post-training of language models with FP8 end to end.
+
+    import octetrl
+
+    run = octetrl.train(model="models/Qwen3-0.6B", tasks="sums.jsonl", reward=right, precision="fp8_full", steps=200)
+    print(run.evaluate().accuracy)
+    run.export("models/mine")
+    llm = octetrl.LLM("models/mine", precision="fp8_full")
+    print(llm.generate(["2+2="], octetrl.SamplingParams(max_tokens=16))[0].text)
+
+docs/library.md explains it. Every name is imported when it is first used: `import octetrl` takes no time, and torch is
+not imported before a model is needed.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from octetrl.api.finished_run import FinishedRun
+    from octetrl.api.llm import LLM, RequestOutput
+    from octetrl.api.sampling import SamplingParams
+    from octetrl.api.train import train
+    from octetrl.config.errors import RunFailed, UserError
+    from octetrl.records import Task
 
 __version__ = "0.1.0"
+__all__ = [
+    "LLM",
+    "FinishedRun",
+    "RequestOutput",
+    "RunFailed",
+    "SamplingParams",
+    "Task",
+    "UserError",
+    "__version__",
+    "train",
+]
+
+_HOMES = {
+    "FinishedRun": "octetrl.api.finished_run",
+    "LLM": "octetrl.api.llm",
+    "RequestOutput": "octetrl.api.llm",
+    "RunFailed": "octetrl.config.errors",
+    "SamplingParams": "octetrl.api.sampling",
+    "Task": "octetrl.records",
+    "UserError": "octetrl.config.errors",
+    "train": "octetrl.api.train",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'octetrl' has no attribute '{name}'")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

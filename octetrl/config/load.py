@@ -44,18 +44,23 @@ PRECISIONS: dict[str, Tree] = {
     "fp8": {"rollout": True, "train": True, "kv_cache": "none"},
     "fp8_full": {"rollout": True, "train": True, "kv_cache": "calibrated"},
 }
-COMMAND_LINE = "command line"
+COMMAND_LINE, PYTHON = "command line", "octetrl.train"
 MOST_BYTES = 1 << 20  # of a recipe
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, training: bool = True) -> Recipe:
+def load_recipe(
+    path: str | Path, overrides: Sequence[str] = (), *, fields: Tree | None = None, training: bool = True
+) -> Recipe:
     """The recipe at `path` with `overrides` (`section.key=value`) on top, checked as far as no model is needed.
 
+    fields: the same from Python, as plain data of a recipe's form; it counts as one more file on top.
     training: False for evaluation, which the limits of the algorithm do not concern (top-p, group size, ...).
     Raises UserError: one line for one problem, else a first line and one indented line a problem.
     """
     path = find_recipe(path)
     layers = _read_chain(path)
+    if fields is not None:
+        layers.append(_Layer(PYTHON, _plain(fields)))
     tree: Tree = {}
     for layer in layers:
         tree = _merge(tree, _with_precision(layer.tree), Recipe)
@@ -73,13 +78,30 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, training: bo
     return recipe
 
 
+def recipe_tree(path: str | Path) -> Tree:
+    """What the file at `path` and all that it extends say, merged and not checked."""
+    tree: Tree = {}
+    for layer in _read_chain(find_recipe(path)):
+        tree = _merge(tree, _with_precision(layer.tree), Recipe)
+    return tree
+
+
 def recipe_from_mapping(tree: Mapping[str, Any], source: str = "recipe") -> Recipe:
     """A recipe made in code from plain data; `precision` means what it means in a file. Raises UserError likewise."""
-    plain = _with_precision(json.loads(json.dumps(tree)))
+    plain = _with_precision(_plain(tree))
     recipe, problems = build_recipe(plain)
     if recipe is None:
         raise UserError(_report(source, [], problems))
     return recipe
+
+
+def _plain(tree: Mapping[str, Any]) -> Tree:
+    """Tuples as lists. Raises UserError for what no recipe could hold."""
+    try:
+        plain: Tree = json.loads(json.dumps(tree, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"recipe: {error}; a recipe's fields are text, finite numbers, lists and mappings") from error
+    return plain
 
 
 def dump_recipe(recipe: Recipe) -> str:

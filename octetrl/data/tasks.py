@@ -16,14 +16,14 @@ ends with the answer, `reference_marker` stands before it:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 from octetrl.config.errors import UserError, nearest
 from octetrl.config.json_file import kind_of
-from octetrl.data.rows import read_rows, required_text
+from octetrl.data.rows import Row, read_rows, required_text
 from octetrl.environments.answers import extract_answer
 from octetrl.records import Task
 
@@ -39,10 +39,21 @@ def read_tasks(
 
     Raises UserError naming the file, and the line where one is wrong.
     """
+    return make_tasks(read_rows(path), prompt_template, columns=columns, reference_marker=reference_marker)
+
+
+def make_tasks(
+    rows: Iterable[Row],
+    prompt_template: str = "{prompt}",
+    *,
+    columns: Mapping[Literal["prompt", "answer", "id"], str] = MappingProxyType({}),
+    reference_marker: str | None = None,
+) -> list[Task]:
+    """As `read_tasks`, of rows that are read already. Raises UserError naming the row's place."""
     tasks: list[Task] = []
     row_of_id: dict[str, int] = {}
     taken = {columns.get("prompt", "prompt"), columns.get("answer", "answer"), columns.get("id", "id")}
-    for number, where, record in read_rows(path):
+    for number, where, record in rows:
         row = dict(record)
         for ours, theirs in columns.items():
             row[ours] = _at(record, theirs, where)

@@ -16,6 +16,7 @@ from typing import Any
 
 from octetrl.config.errors import UserError, nearest
 from octetrl.environments.base import Environment
+from octetrl.environments.given import refuse_given
 from octetrl.environments.process import CallableProcess, CallFailed, NoAnswer, ProcessDied
 from octetrl.environments.turns.components import components_of
 
@@ -60,6 +61,7 @@ def import_object(field: str, path: str) -> Any:
 
 def check_path(field: str, path: str) -> str:
     """The module's name in `module:name`. Raises UserError for what is not of that form."""
+    refuse_given(field, path)
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
         raise UserError(f"{field}: '{path}' is not of the form 'module:name', as in 'rewards:exact'")
@@ -106,6 +108,12 @@ def load_environment(path: str, seconds: float = LOAD_SECONDS) -> Environment:
         environment = found() if isinstance(found, type) else found
     except SystemExit as error:
         raise UserError(f"environment.dataset: '{path}' ends its process when made (sys.exit({error.code}))") from error
+    check_environment(environment, path)
+    return environment
+
+
+def check_environment(environment: Any, path: str) -> None:
+    """Raises UserError where it has no tasks, or nothing that scores. path: how the recipe names it."""
     missing = [] if hasattr(environment, "tasks") else ["tasks"]
     if not hasattr(environment, "score") and all(one.weight is None for one in components_of(environment)):
         missing.append("score")
@@ -114,4 +122,3 @@ def load_environment(path: str, seconds: float = LOAD_SECONDS) -> Environment:
             f"environment.dataset: '{path}' has no {' and no '.join(missing)};"
             " an environment has `tasks`, and `score(task, completion_text)` or methods with @reward"
         )
-    return environment

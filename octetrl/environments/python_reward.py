@@ -11,10 +11,17 @@ from functools import cached_property
 
 from octetrl.config.errors import UserError
 from octetrl.environments.base import Scorer
+from octetrl.environments.given import Given
 from octetrl.environments.python_object import check_path, import_object
 from octetrl.records import Task
 
 _FIELD = "environment.reward"
+
+
+def named_reward(path: str, given: Given) -> Scorer:
+    """The reward that a recipe names: one of those given in Python, or the function at `module:name`."""
+    scorer: Scorer = given[path] if path in given else PythonReward(path)
+    return scorer
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,10 @@ from octetrl.config.validate_environment import refuse_for_turns
 from octetrl.data.mixture import Mixture, read_source
 from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder, tool_family
 from octetrl.environments.base import Environment, NoTasks, Scorer, Taskset
+from octetrl.environments.function_rewards import FunctionRewards
+from octetrl.environments.given import Given, can_run_elsewhere
 from octetrl.environments.judge import Judge
-from octetrl.environments.python_reward import PythonReward
+from octetrl.environments.python_reward import named_reward
 from octetrl.environments.sandbox.sandbox import sandbox_for
 from octetrl.environments.scoring import RewardWorkers
 from octetrl.environments.turns.dialogue import Dialogue, Limits, is_dialogue, toolbox_of
@@ -36,7 +38,7 @@ from octetrl.models.peft_adapters import begin_adapters
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.collect import CollectionSettings
 from octetrl.run.device import resolve_device, seed_everything
-from octetrl.run.environment import build_environment
+from octetrl.run.environment import NOTHING_GIVEN, build_environment
 from octetrl.run.journal import Journal
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.spans import Spans
@@ -47,7 +49,7 @@ from octetrl.workers.reward_scorer import RewardModelScorer
 from octetrl.workers.scalar_models import build_reward_model
 from octetrl.workers.worker import Worker
 
-Rewards = RewardWorkers | RewardModelScorer | Judge | Dialogue
+Rewards = RewardWorkers | FunctionRewards | RewardModelScorer | Judge | Dialogue
 
 
 @dataclass(slots=True)
@@ -82,8 +84,11 @@ class Run:
         self.rewards.close()
 
 
-def build_run(recipe: Recipe, *, trains: bool = True) -> Run:
-    """Everything for `train` and, without an optimizer, for `eval`. Raises UserError for whatever the user can mend."""
+def build_run(recipe: Recipe, *, trains: bool = True, given: Given = NOTHING_GIVEN) -> Run:
+    """Everything for `train` and, without an optimizer, for `eval`. Raises UserError for whatever the user can mend.
+
+    given: what the recipe names as `given:NAME` (environments/given.py).
+    """
     device = resolve_device(recipe.cluster)
     seed_everything(recipe.seed)
     spec = model_spec(recipe)
@@ -93,7 +98,7 @@ def build_run(recipe: Recipe, *, trains: bool = True) -> Run:
     if trains and refused is not None:
         raise UserError(refused)
     tokenizer = load_tokenizer(tokenizer_folder(recipe), spec.vocab_size)
-    environment = build_environment(recipe.environment)
+    environment = build_environment(recipe.environment, given)
     chat = build_chat(recipe, spec, tokenizer, environment)
     algorithm = build_algorithm(recipe.algorithm)
     spans = Spans(torch.cuda.synchronize if device.type == "cuda" else None)
@@ -102,12 +107,15 @@ def build_run(recipe: Recipe, *, trains: bool = True) -> Run:
         console.warn(line)
     if recipe.environment.kind == "code":
         console.note(f"the model's code runs in {sandbox_for(recipe.environment.sandbox)}")
+    rewards = build_rewards(recipe, environment, device, tokenizer, given)
+    if isinstance(rewards, FunctionRewards):
+        console.note("the reward runs in this process: a call that hangs is counted, but can't be ended")
     return Run(
         config=recipe,
         tokenizer=tokenizer,
         taskset=build_taskset(environment, recipe.environment),
         conversations=build_conversations(recipe, chat),
-        rewards=build_rewards(recipe, environment, device, tokenizer),
+        rewards=rewards,
         algorithm=algorithm,
         workers=_build_workers(recipe, spec, policy, tokenizer, algorithm, device, spans, console, trains),
         journal=Journal(),
@@ -197,27 +205,35 @@ def build_chat(recipe: Recipe, spec: ModelSpec, tokenizer: Tokenizer, environmen
     )
 
 
-def build_rewards(recipe: Recipe, environment: Environment, device: torch.device, tokenizer: Tokenizer) -> Rewards:
+def build_rewards(
+    recipe: Recipe,
+    environment: Environment,
+    device: torch.device,
+    tokenizer: Tokenizer,
+    given: Given = NOTHING_GIVEN,
+) -> Rewards:
     """The environment's own score, in processes of its own, or a reward model's, in this one; or a whole `Dialogue`."""
     config = recipe.environment
     if is_dialogue(environment):
         refuse_for_turns(recipe)
-        return build_dialogue(config, environment, tokenizer)
+        return build_dialogue(config, environment, tokenizer, given)
     if config.reward_model is not None:
         return RewardModelScorer(recipe, device)
     if config.judge is not None:
         return Judge(config.judge)
-    return _reward_workers(environment.score, config)
+    return _score_rewards(environment.score, config, given)
 
 
-def build_dialogue(config: EnvironmentConfig, environment: Environment, tokenizer: Tokenizer) -> Dialogue:
+def build_dialogue(
+    config: EnvironmentConfig, environment: Environment, tokenizer: Tokenizer, given: Given = NOTHING_GIVEN
+) -> Dialogue:
     """An environment of several turns; `environment.reward` takes the place of its rewards."""
     scorer: Scorer | None = getattr(environment, "score", None)
     if config.reward is not None:
-        scorer = PythonReward(config.reward)
-    scores: RewardWorkers | Judge | None = None if config.judge is None else Judge(config.judge)
+        scorer = named_reward(config.reward, given)
+    scores: RewardWorkers | FunctionRewards | Judge | None = None if config.judge is None else Judge(config.judge)
     if scores is None and scorer is not None:
-        scores = _reward_workers(scorer, config)
+        scores = _score_rewards(scorer, config, given)
     return Dialogue(
         environment,
         Limits.from_config(config),
@@ -227,7 +243,11 @@ def build_dialogue(config: EnvironmentConfig, environment: Environment, tokenize
     )
 
 
-def _reward_workers(scorer: Scorer, config: EnvironmentConfig) -> RewardWorkers:
+def _score_rewards(scorer: Scorer, config: EnvironmentConfig, given: Given) -> RewardWorkers | FunctionRewards:
+    """In processes of its own, except what only this process has."""
+    if given and not can_run_elsewhere(scorer):
+        seconds, at_once = config.reward_timeout_seconds, config.reward_workers
+        return FunctionRewards(scorer, timeout_seconds=seconds, at_once=at_once)
     return RewardWorkers(
         scorer,
         timeout_seconds=config.reward_timeout_seconds,

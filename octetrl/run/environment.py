@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 from octetrl.config.environment import EnvironmentConfig
@@ -9,10 +10,11 @@ from octetrl.data.tasks import read_tasks
 from octetrl.environments.base import Environment, Scorer, TaskEnvironment
 from octetrl.environments.code.scorer import code_environment
 from octetrl.environments.games import game_environment
+from octetrl.environments.given import Given
 from octetrl.environments.jsonl import ExactScorer
 from octetrl.environments.math_answers import MathScorer
-from octetrl.environments.python_object import load_environment
-from octetrl.environments.python_reward import PythonReward
+from octetrl.environments.python_object import check_environment, load_environment
+from octetrl.environments.python_reward import named_reward
 from octetrl.environments.reasoning_gym import reasoning_gym_environment
 from octetrl.environments.reset_step import gymnasium_environment
 from octetrl.environments.tools.ready import with_tools
@@ -20,9 +22,14 @@ from octetrl.environments.turns.dialogue import is_dialogue
 from octetrl.environments.verifiers_adapter import verifiers_environment
 from octetrl.records import Task
 
+NOTHING_GIVEN: Given = MappingProxyType({})
 
-def build_environment(config: EnvironmentConfig) -> Environment:
-    """Tasks and scorer of the recipe; `environment.reward` replaces the kind's own scorer."""
+
+def build_environment(config: EnvironmentConfig, given: Given = NOTHING_GIVEN) -> Environment:
+    """Tasks and scorer of the recipe; `environment.reward` replaces the kind's own scorer.
+
+    given: what the recipe names as `given:NAME` (environments/given.py).
+    """
     if config.dataset is None:
         return TaskEnvironment([], ExactScorer())  # validated: neither rollouts nor evaluation
     if config.kind == "reasoning_gym":
@@ -35,6 +42,9 @@ def build_environment(config: EnvironmentConfig) -> Environment:
             prompt_template=config.prompt_template,
             task_seconds=config.task_timeout_seconds,
         )
+    elif config.kind == "python" and config.dataset in given:
+        environment = given[config.dataset]
+        check_environment(environment, config.dataset)
     elif config.kind in ("python", "game", "gymnasium", "verifiers"):
         environment = _that_brings_its_own(config.kind, config.dataset, config)
     elif config.kind == "code":
@@ -45,7 +55,7 @@ def build_environment(config: EnvironmentConfig) -> Environment:
             scorer = ExactScorer(config.answer_marker)
         environment = TaskEnvironment(_read_tasks(config.dataset, config), scorer)
     if config.reward is not None and not is_dialogue(environment):
-        environment = TaskEnvironment(environment.tasks, PythonReward(config.reward))
+        environment = TaskEnvironment(environment.tasks, named_reward(config.reward, given))
     return with_tools(environment, config)
 
 

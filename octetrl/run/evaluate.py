@@ -17,10 +17,12 @@ from pathlib import Path
 
 from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
+from octetrl.environments.given import Given
 from octetrl.records import Task
 from octetrl.rollout.collect import collect_groups
 from octetrl.run.build import Run, build_run
 from octetrl.run.device import random_state, restore_random_state
+from octetrl.run.environment import NOTHING_GIVEN
 from octetrl.run.resume import trained_model, weights_folder
 from octetrl.telemetry.eval_report import EvalReport, Scoring
 
@@ -48,14 +50,16 @@ def evaluate(run: Run, tasks: Sequence[Task] | None = None) -> EvalReport:
     return EvalReport(groups, scoring, speed)
 
 
-def evaluate_checkpoint(target: str, recipe: Recipe, *, all_tasks: bool = False) -> EvalReport:
+def evaluate_checkpoint(
+    target: str, recipe: Recipe, *, all_tasks: bool = False, given: Given = NOTHING_GIVEN
+) -> EvalReport:
     """Evaluate a run folder (its last checkpoint), a checkpoint, or a model folder by the recipe's environment.
 
-    all_tasks: every task of the environment, not only those held out.
+    all_tasks: every task of the environment, not only those held out. given: as of `build_run`.
     """
     trained = trained_model(weights_folder(Path(target)))
     model = recipe.model.model_copy(update={"preset": None, "init": "pretrained", **trained})
-    run = build_run(recipe.model_copy(update={"model": model}), trains=False)
+    run = build_run(recipe.model_copy(update={"model": model}), trains=False, given=given)
     try:
         tasks = run.taskset.all_tasks() if all_tasks else run.taskset.held_out()
         if run.rollout_workers.needs_calibration:

@@ -28,15 +28,18 @@ class StopRequest:
         )
 
     def __enter__(self) -> StopRequest:
-        before = signal.signal(signal.SIGINT, self._on_signal)
-        assert callable(before), "SIGINT is handled by Python"
-        self._before: Handler = before
+        self._listens = threading.current_thread() is threading.main_thread()  # the only one that may
+        if self._listens:
+            before = signal.signal(signal.SIGINT, self._on_signal)
+            assert callable(before), "SIGINT is handled by Python"
+            self._before: Handler = before
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        signal.signal(signal.SIGINT, self._before)
+        if self._listens:
+            signal.signal(signal.SIGINT, self._before)
         if self._answer.is_alive():
             self._answer.join()
 

@@ -14,8 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from octetrl.config.schema import Recipe
+from octetrl.environments.given import Given
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.run.build import Run, build_run
+from octetrl.run.environment import NOTHING_GIVEN
 from octetrl.run.evaluate import evaluate
 from octetrl.run.interrupt import StopRequest
 from octetrl.run.journal import Journal
@@ -32,13 +34,16 @@ from octetrl.telemetry.sinks import METRICS_FILE, Sinks, open_sinks, steps_until
 from octetrl.workers.kernel_paths import FallbackWatch
 
 
-def train(recipe: Recipe, resume: bool = False) -> None:
-    """Run a recipe to its last step. Raises UserError for bad input, RunFailed when the run fails."""
+def train(recipe: Recipe, resume: bool = False, given: Given = NOTHING_GIVEN) -> None:
+    """Run a recipe to its last step. Raises UserError for bad input, RunFailed when the run fails.
+
+    given: what the recipe names as `given:NAME` (environments/given.py).
+    """
     with OutputFolder(recipe, resume=resume) as folder:
         checkpoints = Checkpoints(folder.path / CHECKPOINTS, recipe.checkpoint, folder.run_id)
         start = checkpoints.latest_step() if resume else 0
         past = steps_until(folder.path / METRICS_FILE, start)  # refused before anything is cut off
-        run = build_run(recipe)
+        run = build_run(recipe, given=given)
         try:
             if start:
                 checkpoints.restore(run, start)

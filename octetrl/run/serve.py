@@ -1,14 +1,9 @@
 """A model behind HTTP: `octetrl serve`. What is served and how is in octetrl/server/; here it is built, run and ended.
 
-    build   weights, scales of a calibrated cache, engine, app
-    run     uvicorn on one socket, the engine in a thread of its own
-    end     the first SIGTERM or Ctrl-C: nobody new is let in (503), what is inside finishes within `drain_seconds` or
-            is told, and the process ends, after SIGTERM with exit code 0; the second: at once
-
-A calibrated FP8 cache needs scales before the first request, and what will be asked is not known. They are measured on
-`calibration_texts`, or on `CALIBRATION_TEXTS`, with a margin of `CALIBRATION_MARGIN`: the largest values of K and V
-belong to a few channels and to the first tokens, whatever the text, and E4M3 loses nothing to a wider scale but its
-smallest numbers. /metrics has the share that was clamped all the same.
+build   weights, scales of a calibrated cache, engine, app
+run     uvicorn on one socket, the engine in a thread of its own
+end     the first SIGTERM or Ctrl-C: nobody new is let in (503), what is inside finishes within `drain_seconds` or
+        is told, and the process ends, after SIGTERM with exit code 0; the second: at once
 """
 
 from __future__ import annotations
@@ -24,35 +19,19 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from octetrl.config.errors import UserError
-from octetrl.config.schema import Recipe
 from octetrl.data.tokenizer import Tokenizer
 from octetrl.engine.stopping import Decode, decoder_of
-from octetrl.models.families import load_spec
-from octetrl.rollout.chat_tokens import ChatTokens
-from octetrl.run.generate import generating_worker, generation_recipe, tokenizer_of
-from octetrl.run.resume import trained_model, weights_folder
+from octetrl.run.standing_model import CALIBRATION_TEXTS, load_standing_model
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
     from octetrl.server.intake import Intake
 
-CONTEXT_LENGTH = 8192  # at most, where none is asked for
-CALIBRATION_MARGIN = 1.5
 AFTER_DRAIN_SECONDS = 5  # for what was told to leave
-CALIBRATION_TEXTS = (
-    "Explain in three sentences why the sky is blue and why evenings are red.",
-    "A train leaves at 9:40 and takes 2 hours and 35 minutes. When does it arrive? Work it out step by step.",
-    'Write a Python function that merges two sorted lists.\n\ndef merge(a: list, b: list) -> list:\n    """',
-    '{"name": "search", "arguments": {"query": "population of Lisbon", "limit": 5}}',
-    "Solve 3x^2 - 12x + 9 = 0, then check both roots: 3·1 - 12·1 + 9 = 0 and 27 - 36 + 9 = 0.",
-    "Traduis en anglais : « Le chat dort sur le canapé pendant que la pluie tombe. »",
-    "请用中文解释什么是梯度下降。",
-    "| year | sales |\n|---|---|\n| 2021 | 14.2 |\n| 2022 | 17.9 |\n\nDescribe the trend.",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +71,19 @@ def build_app(options: ServeOptions) -> tuple[Starlette, Intake]:
     from octetrl.server.meters import Meters
     from octetrl.server.prompts import Prompts
 
-    folder = weights_folder(Path(options.model))
-    trained = trained_model(folder)
-    tokenizer = tokenizer_of(trained)
-    recipe = _recipe(options, trained)
-    worker = generating_worker(recipe, tokenizer)
-    if worker.needs_calibration:
-        worker.calibrate(_calibration_tokens(tokenizer, options.calibration_texts, recipe.model.context_length))
+    loaded = load_standing_model(
+        options.model,
+        precision=options.precision,
+        device=options.device,
+        context_length=options.context_length,
+        kv_cache_tokens=options.kv_cache_tokens,
+        max_batch=options.max_batch,
+        calibration_texts=options.calibration_texts,
+        spelled=lambda name: f"--{name.replace('_', '-')}",
+    )
+    worker, context_length = loaded.worker, loaded.context_length
     intake = Intake(EngineThread(worker.session), capacity=options.max_batch + options.max_queue)
-    own = deepcopy(tokenizer)  # the engine's thread has the other one
-    context_length = recipe.model.context_length
+    own = deepcopy(loaded.tokenizer)  # the engine's thread has the other one
     served = Served(
         name=options.name or Path(options.model).resolve().name,
         context_length=context_length,
@@ -112,28 +94,6 @@ def build_app(options: ServeOptions) -> tuple[Starlette, Intake]:
         spell=_speller_of(own),
     )
     return make_app(served, api_key=options.api_key, max_body_bytes=options.max_body_bytes), intake
-
-
-def _recipe(options: ServeOptions, trained: dict[str, Any]) -> Recipe:
-    positions = load_spec(Path(trained["path"])).max_positions
-    context_length = options.context_length or min(positions, CONTEXT_LENGTH)
-    if context_length > positions:
-        raise UserError(
-            f"--context-length: {context_length} was given, this model has {positions} positions; give less"
-        )
-    if options.kv_cache_tokens is not None and options.kv_cache_tokens < context_length:
-        raise UserError(
-            f"--kv-cache-tokens: {options.kv_cache_tokens} do not hold one context of {context_length} tokens; give as"
-            " many or more, or lower --context-length"
-        )
-    engine = {"max_batch": options.max_batch, "kv_cache_tokens": options.kv_cache_tokens}
-    fp8 = {"calibration_margin": CALIBRATION_MARGIN} if options.precision == "fp8_full" else {}
-    return generation_recipe(trained, options.precision, options.device, context_length, engine=engine, fp8=fp8)
-
-
-def _calibration_tokens(tokenizer: Tokenizer, texts: Sequence[str], context_length: int) -> list[tuple[int, ...]]:
-    chat = ChatTokens(tokenizer)
-    return [chat.first_prompt_tokens(text, context_length) for text in texts]
 
 
 def _speller_of(tokenizer: Tokenizer) -> Decode:

@@ -43,6 +43,12 @@ ARROWS["run"] = set(ARROWS)
 ARROWS["doctor"] = set(ARROWS)
 ARROWS["bench"] = set(ARROWS) - {"doctor"}
 ARROWS["cli"] = set(ARROWS)
+ARROWS["api"] = set(ARROWS) - {
+    "cli",
+    "doctor",
+    "bench",
+    "server",
+}  # the library: nothing but octetrl/__init__.py imports it
 
 ONLY_IN = {
     "ray": {"octetrl/run/ray_cluster.py"},
@@ -53,7 +59,13 @@ ONLY_IN = {
     "transformers": {"octetrl/data/tokenizer.py", "octetrl/run/tiny_model.py"},
 }
 TORCH_FREE = ("records", "config", "environments", "rollout", "data")
-TORCH_FREE_FILES = ("octetrl.telemetry.metrics", "octetrl.fp8.policy", "octetrl.models.families", "octetrl.cli.main")
+TORCH_FREE_FILES = (
+    "octetrl.telemetry.metrics",
+    "octetrl.fp8.policy",
+    "octetrl.models.families",
+    "octetrl.cli.main",
+    "octetrl.api.train",
+)
 
 
 def imports(path: str) -> Iterator[tuple[str, int]]:

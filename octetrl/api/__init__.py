@@ -1,0 +1,1 @@
+"""OctetRL as a Python library: what `import octetrl` offers. Thin over run/; docs/library.md shows it in use."""

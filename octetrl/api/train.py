@@ -1,0 +1,201 @@
+"""`octetrl.train`: a run from Python, by a recipe or by a few arguments.
+
+Everything becomes a recipe, so that the run's folder, its checks and its results are those of `octetrl train`. What no
+recipe can hold (a notebook's function, a list of tasks, an environment) is named there as `given:NAME`, and the object
+is passed beside the recipe (environments/given.py).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from octetrl.config.errors import UserError
+from octetrl.config.load import load_recipe, recipe_from_mapping, recipe_tree
+from octetrl.config.schema import Precision, Recipe
+from octetrl.config.validate_environment import FILES
+from octetrl.environments.base import Environment, TaskEnvironment
+from octetrl.environments.given import MODULE, can_run_elsewhere, given_name, importable_name
+from octetrl.environments.jsonl import ExactScorer
+from octetrl.records import Task
+
+if TYPE_CHECKING:
+    from octetrl.api.finished_run import FinishedRun
+
+Reward = Callable[[Task, str], float]
+Tasks = str | Path | Iterable[Task | Mapping[str, Any]] | Environment
+_TASKS = f"{MODULE}:tasks"
+_OF_ANOTHER_DATASET: dict[str, Any] = {"parameters": {}, "columns": {}, "reference_marker": None}
+
+
+def train(
+    recipe: str | Path | None = None,
+    *,
+    model: str | Path | Mapping[str, Any] | None = None,
+    tasks: Tasks | None = None,
+    reward: Reward | str | None = None,
+    precision: Precision | None = None,
+    steps: int | None = None,
+    output_dir: str | Path | None = None,
+    resume: bool = False,
+    **sections: Any,
+) -> FinishedRun:
+    """Train, and return the run when it has reached its last step.
+
+    recipe: a YAML file, or the name of a shipped recipe (`octetrl recipes` lists them); None: the defaults of a recipe.
+    Every other argument replaces what the recipe says.
+
+    model: a Hugging Face folder, or the fields of the recipe's section `model`.
+    tasks: a JSONL file of {"prompt", "answer"}; a list of `Task` or of such dictionaries; or an environment, an object
+        with `tasks` and `score(task, text)`. Without a reward, an answer is right when it equals the task's.
+    reward: a function of (task, completion text) that returns a number, or "module:name". A function at the top level
+        of a module runs in a process that can be ended. A notebook's own function, a lambda or a closure runs in a
+        thread of this process: a call that hangs gets the status `reward_timeout`, but can't be ended.
+    precision: "bf16", "fp8_rollout", "fp8" or "fp8_full".
+    steps: updates of the policy.
+    output_dir: the run's folder. None: the recipe's, or without a recipe the first free one of runs/MODEL,
+        runs/MODEL-2, ...
+    resume: continue the run in `output_dir` from its last checkpoint.
+    sections: any other field of a recipe, sections as dictionaries: rollout={"group_size": 16}, seed=3.
+
+    Raises UserError for whatever the caller can correct, before anything is written; RunFailed when a run that began
+    well can't continue; KeyboardInterrupt after Ctrl-C, with the last whole step saved.
+
+    Example:
+        train(model="models/Qwen3-0.6B", tasks=[{"prompt": "2+2=", "answer": "4"}, ...], reward=right, steps=100)
+        train("demo_grpo", steps=5, trainer={"optimizer": {"lr": 1e-4}})
+    """
+    given: dict[str, Any] = {}
+    fields = dict(sections)
+    if model is not None:
+        fields["model"] = dict(model) if isinstance(model, Mapping) else {"path": str(model)}
+    for name, value in {"precision": precision, "steps": steps}.items():
+        if value is not None:
+            fields[name] = value
+    if tasks is not None or reward is not None:
+        base = {} if recipe is None else recipe_tree(recipe).get("environment") or {}
+        fields["environment"] = {
+            **_environment_fields(tasks, reward, base, given),
+            **_section(sections, "environment"),
+        }
+    if output_dir is not None:
+        fields["output_dir"] = str(output_dir)
+    elif recipe is None:
+        if resume:
+            raise UserError("octetrl.train: resume needs output_dir, the folder of the run to continue")
+        fields["output_dir"] = str(_free_folder(fields))
+    resolved = _recipe(recipe, fields)
+    if _TASKS in given:
+        given[_TASKS] = _environment(given[_TASKS], resolved)
+
+    from octetrl.api.finished_run import FinishedRun
+    from octetrl.run.loop import train as run_recipe
+
+    run_recipe(resolved, resume=resume, given=given)
+    return FinishedRun(Path(resolved.output_dir), resolved, given)
+
+
+def _recipe(recipe: str | Path | None, fields: dict[str, Any]) -> Recipe:
+    if recipe is not None:
+        return load_recipe(recipe, fields=fields)
+    return recipe_from_mapping(fields, "octetrl.train")
+
+
+def _section(sections: Mapping[str, Any], name: str) -> dict[str, Any]:
+    section = sections.get(name) or {}
+    if not isinstance(section, Mapping):
+        raise UserError(f"octetrl.train: {name} is {section!r}; give its fields as a dictionary")
+    return dict(section)
+
+
+def _environment_fields(
+    tasks: Tasks | None, reward: Reward | str | None, base: Mapping[str, Any], given: dict[str, Any]
+) -> dict[str, Any]:
+    """What the recipe says of tasks and reward; what it can only name goes into `given`."""
+    fields: dict[str, Any] = {}
+    if isinstance(tasks, str | Path):
+        fields = {} if base.get("kind") in FILES else {"kind": "jsonl", **_OF_ANOTHER_DATASET}
+        fields["dataset"] = str(tasks)
+    elif tasks is not None:
+        name = given_name(tasks) if hasattr(tasks, "tasks") else _TASKS
+        fields = {"kind": "python", "dataset": name, **_OF_ANOTHER_DATASET}
+        given[name] = tasks if hasattr(tasks, "tasks") else _checked_list(tasks)
+    if isinstance(reward, str):
+        fields["reward"] = reward
+    elif reward is not None:
+        _check_reward(reward)
+        fields["reward"] = _reward_name(reward)
+        if fields["reward"].startswith(f"{MODULE}:"):
+            given[fields["reward"]] = reward
+    return fields
+
+
+def _reward_name(reward: Reward) -> str:
+    """`module:name` of a function that a reward process can import, else `given:NAME`."""
+    name = importable_name(reward) if can_run_elsewhere(reward) else None
+    return given_name(reward) if name is None or "." in name.partition(":")[2] else name
+
+
+def _check_reward(reward: Reward) -> None:
+    if not callable(reward):
+        raise UserError(f"octetrl.train: reward is a {type(reward).__name__}; give a function of (task, text)")
+    if inspect.iscoroutinefunction(reward):
+        raise UserError("octetrl.train: reward is async; give a plain function of (task, text) that returns a number")
+    try:
+        inspect.signature(reward).bind(Task("", ""), "")
+    except TypeError as error:
+        raise UserError(
+            f"octetrl.train: the reward can't be called as reward(task, text) ({error}); take these two arguments"
+        ) from None
+    except ValueError:  # a function of C has no signature
+        return
+
+
+def _checked_list(tasks: Any) -> list[Task | Mapping[str, Any]]:
+    if not isinstance(tasks, Iterable) or isinstance(tasks, Mapping | bytes):
+        raise UserError(
+            f"octetrl.train: tasks is a {type(tasks).__name__}; give a JSONL file, a list of Task or of dictionaries"
+            " with prompt and answer, or an object with tasks and score"
+        )
+    return list(tasks)
+
+
+def _environment(tasks: Sequence[Task | Mapping[str, Any]], recipe: Recipe) -> TaskEnvironment:
+    """Of a list: the tasks with the recipe's prompt template, scored by equality."""
+    from octetrl.data.rows import Row
+    from octetrl.data.tasks import make_tasks
+
+    config = recipe.environment
+    made: list[Task] = []
+    for place, task in enumerate(tasks):
+        where = f"tasks[{place}]"
+        if isinstance(task, Task):
+            made.append(replace(task, prompt=config.prompt_template.replace("{prompt}", task.prompt)))
+        elif isinstance(task, Mapping):
+            made += make_tasks([Row(place, where, dict(task))], config.prompt_template)
+        else:
+            raise UserError(f"{where}: a {type(task).__name__}; give a Task or a dictionary with prompt and answer")
+    _refuse_equal_ids(made)
+    return TaskEnvironment(made, ExactScorer(config.answer_marker))
+
+
+def _refuse_equal_ids(tasks: Sequence[Task]) -> None:
+    places: dict[str, int] = {}
+    for place, task in enumerate(tasks):
+        first = places.setdefault(task.id, place)
+        if first != place:
+            raise UserError(f"tasks[{place}]: id '{task.id}' is that of tasks[{first}] too; ids must differ")
+
+
+def _free_folder(fields: Mapping[str, Any]) -> Path:
+    """runs/MODEL, or with the first number behind it that no folder has."""
+    section = fields.get("model")
+    model = (section.get("path") or section.get("preset")) if isinstance(section, Mapping) else None
+    name = Path(str(model)).name if model else "run"
+    folder, number = Path("runs") / name, 2
+    while folder.exists():
+        folder, number = Path("runs") / f"{name}-{number}", number + 1
+    return folder

@@ -1,0 +1,62 @@
+"""Rewards by a function that only this process has: a notebook's function, a lambda, a closure.
+
+The same verbs and the same statuses as `RewardWorkers` (scoring.py), without processes. Each call has a thread of its
+own and a time limit (turns/calls.py). What that costs, compared with a reward in a module:
+
+- A call that hangs becomes `reward_timeout`, but nothing can end it. Its thread lives on, and code that computes takes
+  time from the run until the process ends.
+- Memory has no limit of its own. Code that crashes the interpreter ends the run.
+- The functions share Python's lock with the run, so long computations slow the run down.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from octetrl.environments.base import Scorer
+from octetrl.environments.scoring import CheckedScorer, Score
+from octetrl.environments.turns.calls import Called, Calls
+from octetrl.records import RolloutStatus, Task
+
+_POLL_SECONDS = 1.0
+
+
+class FunctionRewards:
+    """`scorer`, called in threads of this process, `at_once` of them; `timeout_seconds` is the limit of one call."""
+
+    def __init__(self, scorer: Scorer, *, timeout_seconds: float, at_once: int = 1) -> None:
+        self._scorer = CheckedScorer(scorer)
+        self._timeout, self._at_once = timeout_seconds, at_once
+        self._calls = Calls()
+
+    def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
+        """The score of each (task, completion text), in their order."""
+        scores: dict[int, Score] = {}
+        queue = deque(enumerate(completions))
+        places: dict[int, int] = {}  # by ticket
+        try:
+            while queue or places:
+                while queue and len(places) < self._at_once:
+                    place, arguments = queue.popleft()
+                    places[self._calls.start(self._scorer, arguments, seconds=self._timeout)] = place
+                for ticket, called in self._calls.poll(_POLL_SECONDS):
+                    scores[places.pop(ticket)] = self._score(called)
+        finally:
+            self._calls.forget()  # interrupted: nobody will want the answers
+        return [scores[place] for place in range(len(completions))]
+
+    def close(self) -> None:
+        """Calls that hang live on, unheard."""
+        self._calls.close()
+
+    def _score(self, called: Called) -> Score:
+        if called.timed_out:
+            text = f"no reward after {self._timeout:g} s; its thread runs on; raise environment.reward_timeout_seconds"
+            return Score(RolloutStatus.REWARD_TIMEOUT, None, text)
+        if called.error is not None:
+            out_of_memory = called.error.startswith("MemoryError")
+            status = RolloutStatus.REWARD_MEMORY if out_of_memory else RolloutStatus.REWARD_ERROR
+            return Score(status, None, called.error, called.trace)
+        reward, answered, detail = called.value
+        return Score(RolloutStatus.SCORED, reward, detail, answered=answered)

@@ -1,0 +1,169 @@
+"""`import octetrl`: train with functions and lists of this process, evaluate, export, generate."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import octetrl
+from octetrl.cli.main import run_command
+from octetrl.run.generate import generate_text
+from tests.e2e import tiny_rewards
+from tests.e2e.tiny_run import RECIPE, read_lines
+
+TASKS = [{"prompt": f"{number} + 1 =", "answer": str(number + 1)} for number in range(12)]
+SECTIONS: dict[str, Any] = {
+    **{name: RECIPE[name] for name in ("rollout", "engine", "trainer", "checkpoint", "cluster", "logging", "seed")},
+    "precision": "fp8_full",
+    "environment": {"eval_size": 4},
+}
+
+
+def settings(model: Path, folder: Path, **changes: Any) -> dict[str, Any]:
+    """Of `octetrl.train`, for two steps on the tiny model."""
+    section = {"path": str(model), "context_length": 128}
+    return {"model": section, "output_dir": folder, "steps": 2, **SECTIONS, **changes}
+
+
+def test_from_a_closure_to_text(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[octetrl.Task] = []
+
+    def noise(task: octetrl.Task, text: str) -> float:
+        seen.append(task)
+        return tiny_rewards.by_text(task, text)
+
+    run = octetrl.train(tasks=TASKS, reward=noise, **settings(model, tmp_path / "run"))
+    assert run.folder == tmp_path / "run"
+    assert [line["step"] for line in run.metrics] == [1, 2]
+    assert run.metrics == read_lines(run.folder / "metrics.jsonl")
+    assert all(line["mismatch/max_abs_diff"] == 0.0 for line in run.metrics)
+    assert (run.recipe.environment.reward, run.recipe.environment.dataset) == ("given:noise", "given:tasks")
+    assert {task.answer for task in seen} <= {task["answer"] for task in TASKS}
+
+    report = run.evaluate(samples=2, temperature=1.0)
+    assert (report.tasks, len(report.groups[0].rollouts)) == (4, 2)
+    assert report.accuracy is not None
+    exported = run.export(tmp_path / "exported")
+
+    sampling = octetrl.SamplingParams(n=2, max_tokens=5, seed=3)
+    first, second = octetrl.LLM(exported, precision="bf16", device="cpu").generate(["3 + 1 =", "hello"], sampling)
+    [expected, _] = generate_text(str(exported), ["3 + 1 =", "hello"], sampling.for_engine(), device="cpu", seed=3, n=2)
+    assert list(first.outputs) == expected
+    assert (first.text, first.prompt, second.prompt) == (expected[0].text, "3 + 1 =", "hello")
+
+    recipe = str(run.folder / "config.yaml")
+    assert run_command(["eval", str(exported), "--recipe", recipe]) == 2
+    assert "was given to octetrl.train in Python" in capsys.readouterr().err
+    resumed = octetrl.train(tasks=TASKS, reward=noise, resume=True, **settings(model, run.folder, steps=3))
+    assert [line["step"] for line in resumed.metrics] == [1, 2, 3]
+
+
+def test_a_recipe_with_a_file_and_a_function_of_a_module_is_a_plain_run(model: Path, tmp_path: Path) -> None:
+    """Nothing of it is `given`: the run's own recipe evaluates it from anywhere."""
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in TASKS))
+    changes = settings(model, tmp_path / "run", algorithm={"kl_coefficient": 0.0, "conversations": None})
+    changes["environment"] = {"eval_size": 4}
+    run = octetrl.train("demo_grpo", tasks=tmp_path / "tasks.jsonl", reward=tiny_rewards.by_text, **changes)
+    environment = run.recipe.environment
+    assert (environment.kind, environment.reward) == ("jsonl", "tests.e2e.tiny_rewards:by_text")
+    assert environment.parameters == {}, "those of the recipe's other dataset are gone"
+    assert run.recipe.algorithm.clip_high == 0.28, "the recipe's"
+    assert run_command(["eval", str(run.folder), "--recipe", str(run.folder / "config.yaml")]) == 0
+
+
+def test_an_environment_object(model: Path, tmp_path: Path) -> None:
+    class Echo:
+        def __init__(self) -> None:
+            self.tasks = [octetrl.Task(str(number), f"say {number}") for number in range(8)]
+
+        def score(self, task: octetrl.Task, text: str) -> float:
+            return float(len(text) % 7)
+
+    run = octetrl.train(tasks=Echo(), **settings(model, tmp_path / "run", steps=1))
+    assert run.recipe.environment.dataset == "given:Echo"
+    assert run.metrics[0]["reward/count"] == 8
+    with pytest.raises(octetrl.UserError, match="'given:Half' has no score"):
+        octetrl.train(tasks=type("Half", (), {"tasks": Echo().tasks})(), **settings(model, tmp_path / "half"))
+
+
+def test_a_reward_that_hangs_is_counted_and_the_run_goes_on(model: Path, tmp_path: Path) -> None:
+    def sometimes_hangs(task: octetrl.Task, text: str) -> float:
+        if len(text) % 2:
+            time.sleep(1.0)
+        return float(len(text) % 7)
+
+    limits = {"eval_size": 4, "reward_timeout_seconds": 0.05, "max_failure_share": 1.0, "reward_workers": 8}
+    changes = settings(model, tmp_path / "run", steps=1, environment=limits)
+    metrics = octetrl.train(tasks=TASKS, reward=sometimes_hangs, **changes).metrics[0]
+    hung = metrics["rollout/reward_timeout"]
+    assert hung > 0
+    assert metrics["reward/count"] + hung == 8
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"tasks": [{"prompt": "a"}, {"answer": "b"}]}, r"tasks\[1\]: .*'prompt'"),
+        ({"tasks": [{"prompt": "a"}, 3]}, r"tasks\[1\]: a int; give a Task or a dictionary"),
+        ({"tasks": [octetrl.Task("x", "a"), octetrl.Task("x", "b")]}, r"tasks\[1\]: id 'x' is that of tasks\[0\]"),
+        ({"tasks": 3}, "tasks is a int; give a JSONL file"),
+        ({"tasks": TASKS, "reward": lambda text: 1.0}, r"can't be called as reward\(task, text\)"),
+        ({"tasks": TASKS, "reward": 1.0}, "reward is a float; give a function"),
+        ({"tasks": TASKS, "precision": "fp9"}, "octetrl.train: precision: .*fp8_full"),
+        ({"tasks": TASKS, "step": 3}, "octetrl.train: step: unknown key; did you mean 'steps'"),
+        ({"tasks": TASKS, "rollout": {"max_tokens": 3}}, "octetrl.train: .*max_tokens.*max_new_tokens"),
+        ({"tasks": TASKS, "seed": object()}, "not JSON serializable"),
+        ({"tasks": TASKS, "resume": True}, "resume needs output_dir"),
+        ({"tasks": TASKS}, "model.context_length: 4096 exceeds the model's 1024 positions"),
+        ({}, "environment.dataset: missing"),
+    ],
+)
+def test_what_is_wrong_is_refused_and_leaves_nothing(
+    given: dict[str, Any], said: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(octetrl.UserError, match=said):
+        octetrl.train(model=model, cluster={"device": "cpu"}, **given)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("settings", "prompts", "said"),
+    [
+        ({"precision": "fp9"}, [], "precision is 'fp9'; give bf16"),
+        ({"context_length": 10**6}, [], "context_length: 1000000 was given, this model has 1024 positions"),
+        ({"context_length": 32}, ["a b c d e f g h i j k l m n o p"], r"prompt 0 has \d+ tokens and max_tokens is 16"),
+        ({"context_length": 32}, [[1, 2], [1, 10**6]], "prompt 1 holds 1000000"),
+    ],
+)
+def test_llm_refuses(model: Path, settings: dict[str, Any], prompts: list[Any], said: str) -> None:
+    with pytest.raises(octetrl.UserError, match=said):
+        octetrl.LLM(model, **{"device": "cpu", **settings}).generate(prompts)
+
+
+def test_token_ids_are_taken_as_they_are(model: Path) -> None:
+    llm = octetrl.LLM(model, precision="fp8_full", context_length=64, device="cpu")
+    [text] = llm.generate("3 + 1 =")
+    [tokens] = llm.generate(text.prompt_token_ids)
+    assert (tokens.prompt, tokens.outputs) == (None, text.outputs)
+    assert llm.generate([]) == []
+
+
+def test_importing_needs_no_torch_and_names_are_all_there() -> None:
+    script = (
+        "import sys, time; sys.modules['torch'] = None\n"
+        "began = time.perf_counter(); import octetrl; seconds = time.perf_counter() - began\n"
+        "assert 'pydantic' not in sys.modules and seconds < 0.5, seconds\n"
+        "octetrl.Task, octetrl.SamplingParams, octetrl.UserError, octetrl.train, octetrl.__version__\n"
+        "assert set(octetrl.__all__) <= set(dir(octetrl))\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert all(getattr(octetrl, name) is not None for name in octetrl.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
+        _ = octetrl.Trainer

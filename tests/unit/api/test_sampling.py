@@ -1,0 +1,43 @@
+"""Sampling parameters take vLLM's names and say what else is meant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from octetrl.api.sampling import SamplingParams
+from octetrl.config.errors import UserError
+from octetrl.records import SamplingParams as EngineSampling
+
+
+def test_the_engine_is_told_the_same() -> None:
+    sampling = SamplingParams(
+        n=3, max_tokens=7, temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, stop="\n", stop_token_ids=[2], seed=4
+    )
+    assert sampling.for_engine() == EngineSampling(7, 0.5, 5, 0.9, 0.1, ("\n",), (2,))
+    assert (sampling.n, sampling.seed) == (3, 4)
+    assert SamplingParams().for_engine() == EngineSampling(16)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"max_new_tokens": 8}, r"max_new_tokens is a recipe's name .*write max_tokens"),
+        ({"temprature": 0.5}, "no field 'temprature'; did you mean 'temperature'"),
+        ({"max_tokens": 0}, "max_tokens is 0; give a whole number from 1"),
+        ({"max_tokens": 8.0}, "max_tokens is 8.0"),
+        ({"n": True}, "n is True"),
+        ({"temperature": -0.1}, "temperature is -0.1"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_p": 0.0}, "top_p is 0.0; give a number above 0"),
+        ({"top_k": -1}, "top_k is -1; give a whole number from 0, which keeps all"),
+        ({"min_p": 1.5}, "min_p is 1.5"),
+        ({"stop": ["a", ""]}, "stop is"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"seed": None}, "seed is None"),
+    ],
+)
+def test_what_is_wrong_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=f"^SamplingParams: {said}"):
+        SamplingParams(**given)

@@ -1,0 +1,139 @@
+"""Rewards in threads of this process: the same statuses as in processes, and which functions need it."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from octetrl.config.errors import UserError
+from octetrl.environments.base import TaskEnvironment
+from octetrl.environments.function_rewards import FunctionRewards
+from octetrl.environments.given import can_run_elsewhere, given_name, importable_name
+from octetrl.environments.jsonl import ExactScorer
+from octetrl.environments.math_answers import MathScorer
+from octetrl.environments.python_reward import PythonReward, named_reward
+from octetrl.environments.rewards import last_number
+from octetrl.environments.scoring import Explained, RewardWorkers
+from octetrl.records import RolloutStatus, Task
+
+TASK = Task("1", "2 + 3 =", "5")
+
+
+def by_text(task: Task, text: str) -> Any:
+    """What the text asks for; `wait` hangs."""
+    match text:
+        case "wait":
+            time.sleep(0.5)
+        case "raise":
+            raise ValueError("no")
+        case "exit":
+            raise SystemExit(3)
+        case "memory":
+            raise MemoryError
+        case "text":
+            return "1.0"
+        case "nan":
+            return float("nan")
+        case "explained":
+            return Explained(0.5, "half")
+    return 1.0
+
+
+def test_statuses_are_those_of_reward_processes() -> None:
+    """Of everything that both may be asked: the same status, reward and detail, and the order of what was given."""
+    texts = ["fine", "raise", "exit", "memory", "text", "nan", "explained", "fine"]
+    here = FunctionRewards(by_text, timeout_seconds=10.0, at_once=3)
+    with RewardWorkers(by_text, timeout_seconds=10.0) as processes:
+        there = processes.score([(TASK, text) for text in texts])
+    ours = here.score([(TASK, text) for text in texts])
+    assert [(score.status, score.reward) for score in ours] == [(score.status, score.reward) for score in there]
+    assert [score.detail for score in ours] == [score.detail for score in there]
+    assert "ValueError: no" in str(ours[1].trace)
+    here.close()
+
+
+def test_a_call_that_hangs_is_a_timeout_and_the_others_are_scored() -> None:
+    rewards = FunctionRewards(by_text, timeout_seconds=0.05)
+    began = time.monotonic()
+    scores = rewards.score([(TASK, "fine"), (TASK, "wait"), (TASK, "fine")])
+    assert time.monotonic() - began < 0.4, "nobody waits for it"
+    assert [score.status for score in scores] == [
+        RolloutStatus.SCORED, RolloutStatus.REWARD_TIMEOUT, RolloutStatus.SCORED,
+    ]  # fmt: skip
+    assert "environment.reward_timeout_seconds" in str(scores[1].detail)
+    time.sleep(0.6)
+    assert [score.reward for score in rewards.score([(TASK, "fine")])] == [1.0], "a late answer goes to nobody"
+
+
+def test_at_most_so_many_run_at_once() -> None:
+    running, most, lock = 0, 0, threading.Lock()
+
+    def counted(task: Task, text: str) -> float:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.02)
+        with lock:
+            running -= 1
+        return 1.0
+
+    FunctionRewards(counted, timeout_seconds=5.0, at_once=2).score([(TASK, str(number)) for number in range(6)])
+    assert most == 2
+
+
+def test_it_says_what_was_answered_where_the_scorer_does() -> None:
+    [score] = FunctionRewards(ExactScorer("####"), timeout_seconds=5.0).score([(TASK, "#### 5")])
+    assert (score.reward, score.answered) == (1.0, "5")
+
+
+class Local:
+    def score(self, task: Task, text: str) -> float:
+        return 1.0
+
+
+def _closure() -> Callable[[Task, str], float]:
+    wanted = "5"
+    return lambda task, text: float(text == wanted)
+
+
+def _of_main(task: Task, text: str) -> float:
+    return 1.0
+
+
+_of_main.__module__ = "__main__"
+
+
+@pytest.mark.parametrize(
+    ("scorer", "elsewhere"),
+    [
+        (last_number, True),
+        (MathScorer(), True),
+        (TaskEnvironment([TASK], last_number).score, True),
+        (Local().score, True),
+        (functools.partial(by_text, TASK), True),
+        (_closure(), False),
+        (functools.partial(_closure()), False),
+        (_of_main, False),
+        (type("Made", (), {"__call__": lambda self, task, text: 1.0})(), False),
+    ],
+)
+def test_what_a_process_can_import_runs_in_one(scorer: Any, elsewhere: bool) -> None:
+    assert can_run_elsewhere(scorer) is elsewhere
+
+
+def test_names_for_the_recipe() -> None:
+    assert importable_name(last_number) == "octetrl.environments.rewards:last_number"
+    assert importable_name(_of_main) is None
+    assert given_name(_closure()) == "given:lambda"
+    assert given_name(MathScorer()) == "given:MathScorer"
+    closure = _closure()
+    assert named_reward("given:lambda", {"given:lambda": closure}) is closure
+    assert isinstance(named_reward("m:f", {}), PythonReward)
+    with pytest.raises(UserError, match=r"'given:lambda' was given to octetrl.train in Python"):
+        named_reward("given:lambda", {})
