@@ -77,7 +77,7 @@ def _run_verb(arguments: Sequence[str]) -> int:
             return _refuse(f"no space left{where and f' to write{where}'}; free some or choose another folder")
         if error.errno not in OF_A_PATH or not where:
             raise
-        return _refuse(f"{where.strip()} can't be used ({error.strerror}); give another path")
+        return _refuse(str(UserError(f"{where.strip()} can't be used ({error.strerror}); give another path")))
     except SystemExit as error:  # no verb of ours: what an environment calls must not end a run as if it were done
         raise RuntimeError(
             f"code that the recipe names called sys.exit({error.code!r}) in the run's process"

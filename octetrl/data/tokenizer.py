@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from octetrl.environments.tools import Family, family_of
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
+_PREFIX = re.compile(rb'"continuing_subword_prefix"\s*:\s*"(?!")')
 _SAID = "WHAT-THE-USER-SAYS"
 Tokenizer = Any  # transformers' PreTrainedTokenizerBase; rooms below see only the methods they call
 
@@ -34,6 +36,7 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
             f" give model.tokenizer a Hugging Face tokenizer folder"
         )
     _check_settings(path)
+    _refuse_prefixed_pieces(path / "tokenizer.json")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         _try_out(tokenizer)
@@ -110,6 +113,16 @@ def _try_out(tokenizer: Tokenizer) -> None:
     tokenizer.convert_ids_to_tokens(list(tokenizer.get_vocab().values())[:1])
     if not all(isinstance(special, str) for special in tokenizer.all_special_tokens):
         raise ValueError("a special token is no string")
+
+
+def _refuse_prefixed_pieces(file: Path) -> None:
+    """UserError for a BPE with a continuing_subword_prefix: the tokenizers library cuts pieces by its length wherever
+    that falls, and half a letter aborts the process. No known model's BPE has one."""
+    content = file.read_bytes() if file.is_file() else b""
+    if _PREFIX.search(content) and b'"WordPiece"' not in content:
+        raise UserError(
+            f"{file}: a BPE with a continuing_subword_prefix is not supported; set it to null, or give another"
+        )
 
 
 def _check_settings(path: Path) -> None:

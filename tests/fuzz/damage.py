@@ -20,7 +20,9 @@ ODD_VALUES = (
     *("", " ", "0", "x", "\0", "\ud800", "é" * 300, "a/" * 3000, "../../..", "/dev/zero", "{{ 1 // 0 }}", "{% if"),
     *([], [[]], ["x"], [0], [None], [{}], {}, {"": {}}, {"x": None}, {"type": "x"}, DEEP),
 )
-odd_values = st.sampled_from(ODD_VALUES) | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
+odd_values = (
+    st.sampled_from(ODD_VALUES).map(copy.deepcopy) | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
+)
 raw = st.one_of(
     st.sampled_from([b"", b"\xff\xfe", b"\0", b"[" * 100_000, b"{" * 500, b"9" * 5_000, b'"\\ud800"', b"&a [*a]\n"]),
     st.binary(max_size=6),

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from octetrl.cli.check import check
-from octetrl.cli.main import run_command
+from octetrl.cli.main import OF_A_PATH, run_command
 from octetrl.cli.rollouts_view import RolloutsView
 from octetrl.config.data import DataSource
 from octetrl.config.errors import UserError
@@ -104,6 +104,8 @@ def used_or_refused() -> Iterator[None]:
         yield
     except TextTooLong:  # a rollout's status, a row's refusal
         return
+    except OSError as error:  # which the command line says in one line
+        assert error.errno in OF_A_PATH and error.filename, error
     except UserError as error:
         first, *others = str(error).split("\n")
         assert first.strip() and all(line.startswith("  ") for line in others), error

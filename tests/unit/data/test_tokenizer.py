@@ -99,6 +99,14 @@ def test_a_broken_chat_template(folder: Path, template: object, says: str) -> No
     assert says in refusal(folder)
 
 
+def test_a_prefix_that_aborts_the_tokenizers_library(folder: Path) -> None:
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["continuing_subword_prefix"] = "«"
+    file.write_text(json.dumps(content))
+    assert "continuing_subword_prefix is not supported" in refusal(folder)
+
+
 def test_a_full_disk_is_the_operating_systems_error(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     full = tmp_path_factory.mktemp("full")
     (full / "tokenizer.json").symlink_to("/dev/full")
