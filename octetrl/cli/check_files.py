@@ -13,6 +13,8 @@ from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate_environment import FILES
 from octetrl.data.rows import HUB
+from octetrl.models.families import load_reward_spec, load_spec
+from octetrl.models.weight_files import checked_headers
 
 
 def file_problems(recipe: Recipe, spec: ModelSpec | None) -> Iterator[str]:
@@ -21,6 +23,7 @@ def file_problems(recipe: Recipe, spec: ModelSpec | None) -> Iterator[str]:
         _read_tokenizer(recipe, spec)
     except UserError as error:
         yield f"model.tokenizer: {error}" if recipe.model.tokenizer is not None else str(error)
+    yield from _weight_problems(recipe)
     for read in (_look_at_output, _read_adapter, _read_sources, _read_dataset, _find_reward, check_turns):
         try:
             read(recipe)
@@ -33,6 +36,33 @@ def _read_tokenizer(recipe: Recipe, spec: ModelSpec | None) -> None:
 
     if recipe.model.tokenizer is not None or spec is not None:  # what is wrong with a model folder is told once
         load_tokenizer(tokenizer_folder(recipe), None if spec is None else spec.vocab_size)
+
+
+def _weight_problems(recipe: Recipe) -> Iterator[str]:
+    """Of the folders whose weights the run will load, from the headers of their files."""
+    algorithm, teacher = recipe.algorithm, recipe.algorithm.teacher
+    reward_model, critic = recipe.environment.reward_model, recipe.critic.path
+    if recipe.model.init == "pretrained":
+        scalar = algorithm.name == "reward_model"
+        yield from _weight_problem("", str(recipe.model.path), scalar=scalar, new_head=scalar)
+    if algorithm.name == "ppo" and critic is not None:
+        yield from _weight_problem("critic.path: ", critic, scalar=True, new_head=True)
+    if reward_model is not None:
+        yield from _weight_problem("environment.reward_model: ", reward_model, scalar=True, new_head=False)
+    if algorithm.name == "distill" and teacher is not None:
+        yield from _weight_problem("algorithm.teacher: ", teacher, scalar=False, new_head=False)
+
+
+def _weight_problem(field: str, folder: str, *, scalar: bool, new_head: bool) -> Iterator[str]:
+    """Nothing where config.json is wrong or of another kind of model: that is told where its memory is estimated."""
+    try:
+        spec = load_spec(folder, scalar=scalar) if new_head or not scalar else load_reward_spec(folder)
+    except UserError:
+        return
+    try:
+        checked_headers(folder, spec, scalar=scalar, new_head=new_head)
+    except UserError as error:
+        yield f"{field}{error}"
 
 
 def _look_at_output(recipe: Recipe) -> None:

@@ -3,8 +3,8 @@
 In: one `model.safetensors` or shards with their index, BF16, float16 or float32; or block-FP8 (E4M3 codes with a
 `weight_scale_inv` of 128 x 128 blocks), dequantised to BF16 here, once: inside, there is one quantiser. A scale is a
 float, or a power of two in E8M0: that dtype, or bytes where config.json has `scale_fmt` "ue8m0". Every tensor's name,
-shape and dtype is checked against the model before the first is read, so a wrong folder costs one line and no minutes;
-a value that is not finite in the model's dtype is an error that names its tensor.
+shape and dtype is checked against the model before the first is read (models/weight_files.py), so a wrong folder costs
+one line and no minutes; a value that is not finite in the model's dtype is an error that names its tensor.
 
 Out: the same names, BF16 (`save_weights`) or block-FP8 (`save_weights_fp8`), split into shards by size, with
 config.json and generation_config.json. Block-FP8 only at widths that are multiples of 128: transformers takes a block's
@@ -19,89 +19,24 @@ follows from the config and is ignored. A model with a scalar head has `score.we
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from octetrl.config.blocks import PLACES, LinearLayout, VectorLayout
 from octetrl.config.errors import UserError
-from octetrl.config.json_file import read_json
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.format import BLOCK, E4M3
 from octetrl.fp8.quantize import Quantized, dequantize_weight, quantize_weight_reference
 from octetrl.models.decoder import Decoder
-from octetrl.models.families import hf_config, hf_generation_config, scale_format
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-SCALE_SUFFIX = "_scale_inv"
-LM_HEAD = "lm_head.weight"
-SCORE = "score.weight"
-IGNORED_SUFFIX = "rotary_emb.inv_freq"
-FLOATS = {"BF16", "F16", "F32"}
-CODES = "F8_E4M3"
-SCALES = FLOATS | {"F8_E8M0"}
-EXPONENTS = "U8"  # scales by their exponent alone, 2^(byte - 127); only where `scale_format` says so
-NAMES_SHOWN = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A Hugging Face tensor: rows `start ... + rows` of our parameter `parameter`."""
-
-    name: str
-    parameter: str
-    start: int
-    shape: tuple[int, ...]
-    is_linear: bool = False  # the weight of a linear of the layers, which a block-FP8 checkpoint has as codes
-
-
-def pieces(spec: ModelSpec, *, scalar: bool = False) -> Iterator[Piece]:
-    """Every tensor of the checkpoint of `spec`, in the order in which they are written."""
-    hidden = spec.hidden_size
-    yield Piece("model.embed_tokens.weight", "embedding.weight", 0, (spec.vocab_size, hidden))
-    for layer in range(spec.num_layers):
-        ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
-        for place, block in zip(PLACES, spec.blocks_of(layer), strict=True):
-            yield Piece(f"{theirs}.{place.hf_norm}.weight", f"{ours}.{place.norm}.weight", 0, (hidden,))
-            for tensor in block.tensors(spec):
-                yield from _pieces_of(tensor, f"{theirs}.{place.hf_name}", f"{ours}.{place.name}.{tensor.name}")
-    yield Piece("model.norm.weight", "norm.weight", 0, (hidden,))
-    if scalar:
-        yield Piece(SCORE, SCORE, 0, (1, hidden))
-    elif not spec.tied_embeddings:
-        yield Piece(LM_HEAD, "lm_head.weight", 0, (spec.vocab_size, hidden))
-
-
-def _pieces_of(tensor: LinearLayout | VectorLayout, module: str, parameter: str) -> Iterator[Piece]:
-    """Of a block's tensor; `module` is the block's name in the checkpoint."""
-    if isinstance(tensor, VectorLayout):
-        yield Piece(f"{module}.{tensor.name}", parameter, 0, (tensor.size,))
-        return
-    start = 0
-    for name, rows in tensor.parts:
-        yield Piece(f"{module}.{name}.weight", f"{parameter}.weight", start, (rows, tensor.in_features), is_linear=True)
-        if tensor.bias:
-            yield Piece(f"{module}.{name}.bias", f"{parameter}.bias", start, (rows,))
-        start += rows
-
+from octetrl.models.families import hf_config, hf_generation_config
+from octetrl.models.weight_files import INDEX, LM_HEAD, SCALE_SUFFIX, SINGLE, TensorHeader, checked_headers, pieces
 
 # ---------------------------------------------------------------- in
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """Where a tensor of the folder lies, and what its header says."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
 
 
 @torch.no_grad()
@@ -109,26 +44,20 @@ def load_weights(model: Decoder, folder: str | Path, *, new_head: bool = False) 
     """Fill `model` from a Hugging Face folder, then `requantize`. `new_head`: a scalar head that the folder, of a
     causal model, lacks is zero.
 
-    UserError, one line: no or unreadable safetensors, or two sets of them; tensors missing, extra, misshapen or of a
-    foreign dtype, scales that belong to no codes (their number and the first names); a value that is not finite in the
-    model's dtype (its tensor).
+    UserError, one line: what `checked_headers` refuses; a value that is not finite in the model's dtype (its tensor).
     """
-    folder = Path(folder)
-    stored = _headers(folder)
-    wanted = list(pieces(model.spec, scalar=model.is_scalar))
+    headers = checked_headers(folder, model.spec, scalar=model.is_scalar, new_head=new_head)
     parameters = dict(model.named_parameters())
-    if model.is_scalar and new_head and SCORE not in stored:
-        stored.pop(LM_HEAD, None)
-        parameters[SCORE].zero_()
-        wanted.pop()
-    tied = model.spec.tied_embeddings and not model.is_scalar
-    _check(folder, wanted, stored, tied, SCALES | ({EXPONENTS} if scale_format(folder) == "ue8m0" else set()))
-    with _Reader(stored) as reader:
-        for piece in wanted:
+    with _Reader(headers) as reader:
+        for piece in pieces(model.spec, scalar=model.is_scalar):
             rows = parameters[piece.parameter][piece.start : piece.start + piece.shape[0]]
-            rows.copy_(_finite(reader.weight(piece.name), rows.dtype, f"{stored[piece.name].file}: '{piece.name}'"))
-        if tied and LM_HEAD in stored:
-            _check_tied(reader, stored[LM_HEAD].file)
+            if piece.name in headers:
+                name = f"{headers[piece.name].file}: '{piece.name}'"
+                rows.copy_(_finite(reader.weight(piece.name), rows.dtype, name))
+            else:  # the new head
+                rows.zero_()
+        if model.spec.tied_embeddings and LM_HEAD in headers:
+            _check_tied(reader, headers[LM_HEAD].file)
     model.requantize()
 
 
@@ -145,98 +74,11 @@ def _finite(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     return cast
 
 
-def _headers(folder: Path) -> dict[str, _Stored]:
-    """Name, file, shape and dtype of every tensor in the folder, without reading a tensor."""
-    stored: dict[str, _Stored] = {}
-    for file in _files(folder):
-        try:
-            with safe_open(file, framework="pt") as handle:
-                for name in handle.keys():  # noqa: SIM118 (not a dict)
-                    header = handle.get_slice(name)
-                    stored[name] = _Stored(file, tuple(header.get_shape()), header.get_dtype())
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{file} can't be read as safetensors ({error}); fetch it again") from None
-    return {name: entry for name, entry in stored.items() if not name.endswith(IGNORED_SUFFIX)}
-
-
-def _files(folder: Path) -> list[Path]:
-    """The shards that the index names, or the single file."""
-    index, single = folder / INDEX, folder / SINGLE
-    if not index.is_file():
-        if single.is_file():
-            return [single]
-        raise UserError(
-            f"'{folder}' has neither {SINGLE} nor {INDEX}; give a folder with safetensors weights, or set"
-            f" model.init=random"
-        )
-    weight_map = read_json(index, "fetch it again").object("weight_map")
-    if not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
-        raise UserError(f"{index} is not a safetensors index: its weight_map names no files; fetch it again")
-    names = sorted(set(weight_map.values()))
-    absent = [name for name in names if not (folder / name).is_file()]
-    if single.is_file() and SINGLE not in names:
-        other = f"names {_some(absent)}, which is not there" if absent else f"names {len(names)} other files"
-        raise UserError(f"'{folder}' has {SINGLE}, and a {INDEX} that {other}; remove what is not of this model")
-    if absent:
-        raise UserError(f"{folder} lacks {_some(absent)} named by {INDEX}; fetch the missing files")
-    return [folder / name for name in names]
-
-
-def _check(
-    folder: Path, wanted: list[Piece], stored: Mapping[str, _Stored], tied: bool, scale_dtypes: set[str]
-) -> None:
-    """One UserError that tells everything wrong with the names, shapes and dtypes."""
-    names = {piece.name for piece in wanted}
-    known = names | ({LM_HEAD} if tied else set())
-    weight_of = {name: name.removesuffix(SCALE_SUFFIX) for name in stored if name.endswith(SCALE_SUFFIX)}
-    weight_of = {scale: weight for scale, weight in weight_of.items() if weight in known}
-    coded = {name for name in known if name in stored and stored[name].dtype == CODES}
-    found = {
-        "missing": [piece.name for piece in wanted if piece.name not in stored]
-        + [name + SCALE_SUFFIX for name in sorted(coded) if name + SCALE_SUFFIX not in stored],
-        "extra": sorted(name for name in stored if name not in known and name not in weight_of),
-        "misshapen": [
-            f"{name} {list(stored[name].shape)} instead of {list(shape)}"
-            for name, shape in _expected_shapes(wanted, weight_of)
-            if name in stored and stored[name].shape != shape
-        ],
-        "foreign dtype": [
-            f"{name} {entry.dtype}"
-            for name, entry in stored.items()
-            if (name in known and entry.dtype not in FLOATS | {CODES})
-            or (name in weight_of and entry.dtype not in scale_dtypes)
-        ],
-        "FP8 without being a matrix": [name for name in sorted(coded) if len(stored[name].shape) != 2],
-        "scale beside a weight that is not FP8": [
-            f"{scale} ({stored[weight].dtype})"
-            for scale, weight in weight_of.items()
-            if weight in stored and weight not in coded
-        ],
-    }
-    if problems := [f"{len(those)} {kind}: {_some(those)}" for kind, those in found.items() if those]:
-        raise UserError(
-            f"'{folder}' does not hold the tensors that its config.json describes ({'; '.join(problems)});"
-            f" use the config.json and weights of one model"
-        )
-
-
-def _expected_shapes(wanted: Iterable[Piece], scales: Container[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for piece in wanted:
-        yield piece.name, piece.shape
-        if piece.name + SCALE_SUFFIX in scales:
-            yield piece.name + SCALE_SUFFIX, tuple(-(-size // BLOCK) for size in piece.shape)
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - NAMES_SHOWN
-    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
 class _Reader:
     """Reads tensors by name from whichever file has them; block-FP8 comes out as BF16."""
 
-    def __init__(self, stored: Mapping[str, _Stored]) -> None:
-        self._stored = stored
+    def __init__(self, headers: Mapping[str, TensorHeader]) -> None:
+        self._headers = headers
         self._handles: dict[Path, Any] = {}
 
     def __enter__(self) -> _Reader:
@@ -247,7 +89,7 @@ class _Reader:
             handle.__exit__(None, None, None)
 
     def _read(self, name: str) -> Tensor:
-        file = self._stored[name].file
+        file = self._headers[name].file
         if file not in self._handles:
             self._handles[file] = safe_open(file, framework="pt").__enter__()
         tensor: Tensor = self._handles[file].get_tensor(name)

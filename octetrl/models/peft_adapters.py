@@ -30,7 +30,8 @@ from octetrl.config.errors import UserError
 from octetrl.config.json_file import read_json
 from octetrl.config.schema import LORA_TARGETS, LoraConfig
 from octetrl.models.decoder import Decoder
-from octetrl.models.hf_weights import SCORE, load_weights, save_weights
+from octetrl.models.hf_weights import load_weights, save_weights
+from octetrl.models.weight_files import SCORE
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model"

@@ -63,6 +63,8 @@ TORCH_FREE_FILES = (
     "octetrl.telemetry.metrics",
     "octetrl.fp8.policy",
     "octetrl.models.families",
+    "octetrl.models.weight_files",
+    "octetrl.cli.check",
     "octetrl.cli.main",
     "octetrl.api.train",
 )

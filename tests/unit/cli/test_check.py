@@ -14,7 +14,7 @@ from octetrl.run.tiny_model import CHAT_TEMPLATE, TOOL_TEMPLATE, save_tokenizer
 
 RECIPE = """
 precision: fp8_full
-model: {path: model}
+model: {path: model, init: random}
 environment: {kind: jsonl, dataset: tasks.jsonl}
 cluster: {device: cpu}
 """
@@ -29,7 +29,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A recipe, the config.json of a tiny model with a tokenizer, and a file of tasks, in the working directory."""
+    """A recipe, the config.json of a tiny model with a tokenizer, and a file of tasks, in the working directory.
+    The model has no weights: `test_check_weights.py` looks at those."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r.yaml").write_text(RECIPE)
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')

@@ -242,6 +242,19 @@ def test_a_second_set_of_weights_in_the_folder_is_refused(folder: Path, tmp_path
     decoder_of(folder)
 
 
+def test_a_tensor_that_two_shards_have_is_refused(folder: Path) -> None:
+    """The later one would win, whichever is right."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = ("model.norm.weight", "model.embed_tokens.weight")
+    save_file(tensors, folder / "a.safetensors")
+    save_file({name: tensors[name] + 1 for name in names}, folder / "b.safetensors")
+    weight_map = dict.fromkeys(tensors, "a.safetensors") | {names[0]: "b.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    message = _refusal(folder)
+    assert "stores 2 tensors twice: " in message and f"{names[0]} in a.safetensors and b.safetensors" in message
+
+
 def test_fp8_codes_follow_the_loaded_weights(folder: Path) -> None:
     model: Decoder = decoder_of(folder, Fp8Config(train=True, rollout=True), torch.bfloat16)
     token_ids_T, positions_T, context = packed([4])

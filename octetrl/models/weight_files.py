@@ -1,0 +1,210 @@
+"""What a Hugging Face model folder must hold, and what the headers of its safetensors files say that it holds.
+
+`checked_headers` compares the two without reading a tensor and without torch, so `octetrl check` says in a fraction of
+a second what the loader (models/hf_weights.py) would refuse. Values are looked at when they are loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from octetrl.config.blocks import PLACES, LinearLayout, VectorLayout
+from octetrl.config.errors import UserError
+from octetrl.config.json_file import read_json
+from octetrl.config.spec import ModelSpec
+from octetrl.models.families import scale_format
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+SCALE_SUFFIX = "_scale_inv"
+LM_HEAD = "lm_head.weight"
+SCORE = "score.weight"
+IGNORED_SUFFIX = "rotary_emb.inv_freq"
+FLOATS = {"BF16", "F16", "F32"}
+CODES = "F8_E4M3"
+SCALES = FLOATS | {"F8_E8M0"}
+EXPONENTS = "U8"  # scales by their exponent alone, 2^(byte - 127); only where `scale_format` says so
+SCALE_BLOCK = 128  # rows and columns that share a scale: BLOCK of fp8/format.py, which needs torch
+NAMES_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A Hugging Face tensor: rows `start ... + rows` of our parameter `parameter`."""
+
+    name: str
+    parameter: str
+    start: int
+    shape: tuple[int, ...]
+    is_linear: bool = False  # the weight of a linear of the layers, which a block-FP8 checkpoint has as codes
+
+
+def pieces(spec: ModelSpec, *, scalar: bool = False) -> Iterator[Piece]:
+    """Every tensor of the checkpoint of `spec`, in the order in which they are written."""
+    hidden = spec.hidden_size
+    yield Piece("model.embed_tokens.weight", "embedding.weight", 0, (spec.vocab_size, hidden))
+    for layer in range(spec.num_layers):
+        ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
+        for place, block in zip(PLACES, spec.blocks_of(layer), strict=True):
+            yield Piece(f"{theirs}.{place.hf_norm}.weight", f"{ours}.{place.norm}.weight", 0, (hidden,))
+            for tensor in block.tensors(spec):
+                yield from _pieces_of(tensor, f"{theirs}.{place.hf_name}", f"{ours}.{place.name}.{tensor.name}")
+    yield Piece("model.norm.weight", "norm.weight", 0, (hidden,))
+    if scalar:
+        yield Piece(SCORE, SCORE, 0, (1, hidden))
+    elif not spec.tied_embeddings:
+        yield Piece(LM_HEAD, "lm_head.weight", 0, (spec.vocab_size, hidden))
+
+
+def _pieces_of(tensor: LinearLayout | VectorLayout, module: str, parameter: str) -> Iterator[Piece]:
+    """Of a block's tensor; `module` is the block's name in the checkpoint."""
+    if isinstance(tensor, VectorLayout):
+        yield Piece(f"{module}.{tensor.name}", parameter, 0, (tensor.size,))
+        return
+    start = 0
+    for name, rows in tensor.parts:
+        yield Piece(f"{module}.{name}.weight", f"{parameter}.weight", start, (rows, tensor.in_features), is_linear=True)
+        if tensor.bias:
+            yield Piece(f"{module}.{name}.bias", f"{parameter}.bias", start, (rows,))
+        start += rows
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """Where a tensor of the folder lies, and what its file says of it."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def checked_headers(
+    folder: str | Path, spec: ModelSpec, *, scalar: bool = False, new_head: bool = False
+) -> dict[str, TensorHeader]:
+    """The headers of the tensors in `folder`, by name, if they are those of `spec`. `scalar`: with a scalar head.
+    `new_head`: which may be missing, as a causal model has none.
+
+    UserError, one line: no or unreadable safetensors, two sets of them, or an index of other files; tensors that are
+    missing, extra, stored twice, misshapen or of a foreign dtype; scales that belong to no codes. It has their number
+    and the first names.
+    """
+    folder = Path(folder)
+    headers = _read_headers(folder)
+    wanted = list(pieces(spec, scalar=scalar))
+    if scalar and new_head and SCORE not in headers:
+        headers.pop(LM_HEAD, None)
+        wanted = [piece for piece in wanted if piece.name != SCORE]
+    scale_dtypes = SCALES | ({EXPONENTS} if scale_format(folder) == "ue8m0" else set())
+    _check(folder, wanted, headers, spec.tied_embeddings and not scalar, scale_dtypes)
+    return headers
+
+
+def _read_headers(folder: Path) -> dict[str, TensorHeader]:
+    """Name, file, shape and dtype of every tensor in the folder, without reading a tensor."""
+    headers: dict[str, TensorHeader] = {}
+    twice: list[str] = []
+    weight_map = _weight_map(folder)
+    for file in [folder / SINGLE] if weight_map is None else _shards(folder, weight_map):
+        try:
+            with safe_open(file, framework="np") as handle:
+                for name in handle.keys():  # noqa: SIM118 (not a dict)
+                    if name.endswith(IGNORED_SUFFIX):
+                        continue
+                    if name in headers:
+                        twice.append(f"{name} in {headers[name].file.name} and {file.name}")
+                    tensor = handle.get_slice(name)
+                    headers[name] = TensorHeader(file, tuple(tensor.get_shape()), tensor.get_dtype())
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{file} can't be read as safetensors ({error}); fetch it again") from None
+    if twice:
+        raise UserError(f"'{folder}' stores {len(twice)} tensors twice: {_some(twice)}; fetch the model again")
+    elsewhere = [
+        f"{name} in {file}, which {headers[name].file.name} has"
+        for name, file in (weight_map or {}).items()
+        if name in headers and headers[name].file != folder / file
+    ]
+    if elsewhere:
+        raise UserError(f"{folder / INDEX} is not of these files: it names {_some(elsewhere)}; fetch the model again")
+    return headers
+
+
+def _weight_map(folder: Path) -> dict[str, str] | None:
+    """Which file the index says has each tensor; None: there is no index, but the single file."""
+    index = folder / INDEX
+    if not index.is_file():
+        if (folder / SINGLE).is_file():
+            return None
+        raise UserError(
+            f"'{folder}' has neither {SINGLE} nor {INDEX}; give a folder with safetensors weights, or set"
+            f" model.init=random"
+        )
+    weight_map = dict(read_json(index, "fetch it again").object("weight_map"))
+    if not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
+        raise UserError(f"{index} is not a safetensors index: its weight_map names no files; fetch it again")
+    return weight_map
+
+
+def _shards(folder: Path, weight_map: Mapping[str, str]) -> list[Path]:
+    """The files that the index names, all of them there."""
+    names = sorted(set(weight_map.values()))
+    absent = [name for name in names if not (folder / name).is_file()]
+    if (folder / SINGLE).is_file() and SINGLE not in names:
+        other = f"names {_some(absent)}, which is not there" if absent else f"names {len(names)} other files"
+        raise UserError(f"'{folder}' has {SINGLE}, and a {INDEX} that {other}; remove what is not of this model")
+    if absent:
+        raise UserError(f"{folder} lacks {_some(absent)} named by {INDEX}; fetch the missing files")
+    return [folder / name for name in names]
+
+
+def _check(
+    folder: Path, wanted: list[Piece], headers: Mapping[str, TensorHeader], tied: bool, scale_dtypes: set[str]
+) -> None:
+    """One UserError that tells everything wrong with the names, shapes and dtypes."""
+    names = {piece.name for piece in wanted}
+    known = names | ({LM_HEAD} if tied else set())
+    weight_of = {name: name.removesuffix(SCALE_SUFFIX) for name in headers if name.endswith(SCALE_SUFFIX)}
+    weight_of = {scale: weight for scale, weight in weight_of.items() if weight in known}
+    coded = {name for name in known if name in headers and headers[name].dtype == CODES}
+    found = {
+        "missing": [piece.name for piece in wanted if piece.name not in headers]
+        + [name + SCALE_SUFFIX for name in sorted(coded) if name + SCALE_SUFFIX not in headers],
+        "extra": sorted(name for name in headers if name not in known and name not in weight_of),
+        "misshapen": [
+            f"{name} {list(headers[name].shape)} instead of {list(shape)}"
+            for name, shape in _expected_shapes(wanted, weight_of)
+            if name in headers and headers[name].shape != shape
+        ],
+        "foreign dtype": [
+            f"{name} {entry.dtype}"
+            for name, entry in headers.items()
+            if (name in known and entry.dtype not in FLOATS | {CODES})
+            or (name in weight_of and entry.dtype not in scale_dtypes)
+        ],
+        "FP8 without being a matrix": [name for name in sorted(coded) if len(headers[name].shape) != 2],
+        "scale beside a weight that is not FP8": [
+            f"{scale} ({headers[weight].dtype})"
+            for scale, weight in weight_of.items()
+            if weight in headers and weight not in coded
+        ],
+    }
+    if problems := [f"{len(those)} {kind}: {_some(those)}" for kind, those in found.items() if those]:
+        raise UserError(
+            f"'{folder}' does not hold the tensors that its config.json describes ({'; '.join(problems)});"
+            f" use the config.json and weights of one model"
+        )
+
+
+def _expected_shapes(wanted: Iterable[Piece], scales: Container[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for piece in wanted:
+        yield piece.name, piece.shape
+        if piece.name + SCALE_SUFFIX in scales:
+            yield piece.name + SCALE_SUFFIX, tuple(-(-size // SCALE_BLOCK) for size in piece.shape)
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - NAMES_SHOWN
+    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
