@@ -135,7 +135,7 @@ def fingerprint(values: Tensor) -> Tensor:
 
 
 class Tap:
-    """Tells `note` what `model` computes while `open`, module by module. `rows_T` says which rows the next forward
+    """Passes what `model` computes to `note` while `open`, module by module. `rows_T` says which rows the next forward
     computes."""
 
     is_fused = False  # whether `forward` is other code than the modules
@@ -156,10 +156,10 @@ class Tap:
         with ExitStack() as stack:
             for module in self.model.modules():
                 if isinstance(module, Decoder | DecoderLayer | Block):
-                    shadow(stack, module, "probe", self._tell)
+                    shadow(stack, module, "probe", self._note_site)
             yield
 
-    def _tell(self, layer: int | None, op: str, values: Tensor | Quantized) -> None:
+    def _note_site(self, layer: int | None, op: str, values: Tensor | Quantized) -> None:
         site = Site(layer, op + QUANTISED if isinstance(values, Quantized) else op)
         assert site in self._sites, f"the layout of this block declares no site '{op}'"
         self.note(site, self.rows_T, dequantize_activation(values) if isinstance(values, Quantized) else values)

@@ -252,7 +252,8 @@ class Float8Linear(nn.Module):
     def forward_operand(self) -> Quantized:
         """The weight as forward's GEMM wants it."""
         if self.has_codes:
-            return Quantized(self._codes_or_values(), self.quantized.scale)
+            held = self.quantized
+            return held if self.backend != "emulated" else Quantized(self._decoded_codes(), held.scale)
         assert self.weight is not None, GIVEN_BACK
         made = quantize_weight(self.weight.detach(), self.power_of_two, check=False)
         if self.backend != "emulated":
@@ -270,9 +271,8 @@ class Float8Linear(nn.Module):
             self._codes_transposed = self.codes.t().contiguous()
         return Quantized(self._codes_transposed, self.scale.t())
 
-    def _codes_or_values(self) -> Tensor:
-        if self.backend != "emulated":
-            return self.codes
+    def _decoded_codes(self) -> Tensor:
+        """The codes' values in float64, renewed when the codes' version counter moves."""
         version = (self.codes.data_ptr(), self.codes._version)
         if self._decoded is None or self._decoded[0] != version:
             self._decoded = version, decode_e4m3(self.codes, torch.float64)

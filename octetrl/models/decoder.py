@@ -77,12 +77,12 @@ class DecoderLayer(nn.Module):
         between_TE: Tensor = hidden_TE + self.attention(normed_TE, rotary, context)
         mlp_normed_TE = self.mlp_norm(between_TE)
         if self.probe is not None:
-            self.tell(normed_TE, between_TE, mlp_normed_TE)
+            self.probe_stream(normed_TE, between_TE, mlp_normed_TE)
         behind_TE: Tensor = between_TE + self.mlp(mlp_normed_TE, rotary, context)
         return behind_TE
 
-    def tell(self, normed: Operand, between_TE: Tensor, mlp_normed: Operand) -> None:
-        """To the probe: what the layer's two norms gave, and the residual stream between its blocks."""
+    def probe_stream(self, normed: Operand, between_TE: Tensor, mlp_normed: Operand) -> None:
+        """Passes the results of both norms and the residual stream between the blocks to the probe."""
         assert self.probe is not None
         first, second = PLACES
         self.probe(self.index, first.norm_site, normed)

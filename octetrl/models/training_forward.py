@@ -131,7 +131,7 @@ def _up_to_the_end(
     h1_TE = first.block.finish(saved_first)  # less h0, which the norm adds
     n2 = normed(h1_TE, second.norm, second.block.reader, for_wgrad, add_TE=h0_TE)
     if layer.probe is not None:
-        layer.tell(n1.rows, h1_TE, n2.rows)
+        layer.probe_stream(n1.rows, h1_TE, n2.rows)
     saved_second = second.block.begin(n2, inputs, costly=costly[1], observe=observe)
     return _Activations(saved_first, h1_TE, saved_second)
 

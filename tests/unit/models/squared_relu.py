@@ -72,12 +72,12 @@ class SquaredReLU(Block):
     def forward(self, x_TE: Tensor, rotary: Rotary, context: Context) -> Tensor:
         up_TF = self.up_proj(x_TE)
         y_TF = torch.relu(up_TF).square()
-        return self._told(up_TF, y_TF, self.down_proj(y_TF))
+        return self._probed(up_TF, y_TF, self.down_proj(y_TF))
 
     def rollout(self, x: Operand, inputs: RolloutInputs) -> Tensor:
         up_TF = project(self.up_proj, x)
         y_TF = torch.relu(up_TF).square()
-        return self._told(up_TF, y_TF, project(self.down_proj, y_TF))
+        return self._probed(up_TF, y_TF, project(self.down_proj, y_TF))
 
     def begin(self, n: Input, inputs: TrainingInputs, *, costly: Any, observe: bool) -> SavedSquaredReLU:
         return SavedSquaredReLU(n=n.for_backward, up_TF=product(self.up_proj, n))
@@ -85,7 +85,7 @@ class SquaredReLU(Block):
     def finish(self, saved: SavedSquaredReLU) -> Tensor:
         y_TF = torch.relu(saved.up_TF).square()
         y = input_of(self.down_proj, y_TF, for_wgrad=False)
-        return self._told(saved.up_TF, y_TF, product(self.down_proj, y))
+        return self._probed(saved.up_TF, y_TF, product(self.down_proj, y))
 
     def backward(self, saved: SavedSquaredReLU, dout_TE: Tensor, gradients: Gradients) -> Tensor:
         relu_TF = torch.relu(saved.up_TF)
@@ -95,7 +95,7 @@ class SquaredReLU(Block):
         wgrad(gradients, "up_proj", self.up_proj, dup, saved.n)
         return dgrad(self.up_proj, dup)
 
-    def _told(self, up_TF: Tensor, y_TF: Tensor, down_TE: Tensor) -> Tensor:
+    def _probed(self, up_TF: Tensor, y_TF: Tensor, down_TE: Tensor) -> Tensor:
         if self.probe is not None:
             self.probe(self.layer, "up_proj", up_TF)
             self.probe(self.layer, "squared ReLU", y_TF)
