@@ -30,7 +30,7 @@ from types import FrameType
 from typing import Any
 
 from octetrl.environments.sandbox.linux import adopt_orphans, die_with_parent
-from octetrl.environments.sandbox.watch import memory_bytes, processes
+from octetrl.environments.sandbox.watch import lists_children, memory_bytes, processes
 
 LOST_SOCKET = 113
 """Exit code of a worker whose data socket was closed, or replaced by another file, by the callable."""
@@ -58,7 +58,7 @@ def keep(data: int, control: int, parent_pid: int, limit_mib: int) -> None:
         adopt_orphans()
     if os.getppid() != parent_pid:
         os._exit(1)
-    if limit_mib and not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
+    if limit_mib and not lists_children():
         _print(b"octetrl: this system lists no children of processes: a reward's memory has no limit\n")
     output_read, output_write = os.pipe()
     keeper_pid = os.getpid()

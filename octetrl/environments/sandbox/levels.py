@@ -22,6 +22,7 @@ from octetrl.environments.sandbox.interpreter import Interpreter
 from octetrl.environments.sandbox.landlock import KEEPS_SIGNALS, landlock_version
 from octetrl.environments.sandbox.linux import sees_descriptors_of_others
 from octetrl.environments.sandbox.system_calls import can_filter
+from octetrl.environments.sandbox.watch import lists_children
 
 WARDEN_ROOT = "/warden"  # in bubblewrap's root: where this package is
 _PACKAGE = f"{WARDEN_ROOT}/octetrl/environments/sandbox"
@@ -70,20 +71,28 @@ class Protection:
         return self.level is Level.BUBBLEWRAP or self.as_root or self.has_filter or self.landlock >= KEEPS_SIGNALS
 
     @property
+    def sums(self) -> bool:
+        """Whether memory and time of all its processes together are limited, and not of each alone."""
+        return lists_children()
+
+    @property
     def deleted_files(self) -> bool:
         """Whether disk held by files that are open and deleted counts."""
-        return self.level is Level.BUBBLEWRAP or sees_descriptors_of_others()
+        return self.level is Level.BUBBLEWRAP or (self.sums and sees_descriptors_of_others())
 
     @property
     def gaps(self) -> list[str]:
         """What it does not protect from, in words."""
         found = ["a flaw of the kernel, which is shared with the run"]
+        if not self.sums:
+            limit = "memory and time of several processes together: this kernel lists no children of processes"
+            found.append(f"{limit} (CONFIG_PROC_CHILDREN), so each process has the limit for itself")
         if self.level is Level.BUBBLEWRAP:
             return found if self.has_filter else [*found, "rarely used system calls: there is no filter here"]
         found.append("asking whether a path exists")
         found.append("disk use in bursts: it is looked at up to fifty times a second")
         if not self.deleted_files:
-            found.append("disk held by files that are open and deleted: this root may not look into processes")
+            found.append("disk held by files that are open and deleted: its processes can't be looked into here")
         if not self.as_root:
             found.append("the number of processes alone: it is counted with all others of the user")
         if not self.network:
@@ -96,7 +105,8 @@ class Protection:
         if not self.signals:
             found.append("signals to the run")
         if not self.has_filter:
-            found.append("processes that leave their group to outlive it: they are hunted one by one")
+            hunt = "they are hunted one by one" if self.sums else "nobody finds them"
+            found.append(f"processes that leave their group to outlive it: {hunt}")
         return found
 
 

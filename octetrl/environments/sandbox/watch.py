@@ -26,6 +26,11 @@ def processes() -> list[int]:
     return found
 
 
+def lists_children() -> bool:
+    """Whether this kernel says whose children processes are (CONFIG_PROC_CHILDREN): `processes` finds none without."""
+    return os.path.exists(f"/proc/self/task/{os.getpid()}/children")
+
+
 def cpu_seconds(pids: list[int]) -> float:
     """Of the living and, through those that waited for them, of the dead."""
     ticks = 0

@@ -13,9 +13,11 @@ import pytest
 
 from octetrl.config.errors import UserError
 from octetrl.config.sandbox import SandboxConfig
+from octetrl.environments.sandbox import levels
 from octetrl.environments.sandbox.levels import Level
 from octetrl.environments.sandbox.limits import MIB, Limits, SandboxStatus
 from octetrl.environments.sandbox.sandbox import Program, find_sandbox, run_python, sandbox_for
+from octetrl.environments.sandbox.watch import lists_children, processes
 from tests.required import missing
 from tests.unit.environments.sandbox.conftest import SMALL, Box
 from tests.unit.environments.sandbox.traces import sandbox_folders
@@ -153,3 +155,16 @@ def test_a_caller_waits_for_a_free_core(monkeypatch: pytest.MonkeyPatch) -> None
     with ThreadPoolExecutor(3) as threads:
         spans = sorted(tuple(map(float, one.stdout.split())) for one in threads.map(box.run, [program] * 3))
     assert all(ended <= began for (_, ended), (began, _) in pairwise(spans))
+
+
+def test_a_kernel_that_lists_no_children_is_said_to_limit_each_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it lists them, a child is found; where it does not, every level has that gap."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        assert lists_children() == (child.pid in processes())
+    said = "memory and time of several processes together: this kernel lists no children"
+    for listed in (True, False):
+        monkeypatch.setattr(levels, "lists_children", lambda listed=listed: listed)
+        for level in Level:
+            gaps = levels.protection(level).gaps
+            assert any(gap.startswith(said) for gap in gaps) != listed
+            assert listed or level is Level.BUBBLEWRAP or any("open and deleted" in gap for gap in gaps)
