@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from octetrl.cli.check_turns import check_turns
@@ -15,6 +16,8 @@ from octetrl.config.validate_environment import FILES
 from octetrl.data.rows import HUB
 from octetrl.models.families import load_reward_spec, load_spec
 from octetrl.models.weight_files import checked_headers
+
+TASKS_TRIED = 16  # of an environment in Python: whether they can be sent to a reward process
 
 
 def file_problems(recipe: Recipe, spec: ModelSpec | None) -> Iterator[str]:
@@ -103,6 +106,7 @@ def _read_sources(recipe: Recipe) -> None:
 
 
 def _read_dataset(recipe: Recipe) -> None:
+    from octetrl.environments.scoring import check_sendable
     from octetrl.run.environment import build_environment
 
     environment, dataset = recipe.environment, str(recipe.environment.dataset)
@@ -110,7 +114,12 @@ def _read_dataset(recipe: Recipe) -> None:
         return  # validated: nothing is drawn
     if environment.kind in FILES and not dataset.startswith(HUB) and not Path(dataset).exists():
         raise UserError(f"environment.dataset: no file '{dataset}'; give a JSONL or Parquet file, or a folder")
-    build_environment(environment.model_copy(update={"reward": None}))  # which has a check of its own
+    built = build_environment(environment.model_copy(update={"reward": None}))  # which has a check of its own
+    scores_elsewhere = environment.reward_model is not None or environment.judge is not None
+    in_processes = not scores_elsewhere and (environment.reward is not None or hasattr(built, "score"))
+    if environment.kind == "python" and in_processes:
+        for task in islice(built.tasks, TASKS_TRIED):
+            check_sendable(task)
 
 
 def _find_reward(recipe: Recipe) -> None:

@@ -34,6 +34,7 @@ from octetrl.environments.base import LARGEST_REWARD, Scorer, finite_number
 from octetrl.environments.process import Answer, CallableProcess, ProcessDied
 from octetrl.records import RolloutStatus, Task
 
+UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError, RecursionError)  # what `pickle.dumps` raises of a value
 _LOAD_ATTEMPTS = 3  # in a row, of a worker that was killed while it loaded
 
 
@@ -135,7 +136,7 @@ class RewardWorkers:
     def _start(self) -> CallableProcess:
         try:
             return CallableProcess(self._scorer, memory_mib=self._memory_mib)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
+        except UNPICKLABLE as error:
             raise UserError(
                 f"environment: the reward can't be sent to a process of its own ({error});"
                 " define it at the top level of a module"
@@ -153,6 +154,8 @@ class RewardWorkers:
         except ProcessDied:  # while it was idle, so the completion is not to blame
             self._replace(worker)
             return
+        except UNPICKLABLE as error:
+            raise _unsendable(task, error) from error
         queue.popleft()
         running[worker] = (index, time.monotonic() + self._timeout)
 
@@ -246,6 +249,30 @@ class RewardWorkers:
         worker.kill()
         self.restarts += 1
         self._workers[self._workers.index(worker)] = self._start()
+
+
+def check_sendable(task: Task) -> None:
+    """UserError when the task can't be sent to a reward process."""
+    try:
+        pickle.dumps(task)
+    except UNPICKLABLE as error:
+        raise _unsendable(task, error) from error
+
+
+def _unsendable(task: Task, error: Exception) -> UserError:
+    """Names the first value of its metadata that can't be pickled."""
+    place = "it"
+    for key, value in task.metadata.items():
+        try:
+            pickle.dumps(value)
+        except UNPICKLABLE:
+            place = f"metadata['{key}']"
+            break
+    reason = " ".join(str(error).split())[:200]
+    return UserError(
+        f"environment: task '{task.id}' can't be sent to a reward process: {place} can't be pickled ({reason});"
+        f" give tasks plain values, such as numbers, texts, lists and dictionaries"
+    )
 
 
 def _score(answer: Answer) -> Score:

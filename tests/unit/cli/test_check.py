@@ -237,6 +237,18 @@ class Broken(Talk):
 """
 
 
+def test_a_task_that_no_reward_process_can_have(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "unsendable_to_check.py").write_text(
+        "from octetrl.records import Task\n"
+        "class Sums:\n"
+        "    tasks = [Task('one', '1 + 1', metadata={'rule': lambda text: 1.0})] * 2\n"
+        "    def score(self, task, text): ...\n"
+    )
+    code, _, err = check(capsys, "environment.kind=python", "environment.dataset=unsendable_to_check:Sums")
+    assert code == 2 and "task 'one' can't be sent to a reward process: metadata['rule']" in err
+    assert err.count("\n") == 1
+
+
 def test_an_environment_of_several_turns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "talks_to_check.py").write_text(TALKS)
     template = TOOL_TEMPLATE

@@ -17,7 +17,7 @@ import pytest
 
 from octetrl.config.errors import UserError
 from octetrl.environments import process
-from octetrl.environments.scoring import RewardWorkers, Score
+from octetrl.environments.scoring import RewardWorkers, Score, check_sendable
 from octetrl.records import RolloutStatus, Task
 
 sys.path.append(str(Path(__file__).parent))  # where a reward worker will look too
@@ -253,3 +253,14 @@ def test_a_run_that_is_stopped_leaves_no_orphan(how: signal.Signals) -> None:
 def test_a_reward_that_can_not_travel_is_the_users_error() -> None:
     with pytest.raises(UserError, match="define it at the top level of a module"):
         RewardWorkers(lambda task, text: 1.0, timeout_seconds=1.0)
+
+
+def test_a_task_that_cant_be_pickled_is_named_with_its_key(workers: RewardWorkers) -> None:
+    task = Task(id="sums/7", prompt="?", metadata={"seed": 7, "judge": lambda text: 1.0})
+    with pytest.raises(UserError, match=r"task 'sums/7' .* metadata\['judge'\] can't be pickled") as caught:
+        workers.score([(TASK, "fine"), (task, "x")])
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=r"metadata\['judge'\]"):
+        check_sendable(task)
+    check_sendable(TASK)
+    assert [score.reward for score in scores_of(workers, "x")] == [1.0]  # the others serve on
