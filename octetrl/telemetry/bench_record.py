@@ -5,7 +5,8 @@
 Further lists of flat objects may stand beside `rows` (the kernels of a profile). The commit is that of the checkout the
 package runs from; where only its files were copied, what OCTETRL_COMMIT says; of an installed package, its version.
 That is a claim. The digest (source_digest.py) is of the package's files themselves, so it shows a tree with other
-changes: `python -m octetrl.telemetry.source_digest COMMIT` prints what a commit's must be.
+changes: `python -m octetrl.telemetry.source_digest COMMIT` prints what a commit's must be. A result of a script in
+`benchmarks/` has `benchmarks_digest` too, of all scripts there: `source_digest --benchmarks COMMIT`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from octetrl.telemetry.source_digest import source_digest
+from octetrl.telemetry.source_digest import BENCHMARKS, SCRIPTS, source_digest
 
 ROOT = Path(__file__).parents[2]  # of the checkout, where there is one
 Rows = Sequence[Mapping[str, object]]
@@ -38,6 +39,7 @@ def write_result(bench: str, name: str, rows: Rows, folder: Path, **further: Row
         "bench": bench,
         "commit": _commit(),
         "source_digest": source_digest(),
+        **_script_digest(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "machine": _machine(),
         "versions": dict(_versions("torch", "triton", "transformers")),
@@ -61,6 +63,12 @@ def _command() -> str:
         place = arguments.index("--out")
         del arguments[place : place + 2]
     return shlex.join([*words, *arguments])
+
+
+def _script_digest() -> dict[str, str]:
+    if not Path(sys.argv[0]).resolve().is_relative_to(BENCHMARKS):
+        return {}
+    return {"benchmarks_digest": source_digest(BENCHMARKS, SCRIPTS)}
 
 
 def _machine() -> str:

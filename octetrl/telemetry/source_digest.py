@@ -2,11 +2,13 @@
 
     python -m octetrl.telemetry.source_digest            of the files that this Python imports
     python -m octetrl.telemetry.source_digest COMMIT     of the package as that commit has it; needs git
+    python -m octetrl.telemetry.source_digest --benchmarks [COMMIT]
 
 The two are equal for a clean checkout, and for a copy of its files without .git. The digest is that of one line a file,
 `<git's id of its content> <path inside the package>`, in the order of paths: git knows the ids of a commit, and of a
 file they are SHA-1 of `blob <size>\\0<content>`. Every file below `octetrl/` counts, also one that git does not know;
-`__pycache__` does not.
+`__pycache__` does not. `--benchmarks` prints the digest of the scripts instead: every `.py` below `benchmarks/`. The
+result of such a script has both.
 """
 
 from __future__ import annotations
@@ -19,25 +21,27 @@ from collections.abc import Mapping
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
+BENCHMARKS = PACKAGE.parent / "benchmarks"  # of a checkout
+SCRIPTS = ".py"  # what counts there; results lie in the same folder
 DIGITS = 16
 
 
-def source_digest(package: Path = PACKAGE) -> str:
-    """Of the files as they lie on the disk."""
-    files = (path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    return _digest({path.relative_to(package).as_posix(): _blob_id(path.read_bytes()) for path in files})
+def source_digest(folder: Path = PACKAGE, ending: str = "") -> str:
+    """Of the files in `folder` whose names have that ending, as they lie on the disk."""
+    files = (path for path in folder.rglob(f"*{ending}") if path.is_file() and "__pycache__" not in path.parts)
+    return _digest({path.relative_to(folder).as_posix(): _blob_id(path.read_bytes()) for path in files})
 
 
-def digest_of_commit(commit: str, package: Path = PACKAGE) -> str | None:
-    """Of the files as `commit` has them; None where git, the repository or the commit is missing."""
-    if shutil.which("git") is None:
+def digest_of_commit(commit: str, folder: Path = PACKAGE, ending: str = "") -> str | None:
+    """Of the files as `commit` has them; None where git, the repository, the folder or the commit is missing."""
+    if shutil.which("git") is None or not folder.is_dir():
         return None
-    command = ["git", "-C", str(package), "ls-tree", "-r", "-z", commit, "."]
+    command = ["git", "-C", str(folder), "ls-tree", "-r", "-z", commit, "."]
     listed = subprocess.run(command, capture_output=True, text=True, check=False)
     if listed.returncode != 0:
         return None
     entries = (entry.partition("\t") for entry in listed.stdout.split("\0") if entry)
-    return _digest({path: about.split()[2] for about, _, path in entries})
+    return _digest({path: about.split()[2] for about, _, path in entries if path.endswith(ending)})
 
 
 def _blob_id(content: bytes) -> str:
@@ -51,11 +55,14 @@ def _digest(ids: Mapping[str, str]) -> str:
 
 def main(arguments: list[str]) -> int:
     """Print one digest. Exit status 2 where git cannot tell it."""
-    if not arguments:
-        print(source_digest())
+    of_scripts = arguments[:1] == ["--benchmarks"]
+    counted = (BENCHMARKS, SCRIPTS) if of_scripts else (PACKAGE, "")
+    commits = arguments[of_scripts:]
+    if not commits:
+        print(source_digest(*counted))
         return 0
-    found = digest_of_commit(arguments[0])
-    print(found or f"source_digest: git knows no commit '{arguments[0]}' here; give one of this checkout")
+    found = digest_of_commit(commits[0], *counted)
+    print(found or f"source_digest: git knows no commit '{commits[0]}' here; give one of this checkout")
     return 0 if found else 2
 
 

@@ -27,8 +27,9 @@ The second may stand anywhere in the paragraph. A page that is by hand throughou
 ... -->` below its title. Several fields may be named. A table of decimals is one with a column, not the first, in which
 each cell is a number and some have a fraction.
 
-**A dirty tree.** A result whose package is not that of its commit (octetrl/telemetry/source_digest.py), or whose commit
-says `-dirty`, has a † in the first cell of its row, or in its paragraph; clean ones have none.
+**A dirty tree.** A result whose package or benchmark scripts are not those of its commit
+(octetrl/telemetry/source_digest.py), or whose commit says `-dirty`, has a † in the first cell of its row, or in its
+paragraph; clean ones have none.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ import json
 import re
 from typing import Any
 
-from octetrl.telemetry.source_digest import digest_of_commit
+from octetrl.telemetry.source_digest import BENCHMARKS, SCRIPTS, digest_of_commit
 from tests.house.markdown import Paragraph, Table
 from tests.house.tree import REPO
 
@@ -76,10 +77,15 @@ def measured_rows(pattern: str) -> list[Row]:
 
 
 def is_dirty(result: Row) -> bool:
-    """Whether other files were measured than those of the commit that the result names, as far as git can say."""
-    commit, digest = str(result["commit"]), result.get("source_digest")
-    of_commit = None if digest is None else digest_of_commit(commit)
-    return commit.endswith("-dirty") or (of_commit is not None and of_commit != digest)
+    """Whether other files were measured than those of the commit that the result names, as far as git can say: of the
+    package, and for a script of `benchmarks/` of those."""
+    commit = str(result["commit"])
+    counted = {"source_digest": (), "benchmarks_digest": (BENCHMARKS, SCRIPTS)}
+    return commit.endswith("-dirty") or any(
+        digest_of_commit(commit, *files) not in (None, result[name])
+        for name, files in counted.items()
+        if name in result
+    )
 
 
 # ---------------------------------------------------------------- tables

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.telemetry.source_digest import digest_of_commit
+from octetrl.telemetry.source_digest import BENCHMARKS, SCRIPTS, digest_of_commit
 from tests.house.figures import NUMBER, check_paragraph, check_table, is_dirty, measured_rows
 from tests.house.markdown import Table, paragraphs, tables
 from tests.house.tree import REPO
@@ -155,6 +155,9 @@ def test_a_result_is_of_a_dirty_tree_if_its_files_are_not_its_commits() -> None:
     digest = digest_of_commit("HEAD")
     assert not is_dirty({"commit": "HEAD", "source_digest": digest})
     assert is_dirty({"commit": "HEAD", "source_digest": "0" * 16})
+    scripts = digest_of_commit("HEAD", BENCHMARKS, SCRIPTS)
+    assert not is_dirty({"commit": "HEAD", "source_digest": digest, "benchmarks_digest": scripts})
+    assert is_dirty({"commit": "HEAD", "source_digest": digest, "benchmarks_digest": "0" * 16})
     assert is_dirty({"commit": "abc-dirty"}) and not is_dirty({"commit": "abc", "source_digest": "0" * 16})
 
 

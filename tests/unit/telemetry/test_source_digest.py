@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from octetrl.telemetry.source_digest import DIGITS, digest_of_commit, main, source_digest
+from octetrl.telemetry.bench_record import write_result
+from octetrl.telemetry.source_digest import BENCHMARKS, DIGITS, SCRIPTS, digest_of_commit, main, source_digest
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -53,7 +56,29 @@ def test_a_copy_without_git_has_the_digest_of_its_commit(package: Path, tmp_path
         assert source_digest(changed) != digest, name
 
 
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_of_a_folder_only_the_files_of_an_ending_may_count(package: Path) -> None:
+    first = source_digest(package, ".py")
+    assert first == digest_of_commit("HEAD", package, ".py") != source_digest(package)
+    (package / "room-1.json").write_text("[]")
+    assert source_digest(package, ".py") == first
+    (package / "room/b.py").write_text("B = 2\n")
+    assert source_digest(package, ".py") != first == digest_of_commit("HEAD", package, ".py")
+
+
+def test_only_a_result_of_a_benchmark_script_has_a_digest_of_the_scripts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for script, of_scripts in ((BENCHMARKS / "memory.py", True), (tmp_path / "octetrl", False)):
+        monkeypatch.setattr(sys, "argv", [str(script)])
+        record = json.loads(write_result("memory", "a", [], tmp_path).read_text())
+        assert record["source_digest"] == source_digest()
+        assert record.get("benchmarks_digest") == (source_digest(BENCHMARKS, SCRIPTS) if of_scripts else None)
+
+
 def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--benchmarks"]) == 0
+    assert capsys.readouterr().out.strip() == source_digest(BENCHMARKS, SCRIPTS)
     assert main([]) == 0
     assert capsys.readouterr().out.strip() == source_digest()
     assert main(["no-such-commit"]) == 2
