@@ -142,7 +142,7 @@ def trained_model(folder: Path, arguments: argparse.Namespace, size: Size) -> Do
     learnt, unseen = (chained(sums, chat, size.context_length - MARGIN) for sums in worked_sums(recipe, size))
     assert len(unseen) >= size.held_out, f"the held-out sums make {len(unseen)} documents of {size.held_out}"
     examples = "".join(json.dumps({"prompt": one.prompt, "answer": one.answer}) + "\n" for one in learnt)
-    Path(str(recipe.algorithm.conversations)).write_text(examples)
+    Path(recipe.sources["conversations"].path).write_text(examples)
     print(f"{len(learnt)} documents to learn from, {arguments.sft_steps} steps of {size.batch}", flush=True)
     documents = Documents(
         held_out=[cut(sample_of(document, chat), size.tokens) for document in unseen[: size.held_out]],

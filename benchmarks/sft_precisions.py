@@ -39,6 +39,7 @@ from torch import Tensor
 from benchmarks.precisions import model_shape, sft_tree
 from benchmarks.record import RESULTS, need_hopper
 from octetrl.algorithms.table import build_algorithm
+from octetrl.config.algorithm import SftConfig
 from octetrl.config.load import PRECISIONS, recipe_from_mapping
 from octetrl.config.schema import Fp8Config, Recipe
 from octetrl.config.spec import ModelSpec
@@ -123,7 +124,9 @@ def make_start(recipe: Recipe, spec: ModelSpec, seed: int, device: torch.device)
     order = Mixture(sources, ChatTokens(load_tokenizer(folder)), seed=seed)
     layout = PackingLayout(recipe.trainer.tokens_per_micro_batch, padded_attention=device.type == "cpu")
     weighting = build_algorithm(recipe.algorithm).token_weighting
-    batches = [pack(order.next_batch(recipe.algorithm.batch_size), layout, weighting) for _ in range(recipe.steps)]
+    assert isinstance(recipe.algorithm, SftConfig), "its precisions are compared in supervised steps"
+    size = recipe.algorithm.batch_size
+    batches = [pack(order.next_batch(size), layout, weighting) for _ in range(recipe.steps)]
     return Start(seed, {name: parameter.detach() for name, parameter in model.named_parameters()}, batches)
 
 

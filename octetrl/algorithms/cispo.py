@@ -14,15 +14,15 @@ from torch import Tensor
 from octetrl.algorithms.policy_loss import Gain, policy_loss
 from octetrl.algorithms.ratios import token_ratio
 from octetrl.algorithms.token_loss import LossInputs, TokenLoss
-from octetrl.config.schema import AlgorithmConfig
+from octetrl.config.objective_settings import ClipSettings
 
 
-def cispo_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
+def cispo_loss(inputs: LossInputs, config: ClipSettings) -> TokenLoss:
     """Per-token loss [N] and its metrics."""
     return policy_loss(inputs, config, cispo_gain)
 
 
-def cispo_gain(inputs: LossInputs, base_logprobs_N: Tensor, config: AlgorithmConfig) -> Gain:
+def cispo_gain(inputs: LossInputs, base_logprobs_N: Tensor, config: ClipSettings) -> Gain:
     """`clipped_N` counts bounded weights; no gradient is taken away."""
     ratio_N = token_ratio(inputs.logprobs_N.detach(), base_logprobs_N)
     weight_N = ratio_N.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)

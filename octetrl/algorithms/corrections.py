@@ -28,7 +28,7 @@ from torch import Tensor
 
 from octetrl.algorithms.ratios import MAX_LOG_RATIO, token_ratio
 from octetrl.algorithms.sequences import sequence_mean, sequence_sum
-from octetrl.config.schema import AlgorithmConfig
+from octetrl.config.objective_settings import CorrectionSettings
 
 
 class Correction(NamedTuple):
@@ -73,14 +73,14 @@ def _masked(ratio_N: Tensor, bounds: tuple[float, float]) -> Change:
     return (~outside_N).to(ratio_N.dtype), outside_N
 
 
-def _vetoed(pair: Pair, config: AlgorithmConfig) -> Change:
+def _vetoed(pair: Pair, config: CorrectionSettings) -> Change:
     compared_N = pair.trainer_N if config.veto_by == "probability" else pair.trainer_N - pair.generator_N
     below_N = (compared_N.exp() < config.veto_floor).to(pair.trainer_N.dtype)
     outside_N = sequence_sum(below_N, pair.sequence_N, pair.num_sequences)[pair.sequence_N] > 0
     return (~outside_N).to(pair.trainer_N.dtype), outside_N
 
 
-_CORRECTIONS: dict[str, Callable[[Pair, AlgorithmConfig], Change]] = {
+_CORRECTIONS: dict[str, Callable[[Pair, CorrectionSettings], Change]] = {
     "tis": lambda pair, config: _truncated(pair.token_N, config.tis_cap),
     "sequence_tis": lambda pair, config: _truncated(pair.product_N, config.sequence_tis_cap),
     "token_mask": lambda pair, config: _masked(pair.token_N, config.token_mask_range),
@@ -92,7 +92,7 @@ _CORRECTIONS: dict[str, Callable[[Pair, AlgorithmConfig], Change]] = {
 
 @torch.no_grad()
 def correct(
-    trainer_N: Tensor, generator_N: Tensor, sequence_N: Tensor, num_sequences: int, config: AlgorithmConfig
+    trainer_N: Tensor, generator_N: Tensor, sequence_N: Tensor, num_sequences: int, config: CorrectionSettings
 ) -> Correction:
     """The weight of each token, all corrections but the batch's normalisation."""
     pair = Pair(trainer_N, generator_N, sequence_N, num_sequences)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from octetrl.algorithms.token_loss import LossInputs, TokenLoss
 from octetrl.algorithms.token_rewards import TokenRewards
-from octetrl.config.schema import AlgorithmConfig
+from octetrl.config.algorithm import DistillConfig
 
 LEAST_REST = 1e-6  # of all other tokens together: below it float32's sum of the K is all rounding
 
@@ -32,7 +32,7 @@ def teacher_advantages(rewards: TokenRewards) -> Tensor:
     return -rewards.kl_N
 
 
-def divergence_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
+def divergence_loss(inputs: LossInputs, config: DistillConfig) -> TokenLoss:
     """The KL at each place, float32 [N], and the drawn tokens' log-ratio."""
     policy_NK, teacher_NK = inputs.top_logprobs_NK, inputs.teacher_top_logprobs_NK
     assert policy_NK is not None and teacher_NK is not None and inputs.reference_logprobs_N is not None

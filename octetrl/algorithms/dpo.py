@@ -27,10 +27,11 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from octetrl.algorithms.token_loss import LossInputs, TokenLoss
-from octetrl.config.schema import AlgorithmConfig
+from octetrl.config.algorithm import DpoConfig
+from octetrl.config.objective_settings import PreferenceSettings
 
 
-def preference_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
+def preference_loss(inputs: LossInputs, config: PreferenceSettings) -> TokenLoss:
     """Per-token loss [N], the same on all tokens of a pair, and its metrics [P]; reference and chosen are required."""
     reference_N, pairs = inputs.reference_logprobs_N, inputs.num_sequences // 2
     assert reference_N is not None and inputs.chosen_N is not None, "preferences need a reference and pairs"
@@ -39,12 +40,13 @@ def preference_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
     of_answer = _mean if config.preference_logprobs == "mean" else _summed
     logprobs_P2 = of_answer(inputs.logprobs_N, inputs).view(pairs, 2)
     ratios_P2 = of_answer(inputs.logprobs_N - reference_N, inputs).view(pairs, 2)
-    beta, wrong = config.preference_beta, config.label_smoothing
+    beta = config.preference_beta
     difference_P = (ratios_P2 * sign_P2).sum(1)
-    if config.name == "ipo":
-        loss_P = (difference_P - 1 / (2 * beta)).square()
-    else:
+    if isinstance(config, DpoConfig):
+        wrong = config.label_smoothing
         loss_P = -(1 - wrong) * logsigmoid(beta * difference_P) - wrong * logsigmoid(-beta * difference_P)
+    else:
+        loss_P = (difference_P - 1 / (2 * beta)).square()
     chosen_P2 = sign_P2 > 0
     of_pairs = {
         "preference/accuracy": (difference_P > 0).float(),

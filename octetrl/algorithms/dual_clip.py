@@ -14,15 +14,15 @@ from torch import Tensor
 from octetrl.algorithms.grpo import clipped_gain
 from octetrl.algorithms.policy_loss import Gain, policy_loss
 from octetrl.algorithms.token_loss import LossInputs, TokenLoss
-from octetrl.config.schema import AlgorithmConfig
+from octetrl.config.algorithm import DualClipConfig
 
 
-def dual_clip_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
+def dual_clip_loss(inputs: LossInputs, config: DualClipConfig) -> TokenLoss:
     """Per-token loss [N] and its metrics."""
     return policy_loss(inputs, config, dual_clip_gain)
 
 
-def dual_clip_gain(inputs: LossInputs, base_logprobs_N: Tensor, config: AlgorithmConfig) -> Gain:
+def dual_clip_gain(inputs: LossInputs, base_logprobs_N: Tensor, config: DualClipConfig) -> Gain:
     """GRPO's gain with a floor for negative advantages."""
     gain_N, clipped_N = clipped_gain(inputs, base_logprobs_N, config)
     floor_N = (config.dual_clip * inputs.advantages_N).where(inputs.advantages_N < 0, -float("inf"))

@@ -14,20 +14,20 @@ from torch import Tensor
 from octetrl.algorithms.policy_loss import Gain, policy_loss
 from octetrl.algorithms.ratios import token_ratio
 from octetrl.algorithms.token_loss import LossInputs, TokenLoss
-from octetrl.config.schema import AlgorithmConfig
+from octetrl.config.objective_settings import ClipSettings
 
 
-def grpo_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
+def grpo_loss(inputs: LossInputs, config: ClipSettings) -> TokenLoss:
     """Per-token loss [N] and its metrics."""
     return policy_loss(inputs, config, clipped_gain)
 
 
-def clipped_gain(inputs: LossInputs, base_logprobs_N: Tensor, config: AlgorithmConfig) -> Gain:
+def clipped_gain(inputs: LossInputs, base_logprobs_N: Tensor, config: ClipSettings) -> Gain:
     """PPO's pessimistic minimum, token by token."""
     return clip_gain(token_ratio(inputs.logprobs_N, base_logprobs_N), inputs.advantages_N, config)
 
 
-def clip_gain(ratio_N: Tensor, advantages_N: Tensor, config: AlgorithmConfig) -> Gain:
+def clip_gain(ratio_N: Tensor, advantages_N: Tensor, config: ClipSettings) -> Gain:
     """The same from ratios of any kind."""
     clipped_N = ratio_N.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
     plain_N, clipped_N = ratio_N * advantages_N, clipped_N * advantages_N

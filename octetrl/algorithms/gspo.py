@@ -20,25 +20,25 @@ from octetrl.algorithms.policy_loss import Gain, policy_loss
 from octetrl.algorithms.ratios import token_ratio
 from octetrl.algorithms.sequences import sequence_mean
 from octetrl.algorithms.token_loss import LossInputs, TokenLoss
-from octetrl.config.schema import AlgorithmConfig
+from octetrl.config.objective_settings import ClipSettings
 
 
-def gspo_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
+def gspo_loss(inputs: LossInputs, config: ClipSettings) -> TokenLoss:
     """Per-token loss [N] and its metrics."""
     return policy_loss(inputs, config, gspo_gain)
 
 
-def gspo_token_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
+def gspo_token_loss(inputs: LossInputs, config: ClipSettings) -> TokenLoss:
     """Per-token loss [N] and its metrics."""
     return policy_loss(inputs, config, gspo_token_gain)
 
 
-def gspo_gain(inputs: LossInputs, base_logprobs_N: Tensor, config: AlgorithmConfig) -> Gain:
+def gspo_gain(inputs: LossInputs, base_logprobs_N: Tensor, config: ClipSettings) -> Gain:
     """One ratio an answer, its gradient through all its tokens."""
     return clip_gain(_sequence_ratio(inputs.logprobs_N, base_logprobs_N, inputs), inputs.advantages_N, config)
 
 
-def gspo_token_gain(inputs: LossInputs, base_logprobs_N: Tensor, config: AlgorithmConfig) -> Gain:
+def gspo_token_gain(inputs: LossInputs, base_logprobs_N: Tensor, config: ClipSettings) -> Gain:
     """The answer's ratio in value, each token's own in gradient."""
     logprobs_N = inputs.logprobs_N
     ratio_N = _sequence_ratio(logprobs_N.detach(), base_logprobs_N, inputs) * token_ratio(

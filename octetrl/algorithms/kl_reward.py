@@ -26,10 +26,10 @@ from torch import Tensor
 from octetrl.algorithms.ratios import kl_of_ratio
 from octetrl.algorithms.sequences import sequence_sum, sum_to_go
 from octetrl.algorithms.token_rewards import TokenRewards
-from octetrl.config.schema import AlgorithmConfig
+from octetrl.config.objective_settings import KlSettings
 
 
-def less_kl(rewards: TokenRewards, config: AlgorithmConfig) -> Tensor:
+def less_kl(rewards: TokenRewards, config: KlSettings) -> Tensor:
     """The outcome less the KL to come, float32 [N]."""
     if rewards.kl_N is None:
         return rewards.outcome_N
@@ -38,7 +38,7 @@ def less_kl(rewards: TokenRewards, config: AlgorithmConfig) -> Tensor:
 
 
 def compare_less_kl(
-    rewards: TokenRewards, config: AlgorithmConfig, rule: Callable[[Sequence[float]], Sequence[float]]
+    rewards: TokenRewards, config: KlSettings, rule: Callable[[Sequence[float]], Sequence[float]]
 ) -> Tensor:
     """The rule of a group's rewards, each less the KL of its answer, float32 [N]. `outcome_N` differs from the rewards
     by a constant a group."""

@@ -10,14 +10,14 @@ against. The entropy is that of the whole distribution at the token's place, wit
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
 from octetrl.algorithms.corrections import Correction, correct
 from octetrl.algorithms.ratios import MAX_LOG_RATIO, base_logprobs, kl_estimate
 from octetrl.algorithms.token_loss import LossInputs, TokenLoss
-from octetrl.config.schema import AlgorithmConfig
+from octetrl.config.objective_settings import KlSettings, PolicyLossSettings
 
 
 class Gain(NamedTuple):
@@ -25,10 +25,11 @@ class Gain(NamedTuple):
     clipped_N: Tensor  # share of the token's gradient that the clip takes away; 1.0 all of it
 
 
-Objective = Callable[[LossInputs, Tensor, AlgorithmConfig], Gain]  # the Tensor: base_logprobs_N
+Config = TypeVar("Config", bound=PolicyLossSettings)
+Objective = Callable[[LossInputs, Tensor, Config], Gain]  # the Tensor: base_logprobs_N
 
 
-def policy_loss(inputs: LossInputs, config: AlgorithmConfig, objective: Objective) -> TokenLoss:
+def policy_loss(inputs: LossInputs, config: Config, objective: Objective[Config]) -> TokenLoss:
     """Per-token loss [N] and its metrics; `inputs.generator_logprobs_N` is required."""
     generator_N = inputs.generator_logprobs_N
     assert generator_N is not None, f"{config.name} needs the log-probs of the engine that drew the tokens"
@@ -42,8 +43,9 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig, objective: Objectiv
     too_far_N = (inputs.logprobs_N.detach() - base_N).abs() > MAX_LOG_RATIO
     metrics = {"ratio/clip_fraction": gain.clipped_N, "ratio/limited_fraction": too_far_N.float()}
     metrics |= correction.metrics
-    if inputs.reference_logprobs_N is not None and config.kl_in == "loss" and config.kl_coefficient:
-        kl_N = kl_estimate(inputs.logprobs_N, inputs.reference_logprobs_N, config.kl_estimator, config.kl_gradient)
+    reference_N = inputs.reference_logprobs_N
+    if reference_N is not None and isinstance(config, KlSettings) and config.kl_in == "loss" and config.kl_coefficient:
+        kl_N = kl_estimate(inputs.logprobs_N, reference_N, config.kl_estimator, config.kl_gradient)
         loss_N = loss_N + config.kl_coefficient * inputs.kl_scale * kl_N
         metrics["kl"] = kl_N.detach()
     if config.entropy_coefficient:
@@ -53,7 +55,7 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig, objective: Objectiv
     return TokenLoss(loss_N, metrics)
 
 
-def step_means(config: AlgorithmConfig) -> dict[str, Callable[[LossInputs], Tensor]]:
+def step_means(config: PolicyLossSettings) -> dict[str, Callable[[LossInputs], Tensor]]:
     """What the loss needs the mean of over the optimizer step: fields of LossInputs and what they are means of, [N],
     with the log-probs before an update."""
 

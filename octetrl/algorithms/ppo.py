@@ -19,23 +19,23 @@ from octetrl.algorithms.gae import gae_advantages
 from octetrl.algorithms.ratios import kl_of_ratio
 from octetrl.algorithms.reinforce_pp import whitened
 from octetrl.algorithms.token_rewards import TokenRewards
-from octetrl.config.schema import AlgorithmConfig
+from octetrl.config.algorithm import PpoConfig
 
 
-def ppo_advantages(rewards: TokenRewards, config: AlgorithmConfig) -> Tensor:
+def ppo_advantages(rewards: TokenRewards, config: PpoConfig) -> Tensor:
     """float32 [N]. Equal advantages are zeros when normalised."""
     advantages_N = _gae(rewards, config, config.gae_lambda)
     return whitened(advantages_N) if config.normalize_advantages else advantages_N
 
 
-def ppo_returns(rewards: TokenRewards, config: AlgorithmConfig) -> Tensor:
+def ppo_returns(rewards: TokenRewards, config: PpoConfig) -> Tensor:
     """What the critic is fitted to, float32 [N]."""
     assert rewards.values_N is not None, "PPO needs a critic's values"
     gae_lambda = config.gae_lambda if config.return_lambda is None else config.return_lambda
     return _gae(rewards, config, gae_lambda) + rewards.values_N
 
 
-def _gae(rewards: TokenRewards, config: AlgorithmConfig, gae_lambda: float) -> Tensor:
+def _gae(rewards: TokenRewards, config: PpoConfig, gae_lambda: float) -> Tensor:
     assert rewards.values_N is not None, "PPO needs a critic's values"
     earned_N = torch.where(rewards.is_last_N, rewards.outcome_N, 0.0)
     if rewards.kl_N is not None and config.kl_in == "reward":

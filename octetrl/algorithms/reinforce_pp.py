@@ -19,7 +19,7 @@ from torch import Tensor
 from octetrl.algorithms.kl_reward import compare_less_kl, less_kl
 from octetrl.algorithms.spread import differences_from_mean, tensor_differs
 from octetrl.algorithms.token_rewards import TokenRewards
-from octetrl.config.schema import AlgorithmConfig
+from octetrl.config.objective_settings import KlSettings
 
 
 def plain_rewards(rewards: Sequence[float]) -> list[float]:
@@ -27,7 +27,7 @@ def plain_rewards(rewards: Sequence[float]) -> list[float]:
     return list(rewards)
 
 
-def batch_normalized(rewards: TokenRewards, config: AlgorithmConfig) -> Tensor:
+def batch_normalized(rewards: TokenRewards, config: KlSettings) -> Tensor:
     """Advantages of all tokens of the batch, float32 [N]."""
     if config.kl_in == "reward_before_baseline":
         return whitened(compare_less_kl(rewards, config, differences_from_mean))

@@ -28,15 +28,15 @@ from octetrl.algorithms.ratios import token_ratio
 from octetrl.algorithms.sequences import sequence_sum
 from octetrl.algorithms.spread import differences_from_mean
 from octetrl.algorithms.token_loss import LossInputs, TokenLoss
-from octetrl.config.schema import AlgorithmConfig
+from octetrl.config.algorithm import RlooConfig
 
 
-def rloo_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
+def rloo_loss(inputs: LossInputs, config: RlooConfig) -> TokenLoss:
     """Per-token loss [N] and its metrics."""
     return policy_loss(inputs, config, answer_gain if config.rloo_ratio == "sequence" else clipped_gain)
 
 
-def answer_gain(inputs: LossInputs, base_logprobs_N: Tensor, config: AlgorithmConfig) -> Gain:
+def answer_gain(inputs: LossInputs, base_logprobs_N: Tensor, config: RlooConfig) -> Gain:
     """The gain of an answer, in equal parts on its tokens; the advantage is the same on all of them."""
     log_B = sequence_sum(inputs.logprobs_N - base_logprobs_N, inputs.sequence_N, inputs.num_sequences)
     ratio_N = token_ratio(log_B, log_B.new_zeros(()))[inputs.sequence_N]

@@ -15,15 +15,15 @@ from torch import Tensor
 from octetrl.algorithms.policy_loss import Gain, policy_loss
 from octetrl.algorithms.ratios import token_ratio
 from octetrl.algorithms.token_loss import LossInputs, TokenLoss
-from octetrl.config.schema import AlgorithmConfig
+from octetrl.config.algorithm import SapoConfig
 
 
-def sapo_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
+def sapo_loss(inputs: LossInputs, config: SapoConfig) -> TokenLoss:
     """Per-token loss [N] and its metrics."""
     return policy_loss(inputs, config, sapo_gain)
 
 
-def sapo_gain(inputs: LossInputs, base_logprobs_N: Tensor, config: AlgorithmConfig) -> Gain:
+def sapo_gain(inputs: LossInputs, base_logprobs_N: Tensor, config: SapoConfig) -> Gain:
     """`clipped_N` is what the gate takes of the gradient, from 0 to 1."""
     advantages_N = inputs.advantages_N
     tau_N = torch.where(advantages_N > 0, config.sapo_tau_positive, config.sapo_tau_negative).to(advantages_N.dtype)

@@ -1,7 +1,7 @@
 """Every algorithm, as one frozen record of functions. The trainer and the rollout know only this record.
 
-To add one: a file with its loss or its advantages, a line in `_BUILDERS`, its name in `config/schema.py` and, where its
-defaults are not GRPO's, a line in `config/objectives.py` (docs/algorithms.md works an example).
+To add one: a file with its loss or its advantages, its section in `config/algorithm.py`, and a line in `_BUILDERS`
+(docs/algorithms.md works an example).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -35,8 +36,14 @@ from octetrl.algorithms.spread import differences_from_mean
 from octetrl.algorithms.token_loss import LossInputs, TokenLoss
 from octetrl.algorithms.token_rewards import TokenRewards
 from octetrl.algorithms.weighting import TokenWeighting
-from octetrl.config.objectives import NEED_SIBLINGS
-from octetrl.config.schema import AlgorithmConfig
+from octetrl.config.algorithm import DistillConfig, PolicyConfig, PpoConfig, RewardModelConfig, RftConfig, SftConfig
+from octetrl.config.objective_settings import (
+    AlgorithmConfig,
+    NormalizationSettings,
+    OverlongSettings,
+    PreferenceSettings,
+    TokenWeightingSettings,
+)
 from octetrl.records import Rollout, RolloutGroup
 
 StepMean = Callable[[LossInputs], Tensor]
@@ -67,11 +74,11 @@ class Algorithm:
 
 
 def build_algorithm(config: AlgorithmConfig) -> Algorithm:
-    """The algorithm that the recipe names."""
+    """The algorithm of the recipe's section."""
     return _BUILDERS[config.name](config)
 
 
-Builder = Callable[[AlgorithmConfig], Algorithm]
+Builder = Callable[[Any], Algorithm]  # the section of its objective
 Rule = Callable[[Sequence[float]], list[float]]  # rewards of one group -> advantages
 
 
@@ -83,12 +90,10 @@ def _policy(
     """A policy objective; `loss` and `shape` take `config=`. `rule` None: group-relative. `shape` None: none, or KL in
     the reward where the recipe says so."""
 
-    def build(config: AlgorithmConfig) -> Algorithm:
-        needs_reference = config.kl_coefficient > 0
-        keeps = has_baseline if config.name in NEED_SIBLINGS else has_reward
-        normalized = partial(group_relative_advantages, normalize=config.normalize_advantages)
-        charges_kl = needs_reference and config.kl_in != "loss"
-        compare: Rule = rule or normalized
+    def build(config: PolicyConfig) -> Algorithm:
+        keeps = has_baseline if config.needs_siblings else has_reward
+        charges_kl = config.keeps_reference and config.kl_in != "loss"
+        compare: Rule = rule or _group_relative(config)
         waits = charges_kl and config.kl_in == "reward_before_baseline"  # siblings are compared when their KL is known
         shaped = shape or (less_kl if charges_kl else None)
         if waits and shape is None:
@@ -98,10 +103,10 @@ def _policy(
             name=config.name,
             keeps=has_variance if config.drop_zero_variance else keeps,
             advantages=by_group(differences_from_mean if waits else compare),
-            trains=is_not_overlong if config.overlong == "mask" else _always,
-            token_weighting=config.constant_length if config.token_weighting == "constant" else config.token_weighting,
+            trains=_trained(config),
+            token_weighting=_weighting(config),
             loss=partial(loss, config=config),
-            needs_reference=needs_reference,
+            needs_reference=config.keeps_reference,
             needs_proximal=config.ratio_base != "generator",
             shape=shaped and partial(shaped, config=config),
             shaping_kl=partial(kl_of_ratio, estimator=config.kl_estimator) if charges_kl else None,
@@ -113,55 +118,58 @@ def _policy(
     return build
 
 
-def _build_sft(config: AlgorithmConfig) -> Algorithm:
+def _group_relative(config: PolicyConfig) -> Rule:
+    assert isinstance(config, NormalizationSettings), f"{config.name} brings a rule of its own"
+    return partial(group_relative_advantages, normalize=config.normalize_advantages)
+
+
+def _build_ppo(config: PpoConfig) -> Algorithm:
+    policy = _policy(grpo_loss, plain_rewards, ppo_advantages)(config)
+    return replace(policy, needs_values=True, returns=partial(ppo_returns, config=config))
+
+
+def _supervised(name: str, token_weighting: TokenWeighting) -> Algorithm:
+    """Everything that is given is learnt from, with advantages of 1."""
     return Algorithm(
-        name="sft",
+        name=name,
         keeps=_always,
         advantages=by_group(_ones),
         trains=_always,
-        token_weighting=config.constant_length if config.token_weighting == "constant" else config.token_weighting,
+        token_weighting=token_weighting,
         loss=sft_loss,
         needs_reference=False,
         needs_proximal=False,
     )
 
 
-def _build_ppo(config: AlgorithmConfig) -> Algorithm:
-    policy = _policy(grpo_loss, plain_rewards, ppo_advantages)(config)
-    return replace(policy, needs_values=True, returns=partial(ppo_returns, config=config))
+def _build_sft(config: SftConfig) -> Algorithm:
+    return _supervised(config.name, _weighting(config))
 
 
-def _build_reward_model(config: AlgorithmConfig) -> Algorithm:
+def _build_reward_model(config: RewardModelConfig) -> Algorithm:
     reward_loss = partial(bradley_terry_loss, center=config.reward_center)
-    return replace(_build_sft(config), name=config.name, reward_loss=reward_loss)
+    return replace(_supervised(config.name, "token"), reward_loss=reward_loss)
 
 
-def _build_preference(config: AlgorithmConfig) -> Algorithm:
-    return replace(
-        _build_sft(config),
-        name=config.name,
-        token_weighting="sequence",  # the mean over pairs, see dpo.py
-        loss=partial(preference_loss, config=config),
-        needs_reference=True,
-    )
+def _build_preference(config: PreferenceSettings) -> Algorithm:
+    pairs = _supervised(config.name, "sequence")  # the mean over pairs, see dpo.py
+    return replace(pairs, loss=partial(preference_loss, config=config), needs_reference=True)
 
 
-def _build_rft(config: AlgorithmConfig) -> Algorithm:
+def _build_rft(config: RftConfig) -> Algorithm:
     rule = partial(best_of_group, best=config.best_of_group, threshold=config.reward_threshold)
     return replace(
-        _build_sft(config),
-        name="rft",
+        _supervised(config.name, _weighting(config)),
         advantages=by_group(rule),
-        trains=is_not_overlong if config.overlong == "mask" else _always,
+        trains=_trained(config),
     )
 
 
-def _build_distill(config: AlgorithmConfig) -> Algorithm:
+def _build_distill(config: DistillConfig) -> Algorithm:
     samples = config.distillation == "sampled"
     return replace(
-        _build_sft(config),
-        name="distill",
-        trains=is_not_overlong if config.overlong == "mask" else _always,
+        _supervised(config.name, _weighting(config)),
+        trains=_trained(config),
         loss=partial(grpo_loss if samples else divergence_loss, config=config),
         shape=teacher_advantages if samples else None,
         shaping_kl=partial(kl_of_ratio, estimator="k1") if samples else None,
@@ -171,6 +179,14 @@ def _build_distill(config: AlgorithmConfig) -> Algorithm:
         step_means=step_means(config) if samples else {},
         teacher_top_k=0 if samples else config.teacher_top_k,
     )
+
+
+def _weighting(config: TokenWeightingSettings) -> TokenWeighting:
+    return config.constant_length if config.token_weighting == "constant" else config.token_weighting
+
+
+def _trained(config: OverlongSettings) -> Callable[[Rollout], bool]:
+    return is_not_overlong if config.overlong == "mask" else _always
 
 
 def _always(_: object) -> bool:

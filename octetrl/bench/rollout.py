@@ -40,10 +40,11 @@ from torch import Tensor
 from octetrl.algorithms.table import build_algorithm
 from octetrl.bench.turns import compared, take_in_turn
 from octetrl.bench.workload import Workload
+from octetrl.config.algorithm import GrpoConfig
 from octetrl.config.errors import UserError, nearest
 from octetrl.config.load import PRECISIONS
 from octetrl.config.presets import PRESETS, preset_config
-from octetrl.config.schema import AlgorithmConfig, EngineConfig, Fp8Config, Numerics, TrainerConfig
+from octetrl.config.schema import EngineConfig, Fp8Config, Numerics, TrainerConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.data.tokenizer import VOCABULARIES, load_tokenizer
 from octetrl.engine.engine import Engine
@@ -283,7 +284,7 @@ def _kv_scales(model: Decoder, workload: Workload, policy_version: int) -> KVSca
         room -= len(prompts[-1])
         if room <= 0:
             break
-    algorithm = build_algorithm(AlgorithmConfig())
+    algorithm = build_algorithm(GrpoConfig())
     trainer = Trainer(
         model, config=TrainerConfig(), algorithm=algorithm, temperature=1.0, total_steps=1, reference=None, trains=False
     )

@@ -38,9 +38,9 @@ from octetrl.bench.memory import estimate, refuse_what_does_not_fit
 from octetrl.bench.rollout import BenchModel, draw_weights, give_memory_back, tokenizer_of
 from octetrl.bench.turns import take_in_turn
 from octetrl.bench.workload import Workload
+from octetrl.config.algorithm import GrpoConfig
 from octetrl.config.load import PRECISIONS
 from octetrl.config.schema import (
-    AlgorithmConfig,
     EngineConfig,
     Fp8Config,
     ModelConfig,
@@ -201,7 +201,7 @@ def step_recipe(bench: StepBench, precision: str, numerics: Numerics) -> Recipe:
         ),
         engine=EngineConfig(kv_memory_fraction=bench.kv_fraction, max_batch=min(bench.max_batch, siblings)),
         trainer=bench.trainer,
-        algorithm=AlgorithmConfig(),
+        algorithm=GrpoConfig(),
         seed=bench.seed,
         steps=bench.steps + 1,
     )
@@ -230,7 +230,7 @@ class StepArm:
 
     def __init__(self, bench: StepBench, worker: Worker) -> None:
         self.bench, self.worker = bench, worker
-        self.algorithm: Algorithm = build_algorithm(AlgorithmConfig())
+        self.algorithm: Algorithm = build_algorithm(GrpoConfig())
         self._batch: PackedBatch | None = None  # of the last step
         self._learnt_tokens = self._all_tokens = 0
         if worker.needs_calibration:

@@ -40,8 +40,9 @@ from octetrl.bench.mix import Mix, Work, draw_work
 from octetrl.bench.parts import Trace, kernels_of_parts, part_rows, read_trace
 from octetrl.bench.rollout import BenchModel, Row, draw_weights, give_memory_back
 from octetrl.bench.turns import compared, take_in_turn
+from octetrl.config.algorithm import GrpoConfig
 from octetrl.config.load import PRECISIONS
-from octetrl.config.schema import AlgorithmConfig, Fp8Config, ModelConfig, Numerics, Recipe, TrainerConfig
+from octetrl.config.schema import Fp8Config, ModelConfig, Numerics, Recipe, TrainerConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.gemm import choose_backend
 from octetrl.fp8.kv_scales import kv_scales_from_amax
@@ -155,7 +156,7 @@ def build_trainer(bench: TrainBench, precision: str, numerics: Numerics = "parit
     return Trainer(
         model,
         config=bench.trainer,
-        algorithm=build_algorithm(AlgorithmConfig()),
+        algorithm=build_algorithm(GrpoConfig()),
         temperature=1.0,
         total_steps=1,
         reference=None,

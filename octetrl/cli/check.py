@@ -18,6 +18,7 @@ import typer
 from octetrl.cli.arguments import Overrides, RecipePath
 from octetrl.cli.check_files import file_problems
 from octetrl.cli.check_turns import turns_line
+from octetrl.config.algorithm import DistillConfig
 from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
 from octetrl.config.memory import (
@@ -27,6 +28,7 @@ from octetrl.config.memory import (
     estimate_memory,
     fewest_checkpointed_layers,
 )
+from octetrl.config.objective_settings import DatasetSettings
 from octetrl.config.presets import preset_config
 from octetrl.config.sandbox import SandboxConfig
 from octetrl.config.schema import Fp8Config, Recipe, TrainerConfig
@@ -130,7 +132,7 @@ def _model_spec(recipe: Recipe) -> ModelSpec:
 
 def _essentials(recipe: Recipe, device: Device) -> Iterator[tuple[str, str]]:
     rollout, algorithm, optimizer = recipe.rollout, recipe.algorithm, recipe.trainer.optimizer
-    if algorithm.learns_from != "rollouts":
+    if isinstance(algorithm, DatasetSettings):
         what = "conversations" if algorithm.learns_from == "conversations" else "pairs"
         paths = ", ".join(source.path for source in recipe.sources.values())
         yield "algorithm", f"{algorithm.name}, {algorithm.batch_size} {what} a step from {paths}"
@@ -146,7 +148,7 @@ def _essentials(recipe: Recipe, device: Device) -> Iterator[tuple[str, str]]:
         yield "LoRA", f"rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}; {beginning}"
     yield "lengths", f"{longest}, context {recipe.model.context_length:,}"
     environment = recipe.environment
-    if algorithm.teacher is not None and algorithm.name == "distill":
+    if isinstance(algorithm, DistillConfig):
         yield "teacher", f"{algorithm.teacher}, {algorithm.teacher_precision}, {algorithm.distillation}"
     if environment.dataset is not None:
         yield "environment", f"{environment.kind} {environment.dataset}, {environment.eval_size} tasks held out"
@@ -285,8 +287,9 @@ def _training_alone(policy: PrecisionPolicy) -> Precisions:
 
 def _teacher(recipe: Recipe) -> tuple[ModelSpec, Precisions] | None:
     algorithm = recipe.algorithm
-    if algorithm.name != "distill" or algorithm.teacher is None:
+    if not isinstance(algorithm, DistillConfig):
         return None
+    assert algorithm.teacher is not None, "validated: distill has a teacher"
     try:
         spec = load_spec(algorithm.teacher)
     except UserError as error:

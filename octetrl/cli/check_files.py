@@ -99,7 +99,7 @@ def _read_sources(recipe: Recipe) -> None:
     if kind == "rollouts":
         return
     for name, source in recipe.sources.items():
-        field = "algorithm.conversations" if recipe.algorithm.conversations else f"data.sources.{name}.path"
+        field = f"data.sources.{name}.path" if recipe.data.sources else "algorithm.conversations"
         if not source.path.startswith(HUB) and not Path(source.path).exists():
             raise UserError(f"{field}: no file '{source.path}'; give a JSONL or Parquet file, or a folder")
         read_source(name, source, kind)

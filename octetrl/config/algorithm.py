@@ -1,142 +1,290 @@
-"""The recipe's `algorithm` section: the objective and everything that shapes its loss."""
+"""The recipe's `algorithm` section: one class for each objective, chosen by `name`.
+
+    algorithm: {name: dapo, max_refills: 4}      ->      DapoConfig(max_refills=4)
+
+A class lists only what its objective reads. Shared fields come from `config/objective_settings.py`. A field that a
+class repeats has another default there, that of the objective's paper (docs/algorithms.md). A recipe that gives a field
+which its objective does not have is refused (`config/objective_keys.py`).
+"""
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from octetrl.config.objectives import LEARNS_FROM, OWN_DEFAULTS, LearnsFrom
-from octetrl.config.section import Fraction, Section
+from octetrl.config.objective_settings import (
+    AlgorithmConfig,
+    ClipHigh,
+    ClipLow,
+    ClipSettings,
+    Correction,
+    DatasetSettings,
+    GroupFilterSettings,
+    KlEstimator,
+    KlPlace,
+    KlSettings,
+    LearnsFrom,
+    LengthPenaltySettings,
+    NormalizationSettings,
+    OverlongSettings,
+    PolicyLossSettings,
+    PreferenceSettings,
+    Refills,
+    TokenWeightingSettings,
+    Weighting,
+)
+from octetrl.config.section import Fraction, Problem
 
-Correction = Literal[
-    "tis", "sequence_tis", "token_mask", "sequence_mask", "geometric_mask", "veto", "self_normalize"
-]  # fmt: skip
+
+class PolicyConfig(
+    TokenWeightingSettings, KlSettings, GroupFilterSettings, LengthPenaltySettings, OverlongSettings, PolicyLossSettings
+):
+    """An objective that learns from rewarded rollouts by a policy gradient."""
+
+    needs_siblings: ClassVar[bool] = True
+
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
+        if self.kl_in == "reward_before_baseline" and self.overlong == "mask":
+            text = (
+                "algorithm.overlong: 'mask' leaves answers out of training, so their KL is not known to the baseline of"
+                " algorithm.kl_in: reward_before_baseline; use keep, or kl_in: reward"
+            )
+            yield Problem(("algorithm.overlong", "algorithm.kl_in"), text)
 
 
-class AlgorithmConfig(Section):
-    """Defaults are GRPO's; an objective's own (config/objectives.py) take their place where the recipe says nothing."""
+class GrpoConfig(NormalizationSettings, ClipSettings, PolicyConfig):
+    """GRPO (arXiv 2402.03300): advantages relative to the group, no critic. The first choice."""
 
-    name: Literal[
-        "grpo", "dapo", "dual_clip", "gspo", "gspo_token", "cispo", "sapo", "rloo", "reinforce_pp",
-        "reinforce_pp_baseline", "ppo", "sft", "dpo", "ipo", "rft", "distill", "reward_model",
-    ] = "grpo"  # fmt: skip
-    """The objective; docs/algorithms.md has them in one table."""
-    clip_low: float = Field(default=0.2, ge=0.0, le=1.0)
-    clip_high: float = Field(default=0.2, ge=0.0)
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]. Own defaults: dapo 0.2 and 0.28, gspo 3e-4 and 4e-4, cispo
-    1 and 4."""
+    name: Literal["grpo"] = "grpo"
+
+
+class DapoConfig(NormalizationSettings, ClipSettings, PolicyConfig):
+    """DAPO (arXiv 2503.14476): GRPO with a wider upper clip, dynamic sampling and a penalty on overlong answers."""
+
+    name: Literal["dapo"] = "dapo"
+    clip_high: ClipHigh = 0.28
+    """How far the ratio may rise above 1 before a token's gradient is clipped. 0.28 as published."""
+    max_refills: Refills = 10
+    """At most so many further draws a step, until `rollout.prompts_per_step` groups are kept. 0: one draw."""
+    overlong_buffer: Fraction = 0.2
+    """Last share of `max_new_tokens` in which an answer loses reward with its length, up to 1 at the limit. 0: no
+    penalty."""
+
+
+class DualClipConfig(NormalizationSettings, ClipSettings, PolicyConfig):
+    """Dual-clip PPO (arXiv 1912.09729): a floor under what a bad token can cost. For many updates a batch."""
+
+    name: Literal["dual_clip"] = "dual_clip"
     dual_clip: float = Field(default=3.0, gt=1.0)
-    """dual_clip: how many times its advantage a bad token may cost at most."""
+    """How many times its advantage a bad token may cost at most. 3 as published."""
+
+
+class GspoSettings(NormalizationSettings, ClipSettings, PolicyConfig):
+    """GSPO (arXiv 2507.18071): the ratio of a whole answer."""
+
+    clip_low: ClipLow = 3e-4
+    """How far the ratio of a whole answer may fall below 1. 3e-4 as published."""
+    clip_high: ClipHigh = 4e-4
+    """How far the ratio of a whole answer may rise above 1. 4e-4 as published."""
+    token_weighting: Weighting = "sequence"
+    """How much a trained token counts in the loss. `sequence`, all samples count the same, as published."""
+    corrections: tuple[Correction, ...] = ("sequence_tis",)
+    """Importance corrections, one upon the other. An answer is corrected as one, as it is clipped as one."""
+
+
+class GspoConfig(GspoSettings):
+    """GSPO (arXiv 2507.18071): the ratio of a whole answer. For long answers and mixtures of experts."""
+
+    name: Literal["gspo"] = "gspo"
+
+
+class GspoTokenConfig(GspoSettings):
+    """GSPO-token (arXiv 2507.18071): the answer's ratio in value, each token's own in the gradient."""
+
+    name: Literal["gspo_token"] = "gspo_token"
+
+
+class CispoConfig(NormalizationSettings, ClipSettings, PolicyConfig):
+    """CISPO (arXiv 2506.13585): the weight is clipped, so each token keeps its gradient. For many updates a batch."""
+
+    name: Literal["cispo"] = "cispo"
+    clip_low: ClipLow = 1.0
+    """How far the weight may fall below 1. 1: no lower bound, as published."""
+    clip_high: ClipHigh = 4.0
+    """How far the weight may rise above 1. 4, at most 5 times, as in ScaleRL (arXiv 2510.13786)."""
+
+
+class SapoConfig(NormalizationSettings, PolicyConfig):
+    """SAPO (arXiv 2511.20347): a smooth gate in the place of the clip. For many updates a batch."""
+
+    name: Literal["sapo"] = "sapo"
+    token_weighting: Weighting = "sequence"
+    """How much a trained token counts in the loss. `sequence`, all samples count the same, as published."""
     sapo_tau_positive: float = Field(default=1.0, gt=0.0)
+    """How fast a token of positive advantage fades as its ratio leaves 1. 1.0 as published; raise it to trust stale
+    samples less."""
     sapo_tau_negative: float = Field(default=1.05, gt=0.0)
-    """sapo: how fast a token fades as its ratio leaves 1, by the sign of its advantage."""
-    ratio_base: Literal["auto", "proximal", "generator"] = "auto"
-    """What the ratio is taken against. auto: the policy itself where it drew the tokens and there is one update, its
-    log-probs before the first of several, the engine's for stale samples. proximal: the trainer's before the first
-    update, always; corrections make up for staleness. generator: the engine's, always; corrections then do nothing."""
-    normalize_advantages: bool = True
-    """Divide by the group's standard deviation (GRPO); false is Dr.GRPO's choice."""
-    token_weighting: Literal["token", "sequence", "constant"] = "token"
-    """`token`: each trained token counts the same (DAPO); `sequence`: each sample does (GRPO as published); `constant`:
-    a sample's tokens are summed and divided by `constant_length` (Dr.GRPO). Own defaults: gspo and sapo sequence, rloo
-    constant."""
-    constant_length: int = Field(default=1024, ge=1, le=1 << 24)
-    """Tokens; commonly rollout.max_new_tokens. It scales the loss, so with clipped gradients it matters little."""
-    drop_zero_variance: bool = True
-    """Groups whose rewards are all equal teach nothing and are left out, counted. Own default: reinforce_pp false."""
-    max_refills: int = Field(default=0, ge=0, le=1000)
-    """Dynamic sampling: draw further prompts, at most so many times a step, until `rollout.prompts_per_step` groups are
-    not left out. Own default: dapo 10."""
-    overlong_buffer: Fraction = 0.0
-    """Last share of max_new_tokens in which an answer loses reward with its length, up to 1 at the limit; 0: none. Own
-    default: dapo 0.2."""
-    overlong: Literal["keep", "mask"] = "keep"
-    """Answers cut at max_new_tokens, and conversations whose turns or context ran out: learnt from like others, or
-    counted in the baseline but not trained on."""
-    kl_coefficient: float = Field(default=0.0, ge=0.0)
-    """Weight of the KL to the reference policy (the weights the run began with); 0 keeps no reference model."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """algorithms/ratios.py says how they differ. Own defaults: reinforce_pp k1, reinforce_pp_baseline k2."""
-    kl_gradient: Literal["auto", "estimator", "k2"] = "auto"
-    """Of the KL in the loss. auto: k1 has k2's gradient, k2 and k3 their own. estimator: each its own, so k1's is zero
-    in expectation (verl's k1). k2: k2's, whatever the estimator (verl's k1+ and k3+)."""
-    kl_in: Literal["loss", "reward", "reward_before_baseline"] = "loss"
-    """`loss`: each token's KL, differentiated. `reward`: each token is charged for the KL of itself and all that follow
-    it, after the baseline. `reward_before_baseline`: the KL of a whole answer is taken from its reward, then siblings
-    are compared (RLOO in TRL, use_kl_in_reward in verl). Both kinds of reward need one more forward where there is one
-    update. Own default: reinforce_pp and ppo reward."""
-    kl_target: float | None = Field(default=None, gt=0.0)
-    """Nats a token that the KL is steered to by adapting the coefficient, 2% a step at most; None: it is fixed."""
-    reference_every: int = Field(default=0, ge=0, le=1_000_000_000)
-    """Steps after which the reference becomes the present policy; 0: it stays what the run began with."""
-    entropy_coefficient: float = Field(default=0.0, ge=0.0)
-    """Weight of the entropy bonus."""
-    corrections: tuple[Correction, ...] = ("tis",)
-    """Importance corrections between engine and trainer, one upon the other (algorithms/corrections.py). Of tokens:
-    tis, token_mask. Of samples: sequence_tis, sequence_mask, geometric_mask, veto. Of the batch: self_normalize."""
-    tis_cap: float = Field(default=2.0, ge=1.0)
-    """Largest weight of a token."""
-    sequence_tis_cap: float = Field(default=2.0, ge=1.0)
-    """Largest weight of a sample, the product over its tokens."""
-    token_mask_range: tuple[float, float] = (0.5, 5.0)
-    """Tokens whose p / g is outside are left out."""
-    sequence_mask_range: tuple[float, float] = (0.0, 3.0)
-    """Samples whose product of p / g is outside are left out."""
-    geometric_mask_range: tuple[float, float] = (0.999, 1.002)
-    """Samples whose geometric mean of p / g is outside are left out."""
-    veto_floor: Fraction = 1e-6
-    """Samples with a token that the trainer finds less probable are left out."""
-    veto_by: Literal["probability", "ratio"] = "probability"
-    """What veto compares with `veto_floor`: the trainer's probability p of a token, or the ratio p / g (verl, whose
-    floors are 1e-4 to 1e-6)."""
-    masked_tokens: Literal["in_denominator", "left_out"] = "in_denominator"
-    """Tokens that a mask or veto leaves out: they count in the loss's denominator, so the others keep their weight, and
-    have their KL and entropy terms; or they are out of all of it, and the others weigh more (verl)."""
+    """The same for negative advantages. 1.05 as published: bad tokens fade sooner."""
+
+
+class RlooConfig(ClipSettings, PolicyConfig):
+    """RLOO (arXiv 2402.14740): each answer against the mean of its siblings, itself left out."""
+
+    name: Literal["rloo"] = "rloo"
+    token_weighting: Weighting = "constant"
+    """How much a trained token counts in the loss. `constant`, the answer's log-prob is a sum, as published."""
     rloo_ratio: Literal["token", "sequence"] = "token"
-    """rloo: what is clipped, each token's ratio or the ratio of the whole answer, the product over its tokens (TRL)."""
+    """What is clipped: each token's ratio, or the ratio of the whole answer, the product over its tokens (TRL)."""
+
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
+        if self.rloo_ratio == "sequence" and self.token_weighting != "constant":
+            text = (
+                f"algorithm.token_weighting: '{self.token_weighting}' would divide the gain of a whole answer by its"
+                f" length; with algorithm.rloo_ratio: sequence use constant"
+            )
+            yield Problem(("algorithm.token_weighting", "algorithm.rloo_ratio"), text)
+        if self.rloo_ratio == "sequence" and self.kl_in == "reward" and self.kl_coefficient > 0:
+            text = (
+                "algorithm.kl_in: 'reward' charges each token for its own KL, and algorithm.rloo_ratio: sequence has"
+                " one advantage an answer; use reward_before_baseline or loss"
+            )
+            yield Problem(("algorithm.kl_in", "algorithm.rloo_ratio"), text)
+
+
+class ReinforcePpConfig(ClipSettings, PolicyConfig):
+    """REINFORCE++ (arXiv 2501.03262): advantages normalised over the batch. For one answer a prompt."""
+
+    needs_siblings: ClassVar[bool] = False
+
+    name: Literal["reinforce_pp"] = "reinforce_pp"
+    drop_zero_variance: bool = False
+    """Leave out, and count, groups whose rewards are all equal. false: other prompts are the baseline."""
+    kl_in: KlPlace = "reward"
+    """`reward`: each token is charged for the KL of itself and all that follow it, as published. `loss`: each token's
+    KL, differentiated."""
+    kl_estimator: KlEstimator = "k1"
+    """Estimator of a token's KL, in nats. k1 as published."""
+
+
+class ReinforcePpBaselineConfig(ClipSettings, PolicyConfig):
+    """REINFORCE++ with the group's mean as baseline (arXiv 2501.03262)."""
+
+    name: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
+    kl_estimator: KlEstimator = "k2"
+    """Estimator of a token's KL, in nats. k2 as published."""
+
+
+class PpoConfig(NormalizationSettings, ClipSettings, PolicyConfig):
+    """PPO with a critic (arXiv 1707.06347). The critic's own settings are the section `critic`."""
+
+    needs_siblings: ClassVar[bool] = False
+
+    name: Literal["ppo"] = "ppo"
+    drop_zero_variance: bool = False
+    """Leave out, and count, groups whose rewards are all equal. false: the critic is the baseline."""
+    kl_in: KlPlace = "reward"
+    """`reward`: each token is charged for its own KL and GAE carries it back (InstructGPT). `loss`: each token's KL,
+    differentiated."""
+    kl_estimator: KlEstimator = "k1"
+    """Estimator of a token's KL, in nats. k1 as in InstructGPT (arXiv 2203.02155)."""
     discount: float = Field(default=1.0, gt=0.0, le=1.0)
-    """PPO: what a reward one token later is worth. Answers are short episodes: 1."""
+    """What a reward one token later is worth. Answers are short episodes: 1."""
     gae_lambda: Fraction = 0.95
-    """PPO: how far advantages look past the value head: 1 waits for the outcome, 0 trusts the next value alone."""
+    """How far advantages look past the value head: 1 waits for the outcome, 0 trusts the next value alone. Raise it
+    for long answers."""
     return_lambda: Fraction | None = None
-    """PPO: the lambda of the returns that the value head is fitted to; None: `gae_lambda`. 1 fits the outcomes
-    themselves, without bias, where answers are long (VAPO, arXiv 2504.05118)."""
-    reward_center: float = Field(default=0.0, ge=0.0)
-    """reward_model: pulls the sum of a pair's rewards towards 0 with this weight; commonly 0.01, 0 leaves it free."""
-    conversations: str | None = None
-    """SFT and preferences: one file or folder to learn from, short for a `data.sources` with it alone."""
-    batch_size: int = Field(default=64, ge=1, le=1_000_000)
-    """SFT and preferences: conversations or pairs a step."""
-    preference_beta: float = Field(default=0.1, gt=0.0)
-    """DPO and IPO: strength of the pull to the weights the run began with."""
-    preference_logprobs: Literal["sum", "mean"] = "sum"
-    """DPO and IPO: the log-prob of an answer, summed over its tokens as in the papers, or their mean (TRL's IPO;
-    length-normalised DPO). A mean wants a `preference_beta` larger by about the answers' length."""
+    """The lambda of the returns that the value head is fitted to. None: `gae_lambda`. 1 fits the outcomes themselves,
+    without bias, where answers are long (VAPO, arXiv 2504.05118)."""
+
+
+class SftConfig(DatasetSettings, TokenWeightingSettings):
+    """Supervised fine-tuning on given conversations."""
+
+    name: Literal["sft"] = "sft"
+
+
+class DpoConfig(PreferenceSettings):
+    """DPO (arXiv 2305.18290): preference pairs without a reward model."""
+
+    name: Literal["dpo"] = "dpo"
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
-    """DPO: share of pairs whose label is taken to be wrong (cDPO)."""
+    """Share of pairs whose label is taken to be wrong (cDPO). Set it to the share of wrong labels you expect."""
+
+
+class IpoConfig(PreferenceSettings):
+    """IPO (arXiv 2310.12036): like DPO, with a bounded margin. For noisy labels, or labels that nearly all agree."""
+
+    name: Literal["ipo"] = "ipo"
+
+
+class RewardModelConfig(DatasetSettings):
+    """A reward model from preference pairs (Bradley-Terry)."""
+
+    learns_from: ClassVar[LearnsFrom] = "preferences"
+
+    name: Literal["reward_model"] = "reward_model"
+    reward_center: float = Field(default=0.0, ge=0.0)
+    """Weight that pulls the sum of a pair's rewards towards 0. Commonly 0.01, for rewards that PPO will use; 0 leaves
+    the sum free."""
+
+
+class RftConfig(TokenWeightingSettings, LengthPenaltySettings, OverlongSettings):
+    """Rejection-sampling fine-tuning (arXiv 2308.01825): supervised steps on the best answers of each group."""
+
+    name: Literal["rft"] = "rft"
     best_of_group: int = Field(default=1, ge=1, le=100_000)
-    """RFT: how many siblings of a group are learnt from, the best first."""
+    """How many siblings of a group are learnt from, the best first. At most `rollout.group_size`."""
     reward_threshold: float = 0.0
-    """RFT: only siblings with a reward above it are."""
+    """Only siblings with a reward above it are learnt from. Set it to just below the reward of a right answer."""
+
+
+class DistillConfig(ClipSettings, TokenWeightingSettings, OverlongSettings):
+    """On-policy distillation (arXiv 2306.13649): a teacher judges what the policy drew."""
+
+    name: Literal["distill"] = "distill"
     teacher: str | None = None
-    """distill: Hugging Face folder of the teacher, of any size, with the policy's tokenizer; required for it."""
+    """Hugging Face folder of the teacher, of any size, with the policy's tokenizer. Required."""
     teacher_precision: Literal["bf16", "fp8"] = "bf16"
-    """distill: of the teacher's linears."""
+    """Precision of the teacher's linears. fp8 halves its memory."""
     distillation: Literal["sampled", "reverse_kl", "forward_kl"] = "sampled"
-    """distill: the teacher's log-prob of each drawn token as its advantage, or a KL over the teacher's top-k tokens:
-    reverse (the policy keeps to what the teacher would say) or forward (it covers all that the teacher might)."""
+    """The teacher's log-prob of each drawn token as its advantage (MiniLLM), or a KL over the teacher's top-k tokens
+    (GKD): reverse, the policy keeps to what the teacher would say; forward, it covers all that the teacher might.
+    `sampled` alone reads corrections, clips and the entropy bonus."""
     teacher_top_k: int = Field(default=64, ge=1, le=1 << 24)
-    """distill, a KL: tokens of the teacher's distribution that are told apart at each place; the rest counts as one."""
+    """Tokens of the teacher's distribution that a KL tells apart at each place; the rest counts as one. Raise it for
+    teachers that are unsure."""
 
-    @property
-    def learns_from(self) -> LearnsFrom:
-        """What a step begins with."""
-        return LEARNS_FROM.get(self.name, "rollouts")
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
+        if self.teacher is None:
+            text = "algorithm.teacher: missing; distill needs the Hugging Face folder of a teacher with the same"
+            yield Problem(("algorithm.teacher", "algorithm.name"), f"{text} tokenizer")
 
-    @model_validator(mode="after")
-    def _fill_own_defaults(self) -> Self:
-        for name, value in OWN_DEFAULTS.get(self.name, {}).items():
-            if name not in self.model_fields_set:
-                self.__dict__[name] = value  # the model is frozen, and not yet anybody's
-        return self
+
+ChosenAlgorithm = Annotated[
+    GrpoConfig
+    | DapoConfig
+    | DualClipConfig
+    | GspoConfig
+    | GspoTokenConfig
+    | CispoConfig
+    | SapoConfig
+    | RlooConfig
+    | ReinforcePpConfig
+    | ReinforcePpBaselineConfig
+    | PpoConfig
+    | SftConfig
+    | DpoConfig
+    | IpoConfig
+    | RewardModelConfig
+    | RftConfig
+    | DistillConfig,
+    Field(discriminator="name"),
+]
+OBJECTIVES: dict[str, type[AlgorithmConfig]] = {
+    section.model_fields["name"].default: section for section in get_args(get_args(ChosenAlgorithm)[0])
+}

@@ -2,6 +2,9 @@
 
 A recipe names it in its first line, `# yaml-language-server: $schema=recipe.schema.json`. `make schema` writes the
 file anew; a test says when that is due.
+
+The `algorithm` section is one of the objectives' (`oneOf`, chosen by `name`), so an editor offers the fields that the
+named objective has. A file that extends another may leave `name` out; there the fields of all objectives are offered.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from octetrl.config.algorithm import OBJECTIVES
 from octetrl.config.schema import Recipe
 
 SCHEMA_FILE = Path(__file__).parents[2] / "recipes" / "recipe.schema.json"
@@ -21,12 +25,40 @@ def recipe_json_schema() -> dict[str, Any]:
     schema.pop("required", None)
     extends = {"type": "string", "description": "Recipe underneath this one; the path is relative to this file."}
     schema["properties"] = {"extends": extends, **schema["properties"]}
+    _let_name_choose(schema)
     _join_lines(schema)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
 def write_json_schema(path: Path = SCHEMA_FILE) -> None:
     path.write_text(json.dumps(recipe_json_schema(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _let_name_choose(schema: dict[str, Any]) -> None:
+    """Exactly one choice of `algorithm` fits: that of its name, or, without a name, the one that has every field.
+
+    A field is written out once; the other objectives that have it in the same form refer to it.
+    """
+    written: dict[str, dict[str, str]] = {}
+    every: dict[str, Any] = {}
+    for section in OBJECTIVES.values():
+        choice = schema["$defs"][section.__name__]
+        choice["required"] = ["name"]
+        for field, form in choice["properties"].items():
+            reference = {"$ref": f"#/$defs/{section.__name__}/properties/{field}"}
+            known = written.setdefault(json.dumps([field, form]), reference)
+            if known is not reference:
+                choice["properties"][field] = known
+            if field != "name":
+                every.setdefault(field, known)
+    schema["$defs"]["InheritedObjective"] = {
+        "description": "The file that this one extends names the objective.",
+        "properties": every,
+        "not": {"required": ["name"]},
+        "additionalProperties": False,
+        "type": "object",
+    }
+    schema["properties"]["algorithm"]["oneOf"].append({"$ref": "#/$defs/InheritedObjective"})
 
 
 def _join_lines(node: Any) -> None:

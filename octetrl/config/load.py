@@ -11,6 +11,8 @@ Rules, all of them:
 - `precision:` stands for its three `fp8` fields. Fields written out in the same file win over it, so does whatever
   comes later; the command line is one such "file", whatever the order of its words. `precision` given later wins
   over fields written out earlier.
+- `algorithm.name` chooses the fields of its section; `null` takes away a field of another objective that a file
+  underneath gives. Everything else that the objective does not have is an error.
 - YAML's traps are closed: `1e-6` is a number, `1:30`, `010`, `yes` and `2024-01-01` are texts, a key given twice is an
   error, so is an alias (`*name`), and anything that is not a finite number.
 
@@ -31,8 +33,10 @@ import yaml
 
 from octetrl.config.errors import UserError
 from octetrl.config.json_file import read_text
-from octetrl.config.problems import Problem, may_be_null, section_of
-from octetrl.config.schema import Recipe, Section
+from octetrl.config.objective_keys import drop_defaults_of_others
+from octetrl.config.problems import may_be_null, section_of
+from octetrl.config.schema import Recipe
+from octetrl.config.section import Problem, Section
 from octetrl.config.shipped import find_recipe
 from octetrl.config.validate import build_recipe
 
@@ -151,7 +155,7 @@ def _read_file(path: Path, extended_by: str | None) -> Tree:
         raise UserError(
             f"{path}: holds a {type(tree).__name__}, not `section: ...` lines{reader}; `octetrl recipes` lists examples"
         )
-    return tree
+    return drop_defaults_of_others(tree)
 
 
 def _parse_overrides(overrides: Iterable[str]) -> tuple[list[tuple[tuple[str, ...], Any]], list[Problem]]:

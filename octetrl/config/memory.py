@@ -51,6 +51,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from octetrl.config.algorithm import DistillConfig
 from octetrl.config.blocks import BlockMemory, TrainedAs
 from octetrl.config.lora import adapter_elements
 from octetrl.config.schema import Recipe
@@ -154,8 +155,10 @@ def estimate_memory(
     parts.append(_optimizer(recipe, trained, weight_bytes, on_gpu))
     if teacher is not None:
         taught = weight_bytes * teacher[0].num_parameters + _fp8_copies(*teacher, emulated=emulated, backward=False)
-        parts.append(MemoryPart("teacher", taught, f"{recipe.algorithm.teacher}, {recipe.algorithm.teacher_precision}"))
-    if recipe.algorithm.kl_coefficient > 0 or recipe.algorithm.name in ("dpo", "ipo"):
+        algorithm = recipe.algorithm
+        assert isinstance(algorithm, DistillConfig), "only distillation has a teacher"
+        parts.append(MemoryPart("teacher", taught, f"{algorithm.teacher}, {algorithm.teacher_precision}"))
+    if recipe.algorithm.keeps_reference:
         its_copies = _fp8_copies(spec, precisions, emulated=emulated, backward=False) if lora is None else 0
         reference = weight_bytes * trained + its_copies
         what = "weights and FP8 copies" if lora is None else "adapters"

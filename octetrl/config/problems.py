@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import UnionType
 from typing import Any, get_args, get_origin
 
@@ -16,7 +15,9 @@ from pydantic import ValidationError
 
 from octetrl.config.data import DataSource
 from octetrl.config.errors import nearest
-from octetrl.config.schema import Recipe, Section
+from octetrl.config.objective_keys import DEFAULT_NAME, SECTION, misplaced_fields, owners, unknown_field
+from octetrl.config.schema import Recipe
+from octetrl.config.section import Problem, Section
 
 _WORDS = {
     "string_type": "is not a text; put it in quotes",
@@ -36,28 +37,42 @@ _WORDS = {
 _PLACEHOLDER_MODEL = {"path": "unknown"}  # stands in for a missing model while the other fields are checked
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    fields: tuple[str, ...]  # dotted names of the fields at odds
-    text: str
-
-
 def schema_problems(error: ValidationError, tree: dict[str, Any]) -> tuple[list[Problem], dict[str, Any]]:
     """What pydantic found, in our words, and the tree without the fields it found wanting."""
     sound = json.loads(json.dumps(tree))
-    problems = []
+    problems, misplaced = [], []
     for detail in error.errors(include_url=False):
-        field = _field_of(detail["loc"])
-        if detail["type"] == "extra_forbidden" and len(field) == len(detail["loc"]):
+        location = detail["loc"]
+        if location[0] == SECTION and len(location) > 1:  # pydantic puts the objective's name between section and field
+            location = (SECTION, *location[2:])
+        field = _field_of(location)
+        if detail["type"] == "extra_forbidden" and field[:-1] == (SECTION,) and owners(field[-1]):
+            misplaced.append(field[-1])
+        elif detail["type"] == "extra_forbidden" and field[:-1] == (SECTION,):
+            problems.append(unknown_field(tree[SECTION]["name"], field[-1]))
+        elif detail["type"] == "extra_forbidden" and len(field) == len(location):
             problems.append(_unknown_key(field))
-        elif detail["type"] == "missing" and len(field) == len(detail["loc"]):
+        elif detail["type"] == "missing" and len(field) == len(location):
             problems.append(Problem((".".join(field),), _missing(field)))
+        elif detail["type"] == "union_tag_invalid":
+            problems.append(_unknown_name((*field, "name"), detail))
         else:
-            problems.append(Problem((".".join(field),), _wrong_value(field, detail, tree)))
+            problems.append(Problem((".".join(field),), _wrong_value(field, {**detail, "loc": location}, tree)))
         lacking = detail["type"] == "missing" and len(field) > 1  # then it is the section that can't be kept
         _remove(sound, field[:-1] if lacking else field)
+    if misplaced:
+        problems.append(misplaced_fields(tree[SECTION]["name"], misplaced))
     sound.setdefault("model", _PLACEHOLDER_MODEL)
+    sound.setdefault(SECTION, {"name": DEFAULT_NAME})
     return problems, sound
+
+
+def _unknown_name(field: tuple[str, ...], detail: Any) -> Problem:
+    """The name that chooses a section is none of those that there are."""
+    name, given = ".".join(field), detail["input"][field[-1]]
+    words = re.findall(r"'([^']*)'", detail["ctx"]["expected_tags"])
+    text = f"{name}: {_show(given)} is not allowed; choose one of {', '.join(words)}{nearest(str(given), words)}"
+    return Problem((name,), text)
 
 
 def _field_of(location: tuple[int | str, ...]) -> tuple[str, ...]:
@@ -90,9 +105,8 @@ def _unknown_key(keys: tuple[str, ...]) -> Problem:
 
 def _all_fields(schema: type[Section], prefix: str = "") -> Iterator[str]:
     for name in schema.model_fields:
-        section = section_of(schema, name)
         yield prefix + name
-        if section is not None:
+        for section in _sections_of(schema, name):
             yield from _all_fields(section, f"{prefix}{name}.")
 
 
@@ -116,7 +130,8 @@ def _wrong_value(field: tuple[str, ...], detail: Any, tree: dict[str, Any]) -> s
         return f"{name}: two numbers are needed, such as [0.9, 0.95]"
     if detail["type"] == "missing":
         return f"{name}: missing"
-    words_of_type = _WORDS.get(detail["type"], "is not valid: " + detail["msg"].replace("{", "{{"))
+    kind = "model_type" if detail["type"] == "dict_type" and field == (SECTION,) else detail["type"]
+    words_of_type = _WORDS.get(kind, "is not valid: " + detail["msg"].replace("{", "{{"))
     return f"{name}: {_show(detail['input'])} {words_of_type.format(**detail.get('ctx', {}))}"
 
 
@@ -134,13 +149,17 @@ def _remove(tree: dict[str, Any], keys: tuple[str, ...]) -> None:
 
 
 def section_of(schema: type[Section], key: str) -> type[Section] | None:
-    """The section that `key` is in `schema`, one that may be null included; None: a plain field, or unknown."""
+    """The section that `key` is in `schema`, one that may be null included; None: a plain field, or unknown. Of a
+    section whose class is chosen by name, the class of its default."""
+    return next(_sections_of(schema, key), None)
+
+
+def _sections_of(schema: type[Section], key: str) -> Iterator[type[Section]]:
     field = schema.model_fields.get(key)
     annotation = field.annotation if field is not None else None
     for choice in get_args(annotation) if get_origin(annotation) is UnionType else (annotation,):
         if isinstance(choice, type) and issubclass(choice, Section):
-            return choice
-    return None
+            yield choice
 
 
 def may_be_null(schema: type[Section], key: str) -> bool:

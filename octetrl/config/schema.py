@@ -11,9 +11,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from octetrl.config.algorithm import AlgorithmConfig as AlgorithmConfig
+from octetrl.config.algorithm import ChosenAlgorithm, GrpoConfig
 from octetrl.config.data import DataConfig, DataSource
 from octetrl.config.environment import EnvironmentConfig
+from octetrl.config.objective_settings import DatasetSettings
 from octetrl.config.section import Fraction, Section
 
 Precision = Literal["bf16", "fp8_rollout", "fp8", "fp8_full"]
@@ -243,7 +244,8 @@ class Recipe(Section):
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
+    algorithm: ChosenAlgorithm = GrpoConfig()
+    """The objective and everything that shapes its loss. `name` chooses it, and with it the fields of the section."""
     critic: CriticConfig = CriticConfig()
     data: DataConfig = DataConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
@@ -262,6 +264,7 @@ class Recipe(Section):
     @property
     def sources(self) -> dict[str, DataSource]:
         """The training data by name: `data.sources`, or `algorithm.conversations` as the only source."""
-        if self.algorithm.conversations is None:
+        algorithm = self.algorithm
+        if not isinstance(algorithm, DatasetSettings) or algorithm.conversations is None:
             return self.data.sources
-        return {"conversations": DataSource(path=self.algorithm.conversations)}
+        return {"conversations": DataSource(path=algorithm.conversations)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -11,3 +12,14 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with a recipe.
+
+    Example: Problem(("rollout.top_p",), "rollout.top_p: 1.5 is out of range; it must be at most 1")
+    """
+
+    fields: tuple[str, ...]  # dotted names of the fields at odds
+    text: str

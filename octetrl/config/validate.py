@@ -15,24 +15,18 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from octetrl.config.algorithm import RftConfig
 from octetrl.config.errors import UserError
-from octetrl.config.objectives import NEED_SIBLINGS
-from octetrl.config.problems import Problem, schema_problems
+from octetrl.config.objective_keys import name_objective
+from octetrl.config.objective_settings import DatasetSettings
+from octetrl.config.problems import schema_problems
 from octetrl.config.schema import CriticConfig, OptimizerConfig, Recipe
+from octetrl.config.section import Problem
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate_environment import environment_problems
-from octetrl.config.validate_objective import objective_problems
 from octetrl.config.validate_sandbox import sandbox_problems
 
 MOST_ROLLOUTS = 10_000_000  # of a step; each is a record in memory
-_WITHOUT_KL = {
-    "sft": "has no reference policy",
-    "rft": "has no reference policy",
-    "distill": "has its teacher in the reference's place",
-    "dpo": "has the KL in its loss (algorithm.preference_beta)",
-    "ipo": "has the KL in its loss (algorithm.preference_beta)",
-    "reward_model": "has no policy",
-}
 _ROWS = {
     "conversations": '{"prompt": ..., "answer": ...} or {"messages": [...]}',
     "preferences": '{"prompt": ..., "chosen": ..., "rejected": ...}',
@@ -41,6 +35,7 @@ _ROWS = {
 
 def build_recipe(tree: dict[str, Any], *, training: bool = True) -> tuple[Recipe | None, list[Problem]]:
     """The recipe of a merged tree, or None and all its problems. training: see `combination_problems`."""
+    tree = name_objective(tree)
     try:
         recipe = Recipe.model_validate_json(json.dumps(tree))
     except ValidationError as error:
@@ -162,9 +157,7 @@ def _length_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
     algorithm, rollout = recipe.algorithm, recipe.rollout
-    if algorithm.name in _WITHOUT_KL and algorithm.kl_coefficient > 0:
-        text = f"algorithm.kl_coefficient: {algorithm.name} {_WITHOUT_KL[algorithm.name]}; set it to 0, or use grpo"
-        yield Problem(("algorithm.kl_coefficient", "algorithm.name"), text)
+    yield from algorithm.problems()
     yield from _data_problems(recipe)
     if algorithm.learns_from != "rollouts":
         if recipe.fp8.kv_cache == "calibrated":
@@ -175,17 +168,13 @@ def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
             )
             yield Problem(("fp8.kv_cache", "algorithm.name"), text)
         return
-    if algorithm.name == "distill" and algorithm.teacher is None:
-        text = "algorithm.teacher: missing; distill needs the Hugging Face folder of a teacher with the same tokenizer"
-        yield Problem(("algorithm.teacher", "algorithm.name"), text)
-    if algorithm.name == "rft" and algorithm.best_of_group > rollout.group_size:
+    if isinstance(algorithm, RftConfig) and algorithm.best_of_group > rollout.group_size:
         text = (
             f"algorithm.best_of_group: {algorithm.best_of_group} is more than the rollout.group_size"
             f" {rollout.group_size} siblings drawn; lower it, or draw more"
         )
         yield Problem(("algorithm.best_of_group", "rollout.group_size"), text)
-    yield from objective_problems(recipe)
-    if rollout.group_size < 2 and algorithm.name in NEED_SIBLINGS:
+    if rollout.group_size < 2 and algorithm.needs_siblings:
         text = (
             f"rollout.group_size: 1 gives {algorithm.name} no siblings to compare; use at least 2, commonly 8,"
             f" or algorithm.name: reinforce_pp"
@@ -225,7 +214,7 @@ def _critic_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _data_problems(recipe: Recipe) -> Iterator[Problem]:
     algorithm, sources = recipe.algorithm, recipe.data.sources
-    if algorithm.learns_from == "rollouts":
+    if not isinstance(algorithm, DatasetSettings):
         return
     form = _ROWS[algorithm.learns_from]
     if algorithm.conversations is None and not sources:
@@ -251,14 +240,17 @@ def _optimizer_problems(section: str, optimizer: OptimizerConfig) -> Iterator[Pr
 def _trainer_problems(recipe: Recipe) -> Iterator[Problem]:
     trainer, rollout = recipe.trainer, recipe.rollout
     yield from _optimizer_problems("trainer.optimizer", trainer.optimizer)
-    is_sft = recipe.algorithm.learns_from != "rollouts"
-    samples = recipe.algorithm.batch_size if is_sft else rollout.prompts_per_step * rollout.group_size
+    samples, of_batch = (
+        rollout.prompts_per_step * rollout.group_size,
+        ["rollout.prompts_per_step", "rollout.group_size"],
+    )
+    if isinstance(recipe.algorithm, DatasetSettings):
+        samples, of_batch = recipe.algorithm.batch_size, ["algorithm.batch_size"]
     if trainer.minibatches > samples:
         text = (
             f"trainer.minibatches: {trainer.minibatches} optimizer steps cannot share a batch of {samples} samples;"
             f" use at most {samples}"
         )
-        of_batch = ("algorithm.batch_size",) if is_sft else ("rollout.prompts_per_step", "rollout.group_size")
         yield Problem(("trainer.minibatches", *of_batch), text)
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from octetrl.config.environment import EnvironmentConfig
 from octetrl.config.errors import UserError, nearest
-from octetrl.config.problems import Problem
 from octetrl.config.schema import Recipe
+from octetrl.config.section import Problem
 
 FILES = ("math", "jsonl", "code")
 READY_TOOLS = ("calculator", "python", "search")

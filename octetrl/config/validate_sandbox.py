@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from octetrl.config.problems import Problem
 from octetrl.config.schema import Recipe
+from octetrl.config.section import Problem
 
 MARGIN_SECONDS = 4.0
 """For starting sandboxes and ending them, beyond what the code may take."""

@@ -14,6 +14,7 @@ import torch
 from octetrl.algorithms.dapo import soft_overlong_penalty
 from octetrl.algorithms.table import Algorithm, build_algorithm
 from octetrl.config.errors import UserError
+from octetrl.config.objective_settings import GroupFilterSettings, LengthPenaltySettings
 from octetrl.config.presets import preset_config
 from octetrl.config.schema import EnvironmentConfig, Fp8Config, Recipe
 from octetrl.config.spec import ModelSpec
@@ -184,11 +185,10 @@ def build_collection(recipe: Recipe, chat: ChatTokens) -> CollectionSettings:
     algorithm, rollout = recipe.algorithm, recipe.rollout
     collection = CollectionSettings.from_config(chat, rollout, seed=recipe.seed)
     penalty = None
-    if algorithm.overlong_buffer:
+    if isinstance(algorithm, LengthPenaltySettings) and algorithm.overlong_buffer:
         penalty = partial(soft_overlong_penalty, limit=rollout.max_new_tokens, buffer=algorithm.overlong_buffer)
-    return replace(
-        collection, max_refills=algorithm.max_refills, penalty=penalty, context_length=recipe.model.context_length
-    )
+    refills = algorithm.max_refills if isinstance(algorithm, GroupFilterSettings) else 0
+    return replace(collection, max_refills=refills, penalty=penalty, context_length=recipe.model.context_length)
 
 
 def build_chat(recipe: Recipe, spec: ModelSpec, tokenizer: Tokenizer, environment: Environment) -> ChatTokens:

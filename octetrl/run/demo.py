@@ -100,7 +100,7 @@ def prepare_folder(folder: Path) -> None:
 
 def make_model_and_examples(recipe: Recipe, config: dict[str, Any], bare_share: float = BARE_SHARE) -> None:
     """Write a random model of this shape, its tokenizer and the worked examples where the SFT recipe expects them."""
-    model_folder, conversations = Path(str(recipe.model.path)), Path(str(recipe.algorithm.conversations))
+    model_folder, conversations = Path(str(recipe.model.path)), Path(recipe.sources["conversations"].path)
     model_folder.mkdir(parents=True)
     environment = build_environment(recipe.environment)
     taskset = Taskset(environment.tasks, eval_size=recipe.environment.eval_size, seed=recipe.environment.seed)

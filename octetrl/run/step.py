@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from octetrl.config.objective_settings import DatasetSettings
 from octetrl.records import Sample
 from octetrl.rollout.collect import collect_batch
 from octetrl.rollout.samples import to_samples
@@ -25,8 +26,10 @@ def train_step(run: Run) -> StepMetrics:
 
 def supervised_step(run: Run) -> StepMetrics:
     """One step from given conversations or preference pairs."""
+    algorithm = run.config.algorithm
+    assert isinstance(algorithm, DatasetSettings), f"{algorithm.name} draws rollouts"
     assert run.conversations is not None, "a recipe that draws no rollouts has conversations"
-    samples = run.conversations.next_batch(run.config.algorithm.batch_size)
+    samples = run.conversations.next_batch(algorithm.batch_size)
     return StepMetrics.merge(run.conversations.metrics, learn(run, samples))
 
 

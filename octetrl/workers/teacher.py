@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from octetrl.config.algorithm import DistillConfig
 from octetrl.config.errors import UserError
 from octetrl.config.schema import Fp8Config, Recipe
 from octetrl.config.spec import ModelSpec
@@ -24,7 +25,8 @@ from octetrl.models.hf_weights import load_weights
 
 def teacher_fp8(recipe: Recipe) -> Fp8Config:
     """What of the teacher is FP8: its linears, or nothing."""
-    own = {"rollout": False, "train": recipe.algorithm.teacher_precision == "fp8", "kv_cache": "none", "ignore": ()}
+    uses_fp8 = _distillation(recipe).teacher_precision == "fp8"
+    own = {"rollout": False, "train": uses_fp8, "kv_cache": "none", "ignore": ()}
     return recipe.fp8.model_copy(update={**own, "bf16_first_layers": 0, "bf16_last_layers": 0})
 
 
@@ -34,8 +36,9 @@ def teacher_policy(recipe: Recipe, spec: ModelSpec) -> PrecisionPolicy:
 
 def load_teacher(recipe: Recipe, tokenizer: Tokenizer, device: torch.device, backend: BackendName) -> Decoder:
     """The teacher, loaded and quantised. UserError when the folder holds none that can teach this policy."""
-    assert recipe.algorithm.teacher is not None, "validated: distill has a teacher"
-    folder = Path(recipe.algorithm.teacher)
+    teacher = _distillation(recipe).teacher
+    assert teacher is not None, "validated: distill has a teacher"
+    folder = Path(teacher)
     try:
         spec = load_spec(folder)
         validate_with_spec(recipe.model_copy(update={"fp8": teacher_fp8(recipe)}), spec)
@@ -50,6 +53,11 @@ def load_teacher(recipe: Recipe, tokenizer: Tokenizer, device: torch.device, bac
         raise UserError(f"algorithm.teacher: {error}") from None
     model.requantize()
     return model.requires_grad_(False)
+
+
+def _distillation(recipe: Recipe) -> DistillConfig:
+    assert isinstance(recipe.algorithm, DistillConfig), f"{recipe.algorithm.name} has no teacher"
+    return recipe.algorithm
 
 
 def _same_tokens(policy: Tokenizer, teacher: Tokenizer) -> None:

@@ -43,7 +43,7 @@ from octetrl.trainer.scalar_trainer import ScalarState
 from octetrl.trainer.trainer import KVReplay, Trainer
 from octetrl.workers.kernel_paths import path_metrics
 from octetrl.workers.scalar_models import build_critic_model
-from octetrl.workers.teacher import load_teacher
+from octetrl.workers.teacher import load_teacher, teacher_fp8
 
 CRITIC, CRITIC_OPTIMIZER = "critic.safetensors", "critic_optimizer.safetensors"  # in a checkpoint
 LoadWeights = Callable[[Decoder], None]
@@ -105,7 +105,7 @@ class Worker:
 
     def _reference(self, algorithm: Algorithm, load_weights: LoadWeights, tokenizer: Tokenizer) -> Decoder | None:
         if algorithm.needs_teacher:
-            uses_fp8 = self.recipe.algorithm.teacher_precision == "fp8"
+            uses_fp8 = teacher_fp8(self.recipe).train
             backend = choose_backend(self.device, self.recipe.fp8.emulate) if uses_fp8 else self._backend
             return load_teacher(self.recipe, tokenizer, self.device, backend)
         return self._first_policy(load_weights) if algorithm.needs_reference else None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from octetrl.algorithms.table import build_algorithm
-from octetrl.config.schema import AlgorithmConfig, Fp8Config, OptimizerConfig, TrainerConfig
+from octetrl.config.schema import Fp8Config, OptimizerConfig, TrainerConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
@@ -20,6 +20,7 @@ from octetrl.records import Sample
 from octetrl.trainer.checkpoint import load, save
 from octetrl.trainer.packing import pack
 from octetrl.trainer.trainer import KVReplay, Trainer, TrainerState
+from tests.objectives import objective
 
 pytestmark = pytest.mark.gpu
 
@@ -56,7 +57,7 @@ def make_trainer(fp8: Fp8Config, *, seed: int = 0, algorithm: str = "grpo", **co
     return Trainer(
         model,
         config=TrainerConfig(optimizer=optimizer, **{"tokens_per_micro_batch": 1024} | config),
-        algorithm=build_algorithm(AlgorithmConfig(name=algorithm)),
+        algorithm=build_algorithm(objective(name=algorithm)),
         temperature=1.0,
         total_steps=10,
         collect_kv_amax=True,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from octetrl.algorithms.table import build_algorithm
+from octetrl.config.objective_settings import AlgorithmConfig
 from octetrl.config.schema import (
-    AlgorithmConfig,
     EngineConfig,
     LoraConfig,
     MismatchConfig,
@@ -29,6 +29,7 @@ from octetrl.telemetry.mismatch import MismatchGate
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.packing import pack
 from octetrl.workers.worker import Worker
+from tests.objectives import objective
 from tests.parity.sides import PRECISIONS, NoText, draw_weights, random_tokens, samples_of
 
 
@@ -65,7 +66,7 @@ def short_run(
     recipe = Recipe(
         model=ModelConfig(preset="tiny", init="random", context_length=spec.max_positions, lora=lora),
         fp8=PRECISIONS[precision],
-        algorithm=algorithm or AlgorithmConfig(),
+        algorithm=algorithm or objective(),
         rollout=RolloutConfig(temperature=0.9),
         engine=EngineConfig(kv_cache_tokens=1 << 14, max_batch=32, release_for_training=releases),
         trainer=TrainerConfig(optimizer=OptimizerConfig(lr=1e-3), **trainer),

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from octetrl.algorithms.table import build_algorithm
 from octetrl.algorithms.token_loss import LossInputs, TokenLoss
-from octetrl.config.schema import AlgorithmConfig, EngineConfig, Fp8Config, LoraConfig, Numerics, TrainerConfig
+from octetrl.config.schema import EngineConfig, Fp8Config, LoraConfig, Numerics, TrainerConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.engine.engine import Engine
 from octetrl.engine.kv_cache import KVCache, cache_format
@@ -37,6 +37,7 @@ from octetrl.records import Completion, GenerationRequest, Sample, SamplingParam
 from octetrl.trainer.activation_checkpoint import layer_runner
 from octetrl.trainer.packing import pack
 from octetrl.trainer.trainer import KVReplay, Trainer
+from tests.objectives import objective
 
 PRECISIONS = {
     "bf16": Fp8Config(),
@@ -103,7 +104,7 @@ class Sides:
         return Trainer(
             self.trainer_model,
             config=TrainerConfig(**config),
-            algorithm=replace(build_algorithm(AlgorithmConfig()), loss=loss),
+            algorithm=replace(build_algorithm(objective()), loss=loss),
             temperature=temperature,
             total_steps=1,
             trains=False,

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from octetrl.config.schema import AlgorithmConfig, EngineConfig, Fp8Config, ModelConfig, Recipe
+from octetrl.config.schema import EngineConfig, Fp8Config, ModelConfig, Recipe
 from octetrl.records import GenerationRequest
+from tests.objectives import objective
 from tests.parity.shapes import TINY
 from tests.parity.short_run import assert_equal_in_every_step, assert_same, short_run, worker_of
 from tests.parity.sides import PRECISIONS, Answers, Sides, random_requests
@@ -74,7 +75,7 @@ def test_every_step_of_a_run_says_that_nothing_differs_and_runs_repeat(family: s
 )
 def test_several_updates_compare_log_probs_of_before_the_first(changes: dict[str, Any], all_compared: bool) -> None:
     """Objectives that need none from before the updates have them for the first minibatch alone."""
-    options = {"answers": 6, "minibatches": 2, "algorithm": AlgorithmConfig(**changes)}
+    options = {"answers": 6, "minibatches": 2, "algorithm": objective(**changes)}
     run = short_run(TINY["qwen3"], "fp8_full", "cpu", 2, **options)
     assert_equal_in_every_step(run)
     compared = [metrics["mismatch/tokens"] for metrics in run.metrics]

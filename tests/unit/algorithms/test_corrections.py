@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octetrl.algorithms.corrections import Correction, correct, effective_sample_size
-from octetrl.config.schema import AlgorithmConfig
+from tests.objectives import objective
 
 LENGTHS = (3, 2, 1, 4)
 SEQUENCE = torch.arange(4).repeat_interleave(torch.tensor(LENGTHS))
@@ -19,7 +19,7 @@ TRAINER = GENERATOR + torch.tensor([k for row in RATIOS for k in row], dtype=tor
 
 
 def corrected(*names: str, **caps: object) -> Correction:
-    config = AlgorithmConfig(corrections=names, **caps)
+    config = objective(corrections=names, **caps)
     return correct(TRAINER, GENERATOR, SEQUENCE, 4, config)
 
 
@@ -85,21 +85,21 @@ def test_one_upon_the_other_and_each_counted() -> None:
 
 def test_no_gradient_through_the_weight() -> None:
     trainer = TRAINER.clone().requires_grad_()
-    assert not correct(trainer, GENERATOR, SEQUENCE, 4, AlgorithmConfig()).weights_N.requires_grad
+    assert not correct(trainer, GENERATOR, SEQUENCE, 4, objective()).weights_N.requires_grad
 
 
 @pytest.mark.parametrize("names", [("tis",), ("sequence_tis",)])
 def test_uncapped_weights_undo_the_generator(names: tuple[str, ...]) -> None:
     """E over the generator of weight * f is E over the trainer of f, while no weight reaches the cap."""
     generator, trainer = torch.randn(9).log_softmax(0), torch.randn(9).log_softmax(0)
-    config = AlgorithmConfig(corrections=names, tis_cap=math.inf, sequence_tis_cap=math.inf)
+    config = objective(corrections=names, tis_cap=math.inf, sequence_tis_cap=math.inf)
     weights = correct(trainer, generator, torch.arange(9), 9, config).weights_N
     f = torch.randn(9)
     torch.testing.assert_close((generator.exp() * weights * f).sum(), (trainer.exp() * f).sum())
 
 
 def test_a_sample_is_corrected_alike_in_any_company() -> None:
-    config = AlgorithmConfig(corrections=("sequence_tis", "sequence_mask", "geometric_mask", "veto"))
+    config = objective(corrections=("sequence_tis", "sequence_mask", "geometric_mask", "veto"))
     together = correct(TRAINER, GENERATOR, SEQUENCE, 4, config).weights_N.split(LENGTHS)
     for part, trainer, generator in zip(together, TRAINER.split(LENGTHS), GENERATOR.split(LENGTHS), strict=True):
         alone = correct(trainer, generator, torch.zeros(len(part), dtype=torch.int64), 1, config)

@@ -12,7 +12,7 @@ from octetrl.algorithms.distillation import divergence_loss, teacher_advantages
 from octetrl.algorithms.table import build_algorithm
 from octetrl.algorithms.token_loss import LossInputs
 from octetrl.algorithms.token_rewards import TokenRewards
-from octetrl.config.schema import AlgorithmConfig
+from tests.objectives import objective
 
 N, V = 7, 11
 
@@ -36,7 +36,7 @@ def loss_of(policy_NV: Tensor, teacher_NV: Tensor, k: int, kind: Any) -> tuple[T
         teacher_top_logprobs_NK=teacher_NK.float(),
         top_logprobs_NK=policy_NK.float(),
     )
-    result = divergence_loss(inputs, AlgorithmConfig(name="distill", teacher="t", distillation=kind))
+    result = divergence_loss(inputs, objective(name="distill", teacher="t", distillation=kind))
     return result.loss_N, dict(result.metrics)
 
 
@@ -105,8 +105,8 @@ def test_sampled_tokens_have_the_teachers_view_as_advantage() -> None:
 
 
 def test_the_table_tells_samples_from_distributions() -> None:
-    sampled = build_algorithm(AlgorithmConfig(name="distill", teacher="t"))
+    sampled = build_algorithm(objective(name="distill", teacher="t"))
     assert sampled.needs_teacher and sampled.needs_reference and sampled.needs_proximal
     assert sampled.shape is not None and sampled.teacher_top_k == 0
-    whole = build_algorithm(AlgorithmConfig(name="distill", teacher="t", distillation="forward_kl", teacher_top_k=5))
+    whole = build_algorithm(objective(name="distill", teacher="t", distillation="forward_kl", teacher_top_k=5))
     assert whole.shape is None and whole.teacher_top_k == 5 and not whole.needs_proximal

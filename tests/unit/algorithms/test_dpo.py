@@ -13,7 +13,7 @@ from octetrl.algorithms.dpo import preference_loss
 from octetrl.algorithms.table import build_algorithm
 from octetrl.algorithms.token_loss import LossInputs, TokenLoss
 from octetrl.algorithms.weighting import weigh
-from octetrl.config.schema import AlgorithmConfig
+from tests.objectives import objective
 
 LENGTHS = [3, 5, 2, 7, 4, 1]  # of the answers; a pair each two
 CHOSEN = [True, False, False, True, True, False]
@@ -63,7 +63,7 @@ def dense(logprobs_N: Tensor, reference_N: Tensor, kind: str, beta: float, wrong
 @pytest.mark.parametrize(("name", "beta", "wrong"), [("dpo", 0.1, 0.0), ("dpo", 0.7, 0.2), ("ipo", 0.3, 0.0)])
 def test_value_gradient_and_metrics_are_the_formulas(name: str, beta: float, wrong: float) -> None:
     inputs = random_inputs()
-    config = AlgorithmConfig(name=name, preference_beta=beta, label_smoothing=wrong)  # type: ignore[arg-type]
+    config = objective(name=name, preference_beta=beta, **({"label_smoothing": wrong} if wrong else {}))
     loss, metrics = reduced(preference_loss(inputs, config))
     loss.backward()
     exact_N = inputs.logprobs_N.detach().double().requires_grad_()
@@ -84,7 +84,7 @@ def test_value_gradient_and_metrics_are_the_formulas(name: str, beta: float, wro
 @pytest.mark.parametrize(("name", "expected"), [("dpo", math.log(2)), ("ipo", 25.0)])
 def test_at_the_reference_nothing_is_known(name: Any, expected: float) -> None:
     logprobs_N = random_inputs().logprobs_N
-    result = preference_loss(inputs_of(logprobs_N, logprobs_N.detach()), AlgorithmConfig(name=name))
+    result = preference_loss(inputs_of(logprobs_N, logprobs_N.detach()), objective(name=name))
     loss, metrics = reduced(result)
     assert loss.item() == pytest.approx(expected, rel=1e-6)
     assert metrics["preference/accuracy"] == 0.0 and metrics["preference/margin"] == 0.0
@@ -92,7 +92,7 @@ def test_at_the_reference_nothing_is_known(name: Any, expected: float) -> None:
 
 def test_far_from_the_reference_it_stays_finite() -> None:
     inputs = random_inputs(scale=1e4)
-    loss, _ = reduced(preference_loss(inputs, AlgorithmConfig(name="dpo", preference_beta=10.0)))
+    loss, _ = reduced(preference_loss(inputs, objective(name="dpo", preference_beta=10.0)))
     loss.backward()
     assert loss.isfinite() and inputs.logprobs_N.grad is not None and inputs.logprobs_N.grad.isfinite().all()
 
@@ -105,10 +105,10 @@ def test_a_pair_apart_is_our_bug() -> None:
         chosen_N=torch.ones_like(inputs.chosen_N),
     )
     with pytest.raises(AssertionError, match="side by side"):
-        preference_loss(broken, AlgorithmConfig(name="dpo"))
+        preference_loss(broken, objective(name="dpo"))
 
 
 def test_the_table_gives_the_mean_over_pairs_and_a_reference() -> None:
     for name in ("dpo", "ipo"):
-        algorithm = build_algorithm(AlgorithmConfig(name=name, token_weighting="token"))  # type: ignore[arg-type]
+        algorithm = build_algorithm(objective(name=name))
         assert algorithm.name == name and algorithm.needs_reference and algorithm.token_weighting == "sequence"

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from octetrl.algorithms.grpo import grpo_loss
 from octetrl.algorithms.token_loss import LossInputs
-from octetrl.config.schema import AlgorithmConfig
+from tests.objectives import objective
 
-CONFIG = AlgorithmConfig(clip_low=0.2, clip_high=0.3, kl_coefficient=0.1, corrections=("tis",), tis_cap=2.0)
+CONFIG = objective(clip_low=0.2, clip_high=0.3, kl_coefficient=0.1, corrections=("tis",), tis_cap=2.0)
 
 
 def inputs_of(logprobs: Tensor, **changes: object) -> LossInputs:
@@ -81,7 +81,7 @@ def test_gradient_by_finite_differences(estimator: str) -> None:
 def test_on_policy_the_ratio_is_one_and_the_gradient_reinforces() -> None:
     logprobs = torch.randn(8, requires_grad=True)
     generator, advantages = logprobs.detach() + 0.1 * torch.randn(8), torch.randn(8)
-    config = AlgorithmConfig(corrections=())
+    config = objective(corrections=())
     loss = grpo_loss(
         inputs_of(logprobs, generator_logprobs_N=generator, advantages_N=advantages, on_policy=True), config
     )
@@ -93,9 +93,7 @@ def test_on_policy_the_ratio_is_one_and_the_gradient_reinforces() -> None:
 
 def test_on_policy_the_correction_mends_what_is_left_of_the_mismatch() -> None:
     logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
-    loss = grpo_loss(
-        inputs_of(logprobs, generator_logprobs_N=torch.tensor([-1.1, -3.0]), on_policy=True), AlgorithmConfig()
-    )
+    loss = grpo_loss(inputs_of(logprobs, generator_logprobs_N=torch.tensor([-1.1, -3.0]), on_policy=True), objective())
     torch.testing.assert_close(torch.autograd.grad(loss.loss_N.sum(), logprobs)[0], -torch.tensor([math.exp(0.1), 2.0]))
 
 
@@ -111,7 +109,7 @@ def test_masked_tokens_give_no_gradient() -> None:
     logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
     loss = grpo_loss(
         inputs_of(logprobs, generator_logprobs_N=torch.tensor([-1.1, -3.0]), on_policy=True),
-        AlgorithmConfig(corrections=("tis", "token_mask")),
+        objective(corrections=("tis", "token_mask")),
     )
     assert torch.autograd.grad(loss.loss_N.sum(), logprobs)[0][1] == 0.0
 

@@ -20,7 +20,8 @@ from octetrl.algorithms.table import build_algorithm
 from octetrl.algorithms.token_loss import LossInputs
 from octetrl.algorithms.token_rewards import TokenRewards
 from octetrl.algorithms.weighting import weigh
-from octetrl.config.schema import AlgorithmConfig
+from octetrl.config.objective_settings import AlgorithmConfig
+from tests.objectives import objective
 
 LENGTHS = (5, 1, 7, 3)
 COUNT = sum(LENGTHS)
@@ -148,7 +149,7 @@ PAPERS: dict[str, tuple[dict[str, object], Callable[[LossInputs], Tensor]]] = {
 @pytest.mark.parametrize("seed", range(3))
 def test_the_papers_formula(name: str, seed: int) -> None:
     changes, paper = PAPERS[name]
-    config = AlgorithmConfig(**{"name": name, "corrections": ()} | changes)
+    config = objective(**{"name": name, "corrections": ()} | changes)
     inputs = inputs_of(seed, one_advantage=name != "gspo_token")
     assert_same(value_and_gradient(partial(whole_loss, config), inputs), value_and_gradient(paper, inputs))
 
@@ -157,7 +158,7 @@ def test_the_papers_formula(name: str, seed: int) -> None:
 def test_the_clip_that_is_counted_is_the_one_that_acts(name: str) -> None:
     """Where `clip_fraction` is 1 a token has no gradient of its own, but for CISPO, which bounds its weight."""
     changes, _ = PAPERS[name]
-    config = AlgorithmConfig(**{"name": name, "corrections": ()} | changes)
+    config = objective(**{"name": name, "corrections": ()} | changes)
     inputs = inputs_of(0)
     loss = build_algorithm(config).loss(inputs)
     gradient_N = torch.autograd.grad(loss.loss_N.sum(), inputs.logprobs_N)[0]
@@ -170,7 +171,7 @@ def test_the_clip_that_is_counted_is_the_one_that_acts(name: str) -> None:
 
 
 def loss_of(inputs: LossInputs, **changes: object) -> tuple[Tensor, Tensor]:
-    return value_and_gradient(partial(whole_loss, AlgorithmConfig(**changes)), inputs)
+    return value_and_gradient(partial(whole_loss, objective(**changes)), inputs)
 
 
 def test_dapo_with_equal_clips_is_grpo() -> None:
@@ -185,9 +186,7 @@ def test_gspo_token_with_one_advantage_an_answer_is_gspo() -> None:
 @pytest.mark.parametrize("name", ["gspo", "gspo_token"])
 def test_gspo_on_answers_of_one_token_is_grpo(name: str) -> None:
     inputs = replace(inputs_of(), sequence_N=torch.arange(COUNT), num_sequences=COUNT)
-    own, grpos = (
-        build_algorithm(AlgorithmConfig(name=n, clip_low=0.2, clip_high=0.2)).loss(inputs) for n in (name, "grpo")
-    )
+    own, grpos = (build_algorithm(objective(name=n, clip_low=0.2, clip_high=0.2)).loss(inputs) for n in (name, "grpo"))
     torch.testing.assert_close(own.loss_N, grpos.loss_N)
 
 
@@ -198,7 +197,7 @@ def test_dual_clip_that_nothing_reaches_is_grpo() -> None:
 @pytest.mark.parametrize("name", ["dapo", "dual_clip", "gspo", "gspo_token", "cispo", "sapo", "rloo", "reinforce_pp"])
 def test_on_policy_every_objective_has_the_gradient_of_reinforce(name: str) -> None:
     inputs = replace(inputs_of(), proximal_logprobs_N=None, on_policy=True)
-    loss_N = build_algorithm(AlgorithmConfig(name=name, corrections=())).loss(inputs).loss_N
+    loss_N = build_algorithm(objective(name=name, corrections=())).loss(inputs).loss_N
     weights_N = 1.0 / torch.tensor(LENGTHS).double()[inputs.sequence_N]
     gradient = torch.autograd.grad((weights_N * loss_N).sum(), inputs.logprobs_N)[0]
     torch.testing.assert_close(gradient, -weights_N * inputs.advantages_N)
@@ -227,7 +226,7 @@ def rewards_of(outcome: list[float], kl_N: Tensor | None = None) -> TokenRewards
 def test_kl_in_the_reward_charges_each_token_for_what_follows() -> None:
     kl_N = torch.randn(COUNT)
     rewards = rewards_of([1.0, 0.0, -1.0, 2.0], kl_N)
-    shape = build_algorithm(AlgorithmConfig(kl_coefficient=0.1, kl_in="reward", kl_estimator="k1")).shape
+    shape = build_algorithm(objective(kl_coefficient=0.1, kl_in="reward", kl_estimator="k1")).shape
     assert shape is not None
     expected, start = [], 0
     for length, outcome in zip(LENGTHS, [1.0, 0.0, -1.0, 2.0], strict=True):
@@ -237,12 +236,12 @@ def test_kl_in_the_reward_charges_each_token_for_what_follows() -> None:
     torch.testing.assert_close(shape(rewards), torch.tensor(expected))
     doubled = shape(replace(rewards, kl_scale=2.0))
     torch.testing.assert_close(doubled - rewards.outcome_N, 2 * (shape(rewards) - rewards.outcome_N))
-    assert build_algorithm(AlgorithmConfig(kl_in="reward")).shape is None, "no coefficient, no KL"
+    assert build_algorithm(objective(kl_in="reward")).shape is None, "no coefficient, no KL"
 
 
 @pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline"])
 def test_reinforce_pp_normalises_over_the_tokens_of_the_batch(name: str) -> None:
-    algorithm = build_algorithm(AlgorithmConfig(name=name))
+    algorithm = build_algorithm(objective(name=name))
     assert algorithm.shape is not None
     groups = algorithm.advantages([[1.0, 0.0], [1.0, 0.5]])
     assert groups == ([[1.0, 0.0], [1.0, 0.5]] if name == "reinforce_pp" else [[0.5, -0.5], [0.25, -0.25]])
@@ -256,9 +255,9 @@ def test_reinforce_pp_normalises_over_the_tokens_of_the_batch(name: str) -> None
 def test_reinforce_pp_needs_no_siblings() -> None:
     from tests.unit.algorithms.test_table import group
 
-    assert build_algorithm(AlgorithmConfig(name="reinforce_pp")).keeps(group(0.5))
-    assert not build_algorithm(AlgorithmConfig(name="reinforce_pp")).keeps(group(None))
-    assert not build_algorithm(AlgorithmConfig(name="rloo")).keeps(group(0.5))
+    assert build_algorithm(objective(name="reinforce_pp")).keeps(group(0.5))
+    assert not build_algorithm(objective(name="reinforce_pp")).keeps(group(None))
+    assert not build_algorithm(objective(name="rloo")).keeps(group(0.5))
 
 
 # --- the parts ------------------------------------------------------------------------------------------------
@@ -283,9 +282,7 @@ def test_an_adaptive_kl_goes_to_its_target() -> None:
 def test_an_entropy_bonus_and_its_gradient() -> None:
     entropy_N = torch.rand(COUNT, dtype=torch.float64, requires_grad=True)
     inputs = replace(inputs_of(), entropy_N=entropy_N)
-    with_bonus, without = (
-        build_algorithm(AlgorithmConfig(entropy_coefficient=c)).loss(inputs).loss_N for c in (0.1, 0.0)
-    )
+    with_bonus, without = (build_algorithm(objective(entropy_coefficient=c)).loss(inputs).loss_N for c in (0.1, 0.0))
     torch.testing.assert_close(with_bonus, without - 0.1 * entropy_N)
     torch.testing.assert_close(torch.autograd.grad(with_bonus.sum(), entropy_N)[0], torch.full_like(entropy_N, -0.1))
 
@@ -306,7 +303,7 @@ def test_what_the_ratio_is_taken_against(choice: str, several: bool, on_policy: 
         "generator": inputs.generator_logprobs_N,
     }
     inputs = replace(inputs, on_policy=on_policy, proximal_logprobs_N=inputs.proximal_logprobs_N if several else None)
-    config = AlgorithmConfig(ratio_base=choice, clip_low=1.0, clip_high=math.inf, corrections=("tis",), tis_cap=1e9)
+    config = objective(ratio_base=choice, clip_low=1.0, clip_high=math.inf, corrections=("tis",), tis_cap=1e9)
     loss_N = build_algorithm(config).loss(inputs).loss_N
     expected_N = bases[base]
     assert expected_N is not None and inputs.generator_logprobs_N is not None

@@ -23,7 +23,7 @@ from octetrl.algorithms.table import build_algorithm
 from octetrl.algorithms.token_loss import LossInputs
 from octetrl.algorithms.token_rewards import TokenRewards
 from octetrl.algorithms.weighting import weigh
-from octetrl.config.schema import AlgorithmConfig
+from tests.objectives import objective
 
 LENGTHS = [3, 1, 5, 2, 4, 6]
 SEQUENCE_N = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
@@ -64,7 +64,7 @@ def test_preferences_by_the_mean_of_a_token(name: Any) -> None:
     """TRL's IPO: log-probs divided by the tokens of their answer, of policy and reference, then eq. 17."""
     logprobs_N, reference_N = random_logprobs(2)
     logprobs_N.requires_grad_()
-    config = AlgorithmConfig(name=name, preference_beta=0.3, preference_logprobs="mean")
+    config = objective(name=name, preference_beta=0.3, preference_logprobs="mean")
     chosen_N = (SEQUENCE_N % 2 == 0).clone()
     result = preference_loss(inputs_of(logprobs_N, reference_logprobs_N=reference_N, chosen_N=chosen_N), config)
     policy = [part.mean() for part in logprobs_N.split(LENGTHS)]
@@ -83,7 +83,7 @@ def test_rloo_clips_the_ratio_of_the_whole_answer() -> None:
     logprobs_N, old_N, generator_N = random_logprobs(3)
     logprobs_N.requires_grad_()
     advantages_B = torch.tensor([1.0, -2.0, 0.5, -0.7, 1.5, -0.1], dtype=torch.float64)
-    config = AlgorithmConfig(name="rloo", rloo_ratio="sequence", corrections=())
+    config = objective(name="rloo", rloo_ratio="sequence", corrections=())
     inputs = inputs_of(
         logprobs_N,
         advantages_N=advantages_B[SEQUENCE_N],
@@ -105,7 +105,7 @@ def test_on_policy_both_ratios_of_rloo_have_one_gradient() -> None:
     for ratio in ("token", "sequence"):
         logprobs = logprobs_N.clone().requires_grad_()
         inputs = inputs_of(logprobs, advantages_N=SEQUENCE_N - 2.5, generator_logprobs_N=generator_N, on_policy=True)
-        config = AlgorithmConfig(name="rloo", rloo_ratio=ratio, corrections=())  # type: ignore[arg-type]
+        config = objective(name="rloo", rloo_ratio=ratio, corrections=())
         gradients += torch.autograd.grad(trained(rloo_loss(inputs, config).loss_N, 7), logprobs)
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-15)
 
@@ -116,9 +116,7 @@ def test_kl_is_taken_from_the_reward_before_siblings_are_compared(name: Any, off
     """TRL's RLOO, and verl's use_kl_in_reward: r - beta * sum of k1 of the answer, then the objective's baseline."""
     first_N, reference_N = random_logprobs(2)
     rewards = [[offset + 1.0, offset + 0.0, offset + 0.5], [offset + 0.25, offset + 1.0, offset + 0.0]]
-    config = AlgorithmConfig(
-        name=name, kl_in="reward_before_baseline", kl_coefficient=0.2, kl_estimator="k1", normalize_advantages=True
-    )
+    config = objective(name=name, kl_in="reward_before_baseline", kl_coefficient=0.2, kl_estimator="k1")
     algorithm = build_algorithm(config)
     outcomes = torch.tensor([a for group in algorithm.advantages(rewards) for a in group], dtype=torch.float32)
     order = [3, 0, 4, 1, 5, 2]  # as packing may leave them: siblings need not stand together
@@ -167,7 +165,7 @@ def test_what_is_masked_is_out_of_the_denominator(weighting: Any, mask: Any) -> 
     logprobs_N[BAD_TOKEN] -= 10
     logprobs_N.requires_grad_()
     entropy_N = -logprobs_N
-    config = AlgorithmConfig(
+    config = objective(
         corrections=("tis", mask), token_mask_range=(0.7, 1.6), veto_by="ratio", veto_floor=1e-4,
         masked_tokens="left_out", kl_coefficient=0.3, kl_estimator="k2", entropy_coefficient=0.1,
     )  # fmt: skip
@@ -205,7 +203,7 @@ def test_veto_by_probability_and_by_ratio() -> None:
     out = {}
     for by in ("probability", "ratio"):
         floor = 1e-5 if by == "probability" else 1e-3
-        config = AlgorithmConfig(corrections=("veto",), veto_by=by, veto_floor=floor)  # type: ignore[arg-type]
+        config = objective(corrections=("veto",), veto_by=by, veto_floor=floor)
         out[by] = grpo_loss(inputs, config).metrics["correction/veto_fraction"] > 0
     ratio_N, probability_N = (trainer_N - generator_N).exp(), trainer_N.exp()
     for by, values_N, floor in (("ratio", ratio_N, 1e-3), ("probability", probability_N, 1e-5)):

@@ -11,10 +11,11 @@ import torch
 from octetrl.algorithms.gae import last_of_each
 from octetrl.algorithms.ppo import ppo_advantages, ppo_returns
 from octetrl.algorithms.token_rewards import TokenRewards
-from octetrl.config.schema import AlgorithmConfig
+from octetrl.config.objective_settings import AlgorithmConfig
+from tests.objectives import objective
 
 LENGTHS = [4, 1, 9, 6]
-CONFIG = AlgorithmConfig(name="ppo", kl_coefficient=0.3, gae_lambda=0.9, discount=0.98, normalize_advantages=False)
+CONFIG = objective(name="ppo", kl_coefficient=0.3, gae_lambda=0.9, discount=0.98, normalize_advantages=False)
 
 
 def token_rewards(*, kl: bool = True) -> TokenRewards:
@@ -66,13 +67,13 @@ def test_returns_are_advantages_of_their_own_lambda_and_values(return_lambda: fl
 def test_a_critic_that_says_nothing_gives_each_token_its_samples_reward() -> None:
     rewards = token_rewards(kl=False)
     silent = replace(rewards, values_N=torch.zeros(sum(LENGTHS)))
-    config = AlgorithmConfig(name="ppo", gae_lambda=1.0, normalize_advantages=False)
+    config = objective(name="ppo", gae_lambda=1.0, normalize_advantages=False)
     assert torch.equal(ppo_advantages(silent, config), rewards.outcome_N)
 
 
 def test_a_critic_that_knows_all_leaves_nothing_to_learn() -> None:
     rewards = token_rewards(kl=False)
     wise = replace(rewards, values_N=rewards.outcome_N)
-    config = AlgorithmConfig(name="ppo", normalize_advantages=False)
+    config = objective(name="ppo", normalize_advantages=False)
     assert not ppo_advantages(wise, config).any()
     assert torch.equal(ppo_returns(wise, config), rewards.outcome_N)

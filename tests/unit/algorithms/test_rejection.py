@@ -6,7 +6,7 @@ import pytest
 
 from octetrl.algorithms.rejection import best_of_group
 from octetrl.algorithms.table import build_algorithm
-from octetrl.config.schema import AlgorithmConfig
+from tests.objectives import objective
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,6 @@ def test_the_best_above_the_threshold(best: int, threshold: float, expected: lis
 
 
 def test_the_table_learns_them_as_if_given() -> None:
-    algorithm = build_algorithm(AlgorithmConfig(name="rft", best_of_group=1, reward_threshold=0.5))
+    algorithm = build_algorithm(objective(name="rft", best_of_group=1, reward_threshold=0.5))
     assert algorithm.advantages([[0.0, 1.0, 1.0], [0.0, 0.4]]) == [[None, 1.0, None], [None, None]]
     assert not algorithm.needs_reference and not algorithm.needs_proximal and algorithm.shape is None

@@ -29,10 +29,11 @@ from octetrl.bench.step import (
 from octetrl.bench.step_rows import calibration_rows, rows_of
 from octetrl.bench.workload import Span, uniform_lengths
 from octetrl.config.errors import UserError
-from octetrl.config.schema import AlgorithmConfig, Numerics, OptimizerConfig, TrainerConfig
+from octetrl.config.schema import Numerics, OptimizerConfig, TrainerConfig
 from octetrl.engine.kv_cache import KVCache
 from octetrl.records import Completion, FinishReason
 from octetrl.workers.worker import Worker
+from tests.objectives import objective
 
 TINY = find_model("tiny")
 WORK = uniform_lengths(2, 2, 6, Span(3, 8), TINY.spec.vocab_size, seed=0)
@@ -78,7 +79,7 @@ def test_every_group_has_advantages(answers: Span) -> None:
     ]
     groups = rollout_groups(workload.requests, completions, 4, random.Random(0))
     assert [len(group.rollouts) for group in groups] == [4, 4, 4]
-    algorithm = build_algorithm(AlgorithmConfig())
+    algorithm = build_algorithm(objective())
     for group in groups:
         assert len({rollout.turns[0].prompt_token_ids for rollout in group.rollouts}) == 1
         assert algorithm.keeps(group)

@@ -44,12 +44,12 @@ def test_what_is_neither_is_refused(given: str, said: str) -> None:
 def test_a_copy_means_the_same_and_never_overwrites(tmp_path: Path) -> None:
     files = copy_recipe("demo_ppo", tmp_path / "mine")
     assert [str(path.relative_to(tmp_path / "mine")) for path in files] == [
-        "demo_ppo.yaml", "bases/demo_rl.yaml", "demo_sft.yaml", SCHEMA,
+        "demo_ppo.yaml", "bases/demo_rl.yaml", "bases/demo_sums.yaml", SCHEMA,
     ]  # fmt: skip
     assert load_recipe(files[0]) == load_recipe("demo_ppo")
     assert copy_recipe("demo_ppo", tmp_path / "mine") == files, "the same content again is no loss"
     files[2].write_text("# changed\n" + files[2].read_text())
-    with pytest.raises(UserError, match=r"demo_sft.yaml' exists with another content"):
+    with pytest.raises(UserError, match=r"demo_sums.yaml' exists with another content"):
         copy_recipe("demo_grpo", tmp_path / "mine")
     assert not (tmp_path / "mine" / "demo_grpo.yaml").exists()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from octetrl.algorithms.table import build_algorithm
-from octetrl.config.schema import AlgorithmConfig
 from octetrl.records import Completion, FinishReason, Reply, Rollout, RolloutGroup, RolloutStatus, Task, Turn
 from octetrl.rollout.samples import to_samples
+from tests.objectives import objective
 
 TASK = Task(id="a", prompt="?")
 
@@ -26,7 +26,7 @@ def group_of(*rollouts: Rollout) -> RolloutGroup:
 
 
 def test_a_rollout_without_reward_is_in_neither_baseline_nor_training() -> None:
-    algorithm = build_algorithm(AlgorithmConfig(normalize_advantages=False))
+    algorithm = build_algorithm(objective(normalize_advantages=False))
     failed = rollout(None, RolloutStatus.REWARD_ERROR)
     with_failed = to_samples([group_of(rollout(1.0), failed, rollout(0.0))], algorithm)
     without = to_samples([group_of(rollout(1.0), rollout(0.0))], algorithm)
@@ -39,7 +39,7 @@ def test_a_rollout_without_reward_is_in_neither_baseline_nor_training() -> None:
 
 
 def test_a_masked_overlong_rollout_counts_in_the_baseline_alone() -> None:
-    algorithm = build_algorithm(AlgorithmConfig(normalize_advantages=False, overlong="mask"))
+    algorithm = build_algorithm(objective(normalize_advantages=False, overlong="mask"))
     group = group_of(rollout(1.0), rollout(0.0, RolloutStatus.OVERLONG), rollout(0.0))
     assert [sample.advantage for sample in to_samples([group], algorithm)] == pytest.approx([2 / 3, -1 / 3])
 
@@ -47,7 +47,7 @@ def test_a_masked_overlong_rollout_counts_in_the_baseline_alone() -> None:
 def test_only_generated_tokens_are_trained_on_across_turns() -> None:
     turns = (Turn((1, 2), completion(5, 6), replies=(Reply("user", "and?"),)), Turn((8, 9), completion(7)))
     group = group_of(Rollout(TASK, turns, RolloutStatus.SCORED, 1.0), rollout(0.0))
-    sample = to_samples([group], build_algorithm(AlgorithmConfig()))[0]
+    sample = to_samples([group], build_algorithm(objective()))[0]
     assert sample.token_ids == (1, 2, 5, 6, 8, 9, 7)
     assert sample.loss_mask == (False, False, True, True, False, False, True)
     assert sample.generator_logprobs == (0.0, 0.0, -5.5, -6.5, 0.0, 0.0, -7.5)
@@ -58,4 +58,4 @@ def test_turns_of_two_policies_are_a_bug() -> None:
     turns = (Turn((1,), completion(5)), Turn((2,), completion(6, version=4)))
     group = group_of(Rollout(TASK, turns, RolloutStatus.SCORED, 1.0), rollout(0.0))
     with pytest.raises(AssertionError, match="several policies"):
-        to_samples([group], build_algorithm(AlgorithmConfig()))
+        to_samples([group], build_algorithm(objective()))

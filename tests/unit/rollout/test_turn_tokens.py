@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octetrl.algorithms.table import build_algorithm
-from octetrl.config.schema import AlgorithmConfig
 from octetrl.environments.tools import Tool, family_of, tool
 from octetrl.environments.turns import Conversation, reward
 from octetrl.environments.turns.dialogue import Dialogue, Limits
@@ -19,6 +18,7 @@ from octetrl.records import GenerationRequest, Reply, RolloutGroup, SamplingPara
 from octetrl.rollout.chat_tokens import ChatTokens, ReplyError
 from octetrl.rollout.collect import CollectionSettings, collect_groups
 from octetrl.rollout.samples import to_samples
+from tests.objectives import objective
 from tests.unit.rollout.talking import TalkingWorkers, logprob_of
 from tests.unit.rollout.templates import FAMILIES, WITH_TOOLS, stop_tokens, tokenizer_of
 
@@ -99,7 +99,7 @@ def test_what_is_trained_on_is_what_was_sampled(family: str, data: st.DataObject
     tools = [add] if family in WITH_TOOLS else []
     groups, workers = drawn(family, Scripted(replies, tools), says)
     requested = {request.prompt_token_ids for request in workers.sessions[0].submitted}
-    algorithm = build_algorithm(AlgorithmConfig(drop_zero_variance=False))
+    algorithm = build_algorithm(objective(drop_zero_variance=False))
     samples = to_samples(groups, algorithm)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     assert len(samples) == len(rollouts) == 4

@@ -14,7 +14,7 @@ from octetrl.algorithms.gae import gae_advantages, last_of_each
 from octetrl.algorithms.ppo import ppo_returns
 from octetrl.algorithms.value_loss import value_loss
 from octetrl.config.errors import UserError
-from octetrl.config.schema import AlgorithmConfig, CriticConfig, Fp8Config, OptimizerConfig, TrainerConfig
+from octetrl.config.schema import CriticConfig, Fp8Config, OptimizerConfig, TrainerConfig
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.context import PackedContext
@@ -25,6 +25,7 @@ from octetrl.trainer.metric_means import MetricMeans
 from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.trainer.prepared import PreparedMicroBatch
 from octetrl.trainer.scalar_trainer import ScalarPart
+from tests.objectives import objective
 from tests.unit.trainer.tiny_trainer import BF16, FP8, SPEC, random_samples
 
 
@@ -224,7 +225,7 @@ def test_values_and_returns_are_of_the_whole_batch_in_its_order() -> None:
     critic, samples = tiny_critic(), random_samples(6)
     (micro_batches, _), (whole, _) = packed(samples), packed(samples, 512)
     prepared, together = [PreparedMicroBatch(m) for m in micro_batches], [PreparedMicroBatch(m) for m in whole]
-    config = AlgorithmConfig(name="ppo", gae_lambda=0.8)
+    config = objective(name="ppo", gae_lambda=0.8)
     metrics = critic.prepare(prepared, partial(ppo_returns, config=config))
     assert metrics == pytest.approx(critic.prepare(together, partial(ppo_returns, config=config)), rel=1e-3)
     for one in prepared:

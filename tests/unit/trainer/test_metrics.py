@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,18 +20,21 @@ from octetrl.algorithms.bradley_terry import bradley_terry_loss
 from octetrl.algorithms.table import build_algorithm
 from octetrl.algorithms.token_loss import LossInputs, TokenLoss
 from octetrl.algorithms.value_loss import value_loss
-from octetrl.config.schema import AlgorithmConfig, CriticConfig, OptimizerConfig, TrainerConfig
+from octetrl.config.algorithm import OBJECTIVES
+from octetrl.config.objective_settings import AlgorithmConfig
+from octetrl.config.schema import CriticConfig, OptimizerConfig, TrainerConfig
 from octetrl.records import Sample
 from octetrl.trainer.critic import Critic
 from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.trainer.reward_trainer import RewardTrainer
 from octetrl.trainer.trainer import KVReplay, Trainer
+from tests.objectives import objective
 from tests.unit.trainer.test_critic import tiny_scalar_model
 from tests.unit.trainer.test_objectives_training import ALL_CORRECTIONS, WIDE, drawn
 from tests.unit.trainer.tiny_trainer import random_samples, supervised, tiny_decoder, tiny_trainer
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
-NAMES = get_args(AlgorithmConfig.model_fields["name"].annotation)
+NAMES = tuple(OBJECTIVES)
 PAIRED = ("dpo", "ipo", "reward_model")
 WITHOUT_POLICY_LOSS = ("sft", "rft", *PAIRED)
 BOUND = {"tis": "tis_cap", "sequence_tis": "sequence_tis_cap"}
@@ -82,13 +85,13 @@ def clipped_share(answer: Answer, config: AlgorithmConfig) -> Array:
     """What the objective's bound takes away of each token's gradient."""
     assert answer.base is not None
     ratio, advantages = np.exp(answer.logprobs - answer.base), answer.advantages
-    low, high = 1 - config.clip_low, 1 + config.clip_high
-    if config.name == "cispo":
-        return (ratio < low) | (ratio > high)
     if config.name == "sapo":
         tau = np.where(advantages > 0, config.sapo_tau_positive, config.sapo_tau_negative)
         gate = 1 / (1 + np.exp(-tau * (ratio - 1)))
         return 1 - 4 * gate * (1 - gate)
+    low, high = 1 - config.clip_low, 1 + config.clip_high
+    if config.name == "cispo":
+        return (ratio < low) | (ratio > high)
     if config.name.startswith("gspo"):
         ratio = np.full_like(ratio, np.exp(np.mean(answer.logprobs - answer.base)))
     clipped = ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
@@ -125,7 +128,7 @@ def policy_metrics(answer: Answer, config: AlgorithmConfig) -> dict[str, Array]:
     assert answer.base is not None
     found = corrections_of(answer, config) | {"ratio/clip_fraction": clipped_share(answer, config)}
     found["ratio/limited_fraction"] = np.abs(answer.logprobs - answer.base) > 20
-    if config.kl_coefficient and config.kl_in == "loss":
+    if config.name != "distill" and config.kl_coefficient and config.kl_in == "loss":
         assert answer.reference is not None
         found["kl"] = kl_of(answer.logprobs - answer.reference, config.kl_estimator)
     return found
@@ -196,12 +199,12 @@ def batch_of(name: str, stale: bool = False) -> list[Sample]:
 
 def algorithm_of(name: str, **config: Any) -> AlgorithmConfig:
     if name in WITHOUT_POLICY_LOSS:
-        return AlgorithmConfig(name=name, **config)  # type: ignore[arg-type]
+        return objective(name=name, **config)
     tis = "sequence_tis" if name.startswith("gspo") else "tis"
-    kl = {} if name == "distill" else {"kl_coefficient": 0.05}
     narrow = {"clip_low": 0.01, "clip_high": 0.02, "sequence_tis_cap": 1.1, "tis_cap": 1.1}
-    given = {"corrections": (tis, *ALL_CORRECTIONS)} | WIDE | kl | narrow | config
-    return AlgorithmConfig(name=name, **given)  # type: ignore[arg-type]
+    given = {"corrections": (tis, *ALL_CORRECTIONS)} | WIDE | {"kl_coefficient": 0.05} | narrow
+    fields = OBJECTIVES[name].model_fields
+    return objective(name, **{key: value for key, value in given.items() if key in fields}, **config)
 
 
 def trained(config: AlgorithmConfig, samples: list[Sample], trainer: TrainerConfig = CONFIG) -> tuple[
@@ -299,7 +302,7 @@ def test_metrics_of_a_reward_model() -> None:
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])
 def test_the_kl_coefficient_rises_above_the_target_and_falls_below_it(kl_in: Any, weighting: Any) -> None:
     samples = random_samples(4, longest=12)
-    config = partial(AlgorithmConfig, kl_coefficient=0.1, kl_in=kl_in, token_weighting=weighting, kl_estimator="k3")
+    config = partial(objective, kl_coefficient=0.1, kl_in=kl_in, token_weighting=weighting, kl_estimator="k3")
 
     def scale_after(target: float) -> tuple[float, float]:
         reference = tiny_decoder(seed=1)

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from octetrl.algorithms.gae import gae_advantages
 from octetrl.algorithms.sequences import sequence_mean, sequence_sum, sum_to_go
-from octetrl.config.schema import AlgorithmConfig, OptimizerConfig
+from octetrl.config.objective_settings import AlgorithmConfig
+from octetrl.config.schema import OptimizerConfig
 from octetrl.records import Sample
 from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.trainer.prepared import PreparedMicroBatch, token_rewards
 from octetrl.trainer.trainer import KVReplay, NonFiniteError, Trainer
+from tests.objectives import objective
 from tests.unit.trainer.tiny_trainer import random_samples, tiny_decoder, tiny_trainer
 
 NAMES = ("dapo", "dual_clip", "gspo", "gspo_token", "cispo", "sapo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
@@ -69,7 +71,7 @@ CHOICES = [(name, {}) for name in NAMES] + [
 def test_neither_loss_nor_gradient_depends_on_packing(name: str, choice: dict[str, object]) -> None:
     tis = "sequence_tis" if name.startswith("gspo") else "tis"
     common = {"kl_coefficient": 0.05, "entropy_coefficient": 0.01, "corrections": (tis, *ALL_CORRECTIONS), **WIDE}
-    algorithm = AlgorithmConfig(name=name, **(common | choice))
+    algorithm = objective(name=name, **(common | choice))
     samples = [replace(one, group=i % 3) for i, one in enumerate(drawn(random_samples(9), spread=0.5))]
     results = []
     for budget, padded in ((16, True), (40, False), (1000, False)):
@@ -90,12 +92,12 @@ def test_self_normalised_weights_have_mean_one() -> None:
     samples = [replace(sample, advantage=1.0) for sample in drawn(random_samples(6), spread=0.5)]
     for minibatches in (1, 2):
         layout = PackingLayout(40, minibatches=minibatches)
-        plain = run(AlgorithmConfig(), samples, layout).metrics
-        normalized = run(AlgorithmConfig(corrections=("tis", "self_normalize")), samples, layout).metrics
+        plain = run(objective(), samples, layout).metrics
+        normalized = run(objective(corrections=("tis", "self_normalize")), samples, layout).metrics
         assert plain["loss"] == pytest.approx(-plain["correction/mean_weight"], abs=0.02)
         assert plain["loss"] != pytest.approx(-1.0, abs=1e-3)
         assert normalized["loss"] == pytest.approx(-1.0, abs=1e-5 if minibatches == 1 else 0.02)
-    masked = AlgorithmConfig(corrections=("geometric_mask", "self_normalize"), geometric_mask_range=(1.0, 1.0))
+    masked = objective(corrections=("geometric_mask", "self_normalize"), geometric_mask_range=(1.0, 1.0))
     assert run(masked, samples, PackingLayout(40)).metrics["loss"] == 0.0, "nothing left to normalise"
 
 
@@ -144,7 +146,7 @@ def test_a_number_that_is_not_finite_stays_in_its_sample(bad: float) -> None:
 def test_an_advantage_that_is_not_finite_is_named() -> None:
     samples = [*random_samples(3), Sample((1, 2, 3), (False, True, True), (0.0, -3.0, -3.0), math.nan, 0)]
     with pytest.raises(NonFiniteError, match="the advantage of sample 3 of the batch at position 1 is nan"):
-        run(AlgorithmConfig(), samples, PackingLayout(16))
+        run(objective(), samples, PackingLayout(16))
 
 
 def test_an_engine_logprob_that_a_mask_would_swallow_is_named() -> None:
@@ -156,7 +158,7 @@ def test_an_engine_logprob_that_a_mask_would_swallow_is_named() -> None:
     with pytest.raises(
         NonFiniteError, match=f"the engine's log-prob of sample 2 of the batch at position {last} is -inf"
     ):
-        run(AlgorithmConfig(corrections=("tis", "token_mask")), samples, PackingLayout(1000))
+        run(objective(corrections=("tis", "token_mask")), samples, PackingLayout(1000))
 
 
 def test_a_logprob_that_is_not_finite_is_named() -> None:

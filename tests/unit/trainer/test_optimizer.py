@@ -7,13 +7,14 @@ import torch
 from torch import nn
 
 from octetrl.config.errors import UserError
-from octetrl.config.schema import AlgorithmConfig, OptimizerConfig
+from octetrl.config.schema import OptimizerConfig
 from octetrl.kernels.optimizer.adamw import decode_moment
 from octetrl.records import PackedBatch
 from octetrl.trainer.optimizer import Optimizer
 from octetrl.trainer.optimizer_offload import pieces_of, update_piece
 from octetrl.trainer.packing import pack
 from octetrl.trainer.trainer import KVReplay
+from tests.objectives import objective
 from tests.unit.trainer.tiny_trainer import random_samples, supervised, tiny_trainer
 
 STATES = ("float32", "bfloat16", "8bit")
@@ -205,7 +206,7 @@ def test_a_regression_ends_where_float64_adam_ends(states: str, master: str) -> 
 
 def sft_losses(states: str, batches: list[PackedBatch], master: str = "float32") -> tuple[list[float], list]:
     config = OptimizerConfig(lr=3e-3, states=states, master=master)
-    trainer = tiny_trainer(algorithm=AlgorithmConfig(name="sft"), optimizer=config, total_steps=1000)
+    trainer = tiny_trainer(algorithm=objective(name="sft"), optimizer=config, total_steps=1000)
     losses = [trainer.train(batch, KVReplay(), None).metrics["loss"] for batch in batches]
     return losses, [parameter.detach().clone() for parameter in trainer.model.parameters()]
 

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from octetrl.config.schema import AlgorithmConfig, Fp8Config, OptimizerConfig
+from octetrl.config.objective_settings import AlgorithmConfig
+from octetrl.config.schema import Fp8Config, OptimizerConfig
 from octetrl.records import Sample
 from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.trainer.trainer import KVReplay, Trainer
+from tests.objectives import objective
 from tests.unit.trainer.tiny_trainer import BF16, random_samples, supervised, tiny_decoder, tiny_trainer
 
 FP8 = Fp8Config(train=True)
@@ -57,7 +59,7 @@ def steps(trainer: Trainer, samples: list[Sample], layout: PackingLayout, count:
 def test_neither_loss_nor_gradient_of_pairs_depends_on_packing(name: Any) -> None:
     results = []
     for budget, minibatches, padded in LAYOUTS[:3]:
-        trainer = trainer_of(AlgorithmConfig(name=name), other=1)
+        trainer = trainer_of(objective(name=name), other=1)
         (metrics,) = steps(trainer, pairs(5), PackingLayout(budget, minibatches, padded))
         results.append((metrics, {key: weight.detach() for key, weight in trainer.model.named_parameters()}))
     assert len({metrics["train/updates"] for metrics, _ in results}) == 1
@@ -71,7 +73,7 @@ def test_neither_loss_nor_gradient_of_pairs_depends_on_packing(name: Any) -> Non
 @pytest.mark.parametrize("fp8", [BF16, FP8, Fp8Config(rollout=True, train=True, kv_cache="dynamic")])
 def test_the_reference_has_the_policys_precision(fp8: Fp8Config) -> None:
     """Before the first update policy and reference are one model, so every log-ratio is 0, to the bit."""
-    trainer = trainer_of(AlgorithmConfig(name="dpo"), fp8=fp8, dtype=torch.bfloat16)
+    trainer = trainer_of(objective(name="dpo"), fp8=fp8, dtype=torch.bfloat16)
     batch = pack(pairs(3), PackingLayout(64), "sequence")
     metrics = trainer.train(batch, KVReplay(fp8.kv_cache), None).metrics
     assert metrics["preference/margin"] == 0.0 and metrics["loss"] == pytest.approx(math.log(2), abs=1e-6)
@@ -79,7 +81,7 @@ def test_the_reference_has_the_policys_precision(fp8: Fp8Config) -> None:
 
 @pytest.mark.parametrize("fp8", [BF16, FP8])
 def test_dpo_tells_the_better_answer_from_the_worse(fp8: Fp8Config) -> None:
-    trainer = trainer_of(AlgorithmConfig(name="dpo"), fp8=fp8, dtype=torch.bfloat16)
+    trainer = trainer_of(objective(name="dpo"), fp8=fp8, dtype=torch.bfloat16)
     lines = steps(trainer, pairs(4), PackingLayout(1000), count=6)
     assert lines[0]["preference/accuracy"] == 0.0 and lines[-1]["preference/accuracy"] == 1.0
     assert lines[-1]["loss"] < lines[0]["loss"] and lines[-1]["preference/margin"] > 0.1
@@ -87,7 +89,7 @@ def test_dpo_tells_the_better_answer_from_the_worse(fp8: Fp8Config) -> None:
 
 @pytest.mark.parametrize("distillation", DISTILLATIONS)
 def test_neither_loss_nor_gradient_of_a_teacher_depends_on_packing(distillation: Any) -> None:
-    algorithm = AlgorithmConfig(name="distill", teacher="t", distillation=distillation, teacher_top_k=6)
+    algorithm = objective(name="distill", teacher="t", distillation=distillation, teacher_top_k=6)
     results = []
     for (budget, minibatches, padded), chunk in zip(LAYOUTS[:3], (3, 7, 1024), strict=True):
         trainer = trainer_of(algorithm, other=1, logprob_chunk=chunk)
@@ -102,7 +104,7 @@ def test_neither_loss_nor_gradient_of_a_teacher_depends_on_packing(distillation:
 @pytest.mark.parametrize("distillation", ["reverse_kl", "forward_kl"])
 @pytest.mark.parametrize("fp8", [BF16, FP8])
 def test_a_policy_comes_closer_to_its_teacher(distillation: Any, fp8: Fp8Config) -> None:
-    algorithm = AlgorithmConfig(name="distill", teacher="t", distillation=distillation, teacher_top_k=6)
+    algorithm = objective(name="distill", teacher="t", distillation=distillation, teacher_top_k=6)
     trainer = trainer_of(algorithm, fp8=fp8, dtype=torch.bfloat16, other=1)
     lines = steps(trainer, random_samples(6), PackingLayout(64), count=8)
     assert 0 < lines[-1]["loss"] < 0.5 * lines[0]["loss"]
@@ -110,7 +112,7 @@ def test_a_policy_comes_closer_to_its_teacher(distillation: Any, fp8: Fp8Config)
 
 
 def test_sampled_tokens_that_the_teacher_likes_become_likelier() -> None:
-    trainer = trainer_of(AlgorithmConfig(name="distill", teacher="t"), other=1)
+    trainer = trainer_of(objective(name="distill", teacher="t"), other=1)
     samples = random_samples(6)
     batch = pack(samples, PackingLayout(1000), "token")
     ((micro_batch,),) = batch.minibatches
@@ -129,6 +131,6 @@ def test_sampled_tokens_that_the_teacher_likes_become_likelier() -> None:
 
 def test_a_teacher_that_is_the_policy_teaches_nothing() -> None:
     for distillation in ("reverse_kl", "forward_kl"):
-        algorithm = AlgorithmConfig(name="distill", teacher="t", distillation=distillation, teacher_top_k=6)  # type: ignore[arg-type]
+        algorithm = objective(name="distill", teacher="t", distillation=distillation, teacher_top_k=6)
         (metrics,) = steps(trainer_of(algorithm), random_samples(4), PackingLayout(64))
         assert abs(metrics["loss"]) < 1e-6 and metrics["grad_norm"] < 1e-4

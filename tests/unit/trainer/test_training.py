@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from octetrl.config.errors import UserError
-from octetrl.config.schema import AlgorithmConfig, OptimizerConfig
+from octetrl.config.schema import OptimizerConfig
 from octetrl.layers.context import PackedContext
 from octetrl.models.decoder import Decoder
 from octetrl.records import PackedBatch, PolicyUpdate, Sample
 from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.trainer.trainer import KVReplay, NonFiniteError, Trainer, TrainerState
+from tests.objectives import objective
 from tests.unit.trainer.tiny_trainer import BF16, FP8, random_samples, supervised, tiny_decoder, tiny_trainer
 
-ON_POLICY = AlgorithmConfig(token_weighting="token")
+ON_POLICY = objective(token_weighting="token")
 NO_REPLAY = KVReplay()
 DYNAMIC = KVReplay(kv_mode="dynamic")
 
@@ -44,7 +45,7 @@ def logprobs_of(model: Decoder, sample: Sample) -> Tensor:
 @pytest.mark.parametrize("weighting", ["token", "sequence"])
 def test_gradient_is_that_of_the_plain_formula(weighting: str) -> None:
     samples = random_samples(5)
-    trainer = tiny_trainer(tiny_decoder(dtype=torch.float32), AlgorithmConfig(token_weighting=weighting))
+    trainer = tiny_trainer(tiny_decoder(dtype=torch.float32), objective(token_weighting=weighting))
     model = tiny_decoder(dtype=torch.float32)
     losses = []
     for sample in samples:
@@ -62,7 +63,7 @@ def test_gradient_is_that_of_the_plain_formula(weighting: str) -> None:
 def test_neither_loss_nor_gradient_depends_on_packing(weighting: str) -> None:
     results = []
     for budget, padded in ((16, True), (40, False), (50, True), (1000, False)):
-        trainer = tiny_trainer(tiny_decoder(dtype=torch.float32), AlgorithmConfig(token_weighting=weighting))
+        trainer = tiny_trainer(tiny_decoder(dtype=torch.float32), objective(token_weighting=weighting))
         batch = pack(random_samples(9), PackingLayout(budget, padded_attention=padded), weighting)
         update = trainer.train(batch, NO_REPLAY, None)
         results.append((len(batch.minibatches[0]), update.metrics["loss"], gradients(trainer)))
@@ -142,7 +143,7 @@ def test_only_the_first_layers_run_again() -> None:
 
 @pytest.mark.parametrize(("fp8", "kv"), [(BF16, NO_REPLAY), (FP8, DYNAMIC)])
 def test_training_reduces_a_toy_loss(fp8: object, kv: KVReplay) -> None:
-    trainer = tiny_trainer(tiny_decoder(fp8), AlgorithmConfig(name="sft"))
+    trainer = tiny_trainer(tiny_decoder(fp8), objective(name="sft"))
     samples = supervised(random_samples(6))
     updates = [train(trainer, samples, kv) for _ in range(8)]
     losses = [update.metrics["loss"] for update in updates]
@@ -180,7 +181,7 @@ def test_first_pass_logprobs_are_those_before_any_update() -> None:
 
 def test_several_updates_take_their_ratio_against_the_first_pass() -> None:
     """The second epoch's ratio has left 1, so with a clip of width 0 about half of the tokens are clipped."""
-    algorithm = AlgorithmConfig(clip_low=0.0, clip_high=0.0)
+    algorithm = objective(clip_low=0.0, clip_high=0.0)
     assert train(tiny_trainer(algorithm=algorithm), random_samples(4)).metrics["ratio/clip_fraction"] == 0.0
     twice = train(tiny_trainer(algorithm=algorithm, epochs=2), random_samples(4)).metrics["ratio/clip_fraction"]
     assert 0.15 < twice <= 0.5  # the mean of 0 and of what is clipped in the second
@@ -195,7 +196,7 @@ def test_stale_samples_are_not_on_policy() -> None:
 
 
 def test_reference_kl_starts_at_zero_and_grows() -> None:
-    algorithm = AlgorithmConfig(kl_coefficient=0.1)
+    algorithm = objective(kl_coefficient=0.1)
     trainer = tiny_trainer(algorithm=algorithm, reference=tiny_decoder())
     first, second = (train(trainer, random_samples(4)).metrics["kl"] for _ in range(2))
     assert first == 0.0 and second > 0.0

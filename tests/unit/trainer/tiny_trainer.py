@@ -7,13 +7,15 @@ import random
 import torch
 
 from octetrl.algorithms.table import build_algorithm
-from octetrl.config.schema import AlgorithmConfig, Fp8Config, OptimizerConfig, TrainerConfig
+from octetrl.config.objective_settings import AlgorithmConfig
+from octetrl.config.schema import Fp8Config, OptimizerConfig, TrainerConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import DENSE
 from octetrl.records import Sample
 from octetrl.trainer.trainer import Trainer
+from tests.objectives import objective
 
 SPEC = ModelSpec(
     family="qwen3",
@@ -57,7 +59,7 @@ def tiny_trainer(
     return Trainer(
         model or tiny_decoder(),
         config=TrainerConfig(optimizer=optimizer, **{"tokens_per_micro_batch": 64} | config),
-        algorithm=build_algorithm(algorithm or AlgorithmConfig()),
+        algorithm=build_algorithm(algorithm or objective()),
         temperature=1.0,
         total_steps=total_steps,
         reference=reference,

@@ -1,0 +1,102 @@
+"""The keys of the `algorithm` section: which objective has which field, and what is said about a key it does not have.
+
+Two forms of the section come here before pydantic sees it:
+
+- A recipe that extends another may change the objective. A field that the new one does not have is an error; `null`
+  takes such a field away (`algorithm.clip_high=` on the command line).
+- A run's `config.yaml` of an older version holds the fields of all objectives. Those of other objectives are dropped
+  where they have their default, and are errors where they do not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from octetrl.config.algorithm import OBJECTIVES, GrpoConfig
+from octetrl.config.errors import nearest
+from octetrl.config.objective_settings import AlgorithmConfig
+from octetrl.config.section import Problem
+
+SECTION = "algorithm"
+_FLAT = {"clip_low", "batch_size"}  # no objective has both; the one section of older versions did
+DEFAULT_NAME = GrpoConfig().name
+
+
+def owners(field: str) -> list[str]:
+    """The objectives that have the field."""
+    return [name for name, section in OBJECTIVES.items() if field in section.model_fields]
+
+
+def name_objective(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree with an objective named in its `algorithm` section, without null for fields of other objectives."""
+    given = tree.get(SECTION, {})
+    if not isinstance(given, dict):
+        return dict(tree)
+    section = {"name": DEFAULT_NAME, **given}
+    kept = {key: value for key, value in section.items() if value is not None or not _is_foreign(section["name"], key)}
+    return {**tree, SECTION: kept}
+
+
+def drop_defaults_of_others(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A file's tree, without the defaults of other objectives where an older version wrote them all out."""
+    given = tree.get(SECTION)
+    if not isinstance(given, dict) or not given.keys() >= _FLAT:
+        return dict(tree)
+    name = given.get("name", DEFAULT_NAME)
+    kept = {key: value for key, value in given.items() if not _is_foreign(name, key) or value != _default(key)}
+    return {**tree, SECTION: kept}
+
+
+def misplaced_fields(name: str, fields: Iterable[str]) -> Problem:
+    """One problem for all fields of a section that its objective does not have and others do."""
+    fields = list(fields)
+    by_owners: dict[str, list[str]] = {}
+    for field in fields:
+        by_owners.setdefault(_listed(owners(field)), []).append(field)
+    one = len(fields) == 1
+    belong = [
+        f"{'it' if one else ', '.join(group)} {'belongs' if len(group) == 1 else 'belong'} to {names}"
+        for names, group in by_owners.items()
+    ]
+    text = (
+        f"{SECTION}.{', '.join(fields)}: {name} has no such field{'' if one else 's'}; {'; '.join(belong)}; remove"
+        f" {'it' if one else 'them'} (null takes away what another file gives), or choose another {SECTION}.name"
+    )
+    return Problem((*(f"{SECTION}.{field}" for field in fields), f"{SECTION}.name"), text)
+
+
+def unknown_field(name: str, field: str) -> Problem:
+    """No objective has the field; the nearest that one has is named."""
+    own = OBJECTIVES[name].model_fields
+    hint = nearest(field, own)
+    meant = hint.split("'")[1] if hint else ""
+    if not hint:
+        elsewhere = nearest(field, {key for section in OBJECTIVES.values() for key in section.model_fields})
+        if elsewhere:
+            meant = elsewhere.split("'")[1]
+            hint = f"{elsewhere} It belongs to {_listed(owners(meant))}, not to {name}"
+        else:
+            hint = f"; allowed are {', '.join(own)}"
+    fields = (f"{SECTION}.{field}", f"{SECTION}.{meant}") if meant else (f"{SECTION}.{field}",)
+    return Problem(fields, f"{SECTION}.{field}: unknown key{hint}")
+
+
+def _listed(names: list[str]) -> str:
+    """As few words as say which objectives are meant."""
+    others = [name for name in OBJECTIVES if name not in names]
+    return ", ".join(names) if len(names) <= len(others) else f"all but {', '.join(others)}"
+
+
+def _is_foreign(name: Any, field: str) -> bool:
+    section = OBJECTIVES.get(name) if isinstance(name, str) else None
+    return section is not None and field not in section.model_fields and bool(owners(field))
+
+
+def _default(field: str) -> Any:
+    """The default of older versions: that of the class which brings the field first, as plain data."""
+    for section in OBJECTIVES[owners(field)[0]].__mro__[::-1]:
+        if issubclass(section, AlgorithmConfig) and field in section.model_fields:
+            return json.loads(json.dumps(section.model_fields[field].default))
+    raise AssertionError(f"an objective has {field}, and none of its classes does")
