@@ -54,6 +54,7 @@ from typing import Literal
 from octetrl.config.algorithm import DistillConfig
 from octetrl.config.blocks import BlockMemory, TrainedAs
 from octetrl.config.lora import adapter_elements
+from octetrl.config.objective_settings import AlgorithmConfig
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
 
@@ -155,9 +156,7 @@ def estimate_memory(
     parts.append(_optimizer(recipe, trained, weight_bytes, on_gpu))
     if teacher is not None:
         taught = weight_bytes * teacher[0].num_parameters + _fp8_copies(*teacher, emulated=emulated, backward=False)
-        algorithm = recipe.algorithm
-        assert isinstance(algorithm, DistillConfig), "only distillation has a teacher"
-        parts.append(MemoryPart("teacher", taught, f"{algorithm.teacher}, {algorithm.teacher_precision}"))
+        parts.append(MemoryPart("teacher", taught, _teacher(recipe.algorithm)))
     if recipe.algorithm.keeps_reference:
         its_copies = _fp8_copies(spec, precisions, emulated=emulated, backward=False) if lora is None else 0
         reference = weight_bytes * trained + its_copies
@@ -187,6 +186,11 @@ def estimate_memory(
         parts.append(MemoryPart("KV cache", tokens * per_token, how, "generating"))
     takes_turns = on_gpu and recipe.engine.release_for_training
     return MemoryEstimate(tuple(parts), per_token, tokens, takes_turns)
+
+
+def _teacher(algorithm: AlgorithmConfig) -> str:
+    assert isinstance(algorithm, DistillConfig), f"{algorithm.name} has no teacher"
+    return f"{algorithm.teacher}, {algorithm.teacher_precision}"
 
 
 def fewest_checkpointed_layers(
