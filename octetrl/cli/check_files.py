@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from octetrl.cli.check_turns import check_turns
+from octetrl.config.algorithm import DistillConfig
 from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
@@ -43,7 +44,7 @@ def _read_tokenizer(recipe: Recipe, spec: ModelSpec | None) -> None:
 
 def _weight_problems(recipe: Recipe) -> Iterator[str]:
     """Of the folders whose weights the run will load, from the headers of their files."""
-    algorithm, teacher = recipe.algorithm, recipe.algorithm.teacher
+    algorithm = recipe.algorithm
     reward_model, critic = recipe.environment.reward_model, recipe.critic.path
     if recipe.model.init == "pretrained":
         scalar = algorithm.name == "reward_model"
@@ -52,8 +53,8 @@ def _weight_problems(recipe: Recipe) -> Iterator[str]:
         yield from _weight_problem("critic.path: ", critic, scalar=True, new_head=True)
     if reward_model is not None:
         yield from _weight_problem("environment.reward_model: ", reward_model, scalar=True, new_head=False)
-    if algorithm.name == "distill" and teacher is not None:
-        yield from _weight_problem("algorithm.teacher: ", teacher, scalar=False, new_head=False)
+    if isinstance(algorithm, DistillConfig) and algorithm.teacher is not None:
+        yield from _weight_problem("algorithm.teacher: ", algorithm.teacher, scalar=False, new_head=False)
 
 
 def _weight_problem(field: str, folder: str, *, scalar: bool, new_head: bool) -> Iterator[str]:

@@ -239,9 +239,8 @@ def test_metrics_are_means_over_tokens_or_pairs(name: str, weighting: str, monke
     metrics, given, _ = trained(config, batch_of(name))
     assert len({inputs.logprobs_N.numel() for inputs in given}) > 1, "ragged"
     expected = expected_metrics(given, config)
-    if name == "distill" or (
-        isinstance(config, KlSettings) and config.kl_in == "reward"
-    ):  # k1 of the log-probs before the first update
+    charges = isinstance(config, KlSettings) and config.kl_in == "reward"
+    if charges or name == "distill":  # k1 of the log-probs before the first update
         before = [answer.base - answer.reference for inputs in given for answer in answers_of(inputs)]
         expected["kl"] = float(np.concatenate(before).mean())
     if name == "ppo":
