@@ -168,7 +168,7 @@ def recorded_lengths(path: Path, most: int | None, vocab_size: int, seed: int) -
     """The first `most` rollouts of the file, all when None. Prompts are random tokens, one prompt a task."""
     lengths = _read_lengths(path)
     if most is not None and most > len(lengths):
-        raise UserError(f"--requests: {most} were asked for and '{path}' holds {len(lengths)} rollouts; ask for fewer")
+        raise UserError(f"--requests: {most} were requested, but '{path}' holds {len(lengths)} rollouts; ask for fewer")
     rng = random.Random(seed)
     prompts: dict[tuple[str, int], tuple[int, ...]] = {}
     requests: list[GenerationRequest] = []

@@ -29,28 +29,31 @@ Model = Annotated[
     str | None,
     typer.Option(help="A preset (random weights) or a Hugging Face folder. Default: qwen3-8b; on a CPU tiny."),
 ]
-PrecisionList = Annotated[str, typer.Option("--precision", help="Precisions, side by side.")]
-Rounds = Annotated[int, typer.Option(min=1, help="Turns of each precision; A B, then B A.")]
-Layers = Annotated[int | None, typer.Option(min=1, help="Only so many of the model's layers; for a small machine.")]
-MaxBatch = Annotated[int, typer.Option(min=1, help="Most sequences decoded together.")]
+PrecisionList = Annotated[str, typer.Option("--precision", help="Precisions to compare.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Rounds per precision; the order is A B, then B A.")]
+Layers = Annotated[
+    int | None, typer.Option(min=1, help="Use only this many of the model's layers, for a small machine.")
+]
+MaxBatch = Annotated[int, typer.Option(min=1, help="Largest number of sequences decoded together.")]
 Out = Annotated[Path | None, typer.Option(help="Folder of the JSON. Default: benchmarks/results if there, else here.")]
 Name = Annotated[
     str | None,
     typer.Option(help="The JSON is BENCH_MODEL_NAME.json. Default: BENCH_MODEL.json, with the numerics if not parity."),
 ]
-Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: the GPU where there is one.")]
-Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of weights, prompts, lengths and sampling.")]
+Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: the GPU if there is one.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of weights, prompts, lengths and sampling.")]
 Checkpointing = Annotated[
     str,
     typer.Option(
-        metavar="none|attention|layer[:N]", help="What the backward finds kept; :N, in the first N layers alone."
+        metavar="none|attention|layer[:N]", help="What the forward keeps for the backward; :N: only the first N layers."
     ),
 ]
 STATES, MASTER = "8bit", "stochastic_rounding"  # with a recipe's float32 of both, 8 billion parameters fill an H200
 States = Annotated[
-    str, typer.Option("--optimizer-states", help="Of the optimizer's moments: float32 (a recipe's), bfloat16 or 8bit.")
+    str,
+    typer.Option("--optimizer-states", help="Format of the moments: float32 (a recipe's default), bfloat16 or 8bit."),
 ]
-Master = Annotated[str, typer.Option(help="Master weights: float32 (a recipe's) or stochastic_rounding.")]
+Master = Annotated[str, typer.Option(help="Master weights: float32 (a recipe's default) or stochastic_rounding.")]
 CODES = "kept"
 WeightCodes = Annotated[
     str,
@@ -58,16 +61,16 @@ WeightCodes = Annotated[
         help="FP8 codes of weights while they are updated: kept, or remade for each product, training in BF16's memory."
     ),
 ]
-Offload = Annotated[bool, typer.Option("--offload", help="Moments and masters stay in the host's memory.")]
+Offload = Annotated[bool, typer.Option("--offload", help="Keep moments and masters in host memory.")]
 NumericsList = Annotated[
     str,
     typer.Option(
         "--numerics",
         metavar="parity,fast",
-        help="parity: one order of sums on both sides. fast: the faster forms of what pays. Both: side by side.",
+        help="parity: one order of sums on both sides. fast: faster forms of some ops. Give both to compare.",
     ),
 ]
-LogprobChunk = Annotated[int, typer.Option(min=1, help="Trained tokens whose logits exist at one time.")]
+LogprobChunk = Annotated[int, typer.Option(min=1, help="Number of trained tokens whose logits exist at once.")]
 
 
 def choices(option: str, text: str, allowed: Sequence[str]) -> tuple[str, ...]:
@@ -78,7 +81,7 @@ def choices(option: str, text: str, allowed: Sequence[str]) -> tuple[str, ...]:
             raise UserError(f"{option}: '{name}' is not one of {', '.join(allowed)}{nearest(name, allowed)}")
     if len(set(names)) < len(names):
         again = "; repeat all of them with --rounds" if option == "--precision" else "; name each once"
-        raise UserError(f"{option}: '{text}' names one twice{again}")
+        raise UserError(f"{option}: '{text}' names a value twice{again}")
     return names
 
 
@@ -93,11 +96,11 @@ def numerics_of(text: str) -> tuple[Numerics, ...]:
 
 def result_suffix(name: str | None, numerics: tuple[Numerics, ...] = ("parity",)) -> str:
     """What follows the model's name in that of the result's file: `--name`, or else the numerics where these are not
-    the usual. Raises UserError for what is no part of a file's name."""
+    the usual. Raises UserError for what cannot be part of a file name."""
     if name is None:
         return "" if numerics == ("parity",) else "_" + "_".join(numerics)
     if _NAME.fullmatch(name) is None:
-        given = f"--name: {name[:60]!r} is no part of a file's name"
+        given = f"--name: {name[:60]!r} cannot be part of a file name"
         raise UserError(f"{given}; give 1 to 64 letters, digits, '-', '_' or '.', such as 256")
     return f"_{name}"
 
@@ -113,7 +116,7 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--out: cannot make the folder '{folder}' ({error.strerror}); give another") from error
+        raise UserError(f"--out: cannot create the folder '{folder}' ({error.strerror}); give another") from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UserError(f"--out: cannot write in '{folder}' (Permission denied); give another folder")
 
@@ -145,7 +148,7 @@ def with_layers(model: BenchModel, layers: int | None) -> BenchModel:
     if layers is None or layers == model.spec.num_layers:
         return model
     if layers > model.spec.num_layers:
-        raise UserError(f"--layers: {layers} were asked for and {model.name} has {model.spec.num_layers}; give fewer")
+        raise UserError(f"--layers: {layers} were requested, but {model.name} has {model.spec.num_layers}; give fewer")
     if model.folder is not None:
         raise UserError(f"--layers: '{model.name}' is a folder with weights of its own; give a preset, or leave it out")
     return replace(model, name=f"{model.name}_{layers}_layers", spec=replace(model.spec, num_layers=layers))

@@ -62,23 +62,23 @@ COLUMNS = {  # key of a row: heading, format
 }
 NUMERICS_COLUMNS = {"rollout/cost_of_parity": ("parity\ncosts", ".1%")}
 LEGEND = (
-    "floor: weights of linears and lm_head read once a decode step, and the live keys and values, a prompt counted for"
-    " each sibling, at 4.3 TB/s (H200); its share is of the whole call's time. tail: share of the decode time with less"
-    " than half of the batch running. start: with CUDA up, to build the model, draw or read its weights, quantise,"
-    " calibrate, take the cache, compile or load kernels, capture a graph and give a first token; warm: that token's"
-    " request again."
+    "floor: time to read the weights of linears and lm_head once a decode step, and the live keys and values with each"
+    " sibling's prompt, at 4.3 TB/s (H200); its share is of the whole call's time. tail: share of the decode time with"
+    " less than half of the batch running. start: time from an initialised CUDA to the first token: build the model,"
+    " create or read its weights, quantise, calibrate, allocate the cache, compile or load kernels, capture a graph."
+    " warm: the same request again."
 )
 
 Requests = Annotated[
-    int | None, typer.Option(min=1, help="Completions, all siblings counted. Default: 128; on a CPU 8.")
+    int | None, typer.Option(min=1, help="Number of completions, including all siblings. Default: 128; on a CPU 8.")
 ]
 Prompt = Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt. Default: 512; on a CPU 16.")]
-Answer = Annotated[int | None, typer.Option(min=1, help="Tokens of an answer, or their mean. Default: 4096; CPU 32.")]
+Answer = Annotated[int | None, typer.Option(min=1, help="Tokens of an answer, or the mean. Default: 4096; CPU 32.")]
 Workloads = Annotated[
     list[str] | None,
     typer.Option(
         "--workload",
-        help="REQUESTSxPROMPT+ANSWER instead of those three; may be given several times. Default, with none of them:"
+        help="REQUESTSxPROMPT+ANSWER in place of those three; may be given several times. Default, with none of them:"
         " 128x512+4096 and 256x512+1024; on a CPU 8x16+32.",
     ),
 ]
@@ -91,7 +91,8 @@ Lengths = Annotated[
     ),
 ]
 Sigma = Annotated[
-    float | None, typer.Option(min=0.0, max=3.0, help="lognormal: of the logarithm of the length. Default: 0.7.")
+    float | None,
+    typer.Option(min=0.0, max=3.0, help="lognormal: standard deviation of the logarithm of the length. Default: 0.7."),
 ]
 GroupSize = Annotated[int | None, typer.Option(min=1, help="Siblings that share a prompt. Default: 8; on a CPU 4.")]
 Warmup = Annotated[int, typer.Option(min=0, help="Tokens of each answer in an untimed call before the timed one.")]
@@ -107,7 +108,7 @@ Hints = Annotated[
         " task that comes again; the longest start first.",
     ),
 ]
-Profile = Annotated[bool, typer.Option("--profile", help="Also the time of every kernel of a decode step; on a GPU.")]
+Profile = Annotated[bool, typer.Option("--profile", help="Also time every kernel of a decode step, on a GPU.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,7 @@ def rollout(
     modes = numerics_of(numerics)
     suffix = result_suffix(name, modes)
     if workload and (requests, prompt, answer) != (None, None, None):
-        raise UserError("--workload: says what --requests, --prompt and --answer say; give it, or them")
+        raise UserError("--workload: it replaces --requests, --prompt and --answer; give either it or them")
     _check_lengths(lengths, sigma, hints, said_otherwise=(workload, prompt, answer, group_size) != (None,) * 4)
     shapes = _shapes(workload or ())
     from octetrl.bench.rollout import Bench
@@ -159,7 +160,7 @@ def rollout(
     chosen = device_of(device)
     on_gpu = chosen.type == "cuda"
     if profile and not on_gpu:
-        raise UserError("--profile: it times kernels on a GPU and this would run on a CPU; leave it out")
+        raise UserError("--profile: it times kernels on a GPU, and this would run on a CPU; leave it out")
     found = model_of(model, None, on_gpu=on_gpu)
     remedy = "give a shorter --workload" if shapes else "shorten --prompt or --answer"
     shapes = shapes or _usual_shapes(ON_GPU if on_gpu else ON_CPU, requests, prompt, answer)
@@ -213,7 +214,9 @@ def _check_lengths(lengths: str, sigma: float | None, hints: bool, *, said_other
             " --requests alone"
         )
     if hints and lengths == "fixed":
-        raise UserError("--hints: all answers have one length, so none starts first; add --lengths lognormal or a file")
+        raise UserError(
+            "--hints: all answers have one length, so the order does not matter; add --lengths lognormal or a file"
+        )
 
 
 def _shapes(texts: Sequence[str]) -> list[Shape]:

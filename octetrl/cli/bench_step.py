@@ -77,8 +77,8 @@ CALIBRATION_COLUMNS = {
 LEGEND = (
     "produce: generation, and samples with random rewards. learn: forward, backward, update, KV scales. publish: new"
     " FP8 codes and the engine's check of them; GB/s of codes. tokens/s: prompts and answers over the whole step."
-    " mismatch: mean exp|engine - trainer| of log-probs, 1 where both are equal; the largest difference of one, among"
-    " so many tokens. peak: of learn and publish, the KV cache given back; estimate: of `octetrl check` for that."
+    " mismatch: mean exp|engine - trainer| of log-probs, 1 if they are equal; then the largest difference and the"
+    " number of tokens. peak: memory of learn and publish, the KV cache freed; estimate: the same by `octetrl check`."
 )
 
 Prompts = Annotated[int | None, typer.Option(min=1, help="Prompts of a step. Default: 64; on a CPU 2.")]
@@ -86,13 +86,13 @@ Group = Annotated[int | None, typer.Option(min=2, help="Siblings of a prompt. De
 PromptTokens = Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt. Default: 512; on a CPU 8.")]
 AnswerTokens = Annotated[
     str | None,
-    typer.Option(metavar="N|N-M", help="Of an answer, drawn uniformly. Default: 2048-4096; on a CPU 4-12."),
+    typer.Option(metavar="N|N-M", help="Tokens of an answer, drawn uniformly. Default: 2048-4096; on a CPU 4-12."),
 ]
-Steps = Annotated[int, typer.Option(min=1, help="Timed steps of a turn, after a short one that is not timed.")]
-Warmup = Annotated[int, typer.Option(min=0, help="Tokens of each answer in the untimed step; 0: none is taken.")]
+Steps = Annotated[int, typer.Option(min=1, help="Timed steps per round, after a short one that is not timed.")]
+Warmup = Annotated[int, typer.Option(min=0, help="Tokens of each answer in the untimed step; 0: no such step.")]
 LearnShare = Annotated[
     float,
-    typer.Option(min=0.001, max=1.0, help="Learn from this share of the groups and reckon the time of all."),
+    typer.Option(min=0.001, max=1.0, help="Learn from this share of the groups and extrapolate the time of all."),
 ]
 KVFraction = Annotated[float, typer.Option(min=0.01, max=0.95, help="Share of the free memory for the KV cache.")]
 Calibration = Annotated[
@@ -101,7 +101,7 @@ Calibration = Annotated[
         metavar=f"{MODES}|none", help="Ways of calibration to compare, where a precision's cache is calibrated."
     ),
 ]
-CalibrationBatches = Annotated[int, typer.Option(min=1, help="Micro-batches that calibration is measured on.")]
+CalibrationBatches = Annotated[int, typer.Option(min=1, help="Number of micro-batches for measuring calibration.")]
 
 
 def step(
@@ -184,7 +184,9 @@ def _measure(plan: StepBench, folder: Path, name: str) -> None:
     make_folder(folder)  # now, so that minutes of measuring are not lost
     turns = measure(plan, _say)
     rows = rows_of(plan, turns)
-    learnt = "" if plan.learn_share == 1.0 else f", learn reckoned from {plan.learn_share:.0%} of the groups"
+    learnt = (
+        "" if plan.learn_share == 1.0 else f", learning time extrapolated from {plan.learn_share:.0%} of the groups"
+    )
     title = f"step, {plan.model.name} on {plan.device.type}, {plan.workload.name}{learnt}"
     print_table(title, ("precision", "step/numerics"), COLUMNS, rows, LEGEND)
     costs = calibration_rows(plan, turns)

@@ -69,8 +69,8 @@ PART_COLUMNS = {
 }
 LEGEND = (
     "tokens/s: of forward and backward. TFLOP/s: the model's own, 6 x weights of linears x tokens, lm_head for trained"
-    " tokens, causal attention 3.5 x its forward; what is made again is not counted. of 790: TFLOP/s of a large BF16"
-    " GEMM on an H200. estimate: of `octetrl check`, the trainer's parts. start: from nothing to a first step."
+    " tokens, causal attention 3.5 x its forward; recomputation is not counted. of 790: share of the TFLOP/s of a large"
+    " BF16 GEMM on an H200. estimate: the trainer's parts by `octetrl check`. start: time to the first step."
 )
 
 Tokens = Annotated[int | None, typer.Option(min=16, help="Tokens of a micro-batch. Default: 16384; on a CPU 64.")]
@@ -84,17 +84,21 @@ Lengths = Annotated[
 ]
 Mean = Annotated[int | None, typer.Option(min=2, help="lognormal: the mean length. Default: 2048.")]
 Sigma = Annotated[
-    float | None, typer.Option(min=0.0, max=3.0, help="lognormal: of the logarithm of the length. Default: 0.7.")
+    float | None,
+    typer.Option(min=0.0, max=3.0, help="lognormal: standard deviation of the logarithm of the length. Default: 0.7."),
 ]
-Steps = Annotated[int, typer.Option(min=1, help="Timed steps of a turn, after one that is not timed.")]
+Steps = Annotated[int, typer.Option(min=1, help="Timed steps per round, after one that is not timed.")]
 MicroBatches = Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")]
 WithOptimizer = Annotated[
     bool,
     typer.Option("--optimizer/--no-optimizer", help="Without: no update, and gradients stay as BF16 sums."),
 ]
-TrainedShare = Annotated[float, typer.Option(min=0.001, max=1.0, help="Share of a sequence's tokens trained on.")]
+TrainedShare = Annotated[
+    float, typer.Option(min=0.001, max=1.0, help="Share of a sequence's tokens that are trained on.")
+]
 Profile = Annotated[
-    bool | None, typer.Option("--profile/--no-profile", help="Time by part; on a GPU. Default: where there is one.")
+    bool | None,
+    typer.Option("--profile/--no-profile", help="Show the time by part, on a GPU. Default: if there is one."),
 ]
 
 
@@ -136,7 +140,7 @@ def train(
     chosen = device_of(device)
     on_gpu = chosen.type == "cuda"
     if profile and not on_gpu:
-        raise UserError("--profile: it times kernels on a GPU and this would run on a CPU; leave it out")
+        raise UserError("--profile: it times kernels on a GPU, and this would run on a CPU; leave it out")
     found = model_of(model, layers, on_gpu=on_gpu)
     usual_tokens, usual_length = ON_GPU if on_gpu else ON_CPU
     config = config.model_copy(update={"tokens_per_micro_batch": tokens or usual_tokens})
@@ -233,7 +237,9 @@ def _check_lengths(mix: Any, tokens: int, positions: int, model: str) -> None:
     if longest > tokens:
         raise UserError(f"--lengths: {longest} tokens do not fit a micro-batch of {tokens}; raise --tokens")
     if longest > positions:
-        raise UserError(f"--lengths: {longest} tokens were asked for and {model} has {positions} positions; give fewer")
+        raise UserError(
+            f"--lengths: {longest} tokens were requested, but {model} has {positions} positions; give fewer"
+        )
 
 
 def _say(number: int, turn: TrainTurn) -> None:

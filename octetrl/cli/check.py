@@ -55,14 +55,14 @@ def check(
     memory_gib: Annotated[
         float | None,
         typer.Option(
-            "--memory-gib", help="Plan for a GPU with so much memory; 0.001 to 1,000,000.", show_default=False
+            "--memory-gib", help="Plan for a GPU with this much memory; 0.001 to 1,000,000.", show_default=False
         ),
     ] = None,
 ) -> None:
     """Show what a recipe means, what it needs, and every problem it has."""
     if memory_gib is not None and not SMALLEST_GIB <= memory_gib <= LARGEST_GIB:
         raise UserError(
-            f"--memory-gib: {memory_gib:g} is no GPU's; give {SMALLEST_GIB:g} to {LARGEST_GIB:,.0f}, as 140"
+            f"--memory-gib: {memory_gib:g} is no GPU's memory; give {SMALLEST_GIB:g} to {LARGEST_GIB:,.0f}, as 140"
         )
     resolved = load_recipe(recipe, overrides or [])
     problems: list[str] = []
@@ -107,7 +107,7 @@ def find_device(recipe: Recipe, memory_gib: float | None) -> Device:
         if found is not None:
             return found
         if recipe.cluster.device == "cuda":
-            return Device("cuda, of which there is none here; plan for one with --memory-gib", True, None)
+            return Device("cuda, but this machine has no GPU; plan for one with --memory-gib", True, None)
     num_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return Device(f"CPU with {num_bytes / GIB:.1f} GiB, FP8 is emulated", False, num_bytes)
 
@@ -194,7 +194,7 @@ def _precision(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device:
     yield from _numerics(recipe, policy, device)
     given, wanted = recipe.trainer.tokens_per_micro_batch, tokens_that_pay(spec.hidden_size)
     if policy.uses_fp8("train") and device.on_gpu and not recipe.fp8.emulate and given < wanted:
-        yield "warning", f"FP8 training hardly pays with {given:,} tokens a micro-batch at this width;"
+        yield "warning", f"FP8 training is hardly faster than BF16 with {given:,} tokens a micro-batch at this width;"
         yield "", f"raise trainer.tokens_per_micro_batch to {wanted:,} or more, or take precision: bf16"
 
 
@@ -238,7 +238,7 @@ def _memory(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device: De
     of_device = "" if device.num_bytes is None else f"   of {_size(device.num_bytes)}"
     if estimate.takes_turns and estimate.kv_bytes_per_token:
         training = estimate.training_bytes
-        of_device += f"; {_size(training)} while training, when the KV cache is given back"
+        of_device += f"; {_size(training)} while training, with the KV cache freed"
     yield "total", f"{_size(estimate.total_bytes):>12}{of_device}"
     if device.num_bytes is not None:
         keeps_codes = policy.uses_fp8("train") and recipe.trainer.weight_codes == "kept" and recipe.model.lora is None
@@ -252,7 +252,7 @@ def _less_checkpointing(trainer: TrainerConfig, num_layers: int, fewest: int | N
     """How few layers need to run again in the backward, where that is fewer than do."""
     asked = num_layers if trainer.checkpointed_layers is None else trainer.checkpointed_layers
     if trainer.activation_checkpointing != "none" and fewest is not None and fewest < asked:
-        said = f"{fewest} of {num_layers} layers would do: trainer.checkpointed_layers={fewest} is faster"
+        said = f"{fewest} of {num_layers} layers are enough: trainer.checkpointed_layers={fewest} is faster"
         yield "checkpointing", said
 
 
@@ -313,7 +313,7 @@ def _room(estimate: MemoryEstimate, device_bytes: int, keeps_codes: bool) -> Ite
     if not estimate.takes_turns:
         room -= estimate.bytes_when("training")
     tokens = room // estimate.kv_bytes_per_token
-    yield "room for KV cache", f"{_size(room):>12}   {tokens:,} tokens, if nothing else is to fit"
+    yield "room for KV cache", f"{_size(room):>12}   {tokens:,} tokens, if nothing else uses the memory"
 
 
 def _size(num_bytes: int) -> str:

@@ -11,10 +11,12 @@ import typer
 from octetrl.cli.arguments import Overrides, RecipePath
 from octetrl.config.load import load_recipe
 
-Prompts = Annotated[int, typer.Option(min=1, help="Of the recipe's first tasks.")]
+Prompts = Annotated[int, typer.Option(min=1, help="Number of prompts: the recipe's first tasks.")]
 Sequences = Annotated[int, typer.Option(min=1, help="Answers to each prompt.")]
 AnswerTokens = Annotated[int, typer.Option(min=2, help="Length of every answer.")]
-Attribute = Annotated[bool, typer.Option("--attribute", help="Which tensors bring the mismatch, and what share each.")]
+Attribute = Annotated[
+    bool, typer.Option("--attribute", help="Show which tensors cause the mismatch, with the share of each.")
+]
 
 DIFFERING = 1
 

@@ -35,18 +35,20 @@ def evaluate(
             show_default=False,
         ),
     ],
-    recipe: Annotated[str, typer.Option("--recipe", "-r", metavar="R", help="Whose environment and lengths to use.")],
+    recipe: Annotated[
+        str, typer.Option("--recipe", "-r", metavar="R", help="The recipe with the environment and the length limits.")
+    ],
     samples: Annotated[
-        int | None, typer.Option(min=1, help="Completions a task. Default: the largest k, or as the recipe says.")
+        int | None, typer.Option(min=1, help="Completions per task. Default: the largest k, or the recipe's value.")
     ] = None,
     k: Annotated[
         str | None, typer.Option("--k", metavar="K,K,...", help="Estimate pass@k and maj@k for these k.")
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="0 is greedy. Default: as the recipe says.")
+        float | None, typer.Option(min=0.0, help="0 is greedy. Default: the recipe's value.")
     ] = None,
     all_tasks: Annotated[
-        bool, typer.Option("--all-tasks", help="Every task of the environment, not only those held out.")
+        bool, typer.Option("--all-tasks", help="Use every task of the environment, not only the held-out ones.")
     ] = False,
     out: Annotated[str | None, typer.Option("--out", metavar="FILE", help="Write everything as JSON.")] = None,
 ) -> None:

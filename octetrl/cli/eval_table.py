@@ -40,10 +40,10 @@ def report_table(reports: Mapping[str, EvalReport], compared: Compared) -> Table
 def _caption(reports: list[EvalReport], is_compared: bool) -> str:
     note = f"means of {reports[0].tasks:,} tasks and [their {LEVEL:.0%} intervals]"
     if is_compared:
-        note += "; * a difference whose interval leaves out 0"
+        note += "; * marks a difference whose interval excludes 0"
     says_answers = any("maj_at" in name for report in reports for name in report.estimates)
     if any(k > 1 for k in reports[0].scoring.ks) and not says_answers:
-        note += "; no maj@k: the scorer does not say what was answered"
+        note += "; no maj@k: the scorer does not return the answer"
     return note
 
 

@@ -11,7 +11,7 @@ def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or one of its checkpoints.")],
     to: Annotated[str, typer.Option("--to", metavar="DIR", help="The folder to write; new, or empty.")],
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="Of a run with LoRA: its adapter in PEFT's format, not merged.")
+        bool, typer.Option("--adapter", help="For a run with LoRA: write only the adapter, in PEFT's format.")
     ] = False,
 ) -> None:
     """Write a run's last weights in Hugging Face format; adapters of LoRA are merged."""

@@ -18,14 +18,17 @@ def generate(
         str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, a run folder or one of its checkpoints.")
     ],
     prompt: Annotated[
-        list[str], typer.Option("--prompt", "-p", help="What the user says; may be given several times.")
+        list[str], typer.Option("--prompt", "-p", help="The user's message; may be given several times.")
     ],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one completion.")] = 256,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens in a completion.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
-    top_p: Annotated[float, typer.Option(max=1.0, help="Keep the likeliest tokens with so much probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Keep so many of the likeliest tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(max=1.0, help="Sample from the likeliest tokens with this total probability.")
+    ] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many of the likeliest tokens; 0: all.")] = 0,
     min_p: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Keep tokens with at least this share of the likeliest one's.")
+        float,
+        typer.Option(min=0.0, max=1.0, help="Sample from tokens with at least this share of the top probability."),
     ] = 0.0,
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends a completion; may be given several times.")
@@ -33,7 +36,7 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same text.")] = 0,
     n: Annotated[int, typer.Option("--n", "-n", min=1, help="Completions of each prompt.")] = 1,
     precision: Annotated[Precision, typer.Option(help="What is FP8.")] = "bf16",
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: the GPU where there is one.")] = "auto",
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: the GPU if there is one.")] = "auto",
 ) -> None:
     """Generate text from a model or a run."""
     sampling = SamplingParams(

@@ -13,7 +13,7 @@ from octetrl.config.shipped import copy_recipe, shipped_recipes
 
 def recipes(
     copy: Annotated[
-        str | None, typer.Option("--copy", metavar="NAME", help="Copy this recipe and all that it extends.")
+        str | None, typer.Option("--copy", metavar="NAME", help="Copy this recipe and the recipes that it extends.")
     ] = None,
     to: Annotated[
         str | None, typer.Option("--to", metavar="DIR", help="The folder of the copy. Default: the working directory.")
@@ -25,7 +25,7 @@ def recipes(
             typer.echo(f"wrote {path}")
         return
     if to is not None:
-        raise UserError("--to: it is the folder of a copy; name the recipe with --copy NAME")
+        raise UserError("--to: it needs --copy NAME, the recipe to copy")
     found = shipped_recipes()
     width = max(len(name) for name in found)
     for name, summary in found.items():

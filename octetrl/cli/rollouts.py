@@ -23,23 +23,27 @@ LETTERS = 1_200
 
 def rollouts(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or a file step_NNNNNN.jsonl of one.")],
-    step: Annotated[str | None, typer.Option(metavar="N|N:M", help="Steps, both ends included; N: and :M too.")] = None,
+    step: Annotated[
+        str | None, typer.Option(metavar="N|N:M", help="Steps N:M, both ends included; also N, N: or :M.")
+    ] = None,
     reward: Annotated[
-        str | None, typer.Option(metavar="X|X:Y", help="Rewards, both ends included; X: and :Y too.")
+        str | None, typer.Option(metavar="X|X:Y", help="Rewards X:Y, both ends included; also X, X: or :Y.")
     ] = None,
     status: Annotated[
         list[str] | None, typer.Option(help="Only this status, such as reward_error; may be given several times.")
     ] = None,
-    task: Annotated[str, typer.Option(help="Only tasks with this in their id.")] = "",
-    text: Annotated[str, typer.Option(help="Only rollouts with this in their text, in upper or lower case.")] = "",
+    task: Annotated[str, typer.Option(help="Only tasks whose id contains this.")] = "",
+    text: Annotated[str, typer.Option(help="Only rollouts whose text contains this, in upper or lower case.")] = "",
     limit: Annotated[
         int | None,
         typer.Option(
-            min=1, help=f"Most groups shown. Default: {IN_TERMINAL}; {ON_PAGE} with --html.", show_default=False
+            min=1,
+            help=f"Largest number of groups shown. Default: {IN_TERMINAL}; {ON_PAGE} with --html.",
+            show_default=False,
         ),
     ] = None,
     letters: Annotated[
-        int, typer.Option(min=0, help="Most letters of a completion in the terminal; 0: all.")
+        int, typer.Option(min=0, help="Largest number of characters of a completion in the terminal; 0: all.")
     ] = LETTERS,
     tokens: Annotated[
         bool | None,
@@ -48,7 +52,7 @@ def rollouts(
         ),
     ] = None,
     html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write a page for a browser.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print each rollout as a JSON line, all that pass.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all selected rollouts, one JSON line each.")] = False,
 ) -> None:
     """Look at what a run sampled."""
     wanted = Filter(
@@ -59,7 +63,7 @@ def rollouts(
         text=text,
     )
     if as_json and html is not None:
-        raise UserError("--json and --html are two forms of the same; give one of them")
+        raise UserError("--json and --html exclude each other; give one of them")
     if as_json:
         for of_step, place, row in matching_rows(run, wanted):
             typer.echo(json.dumps({"step": of_step, "group": place, **row.line}))

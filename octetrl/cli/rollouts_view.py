@@ -142,5 +142,5 @@ def _legend() -> Text:
         "  ",
         (f"below {VERY_UNLIKELY:.0%}", "bold red"),
         "  ",
-        (f"trainer and engine apart by more than {DISAGREEMENT:g}", "underline reverse"),
+        (f"trainer and engine differ by more than {DISAGREEMENT:g}", "underline reverse"),
     )

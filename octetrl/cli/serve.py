@@ -16,29 +16,33 @@ def serve(
         str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, a run folder or one of its checkpoints.")
     ],
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: every one, with a key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
-    name: Annotated[str | None, typer.Option(help="What clients call the model; default: the folder's name.")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: a free one.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="The model's name for clients; default: the folder's name.")] = None,
     precision: Annotated[Precision, typer.Option(help="What is FP8.")] = "bf16",
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: the GPU where there is one.")] = "auto",
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: the GPU if there is one.")] = "auto",
     context_length: Annotated[
-        int | None, typer.Option(min=16, help="Most tokens of prompt and answer; default: the model's, 8192 at most.")
+        int | None,
+        typer.Option(min=16, help="Largest number of tokens in prompt and answer; default: the model's, at most 8192."),
     ] = None,
     kv_cache_tokens: Annotated[
         int | None, typer.Option(min=16, help="Capacity of the KV cache; default: most of the GPU's free memory.")
     ] = None,
-    max_batch: Annotated[int, typer.Option(min=1, help="Most completions generated together.")] = 256,
-    max_queue: Annotated[int, typer.Option(min=0, help="Most completions that wait; more are refused (429).")] = 256,
+    max_batch: Annotated[int, typer.Option(min=1, help="Largest number of completions generated together.")] = 256,
+    max_queue: Annotated[
+        int, typer.Option(min=0, help="Largest number of waiting completions; more are refused (429).")
+    ] = 256,
     max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest request body, MB (413).")] = 8.0,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="OCTETRL_API_KEY", help="Asked of clients; ps shows the option, not the variable."),
+        typer.Option(
+            envvar="OCTETRL_API_KEY", help="Key that clients must send. ps shows the option, but not the variable."
+        ),
     ] = None,
     without_key: Annotated[
-        bool, typer.Option("--without-key", help="Let other machines in without a key: behind a proxy that asks.")
+        bool,
+        typer.Option("--without-key", help="Allow other machines without a key, behind a proxy that checks clients."),
     ] = False,
-    drain_seconds: Annotated[
-        float, typer.Option(min=0.0, help="After SIGTERM: how long running requests may take.")
-    ] = 30.0,
+    drain_seconds: Annotated[float, typer.Option(min=0.0, help="Time for running requests after SIGTERM.")] = 30.0,
     calibrate_on: Annotated[
         Path | None,
         typer.Option(help="Texts, one a line, to measure a calibrated FP8 cache's scales on; default: built in."),
@@ -46,7 +50,7 @@ def serve(
 ) -> None:
     """Serve a model by OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics."""
     if api_key == "":
-        raise UserError("the API key is empty, so anybody would have it; give one, or unset OCTETRL_API_KEY")
+        raise UserError("the API key is empty, so every client would have it; give one, or unset OCTETRL_API_KEY")
     from octetrl.run import serve as run
 
     options = run.ServeOptions(

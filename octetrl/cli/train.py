@@ -18,7 +18,7 @@ from octetrl.config.schema import Recipe
 def train(
     recipe: RecipePath,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run folder's last checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the run folder's last checkpoint.")] = False,
 ) -> None:
     """Train by a recipe: an objective of reinforcement learning, SFT, preferences, a reward model."""
     resolved = load_recipe(recipe, overrides or [])
@@ -36,4 +36,4 @@ def train(
 def _how_to_go_on(resolved: Recipe, recipe: str, overrides: list[str]) -> str:
     if not (Path(resolved.output_dir) / "config.yaml").exists():
         return "stopped before the run began; nothing was written"
-    return f"stopped; go on with: {shlex.join(['octetrl', 'train', recipe, *overrides, '--resume'])}"
+    return f"stopped; continue with: {shlex.join(['octetrl', 'train', recipe, *overrides, '--resume'])}"

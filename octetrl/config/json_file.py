@@ -30,7 +30,7 @@ def read_text(path: Path, remedy: str, *, most_bytes: int | None = None, encodin
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
             kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe or a device"
-            raise UserError(f"{path}: it is {kind}, not a file; {remedy}")
+            raise UserError(f"{path}: this is {kind}, not a file; {remedy}")
         if most_bytes is not None and found.st_size > most_bytes:
             raise UserError(f"{path}: {found.st_size:,} bytes, at most {most_bytes:,} are read; {remedy}")
         return path.read_text(encoding=encoding)
@@ -41,7 +41,7 @@ def read_text(path: Path, remedy: str, *, most_bytes: int | None = None, encodin
     except OSError as error:
         raise UserError(f"{path}: can't be read ({error.strerror}); {remedy}") from None
     except ValueError:
-        raise UserError(f"{str(path)!r}: no path, it holds a NUL; {remedy}") from None
+        raise UserError(f"{str(path)!r}: not a path, it contains a NUL; {remedy}") from None
 
 
 def parse_json(text: str, where: str, remedy: str) -> Any:
@@ -63,7 +63,7 @@ def read_json(path: Path, remedy: str = "fetch or export the model again") -> Js
     """The object that a JSON file holds. UserError for any other file."""
     value = parse_json(read_text(path, remedy, most_bytes=MOST_BYTES), str(path), remedy)
     if not isinstance(value, dict):
-        raise UserError(f"{path}: it holds {kind_of(value)}, an object is needed; {remedy}")
+        raise UserError(f"{path}: it holds {kind_of(value)}, but must be an object; {remedy}")
     return JsonObject(value, f"{path}: ")
 
 

@@ -135,7 +135,7 @@ def _read_chain(path: Path) -> list[_Layer]:
         path = path.parent / base
         if _is_one_of(path, seen):
             cycle = " -> ".join([layer.source for layer in chain] + [str(path)])
-            raise UserError(f"{chain[0].source}: extends goes in a circle ({cycle}); remove one of them")
+            raise UserError(f"{chain[0].source}: extends forms a circle ({cycle}); remove one of them")
 
 
 def _is_one_of(path: Path, seen: Sequence[Path]) -> bool:

@@ -84,7 +84,7 @@ def _model_problems(recipe: Recipe) -> Iterator[Problem]:
         text = f"model.preset: '{model.preset}' is a shape without weights; set model.init: random, or give model.path"
         yield Problem(("model.preset", "model.init"), text)
     if model.preset and not model.path and not model.tokenizer:
-        text = f"model.tokenizer: preset '{model.preset}' brings none; give the folder of a Hugging Face tokenizer"
+        text = f"model.tokenizer: preset '{model.preset}' has none; give the folder of a Hugging Face tokenizer"
         yield Problem(("model.tokenizer", "model.preset"), text)
     if model.dtype == "float32" and recipe.trainer.optimizer.master == "stochastic_rounding":
         text = "trainer.optimizer.master: stochastic_rounding is for bfloat16 weights; with dtype float32 use float32"
@@ -92,7 +92,7 @@ def _model_problems(recipe: Recipe) -> Iterator[Problem]:
     if model.lora is not None:
         twice = sorted({target for target in model.lora.targets if model.lora.targets.count(target) > 1})
         if twice:
-            text = f"model.lora.targets: {', '.join(twice)} stands there twice; name each projection once"
+            text = f"model.lora.targets: {', '.join(twice)} is named twice; name each projection once"
             yield Problem(("model.lora.targets",), text)
         if not model.lora.targets:
             text = "model.lora.targets: is empty, so nothing would be trained; name projections, or set model.lora=null"
@@ -115,7 +115,7 @@ def _size_problems(recipe: Recipe) -> Iterator[Problem]:
     if rollouts > MOST_ROLLOUTS:
         text = (
             f"rollout.prompts_per_step: {rollout.prompts_per_step:,} prompts of rollout.group_size"
-            f" {rollout.group_size:,} are {rollouts:,} rollouts a step; at most {MOST_ROLLOUTS:,} can be held"
+            f" {rollout.group_size:,} are {rollouts:,} rollouts a step; at most {MOST_ROLLOUTS:,} are allowed"
         )
         yield Problem(("rollout.prompts_per_step", "rollout.group_size"), text)
 
@@ -162,7 +162,7 @@ def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
     if algorithm.learns_from != "rollouts":
         if recipe.fp8.kv_cache == "calibrated":
             text = (
-                f"fp8.kv_cache: 'calibrated' has nothing to calibrate on with {algorithm.name}, which draws no"
+                f"fp8.kv_cache: 'calibrated' has no data for calibration with {algorithm.name}, which draws no"
                 " rollouts; use 'none', or 'dynamic', which needs no calibration (precision: fp8_full means"
                 " 'calibrated')"
             )
@@ -171,7 +171,7 @@ def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
     if isinstance(algorithm, RftConfig) and algorithm.best_of_group > rollout.group_size:
         text = (
             f"algorithm.best_of_group: {algorithm.best_of_group} is more than the rollout.group_size"
-            f" {rollout.group_size} siblings drawn; lower it, or draw more"
+            f" {rollout.group_size} siblings; lower it, or raise rollout.group_size"
         )
         yield Problem(("algorithm.best_of_group", "rollout.group_size"), text)
     if rollout.group_size < 2 and algorithm.needs_siblings:
@@ -181,13 +181,13 @@ def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
         )
         yield Problem(("rollout.group_size", "algorithm.name"), text)
     if rollout.temperature == 0:
-        text = "rollout.temperature: 0 is greedy, so all siblings of a group are equal and teach nothing; use 1.0"
+        text = "rollout.temperature: 0 is greedy, so all siblings of a group are equal and have no advantage; use 1.0"
         yield Problem(("rollout.temperature", "algorithm.name"), text)
     for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
         value = getattr(rollout, name)
         if value != off:
             text = (
-                f"rollout.{name}: {value} cuts the distribution, which the trainer's log-probs would not follow;"
+                f"rollout.{name}: {value} changes the distribution, and the trainer's log-probs would not match;"
                 f" train with {off} (`generate` takes --{name.replace('_', '-')})"
             )
             yield Problem((f"rollout.{name}", "algorithm.name"), text)
@@ -197,7 +197,7 @@ def _critic_problems(recipe: Recipe) -> Iterator[Problem]:
     critic, name = recipe.critic, recipe.algorithm.name
     if name != "ppo":
         if critic != CriticConfig():
-            text = f"critic: {name} has no critic, the section would go unused; remove it, or use ppo"
+            text = f"critic: {name} has no critic, so the section has no effect; remove it, or use ppo"
             yield Problem(("critic", "algorithm.name"), text)
         return
     if critic.pretrain_steps >= recipe.steps:
@@ -221,7 +221,7 @@ def _data_problems(recipe: Recipe) -> Iterator[Problem]:
         text = f"algorithm.conversations: {algorithm.name} needs the path of a file of {form}, or data.sources"
         yield Problem(("algorithm.conversations", "data.sources", "algorithm.name"), text)
     if algorithm.conversations is not None and sources:
-        text = "algorithm.conversations: is one source and data.sources are others; move it there"
+        text = "algorithm.conversations: cannot be combined with data.sources; move it there"
         yield Problem(("algorithm.conversations", "data.sources"), text)
 
 
@@ -266,8 +266,8 @@ def _weight_code_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(("trainer.weight_codes", "fp8.train"), text)
     elif recipe.model.lora is not None and name != "ppo":
         text = (
-            "trainer.weight_codes: with model.lora the codes are all there is of an FP8 weight, so they cannot be"
-            " 'remade'; use kept"
+            "trainer.weight_codes: with model.lora an FP8 weight exists only as codes, so they cannot be 'remade';"
+            " use kept"
         )
         yield Problem(("trainer.weight_codes", "model.lora"), text)
     has_graphs = fp8.rollout and name != "reward_model" and recipe.cluster.device != "cpu"
@@ -309,7 +309,7 @@ def _run_problems(recipe: Recipe) -> Iterator[Problem]:
         text = "seed: seed and environment.seed are whole numbers from 0 to 2^63 - 1; choose a smaller one"
         yield Problem(("seed", "environment.seed"), text)
     if "\0" in recipe.output_dir:
-        yield Problem(("output_dir",), f"output_dir: {recipe.output_dir!r} is no path, it holds a NUL; remove it")
+        yield Problem(("output_dir",), f"output_dir: {recipe.output_dir!r} is not a path, it contains a NUL; remove it")
     if not recipe.output_dir.strip():
         yield Problem(("output_dir",), "output_dir: is empty; give the folder that the run writes, such as runs/first")
 

@@ -16,10 +16,10 @@ _OBJECT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _DATASETS = {
     "reasoning_gym": "the name of a reasoning_gym dataset, such as chain_sum",
     "code": 'the path of a JSONL file of {"prompt": ..., "tests": [...]}',
-    "python": "an environment of yours as 'module:name'",
+    "python": "your own environment as 'module:name'",
     "game": "the name of a game: guess_number",
     "verifiers": "the name of an installed verifiers environment",
-    "gymnasium": "the id of a Gymnasium environment, or 'module:name' of what makes one",
+    "gymnasium": "the id of a Gymnasium environment, or 'module:name' of a function or class that creates one",
 }
 _SCORERS = ("reward", "reward_model", "judge")
 
@@ -48,13 +48,13 @@ def _unused_problems(environment: EnvironmentConfig) -> Iterator[Problem]:
     kind = environment.kind
     if environment.parameters and kind in (*FILES, "python"):
         text = (
-            f"environment.parameters: {', '.join(environment.parameters)} would go unused,"
+            f"environment.parameters: {', '.join(environment.parameters)} have no effect,"
             f" kind {kind} has no parameters; set environment.parameters={{}}"
         )
         yield Problem(("environment.parameters", "environment.kind"), text)
     for name in ("columns", "reference_marker"):
         if getattr(environment, name) and kind not in FILES:
-            text = f"environment.{name}: kind {kind} reads no file, so it would go unused; remove it"
+            text = f"environment.{name}: kind {kind} reads no file, so it has no effect; remove it"
             yield Problem((f"environment.{name}", "environment.kind"), text)
 
 
@@ -95,6 +95,6 @@ def refuse_for_turns(recipe: Recipe) -> None:
     tokens, context = recipe.engine.kv_cache_tokens, recipe.model.context_length
     if tokens is not None and tokens < context:
         raise UserError(
-            f"engine.kv_cache_tokens: {tokens} hold no conversation of model.context_length {context} tokens, which one"
-            f" of several turns may come to; raise it to at least {context}, or lower model.context_length"
+            f"engine.kv_cache_tokens: {tokens} cannot hold a conversation of model.context_length {context} tokens;"
+            f" raise it to at least {context}, or lower model.context_length"
         )

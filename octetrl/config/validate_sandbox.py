@@ -19,14 +19,14 @@ def sandbox_problems(recipe: Recipe) -> Iterator[Problem]:
     given, needed = environment.reward_timeout_seconds, environment.sandbox.wall_seconds + MARGIN_SECONDS
     if environment.kind == "code" and given < needed:
         text = (
-            f"environment.reward_timeout_seconds: {given:g} would cut a sandbox short of its wall_seconds"
+            f"environment.reward_timeout_seconds: {given:g} would kill a sandbox before its wall_seconds"
             f" {environment.sandbox.wall_seconds:g}; raise it to at least {needed:g}, or lower sandbox.wall_seconds"
         )
         yield Problem(("environment.reward_timeout_seconds", "environment.sandbox.wall_seconds"), text)
     given_mib, needed_mib = environment.reward_memory_mib, environment.sandbox.memory_mib + MARGIN_MIB
     if environment.kind == "code" and given_mib < needed_mib:
         text = (
-            f"environment.reward_memory_mib: {given_mib} would cut a sandbox short of its memory_mib"
+            f"environment.reward_memory_mib: {given_mib} would kill a sandbox before its memory_mib"
             f" {environment.sandbox.memory_mib}; raise it to at least {needed_mib}, or lower sandbox.memory_mib"
         )
         yield Problem(("environment.reward_memory_mib", "environment.sandbox.memory_mib"), text)

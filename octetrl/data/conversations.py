@@ -97,7 +97,7 @@ def conversation_of(record: Mapping[str, Any], where: str) -> Conversation | Dia
     messages = messages_of(record, "messages", where)
     if all(message["role"] != "assistant" for message in messages):
         raise UserError(
-            f"{where}: 'messages' has none of the assistant, so there is nothing to learn; give its answers"
+            f"{where}: 'messages' has no message of the assistant, so there is nothing to train on; add its answers"
         )
     return Dialogue(messages, tools=tools_of(record, where))
 
@@ -133,4 +133,4 @@ def _message_problems(messages: Sequence[Any], where: str) -> Iterator[str]:
             if not (message["role"] == "assistant" and message.get("tool_calls") and not message.get("content")):
                 yield f"{at}: 'content' is {kind_of(message.get('content'))}; it must be a string"
         elif message["role"] == "assistant" and not message["content"].strip() and not message.get("tool_calls"):
-            yield f"{at}: the assistant's 'content' is empty; give what is to be learnt, or remove the message"
+            yield f"{at}: the assistant's 'content' is empty; give its answer, or remove the message"

@@ -99,7 +99,7 @@ class Mixture:
     """Samples of `sources` by weight, in a seeded order without end.
 
     context_length: the longest sample allowed, in tokens; None allows any. too_long: what becomes of longer ones.
-    Raises UserError when a source has none to learn from, or one that is too long and refused.
+    Raises UserError if a source has no rows to train on, or a row that is too long and refused.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Mixture:
         too_long: Literal["refuse", "drop"] = "refuse",
     ) -> None:
         if not sources:
-            raise UserError("data.sources: there are none to learn from")
+            raise UserError("data.sources: there are no rows to train on")
         total = sum(source.weight for source in sources)
         self._shares = [source.weight / total for source in sources]
         self._seed, self._dropped, self._across_borders = seed, 0, 0
@@ -150,8 +150,8 @@ class Mixture:
         """Continue from `state()`. Raises UserError when it was taken from other examples, weights or another seed."""
         if state["fingerprint"] != self._fingerprint:
             raise UserError(
-                "data.sources: they, the tokenizer or the seed are not those the checkpoint was made with;"
-                " resume with the same, or start a new run from its weights"
+                "data.sources: they, the tokenizer or the seed differ from the checkpoint's;"
+                " resume with the same ones, or start a new run from its weights"
             )
         for order, taken in zip(self._orders, state["taken"], strict=True):
             order.taken = taken
@@ -183,7 +183,7 @@ class Mixture:
             items.append(item)
         if not items:
             raise UserError(
-                f"data.sources: '{source.name}' has none to learn from"
+                f"data.sources: '{source.name}' has no rows to train on"
                 f" ({len(source.examples)} rows, all longer than model.context_length {context_length})"
             )
         return items

@@ -72,7 +72,7 @@ def _of_texts(record: Mapping[str, Any], where: str) -> Preference:
         context = pair.chosen.messages[: pair.chosen.learn_from] if isinstance(pair.chosen, Dialogue) else ()
         if prompt not in [message.get("content") for message in context]:
             raise UserError(
-                f"{where}: 'prompt' is a text that is not in what 'chosen' and 'rejected' begin with in common;"
+                f"{where}: 'prompt' is not in the common beginning of 'chosen' and 'rejected';"
                 f" give \"messages\" and two answers, or remove 'prompt'"
             )
         return pair
@@ -93,7 +93,9 @@ def _of_whole_conversations(record: Mapping[str, Any], where: str) -> Preference
     tools = tools_of(record, where)
     for key, messages in (("chosen", chosen), ("rejected", rejected)):
         if all(message["role"] != "assistant" for message in messages[common:]):
-            raise UserError(f"{where}: '{key}' says nothing as the assistant that the other does not; give two answers")
+            raise UserError(
+                f"{where}: '{key}' has no text of the assistant that differs from the other; give two answers"
+            )
     return Preference(Dialogue(chosen, common, tools), Dialogue(rejected, common, tools))
 
 

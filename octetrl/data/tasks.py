@@ -62,7 +62,7 @@ def make_tasks(
         prompt = required_text(row, "prompt", where)
         task_id = str(row.get("id", number))
         if task_id in row_of_id:
-            raise UserError(f"{where}: id '{task_id}' is that of row {row_of_id[task_id]} too; ids must differ")
+            raise UserError(f"{where}: id '{task_id}' is also the id of row {row_of_id[task_id]}; ids must differ")
         row_of_id[task_id] = number
         tasks.append(
             Task(

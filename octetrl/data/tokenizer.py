@@ -32,7 +32,7 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
         raise UserError(f"tokenizer: no folder '{path}'; give model.tokenizer a Hugging Face tokenizer folder")
     if not any((path / name).is_file() for name in VOCABULARIES):
         raise UserError(
-            f"tokenizer: '{path}' holds none of {', '.join(VOCABULARIES)};"
+            f"tokenizer: '{path}' has none of {', '.join(VOCABULARIES)};"
             f" give model.tokenizer a Hugging Face tokenizer folder"
         )
     _check_settings(path)
@@ -43,7 +43,7 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
     except Exception as error:  # the tokenizers library raises it bare; nothing of ours runs in there
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         raise UserError(
-            f"tokenizer: '{path}' holds none that loads ({reason}); it needs tokenizer.json and tokenizer_config.json"
+            f"tokenizer: '{path}' cannot be loaded ({reason}); it needs tokenizer.json and tokenizer_config.json"
         ) from error
     if tokenizer.eos_token_id is None:
         raise UserError(
@@ -81,7 +81,7 @@ def check_template(tokenizer: Tokenizer) -> None:
         raise template_fails(error) from error
     if _SAID not in text:
         raise UserError(
-            "tokenizer: its chat template leaves out what the user says, so all prompts would be equal; correct"
+            "tokenizer: its chat template leaves out the user's message, so all prompts would be equal; correct"
             " chat_template in its tokenizer_config.json or chat_template.jinja"
         )
 
@@ -108,11 +108,11 @@ def _try_out(tokenizer: Tokenizer) -> None:
     """What a run will ask of it, once: settings of the wrong kind show only then."""
     encoded = tokenizer("a", add_special_tokens=False, return_offsets_mapping=True)
     if not encoded["input_ids"]:
-        raise ValueError("it makes no tokens of a text")
+        raise ValueError("it gives no tokens for a text")
     tokenizer.decode([*encoded["input_ids"], *tokenizer.encode("a", add_special_tokens=True)])
     tokenizer.convert_ids_to_tokens(list(tokenizer.get_vocab().values())[:1])
     if not all(isinstance(special, str) for special in tokenizer.all_special_tokens):
-        raise ValueError("a special token is no string")
+        raise ValueError("a special token is not a string")
 
 
 def _refuse_prefixed_pieces(file: Path) -> None:

@@ -1,6 +1,6 @@
-"""What a request must satisfy before it is taken in, the sequences it becomes, and the pages these may need.
+"""Checks a request, splits it into sequences, and computes the pages that they may need.
 
-Everything that can be known to fail is refused here, before the first forward, in one line that names the request.
+A request that cannot succeed is refused here, before the first forward, in one line that names the request.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from octetrl.records import GenerationRequest, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What requests are measured against."""
+    """The limits of the model, the cache and the recipe that a request must fit."""
 
     vocab_size: int
     context_length: int
@@ -51,7 +51,7 @@ class Admission:
     def _check_prompt(self, request: GenerationRequest) -> None:
         prompt = request.prompt_token_ids
         if not prompt:
-            raise UserError(f"request '{request.id}': the prompt has no tokens; give at least one (BOS will do)")
+            raise UserError(f"request '{request.id}': the prompt has no tokens; give at least one (BOS is enough)")
         if min(prompt) < 0 or max(prompt) >= self.vocab_size:
             raise UserError(
                 f"request '{request.id}': prompt tokens lie between {min(prompt)} and {max(prompt)},"
@@ -81,7 +81,7 @@ def _check_sampling(request: GenerationRequest) -> None:
 
 
 def check_fits(groups: Sequence[RequestGroup], blocks: BlockManager) -> None:
-    """Raises UserError for a request that even alone, at its longest, has not enough pages."""
+    """Raises UserError for a request that needs more pages than the cache has, even if it runs alone."""
     for group in groups:
         needed = blocks.pages_for(group.limit - 1)  # the last token is never a query
         if needed > blocks.num_pages:
@@ -93,12 +93,12 @@ def check_fits(groups: Sequence[RequestGroup], blocks: BlockManager) -> None:
 
 
 def pages_wanted(groups: Sequence[RequestGroup], max_batch: int, page_size: int) -> int:
-    """Pages with which `max_batch` sequences, the most demanding, run at full length and nobody is preempted."""
+    """Pages with which the longest `max_batch` sequences run at full length without preemption."""
     own: list[int] = []
     prefixes: list[int] = []
     for group in groups:
         shared_tokens = len(group.request.prompt_token_ids) - 1 if group.shares_prefix else 0
-        growth = 1  # what the scheduler wants to see free for each running sequence
+        growth = 1  # the scheduler keeps one page free for each running sequence
         pages = -(-(group.limit - 1) // page_size) - shared_tokens // page_size + growth
         own += [pages] * min(group.request.num_siblings, max_batch)
         prefixes.append(-(-shared_tokens // page_size))

@@ -1,15 +1,15 @@
-"""What the device knows of each place in the batch, so that a decode forward needs nothing from the host.
+"""The state of each place in the batch, on the device. A decode forward needs nothing else from the host.
 
-    token, length      the next query and the number of tokens up to it; every forward moves both on
+    token, length      the next query and the number of tokens up to it; every forward advances both
     prompt, key ...    of the sampler (sampler.py)
     table              the sequence's pages
     active             the rows of the running batch, in its order, then the idle row
 
-The host writes only what changes, in one copy of numbers and one of pages a step at most, from pinned memory: it never
-waits for the device. The last row is idle for ever: length 0, so that attention gives zeros and nothing is written to
-the cache. Batches are padded with it.
+The host writes only what changes: per step at most one copy of numbers and one of pages, from pinned memory. It never
+waits for the device. The last row is always idle. Its length is 0, so attention returns zeros for it and nothing is
+written to the cache. Batches are padded with it.
 
-R places and the idle one, B sequences of a forward, W pages of the longest possible block table.
+R places and the idle row, B sequences of a forward, W pages of the longest possible block table.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class BatchRows:
         self._filters_R = np.zeros(rows, dtype=bool)
 
     def reset(self) -> None:
-        """Forgets the pages of an earlier cache."""
+        """Clears the block tables of an earlier cache."""
         self._table_RW.zero_()
 
     def join(self, sequences: Sequence[RunningSequence]) -> None:
-        """Their rows hold the last known token of each and its sampling parameters from now on."""
+        """Writes the last known token and the sampling parameters of each sequence into its row."""
         if not sequences:
             return
         integers_n6 = np.empty((len(sequences), 6), dtype=np.int64)
@@ -65,19 +65,19 @@ class BatchRows:
         self._fractions_3R.index_copy_(1, integers[:, 0], self._to_device(fractions_n3).t())
 
     def write_pages(self, pages: Sequence[tuple[int, int, int]]) -> None:
-        """Entries (row, index, page) of the block tables."""
+        """Writes entries (row, index, page) of the block tables."""
         if pages:
             row_n, index_n, page_n = self._to_device(np.array(pages, dtype=np.int64).T).unbind()
             self._table_RW.index_put_((row_n, index_n), page_n.int())
 
     def activate(self, row_B: np.ndarray, padded: int) -> None:
-        """The batch from now on: these rows, then idle ones up to `padded`."""
+        """Sets the batch: these rows, then idle ones up to `padded`."""
         active = np.full(padded, self._idle, dtype=np.int64)
         active[: len(row_B)] = row_B
         self._active_R[:padded].copy_(self._to_device(active))
 
     def samples_how(self, row_B: np.ndarray) -> tuple[bool, bool]:
-        """Whether some row draws, and whether some row has top-k, top-p or min-p."""
+        """Whether some row is not greedy, and whether some row has top-k, top-p or min-p."""
         return bool(self._draws_R[row_B].any()), bool(self._filters_R[row_B].any())
 
     # ------------------------------------------------------------ in the forward, on the device alone
@@ -96,6 +96,6 @@ class BatchRows:
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A copy; to a GPU through pinned memory, so that the host goes on at once."""
+    """A copy on `device`. A copy to a GPU goes through pinned memory, so the host does not wait."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -1,13 +1,14 @@
-"""Who owns which page of the KV cache, and what free pages still hold.
+"""Counts the owners of each page of the KV cache, and finds cached pages by their content.
 
-Pages are only numbers here; their bytes lie in `kv_cache.py`. A page may have several owners: the prompt of a group is
-computed once and every sibling reads the same pages. A page with more than one owner is never written; who has to
-write there takes a copy first (`scheduler.py`). A page without owners is free.
+Pages are only numbers here; their bytes are in `kv_cache.py`. A page may have several owners: the prompt of a group is
+computed once, and every sibling reads the same pages. A page with more than one owner is never written. A sequence that
+must write there copies the page first (`scheduler.py`). A page without owners is free.
 
-A full page may be remembered by what it holds: the hash of all tokens up to its end (`page_keys`), for K and V of a
-position follow from these, the weights and the scales. A free page keeps its bytes until it is taken for something
-else, blank ones first, then those released longest ago; until then whoever needs the same tokens can have it back. So
-the next turn of a conversation prefills what is new in it. `forget` when weights or scales change.
+A full page can be found by its content: a hash of all tokens up to its end (`page_keys`). K and V of a position follow
+from these tokens, the weights and the scales. A free page keeps its bytes until it is allocated again. Pages without
+known content are allocated first, then those that were released longest ago. Until then a sequence with the same tokens
+can reuse the page, so the next turn of a conversation prefills only what is new. Call `forget` when weights or scales
+change.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class BlockManager:
         self.num_pages, self.page_size = num_pages, page_size
         self.peak_used = 0
         self._blank = list(range(num_pages - 1, -1, -1))
-        self._kept: dict[int, None] = {}  # free pages that are remembered, the one released longest ago first
+        self._kept: dict[int, None] = {}  # free pages with known content, the one released longest ago first
         self._owners = [0] * num_pages
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
@@ -39,11 +40,11 @@ class BlockManager:
         return self.num_pages - self.num_free
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold `num_tokens` tokens."""
+        """Number of pages for `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
     def allocate(self) -> int:
-        """A free page with one owner. The caller has made sure that there is one."""
+        """Allocates a page for one owner. The caller has made sure that a page is free."""
         assert self.num_free, f"page accounting: none of {self.num_pages} pages is free"
         page = self._blank.pop() if self._blank else self._oldest_kept()
         assert self._owners[page] == 0, f"page accounting: free page {page} has {self._owners[page]} owners"
@@ -52,7 +53,7 @@ class BlockManager:
         return page
 
     def share(self, pages: Sequence[int]) -> list[int]:
-        """One more owner for each page; returns the pages as the new owner's own list."""
+        """Adds an owner to each page. Returns the pages as a new list for this owner."""
         for page in pages:
             assert self._owners[page] > 0, f"page accounting: page {page} is free and cannot be shared"
             self._owners[page] += 1
@@ -62,7 +63,7 @@ class BlockManager:
         return self._owners[page] > 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One owner less for each page; those without owners are free again."""
+        """Removes an owner from each page. Pages without owners are free again."""
         for page in pages:
             assert self._owners[page] > 0, f"page accounting: page {page} is released but has no owner"
             self._owners[page] -= 1
@@ -75,13 +76,13 @@ class BlockManager:
     # ------------------------------------------------------------ what pages hold
 
     def remember(self, token_ids: Sequence[int], pages: Sequence[int]) -> None:
-        """The first pages hold K and V of these tokens; those that are full can be found from now on."""
+        """Records that the first pages hold K and V of these tokens. `find` finds the full ones from now on."""
         for key, page in zip(page_keys(token_ids, self.page_size), pages, strict=False):
             if key not in self._page_of and page not in self._key_of:
                 self._page_of[key], self._key_of[page] = page, key
 
     def find(self, token_ids: Sequence[int]) -> list[int]:
-        """Full pages that hold the beginning of these tokens, as many as are there, with one more owner each."""
+        """Finds the full pages that hold the beginning of these tokens, and adds an owner to each."""
         found: list[int] = []
         for key in page_keys(token_ids, self.page_size):
             page = self._page_of.get(key)
@@ -94,7 +95,7 @@ class BlockManager:
         return found
 
     def forget(self) -> None:
-        """No page is known by what it holds any more."""
+        """Drops the recorded content of all pages."""
         self._blank += self._kept
         self._kept.clear()
         self._page_of.clear()
@@ -106,7 +107,7 @@ class BlockManager:
         return page
 
     def check(self, owners: Iterable[Sequence[int]]) -> None:
-        """Asserts that `owners`, the page lists of everyone, explain every count, and that nothing leaked."""
+        """Asserts that `owners`, all page lists in use, match every count, and that no page leaked."""
         expected = [0] * self.num_pages
         for pages in owners:
             for page in pages:

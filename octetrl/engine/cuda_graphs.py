@@ -1,15 +1,16 @@
-"""One captured graph for each size of decode batch: a forward is one launch, whatever the number of its kernels.
+"""One captured CUDA graph for each size of decode batch. A forward is then one launch, whatever its number of kernels.
 
-Batches are padded to one of a few sizes (`padded_batch`) with rows that compute nothing of use. A graph holds the
-addresses of the KV cache it was captured with, so graphs live as long as the cache: giving the cache back for training
-drops them, and each is captured again when its size first comes. That costs one forward launched kernel by kernel and
-its capture; `seconds` adds it up, and the engine reports it.
+Batches are padded to one of a few sizes (`padded_batch`) with idle rows. A graph contains the addresses of the KV cache
+with which it was captured. Freeing the cache for training therefore drops the graphs, and each size is captured again
+when it first occurs. This costs one forward launched kernel by kernel, and its capture. `seconds` adds it up, and the
+engine reports it.
 
-All graphs share one memory pool: they never run at the same time, and what one leaves behind, only its output, is
-copied away before the next one runs.
+All graphs share one memory pool, because they never run at the same time. The output of one is copied before the next
+one runs.
 
-A capture is spoilt by CUDA calls that can't be recorded. Those of other threads (a reward's own model) are let by; and
-Python collects no garbage meanwhile, which may hold the graphs of an engine given up: to free one is such a call.
+Some CUDA calls cannot be recorded and would make a capture fail. Such calls of other threads (a reward's own model) are
+allowed. Python's garbage collector is off during a capture: it may free the graphs of a deleted engine, which is such a
+call.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class DecodeGraphs:
     """Graphs of `decode(size, draws, filters, cache)`."""
 
     def __init__(self, decode: Decode) -> None:
-        self.seconds = 0.0  # spent capturing, since the engine was made
+        self.seconds = 0.0  # spent capturing, since the engine was built
         self._decode = decode
         self._stream = torch.cuda.Stream()  # one for all captures: cuBLAS keeps a work space for every stream it met
         self._captured: dict[tuple[int, bool, bool], _Captured] = {}
@@ -58,14 +59,14 @@ class DecodeGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def run(self, size: int, draws: bool, filters: bool, cache: KVCache) -> Tensor:
-        """What `decode` returns; overwritten by the next run."""
+        """Returns the result of `decode`. The next run overwrites it."""
         if cache is not self._cache:
             self.forget()
             self._cache = cache
         key = (size, draws, filters)
         if key not in self._captured:
-            # The first forward of a size is not replayed: it runs as it is, compiles and tunes what it needs, and
-            # only then is the same work recorded.
+            # The first forward of a size runs kernel by kernel, which compiles and tunes the kernels. Only then is the
+            # same work recorded.
             started = time.perf_counter()
             output = self._decode(size, draws, filters, cache)
             torch.cuda.synchronize()

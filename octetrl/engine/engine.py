@@ -3,12 +3,11 @@
     generate -> sequences -> [schedule -> launch -> ... -> read results -> stop?] until all are done -> completions
     session  -> the same, while requests still come and go (session.py)
 
-One call, or one session, has one policy version. Nothing outlives it but the pages and what they hold: the next turn of
-a conversation finds its beginning there, until new weights are published. After an error or an interrupt in the middle
-the pages go too.
+One call, or one session, has one policy version. Only the pages outlive it: the next turn of a conversation finds its
+beginning there, until new weights are published. After an error or an interrupt the pages are freed too.
 
-What a request gets does not depend on the others: its tokens are a function of the weights, the prompt, the seed and
-the sibling's number, because every op on the way keeps a row's order of sums (numerics.md §10) and draws from counters.
+A request's tokens do not depend on other requests. They are a function of the weights, the prompt, the seed and the
+sibling's number. Every op keeps a row's order of sums (docs/fp8.md §10), and sampling uses counters.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ from octetrl.models.decoder import Decoder
 from octetrl.records import Completion, GenerationRequest, WeightSet
 
 LAG = 2  # forwards launched beyond the one whose results are read, on a GPU
-OPEN_CACHE_BYTES = 1 << 28  # of a session's cache on a CPU, where neither recipe nor requests say how much
+OPEN_CACHE_BYTES = 1 << 28  # size of a session's cache on a CPU if neither recipe nor requests set it
 
 
 class Engine:
-    """Generates with `model`, whose weights somebody else fills and publishes.
+    """Generates with `model`. A worker fills and publishes its weights.
 
-    `policy` says how K and V are cached and stamps every completion; `dtype` is the model's. A calibrated cache needs
-    `set_kv_scales` for every policy version before `generate`.
+    `policy` decides how K and V are cached, and its digest is stored in every completion. `dtype` is the model's. A
+    calibrated cache needs `set_kv_scales` for every policy version before `generate`.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class Engine:
     ) -> None:
         if context_length > spec.max_positions:
             raise UserError(
-                f"model.context_length: {context_length} tokens were asked for and this model has"
+                f"model.context_length: {context_length} tokens were requested, but this model has"
                 f" {spec.max_positions} positions; lower model.context_length to at most that"
             )
         self.device = torch.device(device)
@@ -98,7 +97,7 @@ class Engine:
             self._scale_2LK = torch.full(heads, torch.nan, dtype=torch.float32, device=self.device)
 
     def put_weights(self, weights: WeightSet) -> None:
-        """Takes the weights and KV scales of a policy version in; `weights_digest` says what is held then.
+        """Loads the weights and KV scales of a policy version. `weights_digest` then reads them back.
 
         Raises ValueError naming a weight or scale that is not finite, RuntimeError while a session is open.
         """
@@ -109,7 +108,7 @@ class Engine:
         self._weights = weights
 
     def weights_digest(self) -> str:
-        """Of the weights and scales read back from where the kernels read them, compared with those put in.
+        """Digest of the weights and scales, read back from where the kernels read them and compared with those put in.
 
         Raises RuntimeError naming the first tensor that differs.
         """
@@ -122,20 +121,20 @@ class Engine:
         return weights_digest(self._model, self._weights)
 
     def publish(self, version: int) -> None:
-        """The model's weights are those of `version` from now on; prefixes of older ones go, unless the recipe keeps
-        them."""
+        """Declares that the model has the weights of `version`. Drops cached prefixes of older weights, unless the
+        recipe keeps them."""
         self._refuse_while_open("publish")
         self.policy_version = version
         if self._config.prefix_cache != "keep":
             self.forget_prefixes()
 
     def forget_prefixes(self) -> None:
-        """What the pages hold is not used again: the next call prefills every prompt."""
+        """Drops all cached prefixes: the next call prefills every prompt."""
         if self._blocks is not None:
             self._blocks.forget()
 
     def set_kv_scales(self, scales: KVScales) -> None:
-        """Puts the scales of a calibrated cache where the kernels read them. Raises ValueError for bad scales."""
+        """Copies the scales of a calibrated cache to where the kernels read them. Raises ValueError for bad scales."""
         self._refuse_while_open("set_kv_scales")
         mode = self._policy.kv_mode
         assert self._scale_2LK is not None, f"KV scales are for a calibrated cache, this one is '{mode}'"
@@ -156,7 +155,7 @@ class Engine:
 
     @property
     def kv_scales(self) -> KVScales | None:
-        """The scales as they lie where the kernels read them; None before `set_kv_scales`, or without calibration."""
+        """The scales that the kernels read. None before `set_kv_scales`, or without calibration."""
         if self._scale_2LK is None or self._scales_version is None:
             return None
         k_scale_LK, v_scale_LK = self._scale_2LK.clone().unbind()
@@ -165,7 +164,7 @@ class Engine:
     def wake(self) -> None:
         """Allocates the KV cache now. `generate` and `session` do so too.
 
-        On a CPU without `engine.kv_cache_tokens` the size follows from the requests, so there it waits for them.
+        On a CPU without `engine.kv_cache_tokens` the size follows from the requests, so nothing is allocated yet.
         """
         num_pages = configured_pages(self._config, self._page, self.device)
         if self._cache is None and num_pages is not None:
@@ -186,10 +185,10 @@ class Engine:
         self._cache = self._blocks = None
         if self._runner.graphs is not None:
             self._runner.graphs.forget()
-            torch.cuda.empty_cache()  # or the trainer's first tensors would sit in the middle of that memory for good
+            torch.cuda.empty_cache()  # otherwise the trainer's first tensors would fragment that memory
 
     def rollout_metrics(self) -> dict[str, float]:
-        """Of the last `generate` or session, by the names of a step's metrics; empty before the first."""
+        """Metrics of the last `generate` or session, by the names of a step's metrics; empty before the first."""
         if self.metrics is None:
             return {}
         return self.metrics.named(scales_are_calibrated=self._policy.kv_mode != "none")
@@ -215,10 +214,11 @@ class Engine:
         return [[by_sibling[i] for i in sorted(by_sibling)] for by_sibling in finished]
 
     def session(self, on_progress: OnProgress | None = None) -> Session:
-        """Takes requests while others run (session.py); one at a time. To be left as a context manager.
+        """Opens a session that takes requests while others run (session.py). Use it as a context manager, one at a
+        time.
 
-        On a CPU without `engine.kv_cache_tokens` nobody knows what will come: pages for `max_batch` whole contexts, at
-        most `OPEN_CACHE_BYTES` of them, and one whole context at least.
+        On a CPU without `engine.kv_cache_tokens` the cache holds `max_batch` whole contexts, limited to
+        `OPEN_CACHE_BYTES`, and at least one whole context.
         """
         self._check_scales()
         whole = -(-self._admission.context_length // self._page.page_size)
@@ -226,7 +226,7 @@ class Engine:
         return self._open(min(self._config.max_batch * (whole + 1), affordable), on_progress)
 
     def _open(self, wanted_pages: int, on_progress: OnProgress | None) -> Session:
-        """`wanted_pages`: where neither the recipe nor a GPU's memory says how many."""
+        """`wanted_pages`: used if neither the recipe nor a GPU's memory decides the number of pages."""
         self._refuse_while_open("another session")
         cache, blocks = self._cache_for(wanted_pages)
         blocks.peak_used = 0
@@ -253,7 +253,7 @@ class Engine:
 
     def _refuse_while_open(self, what: str) -> None:
         if self._session is not None:
-            raise RuntimeError(f"{what} has to wait until the engine's open session is closed")
+            raise RuntimeError(f"{what} is not possible while the engine has an open session; close it first")
 
     def _check_scales(self) -> None:
         if self._scale_2LK is None:

@@ -1,13 +1,13 @@
-"""The pages of K and V: how large, in what format, how many, and copied where.
+"""The pages of K and V: their size, format and number, and copies of pages.
 
     K and V      [L, num_pages, ...]: one layer's pages are one contiguous slice of it (`LayerCache`), and what is in
                  a page, K's rows or V's turned codes, is said in kernels/attention/kv_store.py
-    calibrated   E4M3 codes and one float32 scale per layer and KV head, in buffers that outlive the pages
+    calibrated   E4M3 codes and one float32 scale per layer and KV head, in buffers that stay when the pages are freed
     dynamic      E4M3 codes and one float32 scale per token and KV head, [L, num_pages, K, page_size]
-    none         the model's dtype; also K's format beside an E4M3 V where the policy says so
+    none         the model's dtype; also K's format beside an E4M3 V if the policy says so
 
-All layers share page numbers, so a page is copied in every layer at once. Pages begin as zeros: decode multiplies what
-lies past the end of a sequence by 0, and zeros, unlike stray bytes, are never NaN.
+All layers share page numbers, so a page is copied in every layer at once. Pages start as zeros: decode multiplies the
+values past the end of a sequence by 0, and stray bytes could be NaN.
 
 L layers, K KV heads, D head size.
 """
@@ -56,7 +56,7 @@ class CacheFormat:
 
 
 def cache_format(spec: ModelSpec, policy: PrecisionPolicy, dtype: torch.dtype, page_size: int) -> CacheFormat:
-    """The page that the precision policy asks for. `dtype`: the model's."""
+    """The format of a page under the precision policy. `dtype`: the model's."""
 
     def stored(fmt: Format) -> torch.dtype:
         return E4M3 if fmt == "fp8" else dtype
@@ -73,7 +73,7 @@ def cache_format(spec: ModelSpec, policy: PrecisionPolicy, dtype: torch.dtype, p
 
 
 def configured_pages(config: EngineConfig, page: CacheFormat, device: torch.device) -> int | None:
-    """Pages by the recipe or by the GPU's free memory. None on a CPU without `kv_cache_tokens`: as many as needed."""
+    """Number of pages by the recipe or the GPU's free memory. None on a CPU without `kv_cache_tokens`: as needed."""
     if config.kv_cache_tokens is not None:
         return max(1, config.kv_cache_tokens // config.page_size)
     if device.type != "cuda":
@@ -84,7 +84,7 @@ def configured_pages(config: EngineConfig, page: CacheFormat, device: torch.devi
 
 
 def host_pages(config: EngineConfig, page: CacheFormat) -> int:
-    """The most pages a CPU run takes: `kv_memory_fraction` of the machine's memory."""
+    """Largest number of pages of a CPU run: `kv_memory_fraction` of the machine's memory."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return int(config.kv_memory_fraction * memory) // page.bytes_per_page
 
@@ -128,9 +128,9 @@ class KVCache:
         )
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """For each (a, b): page `a` to page `b`, scales too, in every layer. All are read before one is written.
+        """For each (a, b), copies page `a` to page `b` in every layer, with scales. All are read before any is written.
 
-        The host does not wait for the device, as nowhere in a step."""
+        The host does not wait for the device."""
         if not copies:
             return
         source, target = to_device(np.array(copies, dtype=np.int64).T, self._copied[0].device).unbind()

@@ -1,4 +1,4 @@
-"""What the engine says about its work: while it goes on, and when it is done."""
+"""The engine's metrics: progress during a session, and totals at its end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class EngineMetrics:
     idle_share: float  # share of the seconds with nothing to do
 
     def named(self, *, scales_are_calibrated: bool) -> dict[str, float]:
-        """By the names of a step's metrics. What was not measured is left out."""
+        """Metrics by the names of a step. Values that were not measured are left out."""
         numbers = {
             "rollout/tokens_per_second": self.tokens_per_second,
             "rollout/prefilled_tokens": float(self.prefilled_tokens),
@@ -62,37 +62,37 @@ class EngineMetrics:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of one session, while it goes on."""
+    """Running counts of one session."""
 
     max_batch: int
-    captured_before: float | None = None  # seconds spent capturing when the session began; None: nothing is captured
+    captured_before: float | None = None  # capturing seconds before the session; None: nothing is captured
     started: float = field(default_factory=time.perf_counter)
     done: int = 0
     cancelled: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
-    decoded_tokens: int = 0  # generated, and drawn in vain after a stop
+    decoded_tokens: int = 0  # generated, and sampled after a stop and dropped
     prefilled_tokens: int = 0
     steps: int = 0
     decode_steps: int = 0
     _last_results: float | None = None  # None: none yet, or something other than a decode forward came between
     _step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
-    _batches: deque[int] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))  # who wanted these steps' results
+    _batches: deque[int] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))  # sequences in each of these steps
     _idle_seconds: float = 0.0
-    _idle_since: float | None = None  # None: there is something to do
+    _idle_since: float | None = None  # None: there is work
 
     def __post_init__(self) -> None:
         self._idle_since = self.started
 
     def count_request(self, prompt_tokens: int) -> None:
-        """There is something to do."""
+        """Records that the engine has work."""
         self.prompt_tokens += prompt_tokens
         if self._idle_since is not None:
             self._idle_seconds += time.perf_counter() - self._idle_since
             self._idle_since = None
 
     def count_idle(self) -> None:
-        """There is nothing to do from now on."""
+        """Records that the engine is idle from now on."""
         if self._idle_since is None:
             self._idle_since = time.perf_counter()
             self._last_results = None
@@ -106,7 +106,7 @@ class Tally:
             self._last_results = None
 
     def count_results(self, num_tokens: int) -> None:
-        """The results of a decode forward have come; `num_tokens` of them belong to sequences that had not ended."""
+        """Counts the results of a decode forward; `num_tokens` of them belong to unfinished sequences."""
         now = time.perf_counter()
         self.generated_tokens += num_tokens
         if self._last_results is not None:

@@ -1,9 +1,9 @@
-"""One step on the device: what changed -> page copies -> a forward -> tokens and log-probs, on their way to the host.
+"""Runs one step on the device: changed rows -> page copies -> a forward -> tokens and log-probs, copied to the host.
 
 A decode forward reads and writes the batch's rows on the device (batch_rows.py), sampling included, so forwards follow
-one another without the host; on a GPU each size of batch is one captured graph (cuda_graphs.py). `launch` returns
-before the device is done, with a `Results` that can be read later. A prefill forward takes chunks of prompts and gives
-nothing but their K and V.
+one another without the host. On a GPU each batch size is one captured graph (cuda_graphs.py). `launch` returns before
+the device is done, with a `Results` that can be read later. A prefill forward takes chunks of prompts and only writes
+their K and V.
 
 B sequences of a decode forward, C chunks, T tokens of the chunks, P pages of the longest block table, E hidden size.
 """
@@ -31,14 +31,14 @@ from octetrl.models.rollout_forward import can_fuse, rollout_forward
 
 
 class Sampled(NamedTuple):
-    """Of each sequence of a batch, in its order."""
+    """Token and log-prob of each sequence of a batch, in the batch's order."""
 
     token_B: np.ndarray  # int32; -1: the logits were not finite
     logprob_B: np.ndarray  # float32
 
 
 class Results:
-    """A decode forward's tokens and log-probs, on their way to the host."""
+    """A decode forward's tokens and log-probs, while they are copied to the host."""
 
     def __init__(self, bits_2B: Tensor, num_sequences: int) -> None:
         """bits_2B: int32 on the device: tokens, and log-probs bit by bit. It may be overwritten after this."""
@@ -53,7 +53,7 @@ class Results:
             self._bits_2B = bits_2B
 
     def read(self) -> Sampled:
-        """Waits for the device if it has to."""
+        """The tokens and log-probs. Waits for the device if necessary."""
         if self._arrived is not None:
             self._arrived.synchronize()
         bits_2B = self._bits_2B[:, : self._num_sequences].numpy()
@@ -77,14 +77,15 @@ class ModelRunner:
         self._how = (False, False)
 
     def reset(self) -> None:
-        """For a new call of `generate`, perhaps with another cache."""
+        """Prepares for a new call of `generate`, perhaps with another cache."""
         self.poisoned_tokens.zero_()
         self._rows.reset()
         self._batch = None
 
     @torch.no_grad()
     def launch(self, step: Step, batch: Batch, cache: KVCache) -> Results | None:
-        """Runs the step; None where it has only chunks. `batch`: who decodes, the same object while it is the same."""
+        """Launches the step; returns None if it has only chunks. `batch`: the decoding sequences, one object while
+        unchanged."""
         cache.copy_pages(step.page_copies)
         self._rows.write_pages(step.new_pages)
         if not step.decode:

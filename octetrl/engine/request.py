@@ -1,13 +1,13 @@
 """The state of a request in generation: one `RequestGroup`, its `RunningSequence`s, and the `Prefix` they share.
 
-A sequence is ready to decode when all its tokens but the last are in the cache: that one token is then the query of the
-next forward, and its logits give the next token. So a prompt's last token is never prefilled, siblings need no logits
-from one another, and a preempted sequence is brought back by prefilling what it had and going on. The price is one
-query per completion that a prefill could have answered.
+A sequence is ready to decode when all its tokens except the last are in the cache. The last token is the query of the
+next forward, and its logits give the next token. A prompt's last token is therefore never prefilled. Siblings need no
+logits from one another. A preempted sequence is restored by prefilling the tokens it had. The cost is one query per
+completion that a prefill could have answered.
 
-While a sequence decodes, its newest tokens are on the device only: the host launches forwards ahead of their results.
-How long it is follows from the number of forwards alone (`length`); what its tokens are is known to the transcript once
-their results are read (transcript.py), and to `token_ids` when the sequence leaves the batch.
+While a sequence decodes, its newest tokens exist only on the device, because the host launches forwards ahead of their
+results. The sequence's length follows from the number of forwards (`length`). The transcript gets its tokens when their
+results are read (transcript.py). `token_ids` gets them when the sequence leaves the batch.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class Prefix:
 
 @dataclass(slots=True, eq=False)
 class RequestGroup:
-    """One request. `prefix` is None before its first sibling runs, when pages ran out, and where nothing is shared."""
+    """One request. `prefix` is None before its first sibling runs, after pages ran out, and if nothing is shared."""
 
     request: GenerationRequest
     index: int  # among the requests of this session
-    limit: int  # most tokens of prompt and completion together
+    limit: int  # largest number of tokens of prompt and completion together
     num_unfinished: int
     num_running: int = 0
     prefix: Prefix | None = None
-    streams: bool = False  # its tokens are told as they are read
+    streams: bool = False  # its tokens are reported as they are read
 
     @property
     def shares_prefix(self) -> bool:
@@ -56,7 +56,7 @@ class RequestGroup:
 
 @dataclass(slots=True, eq=False)
 class RunningSequence:
-    """One sibling. Its tokens below `writable` have their pages; pages for later ones are made in time."""
+    """One sibling. Its tokens below `writable` have pages; pages for later tokens are allocated in time."""
 
     group: RequestGroup
     sibling: int
@@ -78,13 +78,13 @@ class RunningSequence:
         return len(self.group.request.prompt_token_ids)
 
     def length(self, clock: int) -> int:
-        """Tokens it has when `clock` forwards have been launched, known or not."""
+        """Number of its tokens when `clock` forwards have been launched, known to the host or not."""
         return len(self.token_ids) + (0 if self.joined_at is None else clock - self.joined_at)
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens [start, stop) of a prefix, or of a sequence that comes back, to be put into the cache."""
+    """Tokens [start, stop) of a prefix, or of a preempted sequence, to be prefilled."""
 
     owner: Prefix | RunningSequence
     start: int
@@ -93,9 +93,9 @@ class Chunk:
 
 @dataclass(slots=True)
 class Step:
-    """What the device does next: page copies, then one forward over `chunks`, or over a query of each of `decode`."""
+    """The device's next work: page copies, then one forward over `chunks`, or over one query of each of `decode`."""
 
-    decode: tuple[RunningSequence, ...] = ()  # the same object as in the step before where the batch did not change
+    decode: tuple[RunningSequence, ...] = ()  # the same object as in the step before if the batch did not change
     chunks: list[Chunk] = field(default_factory=list)
     page_copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to), before the forward
     new_pages: list[tuple[int, int, int]] = field(default_factory=list)  # (row, index in its block table, page)

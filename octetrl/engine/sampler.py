@@ -1,19 +1,20 @@
-"""Choosing the next token by counter-based randomness.
+"""Samples the next token with counter-based randomness.
 
-Token i of sibling s of a request with seed r is a function of (r, s, i) and of its logits, of nothing else: there is no
-generator whose state others could move. Each vocabulary entry gets a uniform number of its own, a hash of (r, s, i) and
-its id, and an exponential race draws the token (kernels/rows/sample_tokens.py): Gumbel-max without its second log.
+Token i of sibling s of a request with seed r is a function only of (r, s, i) and of its logits. No generator has a
+state that other requests could change. Each vocabulary entry gets its own uniform number, a hash of (r, s, i) and the
+entry's id. An exponential race then selects the token (kernels/rows/sample_tokens.py): Gumbel-max without its second
+log.
 
-Any row can be computed alone, on any device. p is the softmax of logits / temperature; top-k, top-p and min-p set
-entries to 0 and need no renormalising. They apply in that order: the k likeliest; of these, renormalised, the fewest
-likeliest whose sum reaches top_p; of these, those with p >= min_p * max p. The likeliest always stays. Greedy rows
-(temperature 0) take the argmax of the logits.
+Any row can be computed alone, on any device. p is the softmax of logits / temperature. top-k, top-p and min-p set
+entries to 0, and no renormalisation is needed. They apply in this order: the k likeliest; of these, renormalised, the
+fewest likeliest whose sum reaches top_p; of these, those with p >= min_p * max p. The likeliest always stays. Greedy
+rows (temperature 0) take the argmax of the logits.
 
-A race needs one number per vocabulary entry, where inverting the distribution function would need one per row; but a
-prefix sum over 150,000 entries has an order, and a race has none.
+A race needs one random number per vocabulary entry. Inverting the distribution function would need one per row, but
+also a prefix sum over 150,000 entries, whose result depends on its order. A race has no order.
 
-Without filters a GPU draws in float32 kernels; rows with filters need a sorted row and take the float64 form. Both
-can be captured in a CUDA graph: `draws` and `filters` are all that the host reads, and they are plain booleans.
+Without filters a GPU samples in float32 kernels. Rows with filters need a sorted row and use the float64 form. Both can
+be captured in a CUDA graph: the host reads only `draws` and `filters`, which are plain booleans.
 
 N rows, V vocabulary.
 """
@@ -33,7 +34,7 @@ _MASK64 = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """What each row of logits is sampled with."""
+    """The sampling parameters of each row of logits."""
 
     key_N: Tensor  # int64, `sequence_key`
     counter_N: Tensor  # int64: how many tokens the completion has
@@ -59,7 +60,7 @@ class SamplingRows:
 
 
 def sample(logits_NV: Tensor, rows: SamplingRows) -> Tensor:
-    """int64 [N]: a token of each row, or -1 where the row's logits are not all finite. logits_NV: float32."""
+    """Samples a token for each row, int64 [N]; -1 if the row's logits are not all finite. logits_NV: float32."""
     race = (logits_NV, rows.key_N, rows.counter_N, rows.temperature_N)
     if not rows.draws and not logits_NV.is_cuda:
         return greedy_tokens(logits_NV)
@@ -72,7 +73,7 @@ def sample(logits_NV: Tensor, rows: SamplingRows) -> Tensor:
     token_N = sample_tokens_reference(*race, keep)
     if not logits_NV.is_cuda:
         return token_N
-    filtered_N = (rows.top_k_N > 0) | (rows.top_p_N < 1) | (rows.min_p_N > 0)  # the others draw as they would alone
+    filtered_N = (rows.top_k_N > 0) | (rows.top_p_N < 1) | (rows.min_p_N > 0)  # others sample as they would alone
     return torch.where(filtered_N, token_N, sample_tokens(*race))
 
 
@@ -83,7 +84,7 @@ def sequence_key(seed: int, sibling: int) -> int:
 
 
 def _kept(weight_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor) -> Tensor:
-    """bool [N, V]: the entries that may be drawn. Ties at a border go to the smaller token id. weight: max 1 a row."""
+    """bool [N, V]: the entries that may be sampled. Ties go to the smaller token id. weight: at most 1 per row."""
     sorted_NV, order_NV = weight_NV.sort(dim=1, descending=True, stable=True)
     rank_V = torch.arange(weight_NV.shape[1], device=weight_NV.device)
     unlimited_N = top_k_N == 0

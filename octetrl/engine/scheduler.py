@@ -1,23 +1,26 @@
-"""Who runs next: continuous batching over a fixed number of pages.
+"""Plans the steps of the engine: continuous batching over a fixed number of pages.
 
-A step is a forward over prompt chunks (`prefill_chunk` tokens at most) while any are to be cached, and otherwise one
-query of every sequence that is ready. Prompts go first because a fuller batch decodes at the same price; a finished
-sequence makes room at once. Admission is first come, first served, a sequence after its elder siblings. The first
-sibling brings the group's prefix with it; the others share its pages, and take a copy of the last, partly filled one
-when they come to write there.
+A step is one of two forwards. While prompts wait for prefill, it processes their chunks, at most `prefill_chunk`
+tokens. Otherwise it processes one query of every ready sequence. Prompts go first, because a fuller batch decodes at
+the same cost. A finished sequence frees its place at once. Admission is first come, first served, and siblings are
+admitted in order. The first sibling prefills the group's prefix. The others share its pages. Before a sibling writes
+into the last, partly filled page, it copies that page.
 
-The host runs ahead: forwards are launched before the results of earlier ones are read. Everything that a launch needs
-follows from counting (`clock`, the number of decode forwards launched): how long a sequence is, when it needs its next
-page, when it has reached its limit. The last two stand in a calendar, so a step costs what changes in it, not the size
-of the batch. What only results can tell, a stop token, comes late by a few forwards; the tokens drawn meanwhile are
-dropped, and since the device runs in order, the pages are free to be given away at once.
+The host launches forwards before it has read the results of earlier ones. Everything that a launch needs follows from
+counting (`clock`, the number of decode forwards launched): a sequence's length, when it needs its next page, and when
+it reaches its limit. The last two are stored in a calendar, so a step costs what changes in it, not the size of the
+batch. Only results can show a stop token, so it is known a few forwards late. The tokens sampled in between are
+dropped. The pages can be reused at once, because the device runs in order.
 
-A sequence is admitted when the pages it needs to start are there and one more remains for each running sequence to
-grow into. That is a guess, so pages can run out. Then, in this order: prefixes that no running sequence uses are
-dropped; the newest running sequence is preempted, which gives up its pages and keeps its tokens, and is prefilled
-again when its turn comes; a sequence left alone drops its own group's prefix. Preemption waits until all results are
-read, since the tokens have to be known. All running sequences are older than all waiting ones, so the eldest always
-goes on: nobody starves, and nothing is computed twice for a newcomer's sake.
+A sequence is admitted if the pages that it needs to start are free and one more is left for each running sequence. This
+is a guess, so pages can run out. The scheduler then takes these measures, in this order:
+
+- it drops prefixes that no running sequence uses;
+- it preempts the newest running sequence, which frees its pages, keeps its tokens, and is prefilled again later;
+- if only one sequence is left, it drops the prefix of that sequence's group.
+
+Preemption waits until all results are read, because the tokens must be known. All running sequences are older than all
+waiting ones, so the oldest always makes progress. No sequence starves, and no sequence is preempted for a newer one.
 
 What a sequence generates depends on none of this (sampler.py, kernels/attention/attention_order.py).
 """
@@ -32,31 +35,31 @@ from octetrl.engine.request import NO_ROW, Chunk, Prefix, RequestGroup, RunningS
 
 
 class Scheduler:
-    """For one session. `max_batch` sequences run at most, each with a row of its own."""
+    """The scheduler of one session. At most `max_batch` sequences run, each with its own row."""
 
     def __init__(self, blocks: BlockManager, *, max_batch: int, prefill_chunk: int, keeps_prefixes: bool) -> None:
         self.blocks = blocks
-        self._keeps_prefixes = keeps_prefixes  # pages stay known by what they hold when their owners are gone
+        self._keeps_prefixes = keeps_prefixes  # pages can be found after their owners have finished
         self.waiting: deque[RunningSequence] = deque()
-        self.running: list[RunningSequence] = []  # eldest first
+        self.running: list[RunningSequence] = []  # oldest first
         self.preemptions = 0
         self.clock = 0  # decode forwards launched
         self._prefill_chunk = prefill_chunk
         self._free_rows = list(range(max_batch - 1, -1, -1))
-        self._room_changed = False  # whether admission, refused last time, is worth another look
+        self._room_changed = False  # whether admission, refused last time, may succeed now
         self._prefixed: list[RequestGroup] = []
         self._awaiting: dict[Prefix, list[RunningSequence]] = {}  # siblings of prefixes that are being prefilled
-        self._starting: list[RunningSequence] = []  # whose prefix is there, to be given pages of their own
+        self._starting: list[RunningSequence] = []  # whose prefix is cached; they wait for own pages
         self._to_prefill: deque[Prefix | RunningSequence] = deque()
         self._decoding: dict[RunningSequence, None] = {}
         self._joined: list[RunningSequence] = []  # since the last decode forward
-        self._batch: tuple[RunningSequence, ...] | None = ()  # `_decoding` as the steps carry it; None: to be made anew
+        self._batch: tuple[RunningSequence, ...] | None = ()  # `_decoding` as a tuple; None: it has changed
         self._results_pending = False
-        self._due: defaultdict[int, list[RunningSequence]] = defaultdict(list)  # clock -> who needs a page or ends then
+        self._due: defaultdict[int, list[RunningSequence]] = defaultdict(list)  # by clock: who needs a page or ends
 
     def submit(self, sequences: Iterable[RunningSequence]) -> None:
-        """Queues sequences in the order given, behind those that wait; each fits the cache when alone (the session has
-        checked)."""
+        """Queues sequences in the given order, behind the waiting ones. Each fits the cache if it runs alone (the
+        session has checked)."""
         self.waiting.extend(sequences)
         self._room_changed = True
 
@@ -65,7 +68,7 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def next_step(self, *, results_pending: bool = False) -> Step | None:
-        """The next forward; None, only while `results_pending`: read results first, then ask again."""
+        """The next forward. None means: read pending results first, then call again; only while `results_pending`."""
         step = Step()
         self._results_pending = results_pending
         if self._room_changed and self.waiting and self._free_rows:
@@ -82,7 +85,7 @@ class Scheduler:
         return None
 
     def complete(self, step: Step) -> None:
-        """The forward of `step` is launched: whatever comes after it on the device finds its tokens in the cache."""
+        """Records that `step` was launched: later forwards find its tokens in the cache."""
         self.clock += bool(step.decode)
         for chunk in step.chunks:
             chunk.owner.num_cached = chunk.stop
@@ -90,19 +93,19 @@ class Scheduler:
                 self._cached(chunk.owner)
 
     def finish(self, sequence: RunningSequence) -> None:
-        """Takes a sequence out for good. All its tokens are known."""
+        """Removes a finished sequence. All its tokens are known."""
         self._remember(sequence)
         self._leave(sequence)
         self._end(sequence.group)
 
     def cancel(self, sequence: RunningSequence) -> None:
-        """Takes a sequence out that waits or runs. What forwards under way still write to its pages comes before
-        whatever is launched from now on, so the pages are free at once. All tokens it is to keep are known."""
+        """Removes a waiting or running sequence. Its pages are free at once: forwards in flight write to them before
+        any later forward runs. All tokens that it keeps are known."""
         if sequence.row == NO_ROW:
             self.waiting.remove(sequence)
             self._room_changed = True
         else:
-            if sequence.joined_at is not None:  # or its pages are not filled yet
+            if sequence.joined_at is not None:  # otherwise its pages are not filled yet
                 self._remember(sequence)
             self._leave(sequence)
         self._end(sequence.group)
@@ -162,7 +165,7 @@ class Scheduler:
         return sequence.prompt_length - 1 if sequence.group.shares_prefix else 0
 
     def _missing_pages(self, sequence: RunningSequence) -> int:
-        """Pages that the next token of a running sequence, and what it still prefills, will take."""
+        """Number of pages for the next token of a running sequence and for what it still prefills."""
         present = sequence.writable // self.blocks.page_size
         return max(0, self.blocks.pages_for(sequence.length(self.clock)) - present)
 
@@ -183,7 +186,7 @@ class Scheduler:
                 self._to_prefill.append(sequence)
 
     def _plan_chunks(self, step: Step) -> None:
-        """As much of what is to be cached as the budget allows, first come, first served."""
+        """Plans as many prefill chunks as the budget allows, first come, first served."""
         budget = self._prefill_chunk
         for owner in self._to_prefill:
             num_tokens = min(budget, owner.num_to_cache - owner.num_cached)
@@ -203,7 +206,7 @@ class Scheduler:
     # ------------------------------------------------------------ decode
 
     def _join(self, sequence: RunningSequence, step: Step) -> None:
-        """It has its pages and all its tokens but the last are cached: it decodes from the next decode forward on."""
+        """Adds a ready sequence to the batch: it decodes from the next decode forward on."""
         sequence.joined_at = self.clock
         self._decoding[sequence] = None
         self._batch = None
@@ -214,20 +217,20 @@ class Scheduler:
     def _plan_decode(self, step: Step) -> None:
         for sequence in self._due.pop(self.clock, ()):
             if sequence not in self._decoding or self._due_at(sequence) != self.clock:
-                continue  # it left, or came back since
+                continue  # it has left the batch, or has rejoined it since
             if sequence.length(self.clock) == sequence.group.limit:
-                self._stop_decoding(sequence)  # its last results are on their way
+                self._stop_decoding(sequence)  # its last results are in flight
             elif self._grow(sequence, step):
                 self._note_due(sequence)
         if self._batch is None:
             longest_first = sorted(self._decoding, key=lambda sequence: -sequence.length(self.clock))
-            self._batch = tuple(longest_first)  # attention starts with what takes longest; all grow alike from here
+            self._batch = tuple(longest_first)  # attention starts with the longest; all grow equally from here
         step.decode = self._batch
         step.joined = [sequence for sequence in self._joined if sequence in self._decoding]
         self._joined = []
 
     def _due_at(self, sequence: RunningSequence) -> int:
-        """The clock at which its query has no page, or at which it has reached its limit."""
+        """The clock at which it needs a page, or at which it has reached its limit."""
         ahead = min(sequence.writable + 1, sequence.group.limit) - sequence.length(self.clock)
         return self.clock + ahead
 
@@ -242,7 +245,7 @@ class Scheduler:
     # ------------------------------------------------------------ pages
 
     def _grow(self, sequence: RunningSequence, step: Step) -> bool:
-        """Gives the sequence pages of its own for all its tokens; False where it had to be preempted itself."""
+        """Allocates own pages for all tokens of the sequence. Returns False if the sequence itself was preempted."""
         blocks, pages, length = self.blocks, sequence.pages, sequence.length(self.clock)
         while sequence.writable < length:
             index = sequence.writable // blocks.page_size
@@ -264,7 +267,7 @@ class Scheduler:
         return True
 
     def _make_room(self, sequence: RunningSequence, step: Step) -> None:
-        """One measure against having no free page, the mildest left. It may free none yet: call again."""
+        """Takes the mildest measure left to free a page. It may free none yet: call again."""
         idle = self._idle_groups(besides=sequence.group)
         if idle:
             self._drop_prefix(idle[0])

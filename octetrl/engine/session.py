@@ -1,25 +1,25 @@
-"""An open session: requests go in while others run, and what they draw comes out as it is read.
+"""An open session: requests arrive while others run, and their tokens come out as they are read.
 
     with engine.session() as session:
         session.submit(request)                 between any two steps
         while session.has_work:
             for event in session.events(): ...  submit or cancel here
 
-The host launches `lag` forwards ahead of the results it reads, so the device never waits for it. A sequence's last
-tokens may thus be drawn in vain; they are dropped, and what the others draw does not depend on them. A step launches
-one forward, reads the oldest one's results, or both. `Engine.generate` is a session whose requests all come at its
+The host launches `lag` forwards ahead of the results it reads, so the device never waits for it. Some tokens are
+sampled after a sequence's end; they are dropped, and other sequences do not depend on them. A step launches one
+forward, reads the oldest one's results, or both. `Engine.generate` is a session whose requests all arrive at its
 beginning.
 
-A request's completions are told whole, when they end. One submitted with `streams` is told token by token too, in the
-order drawn; the tokens are final, though a stop string that began in them may still cut their text.
+Completions are reported when they end. A request submitted with `streams` is also reported token by token, in order.
+These tokens are final, but a stop string that began in them may still cut their text.
 
-What a request gets does not depend on when it came or who else is there (engine.py). A cancelled one gives its pages
-back at once: forwards under way may still write to them, but the device runs in order, so that is over before anybody
-else's forward reads them. Requests submitted between the same two steps start in the order of `longest_first`, behind
-all that came before.
+A request's result does not depend on its arrival or on other requests (engine.py). The pages of a cancelled request are
+freed at once. Forwards in flight may still write to them, but the device runs in order, so later forwards read them
+only afterwards. Requests submitted between the same two steps start in the order of `longest_first`, behind all earlier
+ones.
 
-One policy version serves a session: while it is open, the engine refuses new weights. A step that fails ends it, and
-the pages go, whatever they hold.
+One policy version serves a session: while it is open, the engine refuses new weights. A step that fails ends the
+session and frees all pages.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ Ended = tuple[RunningSequence, Completion]
 
 
 class Session:
-    """Made by `Engine.session`. A context manager: leaving it cancels what is unfinished. Not for several threads.
+    """Created by `Engine.session`. A context manager: leaving it cancels unfinished requests. Not thread-safe.
 
-    `stamp`: policy version and precision digest of every completion. `on_close` is told whether the cache is sound.
+    `stamp`: policy version and precision digest of every completion. `on_close` receives whether the cache is sound.
     """
 
     def __init__(
@@ -98,10 +98,10 @@ class Session:
     # ------------------------------------------------------------ requests
 
     def submit(self, request: GenerationRequest, *, streams: bool = False) -> None:
-        """Takes a request in, to start with the next step. Raises UserError for one that cannot be served, or whose id
-        is that of an unfinished one."""
+        """Adds a request, which starts with the next step. Raises UserError for a request that cannot be served, or
+        whose id belongs to an unfinished request."""
         if request.id in self._groups:
-            raise UserError(f"request '{request.id}': one with this id is not finished yet; give each its own")
+            raise UserError(f"request '{request.id}': a request with this id is not finished yet; use a different id")
         group = self._admission.group(self._num_submitted, request)
         group.streams = streams
         self.accept(group)
@@ -116,7 +116,7 @@ class Session:
         self._tally.count_request(len(group.request.prompt_token_ids))
 
     def cancel(self, request_id: str) -> None:
-        """Its siblings draw no more, and no event of theirs follows. An id that is unknown or finished: nothing."""
+        """Stops the request's siblings; no event of theirs follows. An unknown or finished id is ignored."""
         group = self._groups.pop(request_id, None)
         if group is None:
             return
@@ -127,7 +127,7 @@ class Session:
         self._rest()
 
     def _known(self) -> list[RunningSequence]:
-        """To the scheduler."""
+        """Makes the tokens of a sequence known to the scheduler."""
         return [*self._scheduler.running, *self._scheduler.waiting]
 
     def _drop(self, siblings: list[RunningSequence]) -> None:
@@ -145,7 +145,7 @@ class Session:
         return bool(self._submitted) or self._scheduler.has_work
 
     def events(self, wait_seconds: float = 0.0) -> list[SessionEvent]:
-        """What is new. Launches one forward, reads the results of one, or both; returns at once if there is no work.
+        """New events. Launches one forward, reads the results of one, or both. Returns at once if there is no work.
 
         This session runs in the caller's process: a call never waits, and `wait_seconds` has no effect.
         """
@@ -166,7 +166,7 @@ class Session:
         try:
             ended = self._advance()
         except BaseException:
-            self.close(sound=False)  # the cache may hold whatever went wrong
+            self.close(sound=False)  # the cache may contain wrong values
             raise
         self._rest()
         if self._on_progress is not None:
@@ -239,7 +239,7 @@ class Session:
         return SessionEvent(sibling.group.request.id, sibling.sibling, token_ids, logprobs, completion)
 
     def _rest(self) -> None:
-        """Where nothing is left to do, nobody wants what is still under way."""
+        """Once no request is left, drops the results that are still in flight."""
         if not self.has_work:
             self._in_flight.clear()
             self._tally.count_idle()
@@ -250,7 +250,7 @@ class Session:
         return self._tally.progress(len(self._scheduler.running), len(self._scheduler.waiting))
 
     def metrics(self) -> EngineMetrics:
-        """Up to now. On a GPU this waits for what was launched."""
+        """Metrics up to now. On a GPU this waits for all launched forwards."""
         cache, blocks, tally = self._cache, self._blocks, self._tally
         share_L2K = None
         total = 0.0
@@ -277,7 +277,7 @@ class Session:
         return self._blocks.num_pages
 
     def close(self, *, sound: bool = True) -> None:
-        """Cancels what is unfinished; `sound` false: the cache can't be trusted. Once closed, nothing."""
+        """Cancels unfinished requests. `sound` false: the cache is not reused. Does nothing on a closed session."""
         if not self._is_open:
             return
         self._is_open = False
@@ -291,9 +291,9 @@ class Session:
 
 
 def longest_first(groups: Sequence[RequestGroup]) -> list[RequestGroup]:
-    """By the length that each request is expected to reach, where it says so; the others first, as they came.
+    """Sorts requests by expected length, longest first. Requests without an expected length go first, as they came.
 
-    What runs longest should start first, or the last of them run alone. A request nobody knows may be as long as any.
+    The longest should start first, because otherwise the last ones run alone. A request of unknown length may be long.
     """
 
     def key(group: RequestGroup) -> float:

@@ -1,13 +1,13 @@
-"""When a completion ends, and what its text is.
+"""Decides when a completion ends, and decodes its text.
 
 A completion ends with EOS, with one of the request's stop token ids, when its text contains a stop string, or at its
 length limit. The ending token stays in `token_ids`; the text ends before it, or before the stop string.
 
-Stop strings are looked for in decoded text, because a string has many tokenisations and may begin in the middle of a
-token. Decoding token by token is wrong where one character spans tokens (UTF-8 bytes, joined by the tokenizer) or
-where a token's text depends on its neighbour (a leading space). `TextStream` therefore decodes a window that begins
-at the last clean border, and emits only what the new tokens added, once it no longer ends in the replacement
-character. Windows repeat a lot over a batch, so their texts are memoised.
+Stop strings are searched in decoded text, because a string has many tokenisations and may begin in the middle of a
+token. Decoding token by token is wrong if one character spans tokens (UTF-8 bytes, joined by the tokenizer), or if a
+token's text depends on its neighbour (a leading space). `TextStream` therefore decodes a window that begins at the last
+clean boundary. It emits only what the new tokens added, and only when the text no longer ends in the replacement
+character. The same windows occur often in a batch, so their texts are memoised.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Protocol
 
 from octetrl.records import FinishReason
 
-INCOMPLETE = "\ufffd"  # what a decoder makes of the first bytes of a character
+INCOMPLETE = "\ufffd"  # a decoder's output for an incomplete character
 DECODE_CACHE_SIZE = 1 << 16
 
 Decode = Callable[[tuple[int, ...]], str]
 
 
 class Tokenizer(Protocol):
-    """What the engine asks of a tokenizer; transformers' tokenizers have it."""
+    """The interface that the engine needs of a tokenizer; transformers' tokenizers have it."""
 
     @property
     def eos_token_id(self) -> int | None: ...
@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
 
 
 def decoder_of(tokenizer: Tokenizer) -> Decode:
-    """tokens -> text, special tokens left out, nothing tidied."""
+    """A function tokens -> text, without special tokens and without clean-up of spaces."""
 
     def decode(token_ids: tuple[int, ...]) -> str:
         return tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -43,7 +43,7 @@ def decoder_of(tokenizer: Tokenizer) -> Decode:
 
 
 def memoised(decode: Decode) -> Decode:
-    """For the short windows of `TextStream`; whole completions hardly repeat."""
+    """Memoises a decoder for the short windows of `TextStream`; whole completions hardly repeat."""
     return lru_cache(maxsize=DECODE_CACHE_SIZE)(decode)
 
 
@@ -80,14 +80,14 @@ class StopStrings:
         self._stream = TextStream(decode)
 
     def found_after(self, token: int) -> bool:
-        """Takes the next token; whether a stop string is now in the text."""
+        """Adds the next token. Returns whether the text now contains a stop string."""
         searched = len(self._stream.text)
         self._stream.push(token)
         start = max(0, searched - self._reach)
         return len(self._stream.text) > searched and self._first(self._stream.text, start) >= 0
 
     def cut_text(self) -> str:
-        """The text before the first stop string, or all of it where there is none."""
+        """The text before the first stop string, or the whole text without one."""
         text = self._stream.finish()
         end = self._first(text, 0)
         return text if end < 0 else text[:end]
@@ -98,7 +98,8 @@ class StopStrings:
 
 
 class Stopping:
-    """Decides after each token of one completion. `limit` is the most tokens of prompt and completion together."""
+    """Decides after each token of one completion. `limit`: largest number of tokens of prompt and completion
+    together."""
 
     def __init__(self, stop_token_ids: frozenset[int], stops: Sequence[str], limit: int, decode: Decode) -> None:
         self.stop_token_ids = stop_token_ids
@@ -107,11 +108,11 @@ class Stopping:
 
     @property
     def watches_text(self) -> bool:
-        """Whether every token has to be looked at, for a stop string may end with it."""
+        """Whether every token must be checked, because a stop string may end with it."""
         return self._strings is not None
 
     def after(self, token: int, num_tokens: int) -> FinishReason | None:
-        """`token` is the last of `num_tokens` tokens of prompt and completion; None: go on."""
+        """Why the completion ends after `token`, the last of `num_tokens` of prompt and completion; None: continue."""
         if token in self.stop_token_ids:
             return FinishReason.STOP
         if self._strings is not None and self._strings.found_after(token):

@@ -1,9 +1,9 @@
-"""What the sequences of the batch have said, as the results come in.
+"""The sampled tokens of the batch's sequences, as their results arrive on the host.
 
-One row for each place in the batch, so that a step's results are taken in with a few array operations, whatever the
-batch. Results come late: those of a sequence that has ended, or given its place to another, are told by the row's
-`epoch` and dropped. Most endings are found in arrays too (the model's own stop tokens, the limit); rows with stop
-strings or stop tokens of their own are watched token by token (stopping.py).
+There is one row for each place in the batch, so a few array operations store a step's results, whatever the batch size.
+Results arrive late. The row's `epoch` shows which belong to a sequence that has ended or left its place; they are
+dropped. Most stops are found with array operations too (the model's own stop tokens, the limit). Rows with stop strings
+or stop tokens of their own are checked token by token (stopping.py).
 
 R places, B sequences of a batch, N tokens of a completion.
 """
@@ -19,7 +19,7 @@ from octetrl.engine.request import NO_ROW, RunningSequence
 
 
 class Batch(NamedTuple):
-    """The sequences of a decode forward, and where they sat when it was launched."""
+    """The sequences of a decode forward, and their rows when it was launched."""
 
     sequences: tuple[RunningSequence, ...]
     row_B: np.ndarray  # int64
@@ -41,7 +41,7 @@ class Transcript:
         self._eos = np.array(sorted(eos_token_ids), dtype=np.int32)
 
     def open(self, sequences: Iterable[RunningSequence]) -> None:
-        """These sequences begin to decode; each has its row."""
+        """Starts recording these sequences; each has its row."""
         for sequence in sequences:
             row, stopping = sequence.row, sequence.stopping
             self._count_R[row] = 0
@@ -56,7 +56,7 @@ class Transcript:
         return Batch(sequences, row_B, self._epoch_R[row_B])
 
     def add(self, batch: Batch, token_B: np.ndarray, logprob_B: np.ndarray) -> list[RunningSequence]:
-        """Takes one forward's results in; returns the sequences that may have ended with it."""
+        """Stores one forward's results. Returns the sequences that may have ended with it."""
         (kept_b,) = np.nonzero(self._epoch_R[batch.row_B] == batch.epoch_B)
         row_b, token_b = batch.row_B[kept_b], token_B[kept_b]
         count_b = self._count_R[row_b]
@@ -71,7 +71,7 @@ class Transcript:
         return int(self._tokens_RN[sequence.row, self._count_R[sequence.row] - 1])
 
     def since(self, sequence: RunningSequence, told: int) -> tuple[list[int], list[float]]:
-        """Tokens of its completion that are known, and their log-probs, without the first `told`."""
+        """Known tokens of its completion and their log-probs, without the first `told`."""
         token_ids, logprobs = sequence.token_ids[sequence.prompt_length + told :], sequence.logprobs[told:]
         if sequence.row != NO_ROW:
             begin, count = max(0, told - len(sequence.logprobs)), self._count_R[sequence.row]
@@ -80,15 +80,15 @@ class Transcript:
         return token_ids, logprobs
 
     def num_tokens(self, sequence: RunningSequence) -> int:
-        """Of prompt and completion, so far as results have come."""
+        """Number of tokens of prompt and completion whose results have arrived."""
         return len(sequence.token_ids) + int(self._count_R[sequence.row])
 
     def num_added(self, batch: Batch) -> int:
-        """How many of a batch's sequences still want its results."""
+        """Number of a batch's sequences that still need its results."""
         return int((self._epoch_R[batch.row_B] == batch.epoch_B).sum())
 
     def close(self, sequence: RunningSequence, row: int) -> None:
-        """The sequence has left `row`: what it said there becomes its own, and what still comes is dropped."""
+        """Ends the recording in `row`: moves its tokens into the sequence; later results are dropped."""
         count = self._count_R[row]
         sequence.token_ids += self._tokens_RN[row, :count].tolist()
         sequence.logprobs += self._logprobs_RN[row, :count].tolist()

@@ -1,16 +1,16 @@
-"""How the engine's model takes the weights of a policy version, and what it says that it holds.
+"""Loads the weights of a policy version into the engine's model, and reads back what it holds.
 
-Colocated, trainer and engine hold the same tensors: `share_weights` gives the engine's model the trainer's memory once.
-The trainer quantises a weight once after its optimizer step, in place, into the very codes that the engine reads. Then
-`put_weights` has nothing to copy. Where only the rollout is FP8, the trainer has no codes, and `put_weights` quantises
-its BF16 weight into the engine's. Weights that lie elsewhere (a `WeightSet` of another process) are copied in place, so
-captured graphs keep their addresses.
+In one process, trainer and engine hold the same tensors: `share_weights` gives the engine's model the trainer's memory
+once. After an optimizer step the trainer quantises each weight once, in place, into the codes that the engine reads, so
+`put_weights` copies nothing. If only the rollout is FP8, the trainer has no codes, and `put_weights` quantises its BF16
+weight into the engine's codes. Weights in other memory (a `WeightSet` of another process) are copied in place, so
+captured graphs stay valid.
 
 In all cases `weights_digest` reads back what the engine holds and compares it with what was put in: the bytes of every
-FP8 weight and of every other parameter. One weight a version is quantised afresh, so a stale code shows.
+FP8 weight and of every other parameter. One weight per version is quantised again, so that stale codes are found.
 
-With LoRA the frozen weights and the adapters are shared alike. Nothing is merged or copied: a new version is what the
-optimizer wrote into the adapters. The codes of frozen weights stay as they are.
+With LoRA the frozen weights and the adapters are shared in the same way. Nothing is merged or copied: a new version is
+what the optimizer wrote into the adapters. The codes of frozen weights do not change.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from octetrl.records import WeightSet
 def share_weights(model: Decoder, trainer_model: Decoder) -> None:
     """Makes every tensor of `model`, which may have been built on the meta device, the trainer's own.
 
-    A linear that is FP8 on both sides keeps no weight in the engine, only the trainer's codes. One that is FP8 in the
-    rollout alone gets codes of its own beside the trainer's weight.
+    A linear that is FP8 on both sides keeps no weight in the engine, only the trainer's codes. A linear that is FP8
+    only in the rollout gets its own codes beside the trainer's weight.
     """
     trainer_modules = dict(trainer_model.named_modules())
     for name, module in model.named_modules():
@@ -51,9 +51,9 @@ def share_weights(model: Decoder, trainer_model: Decoder) -> None:
 
 @torch.no_grad()
 def put_weights(model: Decoder, weights: WeightSet) -> None:
-    """Copies what is not the same memory, and fills the codes that only the engine has from BF16 weights.
+    """Copies tensors that are not shared, and quantises BF16 weights into codes that only the engine has.
 
-    Reads the host once. Raises ValueError naming a weight that is not finite.
+    Synchronises with the host once. Raises ValueError naming a weight that is not finite.
     """
     for name, parameter in model.named_parameters():
         _copy(parameter, weights.tensors[name])
@@ -65,7 +65,7 @@ def put_weights(model: Decoder, weights: WeightSet) -> None:
             _copy(linear.scale, scale)
         elif not linear.codes_are_settled:
             linear.requantize(name, check=False)
-            assert linear.weight is not None, f"{name} came without codes and the engine has no weight to quantise"
+            assert linear.weight is not None, f"{name} has no codes, and the engine has no weight to quantise"
             made[name] = (linear.weight.detach(), linear.scale)
     check_scales(made)
 
@@ -73,13 +73,13 @@ def put_weights(model: Decoder, weights: WeightSet) -> None:
 def weights_digest(model: Decoder, weights: WeightSet) -> str:
     """Compares what the engine reads with `weights`, as last put in; returns the digest of the engine's weights.
 
-    Raises RuntimeError naming the first tensor that differs. Two host synchronisations in all, and few launches: one
-    memory is recognised by its address.
+    Raises RuntimeError naming the first tensor that differs. It needs two host synchronisations and few launches;
+    shared memory is recognised by its address.
     """
     version = weights.policy_version
     linears = list(model.float8_linears())
     compared: list[tuple[str, Tensor]] = []  # the name, and whether all bytes are equal
-    rows: list[Tensor] = []  # sums of what an engine reads and a trainer renews
+    rows: list[Tensor] = []  # sums over what an engine reads and a trainer updates
     for index, (name, linear) in enumerate(linears):
         held = linear.quantized
         if name in weights.codes:
@@ -102,7 +102,7 @@ def weights_digest(model: Decoder, weights: WeightSet) -> str:
 
 
 def weight_set(trainer_model: Decoder, version: int, kv_scales: KVScales | None = None) -> WeightSet:
-    """A trainer's weights as those of policy version `version`: live tensors, no copies."""
+    """The trainer's weights as a `WeightSet` of policy version `version`: live tensors, no copies."""
     tensors = {name: parameter.detach() for name, parameter in trainer_model.named_parameters()}
     codes = {name: (linear.codes, linear.scale) for name, linear in trainer_model.float8_linears()}
     return WeightSet(version, tensors, codes, kv_scales)
@@ -114,7 +114,7 @@ def _copy(held: Tensor, given: Tensor) -> None:
 
 
 def _equal_bytes(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[Tensor]:
-    """Of each pair that is not one memory: whether its bytes are equal, on the device."""
+    """For each pair that does not share memory: whether its bytes are equal, on the device."""
     return [
         (one.contiguous().view(torch.uint8) == other.contiguous().view(torch.uint8)).all()
         for one, other in zip(ours, theirs, strict=True)
@@ -123,15 +123,15 @@ def _equal_bytes(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[Tenso
 
 
 def _row_sums(tensor: Tensor) -> Tensor:
-    """int64 sums of the bytes of each row, by words of eight where rows have them; they wrap around, which is fine for
-    a digest."""
+    """int64 sums of the bytes of each row, in words of eight bytes if possible. They wrap around, which does not matter
+    for a digest."""
     octets = tensor.contiguous().view(torch.uint8).flatten(1)
     words = octets.view(torch.int64) if octets.shape[1] % 8 == 0 else octets
     return words.sum(dim=1, dtype=torch.int64)
 
 
 def _sum_of_rows(rows: Sequence[Tensor]) -> int:
-    """A sum to which the order of all rows matters: each counts by an odd number of its own."""
+    """A sum that depends on the order of all rows: each is multiplied by its own odd number."""
     if not rows:
         return 0
     all_rows = torch.cat(list(rows))

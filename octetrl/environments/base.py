@@ -123,7 +123,7 @@ class Taskset:
         """Continue from `state()`. Raises UserError when it was taken from other tasks or another seed."""
         if state["fingerprint"] != self._fingerprint:
             raise UserError(
-                "environment: its tasks or seed are not those the checkpoint was made with;"
+                "environment: its tasks or seed differ from the checkpoint's;"
                 " resume with the same data, or start a new run from its weights"
             )
         self._position = state["position"]

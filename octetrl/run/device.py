@@ -18,7 +18,7 @@ def resolve_device(cluster: ClusterConfig) -> torch.device:
     available = torch.cuda.is_available()
     if cluster.device == "cuda" and not available:
         raise UserError(
-            "device: 'cuda' was asked for and this machine has no usable GPU; use the CPU, where FP8 is emulated"
+            "device: 'cuda' was requested, but this machine has no usable GPU; use the CPU, where FP8 is emulated"
             " (cluster.device=cpu in a recipe, else --device cpu), or install a CUDA build of torch"
         )
     if cluster.cpu_threads is not None:

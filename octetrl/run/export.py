@@ -62,7 +62,7 @@ def merged_model(folder: Path) -> Decoder:
     base = Path(trained["path"])
     if not (base / "config.json").is_file():
         raise UserError(
-            f"the adapter in '{folder}' was trained beside '{base}', where there is no model now; export from the"
+            f"the adapter in '{folder}' was trained beside '{base}', but that folder has no model now; export from the"
             f" folder that the run was started in, or correct base_model_name_or_path in its {CONFIG}"
         )
     lora, _, is_scalar = read_adapter_config(folder)

@@ -136,7 +136,7 @@ def _nothing_learnt(step: int, metrics: Mapping[str, float]) -> str | None:
         return None
     rewards = f"{metrics['reward/count']:.0f} of {metrics['rollout/count']:.0f} rollouts have a reward"
     return (
-        f"step {step}: nothing was learnt, no group had rewards to learn from and answers to train on ({rewards});"
+        f"step {step}: no update, because no group had both different rewards and answers to train on ({rewards});"
         f" look at rollouts/step_{step:06d}.jsonl"
     )
 

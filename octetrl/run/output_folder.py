@@ -192,7 +192,7 @@ class OutputFolder:
         if changed:
             raise UserError(
                 f"--resume: '{self.path}' was started with another recipe (different: {', '.join(sorted(changed))});"
-                f" resume it with its own {RECIPE_FILE}, or start anew in another output_dir"
+                f" resume it with its own {RECIPE_FILE}, or start again in another output_dir"
             )
 
     def _check_checkpoints_are_there(self, saved: Recipe) -> None:
@@ -204,8 +204,8 @@ class OutputFolder:
         had_one = every and measured > every  # a step's metrics are written before its checkpoint
         if measured and (had_one or not folder.is_dir()):
             raise UserError(
-                f"--resume: '{self.path}' has metrics up to step {measured} and no checkpoint to go on from; put"
-                f" {CHECKPOINTS}/ back, or start anew in another output_dir"
+                f"--resume: '{self.path}' has metrics up to step {measured} but no checkpoint; restore"
+                f" {CHECKPOINTS}/, or start again in another output_dir"
             )
 
     # ------------------------------------------------------------ the end

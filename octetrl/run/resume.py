@@ -108,11 +108,11 @@ class Checkpoints:
         if before.step == 0:
             return f"{at}: nothing to save yet"
         if before.step == self.latest_step():
-            return f"{at}: step {before.step} was saved already; go on from it with --resume"
+            return f"{at}: step {before.step} was already saved; continue with --resume"
         if not run.workers.weights_are_whole or run.workers.policy_version != before.policy_version:
-            return f"{at}, while the weights changed: go on from step {self.latest_step()} with --resume"
+            return f"{at}, while the weights changed: continue from step {self.latest_step()} with --resume"
         self._save(run, before, {})
-        return f"{at}: saved step {before.step}; go on with --resume"
+        return f"{at}: saved step {before.step}; continue with --resume"
 
     def _save(self, run: Run, cursor: Cursor, metrics: Mapping[str, float]) -> None:
         def write_more(folder: Path) -> None:
@@ -158,7 +158,7 @@ def trained_model(folder: Path) -> dict[str, Any]:
     lora, base, _ = read_adapter_config(folder)
     if base is None:
         raise UserError(
-            f"the adapter in '{folder}' names no base model (its weights were drawn at random, or are kept elsewhere);"
+            f"the adapter in '{folder}' names no base model (its weights were random, or are stored elsewhere);"
             f" write the base's folder into base_model_name_or_path of its adapter_config.json"
         )
     has_tokenizer = (folder / "tokenizer_config.json").is_file()

@@ -36,7 +36,7 @@ def read_run_id(run_folder: Path) -> str | None:
     except (ValueError, TypeError, KeyError):
         run_id = None
     if not isinstance(run_id, str):
-        raise UserError(f"'{path}' does not name a run; restore it, or delete it if all checkpoints are of one run")
+        raise UserError(f"'{path}' does not name a run; restore it, or delete it if all checkpoints belong to one run")
     return run_id
 
 
@@ -83,7 +83,7 @@ def _id_of_checkpoints(run_folder: Path) -> str | None:
     if len(ids) > 1:
         raise UserError(
             f"'{run_folder / CHECKPOINTS}' holds checkpoints of {len(ids)} runs ({_some(list(owners))}), and no"
-            f" {RUN_FILE} says which run is the folder's; name one checkpoint, or move the others out"
+            f" {RUN_FILE} says which run owns the folder; name one checkpoint, or move the others out"
         )
     return ids.pop() if ids else None
 

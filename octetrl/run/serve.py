@@ -116,8 +116,8 @@ def _check_key(options: ServeOptions, host: str) -> None:
         raise UserError("--without-key: an API key was given as well; leave one out (OCTETRL_API_KEY is a key too)")
     if options.api_key is None and not options.without_key and not _is_of_this_machine(host):
         raise UserError(
-            f"--host: '{host}' lets other machines in, and no API key is asked of them; set OCTETRL_API_KEY, listen on"
-            " 127.0.0.1, or give --without-key where something else keeps strangers out"
+            f"--host: '{host}' allows access from other machines without an API key; set OCTETRL_API_KEY, listen on"
+            " 127.0.0.1, or give --without-key if something else keeps strangers out"
         )
 
 
@@ -126,7 +126,7 @@ def _is_of_this_machine(host: str) -> bool:
     try:
         found = socket.getaddrinfo(host or None, 0, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise UserError(f"--host: '{host}' is no address of this machine ({error}); give another") from error
+        raise UserError(f"--host: '{host}' is not an address of this machine ({error}); give another") from error
     return all(ipaddress.ip_address(str(address[4][0]).partition("%")[0]).is_loopback for address in found)
 
 

@@ -76,13 +76,13 @@ def steps_until(path: Path, last: int) -> list[dict[str, Any]]:
         if step != len(steps) + 1:
             raise UserError(
                 f"{path}, line {number}: step {step} where step {len(steps) + 1} should follow; restore the lines that"
-                f" are missing to resume, or start anew in another output_dir"
+                f" are missing to resume, or start again in another output_dir"
             )
         steps.append(json.loads(line))
     if len(steps) != last:
         raise UserError(
             f"--resume: '{path}' ends at step {len(steps)}, the checkpoint is of step {last}; restore the file,"
-            f" or start anew in another output_dir"
+            f" or start again in another output_dir"
         )
     return steps
 

@@ -92,7 +92,7 @@ def test_check_accepts_it_and_shows_the_sandbox(
     [
         (
             "environment.reward_timeout_seconds=9",
-            "9 would cut a sandbox short of its wall_seconds 8; raise it to at least 12",
+            "9 would kill a sandbox before its wall_seconds 8; raise it to at least 12",
         ),
         (
             "environment.reward_memory_mib=1000",

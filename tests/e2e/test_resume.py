@@ -138,7 +138,7 @@ def test_ctrl_c_ends_the_step_and_saves(model: Path, whole: Path, tmp_path: Path
     assert process.returncode == 130, err
     assert "stopping after this step" in err
     assert err.splitlines()[-1] == (
-        f"octetrl: stopped; go on with: octetrl train {recipe} logging.console=plain --resume"
+        f"octetrl: stopped; continue with: octetrl train {recipe} logging.console=plain --resume"
     )
     last = read_lines(metrics)[-1]["step"]
     assert checkpoint.latest(tmp_path / "run" / "checkpoints") == tmp_path / "run" / "checkpoints" / f"step_{last:06d}"

@@ -145,13 +145,13 @@ def test_a_text_to_calibrate_on_ends_with_its_line(
         (["--host", "192.0.2.1", "--api-key", "k"], "--port: 192.0.2.1:8000 can't be listened on"),
         (
             ["--host", "0.0.0.0"],
-            "--host: '0.0.0.0' lets other machines in, and no API key is asked of them; set OCTETRL",
+            "--host: '0.0.0.0' allows access from other machines without an API key; set OCTETRL",
         ),
         (["--host", "::"], "--host: '::' lets other machines in"),
         (["--host", ""], "--host: '' lets other machines in"),
         (["--host", "0"], "--host: '0' lets other machines in"),
         (["--host", "0.0.0.0", "--without-key", "--api-key", "k"], "--without-key: an API key was given as well"),
-        (["--host", "no such host"], "--host: 'no such host' is no address of this machine"),
+        (["--host", "no such host"], "--host: 'no such host' is not an address of this machine"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_one_line(

@@ -131,14 +131,14 @@ def test_on_a_gpu_what_does_not_fit_is_refused_and_the_defaults_do(
 def test_a_step_reckoned_from_a_share_says_so(tmp_path: Path, capsys: Capture) -> None:
     short = ("--precision", "fp8_full", "--learn-share", "0.5", "--calibration", "none", "--warmup", "0")
     text, record = bench("step", tmp_path, capsys, *short)
-    assert "learn reckoned from 50% of the groups" in text and record["calibration"] == []
+    assert "learning time extrapolated from 50% of the groups" in text and record["calibration"] == []
     assert record["rows"][0]["step/learnt_groups_share"] == 0.5
 
 
 WRONG = [
     ("train", ["--model", "qwen3-8"], "--model: 'qwen3-8' is neither a folder nor one of the presets"),
     ("train", ["--precision", "bf16,fp9"], "--precision: 'fp9' is not one of"),
-    ("train", ["--precision", "fp8,fp8"], "names one twice"),
+    ("train", ["--precision", "fp8,fp8"], "names a value twice"),
     ("train", ["--lengths", "log-normal"], "--lengths: 'log-normal' is no length"),
     ("train", ["--lengths", "30-10"], "--lengths: '30-10' is no length"),
     ("train", ["--lengths", "1-10"], "give at least 2"),
@@ -164,24 +164,24 @@ WRONG = [
     ("train", ["--checkpointing", "layer:" + "9" * 5000], "--checkpointing: '99999999999999999999' is not a number"),
     ("train", ["--no-optimizer", "--offload"], "--offload: with --no-optimizer there is nothing to keep"),
     ("train", ["--numerics", "parity,quick"], "--numerics: 'quick' is not one of parity, fast"),
-    ("step", ["--numerics", "fast,fast"], "--numerics: 'fast,fast' names one twice; name each once"),
-    ("train", ["--name", "a/b"], "--name: 'a/b' is no part of a file's name; give 1 to 64 letters, digits, '-', '_'"),
-    ("train", ["--name", ""], "--name: '' is no part of a file's name"),
-    ("step", ["--name", "a b"], "--name: 'a b' is no part of a file's name"),
-    ("step", ["--name", "é"], "--name: 'é' is no part of a file's name"),
-    ("step", ["--name", "n" * 65], f"--name: '{'n' * 60}' is no part of a file's name"),
+    ("step", ["--numerics", "fast,fast"], "--numerics: 'fast,fast' names a value twice; name each once"),
+    ("train", ["--name", "a/b"], "--name: 'a/b' cannot be part of a file name; give 1 to 64 letters, digits, '-', '_'"),
+    ("train", ["--name", ""], "--name: '' cannot be part of a file name"),
+    ("step", ["--name", "a b"], "--name: 'a b' cannot be part of a file name"),
+    ("step", ["--name", "é"], "--name: 'é' cannot be part of a file name"),
+    ("step", ["--name", "n" * 65], f"--name: '{'n' * 60}' cannot be part of a file name"),
     ("train", ["--optimizer-states", "fp8"], "--optimizer-states: 'fp8' is not one of float32, bfloat16, 8bit"),
     ("train", ["--weight-codes", "none"], "--weight-codes: 'none' is not one of kept, remade"),
     ("train", ["--master", "bf16"], "--master: 'bf16' is not one of float32, stochastic_rounding"),
-    ("train", ["--layers", "5"], "--layers: 5 were asked for and tiny has 4"),
+    ("train", ["--layers", "5"], "--layers: 5 were requested, but tiny has 4"),
     ("train", ["--trained-share", "1.5"], "--trained-share"),
     ("train", ["--tokens", "0"], "--tokens"),
     ("train", ["--profile"], "--profile: it times kernels on a GPU"),
-    ("train", ["--out", "/dev/null/results"], "--out: cannot make the folder"),
+    ("train", ["--out", "/dev/null/results"], "--out: cannot create the folder"),
     ("step", ["--answer-tokens", "8-4"], "--answer-tokens: '8-4' is no length"),
     ("step", ["--prompt-tokens", "1000", "--answer-tokens", "100"], "shorten --prompt-tokens or --answer-tokens"),
     ("step", ["--calibration", "fuse"], "--calibration: 'fuse' is not one of fused, off, exact"),
-    ("step", ["--calibration", "off,off"], "--calibration: 'off,off' names one twice; name each once"),
+    ("step", ["--calibration", "off,off"], "--calibration: 'off,off' names a value twice; name each once"),
     ("step", ["--group", "1"], "--group"),
     ("step", ["--learn-share", "0"], "--learn-share"),
     (

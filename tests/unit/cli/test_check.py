@@ -278,7 +278,10 @@ def test_an_environment_of_several_turns(folder: Path, capsys: pytest.CaptureFix
     assert code == 2 and "it has tools (look), and the tokenizer's chat template has none" in err
     talk = ("environment.kind=python", "environment.dataset=talks_to_check:Talk", "rollout.max_prompt_tokens=64")
     for change, problem in (
-        ("engine.kv_cache_tokens=512", "engine.kv_cache_tokens: 512 hold no conversation of model.context_length"),
+        (
+            "engine.kv_cache_tokens=512",
+            "engine.kv_cache_tokens: 512 cannot hold a conversation of model.context_length",
+        ),
         ("environment.reward_model=judge", "environment.reward_model: it scores one answer to one prompt"),
     ):
         code, _, err = check(capsys, *talk, "rollout.max_new_tokens=64", change)

@@ -91,7 +91,7 @@ def test_unlikely_tokens_are_marked(run: Path) -> None:
     view.show(selection)
     text = file.getvalue()
     assert "\x1b[33ms\x1b[0m\x1b[1;31mk\x1b[0m\x1b[4;7m!\x1b[0m" in text
-    assert "trainer and engine apart by more than 0.1" in text
+    assert "trainer and engine differ by more than 0.1" in text
 
 
 def test_json_lines_are_what_the_file_holds(run: Path, capsys: Capture) -> None:

@@ -119,7 +119,7 @@ IMPOSSIBLE = [
     ([*REMADE_FP8, ("model.lora", {})], "with model.lora the codes are all there is of an FP8 weight"),
     ([("environment.dataset", None)], "such as chain_sum"),
     ([("environment.kind", "math"), ("environment.dataset", None)], "JSONL file"),
-    ([("environment.kind", "jsonl"), ("environment.parameters", {"p": 1})], "p would go unused"),
+    ([("environment.kind", "jsonl"), ("environment.parameters", {"p": 1})], "p have no effect"),
     ([("environment.reward", "rewards.py")], "is not module:name"),
     ([("environment.prompt_template", "hello")], "{prompt}"),
     ([("environment.answer_marker", "")], "marks nothing"),

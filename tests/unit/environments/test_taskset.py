@@ -85,7 +85,7 @@ def test_held_out_tasks_are_spread_over_a_sorted_file() -> None:
 def test_other_tasks_are_not_resumed() -> None:
     state = Taskset(numbered(17), eval_size=4, seed=3).state()
     for tasks, seed in ((numbered(18), 3), (numbered(17), 4)):
-        with pytest.raises(UserError, match="not those the checkpoint was made with"):
+        with pytest.raises(UserError, match="differ from the checkpoint's"):
             Taskset(tasks, eval_size=4, seed=seed).restore(state)
 
 

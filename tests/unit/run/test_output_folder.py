@@ -270,10 +270,10 @@ def test_a_run_that_lost_its_checkpoints_does_not_start_over_its_metrics() -> No
     put_metrics(5)
     begin(given, resume=True)  # cut off before the first checkpoint was whole: it starts anew
     put_metrics(6)
-    with pytest.raises(UserError, match=r"metrics up to step 6 and no checkpoint to go on from; put checkpoints/ back"):
+    with pytest.raises(UserError, match=r"metrics up to step 6 but no checkpoint; restore checkpoints/,"):
         OutputFolder(given, resume=True)
     put_metrics(3)
     Path("runs/one/checkpoints").rmdir()
-    with pytest.raises(UserError, match="metrics up to step 3 and no checkpoint"):
+    with pytest.raises(UserError, match="metrics up to step 3 but no checkpoint"):
         OutputFolder(given, resume=True)
     assert Path("runs/one/metrics.jsonl").read_text().count("\n") == 3
