@@ -63,7 +63,7 @@ def read_json(path: Path, remedy: str = "fetch or export the model again") -> Js
     """The object that a JSON file holds. UserError for any other file."""
     value = parse_json(read_text(path, remedy, most_bytes=MOST_BYTES), str(path), remedy)
     if not isinstance(value, dict):
-        raise UserError(f"{path}: it holds {kind_of(value)}, but must be an object; {remedy}")
+        raise UserError(f"{path}: it holds {kind_of(value)}, an object is needed; {remedy}")
     return JsonObject(value, f"{path}: ")
 
 

@@ -95,7 +95,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (RECIPE.replace("steps: 1", "steps: many"), "steps: 'many' is not a whole number"),
         (RECIPE.replace("group_size: 2", "group_size: 1"), "no siblings"),
         (RECIPE.replace("context_length: 64", "context_length: 39"), "raise it to 40"),
-        (RECIPE + "algorithm: {name: sft, conversations: c.jsonl}\n", "nothing to calibrate on"),
+        (RECIPE + "algorithm: {name: sft, conversations: c.jsonl}\n", "has no data for calibration"),
     ],
 )
 @pytest.mark.parametrize("verb", ["train", "check"])

@@ -137,7 +137,7 @@ def test_a_long_name_costs_no_figures(tmp_path: Path, capsys: Capture) -> None:
         (["--workload", "4x4+" + "9" * 5000], "is not REQUESTSxPROMPT+ANSWER"),
         (["--workload", "4x1000+100"], "1024 positions; give a shorter --workload"),
         (["--workload", "4x4+4", "--workload", "4x04+4"], "--workload: '4x4+4' is given twice"),
-        (["--workload", "4x4+4", "--answer", "3"], "--workload: says what"),
+        (["--workload", "4x4+4", "--answer", "3"], "--workload: it replaces"),
         (["--lengths", "log-normal"], "cannot read 'log-normal'"),
         (["--lengths", "step_000001.jsonl", "--answer", "3"], "give with it --requests alone"),
         (["--lengths", "step_000001.jsonl", "--group-size", "4"], "give with it --requests alone"),

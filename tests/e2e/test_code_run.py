@@ -96,7 +96,7 @@ def test_check_accepts_it_and_shows_the_sandbox(
         ),
         (
             "environment.reward_memory_mib=1000",
-            "of its memory_mib 512; raise it to at least 1536",
+            "before its memory_mib 512; raise it to at least 1536",
         ),
         ("environment.sandbox.level=jail", "'jail' is not allowed; choose one of limits, landlock, bubblewrap"),
         ("environment.sandbox.python=/bin/false", "'/bin/false' does not run as a Python"),

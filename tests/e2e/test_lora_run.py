@@ -243,7 +243,10 @@ def test_an_adapter_without_its_base_is_not_exported(adapted: Finished, tmp_path
     shutil.copytree(adapted("bf16") / "checkpoints" / "step_000004", tmp_path / "adapter")
     (tmp_path / "adapter" / "manifest.json").unlink()
     file = tmp_path / "adapter" / "adapter_config.json"
-    for base, what in ((None, "names no base model"), ("gone/away", "beside 'gone/away', where there is no model now")):
+    for base, what in (
+        (None, "names no base model"),
+        ("gone/away", "beside 'gone/away', but that folder has no model now"),
+    ):
         file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": base}))
         with pytest.raises(UserError, match=what):
             export_run(str(tmp_path / "adapter"), str(tmp_path / "out"))

@@ -137,7 +137,7 @@ def test_a_text_to_calibrate_on_ends_with_its_line(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--context-length", "100000"], "--context-length: 100000 was given, this model has 1024 positions"),
+        (["--context-length", "100000"], "--context-length: 100000 exceeds the model's 1024 positions"),
         (["--kv-cache-tokens", "64"], "--kv-cache-tokens: 64 do not hold one context of"),
         (["--calibrate-on", "no_such_file"], "--calibrate-on: 'no_such_file' can't be read as text"),
         (["--api-key", ""], "the API key is empty"),
@@ -147,9 +147,9 @@ def test_a_text_to_calibrate_on_ends_with_its_line(
             ["--host", "0.0.0.0"],
             "--host: '0.0.0.0' allows access from other machines without an API key; set OCTETRL",
         ),
-        (["--host", "::"], "--host: '::' lets other machines in"),
-        (["--host", ""], "--host: '' lets other machines in"),
-        (["--host", "0"], "--host: '0' lets other machines in"),
+        (["--host", "::"], "--host: '::' allows access from other machines"),
+        (["--host", ""], "--host: '' allows access from other machines"),
+        (["--host", "0"], "--host: '0' allows access from other machines"),
         (["--host", "0.0.0.0", "--without-key", "--api-key", "k"], "--without-key: an API key was given as well"),
         (["--host", "no such host"], "--host: 'no such host' is not an address of this machine"),
     ],

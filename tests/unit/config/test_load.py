@@ -69,7 +69,7 @@ def test_a_missing_base_names_who_wants_it(tmp_path: Path) -> None:
     assert refusal(tmp_path, "extends: gone.yaml\n").startswith(
         "gone.yaml: no such file; give the path of a YAML file ("
     )
-    assert "it holds a NUL" in refusal(tmp_path, 'extends: "a\\0b"\n')
+    assert "it contains a NUL" in refusal(tmp_path, 'extends: "a\\0b"\n')
 
 
 def test_a_problem_names_the_file_it_comes_from(tmp_path: Path) -> None:

@@ -64,9 +64,12 @@ def test_earlier_answers_are_not_learnt_and_longer_ones_are_wholly() -> None:
         ({"prompt": "p", "chosen": "g", "rejected": "g"}, "are the same"),
         ({"chosen": "g", "rejected": "b"}, "'chosen' is a text without a prompt"),
         ({"prompt": "p", "chosen": "g", "rejected": ""}, "'rejected' is an empty string"),
-        ({"prompt": "else", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "'prompt' is a text that is not in"),
+        (
+            {"prompt": "else", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+            "'prompt' is not in the common beginning",
+        ),
         ({"messages": [USER], "chosen": [MORE], "rejected": [BAD]}, "'chosen' has no message of the assistant"),
-        ({"chosen": [USER, GOOD], "rejected": [USER, GOOD, MORE]}, "'chosen' says nothing as the assistant"),
+        ({"chosen": [USER, GOOD], "rejected": [USER, GOOD, MORE]}, "'chosen' has no text of the assistant"),
         ({"messages": 3, "chosen": "g", "rejected": "b"}, "'messages' is a number"),
     ],
 )

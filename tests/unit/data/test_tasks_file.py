@@ -55,7 +55,7 @@ def test_tasks_of_a_file_are_drawn_and_scored(tmp_path: Path) -> None:
         ('{"prompt": [{"role": "system", "content": "a"}, "b"]}', ":1: 'prompt' is messages of system, None;"),
         ('{"prompt": "a", "answer": [1]}', ":1: 'answer' is a list"),
         ('{"prompt": "a", "answer": true}', ":1: 'answer' is a boolean"),
-        ('{"prompt": "a", "id": 2}\n{"prompt": "b"}', ":2: id '2' is also the id of row 1 too"),
+        ('{"prompt": "a", "id": 2}\n{"prompt": "b"}', ":2: id '2' is also the id of row 1"),
         (b'{"prompt": "\xff"}', "not UTF-8 text (byte 12)"),
     ],
 )

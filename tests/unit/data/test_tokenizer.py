@@ -54,7 +54,7 @@ def test_no_folder(tmp_path: Path) -> None:
 
 def test_a_folder_without_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{}")
-    assert "holds none of tokenizer.json" in refusal(tmp_path)
+    assert "has none of tokenizer.json" in refusal(tmp_path)
 
 
 def test_a_torn_file(folder: Path) -> None:
@@ -88,7 +88,7 @@ def test_more_tokens_than_the_model_has(folder: Path) -> None:
         ("{{ raise_exception('no') }}", "its chat template fails (TemplateError: no"),
         ("{{ 'x' * (2 ** 60) }}", "its chat template fails (MemoryError"),
         ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "its chat template fails (RecursionError"),
-        ("<|user|>", "leaves out what the user says"),
+        ("<|user|>", "leaves out the user's message"),
         (7, "'chat_template' is 7, a string or a list of named templates is needed"),
     ],
 )

@@ -268,7 +268,7 @@ def test_one_session_at_a_time_and_no_new_weights_meanwhile() -> None:
             lambda: engine.set_kv_scales(scales),
         )  # fmt: skip
         for verb in refused:
-            with pytest.raises(RuntimeError, match="until the engine's open session is closed"):
+            with pytest.raises(RuntimeError, match="while the engine has an open session"):
                 verb()
     assert engine._blocks is not None and engine._blocks.num_used == 0  # what was unfinished is cancelled
     assert engine.metrics is not None and engine.metrics.cancelled == 1
