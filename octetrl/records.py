@@ -1,9 +1,9 @@
-"""The records that travel through one step, in the order in which they are born.
+"""The records that travel through one step, in the order in which they are created.
 
     Task -> GenerationRequest -> Completion -> Turn -> Rollout -> RolloutGroup -> Sample -> PackedBatch -> PolicyUpdate
 
-Each is small, frozen and made in one place; each field says its shape, its maker and what None means.
-Nothing here imports torch: the two records that hold tensors name them for the type checker only.
+Each record is small, frozen and created in one place. Comments give each field's shape and the meaning of None. Nothing
+here imports torch: records with tensors name the type for the type checker only.
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One problem, made by a taskset.
+    """One problem, created by a taskset.
 
     Example: Task(id="chain_sum/17", prompt="3 + 4 =", answer="7")
     """
 
     id: str  # unique within the taskset, stable across resumes
-    prompt: str  # what the user turn says, before any chat template
+    prompt: str  # the user's message, before any chat template
     answer: str | None = None  # the reference answer; None when the scorer needs none
-    metadata: Mapping[str, Any] = field(default_factory=dict)  # whatever the scorer wants back
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # data for the scorer
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request is sampled. Log-probs are those of the distribution after `temperature` and
-    before top-k, top-p and min-p, which only choose where to draw from."""
+    """Sampling parameters of one request. Log-probs belong to the distribution after `temperature` and before top-k,
+    top-p and min-p.
+
+    Example: SamplingParams(max_new_tokens=256, temperature=0.7, stop=("\\n\\n",))
+    """
 
     max_new_tokens: int
     temperature: float = 1.0  # 0 is greedy
@@ -49,8 +52,11 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A prompt and how many siblings to draw from it. Sibling `i` is seeded by (seed, i) alone, so its
-    tokens do not depend on who else is in the batch."""
+    """A prompt and its number of siblings. Sibling `i` is seeded only by (seed, i), so its tokens do not depend on the
+    other requests in the batch.
+
+    Example: GenerationRequest("0:chain_sum/17", (31, 7, 2), SamplingParams(max_new_tokens=64), num_siblings=8, seed=5)
+    """
 
     id: str
     prompt_token_ids: tuple[int, ...]
@@ -58,8 +64,8 @@ class GenerationRequest:
     num_siblings: int = 1
     seed: int = 0
     expected_tokens: int | None = None
-    """How long its completions are expected to be, say as they were last time: what runs longest is started first.
-    None: not known. It changes when things are computed, never what."""
+    """Expected length of its completions, for example that of the last time. The longest start first. None: not known.
+    It changes the order of computation, never the result."""
 
 
 class FinishReason(StrEnum):
@@ -69,14 +75,17 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What the engine generated in one call."""
+    """One answer of the engine.
 
-    token_ids: tuple[int, ...]  # the stop token included, the prompt not
+    Example: Completion((55, 2), (-0.1, -0.02), "7", FinishReason.STOP, policy_version=3, precision_digest="c1ab...")
+    """
+
+    token_ids: tuple[int, ...]  # with the stop token, without the prompt
     logprobs: tuple[float, ...]  # float32 log-prob of each token, same length
     text: str  # decoded, stop string removed
     finish_reason: FinishReason
-    policy_version: int  # optimizer steps behind the weights that drew it
-    precision_digest: str  # which tensors were FP8 (fp8/policy.py); a difference to the trainer's is an error
+    policy_version: int  # optimizer steps before the weights that sampled it
+    precision_digest: str  # which tensors were FP8 (fp8/policy.py); must equal the trainer's
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +98,13 @@ class SessionEvent:
     request_id: str
     sibling: int
     token_ids: tuple[int, ...]  # since the last of this sibling's events
-    logprobs: tuple[float, ...]  # of these, same length
-    completion: Completion | None  # all of it, with the last event; None: it goes on
+    logprobs: tuple[float, ...]  # of these tokens, same length
+    completion: Completion | None  # complete, with the last event; None: it continues
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationProgress:
-    """How far a session is, after each forward."""
+    """Progress of a session after a forward."""
 
     done: int  # completions
     running: int
@@ -114,7 +123,10 @@ class GenerationProgress:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A message of the environment's."""
+    """A message of the environment.
+
+    Example: Reply("user", "Higher.")
+    """
 
     role: str  # user or tool
     text: str
@@ -122,27 +134,30 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A completion and the environment's replies to it. `prompt_token_ids` are the tokens new in this turn,
-    before the completion: the whole prompt in the first, the tokens of the last replies afterwards."""
+    """A completion and the environment's replies to it. `prompt_token_ids` are the new tokens before the completion:
+    the whole prompt in the first turn, the tokens of the last replies in later turns.
+
+    Example: Turn((31, 7, 2), completion, (Reply("user", "Higher."),))
+    """
 
     prompt_token_ids: tuple[int, ...]
     completion: Completion
-    replies: tuple[Reply, ...] = ()  # none: the environment had no more to say. Of the last turn: never tokens
+    replies: tuple[Reply, ...] = ()  # empty: the environment ended it. The last turn's are not tokenized
 
 
 class RolloutStatus(StrEnum):
-    """Why a rollout has, or has not, a reward. Only SCORED, OVERLONG and TRUNCATED rollouts carry one."""
+    """How a rollout ended. Only SCORED, OVERLONG and TRUNCATED rollouts have a reward."""
 
     SCORED = "scored"
-    OVERLONG = "overlong"  # cut off by max_new_tokens, scored all the same
-    TRUNCATED = "truncated"  # turns or context ran out before its end, scored all the same
-    REWARD_ERROR = "reward_error"  # the reward function raised, or gave no finite number
+    OVERLONG = "overlong"  # truncated by max_new_tokens; it is scored
+    TRUNCATED = "truncated"  # turns or context ran out before its end; it is scored
+    REWARD_ERROR = "reward_error"  # the reward function raised, or returned no finite number
     REWARD_TIMEOUT = "reward_timeout"  # ended after reward_timeout_seconds
     REWARD_CRASH = "reward_crash"  # its process exited, crashed or was killed
     REWARD_MEMORY = "reward_memory"  # it ran out of memory, or was ended past reward_memory_mib
-    TOOL_ERROR = "tool_error"  # a tool raised or hung, and the recipe wants no more of such a rollout
-    ENVIRONMENT_ERROR = "environment_error"  # its start, reply or finish raised, or gave what is no reply
-    ENVIRONMENT_TIMEOUT = "environment_timeout"  # one of them gave nothing in reply_timeout_seconds
+    TOOL_ERROR = "tool_error"  # a tool raised or hung, and the recipe ends such a rollout
+    ENVIRONMENT_ERROR = "environment_error"  # its start, reply or finish raised, or returned no valid reply
+    ENVIRONMENT_TIMEOUT = "environment_timeout"  # one of them returned nothing in reply_timeout_seconds
     PROMPT_TOO_LONG = "prompt_too_long"  # never generated
 
     @property
@@ -152,18 +167,21 @@ class RolloutStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One sampled conversation with its reward, made by `collect_groups`."""
+    """One sampled conversation with its reward, created by `collect_groups`.
+
+    Example: Rollout(task, (Turn((31, 7, 2), completion),), RolloutStatus.SCORED, reward=1.0, answered="7")
+    """
 
     task: Task
     turns: tuple[Turn, ...]  # empty when the prompt was too long
     status: RolloutStatus
     reward: float | None  # None unless status.has_reward
-    detail: str | None = None  # the error's text where there was one
-    trace: str | None = None  # the error's whole traceback, for whoever has to mend it
-    answered: str | None = None  # what the scorer read as the answer, equal for equal answers; None: it does not say
-    penalty: float = 0.0  # what its length adds to the reward, 0 or less
-    components: Mapping[str, float] = field(default_factory=dict)  # what the reward is a weighted sum of, unweighted
-    metrics: Mapping[str, float] = field(default_factory=dict)  # what else its environment measured
+    detail: str | None = None  # text of the error, if there was one
+    trace: str | None = None  # traceback of the error
+    answered: str | None = None  # the answer that the scorer read, equal for equal answers; None: not given
+    penalty: float = 0.0  # added to the reward for its length, 0 or less
+    components: Mapping[str, float] = field(default_factory=dict)  # terms of the reward, before their weights
+    metrics: Mapping[str, float] = field(default_factory=dict)  # other measurements of its environment
 
     @property
     def text(self) -> str:
@@ -188,32 +206,34 @@ class RolloutGroup:
 
     @property
     def penalized_rewards(self) -> tuple[float, ...]:
-        """What advantages are made of."""
+        """Rewards plus length penalties. Advantages are computed from these."""
         return tuple(rollout.reward + rollout.penalty for rollout in self.rollouts if rollout.reward is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One token sequence to learn from, made by `to_samples` (RL) or by `data/` (SFT, preferences).
+    """One token sequence for training, created by `to_samples` (RL) or by `data/` (SFT, preferences).
 
-    `loss_mask[t]` says whether token t is trained on; `generator_logprobs[t]` is its log-prob in the engine.
-    All three have the length of `token_ids`; position 0 is never trained on.
+    `loss_mask[t]` says whether token t is trained on. `generator_logprobs[t]` is its log-prob in the engine. Both have
+    the length of `token_ids`. Position 0 is never trained on.
+
+    Example: Sample((31, 7, 55), (False, False, True), (0.0, 0.0, -0.1), advantage=1.2, policy_version=3)
     """
 
     token_ids: tuple[int, ...]
     loss_mask: tuple[bool, ...]
     generator_logprobs: tuple[float, ...] | None  # 0.0 where loss_mask is False; None for SFT
     advantage: float  # of every trained token; 1.0 for SFT
-    policy_version: int | None  # of the weights that drew it; None for SFT
-    precision_digest: str | None = None  # of the engine that drew it; None for SFT
-    pair: int | None = None  # of a preference pair: chosen and rejected stand side by side with the same number
+    policy_version: int | None  # of the weights that sampled it; None for SFT
+    precision_digest: str | None = None  # of the engine that sampled it; None for SFT
+    pair: int | None = None  # number of a preference pair: chosen and rejected are neighbours with the same number
     chosen: bool = True  # the better of its pair
-    group: int | None = None  # of siblings, numbered within a step; None for SFT and preferences
+    group: int | None = None  # number of the group of siblings within a step; None for SFT and preferences
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """A pack of whole sequences, end to end, made by `pack`. T tokens, B sequences, N trained tokens.
+    """A pack of whole sequences, end to end, created by `pack`. T tokens, B sequences, N trained tokens.
 
     Row n of the trained tokens is predicted from the hidden state at `predictor_N[n]` (the token before it).
     """
@@ -227,27 +247,27 @@ class MicroBatch:
     weights_N: Tensor  # float32: from the token weighting; the loss is sum(weights * loss) / loss_denominator
     advantages_N: Tensor  # float32
     generator_logprobs_N: Tensor | None  # float32; None for SFT
-    sequence_N: Tensor  # int64, ascending: which of the B sequences
-    sample_N: Tensor  # int64: which of the samples that `pack` was given
+    sequence_N: Tensor  # int64, ascending: index into the B sequences
+    sample_N: Tensor  # int64: index into the samples that `pack` received
     target_positions_N: Tensor  # int64: position of the target in its sequence
     sequence_lengths_N: Tensor  # int64: length of its sequence
-    chosen_N: Tensor | None = None  # bool: of the better sequence of its pair; None where there are no pairs
-    group_N: Tensor | None = None  # int64: which group of siblings drew its sequence; None where there are no groups
+    chosen_N: Tensor | None = None  # bool: of the better sequence of its pair; None without pairs
+    group_N: Tensor | None = None  # int64: group of siblings of its sequence; None without groups
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """All micro-batches of one optimizer step (or of several: `minibatches`), made by `pack`."""
+    """All micro-batches of one optimizer step (or of several: `minibatches`), created by `pack`."""
 
     minibatches: tuple[tuple[MicroBatch, ...], ...]  # one optimizer step each
     loss_denominators: tuple[float, ...]  # one a minibatch: the only division in the project
-    policy_version: int | None  # of the weights that drew the samples; None for SFT
+    policy_version: int | None  # of the weights that sampled it; None for SFT
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Both sides' log-probs of the N trained tokens of a batch, the trainer's before any update; on the CPU."""
+    """Both sides' log-probs of a batch's N trained tokens, on the CPU. The trainer's are from before any update."""
 
     generator_N: Tensor  # float32
     trainer_N: Tensor  # float32
@@ -257,32 +277,32 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PolicyUpdate:
-    """What `train` did, made by the trainer. The workers turn log-probs and amax into metrics and scales."""
+    """The result of `train`, created by the trainer. The workers turn log-probs and amax into metrics and scales."""
 
     policy_version: int  # after the update
     metrics: Mapping[str, float]
-    logprobs: TokenLogprobs | None = None  # None: no engine drew the samples, or nothing was learnt
+    logprobs: TokenLogprobs | None = None  # None: not sampled by an engine, or no update
     kv_amax_2LK: Tensor | None = None  # max|K| and max|V| of each layer and head, float32; None: not collected
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSet:
-    """All weights of one policy version, made by a worker, taken by its rollout backend (engine/weights.py).
+    """All weights of one policy version, created by a worker for its rollout backend (engine/weights.py).
 
     Live tensors of the trainer, not copies: valid until its next update. Names are those of the decoder's parameters
     and of its linears, such as "layers.0.attention.qkv_proj".
     """
 
     policy_version: int
-    tensors: Mapping[str, Tensor]  # by parameter; BF16, or float32 where the model is
+    tensors: Mapping[str, Tensor]  # by parameter; BF16, or float32 in a float32 model
     codes: Mapping[str, tuple[Tensor, Tensor]]  # by FP8 linear: E4M3 [N, K] and float32 multipliers [N/128, K/128]
     kv_scales: KVScales | None = None  # of a calibrated cache
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What `publish` did, made by the worker after reading the weights and scales back from the engine."""
+    """The result of `publish`, created by the worker after it has read weights and scales back from the engine."""
 
     policy_version: int
-    weights_digest: str  # of the FP8 codes and scales as the engine holds them
+    weights_digest: str  # of the FP8 codes and scales that the engine holds
     metrics: Mapping[str, float]

@@ -1,11 +1,11 @@
-"""What a run asks of whatever draws its completions: the engine of this project, or another one.
+"""The interface between a run and the engine that samples its completions: this project's engine, or another one.
 
     with backend.session() as session:          an open session is asynchronous: requests in, events out
         session.submit(request)
         for event in session.events(wait_seconds=0.5): ...
 
     backend.put_weights(weights)                codes, scales and tensors by name, with their policy version
-    backend.weights_digest()                    of what the backend holds then, read back and not assumed
+    backend.weights_digest()                    of the weights that the backend holds, read back from memory
 
 `engine/backend.py` is the first implementation. Workers own a backend; `Drive` sees a session alone. The caller never
 runs a forward: a session in another process works on its own and costs no call a forward.
@@ -26,27 +26,27 @@ OnProgress = Callable[[GenerationProgress], None]
 
 
 class RolloutSession(Protocol):
-    """Requests go in while others are in flight; what they draw comes out as events."""
+    """Accepts requests while others are in flight, and returns their tokens as events."""
 
     @property
     def has_work(self) -> bool:
         """Whether a submitted request is unfinished."""
 
     def submit(self, request: GenerationRequest, /, *, streams: bool = False) -> None:
-        """Takes a request in. `streams`: its tokens come as they are drawn, not only its whole completions.
+        """Adds a request. `streams`: its tokens are reported as they are sampled, not only as whole completions.
 
         Raises UserError for a request that cannot be served, or whose id belongs to an unfinished request.
         """
 
     def cancel(self, request_id: str, /) -> None:
-        """The request's siblings draw no more and no further event of theirs follows. Unknown ids are ignored."""
+        """Stops the request's siblings; no further event of theirs follows. Unknown ids are ignored."""
 
     def events(self, wait_seconds: float = 0.0, /) -> Sequence[SessionEvent]:
-        """What is new since the last call. Waits for the first event, at most `wait_seconds`, if others compute."""
+        """New events since the last call. Waits for the first event, at most `wait_seconds`, if others compute."""
 
 
 class RolloutBackend(Protocol):
-    """What generates. One policy version serves a call of `generate` or a session."""
+    """An engine that generates. One policy version serves a call of `generate` or a session."""
 
     def generate(
         self, requests: Sequence[GenerationRequest], on_progress: OnProgress | None = None, /
@@ -57,7 +57,7 @@ class RolloutBackend(Protocol):
         """An open session. One at a time; new weights are refused while it is open."""
 
     def put_weights(self, weights: WeightSet, /) -> None:
-        """Takes the weights of a new policy version in, and forgets the prefixes of the old one."""
+        """Loads the weights of a new policy version, and drops the prefixes of the old one."""
 
     def weights_digest(self) -> str:
         """Digest of the weights and scales that the backend holds, read back from where its kernels read them.
@@ -66,7 +66,7 @@ class RolloutBackend(Protocol):
         """
 
     def forget_prefixes(self) -> None:
-        """The next request prefills its whole prompt, whatever was generated before."""
+        """Drops all cached prefixes: the next request prefills its whole prompt."""
 
     def sleep(self) -> None:
         """Frees the memory of the KV cache until the next request or `wake`."""
@@ -75,4 +75,4 @@ class RolloutBackend(Protocol):
         """Allocates the KV cache now. `generate` and `session` do so too."""
 
     def metrics(self) -> Mapping[str, float]:
-        """Of the last `generate` or session, by the names of the step's metrics; empty before the first."""
+        """Metrics of the last `generate` or session, by the names of the step's metrics; empty before the first."""

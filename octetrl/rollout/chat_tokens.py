@@ -1,15 +1,15 @@
 """Conversations as token ids, append-only.
 
-The first prompt is rendered by the tokenizer's chat template (or, when it has none, is the plain text) and
-tokenized once. From there on tokens are only ever appended: what the policy generated stays as it was
-generated, and a reply adds the tokens that the template puts around it. Rendering the whole conversation anew
-in each turn would be shorter, but text does not always tokenize back to the tokens it came from, and
-templates drop earlier reasoning; then the trainer would see a sequence that the policy never did.
+The first prompt is rendered by the tokenizer's chat template (without one it is the plain text) and tokenized once.
+Later, tokens are only appended. The policy's tokens stay as they were generated, and a reply adds the tokens that the
+template puts around it. It would be simpler to render the whole conversation again in each turn. But text does not
+always tokenize back to the same tokens, and templates drop earlier reasoning. The trainer would then see a sequence
+that the policy never saw.
 
-The tokens around replies are found by rendering a conversation whose answer is a placeholder and keeping what
-follows the placeholder: the end of the answer's turn, the replies' turns, the opening of the next answer. An answer
-that was ended by a token, the template's or another that the model stops at, has ended: the template's end is not said
-again. One that a stop string ended gets it, masked like all that the environment says.
+To find the tokens around replies, a conversation is rendered with a placeholder as the answer. The part after the
+placeholder is kept: the end of the answer's turn, the replies' turns, the opening of the next answer. If an answer
+ended with a stop token, of the template or of the model, the template's end token is not added again. If it ended with
+a stop string, the end token is added, and masked like the replies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PLACEHOLDER = "PLACEHOLDER-OF-THE-ANSWER"
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer; transformers' have it."""
+    """The interface that is needed of a tokenizer; transformers' tokenizers have it."""
 
     chat_template: Any
     eos_token_id: Any
@@ -51,8 +51,8 @@ class ReplyError(ValueError):
 class ChatTokens:
     """Token ids of prompts, replies and answers. Raises UserError for a tokenizer without EOS.
 
-    tools: their schemas, which the template writes into the prompt. ends: further tokens that the model stops at.
-    context_length: a text that must have more tokens is not tokenized; every method then raises TextTooLong.
+    tools: their schemas, which the template writes into the prompt. ends: further stop tokens of the model.
+    context_length: a text that certainly has more tokens is not tokenized; every method then raises TextTooLong.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class ChatTokens:
         self._ends = frozenset((tokenizer.eos_token_id, *ends))
 
     def prompt_tokens(self, prompt: str, limit: int | None = None) -> tuple[int, ...]:
-        """The first turn: system prompt, `prompt` as the user's words, and the opening of the answer.
+        """The first turn: system prompt, `prompt` as the user's message, and the opening of the answer.
 
         Without a chat template: the system prompt, a blank line and `prompt`, with the tokenizer's own BOS. `limit`:
-        tokens above which it may raise TextTooLong; None: the context's.
+        it may raise TextTooLong above this number of tokens; None: the context length.
         """
         text, special = self._prompt_text(prompt)
         return tuple(self._encoder.ids(text, special=special, limit=limit))
@@ -120,7 +120,8 @@ class ChatTokens:
         return tuple(token for token, (_, end) in zip(ids, offsets, strict=True) if begin == 0 or end > begin)
 
     def _end_of_turn(self, after: str) -> int:
-        """Letters of what the template ends an answer with: blanks, if any, and a special token. 0: it has no such."""
+        """Number of characters that end an answer: blanks, if any, and a special token. 0: there is no special
+        token."""
         blanks = len(after) - len(after.lstrip())
         specials = [*self._tokenizer.all_special_tokens, *self._tokenizer.convert_ids_to_tokens(sorted(self._ends))]
         found = [len(special) for special in specials if special and after.startswith(special, blanks)]
@@ -150,7 +151,7 @@ class ChatTokens:
         return [] if self._system_prompt is None else [{"role": "system", "content": self._system_prompt}]
 
     def _render(self, conversation: list[dict[str, str]], **options: Any) -> str:
-        """As it stands when the model is to answer."""
+        """The rendered conversation with the opening of the next answer."""
         text: str = self._tokenizer.apply_chat_template(
             conversation, tokenize=False, add_generation_prompt=True, **options
         )
@@ -158,5 +159,5 @@ class ChatTokens:
 
 
 def conversation_tokens(rollout: Rollout) -> tuple[int, ...]:
-    """All tokens of a rollout, in the order in which the policy saw or made them."""
+    """All tokens of a rollout, in the order in which the policy saw or sampled them."""
     return tuple(token for turn in rollout.turns for token in (*turn.prompt_token_ids, *turn.completion.token_ids))

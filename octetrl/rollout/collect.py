@@ -4,27 +4,27 @@
           -> one call of `generate` for the whole step, so that the engine can batch it all
           -> one call of `score` for all completions -> RolloutGroup, in the order of the tasks
 
-Nothing fails silently and nothing is a 0 that was not earned: a prompt that is too long is not generated
-from, an answer cut at the limit is scored and marked, a reward that raised or hung is None. Every such
-rollout says so in its status.
+Nothing fails silently, and no rollout gets a 0 that it did not earn. A prompt that is too long gets no answer. An
+answer truncated at the limit is scored and marked. A reward that raised or hung is None. The rollout's status says so.
 
 The lengths of a task's answers are kept (`CollectionSettings.lengths`). When the task comes again, the engine receives
 them as a hint and starts the longest first. The length of a conversation counts all tokens drawn in it.
 
-A request's seed follows from (run seed, step, place in the batch), so a resumed step draws the same tokens,
-and two steps that meet the same task draw different ones.
+A request's seed follows from (run seed, step, place in the batch). A resumed step therefore samples the same tokens.
+Two steps with the same task sample different ones.
 
-Where the environment is a `Dialogue` (environments/turns/), a completion is only the first turn. rollout/drive.py runs
-each rollout to its end, in one open session, and the scorer sees the last message then.
+If the environment is a `Dialogue` (environments/turns/), a completion is only the first turn. rollout/drive.py runs
+each rollout to its end, in one open session. The scorer then sees the last message.
 
-`collect_batch` draws a step's groups until enough of them are kept (DAPO's dynamic sampling, arXiv 2503.14476):
+`collect_batch` collects a step's groups until enough of them are kept (DAPO's dynamic sampling, arXiv 2503.14476):
 
-    draw `prompts` tasks
-    while fewer than `prompts` groups are kept, `max_refills` times at most:
-        draw as many tasks as should give the missing ones by the share kept so far, at most `prompts`
+    take `prompts` tasks
+    while fewer than `prompts` groups are kept, at most `max_refills` times:
+        estimate from the share kept so far how many tasks are needed for the missing groups; take them, at most
+        `prompts`
 
-The taskset's state holds what a step has drawn, so a resumed run continues after it. The last draw may give more groups
-than `prompts`: they are learnt from too. With `max_refills` 0 there is one draw.
+The taskset's state records the tasks that a step took, so a resumed run continues after them. The last refill may give
+more groups than `prompts`; all of them are trained on. With `max_refills` 0 there is no refill.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ from octetrl.rollout.drive import Drive, Occupancy
 
 
 class Tasks(Protocol):
-    """What gives tasks: `Taskset` (environments/base.py)."""
+    """A source of tasks: `Taskset` (environments/base.py)."""
 
     def next_batch(self, n: int, /) -> list[Task]: ...
 
 
 class Scores(Protocol):
-    """What scores completions: `RewardWorkers` (environments/scoring.py)."""
+    """A scorer of completions: `RewardWorkers` (environments/scoring.py)."""
 
     def score(self, completions: Sequence[tuple[Task, str]], /) -> list[Score]: ...
 
 
 class Generates(Protocol):
-    """What generates: the workers. A backend's first verbs (rollout/backend.py), with progress shown by the workers."""
+    """The generating part of a worker: a backend's first verbs (rollout/backend.py), with progress shown."""
 
     def generate(self, requests: Sequence[GenerationRequest], /) -> list[list[Completion]]: ...
 
@@ -77,20 +77,20 @@ class Generates(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TooLong:
-    """A prompt that is not generated from, and why."""
+    """A prompt that gets no answer, and the reason."""
 
     detail: str
 
 
 class LengthPenalty(Protocol):
-    """What an answer's length adds to its reward, 0 or less: `soft_overlong_penalty` (algorithms/dapo.py)."""
+    """Penalty for an answer's length, 0 or less: `soft_overlong_penalty` (algorithms/dapo.py)."""
 
     def __call__(self, length: int, *, was_cut: bool) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
 class CollectionSettings:
-    """How groups are collected, besides which tasks."""
+    """Settings for the collection of groups, without the tasks."""
 
     chat: ChatTokens
     sampling: SamplingParams
@@ -108,7 +108,7 @@ class CollectionSettings:
 
     @classmethod
     def from_config(cls, chat: ChatTokens, config: RolloutConfig, *, seed: int) -> CollectionSettings:
-        """As the recipe's `rollout` section says."""
+        """Settings from the recipe's `rollout` section."""
         sampling = SamplingParams(
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,
@@ -125,7 +125,7 @@ class CollectionSettings:
 
 @dataclass(frozen=True, slots=True)
 class CollectedBatch:
-    """What a step drew."""
+    """The groups that a step collected."""
 
     groups: list[RolloutGroup]  # all of them, in the order drawn
     kept: list[RolloutGroup]
@@ -151,7 +151,8 @@ def collect_batch(
     workers: Generates,
     collection: CollectionSettings,
 ) -> CollectedBatch:
-    """At least `collection.prompts` groups that are kept, or as many as `collection.max_refills` gave."""
+    """Collects at least `collection.prompts` groups that are kept, or as many as `collection.max_refills` refills
+    give."""
     groups: list[RolloutGroup] = []
     kept: list[RolloutGroup] = []
     wanted, draws, occupancy = collection.prompts, 0, Occupancy()
@@ -238,7 +239,7 @@ def _converse(
 
 
 def _keep_lengths(finished: Mapping[tuple[int, int], Rollout], lengths: dict[str, int]) -> None:
-    """Those of conversations that came to an end. Where the environment failed one, it might have gone on."""
+    """Stores the lengths of conversations that ended normally. A failed one might have become longer."""
     drawn: dict[str, list[int]] = {}
     for rollout in finished.values():
         if rollout.status.has_reward:
@@ -247,7 +248,7 @@ def _keep_lengths(finished: Mapping[tuple[int, int], Rollout], lengths: dict[str
 
 
 def _penalized(rollout: Rollout, collection: CollectionSettings) -> Rollout:
-    """By its longest answer, for that is what has a limit."""
+    """Adds the penalty for the rollout's longest answer, because the limit applies to each answer."""
     if collection.penalty is None or rollout.reward is None:
         return rollout
     longest = max(len(turn.completion.token_ids) for turn in rollout.turns)
@@ -255,7 +256,7 @@ def _penalized(rollout: Rollout, collection: CollectionSettings) -> Rollout:
 
 
 def count_statuses(groups: Sequence[RolloutGroup]) -> dict[RolloutStatus, int]:
-    """How many rollouts of each status there are, zeros included."""
+    """Number of rollouts with each status, zeros included."""
     counts = dict.fromkeys(RolloutStatus, 0)
     for group in groups:
         for rollout in group.rollouts:

@@ -2,15 +2,16 @@
 
     completion -> message -> replies of the environment -> their tokens behind it -> the next request -> completion ...
 
-A generator, which yields what it waits for, a GenerationRequest or calls of the environment's code (`Do`), and is sent
-what came of it. So a rollout reads from top to bottom, while one thread leads hundreds of them (rollout/drive.py).
+The rollout is a generator. It yields what it waits for, a GenerationRequest or calls of the environment's code (`Do`),
+and receives the results. So its code reads from top to bottom, while one thread runs hundreds of rollouts
+(rollout/drive.py).
 
-It ends when the environment has nothing more to say; when an answer is cut at max_new_tokens (OVERLONG), for a model
-can't be answered in the middle of its words; when its turns or the context run out (TRUNCATED); and when the
-environment fails it. What was drawn until then is kept in each case.
+It ends in one of four ways. The environment returns no reply. An answer is truncated at max_new_tokens (OVERLONG); the
+environment cannot reply to half an answer. Turns or context run out (TRUNCATED). The environment fails. In each case
+the tokens sampled so far are kept.
 
-What is drawn depends on the weights, the task, and (run seed, step, place, sibling, turn). It does not depend on when
-the environment answered.
+The sampled tokens depend on the weights, the task, and (run seed, step, place, sibling, turn). They do not depend on
+the time at which the environment answered.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ RolloutSteps = Generator[Wanted, Any, Rollout]  # sent a Completion, or a Called
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which rollout it is: all that its luck depends on."""
+    """Identifies a rollout within a run. Its random numbers depend only on this."""
 
     run_seed: int
     step: int
@@ -58,7 +59,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class ConversationSettings:
-    """How completions are drawn and put into tokens."""
+    """Settings for sampling and tokenizing a conversation."""
 
     chat: ChatTokens
     sampling: SamplingParams
@@ -79,7 +80,7 @@ def converse(
     place: Place,
     speaking: ConversationSettings,
 ) -> RolloutSteps:
-    """The rollout of `task` whose first completion has been drawn. Its reward lacks that of `dialogue.scorer`."""
+    """Runs the rollout of `task` from its first completion on. Its reward does not yet include `dialogue.scorer`."""
     conversation = dialogue.begin(task, str(place))
     turns: list[Turn] = []
     reward: float | None = None
@@ -95,7 +96,7 @@ def converse(
     try:
         yield from dialogue.hook("finish", conversation)
     except Failed as failed:
-        if status.has_reward:  # what went wrong first is what is told
+        if status.has_reward:  # the first failure is reported
             status, detail, trace, reward = failed.status, failed.detail, failed.trace, None
     return Rollout(
         task=task,
@@ -119,7 +120,7 @@ def _speak(
     place: Place,
     speaking: ConversationSettings,
 ) -> Generator[Wanted, Any, RolloutStatus]:
-    """Turn by turn, put into `turns`, to the end."""
+    """Runs the conversation to its end and appends each turn to `turns`."""
     chat, sampling = speaking.chat, speaking.sampling
     token_ids: tuple[int, ...] = ()
     new = prompt_token_ids
@@ -140,7 +141,7 @@ def _speak(
             new = chat.reply_tokens(replies, completion.token_ids)
         except ReplyError as error:
             raise Failed(RolloutStatus.ENVIRONMENT_ERROR, f"ReplyError: {error}") from error
-        except TextTooLong:  # for the context, by its length alone
+        except TextTooLong:  # too long for the context, by its length alone
             return RolloutStatus.TRUNCATED
         prompt = token_ids + new
         if len(turns) == dialogue.limits.max_turns or len(prompt) >= speaking.context_length:
@@ -151,7 +152,7 @@ def _speak(
 
 
 def with_score(rollout: Rollout, score: Score) -> Rollout:
-    """`rollout` with what its last message was scored on top."""
+    """`rollout` with the score of its last message added to its reward."""
     if rollout.reward is None:
         return rollout
     if score.reward is None:

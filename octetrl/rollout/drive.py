@@ -35,11 +35,11 @@ _SHORT_WAIT = 0.01  # seconds to wait for the session while environments compute
 
 @dataclass(slots=True)
 class Occupancy:
-    """Summed over collections of rollouts."""
+    """Use of the engine, summed over collections of rollouts."""
 
     seconds: float = 0.0
     waiting_seconds: float = 0.0  # the engine had nothing to do while environments computed
-    in_flight_seconds: float = 0.0  # of all rollouts
+    in_flight_seconds: float = 0.0  # rollout seconds in flight
     with_environment_seconds: float = 0.0  # of these, while the rollout waited for its environment
     abandoned_calls: int = 0
 
@@ -57,7 +57,7 @@ class Occupancy:
 
 @dataclass(slots=True, eq=False)
 class _FirstTurn:
-    """Siblings whose first turn is drawn."""
+    """The siblings of a task during their first turn."""
 
     task: Task
     place: int
@@ -66,7 +66,7 @@ class _FirstTurn:
 
 @dataclass(slots=True, eq=False)
 class _RunningRollout:
-    """A rollout in flight. `results` are of the environment calls it waits for; None: not known yet."""
+    """A rollout in flight. `results`: of the environment calls that it waits for; None: not known yet."""
 
     place: Place
     steps: RolloutSteps
@@ -88,9 +88,9 @@ class Drive:
         self.finished: dict[tuple[int, int], Rollout] = {}
 
     def run(self, requests: Sequence[tuple[int, Task, GenerationRequest]], *, run_seed: int, step: int) -> None:
-        """From the first turns of (place, task, request for its siblings) to the end of all conversations."""
+        """Runs all conversations, given (place, task, request for its siblings) of each first turn."""
         waiting, calls, abandoned = deque(requests), self._dialogue.calls, self._dialogue.calls.abandoned
-        calls.forget()  # of a collection that was cut off
+        calls.forget()  # left over from an interrupted collection
         while waiting or self._in_flight:
             self._start(waiting)
             results = calls.poll(0.0 if self._session.has_work else _LONG_WAIT)
@@ -133,7 +133,7 @@ class Drive:
             self._advance(rollout, tuple(rollout.results))
 
     def _advance(self, rollout: _RunningRollout, result: Any) -> None:
-        """Gives a rollout what it waited for, and takes its next request or calls."""
+        """Sends a rollout the results that it waited for, and takes its next request or calls."""
         try:
             wanted = rollout.steps.send(result)
         except StopIteration as stop:

@@ -1,17 +1,16 @@
-"""Texts to token ids: the one border for texts of tasks, environments, files and requests, which may hold anything.
+"""Turns texts into token ids. All texts of tasks, environments, files and requests pass here, and may contain anything.
 
-Two things that would end a run are settled here.
+Two problems that would end a run are handled here.
 
-- Half of a surrogate pair, which no tokenizer takes, is written out (config/text.py).
-- Tokenizing takes time in proportion to the text, or worse: 5 MB can take a minute. A text that has too many
-  characters for a limit in tokens is refused before it is tokenized. With a byte-level or byte-fallback BPE each
-  character makes at least one byte, and a token stands for at most as many bytes as the longest entry of the
-  vocabulary has letters, so
+- No tokenizer accepts half of a surrogate pair. It is written out as an escape (config/text.py).
+- Tokenizing takes time in proportion to the text, or worse: 5 MB can take a minute. A text with too many characters for
+  a limit in tokens is refused before it is tokenized. With a byte-level or byte-fallback BPE each character has at
+  least one byte. A token covers at most as many bytes as the longest entry of the vocabulary has characters. So
 
       tokens >= characters / (longest entry * characters that the normalizer may join into one)
 
-  A text that fits is never refused. Where a tokenizer may drop text (unknown characters, stripped blanks), no such
-  bound exists, and the text is tokenized whatever its length.
+  A text that fits is never refused. If a tokenizer may drop text (unknown characters, stripped blanks), there is no
+  such bound, and the text is tokenized whatever its length.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from typing import Any
 
 from octetrl.config.text import TextTooLong, escaped
 
-_JOINED = 4  # code points that NFC and NFKC join into one at most: the longest canonical decomposition
+_JOINED = 4  # largest number of code points that NFC and NFKC join into one: the longest canonical decomposition
 _NORMALIZERS = {"NFC": _JOINED, "NFKC": _JOINED, "NFD": 1, "NFKD": 1, "Lowercase": 1, "Prepend": 1}  # that drop nothing
 _PRE_TOKENIZERS = ("ByteLevel", "Digits", "Metaspace", "Split", "Punctuation")
 
 
 class Encoder:
-    """A tokenizer's `encode` for any text. `limit`: tokens beyond which a text is of no use; None: no limit."""
+    """A tokenizer's `encode` for any text. `limit`: longer texts are refused; in tokens; None: no limit."""
 
     def __init__(self, tokenizer: Any, limit: int | None = None) -> None:
         self._tokenizer, self._limit = tokenizer, limit
@@ -48,7 +47,7 @@ class Encoder:
         return encoded["input_ids"], encoded["offset_mapping"]
 
     def beginning(self, text: str, tokens: int) -> str:
-        """As much of `text` as may be needed for its first `tokens` tokens."""
+        """A beginning of `text` that contains at least its first `tokens` tokens."""
         most = self.characters_per_token
         return text if most is None else text[: most * (tokens + 1)]
 
@@ -59,12 +58,12 @@ class Encoder:
 
 
 def characters_per_token(tokenizer: Any) -> int | None:
-    """Most characters of a text that one token can stand for; None: there is no bound, or it is not known."""
+    """Largest number of characters that one token can cover; None: there is no bound, or it is not known."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
     added = backend.get_added_tokens_decoder().values()
-    if any(token.lstrip or token.rstrip for token in added):  # takes any number of blanks along
+    if any(token.lstrip or token.rstrip for token in added):  # includes any number of blanks
         return None
     joined = 1
     for normalizer in _parts(backend.normalizer, "normalizers"):
@@ -85,7 +84,7 @@ def characters_per_token(tokenizer: Any) -> int | None:
 
 
 def _covers_all_bytes(model: Any, is_byte_level: bool, vocabulary: Mapping[str, int]) -> bool:
-    """Whether there is a token for every byte, so that nothing is unknown and dropped."""
+    """Whether there is a token for every byte, so that no text is unknown and dropped."""
     if type(model).__name__ != "BPE":
         return False
     if is_byte_level:
@@ -96,7 +95,7 @@ def _covers_all_bytes(model: Any, is_byte_level: bool, vocabulary: Mapping[str, 
 
 
 def _parts(component: Any, key: str) -> Iterator[dict[str, Any]]:
-    """The settings of a normalizer or pre-tokenizer, those in sequences one by one."""
+    """The parts of a normalizer or pre-tokenizer, with sequences flattened."""
     pending = [] if component is None else [json.loads(component.__getstate__())]
     while pending:
         settings = pending.pop(0)

@@ -1,21 +1,22 @@
-"""A given conversation as token ids, and which of them the policy would have had to say.
+"""Turns a given conversation into token ids, and marks the tokens to train on.
 
 The tokens are exactly those of the tokenizer's chat template: the whole conversation is rendered once and tokenized
-once. What is trained on is, for each assistant message,
+once. The trained span of each assistant message goes
 
-    from   where the template opens the answer        (rendering what came before it, with the generation prompt)
-    to     the end of its turn: what follows the content, up to the first special token, if only blanks come between
+    from   where the template opens the answer        (found by rendering the messages before it, with generation
+    prompt)
+    to     the end of its turn: the first special token after the content, if only blanks come between
 
-so the policy learns to say what it would be asked for in a rollout, and to stop: a template that ends no turn by a
-special token is refused. Where a template thinks before the last answer (Qwen3), the thoughts are part of what is
-said; those that it leaves out of earlier answers are learnt from by nobody. If a template writes the beginning of
-the conversation differently once it goes on, the answer's own text is taken instead.
+The policy thus learns the same answers as in a rollout, and to stop. A template that ends turns without a special token
+is refused. If a template adds thoughts before the last answer (Qwen3), they are part of the span. Thoughts that it
+leaves out of earlier answers are not trained on. If a template renders the beginning of the conversation differently
+when it continues, the span is the answer's own text.
 
-The end is found by rendering the conversation with a placeholder in the answer's place: what then follows the
-placeholder is what follows the answer. A token that lies across such a border, half of it the template's, is one that
-no rollout could draw there: it is not trained on, and counted.
+To find the end, the conversation is rendered with a placeholder as the answer; the text after the placeholder follows
+the answer. A token across such a boundary is half the template's. No rollout could sample it there, so it is not
+trained on, and counted.
 
-Rollouts are put into tokens piece by piece instead (rollout/chat_tokens.py), because theirs were drawn so.
+Rollouts are tokenized piece by piece instead (rollout/chat_tokens.py), because they were sampled that way.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from octetrl.config.text import escaped
 from octetrl.environments.chat_template import TEMPLATE_ERRORS
 from octetrl.rollout.encode import Encoder
 
-Message = Mapping[str, Any]  # role, content and whatever else the template reads
+Message = Mapping[str, Any]  # role, content and other keys that the template reads
 _PLACEHOLDER = "PLACEHOLDER-OF-THE-ANSWER"
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer; transformers' fast ones have it."""
+    """The interface that is needed of a tokenizer; transformers' fast tokenizers have it."""
 
     chat_template: Any
     all_special_tokens: Any
@@ -61,7 +62,7 @@ def tokenize_messages(
 ) -> TokenizedMessages:
     """Tokens of the conversation; those of assistant messages from number `learn_from` on are trained on.
 
-    Raises UserError when the tokenizer has no chat template, or one whose answers cannot be told from the rest.
+    Raises UserError if the tokenizer has no chat template, or one whose answers cannot be located.
     """
     if tokenizer.chat_template is None:
         raise UserError(
@@ -99,7 +100,7 @@ def tokenize_messages(
 
 
 def _span(tokenizer: Tokenizer, text: str, messages: Sequence[Message], index: int, render: Any) -> tuple[int, int]:
-    """Where in `text` the assistant message `index` is, end of turn included."""
+    """The span of the assistant message `index` in `text`, with the end of its turn."""
     placeholder = {"role": "assistant", "content": _PLACEHOLDER}
     before, found, after = render([*messages[:index], placeholder, *messages[index + 1 :]]).partition(_PLACEHOLDER)
     opened = render(messages[:index], True)
@@ -122,7 +123,7 @@ def _span(tokenizer: Tokenizer, text: str, messages: Sequence[Message], index: i
 
 
 def _turn_end(tokenizer: Tokenizer, after: str) -> int:
-    """Letters of what ends the turn: blanks, if any, and a special token."""
+    """Number of characters that end the turn: blanks, if any, and a special token."""
     blanks = len(after) - len(after.lstrip())
     for special in sorted(tokenizer.all_special_tokens, key=len, reverse=True):
         if after.startswith(special, blanks):

@@ -1,9 +1,9 @@
-"""From scored groups to samples that carry their advantages.
+"""Turns scored groups into samples with their advantages.
 
-Advantages are relative to the rollouts that have a reward, and to no other: one whose reward raised or timed
-out is neither in the baseline nor trained on. A rollout that the algorithm does not train on (an overlong
-one, if it says so) still counts in the baseline; one without an advantage (None) is not trained on either.
-The advantage goes to every generated token; prompts and replies are masked.
+Advantages are relative to the rollouts that have a reward. A rollout whose reward raised or timed out is neither in the
+baseline nor trained on. A rollout that the algorithm does not train on (for example an overlong one) still counts in
+the baseline. One without an advantage (None) is not trained on either. Every generated token gets the advantage;
+prompts and replies are masked.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from octetrl.rollout.chat_tokens import conversation_tokens
 
 
 class CreditAssignment(Protocol):
-    """What is asked of an algorithm here (`algorithms/table.py`)."""
+    """The interface that is needed of an algorithm (`algorithms/table.py`)."""
 
     def advantages(self, rewards: Sequence[Sequence[float]], /) -> Sequence[Sequence[float | None]]: ...
 
