@@ -1,6 +1,6 @@
-"""What is left out of training, and why. Whatever is left out is counted by whoever asks.
+"""Decides which groups and answers are left out of training. The caller counts them.
 
-- A group whose rewards are all equal, but for rounding (spread.py), has advantages of zero: it costs a forward and a
+- A group whose rewards are all equal up to rounding (spread.py) has advantages of zero: it costs a forward and a
   backward and teaches nothing (DAPO's dynamic sampling, arXiv 2503.14476). So does a group with fewer than two rewards:
   it has no baseline.
 - An answer cut off at `max_new_tokens`, or a conversation at its last turn, has a reward that says "too long" more than

@@ -1,4 +1,4 @@
-"""What an algorithm's loss is given and what it gives back. Both are per token: the trainer holds the only division.
+"""Input and output of an algorithm's loss. Both are per token: the trainer has the only division.
 
 N trained tokens of one micro-batch, B samples, K tokens of a teacher.
 """

@@ -2,7 +2,7 @@
 
     begun                     first          second         third                      ended
     |-- before: packing, ----|-- settling: memory is ------|-- steady: what one ------|
-        the engine's cache      asked for anew               more would cost too
+        the engine's cache      allocated again              more would cost too
 
 On a GPU the marks are events in the stream, so nothing waits for them. A learning of too few micro-batches to tell
 settling from steady has no steady pace.

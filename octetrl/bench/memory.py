@@ -1,5 +1,6 @@
-"""What the workers of `octetrl bench train` and `bench step` take of the device, as `octetrl check` reckons it
-(config/memory.py), and the refusal of what would not fit: a bench says so before it builds anything.
+"""Estimates the device memory of `octetrl bench train` and `bench step`, as `octetrl check` does (config/memory.py).
+
+A bench refuses a setting that does not fit before it builds anything.
 
 Torch is only asked for the device's memory.
 """

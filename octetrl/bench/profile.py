@@ -4,9 +4,9 @@ The workload runs until half of its tokens are there, so that batch and context 
 records the GPU for a while, and the rest is left undone. Profiling slows the GPU a little and comes after all timing.
 What a step takes beyond its kernels is shown as a line of its own: gaps, launches, a host that is late.
 
-A step is counted when its results are read. As many are under way when the recording begins as when it ends, so as
-many are recorded as are counted, but for the last two of a workload. Where the answers are over before all of them were
-seen there are no rows.
+A step is counted when its results are read. The same number of steps is in flight at the start and at the end of the
+recording, so as many are recorded as counted, except the last two of a workload. If the answers end before all steps
+were recorded, there are no rows.
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ def kernel_rows(kernels: Iterable[tuple[str, int, float]], steps: float, seconds
 
 
 def short_name(name: str) -> str:
-    """Without return type, arguments, namespaces and template parameters, but for what an elementwise kernel does."""
+    """A kernel's name without return type, arguments, namespaces and template parameters, except an elementwise
+    op's."""
     bare = name.removeprefix("void ")
     head = re.split(r"[<(]", bare.replace("(anonymous namespace)::", ""), maxsplit=1)[0].rsplit("::", 1)[-1].strip()
     does = re.search(r"(\w+?)(?:_?[Ff]unctor|Op)\b|(\w+)_kernel_cuda|(\w+)_kernel_impl", bare[len(head) :])

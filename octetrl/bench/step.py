@@ -12,10 +12,11 @@ median over the steps of all rounds.
 Quantising the weights happens inside `Worker.train`, where the trainer's own forward needs it too; its time is counted
 as publishing, because the codes are what the engine is given. GB/s of publishing: bytes of codes and scales over that.
 
-`learn_share` below 1 learns from that share of the groups alone and reckons the rest: each token left out costs what
-one cost in the micro-batches between the first and the last (clock.py), so what happens once in a learning is
-counted once. Where there are too few of those, all but the update, whose time is taken by itself after the last step,
-is multiplied by all tokens over those learnt from. The time of such a step is an estimate, and its row says so.
+With `learn_share` below 1 the step learns only from that share of the groups, and the time of the rest is extrapolated.
+Each token left out is assumed to cost as much as a token in the micro-batches between the first and the last
+(clock.py). Work that happens once per step is counted once. With too few such micro-batches, the time without the
+update is scaled by the number of tokens, and the update is timed separately after the last step. The time of such a
+step is an estimate, and its row says so.
 
 What calibration costs is measured on some micro-batches of the last step, modes alternating: `off` is a forward and
 backward that does not look at K and V, `fused` one that does, `exact` one more forward after one that does not. Shares
@@ -100,7 +101,7 @@ class StepTimes:
     """Seconds of one step."""
 
     produce: float
-    learn: float  # reckoned for all groups where some were left out
+    learn: float  # extrapolated to all groups if some were left out
     publish: float
     requantize: float  # part of publish
     calibrate: float  # part of learn, not that of the fused kind
@@ -208,7 +209,7 @@ def step_recipe(bench: StepBench, precision: str, numerics: Numerics) -> Recipe:
 
 
 def estimate_bytes(bench: StepBench, precision: str) -> int:
-    """What `octetrl check` says of training: trainer, weights and codes, the KV cache given back."""
+    """The estimate of `octetrl check` for training: trainer, weights and codes, with the KV cache freed."""
     recipe, spec, on_gpu = step_recipe(bench, precision, "parity"), bench.model.spec, bench.device.type == "cuda"
     found = estimate(recipe, spec, precision_policy(spec, recipe.fp8), on_gpu=on_gpu, engine=True)
     return found.training_bytes
@@ -340,7 +341,7 @@ class StepArm:
                 worker.trainer.accumulate_alone(batch, replay, collect_kv_amax=mode == "fused")
                 if mode == "exact":
                     worker.trainer.observe_kv(batch)
-                if number:  # the first is a warm-up: the engine's memory has just been given back
+                if number:  # the first is a warm-up: the engine's memory has just been freed
                     seconds[mode].append(self.now() - began)
         return seconds, sum(one.token_ids_T.numel() for one in part)
 

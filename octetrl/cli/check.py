@@ -144,7 +144,7 @@ def _essentials(recipe: Recipe, device: Device) -> Iterator[tuple[str, str]]:
     longest = f"{rollout.max_prompt_tokens:,} prompt + {rollout.max_new_tokens:,} answer tokens"
     lora = recipe.model.lora
     if lora is not None:
-        beginning = "begun anew" if lora.path is None else f"from {lora.path}"
+        beginning = "newly initialised" if lora.path is None else f"from {lora.path}"
         yield "LoRA", f"rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}; {beginning}"
     yield "lengths", f"{longest}, context {recipe.model.context_length:,}"
     environment = recipe.environment

@@ -81,7 +81,7 @@ class MemoryEstimate:
     parts: tuple[MemoryPart, ...]  # the KV cache last, if its size is known
     kv_bytes_per_token: int
     kv_cache_tokens: int | None  # None: a share of a device whose memory is not known
-    takes_turns: bool  # the KV cache is given back while training
+    takes_turns: bool  # the KV cache is freed for training
 
     def bytes_when(self, when: When) -> int:
         return sum(part.num_bytes for part in self.parts if part.when == when)
@@ -95,7 +95,7 @@ class MemoryEstimate:
 
     @property
     def training_bytes(self) -> int:
-        """While training, the KV cache given back: with activations, or, those gone, with codes that are back."""
+        """Bytes while training, with the KV cache freed: with activations, or later without them and with all codes."""
         returning = sum(part.num_bytes for part in self.parts if part.name == RETURNING)
         return self.bytes_when("always") + max(self.bytes_when("training"), returning)
 

@@ -50,7 +50,7 @@ class ModelSpec:
 
     @property
     def fp8_k_is_safe(self) -> bool:
-        """Without QK-norm, K has outlier channels that a per-head E4M3 scale ruins (numerics.md §4)."""
+        """Without QK-norm, K has outlier channels that a per-head E4M3 scale ruins (docs/fp8.md §4)."""
         return self.qk_norm or not self.qkv_bias
 
     @property

@@ -261,7 +261,7 @@ def engine_plans(drawn: DrawnSequences, limits: EngineLimits) -> list[Plan]:
 def _rollout(
     drawn: DrawnSequences, sequences: Sequence[int], limits: EngineLimits, cached: Sequence[int] | None = None
 ) -> Iterator[tuple[Piece, ...]]:
-    """Prompts but for their last tokens, then one token of each at a time. `cached`: tokens that need no prefill."""
+    """Prompts without their last tokens, then one token of each at a time. `cached`: tokens that need no prefill."""
     begins = {b: 0 if cached is None else cached[b] for b in sequences}
     prompts = {b: max(begins[b], drawn.prompt_lengths[b] - 1) for b in sequences}
     yield from _chunks([Piece(b, begins[b], prompts[b]) for b in sequences], limits.prefill_chunk)

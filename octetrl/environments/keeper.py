@@ -129,7 +129,7 @@ class _Keeper:
             os.waitpid(ended.si_pid, 0)
 
     def _end(self, has_ended: bool) -> None:
-        """The worker's group at once, which a fork bomb can't outrun; then whoever left the group, one by one."""
+        """Ends the worker's group at once, which a fork bomb can't outrun; then processes that left it, one by one."""
         try:
             os.killpg(self._worker, signal.SIGKILL)
         except ProcessLookupError:  # it has not made its group yet

@@ -1,6 +1,6 @@
 """Plain data as JSON text and back, for answers of processes that run code we did not write.
 
-Reading it makes plain values and runs nothing, whoever wrote it: pickle would run what the text names. Lists, strings,
+Reading it creates plain values and runs nothing. pickle would run functions that the text names. Lists, strings,
 numbers, None and dictionaries with string keys are JSON's own. Marked by an object with one key: tuples, sets, bytes,
 and dictionaries with other keys, so that a reader gets the types that were sent.
 

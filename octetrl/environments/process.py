@@ -6,7 +6,7 @@ some of them iterate over sets of strings, and only a process with a fixed PYTHO
 in every run.
 
 The child's side is `keeper.py`: a keeper that ends whatever the callable leaves behind, and a worker that runs it. What
-the worker sends is read as plain data (`plain_data.py`), never as a pickle: whoever takes over a worker gets to choose
+the worker sends is read as plain data (`plain_data.py`), never as a pickle: code that takes over a worker can choose
 its answers and no more. Each call has a number and an answer must have the same; the kernel says which process wrote
 it, and what a child of the worker writes is left out.
 

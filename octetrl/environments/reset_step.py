@@ -2,7 +2,7 @@
 
     prompt        {instructions}, then what reset(seed) shows; task i has seed + i
     message       its action: the text after the last `action_marker`, by name, by number, or as it is
-    reply         what step(action) shows; an action that there is not is told, with those that there are
+    reply         what step(action) shows; an unknown action is reported to the model, with the known ones
     reward        the sum of the steps' rewards, when it is terminated, truncated, or out of turns
 
 What an observation shows is the text itself, or, where it is no text and the environment was made with

@@ -13,9 +13,9 @@ What comes back is never a silent 0:
 After the last three the worker is replaced, and `restarts` counts it. A worker that is killed while it loads or waits
 is replaced as well, and no completion is blamed.
 
-Cost: 0.13 ms a completion over the score itself. A replaced worker imports the scorer's libraries anew
-(a second for reasoning_gym) while the others go on; batching calls, or forking from a warm process, would
-save that at the price of clear deadlines.
+Cost: 0.13 ms a completion over the score itself. A replaced worker imports the scorer's libraries
+again (a second for reasoning_gym) while the others continue. Batching calls, or forking from a warm process, would save
+that, but deadlines would be less clear.
 """
 
 from __future__ import annotations

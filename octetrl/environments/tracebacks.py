@@ -1,4 +1,4 @@
-"""What a foreign callable raised, as text: one line for a table, and the traceback for whoever has to mend it."""
+"""Formats what a foreign callable raised: one line for a table, and the traceback for its author."""
 
 from __future__ import annotations
 

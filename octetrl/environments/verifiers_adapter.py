@@ -95,7 +95,7 @@ class VerifiersEnvironment:
         different = {self._split(row, index)[0] for index, row in enumerate(self._rows)}
         if len(different) > 1:
             raise UserError(
-                f"{_FIELD}: '{self.name}' has {len(different)} different system prompts; one can be had here"
+                f"{_FIELD}: '{self.name}' has {len(different)} different system prompts; only one is supported"
             )
         return different.pop() if different else None
 
@@ -170,8 +170,8 @@ class VerifiersEnvironment:
         roles = [message["role"] for message in messages]
         if roles not in (["user"], ["system", "user"]):
             raise UserError(
-                f"{_FIELD}: '{self.name}', row {index}: its prompt is {', '.join(roles)}; only one message of the user,"
-                " and a system prompt before it, can be had here"
+                f"{_FIELD}: '{self.name}', row {index}: its prompt is {', '.join(roles)}; only one message of the user"
+                " is supported, and a system prompt before it"
             )
         return (messages[0]["content"] if len(messages) == 2 else None), messages[-1]["content"]
 

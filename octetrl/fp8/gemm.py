@@ -1,4 +1,4 @@
-"""The three block-scaled GEMMs and their back-ends (numerics.md §2, §9, §10).
+"""The three block-scaled GEMMs and their back-ends (docs/fp8.md §2, §9, §10).
 
     nt      y[M, N]  = x[M, K]  w[N, K]^T      1x128 by 128x128    forward
     dgrad   dx[M, K] = dy[M, N] w[N, K]        1x128 by 128x128    forward's product with w's codes transposed

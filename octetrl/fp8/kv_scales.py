@@ -1,4 +1,4 @@
-"""Scales of a calibrated FP8 KV cache: one float32 per layer, KV head, and K or V (numerics.md §4, §5).
+"""Scales of a calibrated FP8 KV cache: one float32 per layer, KV head, and K or V (docs/fp8.md §4, §5).
 
     scale = min(margin * amax, the largest BF16) / 448        an amax of zero: scale 1
 

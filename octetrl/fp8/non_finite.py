@@ -6,4 +6,4 @@ from octetrl.config.errors import RunFailed
 
 
 class NonFiniteError(RunFailed, ValueError):
-    """A loss, gradient, weight, KV scale or logit is not finite; a ValueError to whoever gave it to a quantiser."""
+    """A loss, gradient, weight, KV scale or logit is not finite; a ValueError for the caller of a quantiser."""

@@ -1,4 +1,4 @@
-"""What is FP8, in one table (numerics.md §3), for both sides of the run.
+"""What is FP8, in one table (docs/fp8.md §3), for both sides of the run.
 
 Every linear that the layers' blocks list (config/blocks.py) gets a format for the rollout and a format for training; K
 and V get a format in the cache. Embeddings, norms, the residual stream, RoPE, attention arithmetic and `lm_head` are

@@ -1,5 +1,5 @@
 """The quantisers in plain torch: the definition that every kernel is held to, and what a CPU runs
-(numerics.md §1, §2).
+(docs/fp8.md §1, §2).
 
     scale = amax / 448        inverse = 448 / amax        code = e4m3(clamp(x * inverse, ±448))        x ~
     code * scale

@@ -8,8 +8,8 @@ an exponential and a quotient that allow for subnormal results, and BF16 convert
     bf16_to_float       1 for 1.5: a pair is split by a shift and a mask
     e4m3_code           1/2 for 5: the conversion itself clamps to ±448 and turns NaN into 0x7F
 
-Each has a plain form for Triton's interpreter, which knows no instructions (ON_GPU False). The conversions give the
-same bits in both, the sigmoid the same but for the last ones.
+Each has a plain form for Triton's interpreter, which has no GPU instructions (ON_GPU False). The conversions give the
+same bits in both; the sigmoid differs in the last bits.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class PackedContext:
     """Training: `cu_seqlens_B1` bounds each sequence.
 
     `kv_mode` says which cache the rollout used: with "calibrated" or "dynamic", K and V are replayed through that
-    quantiser (numerics.md §6). `kv_amax_2LK`, where given, collects max|K| and max|V| per layer and head, in place.
+    quantiser (docs/fp8.md §6). `kv_amax_2LK`, where given, collects max|K| and max|V| per layer and head, in place.
     """
 
     cu_seqlens_B1: Tensor  # int32

@@ -15,12 +15,12 @@ version counter, which every in-place change through autograd-visible operations
 `copy_` under no_grad; not writes through `.data`): forward refuses stale codes instead of training on last
 step's.
 
-While a trained weight is updated its codes may be given back (`release_codes`): each product then quantises the weight
-anew, as it wants it, to the same bytes, and FP8 takes no more memory than BF16. `requantize()` brings them back in the
-same tensor, at another address.
+While a trained weight is updated, its codes may be freed (`release_codes`). Each product then quantises the weight
+again, in the orientation that it needs and to the same bytes, and FP8 needs no more memory than BF16. `requantize()`
+restores the codes in the same tensor, at another address.
 
-An engine's copy has no `weight` (`drop_weight()`): it only reads `codes` and `scale`, whoever writes them.
-Until they are written `scale` is NaN, so a forgotten publish shows at the first token.
+An engine's copy has no `weight` (`drop_weight()`): it only reads `codes` and `scale`, which the trainer writes. Until
+then `scale` is NaN, so a missing publish shows at the first token.
 
 Where a GPU runs fused (models/rollout_forward.py, models/training_forward.py) these modules hold the tensors; what is
 kept for backward there is told there. Here the input is saved in BF16, not its codes. Forward's codes have their blocks
@@ -62,7 +62,7 @@ from octetrl.kernels.quantize.quantize_tokens import quantize_tokens
 from octetrl.kernels.quantize.quantize_weight import quantize_weight, quantize_weight_transposed
 from octetrl.layers.lora import LoraAdapter
 
-GIVEN_BACK = "the codes were given back for an update: requantize() brings them back"
+GIVEN_BACK = "the codes were freed for an update: requantize() restores them"
 
 _ACTIVATION_QUANTIZERS: dict[BackendName, Callable[[Tensor, bool], Quantized]] = {
     "scaled_mm": quantize_activation,

@@ -249,7 +249,7 @@ class Decoder(nn.Module):
             module.drop_weight()
 
     def release_codes(self) -> None:
-        """Gives back the memory of the codes of all trained weights until `requantize` (layers/linear.py)."""
+        """Frees the codes of all trained weights until `requantize` (layers/linear.py)."""
         for _, module in self.float8_linears():
             module.release_codes()
 

@@ -126,7 +126,7 @@ def save_weights_fp8(model: Decoder, folder: str | Path, max_shard_bytes: int = 
     """Write `model` as block-FP8, DeepSeek's layout, which vLLM, SGLang and transformers read.
 
     The linears of the layers become E4M3 codes with a float32 `weight_scale_inv` (our `scale`) for each 128 x 128
-    block of the tensors as they are named there, so blocks begin anew at k, v and up; the rest stays as it is.
+    block of the tensors as they are named there, so blocks start again at k, v and up; the rest does not change.
     UserError: a width that is no multiple of 128.
     """
     if ragged := {name: size for name, size in model.spec.linear_sizes().items() if size % BLOCK}:

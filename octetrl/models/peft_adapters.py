@@ -181,7 +181,7 @@ def _read(file: Path) -> Mapping[str, Tensor]:
 
 
 def begin_adapters(model: Decoder, seed: int) -> None:
-    """From the folder that `model.lora` names, or anew. Nothing where there are none."""
+    """Loads adapters from the folder of `model.lora`, or creates new ones. Does nothing without `model.lora`."""
     if model.lora is not None and model.lora.path is not None:
         load_adapter(model, Path(model.lora.path))
     else:
@@ -215,7 +215,7 @@ def merge_adapters(model: Decoder) -> None:
     """Adds every branch to its weight, in place, and leaves the branches at zero: the same model in fewer products."""
     for name, adapter in model.adapters():
         weight_NK: Any = model.get_submodule(name).weight
-        assert weight_NK is not None, f"{name}: the weight was dropped; merge into a model loaded anew"
+        assert weight_NK is not None, f"{name}: the weight was dropped; merge into a freshly loaded model"
         for part in adapter.parts:
             a_RK, b_nR = adapter.part_tensors(part)
             rows_nK = weight_NK[part.start : part.stop]

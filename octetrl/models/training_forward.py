@@ -123,7 +123,7 @@ def _up_to_the_end(
     observe: bool = False,
     costly: Costly = (None, None),
 ) -> _Activations:
-    """The layer's forward but for the end of its last block. `observe`: this is the first run; `costly`: kept from it,
+    """The layer's forward except the end of its last block. `observe`: this is the first run; `costly`: kept from it,
     not made again."""
     first, second = layer.halves
     n1 = normed(h0_TE, first.norm, first.block.reader, for_wgrad)

@@ -162,7 +162,7 @@ def model_spec(recipe: Recipe) -> ModelSpec:
 
 
 def fill_weights(model: Decoder, recipe: Recipe) -> None:
-    """Loaded from `model.path`, or drawn from the seed; adapters likewise from `model.lora.path`, or begun anew."""
+    """The model from `model.path`, or random from the seed; adapters likewise from `model.lora.path`, or new."""
     if recipe.model.init == "random":
         model.random_init(recipe.seed)
     else:

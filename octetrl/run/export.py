@@ -1,9 +1,9 @@
 """A run's weights as a Hugging Face folder: `octetrl export`.
 
-A checkpoint keeps the weights in Hugging Face form already (config.json, safetensors, tokenizer), so that exporting is
-copying: what was trained, evaluated and exported are the same bytes. A run with LoRA keeps its adapter, in PEFT's form:
-exported is the merged model, base weights read anew and the branches added, or with `adapter` the adapter itself. A
-reward model's head is the adapter's.
+A checkpoint already has Hugging Face's format (config.json, safetensors, tokenizer), so export copies it. The trained,
+evaluated and exported weights are the same bytes. A checkpoint of a LoRA run holds only the adapter, in PEFT's format.
+Export then reads the base weights again and adds the branches; with `adapter` it copies the adapter. A reward model's
+head belongs to its adapter.
 """
 
 from __future__ import annotations

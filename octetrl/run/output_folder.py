@@ -6,9 +6,9 @@ A lock held by the operating system (it ends with the process, however that ends
 resolved recipe in `config.yaml` and the run's id (`run_identity.py`) keep two different runs apart. A new run begins
 only where no run has left anything.
 
-A refused run removes the files and the empty folders that it made itself, and nothing else: beside it, in a folder that
-it made on the way, another run may have begun. The lock goes last. Another process may open the lock file before it is
-removed and lock it after, so whoever locks looks whether the file is still there, and else begins again.
+A refused run removes only the files and the empty folders that it created itself. Another run may have started in a
+folder that it created. The lock file is removed last. Another process may open it before the removal and lock it
+afterwards. So after locking, a process checks that the file still exists, and otherwise starts again.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class OutputFolder:
             )
 
     def _check_checkpoints_are_there(self, saved: Recipe) -> None:
-        """A run that was cut off before its first checkpoint starts anew; one that has lost them must not."""
+        """Refuses a run that lost its checkpoints. A run that was cut off before the first one starts again."""
         folder, every = self.path / CHECKPOINTS, saved.checkpoint.every
         if checkpoint.latest(folder) is not None:
             return

@@ -79,7 +79,7 @@ class Checkpoints:
         self.folder, self._config, self._run_id = folder, config, run_id
 
     def latest_step(self) -> int:
-        """Step of the last checkpoint; 0 when the run was cut off before its first, and then starts anew."""
+        """Step of the last checkpoint; 0 if the run was cut off before its first one; it then starts again."""
         path = checkpoint.latest_of(self.folder, self._run_id)
         return 0 if path is None else checkpoint.step_of(path)
 

@@ -46,7 +46,7 @@ class ServeOptions:
     max_queue: int = 256  # completions that wait
     max_body_bytes: int = 8 << 20
     api_key: str | None = None
-    without_key: bool = False  # whoever reaches a host that is not this machine alone may ask
+    without_key: bool = False  # every machine that reaches the host may send requests
     calibration_texts: Sequence[str] = CALIBRATION_TEXTS
 
 

@@ -1,13 +1,13 @@
-"""The engine in a thread of its own: commands go in by a queue, what is drawn comes out in lists, one a step.
+"""Runs the engine in its own thread: commands arrive in a queue, and events leave in lists, one a step.
 
-    submit, cancel -> queue -> [obey what came -> session.events() -> deliver] -> events by request id
+    submit, cancel -> queue -> [execute commands -> session.events() -> deliver] -> events by request id
 
-The thread sleeps while there is nothing to do. Whoever is told events must not keep it: the HTTP side hands them to
-its own loop.
+The thread sleeps while there is no work. A receiver of events must not block it: the HTTP side hands them to its own
+loop.
 
-An error in a step fails all requests at hand, for the pages are gone with the session. The next request opens a new
-session, so one prompt that overflowed does not end the service, and an engine that is broken for good fails each
-request at once. `error` says what happened until a completion has come out again.
+An error in a step fails all current requests, because the session's pages are lost. The next request opens a new
+session, so one bad prompt does not end the service. A permanently broken engine fails each request at once. `error`
+describes the failure until a completion has succeeded again.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def write_result(bench: str, name: str, rows: Rows, folder: Path, **further: Row
 
 
 def _command() -> str:
-    """As typed, but for `--out`, which is a place on that machine: `octetrl bench rollout ...`, or `python -m
+    """The command as typed, except `--out`, which is a path of that machine: `octetrl bench rollout ...`, or `python -m
     benchmarks.precisions --steps 20` from the checkout."""
     script = Path(sys.argv[0]).resolve()
     words = [script.name]

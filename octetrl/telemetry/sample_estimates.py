@@ -6,9 +6,9 @@
              they are few, else `SUBSETS` drawn by a seed. Answers with equally many votes share the chance equally, and
              a completion without an answer has no vote; where nobody has one, the majority is wrong
 
-The interval of a mean over tasks is a percentile bootstrap: tasks are drawn anew with replacement, `RESAMPLES` times,
-by a seed. A difference between two models on the same tasks is the mean of the tasks' own differences, bootstrapped
-alike: what makes a task hard for both then cancels. With few tasks (below 30, say) such intervals are too narrow.
+The interval of a mean over tasks is a percentile bootstrap: tasks are resampled with replacement `RESAMPLES` times,
+with a seed. A difference between two models on the same tasks is the mean of the differences per task, with the same
+bootstrap. A task's difficulty then cancels out. With few tasks (below 30, say) such intervals are too narrow.
 """
 
 from __future__ import annotations

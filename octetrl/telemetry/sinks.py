@@ -35,7 +35,7 @@ class Sink(Protocol):
 
 
 class MetricsFile:
-    """`metrics.jsonl`. `resumed_step` is the step of the checkpoint a run resumes from; 0 starts the file anew."""
+    """`metrics.jsonl`. `resumed_step` is the step of the checkpoint a run resumes from; 0 starts a new file."""
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
         self.path = path

@@ -5,8 +5,8 @@
     spans.take()  ->  {"time/rollout": 12.3}
 
 A phase entered twice in a step adds up; a phase inside another counts in both. Work on a GPU is queued and returns
-early, so its time would fall on whoever waits next: give `synchronize` (`torch.cuda.synchronize`) to end each span when
-its work ends. That costs one wait per phase, a few microseconds against seconds.
+early, so its time would be counted in the next phase that waits. Give `synchronize` (`torch.cuda.synchronize`) to end
+each span when its work ends. That costs one wait per phase, a few microseconds against seconds.
 """
 
 from __future__ import annotations

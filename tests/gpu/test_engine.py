@@ -1,6 +1,6 @@
 """The engine on the GPU: the trainer's log-probs, and the same answers in any company and after preemption.
 
-Equality is asked of FP8 linears; BF16 linears go through cuBLAS, which may split K at a few rows (numerics.md §10), so
+Equality is asked of FP8 linears; BF16 linears go through cuBLAS, which may split K at a few rows (docs/fp8.md §10), so
 there the log-probs of the same tokens are compared.
 """
 

@@ -19,7 +19,7 @@ from octetrl.environments.sandbox.linux import die_with_parent, give_up_privileg
 from octetrl.environments.sandbox.system_calls import can_filter, filter_program
 
 _FIRST_PRIVATE_USER = 2_000_000_000
-_OVERFLOW_USER = 65534  # "nobody", and whoever has no id here
+_OVERFLOW_USER = 65534  # "nobody", and every user without an id here
 _STACK_BYTES = 8 << 20
 _WARDENS = 3
 

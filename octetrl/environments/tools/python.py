@@ -37,7 +37,8 @@ _ENDINGS = {
 }
 _PROGRAM_FILE = re.compile(r'File "[^"]*/main\.py"')  # in a folder of another name each time
 _DESCRIPTION = (
-    "Run a Python program and read what it prints. Each program starts anew: define and import all that it needs."
+    "Run a Python program and read what it prints. Each program starts from scratch: define and import all that it"
+    " needs."
     " There is no network."
 )
 

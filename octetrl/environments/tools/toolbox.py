@@ -8,8 +8,8 @@ may act on in its next turn.
     arguments that don't suit         which, why, and what the tool takes
     what the tool refuses             its own line (ToolError)
 
-Only a fault of a tool itself, any other exception, is not the policy's to mend: it passes through, for whoever runs the
-conversation to record as the rollout's status.
+Any other exception is a fault of the tool, which the policy cannot correct. It is not caught here. The conversation
+records it as the rollout's status.
 """
 
 from __future__ import annotations

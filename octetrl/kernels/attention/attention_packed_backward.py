@@ -101,7 +101,7 @@ def _dq_tile(
     KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dQ, but for its constant factor, with the keys from `start` added."""
+    """dQ, without its constant factor, with the keys from `start` added."""
     k_JD = k_desc.load([first + start, kv_head * HEAD_SIZE])
     v_JD = v_desc.load([first + start, kv_head * HEAD_SIZE])
     key_J = start + tl.arange(0, BLOCK_J)
@@ -196,7 +196,7 @@ def _dkdv_tile(
     HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dK, but for its constant factor, and dV with the queries from `start` of one head added."""
+    """dK, without its constant factor, and dV with the queries from `start` of one head added."""
     q_ID = q_desc.load([first + start, head * HEAD_SIZE])
     dout_ID = dout_desc.load([first + start, head * HEAD_SIZE])
     lse2_I = tl.reshape(rows_desc.load([head, first_row + start]), [BLOCK_I])

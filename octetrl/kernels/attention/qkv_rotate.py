@@ -11,7 +11,7 @@ or exchanged. `rms_norm`'s kernel holds a row as [D] with eight neighbouring ele
 lane, then lanes in pairs, those D/2 elements apart first. So here each half's eight are added up, then the two halves,
 then lanes in pairs: the same tree, whose first exchange happens to need no shuffle.
 
-A row is one head of one token. A tile takes a block of heads of as many tokens as fit; rows do not see one another, but
+A row is one head of one token. A tile takes a block of heads of as many tokens as fit; rows are independent, except
 for the amax, which is first taken over the tokens of a tile. It is a maximum of bit patterns (NaN lies above infinity;
 `quantize_activation`), so neither its order nor that of the atomics matters, and a NaN sticks. A tile looks first and
 leaves the cell alone if it holds as much already: from the second wave on hardly an atomic is made. A cell that holds
@@ -291,7 +291,7 @@ def qkv_rotate(
 ) -> tuple[Tensor, ReplayedKV]:
     """The rotated q [T, H, D], contiguous, and K and V as `kv_replay` gives them.
 
-    qkv_TXD: the projection's output, q's heads first, contiguous but for the stride of a token. Norm weights: its
+    qkv_TXD: the projection's output, q's heads first, contiguous except for the stride of a token. Norm weights: its
     dtype, both or neither. cos_TR, sin_TR: float32, a row a token. `kv_mode` "calibrated" needs the float32 scales [K]
     (K's only with `quantize_k`; ValueError otherwise). amax_2K: float32, raised in place; it may start at anything
     below 0. With kv_mode "none" the returned V is a view of qkv_TXD.

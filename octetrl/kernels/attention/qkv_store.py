@@ -271,9 +271,9 @@ def qkv_store(
 ) -> Tensor:
     """Write K and V at their slots, in place, and return the rotated q [T, H, D], contiguous.
 
-    qkv_TX: [T, (H + 2K) * D] or [T, H + 2K, D], q first, contiguous but for the stride of a token. Norm weights: qkv's
-    dtype, both or neither. cos_SR, sin_SR: float32, whole tables. positions_T, slot_mapping_T: int64. Caches, scales
-    and counter are those of `kv_store`; ValueError for an FP8 cache without scales.
+    qkv_TX: [T, (H + 2K) * D] or [T, H + 2K, D], q first, contiguous except for the stride of a token. Norm weights:
+    qkv's dtype, both or neither. cos_SR, sin_SR: float32, whole tables. positions_T, slot_mapping_T: int64. Caches,
+    scales and counter are those of `kv_store`; ValueError for an FP8 cache without scales.
     """
     kv_heads, size = k_cache.shape[1], k_cache.shape[3]
     if qkv_TX.dim() == 3:

@@ -3,10 +3,10 @@
 cuBLAS adds K in ascending order into one accumulator as long as y has tiles enough to fill the GPU. For few rows of a
 narrow, deep weight (a `down` projection below M = 512) it splits K, and a row's bits change with the batch. There, and
 only there, this kernel takes over: a straight loop over K, which has cuBLAS's bits at M = 512 and beyond whatever its
-tiles. Which weights those are stands in `fp8_gemm_table.json` under "bf16", found by `benchmarks/kernels/gemm.py`. A
-weight whose shape nobody measured goes straight until y has tiles enough for two a multiprocessor, where nothing is to
-be won by splitting; everything else is `F.linear` itself. A bias is added after the product is rounded, by whoever
-calls: cuBLAS would add it before, and only where it takes the product.
+tiles. `fp8_gemm_table.json` lists these weights under "bf16", as found by `benchmarks/kernels/gemm.py`. A
+weight of a shape that was not measured uses this kernel until y has two tiles per multiprocessor; from there on,
+splitting K gains nothing. Everything else is `F.linear` itself. The caller adds a bias after the product is rounded:
+cuBLAS would add it before, and only where cuBLAS runs.
 
 No gradient: for use under `no_grad`.
 

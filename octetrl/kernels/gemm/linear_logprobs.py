@@ -10,7 +10,7 @@ which is those two in chunks of rows, so no more than [chunk, V] float32 exists 
 the backward makes the logits again, and turns them into their gradient (linear_logprobs_backward.py).
 
 Order: on a GPU the rows of a product are padded to one of `LOGIT_ROWS`, for each of which cuBLAS sums K in one order
-(tests/gpu/test_sampling.py), so a row has the same bits whoever shares its batch. That was checked for large
+(tests/gpu/test_sampling.py), so a row has the same bits in every batch. That was checked for large
 vocabularies, whose tiles fill the machine unsplit; one smaller than `LARGE_VOCAB` always has `SMALL_VOCAB_ROWS` rows,
 which costs it little. The product is written where it is returned from: the caller's rows are the first of the padded
 ones. `fast` leaves the padding out: one product of the rows there are, in the order that cuBLAS takes at that height.

@@ -21,7 +21,7 @@ shares:
                   included, times 2^(exponent - 1) is the value. Largest: 30,720 and 2e9, where they saturate
 
 The window moves by powers of two, so a value that stays keeps its code whatever its neighbours do: chance is the only
-source of error, and it has no drift. A linear or a scaled E4M3 map would round anew with each change of the largest
+source of error, and it has no drift. A linear or a scaled E4M3 map would round again with each change of the largest
 value. torchao and bitsandbytes round a table of 256 values to nearest; theirs needs a search a value and stalls.
 
 Random bits are a hash of (key, element): no generator, nothing to save, and CPU and GPU draw the same.

@@ -8,7 +8,7 @@ byte. Read 2 bytes an element, written 1 + 4/128. `square` gives wgrad the faste
 How a tile is held: as four tiles [32, 128], the q-th with tokens q, 4 + q, 8 + q and so on. So a thread has four
 neighbouring tokens of a column, packs their codes into one word with no exchange, and the transpose through shared
 memory moves words, not bytes; a column's 128 bytes leave as eight 16-byte stores. The tile stays in BF16, two values a
-register, and is made float32 anew at each use.
+register, and is converted to float32 again at each use.
 
 Layout: x [T, K] with K contiguous; codes [K, T']; scale stored [T'/128, K] and returned transposed, strides (1, K);
 square: scale [ceil(K/128), T'/128] contiguous.

@@ -1,4 +1,4 @@
-"""The quantisers against numerics.md §1, computed here block by block with numpy, and their edges."""
+"""The quantisers against docs/fp8.md §1, computed here block by block with numpy, and their edges."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def awkward(shape: tuple[int, ...], kind: str, seed: int) -> torch.Tensor:
 
 
 def block_by_the_contract(block: torch.Tensor, power_of_two: bool) -> tuple[torch.Tensor, np.float32]:
-    """Bytes and scale of one block, as numerics.md §1 words them, in numpy's IEEE float32."""
+    """Bytes and scale of one block, as docs/fp8.md §1 words them, in numpy's IEEE float32."""
     amax = np.float32(block.float().abs().max().item())
     if amax == 0:
         return torch.where(block.signbit(), 0x80, 0).to(torch.uint8), np.float32(1.0)  # -0.0 keeps its sign

@@ -159,7 +159,7 @@ def test_codes_that_were_given_back_are_made_anew_to_the_same_bytes(power_of_two
     codes, scale = remade.codes, remade.scale.clone()  # the tensor that an engine would share
     remade.release_codes()
     assert not remade.has_codes and codes.untyped_storage().nbytes() == 0
-    with pytest.raises(AssertionError, match="given back for an update"):
+    with pytest.raises(AssertionError, match="freed for an update"):
         _ = remade.quantized
     results = []
     for linear in (kept, remade):

@@ -1,0 +1,68 @@
+"""Texts use plain technical English: phrases that readers stumbled over do not come back.
+
+Each entry is a pattern, what to write instead, and a phrase that the pattern must find. The test searches docs/,
+recipes, the package with its docstrings and messages, and the examples. docs/log.md is a diary and is left out.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import pytest
+
+from tests.house.tree import REPO, text_files
+
+SEARCHED = ("CONTRIBUTING.md", "docs/", "recipes/", "octetrl/", "examples/", "setup/")
+LEFT_OUT = ("docs/log.md",)
+
+
+class Phrase(NamedTuple):
+    pattern: str
+    instead: str
+    example: str
+
+
+PHRASES = (
+    # The field's words instead of private ones.
+    Phrase(r"[Rr]eckon", "extrapolated, computed", "learning reckoned from 66% of them"),
+    Phrase(r"\banew\b", "again", "quantised anew"),
+    Phrase(r"\b(?:[Gg]ive|[Gg]ives|given|gave|giving) back\b", "freed, released, returned", "the cache is given back"),
+    Phrase(r"\beaten\b|\beater\b", "read by, consumed by; consumer", "what the next linear eater wants"),
+    Phrase(r"\bstands at\b", "is", "the share stands at 5"),
+    Phrase(r"\bbefalls?\b", "happens to", "whatever befalls a sequence"),
+    Phrase(r"\bto be had\b|\bcan be had\b", "available", "the same bits are to be had without it"),
+    # Subject, verb, object.
+    Phrase(r"\bbut for\b", "except", "FP8 on other GPUs, but for emulation"),
+    Phrase(r"\bthat there (?:is|are) not\b", "an unknown ..., a missing ...", "an action that there is not is told"),
+    Phrase(r"\b(?:is|are|can|will) so (?:be|found|read|noticed|seen)\b", "put the result first", "it is so found late"),
+    Phrase(r"\b[Ww]hoever\b", "name the reader, the caller, the program", "for whoever writes a kernel"),
+    Phrase(r"\bwhence\b|\bthereof\b|\bwhereof\b", "from which, of it", "the file whence it came"),
+    # Say what a number is compared with.
+    Phrase(r"\d\.\d+%? for \d+\.\d", "3.69%, against 3.64%", "its error is 3.69% for 3.64%"),
+    Phrase(
+        r"log-probs off the", "largest log-prob difference, engine - trainer", "engine's log-probs off the trainer's"
+    ),
+    # Citations point to files that exist.
+    Phrase(r"numerics\.md", "docs/fp8.md §n", "see numerics.md §4"),
+)
+
+
+def searched() -> list[str]:
+    return [path for path in text_files() if path.startswith(SEARCHED) and path not in LEFT_OUT]
+
+
+@pytest.mark.parametrize("phrase", PHRASES, ids=lambda phrase: phrase.example)
+def test_no_text_says(phrase: Phrase) -> None:
+    pattern = re.compile(phrase.pattern.replace(" ", r"\s+"))
+    assert pattern.search(phrase.example), "the pattern does not find its own example"
+    found = []
+    for path in searched():
+        text = (REPO / path).read_text(encoding="utf-8")
+        found += [f"{path}:{text.count(chr(10), 0, hit.start()) + 1}: {hit[0]!r}" for hit in pattern.finditer(text)]
+    assert not found, f"write '{phrase.instead}' instead: {', '.join(found)}"
+
+
+def test_the_texts_are_searched() -> None:
+    paths = searched()
+    assert "docs/fp8.md" in paths and "octetrl/engine/engine.py" in paths and "docs/log.md" not in paths
