@@ -1,7 +1,7 @@
 """The recipe's JSON schema, for editors: completion, types, ranges and the description of every field.
 
 A recipe names it in its first line, `# yaml-language-server: $schema=recipe.schema.json`. `make schema` writes the
-file anew; a test says when that is due.
+file again; a test fails if it is out of date.
 
 The `algorithm` section is one of the objectives' (`oneOf`, chosen by `name`), so an editor offers the fields that the
 named objective has. A file that extends another may leave `name` out; there the fields of all objectives are offered.
