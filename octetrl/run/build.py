@@ -1,6 +1,7 @@
-"""From a recipe to a live run: the only place that constructs everything.
+"""Builds a run from a recipe: the only place that constructs everything.
 
-Order: what can be refused cheaply comes first (device, folder, tokenizer, tasks), what takes time and memory last.
+Parts that can be refused cheaply come first (device, folder, tokenizer, tasks). Parts that need time and memory come
+last.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ Rewards = RewardWorkers | FunctionRewards | RewardModelScorer | Judge | Dialogue
 
 @dataclass(slots=True)
 class Run:
-    """All that one step needs, alive. `step` is the step being run, from 1."""
+    """All objects that a step needs. `step` is the number of the current step, from 1."""
 
     config: Recipe
     tokenizer: Tokenizer
@@ -72,13 +73,13 @@ class Run:
 
     @property
     def rollout_workers(self) -> Workers:
-        """The workers, as those who draw completions. A reward model's run has none, and never asks."""
+        """The workers, typed as workers that generate. A reward model's run has none and never calls this."""
         assert isinstance(self.workers, LocalWorkers), "these workers draw no rollouts"
         return self.workers
 
     @property
     def collection(self) -> CollectionSettings:
-        """How this step's groups are drawn: its seeds follow from the step."""
+        """Settings for collecting this step's groups. The seeds follow from the step."""
         return self.base_collection.at_step(self.step)
 
     def close(self) -> None:
@@ -86,7 +87,7 @@ class Run:
 
 
 def build_run(recipe: Recipe, *, trains: bool = True, given: Given = NOTHING_GIVEN) -> Run:
-    """Everything for `train` and, without an optimizer, for `eval`. Raises UserError for whatever the user can mend.
+    """Everything for `train` and, without an optimizer, for `eval`. Raises UserError for what the user can correct.
 
     given: what the recipe names as `given:NAME` (environments/given.py).
     """
@@ -155,7 +156,8 @@ def _build_workers(
 
 
 def model_spec(recipe: Recipe) -> ModelSpec:
-    """From the preset, or from the folder's config.json; a reward model may go on from a reward model."""
+    """The model's shape from the preset, or from the folder's config.json. A reward model may start from a reward
+    model."""
     if recipe.model.preset is not None:
         return spec_from_config(preset_config(recipe.model.preset))
     return load_spec(_folder(recipe), scalar=recipe.algorithm.name == "reward_model")
@@ -181,7 +183,7 @@ def full_precision(spec: ModelSpec) -> PrecisionPolicy:
 
 
 def build_collection(recipe: Recipe, chat: ChatTokens) -> CollectionSettings:
-    """How the groups of a step are drawn, less the step."""
+    """Settings for collecting a step's groups, without the step's number."""
     algorithm, rollout = recipe.algorithm, recipe.rollout
     collection = CollectionSettings.from_config(chat, rollout, seed=recipe.seed)
     penalty = None
@@ -192,7 +194,7 @@ def build_collection(recipe: Recipe, chat: ChatTokens) -> CollectionSettings:
 
 
 def build_chat(recipe: Recipe, spec: ModelSpec, tokenizer: Tokenizer, environment: Environment) -> ChatTokens:
-    """With the environment's tools, and its system prompt where the recipe has none."""
+    """The chat tokens with the environment's tools, and with its system prompt if the recipe has none."""
     system_prompt = recipe.rollout.system_prompt
     if system_prompt is None:
         system_prompt = getattr(environment, "system_prompt", None)
@@ -212,7 +214,7 @@ def build_rewards(
     tokenizer: Tokenizer,
     given: Given = NOTHING_GIVEN,
 ) -> Rewards:
-    """The environment's own score, in processes of its own, or a reward model's, in this one; or a whole `Dialogue`."""
+    """The scorer: the environment's in separate processes, a reward model in this process, or a whole `Dialogue`."""
     config = recipe.environment
     if is_dialogue(environment):
         refuse_for_turns(recipe)
@@ -227,7 +229,7 @@ def build_rewards(
 def build_dialogue(
     config: EnvironmentConfig, environment: Environment, tokenizer: Tokenizer, given: Given = NOTHING_GIVEN
 ) -> Dialogue:
-    """An environment of several turns; `environment.reward` takes the place of its rewards."""
+    """An environment with several turns. `environment.reward` replaces its rewards."""
     scorer: Scorer | None = getattr(environment, "score", None)
     if config.reward is not None:
         scorer = named_reward(config.reward, given)
@@ -264,7 +266,7 @@ def build_taskset(environment: Environment, config: EnvironmentConfig) -> Taskse
 
 
 def build_conversations(recipe: Recipe, chat: ChatTokens) -> Mixture | None:
-    """What is learnt from instead of rollouts."""
+    """The training data of a run without rollouts."""
     kind = recipe.algorithm.learns_from
     if kind == "rollouts":
         return None

@@ -5,11 +5,11 @@
     3  GRPO with FP8 end to end, emulated (recipes/demo_grpo.yaml)
     4  a table: held-out accuracy before, between and after; speed; mismatch; saturation
 
-After the cold start the model guesses more often than it works a sum out, since that is what it was shown. GRPO finds
-out which of the two pays. Everything goes through the recipes, functions and files of a real run.
+After the cold start the model guesses more often than it works a sum out, because most examples show only the result.
+GRPO learns which of the two gives more reward. The demo uses the recipes, functions and files of a real run.
 
-A second demo in the same folder replaces what the first one wrote (`WRITTEN`) and nothing else. The file `MARKER` says
-that a demo wrote it; without that file, anything of those names is somebody else's and the demo refuses.
+A second demo in the same folder replaces only what the first one wrote (`WRITTEN`). The file `MARKER` shows that a demo
+wrote it. Without that file, the demo refuses a folder that has files of these names.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ VOCAB_SIZE = 384
 
 
 def run_demo(folder: Path) -> None:
-    """Run the demo in `folder`. Raises UserError where `folder` holds what no demo wrote."""
+    """Run the demo in `folder`. Raises UserError if `folder` holds files that no demo wrote."""
     console = Console()
     started = time.perf_counter()
     sft = load_recipe(
@@ -134,7 +134,7 @@ def worked_answer(task: Task) -> str:
 
 
 def summary(reports: dict[str, EvalReport], grpo_folder: Path, seconds: float) -> Table:
-    """What the demo ends with."""
+    """The table at the end of the demo."""
     steps = [json.loads(line) for line in (grpo_folder / "metrics.jsonl").read_text().splitlines()]
 
     def mean(name: str) -> float:

@@ -1,4 +1,4 @@
-"""Which device a run uses, and the global switches that make a run repeatable."""
+"""Selects the device of a run, and sets the global switches that make a run repeatable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from octetrl.config.schema import ClusterConfig
 
 
 def resolve_device(cluster: ClusterConfig) -> torch.device:
-    """`auto` is the GPU where there is one. Raises UserError when CUDA is asked for and absent."""
+    """The device of a run; `auto` is the GPU if there is one. Raises UserError if CUDA is requested and absent."""
     available = torch.cuda.is_available()
     if cluster.device == "cuda" and not available:
         raise UserError(
@@ -27,7 +27,7 @@ def resolve_device(cluster: ClusterConfig) -> torch.device:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the generators that user code may touch; OctetRL itself draws from counters only."""
+    """Seed the generators that user code may touch; OctetRL itself uses only counters."""
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)

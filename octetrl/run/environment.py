@@ -1,4 +1,4 @@
-"""The environment that a recipe names, of whatever kind. No torch: `octetrl check` makes one too."""
+"""Builds the environment of a recipe, of any kind. No torch: `octetrl check` builds it too."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _read_tasks(path: str, config: EnvironmentConfig) -> list[Task]:
 
 
 def _that_brings_its_own(kind: str, name: str, config: EnvironmentConfig) -> Environment:
-    """One with tasks, replies and rewards of its own."""
+    """An environment with its own tasks, replies and rewards."""
     size, seed, load_seconds = config.train_size + config.eval_size, config.seed, config.load_timeout_seconds
     made: Any
     if kind == "game":

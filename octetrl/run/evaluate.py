@@ -1,11 +1,10 @@
 """An evaluation on held-out tasks: during a run, and of runs or models given by name.
 
-What it finds is an `EvalReport` (telemetry/eval_report.py). Completions are drawn with the same seeds every time, so
-that only the policy changes from one evaluation to the next, and models that are compared have their luck in common.
+The result is an `EvalReport` (telemetry/eval_report.py). Completions are sampled with the same seeds every time. So
+only the policy changes from one evaluation to the next, and compared models use the same random numbers.
 
-During a run it leaves no trace in what is trained: requests carry seeds of their own, the order of tasks stands still,
-the engine forgets the prompts, and the global random generators, from which an environment of the user's may draw, are
-put back.
+During a run it does not affect training. Requests have their own seeds, the order of tasks does not advance, and the
+engine forgets the prompts. The global random generators, which a user's environment may use, are restored.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from octetrl.telemetry.eval_report import EvalReport, Scoring
 
 
 def evaluate(run: Run, tasks: Sequence[Task] | None = None) -> EvalReport:
-    """`tasks` (None: those held out) with the weights published now."""
+    """Evaluates `tasks` (None: the held-out ones) with the published weights."""
     config = run.config
     if tasks is None:
         tasks = run.taskset.held_out()
@@ -71,7 +70,7 @@ def evaluate_checkpoint(
 
 
 def evaluate_targets(targets: Sequence[str], recipe: Recipe, *, all_tasks: bool = False) -> dict[str, EvalReport]:
-    """`evaluate_checkpoint` of each, one after the other; that all are there is seen before the first."""
+    """Calls `evaluate_checkpoint` for each target in turn, after checking that all exist."""
     for target in targets:
         weights_folder(Path(target))
     return {target: evaluate_checkpoint(target, recipe, all_tasks=all_tasks) for target in targets}

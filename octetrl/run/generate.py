@@ -70,7 +70,7 @@ def tokenizer_of(trained: Mapping[str, Any]) -> Tokenizer:
 def generation_recipe(
     trained: Mapping[str, Any], precision: str, device: str, context_length: int, **sections: Mapping[str, Any]
 ) -> Recipe:
-    """What a worker needs to be told to generate with a model as `trained_model` describes it."""
+    """A recipe for a worker that generates with a model as `trained_model` describes it."""
     lora = trained["lora"]
     section = {**trained, "lora": None if lora is None else lora.model_dump(mode="json")}
     return recipe_from_mapping(

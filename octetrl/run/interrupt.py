@@ -1,9 +1,9 @@
-"""Ctrl-C: the first asks the run to stop after the current step, the second stops it at once and saves what can be.
+"""Ctrl-C: the first stops the run after the current step; the second stops it at once and saves what is possible.
 
-The second is left to the handler from before, so that a third ends even the saving (cli/ctrl_c.py).
+The previous handler receives the second Ctrl-C, so a third one also ends the saving (cli/ctrl_c.py).
 
-What the first one says, it says from a thread of its own: the signal may have come while the console was printing (or
-importing what it prints with), and the console must not be entered twice by one thread.
+The message of the first is printed by a separate thread. The signal may arrive while the console is printing or being
+imported, and one thread must not enter the console twice.
 """
 
 from __future__ import annotations

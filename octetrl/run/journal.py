@@ -1,4 +1,4 @@
-"""What a step's rollouts leave behind: a file of them, and the metrics that `learn` merges with the rest."""
+"""Writes a step's rollouts to a file, and computes the metrics that `learn` merges with the rest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octetrl.telemetry.rollouts import RolloutFiles, rollout_metrics
 
 
 class Journal:
-    """`record` once a step; `metrics` are of that step. `files` None writes no rollouts."""
+    """Call `record` once a step; `metrics` then belong to that step. `files` None: write no rollouts."""
 
     def __init__(self, files: RolloutFiles | None = None) -> None:
         self._files = files

@@ -1,10 +1,10 @@
-"""The loop round the step: set-up, timing, evaluation, gates, logging, checkpoints, and what becomes of a cut-off run.
+"""The loop around the step: set-up, timing, evaluation, limits, logging, checkpoints, and saving an interrupted run.
 
-Order within a step: run it, evaluate if due, write its line, save if due, and only then pass the gates that may end
-the run, so that whatever ends it can be read in the run's folder. Ctrl-C lets the step end and saves. A step that is
-cut off (an exception, a second Ctrl-C) leaves no trace: the run is saved as the last whole step left it, unless the
-weights were being changed at that very moment. Numbers that are not finite end the run, save nothing, and the last
-checkpoint from before is named.
+The order within a step is: run it, evaluate if due, write its metrics, save if due, and then check the limits that may
+end the run. The run folder therefore records why a run ended. After Ctrl-C the step ends and the run is saved. If a
+step is interrupted (an exception, a second Ctrl-C), the run is saved as the last whole step left it, unless the weights
+were being changed at that moment. Numbers that are not finite end the run without saving; the error names the last
+checkpoint from before.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _run_steps(
 
 
 def one_step(run: Run, step: int) -> StepMetrics:
-    """The step itself with its clock, and the evaluation that is due after it."""
+    """Runs the step with its clock, and the evaluation if one is due after it."""
     run.step = step
     run.journal.begin(step)
     began = time.perf_counter()
@@ -111,7 +111,7 @@ def one_step(run: Run, step: int) -> StepMetrics:
 
 
 def _evaluated(run: Run, step: int) -> dict[str, float]:
-    """The metrics of an evaluation. Its time and memory are its own: the steps' metrics do not show it."""
+    """The metrics of an evaluation. Its time and memory are not part of the step's metrics."""
     report = evaluate(run)
     run.journal.failures[f"evaluation after step {step}"] = report.failures
     run.workers.memory_metrics()
@@ -119,7 +119,7 @@ def _evaluated(run: Run, step: int) -> dict[str, float]:
 
 
 def _calibrate_first(run: Run) -> None:
-    """Before the first rollout of an FP8 cache, its scales come from the prompts that will be generated from."""
+    """Calibrates an FP8 cache before the first rollout, on the prompts of that rollout."""
     if not run.rollout_workers.needs_calibration:
         return
     place = run.taskset.state()
@@ -131,7 +131,7 @@ def _calibrate_first(run: Run) -> None:
 
 
 def _nothing_learnt(step: int, metrics: Mapping[str, float]) -> str | None:
-    """A step whose groups were all left out is no error (the policy may do better on the next tasks), but is said."""
+    """A warning for a step whose groups were all left out. It is no error: the next tasks may give a signal."""
     if "train/skipped" not in metrics or "rollout/count" not in metrics:
         return None
     rewards = f"{metrics['reward/count']:.0f} of {metrics['rollout/count']:.0f} rollouts have a reward"
@@ -143,7 +143,7 @@ def _nothing_learnt(step: int, metrics: Mapping[str, float]) -> str | None:
 
 @contextmanager
 def _saved_if_cut_off(run: Run, step: int, checkpoints: Checkpoints, sound: SoundCheckpoints) -> Iterator[None]:
-    """If the step does not end, save the run as the step before left it; not if its weights may be to blame."""
+    """If the step is interrupted, saves the run as the step before left it, unless its weights may be the cause."""
     before = Cursor.of(run, step - 1)
     try:
         yield

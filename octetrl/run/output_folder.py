@@ -1,10 +1,10 @@
-"""The run folder: who may write in it, and what of it a refused run takes away again.
+"""The run folder: locks it for one run, and cleans up after a refused run.
 
     config.yaml  run.json  metrics.jsonl  rollouts/  checkpoints/  events.out.tfevents.*  lock
 
-A lock held by the operating system (it ends with the process, however that ends) keeps two live runs apart; the
-resolved recipe in `config.yaml` and the run's id (`run_identity.py`) keep two different runs apart. A new run begins
-only where no run has left anything.
+A lock of the operating system prevents two live runs in one folder; it ends with the process. The resolved recipe in
+`config.yaml` and the run's id (`run_identity.py`) prevent a mix of two different runs. A new run starts only in a
+folder without files of another run.
 
 A refused run removes only the files and the empty folders that it created itself. Another run may have started in a
 folder that it created. The lock file is removed last. Another process may open it before the removal and lock it
@@ -43,10 +43,10 @@ RECIPE_FILE = "config.yaml"
 
 
 class OutputFolder:
-    """Opened before anything is built, so that two runs cannot both begin; `keep` once everything is built.
+    """Open it before anything is built, so that two runs cannot both start. Call `keep` when everything is built.
 
-    A context manager. If it ends before `keep` (the run was refused), what it made is removed again. `run_id` is the
-    folder's: a new one, or of the run that is resumed (None if that is older than ids).
+    A context manager. If it ends before `keep` (the run was refused), it removes what it created. `run_id` is the
+    folder's: a new one, or that of the resumed run (None if that run is older than ids).
     """
 
     def __init__(self, recipe: Recipe, *, resume: bool) -> None:
@@ -65,8 +65,8 @@ class OutputFolder:
             raise
 
     def keep(self) -> None:
-        """The run begins: its id and its resolved recipe are written, each aside and renamed, so that a kill leaves
-        whole files. `checkpoints/` is made, so that it is missing only if somebody removed it."""
+        """Starts the run: writes its id and its resolved recipe, each to a temporary file that is renamed, so a kill
+        leaves whole files. Creates `checkpoints/`, so that it is missing only if it was removed."""
         aside = self.path / f"{RECIPE_FILE}.partial"
         with self._writing():
             try:
@@ -110,7 +110,7 @@ class OutputFolder:
                 lock.seek(0)
                 owner = lock.read().strip() or "unknown"
                 lock.close()
-                self._made_lock = False  # made here perhaps, but locked by another
+                self._made_lock = False  # perhaps created here, but locked by another run
                 raise UserError(
                     f"output_dir: '{self.path}' is in use by a live run (process {owner});"
                     f" wait for it or choose another folder"
@@ -124,7 +124,7 @@ class OutputFolder:
         return lock
 
     def _make_folders(self) -> None:
-        """`mkdir -p` that remembers what it made."""
+        """Like `mkdir -p`, and records which folders it created."""
         missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         for folder in reversed(missing):
             try:
@@ -132,7 +132,7 @@ class OutputFolder:
             except (FileExistsError, FileNotFoundError):
                 if folder.exists() and not folder.is_dir():
                     raise
-                continue  # another run was quicker, to make it or to take its parent away
+                continue  # another run was faster: it created the folder or removed its parent
             if folder not in self._made:
                 self._made.append(folder)
 
@@ -184,7 +184,7 @@ class OutputFolder:
         return run_id
 
     def _check_same_recipe(self, saved: Recipe) -> None:
-        """Resuming may prolong a run or log it otherwise; it may not change what is computed."""
+        """Refuses a changed recipe. Resuming may change the number of steps or the logging, not what is computed."""
         before, now = saved.model_dump(), self._recipe.model_dump()
         for recipe in (before, now):
             del recipe["environment"]["max_failure_share"]  # when to stop; it computes nothing
@@ -211,7 +211,7 @@ class OutputFolder:
     # ------------------------------------------------------------ the end
 
     def _clean_up(self) -> None:
-        """What a refused run made goes again. The lock is held until all of it is gone."""
+        """Removes what a refused run created. The lock is held until the end."""
         if self._made_lock:
             (self.path / "lock").unlink(missing_ok=True)
         for folder in reversed(self._made):

@@ -1,11 +1,11 @@
-"""Checkpoints of a run, and what must come back for a resumed run to equal one that was never cut off.
+"""Checkpoints of a run: the state that a resumed run needs to equal an uninterrupted one.
 
     model-*.safetensors, config.json, tokenizer ...   the weights as a Hugging Face folder, as eval and export read it;
                                                       with LoRA adapter_config.json, adapter_model.safetensors instead
     optimizer.safetensors                             float32 masters and moments, or moments alone
     critic.safetensors, critic_optimizer.safetensors  PPO: the value model and its optimizer
-    reference.safetensors                             the reference, where it moves, and an adaptive KL's coefficient
-    kv_scales.safetensors                             the scales that the next rollout's cache is written with
+    reference.safetensors                             a reference that is updated, and an adaptive KL's coefficient
+    kv_scales.safetensors                             the scales for the next rollout's cache
     cursor.json                                       step, policy version, data order, answers' lengths, state of every
                                                       random generator
 
@@ -40,7 +40,7 @@ OF_THE_RUN = (  # not the model's: what their names begin with
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """Where a run stands after a whole step, besides its tensors."""
+    """The state of a run after a whole step, without its tensors."""
 
     step: int
     policy_version: int
@@ -103,7 +103,7 @@ class Checkpoints:
         )
 
     def save_interrupted(self, run: Run, before: Cursor) -> str:
-        """Save the run as it stood before the step that was cut off, if it still stands so; says what was done."""
+        """Saves the run as it was before the interrupted step, if the weights are unchanged. Returns what was done."""
         at = f"cut off in step {before.step + 1}"
         if before.step == 0:
             return f"{at}: nothing to save yet"
@@ -126,7 +126,7 @@ class Checkpoints:
             )
 
     def restore(self, run: Run, step: int) -> None:
-        """Verify the checkpoint of `step` and put all of it back. Raises UserError for a damaged one."""
+        """Verifies and loads the checkpoint of `step`. Raises UserError for a damaged one."""
         saved = checkpoint.load(self.folder / f"step_{step:06d}")
         cursor = Cursor(**saved.json("cursor.json"))
         run.workers.load(saved, cursor.policy_version)
@@ -134,7 +134,7 @@ class Checkpoints:
 
 
 def weights_folder(path: Path) -> Path:
-    """The Hugging Face folder meant by a run folder (its run's last checkpoint), a checkpoint or a model folder."""
+    """The Hugging Face folder of a run folder (its run's last checkpoint), a checkpoint or a model folder."""
     if (path / CHECKPOINTS).is_dir():
         last = checkpoint.latest_of(path / CHECKPOINTS, read_run_id(path))
         if last is None:

@@ -1,8 +1,8 @@
 """Which run a folder and its checkpoints belong to.
 
-A run draws an id when it begins. `run.json` of its folder holds it, and so does the manifest of each checkpoint. A
-checkpoint is resumed from, exported or pruned only as one of the folder's own run. Runs and checkpoints that are older
-than ids have none: a folder without `run.json` is the run of its checkpoints, if they all are of one.
+A run gets a random id when it starts. `run.json` in its folder and the manifest of each checkpoint contain it. Only
+checkpoints of the folder's own run are resumed from, exported or pruned. Runs and checkpoints that are older than ids
+have none. A folder without `run.json` belongs to the run of its checkpoints, if they all belong to one run.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _SHOWN = 3
 
 
 def new_run_id() -> str:
-    """From the operating system's entropy, so that no random generator of a run moves."""
+    """A new id from the operating system's entropy, so that no random generator of a run advances."""
     return uuid.uuid4().hex[:12]
 
 
 def read_run_id(run_folder: Path) -> str | None:
-    """The id of the folder's run; None for a run that is older than ids. Raises UserError where it is not clear."""
+    """The id of the folder's run; None for a run that is older than ids. Raises UserError if it is not clear."""
     path = run_folder / RUN_FILE
     try:
         run_id = json.loads(path.read_bytes())["run"]
@@ -41,7 +41,7 @@ def read_run_id(run_folder: Path) -> str | None:
 
 
 def write_run_id(run_folder: Path, run_id: str) -> None:
-    """Aside and renamed, so that a kill leaves the whole file or none."""
+    """Writes a temporary file and renames it, so that a kill leaves the whole file or none."""
     aside = run_folder / f"{RUN_FILE}.partial"
     try:
         with aside.open("w", encoding="utf-8") as file:
@@ -55,7 +55,7 @@ def write_run_id(run_folder: Path, run_id: str) -> None:
 
 
 def refuse_foreign_checkpoints(run_folder: Path, run_id: str | None) -> None:
-    """UserError naming the checkpoints of another run. One whose manifest cannot be read may be this run's."""
+    """Raises UserError naming the checkpoints of another run. One with an unreadable manifest may be this run's."""
     owners = checkpoint.owners(run_folder / CHECKPOINTS)
     foreign = [name for name, owner in owners.items() if owner not in (run_id, checkpoint.UNKNOWN)]
     if foreign:
@@ -66,7 +66,7 @@ def refuse_foreign_checkpoints(run_folder: Path, run_id: str | None) -> None:
 
 
 def records_in(run_folder: Path) -> list[str]:
-    """Names of what a run has left in the folder; an empty subfolder is nothing."""
+    """Names of a run's files and folders; empty subfolders do not count."""
     return sorted(_found(run_folder))
 
 

@@ -1,9 +1,9 @@
-"""A model behind HTTP: `octetrl serve`. What is served and how is in octetrl/server/; here it is built, run and ended.
+"""Builds, runs and ends the server of `octetrl serve`. octetrl/server/ has the HTTP side.
 
 build   weights, scales of a calibrated cache, engine, app
 run     uvicorn on one socket, the engine in a thread of its own
-end     the first SIGTERM or Ctrl-C: nobody new is let in (503), what is inside finishes within `drain_seconds` or
-        is told, and the process ends, after SIGTERM with exit code 0; the second: at once
+end     the first SIGTERM or Ctrl-C: new requests get 503, current ones have `drain_seconds` to finish or get an error,
+        and the process ends, after SIGTERM with exit code 0; the second: at once
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class ServeOptions:
 
 
 def serve(options: ServeOptions, *, host: str, port: int, drain_seconds: float, say: Callable[[str], None]) -> None:
-    """Serves until a signal comes. Raises UserError for what the user can mend, KeyboardInterrupt after Ctrl-C."""
+    """Serves until a signal comes. Raises UserError for problems that the user can correct, KeyboardInterrupt after
+    Ctrl-C."""
     _check_extra()
     _check_key(options, host)
     with _bound(host, port) as listening:
@@ -111,7 +112,7 @@ def _check_extra() -> None:
 
 
 def _check_key(options: ServeOptions, host: str) -> None:
-    """Refuse to serve other machines without asking for a key, unless that is what was asked for."""
+    """Refuses to serve other machines without a key, unless `--without-key` was given."""
     if options.without_key and options.api_key is not None:
         raise UserError("--without-key: an API key was given as well; leave one out (OCTETRL_API_KEY is a key too)")
     if options.api_key is None and not options.without_key and not _is_of_this_machine(host):
@@ -122,7 +123,7 @@ def _check_key(options: ServeOptions, host: str) -> None:
 
 
 def _is_of_this_machine(host: str) -> bool:
-    """Whether every address that `host` stands for can be reached from this machine alone."""
+    """Whether all addresses of `host` can be reached only from this machine."""
     try:
         found = socket.getaddrinfo(host or None, 0, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
@@ -132,7 +133,7 @@ def _is_of_this_machine(host: str) -> bool:
 
 @contextmanager
 def _bound(host: str, port: int) -> Iterator[socket.socket]:
-    """Bound before the model is loaded: a port that is taken is known at once."""
+    """Binds the socket before the model is loaded, so that a port in use is reported at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listening = socket.create_server((host, port), family=family, backlog=2048)
@@ -147,11 +148,12 @@ def _bound(host: str, port: int) -> Iterator[socket.socket]:
 async def _run(
     app: Starlette, intake: Intake, listening: socket.socket, drain_seconds: float, ready: Callable[[], None]
 ) -> bool:
-    """Whether Ctrl-C ended it."""
+    """Runs the server. Returns whether Ctrl-C ended it."""
     import uvicorn
 
     class Server(uvicorn.Server):
-        """With `end` for signals: uvicorn's own handlers close the door before anybody could be told why."""
+        """uvicorn's server with `end` for signals: its own handlers would close connections without an error
+        message."""
 
         interrupted = False
         ending: asyncio.Task[None] | None = None

@@ -1,7 +1,7 @@
-"""Which checkpoints of a run are sound, by the collapse gate; they outlive pruning, and whatever ends a run names them.
+"""Keeps the last sound checkpoint of a run, as judged by the collapse check, and names it when the run ends.
 
-Of the checkpoints up to the last step that was sound, the last is exempt from pruning, and so is the last from before a
-collapse. Where two or more are kept anyway, that keeps no further one in a sound run.
+The last checkpoint up to the last sound step is exempt from pruning, and so is the last one from before a collapse. If
+the recipe keeps two or more checkpoints, a sound run keeps no additional one.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class SoundCheckpoints:
         self._saved_step = step
 
     def prune(self, step: int) -> None:
-        """After a step that saved, and after the next, which has shown what the saved weights are worth."""
+        """Prunes after a step that saved, and after the next step, which shows whether the saved weights are sound."""
         if step - self._saved_step not in (0, 1):
             return
         bounds = () if self._gate is None else (self._gate.sound_until, self._gate.sound_before_collapse)
         self._checkpoints.prune([bound for bound in bounds if bound is not None])
 
     def warning(self, collapse: Collapse | None) -> str | None:
-        """What to say of it. Raises CollapseError instead with `collapse: fail`."""
+        """The warning about a collapse. With `collapse: fail` raises CollapseError instead."""
         if collapse is None:
             return None
         text = f"{collapse}; {named(self._checkpoints.latest_until(collapse.sound_until))}"

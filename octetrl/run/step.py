@@ -1,7 +1,7 @@
-"""One step of a run. This is the whole of it: set-up, timing, logging and memory phases live elsewhere.
+"""One step of a run. Set-up, timing, logging and memory phases are in other files.
 
-`produce` turns tasks into samples that carry their advantages; `learn` turns samples into one update of the policy and
-puts the new weights into the engine. Supervised fine-tuning is `learn` fed with conversations, DPO with pairs.
+`produce` turns tasks into samples with their advantages. `learn` turns samples into one update of the policy and puts
+the new weights into the engine. Supervised fine-tuning is `learn` with conversations, DPO is `learn` with pairs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def supervised_step(run: Run) -> StepMetrics:
 
 
 def produce(run: Run) -> list[Sample]:
-    """Tasks -> scored groups -> samples that carry their advantages."""
+    """Tasks -> scored groups -> samples with their advantages."""
     collected = collect_batch(run.taskset, run.algorithm.keeps, run.rewards, run.rollout_workers, run.collection)
     run.journal.record(collected.groups, collected.metrics)
     return to_samples(collected.kept, run.algorithm)

@@ -1,8 +1,8 @@
 """A model small enough for a laptop: a Qwen3-architecture folder in Hugging Face form, tokenizer included.
 
-The demo and the tests have no hub to load from, so they make what they train. The tokenizer is byte-level BPE, so
-that any text can be encoded; digits stay single tokens, so that arithmetic can be learnt; its merges come from the
-texts given and may span words, so that a phrase that every prompt repeats is a token or two.
+The demo and the tests cannot load a model from a hub, so they create one. The tokenizer is byte-level BPE, so any text
+can be encoded. Digits are single tokens, so arithmetic can be learnt. Its merges come from the given texts and may span
+words, so a phrase that every prompt repeats is one or two tokens.
 """
 
 from __future__ import annotations
