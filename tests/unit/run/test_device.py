@@ -58,5 +58,5 @@ def test_cpu_is_taken_when_asked_for(same_threads: None) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu() -> None:
     assert resolve_device(ClusterConfig()) == torch.device("cpu")
-    with pytest.raises(UserError, match=r"'cuda' was asked for .* .cluster.device=cpu in a recipe"):
+    with pytest.raises(UserError, match=r"'cuda' was requested, .* .cluster.device=cpu in a recipe"):
         resolve_device(ClusterConfig(device="cuda"))
