@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,7 +29,8 @@ _KEYS: dict[Form, tuple[set[str], set[str]]] = {  # required, allowed
     "calls": ({"args", "expected"}, {"args", "kwargs", "expected"}),
     "programs": ({"stdin", "stdout"}, {"stdin", "stdout"}),
 }
-_BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
+_FENCE, _BLANKS = "```", " \t\r"
+_LONGEST_ECHO = 60  # letters of a test or a name, in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +42,27 @@ class TaskTests:
 
 def last_python_block(completion_text: str) -> str | None:
     """The code in the last ```python block; one that is not closed ends with the text. None: there is no such block."""
-    code = None
-    for block in _BLOCK.finditer(completion_text):
-        if block[1].lower() in ("python", "python3", "py"):
-            code = block[2]
+    code: str | None = None
+    block: list[str] | None = None  # the lines of the one that is open; each line is looked at once, however long
+    is_python = False
+    *lines, rest = completion_text.split("\n")
+    for line in lines:
+        words = line.strip(_BLANKS)
+        if block is not None and words != _FENCE:
+            block.append(line + "\n")
+        elif block is not None:
+            code, block = "".join(block) if is_python else code, None
+        elif words.startswith(_FENCE):
+            block, is_python = [], _language(words) in ("python", "python3", "py")
+    if block is not None and is_python:
+        code = "".join(block) + (rest if rest.strip(_BLANKS) != _FENCE else "")
     return code
+
+
+def _language(words: str) -> str:
+    """Of a line that opens a block."""
+    found = re.match(r"\w*", words.removeprefix(_FENCE).lstrip(_BLANKS))
+    return "" if found is None else found[0].lower()
 
 
 def read_tests(task: Task) -> TaskTests:
@@ -58,15 +76,15 @@ def read_tests(task: Task) -> TaskTests:
         raise UserError(f"{where}: its tests are {' and '.join(sorted(forms))}; they must be of one form")
     form, function = forms.pop(), task.metadata.get("function")
     is_needed = form == "calls" or function is not None
-    if is_needed and (not isinstance(function, str) or not _parses(function, "eval")):
-        raise UserError(f"{where}: 'function' is {function!r}; name what its tests call, such as \"add\"")
+    if is_needed and (not isinstance(function, str) or _fault(function, "eval")):
+        raise UserError(f"{where}: 'function' is {_echo(function)}; name what its tests call, such as \"add\"")
     return TaskTests(form, tuple(given), function)
 
 
 def _form(case: object, where: str) -> Form:
     if isinstance(case, str):
-        if not _parses(case, "exec"):
-            raise UserError(f"{where}: {case[:60]!r} is no Python")
+        if fault := _fault(case, "exec"):
+            raise UserError(f"{where}: {_echo(case)} {fault}")
         return "asserts"
     if isinstance(case, Mapping):
         for form, (required, allowed) in _KEYS.items():
@@ -75,19 +93,32 @@ def _form(case: object, where: str) -> Form:
                     raise UserError(f"{where}: 'stdin' and 'stdout' must be texts")
                 if form == "calls" and not isinstance(case["args"], list):
                     raise UserError(f"{where}: 'args' must be a list")
+                if form == "calls" and not isinstance(case.get("kwargs", {}), Mapping):
+                    raise UserError(f"{where}: 'kwargs' must be a mapping of names to values")
                 return form
     raise UserError(
-        f'{where}: {str(case)[:60]} is no test; it must be a text of asserts, {{"args", "expected"}} or'
+        f'{where}: {str(case)[:_LONGEST_ECHO]} is no test; it must be a text of asserts, {{"args", "expected"}} or'
         ' {"stdin", "stdout"}'
     )
 
 
-def _parses(source: str, mode: str) -> bool:
+def _fault(source: str, mode: Literal["exec", "eval"]) -> str | None:
+    """What keeps the judge from compiling `source`, or from looking through its names."""
     try:
-        compile(source, "test", mode, ast.PyCF_ONLY_AST)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a comparison with `is`, say: no fault
+            ast.parse(source, "test", mode)
+            compile(source, "test", mode)
     except (SyntaxError, ValueError):
-        return False
-    return True
+        return "is no Python"
+    except (RecursionError, MemoryError):
+        return "is nested too deeply for Python's compiler; split it"
+    return None
+
+
+def _echo(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_ECHO else text[:_LONGEST_ECHO] + "..."
 
 
 def same_output(given: str, expected: str) -> bool:

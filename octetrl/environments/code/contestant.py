@@ -96,8 +96,10 @@ class _Desk:
         value = self._operations[operation](*given)
         answer = {"value": pack(value, self._keep)}
         if operation == "call":
-            changed = pack(given[1], self._keep)
-            answer |= {} if changed == packed[1] else {"args": changed}
+            args, kwargs = given[1:]
+            changed = pack([*args, *kwargs.values()], self._keep)
+            was = [*packed[1], *(value for _, value in packed[2]["dict"])]
+            answer |= {} if changed == was else {"changed": changed}
         return answer
 
     def _named(self, name: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from octetrl.environments.code.link import TESTS, BrokenTest, Link, LinkClosed
+from octetrl.environments.code.link import TEST_FILE, TESTS, BrokenTest, Link, LinkClosed
 
 READY, TAKEN = "ready", "taken"
 _NOTHING = object()
@@ -54,7 +54,10 @@ class Names(dict[str, Any]):
 
 def judge(end: socket.socket, form: str, cases: list[Any], function: str | None) -> dict[str, Any]:
     """Which cases pass, as a text of 0 and 1, and why the first that fails does; or which test is `broken`, and how."""
-    classes = named_classes([case for case in cases if isinstance(case, str)] + [function or ""])
+    texts = [case for case in cases if isinstance(case, str)]
+    classes = named_classes([*texts, function or ""])
+    # before the code can take up any memory: a test that can't be compiled is never its doing
+    programs = [compile(text, f"{TEST_FILE}{number}", "exec") for number, text in enumerate(texts, 1)]
     link = Link(end, classes, lambda: _print(TAKEN))
     names = Names(link, function)
     passed, why = "", None
@@ -69,7 +72,7 @@ def judge(end: socket.socket, form: str, cases: list[Any], function: str | None)
         reason = None
         try:
             if form == "asserts":
-                exec(compile(case, f"test {number}", "exec"), names)
+                exec(programs[number - 1], names)
             else:
                 given = eval(str(function), names)(*case["args"], **case.get("kwargs", {}))
                 reason = None if alike(given, case["expected"]) else "wrong"

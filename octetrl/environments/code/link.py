@@ -22,25 +22,12 @@ from typing import Any
 from octetrl.environments.code.remote import Function, Instance, Origin, Record, Remote, origin_of
 from octetrl.environments.code.wire import KEPT, LONGEST_LINE, Malformed, pack, pack_global, unpack
 
-_CODE_MAY_CAUSE = (  # attributes of its data: it must not turn a wrong answer into a broken test
-    types.BuiltinFunctionType,
-    types.MethodType,
-    types.MethodWrapperType,
-    types.MethodDescriptorType,
-    types.WrapperDescriptorType,
-    types.ClassMethodDescriptorType,
-    types.GetSetDescriptorType,
-    types.MemberDescriptorType,
-    types.MappingProxyType,
-    BaseException,
-    type,
-)
 _LONGEST_START = 1 << 16  # of the first message, in bytes: that the code has run, or what it raised
 _ITEMS_ONE_BY_ONE, _MOST_ITEMS = 8, 1024  # of an iterator, in one message
 
 
-TESTS = "tests"
-"""The name of the module that the tests are."""
+TESTS, TEST_FILE = "tests", "test "
+"""The name of the module that the tests are, and how the names of its files begin."""
 
 
 class BrokenTest(Exception):
@@ -66,6 +53,7 @@ class Link:
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of generators
         self._classes = classes | {"Solution"}
         self._classes_are_named = bool(classes - {"Solution"})  # that one wraps a function, by custom
+        self._has_answered = False  # with more than names of functions and classes
         self.is_closed = False
 
     def wait_until_run(self) -> None:
@@ -85,16 +73,16 @@ class Link:
                 origin_of(value).is_bare = True
         if isinstance(value, Instance):
             origin_of(value).is_class = name in self._classes
+        self._has_answered |= not isinstance(value, Remote) and "module" not in answer
         return value
 
     def ask(self, operation: str, *given: Any) -> Any:
         """Have it done with `given` and return what it gave."""
         packed = [pack(item, self._packed_stand_in) for item in given]
         answer = self._exchange(operation, packed)
-        if operation == "call" and "args" in answer:
-            changed = self._unpacked(answer["args"])
-            for mine, theirs in zip(given[1], changed if isinstance(changed, list) else [], strict=False):
-                _take_changes(mine, theirs)
+        if operation == "call" and "changed" in answer:
+            args, kwargs, changed = given[1], given[2], self._unpacked(answer["changed"])
+            _take_changes((*args, *kwargs.values()), tuple(changed) if isinstance(changed, list) else ())
         is_instance = operation == "call" and origin_of(given[0]).is_class
         return self._unpacked(answer.get("value"), is_instance=is_instance)
 
@@ -132,6 +120,7 @@ class Link:
         if self._at_first_question is not None:
             self._at_first_question()
             self._at_first_question = None
+        self._has_answered |= operation != "name"
         line = json.dumps([operation, packed]).encode()
         try:
             self._file.write(line + b"\n")
@@ -213,16 +202,26 @@ class Link:
         packed = pack_global(value)
         if packed is None:
             said = f"a {type(value).__name__} can't be sent to the code; tests may pass plain data alone"
-            is_of_tests = getattr(value, "__module__", None) == TESTS
-            raise TypeError(said) if isinstance(value, _CODE_MAY_CAUSE) and not is_of_tests else BrokenTest(said)
+            # what the tests made of an answer may be of any type that the code chose: then the answer is wrong
+            raise TypeError(said) if self._has_answered and not _is_of_tests(value) else BrokenTest(said)
         return packed
 
 
+def _is_of_tests(value: Any) -> bool:
+    """Whether the tests define it themselves, so that it can't be sent whatever the code answers."""
+    if isinstance(value, types.GeneratorType):
+        return value.gi_code.co_filename.startswith(TEST_FILE)
+    return isinstance(value, types.ModuleType) or getattr(value, "__module__", None) == TESTS
+
+
 def _take_changes(mine: Any, theirs: Any) -> None:
-    """What the call did to an argument."""
+    """What the call did to its arguments: the containers themselves stay the tests' own."""
     if type(mine) is not type(theirs):
         return
-    if isinstance(mine, list | bytearray):
+    if type(mine) is tuple:
+        for one, other in zip(mine, theirs, strict=False):
+            _take_changes(one, other)
+    elif isinstance(mine, list | bytearray):
         mine[:] = theirs
     elif isinstance(mine, deque):
         mine.clear()

@@ -60,6 +60,15 @@ class Record(tuple):
         made._of_judge = (origin, tuple(map(str, names)))
         return made
 
+    def __copy__(self) -> Record:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Record:
+        from copy import deepcopy  # which the test has imported
+
+        origin, names = self._of_judge
+        return Record(origin, list(names), [deepcopy(item, memo) for item in self])
+
     def __getattr__(self, name: str) -> Any:
         names = self._of_judge[1]
         if name in names[: len(self)] and name not in _NAMES_OF_DATA:

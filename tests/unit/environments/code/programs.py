@@ -40,6 +40,41 @@ assert f(a) is None
 assert a == [1, 9]
 """,
     ),
+    "a changed keyword argument, and lists in a tuple": (
+        """
+def f(nums, pair=()):
+    nums.sort()
+    for each in pair: each.append(9)
+""",
+        """
+a, b = [2, 1], [3]
+f(nums=a, pair=(b,))
+assert (a, b) == ([1, 2], [3, 9])
+""",
+    ),
+    "a deep copy of a named tuple": (
+        """
+from collections import namedtuple
+def f(): return namedtuple('P', 'x y')(1, [2])
+""",
+        """
+import copy
+kept = f()
+other = copy.deepcopy(kept)
+other.y.append(3)
+assert (kept, copy.copy(kept).y, other.y) == ((1, [2]), [2], [2, 3])
+""",
+    ),
+    "an ordered dict's values as an argument": (
+        """
+from collections import OrderedDict
+def f(): return OrderedDict(a=1, b=2)
+def g(x): return sum(x)
+""",
+        """
+assert g(f().values()) == 3
+""",
+    ),
     "a generator": (
         """
 def f():

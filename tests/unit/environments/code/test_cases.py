@@ -23,6 +23,9 @@ from octetrl.records import Task
         ("a", None),
         ("```python\ns = '```'\n```", "s = '```'\n"),
         ("```Python title=x\na\n```", "a\n"),
+        ("```python\na\n```\n```" + " " * 1_000_000, "a\n"),
+        ("```" + "a" * 1_000_000, None),
+        ("```python\na\n```" + "\n```x" * 100_000, "a\n"),
     ],
 )
 def test_the_last_python_block(text: str, code: str | None) -> None:
@@ -38,14 +41,21 @@ def test_the_last_python_block(text: str, code: str | None) -> None:
         ({"tests": ["assert 1", {"stdin": "", "stdout": ""}]}, "asserts and programs; they must be of one form"),
         ({"tests": [{"args": [1], "expected": 2}]}, "'function' is None"),
         ({"tests": [{"args": 1, "expected": 2}], "function": "f"}, "'args' must be a list"),
+        ({"tests": [{"args": [1], "kwargs": [1], "expected": 2}], "function": "f"}, "'kwargs' must be a mapping"),
+        ({"tests": ["-" * 100_000 + "1"]}, "nested too deeply"),
+        ({"tests": ["1" + "+1" * 100_000]}, "nested too deeply"),
+        ({"tests": ["not " * 5_000 + "1"]}, "nested too deeply"),
+        ({"tests": ["return 1"]}, "is no Python"),
+        ({"tests": [{"args": [], "expected": 1}], "function": "f" * 9_999 + "("}, r"'function' is 'f{59}\.\.\.;"),
         ({"tests": [{"stdin": 1, "stdout": ""}]}, "must be texts"),
         ({"tests": [{"input": 1}]}, "is no test"),
         ({"tests": [3]}, "is no test"),
     ],
 )
 def test_tests_in_no_form_are_refused(metadata: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=f"task 'seven'.*{said}"):
+    with pytest.raises(UserError, match=f"task 'seven'.*{said}") as refused:
         read_tests(Task("seven", "p", metadata=metadata))
+    assert len(str(refused.value)) < 250
 
 
 def test_one_text_is_one_test() -> None:

@@ -119,6 +119,15 @@ def test_a_judge_that_the_code_overwhelms_is_a_0() -> None:
     assert (answer, answer.detail) == (0.0, "0 of 1 tests pass; the tests ended without a verdict: crashed")
 
 
+@pytest.mark.parametrize("made", ["x.tzinfo", "reversed(x)", "iter(x)", "zip(x)", "memoryview(x)"])
+def test_an_answer_of_a_type_that_can_not_be_sent_back_is_a_0(made: str) -> None:
+    """Which type it is was the code's choice: it must not save the rollout from its 0."""
+    answered = "datetime.now(timezone.utc)" if "tzinfo" in made else "b'12'"
+    code = f"from datetime import *\ndef f(): return {answered}\ndef g(x): return 1"
+    answer = score(code, [f"x = f()\nassert g({made}) == 2"])
+    assert answer == 0.0, answer.detail
+
+
 def test_code_that_never_says_that_it_has_run_is_a_0() -> None:
     judge = CodeScorer(QUICK.model_copy(update={"wall_seconds": 1.0}))
     task = Task("t", "p", metadata={"tests": ASSERTS})
@@ -186,6 +195,10 @@ def test_a_test_that_can_not_be_run_is_no_verdict() -> None:
         score("def apply(f): return f(1)", ["assert apply(lambda x: x) == 1"])
     with pytest.raises(JudgementFailed, match="a type can't be sent"):
         score("def make(kind): return kind()", ["class Own: pass\nassert make(Own)"])
+    with pytest.raises(JudgementFailed, match="a generator can't be sent"):
+        score("def f(x): return 1", ["assert f(3) == 1", "assert f(x for x in [f(3)])"])
+    with pytest.raises(JudgementFailed, match="a list_iterator can't be sent"):
+        score("def f(x): return 1", ["assert f(iter([3])) == 1"])
     with pytest.raises(JudgementFailed, match="without a verdict"):
         score(RIGHT, ["import os\nos._exit(3)"])
 
