@@ -83,6 +83,8 @@ class CodeScorer:
         of_judge = replace(Limits(), wall_seconds=seconds, cpu_seconds=math.ceil(seconds))
         played, judged = self._sandbox.run_pair(contestant, Program(self._judge, json.dumps(order), limits=of_judge))
         _refuse_failures(played, judged)
+        if played.status is SandboxStatus.BROKE_SANDBOX:
+            return [False] * len(tests.cases), f"{played.status}: {played.detail}"
         verdict = _verdict(judged, len(tests.cases))
         if "broken" in verdict:
             raise JudgementFailed(verdict["broken"])
@@ -98,7 +100,7 @@ class CodeScorer:
             passed.append(outcome.ok and same_output(outcome.stdout, case["stdout"]))
             if not passed[-1]:
                 ended = "wrong output" if outcome.ok else outcome.status.value
-                told = _last_line(outcome.stderr) if outcome.status is SandboxStatus.ERROR else ""
+                told = _last_line(outcome.stderr) if outcome.status is SandboxStatus.ERROR else outcome.detail or ""
                 why = why or f"test {number}: {ended}{told and ', ' + told}"
             limits = replace(limits, wall_seconds=limits.wall_seconds - outcome.seconds)
             if not (passed[-1] or self.partial) or limits.wall_seconds <= 0:

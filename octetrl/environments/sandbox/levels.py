@@ -26,7 +26,7 @@ from octetrl.environments.sandbox.watch import lists_children
 
 WARDEN_ROOT = "/warden"  # in bubblewrap's root: where this package is
 _PACKAGE = f"{WARDEN_ROOT}/octetrl/environments/sandbox"
-DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")  # not zero: a shared mapping of it is not counted
 _ROOT_KEEPS = ("SETUID", "SETGID", "CHOWN", "DAC_OVERRIDE", "KILL", "SYS_PTRACE")  # the warden, not the program
 
 

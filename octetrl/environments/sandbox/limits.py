@@ -40,7 +40,8 @@ DEFAULTS = Limits()
 
 
 class SandboxStatus(StrEnum):
-    """How a program ended. Only FAILED_SANDBOX is not the program's doing."""
+    """How a program ended. Only FAILED_SANDBOX is not the program's doing. BROKE_SANDBOX counts as its doing: else a
+    program could break its sandbox to get no verdict instead of a bad one."""
 
     OK = "ok"  # exit code 0
     ERROR = "error"  # another exit code: an exception, sys.exit(1)
@@ -51,7 +52,8 @@ class SandboxStatus(StrEnum):
     MEMORY_LIMIT = "memory_limit"  # killed for it, or ended by an uncaught MemoryError
     DISK_LIMIT = "disk_limit"
     OUTPUT_LIMIT = "output_limit"
-    FAILED_SANDBOX = "failed_sandbox"  # it never ran, or its end could not be made sure of
+    BROKE_SANDBOX = "broke_sandbox"  # while it ran, the process that watches it failed, or could not end it
+    FAILED_SANDBOX = "failed_sandbox"  # it never ran, or the run went away
 
 
 @dataclass(frozen=True, slots=True)

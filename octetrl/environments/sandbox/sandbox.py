@@ -8,7 +8,8 @@
 
 Each run is a new process in a new empty folder that ends with it; nothing is kept and nothing of the run's is
 inherited: not its environment, its files, its descriptors. Whatever the program does becomes a status, never an
-exception. A sandbox that could not be made, or whose end is not sure, is FAILED_SANDBOX: no verdict on the program.
+exception. A sandbox that could not be made is FAILED_SANDBOX: no verdict on the program. One that fails after the program
+has started is BROKE_SANDBOX, a failure of the program.
 
 Thread-safe; more callers than the machine has cores wait for each other. Cost: docs/sandbox.md, most of it two starts
 of Python. A warm interpreter that forks would be faster and would show each program what the one before left in memory.
@@ -167,15 +168,16 @@ def _run(sandbox: Sandbox, program: Program, link: socket.socket | None) -> Outc
             except OSError as error:
                 return _failed(f"the sandbox did not start: {error}")
         try:
-            report = _exchange(ours, request | {"number": warden.pid}, program.limits.wall_seconds + _GRACE_SECONDS)
+            seconds = program.limits.wall_seconds + _GRACE_SECONDS
+            started, report = _exchange(ours, request | {"number": warden.pid}, seconds)
         finally:
             ours.close()  # the lifeline: whatever still runs ends now
             said = _see_off(warden)
             if not in_bubblewrap and os.path.lexists(folder):  # the warden was killed
                 shutil.rmtree(folder, ignore_errors=True)
     if report is None:
-        return _failed(f"the sandbox ended without a report: {said[-300:] or 'it said nothing'}")
-    return _outcome(report)
+        report = {"error": f"the sandbox ended without a report: {said[-300:] or 'it said nothing'}"}
+    return _outcome(report, started=started)
 
 
 def _start_warden(sandbox: Sandbox, program: Program, sockets: list[socket.socket]) -> subprocess.Popen[bytes]:
@@ -196,17 +198,25 @@ def _start_warden(sandbox: Sandbox, program: Program, sockets: list[socket.socke
     )
 
 
-def _exchange(channel: socket.socket, request: Mapping[str, Any], seconds: float) -> dict[str, Any] | None:
-    """Send the request, get the report; None when none comes."""
+def _exchange(channel: socket.socket, request: Mapping[str, Any], seconds: float) -> tuple[bool, dict[str, Any] | None]:
+    """Send the request. Returns whether the program started, and the report; None when none comes."""
     text = json.dumps(request).encode()
     channel.settimeout(seconds)
+    started = False
     try:
         channel.sendall(len(text).to_bytes(8, "big") + text)
-        size = int.from_bytes(_read(channel, 8), "big")
-        report: dict[str, Any] = json.loads(_read(channel, size))
+        report = _message(channel)
+        if "started" in report:
+            started = True
+            report = _message(channel)
     except (OSError, EOFError):  # TimeoutError is an OSError
-        return None
-    return report
+        return started, None
+    return started, report
+
+
+def _message(channel: socket.socket) -> dict[str, Any]:
+    message: dict[str, Any] = json.loads(_read(channel, int.from_bytes(_read(channel, 8), "big")))
+    return message
 
 
 def _read(channel: socket.socket, size: int) -> bytes:
@@ -231,11 +241,12 @@ def _see_off(warden: subprocess.Popen[bytes]) -> str:
     return " ".join(said.decode("utf-8", "replace").split())
 
 
-def _outcome(report: Mapping[str, Any]) -> Outcome:
+def _outcome(report: Mapping[str, Any], *, started: bool) -> Outcome:
     if "error" in report:
-        return _failed(report["error"])
+        status = SandboxStatus.BROKE_SANDBOX if started else SandboxStatus.FAILED_SANDBOX
+        return Outcome(status, detail=report["error"])
     if report["left_over"]:
-        return _failed("processes of the program could not be ended")
+        return Outcome(SandboxStatus.BROKE_SANDBOX, detail="processes of the program could not be ended")
     if report["stopped"] == "abandoned":
         return _failed("the run went away")
     return Outcome(

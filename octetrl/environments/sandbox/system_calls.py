@@ -5,15 +5,17 @@ that are harmless would break with the next libc. What is refused answers EPERM,
 as its end. Three kinds:
 
     always       sockets (a socketpair is allowed), tracing, mounting, new namespaces, kernel modules, keys, io_uring
-                 (which makes calls past the filter), memory that no limit counts (memfd, System V, mq), and leaving the
-                 process group, so that one signal to the group ends all of a sandbox at once
-    same user    what reaches another process or file of that user though Landlock does not see it: modes, times and
-                 attributes of files, priorities and limits of others, and hiding from the process that watches
-    signals      where Landlock is too old for them
+                 (which makes calls past the filter), memory that no limit counts (memfd, System V, mq, pages pinned in
+                 a pipe), priorities, processors and limits of processes, and leaving the process group, so that one
+                 signal to the group ends all of a sandbox at once
+    same user    what reaches a file of that user though Landlock does not see it (modes, times, attributes), and hiding
+                 from the process that watches
+    signals      where Landlock is too old for them; those to process 1, which may be the warden, always
 
 Some calls are judged by one argument: `fcntl` and `ioctl` by their command (a file that sends a signal when it is ready
-is a `kill` under another name), `clone` by its flags, `prctl` by its option, `kill` by its target. The kernel declares
-each of these arguments as 32 bits wide, so the filter reads the low word and ignores the high word, as the kernel does.
+is a `kill` under another name), `clone` by its flags, `prctl` by its option, `kill` by its target, `setsockopt` by its
+option, `mmap` by its flags. The kernel declares most of these arguments as 32 bits wide and the flags of `mmap` end
+below bit 32, so the filter reads the low word and ignores the high word, as the kernel does.
 
 Numbers are of the kernel's tables for x86_64 and aarch64; a machine of another kind has no filter.
 A call through another ABI of the same machine (i386, x32) ends the process.
@@ -95,6 +97,19 @@ ALWAYS: dict[str, tuple[int | None, int | None]] = {
     "lookup_dcookie": (212, 18),
     "setsid": (112, 157),
     "setpgid": (109, 154),
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    "pidfd_send_signal": (424, 424),
+    "vmsplice": (278, 75),
+    "splice": (275, 76),
+    "tee": (276, 77),
+    "sendfile": (40, 71),
 }
 OTHERS_OF_THE_USER: dict[str, tuple[int | None, int | None]] = {
     "chmod": (90, None),
@@ -119,35 +134,34 @@ OTHERS_OF_THE_USER: dict[str, tuple[int | None, int | None]] = {
     "utimes": (235, None),
     "futimesat": (261, None),
     "utimensat": (280, 88),
-    "setpriority": (141, 140),
-    "ioprio_set": (251, 30),
-    "sched_setaffinity": (203, 122),
-    "sched_setscheduler": (144, 119),
-    "sched_setparam": (142, 118),
-    "sched_setattr": (314, 274),
-    "migrate_pages": (256, 238),
-    "move_pages": (279, 239),
 }
-SIGNALS: dict[str, tuple[int | None, int | None]] = {
+SIGNALS: dict[str, tuple[int, int]] = {
     "kill": (62, 129),
     "tkill": (200, 130),
     "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240),
-    "pidfd_send_signal": (424, 424),
 }
 BY_ARGUMENT: dict[str, tuple[int, int]] = {
     "clone": (56, 220),
     "fcntl": (72, 25),
     "ioctl": (16, 29),
+    "mmap": (9, 222),
     "prctl": (157, 167),
     "prlimit64": (302, 261),
+    "setsockopt": (54, 208),
+    "socketpair": (53, 199),
     "tgkill": (234, 131),
 }
 CLONE3 = (435, 435)  # its flags are in memory, where no filter looks: answered "no such call", and libc takes clone
 _NEW_NAMESPACE_FLAGS = 0x7E020000
 _OWNER_OF_SIGNALS = {"F_SETOWN": 8, "F_SETSIG": 10, "F_SETOWN_EX": 15}
 _OWNER_AND_TERMINAL_INPUT = {"FIOSETOWN": 0x8901, "SIOCSPGRP": 0x8902, "TIOCSTI": 0x5412, "TIOCLINUX": 0x541C}
+_PIPE_SIZE = 1031  # F_SETPIPE_SZ
+_SIZES_OF_BUFFERS = {"SO_SNDBUF": 7, "SO_RCVBUF": 8, "SO_SNDBUFFORCE": 32, "SO_RCVBUFFORCE": 33}
+_MAP_SHARED, _MAP_ANONYMOUS, _MAP_HUGETLB = 0x01, 0x20, 0x40000  # MAP_SHARED_VALIDATE has the bit of MAP_SHARED too
+_LOCAL_SOCKETS = 1  # AF_UNIX
 _SET_DUMPABLE = 4
+_FIRST_PROCESS = 1  # in bubblewrap the warden, elsewhere the machine's or the container's own
 
 _LOAD, _JUMP_EQUAL, _JUMP_GREATER_EQUAL, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16  # in struct seccomp_data; both machines are little-endian
@@ -182,16 +196,21 @@ def filter_program(*, same_user: bool, signals_open: bool, pid: int) -> bytes:
             lines += [_line(_JUMP_EQUAL, number, 0, 1), _line(_RETURN, _ANSWER_ERRNO | _EPERM)]
     lines += [_line(_JUMP_EQUAL, CLONE3[column], 0, 1), _line(_RETURN, _ANSWER_ERRNO | _ENOSYS)]
     lines += _refuse(BY_ARGUMENT["clone"][column], 0, [_NEW_NAMESPACE_FLAGS], _JUMP_ANY_BIT)
-    lines += _refuse(BY_ARGUMENT["fcntl"][column], 1, _OWNER_OF_SIGNALS.values())
+    lines += _refuse(BY_ARGUMENT["fcntl"][column], 1, [*_OWNER_OF_SIGNALS.values(), _PIPE_SIZE])
     lines += _refuse(BY_ARGUMENT["ioctl"][column], 1, _OWNER_AND_TERMINAL_INPUT.values())
+    lines += _refuse(BY_ARGUMENT["setsockopt"][column], 2, _SIZES_OF_BUFFERS.values())
+    lines += _allow_only(BY_ARGUMENT["socketpair"][column], 0, _LOCAL_SOCKETS)
+    lines += _allow_only(BY_ARGUMENT["prlimit64"][column], 0, 0)
+    lines += _refuse_shared_memory(BY_ARGUMENT["mmap"][column])
     if same_user:
         lines += _refuse(BY_ARGUMENT["prctl"][column], 0, [_SET_DUMPABLE])
-        lines += _allow_only(BY_ARGUMENT["prlimit64"][column], 0, 0)
+    signals = {name: numbers[column] for name, numbers in SIGNALS.items()} | {"tgkill": BY_ARGUMENT["tgkill"][column]}
     if signals_open:
-        kill = SIGNALS["kill"][column]
-        assert kill is not None
-        lines += _allow_only(kill, 0, 0)
-        lines += _allow_only(BY_ARGUMENT["tgkill"][column], 0, pid)
+        lines += _allow_only(signals["kill"], 0, 0)
+        lines += _allow_only(signals["tgkill"], 0, pid)
+    else:
+        for number in signals.values():
+            lines += _refuse(number, 0, [_FIRST_PROCESS])
     return b"".join([*lines, _line(_RETURN, _ALLOW)])
 
 
@@ -203,6 +222,20 @@ def _refuse(number: int, argument: int, values: Iterable[int], jump: int = _JUMP
 def _allow_only(number: int, argument: int, value: int) -> list[bytes]:
     """Allow call `number` where its argument is `value`, and refuse it otherwise."""
     return _by_argument(number, argument, [value], _JUMP_EQUAL, matching=_ALLOW, otherwise=_ANSWER_ERRNO | _EPERM)
+
+
+def _refuse_shared_memory(mmap: int) -> list[bytes]:
+    """Refuse shared memory without a file, and huge pages. Pages of shared memory stay when no process maps them any
+    more, and huge pages are in no process's sum, so neither would be counted."""
+    return [
+        _line(_JUMP_EQUAL, mmap, 0, 6),
+        _line(_LOAD, _ARGUMENTS_AT + 8 * 3),
+        _line(_JUMP_ANY_BIT, _MAP_HUGETLB, 2, 0),
+        _line(_JUMP_ANY_BIT, _MAP_ANONYMOUS, 0, 2),
+        _line(_JUMP_ANY_BIT, _MAP_SHARED, 0, 1),
+        _line(_RETURN, _ANSWER_ERRNO | _EPERM),
+        _line(_RETURN, _ALLOW),
+    ]
 
 
 def _by_argument(

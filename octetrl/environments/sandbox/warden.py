@@ -7,7 +7,8 @@ behind eight bytes of length. The socket is also a lifeline: when it closes, the
 
 A report says how it ended: `exit` (exit code, or minus the signal), `stopped` (the limit that ended it, or null),
 `stdout`, `stderr`, `cpu_seconds`, `wall_seconds`, `memory_bytes` (the most seen), `disk_full`, `left_over` (processes
-that would not end). Or it says `error`: the sandbox could not be made.
+that would not end). Or it says `error`: the sandbox could not be made, or broke. Before the report comes `started`,
+once the program runs. From then on a failure of this process, by an error or by a signal, is the program's doing.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import fcntl
 import json
 import os
 import select
+import signal
 import sys
 import time
 
@@ -32,6 +34,8 @@ def main(channel: int) -> None:
     """Serve one request and leave."""
     os.umask(0o022)
     os.set_inheritable(channel, False)
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}:
+        signal.signal(number, signal.SIG_IGN)  # the lifeline ends this process, and nothing else does
     request = _receive(channel)
     if request is None:
         return
@@ -83,13 +87,14 @@ class Watch:
     def run(self) -> dict:
         started = time.monotonic()
         pid, stdin, outputs = self._start()
-        failure = self._follow(pid, stdin, outputs, started + self._limits["wall_seconds"])
-        seconds = time.monotonic() - started
+        try:
+            failure = self._follow(pid, stdin, outputs, started + self._limits["wall_seconds"])
+            seconds = time.monotonic() - started
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        finally:
+            left_over = not watch.end_all(pid)
         if failure:
-            watch.end_all(pid)
             return {"error": failure}
-        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        left_over = not watch.end_all(pid)
         for descriptor in outputs:
             while self._stopped is None and self._take(descriptor):
                 pass
@@ -164,6 +169,7 @@ class Watch:
                     return failure.decode()
                 started = True
                 poll.unregister(self._failure)
+                _send(self._channel, {"started": True})
             if stdin in ready:
                 pending = _feed(stdin, pending)
                 if not pending:
@@ -200,7 +206,8 @@ class Watch:
         self._measure_due = time.monotonic() + _TICK_SECONDS
         pids = watch.processes()
         self._cpu = max(self._cpu, watch.cpu_seconds(pids))
-        memory = watch.memory_bytes(pids, self._limits["memory_bytes"])
+        buffers = watch.buffer_bytes(pids, self._limits["open_files"])
+        memory = buffers + watch.memory_bytes(pids, self._limits["memory_bytes"] - buffers)
         self._memory = max(self._memory, memory)
         if self._stopped is not None:
             return

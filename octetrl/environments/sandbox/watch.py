@@ -10,10 +10,15 @@ from __future__ import annotations
 import os
 import signal
 import time
+from functools import cache
+
+from octetrl.environments.sandbox.linux import sees_descriptors_of_others
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _END_SECONDS = 10.0
+_WMEM_DEFAULT = 212_992  # the kernel's, where /proc does not tell the machine's
+_PIPE_BYTES = 1 << 16  # the kernel's default, which the filter keeps the program from raising
 
 
 def processes() -> list[int]:
@@ -53,6 +58,46 @@ def memory_bytes(pids: list[int], enough: int) -> int:
         if total > enough:
             break
     return total
+
+
+def buffer_bytes(pids: list[int], max_descriptors: int) -> int:
+    """The most that the kernel holds in the pipes and sockets of these processes, each counted once and as if full.
+
+    A process whose descriptors may not be seen counts as if all of them were sockets. One that is in flight through a
+    socket is not seen; the kernel bounds those of a user by the number of open files."""
+    if not sees_descriptors_of_others():
+        return 0
+    socket_bytes = _socket_bytes()
+    found: set[str] = set()
+    hidden = 0
+    for pid in pids:
+        try:
+            for thread in os.listdir(f"/proc/{pid}/task"):  # each may have a table of its own
+                found |= _pipes_and_sockets(f"/proc/{pid}/task/{thread}/fd")
+        except PermissionError:
+            hidden += _resident(pid) > 0  # else it is about to end
+        except (FileNotFoundError, ProcessLookupError):  # it has ended
+            continue
+    sockets = sum(name.startswith("socket:") for name in found)
+    return (len(found) - sockets) * _PIPE_BYTES + (sockets + hidden * max_descriptors) * socket_bytes
+
+
+def _pipes_and_sockets(folder: str) -> set[str]:
+    found = set()
+    for descriptor in os.listdir(folder):
+        try:
+            name = os.readlink(f"{folder}/{descriptor}")
+        except FileNotFoundError:  # closed meanwhile
+            continue
+        if name.startswith(("pipe:", "socket:")):
+            found.add(name)
+    return found
+
+
+@cache
+def _socket_bytes() -> int:
+    """That one end may have sent and nobody has read: a message may start just below the bound and be as large."""
+    return 2 * int(_read("/proc/sys/net/core/wmem_default") or _WMEM_DEFAULT)
 
 
 def end_all(leader: int) -> bool:

@@ -34,6 +34,7 @@ _ENDINGS = {
     SandboxStatus.MEMORY_LIMIT: "The program ran out of memory.",
     SandboxStatus.DISK_LIMIT: "The program wrote too much to its disk.",
     SandboxStatus.OUTPUT_LIMIT: "The program printed too much and was ended.",
+    SandboxStatus.BROKE_SANDBOX: "The program broke the sandbox and was ended.",
 }
 _PROGRAM_FILE = re.compile(r'File "[^"]*/main\.py"')  # in a folder of another name each time
 _DESCRIPTION = (

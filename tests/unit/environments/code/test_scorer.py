@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from octetrl.config.schema import EnvironmentConfig
 from octetrl.environments.code import scorer
 from octetrl.environments.code.scorer import CodeScorer, JudgementFailed, code_environment
 from octetrl.environments.sandbox.levels import Level
-from octetrl.environments.sandbox.sandbox import find_sandbox
+from octetrl.environments.sandbox.limits import Outcome, SandboxStatus
+from octetrl.environments.sandbox.sandbox import Program, find_sandbox
 from octetrl.environments.scoring import Explained, RewardWorkers
 from octetrl.records import RolloutStatus, Task
 from tests.required import missing
@@ -126,6 +128,28 @@ def test_an_answer_of_a_type_that_can_not_be_sent_back_is_a_0(made: str) -> None
     code = f"from datetime import *\ndef f(): return {answered}\ndef g(x): return 1"
     answer = score(code, [f"x = f()\nassert g({made}) == 2"])
     assert answer == 0.0, answer.detail
+
+
+@dataclass(frozen=True)
+class BrokenSandbox:
+    """A sandbox whose watching process fails while the code runs."""
+
+    level: Level = Level.BUBBLEWRAP
+
+    def run(self, program: Program) -> Outcome:
+        return Outcome(SandboxStatus.BROKE_SANDBOX, detail="it said nothing")
+
+    def run_pair(self, first: Program, second: Program) -> tuple[Outcome, Outcome]:
+        return self.run(first), Outcome(SandboxStatus.ERROR)
+
+
+def test_code_that_breaks_its_sandbox_is_a_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scorer, "sandbox_for", lambda config: BrokenSandbox())
+    for tests in (ASSERTS, CALLS, PROGRAMS):
+        answer = score(RIGHT, tests, function="add")
+        assert answer == 0.0 and answer.detail is not None
+        assert answer.detail.startswith(f"0 of {len(tests)} tests pass; ")
+        assert "broke_sandbox" in answer.detail and "it said nothing" in answer.detail
 
 
 def test_code_that_never_says_that_it_has_run_is_a_0() -> None:

@@ -96,7 +96,7 @@ def test_calls_by_another_table(sandbox: Box, code: str) -> None:
         pytest.skip("no system-call filter here")
     program = f"""
 import ctypes, mmap
-place = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+place = mmap.mmap(-1, 4096, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
 place.write(bytes.fromhex("{code}"))
 print(ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(place)))())
 """

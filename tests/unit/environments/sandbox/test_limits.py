@@ -58,7 +58,8 @@ while True:
     "program",
     [
         "held = []\nwhile True: held.append(bytearray(1 << 24))",
-        "import mmap\nheld = [mmap.mmap(-1, 1 << 24) for _ in range(100)]\nfor m in held: m.write(bytes(1 << 24))",
+        "import mmap\nheld = [mmap.mmap(-1, 1 << 24, mmap.MAP_PRIVATE) for _ in range(100)]\n"
+        "for m in held: m.write(bytes(1 << 24))",
         "text = 'x'\nwhile True: text += text",
         """
 import os, time
@@ -83,12 +84,40 @@ def test_a_memory_bomb(sandbox: Box, program: str) -> None:
     [
         "import os\nmade = os.memfd_create('x')",
         "import ctypes\nassert ctypes.CDLL(None).shmget(0, 1 << 30, 0o1600) >= 0",
+        "import mmap\nmmap.mmap(-1, 1 << 20)",
+        "import ctypes\nassert ctypes.CDLL(None).vmsplice(1, None, ctypes.c_ulong(0), 0) >= 0",
+        "import os\nfile = os.open(__file__, os.O_RDONLY)\nos.sendfile(1, file, 0, 1)",
+        "import ctypes, os\nfile = os.open(__file__, os.O_RDONLY)\n"
+        "assert ctypes.CDLL(None).splice(file, None, 1, None, 1, 0) >= 0",
+        "import socket\nsocket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)",
+        "import fcntl\nfcntl.fcntl(1, 1031, 1 << 20)",
     ],
+    ids=["memfd", "System V", "shared", "vmsplice", "sendfile", "splice", "socket buffers", "pipe buffers"],
 )
 def test_memory_that_nobody_counts(sandbox: Box, program: str) -> None:
     if not sandbox.protection.has_filter:
         pytest.skip("no system-call filter here")
     assert sandbox.run(program).status is SandboxStatus.ERROR
+
+
+def test_memory_in_buffers(sandbox: Box) -> None:
+    """What the kernel holds for pipes and sockets counts, in whichever process they are."""
+    if not sandbox.protection.deleted_files:
+        pytest.skip("this root may not look into processes")
+    program = """
+import os, socket, time
+for _ in range(4):
+    if os.fork() == 0:
+        held = [socket.socketpair() for _ in range(28)]
+        for end in sum(held, ()):
+            end.setblocking(False)
+            try:
+                while True: end.send(bytes(1 << 15))
+            except BlockingIOError: pass
+        time.sleep(60)
+time.sleep(60)
+"""
+    assert sandbox.run(program, memory_bytes=64 << 20, cpu_seconds=20).status is SandboxStatus.MEMORY_LIMIT
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +23,7 @@ from octetrl.environments.sandbox.sandbox import Program, find_sandbox, run_pyth
 from octetrl.environments.sandbox.watch import lists_children, processes
 from tests.required import missing
 from tests.unit.environments.sandbox.conftest import SMALL, Box
-from tests.unit.environments.sandbox.traces import sandbox_folders
+from tests.unit.environments.sandbox.traces import sandbox_folders, sandbox_processes
 
 
 def test_what_it_prints_and_how_it_ends(sandbox: Box) -> None:
@@ -31,23 +34,30 @@ def test_what_it_prints_and_how_it_ends(sandbox: Box) -> None:
 
 
 def test_an_ordinary_program(sandbox: Box) -> None:
-    """Threads, temporary files, child processes, asyncio and exit() work."""
+    """Threads, temporary files, copies, child processes, what they share by a file or a pipe, asyncio and exit()
+    work."""
     program = """
-import asyncio, json, subprocess, sys, tempfile, threading
+import asyncio, json, multiprocessing, shutil, subprocess, sys, tempfile, threading
+from multiprocessing.sharedctypes import RawArray
 found = []
 def child(): found.append(subprocess.run([sys.executable, "-c", "print(6 * 7)"], capture_output=True, text=True).stdout)
 thread = threading.Thread(target=child)
 thread.start(); thread.join()
 with tempfile.TemporaryDirectory() as folder:
     with open(folder + "/x", "w") as file: json.dump(found, file)
-    found += json.load(open(folder + "/x"))
+    shutil.copyfile(folder + "/x", folder + "/y")
+    found += json.load(open(folder + "/y"))
+shared, (near, far) = RawArray("i", 3), multiprocessing.Pipe()
+def fill(): shared[1] = 7; far.send("piped")
+other = multiprocessing.get_context("fork").Process(target=fill)
+other.start(); found.append(near.recv()); other.join(); found.append(shared[1])
 async def one(): await asyncio.sleep(0.01); return 1
 found.append(asyncio.run(one()))
 print(found)
 exit()
 """
     result = sandbox.run(program)
-    assert (result.status, result.stdout) == (SandboxStatus.OK, "['42\\n', '42\\n', 1]\n"), result
+    assert (result.status, result.stdout) == (SandboxStatus.OK, "['42\\n', '42\\n', 'piped', 7, 1]\n"), result
 
 
 def test_much_input_and_text_that_is_no_text(sandbox: Box) -> None:
@@ -85,6 +95,37 @@ except OSError: pass
     assert kept.stdout == "alive\n"
     if sandbox.protection.level is Level.LANDLOCK:
         assert "DID" not in one.stdout
+
+
+def test_a_watching_process_that_fails_is_the_programs_doing(sandbox: Box) -> None:
+    """Else a program that knew how to make it fail would be left out instead of scored. Here a limit that is no number
+    makes it fail at the first output."""
+    program = "import os, time\nos.fork()\nprint(1, flush=True)\ntime.sleep(60)"
+    result = sandbox.run(program, output_bytes=float("nan"))
+    assert result.status is SandboxStatus.BROKE_SANDBOX, result
+    assert result.detail is not None and "the sandbox ended without a report" in result.detail
+    assert "slice indices must be integers" in result.detail
+    before_the_start = sandbox.run(program, open_files=-7)
+    assert before_the_start.status is SandboxStatus.FAILED_SANDBOX, before_the_start
+
+
+def test_the_watching_process_ignores_signals() -> None:
+    try:
+        box = find_sandbox(only=Level.LIMITS)
+    except UserError as error:
+        missing(Level.LIMITS, str(error))
+    program = Program("import time\ntime.sleep(1.0)\nprint('done')", limits=SMALL)
+    with ThreadPoolExecutor(1) as threads:
+        outcome = threads.submit(box.run, program)
+        while not (programs := [pid for pid in sandbox_processes() if parent(pid) != os.getpid()]):
+            time.sleep(0.01)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM):
+            os.kill(parent(programs[0]), number)
+        assert (outcome.result().status, outcome.result().stdout) == (SandboxStatus.OK, "done\n")
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def test_many_callers(sandbox: Box) -> None:

@@ -28,7 +28,7 @@ HEADERS = {  # of the kernel, where the machine has them
     "x86_64": ["/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm/unistd_64.h"],
     "aarch64": ["/usr/include/asm-generic/unistd.h"],
 }
-FIRST, SECOND = 0, 1
+FIRST, SECOND, THIRD, FOURTH = 0, 1, 2, 3
 REFUSED_BY_ARGUMENT = [
     ("fcntl", SECOND, 8, "F_SETOWN"),
     ("fcntl", SECOND, 10, "F_SETSIG"),
@@ -41,6 +41,16 @@ REFUSED_BY_ARGUMENT = [
     ("clone", FIRST, 0x00020011, "CLONE_NEWNS"),
     ("clone", FIRST, 0x40000000, "CLONE_NEWNET"),
     ("prctl", FIRST, 4, "PR_SET_DUMPABLE"),
+    ("fcntl", SECOND, 1031, "F_SETPIPE_SZ"),
+    ("setsockopt", THIRD, 7, "SO_SNDBUF"),
+    ("setsockopt", THIRD, 8, "SO_RCVBUF"),
+    ("setsockopt", THIRD, 32, "SO_SNDBUFFORCE"),
+    ("setsockopt", THIRD, 33, "SO_RCVBUFFORCE"),
+    ("socketpair", FIRST, 30, "AF_TIPC"),
+    ("mmap", FOURTH, 0x21, "MAP_SHARED | MAP_ANONYMOUS"),
+    ("mmap", FOURTH, 0x23, "MAP_SHARED_VALIDATE | MAP_ANONYMOUS"),
+    ("mmap", FOURTH, 0x8121, "the same with MAP_POPULATE and MAP_GROWSDOWN"),
+    ("mmap", FOURTH, 0x40022, "MAP_PRIVATE | MAP_ANONYMOUS | MAP_HUGETLB"),
     ("prlimit64", FIRST, 1, "another process"),
     ("tgkill", FIRST, PID + 1, "another process"),
     ("kill", FIRST, PID, "a process and not the group"),
@@ -52,6 +62,11 @@ ALLOWED_BY_ARGUMENT = [
     ("clone", FIRST, 0x003D0F00, "a thread"),
     ("clone", FIRST, 0x01200011, "fork"),
     ("prctl", FIRST, 15, "PR_SET_NAME"),
+    ("setsockopt", THIRD, 16, "SO_PASSCRED"),
+    ("socketpair", FIRST, 1, "AF_UNIX"),
+    ("mmap", FOURTH, 0x22, "MAP_PRIVATE | MAP_ANONYMOUS"),
+    ("mmap", FOURTH, 0x4022, "the same with MAP_NORESERVE"),
+    ("mmap", FOURTH, 0x01, "MAP_SHARED of a file"),
     ("prlimit64", FIRST, 0, "itself"),
     ("tgkill", FIRST, PID, "its own threads"),
     ("kill", FIRST, 0, "its group"),
@@ -116,14 +131,23 @@ def test_calls_judged_by_one_argument(machine: str, name: str, argument: int, va
         assert verdict(strictest(), architecture, number, tuple(arguments)) == expected, hex(high)
 
 
-def test_signals_by_descriptor_are_refused_at_every_level(machine: str) -> None:
+def test_what_is_refused_by_argument_at_every_level(machine: str) -> None:
     column, architecture = MACHINES[machine]
     mildest = filter_program(same_user=False, signals_open=False, pid=PID)
-    for name, _, value, what in REFUSED_BY_ARGUMENT:
-        if name in ("fcntl", "ioctl", "clone"):
+    for name, argument, value, what in REFUSED_BY_ARGUMENT:
+        if name not in ("prctl", "kill", "tgkill"):
             number = BY_ARGUMENT[name][column]
-            arguments = (value,) if name == "clone" else (3, value)
-            assert verdict(mildest, architecture, number, arguments) == REFUSED, what
+            assert verdict(mildest, architecture, number, (*[3] * argument, value)) == REFUSED, what
+
+
+def test_no_signal_reaches_the_first_process(machine: str) -> None:
+    """It may be the warden: before Linux 6.12 nothing else keeps a program of its user from signalling it."""
+    column, architecture = MACHINES[machine]
+    mildest = filter_program(same_user=False, signals_open=False, pid=PID)
+    for name, numbers in (SIGNALS | {"tgkill": BY_ARGUMENT["tgkill"]}).items():
+        for high in (0, 2**32 - 1):
+            assert verdict(mildest, architecture, numbers[column], (high << 32 | 1, 1, 2)) == REFUSED, name
+        assert verdict(mildest, architecture, numbers[column], (PID, PID, 2)) == ALLOWED, name
 
 
 def test_other_abis_of_the_machine_end_the_process(machine: str) -> None:
