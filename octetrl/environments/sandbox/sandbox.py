@@ -8,8 +8,8 @@
 
 Each run is a new process in a new empty folder that ends with it; nothing is kept and nothing of the run's is
 inherited: not its environment, its files, its descriptors. Whatever the program does becomes a status, never an
-exception. A sandbox that could not be made is FAILED_SANDBOX: no verdict on the program. One that fails after the program
-has started is BROKE_SANDBOX, a failure of the program.
+exception. A sandbox that could not be made is FAILED_SANDBOX: no verdict on the program. One that fails after the
+program has started is BROKE_SANDBOX, a failure of the program.
 
 Thread-safe; more callers than the machine has cores wait for each other. Cost: docs/sandbox.md, most of it two starts
 of Python. A warm interpreter that forks would be faster and would show each program what the one before left in memory.

@@ -37,8 +37,7 @@ def test_an_ordinary_program(sandbox: Box) -> None:
     """Threads, temporary files, copies, child processes, what they share by a file or a pipe, asyncio and exit()
     work."""
     program = """
-import asyncio, json, multiprocessing, shutil, subprocess, sys, tempfile, threading
-from multiprocessing.sharedctypes import RawArray
+import asyncio, json, mmap, multiprocessing, shutil, subprocess, sys, tempfile, threading
 found = []
 def child(): found.append(subprocess.run([sys.executable, "-c", "print(6 * 7)"], capture_output=True, text=True).stdout)
 thread = threading.Thread(target=child)
@@ -47,10 +46,11 @@ with tempfile.TemporaryDirectory() as folder:
     with open(folder + "/x", "w") as file: json.dump(found, file)
     shutil.copyfile(folder + "/x", folder + "/y")
     found += json.load(open(folder + "/y"))
-shared, (near, far) = RawArray("i", 3), multiprocessing.Pipe()
-def fill(): shared[1] = 7; far.send("piped")
+    with open(folder + "/y", "r+b") as file: shared = mmap.mmap(file.fileno(), 0)
+near, far = multiprocessing.Pipe()
+def fill(): shared[0] = 7; far.send("piped")
 other = multiprocessing.get_context("fork").Process(target=fill)
-other.start(); found.append(near.recv()); other.join(); found.append(shared[1])
+other.start(); found.append(near.recv()); other.join(); found.append(shared[0])
 async def one(): await asyncio.sleep(0.01); return 1
 found.append(asyncio.run(one()))
 print(found)
