@@ -56,11 +56,12 @@ def shipped(name: str, model: Path, output: Path, data: Path, *more: str) -> Rec
     own = ("algorithm.", "environment.", "rollout.group_size", "precision")
     words = [f"{key}={value}" for key, value in dotted(recipe_tree(model, output)) if not key.startswith(own)]
     recipe = load_recipe(REPO / "recipes" / f"demo_{name}.yaml")
-    if recipe.algorithm.conversations:
-        words.append(f"algorithm.conversations={data / Path(recipe.algorithm.conversations).name}")
+    if "conversations" in recipe.sources:
+        words.append(f"algorithm.conversations={data / Path(recipe.sources['conversations'].path).name}")
     for source, config in recipe.data.sources.items():
         words.append(f"data.sources.{source}.path={data / Path(config.path).name}")
-    words += ["algorithm.batch_size=4", "environment.reward=tests.e2e.tiny_rewards:by_text", "steps=2", *more]
+    words += ["algorithm.batch_size=4"] if recipe.algorithm.learns_from != "rollouts" else []
+    words += ["environment.reward=tests.e2e.tiny_rewards:by_text", "steps=2", *more]
     return load_recipe(REPO / "recipes" / f"demo_{name}.yaml", words)
 
 
@@ -122,7 +123,8 @@ def test_check_accepts_its_recipe(
     name: str, model: Path, teacher: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "recipe.yaml"
-    path.write_text(dump_recipe(shipped(name, model, tmp_path / "run", data, f"algorithm.teacher={teacher}")))
+    own = [f"algorithm.teacher={teacher}"] if name == "distill" else []
+    path.write_text(dump_recipe(shipped(name, model, tmp_path / "run", data, *own)))
     assert run_command(["check", str(path)]) == 0
     shown = capsys.readouterr().out
     assert "no problems" in shown and f"  algorithm           {name.split('_')[0]}, " in shown
