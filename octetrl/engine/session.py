@@ -83,7 +83,7 @@ class Session:
         self._batch = self._transcript.batch(())
         self._submitted: list[RequestGroup] = []  # since the last step
         self._groups: dict[str, RequestGroup] = {}  # unfinished
-        self._told: dict[RunningSequence, int] = {}  # tokens, of those that stream
+        self._reported: dict[RunningSequence, int] = {}  # tokens, of those that stream
         self._num_submitted = 0
         self._is_open = True
 
@@ -135,7 +135,7 @@ class Session:
             if sibling.row != NO_ROW:
                 self._transcript.close(sibling, sibling.row)
             self._scheduler.cancel(sibling)
-            self._told.pop(sibling, None)
+            self._reported.pop(sibling, None)
         self._tally.cancelled += len(siblings)
 
     # ------------------------------------------------------------ steps
@@ -150,10 +150,10 @@ class Session:
         This session runs in the caller's process: a call never waits, and `wait_seconds` has no effect.
         """
         events = [self._last_event(sibling, completion) for sibling, completion in self.advance()]
-        for sibling, told in self._told.items():
-            token_ids, logprobs = self._transcript.since(sibling, told)
+        for sibling, reported in self._reported.items():
+            token_ids, logprobs = self._transcript.since(sibling, reported)
             if token_ids:
-                self._told[sibling] = told + len(token_ids)
+                self._reported[sibling] = reported + len(token_ids)
                 request_id = sibling.group.request.id
                 events.append(SessionEvent(request_id, sibling.sibling, tuple(token_ids), tuple(logprobs), None))
         return events
@@ -181,7 +181,7 @@ class Session:
                 siblings = self._admission.siblings(group)
                 scheduler.submit(siblings)
                 if group.streams:
-                    self._told.update(dict.fromkeys(siblings, 0))
+                    self._reported.update(dict.fromkeys(siblings, 0))
         step = scheduler.next_step(results_pending=bool(self._in_flight))
         if step is not None:
             for sequence, row in step.preempted:
@@ -234,8 +234,8 @@ class Session:
         )
 
     def _last_event(self, sibling: RunningSequence, completion: Completion) -> SessionEvent:
-        told = self._told.pop(sibling, 0)
-        token_ids, logprobs = completion.token_ids[told:], completion.logprobs[told:]
+        reported = self._reported.pop(sibling, 0)
+        token_ids, logprobs = completion.token_ids[reported:], completion.logprobs[reported:]
         return SessionEvent(sibling.group.request.id, sibling.sibling, token_ids, logprobs, completion)
 
     def _rest(self) -> None:

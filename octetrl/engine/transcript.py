@@ -70,11 +70,11 @@ class Transcript:
     def last_token(self, sequence: RunningSequence) -> int:
         return int(self._tokens_RN[sequence.row, self._count_R[sequence.row] - 1])
 
-    def since(self, sequence: RunningSequence, told: int) -> tuple[list[int], list[float]]:
-        """Known tokens of its completion and their log-probs, without the first `told`."""
-        token_ids, logprobs = sequence.token_ids[sequence.prompt_length + told :], sequence.logprobs[told:]
+    def since(self, sequence: RunningSequence, skip: int) -> tuple[list[int], list[float]]:
+        """Known tokens of its completion and their log-probs, without the first `skip`."""
+        token_ids, logprobs = sequence.token_ids[sequence.prompt_length + skip :], sequence.logprobs[skip:]
         if sequence.row != NO_ROW:
-            begin, count = max(0, told - len(sequence.logprobs)), self._count_R[sequence.row]
+            begin, count = max(0, skip - len(sequence.logprobs)), self._count_R[sequence.row]
             token_ids += self._tokens_RN[sequence.row, begin:count].tolist()
             logprobs += self._logprobs_RN[sequence.row, begin:count].tolist()
         return token_ids, logprobs

@@ -129,14 +129,14 @@ class CallableProcess:
         wait. Raises ProcessDied."""
         for _ in range(_READS):
             try:
-                data, told, _, _ = self._socket.recvmsg(1 << 16, socket.CMSG_SPACE(_CREDENTIALS.size))
+                data, ancillary, _, _ = self._socket.recvmsg(1 << 16, socket.CMSG_SPACE(_CREDENTIALS.size))
             except BlockingIOError:
                 return None
             except OSError as error:  # reset, or closed by `kill`
                 raise self._death() from error
             if not data:
                 raise self._death()
-            if _is_from(told, self.pid):
+            if _is_from(ancillary, self.pid):
                 self._buffer += data
                 if (answer := self._whole_answer()) is not None:
                     return answer

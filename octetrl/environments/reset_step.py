@@ -73,10 +73,10 @@ class ResetStep:
         except ValueError as error:
             state.wrong += 1
             return str(error)
-        came = state.environment.step(action)
-        if not isinstance(came, tuple) or len(came) != 5:
+        result = state.environment.step(action)
+        if not isinstance(result, tuple) or len(result) != 5:
             raise TypeError("step gave something else than (observation, reward, terminated, truncated, info)")
-        observation, gained, terminated, truncated, _ = came
+        observation, gained, terminated, truncated, _ = result
         state.steps += 1
         state.total += float(gained)
         return None if terminated or truncated else _shown(state.environment, observation)

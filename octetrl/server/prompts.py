@@ -65,8 +65,8 @@ class Prompts:
         try:
             return tuple(self._encoder.ids(text, special=special))
         except TextTooLong as error:
-            told = f"this model's context is {self._context_length} tokens; the prompt has {error}; shorten it"
-            raise wrong(param, told, "context_length_exceeded") from error
+            message = f"this model's context is {self._context_length} tokens; the prompt has {error}; shorten it"
+            raise wrong(param, message, "context_length_exceeded") from error
 
     def _chat_tokens(self, body: ChatBody) -> tuple[int, ...]:
         if self._tokenizer.chat_template is None:

@@ -68,13 +68,13 @@ class Failures:
             f"{where}: {self.count} of {self.drawn} rollouts failed in the environment ({self.share:.0%};"
             f" environment.max_failure_share allows {max_share:.0%}); the first of each kind:"
         )
-        shown = [_told(kind) for kind in self.kinds[:_SHOWN_KINDS]]
+        shown = [_summary_of(kind) for kind in self.kinds[:_SHOWN_KINDS]]
         more = len(self.kinds) - len(shown)
         raise FailureShareError("\n\n".join([head, *shown, *([f"and {more} more kinds"] if more else [])]))
 
 
-def _told(kind: Kind) -> str:
+def _summary_of(kind: Kind) -> str:
     rollout = kind.first
-    told = f"{kind.count} x {rollout.status}, first in task {rollout.task.id}: {rollout.detail or 'no detail'}"
+    headline = f"{kind.count} x {rollout.status}, first in task {rollout.task.id}: {rollout.detail or 'no detail'}"
     lines = (rollout.trace or f"the completion was {rollout.text[:200]!r}").splitlines()
-    return "\n".join([told, *(f"    {line}" for line in lines)])
+    return "\n".join([headline, *(f"    {line}" for line in lines)])

@@ -29,12 +29,12 @@ class FallbackWatch:
     """Tells each fallback of an FP8 GEMM once."""
 
     def __init__(self) -> None:
-        self._told = 0
+        self._reported = 0
 
     def warning(self) -> str | None:
         """One line about the fallbacks since the last call, or None."""
-        new = list(fp8_gemm.fallbacks.items())[self._told :]
-        self._told += len(new)
+        new = list(fp8_gemm.fallbacks.items())[self._reported :]
+        self._reported += len(new)
         if not new:
             return None
         config, reason = new[0]

@@ -46,10 +46,10 @@ def _answered(action: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"value": action()}
     except BaseException as error:  # its sys.exit too
-        return {"raised": _told(error)}
+        return {"raised": _described(error)}
 
 
-def _told(error: BaseException) -> list[str]:
+def _described(error: BaseException) -> list[str]:
     """Its class, the builtin class nearest to it, and its text."""
     text = "no text"
     with contextlib.suppress(BaseException):

@@ -67,7 +67,7 @@ def judge(end: socket.socket, form: str, cases: list[Any], function: str | None)
     except LinkClosed:
         return {"passed": "0" * len(cases), "why": "the program ended"}
     except Exception as error:
-        return {"passed": "0" * len(cases), "why": f"the code raises {_told(error)}"}
+        return {"passed": "0" * len(cases), "why": f"the code raises {_one_line(error)}"}
     for number, case in enumerate(cases, 1):
         reason = None
         try:
@@ -79,7 +79,7 @@ def judge(end: socket.socket, form: str, cases: list[Any], function: str | None)
         except BrokenTest as error:
             return {"broken": f"test {number}: {error}"}
         except BaseException as error:
-            reason = _told(error)
+            reason = _one_line(error)
         if link.is_closed:  # even where the test expects an exception and takes any
             why = why or f"test {number}: the program ended"
             break
@@ -112,7 +112,7 @@ def _bound(node: ast.AST) -> Iterator[str]:
         yield node.arg
 
 
-def _told(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())[:200]
     text = "".join(
         letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text

@@ -150,10 +150,14 @@ class Link:
         self._file.close()
         return LinkClosed()
 
-    def _exception(self, told: Any) -> Exception:
-        if not isinstance(told, list) or len(told) != 3 or not all(isinstance(text, str) for text in told):
+    def _exception(self, description: Any) -> Exception:
+        if (
+            not isinstance(description, list)
+            or len(description) != 3
+            or not all(isinstance(text, str) for text in description)
+        ):
             raise self._closed()
-        name, known_name, text = told
+        name, known_name, text = description
         known = vars(builtins).get(known_name)
         if isinstance(known, type) and issubclass(known, Exception) and known is not Exception:
             with contextlib.suppress(TypeError):  # some want more than a text

@@ -204,6 +204,8 @@ def _typed(value: Any, kind: type) -> Any:
     return value
 
 
-def _has_fields(told: Any) -> bool:
+def _has_fields(description: Any) -> bool:
     """Objects without fields are equal only to themselves."""
-    return isinstance(told, dict) and bool(told.get("fields") or "holds" in told or "member" in told)
+    return isinstance(description, dict) and bool(
+        description.get("fields") or "holds" in description or "member" in description
+    )

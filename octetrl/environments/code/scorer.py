@@ -100,8 +100,8 @@ class CodeScorer:
             passed.append(outcome.ok and same_output(outcome.stdout, case["stdout"]))
             if not passed[-1]:
                 ended = "wrong output" if outcome.ok else outcome.status.value
-                told = _last_line(outcome.stderr) if outcome.status is SandboxStatus.ERROR else outcome.detail or ""
-                why = why or f"test {number}: {ended}{told and ', ' + told}"
+                detail = _last_line(outcome.stderr) if outcome.status is SandboxStatus.ERROR else outcome.detail or ""
+                why = why or f"test {number}: {ended}{detail and ', ' + detail}"
             limits = replace(limits, wall_seconds=limits.wall_seconds - outcome.seconds)
             if not (passed[-1] or self.partial) or limits.wall_seconds <= 0:
                 why = why or SandboxStatus.WALL_TIMEOUT.value

@@ -61,9 +61,9 @@ class Tool:
         self.name = name or str(getattr(function, "__name__", type(function).__name__))
         if not _NAME.fullmatch(self.name):
             raise UserError(f"tool: '{self.name}' is no name for one; give name= of up to 64 letters, digits and _")
-        told, told_of = _read_docstring(inspect.getdoc(function) or "")
-        self.description = told if description is None else description
-        self._names, self._arguments = _arguments_model(self.name, function, told_of)
+        documented, documented_arguments = _read_docstring(inspect.getdoc(function) or "")
+        self.description = documented if description is None else description
+        self._names, self._arguments = _arguments_model(self.name, function, documented_arguments)
         self.parameters: dict[str, Any] = _schema_of(self.name, self._arguments)
         self.__module__ = function.__module__
         self.__doc__ = function.__doc__
@@ -157,7 +157,7 @@ def _found(module: str, qualified: str) -> object:
 
 
 def _arguments_model(
-    tool_name: str, function: Callable[..., Any], told_of: Mapping[str, str]
+    tool_name: str, function: Callable[..., Any], documented_arguments: Mapping[str, str]
 ) -> tuple[dict[str, str], type[BaseModel]]:
     """Field -> parameter, and the model. Fields have names of ours, for a model has no room for one called `copy`."""
     target = function if inspect.isroutine(function) else type(function).__call__
@@ -176,7 +176,7 @@ def _arguments_model(
             raise UserError(f"tool '{tool_name}': parameter '{parameter.name}' has no type; give one, as in 'x: int'")
         default: Any = ... if parameter.default is parameter.empty else parameter.default
         names[f"a{place}"] = parameter.name
-        field = Field(default, alias=parameter.name, description=told_of.get(parameter.name))
+        field = Field(default, alias=parameter.name, description=documented_arguments.get(parameter.name))
         fields[f"a{place}"] = (hints[parameter.name], field)
     try:
         model = create_model(tool_name, __config__=ConfigDict(extra="forbid", allow_inf_nan=False), **fields)

@@ -68,7 +68,7 @@ class _Python:
         outcome = sandbox_for(self.config).run(program)
         if outcome.status is SandboxStatus.FAILED_SANDBOX:
             raise RuntimeError(f"the sandbox failed: {outcome.detail}")
-        return _told(outcome, self.max_letters)
+        return _report_of(outcome, self.max_letters)
 
 
 def with_last_value_printed(code: str) -> str:
@@ -88,7 +88,7 @@ def with_last_value_printed(code: str) -> str:
     return f"{before.decode()}_ = ({value}\n)\nif _ is not None:\n    print(repr(_))\n"  # lines keep their numbers
 
 
-def _told(outcome: Outcome, letters: int) -> str:
+def _report_of(outcome: Outcome, letters: int) -> str:
     stderr = _PROGRAM_FILE.sub('File "program.py"', outcome.stderr).replace("Traceback (most recent call last):\n", "")
     parts = [_ENDINGS.get(outcome.status, ""), outcome.stdout.strip(), stderr.strip()]
     text = "\n".join(part for part in parts if part) or "The program printed nothing."

@@ -144,8 +144,8 @@ class Calls:
         where, trace = self._loop.standing()
         self._given_up.append(self._loop)  # it may still end what else runs on it
         self._loop = None
-        told = f"{error}; async code blocks the event loop ({where}): await what it waits for"
-        return Called(error=told, trace=trace, timed_out=True)
+        text = f"{error}; async code blocks the event loop ({where}): await what it waits for"
+        return Called(error=text, trace=trace, timed_out=True)
 
     def _running_loop(self) -> _Loop:
         if self._loop is None:

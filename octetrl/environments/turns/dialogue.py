@@ -48,7 +48,7 @@ class Do:
     conversation: Conversation  # that it is about
 
 
-Led = Generator[tuple[Do, ...], tuple[Called, ...], Any]
+HookCalls = Generator[tuple[Do, ...], tuple[Called, ...], Any]
 
 
 class Failed(Exception):
@@ -133,7 +133,7 @@ class Dialogue:
     def begin(self, task: Task, seed: str) -> Conversation:
         return Conversation(task, Random(seed))
 
-    def hook(self, name: Literal["start", "finish"], conversation: Conversation) -> Led:
+    def hook(self, name: Literal["start", "finish"], conversation: Conversation) -> HookCalls:
         """The environment's method of this name, if it has one."""
         function = self._hooks[name]
         if function is not None:
@@ -172,8 +172,8 @@ class Dialogue:
         values: dict[str, float] = {}
         if self._components:
             seconds = self.limits.reward_seconds
-            told = yield tuple(Do(one.function, (conversation,), seconds, conversation) for one in self._components)
-            for one, called in zip(self._components, told, strict=True):
+            results = yield tuple(Do(one.function, (conversation,), seconds, conversation) for one in self._components)
+            for one, called in zip(self._components, results, strict=True):
                 if called.error is not None:
                     status = RolloutStatus.REWARD_TIMEOUT if called.timed_out else RolloutStatus.REWARD_ERROR
                     raise Failed(status, called.error, called.trace)
