@@ -1,4 +1,4 @@
-"""Conversations to learn from by SFT, and how they become samples.
+"""Reads conversations for SFT and turns them into samples.
 
 A row has one of two forms; a file may mix them:
 
@@ -6,7 +6,7 @@ A row has one of two forms; a file may mix them:
     {"messages": [{"role", "content"}, ...]}     several turns, exactly as the chat template writes them; `tools`, where
                                                  given, goes to the template
 
-The loss is on what the assistant says, the end of its turn included, and on nothing else.
+The loss covers only what the assistant says, including the end of its turn.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What a supervised step learns from: examples of one or several sources, mixed by weight, in an order that resumes.
+"""The training data of a supervised step: examples of one or several sources, mixed by weight, in a resumable order.
 
-Which source the next example comes from is no draw: it is the one furthest behind its share,
+The next example comes from the source that is furthest below its share; nothing is random:
 
     argmax_s  w_s (n + 1) - taken_s          n examples taken so far, taken_s of them from s; w sums to 1
 
-so after any number of examples every source has its share to within one example or so, and every batch nearly. Within
-a source the order is seeded and without end (environments/order.py). A place in the mixture is the counts.
+So after any number of examples every source has its share to within one example or so, and so has nearly every batch.
+Within a source the order is seeded and endless (environments/order.py). The counts are the position in the mixture.
 
 Examples longer than the model's context are refused, or with `too_long: drop` left out and counted. All examples are
-put into tokens when the run begins.
+tokenized when the run starts.
 """
 
 from __future__ import annotations

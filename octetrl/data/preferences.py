@@ -1,4 +1,4 @@
-"""Preference pairs: two answers to one prompt, and which is the better.
+"""Reads preference pairs: two answers to one prompt, of which one is better.
 
     {"prompt": "...", "chosen": "...", "rejected": "..."}             tokens as a rollout's are
     {"messages": [...], "chosen": ..., "rejected": ...}               as the chat template writes them; each answer is a
@@ -6,7 +6,7 @@
     {"chosen": [...], "rejected": [...]}                              two whole conversations: what they begin with in
                                                                       common is the prompt
 
-`prompt` may be a list of messages too. Only what the assistant says after the prompt is learnt from.
+`prompt` may be a list of messages too. The loss covers only what the assistant says after the prompt.
 """
 
 from __future__ import annotations

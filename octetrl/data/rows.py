@@ -1,4 +1,4 @@
-"""Rows of a file, whatever it is: objects with the place they come from, for messages that name it.
+"""Reads rows of a file of any format: objects, each with its place in the file for messages.
 
     *.parquet       needs the extra `parquet`                      chat.parquet, row 17
     a folder        what `datasets` saved, or can load, there      folder[train], row 17

@@ -1,15 +1,14 @@
-"""What an environment is, and the order in which its tasks are drawn.
+"""The interface of an environment, and the order of its tasks.
 
 An environment is two things: tasks, and a score for a completion of one of them. Any object with these two
-names will do (`examples/custom_environment.py` is one in ten lines); `TaskEnvironment` puts them together
-from parts.
+attributes is an environment (`examples/custom_environment.py` is one in ten lines). `TaskEnvironment` combines
+them from parts.
 
-A `Taskset` draws training tasks in an endless seeded order (`environments/order.py`), so a resumed run draws
-the very prompts that a never-killed run would have drawn. Held-out tasks are set aside first, and a training
-task that has the prompt of a held-out one is passed over. Comparing prompts rather than ids matters for
-generated data, where a small dataset says the same thing under many indices.
+A `Taskset` returns training tasks in an endless seeded order (`environments/order.py`), so a resumed run gets the same
+prompts as an uninterrupted one. Held-out tasks are set aside first. A training task with the prompt of a held-out one
+is skipped. Prompts are compared and not ids, because a small generated dataset repeats prompts under many indices.
 
-Tasks may be generated on access (`environments/reasoning_gym.py`), so nothing here walks through all of them.
+Tasks may be generated on access (`environments/reasoning_gym.py`), so nothing here iterates over all of them.
 """
 
 from __future__ import annotations

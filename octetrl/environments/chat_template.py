@@ -1,4 +1,4 @@
-"""What may go wrong in a tokenizer's chat template, which is a program of somebody else's in the language of jinja."""
+"""Errors of a tokenizer's chat template, which is a foreign program in the language of jinja."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """One OpenAI-compatible endpoint: a JSON body goes to a path, a JSON object comes back, or a reason why not.
 
-Tried again, with a wait that doubles and is drawn from its upper half so that many callers don't come back at once:
-no connection, no answer in time, and the statuses that may pass (408, 409, 429, 5xx), whose `Retry-After` is heeded up
-to a minute. Any other status is final. Whatever fails in the end is an EndpointError, one line, without the key.
+These failures are retried: no connection, no answer in time, and temporary statuses (408, 409, 429, 5xx). `Retry-After`
+is respected up to a minute. The wait doubles each time and is random within its upper half, so that many callers do not
+retry at once. Any other status is final. The final failure is an EndpointError: one line, without the key.
 
-httpx (extra `judge`) and not the openai client: one POST is all that is asked, in any body that a server takes, and
-huggingface_hub brings httpx anyway. Its client is shared by threads, and so is this.
+The client is httpx (extra `judge`), not openai's: one POST with any body is enough, and huggingface_hub installs httpx
+anyway. httpx's client is thread-safe, and so is this class.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Text games of several turns, ready-made: `environment: {kind: game, dataset: guess_number}`.
 
-    guess_number    a number in a range is to be found; each guess is told to be too low or too high
+    guess_number    find a number in a range; the reply to each guess says whether it is too low or too high
 
-A game is played over replies of the user's, without tools, so any model that can chat can play it. What is wrong with
-a message is told and costs a turn, as a wrong guess does.
+A game uses the user's messages as replies, without tools, so any chat model can play it. A message that cannot be read
+is reported to the model and costs a turn, like a wrong guess.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Completions scored by another model, behind any OpenAI-compatible endpoint: one that is asked, or a reward model.
+"""Scores completions with another model behind any OpenAI-compatible endpoint: a chat model or a reward model.
 
     chat           template -> /v1/chat/completions -> the score in its reply -> (score - lowest) / (highest - lowest)
     reward_model   prompt and completion as messages -> `path` -> the number at `value_at`, as it is
 
-Every completion comes to a status, and none to a 0 that was not given: SCORED with a finite number; REWARD_TIMEOUT
-where the last try got no answer in time; REWARD_ERROR with the reason for anything else, a reply without a score and
-one out of its range included.
+Every completion gets a status, and none gets a 0 that the judge did not give. SCORED: a finite number. REWARD_TIMEOUT:
+the last try got no answer in time. REWARD_ERROR: any other failure, with the reason, including a reply without a score
+or with a score out of range.
 
-Here, in threads of the run's process, and not in reward workers, which take completions one by one: this only waits.
-Completions that would be asked about in the same words are asked about once, when the judge is greedy.
+The judge runs in threads of the run's process and not in reward workers, because it only waits. A greedy judge is asked
+only once about equal completions.
 
-A judge is a reward that can be talked to: a policy may learn to praise its answer, or to write "Score: 10". The last
-match counts, and of a reply only; look at what is rewarded all the same (`octetrl rollouts`).
+A policy may learn to persuade a judge, by praising its answer or by writing "Score: 10". Only the last match in the
+judge's reply counts. Still, look at the rewarded rollouts (`octetrl rollouts`).
 """
 
 from __future__ import annotations

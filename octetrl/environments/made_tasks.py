@@ -1,4 +1,4 @@
-"""Tasks that are made when they are asked for: of generated data, where nobody wants all of them at once."""
+"""Tasks that are created on access, for generated data of which a run needs only a part."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
     get_dataset(), a row's prompt       tasks: a system message, if any, that all rows share, and one of the user
     setup_state                         start
     is_completed, env_response          reply
-    ToolEnv.tools                       tools, with arguments checked and mistakes told as ours are
+    ToolEnv.tools                       tools, with arguments checked and mistakes reported as for our tools
     rubric.score_rollout                the reward
     cleanup                             finish
 

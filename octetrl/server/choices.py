@@ -1,7 +1,7 @@
-"""One choice's answer as it is drawn: which of its text may be shown, its tokens, its log-probs, its calls.
+"""One choice of an answer while it is sampled: the text that may be shown, its tokens, log-probs and tool calls.
 
-An answer that is told whole is taken in as one piece, one that is streamed as many, by the same code, so that the
-pieces of a stream add up to the whole. Text is held back
+The same code handles a whole answer as one piece and a streamed answer as many, so that the pieces of a stream add up
+to the whole. Text is held back
 
     while its last character is not finished             a character may be several tokens
     while it may become a stop string                    the text ends before one

@@ -1,13 +1,13 @@
-"""/v1/completions and /v1/chat/completions: a body in, generation requests to the engine, an answer out.
+"""/v1/completions and /v1/chat/completions: turn a body into generation requests, and results into an answer.
 
     body -> prompt tokens -> `Answer` of the intake -> whole: one JSON object
                                                     -> stream: server-sent events, [DONE] at the end
 
-The status is known before a stream begins: the engine has taken the request, or refused it. What fails later comes as
-an event with an `error` in it, and no [DONE].
+The status is known before a stream begins: the engine has accepted or refused the request. A later failure is an event
+with an `error` in it, without [DONE].
 
-While an answer is under way somebody listens for the client. When he hangs up, the answer is closed: its request is
-cancelled and its pages are free.
+During an answer a task watches the connection. If the client disconnects, the answer is closed: its request is
+cancelled and its pages are freed.
 """
 
 from __future__ import annotations

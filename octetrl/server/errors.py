@@ -1,10 +1,9 @@
-"""What a client is told when he gets no answer: a status and OpenAI's error body, so that their clients raise the right
-exception.
+"""Errors for clients: a status and OpenAI's error body, so that OpenAI's client raises the right exception.
 
-    400 invalid_request_error  what was asked for is wrong, or not supported    413  the body is too large
-    401 authentication_error   no key, or a wrong one                           404  no such model or path
-    429 rate_limit_error       the queue is full                                503  the server is draining
-    500 server_error           the engine failed
+400 invalid_request_error  what was asked for is wrong, or not supported    413  the body is too large
+401 authentication_error   no key, or a wrong one                           404  no such model or path
+429 rate_limit_error       the queue is full                                503  the server is draining
+500 server_error           the engine failed
 """
 
 from __future__ import annotations

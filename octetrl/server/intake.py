@@ -1,10 +1,10 @@
-"""Between HTTP and the engine's thread, on the HTTP side's loop: who is let in, and which events are whose.
+"""Admits requests and distributes events, between HTTP and the engine's thread, on the HTTP side's loop.
 
-A request is let in while fewer than `capacity` completions are unfinished: those that run and those that queue. One
-that is let in has an `Answer`, which gives its events in order and is closed in the end; closing an unfinished one
-cancels it, and its pages are free.
+A request is admitted while fewer than `capacity` completions are unfinished, running or queued. An admitted request has
+an `Answer`, which returns its events in order and is closed at the end. Closing an unfinished one cancels it and frees
+its pages.
 
-    drain    nobody is let in any more; those inside have until the time is over, then they are told
+    drain    no request is admitted any more; current ones have until the time is over, then they get an error
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Intake:
     # ------------------------------------------------------------ the end
 
     async def drain(self, seconds: float) -> None:
-        """Lets nobody in; returns when all have left, or have been told to after `seconds`."""
+        """Admits no request. Returns when all have ended, or have got an error after `seconds`."""
         self.draining = True
         try:
             await asyncio.wait_for(self._empty.wait(), seconds)

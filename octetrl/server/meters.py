@@ -1,4 +1,4 @@
-"""What /metrics shows: counters and gauges by Prometheus' own client, in a registry of the app's own.
+"""The metrics of /metrics: counters and gauges of Prometheus' client, in the app's own registry.
 
 Counters are of the HTTP side; gauges are read from the engine when asked for. What lies on the device (saturation) is
 read by the engine's thread now and then.

@@ -1,4 +1,4 @@
-"""From messages or text to prompt tokens, with room for an answer behind them.
+"""Turns messages or text into prompt tokens, and checks that the context has room for an answer.
 
 Messages go through the model's chat template, as everywhere in the project: the text that it renders is tokenized
 without special tokens of the tokenizer's own. Tokenizing takes long for long prompts, so it runs in one thread beside

@@ -1,7 +1,7 @@
-"""Bodies of requests: the fields served, their limits, and what they say to the engine.
+"""Bodies of requests: the supported fields, their limits, and their translation for the engine.
 
-A field that would change the answer and is not served is refused by name rather than ignored; fields that change
-nothing here (`user`, `metadata`, ...) are taken and forgotten. Beyond OpenAI's there are `top_k`, `min_p`,
+An unsupported field that would change the answer is refused by name, not ignored. Fields without effect here (`user`,
+`metadata`, ...) are accepted and dropped. Beyond OpenAI's there are `top_k`, `min_p`,
 `stop_token_ids`, `ignore_eos`, `return_token_ids` and `chat_template_kwargs`.
 """
 

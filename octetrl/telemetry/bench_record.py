@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: `<folder>/<bench>_<name>.json`, its figures with what is needed to judge them.
+"""Writes a benchmark's result: `<folder>/<bench>_<name>.json`, with its figures and their provenance.
 
     bench commit source_digest date machine versions command rows     `rows`: flat objects, one a precision and workload
 

@@ -1,4 +1,4 @@
-"""What a person watching a run sees.
+"""Shows the progress of a run on the console.
 
     live    (a terminal)  one line per phase that moves (spinner, bar, tokens/s), then a small table a step
     plain   (pipes, CI)   one line a step

@@ -1,4 +1,4 @@
-"""What an evaluation found: estimates with their intervals, lengths, statuses, and each task's own outcome.
+"""The result of an evaluation: estimates with their intervals, lengths, statuses, and the outcome of each task.
 
     accuracy      share of completions that are right, their reward being at least `evaluation.right_from`
     reward_mean   mean reward

@@ -1,4 +1,4 @@
-"""When FP8 itself is unwell: the sentence a run shows, with its remedy."""
+"""Warnings about FP8 numerics, with their remedy."""
 
 from __future__ import annotations
 

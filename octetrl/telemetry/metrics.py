@@ -1,4 +1,4 @@
-"""What a step measured: a flat, frozen mapping from metric name to number.
+"""The metrics of a step: a flat, frozen mapping from metric name to number.
 
 Names are `family/name` in lower case (`reward/mean`, `time/rollout`, `mismatch/gen_kl`; `loss` and `grad_norm` stand
 alone), with the unit in the name where it isn't plain: `_per_second`, `_gb`. Times are seconds. A metric that could not

@@ -1,4 +1,4 @@
-"""How far the trainer's log-probs are from the engine's under the same weights, and what to do about it.
+"""Measures the difference between the trainer's and the engine's log-probs under the same weights, and limits it.
 
 With g the engine's and p the trainer's log-prob of a trained token, over the N trained tokens of a step whose p was
 taken before the step's first update: all of them, but in a step of several updates whose objective needs no p itself.

@@ -1,4 +1,4 @@
-"""Where a step's metrics go: `metrics.jsonl` always, TensorBoard and wandb where asked for.
+"""Writes a step's metrics: always to `metrics.jsonl`, to TensorBoard and wandb if the recipe asks for it.
 
 `metrics.jsonl` is the record of the run: one JSON object a step, `{"step": 3, "loss": ..., ...}`, names sorted, floats
 written so that they read back to the same bits, non-finite ones as null. A line is on the disk when `write` returns, so

@@ -1,4 +1,4 @@
-"""What each token of a completion looks like as text, and which tokens deserve a look.
+"""Shows each token of a completion as text, and marks tokens that deserve attention.
 
 A letter outside ASCII may take several tokens of a byte-level vocabulary; it is shown with the last of them, the others
 are empty. So the pieces are as many as the tokens, and together they are the decoded text.

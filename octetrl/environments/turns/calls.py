@@ -1,22 +1,22 @@
-"""Calls of code that we did not write, many under way at once, each with a time limit.
+"""Calls code that we did not write: many calls in flight at once, each with a time limit.
 
     ticket = calls.start(environment.reply, (conversation,), seconds=30.0)
     for ticket, called in calls.poll(0.1): ...
 
 An async function runs on one event loop, in a thread of its own, that lives as long as the run, so a client that it
-keeps open serves every step. Any other function gets a thread of its own for each call. Neither ever runs in the thread
-that steps the engine, and that thread, in `poll`, is the one that watches the clock; so whatever a call does, the run
-goes on. Whatever it raises is what it came to, SystemExit included.
+keeps open serves every step. Any other function gets a thread of its own for each call. Neither runs in the thread that
+steps the engine. That thread checks the time limits in `poll`, so the run continues whatever a call does. An exception,
+also SystemExit, is the result of its call.
 
-Why here and not in processes, as rewards are: a conversation's state, open connections and tools that share them would
-have to cross a process border in every turn. The price: nothing can be killed. A function that hangs is abandoned with
-its thread, which lives on until it returns or the run ends (it never keeps the run from ending); code that computes for
-long holds up the step by sharing its interpreter with it; and code that crashes the interpreter, or fills the memory,
-takes the run along. What must not do that belongs in `score`, which runs in a process, or in a sandbox.
+Rewards run in processes instead. Here a conversation's state, open connections and the tools that share them would have
+to cross a process boundary in every turn. The cost is that nothing can be killed. A function that hangs is abandoned.
+Its thread lives on until it returns or the run ends; it never prevents the run from ending. Long computations slow the
+step down, because they share its interpreter. Code that crashes the interpreter or fills the memory ends the run. Code
+with that risk belongs in `score`, which runs in a process, or in a sandbox.
 
-An async function that blocks (`time.sleep` where `asyncio.sleep` was meant) holds up the loop and all that runs on it.
-When a call's time is over and the loop does not answer either, later calls get a new loop, and the line that blocks the
-old one is told.
+An async function that blocks (`time.sleep` instead of `asyncio.sleep`) blocks the loop and everything on it. If a
+call's time is over and the loop does not answer either, later calls get a new loop. The error names the line that
+blocks the old one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _LOOP_ANSWERS_WITHIN = 2.0  # seconds
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """What a call came to. `error` is None when the function returned."""
+    """The result of a call. `error` is None if the function returned."""
 
     value: Any = None
     error: str | None = None  # one line
@@ -107,7 +107,7 @@ class Calls:
         found = self._take(max(0.0, min(wait, due - now)))
         now = time.monotonic()
         late = [ticket for ticket, pending in self._pending.items() if pending.ends <= now]
-        found += self._take(0.0) if late else []  # what came in time, though nobody looked
+        found += self._take(0.0) if late else []  # what arrived in time but was not read yet
         return found + [(ticket, self._abandon(ticket)) for ticket in late if ticket in self._pending]
 
     def forget(self) -> None:

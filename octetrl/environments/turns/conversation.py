@@ -1,11 +1,11 @@
-"""What an environment sees of a rollout: its task, what was said so far, and a place for what it wants to remember.
+"""A rollout as its environment sees it: the task, the messages so far, and a place for the environment's own state.
 
-One `Conversation` is one rollout's, and no two calls on it run at the same time, tools of one message excepted. So an
-environment keeps a rollout's state here (`conversation.state.board`), never on itself: siblings and other tasks are
-under way meanwhile.
+Each rollout has one `Conversation`. Two calls on it never run at the same time, except the tools of one message. An
+environment stores a rollout's state here (`conversation.state.board`), never on itself, because siblings and other
+tasks are in flight at the same time.
 
-Whatever is drawn by chance comes from `conversation.random`, which is seeded by the rollout. Then a resumed run repeats
-what the killed one would have done, and the order in which environments happen to answer changes nothing.
+Random numbers must come from `conversation.random`, which is seeded by the rollout. A resumed run then repeats what the
+killed one would have done, whatever the order in which environments answer.
 """
 
 from __future__ import annotations

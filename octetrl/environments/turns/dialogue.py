@@ -1,12 +1,12 @@
-"""An environment of several turns as a run sees it: what follows a completion, and what the whole is worth.
+"""Runs an environment with several turns: replies to completions, and the reward of the conversation.
 
     heard     the completion becomes the model's message; its tool calls are read by the family of the chat template
     answered  tool calls by the tools, all of a message at once; anything else by `reply`, if there is one
     judged    @reward and @metric functions, all at once
 
-Author's code is never called here: these are generators that yield what is to be called (`Do`) and are sent what came
-of it (`Called`, turns/calls.py), so that one thread can lead hundreds of conversations. What the environment failed is
-raised as `Failed`, with the status that the rollout then has.
+The author's code is never called here. The functions are generators: they yield the calls to make (`Do`) and receive
+the results (`Called`, turns/calls.py). So one thread can run hundreds of conversations. A failure of the environment is
+raised as `Failed`, with the rollout's status.
 
     start, reply or finish raises, or gives no reply    ENVIRONMENT_ERROR
     ... gives nothing in turns.reply_timeout_seconds    ENVIRONMENT_TIMEOUT
@@ -14,8 +14,8 @@ raised as `Failed`, with the status that the rollout then has.
     a reward or metric raises, or is no number          REWARD_ERROR
     ... gives nothing in reward_timeout_seconds         REWARD_TIMEOUT
 
-What the model got wrong (a call that can't be read, an unknown tool, arguments that don't fit, what a tool refuses by
-ToolError) is never a failure: it is told, and counted.
+An error of the model is never a failure: a call that can't be read, an unknown tool, wrong arguments, or a ToolError.
+It is reported to the model and counted.
 """
 
 from __future__ import annotations
