@@ -103,7 +103,22 @@ class _Reader:
         if scale.dtype == torch.uint8:
             scale = scale.view(torch.float8_e8m0fnu)
         scale = scale.float()
-        return dequantize_weight(Quantized(value, scale)).to(torch.bfloat16)
+        weight = dequantize_weight(Quantized(value, scale)).to(torch.bfloat16)
+        _check_multipliers(value, scale, weight, name)
+        return weight
+
+
+def _check_multipliers(codes: Tensor, scale: Tensor, weight: Tensor, name: str) -> None:
+    """UserError for a multiplier that is not above 0, or too large for its codes. Blocks of zeros may have 0."""
+    is_zero = scale == 0
+    erased = bool(is_zero.any()) and bool((dequantize_weight(Quantized(codes, is_zero.float())) != 0).any())
+    too_large = not weight.isfinite().all() and bool(scale.isfinite().all()) and bool(codes.float().isfinite().all())
+    if erased or too_large or bool((scale < 0).any()):
+        given = float(scale.max() if too_large else scale.min())
+        raise UserError(
+            f"'{name}{SCALE_SUFFIX}' has a multiplier of {given:.3g}; one is above 0, and small enough for its codes to"
+            f" stay finite in BF16: fetch it again"
+        )
 
 
 def _check_tied(reader: _Reader, file: Path) -> None:

@@ -6,9 +6,10 @@
 
 The two are equal for a clean checkout, and for a copy of its files without .git. The digest is that of one line a file,
 `<git's id of its content> <path inside the package>`, in the order of paths: git knows the ids of a commit, and of a
-file they are SHA-1 of `blob <size>\\0<content>`. Every file below `octetrl/` counts, also one that git does not know;
-`__pycache__` does not. `--benchmarks` prints the digest of the scripts instead: every `.py` below `benchmarks/`. The
-result of such a script has both.
+file they are SHA-1 of `blob <size>\\0<content>`. Every file below `octetrl/` counts, also one that git does not know.
+`__pycache__` does not count, and neither does `octetrl/recipes`: it links to the recipes, which are input and no code.
+`--benchmarks` prints the digest of the scripts instead: every `.py` below `benchmarks/`. The result of such a script
+has both.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ PACKAGE = Path(__file__).parents[1]
 BENCHMARKS = PACKAGE.parent / "benchmarks"  # of a checkout
 SCRIPTS = ".py"  # what counts there; results lie in the same folder
 DIGITS = 16
+NOT_COUNTED = {"__pycache__", "recipes"}
 
 
 def source_digest(folder: Path = PACKAGE, ending: str = "") -> str:
     """Of the files in `folder` whose names have that ending, as they lie on the disk."""
-    files = (path for path in folder.rglob(f"*{ending}") if path.is_file() and "__pycache__" not in path.parts)
-    return _digest({path.relative_to(folder).as_posix(): _blob_id(path.read_bytes()) for path in files})
+    files = ((path, path.relative_to(folder)) for path in folder.rglob(f"*{ending}") if path.is_file())
+    counted = ((path, inside) for path, inside in files if not NOT_COUNTED & set(inside.parts))
+    return _digest({inside.as_posix(): _blob_id(path.read_bytes()) for path, inside in counted})
 
 
 def digest_of_commit(commit: str, folder: Path = PACKAGE, ending: str = "") -> str | None:
@@ -41,7 +44,8 @@ def digest_of_commit(commit: str, folder: Path = PACKAGE, ending: str = "") -> s
     if listed.returncode != 0:
         return None
     entries = (entry.partition("\t") for entry in listed.stdout.split("\0") if entry)
-    return _digest({path: about.split()[2] for about, _, path in entries if path.endswith(ending)})
+    counted = ((about, path) for about, _, path in entries if path.endswith(ending))
+    return _digest({path: about.split()[2] for about, path in counted if not NOT_COUNTED & set(path.split("/"))})
 
 
 def _blob_id(content: bytes) -> str:

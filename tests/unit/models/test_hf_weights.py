@@ -157,6 +157,15 @@ def test_scales_that_are_no_multipliers_are_refused(folder: Path) -> None:
     assert f"1 foreign dtype: {DOWN}.weight_scale_inv I32" in _refusal(folder)
 
 
+@pytest.mark.parametrize(("multiplier", "said"), [(0.0, "0"), (-1.0, "-1"), (3e36, r"3e\+36")])
+def test_multipliers_that_erase_turn_or_overflow_are_refused(multiplier: float, said: str, folder: Path) -> None:
+    _to_fp8(folder)
+    scale = load_file(folder / "model.safetensors")[f"{DOWN}.weight_scale_inv"]
+    _edit(folder, **{DOWN_SCALE: torch.full_like(scale, multiplier)})
+    with pytest.raises(UserError, match=f"'{DOWN}.weight_scale_inv' has a multiplier of {said}; one is above 0"):
+        decoder_of(folder)
+
+
 def test_scales_without_codes_and_codes_that_are_no_matrix_are_refused(folder: Path) -> None:
     _edit(folder, **{DOWN_SCALE: torch.ones(1, 2)})
     assert f"1 scale beside a weight that is not FP8: {DOWN}.weight_scale_inv (F32)" in _refusal(folder)

@@ -83,3 +83,18 @@ def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == source_digest()
     assert main(["no-such-commit"]) == 2
     assert "no commit 'no-such-commit'" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_this_checkout_has_the_digest_of_its_commit(tmp_path: Path) -> None:
+    """Of a clone, which has nothing but what is committed."""
+    root = Path(__file__).parents[3]
+    if subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, check=False).returncode:
+        pytest.skip("not a git checkout")
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "-q", "--shared", str(root), str(clone)], check=True)
+    digest = digest_of_commit("HEAD", clone / "octetrl")
+    assert digest is not None and source_digest(clone / "octetrl") == digest
+    followed = tmp_path / "followed"
+    shutil.copytree(clone / "octetrl", followed)  # a copy that follows the link to the recipes
+    assert (followed / "recipes").is_dir() and source_digest(followed) == digest
