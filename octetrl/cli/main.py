@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import errno
 import io
+import os
+import select
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -17,6 +19,7 @@ from octetrl.cli.ctrl_c import INTERRUPTED, CtrlC, Stopped, came_of_ctrl_c
 from octetrl.config.text import ESCAPE
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2
+_STDOUT, _STDERR = 1, 2
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 OF_A_PATH = (  # what a path that was given may do, wherever it is looked at first
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP),
@@ -37,6 +40,8 @@ def main() -> NoReturn:
         if not came_of_ctrl_c(error):
             raise
         code = _stopped()
+    if _has_no_reader(_STDOUT):
+        code = _end_of_pipe()
     ctrl_c.finish(was_stopped=code == INTERRUPTED)
     sys.exit(code)
 
@@ -78,12 +83,35 @@ def _run_verb(arguments: Sequence[str]) -> int:
         if error.errno not in OF_A_PATH or not where:
             raise
         return _refuse(str(UserError(f"{where.strip()} can't be used ({error.strerror}); give another path")))
-    except SystemExit as error:  # no verb of ours: what an environment calls must not end a run as if it were done
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError) and (_has_no_reader(_STDOUT) or _leads_nowhere(_STDOUT)):
+            return _end_of_pipe()  # a closed stdout is a SystemExit of typer's, or of rich's, which replaces it too
+        # no verb of ours: what an environment calls must not end a run as if it were done
         raise RuntimeError(
             f"code that the recipe names called sys.exit({error.code!r}) in the run's process"
         ) from error
     except typer.Abort:
         return _stopped()
+
+
+def _has_no_reader(descriptor: int) -> bool:
+    """Whether it is a pipe whose other end is closed, as `octetrl ... | head` closes it."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+def _leads_nowhere(descriptor: int) -> bool:
+    return os.path.samestat(os.fstat(descriptor), os.stat(os.devnull))
+
+
+def _end_of_pipe() -> int:
+    """Sends what is still unwritten nowhere, so that the interpreter's end does not fail on it."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in filter(_has_no_reader, (_STDOUT, _STDERR)):
+        os.dup2(nowhere, descriptor)
+    print("octetrl: the output was closed before its end", file=sys.stderr)
+    return FAILED
 
 
 def _refuse(problem: str) -> int:

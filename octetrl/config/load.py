@@ -278,7 +278,16 @@ class _RecipeLoader(yaml.SafeLoader):
             raise _refusal(f"the alias *{event.anchor} is not allowed in a recipe; write the value out", event)
         return super().compose_node(parent, index)
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError):  # what a tag says, and the text is not
+            what = f"{getattr(node, 'value', '')!r} is no {node.tag.rpartition(':')[2]}"
+            raise _refusal(f"{what}, as its tag says; leave the tag out", node) from None
+
     def construct_plain_mapping(self, node: yaml.MappingNode) -> dict[Hashable, Any]:
+        if not isinstance(node, yaml.MappingNode):
+            raise _refusal("what is tagged !!map is no mapping; leave the tag out", node)
         seen = set()
         for key, _ in node.value:
             if key.tag == "tag:yaml.org,2002:merge":

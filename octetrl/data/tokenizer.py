@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from octetrl.config.errors import UserError
 from octetrl.config.json_file import read_json
@@ -41,6 +41,7 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         _try_out(tokenizer)
     except Exception as error:  # the tokenizers library raises it bare; nothing of ours runs in there
+        _refuse_config(path)
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         raise UserError(
             f"tokenizer: '{path}' cannot be loaded ({reason}); it needs tokenizer.json and tokenizer_config.json"
@@ -102,6 +103,19 @@ def tokenizer_folder(recipe: Recipe) -> Path:
         return Path(recipe.model.tokenizer)
     assert recipe.model.path is not None, "validated: a preset needs model.tokenizer"
     return Path(recipe.model.path)
+
+
+def _refuse_config(path: Path) -> None:
+    """UserError where transformers can't read the config.json beside a tokenizer, which it reads first."""
+    if not (path / "config.json").is_file():
+        return
+    try:
+        AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # as above: huggingface_hub's own, and whatever a value of the wrong kind leads to
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        raise UserError(
+            f"{path / 'config.json'}: transformers can't read it ({reason}); correct it, or fetch the model again"
+        ) from error
 
 
 def _try_out(tokenizer: Tokenizer) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from octetrl.config.blocks import LayerBlocks
 from octetrl.config.errors import UserError, nearest
-from octetrl.config.json_file import JsonObject, read_json
+from octetrl.config.json_file import JsonObject, read_json, shown
 from octetrl.config.spec import (
     MOST_HEADS,
     MOST_LAYERS,
@@ -208,6 +208,11 @@ def _family(config: JsonObject, scalar: bool) -> str:
 
 
 def _refuse_what_we_lack(config: JsonObject, family: str) -> None:
+    if "hidden_act" in config and config["hidden_act"] is None:
+        raise config.wrong("hidden_act", "'silu' is needed")
+    for key in ("dtype", "torch_dtype"):
+        if config.text(key) not in (None, "auto", "float32", "bfloat16", "float16"):
+            raise config.wrong(key, "float32, bfloat16 or float16 is needed")
     activation = config.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise UserError(f"hidden_act '{activation}' is not supported, only 'silu' is; use another model")
@@ -245,6 +250,9 @@ def _rope_parameters(config: JsonObject) -> JsonObject:
     merged = {**config.object("rope_scaling"), **config.object("rope_parameters")}
     if "rope_theta" not in merged and config.get("rope_theta") is not None:
         merged["rope_theta"] = config["rope_theta"]
+    rotated = merged.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if rotated is not None and rotated != 1:
+        raise UserError(f"partial_rotary_factor {shown(rotated)} is not supported, only 1 is; use another model")
     return JsonObject(merged, config.where)
 
 
@@ -254,9 +262,12 @@ def _rope_scaling(rope: JsonObject) -> RopeScaling | None:
         return None
     if kind != "llama3":
         raise UserError(f"RoPE type '{kind}' is not supported, only 'default' and 'llama3' are; use another model")
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if low >= high:
+        raise rope.wrong("low_freq_factor", f"less than high_freq_factor {high:g} is needed")
     return RopeScaling(
         factor=rope.number("factor"),
-        low_freq_factor=rope.number("low_freq_factor"),
-        high_freq_factor=rope.number("high_freq_factor"),
+        low_freq_factor=low,
+        high_freq_factor=high,
         original_max_positions=rope.integer("original_max_position_embeddings", most=MOST_TOKENS),
     )

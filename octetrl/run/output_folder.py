@@ -178,6 +178,9 @@ class OutputFolder:
             raise UserError(f"--resume: '{self.path}' holds no run (no {RECIPE_FILE}); {remedy}")
         before = load_recipe(str(self.path / RECIPE_FILE))
         self._check_same_recipe(before)
+        for name in ("rollouts", CHECKPOINTS):
+            if (self.path / name).exists() and not (self.path / name).is_dir():
+                raise UserError(f"--resume: '{self.path / name}' is a file, not a folder; move it out of the way")
         run_id = read_run_id(self.path)
         refuse_foreign_checkpoints(self.path, run_id)
         self._check_checkpoints_are_there(before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -145,6 +146,16 @@ def test_help_and_refusals_come_without_torch(tmp_path: Path) -> None:
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["--version"]) == 0
     assert capsys.readouterr().out == f"octetrl {octetrl.__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["recipes"], ["train", "--help"]])
+def test_a_closed_pipe_is_one_line(arguments: list[str]) -> None:
+    """As `octetrl | head` closes it."""
+    read, write = os.pipe()
+    os.close(read)
+    run = subprocess.run([sys.executable, "-m", "octetrl", *arguments], stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (run.returncode, run.stderr) == (1, "octetrl: the output was closed before its end\n")
 
 
 def test_it_runs_as_a_module() -> None:

@@ -107,6 +107,12 @@ def test_a_prefix_that_aborts_the_tokenizers_library(folder: Path) -> None:
     assert "continuing_subword_prefix is not supported" in refusal(folder)
 
 
+def test_a_config_that_transformers_can_not_read_is_named_with_its_key(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "head_dim": None}))
+    said = refusal(folder)
+    assert "config.json: transformers can't read it" in said and "'head_dim'" in said
+
+
 def test_a_full_disk_is_the_operating_systems_error(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     full = tmp_path_factory.mktemp("full")
     (full / "tokenizer.json").symlink_to("/dev/full")

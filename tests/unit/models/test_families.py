@@ -97,6 +97,22 @@ def test_hf_config_round_trips(config: dict[str, Any]) -> None:
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "'low_freq_factor' is None"),
         ({"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 20}, "sliding_window 4096"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 4.0,
+                    "low_freq_factor": 2.0,
+                    "high_freq_factor": 2.0,
+                    "original_max_position_embeddings": 512,
+                }
+            },
+            "'low_freq_factor' is 2.0, less than high_freq_factor 2 is needed",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor 0.25"),
+        ({"hidden_act": None}, "'hidden_act' is None"),
+        ({"torch_dtype": "float99"}, "'torch_dtype' is 'float99'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"attention_bias": True}, "attention_bias"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization 'awq'"),

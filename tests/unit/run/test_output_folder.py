@@ -83,6 +83,17 @@ def test_resume_needs_a_run(here: Path) -> None:
     assert list(here.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["rollouts", "checkpoints"])
+def test_a_file_in_place_of_a_runs_folder_is_not_resumed(name: str) -> None:
+    begin(recipe())
+    place = Path("runs/one", name)
+    if place.is_dir():
+        place.rmdir()
+    place.write_text("x")
+    with pytest.raises(UserError, match=rf"'runs/one/{name}' is a file, not a folder; move it"):
+        OutputFolder(recipe(), resume=True)
+
+
 @pytest.mark.parametrize(
     "changed",
     [{"seed": 7}, {"rollout": {"group_size": 4}}, {"precision": "fp8"}, {"model": {"path": "other"}}],

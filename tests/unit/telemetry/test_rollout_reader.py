@@ -78,6 +78,11 @@ def test_turns_have_their_tokens(run: Path) -> None:
     assert row.trainer_logprobs == ()
 
 
+def _damaged(**changes: object) -> bytes:
+    line = {"task_id": "a", "prompt": "p", "sibling": 0, "status": "scored", "reward": 1.0, "text": "t", **changes}
+    return json.dumps(line).encode()
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -85,6 +90,8 @@ def test_turns_have_their_tokens(run: Path) -> None:
         (b"[1]\n", "line 1: no rollout, it lacks task_id, prompt"),
         (b'{"task_id": "a"}\n', "it lacks prompt, sibling, status, reward, text"),
         (b"\xff\n", "not UTF-8 text"),
+        *((_damaged(reward=value), "line 1: 'reward' is not a rollout's") for value in ("x", [1], {})),
+        (_damaged(token_ids=7), "line 1: 'token_ids' is not a rollout's"),
     ],
 )
 def test_what_no_run_wrote_is_refused(content: bytes, says: str, run: Path) -> None:
