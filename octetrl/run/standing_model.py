@@ -66,8 +66,8 @@ def load_standing_model(
     length = min(positions, CONTEXT_LENGTH) if context_length is None else context_length
     if not 1 <= length <= positions:
         raise UserError(
-            f"{spelled('context_length')}: {length} was given, this model has {positions} positions; give"
-            f" {'more' if length < 1 else 'less'}"
+            f"{spelled('context_length')}: {length} is out of range, this model has {positions} positions; give"
+            f" 1 to {positions}"
         )
     if kv_cache_tokens is not None and kv_cache_tokens < length:
         raise UserError(

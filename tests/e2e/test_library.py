@@ -137,7 +137,7 @@ def test_what_is_wrong_is_refused_and_leaves_nothing(
     ("settings", "prompts", "said"),
     [
         ({"precision": "fp9"}, [], "precision is 'fp9'; give bf16"),
-        ({"context_length": 10**6}, [], "context_length: 1000000 was given, this model has 1024 positions"),
+        ({"context_length": 10**6}, [], "context_length: 1000000 is out of range, this model has 1024 positions"),
         ({"context_length": 32}, ["a b c d e f g h i j k l m n o p"], r"prompt 0 has \d+ tokens and max_tokens is 16"),
         ({"context_length": 32}, [[1, 2], [1, 10**6]], "prompt 1 holds 1000000"),
     ],

@@ -137,7 +137,7 @@ def test_a_text_to_calibrate_on_ends_with_its_line(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--context-length", "100000"], "--context-length: 100000 exceeds the model's 1024 positions"),
+        (["--context-length", "100000"], "--context-length: 100000 is out of range, this model has 1024 positions"),
         (["--kv-cache-tokens", "64"], "--kv-cache-tokens: 64 do not hold one context of"),
         (["--calibrate-on", "no_such_file"], "--calibrate-on: 'no_such_file' can't be read as text"),
         (["--api-key", ""], "the API key is empty"),
