@@ -13,8 +13,8 @@ g of a token, K = the product of k over its sample and M = K^(1/tokens), `algori
     self_normalize  w / mean w over the optimizer step: no bias of scale, at one more forward where there is one update
 
 At most one of the first two; without them w is 1. What is out has weight 0 and still counts in the loss' denominator;
-with `masked_tokens: left_out` neither it nor its KL and entropy count (verl), since the loss is divided by the share of
-the step's tokens that stay, each weighted as in the loss.
+with `masked_tokens: left_out` neither it nor its KL and entropy count (verl): means are over what stays
+(docs/algorithms.md), the mean of w too.
 Each says what share it touched; weights carry no gradient. effective_sample_size = (mean w)^2 / mean w^2.
 """
 

@@ -154,43 +154,56 @@ def test_kl_is_taken_from_the_reward_before_siblings_are_compared(name: Any, off
 
 # --- corrections --------------------------------------------------------------------------------------------------
 
+BAD_ANSWER = 3  # the second answer's only token
 BAD_TOKEN = 5  # of the third answer: its ratio is e^-10 = 4.5e-5, its probability about e^-12
 
 
-@pytest.mark.parametrize(("weighting", "mask"), [("token", "token_mask"), ("token", "veto"), ("sequence", "veto")])
-def test_what_is_masked_is_out_of_the_denominator(weighting: Any, mask: Any) -> None:
-    """verl: rejection changes the response mask, over which policy loss, KL and entropy are averaged. Of whole answers
-    `sequence` is the mean over those that stay."""
+def masked_mean(values_N: Tensor, stays_N: Tensor, weighting: Any) -> Tensor:
+    """verl's token-mean, seq-mean-token-mean and seq-mean-token-sum-norm over a response mask."""
+    if weighting == "token":
+        return values_N[stays_N].mean()
+    answers = list(zip(values_N.split(LENGTHS), stays_N.split(LENGTHS), strict=True))
+    if weighting == "sequence":
+        return torch.stack([values[stays].mean() for values, stays in answers if stays.any()]).mean()
+    return torch.stack([values[stays].sum() / weighting for values, stays in answers]).mean()
+
+
+@pytest.mark.parametrize("normalize", [(), ("self_normalize",)], ids=["plain", "self_normalize"])
+@pytest.mark.parametrize("mask", ["token_mask", "veto"])
+@pytest.mark.parametrize("weighting", ["token", "sequence", 7])
+def test_what_is_masked_is_out_of_the_denominator(weighting: Any, mask: Any, normalize: Any) -> None:
+    """verl: rejection changes the response mask, over which policy loss, KL and entropy are averaged. One answer is
+    left out whole. Normalised weights have a mean of 1 over what stays."""
     logprobs_N, generator_N, reference_N = random_logprobs(3, spread=0.5)
-    logprobs_N[BAD_TOKEN] -= 10
+    logprobs_N[[BAD_ANSWER, BAD_TOKEN]] -= 10
     logprobs_N.requires_grad_()
     entropy_N = -logprobs_N
     config = objective(
-        corrections=("tis", mask), token_mask_range=(0.7, 1.6), veto_by="ratio", veto_floor=1e-4,
+        token_weighting=weighting if isinstance(weighting, str) else "constant", constant_length=7,
+        corrections=("tis", mask, *normalize), token_mask_range=(0.7, 1.6), veto_by="ratio", veto_floor=1e-4,
         masked_tokens="left_out", kl_coefficient=0.3, kl_estimator="k2", entropy_coefficient=0.1,
     )  # fmt: skip
     inputs = inputs_of(
         logprobs_N, entropy_N=entropy_N, advantages_N=SEQUENCE_N - 2.5, generator_logprobs_N=generator_N,
         reference_logprobs_N=reference_N, on_policy=True,
     )  # fmt: skip
-    means = step_means(config)
-    weights, _ = weigh(LENGTHS, weighting)
-    weights_N = torch.tensor(weights, dtype=torch.float64)[SEQUENCE_N]
-    share = (weights_N * means["kept_share"](inputs)).sum() / weights_N.sum()
-    ours = trained(grpo_loss(replace(inputs, kept_share=share), config).loss_N, weighting)
+    weights_N = torch.tensor(weigh(LENGTHS, weighting).token_weights, dtype=torch.float64)[SEQUENCE_N]
+    means: dict[str, Any] = {
+        name: (weights_N * values(inputs)).sum() / weights_N.sum() for name, values in step_means(config).items()
+    }
+    ours = trained(grpo_loss(replace(inputs, **means), config).loss_N, weighting)
 
     k_N = (logprobs_N - generator_N).exp().detach()
-    stays_N = ((k_N >= 0.7) & (k_N <= 1.6)) if mask == "token_mask" else SEQUENCE_N[BAD_TOKEN] != SEQUENCE_N
+    out_B = SEQUENCE_N[[BAD_ANSWER, BAD_TOKEN]]
+    stays_N = ((k_N >= 0.7) & (k_N <= 1.6)) if mask == "token_mask" else ~torch.isin(SEQUENCE_N, out_B)
     assert 0 < stays_N.sum() < TOKENS
+    weight_N = k_N.clamp(max=2.0)
+    if normalize:
+        weight_N = weight_N / masked_mean(weight_N, stays_N, weighting if isinstance(weighting, str) else "token")
     ratio_N = (logprobs_N - logprobs_N.detach()).exp()
     x_N = logprobs_N - reference_N
-    per_token_N = -k_N.clamp(max=2.0) * ratio_N * (SEQUENCE_N - 2.5) + 0.3 * x_N**2 / 2 - 0.1 * entropy_N
-    if weighting == "token":
-        theirs = per_token_N[stays_N].mean()
-    else:
-        answers = zip(per_token_N.split(LENGTHS), stays_N.split(LENGTHS), strict=True)
-        theirs = torch.stack([losses.mean() for losses, stays in answers if stays.all()]).mean()
-    assert_same(ours, theirs, logprobs_N)
+    per_token_N = -weight_N * ratio_N * (SEQUENCE_N - 2.5) + 0.3 * x_N**2 / 2 - 0.1 * entropy_N
+    assert_same(ours, masked_mean(per_token_N, stays_N, weighting), logprobs_N)
 
 
 def test_veto_by_probability_and_by_ratio() -> None:
