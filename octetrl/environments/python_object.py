@@ -16,6 +16,7 @@ from typing import Any
 
 from octetrl.config.errors import UserError, nearest
 from octetrl.environments.base import Environment
+from octetrl.environments.foreign import OPTIONAL, check_tasks, result_of
 from octetrl.environments.given import refuse_given
 from octetrl.environments.process import CallableProcess, CallFailed, NoAnswer, ProcessDied
 from octetrl.environments.turns.components import components_of
@@ -104,21 +105,24 @@ def load_environment(path: str, seconds: float = LOAD_SECONDS) -> Environment:
     """The environment at `path`: an object with `tasks` and `score` or decorated rewards, or a class that makes one
     without arguments. seconds: what its import may take."""
     found = load_object("environment.dataset", path, seconds)
-    try:
-        environment = found() if isinstance(found, type) else found
-    except SystemExit as error:
-        raise UserError(f"environment.dataset: '{path}' ends its process when made (sys.exit({error.code}))") from error
+    environment = result_of(found, f"making '{path}'") if isinstance(found, type) else found
     check_environment(environment, path)
     return environment
 
 
 def check_environment(environment: Any, path: str) -> None:
-    """Raises UserError where it has no tasks, or nothing that scores. path: how the recipe names it."""
-    missing = [] if hasattr(environment, "tasks") else ["tasks"]
-    if not hasattr(environment, "score") and all(one.weight is None for one in components_of(environment)):
+    """Raises UserError where it has no tasks or wrong ones, or nothing that scores. path: how the recipe names it."""
+
+    def has(name: str) -> bool:
+        return result_of(lambda: hasattr(environment, name), f"'{path}': reading its {name}")
+
+    missing = [] if has("tasks") else ["tasks"]
+    found = [name for name in OPTIONAL if has(name)]
+    if "score" not in found and all(one.weight is None for one in components_of(environment)):
         missing.append("score")
     if missing:
         raise UserError(
             f"environment.dataset: '{path}' has no {' and no '.join(missing)};"
             " an environment has `tasks`, and `score(task, completion_text)` or methods with @reward"
         )
+    check_tasks(environment, path)

@@ -241,7 +241,7 @@ def test_a_task_that_no_reward_process_can_have(folder: Path, capsys: pytest.Cap
     (folder / "unsendable_to_check.py").write_text(
         "from octetrl.records import Task\n"
         "class Sums:\n"
-        "    tasks = [Task('one', '1 + 1', metadata={'rule': lambda text: 1.0})] * 2\n"
+        "    tasks = [Task('one', '1 + 1', metadata={'rule': lambda text: 1.0})]\n"
         "    def score(self, task, text): ...\n"
     )
     code, _, err = check(capsys, "environment.kind=python", "environment.dataset=unsendable_to_check:Sums")

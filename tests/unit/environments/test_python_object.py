@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import signal
 import sys
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 
 from octetrl.config.errors import UserError
 from octetrl.environments.base import Taskset
+from octetrl.environments.foreign import result_of
 from octetrl.environments.python_object import load_environment, load_object
 from octetrl.environments.scoring import RewardWorkers
 
@@ -34,7 +37,10 @@ def test_a_module_in_the_working_directory_is_found(tmp_path: Path, monkeypatch:
         ("import os\nos._exit(0)", "ends its process when imported (the process exited with code 0)"),
         ("raise KeyboardInterrupt", "fails when imported (KeyboardInterrupt: (ending_environment.py:1))"),
         ("import time\ntime.sleep(60)", "was not imported in 1 s; mend it, or raise environment.load_timeout_seconds"),
-        ("import sys\nclass Made:\n    def __init__(self): sys.exit(0)", "ends its process when made (sys.exit(0))"),
+        (
+            "import sys\nclass Made:\n    def __init__(self): sys.exit(0)",
+            "making 'ending_environment:Made' ends its process (sys.exit(0))",
+        ),
     ],
 )
 def test_a_module_that_ends_its_process_or_hangs_does_not_reach_the_run(
@@ -63,3 +69,63 @@ def test_what_is_wrong_is_said_in_one_line(path: str, said: str) -> None:
     assert said in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert str(refusal.value).startswith("environment.dataset: ")
+
+
+HEAD = """
+import sys
+from octetrl.records import Task
+class Seq:
+    def __init__(self, n): self.n = n
+    def __len__(self): return self.n
+    def __getitem__(self, i): raise RuntimeError("no such row")
+class E:
+    def score(self, task, text): return 0.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("tasks = (Task(str(i), 'p') for i in range(8))", "its tasks are a generator; give a list of Task"),
+        ("tasks = {'a': Task('a', 'p')}", "its tasks are a dict"),
+        ("tasks = (None,) * 8", "tasks[0] is a NoneType, not a Task"),
+        ("tasks = Seq(-1)", "len(tasks) fails (ValueError"),
+        ("tasks = Seq(1 << 99)", "len(tasks) fails (OverflowError"),
+        ("tasks = Seq(1 << 60)", "at most 100,000,000 can be"),
+        ("tasks = Seq(8)", "fails (RuntimeError: no such row)"),
+        ("tasks = [Task('a', 'p'), Task('b', 3)]", "tasks[1]: its prompt is a int; give a text"),
+        ("tasks = [Task('a', 'p', 4)]", "its answer is a int"),
+        ("tasks = [Task('a', 'p')] * 8", "8 tasks have the id 'a'"),
+        ("tasks = property(lambda self: 1 / 0)", "reading its tasks fails (ZeroDivisionError"),
+        ("tasks = property(lambda self: sys.exit(3))", "reading its tasks ends its process (sys.exit(3))"),
+        (
+            "tasks = []\n    def __getattr__(self, name): raise RuntimeError(name)",
+            "reading its answered fails (RuntimeError",
+        ),
+    ],
+)
+def test_tasks_that_no_run_can_draw_from(body: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wrong_tasks.py").write_text(f"{HEAD}    {body}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "wrong_tasks", raising=False)
+    importlib.import_module("wrong_tasks")  # here at once, as nothing is wrong with its import
+    with pytest.raises(UserError) as refusal:
+        load_environment("wrong_tasks:E")
+    assert said in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_an_environments_own_keyboard_interrupt_is_no_ctrl_c() -> None:
+    def make() -> None:
+        raise KeyboardInterrupt
+
+    def on_signal(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, on_signal)
+    try:
+        with pytest.raises(UserError, match="making it raises KeyboardInterrupt"):
+            result_of(make, "making it")
+        with pytest.raises(KeyboardInterrupt):
+            result_of(lambda: signal.raise_signal(signal.SIGINT), "making it")
+    finally:
+        signal.signal(signal.SIGINT, before)

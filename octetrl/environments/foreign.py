@@ -1,0 +1,97 @@
+"""The border to an environment that the user wrote: whatever it gets wrong is one line, before anything is built.
+
+Its attributes may be properties and its tasks any class, so each look at them may raise, or end the process. What is
+looked at here is what the run looks at later. Lists are checked whole; of other sequences, whose tasks may be made on
+access, only some tasks are.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import islice
+from operator import getitem
+from typing import Any, TypeVar
+
+from octetrl.config.errors import UserError
+from octetrl.records import Task
+
+T = TypeVar("T")
+OPTIONAL = ("score", "answered", "start", "reply", "finish", "tools", "system_prompt")
+MOST_TASKS = 100_000_000  # an order of them is kept in memory
+_TRIED = 16  # of tasks that are in no list
+
+
+def result_of(action: Callable[[], T], what: str) -> T:
+    """What `action`, which runs the user's code, returns. UserError when it raises, sys.exit and the like included."""
+    try:
+        return action()
+    except UserError:
+        raise
+    except SystemExit as error:
+        raise UserError(f"environment.dataset: {what} ends its process (sys.exit({error.code}))") from error
+    except KeyboardInterrupt as error:
+        if _may_be_ctrl_c(error):
+            raise
+        raise UserError(f"environment.dataset: {what} raises KeyboardInterrupt; mend the environment") from None
+    except Exception as error:  # the user's code may raise anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UserError(f"environment.dataset: {what} fails ({reason}); mend the environment") from error
+
+
+def _may_be_ctrl_c(error: KeyboardInterrupt) -> bool:
+    """False only where a handler written in Python is installed, which then would have raised it."""
+    code = getattr(signal.getsignal(signal.SIGINT), "__code__", None)
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code is code:
+            return True
+        trace = trace.tb_next
+    return code is None
+
+
+def check_tasks(environment: Any, path: str) -> None:
+    """Raises UserError for tasks that a run can't draw from. path: how the recipe names the environment."""
+    what = f"'{path}': "
+    tasks = result_of(lambda: environment.tasks, f"{what}reading its tasks")
+    has_places = hasattr(type(tasks), "__len__") and hasattr(type(tasks), "__getitem__")
+    if not has_places or isinstance(tasks, str | bytes | Mapping):
+        raise UserError(
+            f"environment.dataset: {what}its tasks are a {type(tasks).__name__}; give a list of Task, or another"
+            " sequence with a length and places"
+        )
+    number = result_of(lambda: len(tasks), f"{what}len(tasks)")
+    if number > MOST_TASKS:
+        raise UserError(
+            f"environment.dataset: {what}it has {number:,} tasks, at most {MOST_TASKS:,} can be; give fewer"
+        )
+    found = {}
+    if isinstance(tasks, list | tuple):
+        found = dict(enumerate(tasks))
+    elif number:
+        found = dict(enumerate(result_of(lambda: list(islice(tasks, _TRIED)), f"{what}reading its tasks in order")))
+        for place in sorted({number * eighth // 8 for eighth in range(8)} | {number - 1}):
+            found[place] = result_of(partial(getitem, tasks, place), f"{what}tasks[{place}]")
+    for place, task in found.items():
+        _check_task(task, f"environment.dataset: {what}tasks[{place}]")
+    repeated, times = next(iter(Counter(task.id for task in found.values()).most_common(1)), ("", 0))
+    if times > 1:
+        raise UserError(
+            f"environment.dataset: {what}{times} tasks have the id {repeated[:60]!r}; give each an id of its own"
+        )
+
+
+def _check_task(task: Any, where: str) -> None:
+    if not isinstance(task, Task):
+        raise UserError(f"{where} is a {type(task).__name__}, not a Task; give Task(id=..., prompt=...)")
+    for field, kinds, needed in (
+        ("id", str, "a text"),
+        ("prompt", str, "a text"),
+        ("answer", str | None, "a text or None"),
+        ("metadata", Mapping, "a mapping"),
+    ):
+        value = getattr(task, field)
+        if not isinstance(value, kinds):
+            raise UserError(f"{where}: its {field} is a {type(value).__name__}; give {needed}")
