@@ -17,6 +17,7 @@ N trained tokens, B samples.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -48,4 +49,6 @@ def answer_gain(inputs: LossInputs, base_logprobs_N: Tensor, config: RlooConfig)
 def leave_one_out_advantages(rewards: Sequence[float]) -> list[float]:
     """Of one group. Equal rewards (spread.py) give zeros, exactly; so does a group of one."""
     siblings = len(rewards) - 1
-    return [difference * len(rewards) / max(siblings, 1) for difference in differences_from_mean(rewards)]
+    advantages = [difference * len(rewards) / max(siblings, 1) for difference in differences_from_mean(rewards)]
+    assert all(map(math.isfinite, advantages)), f"rewards of up to {max(map(abs, rewards)):g} are too large to compare"
+    return advantages

@@ -53,7 +53,11 @@ def differences_from_mean(rewards: Sequence[float]) -> list[float]:
         return [0.0] * len(rewards)
     scaled, exponent = near_one(rewards)
     mean = math.ldexp(math.fsum(scaled) / len(rewards), exponent)
-    return [reward - mean for reward in rewards]
+    differences = [reward - mean for reward in rewards]
+    assert all(map(math.isfinite, differences)), (
+        f"rewards of up to {max(map(abs, rewards)):g} differ by no finite number"
+    )
+    return differences
 
 
 def near_one(values: Sequence[float]) -> tuple[list[float], int]:

@@ -22,6 +22,8 @@ Edges, the same in the kernels:
   from nothing); such a block, all of it below 1.4e-36, shrinks towards zero.
 - A calibrated KV scale below 1 / FLT_MAX has no finite inverse either; it is held in the same way.
 - `power_of_two` rounds the scale up to 2^ceil(log2(amax/448)), by its bits; the inverse is then exact.
+  The scale is at most 2^119, so that every code has a finite value: an amax above 448 * 2^119 = 2.98e38
+  saturates there.
 - A non-finite activation poisons its block: scale NaN, every code NaN (0x7F). Nothing non-finite can come
   back as a plausible number, no host read is needed, and `non_finite_count` says how many there were. In a
   weight it is an error.
@@ -44,6 +46,7 @@ from octetrl.fp8.non_finite import NonFiniteError
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _EXPONENT_BITS = 0x7F800000
 _MANTISSA_BITS = 0x007FFFFF
+_LARGEST_POWER_BITS = 0x7B000000  # 2^119: 448 times it is finite, and 256 * 2^120 is not
 _CHUNK_ELEMENTS = 1 << 18
 
 
@@ -62,7 +65,7 @@ def scale_and_inverse(amax: Tensor, power_of_two: bool = False) -> tuple[Tensor,
     largest = torch.full_like(amax, E4M3_MAX)
     scale = torch.div(amax, largest)
     if power_of_two:
-        bits = (scale.view(torch.int32) + _MANTISSA_BITS) & _EXPONENT_BITS
+        bits = ((scale.view(torch.int32) + _MANTISSA_BITS) & _EXPONENT_BITS).clamp_max_(_LARGEST_POWER_BITS)
         scale = bits.view(torch.float32)
         inverse = torch.div(torch.ones_like(scale), scale)
     else:

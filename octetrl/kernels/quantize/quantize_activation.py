@@ -37,7 +37,8 @@ def block_scale(amax_bits, POWER_OF_TWO: tl.constexpr):
     amax = amax_bits.to(tl.float32, bitcast=True)
     scale = tl.div_rn(amax, 448.0)
     if POWER_OF_TWO:
-        scale = ((scale.to(tl.int32, bitcast=True) + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+        power_bits = (scale.to(tl.int32, bitcast=True) + 0x007FFFFF) & 0x7F800000
+        scale = tl.minimum(power_bits, 0x7B000000).to(tl.float32, bitcast=True)  # at most 2^119: no code is infinite
         inverse = tl.div_rn(1.0, scale)
     else:
         inverse = tl.minimum(tl.div_rn(448.0, amax), 3.4028234663852886e38)

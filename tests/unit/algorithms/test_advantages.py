@@ -106,6 +106,14 @@ def test_a_small_spread_on_a_large_offset_and_the_ends_of_the_range() -> None:
     assert differences_from_mean([1.7e308, 1.6e308]) == pytest.approx([0.05e308, -0.05e308])
 
 
+def test_differences_beyond_floats_range_are_no_advantages() -> None:
+    """No environment gives such rewards (LARGEST_REWARD); an infinite advantage would be found only at the loss."""
+    with pytest.raises(AssertionError, match="differ by no finite number"):
+        differences_from_mean([1.7e308, 1.7e308, -1.7e308])
+    with pytest.raises(AssertionError, match="too large to compare"):
+        leave_one_out_advantages([1e308, -1e308, 1e308, 1e308])
+
+
 @given(st.lists(st.floats(-1e30, 1e30), min_size=2, max_size=9))
 def test_what_the_filter_drops_has_no_advantage_and_the_rest_has(rewards: list[float]) -> None:
     for rule in RULES:

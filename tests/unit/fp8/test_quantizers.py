@@ -52,7 +52,7 @@ def block_by_the_contract(block: torch.Tensor, power_of_two: bool) -> tuple[torc
     with np.errstate(over="ignore"):
         inverse = np.minimum(np.float32(448) / amax, np.finfo(np.float32).max)
     if power_of_two:
-        exponent = math.ceil(math.log2(max(float(scale), 2.0**-126)))
+        exponent = min(math.ceil(math.log2(max(float(scale), 2.0**-126))), 119)
         scale, inverse = np.float32(2.0**exponent), np.float32(2.0**-exponent)
     scaled = torch.from_numpy(block.float().numpy() * inverse).clamp(-E4M3_MAX, E4M3_MAX)
     return scaled.to(E4M3).view(torch.uint8), scale
@@ -66,6 +66,16 @@ def assert_blocks(x: torch.Tensor, q: Quantized, block: tuple[int, int], power_o
             want_codes, want_scale = block_by_the_contract(x[place], power_of_two)
             assert q.scale[i, j].item() == float(want_scale)
             assert torch.equal(codes[place], want_codes)
+
+
+def test_codes_of_the_largest_values_are_finite_with_a_power_of_two_scale() -> None:
+    largest = E4M3_MAX * 2.0**119
+    for value in (2.97e38, 3.0e38, -3.3e38, torch.finfo(torch.bfloat16).max):
+        x = torch.full((2, BLOCK), value).bfloat16()
+        q = quantize_activation_reference(x, True)
+        assert q.scale.tolist() == [[2.0**119]] * 2
+        assert (dequantize_activation(q).abs() == largest).all()
+        assert_blocks(x, q, (1, BLOCK), power_of_two=True)
 
 
 sizes = st.sampled_from([1, 2, 7, 127, 128, 129, 200])

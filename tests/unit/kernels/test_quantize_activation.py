@@ -31,6 +31,12 @@ def test_kernel_is_the_reference(shape: tuple[int, int], power_of_two: bool) -> 
     )
 
 
+def test_the_largest_power_of_two_scale_is_the_references() -> None:
+    for value in (2.97e38, 3.0e38, -3.3e38, torch.finfo(torch.bfloat16).max):
+        x = torch.full((3, 130), value).bfloat16()
+        assert_same_bytes(quantize_activation_triton(x, True), quantize_activation_reference(x, True))
+
+
 def test_strided_and_float32_input() -> None:
     x = on_the_grid((130, 200))
     for view in (x.t(), x[:, 30:161], x[::2], x.float()):
