@@ -180,8 +180,8 @@ class CorrectionSettings(AlgorithmConfig):
     floors are 1e-4 to 1e-6)."""
     masked_tokens: Literal["in_denominator", "left_out"] = "in_denominator"
     """Tokens that a mask or veto leaves out. in_denominator: they count in the loss's denominator, so the others keep
-    their weight, and they keep their KL and entropy terms. left_out: they count nowhere, and the others weigh more
-    (verl)."""
+    their weight, and they keep their KL and entropy terms. left_out: they count nowhere (verl); only
+    `constant` keeps its denominator."""
 
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()
