@@ -34,10 +34,13 @@ from octetrl.data.mixture import Mixture, read_source
 from octetrl.data.tasks import read_tasks
 from octetrl.data.tokenizer import load_tokenizer
 from octetrl.environments.base import Taskset
+from octetrl.models.decoder import Decoder
 from octetrl.models.families import load_critic_spec, load_reward_spec, load_spec, spec_from_config
+from octetrl.models.hf_weights import save_weights
 from octetrl.models.peft_adapters import read_adapter_config
 from octetrl.records import Reply
 from octetrl.rollout.chat_tokens import ChatTokens, ReplyError
+from octetrl.run.build import full_precision
 from octetrl.run.tiny_model import save_tokenizer, train_tokenizer
 from octetrl.telemetry.rollout_page import rollout_page
 from octetrl.telemetry.rollout_reader import Filter, select
@@ -115,6 +118,11 @@ def used_or_refused() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sound") / "model"
+    spec = spec_from_config(TINY)
+    model = Decoder(spec, full_precision(spec), "train")
+    model.random_init(0)
+    folder.mkdir()
+    save_weights(model, folder)
     save_tokenizer(["1 + 2 = 3"], folder, vocab_size=290)
     (folder / "config.json").write_text(json.dumps(TINY))
     return folder
