@@ -13,7 +13,7 @@ import pytest
 
 from tests.house.tree import REPO, text_files
 
-SEARCHED = ("CONTRIBUTING.md", "docs/", "recipes/", "octetrl/", "examples/", "setup/")
+SEARCHED = ("README.md", "CONTRIBUTING.md", "docs/", "recipes/", "octetrl/", "examples/", "setup/")
 
 
 class Phrase(NamedTuple):
