@@ -1,9 +1,11 @@
 """Ctrl-C on the command line, whatever the verb and however early: a word and exit code 130, never a traceback.
 
-The first Ctrl-C raises KeyboardInterrupt, so that what runs can clean up; a run in training first asks for the end of
-its step (run/interrupt.py) and comes here with the second. One more ends the process at once: what is on the disk is
-then as after a kill, which every file of a run survives. Nothing heavy is imported here, so the handler is installed
-within a few hundredths of a second.
+While the command's modules are imported, Ctrl-C ends the process at once: there is nothing to clean up, and a library
+may make an error of its own of a KeyboardInterrupt (pydantic's core does). Afterwards the first Ctrl-C raises
+KeyboardInterrupt, so that what runs can clean up. A run in training first asks for the end of its step
+(run/interrupt.py) and comes here with the second. One more ends the process at once: what is on the disk is then as
+after a kill, which every file of a run survives. Nothing heavy is imported here, so the handler is installed within a
+few hundredths of a second.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class CtrlC:
         self._is_last = False
 
     def install(self) -> None:
-        self._is_last = False
+        """Until `clean_up_first`, the first Ctrl-C ends the process."""
+        self._is_last = True
         signal.signal(signal.SIGINT, self.on_signal)
         self._hook, sys.unraisablehook = sys.unraisablehook, self._unraisable
 
@@ -40,6 +43,10 @@ class CtrlC:
             end_at_once()
         self._is_last = True
         raise KeyboardInterrupt
+
+    def clean_up_first(self) -> None:
+        """From now on the first Ctrl-C raises KeyboardInterrupt."""
+        self._is_last = False
 
     def end_at_next(self) -> None:
         """There is nothing left to clean up: the next Ctrl-C ends the process."""

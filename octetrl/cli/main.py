@@ -34,6 +34,9 @@ def main() -> NoReturn:
         ctrl_c.install()
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors=ESCAPE)  # as stderr is: no text of a model, task or path ends a run
+        import octetrl.cli.verbs  # noqa: F401
+
+        ctrl_c.clean_up_first()
         code = run_command(sys.argv[1:])
     except BaseException as error:  # a library may have made another error of a KeyboardInterrupt
         ctrl_c.end_at_next()
