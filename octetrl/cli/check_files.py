@@ -38,7 +38,7 @@ def file_problems(recipe: Recipe, spec: ModelSpec | None) -> Iterator[str]:
 def _read_tokenizer(recipe: Recipe, spec: ModelSpec | None) -> None:
     from octetrl.data.tokenizer import load_tokenizer, tokenizer_folder
 
-    if recipe.model.tokenizer is not None or spec is not None:  # what is wrong with a model folder is told once
+    if recipe.model.tokenizer is not None or spec is not None:  # a fault of a model folder is reported once
         load_tokenizer(tokenizer_folder(recipe), None if spec is None else spec.vocab_size)
 
 
@@ -58,7 +58,7 @@ def _weight_problems(recipe: Recipe) -> Iterator[str]:
 
 
 def _weight_problem(field: str, folder: str, *, scalar: bool, new_head: bool) -> Iterator[str]:
-    """Nothing where config.json is wrong or of another kind of model: that is told where its memory is estimated."""
+    """Nothing if config.json is wrong or of another kind of model: the memory estimate reports that."""
     try:
         spec = load_spec(folder, scalar=scalar) if new_head or not scalar else load_reward_spec(folder)
     except UserError:

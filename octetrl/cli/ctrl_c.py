@@ -49,7 +49,7 @@ class CtrlC:
         self._is_last = False
 
     def end_at_next(self) -> None:
-        """There is nothing left to clean up: the next Ctrl-C ends the process."""
+        """No cleaning up is left: the next Ctrl-C ends the process."""
         self._is_last = True
 
     def finish(self, *, was_stopped: bool) -> None:

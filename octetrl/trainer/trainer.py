@@ -201,7 +201,7 @@ class Trainer:
             fill_step_means(self.algorithm.step_means, step.micro_batches, step.on_policy)
 
     def accumulate(self, call: TrainCall, step: OptimizerStep) -> Accumulated:
-        """Adds the gradient of these micro-batches to the sums. Needs the codes that `remade` releases to be given."""
+        """Adds the gradient of these micro-batches to the sums. Codes that are `remade` must have been released."""
         shares = [self._backward(step, one, call.means, call.kv_amax_2LK) for one in step.micro_batches]
         return Accumulated(*(sum(parts, start=torch.zeros_like(parts[0])) for parts in zip(*shares, strict=True)))
 

@@ -8,7 +8,7 @@ A block reads its norm's result and returns what is added to the residual stream
 one kernel does both. `reader` is the linear that alone reads the norm's result: where it is FP8 the norm's kernel makes
 its codes. A block of which several ops read it has None there and takes BF16.
 
-**Sites.** `probe`, where the doctor sets one, is told what the forms compute, by the names in the layout's `sites`. A
+**Sites.** The doctor may set `probe`; it then receives what the forms compute, by the names in the layout's `sites`. A
 form asks once, behind its last op, whether there is a probe; without one it costs that comparison, and a captured graph
 holds nothing of it.
 
