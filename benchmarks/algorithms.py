@@ -1,16 +1,16 @@
-"""Do they learn? One small task, one cold start, every objective by its own recipe, with several seeds.
+"""Trains one small task by every objective, from the same cold start and with several seeds: do they learn?
 
     python -m benchmarks.algorithms [--objectives grpo dapo ...] [--seeds 3] [--steps 30] [--jobs 2]
 
-The demo's model learns sums by SFT, a quarter of them worked and the rest with the bare result; then the recipes
-`recipes/demo_<objective>.yaml` train it on from there, as they stand but for their steps, with FP8 emulated on a CPU.
-Of what learns from rollouts the curve is the mean reward; of what learns from pairs (`examples/preference_pairs.py`)
-it is the accuracy on held-out sums. Leaves
+The demo's model first learns sums by SFT; a quarter of the examples show the steps, the others only the result. Then
+the recipes `recipes/demo_<objective>.yaml` continue from there, with FP8 emulated on a CPU. Only their number of steps
+is changed. For objectives that learn from rollouts the curve is the mean reward. For those that learn from pairs
+(`examples/preference_pairs.py`) it is the accuracy on held-out sums. It writes
 
-    benchmarks/results/algorithms_sums.json     a row an objective and seed, and the curves
-    docs/pictures/algorithms.svg                a panel an objective: a thin line a seed, a thick one their mean
+    benchmarks/results/algorithms_sums.json     a row per objective and seed, and the curves
+    docs/pictures/algorithms.svg                a panel per objective: a thin line per seed, a thick mean
 
-A run that ended is not run again: what is in `--folder` is taken up, the cold start too. `--render` only draws.
+Runs that are complete in `--folder` are not repeated, and neither is the cold start. `--render` only draws.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.curves import Curve, panels
-from benchmarks.record import RESULTS
+from benchmarks.record import RESULTS, write_result
 from examples.preference_pairs import NUM_PAIRS, write_pairs
 from octetrl.config.load import load_recipe
 from octetrl.config.presets import preset_config
@@ -41,7 +41,6 @@ from octetrl.run.demo import make_model_and_examples
 from octetrl.run.evaluate import evaluate_checkpoint
 from octetrl.run.export import export_run
 from octetrl.run.loop import train
-from octetrl.telemetry.bench_record import write_result
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 PAIRS = "pairs.jsonl"  # in the folder
@@ -89,7 +88,7 @@ def recipe_of(objective: str, seed: int, folder: Path, arguments: argparse.Names
 
 
 def quietly() -> list[str]:
-    """Files and lines that nobody would read."""
+    """Overrides that leave out files and output that no reader needs."""
     return ["cluster.device=cpu", "logging.console=quiet", "logging.tensorboard=false", "logging.rollouts=false"]
 
 

@@ -1,11 +1,11 @@
-"""The engine gives its cache back for training and takes it again, many times: what is left behind, what that costs.
+"""Measures what it costs when the engine frees its cache for training and allocates it again, many times.
 
     python -m benchmarks.alternations [--model qwen3-8b] [--precision bf16 fp8_full] [--turns 20]
 
-A turn: the cache goes back, a stand-in of the trainer's takes half of what is then free and lets go of it, and the
-engine draws 64 answers of 32 tokens with a cache sized by the memory that is free. Told of each turn: bytes allocated
-once the cache is gone, the cache's tokens, seconds of giving back, of a first token with the cache taken again, and of
-capturing graphs. Needs a GPU; `--model tiny --device cpu` shows the shape of the output.
+In a turn the engine frees its cache. A stand-in for the trainer allocates and frees half of the free memory. Then the
+engine generates 64 answers of 32 tokens, with a cache sized by the free memory. Each turn has: bytes that stay
+allocated without the cache, the cache's tokens, and the seconds to free it, to a first token with a new cache, and to
+capture graphs. Needs a GPU; `--model tiny --device cpu` shows the form of the output.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ANSWERS = Shape(64, 100, 32)
 STAND_IN = 0.5  # of the free memory
 COLUMNS = (
     "precision", "turns", "GB after the first", "after the last", "bytes more",
-    "cache tokens", "least", "give back s", "first token s", "capture s",
+    "cache tokens", "least", "free s", "first token s", "capture s",
 )  # fmt: skip
 Row = dict[str, str | int | float]
 
@@ -92,7 +92,7 @@ def alternation(arm: Arm, requests: tuple[GenerationRequest, ...], device: torch
 
 
 def show(rows: list[Row]) -> None:
-    """A line a precision: the first turn, the last, and medians of the seconds."""
+    """A line per precision: the first turn, the last, and medians of the seconds."""
     table = Table(title="giving the cache back and taking it again")
     for name in COLUMNS:
         table.add_column(name)

@@ -1,10 +1,10 @@
-"""From how many tokens a micro-batch on does FP8 training pay? One layer's forward and backward, BF16 beside FP8.
+"""From which micro-batch size on is FP8 training faster? One layer's forward and backward, in BF16 and FP8.
 
     python -m benchmarks.break_even [--models qwen3-0.6b,qwen3-1.7b,qwen3-8b] [--out FOLDER]
 
-A GEMM's gain grows with its size, what quantising costs with its surface: below some tokens, the sooner the narrower
-the model, FP8 loses. Medians of alternated rounds, checkpointed, sequences of at most 2,048 tokens. Host time counts as
-it does in training: with few tokens launching is what a layer waits for, in both precisions.
+A GEMM's gain grows with its size; the cost of quantising grows with its surface. With few tokens FP8 is slower, and the
+narrower the model, the more tokens it needs. The figures are medians of alternating rounds, with checkpointing and
+sequences of at most 2,048 tokens. Host time is included, as in training: with few tokens a layer waits for launches.
 """
 
 from __future__ import annotations

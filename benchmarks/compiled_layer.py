@@ -1,10 +1,10 @@
-"""Is the BF16 that FP8 is compared with a fair one? A training layer of ours beside the same layer in plain torch,
-eager and under torch.compile, with the fastest attention that torch has (cuDNN's), each checkpointed.
+"""Compares our BF16 training layer with the same layer in plain torch, eager and compiled: is the baseline fair?
 
     python -m benchmarks.compiled_layer [--model qwen3-8b] [--tokens 16384] [--length 4096] [--out FOLDER]
 
-Time of forward and backward of one layer, gradients of the weights included, median of the rounds, arms alternated;
-first call's time is what compiling costs. Plain torch gets what packing does not allow: sequences of one length.
+All layers are checkpointed, and plain torch uses its fastest attention (cuDNN's). The time is that of forward and
+backward of one layer with the gradients of its weights: the median of alternating rounds. The first call's time is the
+cost of compiling. Plain torch gets an advantage that packing does not have: sequences of one length.
 """
 
 from __future__ import annotations

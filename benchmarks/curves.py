@@ -1,4 +1,4 @@
-"""Curves as an SVG, written by hand: a panel a name, three a row, on shared axes; a thin line a seed, a thick mean."""
+"""Draws curves as an SVG: a panel per name, three in a row, on shared axes; a thin line per seed, a thick mean."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ INK, MUTED, GRID, LINE = "#1b1b1b", "#6b6b6b", "#dddddd", "#0b62a4"
 
 
 def panels(curves: Mapping[str, Sequence[Curve]], *, x: str, y: str) -> str:
-    """`curves` by the panel's name; all curves of a panel have the same places in x. y begins at 0."""
+    """Draw `curves`, by the panel's name. The curves of a panel have the same x values. y begins at 0."""
     ends = [point for seeds in curves.values() for curve in seeds for point in curve]
     low, high = min(p[0] for p in ends), max(p[0] for p in ends)
     top = 1.0 if max(p[1] for p in ends) <= 1.0 else max(p[1] for p in ends)

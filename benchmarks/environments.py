@@ -1,15 +1,14 @@
-"""How busy is the engine while environments take their time? Many conversations in flight, slow and failing ones.
+"""Measures how busy the engine is while environments are slow or fail: many conversations in flight at once.
 
     python -m benchmarks.environments [--rollouts 200] [--turns 4] [--seconds 0,0.5,2] [--failing 0.1] [--preset tiny]
 
-Each reply takes from 0 to twice `seconds`, and a share of them, `failing`, raise after that time. The model is random
-and says noise until a stop string. Told are the share of the time in which the engine had nothing to do because all
-rollouts were with their environments, the mean number in flight, and whether any rollout was lost: each must end with a
-reward or with the status of its failure.
+Each reply takes from 0 to twice `seconds`. A share of the replies, `failing`, then raise. The model is random and
+generates noise up to a stop string. The figures are the share of the time in which the engine was idle because all
+rollouts were with their environments, the mean number in flight, and the number of lost rollouts. A rollout is not lost
+if it ends with a reward or with the status of its failure.
 
-`lockstep` is what the same step would take without overlap: the time with replies at once, and the longest of each
-turn's replies on top, as a loop has it that generates a turn for all, then asks all environments and waits for the
-last.
+`lockstep` is the time of the same step without overlap: a loop generates a turn for all rollouts, then waits for the
+slowest environment. It is computed: the time with immediate replies, plus the longest reply of each turn.
 """
 
 from __future__ import annotations

@@ -1,21 +1,20 @@
-"""How right are FP8's gradients? By layer and by kind of weight: cosine and relative error against a reference.
+"""Measures the error of FP8's gradients by layer and kind of weight: cosine and relative error against a reference.
 
     python -m benchmarks.gradients [--variants bf16 fp8 fp8_tokens=fp8,wgrad_blocks=tokens] [--out FOLDER]
 
-    float64   a decoder in plain torch and float64, written here, from the same BF16 weights: what is exact. The table
-              then has BF16 itself as well, for FP8's distance means nothing without BF16's.
-    bf16      the BF16 trainer's own gradients, for shapes and token counts that float64 has no time for
+    float64   a decoder in plain torch and float64, written here, with the same BF16 weights. The table then has BF16
+              too, because FP8's error is compared with BF16's.
+    bf16      the BF16 trainer's own gradients, for shapes that take too long in float64
 
-One batch of random tokens in sequences of ragged lengths, random weights, the loss their mean negative log-prob; the
-trainer's own forward and backward, summed as the optimizer sums it. `down` of the last layer sees one FP8 GEMM of the
-backward, `qkv` of the first all of them, and the forwards' differences besides; `all` is the whole gradient of one kind
-as one vector. Nothing is learnt in such a model: its gradient is a sum of terms that cancel, and its errors are large.
-What tells is FP8's beside BF16's.
+One batch of random tokens in sequences of different lengths, random weights, and the mean negative log-prob as the
+loss. Forward and backward are the trainer's. `down` of the last layer sees one FP8 GEMM of the backward. `qkv` of the
+first layer sees all of them, and the differences of the forward too. `all` is the whole gradient of one kind as one
+vector. An untrained model's gradient is a sum of terms that cancel, so its errors are large. Compare FP8's with BF16's.
 
-Limits, for linears, are some 5% above what was measured, so that a gradient that gets worse shows. Against float64,
-FP8's error is at most 15.5 times BF16's: 13.0 to 14.9 was measured on a CPU and an H200, and 3 bits of mantissa are 16
-times as far apart as 7. Against BF16 each workload has its own limit, as errors grow with depth. Exit status 1 where
-one is not met. On a CPU one small shape, FP8 emulated.
+The limits, for linears, are some 5% above what was measured. Against float64, FP8's error is at most 15.5 times BF16's:
+13.0 to 14.9 was measured on a CPU and an H200, and a format with 3 bits of mantissa is 16 times as coarse as one with
+7. Against BF16 each workload has its own limit, because errors grow with depth. The exit status is 1 if a limit is not
+met. On a CPU there is one small shape, with emulated FP8.
 
 T tokens, E hidden size, H query heads, K kv heads, D head size, N trained tokens.
 """
@@ -41,7 +40,7 @@ from benchmarks.sft_precisions import Variant, parse_variant
 from octetrl.config.presets import preset_config
 from octetrl.config.schema import OptimizerConfig
 from octetrl.config.spec import ModelSpec
-from octetrl.fp8.gemm import choose_backend
+from octetrl.fp8.backends import choose_backend
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.context import PackedContext
 from octetrl.layers.rotary import frequencies

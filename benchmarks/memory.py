@@ -1,12 +1,12 @@
-"""Does the memory table tell the truth? One training step of a real shape with fewer layers, estimated and measured.
+"""Compares the memory estimate with one measured training step of a real shape with fewer layers.
 
     python -m benchmarks.memory --model qwen3-8b --layers 8 --checkpointing layer [--precision fp8_full]
         [--tokens 16384] [--states 8bit] [--master stochastic_rounding] [--offload] [--chunk 1024] [--out FOLDER]
 
-Random weights and tokens, one micro-batch of `--tokens` in sequences of at most 8,192, through `Trainer`, twice: the
-first call makes what stays (transposed codes, work space), the second is measured. By part: what is there after each
-was built, and the peak of the step above that. "Outside torch" is what the device has lost beyond torch's own
-reservations: the CUDA context. Limit: the peak within a tenth of the estimate's; exit status 1 where it is not.
+`Trainer` runs one micro-batch of random tokens twice, in sequences of at most 8,192. The first call allocates what
+stays (transposed codes, work space). The second is measured: the memory of each part, and the peak of the step above
+it. "CUDA context" is the memory that the device lost beyond torch's own reservations. The peak must be within a tenth
+of the estimate; otherwise the exit status is 1.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from rich.table import Table
 
 from benchmarks.record import RESULTS, need_hopper, write_result
 from octetrl.algorithms.table import build_algorithm
+from octetrl.bench.memory import estimate
 from octetrl.config.load import recipe_from_mapping
-from octetrl.config.memory import MemoryEstimate, Precisions, estimate_memory
 from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
-from octetrl.fp8.gemm import choose_backend
+from octetrl.fp8.backends import choose_backend
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
@@ -73,16 +73,6 @@ def recipe_of(arguments: argparse.Namespace) -> Recipe:
     )
 
 
-def estimated(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy) -> MemoryEstimate:
-    precisions = Precisions(
-        fp8_rollout=[linear.name for linear in policy.linears if linear.rollout == "fp8"],
-        fp8_train=[linear.name for linear in policy.linears if linear.train == "fp8"],
-        k_cache=policy.k_cache,
-        v_cache=policy.v_cache,
-    )
-    return estimate_memory(recipe, spec, precisions, on_gpu=True, device_bytes=None)
-
-
 def samples(tokens: int, vocab_size: int) -> list[Sample]:
     """Sequences that fill one micro-batch; all but each first token is trained on."""
     draw = random.Random(0)
@@ -109,8 +99,8 @@ def measured(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy) -> dict[s
         collect_kv_amax=policy.kv_mode == "calibrated",
     )
     batch = pack(samples(recipe.trainer.tokens_per_micro_batch, spec.vocab_size), trainer.layout, "token")
-    scales = torch.ones(spec.num_layers, spec.num_kv_heads, device="cuda") * 0.05
-    kv = KVReplay("calibrated", scales, scales.clone()) if policy.kv_mode == "calibrated" else KVReplay()
+    scale_LS = torch.full((spec.num_layers, spec.num_cache_scales), 0.05, device="cuda")
+    kv = KVReplay("calibrated", scale_LS) if policy.kv_mode == "calibrated" else KVReplay()
     after_optimizer = torch.cuda.memory_allocated()
     trainer.train(batch, kv, None)
     torch.cuda.synchronize()
@@ -136,7 +126,7 @@ def main() -> None:
     recipe = recipe_of(arguments)
     spec = replace(spec_from_config(preset_config(arguments.model)), num_layers=arguments.layers)
     policy = precision_policy(spec, recipe.fp8)
-    parts = {part.name: part.num_bytes for part in estimated(recipe, spec, policy).parts}
+    parts = {part.name: part.num_bytes for part in estimate(recipe, spec, policy, on_gpu=True, engine=True).parts}
     expected = {
         "weights and FP8 copies": parts["weights"] + parts.get("FP8 copies", 0),
         "gradients and optimizer": parts["gradients"] + parts["optimizer"],

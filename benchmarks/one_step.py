@@ -1,9 +1,9 @@
-"""Does a recipe fit the GPU, and what does a step cost? Runs a recipe's steps without saving anything.
+"""Runs a few steps of a recipe without saving anything: does it fit the GPU, and what does a step cost?
 
     python -m benchmarks.one_step RECIPE.yaml NAME [section.key=value ...] [--steps 2]
 
-Everything is the recipe's own but the weights, which are random where `model.init=random`, and the tokenizer, a small
-one made here where the recipe has none. Prints each step's memory, times and mismatch; writes `results/fit_NAME.json`.
+Everything is as the recipe says, with two exceptions: with `model.init=random` the weights are random, and a recipe
+without a tokenizer gets a small one. Prints memory, times and mismatch of each step and writes `results/fit_NAME.json`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""GRPO under bf16, fp8_rollout, fp8 and fp8_full, side by side: speed, mismatch, memory, calibration and publishing.
+"""Trains one model by GRPO under bf16, fp8_rollout, fp8 and fp8_full: speed, mismatch, memory, calibration, publishing.
 
     python -m benchmarks.precisions [--steps 20] [--sft-steps 150] [--seeds 1] [--precision bf16,fp8_full] [--name 50]
 
-One model is made and cold-started once in BF16 on worked sums; then each precision trains it with the same recipe and
-seed, in this one process. Everything is the product's own: recipes, `train`, metrics.jsonl. Needs a Hopper GPU, or
-`--tiny` for a look at the shape of the output on a CPU.
+One model learns worked sums by SFT in BF16. Each precision then trains it with the same recipe and seed, in this one
+process, by recipes, `train` and metrics.jsonl as a user has them. Needs a Hopper GPU; `--tiny` shows the form of the
+output on a CPU.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def model_shape(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_arm(folder: Path, arguments: argparse.Namespace, precision: str, seed: int) -> dict[str, object]:
-    """Train one precision; its row holds medians over the steps after the first two (compilation), and of the largest
-    difference of a log-prob the worst of all steps."""
+    """Train one precision and return its row: medians over all steps except the first two, which compile. The largest
+    log-prob difference is that of all steps."""
     recipe = recipe_from_mapping(recipe_tree(folder, arguments, precision, seed))
     train(recipe)
     gc.collect()

@@ -1,18 +1,18 @@
-"""Do the numbers stay right? A trained model under every precision: its perplexity, and engine against trainer.
+"""Measures a trained model under every precision: its perplexity, and the engine's log-probs against the trainer's.
 
     python -m benchmarks.quality [--sft-steps 350] [--seed 0]
 
-One model of 126 million parameters learns in BF16, once, from documents: worked sums, one after another, for
-2,000 tokens and more. Then, for each precision, from the same weights:
+A model of 126 million parameters is trained once, in BF16, on documents: worked sums, one after another, of 2,000
+tokens and more. Then each precision starts from the same weights:
 
     perplexity   of held-out documents, by the weights, codes and cache formats that the rollout reads
                  |perplexity / BF16's - 1| < 1%
-    mismatch     the engine draws 16 x 2 sequences of 2,000 tokens; its log-probs g against the trainer's p of the same
+    mismatch     the engine samples 16 x 2 sequences of 2,000 tokens; its log-probs g and the trainer's p of these
                  tokens: mean exp|g - p| < 1.03 and mean exp(p - g) - (p - g) - 1 < 1e-3
 
-`fp8_rollout`, whose trainer is BF16, differs from its engine by design: reported, not held to the second limit. KV
-scales are calibrated on documents of the training set. The error of the relative perplexity is that of the mean over
-tokens of paired differences. Exit status 1 where a limit is not met. Needs a Hopper GPU, or `--tiny` on a CPU.
+In `fp8_rollout` engine and trainer differ by design, so the second limit does not apply. KV scales are calibrated on
+documents of the training set. The error of the relative perplexity is the standard error of the mean of the paired
+differences. If a limit is not met, the exit status is 1. Needs a Hopper GPU; `--tiny` runs on a CPU.
 """
 
 from __future__ import annotations
@@ -48,14 +48,15 @@ from octetrl.layers.context import PackedContext
 from octetrl.models.decoder import Decoder
 from octetrl.records import GenerationRequest, Sample, SamplingParams, Task
 from octetrl.rollout.chat_tokens import ChatTokens
-from octetrl.run.build import build_environment, fill_weights, model_spec
 from octetrl.run.demo import BARE_SHARE, bare_answer, make_model_and_examples, worked_answer
 from octetrl.run.device import resolve_device
+from octetrl.run.environment import build_environment
 from octetrl.run.export import export_run
 from octetrl.run.loop import train
 from octetrl.telemetry.mismatch import mismatch_metrics
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.packing import pack
+from octetrl.workers.build import fill_weights, model_spec
 from octetrl.workers.worker import Worker
 
 Row = dict[str, object]
@@ -225,7 +226,7 @@ def build_worker(recipe: Recipe, tokenizer: Tokenizer) -> Worker:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Log-probs of N tokens by a packed forward, beside what `mismatch_metrics` wants to know of them; on the CPU."""
+    """Log-probs of N tokens by a packed forward, with the arguments of `mismatch_metrics`; on the CPU."""
 
     logprobs_N: Tensor
     generator_N: Tensor | None
@@ -244,8 +245,7 @@ def score(worker: Worker, model: Decoder, samples: Sequence[Sample]) -> Scored:
             cu_seqlens_B1=micro_batch.cu_seqlens_B1.to(worker.device),
             max_seqlen=micro_batch.max_seqlen,
             kv_mode=worker.policy.kv_mode,
-            k_scale_LK=None if scales is None else scales.k_scale_LK,
-            v_scale_LK=None if scales is None else scales.v_scale_LK,
+            kv_scale_LS=None if scales is None else scales.scale_LS,
         )
         ids_T, positions_T = micro_batch.token_ids_T.to(worker.device), micro_batch.positions_T.to(worker.device)
         hidden_NE = model(ids_T, positions_T, context).index_select(0, micro_batch.predictor_N.to(worker.device))

@@ -1,10 +1,10 @@
-"""What a sandbox costs: one run by level, and one verdict on code by the form of its tests.
+"""Measures the cost of a sandbox: one run at each level, and one verdict on code by each form of tests.
 
     python -m benchmarks.sandbox [--runs 30] [--out FOLDER]
 
-Milliseconds from the call to its end, median and 95th percentile, one caller; then as many callers as there are cores,
-in runs a second. "no sandbox" is the same program and interpreter by `subprocess`: the price of Python's own start.
-Levels that this machine does not give are left out and named.
+The figures are milliseconds of a call, median and 95th percentile, with one caller. Then as many callers as cores run
+at once, in runs per second. "no sandbox" is the same program by `subprocess`: the cost of starting Python. Levels that
+this machine does not support are left out and named.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""Does FP8 training end where BF16's does? SFT of one model under several precisions, from the same starts.
+"""Trains one model by SFT under several precisions from the same starts: does FP8 reach BF16's final loss?
 
     python -m benchmarks.sft_precisions [--steps 500] [--seeds 3]
     python -m benchmarks.sft_precisions --variants bf16 fp8 fp8_tokens=fp8,wgrad_blocks=tokens
 
-A model of 126 million parameters learns worked sums (run/demo.py) with the product's trainer, optimizer and schedule.
-A seed draws the weights and the order of the data; under one seed every precision gets the same weights and, step by
-step, the same batches. A variant is NAME[=PRECISION[,KEY=VALUE...]]: a `precision` and fields of the recipe's `fp8`.
+A model of 126 million parameters learns worked sums (run/demo.py) with the trainer, optimizer and schedule of a run. A
+seed sets the weights and the order of the data. With one seed, every precision has the same weights and the same
+batches. A variant is NAME[=PRECISION[,KEY=VALUE...]]: a `precision` and fields of the recipe's section `fp8`.
 
     final loss     mean over the last 20 steps
     seed noise     sample standard deviation of BF16's final losses over the seeds
-    verdict        "within" where |mean over the seeds of (final loss - BF16's of that seed)| <= seed noise
+    verdict        "within" if |mean over the seeds of (final loss - BF16's of that seed)| <= seed noise
 
-The differences are paired, so the noise that all precisions of a seed share drops out of them, while the seed noise
-keeps it: what another seed would have changed is the measure of what the format may change. One seed has no verdict.
-Exit status 1 where a variant is outside, or a loss is not finite.
+The differences are paired, so noise that all precisions of a seed share cancels. The seed noise keeps it: the format
+may change the loss as much as another seed would. One seed has no verdict. The exit status is 1 if a variant is outside
+or a loss is not finite.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.precisions import model_shape, sft_tree
-from benchmarks.record import RESULTS, need_hopper
+from benchmarks.record import RESULTS, need_hopper, write_result
 from octetrl.algorithms.table import build_algorithm
 from octetrl.config.algorithm import SftConfig
 from octetrl.config.load import PRECISIONS, recipe_from_mapping
@@ -45,14 +45,13 @@ from octetrl.config.schema import Fp8Config, Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.data.mixture import Mixture, read_source
 from octetrl.data.tokenizer import load_tokenizer
-from octetrl.fp8.gemm import choose_backend
+from octetrl.fp8.backends import choose_backend
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import load_spec
 from octetrl.records import PackedBatch
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.run import demo
-from octetrl.telemetry.bench_record import write_result
 from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.trainer.trainer import KVReplay, Trainer
 
@@ -165,7 +164,7 @@ def thinned(losses: Sequence[float], points: int = POINTS) -> list[tuple[int, fl
 
 
 def verdicts(finals: Mapping[str, Sequence[float]]) -> list[Row]:
-    """A row for each variant, from its final losses in the order of the seeds. The rule stands in the docstring."""
+    """A row for each variant, from its final losses in the order of the seeds. The module's docstring has the rule."""
     plain = finals[BASELINE]
     rows: list[Row] = []
     for name, losses in finals.items():

@@ -1,4 +1,4 @@
-"""Conversations for the demo's SFT over messages: sums worked out, some in two turns, and sums with the bare result.
+"""Writes conversations for recipes/demo_sft_messages.yaml: worked sums, some in two turns, and results without steps.
 
 python examples/conversations.py runs/demo
 """

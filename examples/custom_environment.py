@@ -1,4 +1,4 @@
-"""An environment is tasks and a score. Words to spell backwards, with half a point for the right letters.
+"""An environment: words to spell backwards, with half a point for the right letters in a wrong order.
 
 workers = RewardWorkers(Backwards().score, timeout_seconds=1.0)
 """

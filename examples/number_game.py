@@ -1,4 +1,4 @@
-"""A game of several turns: a number is to be found, and each guess is answered with "higher" or "lower".
+"""A game with several turns: the model guesses a number, and the game replies "Higher." or "Lower.".
 
 In a recipe: `environment: {kind: python, dataset: examples.number_game:NumberGame}`
 """
@@ -13,7 +13,7 @@ HIGHEST, GUESSES = 20, 6
 
 
 def game(place: int) -> Task:
-    """Its prompt is its own: two tasks with equal prompts would count as one."""
+    """A task with a unique prompt: two tasks with equal prompts count as one."""
     number = random.Random(place).randint(1, HIGHEST)
     prompt = f"Game {place}: find my number, from 1 to {HIGHEST}."
     return Task(id=f"game/{place}", prompt=prompt, metadata={"number": number})
@@ -23,12 +23,12 @@ class NumberGame:
     tasks = tuple(game(place) for place in range(1000))
 
     def start(self, conversation: Conversation) -> None:
-        """Once for each rollout; what it remembers goes into `conversation.state`."""
+        """Called once for each rollout. Store the rollout's data in `conversation.state`."""
         conversation.state.found = False
         conversation.state.guesses = []
 
     def reply(self, conversation: Conversation) -> str | None:
-        """What follows the model's last message; None ends the game."""
+        """Reply to the model's last message; None ends the game."""
         guess = re.search(r"\d+", conversation.text)
         if guess is None:
             return "Guess a number."
@@ -45,7 +45,7 @@ class NumberGame:
 
     @reward(weight=0.2)
     def quick(self, conversation: Conversation) -> float:
-        """What is left of the guesses, in shares."""
+        """The share of the guesses that were not used."""
         return 1 - conversation.turns / GUESSES if conversation.state.found else 0.0
 
     @metric

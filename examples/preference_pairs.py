@@ -1,4 +1,4 @@
-"""Preference pairs for the demo's reward model: a sum worked out, and a guess that is off.
+"""Writes preference pairs for the demo's DPO and reward model: a worked sum, and a wrong guess.
 
 python examples/preference_pairs.py runs/demo/pairs.jsonl
 """
@@ -19,7 +19,7 @@ NUM_PAIRS = 4000
 
 
 def guess(task: Task, chance: random.Random) -> str:
-    """A bare result that is a little off."""
+    """A result without steps that is wrong by 1 to 3."""
     assert task.answer is not None
     return f"#### {int(task.answer) + chance.choice([-3, -2, -1, 1, 2, 3])}"
 

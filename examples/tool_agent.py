@@ -1,4 +1,4 @@
-"""An agent with a tool: what things cost today is written in a list that only the tool can read.
+"""An agent with a tool: only the tool can read the list of today's prices.
 
 In a recipe: `environment: {kind: python, dataset: examples.tool_agent:Shop}`; recipes/demo_tools.yaml trains on it.
 """
@@ -13,7 +13,7 @@ THINGS = ("bread", "cheese", "honey", "milk", "olives", "plums", "rice", "tea")
 
 
 def days(count: int) -> list[Task]:
-    """One thing to ask for on each day, and that day's prices."""
+    """One task per day: the thing to ask for, and the prices of the day."""
     chance, tasks = random.Random(0), []
     for day in range(count):
         prices = {thing: chance.randrange(10) for thing in THINGS}
@@ -29,7 +29,7 @@ async def price(thing: str) -> int:
     """What a thing costs today."""
     prices: dict[str, int] = Conversation.current().task.metadata["prices"]
     if thing not in prices:
-        raise ToolError(f"no {thing} today")  # the model is told
+        raise ToolError(f"no {thing} today")  # this text is reported to the model
     return prices[thing]
 
 

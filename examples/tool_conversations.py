@@ -1,4 +1,4 @@
-"""The cold start of examples/tool_agent.py: a tiny model, and conversations in which half ask the tool and half guess.
+"""Writes a tiny model and SFT conversations for examples/tool_agent.py: half of them call the tool, half guess.
 
 python -m examples.tool_conversations runs/tools
 """
@@ -42,7 +42,7 @@ def guesses(task: Task, chance: random.Random) -> list[dict[str, Any]]:
 
 
 def main(folder: Path) -> None:
-    """Writes `folder/model` and `folder/conversations.jsonl`."""
+    """Write `folder/model` and `folder/conversations.jsonl`."""
     folder.mkdir(parents=True, exist_ok=True)
     chance, tools = random.Random(1), [price.schema()]
     tasks = [chance.choice(Shop.tasks) for _ in range(NUM_CONVERSATIONS)]

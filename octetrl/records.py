@@ -66,6 +66,10 @@ class GenerationRequest:
     expected_tokens: int | None = None
     """Expected length of its completions, for example that of the last time. The longest start first. None: not known.
     It changes the order of computation, never the result."""
+    first_sibling: int = 0  # number of its first sibling, so that several workers can draw one request's siblings
+    continues: tuple[str, int] | None = None
+    """Request and sibling that drew the beginning of the prompt: its pages may be found there. None: a new prompt. It
+    changes where the request runs, never the result."""
 
 
 class FinishReason(StrEnum):
@@ -236,6 +240,11 @@ class MicroBatch:
     """A pack of whole sequences, end to end, created by `pack`. T tokens, B sequences, N trained tokens.
 
     Row n of the trained tokens is predicted from the hidden state at `predictor_N[n]` (the token before it).
+
+    Example, two sequences of 3 and 2 tokens with 1 trained token each: MicroBatch(token_ids_T=[31, 7, 55, 31, 9],
+    positions_T=[0, 1, 2, 0, 1], cu_seqlens_B1=[0, 3, 5], max_seqlen=3, predictor_N=[1, 3], targets_N=[55, 9],
+    weights_N=[1.0, 1.0], advantages_N=[1.2, -0.4], generator_logprobs_N=[-0.1, -2.3], sequence_N=[0, 1],
+    sample_N=[4, 0], target_positions_N=[2, 1], sequence_lengths_N=[3, 2]), each list a tensor.
     """
 
     token_ids_T: Tensor  # int64
@@ -257,17 +266,23 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """All micro-batches of one optimizer step (or of several: `minibatches`), created by `pack`."""
+    """All micro-batches of one optimizer step (or of several: `minibatches`), created by `pack`.
+
+    Example: PackedBatch(((first, second), (third,)), loss_denominators=(812.0, 790.0), policy_version=3)
+    """
 
     minibatches: tuple[tuple[MicroBatch, ...], ...]  # one optimizer step each
-    loss_denominators: tuple[float, ...]  # one a minibatch: the only division in the project
+    loss_denominators: tuple[float, ...]  # one per minibatch: the only division in the project
     policy_version: int | None  # of the weights that sampled it; None for SFT
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Both sides' log-probs of a batch's N trained tokens, on the CPU. The trainer's are from before any update."""
+    """Log-probs of a batch's N trained tokens by engine and trainer, on the CPU. The trainer's precede any update.
+
+    Example, each list a tensor: TokenLogprobs([-0.1], [-0.1], target_positions_N=[2], sequence_lengths_N=[3])
+    """
 
     generator_N: Tensor  # float32
     trainer_N: Tensor  # float32
@@ -277,12 +292,15 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PolicyUpdate:
-    """The result of `train`, created by the trainer. The workers turn log-probs and amax into metrics and scales."""
+    """The result of `train`, created by the trainer. The worker computes metrics and KV scales from log-probs and amax.
+
+    Example: PolicyUpdate(policy_version=4, metrics={"loss": 0.02, "grad_norm": 0.31})
+    """
 
     policy_version: int  # after the update
     metrics: Mapping[str, float]
     logprobs: TokenLogprobs | None = None  # None: not sampled by an engine, or no update
-    kv_amax_2LK: Tensor | None = None  # max|K| and max|V| of each layer and head, float32; None: not collected
+    kv_amax_LS: Tensor | None = None  # largest magnitude for each scale of the KV cache, float32; None: not collected
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +308,9 @@ class WeightSet:
     """All weights of one policy version, created by a worker for its rollout backend (engine/weights.py).
 
     Live tensors of the trainer, not copies: valid until its next update. Names are those of the decoder's parameters
-    and of its linears, such as "layers.0.attention.qkv_proj".
+    and of its linears.
+
+    Example: WeightSet(4, {"norm.weight": weight}, codes={"layers.0.attention.qkv_proj": (codes, scale)})
     """
 
     policy_version: int
@@ -301,8 +321,11 @@ class WeightSet:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The result of `publish`, created by the worker after it has read weights and scales back from the engine."""
+    """The result of `publish`, created by the worker after it has read weights and scales back from the engine.
+
+    Example: Published(4, weights_digest="9f02c1d86b7e44aa", metrics={"publish/policy_version": 4.0})
+    """
 
     policy_version: int
-    weights_digest: str  # of the FP8 codes and scales that the engine holds
+    weights_digest: str  # of the weights that the engine holds (engine/weights.py)
     metrics: Mapping[str, float]

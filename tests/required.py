@@ -23,6 +23,8 @@ NEEDS = {
     "bubblewrap": "sandboxes of that level",
     "another-user": "root, and an interpreter and a tree that another user can read: sandboxes without root's rights",
     "serve": "the packages of `octetrl serve` and the official client",
+    "ray": "Ray: runs on several workers",
+    "two-gpus": "two GPUs of one machine: workers on GPUs of their own",
 }
 _MARK = "not run: "
 

@@ -23,10 +23,10 @@ from torch.optim.adamw import adamw as torch_adamw
 from triton.testing import do_bench
 
 from benchmarks.record import RESULTS, write_result
+from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
 from octetrl.kernels.optimizer.adamw import AdamScalars, Moment, adamw, adamw_reference
 from octetrl.trainer.optimizer_states import StateFormat, zero_moment
 
-FLOOR = 4.3  # TB/s
 ELEMENTS = 1 << 26
 FORMATS: tuple[StateFormat, ...] = ("float32", "bfloat16", "8bit")
 STATE_BYTES = {"float32": 16.0, "bfloat16": 8.0, "8bit": 4 + 4 / 128}  # read and written, both moments
@@ -127,7 +127,7 @@ def row(name: str, bytes_each: float, milliseconds: float) -> dict[str, object]:
         "bytes an element": round(bytes_each, 2),
         "ms": round(milliseconds, 4),
         "TB/s": round(rate, 2),
-        "% of floor": round(100 * rate / FLOOR, 1),
+        "% of floor": round(100 * rate * 1e12 / MEMORY_BYTES_PER_SECOND, 1),
         "ms for 8.2e9": round(milliseconds * 8.2e9 / ELEMENTS, 1),
     }
 

@@ -4,7 +4,7 @@
 
 First every candidate's dQ, dK and dV on a small ragged pack are compared with float64 autograd over the K and V that
 the forward saw, in every format of the cache; a relative error above 1% fails, and so do bits that differ from one run
-to the next (but for FlashAttention's) and rows past the last sequence that are not zero.
+to the next (except FlashAttention's) and rows past the last sequence that are not zero.
 
 Then the times of 16,384 tokens, 32 query heads, 8 kv heads, head size 128, BF16, in several packs. TFLOP/s count the
 causal half of the GEMMs needed, 2 * H * D * sum(L * (L + 1) / 2) floating-point operations each: two a forward, five a

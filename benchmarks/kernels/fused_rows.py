@@ -21,9 +21,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from triton.testing import do_bench_cudagraph
 
+from benchmarks.kernels.clock import median_us
 from benchmarks.record import RESULTS, need_hopper, write_result
+from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
 from octetrl.fp8.format import E4M3
 from octetrl.kernels.attention import qkv_store as qkv_module
 from octetrl.kernels.attention.kv_store import kv_store, v_pages_shape
@@ -39,7 +40,6 @@ from octetrl.layers.rotary import RotaryTable
 
 EPS, PAGE_SIZE, POSITIONS = 1e-6, 128, 8192
 PADDING = (11, 7)  # one token of so many, the first of them
-FLOOR = 4.3  # TB/s
 CACHES = {  # K's and V's dtype, and whether scales are per token
     "bf16": (torch.bfloat16, torch.bfloat16, False),
     "fp8_calibrated": (E4M3, E4M3, False),
@@ -208,25 +208,13 @@ def check_bits() -> bool:
     return good
 
 
-def microseconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Of one call, each on its own inputs."""
-
-    def all_calls() -> None:
-        for call in calls:
-            call()
-
-    all_calls()
-    torch.cuda.synchronize()  # the capture runs on a stream of its own, which would not wait for the inputs
-    return 1e3 * do_bench_cudagraph(all_calls, rep=40, return_mode="median") / len(calls)
-
-
 def timed(make: Callable[[], Case], tokens: int, chain: bool = True, **setting: object) -> Row:
     first = make()
     cases = [first, *(make() for _ in range(200_000_000 // first.moved))]
-    us = microseconds([case.fused for case in cases])
+    us = median_us(*(case.fused for case in cases))
     row: Row = {"op": first.op, "precision": first.precision, "workload": f"{tokens} tokens", **setting, "us": us}
-    row |= {"tb_per_s": first.moved / us / 1e6, "floor_share": first.moved / us / 1e6 / FLOOR}
-    return row | {"chain_us": microseconds([case.chain for case in cases])} if chain else row
+    row |= {"tb_per_s": first.moved / us / 1e6, "floor_share": first.moved * 1e6 / us / MEMORY_BYTES_PER_SECOND}
+    return row | {"chain_us": median_us(*(case.chain for case in cases))} if chain else row
 
 
 def timings() -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""The GEMMs of decoding: checked bit for bit, timed, and (--tune) chosen anew.
+"""The GEMMs of decoding: checks their bits, times them, and with --tune chooses them again.
 
     python -m benchmarks.kernels.gemm [--tune] [--shapes qwen3-8b,llama-3.1-8b] [--m 1,8,16,32,64,128,192,256]
 
@@ -20,7 +20,7 @@ import argparse
 import json
 import os
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -33,8 +33,9 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.record import RESULTS, need_hopper, write_result
+from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
 from octetrl.config.presets import PRESETS, preset_config
-from octetrl.fp8.gemm import fp8_gemm_nt
+from octetrl.fp8.backends import fp8_gemm_nt
 from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.gemm.bf16_gemm import bf16_gemm, bf16_gemm_triton, straight_config
 from octetrl.kernels.gemm.fp8_gemm import (
@@ -46,7 +47,6 @@ from octetrl.kernels.gemm.fp8_gemm import (
     fp8_gemm,
     gemm_table,
     run_config,
-    table_text,
 )
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from octetrl.kernels.quantize.quantize_weight import quantize_weight
@@ -56,7 +56,7 @@ SIZES = "1,8,16,32,64,128,192,256"
 ROTATED_BYTES = 220e6
 LARGE_BATCH = 4096  # rows; cuBLAS splits nothing here
 REPLAYS, LAUNCHES = 7, 20  # timed replays of a graph, and how many calls it holds at least
-BYTES_PER_US, FP8_PER_US = 4.3e6, 1.5e9
+FP8_PER_US = 1.5e9
 
 DEVICE = "cuda"
 
@@ -166,7 +166,7 @@ class Weight:
     def floor_us(self, precision: str, m: int) -> float:
         size = 1 if precision == "fp8" else 2
         read = size * self.k * (self.n + m) + 2 * m * self.n
-        return max(read / BYTES_PER_US, 2 * m * self.n * self.k * size / FP8_PER_US)
+        return max(read * 1e6 / MEMORY_BYTES_PER_SECOND, 2 * m * self.n * self.k * size / FP8_PER_US)
 
     def row(self, op: str, m: int, us: float, kernel: str) -> Row:
         precision = "bf16" if op in ("F.linear", "bf16_gemm") else "fp8"
@@ -282,6 +282,18 @@ def tune(weights: dict[tuple[int, int], str], sizes: Sequence[int], path: Path) 
     print(f"wrote {path}")
 
 
+def table_text(table: Mapping[str, Any]) -> str:
+    """The table as JSON text, one entry on each line."""
+    kinds = []
+    for kind, weights in table.items():
+        shapes = []
+        for shape, entries in weights.items():
+            lines = [f'   "{m}": {json.dumps(entries[m])}' for m in sorted(entries, key=int)]
+            shapes.append(f'  "{shape}": {{\n' + ",\n".join(lines) + "\n  }")
+        kinds.append(f' "{kind}": {{\n' + ",\n".join(shapes) + "\n }")
+    return "{\n" + ",\n".join(kinds) + "\n}\n"
+
+
 # ---------------------------------------------------------------- measuring
 
 
@@ -320,7 +332,7 @@ def show(rows: Sequence[Row]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tune", action="store_true", help="choose anew, and write the table")
+    parser.add_argument("--tune", action="store_true", help="choose the kernels again, and write the table")
     parser.add_argument("--shapes", default="qwen3-8b", help=f"models, of {','.join(MODELS)}")
     parser.add_argument("--m", default=SIZES, help=f"numbers of rows (default {SIZES})")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", RESULTS)), help="folder of the results")

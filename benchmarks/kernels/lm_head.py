@@ -26,7 +26,8 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.record import RESULTS, need_hopper, write_result
-from octetrl.fp8.errors import relative_error
+from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
+from octetrl.fp8.relative_error import relative_error
 from octetrl.kernels.gemm import linear_logprobs_backward as module
 from octetrl.kernels.gemm.linear_logprobs import linear_logprobs, lm_head_logits, logprobs_of, statistics_triton
 from octetrl.kernels.gemm.linear_logprobs_backward import add_product, logits_gradient
@@ -36,7 +37,7 @@ VOCABULARIES = (151_936, 128_256)
 CHUNK = 1024
 SWEEP = ((1024, 1), (1024, 2), (1024, 4), (2048, 1), (2048, 2), (4096, 1))  # rows of a chunk, chunks gathered
 LONG = 32_768
-TFLOP_PER_S, TB_PER_S = 700.0, 4.3
+TFLOP_PER_S = 700.0
 COLUMNS = ("workload", "part", "us", "tflop_per_s", "gemm_share", "tb_per_s", "memory_share", "peak_gb")
 Row = dict[str, object]
 
@@ -129,7 +130,7 @@ def row_of(workload: str, part: str, us: float, tflop: float = 0.0, moved: float
         row |= {"tflop_per_s": rate, "gemm_share": rate / TFLOP_PER_S}
     if moved:
         rate = moved / us / 1e6
-        row |= {"tb_per_s": rate, "memory_share": rate / TB_PER_S}
+        row |= {"tb_per_s": rate, "memory_share": rate * 1e12 / MEMORY_BYTES_PER_SECOND}
     return row | more
 
 

@@ -25,18 +25,19 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from triton.testing import do_bench_cudagraph
 
+from benchmarks.kernels.clock import median_us
 from benchmarks.record import RESULTS, need_hopper, write_result
-from octetrl.fp8.errors import relative_error
+from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
+from octetrl.fp8.backends import fp8_gemm_wgrad
 from octetrl.fp8.format import E4M3
-from octetrl.fp8.gemm import fp8_gemm_wgrad
 from octetrl.fp8.quantize import (
     Quantized,
     quantize_activation_reference,
     quantize_tokens_reference,
     quantize_weight_reference,
 )
+from octetrl.fp8.relative_error import relative_error
 from octetrl.kernels.quantize import quantize_both as both_module
 from octetrl.kernels.quantize import quantize_tokens as tokens_module
 from octetrl.kernels.quantize import quantize_weight as weight_module
@@ -52,7 +53,6 @@ TOKENS = 16_384
 WIDTHS = (4096, 6144, 12288, 24576)
 WEIGHT = (24576, 4096)  # N x K
 WGRADS = ((24576, 4096), (4096, 12288), (6144, 4096), (4096, 4096))  # N x K
-FLOOR = 4.3  # TB/s
 ROTATED_BYTES = 200_000_000
 TILES: tuple[tuple[int, int | None], ...] = (
     (4, None),
@@ -201,26 +201,14 @@ def check_bits() -> bool:
 # ---------------------------------------------------------------- times
 
 
-def microseconds(calls: list[Callable[[], Any]]) -> float:
-    """Of one call, each on its own inputs."""
-
-    def all_calls() -> None:
-        for call in calls:
-            call()
-
-    all_calls()
-    torch.cuda.synchronize()  # the capture runs on a stream of its own, which would not wait for the inputs
-    return 1e3 * do_bench_cudagraph(all_calls, rep=40, return_mode="median") / len(calls)
-
-
 def timed(make: Callable[[], Case], workload: str, separate: bool = True, **setting: object) -> Row:
     first = make()
     cases = [first, *(make() for _ in range(ROTATED_BYTES // first.moved))]
-    us = microseconds([case.fused for case in cases])
+    us = median_us(*(case.fused for case in cases))
     row: Row = {"op": first.op, "precision": "fp8", "workload": workload, **setting, "us": us}
-    row |= {"tb_per_s": first.moved / us / 1e6, "floor_share": first.moved / us / 1e6 / FLOOR}
+    row |= {"tb_per_s": first.moved / us / 1e6, "floor_share": first.moved * 1e6 / us / MEMORY_BYTES_PER_SECOND}
     calls = [case.separate for case in cases if case.separate is not None]
-    return row | {"separate_us": microseconds([*calls])} if separate and calls else row
+    return row | {"separate_us": median_us(*calls)} if separate and calls else row
 
 
 def timings() -> Iterator[Row]:
@@ -242,9 +230,9 @@ def wgrad_timings() -> Iterator[Row]:
         for name, square in (("fp8", False), ("fp8 square", True)):
             operands = [(quantize_tokens(dy), quantize_tokens(x, False, square)) for dy, x in inputs]
             calls[name] = [partial(fp8_gemm_wgrad, *pair, "scaled_mm", torch.bfloat16) for pair in operands]
-        bf16_us = microseconds(calls["bf16"])
+        bf16_us = median_us(*calls["bf16"])
         for name, of_name in calls.items():
-            us = bf16_us if name == "bf16" else microseconds(of_name)
+            us = bf16_us if name == "bf16" else median_us(*of_name)
             row: Row = {"op": "wgrad", "precision": name, "workload": f"{n} x {k}, {TOKENS} tokens", "us": us}
             yield row | {"tflop_per_s": 2 * TOKENS * n * k / us / 1e6, "bf16_share": bf16_us / us}
 

@@ -21,16 +21,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from triton.testing import do_bench_cudagraph
 
 import octetrl.kernels.rows.sample_tokens as tiles
+from benchmarks.kernels.clock import median_us
 from benchmarks.record import RESULTS, need_hopper, write_result
+from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
 from octetrl.kernels.gemm.linear_logprobs import LOGIT_ROWS, lm_head_logits, logprobs_alone, logprobs_of
 from octetrl.kernels.rows.sample_tokens import sample_tokens, sample_tokens_reference
 
 VOCAB, HIDDEN = 151_936, 4096
 BATCHES = (16, 64, 128, 256)
-TB_PER_S = 4.3
 ROTATED_BYTES = 250e6
 
 Row = dict[str, object]
@@ -87,17 +87,6 @@ def check() -> bool:
     return good
 
 
-def median_us(calls: list[Callable[[], Any]]) -> float:
-    """Of one call, where a replay makes each of them once."""
-    torch.cuda.synchronize()  # the capture runs on a stream of its own, which would not wait for the inputs
-
-    def all_calls() -> None:
-        for call in calls:
-            call()
-
-    return 1e3 * do_bench_cudagraph(all_calls, rep=50, return_mode="median") / len(calls)
-
-
 def copied_logits(hidden_NE: Tensor, weight_VE: Tensor) -> Tensor:
     rows = hidden_NE.shape[0]
     padded_NE = torch.nn.functional.pad(hidden_NE, (0, 0, 0, 256 - rows))
@@ -129,8 +118,8 @@ def timings(num_rows: int) -> Iterator[Row]:
         ("logits", "torch", logit_bytes + weight_bytes, [partial(copied_logits, hidden_NE, weight_VE)]),
     ]  # fmt: skip
     for op, form, moved, calls in cases:
-        us = median_us(calls)
-        floor = 100 * moved / TB_PER_S / 1e6 / us
+        us = median_us(*calls)
+        floor = 100 * moved * 1e6 / us / MEMORY_BYTES_PER_SECOND
         what: Row = {"op": op, "form": form, "precision": "bf16", "workload": f"{num_rows}x{VOCAB}", "rows": num_rows}
         yield what | {"us": us, "tb_per_s": moved / us / 1e6, "floor_percent": floor}
 
@@ -141,7 +130,7 @@ def tile_timings() -> Iterator[Row]:
         if not 8 <= block * in_program // (32 * warps) <= 32:  # elements a thread has at a time
             continue
         tiles.CHUNK, tiles.BLOCK, tiles.ROWS, tiles.WARPS = chunk, block, in_program, warps
-        us = median_us([partial(sample_tokens, x, *rows) for x in logits])
+        us = median_us(*(partial(sample_tokens, x, *rows) for x in logits))
         yield {"op": "sample", "form": f"{chunk} {block} x {in_program}, {warps} warps", "rows": 128, "us": us}
 
 

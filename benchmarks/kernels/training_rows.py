@@ -22,9 +22,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from triton.testing import do_bench_cudagraph
 
+from benchmarks.kernels.clock import median_us
 from benchmarks.record import RESULTS, need_hopper, write_result
+from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
 from octetrl.kernels.attention import qkv_rotate as rotate_module
 from octetrl.kernels.attention import qkv_rotate_backward as rotate_back_module
 from octetrl.kernels.attention.attention_order import KVMode
@@ -41,7 +42,6 @@ from octetrl.models.blocks.attention.module import observe_amax
 
 EPS, NEVER, TOKENS = 1e-6, -1.0, 16384
 WEIGHT = (24576, 4096)  # gate and up of Qwen3-8B
-FLOOR = 4.3  # TB/s
 REPLAYS: dict[str, tuple[KVMode, bool]] = {
     "bf16": ("none", False),
     "fp8_calibrated": ("calibrated", True),
@@ -259,17 +259,11 @@ def check() -> bool:
 # ---------------------------------------------------------------- times
 
 
-def microseconds(call: Callable[[], object]) -> float:
-    call()
-    torch.cuda.synchronize()  # the capture runs on a stream of its own, which would not wait for the inputs
-    return float(1e3 * do_bench_cudagraph(call, rep=60, return_mode="median"))
-
-
 def timed(case: Case, chain: bool = True, **setting: object) -> Row:
-    us = microseconds(case.fused)
+    us = median_us(case.fused)
     row: Row = {"op": case.op, "precision": case.precision, "workload": f"{TOKENS} tokens", "us": us, **setting}
-    row |= {"tb_per_s": case.moved / us / 1e6, "floor_share": case.moved / us / 1e6 / FLOOR}
-    return row | {"chain_us": microseconds(case.chain)} if chain else row
+    row |= {"tb_per_s": case.moved / us / 1e6, "floor_share": case.moved * 1e6 / us / MEMORY_BYTES_PER_SECOND}
+    return row | {"chain_us": median_us(case.chain)} if chain else row
 
 
 def timings() -> Iterator[Row]:

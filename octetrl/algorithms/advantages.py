@@ -1,11 +1,12 @@
-"""Group-relative advantages: how much better a rollout did than its siblings.
+"""Group-relative advantages: how much better a rollout's reward is than the rewards of its siblings.
 
     GRPO     A_i = (r_i - mean r) / std r      DeepSeekMath, arXiv 2402.03300, eq. 3
     Dr.GRPO  A_i =  r_i - mean r               arXiv 2503.20783: the division favours groups that are nearly all
                                                right or nearly all wrong
 
-`std` is the sample deviation (n - 1 below), as in the implementations. Rewards that differ by rounding alone
-(spread.py) give zeros, exactly: no epsilon that turns the rounding of a mean into an advantage.
+`std` is the sample standard deviation (divided by n - 1), as in the published implementations. Rewards that differ only
+by rounding (spread.py) give exact zeros. No epsilon is added to the deviation: it would turn the rounding error of a
+mean into an advantage.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from collections.abc import Callable, Sequence
 
 from octetrl.algorithms.spread import differ, differences_from_mean, near_one
 
-# Rewards of all groups of a step -> as many advantages; None: what had this reward is not trained on.
+# Rewards of all groups of a step -> as many advantages; None: the rollout with this reward is not trained on.
 Advantages = Callable[[Sequence[Sequence[float]]], Sequence[Sequence[float | None]]]
 
 
 def group_relative_advantages(rewards: Sequence[float], normalize: bool = True) -> list[float]:
-    """The advantage of each sibling of one group, from the rewards of those that have one."""
+    """The advantage of each sibling of one group. `normalize`: divide by the standard deviation (GRPO)."""
     if not normalize or not differ(rewards):
         return differences_from_mean(rewards)
     scaled, _ = near_one(rewards)  # squares of tiny or huge rewards would leave the range of a float
@@ -30,7 +31,7 @@ def group_relative_advantages(rewards: Sequence[float], normalize: bool = True) 
 
 
 def by_group(rule: Callable[[Sequence[float]], Sequence[float | None]]) -> Advantages:
-    """The rule of one group, for all groups of a step."""
+    """Apply the rule of one group to every group of a step."""
 
     def advantages(groups: Sequence[Sequence[float]]) -> list[Sequence[float | None]]:
         return [rule(rewards) for rewards in groups]

@@ -3,8 +3,9 @@
     P(chosen is better) = sigmoid(margin)          margin = r_chosen - r_rejected
     loss = -log sigmoid(margin) + center * (r_chosen + r_rejected)^2
 
-Only differences are observed, so rewards may drift together; `center` (arXiv 2312.09244; 0.01 there, 0 here) pulls
-their sum towards 0. A model that can't tell the two apart has margin 0 and loss log 2; its accuracy counts as 0.
+The data determine only differences, so the mean of the rewards may drift. `center` pulls their sum towards 0 (arXiv
+2312.09244 uses 0.01; the default here is 0). A model that cannot tell the two answers apart has margin 0 and loss log
+2. Its accuracy counts as 0.
 
 P pairs of one micro-batch.
 """
@@ -22,7 +23,7 @@ RewardLoss = Callable[[Tensor, Tensor], TokenLoss]  # rewards of chosen and reje
 
 
 def bradley_terry_loss(chosen_P: Tensor, rejected_P: Tensor, center: float = 0.0) -> TokenLoss:
-    """Per-pair loss [P] from float32 rewards, and its metrics."""
+    """Loss of each pair, float32 [P], and its metrics. `chosen_P`, `rejected_P`: float32 rewards [P]."""
     margin_P = chosen_P - rejected_P
     loss_P = -logsigmoid(margin_P)
     if center:

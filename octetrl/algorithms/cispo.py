@@ -1,10 +1,11 @@
-"""CISPO (MiniMax-M1, arXiv 2506.13585): clip the weight, keep the token's gradient.
+"""CISPO (MiniMax-M1, arXiv 2506.13585): bounds the weight of a token and keeps its gradient.
 
     gain = stop(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * log p
 
-PPO's clip takes the gradient away from tokens whose ratio left the window: often rare ones that turn an argument
-("wait", "however"). Here they keep a bounded one. Defaults: no lower bound (clip_low 1), at most 5 times (clip_high 4,
-as in ScaleRL, arXiv 2510.13786; the paper gives none), `token_weighting: token`. On-policy it has GRPO's gradient.
+PPO's clip removes the gradient of tokens whose ratio has left the window. These are often rare tokens that change the
+course of an argument ("wait", "however"). With CISPO their gradient is bounded instead. Defaults: no lower bound
+(clip_low 1) and a weight of at most 5 (clip_high 4, as in ScaleRL, arXiv 2510.13786; the CISPO paper gives no value),
+`token_weighting: token`. On-policy its gradient is GRPO's.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def cispo_loss(inputs: LossInputs, config: ClipSettings) -> TokenLoss:
 
 
 def cispo_gain(inputs: LossInputs, base_logprobs_N: Tensor, config: ClipSettings) -> Gain:
-    """`clipped_N` counts bounded weights; no gradient is taken away."""
+    """The gain of each token. `clipped_N` is 1 where the weight is bounded; the gradient remains."""
     ratio_N = token_ratio(inputs.logprobs_N.detach(), base_logprobs_N)
     weight_N = ratio_N.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
     return Gain(weight_N * inputs.advantages_N * inputs.logprobs_N, (weight_N != ratio_N).float())

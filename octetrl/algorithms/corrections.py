@@ -1,21 +1,26 @@
-"""Importance correction between the engine that drew a token and the trainer that learns from it.
+"""Importance correction between the engine that sampled a token and the trainer that learns from it.
 
-FP8, kernels and staleness make the trainer's probability p differ from the engine's g. A token drawn from g is weighted
-by p / g to stand for p; large weights would ruin the step, so they are bounded, or their tokens left out. With k = p /
-g of a token, K = the product of k over its sample and M = K^(1/tokens), `algorithm.corrections` is any list of
+FP8, kernels and staleness make the trainer's probability p differ from the engine's g. A token sampled from g is
+weighted by p / g, so that it counts as a token sampled from p. Large weights would ruin the step. They are therefore
+bounded, or their tokens are left out. With k = p / g of a token, K = the product of k over its sample and M =
+K^(1/tokens), `algorithm.corrections` is any list of
 
     tis             w = min(k, tis_cap)            truncated importance sampling; 2 (FlashRL, Yao, Liu et al. 2025)
     sequence_tis    w = min(K, sequence_tis_cap)   unbiased for whole answers; variance grows with their length
     token_mask      out unless k is in token_mask_range         IcePop (Ling team 2025) with tis and a cap as high
     sequence_mask   out unless K is in sequence_mask_range      MIS (Liu, Li et al. 2025) with sequence_tis
-    geometric_mask  out unless M is in geometric_mask_range     notices a drift that no single token shows
-    veto            out where any token of the sample has p < veto_floor; `veto_by: ratio`: k < veto_floor (verl)
-    self_normalize  w / mean w over the optimizer step: no bias of scale, at one more forward where there is one update
+    geometric_mask  out unless M is in geometric_mask_range     detects a drift that no single token shows
+    veto            out if any token of the sample has p < veto_floor; `veto_by: ratio`: k < veto_floor (verl)
+    self_normalize  w / mean w over the optimizer step: no bias of scale; one more forward if there is only one update
 
-At most one of the first two; without them w is 1. What is out has weight 0 and still counts in the loss' denominator;
-with `masked_tokens: left_out` neither it nor its KL and entropy count (verl): means are over what stays
-(docs/algorithms.md), the mean of w too.
-Each says what share it touched; weights carry no gradient. effective_sample_size = (mean w)^2 / mean w^2.
+The list has at most one of the first two; without them w is 1. A token that is left out has weight 0 and still counts
+in the loss' denominator. With `masked_tokens: left_out` it does not count, nor do its KL and entropy, as in verl.
+Means, that of w included, are then over the tokens that stay (docs/algorithms.md).
+
+Each correction reports the share of tokens that it changed. Weights carry no gradient. effective_sample_size =
+(mean w)^2 / mean w^2.
+
+N trained tokens of one micro-batch, B samples.
 """
 
 from __future__ import annotations
@@ -38,7 +43,7 @@ class Correction(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """The two sides' log-probs."""
+    """Log-probs of trainer and engine, float32 [N], and the ratios of both; per sample, but on each of its tokens."""
 
     trainer_N: Tensor
     generator_N: Tensor
@@ -60,8 +65,8 @@ class Pair(NamedTuple):
         return log_B.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()[self.sequence_N]
 
 
-TRUNCATIONS = ("tis", "sequence_tis")  # they bound a weight; all others leave tokens out
-Change = tuple[Tensor, Tensor]  # factor of the weight, and where the bound acted
+TRUNCATIONS = ("tis", "sequence_tis")  # they bound a weight; all other corrections leave tokens out
+Change = tuple[Tensor, Tensor]  # factor of the weight; whether the bound acted
 
 
 def _truncated(ratio_N: Tensor, cap: float) -> Change:
@@ -94,7 +99,7 @@ _CORRECTIONS: dict[str, Callable[[Pair, CorrectionSettings], Change]] = {
 def correct(
     trainer_N: Tensor, generator_N: Tensor, sequence_N: Tensor, num_sequences: int, config: CorrectionSettings
 ) -> Correction:
-    """The weight of each token, all corrections but the batch's normalisation."""
+    """The weight of each token by all corrections except `self_normalize`. Log-probs: float32 [N]."""
     pair = Pair(trainer_N, generator_N, sequence_N, num_sequences)
     weights_N = torch.ones_like(trainer_N)
     kept_N = torch.ones_like(trainer_N)
@@ -113,6 +118,6 @@ def correct(
 
 
 def effective_sample_size(metrics: Mapping[str, float]) -> dict[str, float]:
-    """As a share of the tokens, from the sums over an optimizer step; nothing where nothing was corrected."""
+    """Effective sample size as a share of the tokens, from a step's metrics; empty if nothing was corrected."""
     square = metrics.get("correction/mean_square_weight", 0.0)
     return {"correction/effective_sample_size": metrics["correction/mean_weight"] ** 2 / square} if square else {}

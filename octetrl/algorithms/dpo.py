@@ -1,23 +1,26 @@
 """Learning from preference pairs without a reward model: DPO, cDPO and IPO.
 
-With y+ preferred to y-, a reference policy q, and the difference of the log-ratios, each summed over a whole answer,
+y+ is preferred to y-, q is the reference policy. h is the difference of the two log-ratios, each summed over its
+answer:
 
     h = (log p(y+) - log q(y+)) - (log p(y-) - log q(y-))
 
-    dpo   -(1 - e) log sigmoid(b h) - e log sigmoid(-b h)     arXiv 2305.18290, eq. 7; e: labels that are wrong (cDPO)
-    ipo   (h - 1 / (2 b))^2                                    arXiv 2310.12036, eq. 17: h is fitted, not driven off
+    dpo   -(1 - e) log sigmoid(b h) - e log sigmoid(-b h)     arXiv 2305.18290, eq. 7; e: share of wrong labels (cDPO)
+    ipo   (h - 1 / (2 b))^2                                    arXiv 2310.12036, eq. 17: h is fitted to a finite value
 
-b = `preference_beta` is the strength of the pull to the reference (0.1; IPO wants it larger the fewer the pairs). With
-e = 0 it is DPO as published; at p = q every DPO loss is log 2 and every IPO loss 1 / (4 b^2). Take IPO, or e > 0, where
-labels are noisy or nearly all agree: DPO's h then grows without end. `preference/accuracy` counts h = 0 as wrong.
+b = `preference_beta` is the strength of the pull to the reference (default 0.1; IPO needs a larger one if there are few
+pairs). With e = 0 it is DPO as published. At p = q every DPO loss is log 2, and every IPO loss is 1 / (4 b^2). Use IPO,
+or e > 0, if labels are noisy or nearly all agree: DPO's h then grows without bound. `preference/accuracy` counts h = 0
+as wrong.
 
-`preference_logprobs: mean` divides each log-ratio by the tokens of its answer, as TRL does for IPO. Then h, and with it
-a good b, depend less on length, and a short answer is no longer cheaper to move.
+`preference_logprobs: mean` divides each log-ratio by the number of tokens of its answer, as TRL does for IPO. h then
+depends less on length, and so does a good b. Short answers are no longer cheaper to move than long ones.
 
-A pair's loss stands on every token of both answers. With `sequence` weights each answer adds it once, and the trainer
-divides by the number of answers: the mean over pairs, however they were packed. Metrics have one value a pair.
+Every token of both answers carries the loss of its pair. With `sequence` weights each answer adds the loss once, and
+the trainer divides by the number of answers. The result is the mean over pairs, independent of packing. Metrics have
+one value per pair.
 
-N trained tokens, B samples (chosen and rejected side by side), P = B / 2 pairs.
+N trained tokens, B samples (chosen and rejected are neighbours), P = B / 2 pairs.
 """
 
 from __future__ import annotations
@@ -32,11 +35,14 @@ from octetrl.config.objective_settings import PreferenceSettings
 
 
 def preference_loss(inputs: LossInputs, config: PreferenceSettings) -> TokenLoss:
-    """Per-token loss [N], the same on all tokens of a pair, and its metrics [P]; reference and chosen are required."""
+    """Per-token loss [N], equal on all tokens of a pair, and its metrics [P].
+
+    `inputs` must have the reference's log-probs and `chosen_N`.
+    """
     reference_N, pairs = inputs.reference_logprobs_N, inputs.num_sequences // 2
     assert reference_N is not None and inputs.chosen_N is not None, "preferences need a reference and pairs"
     sign_P2 = _summed(inputs.chosen_N.float() * 2 - 1, inputs).sign().view(pairs, 2)
-    assert bool((sign_P2.sum(1) == 0).all()), "chosen and rejected of a pair stand side by side"
+    assert bool((sign_P2.sum(1) == 0).all()), "chosen and rejected of a pair must be neighbours"
     of_answer = _mean if config.preference_logprobs == "mean" else _summed
     logprobs_P2 = of_answer(inputs.logprobs_N, inputs).view(pairs, 2)
     ratios_P2 = of_answer(inputs.logprobs_N - reference_N, inputs).view(pairs, 2)
@@ -60,7 +66,7 @@ def preference_loss(inputs: LossInputs, config: PreferenceSettings) -> TokenLoss
 
 
 def _summed(values_N: Tensor, inputs: LossInputs) -> Tensor:
-    """Over the tokens of each sample, float32 [B]."""
+    """Sums over the tokens of each sample, float32 [B]."""
     return values_N.new_zeros(inputs.num_sequences).index_add(0, inputs.sequence_N, values_N)
 
 

@@ -1,10 +1,10 @@
-"""Dual-clip PPO (arXiv 1912.09729): a floor under what a bad token can cost.
+"""Dual-clip PPO (arXiv 1912.09729): a lower bound for the gain of a token with a negative advantage.
 
     gain = max(min(ratio * A, clip(ratio) * A), dual_clip * A)     where A < 0;  GRPO's elsewhere
 
-GRPO's minimum leaves ratio * A unbounded below when A < 0 and the ratio is large, so one stale token the policy has
-come to like can rule the step. Use it with stale samples or many updates a batch. Default 3, as published. Equal to
-GRPO where no ratio reaches `dual_clip`, so in any on-policy step.
+In GRPO, ratio * A has no lower bound if A < 0 and the ratio is large. One stale token that the policy now prefers can
+then dominate the step. Use dual-clip with stale samples or many updates per batch. The default is 3, as published. If
+no ratio reaches `dual_clip`, as in every on-policy step, it equals GRPO.
 """
 
 from __future__ import annotations

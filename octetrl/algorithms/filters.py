@@ -1,10 +1,11 @@
-"""Decides which groups and answers are left out of training. The caller counts them.
+"""Decide which groups and answers are left out of training. The caller counts them.
 
-- A group whose rewards are all equal up to rounding (spread.py) has advantages of zero: it costs a forward and a
-  backward and teaches nothing (DAPO's dynamic sampling, arXiv 2503.14476). So does a group with fewer than two rewards:
-  it has no baseline.
-- An answer cut off at `max_new_tokens`, or a conversation at its last turn, has a reward that says "too long" more than
-  "wrong". Masked, it still counts in its siblings' baseline but is not trained on (DAPO's overlong filtering).
+- A group whose rewards are all equal up to rounding (spread.py) has advantages of zero. It costs a forward and a
+  backward and teaches nothing (DAPO's dynamic sampling, arXiv 2503.14476). A group with fewer than two rewards has no
+  baseline and is left out too.
+- The reward of an answer that was truncated at `max_new_tokens`, or of a conversation at its last turn, reports its
+  length more than its quality. With `overlong: mask` it counts in its siblings' baseline but is not trained on (DAPO's
+  overlong filtering).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Numbers that are not finite are found before anything is learnt from them, and named.
+"""Find and name numbers that are not finite, before the trainer learns from them.
 
-A loss can be finite all the same: a clip, a mask or a bounded ratio may swallow an infinite log-prob. So what goes into
-a loss is counted, on the device, in the sums that the trainer reads anyway; the name is looked for when the count is
-not 0.
+A loss can be finite although its inputs are not: a clip, a mask or a bounded ratio may hide an infinite log-prob.
+Therefore the inputs of each loss are counted, on the device. The trainer reads the count together with loss and norm.
+It searches for the name only if the count is not 0.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _NAMES = {
 
 
 def count_non_finite(inputs: LossInputs, loss: TokenLoss) -> Tensor:
-    """How many numbers of all tokens are not finite; a float32 scalar."""
+    """How many numbers of all tokens are not finite, a float32 scalar on the device."""
     counts = [(~values_N.detach().isfinite()).sum() for _, values_N in _watched(inputs, loss)]
     return torch.stack(counts).sum().float()
 
 
 def first_non_finite(inputs: LossInputs, loss: TokenLoss, micro_batch: MicroBatch) -> str | None:
-    """Which number of which sample and position, in words; None: all are finite."""
+    """The first number that is not finite, with its sample and position, in words; None if all are finite."""
     for name, values_N in _watched(inputs, loss):
         values_N = values_N.detach()
         bad = (~values_N.isfinite()).nonzero()
@@ -43,7 +43,7 @@ def first_non_finite(inputs: LossInputs, loss: TokenLoss, micro_batch: MicroBatc
 
 
 def _watched(inputs: LossInputs, loss: TokenLoss) -> Iterator[tuple[str, Tensor]]:
-    """In the order in which one makes the next not finite."""
+    """Names and values, causes before their effects."""
     for field, name in _NAMES.items():
         values_N = getattr(inputs, field)
         if values_N is not None:

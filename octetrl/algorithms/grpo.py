@@ -2,9 +2,10 @@
 
     gain = min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)          A: group-relative (advantages.py)
 
-The first choice: no critic, few parameters. As published: clips 0.2, `token_weighting: sequence`, k3 in the loss; here
-`token` and no KL by default. Dr.GRPO (arXiv 2503.20783): `normalize_advantages: false`, `token_weighting: constant`.
-On-policy the ratio is exactly 1 and the gradient is A * grad log p: REINFORCE with the group's mean as baseline.
+It is the default choice: no critic and few parameters. Published settings: clips of 0.2, `token_weighting: sequence`,
+k3 in the loss. Defaults here: `token_weighting: token`, no KL. Dr.GRPO (arXiv 2503.20783) is `normalize_advantages:
+false` with `token_weighting: constant`. On-policy the ratio is exactly 1 and the gradient is A * grad log p: REINFORCE
+with the group's mean as baseline.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ def grpo_loss(inputs: LossInputs, config: ClipSettings) -> TokenLoss:
 
 
 def clipped_gain(inputs: LossInputs, base_logprobs_N: Tensor, config: ClipSettings) -> Gain:
-    """PPO's pessimistic minimum, token by token."""
+    """The smaller of the plain and the clipped gain, token by token, as in PPO."""
     return clip_gain(token_ratio(inputs.logprobs_N, base_logprobs_N), inputs.advantages_N, config)
 
 
 def clip_gain(ratio_N: Tensor, advantages_N: Tensor, config: ClipSettings) -> Gain:
-    """The same from ratios of any kind."""
+    """The same from given ratios, float32 [N]."""
     clipped_N = ratio_N.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
     plain_N, clipped_N = ratio_N * advantages_N, clipped_N * advantages_N
     return Gain(plain_N.minimum(clipped_N), (clipped_N < plain_N).float())

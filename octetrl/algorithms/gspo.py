@@ -1,14 +1,14 @@
-"""GSPO (arXiv 2507.18071): the ratio of a whole answer, as the reward is of a whole answer.
+"""GSPO (arXiv 2507.18071): one ratio per answer, because the reward is per answer.
 
     s    = exp(mean over the answer's tokens of (log p - log base))          its geometric mean
     gain = min(s * A, clip(s, 1 - clip_low, 1 + clip_high) * A)              for each of its tokens
 
-    gspo_token:  s_t = stop(s) * p_t / stop(p_t)      s's value; each token has its own gradient and may have its own A
+    gspo_token:  s_t = stop(s) * p_t / stop(p_t)      the value of s; each token has its own gradient and advantage
 
-An answer is clipped as one, so clips are narrow: 3e-4 and 4e-4 as published, `token_weighting: sequence`; it is
-corrected as one too, `corrections: [sequence_tis]`. For long answers and mixtures of experts, where single tokens'
-ratios are mostly noise. On answers of one token it is GRPO; with one advantage an answer, `gspo_token` has GSPO's value
-and gradient.
+A whole answer is clipped or not. The clips are therefore narrow: 3e-4 and 4e-4 as published, with `token_weighting:
+sequence`. The importance correction is per answer too, `corrections: [sequence_tis]`. Use it for long answers and for
+mixtures of experts, where ratios of single tokens are mostly noise. On answers of one token it is GRPO. If all tokens
+of an answer have one advantage, `gspo_token` has the value and gradient of GSPO.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def gspo_token_loss(inputs: LossInputs, config: ClipSettings) -> TokenLoss:
 
 
 def gspo_gain(inputs: LossInputs, base_logprobs_N: Tensor, config: ClipSettings) -> Gain:
-    """One ratio an answer, its gradient through all its tokens."""
+    """One ratio per answer, with the gradient through all its tokens."""
     return clip_gain(_sequence_ratio(inputs.logprobs_N, base_logprobs_N, inputs), inputs.advantages_N, config)
 
 
 def gspo_token_gain(inputs: LossInputs, base_logprobs_N: Tensor, config: ClipSettings) -> Gain:
-    """The answer's ratio in value, each token's own in gradient."""
+    """The value of the answer's ratio, with each token's own gradient."""
     logprobs_N = inputs.logprobs_N
     ratio_N = _sequence_ratio(logprobs_N.detach(), base_logprobs_N, inputs) * token_ratio(
         logprobs_N, logprobs_N.detach()

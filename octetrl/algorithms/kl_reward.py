@@ -1,17 +1,18 @@
-"""KL to the reference in the reward rather than in the loss (InstructGPT, arXiv 2203.02155).
+"""KL to the reference as part of the reward, not of the loss (InstructGPT, arXiv 2203.02155).
 
-    A_t = A - kl_coefficient * sum over s >= t of KL_s          the sample's advantage, less the KL still to come
+    A_t = A - kl_coefficient * sum over s >= t of KL_s          the sample's advantage minus the KL from t on
 
-A token is charged for the KL of itself and of what it leads to, by the log-probs before the first update: the policy
-gradient of E[reward - kl_coefficient * KL(policy || reference)] over whole answers, where the loss' term only sees each
-token's own. k1 is the unbiased choice here, since nothing is differentiated. The KL is outside the group's
-normalisation.
+The KL of a token is charged to it and to all tokens before it in its answer. Log-probs are those before the first
+update. The result is the policy gradient of E[reward - kl_coefficient * KL(policy || reference)] over whole answers; a
+KL term in the loss sees only each token's own KL. k1 is the unbiased estimator here, because nothing is differentiated.
+The KL is not part of the group's normalisation.
 
     A_i = rule(r - kl_coefficient * sum over the answer of KL)_i       `kl_in: reward_before_baseline`
 
-RLOO in TRL, and verl with use_kl_in_reward, take the KL of a whole answer from its reward and compare siblings then: an
-answer is charged for more KL than its siblings', all its tokens alike. Rules look at differences alone, so the rollout
-hands over r less its group's mean, which float32 holds better than r.
+This is what RLOO in TRL does, and verl with use_kl_in_reward: they subtract the KL of a whole answer from its reward
+and then compare siblings. All tokens of an answer get the same advantage, which depends on its KL relative to its
+siblings'. Only differences between siblings matter. The rollout therefore passes r minus its group's mean, which
+float32 represents more accurately than r.
 
 N trained tokens of the batch, B samples.
 """
@@ -30,7 +31,7 @@ from octetrl.config.objective_settings import KlSettings
 
 
 def less_kl(rewards: TokenRewards, config: KlSettings) -> Tensor:
-    """The outcome less the KL to come, float32 [N]."""
+    """The outcome minus the KL of this and all later tokens of the sample, float32 [N]."""
     if rewards.kl_N is None:
         return rewards.outcome_N
     kl_N = kl_of_ratio(rewards.kl_N, config.kl_estimator)
@@ -40,8 +41,10 @@ def less_kl(rewards: TokenRewards, config: KlSettings) -> Tensor:
 def compare_less_kl(
     rewards: TokenRewards, config: KlSettings, rule: Callable[[Sequence[float]], Sequence[float]]
 ) -> Tensor:
-    """The rule of a group's rewards, each less the KL of its answer, float32 [N]. `outcome_N` differs from the rewards
-    by a constant a group."""
+    """Advantages by `rule` of each group's rewards minus the KL of the answers, float32 [N].
+
+    `rewards.outcome_N` may differ from the rewards by a constant per group.
+    """
     assert rewards.kl_N is not None and rewards.group_N is not None, "KL before the baseline needs KL and groups"
     kl_N = kl_of_ratio(rewards.kl_N, config.kl_estimator).double()
     kl_B = sequence_sum(kl_N, rewards.sequence_N, rewards.num_sequences)

@@ -1,10 +1,10 @@
-"""What every policy objective shares: the ratio's base, the importance correction, the KL term and the entropy bonus.
+"""The common part of all policy objectives: ratio base, importance correction, KL term and entropy bonus.
 
     loss = -w * gain + kl_coefficient * KL(policy || reference) - entropy_coefficient * entropy
 
-`gain` is the objective's own (grpo.py, gspo.py, cispo.py, sapo.py ...), larger is better. w is the correction of base /
-g (corrections.py), where g is the engine that drew the tokens and `base` (ratios.py) is what the ratio is taken
-against. The entropy is that of the whole distribution at the token's place, with its gradient.
+`gain` is defined by the objective (grpo.py, gspo.py, cispo.py, sapo.py ...); larger is better. w is the correction of
+base / g (corrections.py). g is the engine that sampled the tokens, and `base` (ratios.py) is the denominator of the
+ratio. The entropy is that of the whole distribution at the token's position, with its gradient.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from octetrl.config.objective_settings import KlSettings, PolicyLossSettings, To
 
 
 class Gain(NamedTuple):
-    gain_N: Tensor  # differentiable; what the policy gains by the token
-    clipped_N: Tensor  # share of the token's gradient that the clip takes away; 1.0 all of it
+    gain_N: Tensor  # differentiable; the objective's value of the token
+    clipped_N: Tensor  # share of the token's gradient that the clip removes; 1.0: all of it
 
 
 Config = TypeVar("Config", bound=PolicyLossSettings)
@@ -32,9 +32,9 @@ Objective = Callable[[LossInputs, Tensor, Config], Gain]  # the Tensor: base_log
 
 
 def policy_loss(inputs: LossInputs, config: Config, objective: Objective[Config]) -> TokenLoss:
-    """Per-token loss [N] and its metrics; `inputs.generator_logprobs_N` is required."""
+    """Per-token loss [N] and its metrics. `inputs` must have `generator_logprobs_N`."""
     generator_N = inputs.generator_logprobs_N
-    assert generator_N is not None, f"{config.name} needs the log-probs of the engine that drew the tokens"
+    assert generator_N is not None, f"{config.name} needs the log-probs of the engine that sampled the tokens"
     base_N = base_logprobs(inputs, config.ratio_base)
     gain = objective(inputs, base_N, config)
     correction = correct(base_N, generator_N, inputs.sequence_N, inputs.num_sequences, config)
@@ -61,8 +61,10 @@ def policy_loss(inputs: LossInputs, config: Config, objective: Objective[Config]
 
 
 def step_means(config: PolicyLossSettings) -> dict[str, Callable[[LossInputs], Tensor]]:
-    """What the loss needs the mean of over the optimizer step: fields of LossInputs and what they are means of, [N],
-    with the log-probs before an update."""
+    """Means over the optimizer step that the loss needs: field of LossInputs -> function of the values [N].
+
+    The functions receive the log-probs before the update.
+    """
 
     leaves_out = config.masked_tokens == "left_out"
 
@@ -89,8 +91,8 @@ def step_means(config: PolicyLossSettings) -> dict[str, Callable[[LossInputs], T
 def _counted(correction: Correction, inputs: LossInputs, config: PolicyLossSettings) -> Tensor:
     """The factor of each token's weight with `masked_tokens: left_out`, [N]; 0 where a mask leaves it out.
 
-    1 for the others, but n / k with `token_weighting: sequence`, in an answer of n tokens of which k stay: its weights
-    1 / n become 1 / k, and every answer with a token that stays counts the same.
+    It is 1 for the others. With `token_weighting: sequence` it is n / k in an answer of n tokens of which k stay. Its
+    weights 1 / n then become 1 / k, so every answer with a token that stays counts the same.
     """
     kept_N = correction.kept_N
     if _token_weighting(config) != "sequence":

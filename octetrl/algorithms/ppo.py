@@ -1,13 +1,13 @@
-"""PPO with a critic (arXiv 1707.06347; on language models as in InstructGPT, arXiv 2203.02155).
+"""PPO with a critic (arXiv 1707.06347; for language models as in InstructGPT, arXiv 2203.02155).
 
-    r_t  = reward at a sequence's last token, 0 before it  -  kl_coefficient * KL_t     own defaults: k1, in the reward
+    r_t  = reward at a sequence's last token, 0 before it  -  kl_coefficient * KL_t     defaults: k1, in the reward
     A, R = GAE(r, V)                                       algorithms/gae.py; R for the critic, algorithms/value_loss.py
     A    = (A - mean A) / std A  over all tokens of the batch       `normalize_advantages`
     loss = -w * min(ratio * A, clip(ratio) * A)                     GRPO's (grpo.py)
 
-Use it where single tokens deserve credit that a sibling's reward can't tell, or where there are no siblings: a group of
-one will do. It costs a second model with its optimizer. With a critic that says 0, discount 1, lambda 1 and no KL every
-token has its sample's reward as advantage; normalised, that is REINFORCE with a batch baseline.
+Use it if single tokens deserve credit that a comparison of siblings cannot give, or if there are no siblings: a group
+of one is enough. It costs a second model with its optimizer. With a critic that is 0 everywhere, discount 1, lambda 1
+and no KL, every token has its sample's reward as advantage. Normalised, that is REINFORCE with a batch baseline.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from octetrl.config.algorithm import PpoConfig
 
 
 def ppo_advantages(rewards: TokenRewards, config: PpoConfig) -> Tensor:
-    """float32 [N]. Equal advantages are zeros when normalised."""
+    """Advantages, float32 [N]. If they are normalised and all equal, they are zeros."""
     advantages_N = _gae(rewards, config, config.gae_lambda)
     return whitened(advantages_N) if config.normalize_advantages else advantages_N
 
 
 def ppo_returns(rewards: TokenRewards, config: PpoConfig) -> Tensor:
-    """What the critic is fitted to, float32 [N]."""
+    """The critic's targets, float32 [N]."""
     assert rewards.values_N is not None, "PPO needs a critic's values"
     gae_lambda = config.gae_lambda if config.return_lambda is None else config.return_lambda
     return _gae(rewards, config, gae_lambda) + rewards.values_N

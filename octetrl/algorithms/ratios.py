@@ -1,29 +1,32 @@
 """Ratios between policies, and estimators of the KL between them, token by token.
 
-With the tokens drawn from the policy p, a reference q, and x = log p - log q (Schulman, joschu.net/blog/kl-approx):
+Tokens are sampled from the policy p, q is a reference, x = log p - log q (Schulman, joschu.net/blog/kl-approx):
 
     k1 = x                     unbiased for KL(p||q), high variance, may be negative
     k2 = x^2 / 2               biased, low variance
     k3 = exp(-x) - 1 + x       unbiased for KL(p||q), low variance, never negative
 
-A good estimate need not have a good gradient. Differentiated as a loss through log p, on tokens drawn from p:
+A good estimate may have a bad gradient. The gradients as a loss, through log p, on tokens sampled from p:
 
-    k1   E[grad] = E[grad log p] = 0: no penalty at all, only noise
-    k2   E[grad] = E[x grad log p] = grad KL(p||q): the right one
-    k3   E[grad] = E[(1 - q/p) grad log p] = grad KL(q||p): the forward KL's, close to the right one while p is near q
+    k1   E[grad] = E[grad log p] = 0: no penalty, only noise
+    k2   E[grad] = E[x grad log p] = grad KL(p||q): the correct gradient
+    k3   E[grad] = E[(1 - q/p) grad log p] = grad KL(q||p): of the forward KL, nearly correct while p is near q
 
-So `k1` here has k1's value and k2's gradient; `k2` and `k3` are what they are, and k3 is what GRPO publishes.
-`algorithm.kl_gradient` chooses otherwise: `estimator` differentiates the estimator itself, k1 too; `k2` gives all three
-k2's gradient. None is corrected for tokens that were drawn from another policy than p.
+Therefore `k1` here has the value of k1 and the gradient of k2. `k2` and `k3` have their own gradients; k3 is GRPO's
+published choice. `algorithm.kl_gradient` overrides this: `estimator` differentiates the estimator itself, also k1; `k2`
+gives all three the gradient of k2. No estimator is corrected for tokens that another policy than p sampled.
 
-What the ratio p / base is taken against, `algorithm.ratio_base`:
+The base of the ratio p / base is `algorithm.ratio_base`:
 
-    auto        one update with samples drawn by these very weights (policy version and precision table agree): p
-                itself, so the ratio is exactly 1 with the gradient of log p; engine noise is left to the correction;
-                several updates: the trainer's log-probs before the first (decoupled PPO's proximal policy, arXiv
-                2110.00641); stale samples and one update: g, so the clip bounds the distance to the policy that drew
-    proximal    the trainer's before the first update, always: the clip bounds the updates, the correction staleness
-    generator   g, always: the clip does both, and the correction of base / g is 1
+    auto        depends on the batch:
+                - one update, samples of the same weights (policy version and precision table agree): p itself. The
+                  ratio is exactly 1 with the gradient of log p. The correction handles the engine's deviation.
+                - several updates: the trainer's log-probs before the first update (the proximal policy of decoupled
+                  PPO, arXiv 2110.00641).
+                - one update with stale samples: g. The clip bounds the distance to the policy that sampled.
+    proximal    always the trainer's before the first update: the clip bounds the updates, the correction handles
+                staleness
+    generator   always g: the clip handles both, and the correction of base / g is 1
 """
 
 from __future__ import annotations
@@ -61,16 +64,16 @@ def kl_estimate(
 
 
 def kl_of_ratio(log_ratio_N: Tensor, estimator: KLEstimator) -> Tensor:
-    """The same from log p - log reference, without gradient: what a reward is charged."""
+    """The same estimate from log p - log reference, float32 [N], without gradient: for a KL term in the reward."""
     return kl_estimate(log_ratio_N, torch.zeros_like(log_ratio_N), estimator)
 
 
 def base_logprobs(inputs: LossInputs, choice: RatioBase) -> Tensor:
-    """What the ratio is taken against, float32 [N], without gradient."""
+    """Log-probs of the ratio's base, float32 [N], without gradient."""
     if choice != "generator":
         if inputs.proximal_logprobs_N is not None:
             return inputs.proximal_logprobs_N
         if inputs.on_policy or choice == "proximal":
             return inputs.logprobs_N.detach()
-    assert inputs.generator_logprobs_N is not None, "a ratio needs the log-probs of the engine that drew the tokens"
+    assert inputs.generator_logprobs_N is not None, "a ratio needs the log-probs of the engine that sampled the tokens"
     return inputs.generator_logprobs_N

@@ -4,9 +4,10 @@
     reinforce_pp_baseline   A_t = r - mean r of the group                           k2 in the loss
     both                    A_t = (A_t - mean A) / std A      over all tokens of the batch
 
-A group's deviation is a noisy estimate from few answers, and blows up groups that are nearly all right or nearly all
-wrong; the batch's is steady. The first serves where a prompt has one answer. Loss and clips are GRPO's. With one group,
-answers of one length and no KL both equal GRPO, up to the deviation's n - 1 (tokens, not answers).
+The standard deviation of a group is a noisy estimate from few answers. Dividing by it amplifies groups that are nearly
+all right or nearly all wrong. The batch's deviation is stable. `reinforce_pp` also works with one answer per prompt.
+Loss and clips are GRPO's. With one group, answers of one length and no KL both equal GRPO, except that n in the
+deviation's n - 1 counts tokens, not answers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from octetrl.config.objective_settings import KlSettings
 
 
 def plain_rewards(rewards: Sequence[float]) -> list[float]:
-    """No baseline but the batch's."""
+    """The rewards as they are: the only baseline is the batch's."""
     return list(rewards)
 
 
@@ -35,7 +36,10 @@ def batch_normalized(rewards: TokenRewards, config: KlSettings) -> Tensor:
 
 
 def whitened(values_N: Tensor) -> Tensor:
-    """Mean 0 and deviation 1 (n - 1 below) over all of them; zeros, exactly, where all are equal (spread.py)."""
+    """Values shifted and scaled to mean 0 and standard deviation 1 (divided by n - 1).
+
+    Exact zeros if all values are equal up to rounding (spread.py).
+    """
     if not tensor_differs(values_N):
         return torch.zeros_like(values_N)
     values = values_N.double()

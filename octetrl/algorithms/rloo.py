@@ -1,16 +1,16 @@
-"""RLOO (arXiv 2402.14740): each answer against the mean of its siblings, itself left out.
+"""RLOO (arXiv 2402.14740): the reward of each answer minus the mean reward of its siblings, without its own.
 
     A_i = r_i - mean of r_j over the siblings j != i   =   G / (G - 1) * (r_i - mean r)
 
-A baseline that does not hold the answer's own reward leaves the policy gradient unbiased, and nothing is divided by a
-deviation. As published the answer is one action, its log-prob the sum over tokens: `token_weighting: constant`, where
-`constant_length` only scales the loss. The gain is GRPO's: on-policy its clip never acts and it is REINFORCE, as
-published. Equal to GRPO with `normalize_advantages: false` times G / (G - 1).
+The baseline does not contain the answer's own reward, so the policy gradient is unbiased. There is no division by a
+standard deviation. In the paper an answer is one action whose log-prob is the sum over its tokens: `token_weighting:
+constant`, where `constant_length` only scales the loss. The gain is GRPO's. On-policy its clip never acts, and it is
+REINFORCE, as published. It equals GRPO with `normalize_advantages: false` times G / (G - 1).
 
     S    = exp(sum over the answer's tokens of (log p - log base))           `rloo_ratio: sequence`, as TRL has it
     gain = min(S * A, clip(S, 1 - clip_low, 1 + clip_high) * A)              once an answer: 1 / tokens on each of them
 
-The two have the same gradient on-policy. Off it S leaves the clip's range sooner the longer the answer.
+The two have the same gradient on-policy. Off-policy, S leaves the clip's range sooner if the answer is longer.
 
 N trained tokens, B samples.
 """
@@ -38,7 +38,7 @@ def rloo_loss(inputs: LossInputs, config: RlooConfig) -> TokenLoss:
 
 
 def answer_gain(inputs: LossInputs, base_logprobs_N: Tensor, config: RlooConfig) -> Gain:
-    """The gain of an answer, in equal parts on its tokens; the advantage is the same on all of them."""
+    """The gain of an answer, in equal parts on its tokens. All tokens of an answer have the same advantage."""
     log_B = sequence_sum(inputs.logprobs_N - base_logprobs_N, inputs.sequence_N, inputs.num_sequences)
     ratio_N = token_ratio(log_B, log_B.new_zeros(()))[inputs.sequence_N]
     gain = clip_gain(ratio_N, inputs.advantages_N, config)
@@ -47,7 +47,7 @@ def answer_gain(inputs: LossInputs, base_logprobs_N: Tensor, config: RlooConfig)
 
 
 def leave_one_out_advantages(rewards: Sequence[float]) -> list[float]:
-    """Of one group. Equal rewards (spread.py) give zeros, exactly; so does a group of one."""
+    """Advantages of one group. Equal rewards (spread.py) and a group of one give exact zeros."""
     siblings = len(rewards) - 1
     advantages = [difference * len(rewards) / max(siblings, 1) for difference in differences_from_mean(rewards)]
     assert all(map(math.isfinite, advantages)), f"rewards of up to {max(map(abs, rewards)):g} are too large to compare"

@@ -1,10 +1,11 @@
-"""SAPO (arXiv 2511.20347): a smooth gate in the place of the clip.
+"""SAPO (arXiv 2511.20347): a smooth gate instead of the clip.
 
     gain = (4 / tau) * sigmoid(tau * (ratio - 1)) * A        tau = sapo_tau_positive where A > 0, else sapo_tau_negative
 
-Its gradient is that of ratio * A times 4 s (1 - s), s the sigmoid: 1 on-policy, falling smoothly on both sides, so no
-token is cut off at an edge and far ones fade. Defaults 1.0 and 1.05, as published: bad tokens fade sooner, which is the
-steadier. `token_weighting: sequence`. On-policy it has GRPO's gradient.
+Its gradient is that of ratio * A times 4 s (1 - s), where s is the sigmoid. The factor is 1 on-policy and falls
+smoothly on both sides, so the gradient of a token fades with its distance and no token is cut off at an edge. Defaults
+are 1.0 and 1.05, as published: tokens with negative advantages fade sooner, which is more stable. `token_weighting:
+sequence`. On-policy its gradient is GRPO's.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def sapo_loss(inputs: LossInputs, config: SapoConfig) -> TokenLoss:
 
 
 def sapo_gain(inputs: LossInputs, base_logprobs_N: Tensor, config: SapoConfig) -> Gain:
-    """`clipped_N` is what the gate takes of the gradient, from 0 to 1."""
+    """The gain of each token. `clipped_N` is the share of the gradient that the gate removes, from 0 to 1."""
     advantages_N = inputs.advantages_N
     tau_N = torch.where(advantages_N > 0, config.sapo_tau_positive, config.sapo_tau_negative).to(advantages_N.dtype)
     gate_N = (tau_N * (token_ratio(inputs.logprobs_N, base_logprobs_N) - 1.0)).sigmoid()

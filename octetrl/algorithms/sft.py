@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the negative log-prob of each answer token. GRPO's machine with nothing to weigh."""
+"""Supervised fine-tuning: the negative log-prob of each answer token, without ratios, advantages or corrections."""
 
 from __future__ import annotations
 

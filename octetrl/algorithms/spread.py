@@ -1,16 +1,17 @@
-"""Whether values differ by more than rounding. Filters and advantages ask here, so that they agree.
+"""Decide whether values differ by more than rounding. Filters and advantages share this rule, so that they agree.
 
 Equal rewards are often computed in two ways: 0.1 + 0.2 is 0.30000000000000004 and not 0.3. Divided by the deviation of
-its group, that last bit becomes an advantage of 1.73. Such a spread is none:
+its group, that last bit becomes an advantage of 1.73. Values count as equal if
 
     high - low <= roundings * eps * size          size: the largest magnitude; eps: from 1.0 to the next number
 
-An addition is off by half an eps of its result at most. A sum of n parts of one sign is so off by (n - 1) / 2 eps of
-its size, and two orders of the same parts differ by (n - 1) eps. 16 roundings cover sums of 17 parts, and their means.
-The mean of a group (one rounding of the sum, one of the division) adds one eps at most.
+The error of an addition is at most half an eps of its result. The error of a sum of n terms of one sign is therefore
+at most (n - 1) / 2 eps of its size, and two orders of the same terms differ by at most (n - 1) eps. 16 roundings cover
+sums of 17 terms, and their means. The mean of a group (one rounding of the sum, one of the division) adds at most one
+eps.
 
-The bound is relative, so a reward that is the small difference of large numbers can still carry more noise than that;
-and it is far below any spread that is meant: a billionth of the rewards' size remains one.
+The bound is relative. A reward that is a small difference of large numbers may contain more noise than the bound. The
+bound is far below any intended spread: a billionth of the rewards' size still counts as a difference.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ TENSOR_ROUNDINGS = 4  # of float32 values of tokens: a product, a sum and the ro
 
 
 def has_spread(low: float, high: float, eps: float = sys.float_info.epsilon, roundings: int = REWARD_ROUNDINGS) -> bool:
-    """Of values between `low` and `high`. What is not finite is never taken for rounding."""
+    """Whether values between `low` and `high` differ by more than rounding. Values that are not finite always do."""
     if low == high:
         return False
     size = max(abs(low), abs(high))
@@ -35,7 +36,7 @@ def has_spread(low: float, high: float, eps: float = sys.float_info.epsilon, rou
 
 
 def tensor_differs(values: Tensor) -> bool:
-    """The same of float32 values, all of them together."""
+    """Whether float32 values, of any shape, differ by more than rounding."""
     if values.numel() < 2:
         return False
     low, high = torch.stack([values.min(), values.max()]).tolist()
@@ -43,12 +44,12 @@ def tensor_differs(values: Tensor) -> bool:
 
 
 def differ(rewards: Sequence[float]) -> bool:
-    """Whether the rewards of a group, or of none, have a spread."""
+    """Whether the rewards of a group differ by more than rounding. Fewer than two rewards do not."""
     return len(rewards) > 1 and has_spread(min(rewards), max(rewards))
 
 
 def differences_from_mean(rewards: Sequence[float]) -> list[float]:
-    """reward - mean of all; zeros, exactly, where the rewards do not differ."""
+    """reward - mean of all rewards; exact zeros if the rewards do not differ."""
     if not differ(rewards):
         return [0.0] * len(rewards)
     scaled, exponent = near_one(rewards)
@@ -61,6 +62,9 @@ def differences_from_mean(rewards: Sequence[float]) -> list[float]:
 
 
 def near_one(values: Sequence[float]) -> tuple[list[float], int]:
-    """The values over 2^e, exactly, with the largest magnitude in [1/2, 1), and e: sums and squares stay finite."""
+    """The values divided by 2^e, without rounding, and e. The largest magnitude is then in [1/2, 1).
+
+    Sums and squares of the result stay finite.
+    """
     exponent = math.frexp(max(map(abs, values)))[1]
     return [math.ldexp(value, -exponent) for value in values], exponent

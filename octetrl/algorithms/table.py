@@ -51,26 +51,26 @@ StepMean = Callable[[LossInputs], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """What tells one algorithm from another."""
+    """The functions and settings that define an algorithm."""
 
     name: str
-    keeps: Callable[[RolloutGroup], bool]  # does the group teach anything?
+    keeps: Callable[[RolloutGroup], bool]  # whether the group has a learning signal
     advantages: Advantages  # rewards of every kept group of a step -> as many advantages
-    trains: Callable[[Rollout], bool]  # is this rollout trained on, or only in the baseline?
+    trains: Callable[[Rollout], bool]  # whether the rollout is trained on; if not, it is only in the baseline
     token_weighting: TokenWeighting
     loss: Callable[[LossInputs], TokenLoss]
     needs_reference: bool  # log-probs of the weights the run began with, or of later ones (`reference_every`)
     needs_proximal: bool  # the trainer's log-probs before the first of several updates
-    shape: Callable[[TokenRewards], Tensor] | None = None  # per-token advantages; None: the sample's, on each token
-    shaping_kl: Callable[[Tensor], Tensor] | None = None  # log-ratios -> the KL that `shape` charges; None: it does not
+    shape: Callable[[TokenRewards], Tensor] | None = None  # advantages [N]; None: the sample's on each token
+    shaping_kl: Callable[[Tensor], Tensor] | None = None  # log-ratios -> the KL that `shape` subtracts; None: no KL
     needs_values: bool = False  # a critic
-    returns: Callable[[TokenRewards], Tensor] | None = None  # what the critic is fitted to; None: no critic
-    reward_loss: RewardLoss | None = None  # of a pair's rewards: a reward model is trained, and `loss` unused
+    returns: Callable[[TokenRewards], Tensor] | None = None  # the critic's targets [N]; None: no critic
+    reward_loss: RewardLoss | None = None  # of a pair's rewards: a reward model is trained and `loss` is not used
     needs_teacher: bool = False  # the reference is another model's: `algorithm.teacher`
-    teacher_top_k: int = 0  # tokens of the teacher's distribution that the loss reads; 0: the drawn ones alone
-    step_means: Mapping[str, StepMean] = field(default_factory=dict)  # field of LossInputs -> values it is the mean of
+    teacher_top_k: int = 0  # tokens of the teacher's distribution that the loss reads; 0: only the sampled ones
+    step_means: Mapping[str, StepMean] = field(default_factory=dict)  # field of LossInputs -> values to average
     adapt_kl: Callable[[float, float], float] | None = None  # KL scale and mean KL of a step -> scale of the next
-    reference_every: int = 0  # steps after which the reference becomes the present policy; 0: never
+    reference_every: int = 0  # the reference becomes the current policy after so many steps; 0: never
 
 
 def build_algorithm(config: AlgorithmConfig) -> Algorithm:
@@ -87,14 +87,16 @@ def _policy(
     rule: Rule | None = None,
     shape: Callable[..., Tensor] | None = None,
 ) -> Builder:
-    """A policy objective; `loss` and `shape` take `config=`. `rule` None: group-relative. `shape` None: none, or KL in
-    the reward where the recipe says so."""
+    """A policy objective. `loss` and `shape` take `config=`.
+
+    `rule` None: group-relative advantages. `shape` None: no shaping, or KL in the reward if the recipe asks for it.
+    """
 
     def build(config: PolicyConfig) -> Algorithm:
         keeps = has_baseline if config.needs_siblings else has_reward
         charges_kl = config.keeps_reference and config.kl_in != "loss"
         compare: Rule = rule or _group_relative(config)
-        waits = charges_kl and config.kl_in == "reward_before_baseline"  # siblings are compared when their KL is known
+        waits = charges_kl and config.kl_in == "reward_before_baseline"  # compare siblings when their KL is known
         shaped = shape or (less_kl if charges_kl else None)
         if waits and shape is None:
             shaped = partial(compare_less_kl, rule=compare)
@@ -119,7 +121,7 @@ def _policy(
 
 
 def _group_relative(config: PolicyConfig) -> Rule:
-    assert isinstance(config, NormalizationSettings), f"{config.name} brings a rule of its own"
+    assert isinstance(config, NormalizationSettings), f"{config.name} has its own rule of advantages"
     return partial(group_relative_advantages, normalize=config.normalize_advantages)
 
 
@@ -129,7 +131,7 @@ def _build_ppo(config: PpoConfig) -> Algorithm:
 
 
 def _supervised(name: str, token_weighting: TokenWeighting) -> Algorithm:
-    """Everything that is given is learnt from, with advantages of 1."""
+    """An objective that trains on every given sample, with advantages of 1."""
     return Algorithm(
         name=name,
         keeps=_always,

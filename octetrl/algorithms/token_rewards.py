@@ -1,8 +1,8 @@
-"""What advantages are made of where a sample's one number is not enough: every trained token of the whole batch.
+"""The inputs of advantages that differ from token to token: data of every trained token of the whole batch.
 
-Most objectives give a sample's advantage to each of its tokens, and `Algorithm.shape` is None. KL in the reward, GAE
-and a normalisation over the batch need more: log-probs or values of all tokens, before the first update. The trainer
-gathers them once, in the order of the micro-batches, and gives each micro-batch its part of what `shape` returns.
+Most objectives give all tokens of a sample the same advantage, and `Algorithm.shape` is None. KL in the reward, GAE and
+a normalisation over the batch need log-probs or values of all tokens, before the first update. The trainer gathers them
+once, in the order of the micro-batches, and gives each micro-batch its part of the result of `shape`.
 
 N trained tokens of the batch, B samples.
 """
@@ -16,13 +16,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class TokenRewards:
-    """Made by the trainer, float32 where not said otherwise, without gradient. A sample's tokens stand together."""
+    """Data of all trained tokens, created by the trainer: float32 unless stated otherwise, without gradient.
 
-    outcome_N: Tensor  # the sample's advantage (or reward, as `Algorithm.advantages` made it), on each of its tokens
+    The tokens of a sample are contiguous.
+    """
+
+    outcome_N: Tensor  # the sample's advantage by `Algorithm.advantages`, on each of its tokens
     sequence_N: Tensor  # int64, 0 to num_sequences - 1 over the batch, ascending
     num_sequences: int
     is_last_N: Tensor  # bool: the sample's last trained token
-    kl_N: Tensor | None = None  # log p - log reference (k1; ratios.py makes the others of it); None: no reference
+    kl_N: Tensor | None = None  # log p - log reference (k1; ratios.py computes k2 and k3 from it); None: no reference
     values_N: Tensor | None = None  # the critic's; None: no critic
-    group_N: Tensor | None = None  # int64: which group of siblings; None: samples have none
-    kl_scale: float = 1.0  # of the KL coefficient, where it adapts
+    group_N: Tensor | None = None  # int64: number of the group of siblings; None: no groups
+    kl_scale: float = 1.0  # factor of the KL coefficient (kl_control.py)

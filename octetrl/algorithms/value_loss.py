@@ -2,9 +2,9 @@
 
     loss = 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
 
-V_old is the value before the first update on the batch, c `value_clip`. The larger of the two has no gradient once V
-has moved by c towards R, and pulls back a V that moved away from it: several updates on one batch of returns move V by
-c at most. With one update V is V_old, and the clip does nothing. None: the squared error alone.
+V_old is the value before the first update on the batch, c is `value_clip`. Once V has moved by c towards R, the maximum
+has no gradient; a V that moved away from R is pulled back. Several updates on one batch of returns therefore move V by
+at most c. With one update V is V_old and the clip does nothing. `value_clip` None: the squared error only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from octetrl.algorithms.token_loss import TokenLoss
 
 
 def value_loss(values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, value_clip: float | None) -> TokenLoss:
-    """Per-token loss [N], its gradient through `values_N` alone, and its metrics."""
+    """Per-token loss [N] and its metrics, from float32 [N] tensors. The gradient is that of `values_N`."""
     error_N = (values_N - returns_N).square()
     clipped_N = torch.zeros_like(error_N)
     if value_clip is not None:

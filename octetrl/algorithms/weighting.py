@@ -3,9 +3,10 @@
     token      weight 1,                     denominator = trained tokens     (DAPO, arXiv 2503.14476)
     sequence   weight 1 / tokens of sample,  denominator = samples            (GRPO as published: each answer the same)
     L          weight 1 / L,                 denominator = samples            (Dr.GRPO, arXiv 2503.20783: L a constant,
-                                                                              so long answers are not told apart)
+                                                                              the length of an answer has no effect)
 
-Counts are those of the whole optimizer step, over all micro-batches, so the loss does not know how samples were packed.
+Counts are those of the whole optimizer step, over all micro-batches. The loss does not depend on how samples were
+packed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Weighting(NamedTuple):
 
 
 def weigh(trained_tokens: Sequence[int], weighting: TokenWeighting) -> Weighting:
-    """`trained_tokens` holds the count of each sample of one optimizer step; every count is at least 1."""
+    """Weights and denominator of one optimizer step. `trained_tokens`: the count of each sample, at least 1."""
     assert trained_tokens and min(trained_tokens) > 0, "samples without trained tokens must be left out before"
     if weighting == "token":
         return Weighting([1.0] * len(trained_tokens), float(sum(trained_tokens)))

@@ -1,4 +1,4 @@
-"""Text from a model in Python, in the manner of vLLM: `LLM(model).generate(prompts, SamplingParams(...))`."""
+"""Generates text in Python with vLLM's names: `LLM(model).generate(prompts, SamplingParams(...))`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What `LLM.generate` gives for one prompt. `text`, `token_ids` and `finish_reason` are the first completion's.
+    """The result of `LLM.generate` for one prompt. `text`, `token_ids` and `finish_reason` are the first completion's.
 
     Example: output.text; [sibling.text for sibling in output.outputs]
     """
@@ -50,7 +50,7 @@ class LLM:
     capacity of the KV cache; None: what the memory allows. max_batch: most sequences that are decoded together.
     device: auto takes the GPU where there is one.
 
-    Raises UserError for a folder without a model and for settings that the model can't follow.
+    Raises UserError for a folder without a model and for settings that the model does not support.
 
     Example:
         llm = LLM("models/mine", precision="fp8_full")

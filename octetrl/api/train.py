@@ -61,7 +61,7 @@ def train(
     resume: continue the run in `output_dir` from its last checkpoint.
     sections: any other field of a recipe, sections as dictionaries: rollout={"group_size": 16}, seed=3.
 
-    Raises UserError for whatever the caller can correct, before anything is written; RunFailed when a run that began
+    Raises UserError for what the caller can correct, before anything is written; RunFailed when a run that began
     well can't continue; KeyboardInterrupt after Ctrl-C, with the last whole step saved.
 
     Example:
@@ -114,7 +114,7 @@ def _section(sections: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _environment_fields(
     tasks: Tasks | None, reward: Reward | str | None, base: Mapping[str, Any], given: dict[str, Any]
 ) -> dict[str, Any]:
-    """What the recipe says of tasks and reward; what it can only name goes into `given`."""
+    """The recipe's fields for tasks and reward. Objects that a recipe can only name go into `given`."""
     fields: dict[str, Any] = {}
     if isinstance(tasks, str | Path):
         fields = {} if base.get("kind") in FILES else {"kind": "jsonl", **_OF_ANOTHER_DATASET}
@@ -164,7 +164,7 @@ def _checked_list(tasks: Any) -> list[Task | Mapping[str, Any]]:
 
 
 def _environment(tasks: Sequence[Task | Mapping[str, Any]], recipe: Recipe) -> TaskEnvironment:
-    """Of a list: the tasks with the recipe's prompt template, scored by equality."""
+    """The environment of a list: its tasks with the recipe's prompt template, scored by equality."""
     from octetrl.data.rows import Row
     from octetrl.data.tasks import make_tasks
 
@@ -191,7 +191,7 @@ def _refuse_equal_ids(tasks: Sequence[Task]) -> None:
 
 
 def _free_folder(fields: Mapping[str, Any]) -> Path:
-    """runs/MODEL, or with the first number behind it that no folder has."""
+    """runs/MODEL, or runs/MODEL-N with the first free number."""
     section = fields.get("model")
     model = (section.get("path") or section.get("preset")) if isinstance(section, Mapping) else None
     name = Path(str(model)).name if model else "run"

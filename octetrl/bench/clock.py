@@ -1,11 +1,11 @@
-"""When each micro-batch of a learning began, told from outside the trainer: what its model's forward starts with.
+"""Measures when each micro-batch of a learning phase began, by hooks on the model's forward.
 
-    begun                     first          second         third                      ended
-    |-- before: packing, ----|-- settling: memory is ------|-- steady: what one ------|
-        the engine's cache      allocated again              more would cost too
+    start                    first          second         third                      end
+    |-- before: packing, ----|-- settling: memory is ------|-- steady: the cost of ---|
+        freeing the cache       allocated again              each further token
 
-On a GPU the marks are events in the stream, so nothing waits for them. A learning of too few micro-batches to tell
-settling from steady has no steady pace.
+On a GPU the marks are events in the stream, so nothing waits for them. With too few micro-batches to separate settling
+from steady, there is no pace.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ SETTLING = 2  # micro-batches
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Of one learning. Seconds."""
+    """Seconds of one learning phase."""
 
-    before: float  # from its begin to the first micro-batch
-    settling: float  # what the first micro-batches took beyond the steady pace
-    steady: float  # of a token, in the micro-batches between the first and the last
+    before: float  # from the start to the first micro-batch
+    settling: float  # time of the first micro-batches beyond the steady pace
+    steady: float  # per token, in the micro-batches between the first ones and the last
 
 
 class MicroBatchClock:
-    """Marks of one learning. `marked` around it, `pace` after a synchronisation."""
+    """Put `marked` around the learning phase; call `pace` after a synchronisation."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -39,7 +39,7 @@ class MicroBatchClock:
 
     @contextmanager
     def marked(self, model: nn.Module) -> Iterator[None]:
-        """Marks the beginning now, and each forward of `model` until the end."""
+        """Mark the start now, and each forward of `model` until the end."""
         self._marks = []
         self._mark()
         handle = model.register_forward_pre_hook(lambda *_: self._mark())
@@ -57,8 +57,8 @@ class MicroBatchClock:
             self._marks.append(time.perf_counter())
 
     def pace(self, tokens: Sequence[int]) -> Pace | None:
-        """`tokens` of each micro-batch. None unless each had one forward and some lie between the settling ones and
-        the last, whose end is not marked."""
+        """The pace, from the tokens of each micro-batch. None unless each had one forward and some lie between the
+        settling ones and the last, whose end is not marked."""
         if len(self._marks) != 1 + len(tokens) or len(tokens) < SETTLING + 2:
             return None
         gaps = [self._between(one, other) for one, other in zip(self._marks, self._marks[1:], strict=False)]

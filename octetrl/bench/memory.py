@@ -8,25 +8,22 @@ Torch is only asked for the device's memory.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
 from octetrl.config.errors import UserError
-from octetrl.config.memory import MemoryEstimate, Precisions, estimate_memory
+from octetrl.config.host_memory import available_host_bytes
+from octetrl.config.memory import MemoryEstimate, estimate_memory
 from octetrl.config.schema import Recipe, TrainerConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.policy import PrecisionPolicy
 
 
 def estimate(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, *, on_gpu: bool, engine: bool) -> MemoryEstimate:
-    """By part. Without an `engine` there are no codes that it alone would read. On a GPU the KV cache has no part of
-    its own: it takes a share of what is left."""
-    precisions = Precisions(
-        fp8_rollout=[linear.name for linear in policy.linears if linear.rollout == "fp8"] if engine else [],
-        fp8_train=[linear.name for linear in policy.linears if linear.train == "fp8"],
-        k_cache=policy.k_cache,
-        v_cache=policy.v_cache,
-    )
+    """The estimate by part. Without an `engine`, codes that only an engine reads are left out. On a GPU the KV cache
+    has no part, because it takes a share of the memory that is left."""
+    precisions = policy.precisions() if engine else replace(policy.precisions(), fp8_rollout=[])
     return estimate_memory(recipe, spec, precisions, on_gpu=on_gpu, device_bytes=None)
 
 
@@ -39,22 +36,23 @@ def refuse_what_does_not_fit(
     further: Sequence[str] = (),
     is_preset: bool = True,
 ) -> None:
-    """Raises UserError for the first precision that takes more than the GPU has; `needed`: its name and its bytes.
+    """Raise UserError for the first precision that needs more memory than the device has.
 
-    The remedies are what this trainer has not taken yet (without `updates`, none of the optimizer's), and `further`
-    ones that the verb knows; a preset can be cut to fewer layers. A CPU is not asked: its memory is not one process's.
+    needed: (precision, bytes) pairs. updates: whether the optimizer runs; if not, its settings are no remedy. further:
+    remedies of the command. is_preset: fewer layers are a remedy. On a CPU the limit is the available host memory.
     """
-    if device.type != "cuda":
+    on_gpu = device.type == "cuda"
+    has = torch.cuda.mem_get_info(device)[1] if on_gpu else available_host_bytes()
+    if has is None:  # the system does not report it
         return
-    has = torch.cuda.mem_get_info(device)[1]
     for precision, num_bytes in needed:
         if num_bytes > has:
             smaller = "lower --tokens or --layers" if is_preset else "lower --tokens"
-            *remedies, last = [*_remedies(trainer, updates, precision), *further, smaller]
+            own = [*_remedies(trainer, updates, precision)] if on_gpu else ["use a GPU"]
+            *remedies, last = [*own, *further, smaller]
             ways = f"{', '.join(remedies)}, or {last}" if remedies else last
-            raise UserError(
-                f"--precision: {precision} takes about {num_bytes / 1e9:.0f} GB and the GPU has {has / 1e9:.0f}; {ways}"
-            )
+            room = f"the GPU has {has / 1e9:.0f}" if on_gpu else f"this machine has {has / 1e9:.0f} available"
+            raise UserError(f"--precision: {precision} takes about {num_bytes / 1e9:.0f} GB and {room}; {ways}")
 
 
 def _remedies(trainer: TrainerConfig, updates: bool, precision: str) -> Iterator[str]:
@@ -73,7 +71,7 @@ def _remedies(trainer: TrainerConfig, updates: bool, precision: str) -> Iterator
 
 
 def checkpointed_layers(trainer: TrainerConfig, spec: ModelSpec) -> int:
-    """How many layers run again in the backward."""
+    """The number of layers that are recomputed in the backward."""
     if trainer.activation_checkpointing == "none":
         return 0
     return spec.num_layers if trainer.checkpointed_layers is None else trainer.checkpointed_layers

@@ -1,7 +1,7 @@
-"""What `octetrl bench train` trains on: micro-batches that are full to the last token, of sequences of drawn lengths.
+"""What `octetrl bench train` trains on: full micro-batches of sequences with random tokens and drawn lengths.
 
-The first tokens of a sequence are its prompt, the last `trained_share` of them are trained on, with the log-probs of a
-uniform engine and random advantages.
+The first tokens of a sequence are its prompt. The last `trained_share` of them are trained on, with random advantages
+and the log-probs of a uniform distribution.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from octetrl.trainer.packing import PackingLayout, pack
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """How long the sequences of a micro-batch are: drawn from a span, or lognormally with this mean."""
+    """The lengths of a micro-batch's sequences: uniform in a span, or lognormal with this mean."""
 
     span: Span | None
     mean: int = 2048
@@ -28,7 +28,8 @@ class Mix:
         return str(self.span) if self.span is not None else f"lognormal {self.mean} {self.sigma:g}"
 
     def draw(self, rng: random.Random, tokens: int, max_positions: int) -> list[int]:
-        """Lengths whose sum is `tokens`, the last of them cut. None is below 2: a token must have a predecessor."""
+        """Lengths that add up to `tokens`; the last is cut. Each is at least 2, because a trained token has a
+        predecessor."""
         lengths: list[int] = []
         left = tokens
         while left:
@@ -46,7 +47,7 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The micro-batches of a step, and what they amount to."""
+    """The micro-batches of a step, their lengths, and the number of trained tokens."""
 
     batch: PackedBatch
     lengths: tuple[int, ...]  # of every sequence
@@ -60,7 +61,7 @@ class Work:
 def draw_work(
     mix: Mix, micro_batches: int, trained_share: float, layout: PackingLayout, spec: ModelSpec, seed: int
 ) -> Work:
-    """The same for every precision, from the seed."""
+    """Draw the micro-batches from the seed; they are the same for every precision."""
     rng = random.Random(seed)
     packed, lengths = [], []
     for _ in range(micro_batches):

@@ -1,17 +1,17 @@
-"""Which part of a training step a kernel belongs to: from a profiler's trace to seconds by part.
+"""Assigns each kernel of a profiler's trace to a part of the training step, and adds up seconds by part.
 
-cuBLAS gives the GEMMs of forward, dgrad and wgrad the same names, so names alone cannot tell them apart. The code that
-launches them says what it does in ranges (kernels/parts.py), and a trace links the two:
+cuBLAS uses the same kernel names for forward, dgrad and wgrad, so names are not enough. The code that launches a kernel
+opens a named range around it (kernels/parts.py). The trace links the two:
 
-    kernel  --correlation-->  launch (thread, time)  --lies in-->  ranges of that thread: the innermost known one counts
+    kernel  --correlation-->  launch (thread, time)  --lies in-->  the innermost known range of that thread
 
-Autograd runs the backward in a thread of its own, which has its own ranges. Where a launch lies in no range of its
-thread, those of the others are looked at: only one thread works at a time here. What was launched outside all of them
-goes by its name: `gemm` and `elementwise` are such kernels of unknown purpose. `gradients` are the float32 sums of
-gradients over micro-batches. A forward that is made again in the backward (activation checkpointing) counts as forward.
+Autograd runs the backward in its own thread, with its own ranges. If a launch lies in no range of its thread, the
+ranges of the other threads count: only one thread works at a time here. A kernel outside all ranges is assigned by its
+name: `gemm` and `elementwise` are kernels of unknown purpose. `gradients` are the float32 sums of gradients over
+micro-batches. A forward that is recomputed in the backward (activation checkpointing) counts as forward.
 
-Times of parts are sums of kernels. `gaps` is the wall time, measured without the profiler, less the time in which any
-kernel ran, so that streams which overlap are not counted twice there.
+The time of a part is the sum of its kernels. `gaps` is the wall time, measured without the profiler, minus the time in
+which any kernel ran. Overlapping streams are therefore not counted twice there.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Whatever occupied the GPU: kernels, copies, fills."""
+    """Work of the GPU: a kernel, a copy or a fill."""
 
     name: str
     correlation: int | None
@@ -85,7 +85,7 @@ class PartTime:
 
 
 def read_trace(events: Iterable[Mapping[str, Any]]) -> Trace:
-    """From the `traceEvents` of a profiler's Chrome trace; ranges of other names are left out."""
+    """Read the `traceEvents` of a profiler's Chrome trace. Ranges with other names are left out."""
     ranges, launches, kernels = [], {}, []
     for event in events:
         kind = event.get("cat")
@@ -131,7 +131,7 @@ def parts_of(trace: Trace) -> list[str]:
 
 
 def part_by_name(name: str) -> str:
-    """For a kernel that no range claims."""
+    """The part of a kernel that lies in no range."""
     return next((part for part, pattern in _BY_NAME if re.search(pattern, name)), OTHER)
 
 
@@ -165,7 +165,8 @@ class _Nest:
 
 
 def part_rows(trace: Trace, steps: int, wall_seconds: float) -> list[Row]:
-    """A row a part and one for the gaps, per step, in the order of `PARTS`. `wall_seconds`: of one step, unprofiled."""
+    """A row for each part and one for the gaps, per step, in the order of `PARTS`. wall_seconds: of an unprofiled
+    step."""
     times = part_times(trace)
     rows: list[Row] = [
         {

@@ -1,12 +1,12 @@
-"""Where a decode step's time goes: the kernels of some thirty steps from the middle of a workload's answers.
+"""Measures where the time of a decode step goes: the kernels of `STEPS` steps in the middle of a workload's answers.
 
-The workload runs until half of its tokens are there, so that batch and context are typical; then torch's profiler
-records the GPU for a while, and the rest is left undone. Profiling slows the GPU a little and comes after all timing.
-What a step takes beyond its kernels is shown as a line of its own: gaps, launches, a host that is late.
+The workload runs until half of its tokens are generated, so batch and context are typical. Then torch's profiler
+records the GPU for some steps, and the rest of the workload is skipped. Profiling slows the GPU a little, so it runs
+after all timing. The time of a step in which no kernel ran is a row of its own.
 
-A step is counted when its results are read. The same number of steps is in flight at the start and at the end of the
-recording, so as many are recorded as counted, except the last two of a workload. If the answers end before all steps
-were recorded, there are no rows.
+A step is counted when its results are read. As many steps are in flight at the start of the recording as at its end, so
+as many are recorded as counted, except for the last two of a workload. If the answers end before all steps were
+recorded, there are no rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NAME_LENGTH = 72
 
 
 class _EnoughSeen(Exception):
-    """Ends a `generate` whose remaining tokens nobody needs."""
+    """Ends `generate` early: enough steps were recorded."""
 
 
 class _Window:
@@ -70,8 +70,9 @@ class _Window:
 
 
 def profile_rows(bench: Bench, say: Callable[[str], None]) -> list[Row]:
-    """Builds each precision's engine once more and profiles it on each workload. Needs a GPU. `say` hears of answers
-    too short for it."""
+    """Builds each precision's engine once more and profiles it on each workload. Needs a GPU. `say` receives a line
+    about answers
+    that are too short."""
     # CUDA graphs and a profiler that comes and goes: without these, older CUPTI crashes on the next graph.
     os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
@@ -106,7 +107,7 @@ def _record(engine: Engine, workload: Workload) -> _Window:
 
 
 def _kernels(profiler: Any) -> list[tuple[str, int, float]]:
-    """(name, calls, microseconds) of all that ran on the GPU."""
+    """(name, calls, microseconds) of each kernel."""
     return [
         (event.key, event.count, event.self_device_time_total)
         for event in profiler.key_averages()
@@ -115,7 +116,8 @@ def _kernels(profiler: Any) -> list[tuple[str, int, float]]:
 
 
 def kernel_rows(kernels: Iterable[tuple[str, int, float]], steps: float, seconds: float) -> list[Row]:
-    """A row a kernel, the longest first, and one for the time in which none ran; shares are of the step's wall time."""
+    """A row for each kernel, the longest first, and one for the time without kernels. Shares are of the step's wall
+    time."""
     calls: dict[str, int] = defaultdict(int)
     micros: dict[str, float] = defaultdict(float)
     for name, count, spent in kernels:

@@ -1,24 +1,25 @@
-"""Rollout speed: one workload under several precisions, one engine after the other, in one process.
+"""Measures generation speed: one workload under several precisions, one engine after the other, in one process.
 
-A turn builds one precision's engine alone on the device (nothing of the others is left, so each has the same memory to
-make a cache of), asks it for a first token, twice, lets it warm up on the workload's own prompts, and times one
-`generate` of the whole workload: prefill, scheduling, sampling and log-probs included. Turns alternate, A B C C B A, so
-that a device that slows down slows them all; what is reported is the median over rounds.
+A turn measures one precision. It builds the engine alone on the device, so every precision has the same memory for its
+cache. It requests a first token twice and warms up on the workload's own prompts. Then it times one `generate` of the
+whole workload, with prefill, scheduling, sampling and log-probs. Turns alternate, A B C C B A, so a device that slows
+down affects all of them. A row has the median over rounds.
 
-Start-up is that of the first round, from an empty device on which CUDA is up: the model is built, its weights drawn or
-read and quantised, KV scales calibrated, the cache taken, kernels compiled (or read from Triton's cache, whose kernels
-are counted before and after the turn), a graph captured, a token drawn. What earlier turns compiled stays in the
-process.
+The start-up time is that of the first round. It starts when CUDA is initialised and the device is empty, and ends with
+the first token. It includes building the model, creating or reading its weights, quantising, calibrating, allocating
+the cache, compiling kernels or loading them from Triton's cache, and capturing a graph. Kernels that earlier turns
+compiled stay in the process; the row counts those on the disk before and after.
 
-The engine holds what rollouts need and no more: FP8 weights without the BF16 ones they came from. A preset's weights
-are drawn on the device (the same for every precision); a preset has no tokenizer, so its tokens become no text.
+The engine holds only what rollouts need: FP8 weights without the BF16 weights they come from. The weights of a preset
+are created on the device and are the same for every precision. A preset has no tokenizer, so its tokens have no text.
 
-Memory floor: a decode step must read every linear's weight, the `lm_head`'s, and the live keys and values once,
+Memory-bandwidth model: a decode step reads every linear's weight, the `lm_head`'s, and the live keys and values once,
 
-    floor of a step = (weight bytes + mean live tokens * bytes of K and V a token) / 4.3 TB/s
+    time of a step = (weight bytes + mean live tokens * bytes of K and V a token) / 4.3 TB/s
 
-with a prompt counted for each sibling that reads it. The share of the floor is the floor of all decode steps over the
-wall time of the whole call. 4.3 TB/s is what kernels reach on an H200.
+with a prompt counted for each sibling that reads it. `rollout/floor_share` is the model's time for all decode steps
+over the wall time of the whole call. 4.3 TB/s is what most kernels reach on an H200. It is a model, not a lower bound:
+the L2 cache serves some reads of a shared prompt, so the share can exceed 100%.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ import torch
 from torch import Tensor
 
 from octetrl.algorithms.table import build_algorithm
+from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
 from octetrl.bench.turns import compared, take_in_turn
 from octetrl.bench.workload import Workload
 from octetrl.config.algorithm import GrpoConfig
@@ -51,18 +53,20 @@ from octetrl.engine.engine import Engine
 from octetrl.engine.kv_cache import cache_format
 from octetrl.engine.metrics import EngineMetrics
 from octetrl.engine.stopping import Tokenizer
-from octetrl.fp8.gemm import choose_backend
+from octetrl.fp8.backends import choose_backend
 from octetrl.fp8.kv_scales import KVScales, kv_scales_from_amax
 from octetrl.fp8.policy import precision_policy
-from octetrl.layers.linear import Float8Linear, Linear
-from octetrl.models.decoder import EMBEDDING_STD, Decoder
+from octetrl.layers.linear import Float8Linear
+from octetrl.layers.unquantized_linear import Linear
+from octetrl.models.decoder import Decoder
 from octetrl.models.families import load_spec, spec_from_config
 from octetrl.models.hf_weights import load_weights
+from octetrl.models.random_weights import EMBEDDING_STD
 from octetrl.records import GenerationRequest
 from octetrl.run.resume import weights_folder
 from octetrl.trainer.trainer import Trainer
+from octetrl.trainer.without_update import observe_kv
 
-MEMORY_BYTES_PER_SECOND = 4.3e12  # H200, reached by kernels
 CALIBRATION_TOKENS = 4096
 Row = dict[str, str | int | float]
 
@@ -92,13 +96,13 @@ class Bench:
     prefill_chunk: int = EngineConfig().prefill_chunk
 
     def rows_of(self, workload: Workload) -> int:
-        """Places in the batch: no more than there are completions, or occupancy would say nothing."""
+        """Sequences decoded together: at most the number of completions, so that the occupancy has a meaning."""
         return min(self.max_batch, len(workload.siblings))
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """The engine of one precision with one numerics."""
+    """The engine of one precision and one kind of numerics."""
 
     engine: Engine
     weight_bytes: int  # of the linears and lm_head, as the engine reads them
@@ -107,7 +111,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One precision with one numerics, one workload, once."""
+    """One measurement of a precision, a kind of numerics and a workload."""
 
     precision: str
     workload: Workload
@@ -125,7 +129,7 @@ class Turn:
 
 
 class NoText:
-    """Stands in where a model has no tokenizer: tokens become no text and none of them ends an answer."""
+    """The tokenizer of a model without one: tokens have no text, and none of them ends an answer."""
 
     eos_token_id = None
 
@@ -147,7 +151,7 @@ def find_model(model: str) -> BenchModel:
 
 
 def measure(bench: Bench, on_turn: Callable[[int, Turn], None] | None = None) -> list[Turn]:
-    """All turns, in the order in which they were taken. `on_turn(round, turn)` hears of each."""
+    """Measure all turns and return them in order. `on_turn(round, turn)` is called after each."""
 
     def take(_: int, arm: tuple[Workload, str, Numerics]) -> Turn:
         workload, precision, numerics = arm
@@ -157,7 +161,7 @@ def measure(bench: Bench, on_turn: Callable[[int, Turn], None] | None = None) ->
 
 
 def take_turn(bench: Bench, precision: str, workload: Workload, numerics: Numerics = "parity") -> Turn:
-    """Builds, measures and takes down one engine."""
+    """Build, measure and free one engine."""
     on_gpu = bench.device.type == "cuda"
     if on_gpu:
         torch.cuda.synchronize(bench.device)  # CUDA is up from here on
@@ -174,7 +178,7 @@ def take_turn(bench: Bench, precision: str, workload: Workload, numerics: Numeri
     warm_up(arm, workload, bench.warmup_tokens)
     engine.forget_prefixes()  # the prompts are prefilled in the time that counts
     engine.generate(workload.requests)
-    assert engine.metrics is not None, "the engine says nothing about the call"
+    assert engine.metrics is not None, "generate sets the metrics"
     turn = Turn(
         precision=precision,
         workload=workload,
@@ -197,26 +201,26 @@ def take_turn(bench: Bench, precision: str, workload: Workload, numerics: Numeri
 
 
 def warm_up(arm: Arm, workload: Workload, tokens: int) -> None:
-    """Answers of so many tokens to the workload's own prompts: every kernel is compiled, every batch was seen."""
+    """Generate short answers to the workload's prompts, so that every kernel is compiled before the timing."""
     if tokens:
         arm.engine.generate(workload.cut(tokens))
 
 
 def cached_kernels() -> int:
-    """Compiled ones that Triton would find on disk, in the place its documentation names."""
+    """The number of compiled kernels in Triton's cache on the disk."""
     usual = Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton/cache")
     return sum(1 for _ in Path(os.environ.get("TRITON_CACHE_DIR") or usual).glob("*/*.cubin"))
 
 
 def give_memory_back(device: torch.device) -> None:
-    """After the last reference to an arm is gone."""
+    """Free the memory of an arm that has no references left."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def build_arm(bench: Bench, precision: str, workload: Workload, numerics: Numerics = "parity") -> Arm:
-    """The engine of one precision, weights in place, KV scales calibrated where it wants them."""
+    """Build the engine of one precision with its weights and, if its cache is calibrated, KV scales."""
     spec, device = bench.model.spec, bench.device
     policy = precision_policy(spec, Fp8Config(**PRECISIONS[precision]), numerics)
     backend = choose_backend(device, None) if policy.uses_fp8("rollout") else "emulated"
@@ -253,7 +257,7 @@ def build_arm(bench: Bench, precision: str, workload: Workload, numerics: Numeri
 
 
 def weight_bytes(model: Decoder) -> int:
-    """What one decode step reads of the weights: linears in their format with scales and biases, and lm_head."""
+    """Bytes of weights that a decode step reads: linears with scales and biases, and lm_head."""
     tensors: list[Tensor] = [model.lm_head_weight]
     for module in model.layers.modules():
         if isinstance(module, Float8Linear):
@@ -265,7 +269,7 @@ def weight_bytes(model: Decoder) -> int:
 
 @torch.no_grad()
 def draw_weights(model: Decoder, seed: int) -> None:
-    """As `Decoder.random_init`, but drawn on the device: billions of numbers in a second."""
+    """Like `Decoder.random_init`, but on the device, which creates billions of numbers a second."""
     generator = torch.Generator(model.lm_head_weight.device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
@@ -276,7 +280,7 @@ def draw_weights(model: Decoder, seed: int) -> None:
 
 
 def _kv_scales(model: Decoder, workload: Workload, policy_version: int) -> KVScales:
-    """Calibrated on some of the workload's prompts, as before a run's first rollout."""
+    """KV scales from some of the workload's prompts, as before a run's first rollout."""
     prompts: list[Sequence[int]] = []
     room = CALIBRATION_TOKENS
     for request in workload.requests:
@@ -288,9 +292,9 @@ def _kv_scales(model: Decoder, workload: Workload, policy_version: int) -> KVSca
     trainer = Trainer(
         model, config=TrainerConfig(), algorithm=algorithm, temperature=1.0, total_steps=1, reference=None, trains=False
     )
-    amax_2LK = trainer.observe_kv(prompts)
-    assert amax_2LK is not None, "KV calibration: no forward has observed K and V"
-    return kv_scales_from_amax(amax_2LK[0], amax_2LK[1], policy_version=policy_version)
+    amax_LS = observe_kv(trainer, prompts)
+    assert amax_LS is not None, "KV calibration: no forward has observed K and V"
+    return kv_scales_from_amax(amax_LS, model.spec, policy_version=policy_version)
 
 
 def tokenizer_of(model: BenchModel) -> Tokenizer:
@@ -310,8 +314,7 @@ def first_token(request: GenerationRequest) -> GenerationRequest:
 
 
 def rows_of(turns: Sequence[Turn]) -> list[Row]:
-    """A row for each workload, precision and numerics: medians over its rounds, worst cases where it says most or
-    peak."""
+    """A row for each workload, precision and numerics: medians over its rounds; of peaks and counts the largest."""
     workloads: dict[str, dict[tuple[str, Numerics], list[Turn]]] = {}
     for turn in turns:
         workloads.setdefault(turn.workload.name, {}).setdefault((turn.precision, turn.numerics), []).append(turn)
@@ -355,11 +358,11 @@ def _row(rounds: Sequence[Turn]) -> Row:
     }
     if first.peak_bytes is not None:
         row["memory/peak_gb"] = max(turn.peak_bytes or 0 for turn in rounds) / 1e9
-    return row | dict(_step_times(metrics)) | dict(_floor(rounds))
+    return row | dict(_step_times(metrics)) | dict(_bandwidth_model(rounds))
 
 
 def _step_times(metrics: Sequence[EngineMetrics]) -> Iterator[tuple[str, float]]:
-    """Percentiles over the steps of all rounds, where one step followed another; the long tail; capturing graphs."""
+    """Percentiles of the time of a step over all rounds, the share of the long tail, and the time to capture graphs."""
     seconds = [second for one in metrics for second in one.step_seconds]
     if seconds:
         yield "rollout/step_ms_p50", float(np.percentile(seconds, 50)) * 1e3
@@ -368,26 +371,26 @@ def _step_times(metrics: Sequence[EngineMetrics]) -> Iterator[tuple[str, float]]
     yield "time/capture", max(one.capture_seconds for one in metrics)
 
 
-def _floor(rounds: Sequence[Turn]) -> Iterator[tuple[str, float]]:
-    """The memory floor's parts, and its share of the measured time on a GPU."""
+def _bandwidth_model(rounds: Sequence[Turn]) -> Iterator[tuple[str, float]]:
+    """The memory-bandwidth model's parts, and its share of the measured time on a GPU."""
     turn = rounds[0]
     yield "rollout/weight_gb_per_step", turn.weight_bytes / 1e9
     yield "rollout/kv_bytes_per_token", turn.kv_bytes_per_token
     steps = [decode_steps(one.metrics, one.max_batch) for one in rounds]
     live = statistics.median(turn.workload.live_token_steps / count for count in steps)
     yield "rollout/live_kv_tokens", live
-    floor = floor_seconds(turn.weight_bytes, live * turn.kv_bytes_per_token)
-    yield "rollout/floor_step_ms", floor * 1e3
+    modelled = modelled_seconds(turn.weight_bytes, live * turn.kv_bytes_per_token)
+    yield "rollout/floor_step_ms", modelled * 1e3
     if turn.peak_bytes is not None:
-        shares = (floor * count / one.metrics.seconds for one, count in zip(rounds, steps, strict=True))
+        shares = (modelled * count / one.metrics.seconds for one, count in zip(rounds, steps, strict=True))
         yield "rollout/floor_share", statistics.median(shares)
 
 
-def floor_seconds(num_weight_bytes: float, kv_bytes: float) -> float:
-    """Of one decode step."""
+def modelled_seconds(num_weight_bytes: float, kv_bytes: float) -> float:
+    """The memory-bandwidth model's time for one decode step."""
     return (num_weight_bytes + kv_bytes) / MEMORY_BYTES_PER_SECOND
 
 
 def decode_steps(metrics: EngineMetrics, max_batch: int) -> int:
-    """Forwards that decoded, from their occupancy: the engine's count of steps has prefills in it."""
+    """The number of decode forwards, from their occupancy. The engine's count of steps includes prefills."""
     return max(1, round(metrics.generated_tokens / (metrics.batch_occupancy * max_batch)))

@@ -1,26 +1,26 @@
-"""The whole GRPO step under several precisions: produce, learn and publish through the worker of a run.
+"""Measures the whole GRPO step under several precisions: produce, learn and publish, by the worker of a run.
 
-A turn builds one precision's worker alone on the device (trainer, engine, the weights they share), takes a short step
-that is not timed, then `steps` timed ones. Prompts are random tokens, answers end at their drawn length and nowhere
-else, rewards are random numbers, so every group has advantages. Turns alternate, A B B A; what is reported is the
-median over the steps of all rounds.
+A turn builds one precision's worker alone on the device: trainer, engine, and the weights they share. It runs a short
+untimed step, then `steps` timed ones. Prompts are random tokens, answers end at their drawn length, and rewards are
+random numbers, so every group has advantages. Turns alternate, A B B A. A row has the median over the steps of all
+rounds.
 
     produce    generation of all answers, and the samples made of them
     learn      packing, forward and backward, the update, KV scales (calibration)
     publish    new FP8 codes of the weights, then the engine's check of what it holds
 
-Quantising the weights happens inside `Worker.train`, where the trainer's own forward needs it too; its time is counted
-as publishing, because the codes are what the engine is given. GB/s of publishing: bytes of codes and scales over that.
+`Worker.train` quantises the weights, because the trainer's own forward needs the codes. Its time counts as publishing,
+because the engine reads the same codes. The GB/s of publishing are bytes of codes and scales over that time.
 
 With `learn_share` below 1 the step learns only from that share of the groups, and the time of the rest is extrapolated.
-Each token left out is assumed to cost as much as a token in the micro-batches between the first and the last
-(clock.py). Work that happens once per step is counted once. With too few such micro-batches, the time without the
-update is scaled by the number of tokens, and the update is timed separately after the last step. The time of such a
-step is an estimate, and its row says so.
+Each token left out is assumed to cost as much as a token in the steady micro-batches (clock.py). Work that happens once
+per step is counted once. With too few such micro-batches, the time without the update is scaled by the number of
+tokens, and the update is timed separately after the last step. The time of such a step is an estimate, and its row says
+so.
 
-What calibration costs is measured on some micro-batches of the last step, modes alternating: `off` is a forward and
-backward that does not look at K and V, `fused` one that does, `exact` one more forward after one that does not. Shares
-are of the whole step, by the tokens of all its micro-batches.
+The cost of calibration is measured on some micro-batches of the last step, with alternating modes. `off` is a forward
+and backward that does not look at K and V. `fused` is one that does. `exact` is `off` and one more forward. Shares are
+of the whole step, by the tokens of all its micro-batches.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ from octetrl.rollout.samples import to_samples
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.packing import pack
 from octetrl.trainer.trainer import KVReplay
+from octetrl.trainer.without_update import accumulate_gradients, observe_kv
 from octetrl.workers.worker import Worker
 
 MISMATCH, DIFFERENCE = "mismatch/token_mult_prob_error", "mismatch/max_abs_diff"
@@ -98,7 +99,7 @@ class StepBench:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of one step."""
+    """Seconds and counts of one step."""
 
     produce: float
     learn: float  # extrapolated to all groups if some were left out
@@ -111,6 +112,8 @@ class StepTimes:
     micro_batches: int  # of all groups
     produce_peak: float | None  # GB, the KV cache included; None on a CPU
     learn_peak: float | None  # and of publishing, without the cache
+    preemptions: int
+    kv_capacity_tokens: int
     pace: Pace | None = None  # of learning; None where its micro-batches were too few
 
     @property
@@ -120,7 +123,7 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class StepTurn:
-    """One precision with one numerics, once."""
+    """One measurement of a precision and a kind of numerics."""
 
     precision: str
     numerics: Numerics
@@ -133,13 +136,13 @@ class StepTurn:
 
 
 def measure(bench: StepBench, on_turn: Callable[[int, StepTurn], None] | None = None) -> list[StepTurn]:
-    """All turns, in the order in which they were taken. `on_turn(round, turn)` hears of each."""
+    """Measure all turns and return them in order. `on_turn(round, turn)` is called after each."""
     arms = product(bench.precisions, bench.numerics)
     return take_in_turn(arms, bench.rounds, lambda _, arm: take_turn(bench, *arm), on_turn)
 
 
 def take_turn(bench: StepBench, precision: str, numerics: Numerics) -> StepTurn:
-    """Builds, measures and takes down one worker."""
+    """Build, measure and free one worker."""
     began = time.perf_counter()
     arm = StepArm(bench, build_worker(bench, precision, numerics))
     arm.warm_up()
@@ -164,7 +167,7 @@ def take_turn(bench: StepBench, precision: str, numerics: Numerics) -> StepTurn:
 
 
 def build_worker(bench: StepBench, precision: str, numerics: Numerics = "parity") -> Worker:
-    """As a run builds it; a preset's weights are drawn on the device."""
+    """Build the worker as a run does. The weights of a preset are created on the device."""
     spec, folder = bench.model.spec, bench.model.folder
     recipe = step_recipe(bench, precision, numerics)
 
@@ -187,7 +190,7 @@ def build_worker(bench: StepBench, precision: str, numerics: Numerics = "parity"
 
 
 def step_recipe(bench: StepBench, precision: str, numerics: Numerics) -> Recipe:
-    """What a run of this workload would have in its recipe."""
+    """The recipe of a run with this workload."""
     longest = bench.workload.longest
     siblings = len(bench.workload.siblings)
     return Recipe(
@@ -216,18 +219,18 @@ def estimate_bytes(bench: StepBench, precision: str) -> int:
 
 
 def check_memory(bench: StepBench) -> None:
-    """Raises UserError where the estimate of a precision is more than the GPU has."""
+    """Raise UserError if a precision's estimate is more than the device's memory."""
     needed = ((precision, estimate_bytes(bench, precision)) for precision in bench.precisions)
     refuse_what_does_not_fit(bench.device, needed, bench.trainer, is_preset=bench.model.folder is None)
 
 
 def code_bytes(engine_model: Decoder) -> int:
-    """Codes and scales that a publish renews; none where nothing is FP8: both sides read the same BF16 weights."""
+    """Bytes of codes and scales that a publish renews; 0 if nothing is FP8."""
     return sum(linear.codes.numel() + 4 * linear.scale.numel() for _, linear in engine_model.float8_linears())
 
 
 class StepArm:
-    """One worker at its steps."""
+    """One worker and the steps that it runs."""
 
     def __init__(self, bench: StepBench, worker: Worker) -> None:
         self.bench, self.worker = bench, worker
@@ -243,8 +246,8 @@ class StepArm:
         return time.perf_counter()
 
     def warm_up(self) -> None:
-        """A step of short answers, learnt from as far as they fill one micro-batch; and once more with a token less:
-        a kernel compiles once for a number of tokens that is a multiple of 16 and once for others."""
+        """Run a step of short answers and learn from as many as fill one micro-batch, then again with one token less.
+        A kernel compiles once for multiples of 16 tokens and once for other numbers."""
         if not self.bench.warmup_tokens:
             return
         samples = self._produce(self.bench.workload.cut(self.bench.warmup_tokens), number=-1)
@@ -268,6 +271,8 @@ class StepArm:
         samples = self._produce(self.bench.workload.requests, number)
         produced = self.now()
         produce_peak = worker.memory_metrics().get("memory/peak_gb")
+        generation = worker.engine.metrics
+        assert generation is not None, "the engine has just generated"
         groups = max(1, round(self.bench.learn_share * len(samples) / self.bench.group_size))
         some = samples[: groups * self.bench.group_size]
         clock = MicroBatchClock(self.bench.device)
@@ -292,18 +297,20 @@ class StepArm:
             micro_batches=round(len(self._batch.minibatches[0]) * self._all_tokens / self._learnt_tokens),
             produce_peak=produce_peak,
             learn_peak=worker.memory_metrics().get("memory/peak_gb"),
+            preemptions=generation.preemptions,
+            kv_capacity_tokens=generation.kv_capacity_tokens,
             pace=clock.pace([one.token_ids_T.numel() for one in self._batch.minibatches[0]]),
         )
 
     def _release_cache(self) -> None:
-        """What `Worker.train` would do first is done here, so that the peak read after learning is learning's own: a
-        peak begins at what is allocated when it is reset."""
+        """Free the cache before `Worker.train` would, and reset the peak of memory. The peak after learning is then
+        learning's own."""
         if self.bench.device.type == "cuda" and self.worker.recipe.engine.release_for_training:
             self.worker.engine.sleep()
         self.worker.memory_metrics()
 
     def for_all(self, step: StepTimes, optimizer_seconds: float) -> StepTimes:
-        """The step as it would be with every group learnt from."""
+        """The step with its learning time extrapolated to all groups."""
         more = self._all_tokens / self._learnt_tokens
         if more == 1.0:
             return step
@@ -314,7 +321,8 @@ class StepArm:
         return replace(step, learn=fixed + (step.learn - fixed) * more, calibrate=step.calibrate * more)
 
     def update_seconds(self) -> float:
-        """Clipping and AdamW alone, with the last step's gradients; the turn is over, so they may be used up."""
+        """Time clipping and AdamW alone, with the last step's gradients. This changes the weights, at the turn's
+        end."""
         optimizer = self.worker.trainer.optimizer
         began = self.now()
         optimizer.clip_gradients()
@@ -331,16 +339,16 @@ class StepArm:
             return {}, 0
         assert self._batch is not None and worker.kv_scales is not None, "calibration is measured after a step"
         scales = worker.kv_scales
-        replay = KVReplay(worker.policy.kv_mode, scales.k_scale_LK, scales.v_scale_LK)
+        replay = KVReplay(worker.policy.kv_mode, scales.scale_LS)
         part = self._batch.minibatches[0][: self.bench.calibration_micro_batches]
         batch = replace(self._batch, minibatches=(part,), loss_denominators=self._batch.loss_denominators[:1])
         seconds: dict[str, list[float]] = {mode: [] for mode in modes}
         for number in range(CALIBRATION_ROUNDS + 1):
             for mode in modes:
                 began = self.now()
-                worker.trainer.accumulate_alone(batch, replay, collect_kv_amax=mode == "fused")
+                accumulate_gradients(worker.trainer, batch, replay, collect_kv_amax=mode == "fused")
                 if mode == "exact":
-                    worker.trainer.observe_kv(batch)
+                    observe_kv(worker.trainer, batch)
                 if number:  # the first is a warm-up: the engine's memory has just been freed
                     seconds[mode].append(self.now() - began)
         return seconds, sum(one.token_ids_T.numel() for one in part)
@@ -358,7 +366,7 @@ def rollout_groups(
     group_size: int,
     rng: random.Random,
 ) -> list[RolloutGroup]:
-    """Groups of siblings, whether one request had them all or each a request of its own, with random rewards."""
+    """Groups of siblings with random rewards. A request may hold a whole group or one sibling."""
     pairs = [
         (request.prompt_token_ids, completion)
         for request, siblings in zip(requests, completions, strict=True)

@@ -1,4 +1,4 @@
-"""From the turns of `octetrl bench step` to the rows of its tables: phases, shares, ratios, calibration's cost."""
+"""Turns the measurements of `octetrl bench step` into rows: phases, shares, ratios, the cost of calibration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from octetrl.config.schema import Numerics
 
 
 def rows_of(bench: StepBench, turns: Sequence[StepTurn]) -> list[Row]:
-    """A row for each precision and numerics: medians over the steps of all rounds, the worst of memory and mismatch."""
+    """A row for each precision and numerics: medians over all steps; of memory and mismatch the largest value."""
     by_arm: dict[tuple[str, Numerics], list[StepTurn]] = {}
     for turn in turns:
         by_arm.setdefault((turn.precision, turn.numerics), []).append(turn)
@@ -53,6 +53,8 @@ def _row(bench: StepBench, rounds: Sequence[StepTurn]) -> Row:
         "step/optimizer_ms": statistics.median(turn.optimizer_seconds for turn in rounds) * 1e3,
         "step/publish_ms": phases["publish"] * 1e3,
         "step/requantize_ms": statistics.median(step.requantize for step in steps) * 1e3,
+        "rollout/preemptions": max(step.preemptions for step in steps),
+        "rollout/kv_capacity_tokens": min(step.kv_capacity_tokens for step in steps),
         "time/calibrate": statistics.median(step.calibrate for step in steps),
         "time/startup": rounds[0].startup_seconds,
         "memory/estimate_gb": estimate_bytes(bench, rounds[0].precision) / 1e9,
@@ -78,7 +80,7 @@ def _row(bench: StepBench, rounds: Sequence[StepTurn]) -> Row:
 
 
 def calibration_rows(bench: StepBench, turns: Sequence[StepTurn]) -> list[Row]:
-    """A row for each mode of each precision that calibrates: what it adds to `off`, and to the whole step."""
+    """A row for each mode of each precision that calibrates: its time beyond `off`, and its share of the step."""
     rows: list[Row] = []
     for precision, numerics in product(bench.precisions, bench.numerics):
         arm = [turn for turn in turns if (turn.precision, turn.numerics) == (precision, numerics)]

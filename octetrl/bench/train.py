@@ -1,20 +1,20 @@
-"""Training speed: forward and backward of packed micro-batches under several precisions, through the real trainer.
+"""Measures training speed: forward and backward of packed micro-batches under several precisions, by the real trainer.
 
-A turn builds one precision's trainer alone on the device, takes one untimed step and then `steps` timed ones: the
-gradient of all micro-batches, the optimizer's update, the new FP8 codes of the weights, each timed by itself. Turns
-alternate, A B B A, so that a device that slows down slows them all; what is reported is the median over all steps. An
-arm is a precision with a numerics.
+An arm is a precision with one kind of numerics. A turn builds one arm's trainer alone on the device, runs one untimed
+step and then `steps` timed ones. It times three parts separately: the gradient of all micro-batches, the optimizer's
+update, and the new FP8 codes of the weights. Turns alternate, A B B A, so a device that slows down affects both. A row
+has the median over all steps.
 
-Every micro-batch is full to the last token: sequences of drawn lengths, the last one cut; the last `trained_share` of a
-sequence's tokens are trained on, by GRPO's loss with random advantages. Weights are random (those of a folder where one
-is given); a precision with a calibrated cache replays it and observes K and V, as in a run.
+Every micro-batch is full: sequences of drawn lengths, the last one cut. The last `trained_share` of a sequence's tokens
+are trained on, with GRPO's loss and random advantages. Weights are random, or those of the given folder. A precision
+with a calibrated cache replays it and observes K and V, as in a run.
 
-Model FLOPs, which are counted the same whatever is FP8, cached or made again in the backward:
+Model FLOPs do not depend on the precision, and recomputation does not count:
 
     6 * weights of linears * tokens  +  6 * V * E * trained tokens  +  3.5 * L * 4 * Q * sum of S (S + 1) / 2
 
-(a forward and two GEMMs of the same size in the backward; attention's backward has five where its forward has two). The
-ceiling beside them is 790 TFLOP/s, what a large BF16 GEMM reaches on an H200.
+That is one forward and two GEMMs of the same size in the backward. Attention has two GEMMs in the forward and five in
+the backward. The rate is compared with 790 TFLOP/s, which a large BF16 GEMM reaches on an H200.
 
 S tokens of a sequence, V vocabulary, E hidden size, L layers, Q heads * head size.
 """
@@ -35,6 +35,7 @@ from pathlib import Path
 import torch
 
 from octetrl.algorithms.table import build_algorithm
+from octetrl.bench.hardware import BF16_FLOPS
 from octetrl.bench.memory import checkpointed_layers, estimate, refuse_what_does_not_fit
 from octetrl.bench.mix import Mix, Work, draw_work
 from octetrl.bench.parts import Trace, kernels_of_parts, part_rows, read_trace
@@ -44,7 +45,7 @@ from octetrl.config.algorithm import GrpoConfig
 from octetrl.config.load import PRECISIONS
 from octetrl.config.schema import Fp8Config, ModelConfig, Numerics, Recipe, TrainerConfig
 from octetrl.config.spec import ModelSpec
-from octetrl.fp8.gemm import choose_backend
+from octetrl.fp8.backends import choose_backend
 from octetrl.fp8.kv_scales import kv_scales_from_amax
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.kernels.parts import part
@@ -52,8 +53,8 @@ from octetrl.models.decoder import Decoder
 from octetrl.models.hf_weights import load_weights
 from octetrl.records import PackedBatch
 from octetrl.trainer.trainer import KVReplay, Trainer
+from octetrl.trainer.without_update import accumulate_gradients, observe_kv
 
-CEILING_FLOPS = 790e12  # per second, of a large BF16 GEMM on an H200
 PROFILED_STEPS = 2
 
 
@@ -89,7 +90,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class TrainTurn:
-    """One precision with one numerics, once."""
+    """One measurement of a precision and a kind of numerics."""
 
     precision: str
     numerics: Numerics
@@ -103,7 +104,7 @@ class TrainTurn:
 
 
 def measure(bench: TrainBench, on_turn: Callable[[int, TrainTurn], None] | None = None) -> list[TrainTurn]:
-    """All turns, in the order in which they were taken. The last round is profiled where that was asked for."""
+    """Measure all turns and return them in order. If the bench profiles, it profiles the last round."""
 
     def take(number: int, arm: tuple[str, Numerics]) -> TrainTurn:
         return take_turn(bench, *arm, profiled=bench.profile and number == bench.rounds)
@@ -112,7 +113,7 @@ def measure(bench: TrainBench, on_turn: Callable[[int, TrainTurn], None] | None 
 
 
 def take_turn(bench: TrainBench, precision: str, numerics: Numerics, *, profiled: bool = False) -> TrainTurn:
-    """Builds, measures and takes down one trainer."""
+    """Build, measure and free one trainer."""
     began = time.perf_counter()
     trainer = build_trainer(bench, precision, numerics)
     work = draw_work(bench.mix, bench.micro_batches, bench.trained_share, trainer.layout, bench.model.spec, bench.seed)
@@ -143,7 +144,7 @@ def take_turn(bench: TrainBench, precision: str, numerics: Numerics, *, profiled
 
 
 def build_trainer(bench: TrainBench, precision: str, numerics: Numerics = "parity") -> Trainer:
-    """The trainer of one precision, weights in place."""
+    """Build the trainer of one precision with its weights."""
     spec = bench.model.spec
     policy = precision_policy(spec, Fp8Config(**PRECISIONS[precision]), numerics)
     backend = choose_backend(bench.device, None) if policy.uses_fp8("train") else "emulated"
@@ -170,13 +171,13 @@ def _replay(trainer: Trainer, batch: PackedBatch) -> KVReplay:
     policy = trainer.model.policy
     if policy.kv_mode != "calibrated":
         return KVReplay(policy.kv_mode)
-    amax_2LK = trainer.observe_kv(batch)
-    scales = kv_scales_from_amax(amax_2LK[0], amax_2LK[1], policy_version=0)
-    return KVReplay(policy.kv_mode, scales.k_scale_LK, scales.v_scale_LK)
+    amax_LS = observe_kv(trainer, batch)
+    scales = kv_scales_from_amax(amax_LS, trainer.model.spec, policy_version=0)
+    return KVReplay(policy.kv_mode, scales.scale_LS)
 
 
 class _Arm:
-    """One trainer at work on one batch."""
+    """One trainer and the batch that it trains on."""
 
     def __init__(self, trainer: Trainer, batch: PackedBatch, kv: KVReplay, optimizer: bool) -> None:
         self.trainer, self.batch, self.kv, self.optimizer = trainer, batch, kv, optimizer
@@ -188,7 +189,7 @@ class _Arm:
         if not self.optimizer:
             trainer.model.zero_grad(set_to_none=True)
         began = _now(device)
-        self.loss, _ = trainer.accumulate_alone(self.batch, self.kv, collect_kv_amax=self._observes)
+        self.loss, _ = accumulate_gradients(trainer, self.batch, self.kv, collect_kv_amax=self._observes)
         learnt = _now(device)
         if self.optimizer:
             with part("optimizer"):
@@ -209,7 +210,7 @@ def _now(device: torch.device) -> float:
 
 
 def record(step: Callable[[], object], steps: int) -> Trace:
-    """What the GPU did in so many steps, and who launched it."""
+    """Record the kernels of some steps and the code that launched them."""
     os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")  # see profile.py
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -225,7 +226,7 @@ def record(step: Callable[[], object], steps: int) -> Trace:
 
 
 def estimate_bytes(bench: TrainBench, policy: PrecisionPolicy) -> int:
-    """What `octetrl check` says of the trainer's share: no KV cache and no codes that only an engine reads."""
+    """The estimate of `octetrl check` for the trainer, without the KV cache and codes that only an engine reads."""
     recipe = Recipe(model=ModelConfig(path="random", init="random"), trainer=bench.trainer)
     found = estimate(recipe, bench.model.spec, policy, on_gpu=bench.device.type == "cuda", engine=False)
     left_out = {"KV cache"} if bench.optimizer else {"KV cache", "optimizer", "gradients"}
@@ -235,7 +236,7 @@ def estimate_bytes(bench: TrainBench, policy: PrecisionPolicy) -> int:
 
 
 def check_memory(bench: TrainBench) -> None:
-    """Raises UserError where the estimate of a precision is more than the GPU has."""
+    """Raise UserError if a precision's estimate is more than the device's memory."""
     policies = ((name, precision_policy(bench.model.spec, Fp8Config(**PRECISIONS[name]))) for name in bench.precisions)
     needed = ((name, estimate_bytes(bench, policy)) for name, policy in policies)
     further = ("leave the update out with --no-optimizer",) if bench.optimizer else ()
@@ -249,7 +250,7 @@ def check_memory(bench: TrainBench) -> None:
 
 
 def model_flops(spec: ModelSpec, lengths: Sequence[int], trained_tokens: int) -> int:
-    """Of one forward and backward; the module's docstring has the formula."""
+    """FLOPs of one forward and backward, by the formula of the module's docstring."""
     weights = sum(linear.num_weights for _, linear in spec.linears())
     pairs = sum(length * (length + 1) // 2 for length in lengths)
     attention = 14 * spec.num_layers * spec.q_size * pairs
@@ -257,8 +258,8 @@ def model_flops(spec: ModelSpec, lengths: Sequence[int], trained_tokens: int) ->
 
 
 def rows_of(bench: TrainBench, turns: Sequence[TrainTurn]) -> list[Row]:
-    """A row for each precision and numerics: medians over the steps of all rounds, the worst case of memory. `bf16` is
-    compared with what has its numerics."""
+    """A row for each precision and numerics: medians over the steps of all rounds, and the largest peak of memory. The
+    ratio to `bf16` compares equal numerics."""
     by_arm: dict[tuple[str, Numerics], list[TrainTurn]] = {}
     for turn in turns:
         by_arm.setdefault((turn.precision, turn.numerics), []).append(turn)
@@ -302,18 +303,20 @@ def _row(bench: TrainBench, rounds: Sequence[TrainTurn]) -> Row:
 
 
 def _further(rounds: Sequence[TrainTurn], steps: Sequence[StepTime], flops: float) -> Iterator[tuple[str, float]]:
-    """What a machine without a GPU, or a turn without an optimizer, has not; and the codes' renewal."""
+    """Values that a CPU or a turn without an optimizer does not have, and the time to quantise the weights."""
     updates = [step.optimizer for step in steps if step.optimizer is not None]
     if updates:
         yield "train/optimizer_ms", statistics.median(updates) * 1e3
+        whole = statistics.median(step.gradient + (step.optimizer or 0.0) + step.requantize for step in steps)
+        yield "train/whole_tokens_per_second", rounds[0].work.tokens / whole
     yield "train/requantize_ms", statistics.median(step.requantize for step in steps) * 1e3
     if rounds[0].peak_bytes is not None:
-        yield "train/ceiling_share", flops / CEILING_FLOPS
+        yield "train/ceiling_share", flops / BF16_FLOPS
         yield "memory/peak_gb", max(turn.peak_bytes or 0 for turn in rounds) / 1e9
 
 
 def profile_rows(turns: Sequence[TrainTurn]) -> tuple[list[Row], list[Row]]:
-    """The time table by part and the kernels behind it, of the turns that were profiled."""
+    """Time by part, and the kernels of each part, for the turns that were profiled."""
     parts: list[Row] = []
     kernels: list[Row] = []
     for turn in turns:

@@ -1,6 +1,6 @@
-"""What the benches share: the order of their turns, and how arms stand beside each other. No torch.
+"""The order of turns and the ratios between arms, for all benches. No torch.
 
-Arms go A B C in odd rounds, C B A in even ones, so that a device that slows down as it heats up favours none of them.
+Arms run A B C in odd rounds and C B A in even rounds, so a device that slows down as it heats up favours none of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def take_in_turn(
     take: Callable[[int, Arm], Turn],
     on_turn: Callable[[int, Turn], None] | None,
 ) -> list[Turn]:
-    """What `take(round, arm)` gave, in the order in which it was taken. `on_turn(round, turn)` hears of each."""
+    """The results of `take(round, arm)`, in order. `on_turn(round, turn)` is called after each."""
     taken = []
     for number, arm in in_turn(arms, rounds):
         taken.append(take(number, arm))
@@ -38,8 +38,8 @@ def take_in_turn(
 
 
 def compared(speeds: Mapping[tuple[str, Numerics], float]) -> dict[tuple[str, Numerics], dict[str, float]]:
-    """Of each (precision, numerics): `speedup_over_bf16` with the same numerics, and of parity `cost_of_parity`, by how
-    much fast is faster; each where there is the other to compare with."""
+    """For each (precision, numerics): `speedup_over_bf16` with the same numerics, and `cost_of_parity`, by how much
+    `fast` is faster than `parity`. A ratio is left out if its other side was not measured."""
     rows: dict[tuple[str, Numerics], dict[str, float]] = {}
     for (precision, numerics), here in speeds.items():
         plain, fast = speeds.get(("bf16", numerics)), speeds.get((precision, "fast"))

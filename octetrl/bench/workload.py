@@ -1,14 +1,15 @@
-"""What `octetrl bench rollout` asks of an engine: random prompts, siblings, and answers of a given length.
+"""The requests of `octetrl bench rollout`: random prompts, siblings, and answers of a given length.
 
     fixed        every answer has the same length; the siblings of a group are one request
     lognormal    lengths drawn with the given mean and sigma (of the logarithm), cut at the model's positions
     a file       prompt and answer lengths of a run's rollouts/step_NNNNNN.jsonl, in its order
 
-Answers end at their length and nowhere else (`ignore_eos`). A request has one length for all its siblings, so where
-lengths differ each sibling is a request of its own, with its group's prompt; such prompts are prefilled once a sibling.
+Answers end only at their length (`ignore_eos`). A request has one length for all its siblings. If lengths differ, each
+sibling is a request of its own with its group's prompt, which is then prefilled for each sibling.
 
-The memory floor wants the tokens that are live in each decode step, a shared prompt counted per sibling. Answer t of a
-sibling with prompt P reads P + t - 1 keys, its own included, so A answers read A * P + A * (A - 1) / 2 in all.
+The memory-bandwidth model needs the tokens that are live in each decode step, a shared prompt counted per sibling.
+Token t of the answer to a prompt of P tokens reads P + t - 1 keys, its own included. A tokens therefore read
+A * P + A * (A - 1) / 2 in all.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`requests` as the engine gets them; `name` as the results name it."""
+    """The requests for the engine, and their name in the results."""
 
     name: str
     requests: tuple[GenerationRequest, ...]
@@ -94,7 +95,7 @@ class Workload:
 
     @property
     def longest(self) -> Shape:
-        """The completion that takes most positions."""
+        """The shape of the completion with the most tokens."""
         return Shape(1, *max(self.siblings, key=sum))
 
     @property
@@ -107,14 +108,15 @@ class Workload:
         return sum(answer * prompt + answer * (answer - 1) // 2 for prompt, answer in self.siblings)
 
     def cut(self, tokens: int) -> tuple[GenerationRequest, ...]:
-        """The same requests with at most so many tokens of answer: a warm-up."""
+        """The same requests with answers of at most `tokens` tokens, for a warm-up."""
         return tuple(
             replace(request, sampling=_answers(min(tokens, request.sampling.max_new_tokens)))
             for request in self.requests
         )
 
     def hinted(self) -> Workload:
-        """Each request with the mean length of the answers to its prompt, which a run has from the task's last time."""
+        """Each request with the mean length of the answers to its prompt, as a run knows it from the task's last
+        rollout."""
         lengths: dict[tuple[int, ...], list[int]] = {}
         for request in self.requests:
             lengths.setdefault(request.prompt_token_ids, []).append(request.sampling.max_new_tokens)
@@ -134,7 +136,7 @@ def fixed_lengths(shape: Shape, group_size: int, vocab_size: int, seed: int) -> 
 def lognormal_lengths(
     shape: Shape, group_size: int, vocab_size: int, seed: int, *, sigma: float, max_positions: int
 ) -> Workload:
-    """`shape.answer` is the mean, of the distribution before the cut at the model's positions."""
+    """`shape.answer` is the mean of the distribution, before lengths are cut at the model's positions."""
     _check_groups(shape, group_size)
     rng = random.Random(seed)
     mu = math.log(shape.answer) - sigma**2 / 2
@@ -150,7 +152,7 @@ def lognormal_lengths(
 def uniform_lengths(
     num_groups: int, group_size: int, prompt: int, answers: Span, vocab_size: int, seed: int
 ) -> Workload:
-    """Groups of siblings whose answers are drawn from the span; one length alone keeps a group one request."""
+    """Groups of siblings with answer lengths drawn from the span. If all lengths are equal, a group is one request."""
     shape = Shape(num_groups * group_size, prompt, answers.longest)
     if answers.shortest == answers.longest:
         return fixed_lengths(shape, group_size, vocab_size, seed)
@@ -165,7 +167,7 @@ def uniform_lengths(
 
 
 def recorded_lengths(path: Path, most: int | None, vocab_size: int, seed: int) -> Workload:
-    """The first `most` rollouts of the file, all when None. Prompts are random tokens, one prompt a task."""
+    """The lengths of the first `most` rollouts of the file (None: all). Prompts are random tokens, one per task."""
     lengths = _read_lengths(path)
     if most is not None and most > len(lengths):
         raise UserError(f"--requests: {most} were requested, but '{path}' holds {len(lengths)} rollouts; ask for fewer")
@@ -226,7 +228,7 @@ def check_positions(shape: Shape, max_positions: int, model: str, remedy: str = 
 
 
 def _shown(text: str) -> str:
-    """What was given, short and on one line."""
+    """The user's input, shortened to one line."""
     text = text if text.isprintable() else ascii(text)[1:-1]
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 

@@ -1,4 +1,4 @@
-"""Arguments that several verbs take, said once."""
+"""Arguments that several commands share: the recipe and its overrides."""
 
 from __future__ import annotations
 

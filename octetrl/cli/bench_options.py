@@ -1,4 +1,4 @@
-"""What the verbs of `octetrl bench` share: options, the checks of their values, and the table."""
+"""What the commands of `octetrl bench` share: options, checks of their values, and the table."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ CODES = "kept"
 WeightCodes = Annotated[
     str,
     typer.Option(
-        help="FP8 codes of weights while they are updated: kept, or remade for each product, training in BF16's memory."
+        help="FP8 codes of the weights: kept in memory, or remade for each product. remade trains in BF16's memory."
     ),
 ]
 Offload = Annotated[bool, typer.Option("--offload", help="Keep moments and masters in host memory.")]
@@ -95,8 +95,8 @@ def numerics_of(text: str) -> tuple[Numerics, ...]:
 
 
 def result_suffix(name: str | None, numerics: tuple[Numerics, ...] = ("parity",)) -> str:
-    """What follows the model's name in that of the result's file: `--name`, or else the numerics where these are not
-    the usual. Raises UserError for what cannot be part of a file name."""
+    """The end of the result file's name: `--name`, or the numerics if they are not `parity` alone. Raises UserError
+    for a name that cannot be part of a file name."""
     if name is None:
         return "" if numerics == ("parity",) else "_" + "_".join(numerics)
     if _NAME.fullmatch(name) is None:
@@ -142,7 +142,7 @@ def model_of(model: str | None, layers: int | None, *, on_gpu: bool) -> BenchMod
 
 
 def with_layers(model: BenchModel, layers: int | None) -> BenchModel:
-    """The model cut to its first layers, and named so."""
+    """The model with only its first layers; its name says how many."""
     from dataclasses import replace
 
     if layers is None or layers == model.spec.num_layers:
@@ -155,7 +155,7 @@ def with_layers(model: BenchModel, layers: int | None) -> BenchModel:
 
 
 def check_checkpointing(trainer: TrainerConfig, model: BenchModel) -> None:
-    """Raises UserError where more layers are to be checkpointed than the model has."""
+    """Raise UserError if more layers would be checkpointed than the model has."""
     layers, has = trainer.checkpointed_layers, model.spec.num_layers
     if layers is not None and layers > has:
         given = f"--checkpointing: '{trainer.activation_checkpointing}:{layers}' is for {layers} layers"
@@ -163,7 +163,7 @@ def check_checkpointing(trainer: TrainerConfig, model: BenchModel) -> None:
 
 
 def choice_of(option: str, text: str, allowed: Sequence[str]) -> str:
-    """One name of those that are allowed."""
+    """Check that the name is allowed, and return it."""
     if text not in allowed:
         raise UserError(f"{option}: '{text}' is not one of {', '.join(allowed)}{nearest(text, allowed)}")
     return text

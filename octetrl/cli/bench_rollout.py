@@ -51,7 +51,7 @@ COLUMNS = {  # key of a row: heading, format
     "rollout/speedup_over_bf16": ("to\nbf16", ".2f"),
     "rollout/step_ms_p50": ("step ms\np50", ".2f"),
     "rollout/step_ms_p99": ("step ms\np99", ".2f"),
-    "rollout/floor_share": ("of the\nfloor", ".1%"),
+    "rollout/floor_share": ("of bandw.\nmodel", ".1%"),
     "rollout/kv_capacity_tokens": ("KV cache\ntokens", ",d"),
     "rollout/batch_occupancy": ("occupancy", ".1%"),
     "rollout/tail_share": ("tail", ".1%"),
@@ -62,11 +62,12 @@ COLUMNS = {  # key of a row: heading, format
 }
 NUMERICS_COLUMNS = {"rollout/cost_of_parity": ("parity\ncosts", ".1%")}
 LEGEND = (
-    "floor: time to read the weights of linears and lm_head once a decode step, and the live keys and values with each"
-    " sibling's prompt, at 4.3 TB/s (H200); its share is of the whole call's time. tail: share of the decode time with"
-    " less than half of the batch running. start: time from an initialised CUDA to the first token: build the model,"
-    " create or read its weights, quantise, calibrate, allocate the cache, compile or load kernels, capture a graph."
-    " warm: the same request again."
+    "of bandw. model: time of the memory-bandwidth model, as a share of the measured time. The model reads the weights"
+    " of linears and lm_head once a decode step, and the live keys and values once for each sequence, at 4.3 TB/s"
+    " (H200). It is no lower bound: L2 serves some reads of a shared prompt. tail: share of the decode time with less"
+    " than half of the batch running. start: time from an initialised CUDA to the first token: build the model, create"
+    " or read its weights, quantise, calibrate, allocate the cache, compile or load kernels, capture a graph. warm: the"
+    " same request again."
 )
 
 Requests = Annotated[
@@ -78,7 +79,7 @@ Workloads = Annotated[
     list[str] | None,
     typer.Option(
         "--workload",
-        help="REQUESTSxPROMPT+ANSWER in place of those three; may be given several times. Default, with none of them:"
+        help="REQUESTSxPROMPT+ANSWER instead of those three; may be given several times. Default:"
         " 128x512+4096 and 256x512+1024; on a CPU 8x16+32.",
     ),
 ]
@@ -86,8 +87,8 @@ Lengths = Annotated[
     str,
     typer.Option(
         metavar="fixed|lognormal|FILE.jsonl",
-        help="Of the answers; a rollouts/step_NNNNNN.jsonl of a run gives prompt lengths too. Where lengths differ,"
-        " each sibling is a request of its own with its group's prompt, which is then prefilled for each of them.",
+        help="Lengths of the answers. A run's rollouts/step_NNNNNN.jsonl sets the prompt lengths too. If lengths"
+        " differ, each sibling is a request of its own, and its prompt is prefilled for each sibling.",
     ),
 ]
 Sigma = Annotated[
@@ -104,8 +105,8 @@ Hints = Annotated[
     bool,
     typer.Option(
         "--hints",
-        help="Ragged lengths: each request says how long its group's answers are on average, as a run knows it of a"
-        " task that comes again; the longest start first.",
+        help="For unequal lengths: each request carries the mean length of its group's answers, as a run knows it"
+        " from earlier rollouts of the task. The longest start first.",
     ),
 ]
 Profile = Annotated[bool, typer.Option("--profile", help="Also time every kernel of a decode step, on a GPU.")]
@@ -113,7 +114,7 @@ Profile = Annotated[bool, typer.Option("--profile", help="Also time every kernel
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """The options that make a workload."""
+    """The options that define a workload."""
 
     shapes: Sequence[Shape]
     requests: int | None  # as given: how many rollouts of a file; None: all
@@ -147,7 +148,7 @@ def rollout(
     device: Device = "auto",
     seed: Seed = 0,
 ) -> None:
-    """Generation speed under several precisions, beside what the memory allows."""
+    """Measure generation speed under several precisions, and compare it with a memory-bandwidth model."""
     precisions, folder = precisions_of(precision), results_folder(out)
     modes = numerics_of(numerics)
     suffix = result_suffix(name, modes)
@@ -220,7 +221,7 @@ def _check_lengths(lengths: str, sigma: float | None, hints: bool, *, said_other
 
 
 def _shapes(texts: Sequence[str]) -> list[Shape]:
-    """Each given once."""
+    """The shapes of `--workload`. Raises UserError if one is given twice."""
     shapes = [Shape.parse(text) for text in texts]
     again = next((shape for shape in shapes if shapes.count(shape) > 1), None)
     if again is not None:

@@ -54,6 +54,7 @@ COLUMNS = {  # key of a row: heading, format
     "time/produce": ("produce\ns", ",.2f"),
     "step/produce_share": ("of the\nstep", ".1%"),
     "step/produce_speedup_over_bf16": ("to\nbf16", ".2f"),
+    "rollout/preemptions": ("pre-\nempted", ",d"),
     "time/learn": ("learn\ns", ",.2f"),
     "step/learn_share": ("of the\nstep", ".1%"),
     "step/learn_speedup_over_bf16": ("to\nbf16", ".2f"),
@@ -133,7 +134,7 @@ def step(
     device: Device = "auto",
     seed: Seed = 0,
 ) -> None:
-    """The whole GRPO step under several precisions: produce, learn, publish, and what calibration costs."""
+    """Measure a whole GRPO step under several precisions: produce, learn, publish, and the cost of calibration."""
     precisions, chosen_numerics, folder = precisions_of(precision), numerics_of(numerics), results_folder(out)
     suffix = result_suffix(name, chosen_numerics)
     modes = () if calibration == "none" else choices("--calibration", calibration, MODES.split(","))
@@ -168,7 +169,7 @@ def step(
 
 
 def _workload(model: BenchModel, prompts: int, group: int, prompt: int, answers: Span, seed: int) -> Workload:
-    """Raises UserError where a prompt and its answer are longer than the model."""
+    """The workload. Raises UserError if a prompt and its answer are longer than the model's context."""
     longest = Shape(prompts * group, prompt, answers.longest)
     check_positions(longest, model.spec.max_positions, model.name, "shorten --prompt-tokens or --answer-tokens")
     return uniform_lengths(prompts, group, prompt, answers, model.spec.vocab_size, seed)

@@ -53,6 +53,7 @@ COLUMNS = {  # key of a row: heading, format
     "train/speedup_over_bf16": ("to\nbf16", ".2f"),
     "train/cost_of_parity": ("parity\ncosts", ".1%"),
     "train/gradient_ms": ("fwd+bwd\nms", ",.1f"),
+    "train/whole_tokens_per_second": ("tokens/s\nwhole", ",.0f"),
     "train/tflops": ("TFLOP/s", ".1f"),
     "train/ceiling_share": ("of\n790", ".1%"),
     "train/optimizer_ms": ("optimizer\nms", ",.1f"),
@@ -68,9 +69,10 @@ PART_COLUMNS = {
     "kernels_per_step": ("kernels", ",.0f"),
 }
 LEGEND = (
-    "tokens/s: of forward and backward. TFLOP/s: the model's own, 6 x weights of linears x tokens, lm_head for trained"
-    " tokens, causal attention 3.5 x its forward; recomputation is not counted. of 790: share of the TFLOP/s of a large"
-    " BF16 GEMM on an H200. estimate: the trainer's parts by `octetrl check`. start: time to the first step."
+    "tokens/s: of forward and backward; whole: with update and quantisation. TFLOP/s: the model's own, 6 x weights of"
+    " linears x tokens, lm_head for trained tokens, causal attention 3.5 x its forward; recomputation is not counted."
+    " of 790: share of the TFLOP/s of a large BF16 GEMM on an H200. estimate: the trainer's parts by `octetrl check`."
+    " start: time to the first step."
 )
 
 Tokens = Annotated[int | None, typer.Option(min=16, help="Tokens of a micro-batch. Default: 16384; on a CPU 64.")]
@@ -128,7 +130,7 @@ def train(
     device: Device = "auto",
     seed: Seed = 0,
 ) -> None:
-    """Training speed under several precisions: forward and backward, the update, and where the time goes."""
+    """Measure training speed under several precisions: forward, backward, update, and the time by part."""
     precisions, chosen_numerics, folder = precisions_of(precision), numerics_of(numerics), results_folder(out)
     suffix = result_suffix(name, chosen_numerics)
     config = trainer_config(
@@ -200,7 +202,7 @@ def trainer_config(
     *,
     updates: bool = True,
 ) -> TrainerConfig:
-    """The trainer's section of a recipe, from options. `updates`: there is an optimizer."""
+    """The recipe's section `trainer`, from the options. `updates`: whether there is an optimizer."""
     if offload and not updates:
         raise UserError("--offload: with --no-optimizer there is nothing to keep in the host's memory; leave one out")
 
@@ -230,7 +232,7 @@ def trainer_config(
 
 
 def _check_lengths(mix: Any, tokens: int, positions: int, model: str) -> None:
-    """Raises UserError where a drawn sequence could be longer than the model or its micro-batch."""
+    """Raise UserError if a drawn sequence could be longer than the model's context or the micro-batch."""
     longest = mix.mean if mix.span is None else mix.span.longest
     if mix.span is not None and mix.span.shortest < 2:
         raise UserError("--lengths: a sequence of one token has nothing to learn from; give at least 2")

@@ -1,7 +1,7 @@
 """`octetrl check`: what a recipe means, before anything is built: essentials, what is FP8, memory by part, problems.
 
-No torch of its own: the shape comes from config.json, the device from nvidia-smi. A recipe for a machine elsewhere is
-checked with that machine's memory: `--memory-gib 140`.
+The shape comes from config.json, the device from nvidia-smi. Torch only counts the GPUs for several workers. A recipe
+for a machine elsewhere is checked with that machine's memory: `--memory-gib 140`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from typing import Annotated, Any
 import typer
 
 from octetrl.cli.arguments import Overrides, RecipePath
+from octetrl.cli.check_cluster import worker_lines, worker_problems
 from octetrl.cli.check_files import file_problems
 from octetrl.cli.check_turns import turns_line
 from octetrl.config.algorithm import DistillConfig
 from octetrl.config.errors import UserError
+from octetrl.config.host_memory import USABLE_HOST, available_host_bytes
 from octetrl.config.load import load_recipe
 from octetrl.config.memory import (
     MemoryEstimate,
@@ -31,6 +33,7 @@ from octetrl.config.memory import (
 from octetrl.config.objective_settings import DatasetSettings
 from octetrl.config.presets import preset_config
 from octetrl.config.sandbox import SandboxConfig
+from octetrl.config.saved_state import SavedState, saved_state, saves_beside_steps
 from octetrl.config.schema import Fp8Config, Recipe, TrainerConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate import spec_problems
@@ -47,6 +50,7 @@ class Device:
     name: str
     on_gpu: bool
     num_bytes: int | None  # None: not known
+    is_here: bool = True  # false: planned for, a machine of which nothing else is known
 
 
 def check(
@@ -73,6 +77,7 @@ def check(
         problems.append(str(error))
     problems += file_problems(resolved, spec)
     device = find_device(resolved, memory_gib)
+    problems += worker_problems(resolved.cluster) if device.is_here else []
     print_lines("recipe", _essentials(resolved, device))
     try:
         if spec is not None:
@@ -93,16 +98,17 @@ def check(
 
 def print_lines(title: str, lines: Iterator[tuple[str, str]]) -> None:
     rows = list(lines)  # all of them first: a section is shown whole or not at all
+    width = max(20, *(len(name) + 2 for name, _ in rows)) if rows else 20
     typer.echo(title)
     for name, value in rows:
-        typer.echo(f"  {name:<20}{value}")
+        typer.echo(f"  {name:<{width}}{value}")
 
 
 def find_device(recipe: Recipe, memory_gib: float | None) -> Device:
     """The device the recipe would run on here, or the one it is planned for."""
     if memory_gib is not None:
-        return Device(f"a GPU with {memory_gib:g} GiB", True, int(memory_gib * GIB))
-    if recipe.cluster.device != "cpu":
+        return Device(f"a GPU with {memory_gib:g} GiB", True, int(memory_gib * GIB), is_here=False)
+    if recipe.cluster.device != "cpu" and recipe.cluster.cpus is None:
         found = _first_gpu()
         if found is not None:
             return found
@@ -145,7 +151,8 @@ def _essentials(recipe: Recipe, device: Device) -> Iterator[tuple[str, str]]:
     lora = recipe.model.lora
     if lora is not None:
         beginning = "newly initialised" if lora.path is None else f"from {lora.path}"
-        yield "LoRA", f"rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}; {beginning}"
+        targets = "all projections" if lora.targets is None else ", ".join(lora.targets)
+        yield "LoRA", f"rank {lora.rank}, alpha {lora.alpha:g}, on {targets}; {beginning}"
     yield "lengths", f"{longest}, context {recipe.model.context_length:,}"
     environment = recipe.environment
     if isinstance(algorithm, DistillConfig):
@@ -156,6 +163,7 @@ def _essentials(recipe: Recipe, device: Device) -> Iterator[tuple[str, str]]:
     if environment.kind == "code" or "python" in environment.tools:
         yield from _sandbox(environment.sandbox)
     yield "device", device.name
+    yield from worker_lines(recipe.cluster)
 
 
 def _sandbox(config: SandboxConfig) -> Iterator[tuple[str, str]]:
@@ -187,9 +195,12 @@ def _precision(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device:
     else:
         scales = f"calibrated scales ({recipe.fp8.calibration})" if policy.kv_mode == "calibrated" else "dynamic scales"
         replay = "replayed in training" if recipe.fp8.kv_replay else "not replayed in training"
-        yield "KV cache", f"K {policy.k_cache}, V {policy.v_cache}, {scales}, {replay}"
-        if policy.k_cache == "bf16":
-            yield "", "K stays BF16: this family has no QK-norm, and FP8 ruins its outlier channels"
+        formats = ", ".join(f"{name} {stored}" for name, stored in policy.cache)
+        yield "KV cache", f"{formats}, {scales}, {replay}"
+        cached = dict.fromkeys(tensor for layer in range(spec.num_layers) for tensor in spec.cached(layer))
+        for tensor in cached:
+            if tensor.never_fp8 is not None:
+                yield "", f"{tensor.name} stays BF16: {tensor.never_fp8}"
     yield "everything else", f"{recipe.model.dtype}; log-softmax and loss float32"
     yield from _numerics(recipe, policy, device)
     given, wanted = recipe.trainer.tokens_per_micro_batch, tokens_that_pay(spec.hidden_size)
@@ -226,7 +237,7 @@ def _memory(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device: De
 
     def estimated(recipe: Recipe) -> MemoryEstimate:
         return estimate_memory(
-            recipe, spec, _precisions(policy), on_gpu=device.on_gpu, device_bytes=device.num_bytes, **others
+            recipe, spec, policy.precisions(), on_gpu=device.on_gpu, device_bytes=device.num_bytes, **others
         )
 
     estimate = estimated(recipe)
@@ -246,6 +257,26 @@ def _memory(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device: De
         if device.on_gpu:
             fewest = fewest_checkpointed_layers(recipe, spec.num_layers, device.num_bytes, estimated)
             yield from _less_checkpointing(recipe.trainer, spec.num_layers, fewest)
+    if saves_beside_steps(recipe):
+        yield from _copy_for_saving(recipe, saved_state(recipe, spec, others["critic"]), estimate, device)
+
+
+def _copy_for_saving(
+    recipe: Recipe, state: SavedState, estimate: MemoryEstimate, device: Device
+) -> Iterator[tuple[str, str]]:
+    """The host memory that lets a checkpoint be written while the next step runs, and whether there is as much."""
+    yield (
+        "checkpoint copy",
+        f"{_size(state.num_bytes):>12}   of the host's memory, so that saving does not stop the run",
+    )
+    free = available_host_bytes() if device.is_here else None
+    if free is not None:
+        if not device.on_gpu:
+            free -= estimate.total_bytes
+        elif recipe.trainer.optimizer.offload:
+            free -= state.optimizer
+        if state.num_bytes > USABLE_HOST * free:
+            yield "", f"the host has room for {_size(max(free, 0))}: each checkpoint will stop the run while written"
 
 
 def _less_checkpointing(trainer: TrainerConfig, num_layers: int, fewest: int | None) -> Iterator[tuple[str, str]]:
@@ -254,15 +285,6 @@ def _less_checkpointing(trainer: TrainerConfig, num_layers: int, fewest: int | N
     if trainer.activation_checkpointing != "none" and fewest is not None and fewest < asked:
         said = f"{fewest} of {num_layers} layers are enough: trainer.checkpointed_layers={fewest} is faster"
         yield "checkpointing", said
-
-
-def _precisions(policy: PrecisionPolicy) -> Precisions:
-    return Precisions(
-        fp8_rollout=[linear.name for linear in policy.linears if linear.rollout == "fp8"],
-        fp8_train=[linear.name for linear in policy.linears if linear.train == "fp8"],
-        k_cache=policy.k_cache,
-        v_cache=policy.v_cache,
-    )
 
 
 def _critic(recipe: Recipe, spec: ModelSpec) -> ScalarModel | None:
@@ -282,7 +304,7 @@ def _scorer(recipe: Recipe) -> ScalarModel | None:
 
 def _training_alone(policy: PrecisionPolicy) -> Precisions:
     """Of a model that draws nothing: only what it computes scalars with has codes."""
-    return replace(_precisions(policy), fp8_rollout=[])
+    return replace(policy.precisions(), fp8_rollout=[])
 
 
 def _teacher(recipe: Recipe) -> tuple[ModelSpec, Precisions] | None:
@@ -295,7 +317,7 @@ def _teacher(recipe: Recipe) -> tuple[ModelSpec, Precisions] | None:
     except UserError as error:
         raise UserError(f"algorithm.teacher: {error}") from None
     fp8 = Fp8Config(train=algorithm.teacher_precision == "fp8")
-    return spec, _precisions(precision_policy(spec, fp8, recipe.numerics))
+    return spec, precision_policy(spec, fp8, recipe.numerics).precisions()
 
 
 def _room(estimate: MemoryEstimate, device_bytes: int, keeps_codes: bool) -> Iterator[tuple[str, str]]:

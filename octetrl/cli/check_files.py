@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -28,7 +29,8 @@ def file_problems(recipe: Recipe, spec: ModelSpec | None) -> Iterator[str]:
     except UserError as error:
         yield f"model.tokenizer: {error}" if recipe.model.tokenizer is not None else str(error)
     yield from _weight_problems(recipe)
-    for read in (_look_at_output, _read_adapter, _read_sources, _read_dataset, _find_reward, check_turns):
+    read_adapter = partial(_read_adapter, spec=spec)
+    for read in (_look_at_output, read_adapter, _read_sources, _read_dataset, _find_reward, check_turns):
         try:
             read(recipe)
         except UserError as error:
@@ -85,12 +87,12 @@ def _look_at_output(recipe: Recipe) -> None:
         return
 
 
-def _read_adapter(recipe: Recipe) -> None:
+def _read_adapter(recipe: Recipe, spec: ModelSpec | None) -> None:
     lora = recipe.model.lora
-    if lora is not None and lora.path is not None:
+    if lora is not None and lora.path is not None and spec is not None:
         from octetrl.models.peft_adapters import check_adapter
 
-        check_adapter(lora, Path(lora.path), is_scalar=recipe.algorithm.name == "reward_model")
+        check_adapter(lora, Path(lora.path), spec, is_scalar=recipe.algorithm.name == "reward_model")
 
 
 def _read_sources(recipe: Recipe) -> None:

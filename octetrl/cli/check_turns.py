@@ -1,4 +1,4 @@
-"""What `octetrl check` says of an environment of several turns: its rewards, tools and limits, and what is wrong."""
+"""The part of `octetrl check` for environments with several turns: rewards, tools, limits, and problems."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def check_turns(recipe: Recipe) -> None:
-    """Raises UserError for an environment that is not whole, or whose tools the model can't call."""
+    """Raise UserError for an incomplete environment, or one whose tools the model cannot call."""
     from octetrl.data.tokenizer import load_tokenizer, tool_family
     from octetrl.environments.turns.dialogue import check_environment, toolbox_of
 
@@ -32,7 +32,7 @@ def check_turns(recipe: Recipe) -> None:
 
 
 def turns_line(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """How its rollouts go, where they have several turns."""
+    """A line about the rollouts, if they have several turns."""
     from octetrl.environments.turns.components import components_of
     from octetrl.environments.turns.dialogue import toolbox_of
 
@@ -52,7 +52,7 @@ def turns_line(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _dialogue(recipe: Recipe) -> Any:
-    """The recipe's environment, if it is one of several turns that can be loaded."""
+    """The recipe's environment, if it has several turns and can be loaded."""
     from octetrl.environments.turns.dialogue import is_dialogue
     from octetrl.run.environment import build_environment
 

@@ -1,11 +1,11 @@
-"""Ctrl-C on the command line, whatever the verb and however early: a word and exit code 130, never a traceback.
+"""Handles Ctrl-C on the command line, in every command and from the start: one line and exit code 130, no traceback.
 
-While the command's modules are imported, Ctrl-C ends the process at once: there is nothing to clean up, and a library
-may make an error of its own of a KeyboardInterrupt (pydantic's core does). Afterwards the first Ctrl-C raises
-KeyboardInterrupt, so that what runs can clean up. A run in training first asks for the end of its step
-(run/interrupt.py) and comes here with the second. One more ends the process at once: what is on the disk is then as
-after a kill, which every file of a run survives. Nothing heavy is imported here, so the handler is installed within a
-few hundredths of a second.
+While a module is imported, Ctrl-C ends the process at once. A library may turn a KeyboardInterrupt into an error of its
+own there (pydantic's core and numpy do). Otherwise the first Ctrl-C raises KeyboardInterrupt, so the command can clean
+up. During training the first Ctrl-C waits for the end of the step
+(run/interrupt.py), and the second arrives here. One more ends the process at once. The files are then as after a kill,
+which every file of a run survives. Nothing heavy is imported here, so the handler is installed within a few hundredths
+of a second.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SHOW_CURSOR = b"\x1b[?25h"  # a live line had hidden it
 
 
 class Stopped(BaseException):
-    """A verb was stopped by Ctrl-C and has its own word for it. It passes typer, which takes a KeyboardInterrupt."""
+    """A command was stopped by Ctrl-C and has its own message. Unlike a KeyboardInterrupt, typer does not catch it."""
 
 
 class CtrlC:
@@ -39,7 +39,7 @@ class CtrlC:
         self._hook, sys.unraisablehook = sys.unraisablehook, self._unraisable
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._is_last:
+        if self._is_last or _is_importing(frame):
             end_at_once()
         self._is_last = True
         raise KeyboardInterrupt
@@ -64,11 +64,19 @@ class CtrlC:
             os._exit(INTERRUPTED)
 
     def _unraisable(self, what: Any) -> None:
-        """A KeyboardInterrupt that came up where nothing can be raised (in a `__del__`) is asked for again."""
+        """Repeat a KeyboardInterrupt that was raised where nothing can be raised (in a `__del__`)."""
         if what.exc_type is KeyboardInterrupt:
             _thread.interrupt_main()
         else:
             self._hook(what)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def end_at_once() -> None:
@@ -79,7 +87,7 @@ def end_at_once() -> None:
 
 
 def came_of_ctrl_c(error: BaseException) -> bool:
-    """Whether it is a KeyboardInterrupt, or what a library made of one."""
+    """Whether the error is a KeyboardInterrupt, or was caused by one."""
     link: BaseException | None = error
     while link is not None:
         if isinstance(link, KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""`octetrl demo`: the whole of it on a laptop, from nothing (run/demo.py)."""
+"""`octetrl demo`: SFT and GRPO of a tiny model on a laptop (run/demo.py)."""
 
 from __future__ import annotations
 

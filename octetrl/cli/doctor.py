@@ -1,6 +1,4 @@
-"""`octetrl doctor`: whether engine and trainer agree to the last bit on this model, these prompts and this precision,
-and where they begin to differ.
-"""
+"""`octetrl doctor`: compares engine and trainer bit by bit, and names the first op that differs."""
 
 from __future__ import annotations
 
@@ -31,12 +29,12 @@ def doctor(
 ) -> None:
     """Name the first op whose bits differ between engine and trainer; exit code 0 if none does, 1 if one does."""
     resolved = load_recipe(recipe, overrides or [])
-    from octetrl.doctor.examine import Examination, Patient
+    from octetrl.doctor.examine import Examination, ExaminedWorker
     from octetrl.doctor.findings import examine, lines_of
 
-    patient = Patient(resolved, Examination(prompts, sequences, answer_tokens))
-    typer.echo(f"doctor: {patient}")
-    examined = examine(patient)
+    subject = ExaminedWorker(resolved, Examination(prompts, sequences, answer_tokens))
+    typer.echo(f"doctor: {subject}")
+    examined = examine(subject)
     report = examined.report
     for line in lines_of("forwards, against the trainer's packed one", report.passes):
         typer.echo(line)

@@ -1,8 +1,8 @@
-"""`octetrl eval`: how good runs and models are on a recipe's tasks, one of them or several side by side.
+"""`octetrl eval`: evaluates one or several runs and models on a recipe's tasks.
 
-The table has a row for each number and a column for each model, means with their 95 % intervals; with several models,
-each further one's difference to the first beside it, from a bootstrap over the tasks they share. `--out` writes all of
-it as JSON, with every task's own outcome.
+The table has a row for each number and a column for each model. Means have 95% intervals. With several models, each
+further one has a column with its difference to the first, from a bootstrap over the tasks that they share. `--out`
+writes everything as JSON, with the outcome of every task.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _whole_numbers(text: str) -> list[int]:
 
 
 def _refuse_early(targets: Sequence[str], recipe: str, resolved: Recipe, all_tasks: bool, out: str | None) -> None:
-    """What would be an error after the work, or needs no work to be seen."""
+    """Report errors that can be found before the work."""
     if not targets:
         raise UserError("eval: no run or model is given, only fields; name a run folder, a checkpoint or model folder")
     twice = [target for place, target in enumerate(targets) if target in targets[:place]]

@@ -21,7 +21,7 @@ Compared = Mapping[str, Mapping[str, Estimate]]  # by target: its differences to
 
 
 def report_table(reports: Mapping[str, EvalReport], compared: Compared) -> Table:
-    """One column a target, in their order; rows that no target has are left out."""
+    """One column per target, in their order. Rows without a value are left out."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     table.add_column("")
     columns: list[Mapping[str, str]] = []
@@ -70,7 +70,7 @@ def _labels(reports: Iterable[EvalReport]) -> list[str]:
 
 
 def _short(target: str, targets: Iterable[str]) -> str:
-    """The last part of its path, where that tells it from the others."""
+    """The last part of the target's path, if no other target has the same."""
     name = Path(target).name
     return target if [Path(other).name for other in targets].count(name) > 1 or not name else name
 

@@ -58,7 +58,7 @@ def generate(
 
 
 def completions_text(completions: Sequence[Sequence[Completion]]) -> str:
-    """The bare text of a single completion, so that it can be piped; else each under a line that says whose it is."""
+    """A single completion without a heading, for pipes. Several completions each have a line with prompt and number."""
     if len(completions) == 1 and len(completions[0]) == 1:
         return completions[0][0].text
     blocks = [

@@ -1,8 +1,8 @@
-"""The command line: `octetrl VERB ...`, one file a verb.
+"""The command line: `octetrl VERB ...`, one file per command.
 
 Exit codes: 0 done; 1 the run failed; 2 the user's input is wrong (one line on stderr, no traceback, nothing written);
 130 stopped by Ctrl-C. Nothing here imports torch: a verb imports what it runs when it runs, so `--help`, `check` and
-every refusal of a recipe come at once. The verbs themselves are imported once Ctrl-C has its handler.
+every error in a recipe appear at once. The commands are imported after Ctrl-C has its handler.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> NoReturn:
 
 
 def run_command(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit code. What is not the user's doing is raised: its traceback is for us."""
+    """Run one command and return its exit code. An error that is not the user's is raised with its traceback."""
     try:
         return _run_verb(arguments)
     except KeyboardInterrupt:
@@ -98,7 +98,7 @@ def _run_verb(arguments: Sequence[str]) -> int:
 
 
 def _has_no_reader(descriptor: int) -> bool:
-    """Whether it is a pipe whose other end is closed, as `octetrl ... | head` closes it."""
+    """Whether the error is a pipe closed by its reader, as in `octetrl ... | head`."""
     poll = select.poll()
     poll.register(descriptor, 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))
@@ -109,7 +109,7 @@ def _leads_nowhere(descriptor: int) -> bool:
 
 
 def _end_of_pipe() -> int:
-    """Sends what is still unwritten nowhere, so that the interpreter's end does not fail on it."""
+    """Discard unwritten output, so that the interpreter does not fail on it at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in filter(_has_no_reader, (_STDOUT, _STDERR)):
         os.dup2(nowhere, descriptor)

@@ -1,4 +1,4 @@
-"""`octetrl recipes`: the recipes that are part of the package, and copies of them to change."""
+"""`octetrl recipes`: lists the recipes of the package, and copies them."""
 
 from __future__ import annotations
 

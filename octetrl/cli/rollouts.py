@@ -1,4 +1,4 @@
-"""`octetrl rollouts`: what a run sampled, siblings side by side: in the terminal, as a page, or as JSON lines."""
+"""`octetrl rollouts`: shows what a run sampled, in the terminal, as an HTML page or as JSON lines."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def rollouts(
     html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write a page for a browser.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all selected rollouts, one JSON line each.")] = False,
 ) -> None:
-    """Look at what a run sampled."""
+    """Show the rollouts of a run."""
     wanted = Filter(
         steps=_span("--step", step, whole=True) or Span(),
         rewards=_span("--reward", reward, whole=False),
@@ -102,7 +102,7 @@ def _write_page(run: str, wanted: Filter, limit: int, path: Path, tokens: bool |
 
 
 def _pieces(run: str) -> Pieces:
-    """By the tokenizer of the run's last checkpoint, or the one its recipe names. Raises UserError without one."""
+    """Token pieces by the tokenizer of the run's last checkpoint or recipe. Raises UserError if there is none."""
     from octetrl.data.tokenizer import VOCABULARIES, load_tokenizer
     from octetrl.telemetry.token_pieces import token_pieces
 
@@ -149,7 +149,7 @@ def _span(option: str, text: str | None, *, whole: bool) -> Span | None:
 
 
 def _number(text: str, whole: bool) -> float | None:
-    """0.0 for an empty text, None for one that is no number."""
+    """The number; 0.0 for an empty text, None if it is not a number."""
     if not text:
         return 0.0
     try:

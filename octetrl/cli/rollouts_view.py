@@ -1,4 +1,4 @@
-"""Groups of rollouts in a terminal: the prompt, then its siblings in columns, as many as the width allows.
+"""Prints groups of rollouts in a terminal: the prompt, then its siblings in as many columns as fit.
 
 Model output is untrusted text: control characters are shown as their pictures, so that no escape sequence reaches the
 terminal.
@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from octetrl.config.text import escaped
-from octetrl.telemetry.rollout_reader import MODEL, Filter, Said, SampledGroup, SampledRow, Selection
+from octetrl.telemetry.rollout_reader import MODEL, Filter, SampledGroup, SampledRow, Selection, Utterance
 from octetrl.telemetry.token_pieces import DISAGREEMENT, UNLIKELY, VERY_UNLIKELY
 
 COLUMN = 38  # letters, the least that is readable
@@ -92,7 +92,7 @@ class RolloutsView:
         parts = [self._said(row, part) for part in row.said]
         return clipped(Text("\n").join(parts), self._letters)
 
-    def _said(self, row: SampledRow, part: Said) -> Text:
+    def _said(self, row: SampledRow, part: Utterance) -> Text:
         if part.by != MODEL:
             return Text.assemble((f"{clean(part.by)}: ", "dim"), (clean(part.text), "cyan"))
         if self._pieces is None or not row.logprobs:
@@ -106,12 +106,12 @@ class RolloutsView:
 
 
 def clean(text: str) -> str:
-    """`text` as a terminal may have it."""
+    """The text without control characters."""
     return escaped(text).translate(PICTURES)
 
 
 def clipped(text: Text, letters: int) -> Text:
-    """Head and tail, where it is longer than `letters` (0: never)."""
+    """The text, or its start and end if it is longer than `letters` (0: never cut)."""
     if not letters or len(text) <= letters:
         return text
     half = letters // 2

@@ -45,7 +45,9 @@ def serve(
     drain_seconds: Annotated[float, typer.Option(min=0.0, help="Time for running requests after SIGTERM.")] = 30.0,
     calibrate_on: Annotated[
         Path | None,
-        typer.Option(help="Texts, one a line, to measure a calibrated FP8 cache's scales on; default: built in."),
+        typer.Option(
+            help="Texts, one per line, from which the scales of a calibrated FP8 cache are measured; default: built in."
+        ),
     ] = None,
 ) -> None:
     """Serve a model by OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics."""

@@ -1,4 +1,4 @@
-"""`octetrl train`: run a recipe from its first step to its last, or on from its last checkpoint."""
+"""`octetrl train`: runs a recipe from the first step or from the last checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def train(
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the run folder's last checkpoint.")] = False,
 ) -> None:
-    """Train by a recipe: an objective of reinforcement learning, SFT, preferences, a reward model."""
+    """Train a model by a recipe: reinforcement learning, SFT, preferences or a reward model."""
     resolved = load_recipe(recipe, overrides or [])
     from octetrl.run import loop
 

@@ -1,4 +1,4 @@
-"""All verbs of the command line in one app; each is a file of its own."""
+"""The app with all commands; each command has its own file."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from octetrl.cli.generate import generate
 from octetrl.cli.recipes import recipes
 from octetrl.cli.rollouts import rollouts
 from octetrl.cli.serve import serve
+from octetrl.cli.status import status
 from octetrl.cli.train import train
 
 app = typer.Typer(
@@ -30,6 +31,7 @@ app.command("rollouts")(rollouts)
 app.command("generate")(generate)
 app.command("serve")(serve)
 app.command("check")(check)
+app.command("status")(status)
 app.command("doctor")(doctor)
 app.command("export")(export)
 app.command("demo")(demo)

@@ -2,9 +2,9 @@
 
     algorithm: {name: dapo, max_refills: 4}      ->      DapoConfig(max_refills=4)
 
-A class lists only what its objective reads. Shared fields come from `config/objective_settings.py`. A field that a
-class repeats has another default there, that of the objective's paper (docs/algorithms.md). A recipe that gives a field
-which its objective does not have is refused (`config/objective_keys.py`).
+A class has only the fields that its objective reads. Shared fields come from `config/objective_settings.py`. A class
+repeats a shared field to change its default to that of the objective's paper (docs/algorithms.md). A field that the
+objective does not have is an error (`config/objective_keys.py`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from octetrl.config.section import Fraction, Problem
 class PolicyConfig(
     TokenWeightingSettings, KlSettings, GroupFilterSettings, LengthPenaltySettings, OverlongSettings, PolicyLossSettings
 ):
-    """An objective that learns from rewarded rollouts by a policy gradient."""
+    """Settings of every objective that learns from rewarded rollouts by a policy gradient."""
 
     needs_siblings: ClassVar[bool] = True
 
@@ -49,8 +49,8 @@ class PolicyConfig(
         yield from super().problems()
         if self.kl_in == "reward_before_baseline" and self.overlong == "mask":
             text = (
-                "algorithm.overlong: 'mask' leaves answers out of training, so their KL is not known to the baseline of"
-                " algorithm.kl_in: reward_before_baseline; use keep, or kl_in: reward"
+                "algorithm.overlong: 'mask' excludes answers from training, so their KL is not computed, but the"
+                " baseline of algorithm.kl_in: reward_before_baseline needs it; use keep, or kl_in: reward"
             )
             yield Problem(("algorithm.overlong", "algorithm.kl_in"), text)
 
@@ -68,18 +68,20 @@ class DapoConfig(NormalizationSettings, ClipSettings, PolicyConfig):
     clip_high: ClipHigh = 0.28
     """How far the ratio may rise above 1 before a token's gradient is clipped. 0.28 as published."""
     max_refills: Refills = 10
-    """At most so many further draws a step, until `rollout.prompts_per_step` groups are kept. 0: one draw."""
+    """Largest number of extra sampling rounds in a step. A round follows while fewer than `rollout.prompts_per_step`
+    groups are kept. 0: none."""
     overlong_buffer: Fraction = 0.2
-    """Last share of `max_new_tokens` in which an answer loses reward with its length, up to 1 at the limit. 0: no
-    penalty."""
+    """Final share of `max_new_tokens` in which a penalty on the reward grows with the answer's length, to 1 at the
+    limit. 0: no penalty."""
 
 
 class DualClipConfig(NormalizationSettings, ClipSettings, PolicyConfig):
-    """Dual-clip PPO (arXiv 1912.09729): a floor under what a bad token can cost. For many updates a batch."""
+    """Dual-clip PPO (arXiv 1912.09729): limits the loss of tokens with negative advantage. For many updates per
+    batch."""
 
     name: Literal["dual_clip"] = "dual_clip"
     dual_clip: float = Field(default=3.0, gt=1.0)
-    """How many times its advantage a bad token may cost at most. 3 as published."""
+    """Largest loss of a token with negative advantage, as a multiple of the advantage's size. 3 as published."""
 
 
 class GspoSettings(NormalizationSettings, ClipSettings, PolicyConfig):
@@ -90,9 +92,10 @@ class GspoSettings(NormalizationSettings, ClipSettings, PolicyConfig):
     clip_high: ClipHigh = 4e-4
     """How far the ratio of a whole answer may rise above 1. 4e-4 as published."""
     token_weighting: Weighting = "sequence"
-    """How much a trained token counts in the loss. `sequence`, all samples count the same, as published."""
+    """Weight of a trained token in the loss. `sequence`: all samples have the same weight, as published."""
     corrections: tuple[Correction, ...] = ("sequence_tis",)
-    """Importance corrections, one upon the other. An answer is corrected as one, as it is clipped as one."""
+    """Importance corrections, applied in this order. The default corrects an answer as a whole, because the clip also
+    applies to a whole answer."""
 
 
 class GspoConfig(GspoSettings):
@@ -102,70 +105,73 @@ class GspoConfig(GspoSettings):
 
 
 class GspoTokenConfig(GspoSettings):
-    """GSPO-token (arXiv 2507.18071): the answer's ratio in value, each token's own in the gradient."""
+    """GSPO-token (arXiv 2507.18071): the ratio's value is that of the whole answer, its gradient is each token's."""
 
     name: Literal["gspo_token"] = "gspo_token"
 
 
 class CispoConfig(NormalizationSettings, ClipSettings, PolicyConfig):
-    """CISPO (arXiv 2506.13585): the weight is clipped, so each token keeps its gradient. For many updates a batch."""
+    """CISPO (arXiv 2506.13585): clips the weight, so every token keeps its gradient. For many updates per batch."""
 
     name: Literal["cispo"] = "cispo"
     clip_low: ClipLow = 1.0
     """How far the weight may fall below 1. 1: no lower bound, as published."""
     clip_high: ClipHigh = 4.0
-    """How far the weight may rise above 1. 4, at most 5 times, as in ScaleRL (arXiv 2510.13786)."""
+    """How far the weight may rise above 1. 4 limits the weight to 5, as in ScaleRL (arXiv 2510.13786)."""
 
 
 class SapoConfig(NormalizationSettings, PolicyConfig):
-    """SAPO (arXiv 2511.20347): a smooth gate in the place of the clip. For many updates a batch."""
+    """SAPO (arXiv 2511.20347): a smooth gate instead of the clip. For many updates per batch."""
 
     name: Literal["sapo"] = "sapo"
     token_weighting: Weighting = "sequence"
-    """How much a trained token counts in the loss. `sequence`, all samples count the same, as published."""
+    """Weight of a trained token in the loss. `sequence`: all samples have the same weight, as published."""
     sapo_tau_positive: float = Field(default=1.0, gt=0.0)
-    """How fast a token of positive advantage fades as its ratio leaves 1. 1.0 as published; raise it to trust stale
-    samples less."""
+    """How fast the gate closes for a token with positive advantage as its ratio moves away from 1. 1.0 as published.
+    Raise it to trust stale samples less."""
     sapo_tau_negative: float = Field(default=1.05, gt=0.0)
-    """The same for negative advantages. 1.05 as published: bad tokens fade sooner."""
+    """The same for tokens with negative advantage. 1.05 as published, so that their gate closes faster."""
 
 
 class RlooConfig(ClipSettings, PolicyConfig):
-    """RLOO (arXiv 2402.14740): each answer against the mean of its siblings, itself left out."""
+    """RLOO (arXiv 2402.14740): compares each answer's reward with the mean of the prompt's other answers."""
 
     name: Literal["rloo"] = "rloo"
     token_weighting: Weighting = "constant"
-    """How much a trained token counts in the loss. `constant`, the answer's log-prob is a sum, as published."""
+    """Weight of a trained token in the loss. `constant`: an answer's log-prob is the sum over its tokens, as
+    published."""
     rloo_ratio: Literal["token", "sequence"] = "token"
-    """What is clipped: each token's ratio, or the ratio of the whole answer, the product over its tokens (TRL)."""
+    """Ratio that is clipped. token: each token's own. sequence: the whole answer's, the product over its tokens
+    (TRL)."""
 
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()
         if self.rloo_ratio == "sequence" and self.token_weighting != "constant":
             text = (
                 f"algorithm.token_weighting: '{self.token_weighting}' would divide the gain of a whole answer by its"
-                f" length; with algorithm.rloo_ratio: sequence use constant"
+                f" length; use constant with algorithm.rloo_ratio: sequence"
             )
             yield Problem(("algorithm.token_weighting", "algorithm.rloo_ratio"), text)
         if self.rloo_ratio == "sequence" and self.kl_in == "reward" and self.kl_coefficient > 0:
             text = (
-                "algorithm.kl_in: 'reward' charges each token for its own KL, and algorithm.rloo_ratio: sequence has"
-                " one advantage an answer; use reward_before_baseline or loss"
+                "algorithm.kl_in: 'reward' gives each token its own KL penalty, but algorithm.rloo_ratio: sequence has"
+                " only one advantage per answer; use reward_before_baseline or loss"
             )
             yield Problem(("algorithm.kl_in", "algorithm.rloo_ratio"), text)
 
 
 class ReinforcePpConfig(ClipSettings, PolicyConfig):
-    """REINFORCE++ (arXiv 2501.03262): advantages normalised over the batch. For one answer a prompt."""
+    """REINFORCE++ (arXiv 2501.03262): advantages normalised over the batch. For one answer per prompt."""
 
     needs_siblings: ClassVar[bool] = False
 
     name: Literal["reinforce_pp"] = "reinforce_pp"
     drop_zero_variance: bool = False
-    """Leave out, and count, groups whose rewards are all equal. false: other prompts are the baseline."""
+    """Leave out groups whose rewards are all equal, and count them. false by default: the baseline is the whole batch,
+    so these groups have advantages too."""
     kl_in: KlPlace = "reward"
-    """`reward`: each token is charged for the KL of itself and all that follow it, as published. `loss`: each token's
-    KL, differentiated."""
+    """Where the KL enters. `reward`: a token's advantage is reduced by the KL of this token and all later ones, as
+    published. `loss`: each token's KL is a term of the loss."""
     kl_estimator: KlEstimator = "k1"
     """Estimator of a token's KL, in nats. k1 as published."""
 
@@ -179,26 +185,27 @@ class ReinforcePpBaselineConfig(ClipSettings, PolicyConfig):
 
 
 class PpoConfig(NormalizationSettings, ClipSettings, PolicyConfig):
-    """PPO with a critic (arXiv 1707.06347). The critic's own settings are the section `critic`."""
+    """PPO with a critic (arXiv 1707.06347). The section `critic` has the critic's own settings."""
 
     needs_siblings: ClassVar[bool] = False
 
     name: Literal["ppo"] = "ppo"
     drop_zero_variance: bool = False
-    """Leave out, and count, groups whose rewards are all equal. false: the critic is the baseline."""
+    """Leave out groups whose rewards are all equal, and count them. false by default: the critic is the baseline, so
+    these groups have advantages too."""
     kl_in: KlPlace = "reward"
-    """`reward`: each token is charged for its own KL and GAE carries it back (InstructGPT). `loss`: each token's KL,
-    differentiated."""
+    """Where the KL enters. `reward`: a token's KL is subtracted from its reward, and GAE propagates it to earlier
+    tokens (InstructGPT). `loss`: each token's KL is a term of the loss."""
     kl_estimator: KlEstimator = "k1"
     """Estimator of a token's KL, in nats. k1 as in InstructGPT (arXiv 2203.02155)."""
     discount: float = Field(default=1.0, gt=0.0, le=1.0)
-    """What a reward one token later is worth. Answers are short episodes: 1."""
+    """Discount of rewards per token. 1, no discount, because answers are short episodes."""
     gae_lambda: Fraction = 0.95
-    """How far advantages look past the value head: 1 waits for the outcome, 0 trusts the next value alone. Raise it
-    for long answers."""
+    """Lambda of GAE. 1: advantages use the whole return. 0: they use only the next predicted value. Raise it for long
+    answers."""
     return_lambda: Fraction | None = None
-    """The lambda of the returns that the value head is fitted to. None: `gae_lambda`. 1 fits the outcomes themselves,
-    without bias, where answers are long (VAPO, arXiv 2504.05118)."""
+    """Lambda of the returns that the value head learns. None: `gae_lambda`. 1: it learns the whole returns, without
+    bias; use it for long answers (VAPO, arXiv 2504.05118)."""
 
 
 class SftConfig(DatasetSettings, TokenWeightingSettings):
@@ -212,7 +219,7 @@ class DpoConfig(PreferenceSettings):
 
     name: Literal["dpo"] = "dpo"
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
-    """Share of pairs whose label is taken to be wrong (cDPO). Set it to the share of wrong labels you expect."""
+    """Assumed share of pairs with a wrong label (cDPO). Set it to the share that you expect."""
 
 
 class IpoConfig(PreferenceSettings):
@@ -228,8 +235,8 @@ class RewardModelConfig(DatasetSettings):
 
     name: Literal["reward_model"] = "reward_model"
     reward_center: float = Field(default=0.0, ge=0.0)
-    """Weight that pulls the sum of a pair's rewards towards 0. Commonly 0.01, for rewards that PPO will use; 0 leaves
-    the sum free."""
+    """Weight of the loss term that pulls the sum of a pair's rewards towards 0. 0: no such term. Commonly 0.01 if PPO
+    will use the rewards."""
 
 
 class RftConfig(TokenWeightingSettings, LengthPenaltySettings, OverlongSettings):
@@ -237,26 +244,27 @@ class RftConfig(TokenWeightingSettings, LengthPenaltySettings, OverlongSettings)
 
     name: Literal["rft"] = "rft"
     best_of_group: int = Field(default=1, ge=1, le=100_000)
-    """How many siblings of a group are learnt from, the best first. At most `rollout.group_size`."""
+    """Number of answers per group to learn from, the highest rewards first. At most `rollout.group_size`."""
     reward_threshold: float = 0.0
-    """Only siblings with a reward above it are learnt from. Set it to just below the reward of a right answer."""
+    """Learn only from answers with a reward above this. Set it just below the reward of a right answer."""
 
 
 class DistillConfig(ClipSettings, TokenWeightingSettings, OverlongSettings):
-    """On-policy distillation (arXiv 2306.13649): a teacher judges what the policy drew."""
+    """On-policy distillation (arXiv 2306.13649): a teacher scores what the policy sampled."""
 
     name: Literal["distill"] = "distill"
     teacher: str | None = None
-    """Hugging Face folder of the teacher, of any size, with the policy's tokenizer. Required."""
+    """Hugging Face folder of the teacher. It may have any size and must have the policy's tokenizer. Required."""
     teacher_precision: Literal["bf16", "fp8"] = "bf16"
     """Precision of the teacher's linears. fp8 halves its memory."""
     distillation: Literal["sampled", "reverse_kl", "forward_kl"] = "sampled"
-    """The teacher's log-prob of each drawn token as its advantage (MiniLLM), or a KL over the teacher's top-k tokens
-    (GKD): reverse, the policy keeps to what the teacher would say; forward, it covers all that the teacher might.
-    `sampled` alone reads corrections, clips and the entropy bonus."""
+    """What the policy learns from the teacher. sampled: the teacher's log-prob of each sampled token gives its
+    advantage (MiniLLM). reverse_kl, forward_kl: a KL over the teacher's top-k tokens (GKD). With reverse_kl the policy
+    prefers the teacher's likeliest answers, with forward_kl it covers all of them. Only `sampled` reads corrections,
+    clips and the entropy bonus."""
     teacher_top_k: int = Field(default=64, ge=1, le=1 << 24)
-    """Tokens of the teacher's distribution that a KL tells apart at each place; the rest counts as one. Raise it for
-    teachers that are unsure."""
+    """Number of the teacher's most likely tokens that the KL compares at each position. All other tokens together
+    count as one. Raise it for teachers that are unsure."""
 
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()

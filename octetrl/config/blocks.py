@@ -1,12 +1,13 @@
-"""What config/ and fp8/ know of the blocks that a decoder layer is made of. No torch.
+"""The interface of a decoder layer's blocks, as config/ and fp8/ use it. No torch.
 
-A layer has two places, attention's and the MLP's. Each place has a norm, a block behind it, and a residual around both:
+A layer has two places, attention's and the MLP's. Each place has a norm, a block after it, and a residual around both:
 
     hidden = hidden + block(norm(hidden))
 
-A *kind* of block is one folder of models/blocks/: its layout, its module, its fused forms for rollout and training. The
-layout is a subclass of `BlockLayout`, and `ModelSpec.blocks` holds the layouts of a model. So this room asks a layout
-and imports no kind. From `tensors` follow
+Each *kind* of block has one folder in models/blocks/: its layout, its module, its fused forms for rollout and training.
+The layout is a subclass of `BlockLayout`. `ModelSpec.blocks` holds the layouts of a model, so config/ imports no kind.
+
+`tensors` lists a block's parameters. It determines
 
     fp8/policy.py               which linears have a format
     config/lora.py              which projections may have an adapter, and its size
@@ -14,7 +15,14 @@ and imports no kind. From `tensors` follow
     models/hf_weights.py        the names in a checkpoint
     models/peft_adapters.py     the names in an adapter's file
 
-and from `sites` what `octetrl doctor` compares. `build` makes the module; it alone needs torch.
+`sites` lists what `octetrl doctor` compares. `cached` lists what a token stores in the KV cache. It determines
+
+    engine/kv_cache.py          the pages and their copies
+    fp8/kv_scales.py            the calibrated scales, in memory and in a checkpoint
+    trainer/forward.py          the largest magnitudes that training observes
+    config/memory.py            the cache's bytes per token
+
+`build` creates the module. Only `build` needs torch.
 """
 
 from __future__ import annotations
@@ -22,23 +30,24 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
     from octetrl.config.spec import ModelSpec
 
-SCALED = 1 + 4 / 128  # bytes of an FP8 code with its share of a scale
+SCALED = 1 + 4 / 128  # bytes of an FP8 code and its share of a float32 scale
 
 
 class Place(NamedTuple):
-    """One of a layer's two places: our names, Hugging Face's, and the doctor's."""
+    """One of a layer's two places: our names, Hugging Face's, and those of `octetrl doctor`."""
 
-    name: str  # of the block's parameters, "layers.3.attention.qkv_proj.weight", whatever its kind
+    name: str  # part of the parameters' names: "layers.3.attention.qkv_proj.weight", for every kind of block
     norm: str
     hf_name: str
     hf_norm: str
     norm_site: str
-    residual_site: str  # the residual stream behind the block
+    residual_site: str  # the residual stream after the block
 
 
 PLACES = (
@@ -48,7 +57,7 @@ PLACES = (
 
 
 class Part(NamedTuple):
-    """Rows of a linear that are a tensor of their own in a checkpoint, and a target of LoRA: `q_proj`."""
+    """Rows of a linear that are a separate tensor in a checkpoint and a LoRA target, such as `q_proj`."""
 
     name: str
     rows: int
@@ -56,9 +65,13 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LinearLayout:
-    """A matrix [out_features, in_features], made of `parts` one below the other, and a bias of as many rows."""
+    """A matrix [out_features, in_features] with its `parts` stacked by rows, and optionally a bias [out_features].
 
-    name: str  # in its block: "qkv_proj"
+    A name with a dot means a submodule, also in a checkpoint: part `up_proj` of `shared_experts.gate_up_proj` is
+    `shared_experts.up_proj` there.
+    """
+
+    name: str  # within its block, such as "qkv_proj"
     in_features: int
     parts: tuple[Part, ...]
     bias: bool = False
@@ -75,77 +88,164 @@ class LinearLayout:
     def num_parameters(self) -> int:
         return self.num_weights + (self.out_features if self.bias else 0)
 
+    @property
+    def submodule(self) -> str:
+        """The prefix of a part's name in a checkpoint: "" or "shared_experts."."""
+        return self.name[: self.name.rfind(".") + 1]
+
+
+@dataclass(frozen=True, slots=True)
+class StackedLinearLayout(LinearLayout):
+    """`count` matrices of one shape, such as the experts', as one parameter [count * out_features, in_features].
+
+    In a checkpoint each matrix is a separate tensor, such as `experts.7.down_proj.weight`. No 128 x 128 block contains
+    rows of two matrices.
+    """
+
+    count: int = 1
+
+    @property
+    def num_weights(self) -> int:
+        return self.count * self.in_features * self.out_features
+
+    @property
+    def num_parameters(self) -> int:
+        return self.num_weights
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixLayout:
+    """A matrix that is never FP8, such as a router's. It has the same name in the block and in a checkpoint."""
+
+    name: str
+    rows: int
+    columns: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.rows, self.columns
+
+    @property
+    def num_parameters(self) -> int:
+        return self.rows * self.columns
+
 
 @dataclass(frozen=True, slots=True)
 class VectorLayout:
-    """A parameter of one axis, such as a norm's weight. Its name in the block is its name in a checkpoint."""
+    """A vector parameter, such as a norm's weight. It has the same name in the block and in a checkpoint.
+
+    If `has_gradient` is false, it is always float32, and the optimizer does not update it.
+    """
 
     name: str
     size: int
+    has_gradient: bool = True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.size,)
 
     @property
     def num_parameters(self) -> int:
         return self.size
 
 
+TensorLayout = LinearLayout | MatrixLayout | VectorLayout
+
+
+@dataclass(frozen=True, slots=True)
+class CachedTensor:
+    """A tensor that one token stores in the KV cache of one layer.
+
+    Its pages are [num_pages, *shape[:-1], page_size, shape[-1]]. If `codes_turned`, pages of FP8 codes have the token's
+    axis last: [num_pages, *shape, page_size]. Scales per token are [num_pages, *scales, page_size].
+    """
+
+    name: str  # such as "K"; it has the same layout in all layers of a model
+    shape: tuple[int, ...]  # of one token's values
+    scales: tuple[int, ...] = (0,)  # shape of the float32 scales of a token (dynamic) or of the layer (calibrated)
+    scale_of: str = "head"  # what one scale belongs to, for messages
+    codes_turned: bool = False
+    never_fp8: str | None = None  # why an FP8 cache stores it in the model's dtype; None: the cache stores E4M3 codes
+
+    @property
+    def num_values(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def num_scales(self) -> int:
+        return prod(self.scales)
+
+    def bytes_per_token(self, value_bytes: int, *, token_scales: bool) -> int:
+        return self.num_values * value_bytes + (4 * self.num_scales if token_scales else 0)
+
+
 @dataclass(frozen=True, slots=True)
 class TrainedAs:
-    """How a block is trained, as far as its memory depends on it."""
+    """Properties of training that determine a block's memory."""
 
-    value_bytes: int  # of the model's dtype
-    fp8: bool  # its linears are
-    frozen: bool  # beside adapters
+    value_bytes: int  # bytes of one value in the model's dtype
+    fp8: bool  # whether its linears are FP8
+    frozen: bool  # whether its weights are frozen, because only adapters are trained
 
     @property
     def operand_bytes(self) -> float:
-        """Bytes of an operand of wgrad, or of what an adapter's backward reads."""
+        """Bytes per value of a wgrad operand, or of an input that an adapter's backward reads."""
         return SCALED if self.fp8 and not self.frozen else self.value_bytes
 
     @property
     def gradient_bytes(self) -> float:
-        """Bytes that a gradient's operands take beside the gradient: codes both ways. BF16 multiplies the gradient."""
+        """Bytes per value of a gradient's FP8 codes in both orientations. 0 in BF16, which needs no codes."""
         return 2 * SCALED if self.fp8 else 0
 
 
 class Peak(NamedTuple):
-    """A moment of a block's backward."""
+    """Memory at one moment of a block's backward."""
 
-    per_token: float  # bytes, beside what was kept or made again and the gradient that came from above
+    per_token: float  # bytes; excludes kept and recomputed activations and the incoming gradient
     of_weights: int = 0  # bytes of gradients of the block's weights
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMemory:
-    """What a block holds while it is trained. Bytes a token, without its norm's result and the residual stream."""
+    """A block's memory in training, in bytes per token. Excludes the norm's result and the residual stream."""
 
-    saved: float  # what its backward reads of its forward; `activation_checkpointing: none` keeps it
-    costly: float = 0.0  # read too, and slow to make again: `attention` keeps it as well
-    made_with_costly: float = 0.0  # by-products of making `costly` again, held until the block's backward
+    saved: float  # activations that its backward reads; kept by `activation_checkpointing: none`
+    costly: float = 0.0  # further activations that are slow to recompute; kept by `none` and `attention`
+    made_with_costly: float = 0.0  # by-products of recomputing `costly`, held until the block's backward
     peaks: tuple[Peak, ...] = ()
-    of_weights: int = 0  # bytes of gradients of its weights, once its backward is done
+    of_weights: int = 0  # bytes (in total) of gradients of its weights after its backward
 
 
 class BlockLayout(ABC):
-    """One kind of block. Subclasses are frozen dataclasses: layouts compare by value, as the spec that holds them."""
+    """One kind of block. Subclasses are frozen dataclasses, so that layouts and specs compare by value."""
 
     sites: ClassVar[tuple[str, ...]]
-    """Where the doctor may look inside the block, in the order of the forward; linears by their names."""
+    """Points inside the block that `octetrl doctor` can compare, in forward order. Linears have their own names."""
 
     @abstractmethod
-    def tensors(self, spec: ModelSpec) -> tuple[LinearLayout | VectorLayout, ...]:
-        """Every parameter, in the order of a checkpoint."""
+    def tensors(self, spec: ModelSpec) -> tuple[TensorLayout, ...]:
+        """List every parameter, in the order of a checkpoint."""
 
     @abstractmethod
     def memory(self, spec: ModelSpec, how: TrainedAs) -> BlockMemory:
-        """What the fused training form holds (training.py in the kind's folder)."""
+        """Memory of the fused training form (training.py in the kind's folder)."""
 
     @abstractmethod
     def sizes(self, spec: ModelSpec) -> Mapping[str, int]:
-        """The widths of its linears beside the hidden size, each by the name that a message gives it."""
+        """Widths of its linears besides the hidden size, by the names used in messages."""
+
+    def cached(self, spec: ModelSpec) -> tuple[CachedTensor, ...]:
+        """Tensors that a token stores in the KV cache. At most one block of a layer has a cache."""
+        return ()
+
+    def rotary_size(self, spec: ModelSpec) -> int | None:
+        """Number of values of a head that RoPE rotates by position. None: the block has no RoPE."""
+        return None
 
     @abstractmethod
     def build(self, builder: Any) -> Any:
-        """The module, a `models.blocks.block.Block`, from a `BlockBuilder`. Imports torch."""
+        """Create the module, a `models.blocks.block.Block`, from a `BlockBuilder`. Imports torch."""
 
     def linears(self, spec: ModelSpec) -> tuple[LinearLayout, ...]:
         return tuple(tensor for tensor in self.tensors(spec) if isinstance(tensor, LinearLayout))

@@ -1,4 +1,4 @@
-"""The recipe's `data`: training data without rollouts. docs/data.md has the formats of the rows."""
+"""The recipe's `data` section: training data for objectives without rollouts. docs/data.md has the row formats."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ class DataSource(Section):
     weight: float = Field(default=1.0, gt=0.0)
     """Share of the examples, relative to the other sources' weights."""
     split: str = "train"
+    """Split of a Hugging Face data set."""
     subset: str | None = None
-    """Subset of a data set; None: its default one."""
+    """Subset of a Hugging Face data set. None: the default subset."""
     columns: dict[str, str] = Field(default_factory=dict)
-    """Our key -> the file's key: {prompt: question, answer: solution}."""
+    """Our key -> the file's key. Set it if the file uses other keys: {prompt: question, answer: solution}."""
 
 
 class DataConfig(Section):
     """The training data of SFT and of preference objectives."""
 
     sources: dict[Annotated[str, Field(pattern=r"^[a-z0-9_.-]+$")], DataSource] = Field(default_factory=dict)
-    """Sources by a name of your choice, in lower case: {chat: {path: chat.jsonl, weight: 2}, ...}. Metrics use the
-    names."""
+    """Sources by name: {chat: {path: chat.jsonl, weight: 2}, ...}. Choose the names, in lower case. Metrics use
+    them."""
     too_long: Literal["refuse", "drop"] = "refuse"
-    """What to do with examples longer than model.context_length. drop: leave them out and count them in
-    `data/too_long`."""
+    """What to do with examples longer than model.context_length. refuse: end with an error. drop: leave them out and
+    count them in `data/too_long`."""

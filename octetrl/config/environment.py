@@ -1,4 +1,4 @@
-"""The recipe's `environment`: where tasks come from and what scores them (docs/environments.md)."""
+"""The recipe's `environment` section: where tasks come from and what scores them (docs/environments.md)."""
 
 from __future__ import annotations
 
@@ -16,58 +16,64 @@ Kind = Literal["reasoning_gym", "math", "jsonl", "code", "game", "verifiers", "g
 
 class EnvironmentConfig(Section):
     kind: Kind = "reasoning_gym"
+    """Kind of environment. It decides what `dataset` means."""
     dataset: str | None = None
-    """reasoning_gym: the dataset's name. math and jsonl: path of a JSONL file of {"prompt", "answer"}, or of other keys
-    (`columns`). code: path of a JSONL file of {"prompt", "tests"} (docs/sandbox.md). game, verifiers and gymnasium: the
-    environment's name (docs/environment_tools.md). python: an environment of your own, `module:name`
+    """reasoning_gym: the dataset's name. math and jsonl: path of a JSONL file of {"prompt", "answer"}, or with other
+    keys (`columns`). code: path of a JSONL file of {"prompt", "tests"} (docs/sandbox.md). game, verifiers and
+    gymnasium: the environment's name (docs/environment_tools.md). python: your own environment, `module:name`
     (docs/environments.md)."""
     columns: dict[Literal["prompt", "answer", "id"], str] = Field(default_factory=dict)
-    """For files: our key -> the file's key. A dot leads into an object: {prompt: question, answer:
+    """For files: our key -> the file's key. A dot selects a key inside an object: {prompt: question, answer:
     reward.ground_truth}. A prompt may be a list of one user message."""
     reference_marker: str | None = None
-    """For files: the reference answer is the text after the last such marker in its column, for example "####"; None:
-    the whole column."""
+    """For files: the reference answer is the text after the last such marker in the answer's column, for example
+    "####". None: the whole column."""
     parameters: dict[str, Any] = Field(default_factory=dict)
     """Parameters of the dataset, game or environment (kinds reasoning_gym, game, verifiers, gymnasium)."""
     reward: str | None = None
-    """A Python function `module:name`, called as reward(task, text) -> float, instead of the kind's own scorer."""
+    """Python function `module:name` that replaces the kind's own scorer. It is called as reward(task, text) ->
+    float."""
     reward_model: str | None = None
-    """Folder of an exported reward model (algorithm reward_model). It scores completions instead of the kind's own
-    scorer, in the trainer's process, on its device and with its own tokenizer."""
+    """Folder of an exported reward model (algorithm reward_model) that replaces the kind's own scorer. It runs in the
+    trainer's process, on its device, with its own tokenizer."""
     judge: JudgeConfig | None = None
-    """A model behind an OpenAI-compatible endpoint scores, instead of the kind's own scorer."""
+    """A model behind an OpenAI-compatible endpoint that replaces the kind's own scorer."""
     tools: tuple[str, ...] = ()
-    """Tools that the policy may call before it answers (kinds reasoning_gym, math, jsonl, code): calculator, python (in
-    `sandbox`), search (over `corpus`), or a tool of yours as `module:name`."""
+    """Tools that the policy may call before it answers (kinds reasoning_gym, math, jsonl, code). calculator; python, in
+    `sandbox`; search, over `corpus`; or your own tool as `module:name`."""
     corpus: str | None = None
     """Texts for the tool search: a JSONL file of {"text", "title"}, a text file, or a folder of *.txt and *.md."""
     prompt_template: str = "{prompt}"
+    """Text of every prompt; {prompt} stands for the task's own prompt."""
     answer_marker: str | None = None
-    """The answer is the text after the last marker; None: the whole completion."""
+    """The answer is the text after the last such marker in a completion. None: the whole completion."""
     train_size: int = Field(default=10_000, ge=1, le=10_000_000)
-    """Number of tasks generated for training (reasoning_gym, game, gymnasium). Of a file, all tasks except `eval_size`
-    are used."""
+    """Number of tasks generated for training (reasoning_gym, game, gymnasium). A file gives all its tasks except the
+    held-out ones."""
     eval_size: int = Field(default=128, ge=0, le=1_000_000)
     """Number of held-out tasks. Their prompts do not occur in training."""
     seed: int = 0
+    """Seed of generated tasks and of the choice of held-out tasks."""
     reward_timeout_seconds: float = Field(default=10.0, gt=0.0, le=1e6)
-    """Time limit of each reward. A rollout without a reward by then is `reward_timeout`, and the process is
-    replaced."""
+    """Time limit of each reward, in seconds. A rollout whose reward takes longer gets the status `reward_timeout`, and
+    the process is replaced."""
     reward_memory_mib: int = Field(default=8192, ge=128, le=1 << 24)
-    """Memory limit of each reward process and all processes that it starts. A rollout whose reward needs more is
-    `reward_memory`, and the process is replaced."""
+    """Memory limit in MiB of each reward process and the processes that it starts. A rollout whose reward needs more
+    gets the status `reward_memory`, and the process is replaced."""
     reward_workers: int = Field(default=1, ge=1, le=1_024)
-    """Number of processes that compute rewards. Each computes one at a time."""
+    """Number of processes that compute rewards. Each computes one at a time. Raise it if rewards are slow."""
     load_timeout_seconds: float = Field(default=120.0, gt=0.0, le=1e6)
-    """Time limit of importing a reward, an environment or a tool named as `module:name`, in a separate process."""
+    """Time limit in seconds for importing a reward, environment or tool `module:name`, in a separate process."""
     task_timeout_seconds: float = Field(default=60.0, gt=0.0, le=1e6)
-    """Time limit of creating one task (reasoning_gym). After it the process is replaced, and the task is tried
-    again."""
+    """Time limit in seconds for creating one task (reasoning_gym). When it is exceeded, the process is replaced and
+    the task is tried again."""
     turns: TurnsConfig = TurnsConfig()
     """Limits for environments with replies, tools or decorated rewards."""
     code_reward: Literal["all", "share"] = "all"
-    """For kind code. all: 1 if all tests pass, otherwise 0. share: the share of tests that pass."""
+    """Reward of kind code. all: 1 if all tests pass, otherwise 0. share: the share of tests that pass."""
     sandbox: SandboxConfig = SandboxConfig()
+    """Limits for code that the model writes."""
     max_failure_share: Fraction = 0.5
-    """Share of a step's or an evaluation's rollouts that may fail in the environment: raise, or give no reward in time.
-    If more fail, the run stops with the first traceback of each kind. 1: never stop."""
+    """Share of a step's or an evaluation's rollouts that may fail in the environment. A rollout fails if the
+    environment raises or exceeds a time limit. If more fail, the run stops with the first traceback of each kind. 1:
+    never stop."""

@@ -1,8 +1,8 @@
-"""The two exceptions a user is meant to see.
+"""The two exceptions that a user may see.
 
 A `UserError` is one line that says what was given, what is allowed and what to do. The command line prints it without a
-traceback and exits with 2. A `RunFailed` says why a run could not go on that began with sound input: it diverged, or a
-gate of its recipe closed. The exit code is 1. Everything else that is raised is our bug.
+traceback and exits with code 2. A `RunFailed` says why a run with valid input could not continue: it diverged, or a
+check that its recipe asks for failed. Its exit code is 1. Any other exception is a bug.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-LONGEST_LINE = 1_000  # letters of a message; what was given may be megabytes
+LONGEST_LINE = 1_000  # characters of a message's line; the quoted input may have megabytes
 
 
 class UserError(ValueError):
     """The user's input is wrong: recipe, override, path, model folder, device."""
 
     def __init__(self, text: str) -> None:
-        """`text` quotes what was given, which may hold anything: control characters are written out, long lines cut,
-        and only an indented line begins a new one (a list of problems)."""
+        """Store `text` in a form that a terminal can show.
+
+        It may quote any input, so control characters are escaped and long lines are cut. A line break stays only
+        before an indented line, as in a list of problems."""
         first, *problems = text.split("\n  ")
         super().__init__("\n  ".join(map(_shown, (first, *problems))))
 
@@ -31,10 +33,10 @@ def _shown(line: str) -> str:
 
 
 class RunFailed(RuntimeError):
-    """The input is in order, and yet the run cannot go on."""
+    """The input is valid, but the run cannot continue."""
 
 
 def nearest(word: str, allowed: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the closest allowed word, or an empty string when none is close."""
+    """Return `; did you mean 'x'?` for the closest allowed word, or an empty string if no word is close."""
     matches = difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.6)
     return f"; did you mean '{matches[0]}'?" if matches else ""

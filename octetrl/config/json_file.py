@@ -1,11 +1,11 @@
-"""Files that somebody else wrote: read as text or JSON, with every wrong thing in them told in one line.
+"""Read text and JSON files that the user gives, and report each error in one line.
 
     settings = read_json(folder / "config.json")
     settings.integer("num_hidden_layers", most=1000)       config.json: 'num_hidden_layers' is "12", a whole number ...
 
-A message names the file, the key, its value and what is allowed. What is refused before it is read: a path that is no
-regular file (a pipe or a device would never end), and one that is larger than `MOST_BYTES`. Read, JSON may still be cut
-off, nested too deeply to be used, or hold a number longer than Python reads.
+A message names the file, the key, its value and what is allowed. A path that is not a regular file is refused before
+reading, because a pipe or a device may never end. A file larger than `MOST_BYTES` is also refused before reading. After
+reading, JSON is refused if it is incomplete, nested too deeply, or has a number with more digits than Python reads.
 """
 
 from __future__ import annotations
@@ -18,21 +18,24 @@ from typing import Any
 
 from octetrl.config.errors import UserError
 
-MOST_BYTES = 1 << 26  # of a file of settings; published ones have a few megabytes at most
-DEEPEST = 100  # objects and lists in each other
+MOST_BYTES = 1 << 26  # size limit of a settings file; published ones have at most a few megabytes
+DEEPEST = 100  # levels of nested objects and lists
 _SHOWN = 60
 _KINDS: dict[type, str] = {dict: "an object", list: "a list", bool: "a boolean", int: "a number", float: "a number"}
 
 
 def read_text(path: Path, remedy: str, *, most_bytes: int | None = None, encoding: str = "utf-8") -> str:
-    """The text of a regular file. UserError: missing, not regular, unreadable, too large or not UTF-8."""
+    """Read a regular text file. Raises UserError if it is missing, not regular, unreadable, too large or not UTF-8.
+
+    remedy: the last part of each message, what the user should do.
+    """
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
             kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe or a device"
             raise UserError(f"{path}: this is {kind}, not a file; {remedy}")
         if most_bytes is not None and found.st_size > most_bytes:
-            raise UserError(f"{path}: {found.st_size:,} bytes, at most {most_bytes:,} are read; {remedy}")
+            raise UserError(f"{path}: {found.st_size:,} bytes, at most {most_bytes:,} are allowed; {remedy}")
         return path.read_text(encoding=encoding)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; {remedy}") from None
@@ -45,38 +48,40 @@ def read_text(path: Path, remedy: str, *, most_bytes: int | None = None, encodin
 
 
 def parse_json(text: str, where: str, remedy: str) -> Any:
-    """What `text` holds, at most DEEPEST levels deep. UserError says `where`."""
+    """Parse JSON of at most DEEPEST levels. Raises UserError whose message begins with `where`."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         at = f"line {error.lineno} column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
         raise UserError(f"{where}: not JSON ({error.msg} at {at}); {remedy}") from None
-    except (RecursionError, ValueError) as error:  # ValueError: a whole number of more digits than Python reads
+    except (RecursionError, ValueError) as error:  # ValueError: a whole number with more digits than Python reads
         what = "it is nested too deeply" if isinstance(error, RecursionError) else "a number in it has too many digits"
-        raise UserError(f"{where}: not JSON that can be read, {what}; {remedy}") from None
+        raise UserError(f"{where}: this JSON cannot be read, {what}; {remedy}") from None
     if text.count("[") + text.count("{") > DEEPEST and _depth(value) > DEEPEST:
         raise UserError(f"{where}: it is nested more than {DEEPEST} levels deep; {remedy}")
     return value
 
 
 def read_json(path: Path, remedy: str = "fetch or export the model again") -> JsonObject:
-    """The object that a JSON file holds. UserError for any other file."""
+    """Read a JSON file that holds one object. Raises UserError for any other file."""
     value = parse_json(read_text(path, remedy, most_bytes=MOST_BYTES), str(path), remedy)
     if not isinstance(value, dict):
-        raise UserError(f"{path}: it holds {kind_of(value)}, an object is needed; {remedy}")
+        raise UserError(f"{path}: it contains {kind_of(value)}, an object is needed; {remedy}")
     return JsonObject(value, f"{path}: ")
 
 
 def kind_of(value: object) -> str:
-    """What a value is, in a message about one that should be something else."""
+    """Name a JSON value's type in words, for a message: "a string", "an object", "null"."""
     if isinstance(value, str):
         return "a string" if value.strip() else "an empty string"
     return "null" if value is None else _KINDS.get(type(value), f"a {type(value).__name__}")
 
 
 class JsonObject(Mapping[str, Any]):
-    """An object whose values are read by type. A key that is missing or null has the default; without one it is an
-    error. `where` begins each message: the file, and the keys above this object."""
+    """A JSON object whose values are read by type.
+
+    A missing or null key gives the default. Without a default it is an error. `where` begins each message: the file,
+    and the keys above this object."""
 
     def __init__(self, values: Mapping[str, Any], where: str = "") -> None:
         self.values_by_key, self.where = values, where
@@ -90,15 +95,16 @@ class JsonObject(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self.values_by_key)
 
-    def integer(self, key: str, default: int | None = None, *, most: int) -> int:
-        """A whole number from 1 to `most`."""
+    def integer(self, key: str, default: int | None = None, *, most: int, least: int = 1) -> int:
+        """Read a whole number from `least` (1 or 0) to `most`."""
         value = self._given(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            raise self.wrong(key, f"a positive integer is needed, at most {most:,}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            kind = "a positive integer" if least else "0 or a positive integer"
+            raise self.wrong(key, f"{kind} is needed, at most {most:,}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive number that is finite as a float."""
+        """Read a positive number that is finite as a float."""
         value = self._given(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e308:
             raise self.wrong(key, "a positive number is needed")
@@ -117,21 +123,29 @@ class JsonObject(Mapping[str, Any]):
         return value
 
     def texts(self, key: str) -> list[str]:
-        """A list of strings; empty by default."""
+        """Read a list of strings; empty by default."""
         value = self._given(key, [])
         if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
             raise self.wrong(key, "a list of strings is needed")
         return value
 
+    def integers(self, key: str) -> list[int]:
+        """Read a list of whole numbers; empty by default."""
+        value = self._given(key, [])
+        whole = isinstance(value, list) and all(isinstance(each, int) and not isinstance(each, bool) for each in value)
+        if not whole:
+            raise self.wrong(key, "a list of integers is needed")
+        return list(value)
+
     def object(self, key: str) -> JsonObject:
-        """An object; empty by default."""
+        """Read a nested object; empty by default."""
         value = self._given(key, {})
         if not isinstance(value, dict):
             raise self.wrong(key, "an object is needed")
         return JsonObject(value, f"{self.where}in '{key}': ")
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
-        """A token id of the vocabulary or a list of them; none by default."""
+        """Read one token id or a list of them, each below `vocab_size`; none by default."""
         value = self._given(key, [])
         ids = value if isinstance(value, list) else [value]
         if not all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < vocab_size for each in ids):
@@ -147,11 +161,11 @@ class JsonObject(Mapping[str, Any]):
 
 
 def shown(value: object) -> str:
-    """A value as a message may show it."""
+    """Show a value in a message: on one line, shortened to `_SHOWN` characters."""
     try:
         text = " ".join(repr(value).split())
-    except ValueError:  # a number of thousands of digits
-        text = "a number of too many digits"
+    except ValueError:  # a number with thousands of digits
+        text = "a number with too many digits"
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 

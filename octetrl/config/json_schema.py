@@ -1,10 +1,10 @@
 """The recipe's JSON schema, for editors: completion, types, ranges and the description of every field.
 
-A recipe names it in its first line, `# yaml-language-server: $schema=recipe.schema.json`. `make schema` writes the
-file again; a test fails if it is out of date.
+A recipe names it in its first line, `# yaml-language-server: $schema=recipe.schema.json`. `make schema` updates the
+file. A test fails if it is out of date.
 
-The `algorithm` section is one of the objectives' (`oneOf`, chosen by `name`), so an editor offers the fields that the
-named objective has. A file that extends another may leave `name` out; there the fields of all objectives are offered.
+The `algorithm` section is one objective's section (`oneOf`, chosen by `name`), so an editor offers only that
+objective's fields. A file that extends another may omit `name`. An editor then offers the fields of all objectives.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ SCHEMA_FILE = Path(__file__).parents[2] / "recipes" / "recipe.schema.json"
 
 
 def recipe_json_schema() -> dict[str, Any]:
-    """JSON schema (draft 2020-12) of one recipe file: any part of a recipe, since `extends` may bring the rest."""
+    """Return the JSON schema (draft 2020-12) of a recipe file. No field is required, because `extends` may give it."""
     schema = Recipe.model_json_schema()
     schema.pop("required", None)
-    extends = {"type": "string", "description": "Recipe underneath this one; the path is relative to this file."}
+    extends = {"type": "string", "description": "Recipe that this one extends; the path is relative to this file."}
     schema["properties"] = {"extends": extends, **schema["properties"]}
     _let_name_choose(schema)
     _join_lines(schema)
@@ -35,9 +35,9 @@ def write_json_schema(path: Path = SCHEMA_FILE) -> None:
 
 
 def _let_name_choose(schema: dict[str, Any]) -> None:
-    """Exactly one choice of `algorithm` fits: that of its name, or, without a name, the one that has every field.
+    """Make exactly one choice of `algorithm` match: the named objective, or without a name one with every field.
 
-    A field is written out once; the other objectives that have it in the same form refer to it.
+    Each field is written out once. Other objectives that have it in the same form refer to it.
     """
     written: dict[str, dict[str, str]] = {}
     every: dict[str, Any] = {}
@@ -62,7 +62,7 @@ def _let_name_choose(schema: dict[str, Any]) -> None:
 
 
 def _join_lines(node: Any) -> None:
-    """Descriptions come from wrapped docstrings; an editor wraps them itself."""
+    """Join the lines of each description. They come from wrapped docstrings, and an editor wraps them itself."""
     if isinstance(node, dict):
         if isinstance(node.get("description"), str):
             node["description"] = " ".join(node["description"].split())

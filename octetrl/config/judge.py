@@ -1,4 +1,7 @@
-"""`environment.judge`: a model behind an OpenAI-compatible endpoint that scores (docs/environment_tools.md)."""
+"""The recipe's `environment.judge` section: a model behind an OpenAI-compatible endpoint scores completions.
+
+See docs/environment_tools.md.
+"""
 
 from __future__ import annotations
 
@@ -33,31 +36,32 @@ class JudgeConfig(Section):
     """chat: the model gets `template` and replies with a text that contains the score. reward_model: the model gets
     prompt and completion as messages at `path`, and returns a number."""
     template: str = TEMPLATE
-    """The question to the judge. {prompt} and {answer} are the task's, {completion} is the policy's."""
+    """Question to the judge. {prompt} and {answer} stand for the task's, {completion} for the policy's."""
     pattern: str = r"(?i)score[\s:=*_]{0,8}(-?\d+(?:\.\d+)?)"
-    """Regular expression with one group. The score is the last match in the judge's reply, without its thoughts."""
+    """Regular expression with one group, which captures the score. The last match in the judge's reply counts. The
+    judge's thoughts are not searched."""
     json_key: str | None = None
-    """Key of the score in the last JSON object of the reply that has this key; null: `pattern` finds the score."""
+    """Key of the score in the reply's last JSON object with this key. null: `pattern` finds the score."""
     lowest: float = 0.0
-    """The score that becomes a reward of 0, for kind chat. A lower score is refused, not clipped."""
+    """Score that maps to reward 0, for kind chat. A lower score is an error and is not clipped."""
     highest: float = 10.0
-    """The score that becomes a reward of 1."""
+    """Score that maps to reward 1, for kind chat."""
     path: str = "/pooling"
-    """For a reward model: path on the server. With a leading slash it replaces /v1."""
+    """For kind reward_model: path on the server. With a leading slash it replaces /v1."""
     value_at: str = "data.0.data"
-    """For a reward model: where the number is in the answer, as keys and positions joined by dots."""
+    """For kind reward_model: place of the number in the response, as keys and positions joined by dots."""
     api_key_variable: str | None = None
     """Environment variable that holds the key, such as OPENAI_API_KEY; null: no key is sent."""
     temperature: float = Field(default=0.0, ge=0.0)
-    """With 0, equal completions are judged only once."""
+    """Sampling temperature of the judge. At 0, equal completions are judged only once."""
     max_tokens: int = Field(default=1024, ge=1, le=1 << 24)
     """Token limit of the judge's reply."""
     timeout_seconds: float = Field(default=60.0, gt=0.0, le=1e6)
-    """Time limit of each request."""
+    """Time limit of each request, in seconds."""
     retries: int = Field(default=3, ge=0, le=1_000)
     """Number of retries if the endpoint cannot be reached, is busy, or fails (status 408, 409, 429, 5xx)."""
     backoff_seconds: float = Field(default=1.0, ge=0.0, le=1e6)
-    """Wait before the first retry. It doubles each time, up to a minute."""
+    """Wait before the first retry, in seconds. It doubles with each retry, up to a minute."""
     concurrency: int = Field(default=16, ge=1, le=4_096)
     """Number of requests in flight at once."""
 

@@ -1,22 +1,23 @@
-"""A recipe file, what it extends, and the command line's overrides -> one frozen `Recipe`.
+"""Load a recipe: merge a file, the files that it extends and the command line's overrides into one frozen `Recipe`.
 
-    base.yaml  <-  recipe.yaml  <-  section.key=value ...       the later wins, key by key
+    base.yaml  <-  recipe.yaml  <-  section.key=value ...       each replaces values of those on its left
 
-Rules, all of them:
+Rules:
 
-- `extends: other.yaml` (relative to the file that says it) puts that file underneath; chains are fine, cycles are not.
-- Sections merge key by key (`model.lora` may also be null, which turns it off again); every other value replaces,
-  lists and `environment.parameters` as a whole. An override reaches inside: `environment.parameters.max_terms=4`.
-  The value of an override is YAML; `key=` is null.
-- `precision:` stands for its three `fp8` fields. Fields written out in the same file win over it, so does whatever
-  comes later; the command line is one such "file", whatever the order of its words. `precision` given later wins
-  over fields written out earlier.
-- `algorithm.name` chooses the fields of its section; `null` takes away a field of another objective that a file
-  underneath gives. Everything else that the objective does not have is an error.
-- YAML's traps are closed: `1e-6` is a number, `1:30`, `010`, `yes` and `2024-01-01` are texts, a key given twice is an
-  error, so is an alias (`*name`), and anything that is not a finite number.
+- `extends: other.yaml` names a base file, relative to the extending file. A base file may extend another one. A cycle
+  is an error.
+- Sections merge key by key. Any other value replaces the earlier one as a whole, also a list or
+  `environment.parameters`. `model.lora: null` turns LoRA off again.
+- An override may set a key inside a mapping: `environment.parameters.max_terms=4`. Its value is YAML. `key=` means
+  null.
+- `precision:` sets three `fp8` fields. A field written out in the same file overrides it, and so do later files. All
+  overrides of the command line count as one file, in any order. A later `precision` overrides fields written earlier.
+- `algorithm.name` chooses the fields of its section. `null` removes a field that a base file gives for another
+  objective. Any other field that the objective does not have is an error.
+- Values that YAML often misreads: `1e-6` is a number. `1:30`, `010`, `yes` and `2024-01-01` are texts. A key given
+  twice, an alias (`*name`) and a number that is not finite are errors.
 
-All problems of a recipe are found before anything is raised; see `config/validate.py`.
+All problems of a recipe are collected before an error is raised; see `config/validate.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import yaml
 from octetrl.config.errors import UserError
 from octetrl.config.json_file import read_text
 from octetrl.config.objective_keys import drop_defaults_of_others
-from octetrl.config.problems import may_be_null, section_of
+from octetrl.config.problems import for_command_line, may_be_null, section_of
 from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem, Section
 from octetrl.config.shipped import find_recipe
@@ -49,17 +50,17 @@ PRECISIONS: dict[str, Tree] = {
     "fp8_full": {"rollout": True, "train": True, "kv_cache": "calibrated"},
 }
 COMMAND_LINE, PYTHON = "command line", "octetrl.train"
-MOST_BYTES = 1 << 20  # of a recipe
+MOST_BYTES = 1 << 20  # size limit of a recipe file
 
 
 def load_recipe(
     path: str | Path, overrides: Sequence[str] = (), *, fields: Tree | None = None, training: bool = True
 ) -> Recipe:
-    """The recipe at `path` with `overrides` (`section.key=value`) on top, checked as far as no model is needed.
+    """Load the recipe at `path`, apply `overrides` (`section.key=value`), and check everything that needs no model.
 
-    fields: the same from Python, as plain data of a recipe's form; it counts as one more file on top.
-    training: False for evaluation, which the limits of the algorithm do not concern (top-p, group size, ...).
-    Raises UserError: one line for one problem, else a first line and one indented line a problem.
+    fields: overrides from Python, as plain data in a recipe's form. They count as one more file, after `path`.
+    training: False for evaluation, which ignores the algorithm's limits (top-p, group size, ...).
+    Raises UserError: one line for one problem, otherwise a first line and one indented line per problem.
     """
     path = find_recipe(path)
     layers = _read_chain(path)
@@ -69,7 +70,7 @@ def load_recipe(
     for layer in layers:
         tree = _merge(tree, _with_precision(layer.tree), Recipe)
     given, problems = _parse_overrides(overrides)
-    # Sorted so that `precision` comes first: fields written out beside it win.
+    # Sorted so that `precision` comes first: fields written out in the same place override it.
     for keys, value in sorted(given, key=lambda override: override[0] != ("precision",)):
         override = _nest(keys, value)
         layers.append(_Layer(COMMAND_LINE, override))
@@ -83,7 +84,7 @@ def load_recipe(
 
 
 def recipe_tree(path: str | Path) -> Tree:
-    """What the file at `path` and all that it extends say, merged and not checked."""
+    """Merge the file at `path` and all files that it extends, without checks."""
     tree: Tree = {}
     for layer in _read_chain(find_recipe(path)):
         tree = _merge(tree, _with_precision(layer.tree), Recipe)
@@ -91,7 +92,7 @@ def recipe_tree(path: str | Path) -> Tree:
 
 
 def recipe_from_mapping(tree: Mapping[str, Any], source: str = "recipe") -> Recipe:
-    """A recipe made in code from plain data; `precision` means what it means in a file. Raises UserError likewise."""
+    """Build a recipe from plain data in code, with `precision` as in a file. Raises UserError as `load_recipe` does."""
     plain = _with_precision(_plain(tree))
     recipe, problems = build_recipe(plain)
     if recipe is None:
@@ -100,7 +101,7 @@ def recipe_from_mapping(tree: Mapping[str, Any], source: str = "recipe") -> Reci
 
 
 def _plain(tree: Mapping[str, Any]) -> Tree:
-    """Tuples as lists. Raises UserError for what no recipe could hold."""
+    """Convert tuples to lists. Raises UserError for values that a recipe cannot contain."""
     try:
         plain: Tree = json.loads(json.dumps(tree, allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -109,7 +110,7 @@ def _plain(tree: Mapping[str, Any]) -> Tree:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The resolved recipe as YAML; `load_recipe` of it is the same recipe."""
+    """Write the resolved recipe as YAML. `load_recipe` reads the same recipe from it."""
     return yaml.dump(recipe.model_dump(mode="json"), Dumper=_RecipeDumper, sort_keys=False)
 
 
@@ -120,7 +121,7 @@ class _Layer:
 
 
 def _read_chain(path: Path) -> list[_Layer]:
-    """The file and all that it extends, the furthest ancestor first."""
+    """Read the file and all files that it extends, the first base first."""
     chain: list[_Layer] = []
     seen: list[Path] = []
     while True:
@@ -131,7 +132,7 @@ def _read_chain(path: Path) -> list[_Layer]:
         if base is None:
             return chain[::-1]
         if not isinstance(base, str) or not base:
-            raise UserError(f"{path}: extends: {base!r} is not the path of one recipe; give it as text")
+            raise UserError(f"{path}: extends: {base!r} is not the path of one recipe; give one path as text")
         path = path.parent / base
         if _is_one_of(path, seen):
             cycle = " -> ".join([layer.source for layer in chain] + [str(path)])
@@ -141,7 +142,7 @@ def _read_chain(path: Path) -> list[_Layer]:
 def _is_one_of(path: Path, seen: Sequence[Path]) -> bool:
     try:
         return path.resolve() in seen
-    except (OSError, RuntimeError, ValueError):  # links in a circle, a NUL: said where the file is read
+    except (OSError, RuntimeError, ValueError):  # links in a circle, a NUL: reported when the file is read
         return False
 
 
@@ -153,7 +154,8 @@ def _read_file(path: Path, extended_by: str | None) -> Tree:
         raise UserError(f"{path}: the recipe is empty{reader}; it needs at least a `model:` section")
     if not isinstance(tree, dict):
         raise UserError(
-            f"{path}: holds a {type(tree).__name__}, not `section: ...` lines{reader}; `octetrl recipes` lists examples"
+            f"{path}: this is a {type(tree).__name__}, not `section: ...` lines{reader}; `octetrl recipes` lists"
+            " examples"
         )
     return drop_defaults_of_others(tree)
 
@@ -175,7 +177,7 @@ def _parse_overrides(overrides: Iterable[str]) -> tuple[list[tuple[tuple[str, ..
 
 
 def _with_precision(tree: Tree) -> Tree:
-    """The tree with the fields that its `precision` stands for, beneath the ones written out."""
+    """Add the `fp8` fields that the tree's `precision` sets. Fields written out in the tree keep their values."""
     fields = PRECISIONS.get(str(tree.get("precision")))
     written = tree.get("fp8") or {}
     if fields is None or not isinstance(written, dict):
@@ -184,7 +186,7 @@ def _with_precision(tree: Tree) -> Tree:
 
 
 def _merge(base: Tree, top: Tree, schema: type[Section]) -> Tree:
-    """`top` over `base`; sections key by key, everything else as a whole. A section left empty changes nothing."""
+    """Merge `top` over `base`: sections key by key, any other value as a whole. An empty section changes nothing."""
     merged = dict(base)
     for key, value in top.items():
         section = section_of(schema, key)
@@ -200,7 +202,7 @@ def _merge(base: Tree, top: Tree, schema: type[Section]) -> Tree:
 
 
 def _assign(tree: Tree, keys: tuple[str, ...], value: Any) -> list[Problem]:
-    """Put one override into the tree, in place."""
+    """Apply one override to the tree, in place."""
     if keys == ("precision",) and isinstance(value, str) and value in PRECISIONS:
         _assign(tree, ("fp8",), PRECISIONS[value])
     node = tree
@@ -210,7 +212,7 @@ def _assign(tree: Tree, keys: tuple[str, ...], value: Any) -> list[Problem]:
             node[key] = {}  # a section that is null so far
         child = node.setdefault(key, {})
         if not isinstance(child, dict):
-            text = f"override '{'.'.join(keys)}': {'.'.join(keys[: depth + 1])} is {child!r} and holds no keys"
+            text = f"override '{'.'.join(keys)}': {'.'.join(keys[: depth + 1])} is {child!r} and has no keys"
             return [Problem((), f"{text}; override it as a whole")]
         node, schema = child, (section_of(schema, key) or Section)
     node.update(_merge(node, {keys[-1]: value}, schema))
@@ -228,6 +230,7 @@ def _report(path: str, layers: Sequence[_Layer], problems: Sequence[Problem]) ->
     for problem in problems:
         source = _source(path, layers, problem)
         text = " ".join(problem.text.split())
+        text = for_command_line(text) if source == COMMAND_LINE else text
         lines.append(text if source == path and len(problems) > 1 else f"{source}: {text}")
     if len(lines) == 1:
         return lines[0]
@@ -235,7 +238,7 @@ def _report(path: str, layers: Sequence[_Layer], problems: Sequence[Problem]) ->
 
 
 def _source(path: str, layers: Sequence[_Layer], problem: Problem) -> str:
-    """Who said it: the last layer that gives one of the problem's fields."""
+    """The file, or the command line, that a problem comes from: the last layer that gives one of its fields."""
     for layer in reversed(layers):
         if any(_gives(layer.tree, field.split(".")) for field in problem.fields):
             return layer.source
@@ -251,7 +254,7 @@ def _gives(tree: Any, keys: list[str]) -> bool:
 
 
 def _parse_yaml(text: str, source: str) -> Any:
-    """Plain data: text, numbers, true and false, null, lists and mappings with text keys, nothing shared."""
+    """Parse YAML into plain data: text, numbers, booleans, null, lists, and mappings with text keys."""
     try:
         return json.loads(json.dumps(yaml.load(text, Loader=_RecipeLoader)))
     except yaml.constructor.ConstructorError as error:
@@ -270,10 +273,10 @@ def _where(error: yaml.MarkedYAMLError) -> str:
 
 
 class _RecipeLoader(yaml.SafeLoader):
-    """YAML 1.2's plain scalars, and nothing that is not plain data."""
+    """A YAML loader with the plain scalars of YAML 1.2. It accepts only plain data."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.events.AliasEvent):  # a few lines of them can stand for gigabytes
+        if self.check_event(yaml.events.AliasEvent):  # a few lines of aliases can expand to gigabytes
             event = self.peek_event()
             raise _refusal(f"the alias *{event.anchor} is not allowed in a recipe; write the value out", event)
         return super().compose_node(parent, index)
@@ -281,13 +284,13 @@ class _RecipeLoader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
-        except (ValueError, LookupError):  # what a tag says, and the text is not
-            what = f"{getattr(node, 'value', '')!r} is no {node.tag.rpartition(':')[2]}"
-            raise _refusal(f"{what}, as its tag says; leave the tag out", node) from None
+        except (ValueError, LookupError):  # the text does not have the type of its tag
+            what = f"{getattr(node, 'value', '')!r} is not of type {node.tag.rpartition(':')[2]}"
+            raise _refusal(f"{what}, which its tag names; leave the tag out", node) from None
 
     def construct_plain_mapping(self, node: yaml.MappingNode) -> dict[Hashable, Any]:
         if not isinstance(node, yaml.MappingNode):
-            raise _refusal("what is tagged !!map is no mapping; leave the tag out", node)
+            raise _refusal("a value tagged !!map is not a mapping; leave the tag out", node)
         seen = set()
         for key, _ in node.value:
             if key.tag == "tag:yaml.org,2002:merge":
@@ -309,7 +312,7 @@ class _RecipeLoader(yaml.SafeLoader):
     def construct_text(self, node: yaml.ScalarNode) -> str:
         text = self.construct_yaml_str(node)
         if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
-            raise _refusal(f"{text!r} holds half a character; write the whole one", node)
+            raise _refusal(f"{text!r} contains half of a character; write the whole character", node)
         return text
 
     def construct_list(self, node: yaml.SequenceNode) -> list[Any]:
@@ -320,7 +323,7 @@ class _RecipeLoader(yaml.SafeLoader):
 
 
 class _RecipeDumper(yaml.SafeDumper):
-    """Quotes whatever the loader above would read as something else than text."""
+    """A YAML dumper that quotes every text which `_RecipeLoader` would not read as text."""
 
 
 def _refusal(problem: str, place: Any) -> yaml.constructor.ConstructorError:
@@ -335,7 +338,7 @@ _PLAIN_SCALARS = (
     ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", list("-+.")),
     ("merge", r"<<", ["<"]),
 )
-_RecipeLoader.yaml_constructors = {}  # nothing inherited: what is not named below is refused
+_RecipeLoader.yaml_constructors = {}  # inherits nothing, so any tag not named below is refused
 _RecipeLoader.yaml_implicit_resolvers, _RecipeDumper.yaml_implicit_resolvers = {}, {}
 for _tag, _pattern, _first in _PLAIN_SCALARS:
     for _class in (_RecipeLoader, _RecipeDumper):

@@ -1,7 +1,7 @@
-"""Where the adapters of LoRA lie and how large they are, from the recipe's words and the model's shape. No torch.
+"""Which projections get LoRA adapters and how large they are, from the recipe and the model's shape. No torch.
 
-Our projections are fused (q, k, v and gate, up in one), PEFT's are not: a fused projection has one branch, whose
-*parts* are the projections by their Hugging Face names, each a range of the fused one's rows.
+Our projections are fused: q, k and v are one, gate and up are one. PEFT's projections are separate. A fused projection
+has one branch with several *parts*. Each part is a range of its rows, named like the Hugging Face projection.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from octetrl.config.blocks import LinearLayout
+from octetrl.config.blocks import LinearLayout, StackedLinearLayout
+from octetrl.config.errors import nearest
 from octetrl.config.schema import LoraConfig
 from octetrl.config.spec import ModelSpec
 
@@ -22,18 +23,43 @@ class LoraPart(NamedTuple):
     stop: int
 
 
-def lora_parts(linear: LinearLayout, targets: Sequence[str]) -> tuple[LoraPart, ...]:
-    """The parts of `linear` that are targets, in the order of its rows."""
+def projections(spec: ModelSpec, *, experts: bool = False) -> tuple[str, ...]:
+    """List the projections of the model's layers, each once, in order. `experts`: include those of stacked linears."""
+    linears = [linear for _, linear in spec.linears() if experts or not isinstance(linear, StackedLinearLayout)]
+    return tuple(dict.fromkeys(part.name for linear in linears for part in linear.parts))
+
+
+def targets_of(lora: LoraConfig, spec: ModelSpec) -> tuple[str, ...]:
+    """List the projections that get an adapter."""
+    return projections(spec) if lora.targets is None else lora.targets
+
+
+def unknown_target(targets: Sequence[str], spec: ModelSpec) -> str | None:
+    """Describe the first target that this model does not have, and the allowed ones. None: the model has all."""
+    known = projections(spec, experts=True)
+    for target in targets:
+        if target not in known:
+            return f"'{target}' is not allowed; choose one of {', '.join(known)}{nearest(target, known)}"
+    return None
+
+
+def lora_parts(linear: LinearLayout, targets: Sequence[str] | None) -> tuple[LoraPart, ...]:
+    """List the parts of `linear` that are targets, in the order of its rows. `targets` None: all parts.
+
+    Stacked linears (experts) have no adapters.
+    """
     start, parts = 0, []
+    if isinstance(linear, StackedLinearLayout):
+        return ()
     for name, rows in linear.parts:
-        if name in targets:
+        if targets is None or name in targets:
             parts.append(LoraPart(name, start, start + rows))
         start += rows
     return tuple(parts)
 
 
 def adapter_elements(spec: ModelSpec, lora: LoraConfig) -> int:
-    """Trained parameters: for each target of each layer an A [rank, in] and a B [out, rank]."""
+    """Count the trained parameters: an A [rank, in] and a B [out, rank] for each target of each layer."""
     return lora.rank * sum(
         linear.in_features + part.stop - part.start
         for _, linear in spec.linears()

@@ -1,48 +1,61 @@
-"""How much device memory a recipe takes, by part, before anything is built. No torch.
+"""Estimate the device memory of a recipe, by part, before anything is built. No torch.
 
-P parameters, P8 those of linears that are FP8, L layers, T tokens of a micro-batch, b bytes of the model's dtype (2 in
-BF16), c of an operand of wgrad (1 + 4/128 in FP8: codes and scales; else b). Always there:
+Symbols:
 
-    weights         b P                                 one set: engine and trainer read the same tensors
-    FP8 copies      (1 + 4 / 128^2) P8                  codes and one float32 scale a 128x128 block, shared as well
-                    + 1 P8                              the transposed codes of dgrad, where training is FP8;
-                                                        `weight_codes: remade`: none, and no codes in an update
-                    + 8 P8 + 8 P8                       emulated, instead: the codes' values in float64, on each side;
-                                                        `remade`: on the engine's alone
-    gradients       4 P                                 summed in float32
-    optimizer       s P + 4 P                           two moments, s = 8, 4 or 2 + 2/128; the float32 master, unless
-                                                        `stochastic_rounding`. `offload`: two pieces of 2^24 elements
-    reference       as weights and FP8 copies           where `kl_coefficient` is above 0, dpo, ipo; a teacher's own;
-                                                        no transposed codes, it has no backward
-    critic          as all of the above but reference   PPO's, of its own shape and optimizer, without lm_head
-    reward model    as weights and FP8 copies           where completions are scored by one
-    CUDA context    0.6 GB                              kernels and the driver's own, measured; torch does not count it
+    P   parameters                              E   hidden size
+    P8  parameters of FP8 linears               F   intermediate size
+    L   layers                                  V   vocabulary size
+    T   tokens of a micro-batch                 H   attention heads
+    b   bytes of a value in the model's dtype   Q   H * head size
+    c   bytes of a value of a wgrad operand     K   KV heads * head size
+    s   bytes of a parameter's two moments      X   Q + 2 K
 
-While training, activations and working set:
+b is 2 in BF16. c is 1 + 4/128 in FP8 (a code and its share of a scale), otherwise b. s is 8, 4 or 2 + 2/128.
 
-    activations     b T L E                             "layer": each layer's input
-                    + T L (b Q + 4 H)                   "attention": its output and log-sum-exp as well
-                    + T L (b (E + X + 2 F) + 2 c E)     "none": all that a layer's backward reads; so for the layers
-                                                        beyond `checkpointed_layers`
+Always allocated:
+
+    weights         b P                     one copy, which engine and trainer share
+    FP8 copies      (1 + 4 / 128^2) P8      codes and one float32 scale per 128x128 block, also shared
+                    + 1 P8                  transposed codes for dgrad, if training is FP8. `weight_codes: remade`:
+                                            no transposed codes, and no codes at all during an update
+                    + 8 P8 + 8 P8           emulation has these instead of transposed codes: float64 values of the
+                                            codes, for the engine and for the trainer. `remade`: only the engine's
+    gradients       4 P                     float32 sums
+    optimizer       s P + 4 P               both moments, and the float32 master weights unless `stochastic_rounding`.
+                                            `offload`: only two pieces of 2^24 elements
+    reference       weights + FP8 copies    if `kl_coefficient` is above 0, and for dpo and ipo. No transposed codes,
+                                            because it has no backward
+    teacher         weights + FP8 copies    of its own shape, without transposed codes
+    critic          as the policy           PPO's critic, with its own shape and optimizer, without lm_head
+    reward model    weights + FP8 copies    if a reward model scores completions
+    CUDA context    0.6 GB                  kernels and the driver's memory. Measured, because torch does not count it
+
+During training:
+
+    activations     b T L E                           `layer`: input of each layer
+                    + T L (b Q + 4 H)                 `attention`: also attention's output and log-sum-exp
+                    + T L (b (E + X + 2 F) + 2 c E)   `none`: also all other values that a layer's backward reads.
+                                                      Layers beyond `checkpointed_layers` always keep these
     working set     the larger of
-      one layer's backward      what is alive at its fullest moment, `_LayerMemory`
-      logits                    (4 + 4 b) chunk V + 4 V E, or (4 + b) V E: logits of a chunk, the gradients of four, the
-                                gradient of lm_head summed in float32, then rounded; and 4 b T E of hidden states
-                    + b V E where embeddings are tied: lm_head's gradient waits for the embedding's
-      a scalar head             2 (b + 4) T E, in the place of logits: hidden states, widened, and their gradients. The
-                                critic is trained when the policy's activations are gone: the larger of the two counts
+      one layer's backward      its peak, from `_LayerMemory`; + b V E if embeddings are tied, because lm_head's
+                                gradient is held until the embedding's is ready
+      logits                    4 b T E + (4 + 4 b) chunk V + 4 V E: hidden states, logits of one chunk, gradients of
+                                four, float32 sum of lm_head's gradient. Or 4 b T E + (4 + b) V E: the sum, rounded
+      a scalar head             instead of logits, 2 (b + 4) T E: hidden states in float32, and their gradients
 
-With LoRA gradients, optimizer and reference count A, the parameters of the adapters and of a reward model's head,
-instead of P; weights that training has in FP8 are kept as codes alone; layers keep n1 and n2 in BF16 for the adapters,
-and no weight has a gradient. PPO's critic is trained whole.
+The critic trains after the policy's activations are freed, so only the larger of the two models' activations counts.
 
-While generating, the KV cache: L kv_size (bytes of K + bytes of V) a token, + 8 L heads if dynamic. On a GPU with
-`release_for_training` the two share what is left, so the total is what is always there and the larger of them.
+With LoRA, gradients, optimizer and reference count only adapters and a reward model's head instead of P. Weights that
+training has in FP8 exist only as codes. Layers keep both norms' results in BF16 for the adapters. No weight has a
+gradient. PPO's critic is trained in full.
 
-E hidden size, F intermediate size, H heads, Q = H * head size, K kv heads * head size, X = Q + 2 K, V vocabulary. What
-no formula knows (cuBLAS work space, fragmentation, CUDA graphs of decoding) is left out: keep a tenth of the device
-free. A block's layout says what the block holds (config/blocks.py); above are attention and a gated MLP. What torch's
-autograd keeps on a CPU is of that order.
+During generation the KV cache stores what the layers' blocks cache. Attention needs L K (bytes of K + bytes of V) per
+token, and with dynamic scales 8 L times the KV heads more. On a GPU with `release_for_training`, training and the KV
+cache use the same memory in turn. The total is then the part that is always allocated plus the larger of the two.
+
+The estimate excludes the cuBLAS workspace, fragmentation and the CUDA graphs of decoding. Keep a tenth of the device
+free for them. The formulas above are for attention and a gated MLP; other blocks define their memory in their layout
+(config/blocks.py). On a CPU torch's autograd keeps about as much.
 """
 
 from __future__ import annotations
@@ -52,7 +65,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from octetrl.config.algorithm import DistillConfig
-from octetrl.config.blocks import BlockMemory, TrainedAs
+from octetrl.config.blocks import BlockMemory, CachedTensor, TrainedAs
 from octetrl.config.lora import adapter_elements
 from octetrl.config.objective_settings import AlgorithmConfig
 from octetrl.config.schema import Recipe
@@ -62,17 +75,17 @@ Format = Literal["bf16", "fp8"]
 When = Literal["always", "training", "generating"]
 
 CUDA_CONTEXT = 600_000_000
-STATE_BYTES = {"float32": 8.0, "bfloat16": 4.0, "8bit": 2 + 2 / 128}  # of both moments of a parameter
-OFFLOAD_ELEMENTS = 2 << 24  # on the device at one time: two pieces (trainer/optimizer_offload.py)
-GATHERED_CHUNKS = 4  # whose logits' gradients are multiplied at once (kernels/gemm/linear_logprobs_backward.py)
-RETURNING = "FP8 codes"  # the part that is remade in an update
+STATE_BYTES = {"float32": 8.0, "bfloat16": 4.0, "8bit": 2 + 2 / 128}  # both moments of one parameter
+OFFLOAD_ELEMENTS = 2 << 24  # elements on the device at the same time: two pieces (trainer/optimizer_offload.py)
+GATHERED_CHUNKS = 4  # chunks whose logits' gradients share one GEMM (kernels/gemm/linear_logprobs_backward.py)
+RETURNING = "FP8 codes"  # name of the part that is freed and quantised again in an update
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
     name: str
     num_bytes: int
-    how: str  # one phrase on what it is made of
+    how: str  # one phrase that says what it consists of
     when: When = "always"
 
 
@@ -80,7 +93,7 @@ class MemoryPart:
 class MemoryEstimate:
     parts: tuple[MemoryPart, ...]  # the KV cache last, if its size is known
     kv_bytes_per_token: int
-    kv_cache_tokens: int | None  # None: a share of a device whose memory is not known
+    kv_cache_tokens: int | None  # None: it is a share of the device's memory, which is unknown
     takes_turns: bool  # the KV cache is freed for training
 
     def bytes_when(self, when: When) -> int:
@@ -88,21 +101,21 @@ class MemoryEstimate:
 
     @property
     def total_bytes(self) -> int:
-        """At the fullest moment."""
+        """Bytes at the peak."""
         training, generating = self.bytes_when("training"), self.bytes_when("generating")
         both = max(training, generating) if self.takes_turns else training + generating
         return self.bytes_when("always") + both
 
     @property
     def training_bytes(self) -> int:
-        """Bytes while training, with the KV cache freed: with activations, or later without them and with all codes."""
+        """Peak bytes while training without the KV cache: with activations, or later with all FP8 codes."""
         returning = sum(part.num_bytes for part in self.parts if part.name == RETURNING)
         return self.bytes_when("always") + max(self.bytes_when("training"), returning)
 
 
 @dataclass(frozen=True, slots=True)
 class ScalarModel:
-    """A model with a scalar head that a run holds beside the policy."""
+    """A model with a scalar head that a run has in addition to the policy: a critic or a reward model."""
 
     spec: ModelSpec
     precisions: Precisions
@@ -114,12 +127,11 @@ class ScalarModel:
 
 @dataclass(frozen=True, slots=True)
 class Precisions:
-    """What the precision policy decided; linears by their names, such as `layers.3.mlp.down_proj`."""
+    """The precision policy's decisions. Linears have names such as `layers.3.mlp.down_proj`."""
 
     fp8_rollout: Collection[str]
     fp8_train: Collection[str]
-    k_cache: Format
-    v_cache: Format
+    fp8_cache: Collection[str]  # cached tensors, such as `K`
 
 
 def estimate_memory(
@@ -133,10 +145,10 @@ def estimate_memory(
     scorer: ScalarModel | None = None,
     teacher: tuple[ModelSpec, Precisions] | None = None,
 ) -> MemoryEstimate:
-    """The parts of one device's memory.
+    """Estimate each part of one device's memory.
 
-    `device_bytes` is what the device has; None: not known, then a KV cache that is a share of it has no size either.
-    `critic` and `scorer` (a reward model) are those that the recipe asks for.
+    device_bytes: the device's memory. None: unknown; a KV cache that is a share of it then has no size either.
+    critic, scorer, teacher: the models that the recipe asks for. `scorer` is a reward model.
     """
     weight_bytes = 2 if recipe.model.dtype == "bfloat16" else 4
     trains_scalar = recipe.algorithm.name == "reward_model"
@@ -146,12 +158,12 @@ def estimate_memory(
     head = spec.hidden_size if trains_scalar else 0
     trained = spec.num_parameters if lora is None else adapter_elements(spec, lora) + head
     dropped = 0 if lora is None else _elements(spec, precisions.fp8_train)
-    how = f"{recipe.model.dtype}, shared by both sides" + (", what is FP8 as codes alone" if dropped else "")
+    how = f"{recipe.model.dtype}, shared by engine and trainer" + ("; FP8 linears only as codes" if dropped else "")
     parts = [MemoryPart("weights", weight_bytes * (spec.num_parameters - dropped), how)]
     emulated = recipe.fp8.emulate or (recipe.fp8.emulate is None and not on_gpu)
     parts += _fp8_parts(recipe, spec, precisions, emulated=emulated, has_critic=critic is not None)
     if lora is not None:
-        parts.append(MemoryPart("adapters", weight_bytes * trained, f"{trained:,} parameters, all that is trained"))
+        parts.append(MemoryPart("adapters", weight_bytes * trained, f"{trained:,} trained parameters"))
     parts.append(MemoryPart("gradients", 4 * trained, "float32 sums"))
     parts.append(_optimizer(recipe, trained, weight_bytes, on_gpu))
     if teacher is not None:
@@ -161,14 +173,14 @@ def estimate_memory(
         its_copies = _fp8_copies(spec, precisions, emulated=emulated, backward=False) if lora is None else 0
         reference = weight_bytes * trained + its_copies
         what = "weights and FP8 copies" if lora is None else "adapters"
-        parts.append(MemoryPart("reference model", reference, f"{what} of the policy it began with"))
+        parts.append(MemoryPart("reference model", reference, f"{what} of the initial policy"))
     if on_gpu:
-        parts.append(MemoryPart("CUDA context", CUDA_CONTEXT, "kernels and the driver's own"))
+        parts.append(MemoryPart("CUDA context", CUDA_CONTEXT, "kernels and the driver's memory"))
     if scorer is not None:
         held = weight_bytes * scorer.trunk.num_parameters + _fp8_copies(
             scorer.trunk, scorer.precisions, emulated=emulated, backward=False
         )
-        parts.append(MemoryPart("reward model", held, "weights and FP8 copies of the model that scores"))
+        parts.append(MemoryPart("reward model", held, "weights and FP8 copies of the reward model"))
     frozen = lora is not None
     activations = _activations(recipe, spec, precisions, weight_bytes, scalar=trains_scalar, frozen=frozen)
     if critic is not None:
@@ -196,8 +208,10 @@ def _teacher(algorithm: AlgorithmConfig) -> str:
 def fewest_checkpointed_layers(
     recipe: Recipe, num_layers: int, device_bytes: int, estimate: Callable[[Recipe], MemoryEstimate]
 ) -> int | None:
-    """With how few of the layers checkpointed training on a GPU stays within nine tenths of the device; None: with no
-    number. `estimate`: the memory of a recipe that differs from this one in that."""
+    """Find the smallest `checkpointed_layers` whose training fits into nine tenths of a GPU. None: no number fits.
+
+    estimate: estimates the memory of this recipe with another `checkpointed_layers`.
+    """
     for number in range(num_layers + 1):
         trainer = recipe.trainer.model_copy(update={"checkpointed_layers": number})
         found = estimate(recipe.model_copy(update={"trainer": trainer}))
@@ -210,16 +224,19 @@ def fewest_checkpointed_layers(
 
 
 def kv_bytes_per_token(recipe: Recipe, spec: ModelSpec, precisions: Precisions) -> int:
-    """Bytes that one token takes in the cache, over all layers."""
+    """Bytes of one token in the KV cache, over all layers."""
     wide = 2 if recipe.model.dtype == "bfloat16" else 4
-    formats = (precisions.k_cache, precisions.v_cache)
-    values = sum(1 if cache == "fp8" else wide for cache in formats) * spec.kv_size
-    scales = 4 * spec.num_kv_heads * formats.count("fp8") if recipe.fp8.kv_cache == "dynamic" else 0
-    return spec.num_layers * (values + scales)
+    dynamic = recipe.fp8.kv_cache == "dynamic"
+
+    def num_bytes(tensor: CachedTensor) -> int:
+        is_fp8 = tensor.name in precisions.fp8_cache
+        return tensor.bytes_per_token(1 if is_fp8 else wide, token_scales=is_fp8 and dynamic)
+
+    return sum(num_bytes(tensor) for layer in range(spec.num_layers) for tensor in spec.cached(layer))
 
 
 def _elements(spec: ModelSpec, names: Collection[str]) -> int:
-    """Weights of these linears."""
+    """Number of weights of these linears."""
     wanted = set(names)
     return sum(linear.num_weights for name, linear in spec.linears() if name in wanted)
 
@@ -227,22 +244,23 @@ def _elements(spec: ModelSpec, names: Collection[str]) -> int:
 def _fp8_parts(
     recipe: Recipe, spec: ModelSpec, precisions: Precisions, *, emulated: bool, has_critic: bool
 ) -> Iterator[MemoryPart]:
-    """Of the policy. Codes that are remade are gone while it is trained. With a critic they count as always there; that
-    is too much by the smaller set: each model's are there while the other is trained."""
+    """The policy's FP8 copies. Remade codes are not in memory while the policy is trained. With a critic they count as
+    always allocated, because each model's codes exist while the other is trained. This overestimates slightly."""
     remakes = recipe.trainer.weight_codes == "remade"
     copies = _fp8_copies(spec, precisions, emulated=emulated, backward=not remakes)
     given_back = _elements(spec, precisions.fp8_train) if remakes else 0
     if copies:
-        how = "what is not remade of codes and scales" if remakes else "codes, transposed codes and scales"
+        how = "scales, and the codes that are not remade" if remakes else "codes, transposed codes and scales"
         how = "codes, scales, and the codes' values in float64" if emulated else how
         yield MemoryPart("FP8 copies", copies - given_back, how)
     if given_back:
         when: When = "always" if has_critic else "generating"
-        yield MemoryPart(RETURNING, given_back, "remade for each product of an update", when)
+        yield MemoryPart(RETURNING, given_back, "quantised again for each GEMM of an update", when)
 
 
 def _fp8_copies(spec: ModelSpec, precisions: Precisions, *, emulated: bool, backward: bool) -> int:
-    """`backward`: with what an update keeps, transposed codes or, emulated, values of the trainer's own."""
+    """Bytes of a model's FP8 copies. `backward`: with those that only an update needs (transposed codes, or the
+    trainer's values if emulated)."""
     rollout, train = set(precisions.fp8_rollout), set(precisions.fp8_train)
     either = _elements(spec, rollout | train)
     codes_and_scales = either + 4 * (either // 128**2)
@@ -259,7 +277,7 @@ def _optimizer(recipe: Recipe, trained: int, weight_bytes: int, on_gpu: bool) ->
     if own_master:
         how += " and the master" if optimizer.states == "float32" else ", and the master, float32"
     if optimizer.offload and on_gpu:
-        held = f"{how}: {each * trained / 2**30:.1f} GiB of the host's memory, here two pieces of it"
+        held = f"{how}: {each * trained / 2**30:.1f} GiB in host memory, two pieces of it on the device"
         return MemoryPart("optimizer", int(each * min(OFFLOAD_ELEMENTS, trained)), held)
     return MemoryPart("optimizer", int(each * trained), how)
 
@@ -290,8 +308,9 @@ def _activations(
     kept = sum(layer.kept(keep) for layer in layers[:again]) + others
     what = {"none": "all kept", "attention": "inputs of layers and attention's output", "layer": "inputs of layers"}
     if 0 < again < spec.num_layers:
-        what[keep] += f" of {again} layers, all of the others"
-    backward = max(layer.backward(keep) for layer in layers) - others  # the first layers' turn comes last
+        what[keep] += f" of {again} layers, everything of the others"
+    # The checkpointed layers are the first ones, so their backward runs after the other layers' activations are freed.
+    backward = max(layer.backward(keep) for layer in layers) - others
     if others:
         backward = max(backward, *(layer.backward("none") for layer in layers))
     if scalar:
@@ -299,7 +318,7 @@ def _activations(
     else:
         logits = _logits(spec, tokens, value_bytes, trainer.logprob_chunk, frozen)
         what_of = "logits" if frozen else "logits and lm_head's gradient"
-        waiting = value_bytes * spec.vocab_size * spec.hidden_size  # lm_head's gradient, for the embedding's
+        waiting = value_bytes * spec.vocab_size * spec.hidden_size  # lm_head's gradient, held for the embedding's
         backward += waiting if spec.tied_embeddings and not frozen else 0
     how = f"one layer's backward ({backward / 2**30:.2f}) or {what_of} ({logits / 2**30:.2f})"
     return [
@@ -317,20 +336,20 @@ def _logits(spec: ModelSpec, tokens: int, value_bytes: int, chunk: int, frozen: 
 
 
 class _LayerMemory:
-    """Bytes of one layer of models/training_forward.py, in the format that takes most of those in the model."""
+    """Memory of one layer of models/training_forward.py. If the model has FP8 and other linears, the larger counts."""
 
     def __init__(
         self, spec: ModelSpec, layer: int, tokens: int, value_bytes: int, formats: Collection[bool], frozen: bool
     ) -> None:
-        """`formats`: whether linears are FP8, or are not; `frozen`: beside adapters."""
+        """`formats`: whether linears are FP8; both values if some are. `frozen`: only adapters are trained."""
         self.tokens = tokens
-        self.stream = value_bytes * spec.hidden_size  # bytes a token of a residual or a norm's result
+        self.stream = value_bytes * spec.hidden_size  # bytes per token of a residual or a norm's result
         self.hidden = spec.hidden_size
         self.formats = [TrainedAs(value_bytes, fp8, frozen) for fp8 in formats]
         self.blocks = [[block.memory(spec, how) for block in spec.blocks_of(layer)] for how in self.formats]
 
     def kept(self, keep: str) -> int:
-        """From forward to backward."""
+        """Bytes kept from forward to backward."""
         return max(
             int(self.tokens * (self.stream + self._kept_of_blocks(keep, how, blocks)))
             for how, blocks in zip(self.formats, self.blocks, strict=True)
@@ -341,12 +360,12 @@ class _LayerMemory:
         return costly + (self._saved(how, blocks) if keep == "none" else 0)
 
     def _saved(self, how: TrainedAs, blocks: Sequence[BlockMemory]) -> float:
-        """Of each block what it saves and its norm's result, and the residual stream between them."""
+        """Bytes per token that the blocks save, with their norms' results and the residual stream between them."""
         norms = len(blocks) * how.operand_bytes * self.hidden
         return sum(block.saved for block in blocks) + norms + (len(blocks) - 1) * self.stream
 
     def backward(self, keep: str) -> int:
-        """Beside what is kept, at the fullest moment of its blocks' backwards, the last block's first."""
+        """Peak bytes of the layer's backward, besides what is kept. The last block's backward runs first."""
         return max(
             int(max(self._moments(keep, how, blocks))) for how, blocks in zip(self.formats, self.blocks, strict=True)
         )
@@ -364,7 +383,8 @@ class _LayerMemory:
 
 
 def _kv_cache_tokens(recipe: Recipe, per_token: int, on_gpu: bool, free_bytes: int | None) -> int | None:
-    """As the engine sizes it, in whole pages: as told, a share of what is free, or a step's requests on a CPU."""
+    """Capacity of the KV cache, in whole pages, by the engine's rule: `kv_cache_tokens` if given, on a GPU a share of
+    the free memory, on a CPU enough for a step's requests."""
     engine, rollout = recipe.engine, recipe.rollout
     if engine.kv_cache_tokens is not None:
         tokens = engine.kv_cache_tokens

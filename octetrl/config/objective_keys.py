@@ -1,11 +1,11 @@
-"""The keys of the `algorithm` section: which objective has which field, and what is said about a key it does not have.
+"""Check the keys of the `algorithm` section: which objective has which field, and the message for a wrong key.
 
-Two forms of the section come here before pydantic sees it:
+Two kinds of sections are prepared here before pydantic validates them:
 
-- A recipe that extends another may change the objective. A field that the new one does not have is an error; `null`
-  takes such a field away (`algorithm.clip_high=` on the command line).
-- A run's `config.yaml` of an older version holds the fields of all objectives. Those of other objectives are dropped
-  where they have their default, and are errors where they do not.
+- A recipe that extends another may change the objective. A field that the new objective does not have is an error.
+  `null` removes such a field (`algorithm.clip_high=` on the command line).
+- A run's `config.yaml` from an older version has the fields of all objectives. A field of another objective is dropped
+  if it has its default value. Otherwise it is an error.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from octetrl.config.objective_settings import AlgorithmConfig
 from octetrl.config.section import Problem
 
 SECTION = "algorithm"
-_FLAT = {"clip_low", "batch_size"}  # no objective has both; the one section of older versions did
+_FLAT = {"clip_low", "batch_size"}  # no objective has both; the section of older versions did
 DEFAULT_NAME = GrpoConfig().name
 
 
 def owners(field: str) -> list[str]:
-    """The objectives that have the field."""
+    """List the objectives that have the field."""
     return [name for name, section in OBJECTIVES.items() if field in section.model_fields]
 
 
 def name_objective(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree with an objective named in its `algorithm` section, without null for fields of other objectives."""
+    """Name an objective in the tree's `algorithm` section, and remove fields of other objectives that are null."""
     given = tree.get(SECTION, {})
     if not isinstance(given, dict):
         return dict(tree)
@@ -40,7 +40,7 @@ def name_objective(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def drop_defaults_of_others(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A file's tree, without the defaults of other objectives where an older version wrote them all out."""
+    """Remove other objectives' fields with default values from a file that an older version wrote."""
     given = tree.get(SECTION)
     if not isinstance(given, dict) or not given.keys() >= _FLAT:
         return dict(tree)
@@ -50,7 +50,7 @@ def drop_defaults_of_others(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def misplaced_fields(name: str, fields: Iterable[str]) -> Problem:
-    """One problem for all fields of a section that its objective does not have and others do."""
+    """Report all fields of the section that belong to other objectives, as one problem."""
     fields = list(fields)
     by_owners: dict[str, list[str]] = {}
     for field in fields:
@@ -62,13 +62,13 @@ def misplaced_fields(name: str, fields: Iterable[str]) -> Problem:
     ]
     text = (
         f"{SECTION}.{', '.join(fields)}: {name} has no such field{'' if one else 's'}; {'; '.join(belong)}; remove"
-        f" {'it' if one else 'them'} (null takes away what another file gives), or choose another {SECTION}.name"
+        f" {'it' if one else 'them'} (null removes what a base file gives), or choose another {SECTION}.name"
     )
     return Problem((*(f"{SECTION}.{field}" for field in fields), f"{SECTION}.name"), text)
 
 
 def unknown_field(name: str, field: str) -> Problem:
-    """No objective has the field; the nearest that one has is named."""
+    """Report a field that no objective has, and suggest the nearest known field."""
     own = OBJECTIVES[name].model_fields
     hint = nearest(field, own)
     meant = hint.split("'")[1] if hint else ""
@@ -84,7 +84,7 @@ def unknown_field(name: str, field: str) -> Problem:
 
 
 def _listed(names: list[str]) -> str:
-    """As few words as say which objectives are meant."""
+    """Name these objectives in the shorter way: list them, or list the exceptions."""
     others = [name for name in OBJECTIVES if name not in names]
     return ", ".join(names) if len(names) <= len(others) else f"all but {', '.join(others)}"
 
@@ -95,7 +95,7 @@ def _is_foreign(name: Any, field: str) -> bool:
 
 
 def _default(field: str) -> Any:
-    """The default of older versions: that of the class which brings the field first, as plain data."""
+    """The field's default in older versions, as plain data: that of the base class that defines it first."""
     for section in OBJECTIVES[owners(field)[0]].__mro__[::-1]:
         if issubclass(section, AlgorithmConfig) and field in section.model_fields:
             return json.loads(json.dumps(section.model_fields[field].default))

@@ -1,8 +1,8 @@
-"""Known shapes, as the content of their Hugging Face `config.json`.
+"""Known model shapes, as the content of their Hugging Face `config.json`.
 
-`tiny` is the demo's and the tests' own: a Qwen3 small enough to train on a laptop, about a million parameters.
-The others are the published shapes of Qwen/Qwen3-0.6B, -1.7B and -8B and of meta-llama/Llama-3.1-8B, for runs with
-random weights where there are none to load.
+`tiny` is for the demo and the tests: a Qwen3 with about a million parameters, small enough to train on a laptop.
+`tiny-moe` is the same with eight experts per layer, two of which each token uses. The others are the published shapes
+of Qwen/Qwen3-0.6B, -1.7B, -8B and -30B-A3B and of meta-llama/Llama-3.1-8B, for runs with random weights.
 """
 
 from __future__ import annotations
@@ -31,22 +31,30 @@ _QWEN3_PUBLISHED: dict[str, Any] = _QWEN3 | {
     "bos_token_id": 151_643,
     "eos_token_id": 151_645,
 }
+_TINY: dict[str, Any] = _QWEN3 | {
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 384,
+    "max_position_embeddings": 1024,
+    "rope_theta": 10_000,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+_QWEN3_MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 _PRESETS: dict[str, dict[str, Any]] = {
-    "tiny": _QWEN3
-    | {
-        "hidden_size": 128,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "vocab_size": 384,
-        "max_position_embeddings": 1024,
-        "rope_theta": 10_000,
-        "tie_word_embeddings": True,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-    },
+    "tiny": _TINY,
+    "tiny-moe": _TINY | _QWEN3_MOE | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256},
     "qwen3-0.6b": _QWEN3_PUBLISHED
     | {
         "hidden_size": 1024,
@@ -69,6 +77,19 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "intermediate_size": 12_288,
         "num_hidden_layers": 36,
         "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-30b-a3b": _QWEN3_PUBLISHED
+    | _QWEN3_MOE
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
         "tie_word_embeddings": False,
     },
     "llama-3.1-8b": {
@@ -104,7 +125,7 @@ PRESETS = tuple(_PRESETS)
 
 
 def preset_config(name: str) -> dict[str, Any]:
-    """The `config.json` content of a preset, a copy of the caller's own. Raises UserError for an unknown name."""
+    """Return a copy of a preset's `config.json` content. Raises UserError for an unknown name."""
     if name not in _PRESETS:
         raise UserError(f"model.preset: '{name}' is not one of {', '.join(_PRESETS)}{nearest(name, _PRESETS)}")
     return dict(_PRESETS[name])

@@ -1,6 +1,7 @@
-"""A problem of a recipe, and the first ring of checks: names, types and ranges of single fields.
+"""The first stage of a recipe's checks: names, types and ranges of single fields.
 
-pydantic finds them; here they are put in one line each that says what was given, what is allowed and what to do.
+pydantic finds these problems. This module writes each one as a line that says what was given, what is allowed and what
+to do.
 """
 
 from __future__ import annotations
@@ -19,31 +20,33 @@ from octetrl.config.objective_keys import DEFAULT_NAME, SECTION, misplaced_field
 from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem, Section
 
+_LINES = "write `key: value` lines under it"
+_LINES_OF_FIELDS = "write its fields as `key: value` lines under it"
 _WORDS = {
     "string_type": "is not a text; put it in quotes",
     "int_type": "is not a whole number",
     "int_from_float": "is not a whole number",
     "float_type": "is not a number",
     "bool_type": "is neither true nor false",
-    "string_pattern_mismatch": "is not in small letters, digits, '_', '-' and '.'; rename it",
+    "string_pattern_mismatch": "may only contain small letters, digits, '_', '-' and '.'; rename it",
     "tuple_type": "is not a list; write [a, b]",
-    "dict_type": "is not a mapping; write `key: value` lines under it",
-    "model_type": "is not a section; write its fields as `key: value` lines under it",
+    "dict_type": f"is not a mapping; {_LINES}",
+    "model_type": f"is not a section; {_LINES_OF_FIELDS}",
     "greater_than": "is out of range; it must be above {gt:,.10g}",
     "greater_than_equal": "is out of range; it must be at least {ge:,.10g}",
     "less_than": "is out of range; it must be below {lt:,.10g}",
     "less_than_equal": "is out of range; it must be at most {le:,.10g}",
 }
-_PLACEHOLDER_MODEL = {"path": "unknown"}  # stands in for a missing model while the other fields are checked
+_PLACEHOLDER_MODEL = {"path": "unknown"}  # replaces a missing model while the other fields are checked
 
 
 def schema_problems(error: ValidationError, tree: dict[str, Any]) -> tuple[list[Problem], dict[str, Any]]:
-    """What pydantic found, in our words, and the tree without the fields it found wanting."""
+    """Convert pydantic's errors to problems, and return the tree without the wrong fields for the next stage."""
     sound = json.loads(json.dumps(tree))
     problems, misplaced = [], []
     for detail in error.errors(include_url=False):
         location = detail["loc"]
-        if location[0] == SECTION and len(location) > 1:  # pydantic puts the objective's name between section and field
+        if location[0] == SECTION and len(location) > 1:  # pydantic inserts the objective's name after the section
             location = (SECTION, *location[2:])
         field = _field_of(location)
         if detail["type"] == "extra_forbidden" and field[:-1] == (SECTION,) and owners(field[-1]):
@@ -58,7 +61,7 @@ def schema_problems(error: ValidationError, tree: dict[str, Any]) -> tuple[list[
             problems.append(_unknown_name((*field, "name"), detail))
         else:
             problems.append(Problem((".".join(field),), _wrong_value(field, {**detail, "loc": location}, tree)))
-        lacking = detail["type"] == "missing" and len(field) > 1  # then it is the section that can't be kept
+        lacking = detail["type"] == "missing" and len(field) > 1  # then the whole section must be removed
         _remove(sound, field[:-1] if lacking else field)
     if misplaced:
         problems.append(misplaced_fields(tree[SECTION]["name"], misplaced))
@@ -68,7 +71,7 @@ def schema_problems(error: ValidationError, tree: dict[str, Any]) -> tuple[list[
 
 
 def _unknown_name(field: tuple[str, ...], detail: Any) -> Problem:
-    """The name that chooses a section is none of those that there are."""
+    """Report an unknown name in a section that is chosen by name."""
     name, given = ".".join(field), detail["input"][field[-1]]
     words = re.findall(r"'([^']*)'", detail["ctx"]["expected_tags"])
     text = f"{name}: {_show(given)} is not allowed; choose one of {', '.join(words)}{nearest(str(given), words)}"
@@ -76,7 +79,7 @@ def _unknown_name(field: tuple[str, ...], detail: Any) -> Problem:
 
 
 def _field_of(location: tuple[int | str, ...]) -> tuple[str, ...]:
-    """The keys down to the field of the schema; what lies inside a list or a free mapping is the field's affair."""
+    """The keys that lead to the schema's field. Positions inside a list or a free mapping are left out."""
     keys: list[str] = []
     schema: type[Section] | None = Recipe
     for part in location:
@@ -135,6 +138,14 @@ def _wrong_value(field: tuple[str, ...], detail: Any, tree: dict[str, Any]) -> s
     return f"{name}: {_show(detail['input'])} {words_of_type.format(**detail.get('ctx', {}))}"
 
 
+def for_command_line(text: str) -> str:
+    """The text of a problem that an override has: it names overrides instead of lines of a file."""
+    name = text.partition(":")[0].replace("[", ".").replace("]", "")
+    given = re.match(r"model: '([^']*)' ", text)
+    fields = f"write model.path={given[1]}" if given else f"write {name}.FIELD=value"
+    return text.replace(_LINES_OF_FIELDS, fields).replace(_LINES, f"write {name}.KEY=value")
+
+
 def _show(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False) if not isinstance(value, str) else f"'{value}'"
     return text if len(text) <= 60 else text[:57] + "..."
@@ -149,8 +160,9 @@ def _remove(tree: dict[str, Any], keys: tuple[str, ...]) -> None:
 
 
 def section_of(schema: type[Section], key: str) -> type[Section] | None:
-    """The section that `key` is in `schema`, one that may be null included; None: a plain field, or unknown. Of a
-    section whose class is chosen by name, the class of its default."""
+    """Return the class of the section `key` in `schema`, also if it may be null. None: a plain field, or unknown.
+
+    If the section's class is chosen by name, return the class of its default."""
     return next(_sections_of(schema, key), None)
 
 
@@ -163,5 +175,5 @@ def _sections_of(schema: type[Section], key: str) -> Iterator[type[Section]]:
 
 
 def may_be_null(schema: type[Section], key: str) -> bool:
-    """Whether `key` is a section that null turns off, as null is its default."""
+    """Whether null turns the section `key` off. This holds if null is its default."""
     return schema.model_fields[key].default is None

@@ -1,4 +1,4 @@
-"""The recipe's `environment.sandbox`: limits for code that the model wrote (docs/sandbox.md)."""
+"""The recipe's `environment.sandbox` section: limits for code that the model writes (docs/sandbox.md)."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from octetrl.config.section import Section
 
 class SandboxConfig(Section):
     level: Literal["limits", "landlock", "bubblewrap"] = "landlock"
-    """Lowest acceptable level. The strongest level that works is used; `octetrl check` shows it. `limits` hides no
-    files and does not judge code with tests; use it only for code that you would run yourself."""
+    """Weakest level of isolation that is acceptable. The strongest level that works is used; `octetrl check` shows it.
+    `limits` hides no files and does not judge code with tests. Use it only for code that you would run yourself."""
     python: str | None = None
-    """Interpreter for the model's code, for example of a virtual environment with packages that the code may import.
+    """Interpreter for the model's code, for example from a virtual environment with packages that the code may import.
     None: the run's interpreter, without the packages of its environment."""
     wall_seconds: float = Field(default=5.0, gt=0.0, le=1e6)
-    """Time limit of all tests of a completion, or of one tool call."""
+    """Time limit in seconds for all tests of a completion, or for one tool call."""
     cpu_seconds: int = Field(default=5, ge=1, le=86_400)
-    """Processor time of a program and all its processes."""
+    """Limit of the processor time of a program and all its processes, in seconds."""
     memory_mib: int = Field(default=512, ge=32, le=1 << 24)
+    """Memory limit of a program and all its processes, in MiB."""
     disk_mib: int = Field(default=64, ge=1, le=1 << 24)
-    """Size of its temporary folder, which may be in memory."""
+    """Size limit of a program's temporary folder, in MiB. The folder may be in memory."""
     processes: int = Field(default=32, ge=1, le=4_096)
-    """Largest number of processes; threads count."""
+    """Largest number of processes. Threads count as processes."""
     output_kib: int = Field(default=64, ge=1, le=1 << 20)
-    """Limit of stdout and stderr together. A program that prints more is ended."""
+    """Limit of stdout and stderr together, in KiB. A program that prints more is ended."""

@@ -1,4 +1,4 @@
-"""What every section of a recipe is: frozen, strict, and documented by the docstrings under its fields."""
+"""The base class of every section of a recipe. Sections are frozen and strict; docstrings describe their fields."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Section(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong with a recipe.
+    """One error in a recipe.
 
     Example: Problem(("rollout.top_p",), "rollout.top_p: 1.5 is out of range; it must be at most 1")
     """
 
-    fields: tuple[str, ...]  # dotted names of the fields at odds
+    fields: tuple[str, ...]  # dotted names of the fields involved
     text: str

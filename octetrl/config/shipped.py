@@ -1,8 +1,8 @@
-"""The recipes that are part of the package.
+"""Find and copy the recipes that are part of the package.
 
-They live in `recipes/` of the repository; `octetrl/recipes` links there, so a wheel contains them as package data.
-A shipped recipe is found by its bare name, without folder and suffix: `octetrl train demo_grpo`. A file of that name in
-the working directory wins.
+They are in `recipes/` of the repository. `octetrl/recipes` links there, so a wheel contains them as package data. A
+shipped recipe is found by its bare name, without folder and suffix: `octetrl train demo_grpo`. A file of that name in
+the working directory is used instead.
 
 Example:
     shipped_path("demo_grpo")                          .../octetrl/recipes/demo_grpo.yaml
@@ -23,12 +23,12 @@ SCHEMA = "recipe.schema.json"
 
 
 def shipped_recipes() -> dict[str, str]:
-    """What each shipped recipe does, by its name: the first sentence of its comment."""
+    """Describe each shipped recipe, by name, with the first sentence of its comment."""
     return {path.stem: _summary(path) for path in sorted(FOLDER.glob("*.yaml"))}
 
 
 def shipped_path(name: str) -> Path:
-    """The file of the shipped recipe `name`. Raises UserError, with the nearest name, where there is none."""
+    """Return the file of the shipped recipe `name`. Raises UserError with the nearest name if there is none."""
     known = [path.stem for path in FOLDER.glob("*.yaml")]
     if name.removesuffix(".yaml") not in known:
         raise UserError(f"{name}: no shipped recipe has this name (`octetrl recipes` lists them){nearest(name, known)}")
@@ -36,8 +36,9 @@ def shipped_path(name: str) -> Path:
 
 
 def find_recipe(path: str | Path) -> Path:
-    """`path`, or the shipped recipe of that bare name where no such file exists. Raises UserError for a bare name
-    without a suffix that is neither."""
+    """Return `path`, or the shipped recipe of that bare name if no such file exists.
+
+    Raises UserError for a bare name without a suffix that is neither a file nor a shipped recipe."""
     path = Path(path)
     if path.name != str(path) or path.suffix in (".yaml", ".yml") or "\0" in path.name or path.is_file():
         return path
@@ -48,17 +49,17 @@ def find_recipe(path: str | Path) -> Path:
 
 
 def copy_recipe(name: str, to: Path) -> list[Path]:
-    """Copy the shipped recipe `name`, all that it extends and the schema for editors into the folder `to`.
+    """Copy the shipped recipe `name`, all files that it extends and the schema for editors into the folder `to`.
 
-    Returns the files, the recipe first. A file that is there already with the same content stays. Raises UserError,
-    and writes nothing, where one is there with another content.
+    Returns the files, the recipe first. Files that already exist with the same content stay. If a file exists with
+    other content, raises UserError and writes nothing.
     """
     sources = _with_what_it_extends(shipped_path(name))
     files = {to / path.relative_to(FOLDER): path.read_bytes() for path in (*sources, FOLDER / SCHEMA)}
     try:
         for target, content in files.items():
             if target.exists() and target.read_bytes() != content:
-                raise UserError(f"--to: '{target}' exists with another content; give another folder, or move it away")
+                raise UserError(f"--to: '{target}' exists with other content; give another folder, or move it away")
         for target, content in files.items():
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
@@ -75,7 +76,7 @@ def _with_what_it_extends(path: Path) -> list[Path]:
 
 
 def _without_dots(parts: tuple[str, ...]) -> list[str]:
-    """`a/b/../c` as `a/c`, without following links."""
+    """Shorten `a/b/../c` to `a/c`, without following links."""
     kept: list[str] = []
     for part in parts:
         if part == "..":
@@ -86,7 +87,7 @@ def _without_dots(parts: tuple[str, ...]) -> list[str]:
 
 
 def _summary(path: Path) -> str:
-    """The first sentence of the comment that the file begins with, after the line for editors."""
+    """Return the first sentence of the comment at the top of the file, after the line for editors."""
     lines = path.read_text(encoding="utf-8").splitlines()[1:]
     comment = " ".join(line.removeprefix("#").strip() for line in lines[:4] if line.startswith("#"))
     return re.split(r"\.(?:\s|$)", comment)[0]

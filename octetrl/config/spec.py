@@ -1,7 +1,8 @@
-"""ModelSpec: all that tells one decoder from another. Llama, Qwen2.5 and Qwen3 are one decoder with a spec.
+"""ModelSpec: everything that distinguishes one decoder from another.
 
-Made from a Hugging Face `config.json` by `models/families.py`; read by the model, the engine, `check` and `export`.
-It lies in `config/`, below everything, because the precision policy and the memory estimate read it too.
+Llama, Qwen2.5 and Qwen3 are the same decoder with different specs. `models/families.py` creates the spec from a Hugging
+Face `config.json`. The model, the engine, `check` and `export` read it. It is in `config/`, because the precision
+policy and the memory estimate read it too.
 """
 
 from __future__ import annotations
@@ -9,17 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from octetrl.config.blocks import PLACES, LayerBlocks, LinearLayout
+from octetrl.config.blocks import PLACES, CachedTensor, LayerBlocks, LinearLayout, VectorLayout
 
-# Sizes beyond any model's: a config that asks for more is damaged, and would take all memory before it fails.
+# Larger than any model's sizes. A config with larger ones is damaged and would use all memory before it fails.
 MOST_LAYERS, MOST_HEADS, MOST_WIDTH, MOST_TOKENS = 1_000, 1 << 16, 1 << 20, 1 << 24
 
-SUPPORTED_HEAD_SIZES = (16, 32, 64, 128, 256)  # the attention kernels assert it, `models/families.py` refuses by it
+SUPPORTED_HEAD_SIZES = (16, 32, 64, 128, 256)  # asserted by the attention kernels, checked by `models/families.py`
 
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """Llama 3.1's frequency scaling: long wavelengths are slowed by `factor`, short ones kept, the rest blended."""
+    """Llama 3.1's frequency scaling of RoPE.
+
+    Low frequencies are divided by `factor`, high frequencies stay, and those in between are interpolated."""
 
     factor: float
     low_freq_factor: float
@@ -44,13 +47,14 @@ class ModelSpec:
     qkv_bias: bool  # Qwen2, Qwen2.5
     qk_norm: bool  # Qwen3
     tied_embeddings: bool
-    blocks: tuple[LayerBlocks, ...]  # of layers 0, 1, ...; the last is also that of every layer behind it
+    blocks: tuple[LayerBlocks, ...]  # of layers 0, 1, ...; all further layers have the last entry's blocks
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
     @property
     def fp8_k_is_safe(self) -> bool:
-        """Without QK-norm, K has outlier channels that a per-head E4M3 scale ruins (docs/fp8.md §4)."""
+        """Whether K may be stored in FP8. K with a bias and without QK-norm has outlier channels, for which one E4M3
+        scale per head is too coarse (docs/fp8.md §4)."""
         return self.qk_norm or not self.qkv_bias
 
     @property
@@ -65,18 +69,53 @@ class ModelSpec:
         return self.blocks[min(layer, len(self.blocks) - 1)]
 
     def linears(self) -> Iterator[tuple[str, LinearLayout]]:
-        """Every linear of the layers by its full name, such as `layers.3.mlp.down_proj`, in order."""
+        """Yield every linear of the layers with its full name, such as `layers.3.mlp.down_proj`, in order."""
         for layer in range(self.num_layers):
             for place, block in zip(PLACES, self.blocks_of(layer), strict=True):
                 for linear in block.linears(self):
                     yield f"layers.{layer}.{place.name}.{linear.name}", linear
 
+    def without_gradient(self) -> Iterator[str]:
+        """Yield the full names of the parameters that the optimizer does not update."""
+        for layer in range(self.num_layers):
+            for place, block in zip(PLACES, self.blocks_of(layer), strict=True):
+                for tensor in block.tensors(self):
+                    if isinstance(tensor, VectorLayout) and not tensor.has_gradient:
+                        yield f"layers.{layer}.{place.name}.{tensor.name}"
+
     def linear_sizes(self) -> dict[str, int]:
-        """The widths of all linears of the layers, by name."""
+        """Widths of all linears of the layers, by name."""
         sizes = {"hidden size": self.hidden_size}
         for block in dict.fromkeys(block for blocks in self.blocks for block in blocks):
             sizes |= block.sizes(self)
         return sizes
+
+    def cached(self, layer: int) -> tuple[CachedTensor, ...]:
+        """Tensors that a token stores in this layer's KV cache."""
+        caches = [tensors for block in self.blocks_of(layer) if (tensors := block.cached(self))]
+        assert len(caches) <= 1, f"layer {layer}: two blocks with a KV cache"
+        return caches[0] if caches else ()
+
+    @property
+    def num_cache_scales(self) -> int:
+        """Number of calibrated scales of a layer: the largest number of any layer, over all its cached tensors."""
+        return max(sum(tensor.num_scales for tensor in self.cached(layer)) for layer in range(self.num_layers))
+
+    def cache_scale_name(self, layer: int, index: int) -> str:
+        """Describe a calibrated scale in words: `K in layer 3, head 1`."""
+        for tensor in self.cached(layer):
+            if index < tensor.num_scales:
+                return f"{tensor.name} in layer {layer}, {tensor.scale_of} {index}"
+            index -= tensor.num_scales
+        raise IndexError(f"layer {layer} has no scale {index}")
+
+    @property
+    def rotary_size(self) -> int:
+        """Number of values of a head that RoPE rotates by position: the width of the table of angles."""
+        blocks = dict.fromkeys(block for blocks in self.blocks for block in blocks)
+        sizes = {size for block in blocks if (size := block.rotary_size(self)) is not None}
+        assert len(sizes) == 1, f"blocks with different rotary sizes: {sorted(sizes)}"
+        return sizes.pop()
 
     @property
     def num_parameters(self) -> int:

@@ -1,10 +1,13 @@
-"""What is wrong with a recipe: every problem at once, each a line that says what to do.
+"""Check a recipe and report all its problems together, one line each, with what to do. No torch.
 
-Three rings of checks. Names, types and ranges of single fields (`config/problems.py`); fields that cannot stand
-together (`combination_problems`); fields that the model at hand cannot follow (`spec_problems`). No torch.
+There are three stages:
 
-A problem names its fields, so that the second ring can run although the first found something: a problem that touches a
-field already reported is not reported again.
+    config/problems.py         names, types and ranges of single fields
+    `combination_problems`     combinations of fields that are not allowed
+    `spec_problems`            fields that the given model does not allow
+
+The second stage also runs if the first one found problems. Each problem names its fields, and a problem with a field
+that was already reported is left out.
 """
 
 from __future__ import annotations
@@ -16,7 +19,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from octetrl.config.algorithm import RftConfig
+from octetrl.config.blocks import StackedLinearLayout
+from octetrl.config.cluster import cluster_problems
 from octetrl.config.errors import UserError
+from octetrl.config.lora import adapter_elements, targets_of, unknown_target
 from octetrl.config.objective_keys import name_objective
 from octetrl.config.objective_settings import DatasetSettings
 from octetrl.config.problems import schema_problems
@@ -26,7 +32,7 @@ from octetrl.config.spec import ModelSpec
 from octetrl.config.validate_environment import environment_problems
 from octetrl.config.validate_sandbox import sandbox_problems
 
-MOST_ROLLOUTS = 10_000_000  # of a step; each is a record in memory
+MOST_ROLLOUTS = 10_000_000  # per step; each rollout is a record in memory
 _ROWS = {
     "conversations": '{"prompt": ..., "answer": ...} or {"messages": [...]}',
     "preferences": '{"prompt": ..., "chosen": ..., "rejected": ...}',
@@ -34,7 +40,7 @@ _ROWS = {
 
 
 def build_recipe(tree: dict[str, Any], *, training: bool = True) -> tuple[Recipe | None, list[Problem]]:
-    """The recipe of a merged tree, or None and all its problems. training: see `combination_problems`."""
+    """Build the recipe of a merged tree, or return None and all problems. training: see `combination_problems`."""
     tree = name_objective(tree)
     try:
         recipe = Recipe.model_validate_json(json.dumps(tree))
@@ -52,12 +58,14 @@ def build_recipe(tree: dict[str, Any], *, training: bool = True) -> tuple[Recipe
 
 
 def _overlap(field: str, other: str) -> bool:
-    """One of them is the other, or a section around it."""
+    """Whether both are the same field, or one is a section that contains the other."""
     return field == other or field.startswith(other + ".") or other.startswith(field + ".")
 
 
 def combination_problems(recipe: Recipe, training: bool = True) -> Iterator[Problem]:
-    """Problems of a recipe whose single fields are sound. training: include what only concerns the algorithm."""
+    """Yield the wrong combinations of a recipe whose single fields are valid.
+
+    training: include the checks that only matter for training."""
     yield from _model_problems(recipe)
     yield from _fp8_problems(recipe)
     yield from _size_problems(recipe)
@@ -69,6 +77,7 @@ def combination_problems(recipe: Recipe, training: bool = True) -> Iterator[Prob
     yield from environment_problems(recipe, training)
     yield from sandbox_problems(recipe)
     yield from _trainer_problems(recipe)
+    yield from cluster_problems(recipe.cluster)
     yield from _run_problems(recipe)
 
 
@@ -84,16 +93,21 @@ def _model_problems(recipe: Recipe) -> Iterator[Problem]:
         text = f"model.preset: '{model.preset}' is a shape without weights; set model.init: random, or give model.path"
         yield Problem(("model.preset", "model.init"), text)
     if model.preset and not model.path and not model.tokenizer:
-        text = f"model.tokenizer: preset '{model.preset}' has none; give the folder of a Hugging Face tokenizer"
+        text = f"model.tokenizer: preset '{model.preset}' has no tokenizer; give a Hugging Face tokenizer folder"
         yield Problem(("model.tokenizer", "model.preset"), text)
     if model.dtype == "float32" and recipe.trainer.optimizer.master == "stochastic_rounding":
         text = "trainer.optimizer.master: stochastic_rounding is for bfloat16 weights; with dtype float32 use float32"
         yield Problem(("trainer.optimizer.master", "model.dtype"), text)
-    if model.lora is not None:
+    if model.lora is not None and model.lora.targets is not None:
         twice = sorted({target for target in model.lora.targets if model.lora.targets.count(target) > 1})
         if twice:
             text = f"model.lora.targets: {', '.join(twice)} is named twice; name each projection once"
             yield Problem(("model.lora.targets",), text)
+        if recipe.trainer.router.bias_rate:
+            text = (
+                "trainer.router.bias_rate: an adapter's files cannot hold the biases; set it to 0, or model.lora=null"
+            )
+            yield Problem(("trainer.router.bias_rate", "model.lora"), text)
         if not model.lora.targets:
             text = "model.lora.targets: is empty, so nothing would be trained; name projections, or set model.lora=null"
             yield Problem(("model.lora.targets",), text)
@@ -102,10 +116,10 @@ def _model_problems(recipe: Recipe) -> Iterator[Problem]:
 def _fp8_problems(recipe: Recipe) -> Iterator[Problem]:
     fp8 = recipe.fp8
     if recipe.model.dtype == "float32" and (fp8.rollout or fp8.train or fp8.kv_cache != "none"):
-        text = "model.dtype: float32 has no FP8 path, values are quantised from bfloat16; use it, or precision: bf16"
+        text = "model.dtype: float32 has no FP8 path; use bfloat16, or precision: bf16, which turns FP8 off"
         yield Problem(("model.dtype", "fp8.rollout", "fp8.train", "fp8.kv_cache"), text)
     if recipe.cluster.device == "cpu" and fp8.emulate is False and (fp8.rollout or fp8.train):
-        text = "fp8.emulate: false on a CPU, which has no FP8 tensor cores; leave it out or set fp8.emulate: true"
+        text = "fp8.emulate: false needs FP8 tensor cores, and a CPU has none; leave it out, or set it to true"
         yield Problem(("fp8.emulate", "cluster.device"), text)
 
 
@@ -114,8 +128,8 @@ def _size_problems(recipe: Recipe) -> Iterator[Problem]:
     rollouts = rollout.prompts_per_step * rollout.group_size
     if rollouts > MOST_ROLLOUTS:
         text = (
-            f"rollout.prompts_per_step: {rollout.prompts_per_step:,} prompts of rollout.group_size"
-            f" {rollout.group_size:,} are {rollouts:,} rollouts a step; at most {MOST_ROLLOUTS:,} are allowed"
+            f"rollout.prompts_per_step: {rollout.prompts_per_step:,} prompts with rollout.group_size"
+            f" {rollout.group_size:,} are {rollouts:,} rollouts per step; at most {MOST_ROLLOUTS:,} are allowed"
         )
         yield Problem(("rollout.prompts_per_step", "rollout.group_size"), text)
 
@@ -128,7 +142,7 @@ def _length_problems(recipe: Recipe) -> Iterator[Problem]:
         text = (
             f"model.context_length: {recipe.model.context_length} is shorter than rollout.max_prompt_tokens"
             f" {rollout.max_prompt_tokens} + rollout.max_new_tokens {rollout.max_new_tokens};"
-            f" raise it to {longest}, or lower those"
+            f" raise it to {longest}, or lower these"
         )
         yield Problem(("model.context_length", *lengths), text)
     evaluated = rollout.max_prompt_tokens + (evaluation.max_new_tokens or 0)
@@ -149,7 +163,7 @@ def _length_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(("engine.kv_cache_tokens", "engine.page_size", *lengths), text)
     if engine.prefix_cache == "keep" and recipe.fp8.kv_cache == "calibrated":
         text = (
-            "engine.prefix_cache: 'keep' would read old codes by the new scales of a calibrated KV cache;"
+            "engine.prefix_cache: 'keep' would read old codes with the new scales of a calibrated KV cache;"
             " use 'drop_on_publish', or fp8.kv_cache 'dynamic' or 'none'"
         )
         yield Problem(("engine.prefix_cache", "fp8.kv_cache"), text)
@@ -162,7 +176,7 @@ def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
     if algorithm.learns_from != "rollouts":
         if recipe.fp8.kv_cache == "calibrated":
             text = (
-                f"fp8.kv_cache: 'calibrated' has no data for calibration with {algorithm.name}, which draws no"
+                f"fp8.kv_cache: 'calibrated' has no data for calibration with {algorithm.name}, which samples no"
                 " rollouts; use 'none', or 'dynamic', which needs no calibration (precision: fp8_full means"
                 " 'calibrated')"
             )
@@ -170,18 +184,18 @@ def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
         return
     if isinstance(algorithm, RftConfig) and algorithm.best_of_group > rollout.group_size:
         text = (
-            f"algorithm.best_of_group: {algorithm.best_of_group} is more than the rollout.group_size"
-            f" {rollout.group_size} siblings; lower it, or raise rollout.group_size"
+            f"algorithm.best_of_group: {algorithm.best_of_group} is more than rollout.group_size"
+            f" {rollout.group_size}; lower it, or raise rollout.group_size"
         )
         yield Problem(("algorithm.best_of_group", "rollout.group_size"), text)
     if rollout.group_size < 2 and algorithm.needs_siblings:
         text = (
-            f"rollout.group_size: 1 gives {algorithm.name} no siblings to compare; use at least 2, commonly 8,"
+            f"rollout.group_size: with 1, {algorithm.name} has no siblings to compare; use at least 2, commonly 8,"
             f" or algorithm.name: reinforce_pp"
         )
         yield Problem(("rollout.group_size", "algorithm.name"), text)
     if rollout.temperature == 0:
-        text = "rollout.temperature: 0 is greedy, so all siblings of a group are equal and have no advantage; use 1.0"
+        text = "rollout.temperature: 0 is greedy, so all answers of a group are equal and teach nothing; use 1.0"
         yield Problem(("rollout.temperature", "algorithm.name"), text)
     for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
         value = getattr(rollout, name)
@@ -202,7 +216,7 @@ def _critic_problems(recipe: Recipe) -> Iterator[Problem]:
         return
     if critic.pretrain_steps >= recipe.steps:
         text = (
-            f"critic.pretrain_steps: {critic.pretrain_steps} of {recipe.steps} steps leave none to train the policy;"
+            f"critic.pretrain_steps: {critic.pretrain_steps} of {recipe.steps} steps leave no step for the policy;"
             f" lower it, or raise steps"
         )
         yield Problem(("critic.pretrain_steps", "steps"), text)
@@ -232,7 +246,7 @@ def _optimizer_problems(section: str, optimizer: OptimizerConfig) -> Iterator[Pr
     if optimizer.weight_decay_on != "linears" and optimizer.weight_decay == 0:
         text = (
             f"{section}.weight_decay_on: '{optimizer.weight_decay_on}' has no effect while {section}.weight_decay is 0;"
-            f" set that, to 0.01 say, or leave it out"
+            f" set that to 0.01, or leave this out"
         )
         yield Problem((f"{section}.weight_decay_on", f"{section}.weight_decay"), text)
 
@@ -260,7 +274,7 @@ def _weight_code_problems(recipe: Recipe) -> Iterator[Problem]:
         return
     if not fp8.train:
         text = (
-            "trainer.weight_codes: 'remade' has no effect where training is not FP8; leave it out, or use precision:"
+            "trainer.weight_codes: 'remade' has no effect if training is not FP8; leave it out, or use precision:"
             " fp8_full"
         )
         yield Problem(("trainer.weight_codes", "fp8.train"), text)
@@ -273,8 +287,8 @@ def _weight_code_problems(recipe: Recipe) -> Iterator[Problem]:
     has_graphs = fp8.rollout and name != "reward_model" and recipe.cluster.device != "cpu"
     if fp8.train and has_graphs and not recipe.engine.release_for_training:
         text = (
-            "trainer.weight_codes: 'remade' moves the codes that the engine's captured graphs read, and"
-            " engine.release_for_training: false keeps those; set it to true, or use kept"
+            "trainer.weight_codes: 'remade' moves the codes that the engine's captured graphs read, but"
+            " engine.release_for_training: false keeps the graphs; set that to true, or use kept"
         )
         yield Problem(("trainer.weight_codes", "engine.release_for_training"), text)
 
@@ -285,11 +299,11 @@ def _run_problems(recipe: Recipe) -> Iterator[Problem]:
         text = "rollout.stop: an empty text would stop every answer at once; remove it"
         yield Problem(("rollout.stop",), text)
     if evaluation.every and not recipe.environment.eval_size:
-        text = "evaluation.every: there are no held-out tasks, environment.eval_size is 0; raise it, or set every to 0"
+        text = "evaluation.every: environment.eval_size 0 leaves no held-out tasks; raise that, or set every to 0"
         yield Problem(("evaluation.every", "environment.eval_size"), text)
     if evaluation.samples > 1 and evaluation.temperature == 0:
         text = (
-            f"evaluation.samples: {evaluation.samples} greedy answers are one answer {evaluation.samples} times;"
+            f"evaluation.samples: {evaluation.samples} greedy answers would all be the same;"
             f" use 1, or an evaluation.temperature above 0"
         )
         yield Problem(("evaluation.samples", "evaluation.temperature"), text)
@@ -301,12 +315,12 @@ def _run_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(("evaluation.k", "evaluation.samples"), text)
     if checkpoint.keep_best and not evaluation.every and checkpoint.best_metric.startswith("eval/"):
         text = (
-            f"checkpoint.keep_best: '{checkpoint.best_metric}' is never measured, evaluation.every is 0;"
+            f"checkpoint.keep_best: '{checkpoint.best_metric}' is never measured, because evaluation.every is 0;"
             f" set evaluation.every, or checkpoint.keep_best: 0"
         )
         yield Problem(("checkpoint.keep_best", "checkpoint.best_metric", "evaluation.every"), text)
     if recipe.seed >= 2**63 or not 0 <= recipe.environment.seed < 2**63:
-        text = "seed: seed and environment.seed are whole numbers from 0 to 2^63 - 1; choose a smaller one"
+        text = "seed: seed and environment.seed must be from 0 to 2^63 - 1; choose others"
         yield Problem(("seed", "environment.seed"), text)
     if "\0" in recipe.output_dir:
         yield Problem(("output_dir",), f"output_dir: {recipe.output_dir!r} is not a path, it contains a NUL; remove it")
@@ -315,9 +329,9 @@ def _run_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def validate_with_spec(recipe: Recipe, spec: ModelSpec) -> None:
-    """Refuse a recipe that this model cannot follow. Raises UserError with all problems together.
+    """Refuse a recipe that does not fit this model. Raises UserError with all problems together.
 
-    FP8 KV on a Qwen2.5 is not refused: its K stays BF16 and its V is FP8 (fp8/policy.py; `check` prints it).
+    An FP8 KV cache is allowed for Qwen2.5: its K stays BF16 and its V is FP8 (fp8/policy.py; `check` prints it).
     """
     problems = list(spec_problems(recipe, spec))
     if len(problems) == 1:
@@ -327,7 +341,7 @@ def validate_with_spec(recipe: Recipe, spec: ModelSpec) -> None:
 
 
 def spec_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
-    """Problems that show when the model's shape is known."""
+    """Yield the problems that depend on the model's shape."""
     fp8 = recipe.fp8
     if recipe.model.context_length > spec.max_positions:
         text = (
@@ -335,6 +349,10 @@ def spec_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
             f" lower it to {spec.max_positions}"
         )
         yield Problem(("model.context_length",), text)
+    lora = recipe.model.lora
+    unknown = unknown_target(lora.targets, spec) if lora is not None and lora.targets is not None else None
+    if unknown is not None:
+        yield Problem(("model.lora.targets",), f"model.lora.targets: {unknown}")
     checkpointed = recipe.trainer.checkpointed_layers
     if checkpointed is not None and checkpointed > spec.num_layers:
         text = (
@@ -342,16 +360,41 @@ def spec_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
             f" give 0 to {spec.num_layers}, or leave it out for all"
         )
         yield Problem(("trainer.checkpointed_layers",), text)
+    yield from _mixture_problems(recipe, spec)
+    if lora is not None and unknown is None and not adapter_elements(spec, lora):
+        text = (
+            f"model.lora.targets: {', '.join(targets_of(lora, spec))} exist only in experts, which get no adapters;"
+            f" add q_proj, k_proj, v_proj or o_proj"
+        )
+        yield Problem(("model.lora.targets",), text)
     if not (fp8.rollout or fp8.train):
         return
     for name, size in spec.linear_sizes().items():
         if size % 16:
-            text = f"fp8: linears need sizes divisible by 16, this model's {name} is {size}; use precision: bf16"
+            text = f"fp8: linears need sizes divisible by 16, but this model's {name} is {size}; use precision: bf16"
             yield Problem(("fp8.rollout", "fp8.train"), text)
     kept = fp8.bf16_first_layers + fp8.bf16_last_layers
     if kept >= spec.num_layers:
         text = (
-            f"fp8.bf16_first_layers + bf16_last_layers: {kept} leave none of the model's {spec.num_layers} layers"
+            f"fp8.bf16_first_layers + bf16_last_layers: {kept} of the model's {spec.num_layers} layers leave no layer"
             f" in FP8; lower them, or use precision: bf16"
         )
         yield Problem(("fp8.bf16_first_layers", "fp8.bf16_last_layers"), text)
+
+
+def _mixture_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
+    router, workers = recipe.trainer.router, recipe.cluster.num_workers
+    given = [name for name, value in router if value]
+    has_experts = any(isinstance(linear, StackedLinearLayout) for _, linear in spec.linears())
+    if has_experts and workers > 1:
+        text = f"cluster: {workers} workers, but a mixture of experts trains on one; leave the numbers of workers out"
+        yield Problem(("cluster.gpus", "cluster.cpus", "cluster.nodes"), text)
+    if given and not has_experts:
+        text = f"trainer.router.{given[0]}: this model has no experts; remove the section trainer.router"
+        yield Problem((f"trainer.router.{given[0]}",), text)
+    elif router.bias_rate and not any(spec.without_gradient()):
+        text = (
+            f"trainer.router.bias_rate: {router.bias_rate:g}, but the routers of {spec.family} have no correction bias;"
+            f" use trainer.router.balance_loss"
+        )
+        yield Problem(("trainer.router.bias_rate",), text)

@@ -1,4 +1,4 @@
-"""What is wrong with a recipe's `environment`, its fields taken together."""
+"""Check the combinations of fields in a recipe's `environment` section."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def environment_problems(recipe: Recipe, training: bool) -> Iterator[Problem]:
     yield from _scorer_problems(environment)
     yield from _tool_problems(environment)
     if "{prompt}" not in environment.prompt_template:
-        text = "environment.prompt_template: has no {prompt}, so every task would look the same; put {prompt} in it"
+        text = "environment.prompt_template: it has no {prompt}, so all prompts would be the same; add {prompt} to it"
         yield Problem(("environment.prompt_template",), text)
     for name in ("answer_marker", "reference_marker"):
         if getattr(environment, name) == "":
             whole = "completion" if name == "answer_marker" else "answer"
-            text = f"environment.{name}: an empty text marks nothing; give one, or null for the whole {whole}"
+            text = f"environment.{name}: an empty text marks nothing; give a text, or null for the whole {whole}"
             yield Problem((f"environment.{name}",), text)
 
 
@@ -48,7 +48,7 @@ def _unused_problems(environment: EnvironmentConfig) -> Iterator[Problem]:
     kind = environment.kind
     if environment.parameters and kind in (*FILES, "python"):
         text = (
-            f"environment.parameters: {', '.join(environment.parameters)} have no effect,"
+            f"environment.parameters: {', '.join(environment.parameters)} have no effect, because"
             f" kind {kind} has no parameters; set environment.parameters={{}}"
         )
         yield Problem(("environment.parameters", "environment.kind"), text)
@@ -65,9 +65,7 @@ def _scorer_problems(environment: EnvironmentConfig) -> Iterator[Problem]:
     given = [name for name in _SCORERS if getattr(environment, name) is not None]
     if len(given) > 1:
         first, *others = reversed(given)
-        text = (
-            f"environment.{first}: it and environment.{' and environment.'.join(others)} exclude each other; keep one"
-        )
+        text = f"environment.{first}: cannot be combined with environment.{' and environment.'.join(others)}; keep one"
         yield Problem(tuple(f"environment.{name}" for name in (first, *others)), text)
 
 
@@ -77,19 +75,21 @@ def _tool_problems(environment: EnvironmentConfig) -> Iterator[Problem]:
             known = f"{nearest(name, READY_TOOLS)}; give {', '.join(READY_TOOLS)} or module:name"
             yield Problem(("environment.tools",), f"environment.tools: there is no tool '{name}'{known}")
     if environment.tools and environment.kind not in (*FILES, "reasoning_gym"):
-        text = f"environment.tools: an environment of kind {environment.kind} brings its own tools; remove them here"
+        text = f"environment.tools: an environment of kind {environment.kind} has its own tools; remove these"
         yield Problem(("environment.tools", "environment.kind"), text)
     if ("search" in environment.tools) != (environment.corpus is not None):
-        what = "the tool search needs one" if environment.corpus is None else "only the tool search reads it"
+        what = "the tool search needs a corpus" if environment.corpus is None else "only the tool search reads it"
         remedy = "give a file or folder" if environment.corpus is None else "add search to environment.tools"
         yield Problem(("environment.corpus", "environment.tools"), f"environment.corpus: {what}; {remedy}")
 
 
 def refuse_for_turns(recipe: Recipe) -> None:
-    """Raises UserError for what an environment of several turns can't have; that it is one shows when it is loaded."""
+    """Refuse settings that an environment with several turns does not support. Raises UserError.
+
+    Call it after loading the environment, because only then it is known to have several turns."""
     if recipe.environment.reward_model is not None:
         raise UserError(
-            "environment.reward_model: it scores one answer to one prompt, and this environment has several turns;"
+            "environment.reward_model: it scores one answer to one prompt, but this environment has several turns;"
             " set it to null, or use environment.reward"
         )
     tokens, context = recipe.engine.kv_cache_tokens, recipe.model.context_length

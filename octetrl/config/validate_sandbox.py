@@ -1,5 +1,8 @@
-"""Whether a sandbox's time and memory fit into those of a reward: a worker that is killed first would call a hang of
-the model's code, or its hunger, a failure of the reward."""
+"""Check that a sandbox's time and memory limits fit within those of a reward.
+
+Otherwise the reward's worker would be killed first, and a fault of the model's code would count as a failure of the
+reward.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem
 
 MARGIN_SECONDS = 4.0
-"""For starting sandboxes and ending them, beyond what the code may take."""
+"""Time for starting and ending sandboxes, in addition to the code's own limit."""
 MARGIN_MIB = 1024
-"""For the tests' own sandbox and the worker itself, beyond what the code may take."""
+"""Memory for the tests' own sandbox and the worker itself, in addition to the code's own limit."""
 
 
 def sandbox_problems(recipe: Recipe) -> Iterator[Problem]:

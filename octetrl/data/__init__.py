@@ -1,1 +1,1 @@
-"""Files in, records out. No torch."""
+"""Read files of tasks, conversations and preference pairs, and load tokenizers. No torch."""

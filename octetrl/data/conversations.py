@@ -1,12 +1,13 @@
-"""Reads conversations for SFT and turns them into samples.
+"""Read conversations for SFT and convert them to samples.
 
-A row has one of two forms; a file may mix them:
+A row has one of two forms, and a file may mix them:
 
-    {"prompt": ..., "answer": ...}               tokens as a rollout's are: the opened prompt, then the answer and EOS
-    {"messages": [{"role", "content"}, ...]}     several turns, exactly as the chat template writes them; `tools`, where
-                                                 given, goes to the template
+    {"prompt": ..., "answer": ...}               tokenized like a rollout: the prompt with the start of the answer's
+                                                 turn, then the answer and EOS
+    {"messages": [{"role", "content"}, ...]}     several turns, exactly as the chat template writes them. `tools` is
+                                                 optional and goes to the template
 
-The loss covers only what the assistant says, including the end of its turn.
+The loss covers only the assistant's text, including the end of its turn.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Message = Mapping[str, Any]
 
 
 class MaskedTokens(Protocol):
-    """A conversation in tokens (rollout/message_tokens.py)."""
+    """A tokenized conversation (rollout/message_tokens.py)."""
 
     @property
     def token_ids(self) -> tuple[int, ...]: ...
@@ -38,7 +39,7 @@ class MaskedTokens(Protocol):
 
 
 class TurnTokens(Protocol):
-    """What puts turns into tokens: `ChatTokens` (rollout/chat_tokens.py)."""
+    """The interface that tokenizes turns: `ChatTokens` (rollout/chat_tokens.py)."""
 
     def prompt_tokens(self, prompt: str, /) -> tuple[int, ...]: ...
 
@@ -50,10 +51,10 @@ class TurnTokens(Protocol):
 
 
 class Tokenized(NamedTuple):
-    """An example in tokens: a conversation, or the two of a preference pair, the better first."""
+    """A tokenized example: one conversation, or the two of a preference pair with the chosen one first."""
 
     samples: tuple[Sample, ...]
-    across_borders: int = 0  # tokens that are half an answer's and not trained on
+    across_borders: int = 0  # number of tokens only partly in an answer, which are not trained on
 
     @property
     def longest(self) -> int:
@@ -62,7 +63,7 @@ class Tokenized(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A prompt and the answer to learn."""
+    """A prompt and the answer to train on."""
 
     prompt: str
     answer: str
@@ -74,7 +75,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """Several turns; what the assistant says from message `learn_from` on is learnt."""
+    """Several turns. The assistant's text from message `learn_from` on is trained on."""
 
     messages: tuple[Message, ...]
     learn_from: int = 0
@@ -86,24 +87,24 @@ class Dialogue:
 
 
 def supervised(token_ids: tuple[int, ...], loss_mask: tuple[bool, ...]) -> Sample:
-    """A sample that no engine drew."""
+    """Create a sample for supervised training, without the engine's log-probs."""
     return Sample(token_ids, loss_mask, generator_logprobs=None, advantage=1.0, policy_version=None)
 
 
 def conversation_of(record: Mapping[str, Any], where: str) -> Conversation | Dialogue:
-    """The conversation of a row. Raises UserError that says `where`."""
+    """Read the conversation of a row. Raises UserError that begins with `where`."""
     if "messages" not in record:
         return Conversation(required_text(record, "prompt", where), required_text(record, "answer", where))
     messages = messages_of(record, "messages", where)
     if all(message["role"] != "assistant" for message in messages):
         raise UserError(
-            f"{where}: 'messages' has no message of the assistant, so there is nothing to train on; add its answers"
+            f"{where}: 'messages' has no assistant message, so there is nothing to train on; add its answers"
         )
     return Dialogue(messages, tools=tools_of(record, where))
 
 
 def messages_of(record: Mapping[str, Any], key: str, where: str) -> tuple[Message, ...]:
-    """`record[key]`, a list of messages with known roles and text, or a UserError."""
+    """Read `record[key]`, a list of messages with known roles and text. Raises UserError for anything else."""
     messages = record[key]
     if not isinstance(messages, list) or not messages:
         found = "an empty list" if messages == [] else kind_of(messages)

@@ -1,11 +1,12 @@
-"""The training data of a supervised step: examples of one or several sources, mixed by weight, in a resumable order.
+"""Training data of supervised steps: examples from one or several sources, mixed by weight, in a resumable order.
 
-The next example comes from the source that is furthest below its share; nothing is random:
+The next example comes from the source that is furthest below its share. Nothing is random:
 
     argmax_s  w_s (n + 1) - taken_s          n examples taken so far, taken_s of them from s; w sums to 1
 
-So after any number of examples every source has its share to within one example or so, and so has nearly every batch.
-Within a source the order is seeded and endless (environments/order.py). The counts are the position in the mixture.
+After any number of examples each source is within about one example of its share. The same holds for nearly every
+batch. Within a source the order is seeded and endless (environments/order.py). The counts taken_s are the position in
+the mixture.
 
 Examples longer than the model's context are refused, or with `too_long: drop` left out and counted. All examples are
 tokenized when the run starts.
@@ -28,7 +29,7 @@ from octetrl.data.rows import read_rows
 from octetrl.environments.order import EndlessOrder
 from octetrl.records import Sample
 
-SHOWN = 10  # bad rows named in one message
+SHOWN = 10  # largest number of invalid rows in one message
 Kind = Literal["conversations", "preferences"]
 
 
@@ -46,7 +47,7 @@ _OF_RECORD: dict[Kind, Callable[[Mapping[str, Any], str], Example]] = {
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Examples under one name, with the places they come from."""
+    """Examples of one source, with their places in the files."""
 
     name: str  # in metrics
     examples: Sequence[Example]
@@ -55,7 +56,7 @@ class Source:
 
 
 def read_source(name: str, config: DataSource, kind: Kind) -> Source:
-    """All examples of one source. Raises UserError: a line for each bad row, the first ten of them."""
+    """Read all examples of one source. Raises UserError with a line for each of the first ten invalid rows."""
     examples, places, problems = [], [], []
     for row in read_rows(config.path, split=config.split, subset=config.subset):
         record = {**row.record, **{ours: row.record[key] for ours, key in config.columns.items() if key in row.record}}
@@ -68,12 +69,14 @@ def read_source(name: str, config: DataSource, kind: Kind) -> Source:
         raise UserError(problems[0])
     if problems:
         more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-        raise UserError("\n  ".join([f"{config.path}: {len(problems)} bad rows", *problems[:SHOWN], *more]))
+        raise UserError("\n  ".join([f"{config.path}: {len(problems)} invalid rows", *problems[:SHOWN], *more]))
     return Source(name, examples, places, config.weight)
 
 
 def _tokenized(example: Example, place: str, chat: TurnTokens) -> tuple[Tokenized | None, str]:
-    """The example in tokens, and how long it is; None: longer than the context by the length of its text alone."""
+    """Tokenize an example. Returns it with its length in words.
+
+    It is None if the text's length alone shows that it exceeds the context."""
     try:
         item = example.tokenized(chat)
     except TextTooLong as error:
@@ -84,7 +87,7 @@ def _tokenized(example: Example, place: str, chat: TurnTokens) -> tuple[Tokenize
 
 
 class _Order:
-    """The examples of one source in tokens, in their endless order."""
+    """The tokenized examples of one source, in an endless order."""
 
     def __init__(self, name: str, items: Sequence[Tokenized], seed: int) -> None:
         self.name, self.items, self.taken = name, items, 0
@@ -96,10 +99,11 @@ class _Order:
 
 
 class Mixture:
-    """Samples of `sources` by weight, in a seeded order without end.
+    """Samples of `sources`, mixed by weight, in a seeded endless order.
 
-    context_length: the longest sample allowed, in tokens; None allows any. too_long: what becomes of longer ones.
-    Raises UserError if a source has no rows to train on, or a row that is too long and refused.
+    context_length: largest length of a sample, in tokens. None: no limit.
+    too_long: whether to refuse longer samples or drop them.
+    Raises UserError if a source has no rows to train on, or if a row is too long and refused.
     """
 
     def __init__(
@@ -123,8 +127,9 @@ class Mixture:
         self.metrics: Mapping[str, float] = {}  # of the last batch
 
     def next_batch(self, n: int) -> list[Sample]:
-        """The next `n` examples' samples: one of each conversation, two of each pair. A new epoch of a source begins
-        wherever its last one ends."""
+        """Return the samples of the next `n` examples: one for each conversation, two for each pair.
+
+        A source may start a new epoch inside a batch."""
         samples: list[Sample] = []
         before = [order.taken for order in self._orders]
         for _ in range(n):
@@ -143,14 +148,14 @@ class Mixture:
         return samples
 
     def state(self) -> dict[str, Any]:
-        """Where the order stands, as JSON."""
+        """Return the position in the order, as JSON."""
         return {"taken": [order.taken for order in self._orders], "fingerprint": self._fingerprint}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state()`. Raises UserError when it was taken from other examples, weights or another seed."""
+        """Continue from a `state()`. Raises UserError if it is from other examples, weights or another seed."""
         if state["fingerprint"] != self._fingerprint:
             raise UserError(
-                "data.sources: they, the tokenizer or the seed differ from the checkpoint's;"
+                "data.sources: the sources, the tokenizer or the seed differ from the checkpoint's;"
                 " resume with the same ones, or start a new run from its weights"
             )
         for order, taken in zip(self._orders, state["taken"], strict=True):
@@ -174,7 +179,7 @@ class Mixture:
             if item is None or (context_length is not None and item.longest > context_length):
                 if too_long == "refuse":
                     raise UserError(
-                        f"{place}: {length}, model.context_length is {context_length};"
+                        f"{place}: {length}, but model.context_length is {context_length};"
                         f" raise it, shorten the row, or set data.too_long: drop"
                     )
                 self._dropped += 1

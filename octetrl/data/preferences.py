@@ -1,12 +1,12 @@
-"""Reads preference pairs: two answers to one prompt, of which one is better.
+"""Read preference pairs: a better and a worse answer to the same prompt.
 
-    {"prompt": "...", "chosen": "...", "rejected": "..."}             tokens as a rollout's are
+    {"prompt": "...", "chosen": "...", "rejected": "..."}             tokenized like a rollout
     {"messages": [...], "chosen": ..., "rejected": ...}               as the chat template writes them; each answer is a
                                                                       text, or a list of the messages that follow
-    {"chosen": [...], "rejected": [...]}                              two whole conversations: what they begin with in
-                                                                      common is the prompt
+    {"chosen": [...], "rejected": [...]}                              two whole conversations; their common beginning is
+                                                                      the prompt
 
-`prompt` may be a list of messages too. The loss covers only what the assistant says after the prompt.
+`prompt` may also be a list of messages. The loss covers only the assistant's text after the prompt.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from octetrl.data.rows import required_text
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Two conversations that differ in what the assistant says last."""
+    """Two conversations with the same prompt and different answers."""
 
     chosen: Conversation | Dialogue
     rejected: Conversation | Dialogue
@@ -42,16 +42,16 @@ class Preference:
 
 
 def preference_of(record: Mapping[str, Any], where: str) -> Preference:
-    """The pair of a row. Raises UserError that says `where`."""
+    """Read the pair of a row. Raises UserError that begins with `where`."""
     for key in ("chosen", "rejected"):
         if key not in record:
             raise UserError(f"{where}: no '{key}'{nearest(key, record)}; the line has {', '.join(record) or 'no keys'}")
     if record["chosen"] == record["rejected"]:
-        raise UserError(f"{where}: 'chosen' and 'rejected' are the same, so neither is the better; remove the row")
+        raise UserError(f"{where}: 'chosen' and 'rejected' are the same, so neither is better; remove the row")
     prompt = "prompt" if "messages" not in record else "messages"
     if prompt in record and not isinstance(record[prompt], list):
         if prompt == "messages":
-            messages_of(record, prompt, where)  # says what is wrong with it
+            messages_of(record, prompt, where)  # raises an error that describes the problem
         return _of_texts(record, where)
     if prompt not in record:
         return _of_whole_conversations(record, where)
@@ -85,7 +85,7 @@ def _of_texts(record: Mapping[str, Any], where: str) -> Preference:
 def _of_whole_conversations(record: Mapping[str, Any], where: str) -> Preference:
     for key in ("chosen", "rejected"):
         if not isinstance(record[key], list):
-            raise UserError(f"{where}: '{key}' is a text without a prompt; give 'prompt' or 'messages' beside it")
+            raise UserError(f"{where}: '{key}' is a text without a prompt; give 'prompt' or 'messages' too")
     chosen, rejected = messages_of(record, "chosen", where), messages_of(record, "rejected", where)
     common = 0
     while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
@@ -94,7 +94,7 @@ def _of_whole_conversations(record: Mapping[str, Any], where: str) -> Preference
     for key, messages in (("chosen", chosen), ("rejected", rejected)):
         if all(message["role"] != "assistant" for message in messages[common:]):
             raise UserError(
-                f"{where}: '{key}' has no text of the assistant that differs from the other; give two answers"
+                f"{where}: '{key}' has no assistant message that differs from the other's; give two answers"
             )
     return Preference(Dialogue(chosen, common, tools), Dialogue(rejected, common, tools))
 
@@ -104,5 +104,5 @@ def _answer(record: Mapping[str, Any], key: str, where: str) -> tuple[Message, .
         return ({"role": "assistant", "content": required_text(record, key, where)},)
     messages = messages_of(record, key, where)
     if all(message["role"] != "assistant" for message in messages):
-        raise UserError(f"{where}: '{key}' has no message of the assistant; give its answer")
+        raise UserError(f"{where}: '{key}' has no assistant message; give its answer")
     return messages

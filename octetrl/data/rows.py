@@ -1,12 +1,12 @@
-"""Reads rows of a file of any format: objects, each with its place in the file for messages.
+"""Read rows of files in several formats: objects, each with its place in the file for messages.
 
     *.parquet       needs the extra `parquet`                      chat.parquet, row 17
-    a folder        what `datasets` saved, or can load, there      folder[train], row 17
+    a folder        saved by `datasets`, or loadable by it         folder[train], row 17
     hf:owner/name   a data set of the Hugging Face hub             hf:owner/name[train], row 17
-    anything else   JSONL: an object a line                        chat.jsonl:17
+    anything else   JSONL: one object per line                     chat.jsonl:17
 
-Folder and hub need the extra `datasets`. Rows count from 1. A file is read and checked whole, before anything is built,
-so that line 90,000 fails before the run begins, not in it.
+Folder and hub need the extra `datasets`. Rows count from 1. A file is read and checked completely before the run
+starts, so an error in line 90,000 does not stop a running run.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ HUB = "hf:"
 
 
 class Row(NamedTuple):
-    number: int  # from 1; of a JSONL file: of the line
-    where: str
+    number: int  # from 1; in a JSONL file the number of the line
+    where: str  # place for messages
     record: dict[str, Any]
 
 
 def read_rows(path: str | Path, *, split: str = "train", subset: str | None = None) -> Iterator[Row]:
-    """The rows at `path`, in their order. `split` and `subset` are for `datasets` alone; subset None: the default one.
+    """Read the rows at `path`, in order.
 
-    Raises UserError for what is missing, empty or not readable, and for a line that is no object.
+    split, subset: only for `datasets`. subset None: the default subset.
+    Raises UserError for a source that is missing, empty or unreadable, and for a line that is not an object.
     """
     path = str(path)
     if path.startswith(HUB) or Path(path).is_dir():
@@ -41,20 +42,22 @@ def read_rows(path: str | Path, *, split: str = "train", subset: str | None = No
         rows = (Row(number, f"{path}:{number}", record) for number, record in read_jsonl(path))
     first = next(rows, None)
     if first is None:
-        raise UserError(f"{path}: there are no rows; it needs one object a row")
+        raise UserError(f"{path}: there are no rows; it needs one object per row")
     yield first
     yield from rows
 
 
 def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number from 1, object) for each line that is not empty.
+    """Read (line number from 1, object) for each line that is not empty.
 
     Raises UserError for a file that is missing, empty or not UTF-8, and for a line that is not a JSON object.
     """
     text = read_text(Path(path), "give the path of a JSONL file in UTF-8", encoding="utf-8-sig")
     lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not lines:
-        raise UserError(f'{path}: the file is empty; it needs one object a line, as {{"prompt": ..., "answer": ...}}')
+        raise UserError(
+            f'{path}: the file is empty; it needs one object per line, such as {{"prompt": ..., "answer": ...}}'
+        )
     for number, line in lines:
         record = parse_json(line, f"{path}:{number}", "each line is one JSON object")
         if not isinstance(record, dict):
@@ -63,7 +66,7 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def required_text(record: Mapping[str, Any], key: str, where: str) -> str:
-    """`record[key]`, a string with something in it, or a UserError that says `where`."""
+    """Read `record[key]`, a string that is not blank. Raises UserError that begins with `where`."""
     if key not in record:
         raise UserError(f"{where}: no '{key}'{nearest(key, record)}; the line has {', '.join(record) or 'no keys'}")
     value = record[key]
@@ -118,7 +121,7 @@ def _hugging_face_rows(path: str, split: str, subset: str | None) -> Iterator[Ro
 
 
 def _without_nulls(value: Any) -> Any:
-    """Columns give every row every key, of nested objects too; where JSONL leaves a key out, they say null."""
+    """Remove keys with the value null. Column formats write null where JSONL leaves a key out, also inside objects."""
     if isinstance(value, list):
         return [_without_nulls(each) for each in value]
     if isinstance(value, dict):

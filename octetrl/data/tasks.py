@@ -1,12 +1,11 @@
-"""Files of tasks (any that data/rows.py reads), with errors that name file and row.
+"""Read files of tasks, in any format that data/rows.py reads, with errors that name file and row.
 
-A row is an object: {"prompt": "...", "answer": "..."}. `answer` may be missing, or a number, which is taken
-as its text. `id` is optional (default: the row's number). Every other key goes to the scorer in
-`task.metadata`. Empty lines are skipped.
+A row is an object: {"prompt": "...", "answer": "..."}. `answer` may be missing. A number is converted to text. `id` is
+optional (default: the row's number). All other keys go to the scorer in `task.metadata`. Empty lines are skipped.
 
-Rows of other keys are read by `columns`, ours to theirs; a dot leads into an object. A prompt may be the list of
-messages that some files have, if that is one message of the user. Where the answer's column holds a solution that
-ends with the answer, `reference_marker` stands before it:
+`columns` maps our keys to other keys of a file. A dot selects a key inside an object. A prompt may be a list of
+messages if it has one message, of the user. If the answer's column has a solution that ends with the answer,
+`reference_marker` is the text between them:
 
     GSM8K      {"question": "...", "answer": "... #### 72"}      prompt: question; reference_marker "####"
     MATH       {"problem": "...", "solution": "... \\boxed{3}"}   prompt: problem, answer: solution (math finds the box)
@@ -35,9 +34,9 @@ def read_tasks(
     columns: Mapping[Literal["prompt", "answer", "id"], str] = MappingProxyType({}),
     reference_marker: str | None = None,
 ) -> list[Task]:
-    """The tasks of a file, in its order; `{prompt}` in the template stands for a line's prompt.
+    """Read the tasks of a file, in order. `{prompt}` in the template stands for a row's prompt.
 
-    Raises UserError naming the file, and the line where one is wrong.
+    Raises UserError that names the file, and the row if one is invalid.
     """
     return make_tasks(read_rows(path), prompt_template, columns=columns, reference_marker=reference_marker)
 
@@ -49,7 +48,7 @@ def make_tasks(
     columns: Mapping[Literal["prompt", "answer", "id"], str] = MappingProxyType({}),
     reference_marker: str | None = None,
 ) -> list[Task]:
-    """As `read_tasks`, of rows that are read already. Raises UserError naming the row's place."""
+    """Convert rows to tasks, as `read_tasks` does. Raises UserError that names the row's place."""
     tasks: list[Task] = []
     row_of_id: dict[str, int] = {}
     taken = {columns.get("prompt", "prompt"), columns.get("answer", "answer"), columns.get("id", "id")}
@@ -76,29 +75,29 @@ def make_tasks(
 
 
 def _at(record: Mapping[str, Any], column: str, where: str) -> Any:
-    """What `record` has at `column`: a key, or keys joined by dots."""
+    """Return the value of `record` at `column`, which is a key or several keys joined by dots."""
     if column in record:
         return record[column]
     value: Any = record
     for key in column.split("."):
         if not isinstance(value, Mapping) or key not in value:
             known = value if isinstance(value, Mapping) else {}
-            hint = f"{nearest(key, known)}; there is {', '.join(known) or 'nothing'}"
-            raise UserError(f"{where}: no '{column}', which environment.columns names{hint}")
+            hint = f"{nearest(key, known)}; the keys are {', '.join(known) or 'none'}"
+            raise UserError(f"{where}: there is no '{column}', which environment.columns names{hint}")
         value = value[key]
     return value
 
 
 def _user_text(prompt: object, where: str) -> object:
-    """A list of messages as what the user says in it; anything else as it is."""
+    """Return the user's text if `prompt` is a list with one user message; return anything else unchanged."""
     if not isinstance(prompt, list):
         return prompt
     messages = [message if isinstance(message, Mapping) else {} for message in prompt]
     roles = [str(message.get("role")) for message in messages]
     if roles != ["user"]:
         raise UserError(
-            f"{where}: 'prompt' is messages of {', '.join(roles) or 'nobody'}; it must be a text, or one message of the"
-            " user (a system prompt is rollout.system_prompt)"
+            f"{where}: 'prompt' is a list of messages ({', '.join(roles) or 'empty'}); it must be a text, or one"
+            " message of the user (for a system prompt use rollout.system_prompt)"
         )
     return messages[0].get("content")
 
@@ -110,5 +109,5 @@ def _reference(answer: object, marker: str | None, where: str) -> str | None:
         return None if answer is None else str(answer)
     reference = extract_answer(str(answer), marker)
     if not reference:
-        raise UserError(f"{where}: 'answer' has nothing after '{marker}', which is environment.reference_marker")
+        raise UserError(f"{where}: 'answer' has no text after environment.reference_marker '{marker}'; correct the row")
     return reference

@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder: the only place that knows transformers' tokenizer classes."""
+"""Load and check the tokenizer of a model folder. Only this module uses transformers' tokenizer classes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
 _PREFIX = re.compile(rb'"continuing_subword_prefix"\s*:\s*"(?!")')
 _SAID = "WHAT-THE-USER-SAYS"
-Tokenizer = Any  # transformers' PreTrainedTokenizerBase; rooms below see only the methods they call
+Tokenizer = Any  # transformers' PreTrainedTokenizerBase; lower packages declare only the methods that they call
 
 
 def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokenizer:
-    """The tokenizer saved in `folder`. Raises UserError when there is none, or one that no model could be used with:
-    without an EOS token, with a broken chat template, or with tokens beyond the model's `vocab_size` (None: any)."""
+    """Load the tokenizer in `folder`.
+
+    Raises UserError if there is none, or if it has no EOS token, a broken chat template, or tokens outside the model's
+    `vocab_size` (None: not checked)."""
     path = Path(folder)
     if not path.is_dir():
         raise UserError(f"tokenizer: no folder '{path}'; give model.tokenizer a Hugging Face tokenizer folder")
@@ -40,7 +42,7 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         _try_out(tokenizer)
-    except Exception as error:  # the tokenizers library raises it bare; nothing of ours runs in there
+    except Exception as error:  # the tokenizers library raises a plain Exception; only library code runs in this block
         _refuse_config(path)
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         raise UserError(
@@ -61,17 +63,17 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raises UserError for a tokenizer with tokens that a model of `vocab_size` has no embedding for."""
+    """Refuse a tokenizer with tokens for which a model of `vocab_size` has no embedding. Raises UserError."""
     word, largest = max(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
     if largest >= vocab_size:
         raise UserError(
-            f"tokenizer: it has token {largest} ({word[:40]!r}), the model's vocab_size is {vocab_size}; give the"
+            f"tokenizer: it has token {largest} ({word[:40]!r}), but the model's vocab_size is {vocab_size}; give the"
             f" tokenizer that the model was trained with, or remove the tokens that were added to it"
         )
 
 
 def check_template(tokenizer: Tokenizer) -> None:
-    """Raises UserError for a chat template that fails, or leaves out what the user says."""
+    """Refuse a chat template that fails or leaves out the user's message. Raises UserError."""
     if tokenizer.chat_template is None:
         return
     try:
@@ -88,7 +90,7 @@ def check_template(tokenizer: Tokenizer) -> None:
 
 
 def save_tokenizer_files(tokenizer: Tokenizer, folder: Path) -> None:
-    """`save_pretrained`, whose full disk is an OSError: the tokenizers library raises a bare Exception for it."""
+    """Call `save_pretrained`. Raises OSError for a full disk, where the tokenizers library raises a plain Exception."""
     try:
         tokenizer.save_pretrained(folder)
     except Exception as error:
@@ -106,12 +108,12 @@ def tokenizer_folder(recipe: Recipe) -> Path:
 
 
 def _refuse_config(path: Path) -> None:
-    """UserError where transformers can't read the config.json beside a tokenizer, which it reads first."""
+    """Raise UserError if transformers cannot read the folder's config.json, which it reads before the tokenizer."""
     if not (path / "config.json").is_file():
         return
     try:
         AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # as above: huggingface_hub's own, and whatever a value of the wrong kind leads to
+    except Exception as error:  # as above: huggingface_hub's own errors, and any error from a value of the wrong type
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         raise UserError(
             f"{path / 'config.json'}: transformers can't read it ({reason}); correct it, or fetch the model again"
@@ -119,10 +121,10 @@ def _refuse_config(path: Path) -> None:
 
 
 def _try_out(tokenizer: Tokenizer) -> None:
-    """What a run will ask of it, once: settings of the wrong kind show only then."""
+    """Call each method that a run uses once, because settings of a wrong type fail only then."""
     encoded = tokenizer("a", add_special_tokens=False, return_offsets_mapping=True)
     if not encoded["input_ids"]:
-        raise ValueError("it gives no tokens for a text")
+        raise ValueError("it returns no tokens for a text")
     tokenizer.decode([*encoded["input_ids"], *tokenizer.encode("a", add_special_tokens=True)])
     tokenizer.convert_ids_to_tokens(list(tokenizer.get_vocab().values())[:1])
     if not all(isinstance(special, str) for special in tokenizer.all_special_tokens):
@@ -130,21 +132,23 @@ def _try_out(tokenizer: Tokenizer) -> None:
 
 
 def _refuse_prefixed_pieces(file: Path) -> None:
-    """UserError for a BPE with a continuing_subword_prefix: the tokenizers library cuts pieces by its length wherever
-    that falls, and half a letter aborts the process. No known model's BPE has one."""
+    """Raise UserError for a BPE with a continuing_subword_prefix.
+
+    The tokenizers library cuts that number of bytes off each piece. If this splits a character, the process aborts. No
+    known model's BPE has such a prefix."""
     content = file.read_bytes() if file.is_file() else b""
     if _PREFIX.search(content) and b'"WordPiece"' not in content:
         raise UserError(
-            f"{file}: a BPE with a continuing_subword_prefix is not supported; set it to null, or give another"
+            f"{file}: a BPE with a continuing_subword_prefix is not supported; set it to null, or use another one"
         )
 
 
 def _check_settings(path: Path) -> None:
-    """UserError for JSON files of the wrong form, which transformers would fail on without naming them."""
+    """Raise UserError for JSON files with wrong types. transformers would fail without naming the file."""
     for name in SETTINGS:
         if os.path.lexists(path / name):
             settings = read_json(path / name, "fetch the tokenizer again")
-            if settings.get("num_hidden_layers") is not None:  # config.json: transformers makes a list of them
+            if settings.get("num_hidden_layers") is not None:  # config.json: transformers creates a list of this length
                 settings.integer("num_hidden_layers", most=MOST_LAYERS)
             if name != "tokenizer_config.json":
                 continue
@@ -161,5 +165,5 @@ def _check_settings(path: Path) -> None:
 
 
 def tool_family(tokenizer: Tokenizer) -> Family | None:
-    """How a model with this tokenizer writes tool calls; None: not at all, or not in a way known here."""
+    """Return the form in which a model with this tokenizer writes tool calls. None: no form, or an unknown one."""
     return None if tokenizer.chat_template is None else family_of(tokenizer.get_chat_template(tools=[]))

@@ -1,25 +1,24 @@
-"""Which tensors bring the mismatch: each kind is moved from the trainer's treatment to the engine's, in every order.
+"""Attributes the mismatch to kinds of tensors, by giving each kind the engine's treatment instead of the trainer's.
 
-    weights         of the linears: quantised or not, or simply other ones
+    weights         of the linears: quantised or not, or other values
     activations     of the linears: quantised or not
-    K, V            as attention meets them: through the cache's quantiser or not, and with which scales
-    lm_head         other weights
-    norms, embedding    other weights
+    K, V            and other cached tensors: through the cache's quantiser or not, and with which scales
+    lm_head         other values
+    norms, embedding    other values
 
 With g the engine's log-probs of N drawn tokens and p_S the trainer's with the kinds in S treated as the engine does,
 
     D(S) = mean |g - p_S|            and, the second measure,  mean exp(p_S - g) - (p_S - g) - 1
 
-D of nothing is the mismatch. A kind's share is what moving it takes off D, averaged over all orders in which the kinds
-can be moved (its Shapley value): errors add up like neither numbers nor squares, and this way shares sum to the whole
-whatever they do. D of everything is the rest: what no tensor's treatment explains, such as an op that differs. Kinds
-that both sides treat alike have no share and cost nothing; k others cost 2^k forwards of the trainer's modules.
+D(no kinds) is the mismatch. A kind's share is the decrease of D when the kind is moved to the engine's treatment,
+averaged over all orders of moving the kinds (its Shapley value). Shares sum to the whole even though errors do not add.
+D(all kinds) is the rest, which no treatment explains, such as an op that differs. Kinds that both sides treat equally
+have no share. The k others cost 2^k forwards of the trainer's modules.
 
-Where a linear takes one operand of each side it is multiplied in float32 (float64 on a CPU) from dequantised values and
-rounded once. K through the quantiser beside a plain V is rounded to the model's dtype, since the kernels know no such
-pair; that adds a tenth of a code's rounding.
+A linear with one operand of each side multiplies dequantised values in float32 (float64 on a CPU) and rounds once. The
+block's own module treats the cached tensors (`Block.treat_as`).
 
-T tokens, L layers, K KV heads, D head size.
+T tokens, L layers, S scales of a layer's cache.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import NamedTuple
 
 import torch
@@ -37,25 +36,17 @@ from torch import Tensor
 from octetrl.doctor.findings import Examined, forward_logprobs
 from octetrl.doctor.taps import shadow
 from octetrl.fp8.quantize import dequantize_activation, dequantize_weight
-from octetrl.kernels.attention.attention_packed import attention_packed
-from octetrl.kernels.attention.kv_store import kv_replay
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
-from octetrl.layers.context import KVMode, PackedContext
+from octetrl.layers.context import CacheTreatment, KVMode, PackedContext
 from octetrl.layers.embedding import Embedding
-from octetrl.layers.linear import Float8Linear, Linear, Projection
+from octetrl.layers.linear import Float8Linear, Projection
 from octetrl.layers.norm import RMSNorm
-from octetrl.models.blocks.attention.as_cached import values_of
-from octetrl.models.blocks.attention.module import Attention
+from octetrl.layers.stacked import Float8StackedLinear, RowGroups, StackedLinear
+from octetrl.layers.unquantized_linear import Linear
+from octetrl.models.blocks.block import Block
 from octetrl.models.decoder import Decoder
 
-WEIGHTS, ACTIVATIONS, K, V, LM_HEAD, OTHERS = KINDS = (
-    "weights",
-    "activations",
-    "K",
-    "V",
-    "lm_head",
-    "norms, embedding",
-)
+WEIGHTS, ACTIVATIONS, LM_HEAD, OTHERS = "weights", "activations", "lm_head", "norms, embedding"  # and cached tensors
 Kinds = frozenset[str]
 
 
@@ -66,7 +57,7 @@ class Mismatch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one kind brings: shares of the two measures, and how both sides treat it."""
+    """One kind's shares of the two measures, and its treatment on both sides."""
 
     kind: str
     of_mean_abs: float
@@ -96,29 +87,13 @@ class Attribution:
         return [first, *rows, f"{rest} treatment: look at the first difference"]
 
 
-class CacheTreatment(NamedTuple):
-    """How K or V is met in attention."""
-
-    mode: KVMode
-    scale_LK: Tensor | None
-
-    def __str__(self) -> str:
-        return "not quantised" if self.mode == "none" else f"FP8, {self.mode}"
-
-    def same(self, other: CacheTreatment) -> bool:
-        if self.mode != other.mode or self.mode != "calibrated":
-            return self.mode == other.mode
-        assert self.scale_LK is not None and other.scale_LK is not None
-        return _same(self.scale_LK, other.scale_LK)
-
-
 class Sides:
-    """Both models and both views of the cache, and the trainer's forward with some kinds treated as the engine does."""
+    """Both models and their treatments of the cache. `swapped` gives the trainer some treatments of the engine."""
 
     def __init__(self, examined: Examined) -> None:
-        patient = examined.patient
-        self.trainer: Decoder = patient.worker.trainer_model
-        self.engine: Decoder = patient.worker.engine_model
+        subject = examined.subject
+        self.trainer: Decoder = subject.worker.trainer_model
+        self.engine: Decoder = subject.worker.engine_model
         self.linears: list[tuple[Projection, Projection]] = []
         self.others: list[tuple[RMSNorm | Embedding, RMSNorm | Embedding]] = []
         counterparts = dict(self.engine.named_modules())
@@ -128,25 +103,28 @@ class Sides:
                 self.linears.append((ours, theirs))
             elif isinstance(ours, RMSNorm | Embedding) and isinstance(theirs, RMSNorm | Embedding):
                 self.others.append((ours, theirs))
-        policy, kv, held = patient.policy, patient.kv, patient.worker.engine.kv_scales
-        cached: KVMode = policy.kv_mode
-        self.cache: dict[str, tuple[CacheTreatment, CacheTreatment]] = {}  # trainer's, engine's
-        for kind, stored in ((K, policy.k_cache), (V, policy.v_cache)):
-            field = "k_scale_LK" if kind == K else "v_scale_LK"
-            mine = CacheTreatment(kv.kv_mode if stored == "fp8" else "none", getattr(kv, field))
-            its = CacheTreatment(cached if stored == "fp8" else "none", getattr(held, field, None))
-            self.cache[kind] = mine, its
+        kv, held = subject.kv, subject.worker.engine.kv_scales
+        mine = _met_by(kv.kv_mode, kv.kv_scale_LS)
+        its = _met_by(subject.policy.kv_mode, None if held is None else held.scale_LS)
+        self.caches: list[tuple[Block, dict[str, tuple[CacheTreatment, CacheTreatment]]]] = []  # trainer's, engine's
+        for block in self.trainer.modules():
+            if isinstance(block, Block) and block.cached:
+                names = (tensor.name for tensor in block.cached)
+                pairs = zip(block.treatments(mine), block.treatments(its), strict=True)
+                self.caches.append((block, dict(zip(names, pairs, strict=True))))
 
     def treatments(self) -> dict[str, tuple[str, str]]:
-        """The kinds that the sides treat otherwise: in words, the trainer's and the engine's."""
+        """The kinds that the sides treat differently: the trainer's and the engine's treatment in words."""
         found: dict[str, tuple[str, str]] = {}
         if any(not same_weight(ours, theirs) for ours, theirs in self.linears):
             found[WEIGHTS] = _formats(self.linears, "not the trainer's")
         if any(isinstance(ours, Float8Linear) != isinstance(theirs, Float8Linear) for ours, theirs in self.linears):
             found[ACTIVATIONS] = _formats(self.linears, "quantised otherwise")
-        for kind, (mine, its) in self.cache.items():
-            if not mine.same(its):
-                found[kind] = str(mine), str(its) if str(its) != str(mine) else f"{its}, other scales"
+        for _, treatments in self.caches:
+            for name, (mine, its) in treatments.items():
+                if name not in found and not _same_treatment(mine, its):
+                    words = _in_words(mine), _in_words(its)
+                    found[name] = words if words[0] != words[1] else (words[0], f"{words[1]}, other scales")
         if not _same(self.trainer.lm_head_weight, self.engine.lm_head_weight):
             found[LM_HEAD] = "its own", "not the trainer's"
         if any(not _same(ours.weight, theirs.weight) for ours, theirs in self.others):
@@ -159,10 +137,9 @@ class Sides:
         with ExitStack() as stack:
             for ours, theirs in self.linears:
                 shadow(stack, ours, "forward", _product(ours, theirs, kinds))
-            if kinds & {K, V}:
-                for module in self.trainer.modules():
-                    if isinstance(module, Attention):
-                        shadow(stack, module, "_attend_packed", self._attend(module, kinds))
+            for block, treatments in self.caches:
+                if kinds & treatments.keys():
+                    shadow(stack, block, "treat_as", {name: pair[name in kinds] for name, pair in treatments.items()})
             if OTHERS in kinds:
                 for mine, its in self.others:
                     shadow(stack, mine, "forward", its.forward)
@@ -171,39 +148,16 @@ class Sides:
                     shadow(stack, self.trainer, asked, getattr(self.engine, asked))
             yield
 
-    def _attend(self, attention: Attention, kinds: Kinds) -> Callable[..., Tensor]:
-        k, v = (self.cache[kind][kind in kinds] for kind in (K, V))
-
-        def attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, context: PackedContext) -> Tensor:
-            k_scale_K, v_scale_K = (None if one.scale_LK is None else one.scale_LK[attention.layer] for one in (k, v))
-            if v.mode == "none" and k.mode != "none":
-                quantised = kv_replay(k_TKD, k_TKD, k.mode, k_scale_K, k_scale_K)
-                k_TKD = values_of(quantised)[0].to(k_TKD.dtype)
-            return attention_packed(
-                q_THD,
-                k_TKD,
-                v_TKD,
-                context.cu_seqlens_B1,
-                context.max_seqlen,
-                attention.softmax_scale,
-                k_scale_K=k_scale_K,
-                v_scale_K=v_scale_K,
-                kv_mode=v.mode,
-                quantize_k=k.mode != "none",
-            )
-
-        return attend
-
 
 def attribute(examined: Examined) -> Attribution:
-    """The mismatch of the examination's log-probs, by kind. None where all is equal, whatever the modules would say."""
+    """The mismatch of the examined log-probs, by kind. It is zero if all log-probs are equal."""
     if examined.report.equal:
         return Attribution(Mismatch(0.0, 0.0), (), Mismatch(0.0, 0.0))
     sides = Sides(examined)
     treatments = sides.treatments()
-    kinds = [kind for kind in KINDS if kind in treatments]
+    kinds = list(treatments)
     mismatches: dict[Kinds, Mismatch] = {}
-    module_pass = examined.patient.module_pass(examined.sequences)
+    module_pass = examined.subject.module_pass(examined.sequences)
     for count in range(len(kinds) + 1):
         for subset in map(frozenset, combinations(kinds, count)):
             with sides.swapped(subset):
@@ -227,7 +181,7 @@ def mismatch_of(generator_N: Tensor, trainer_N: Tensor) -> Mismatch:
 
 
 def shapley(kinds: Sequence[str], left: Mapping[Kinds, float]) -> dict[str, float]:
-    """What each kind takes off `left`, averaged over the orders of moving them; sums to left of none - left of all."""
+    """The decrease of `left` by each kind, averaged over all orders. The sum is left(none) - left(all)."""
     total = len(kinds)
     shares = {}
     for kind in kinds:
@@ -241,27 +195,59 @@ def shapley(kinds: Sequence[str], left: Mapping[Kinds, float]) -> dict[str, floa
     return shares
 
 
+# ---------------------------------------------------------------- the cache
+
+
+def _met_by(mode: KVMode, scale_LS: Tensor | None) -> PackedContext:
+    """A context without tokens, which only holds a side's treatment of the cache."""
+    return PackedContext(torch.zeros(1, dtype=torch.int32), 0, mode, scale_LS)
+
+
+def _same_treatment(mine: CacheTreatment, its: CacheTreatment) -> bool:
+    return mine.mode == its.mode and (mine.mode != "calibrated" or _same(mine.scale, its.scale))
+
+
+def _in_words(treatment: CacheTreatment) -> str:
+    return "not quantised" if treatment.mode == "none" else f"FP8, {treatment.mode}"
+
+
 # ---------------------------------------------------------------- the linears
 
 
-def _product(ours: Projection, theirs: Projection, kinds: Kinds) -> Callable[[Tensor], Tensor]:
+def _product(ours: Projection, theirs: Projection, kinds: Kinds) -> Callable[..., Tensor]:
     weights = theirs if WEIGHTS in kinds else ours
     inputs = theirs if ACTIVATIONS in kinds else ours
     if isinstance(weights, Float8Linear) == isinstance(inputs, Float8Linear):
         return weights.forward
 
-    def product(x_TI: Tensor) -> Tensor:
+    def product(x_TI: Tensor, groups: RowGroups | None = None) -> Tensor:
         wide = torch.float64 if x_TI.device.type == "cpu" else torch.float32
         if isinstance(inputs, Float8Linear):
             operand = dequantize_activation(quantize_activation(x_TI, inputs.power_of_two))
         else:
             operand = x_TI
-        weight = dequantize_weight(weights.quantized) if isinstance(weights, Float8Linear) else weights.weight
-        y_TO = (operand.to(wide) @ weight.detach().to(wide).t()).float()
+        if groups is not None:
+            y_TO = torch.empty(x_TI.shape[0], weights.out_features, device=x_TI.device)
+            for expert, (start, stop) in enumerate(pairwise(groups.first_X1.tolist())):
+                rows = slice(start, stop)
+                y_TO[rows] = (operand[rows].to(wide) @ _values(weights, expert).to(wide).t()).float()
+            return y_TO.to(x_TI.dtype)
+        y_TO = (operand.to(wide) @ _values(weights).to(wide).t()).float()
         y_TO = (y_TO if weights.bias is None else y_TO + weights.bias).to(x_TI.dtype)
         return y_TO if weights.lora is None else weights.lora(y_TO, x_TI)
 
     return product
+
+
+def _values(weights: Projection, expert: int | None = None) -> Tensor:
+    """The values of a linear's weight, codes times scales. For a stacked linear: those of one expert."""
+    if isinstance(weights, Float8StackedLinear) and expert is not None:
+        return dequantize_weight(weights.of_expert(weights.quantized, expert))
+    if isinstance(weights, Float8Linear):
+        return dequantize_weight(weights.quantized)
+    if isinstance(weights, StackedLinear) and expert is not None:
+        return weights.weight.detach().chunk(weights.count)[expert]
+    return weights.weight.detach()
 
 
 def same_weight(ours: Projection, theirs: Projection) -> bool:

@@ -1,17 +1,15 @@
-"""`octetrl doctor`: are the trainer's log-probs those of the engine, bit for bit, and if not, which op is the first?
+"""Runs a recipe's engine and trainer for `octetrl doctor`, which names the first op whose bits differ.
 
-    ends      the real engine draws (together; again, with its pages still there; in other company and other chunks),
-              the real trainer computes the log-probs of what was drawn (packed as it would train; each sequence alone)
-    forwards  the two forwards alone, op by op, in every way of passes.py, each against the trainer's packed one
+    ends      the real engine samples (together; again, with cached pages; with other requests and chunk sizes), and the
+              real trainer computes the log-probs of these tokens (packed as in training; each sequence alone)
+    forwards  only the two forwards, op by op, in every way of passes.py, each compared with the trainer's packed one
 
-The ends are what training meets: captured graphs, the scheduler, packing, activation checkpoints. In the forwards a
-difference has a name. Where they agree and an end does not, that end's own machinery is at fault, and the end that left
-the forwards' log-probs is named. On a GPU the forwards are the fused ones, and where they differ the modules of
-models/decoder.py are asked which of the two is as they are.
+The ends include captured graphs, the scheduler, packing and activation checkpoints. The forwards show which op differs.
+If the forwards agree and an end differs from them, the fault is in the code around that end's forward. On a GPU the
+forwards are the fused ones. If they differ, the modules of models/decoder.py decide which of the two is wrong.
 
-The weights, prompts, precision, page size and packing are the recipe's; answers are drawn by its weights, of a fixed
-length, so that every sequence has as many tokens as was asked for. Nothing is written, and no weight changes but
-adapters whose B are all zero, in memory (`wake_branches`).
+Weights, prompts, precision, page size and packing come from the recipe. Answers have a fixed length. Nothing is
+written, and no weight changes, except that adapters with zero B get small numbers in memory (`wake_branches`).
 
 B sequences, N drawn tokens, R rows (tokens of all sequences end to end).
 """
@@ -40,21 +38,23 @@ from octetrl.environments.base import Taskset
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.records import Completion, GenerationRequest, Sample, SamplingParams
-from octetrl.run.build import build_chat, build_environment, fill_weights, model_spec
+from octetrl.run.build import build_chat, build_environment
 from octetrl.run.device import resolve_device, seed_everything
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.activation_checkpoint import KEPT
 from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.trainer.trainer import KVReplay
+from octetrl.trainer.without_update import accumulate_gradients
+from octetrl.workers.build import fill_weights, model_spec
 from octetrl.workers.worker import Worker
 
-SMALL_CHUNK = 16  # of the engine that has other company
-BRANCH_STD = 0.02  # of what stands in for an adapter's B
+SMALL_CHUNK = 16  # prefill chunk of the engine with other batches
+BRANCH_STD = 0.02  # of the numbers that replace an adapter's zero B
 
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """How much is looked at."""
+    """The size of an examination."""
 
     prompts: int = 4
     sequences: int = 2  # answers to each prompt
@@ -63,11 +63,11 @@ class Examination:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class End:
-    """One way in which the real engine or trainer was asked."""
+    """Log-probs of the real engine or trainer, computed in one way."""
 
     side: str
     way: str
-    tokens_N: Tensor  # int64: what was drawn; the trainer's are the first engine's
+    tokens_N: Tensor  # int64: the sampled tokens; for the trainer, those of the first engine end
     logprobs_N: Tensor  # float32
 
     @property
@@ -75,27 +75,29 @@ class End:
         return f"{self.side}, {self.way}"
 
 
-class Listener:
-    """Stands in for a loss: keeps the log-probs that the trainer made, by sample, and asks for no gradient of them."""
+class LogprobRecorder:
+    """Replaces the loss: records the trainer's log-probs by sample. The gradient is zero."""
 
     def __init__(self) -> None:
-        self.heard: dict[int, Tensor] = {}
+        self.recorded: dict[int, Tensor] = {}
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        sample_N = inputs.advantages_N.long().cpu()  # `samples_of` says which sample it is in its advantage
+        sample_N = inputs.advantages_N.long().cpu()  # `samples_of` stores the sample's number as its advantage
         logprobs_N = inputs.logprobs_N.detach().cpu()
         for sample in sample_N.unique().tolist():
-            self.heard[sample] = logprobs_N[sample_N == sample]
+            self.recorded[sample] = logprobs_N[sample_N == sample]
         return TokenLoss(torch.zeros_like(inputs.logprobs_N).requires_grad_())
 
 
-class Patient:
-    """A recipe's trainer and engine, alive, with its first prompts, without an optimizer. UserError for bad input."""
+class ExaminedWorker:
+    """A recipe's worker with trainer, engine and first prompts, without an optimizer. UserError for bad input."""
 
     def __init__(self, recipe: Recipe, examination: Examination) -> None:
         if recipe.algorithm.learns_from != "rollouts":
             name = recipe.algorithm.name
-            raise UserError(f"algorithm.name: '{name}' draws no rollouts, so there are not two sides; take grpo")
+            raise UserError(
+                f"algorithm.name: '{name}' samples no rollouts, so there are not two sides to compare; use grpo"
+            )
         self.device = resolve_device(recipe.cluster)
         seed_everything(recipe.seed)
         self.recipe, self.examination = recipe, examination
@@ -104,7 +106,7 @@ class Patient:
         self.policy: PrecisionPolicy = precision_policy(self.spec, recipe.fp8, recipe.numerics)
         self.tokenizer: Tokenizer = load_tokenizer(tokenizer_folder(recipe), model_spec(recipe).vocab_size)
         self.prompts = first_prompts(recipe, self.spec, self.tokenizer, examination)
-        self.listener = Listener()
+        self.recorder = LogprobRecorder()
         self.worker = Worker(
             recipe,
             spec=self.spec,
@@ -112,7 +114,7 @@ class Patient:
             tokenizer=self.tokenizer,
             algorithm=replace(
                 build_algorithm(recipe.algorithm),
-                loss=self.listener,
+                loss=self.recorder,
                 needs_reference=False,
                 needs_teacher=False,
                 teacher_top_k=0,
@@ -126,7 +128,7 @@ class Patient:
             spans=Spans(),
             trains=False,
         )
-        self.woke_branches = wake_branches(self.worker.trainer_model, recipe.seed)  # the engine's too: they share them
+        self.woke_branches = wake_branches(self.worker.trainer_model, recipe.seed)  # the engine shares these tensors
         if self.worker.needs_calibration:
             self.worker.calibrate(self.prompts)
 
@@ -144,7 +146,7 @@ class Patient:
 
     @property
     def kv(self) -> KVReplay:
-        """What the trainer sees of the cache, as the worker tells it."""
+        """The worker's settings for the trainer's replay of the cache."""
         return self.worker._replay()
 
     @property
@@ -162,7 +164,7 @@ class Patient:
         ]
 
     def engine_ends(self) -> tuple[list[End], list[list[Completion]]]:
-        """The engine's log-probs, asked in three ways, and what it drew the first time."""
+        """The engine's log-probs, computed in three ways, and the completions of the first."""
         requests, engine = self.requests(), self.worker.engine
         engine.forget_prefixes()
         drawn = engine.generate(requests)
@@ -202,18 +204,18 @@ class Patient:
         return engine
 
     def trainer_ends(self, drawn: list[list[Completion]]) -> list[End]:
-        """The trainer's log-probs of those tokens, from the forward it trains by."""
+        """The trainer's log-probs of those tokens, from the forward of training."""
         samples = samples_of(self.prompts, drawn)
         tokens_N = _tokens(drawn)
         layouts = {"packed": self.worker.layout, "each alone": replace(self.worker.layout, tokens_per_micro_batch=1)}
         return [End("trainer", way, tokens_N, self._heard(samples, layout)) for way, layout in layouts.items()]
 
     def _heard(self, samples: list[Sample], layout: PackingLayout) -> Tensor:
-        self.listener.heard.clear()
+        self.recorder.recorded.clear()
         batch = pack(samples, replace(layout, minibatches=1), self.worker.trainer.algorithm.token_weighting)
-        self.worker.trainer.accumulate_alone(batch, self.kv)
-        self.worker.trainer.model.requantize()  # codes that are remade come back
-        return torch.cat([self.listener.heard[sample] for sample in range(len(samples))])
+        accumulate_gradients(self.worker.trainer, batch, self.kv)
+        self.worker.trainer.model.requantize()  # restores codes that were freed
+        return torch.cat([self.recorder.recorded[sample] for sample in range(len(samples))])
 
     # ------------------------------------------------------------ the forwards
 
@@ -223,17 +225,16 @@ class Patient:
         return DrawnSequences(tuple(sample.token_ids for sample in samples), tuple(lengths), self.device)
 
     def passes(self, sequences: DrawnSequences) -> list[Pass]:
-        """The first is what the others are compared with."""
+        """All passes. The first is the reference for the others."""
         recipe, worker = self.recipe, self.worker
         limits = EngineLimits(recipe.engine.page_size, recipe.engine.prefill_chunk, recipe.engine.max_batch)
-        held, scale_2LK = worker.engine.kv_scales, None
-        if held is not None:
-            scale_2LK = torch.stack((held.k_scale_LK, held.v_scale_LK))
+        held = worker.engine.kv_scales
+        scale_LS = None if held is None else held.scale_LS
         trainer = partial(trainer_tap, worker.trainer_model, KEPT[recipe.trainer.activation_checkpointing])
         budgets = {"packed": recipe.trainer.tokens_per_micro_batch, "each alone": 1}
         packed = [packed_pass(trainer, sequences, self.kv, self.rule, budget, way) for way, budget in budgets.items()]
         paged = [
-            paged_pass(partial(engine_tap, worker.engine_model), sequences, plan, self.rule, self.page_of, scale_2LK)
+            paged_pass(partial(engine_tap, worker.engine_model), sequences, plan, self.rule, self.page_of, scale_LS)
             for plan in engine_plans(sequences, limits)
         ]
         return [*packed, *paged]
@@ -245,7 +246,7 @@ class Patient:
 
     @property
     def is_fused(self) -> bool:
-        """Whether `passes` run other code than the modules."""
+        """Whether `passes` run the fused forms."""
         return engine_tap(self.worker.engine_model, lambda *_: None).is_fused
 
     @property
@@ -258,8 +259,10 @@ class Patient:
 
 @torch.no_grad()
 def wake_branches(model: Decoder, seed: int) -> bool:
-    """Where the B of every adapter is zero, as before a run's first step, small numbers are put there, in memory alone:
-    a branch that adds nothing would hide whatever is wrong with it. Whether it was so."""
+    """Writes small numbers into the adapters' B, in memory, if all are zero, as before the first step of a run.
+
+    A branch that adds zero would hide its faults. Returns whether it wrote.
+    """
     branches = [adapter.b for _, adapter in model.adapters()]
     if not branches or any(bool(b_NR.any()) for b_NR in branches):
         return False
@@ -272,7 +275,7 @@ def wake_branches(model: Decoder, seed: int) -> bool:
 def first_prompts(
     recipe: Recipe, spec: ModelSpec, tokenizer: Tokenizer, examination: Examination
 ) -> list[tuple[int, ...]]:
-    """The prompts a run of the recipe would begin with; longer ones than it generates from are cut."""
+    """The first prompts of a run of the recipe, cut to `rollout.max_prompt_tokens`."""
     environment = build_environment(recipe.environment)
     chat = build_chat(recipe, spec, tokenizer, environment)
     taskset = Taskset(environment.tasks, eval_size=recipe.environment.eval_size, seed=recipe.environment.seed)
@@ -288,7 +291,7 @@ def first_prompts(
 
 
 def samples_of(prompts: Sequence[tuple[int, ...]], drawn: list[list[Completion]]) -> list[Sample]:
-    """Each answer as the trainer gets it; its advantage is its number, by which the listener knows it."""
+    """Each answer as a sample. Its advantage is its number, by which `LogprobRecorder` recognises it."""
     pairs = [(prompt, answer) for prompt, answers in zip(prompts, drawn, strict=True) for answer in answers]
     return [
         Sample(

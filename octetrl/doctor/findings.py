@@ -1,7 +1,7 @@
-"""What the doctor found: which op's bits differ first, which end is at fault, and the one line that says so.
+"""The doctor's findings: the first op whose bits differ, the side at fault, and a verdict of one line.
 
-Ops are looked at in the order of the forward. At the first one where any row differs, the earliest row of the earliest
-sequence is shown, with its first element; what lies behind that op differs in consequence and is not shown.
+Ops are compared in the order of the forward. At the first op with a differing row, the report shows the first element
+of the earliest such row of the earliest sequence. Later ops differ as a consequence and are not shown.
 
 R rows: tokens of all sequences end to end; N drawn tokens; C elements of a row at a site.
 """
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octetrl.doctor.examine import End, Patient
+from octetrl.doctor.examine import End, ExaminedWorker
 from octetrl.doctor.passes import LOGPROB, DrawnSequences, Pass
 from octetrl.doctor.taps import Fingerprints, Rows, Site, sites_of
 
-LOOKED_AT = 1 << 27  # elements of a site that are kept to compare
+LOOKED_AT = 1 << 27  # most elements of a site that are compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,10 @@ class Difference:
     token: int
     element: tuple[int, ...]
     values: tuple[float, float]  # the reference's, the other's
-    num_elements: int  # that differ, in the rows that were looked at
+    num_elements: int  # that differ, in the compared rows
     num_rows: int  # that differ
     of_rows: int  # that both computed
-    looked_at: int  # rows that differ and whose elements were compared
+    looked_at: int  # differing rows whose elements were compared
 
     def __str__(self) -> str:
         if not self.num_elements:
@@ -60,10 +60,10 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class EndDifference:
-    """An end whose tokens or log-probs are not those of the first engine's."""
+    """An end whose tokens or log-probs differ from the first engine end."""
 
     name: str
-    num_tokens: int  # drawn otherwise
+    num_tokens: int  # sampled differently
     num_logprobs: int
     max_abs: float
     sequence: int
@@ -85,12 +85,12 @@ class Report:
     num_tokens: int  # rows both sides computed
     num_drawn: int
     num_layers: int
-    off_forwards: tuple[str, ...]  # ends whose log-probs are not those of the trainer's packed forward
+    off_forwards: tuple[str, ...]  # ends whose log-probs differ from the trainer's packed forward
     at_fault: str | None = None  # "engine" or "trainer"
 
     @property
     def first(self) -> Difference | None:
-        """The one that comes first in the forward."""
+        """The difference at the earliest op."""
         differences = [difference for _, difference in self.passes if difference is not None]
         return min(differences, key=lambda difference: difference.place, default=None)
 
@@ -123,38 +123,38 @@ _SUSPECTS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Examined:
-    """A report with what attribution goes on from."""
+    """A report with the inputs of the attribution."""
 
     report: Report
-    patient: Patient
+    subject: ExaminedWorker
     sequences: DrawnSequences
     engine_logprobs_N: Tensor
 
 
-def examine(patient: Patient) -> Examined:
-    """Draws, computes both sides in every way, and compares."""
-    engine_ends, drawn = patient.engine_ends()
-    sequences = patient.sequences(drawn)
-    ends = [*engine_ends, *patient.trainer_ends(drawn)]
-    passes = patient.passes(sequences)
+def examine(subject: ExaminedWorker) -> Examined:
+    """Samples, computes both sides in every way, and compares."""
+    engine_ends, drawn = subject.engine_ends()
+    sequences = subject.sequences(drawn)
+    ends = [*engine_ends, *subject.trainer_ends(drawn)]
+    passes = subject.passes(sequences)
     reference = noted(passes[0], sequences)
     found: list[tuple[str, Difference | None]] = []
     common_R = torch.zeros(sequences.num_rows, dtype=torch.bool, device=sequences.device)
     for other in passes[1:]:
         theirs = noted(other, sequences)
         common_R |= reference.rows_seen_with(theirs) if other.side == "engine" else False
-        found.append((other.name, first_difference(passes[0], other, reference, theirs, patient, sequences)))
+        found.append((other.name, first_difference(passes[0], other, reference, theirs, subject, sequences)))
     forward_N = forward_logprobs(passes[0], sequences)
     report = Report(
         passes=tuple(found),
         ends=tuple((end.name, end_difference(ends[0], end, sequences)) for end in ends[1:]),
         num_tokens=int(common_R.sum()),
         num_drawn=ends[0].logprobs_N.numel(),
-        num_layers=patient.spec.num_layers,
+        num_layers=subject.spec.num_layers,
         off_forwards=tuple(end.name for end in ends if not _same_bits(end.logprobs_N, forward_N)),
-        at_fault=_at_fault(found, passes, patient, sequences),
+        at_fault=_at_fault(found, passes, subject, sequences),
     )
-    return Examined(report, patient, sequences, engine_ends[0].logprobs_N)
+    return Examined(report, subject, sequences, engine_ends[0].logprobs_N)
 
 
 def noted(one: Pass, sequences: DrawnSequences) -> Fingerprints:
@@ -164,10 +164,15 @@ def noted(one: Pass, sequences: DrawnSequences) -> Fingerprints:
 
 
 def first_difference(
-    reference: Pass, other: Pass, ours: Fingerprints, theirs: Fingerprints, patient: Patient, sequences: DrawnSequences
+    reference: Pass,
+    other: Pass,
+    ours: Fingerprints,
+    theirs: Fingerprints,
+    subject: ExaminedWorker,
+    sequences: DrawnSequences,
 ) -> Difference | None:
-    """The first site where the passes' bits differ, looked at closely; None where there is none."""
-    sites = sites_of(patient.spec)
+    """The first site where the bits of two passes differ, with its first differing element; None if they are equal."""
+    sites = sites_of(subject.spec)
     for site in sites:
         rows = ours.differing_rows(theirs, site)
         if rows.numel():
@@ -205,19 +210,24 @@ def first_difference(
 
 
 def _at_fault(
-    found: Sequence[tuple[str, Difference | None]], passes: Sequence[Pass], patient: Patient, sequences: DrawnSequences
+    found: Sequence[tuple[str, Difference | None]],
+    passes: Sequence[Pass],
+    subject: ExaminedWorker,
+    sequences: DrawnSequences,
 ) -> str | None:
-    """Whose fault the first difference is: the trainer's, if it differs from itself in another packing; of two fused
-    forwards, the one that departs from the modules. None where that can't be told."""
+    """The side at fault for the first difference; None if unknown.
+
+    It is the trainer if two packings differ. Of two fused forwards it is the one that differs from the modules.
+    """
     differences = [(difference, one) for (_, difference), one in zip(found, passes[1:], strict=True) if difference]
     if not differences:
         return None
     difference, other = min(differences, key=lambda pair: pair[0].place)
     if other.side == "trainer":
         return "trainer"
-    if not patient.is_fused:
+    if not subject.is_fused:
         return None
-    modules = noted(patient.module_pass(sequences), sequences)
+    modules = noted(subject.module_pass(sequences), sequences)
     if difference.site not in modules.bits_R:
         return None
     departs = [
@@ -227,7 +237,7 @@ def _at_fault(
 
 
 def forward_logprobs(one: Pass, sequences: DrawnSequences) -> Tensor:
-    """The log-probs of the drawn tokens in one pass, float32 [N] on the CPU."""
+    """Log-probs of the sampled tokens in one pass, float32 [N] on the CPU."""
     rows = sequences.drawn_R.nonzero().flatten().cpu()
     kept = Rows(LOGPROB, rows)
     one.run(kept)
@@ -235,7 +245,7 @@ def forward_logprobs(one: Pass, sequences: DrawnSequences) -> Tensor:
 
 
 def end_difference(first: End, other: End, sequences: DrawnSequences) -> EndDifference | None:
-    """How an end departs from the engine's own first word; None where every bit is the same."""
+    """The difference between an end and the first engine end; None if every bit is equal."""
     other_token_N = first.tokens_N != other.tokens_N
     differs_N = _bits(first.logprobs_N) != _bits(other.logprobs_N)
     if not bool((differs_N | other_token_N).any()):

@@ -1,17 +1,17 @@
 """Both sides' forwards over one set of sequences, teacher-forced: the trainer's packs, the engine's pages.
 
-A *pass* runs all sequences through one model in one way and notes what it computes, row by row:
+A *pass* runs all sequences through one model in one way and records the values of each row:
 
     packed             whole sequences end to end, micro-batches within the budget: the trainer
     each alone         a micro-batch for each sequence
     decode             prompts prefilled, then one token of every sequence at a time: the engine
-    chunked prefill    prompt and answer alike in chunks that cut every sequence
-    prefix hit         pages that an earlier sequence with the same beginning wrote are taken over
-    other company      the first sequence decoded alone, the others together in reverse, pages in reverse too
+    chunked prefill    prompt and answer in chunks that cut every sequence
+    prefix hit         uses pages that an earlier sequence with the same beginning wrote
+    other company      the first sequence decoded alone, the others together in reverse order, with pages in reverse
 
-A row is a token of a sequence; its log-prob is that of the token after it, for the tokens that were drawn. The engine
-never computes a sequence's last token. Passes make no gradients and hold nothing between two calls, so a pass can be
-repeated to look at one site closely. On a GPU the forwards are the fused ones that a run uses (taps.py).
+A row is a token of a sequence. Its log-prob is that of the next token, if that was sampled. The engine never computes a
+sequence's last token. Passes compute no gradients and keep no state, so a pass can run again for a closer look at one
+site. On a GPU the forwards are the fused ones of a run (taps.py).
 
 T tokens of a forward, B sequences in it, N rows with a log-prob, P pages of the longest table.
 """
@@ -33,13 +33,13 @@ from octetrl.layers.context import PackedContext, PagedContext
 from octetrl.trainer.trainer import KVReplay
 
 LOGITS, LOGPROB = Site(None, "logits"), Site(None, "log-prob")
-LOGIT_ROWS = 64  # noted at a time
+LOGIT_ROWS = 64  # recorded at a time
 SMALL_PAGE = 16
 
 
 @dataclass(frozen=True)
 class DrawnSequences:
-    """Sequences: prompt and what the engine drew. Row `starts[b] + t` is token t of sequence b."""
+    """Prompts with the engine's answers. Row `starts[b] + t` is token t of sequence b."""
 
     token_ids: tuple[tuple[int, ...], ...]
     prompt_lengths: tuple[int, ...]
@@ -59,7 +59,7 @@ class DrawnSequences:
 
     @cached_property
     def drawn_R(self) -> Tensor:
-        """bool: whether the token after this one was drawn, so that this row has a log-prob."""
+        """bool: whether the next token was sampled, so that this row has a log-prob."""
         mask_R = torch.zeros(self.num_rows, dtype=torch.bool)
         for start, ids, prompt in zip(self.starts, self.token_ids, self.prompt_lengths, strict=False):
             mask_R[start + prompt - 1 : start + len(ids) - 1] = True
@@ -73,7 +73,7 @@ class DrawnSequences:
 
 @dataclass(frozen=True, slots=True)
 class LogprobRule:
-    """How log-probs are asked for: the recipe's temperature and, for the trainer, its chunk of rows."""
+    """Settings of log-probs: the recipe's temperature and, for the trainer, its chunk of rows."""
 
     temperature: float
     chunk: int
@@ -102,7 +102,7 @@ class Pass:
 def packed_pass(
     make_tap: MakeTap, drawn: DrawnSequences, kv: KVReplay, rule: LogprobRule, budget: int, way: str
 ) -> Pass:
-    """Whole sequences in their order, `budget` tokens a micro-batch, a longer one by itself."""
+    """Whole sequences in order, `budget` tokens a micro-batch. A longer sequence has its own micro-batch."""
 
     def run(note: Note) -> None:
         tap = make_tap(note)
@@ -114,7 +114,7 @@ def packed_pass(
 
 
 def _micro_batches(drawn: DrawnSequences, budget: int) -> Iterator[tuple[int, int]]:
-    """Bounds of runs of sequences."""
+    """First and last + 1 sequence of each micro-batch."""
     first, starts = 0, drawn.starts
     for b in range(len(drawn.token_ids)):
         if b > first and starts[b + 1] - starts[first] > budget:
@@ -131,8 +131,7 @@ def _packed_forward(tap: Tap, drawn: DrawnSequences, first: int, last: int, kv: 
         cu_seqlens_B1=torch.tensor([start - starts[0] for start in starts], dtype=torch.int32, device=drawn.device),
         max_seqlen=max(lengths),
         kv_mode=kv.kv_mode,
-        k_scale_LK=kv.k_scale_LK,
-        v_scale_LK=kv.v_scale_LK,
+        kv_scale_LS=kv.kv_scale_LS,
     )
     position_T = torch.cat([torch.arange(length, device=drawn.device) for length in lengths])
     hidden_TE = tap.forward(drawn.token_R[tap.rows_T], position_T, context)
@@ -183,14 +182,14 @@ def paged_pass(
     plan: Plan,
     rule: LogprobRule,
     page_of: Callable[[int], CacheFormat],
-    scale_2LK: Tensor | None,
+    scale_LS: Tensor | None,
 ) -> Pass:
-    """The engine's model over pages of its own. `page_of(page_size)`: what a page looks like."""
+    """The engine's model over its own pages. `page_of(page_size)`: the format of a page."""
 
     @torch.no_grad()
     def run(note: Note) -> None:
         num_pages = 1 + max(page for table in plan.tables for page in table)
-        cache = KVCache(page_of(plan.page_size), num_pages, drawn.device, scale_2LK)
+        cache = KVCache(page_of(plan.page_size), num_pages, drawn.device, scale_LS)
         tap = make_tap(note)
         with tap.open():
             for pieces in plan.forwards:
@@ -239,7 +238,7 @@ def _int32(values: Sequence[object], device: torch.device) -> Tensor:
 
 
 def engine_plans(drawn: DrawnSequences, limits: EngineLimits) -> list[Plan]:
-    """Every way of the module's text that these sequences allow."""
+    """The engine's ways in the module's docstring that these sequences allow."""
     size = limits.page_size
     everyone = range(len(drawn.token_ids))
     ends = [len(ids) - 1 for ids in drawn.token_ids]  # the last token is never computed
@@ -261,7 +260,7 @@ def engine_plans(drawn: DrawnSequences, limits: EngineLimits) -> list[Plan]:
 def _rollout(
     drawn: DrawnSequences, sequences: Sequence[int], limits: EngineLimits, cached: Sequence[int] | None = None
 ) -> Iterator[tuple[Piece, ...]]:
-    """Prompts without their last tokens, then one token of each at a time. `cached`: tokens that need no prefill."""
+    """Prefills prompts without their last tokens, then decodes. `cached`: tokens that need no prefill."""
     begins = {b: 0 if cached is None else cached[b] for b in sequences}
     prompts = {b: max(begins[b], drawn.prompt_lengths[b] - 1) for b in sequences}
     yield from _chunks([Piece(b, begins[b], prompts[b]) for b in sequences], limits.prefill_chunk)
@@ -291,7 +290,7 @@ def _chunks(pieces: Iterable[Piece], chunk: int) -> Iterator[tuple[Piece, ...]]:
 
 
 def _own_pages(drawn: DrawnSequences, order: Iterable[int], page_size: int) -> tuple[tuple[int, ...], ...]:
-    """Pages for every sequence, given out in this order."""
+    """Pages for every sequence, allocated in this order."""
     tables: dict[int, tuple[int, ...]] = {}
     given = 0
     for b in order:
@@ -302,8 +301,10 @@ def _own_pages(drawn: DrawnSequences, order: Iterable[int], page_size: int) -> t
 
 
 def _prefix_hits(drawn: DrawnSequences, limits: EngineLimits) -> Plan | None:
-    """Prompts share their full pages of equal tokens: those of a sequence in front, which writes them in an earlier
-    forward or further ahead in the same. Small pages where the recipe's are too large; None where none are shared."""
+    """Prompts share full pages with equal tokens. An earlier sequence writes them, before or in the same forward.
+
+    Uses small pages if the recipe's are too large to share. None if nothing is shared.
+    """
     for size in dict.fromkeys((limits.page_size, SMALL_PAGE)):
         tables = [list(table) for table in _own_pages(drawn, range(len(drawn.token_ids)), size)]
         cached = [0] * len(tables)
@@ -324,7 +325,7 @@ def _prefix_hits(drawn: DrawnSequences, limits: EngineLimits) -> Plan | None:
 
 
 def _common_pages(ids: Sequence[int], others: Sequence[int], page_size: int) -> int:
-    """How many full pages both begin with."""
+    """Number of full pages that both sequences begin with."""
     common = 0
     for mine, theirs in zip(ids, others, strict=False):
         if mine != theirs:

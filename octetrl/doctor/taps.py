@@ -1,29 +1,29 @@
-"""What a forward computes on the way: taps on the sites that the decoder and its blocks declare.
+"""Taps: record the values at the sites of a forward that the decoder and its blocks declare.
 
     embedding
     norm, qkv_proj, rotated q, rotated k, k as cached, v as cached, attention out, o_proj, residual,
     MLP norm, gate_up_proj, SiLU, down_proj, residual after MLP                                        each layer
     final norm, logits, log-prob
 
-(The sites inside a block are those of its layout; these are attention's and the gated MLP's.)
+(The layout of a block lists its sites; these are attention's and the gated MLP's.)
 
-While a tap is open it is the `probe` of the model, its layers and their blocks (models/blocks/block.py), in whichever
-form they run: modules, `rollout_forward` or `training_forward`. The ops are those of a run, but the host stops for
-notes: a tap is for looking, not for captured graphs.
+An open tap is the `probe` of the model, its layers and their blocks (models/blocks/block.py), in any form: modules,
+`rollout_forward` or `training_forward`. The ops are those of a run. The host records values in between, so a tap cannot
+be captured in a graph.
 
-Where the next linear is FP8 the fused kernels make codes and no BF16 tensor. What is noted then is code times scale, at
-the site "norm, quantised" (and so on), which both fused forwards pass and the modules do not.
+If the next linear is FP8, the fused kernels compute codes and no BF16 tensor. The recorded value is then code times
+scale, at a site named "norm, quantised" and so on. Both fused forwards have these sites; the modules do not.
 
-A whole model's activations need not fit anywhere: `Fingerprints` keeps 64 bits of each token's row at each site. A
-row's bits are summed with odd factors modulo 2^64, so one changed element always shows, and several cancel once in
-2^64. Where fingerprints differ, the pass runs again and `Rows` keeps the values of that one site.
+`Fingerprints` keeps 64 bits of each token's row at each site, so the activations of a whole model need not fit into
+memory. A row's bits are summed with odd factors modulo 2^64. One changed element always shows; several cancel with a
+chance of 2^-64. If fingerprints differ, the pass runs again and `Rows` keeps the values of that site.
 
-R rows: tokens of all sequences laid end to end; T tokens of one forward; C elements of a token's row at a site.
+R rows: tokens of all sequences end to end; T tokens of one forward; C elements of a token's row at a site.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -40,7 +40,7 @@ from octetrl.models.rollout_forward import can_fuse, rollout_forward
 from octetrl.models.training_forward import Keep, fused_layer_runner
 
 BEHIND = (FINAL_NORM_SITE, "logits", "log-prob")
-QUANTISED = ", quantised"  # behind the name of a site whose values are noted as codes
+QUANTISED = ", quantised"  # ends the name of a site whose values are codes
 _ELEMENTS = 1 << 24  # widened to 64 bits at a time
 
 
@@ -55,7 +55,7 @@ class Site(NamedTuple):
 
 
 def sites_of(spec: ModelSpec) -> list[Site]:
-    """Every site, in the order in which a forward passes them."""
+    """Every site, in the order of the forward."""
     inner = [Site(layer, op) for layer in range(spec.num_layers) for op in _in_a_layer(spec.blocks_of(layer))]
     return [Site(None, EMBEDDING_SITE), *inner, *(Site(None, op) for op in BEHIND)]
 
@@ -69,13 +69,13 @@ def _in_a_layer(blocks: LayerBlocks) -> Iterator[str]:
 
 
 class Note(Protocol):
-    """Takes down the values [T, ...] of the rows `rows_T` (int64) at a site."""
+    """Records the values [T, ...] of the rows `rows_T` (int64) at a site."""
 
     def __call__(self, site: Site, rows_T: Tensor, values: Tensor, /) -> None: ...
 
 
 class Fingerprints:
-    """64 bits of every row at every site that was noted."""
+    """64 bits of every recorded row at every site."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self.num_rows, self.device = num_rows, device
@@ -92,14 +92,14 @@ class Fingerprints:
         self.seen_R[site][rows_T] = True
 
     def differing_rows(self, other: Fingerprints, site: Site) -> Tensor:
-        """Rows whose bits differ at `site`, of those that both noted; int64."""
+        """Rows that both recorded at `site` and whose bits differ; int64."""
         if site not in self.bits_R or site not in other.bits_R:
             return torch.zeros(0, dtype=torch.int64)
         both_R = self.seen_R[site] & other.seen_R[site]
         return (both_R & (self.bits_R[site] != other.bits_R[site])).nonzero().flatten().cpu()
 
     def rows_seen_with(self, other: Fingerprints) -> Tensor:
-        """bool [R]: rows that both noted at some site."""
+        """bool [R]: rows that both recorded at some site."""
         seen_R = torch.zeros(self.num_rows, dtype=torch.bool, device=self.device)
         for site in self.seen_R.keys() & other.seen_R.keys():
             seen_R |= self.seen_R[site] & other.seen_R[site]
@@ -135,11 +135,10 @@ def fingerprint(values: Tensor) -> Tensor:
 
 
 class Tap:
-    """Passes what `model` computes to `note` while `open`, module by module. `rows_T` says which rows the next forward
-    computes."""
+    """Passes the values of `model`'s modules to `note` while open. `rows_T`: the rows of the next forward."""
 
-    is_fused = False  # whether `forward` is other code than the modules
-    with_graph = False  # whether a trainer's forward is run as if a backward were to follow
+    is_fused = False  # whether `forward` runs the fused forms
+    with_graph = False  # whether the forward builds an autograd graph
 
     def __init__(self, model: Decoder, note: Note) -> None:
         self.model, self.note = model, note
@@ -166,7 +165,7 @@ class Tap:
 
 
 class RolloutTap(Tap):
-    """On `rollout_forward`."""
+    """A tap on `rollout_forward`."""
 
     is_fused = True
 
@@ -176,8 +175,10 @@ class RolloutTap(Tap):
 
 
 class TrainingTap(Tap):
-    """On the layers of `training_forward`. `run_layer`: as the trainer runs them (activation_checkpoint.py),
-    with a graph that nothing is done with: what a layer keeps for its backward decides which kernels it runs."""
+    """A tap on the layers of `training_forward`. `run_layer` is the trainer's (activation_checkpoint.py).
+
+    It builds an unused autograd graph, because the values saved for a backward decide which kernels run.
+    """
 
     is_fused = True
     with_graph = True
@@ -192,20 +193,20 @@ class TrainingTap(Tap):
 
 
 def engine_tap(model: Decoder, note: Note) -> Tap:
-    """On what the engine runs: fused where device and model allow it."""
+    """A tap on the engine's forward: fused if device and model allow it."""
     return RolloutTap(model, note) if model.lm_head_weight.is_cuda and can_fuse(model) else Tap(model, note)
 
 
 def trainer_tap(model: Decoder, keep: Keep, note: Note) -> Tap:
-    """On what the trainer runs: fused where device and model allow it."""
+    """A tap on the trainer's forward: fused if device and model allow it."""
     run_layer = fused_layer_runner(model, keep)
     return Tap(model, note) if run_layer is None else TrainingTap(model, note, run_layer)
 
 
-def shadow(stack: ExitStack, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
-    """`module.name` is `function` until the stack unwinds; what it was before, shadowed or not, comes back."""
+def shadow(stack: ExitStack, module: nn.Module, name: str, value: Any) -> None:
+    """Sets `module.name` to `value` until the stack unwinds, and then restores it."""
     was = module.__dict__.get(name)
-    module.__dict__[name] = function
+    module.__dict__[name] = value
     if was is None:
         stack.callback(module.__dict__.pop, name)
     else:

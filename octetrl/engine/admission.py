@@ -45,7 +45,7 @@ class Admission:
                 Stopping(stop_token_ids, sampling.stop, group.limit, self.decode),
                 list(group.request.prompt_token_ids),
             )
-            for sibling in range(group.request.num_siblings)
+            for sibling in range(group.request.first_sibling, group.request.first_sibling + group.request.num_siblings)
         ]
 
     def _check_prompt(self, request: GenerationRequest) -> None:
@@ -68,6 +68,7 @@ def _check_sampling(request: GenerationRequest) -> None:
     sampling: SamplingParams = request.sampling
     rules = (
         (request.num_siblings >= 1, "num_siblings", request.num_siblings, "1 or more"),
+        (request.first_sibling >= 0, "first_sibling", request.first_sibling, "0 or more"),
         (sampling.max_new_tokens >= 1, "max_new_tokens", sampling.max_new_tokens, "1 or more"),
         (0 <= sampling.temperature < math.inf, "temperature", sampling.temperature, "0 (greedy) or more"),
         (sampling.top_k >= 0, "top_k", sampling.top_k, "0 (all) or more"),

@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from octetrl.config.errors import UserError
 from octetrl.config.schema import EngineConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.engine.admission import Admission, pages_wanted
 from octetrl.engine.block_manager import BlockManager
+from octetrl.engine.cache_scales import CacheScales
 from octetrl.engine.kv_cache import KVCache, cache_format, configured_pages, host_pages
 from octetrl.engine.metrics import EngineMetrics
 from octetrl.engine.model_runner import ModelRunner
@@ -29,7 +29,6 @@ from octetrl.engine.session import OnProgress, Session
 from octetrl.engine.stopping import Tokenizer, decoder_of, memoised
 from octetrl.engine.weights import put_weights, weights_digest
 from octetrl.fp8.kv_scales import KVScales, same_bits
-from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.models.decoder import Decoder
 from octetrl.records import Completion, GenerationRequest, WeightSet
@@ -90,11 +89,7 @@ class Engine:
         self._session: Session | None = None  # the open one
         self._cache: KVCache | None = None
         self._blocks: BlockManager | None = None  # of this cache
-        self._scale_2LK: Tensor | None = None
-        self._scales_version: int | None = None
-        if policy.kv_mode == "calibrated":
-            heads = (2, spec.num_layers, spec.num_kv_heads)
-            self._scale_2LK = torch.full(heads, torch.nan, dtype=torch.float32, device=self.device)
+        self._scales = CacheScales(spec, self.device) if policy.kv_mode == "calibrated" else None
 
     def put_weights(self, weights: WeightSet) -> None:
         """Loads the weights and KV scales of a policy version. `weights_digest` then reads them back.
@@ -107,10 +102,10 @@ class Engine:
         self.publish(weights.policy_version)
         self._weights = weights
 
-    def weights_digest(self) -> str:
+    def weights_digest(self, *, covers_all: bool = False) -> str:
         """Digest of the weights and scales, read back from where the kernels read them and compared with those put in.
 
-        Raises RuntimeError naming the first tensor that differs.
+        `covers_all`: not only of FP8 weights and adapters. Raises RuntimeError naming the first tensor that differs.
         """
         assert self._weights is not None, "`put_weights` comes first"
         given, held = self._weights.kv_scales, self.kv_scales
@@ -118,11 +113,10 @@ class Engine:
             raise RuntimeError(
                 f"publish: the engine's KV scales are not those published with policy version {self.policy_version}"
             )
-        return weights_digest(self._model, self._weights)
+        return weights_digest(self._model, self._weights, covers_all=covers_all)
 
     def publish(self, version: int) -> None:
-        """Declares that the model has the weights of `version`. Drops cached prefixes of older weights, unless the
-        recipe keeps them."""
+        """Declares that the model has the weights of `version`. Drops cached prefixes, unless the recipe keeps them."""
         self._refuse_while_open("publish")
         self.policy_version = version
         if self._config.prefix_cache != "keep":
@@ -136,30 +130,14 @@ class Engine:
     def set_kv_scales(self, scales: KVScales) -> None:
         """Copies the scales of a calibrated cache to where the kernels read them. Raises ValueError for bad scales."""
         self._refuse_while_open("set_kv_scales")
-        mode = self._policy.kv_mode
-        assert self._scale_2LK is not None, f"KV scales are for a calibrated cache, this one is '{mode}'"
-        given_2LK = torch.stack((scales.k_scale_LK, scales.v_scale_LK))
-        if given_2LK.shape != self._scale_2LK.shape:
-            raise ValueError(
-                f"KV scales: got [L, K] = {list(given_2LK.shape[1:])}, this model has {list(self._scale_2LK.shape[1:])}"
-            )
-        if not bool((given_2LK.isfinite() & (given_2LK > 0)).all()):
-            which, layer, head = (~(given_2LK.isfinite() & (given_2LK > 0))).nonzero()[0].tolist()
-            raise NonFiniteError(
-                f"KV scales: the scale of {'KV'[which]} in layer {layer}, head {head} is"
-                f" {float(given_2LK[which, layer, head])}; a scale is finite and above 0"
-            )
-        self._scale_2LK.copy_(given_2LK)
+        assert self._scales is not None, f"KV scales are for a calibrated cache, not for '{self._policy.kv_mode}'"
+        self._scales.set(scales)
         self.forget_prefixes()  # their codes were written with other scales
-        self._scales_version = scales.policy_version
 
     @property
     def kv_scales(self) -> KVScales | None:
         """The scales that the kernels read. None before `set_kv_scales`, or without calibration."""
-        if self._scale_2LK is None or self._scales_version is None:
-            return None
-        k_scale_LK, v_scale_LK = self._scale_2LK.clone().unbind()
-        return KVScales(k_scale_LK, v_scale_LK, self._scales_version)
+        return None if self._scales is None else self._scales.held
 
     def wake(self) -> None:
         """Allocates the KV cache now. `generate` and `session` do so too.
@@ -176,7 +154,8 @@ class Engine:
             self._make_cache(num_pages)
 
     def _make_cache(self, num_pages: int) -> None:
-        self._cache = KVCache(self._page, num_pages, self.device, self._scale_2LK)
+        scale_LS = None if self._scales is None else self._scales.scale_LS
+        self._cache = KVCache(self._page, num_pages, self.device, scale_LS)
         self._blocks = BlockManager(num_pages, self._page.page_size)
 
     def sleep(self) -> None:
@@ -256,18 +235,8 @@ class Engine:
             raise RuntimeError(f"{what} is not possible while the engine has an open session; close it first")
 
     def _check_scales(self) -> None:
-        if self._scale_2LK is None:
-            return
-        if self._scales_version is None:
-            raise RuntimeError(
-                "the KV cache is calibrated FP8 and has no scales: calibrate on some prompts and call set_kv_scales"
-                " before generate, or set fp8.kv_cache to dynamic or none"
-            )
-        if self._scales_version != self.policy_version:
-            raise RuntimeError(
-                f"the KV scales belong to policy version {self._scales_version} and the weights to"
-                f" {self.policy_version}: publish both (publish and set_kv_scales) before generate"
-            )
+        if self._scales is not None:
+            self._scales.check(self.policy_version)
 
     def _cache_for(self, wanted_pages: int) -> tuple[KVCache, BlockManager]:
         self.wake()
@@ -278,6 +247,6 @@ class Engine:
                 self._make_cache(wanted)
         assert self._cache is not None and self._blocks is not None, "the KV cache was not allocated"
         self._runner.reset()
-        if self._cache.saturated_L2K is not None:
-            self._cache.saturated_L2K.zero_()
+        if self._cache.saturated_LS is not None:
+            self._cache.saturated_LS.zero_()
         return self._cache, self._blocks

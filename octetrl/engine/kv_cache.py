@@ -1,15 +1,16 @@
-"""The pages of K and V: their size, format and number, and copies of pages.
+"""The pages of the KV cache: their size, format and number, and copies of pages.
 
-    K and V      [L, num_pages, ...]: one layer's pages are one contiguous slice of it (`LayerCache`), and what is in
-                 a page, K's rows or V's turned codes, is said in kernels/attention/kv_store.py
-    calibrated   E4M3 codes and one float32 scale per layer and KV head, in buffers that stay when the pages are freed
-    dynamic      E4M3 codes and one float32 scale per token and KV head, [L, num_pages, K, page_size]
-    none         the model's dtype; also K's format beside an E4M3 V if the policy says so
+A block's layout says what its layer caches of a token, and how a page of it is laid out (`CachedTensor`). A pool
+[L, num_pages, ...] holds one such tensor; one layer's pages are one contiguous slice of it (`LayerCache`).
+
+    calibrated   E4M3 codes and float32 scales per layer, in a buffer that stays when the pages are freed
+    dynamic      E4M3 codes and float32 scales per token, in pages of their own
+    none         the model's dtype; also that of a tensor that FP8 would ruin, beside E4M3 ones
 
 All layers share page numbers, so a page is copied in every layer at once. Pages start as zeros: decode multiplies the
 values past the end of a sequence by 0, and stray bytes could be NaN.
 
-L layers, K KV heads, D head size.
+L layers (of a pool: those that cache its tensor), S scales of a layer.
 """
 
 from __future__ import annotations
@@ -17,59 +18,81 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from octetrl.config.blocks import CachedTensor
 from octetrl.config.schema import EngineConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.engine.batch_rows import to_device
 from octetrl.fp8.format import E4M3
-from octetrl.fp8.policy import Format, PrecisionPolicy
-from octetrl.kernels.attention.kv_store import v_pages_shape
-from octetrl.layers.context import LayerCache
+from octetrl.fp8.kv_scales import split_scales
+from octetrl.fp8.policy import PrecisionPolicy
+from octetrl.layers.context import CachedPages, LayerCache
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A cached tensor in its format."""
+
+    layout: CachedTensor
+    dtype: torch.dtype
+    token_scales: bool  # "dynamic", of a tensor in E4M3
+
+    @property
+    def is_clamped(self) -> bool:
+        """Whether values past a calibrated range are clamped."""
+        return self.dtype == E4M3 and not self.token_scales
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.layout.bytes_per_token(self.dtype.itemsize, token_scales=self.token_scales)
+
+    def page_shape(self, page_size: int) -> tuple[int, ...]:
+        *outer, inner = self.layout.shape
+        if self.layout.codes_turned and self.dtype == E4M3:
+            return (*outer, inner, page_size)
+        return (*outer, page_size, inner)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheFormat:
-    """What one page looks like."""
+    """What one page looks like: what every layer stores."""
 
-    num_layers: int
-    num_kv_heads: int
-    head_size: int
+    layers: tuple[tuple[StoredTensor, ...], ...]
     page_size: int
-    k_dtype: torch.dtype
-    v_dtype: torch.dtype
-    token_scales: bool  # "dynamic"
 
     @property
     def bytes_per_page(self) -> int:
-        rows = self.num_layers * self.num_kv_heads * self.page_size
-        scales = sum(4 for dtype in (self.k_dtype, self.v_dtype) if self.token_scales and dtype == E4M3)
-        return rows * (self.head_size * (self.k_dtype.itemsize + self.v_dtype.itemsize) + scales)
+        return self.page_size * sum(stored.bytes_per_token for layer in self.layers for stored in layer)
 
     @property
-    def scaled_tensors(self) -> int:
-        """How many of K and V are E4M3."""
-        return (self.k_dtype == E4M3) + (self.v_dtype == E4M3)
+    def num_clamping_scales(self) -> int:
+        """Calibrated scales of all layers whose tensors are E4M3."""
+        return sum(stored.layout.num_scales for layer in self.layers for stored in layer if stored.is_clamped)
+
+    def values_per_scale(self, width: int) -> Tensor:
+        """How many values of a token each calibrated scale covers: float64 [L, S]; 1 where there is no scale."""
+        values_LS = torch.ones(len(self.layers), width, dtype=torch.float64)
+        for row_S, layer in zip(values_LS, self.layers, strict=True):
+            for stored, part in zip(layer, split_scales(row_S, [stored.layout for stored in layer]), strict=True):
+                if part is not None:
+                    part.fill_(stored.layout.num_values // stored.layout.num_scales)
+        return values_LS
 
 
 def cache_format(spec: ModelSpec, policy: PrecisionPolicy, dtype: torch.dtype, page_size: int) -> CacheFormat:
     """The format of a page under the precision policy. `dtype`: the model's."""
 
-    def stored(fmt: Format) -> torch.dtype:
-        return E4M3 if fmt == "fp8" else dtype
+    def stored(tensor: CachedTensor) -> StoredTensor:
+        is_fp8 = policy.cached_as(tensor.name) == "fp8"
+        return StoredTensor(tensor, E4M3 if is_fp8 else dtype, is_fp8 and policy.kv_mode == "dynamic")
 
-    return CacheFormat(
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
-        page_size=page_size,
-        k_dtype=stored(policy.k_cache),
-        v_dtype=stored(policy.v_cache),
-        token_scales=policy.kv_mode == "dynamic",
-    )
+    layers = tuple(tuple(stored(tensor) for tensor in spec.cached(layer)) for layer in range(spec.num_layers))
+    return CacheFormat(layers, page_size)
 
 
 def configured_pages(config: EngineConfig, page: CacheFormat, device: torch.device) -> int | None:
@@ -89,50 +112,71 @@ def host_pages(config: EngineConfig, page: CacheFormat) -> int:
     return int(config.kv_memory_fraction * memory) // page.bytes_per_page
 
 
-class KVCache:
-    """`num_pages` pages of every layer. `scale_2LK`: calibrated scales of K and V, float32, filled by the engine."""
+class Pool:
+    """The pages of one stored tensor in all layers that have it, [L, num_pages, ...], and its scales of tokens."""
 
-    def __init__(
-        self, page: CacheFormat, num_pages: int, device: torch.device, scale_2LK: Tensor | None = None
-    ) -> None:
+    def __init__(self, stored: StoredTensor, page: CacheFormat, num_pages: int, device: torch.device) -> None:
+        self.row_of = {layer: row for row, layer in enumerate(_layers_with(stored, page))}
+        outer = (len(self.row_of), num_pages)
+        shape = (*outer, prod(stored.page_shape(page.page_size)) * stored.dtype.itemsize)
+        zeros = torch.zeros(shape, dtype=torch.uint8, device=device)
+        self.pages = zeros.view(stored.dtype).view(*outer, *stored.page_shape(page.page_size))
+        self.token_scale: Tensor | None = None
+        if stored.token_scales:
+            self.token_scale = torch.ones(*outer, *stored.layout.scales, page.page_size, device=device)
+
+    def of_layer(self, layer: int, scale: Tensor | None) -> CachedPages:
+        row = self.row_of[layer]
+        return CachedPages(self.pages[row], scale, None if self.token_scale is None else self.token_scale[row])
+
+
+def _layers_with(stored: StoredTensor, page: CacheFormat) -> list[int]:
+    return [layer for layer, tensors in enumerate(page.layers) if stored in tensors]
+
+
+class KVCache:
+    """`num_pages` pages of every layer. `scale_LS`: calibrated scales, float32, filled by the engine."""
+
+    def __init__(self, page: CacheFormat, num_pages: int, device: torch.device, scale_LS: Tensor | None = None) -> None:
         self.page, self.num_pages = page, num_pages
-        rows = (num_pages, page.num_kv_heads, page.page_size)
-        shapes = (torch.Size((*rows, page.head_size)), v_pages_shape(*rows, page.head_size, page.v_dtype))
-        pools: list[Tensor] = []
-        token_scales: list[Tensor | None] = []
-        for dtype, (*outer, inner) in zip((page.k_dtype, page.v_dtype), shapes, strict=True):
-            zeros = torch.zeros(page.num_layers, *outer, inner * dtype.itemsize, dtype=torch.uint8, device=device)
-            pool = zeros.view(dtype)
-            with_scale = page.token_scales and dtype == E4M3
-            scale = torch.ones(page.num_layers, *rows, device=device) if with_scale else None
-            pools.append(pool)
-            token_scales.append(scale)
-        copied = [*pools, *(scale for scale in token_scales if scale is not None)]
+        distinct = dict.fromkeys(stored for layer in page.layers for stored in layer)
+        pools = {stored: Pool(stored, page, num_pages, device) for stored in distinct}
+        copied = [tensor for pool in pools.values() for tensor in (pool.pages, pool.token_scale) if tensor is not None]
         # wide words: E4M3 has no indexing, bytes are slow
-        self._copied = [pool.flatten(2).view(torch.int64) for pool in copied]
-        self.saturated_L2K: Tensor | None = None
-        if scale_2LK is not None:
-            heads = (page.num_layers, 2, page.num_kv_heads)
-            self.saturated_L2K = torch.zeros(heads, dtype=torch.int64, device=device)
-        self.layers = tuple(
-            LayerCache(
-                k=pools[0][layer],
-                v=pools[1][layer],
-                k_scale_K=scale_2LK[0, layer] if scale_2LK is not None and page.k_dtype == E4M3 else None,
-                v_scale_K=scale_2LK[1, layer] if scale_2LK is not None and page.v_dtype == E4M3 else None,
-                k_token_scale=None if token_scales[0] is None else token_scales[0][layer],
-                v_token_scale=None if token_scales[1] is None else token_scales[1][layer],
-                saturated_2K=None if self.saturated_L2K is None else self.saturated_L2K[layer],
-            )
-            for layer in range(page.num_layers)
+        self._copied = [tensor.flatten(2).view(torch.int64) for tensor in copied]
+        self._device = device
+        self.saturated_LS: Tensor | None = None
+        if scale_LS is not None:
+            self.saturated_LS = torch.zeros(scale_LS.shape, dtype=torch.int64, device=device)
+        self.layers = tuple(self._layer_cache(layer, pools, scale_LS) for layer in range(len(page.layers)))
+
+    def _layer_cache(self, layer: int, pools: dict[StoredTensor, Pool], scale_LS: Tensor | None) -> LayerCache:
+        tensors = self.page.layers[layer]
+        scales: tuple[Tensor | None, ...] = (None,) * len(tensors)
+        if scale_LS is not None:
+            scales = split_scales(scale_LS[layer], [stored.layout for stored in tensors])
+        return LayerCache(
+            tuple(
+                pools[stored].of_layer(layer, scale if stored.is_clamped else None)
+                for stored, scale in zip(tensors, scales, strict=True)
+            ),
+            None if self.saturated_LS is None else self.saturated_LS[layer],
         )
+
+    def saturated_share(self, num_tokens: int) -> Tensor | None:
+        """Share of the values of `num_tokens` tokens that were clamped, by layer and scale: float64 [L, S] on the CPU.
+        None: nothing is calibrated."""
+        if self.saturated_LS is None:
+            return None
+        values_LS = max(1, num_tokens) * self.page.values_per_scale(self.saturated_LS.shape[1])
+        return self.saturated_LS.cpu().double() / values_LS
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """For each (a, b), copies page `a` to page `b` in every layer, with scales. All are read before any is written.
 
         The host does not wait for the device."""
-        if not copies:
+        if not copies or not self._copied:
             return
-        source, target = to_device(np.array(copies, dtype=np.int64).T, self._copied[0].device).unbind()
+        source, target = to_device(np.array(copies, dtype=np.int64).T, self._device).unbind()
         for pool in self._copied:
             pool[:, target] = pool[:, source]

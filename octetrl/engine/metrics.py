@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -29,7 +30,7 @@ class EngineMetrics:
     cache_occupancy: float  # largest share of the pages in use
     kv_capacity_tokens: int
     kv_saturation: float  # share of K and V values clamped on the way into a calibrated cache
-    kv_saturation_L2K: Tensor | None  # the same per layer, K or V, and head; float64, CPU. None: nothing is clamped
+    kv_saturation_LS: Tensor | None  # the same per layer and scale; float64, CPU. None: nothing is clamped
     non_finite_tokens: int  # tokens that met a non-finite activation
     tail_share: float  # share of the decoding time with less than half of the largest batch running: the long tail
     step_seconds: tuple[float, ...]  # between results of decode forwards one after another; the last `STEPS_KEPT`
@@ -130,7 +131,7 @@ class Tally:
         cache_occupancy: float,
         kv_capacity_tokens: int,
         kv_saturation: float,
-        kv_saturation_L2K: Tensor | None,
+        kv_saturation_LS: Tensor | None,
         non_finite_tokens: int,
         capture_seconds: float,
     ) -> EngineMetrics:
@@ -151,7 +152,7 @@ class Tally:
             cache_occupancy=cache_occupancy,
             kv_capacity_tokens=kv_capacity_tokens,
             kv_saturation=kv_saturation,
-            kv_saturation_L2K=kv_saturation_L2K,
+            kv_saturation_LS=kv_saturation_LS,
             non_finite_tokens=non_finite_tokens,
             tail_share=self._tail_share(),
             step_seconds=tuple(self._step_seconds),
@@ -165,3 +166,44 @@ class Tally:
         half = max(self._batches, default=0) / 2
         tail = sum(s for s, n in zip(self._step_seconds, self._batches, strict=True) if n < half)
         return tail / sum(self._step_seconds) if self._step_seconds else 0.0
+
+
+def merged(parts: Sequence[EngineMetrics]) -> EngineMetrics:
+    """The metrics of sessions that ran beside each other on several workers: sums of sums, weighted by what each did.
+
+    Without the time of single steps, and without the saturation by layer.
+    """
+    assert parts, "there is at least one session"
+
+    def total(name: str) -> int:
+        return sum(getattr(part, name) for part in parts)
+
+    def weighted(name: str, weights: Sequence[float]) -> float:
+        parts_of = zip(parts, weights, strict=True)
+        return sum(getattr(part, name) * weight for part, weight in parts_of) / (sum(weights) or 1.0)
+
+    captured = [part.session_capture_seconds for part in parts if part.session_capture_seconds is not None]
+    places = [part.generated_tokens / part.batch_occupancy for part in parts if part.batch_occupancy]
+    cached = [float(part.generated_tokens + part.prefilled_tokens) for part in parts]
+    seconds = [part.seconds for part in parts]
+    return EngineMetrics(
+        completions=total("completions"),
+        generated_tokens=total("generated_tokens"),
+        prompt_tokens=total("prompt_tokens"),
+        prefilled_tokens=total("prefilled_tokens"),
+        steps=total("steps"),
+        seconds=max(seconds),
+        preemptions=total("preemptions"),
+        batch_occupancy=total("generated_tokens") / sum(places) if places else 0.0,
+        cache_occupancy=max(part.cache_occupancy for part in parts),
+        kv_capacity_tokens=total("kv_capacity_tokens"),
+        kv_saturation=weighted("kv_saturation", cached),
+        kv_saturation_LS=None,
+        non_finite_tokens=total("non_finite_tokens"),
+        tail_share=weighted("tail_share", seconds),
+        step_seconds=(),
+        capture_seconds=max(part.capture_seconds for part in parts),
+        session_capture_seconds=max(captured) if captured else None,
+        cancelled=total("cancelled"),
+        idle_share=weighted("idle_share", seconds),
+    )

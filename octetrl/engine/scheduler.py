@@ -27,8 +27,9 @@ What a sequence generates depends on none of this (sampler.py, kernels/attention
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from octetrl.engine.block_manager import BlockManager
 from octetrl.engine.request import NO_ROW, Chunk, Prefix, RequestGroup, RunningSequence, Step
@@ -223,8 +224,8 @@ class Scheduler:
             elif self._grow(sequence, step):
                 self._note_due(sequence)
         if self._batch is None:
-            longest_first = sorted(self._decoding, key=lambda sequence: -sequence.length(self.clock))
-            self._batch = tuple(longest_first)  # attention starts with the longest; all grow equally from here
+            by_length = sorted(self._decoding, key=lambda sequence: -sequence.length(self.clock))
+            self._batch = tuple(by_length)  # attention starts with the longest; all grow equally from here
         step.decode = self._batch
         step.joined = [sequence for sequence in self._joined if sequence in self._decoding]
         self._joined = []
@@ -329,3 +330,16 @@ class Scheduler:
 
     def _idle_groups(self, besides: RequestGroup) -> list[RequestGroup]:
         return [group for group in self._prefixed if group.num_running == 0 and group is not besides]
+
+
+def longest_first(groups: Sequence[RequestGroup]) -> list[RequestGroup]:
+    """Sorts requests by expected length, longest first. Requests without an expected length go first, as they came.
+
+    The longest should start first, because otherwise the last ones run alone. A request of unknown length may be long.
+    """
+
+    def key(group: RequestGroup) -> float:
+        expected = group.request.expected_tokens
+        return -math.inf if expected is None else -expected
+
+    return sorted(groups, key=key)

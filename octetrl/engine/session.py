@@ -24,9 +24,8 @@ session and frees all pages.
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -38,7 +37,7 @@ from octetrl.engine.kv_cache import KVCache
 from octetrl.engine.metrics import EngineMetrics, Tally
 from octetrl.engine.model_runner import ModelRunner, Results
 from octetrl.engine.request import NO_ROW, RequestGroup, RunningSequence
-from octetrl.engine.scheduler import Scheduler
+from octetrl.engine.scheduler import Scheduler, longest_first
 from octetrl.engine.stopping import Decode
 from octetrl.engine.transcript import Batch, Transcript
 from octetrl.fp8.non_finite import NonFiniteError
@@ -123,11 +122,11 @@ class Session:
         if group in self._submitted:
             self._submitted.remove(group)
             self._tally.cancelled += group.num_unfinished
-        self._drop([sibling for sibling in self._known() if sibling.group is group])
+        self._drop([sibling for sibling in self._unfinished() if sibling.group is group])
         self._rest()
 
-    def _known(self) -> list[RunningSequence]:
-        """Makes the tokens of a sequence known to the scheduler."""
+    def _unfinished(self) -> list[RunningSequence]:
+        """All sequences of the scheduler."""
         return [*self._scheduler.running, *self._scheduler.waiting]
 
     def _drop(self, siblings: list[RunningSequence]) -> None:
@@ -252,18 +251,13 @@ class Session:
     def metrics(self) -> EngineMetrics:
         """Metrics up to now. On a GPU this waits for all launched forwards."""
         cache, blocks, tally = self._cache, self._blocks, self._tally
-        share_L2K = None
-        total = 0.0
-        if cache.saturated_L2K is not None:
-            values_per_head = (tally.decoded_tokens + tally.prefilled_tokens) * cache.page.head_size
-            share_L2K = cache.saturated_L2K.cpu().double() / max(1, values_per_head)
-            total = float(share_L2K.sum()) / (share_L2K[:, 0].numel() * cache.page.scaled_tensors)
+        share_LS = cache.saturated_share(tally.decoded_tokens + tally.prefilled_tokens)
         return tally.metrics(
             preemptions=self._scheduler.preemptions,
             cache_occupancy=blocks.peak_used / blocks.num_pages,
             kv_capacity_tokens=blocks.num_pages * blocks.page_size,
-            kv_saturation=total,
-            kv_saturation_L2K=share_L2K,
+            kv_saturation=0.0 if share_LS is None else float(share_LS.sum()) / max(1, cache.page.num_clamping_scales),
+            kv_saturation_LS=share_LS,
             non_finite_tokens=int(self._runner.poisoned_tokens),
             capture_seconds=0.0 if self._runner.graphs is None else self._runner.graphs.seconds,
         )
@@ -283,21 +277,8 @@ class Session:
         self._is_open = False
         if sound:
             self._submitted.clear()
-            self._drop(self._known())
+            self._drop(self._unfinished())
             self._scheduler.check()
             used = self._blocks.num_used
             assert used == 0, f"page accounting: {used} pages are still owned after the last sequence"
         self._on_close(self, sound)
-
-
-def longest_first(groups: Sequence[RequestGroup]) -> list[RequestGroup]:
-    """Sorts requests by expected length, longest first. Requests without an expected length go first, as they came.
-
-    The longest should start first, because otherwise the last ones run alone. A request of unknown length may be long.
-    """
-
-    def key(group: RequestGroup) -> float:
-        expected = group.request.expected_tokens
-        return -math.inf if expected is None else -expected
-
-    return sorted(groups, key=key)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from octetrl.fp8.kv_scales import KVScales
-from octetrl.kernels.quantize.quantize_weight import check_scales, quantize_weight
+from octetrl.kernels.quantize.quantize_weight import check_scales
 from octetrl.layers.linear import Float8Linear
 from octetrl.models.decoder import Decoder
 from octetrl.records import WeightSet
@@ -63,18 +63,18 @@ def put_weights(model: Decoder, weights: WeightSet) -> None:
             codes, scale = weights.codes[name]
             _copy(linear.codes, codes)
             _copy(linear.scale, scale)
-        elif not linear.codes_are_settled:
+        elif not linear.skips_requantize:
             linear.requantize(name, check=False)
             assert linear.weight is not None, f"{name} has no codes, and the engine has no weight to quantise"
             made[name] = (linear.weight.detach(), linear.scale)
     check_scales(made)
 
 
-def weights_digest(model: Decoder, weights: WeightSet) -> str:
+def weights_digest(model: Decoder, weights: WeightSet, *, covers_all: bool = False) -> str:
     """Compares what the engine reads with `weights`, as last put in; returns the digest of the engine's weights.
 
-    Raises RuntimeError naming the first tensor that differs. It needs two host synchronisations and few launches;
-    shared memory is recognised by its address.
+    It covers codes, scales and adapters; if `covers_all`, all parameters. Raises RuntimeError naming the first tensor
+    that differs. It needs two host synchronisations and few launches; shared memory is recognised by its address.
     """
     version = weights.policy_version
     linears = list(model.float8_linears())
@@ -86,12 +86,13 @@ def weights_digest(model: Decoder, weights: WeightSet) -> str:
             compared += [(name, equal) for equal in _equal_bytes(held, weights.codes[name])]
         weight = weights.tensors.get(f"{name}.weight")
         if index == version % len(linears) and weight is not None:
-            fresh = quantize_weight(weight, power_of_two=linear.power_of_two, check=False)
+            fresh = linear.quantize(weight)
             compared += [(name, equal) for equal in _equal_bytes(held, (fresh.codes, fresh.scale))]
         rows += [_row_sums(tensor) for tensor in held]
     for name, parameter in model.named_parameters():
         compared += [(name, equal) for equal in _equal_bytes((parameter.detach(),), (weights.tensors[name],))]
-    rows += [_row_sums(tensor.detach()) for _, adapter in model.adapters() for tensor in adapter.parameters()]
+    adapters = [tensor for _, adapter in model.adapters() for tensor in adapter.parameters()]
+    rows += [_row_sums(tensor.detach()) for tensor in (model.parameters() if covers_all else adapters)]
     if compared:
         for (name, _), equal in zip(compared, torch.stack([equal for _, equal in compared]).tolist(), strict=True):
             if not equal:
@@ -102,8 +103,12 @@ def weights_digest(model: Decoder, weights: WeightSet) -> str:
 
 
 def weight_set(trainer_model: Decoder, version: int, kv_scales: KVScales | None = None) -> WeightSet:
-    """The trainer's weights as a `WeightSet` of policy version `version`: live tensors, no copies."""
-    tensors = {name: parameter.detach() for name, parameter in trainer_model.named_parameters()}
+    """The trainer's weights as a `WeightSet` of policy version `version`: live tensors, no copies.
+
+    Weights that this worker does not have whole are left out; the set has their codes.
+    """
+    parameters = trainer_model.named_parameters()
+    tensors = {name: one.detach() for name, one in parameters if one.untyped_storage().nbytes() > 0 or one.numel() == 0}
     codes = {name: (linear.codes, linear.scale) for name, linear in trainer_model.float8_linears()}
     return WeightSet(version, tensors, codes, kv_scales)
 
@@ -123,9 +128,8 @@ def _equal_bytes(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[Tenso
 
 
 def _row_sums(tensor: Tensor) -> Tensor:
-    """int64 sums of the bytes of each row, in words of eight bytes if possible. They wrap around, which does not matter
-    for a digest."""
-    octets = tensor.contiguous().view(torch.uint8).flatten(1)
+    """int64 sums of the bytes of each row, in words of eight bytes if possible. They may wrap around."""
+    octets = torch.atleast_2d(tensor.contiguous().view(torch.uint8)).flatten(1)
     words = octets.view(torch.int64) if octets.shape[1] % 8 == 0 else octets
     return words.sum(dim=1, dtype=torch.int64)
 

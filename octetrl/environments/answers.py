@@ -1,13 +1,10 @@
-"""Where in a completion the answer is.
-
-One rule, stated in the recipe as `environment.answer_marker`:
+"""Finds the answer in a completion, by the recipe's `environment.answer_marker`:
 
     None         the whole completion
     "####"       the text after the last "####"
     "<answer>"   the text after the last "<answer>", up to "</answer>" (or the end, when it is not closed)
 
-The last marker counts, since a model that corrects itself means its last word. White space around the answer
-is dropped.
+The last marker counts, because a model may correct itself. White space around the answer is removed.
 """
 
 from __future__ import annotations
@@ -25,10 +22,3 @@ def extract_answer(completion_text: str, marker: str | None) -> str | None:
     if re.fullmatch(r"<\w+>", marker):
         answer = answer.partition(f"</{marker[1:]}")[0]
     return answer.strip()
-
-
-def with_marker(answer: str, marker: str | None) -> str:
-    """`answer` written so that `extract_answer` finds it."""
-    if marker is None:
-        return answer
-    return f"{marker}{answer}</{marker[1:]}" if re.fullmatch(r"<\w+>", marker) else f"{marker} {answer}"

@@ -1,12 +1,12 @@
 """The interface of an environment, and the order of its tasks.
 
-An environment is two things: tasks, and a score for a completion of one of them. Any object with these two
-attributes is an environment (`examples/custom_environment.py` is one in ten lines). `TaskEnvironment` combines
-them from parts.
+An environment has tasks, and a score for a completion of a task. Any object with the attributes `tasks` and `score` is
+an environment (`examples/custom_environment.py` is one in ten lines). `TaskEnvironment` combines given tasks and a
+given scorer.
 
 A `Taskset` returns training tasks in an endless seeded order (`environments/order.py`), so a resumed run gets the same
-prompts as an uninterrupted one. Held-out tasks are set aside first. A training task with the prompt of a held-out one
-is skipped. Prompts are compared and not ids, because a small generated dataset repeats prompts under many indices.
+prompts as an uninterrupted one. Held-out tasks are chosen first. A training task with the same prompt as a held-out
+task is skipped. Prompts are compared and not ids, because a small generated dataset repeats prompts under many indices.
 
 Tasks may be generated on access (`environments/reasoning_gym.py`), so nothing here iterates over all of them.
 """
@@ -32,7 +32,8 @@ LARGEST_REWARD = 1e18  # its square is still a finite float32
 
 
 def finite_number(value: object, what: str) -> float:
-    """A reward or metric as a number. Raises TypeError or ValueError for what is none, or is beyond LARGEST_REWARD."""
+    """Convert a reward or metric to a float. Raises TypeError or ValueError if it is not a finite number within
+    ±LARGEST_REWARD."""
     if not isinstance(value, Real):
         raise TypeError(f"the {what} is {str(value)[:40]!r} of type {type(value).__name__}, not a number")
     try:
@@ -55,28 +56,28 @@ class Environment(Protocol):
     def score(self, task: Task, completion_text: str, /) -> float:
         """The reward of one completion: a number within ±LARGEST_REWARD; bool counts as 0 or 1.
 
-        Runs in a reward worker (`environments/scoring.py`), so it must be picklable: define it in a module. Raise
-        when no reward can be given: the rollout is then left out, and counted, instead of being punished.
+        Runs in a reward worker (`environments/scoring.py`), so it must be picklable: define it in a module. Raise an
+        exception if there is no reward: the rollout is then counted and left out; it is not scored as 0.
 
-        An environment may also have `answered(task, completion_text) -> str | None`: what the completion answers, in a
-        form in which equal answers are equal texts. It is what a majority is counted by, and runs with `score`.
+        An environment may also have `answered(task, completion_text) -> str | None`: the completion's answer as a text;
+        equal answers must give equal texts. It runs together with `score`, and maj@k counts its results.
         """
         ...
 
 
 @dataclass(frozen=True)
 class TaskEnvironment:
-    """An environment put together from tasks and a scorer."""
+    """An environment that consists of given tasks and a given scorer."""
 
     tasks: Sequence[Task]
     score: Scorer
 
 
 class Taskset:
-    """Training tasks in a seeded order without end, and held-out tasks that are never among them.
+    """Training tasks in an endless seeded order, and held-out tasks that are never among them.
 
-    tasks: all of them; seed: which are held out and the order of the rest; eval_size: how many are held out.
-    Raises UserError when `tasks` has too few different prompts to hold out `eval_size` and train on another.
+    tasks: all tasks; seed: decides which tasks are held out, and the order of the others; eval_size: number of held-out
+    tasks. Raises UserError if `tasks` has too few different prompts for `eval_size` held-out tasks and one more.
     """
 
     def __init__(self, tasks: Sequence[Task], *, eval_size: int, seed: int) -> None:
@@ -93,7 +94,7 @@ class Taskset:
         self._position = 0
 
     def next_batch(self, n: int) -> list[Task]:
-        """The next `n` training tasks; a new epoch begins wherever the last one ends."""
+        """The next `n` training tasks. A batch may span the end of an epoch."""
         batch: list[Task] = []
         while len(batch) < n:
             task = self._tasks[self._order[self._position]]
@@ -111,15 +112,15 @@ class Taskset:
         return self._held_out[:n]
 
     def all_tasks(self) -> list[Task]:
-        """Every task, held out or not, in their own order; of those with equal prompts the first."""
+        """All tasks, held out or not, in their original order; only the first of several tasks with equal prompts."""
         return list({task.prompt: task for task in reversed(self._tasks)}.values())[::-1]
 
     def state(self) -> dict[str, Any]:
-        """Where the order stands, as JSON."""
+        """The position in the order, as plain data for JSON."""
         return {"position": self._position, "fingerprint": self._fingerprint}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state()`. Raises UserError when it was taken from other tasks or another seed."""
+        """Continue from a result of `state()`. Raises UserError if the tasks or the seed were different then."""
         if state["fingerprint"] != self._fingerprint:
             raise UserError(
                 "environment: its tasks or seed differ from the checkpoint's;"
@@ -129,7 +130,8 @@ class Taskset:
 
     @cached_property
     def _fingerprint(self) -> str:
-        """Of what decides the order, and of a few tasks at fixed places: cheap, where tasks are generated on access."""
+        """Hash of seed, number of tasks, held-out prompts and eight other prompts. It reads only a few tasks, because
+        tasks may be generated on access."""
         probes = [self._tasks[len(self._tasks) * eighth // 8] for eighth in range(8)]
         words = [
             str(self._seed),
@@ -140,7 +142,7 @@ class Taskset:
 
 
 class NoTasks(Taskset):
-    """Of a run that draws no rollouts and evaluates nothing."""
+    """The environment of a run that samples no rollouts and evaluates nothing."""
 
     def __init__(self) -> None:
         self._position = 0
@@ -159,7 +161,7 @@ class NoTasks(Taskset):
 
 
 def _choose_held_out(tasks: Sequence[Task], eval_size: int, seed: int) -> list[Task]:
-    """`eval_size` tasks with different prompts, drawn at random so that a sorted file is sampled evenly."""
+    """Choose `eval_size` tasks with different prompts at random, so that a sorted file is sampled evenly."""
     if not tasks:
         raise UserError("environment: there are no tasks; give a dataset or file that has some")
     order = list(range(len(tasks)))

@@ -1,4 +1,4 @@
-"""Errors of a tokenizer's chat template, which is a foreign program in the language of jinja."""
+"""Errors of a tokenizer's chat template: a jinja program that comes with the model and may fail in many ways."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TEMPLATE_ERRORS = (
     LookupError,
     MemoryError,
     RecursionError,
-    SyntaxError,  # of the Python that jinja makes of it
+    SyntaxError,  # of the Python code that jinja generates
     TypeError,
     ValueError,
 )

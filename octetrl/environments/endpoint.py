@@ -1,11 +1,12 @@
-"""One OpenAI-compatible endpoint: a JSON body goes to a path, a JSON object comes back, or a reason why not.
+"""Client for one OpenAI-compatible endpoint: posts a JSON body to a path, and returns a JSON object or an error.
 
 These failures are retried: no connection, no answer in time, and temporary statuses (408, 409, 429, 5xx). `Retry-After`
 is respected up to a minute. The wait doubles each time and is random within its upper half, so that many callers do not
-retry at once. Any other status is final. The final failure is an EndpointError: one line, without the key.
+retry at once. Any other status is not retried. The last failure is raised as an EndpointError: one line without the
+key.
 
-The client is httpx (extra `judge`), not openai's: one POST with any body is enough, and huggingface_hub installs httpx
-anyway. httpx's client is thread-safe, and so is this class.
+The HTTP client is httpx (extra `judge`) and not the openai package: only one kind of POST is needed, and
+huggingface_hub installs httpx anyway. httpx's client is thread-safe, and so is this class.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _JSON = {"Content-Type": "application/json"}
 
 
 class EndpointError(RuntimeError):
-    """Why there is no answer; `timed_out`: the last try got none in time."""
+    """There is no answer; the text says why. `timed_out`: whether the last attempt exceeded its time."""
 
     def __init__(self, text: str, *, timed_out: bool = False) -> None:
         super().__init__(" ".join(text.split()))
@@ -36,7 +37,7 @@ class EndpointError(RuntimeError):
 
 
 class Endpoint:
-    """Of `config.base_url`. Raises UserError where httpx or the key's variable is missing. Thread-safe."""
+    """The endpoint at `config.base_url`. Raises UserError if httpx or the key's variable is missing. Thread-safe."""
 
     def __init__(self, config: JudgeConfig) -> None:
         try:
@@ -51,12 +52,12 @@ class Endpoint:
         limits = httpx.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency)
         self._client = httpx.Client(headers=headers, timeout=config.timeout_seconds, limits=limits)
         self._turn = threading.BoundedSemaphore(config.concurrency)
-        self._chance = random.Random()  # of its own: the run's generators are not disturbed
+        self._chance = random.Random()  # a separate generator, so that the run's generators do not advance
         self._closed = threading.Event()
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer to `body` at `path`: below base_url, or below the server where it begins with a slash. Raises
-        EndpointError."""
+        """Post `body` to `path` and return the answer. A path that begins with a slash is relative to the server, any
+        other path to base_url. Raises EndpointError."""
         url = self._url(path)
         for tries in range(self._config.retries + 1):
             with self._turn:
@@ -68,16 +69,17 @@ class Endpoint:
                 raise error
             backoff = self._config.backoff_seconds * 2**tries * self._chance.uniform(0.5, 1.0)
             if self._closed.wait(min(_LONGEST_WAIT, max(wait, backoff))):
-                raise EndpointError(f"{url}: given up, for the run ends")
+                raise EndpointError(f"{url}: not retried, because the run ends")
         raise AssertionError("unreachable: the last try raises")
 
     def close(self) -> None:
-        """What still waits gives up."""
+        """Close the connections. Requests that wait for a retry fail."""
         self._closed.set()
         self._client.close()
 
     def _try(self, url: str, body: dict[str, Any]) -> tuple[dict[str, Any] | None, EndpointError | None, float | None]:
-        """(answer, None, None), or (None, why not, seconds to wait at least; None: it is final)."""
+        """Send one request. Returns (answer, None, None), or (None, error, wait). `wait` is the shortest time in
+        seconds before a retry; None: no retry."""
         began = time.monotonic()
         try:
             response = self._client.post(url, content=json.dumps(body), headers=_JSON)

@@ -1,8 +1,8 @@
-"""The border to an environment that the user wrote: whatever it gets wrong is one line, before anything is built.
+"""Checks an environment that the user wrote, before anything is built. Each error is reported in one line.
 
-Its attributes may be properties and its tasks any class, so each look at them may raise, or end the process. What is
-looked at here is what the run looks at later. Lists are checked whole; of other sequences, whose tasks may be made on
-access, only some tasks are.
+Its attributes may be properties and its tasks may have any class, so each access may raise an exception or end the
+process. The checks cover what the run reads later. All tasks of a list are checked. In other sequences only some tasks
+are checked, because tasks may be created on access.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from octetrl.records import Task
 
 T = TypeVar("T")
 OPTIONAL = ("score", "answered", "start", "reply", "finish", "tools", "system_prompt")
-MOST_TASKS = 100_000_000  # an order of them is kept in memory
-_TRIED = 16  # of tasks that are in no list
+MOST_TASKS = 100_000_000  # their order is kept in memory
+_TRIED = 16  # of a sequence that is not a list
 
 
 def result_of(action: Callable[[], T], what: str) -> T:
-    """What `action`, which runs the user's code, returns. UserError when it raises, sys.exit and the like included."""
+    """Call `action`, which runs the user's code, and return its result. Raises UserError if it raises any exception,
+    including SystemExit."""
     try:
         return action()
     except UserError:
@@ -35,14 +36,14 @@ def result_of(action: Callable[[], T], what: str) -> T:
     except KeyboardInterrupt as error:
         if _may_be_ctrl_c(error):
             raise
-        raise UserError(f"environment.dataset: {what} raises KeyboardInterrupt; mend the environment") from None
+        raise UserError(f"environment.dataset: {what} raises KeyboardInterrupt; fix the environment") from None
     except Exception as error:  # the user's code may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise UserError(f"environment.dataset: {what} fails ({reason}); mend the environment") from error
+        raise UserError(f"environment.dataset: {what} fails ({reason}); fix the environment") from error
 
 
 def _may_be_ctrl_c(error: KeyboardInterrupt) -> bool:
-    """False only where a handler written in Python is installed, which then would have raised it."""
+    """False only if a Python handler is installed, because the handler would then have raised it."""
     code = getattr(signal.getsignal(signal.SIGINT), "__code__", None)
     trace = error.__traceback__
     while trace is not None:
@@ -53,7 +54,7 @@ def _may_be_ctrl_c(error: KeyboardInterrupt) -> bool:
 
 
 def check_tasks(environment: Any, path: str) -> None:
-    """Raises UserError for tasks that a run can't draw from. path: how the recipe names the environment."""
+    """Raises UserError for tasks that a run cannot use. path: the environment's name in the recipe."""
     what = f"'{path}': "
     tasks = result_of(lambda: environment.tasks, f"{what}reading its tasks")
     has_places = hasattr(type(tasks), "__len__") and hasattr(type(tasks), "__getitem__")

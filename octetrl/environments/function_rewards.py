@@ -1,10 +1,10 @@
-"""Rewards by a function that only this process has: a notebook's function, a lambda, a closure.
+"""Scores completions by a function that only this process has: a notebook's function, a lambda, a closure.
 
-The same verbs and the same statuses as `RewardWorkers` (scoring.py), without processes. Each call has a thread of its
-own and a time limit (turns/calls.py). What that costs, compared with a reward in a module:
+The interface and the statuses are those of `RewardWorkers` (scoring.py), without processes. Each call has a thread of
+its own and a time limit (turns/calls.py). Disadvantages, compared with a reward in a module:
 
-- A call that hangs becomes `reward_timeout`, but nothing can end it. Its thread lives on, and code that computes takes
-  time from the run until the process ends.
+- A call that hangs becomes `reward_timeout`, but it cannot be ended. Its thread continues, and if it computes, it slows
+  the run down until the process ends.
 - Memory has no limit of its own. Code that crashes the interpreter ends the run.
 - The functions share Python's lock with the run, so long computations slow the run down.
 """
@@ -16,14 +16,14 @@ from collections.abc import Sequence
 
 from octetrl.environments.base import Scorer
 from octetrl.environments.scoring import CheckedScorer, Score
-from octetrl.environments.turns.calls import Called, Calls
+from octetrl.environments.turns.calls import CallResult, Calls
 from octetrl.records import RolloutStatus, Task
 
 _POLL_SECONDS = 1.0
 
 
 class FunctionRewards:
-    """`scorer`, called in threads of this process, `at_once` of them; `timeout_seconds` is the limit of one call."""
+    """Calls `scorer` in at most `at_once` threads of this process; `timeout_seconds` is the limit of one call."""
 
     def __init__(self, scorer: Scorer, *, timeout_seconds: float, at_once: int = 1) -> None:
         self._scorer = CheckedScorer(scorer)
@@ -43,16 +43,18 @@ class FunctionRewards:
                 for ticket, called in self._calls.poll(_POLL_SECONDS):
                     scores[places.pop(ticket)] = self._score(called)
         finally:
-            self._calls.forget()  # interrupted: nobody will want the answers
+            self._calls.forget()  # interrupted: the answers are no longer needed
         return [scores[place] for place in range(len(completions))]
 
     def close(self) -> None:
-        """Calls that hang live on, unheard."""
+        """Stop waiting for calls. Threads of calls that hang continue; their results are dropped."""
         self._calls.close()
 
-    def _score(self, called: Called) -> Score:
+    def _score(self, called: CallResult) -> Score:
         if called.timed_out:
-            text = f"no reward after {self._timeout:g} s; its thread runs on; raise environment.reward_timeout_seconds"
+            text = (
+                f"no reward after {self._timeout:g} s; its thread still runs; raise environment.reward_timeout_seconds"
+            )
             return Score(RolloutStatus.REWARD_TIMEOUT, None, text)
         if called.error is not None:
             out_of_memory = called.error.startswith("MemoryError")

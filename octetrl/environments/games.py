@@ -24,19 +24,19 @@ _NUMBER = re.compile(r"-?\d+")
 
 @dataclass(frozen=True)
 class GuessNumber:
-    """Find the number. Reward: 1 when it was found, and up to 0.2 more the fewer guesses it took."""
+    """Find a number. The reward is 1 for finding it, and up to 0.2 more for using few guesses."""
 
     size: int
     seed: int = 0
-    numbers: int = 100  # in the range
-    guesses: int = 10  # allowed
-    starts: int = 1000  # ranges begin at 0 to this: tasks differ by it
+    numbers: int = 100  # in the range of possible values
+    guesses: int = 10  # allowed in one game
+    starts: int = 1000  # largest start of a range; tasks differ by their starts
 
     def __post_init__(self) -> None:
         for name in ("numbers", "guesses", "starts"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UserError(f"environment.parameters.{name}: {value!r} is no whole number from 1 on")
+                raise UserError(f"environment.parameters.{name}: {value!r} is not a whole number of at least 1")
 
     @property
     def tasks(self) -> Sequence[Task]:
@@ -73,7 +73,7 @@ class GuessNumber:
 
     @reward(weight=0.2)
     def quickness(self, conversation: Conversation) -> float:
-        """Share of the guesses that were left over."""
+        """Share of the allowed guesses that were not used."""
         return (1 - conversation.turns / self.guesses) if conversation.state.found else 0.0
 
     @metric
@@ -85,7 +85,7 @@ GAMES: Mapping[str, Callable[..., Any]] = {"guess_number": GuessNumber}
 
 
 def game_environment(name: str, parameters: Mapping[str, Any], *, size: int, seed: int) -> Any:
-    """The game. Raises UserError for an unknown one, or a parameter that it doesn't take."""
+    """Create the game `name`. Raises UserError for an unknown game or parameter."""
     if name not in GAMES:
         raise UserError(
             f"environment.dataset: there is no game '{name}'{nearest(name, GAMES)}; give {', '.join(GAMES)}"
@@ -106,5 +106,5 @@ def _same(digits: str, number: int) -> bool:
 
 
 def _is_below(digits: str, number: int) -> bool:
-    """Of any number of digits: Python reads no more than a few thousand."""
+    """Compare a number of any length: Python's int() refuses more than a few thousand digits."""
     return digits.startswith("-") if len(digits) >= 20 else int(digits) < number

@@ -1,15 +1,15 @@
-"""What a run is given in Python, instead of finding it by a name: a reward function, an environment, a list of tasks.
+"""Objects that the caller passes to a run in Python: a reward function, an environment, a list of tasks.
 
 A recipe is plain data, so it names such an object as `given:NAME`. The run looks the name up in a mapping (`Given`)
-that its caller passes beside the recipe. Nobody else can: a recipe with such a name is refused elsewhere, in one line.
+that its caller passes with the recipe. Commands without such a mapping refuse the recipe in one line.
 
-Where a given reward runs depends on whether another process can find it:
+A given reward runs in one of two places, depending on whether another process can import it:
 
     a function or class at the top level of a module     in reward processes (environments/scoring.py)
-    a lambda, a closure, whatever `__main__` defines      in this process (environments/function_rewards.py)
+    a lambda, a closure, anything `__main__` defines      in this process (environments/function_rewards.py)
 
-A notebook's functions are `__main__`'s. A new process can't import them, and sending their code would need a pickle of
-code, which no process here reads.
+A notebook's functions belong to `__main__`. A new process can't import them. Their code would have to be pickled, and
+no process here reads pickled code.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def given_name(thing: object) -> str:
 
 
 def refuse_given(field: str, path: str) -> None:
-    """Raises UserError for the name of what only `octetrl.train`'s caller has."""
+    """Raises UserError if `path` names an object that only the caller of `octetrl.train` has."""
     if path.partition(":")[0] == MODULE:
         raise UserError(
             f"{field}: '{path}' was given to octetrl.train in Python, so this command can't find it; use the run in"
@@ -44,7 +44,7 @@ def refuse_given(field: str, path: str) -> None:
 
 
 def importable_name(thing: object) -> str | None:
-    """`module:name` under which another process finds a function or class; None where it can't."""
+    """The `module:name` by which another process can import a function or class; None if it can't."""
     module_name, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
     if not isinstance(module_name, str) or not isinstance(name, str) or module_name == "__main__":
         return None

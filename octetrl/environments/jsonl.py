@@ -1,8 +1,7 @@
-"""Prompts and answers from a file, scored by equality.
+"""Scores completions by equality with the reference answer, for prompts and answers from a file.
 
-The tasks come from `data/tasks.py`. The reward is 1 when the completion's answer is the reference answer,
-character by character, and 0 otherwise. Anything cleverer is a function of the user's
-(`environments/python_reward.py`).
+`data/tasks.py` reads the tasks. The reward is 1 if the completion's answer equals the reference answer character by
+character, and 0 otherwise. For any other comparison, write a reward function (`environments/python_reward.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from octetrl.records import Task
 
 @dataclass(frozen=True)
 class ExactScorer:
-    """1.0 when the answer after `answer_marker` (None: the completion) equals `task.answer`."""
+    """1.0 if the answer after `answer_marker` (None: the whole completion) equals `task.answer`, else 0.0."""
 
     answer_marker: str | None = None
 

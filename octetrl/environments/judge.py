@@ -3,9 +3,9 @@
     chat           template -> /v1/chat/completions -> the score in its reply -> (score - lowest) / (highest - lowest)
     reward_model   prompt and completion as messages -> `path` -> the number at `value_at`, as it is
 
-Every completion gets a status, and none gets a 0 that the judge did not give. SCORED: a finite number. REWARD_TIMEOUT:
-the last try got no answer in time. REWARD_ERROR: any other failure, with the reason, including a reply without a score
-or with a score out of range.
+Every completion gets a status; a failure is never scored as 0. SCORED: the judge gave a finite number. REWARD_TIMEOUT:
+the last attempt had no answer in time. REWARD_ERROR: any other failure, with the reason, including a reply without a
+score or with a score out of range.
 
 The judge runs in threads of the run's process and not in reward workers, because it only waits. A greedy judge is asked
 only once about equal completions.
@@ -34,7 +34,8 @@ _SHOWN = 120
 
 
 class Judge:
-    """A scorer, `judge(task, text) -> float`, and of many at once, as RewardWorkers are. UserError for what lacks."""
+    """A scorer, `judge(task, text) -> float`. `score` rates many completions at once, as in RewardWorkers. Raises
+    UserError if httpx or the key is missing."""
 
     def __init__(self, config: JudgeConfig) -> None:
         self._config = config
@@ -42,7 +43,7 @@ class Judge:
         self._known: OrderedDict[str, float] = OrderedDict()  # request -> reward
 
     def __call__(self, task: Task, completion_text: str) -> float:
-        """Its reward. Raises EndpointError, or ValueError for a reply that holds none."""
+        """The completion's reward. Raises EndpointError, or ValueError for a reply without a score."""
         body = self._body(task, completion_text)
         key = json.dumps(body, sort_keys=True)
         if key in self._known:
@@ -56,7 +57,7 @@ class Judge:
         return reward
 
     def __reduce__(self) -> tuple[type[Judge], tuple[JudgeConfig]]:
-        """To another process goes what it is made of: connections and the key stay here."""
+        """Pickle only the settings: connections and the key stay in this process."""
         return Judge, (self._config,)
 
     def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
@@ -126,7 +127,7 @@ def _by_pattern(reply: str, pattern: str) -> float | None:
 
 
 def _by_key(reply: str, key: str) -> float | None:
-    """Of the last object in `reply` that has `key`."""
+    """The value of `key` in the last JSON object of `reply` that has it."""
     found, position, decoder = None, 0, json.JSONDecoder()
     while (position := reply.find("{", position)) >= 0:
         try:
@@ -149,7 +150,7 @@ def _number(value: object) -> float | None:
 
 
 def _number_at(answer: dict[str, Any], path: str) -> float:
-    """The number at `path`; lists of one are gone into."""
+    """The number at `path`; lists with one element are entered."""
     value: Any = answer
     for step in path.split("."):
         try:
@@ -160,5 +161,5 @@ def _number_at(answer: dict[str, Any], path: str) -> float:
         value = value[0]
     number = None if isinstance(value, str) else _number(value)
     if number is None:
-        raise ValueError(f"what the answer has at '{path}' is no finite number: {str(value)[:_SHOWN]}")
+        raise ValueError(f"what the answer has at '{path}' is not a finite number: {str(value)[:_SHOWN]}")
     return number

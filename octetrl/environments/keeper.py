@@ -1,19 +1,20 @@
-"""The child's side of `process.py`: a keeper, which runs nothing foreign, and below it the worker, which does.
+"""The child's side of `process.py`: a keeper, and below it a worker. Only the worker runs foreign code.
 
     run -- keeper (adopts orphans) -- worker (a session of its own) -- whatever the callable starts
 
-Both are one interpreter, forked before anything is imported, so a keeper costs a millisecond and a few MB. The worker
-loads the callable and answers calls over the data socket, straight to the run. The keeper waits beside it and
+The keeper forks the worker before anything is imported, so a keeper costs a millisecond and a few MB. The worker loads
+the callable and sends its answers directly to the run, over the data socket. The keeper
 
-- ends everything below it when the worker ends, when the run asks for it, and when the run itself is gone: the worker's
-  group first, then every descendant, also those that moved to a session of their own and lost their parents;
-- sums the memory of all of them and ends them past the limit;
-- passes on what they print, up to `_OUTPUT_BYTES` a process, so that a flood fills neither a disk nor a terminal;
+- ends all processes below it when the worker ends, when the run asks for it, and when the run itself has ended. It
+  kills the worker's group first, then every descendant, also those in sessions of their own and without parents;
+- adds up their memory and ends them if it exceeds the limit;
+- forwards their output, up to `_OUTPUT_BYTES` per process, so that it fills neither a disk nor a terminal;
 - reports how it ended over the control socket, which the worker does not have.
 
-Data socket, to the worker: frames of eight bytes of length and a pickle, the callable first and then (call, args).
-Back: frames of JSON, {"call", "value", "error", "trace", "cause"}; call 0 is the greeting, when the callable is loaded.
-Control socket, from the keeper: a line {"worker": pid}, and at the end {"code", "memory_mib"}.
+Data socket, to the worker: frames of eight bytes of length and a pickle; the first is the callable, the others are
+(call, args). From the worker: frames of JSON, {"call", "value", "error", "trace", "cause"}; call 0 is the greeting,
+sent when the callable is loaded. Control socket, from the keeper: a line {"worker": pid}, and at the end a line
+{"code", "memory_mib"}.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ LOST_SOCKET = 113
 LONGEST_ANSWER = 64 << 20  # bytes of a frame
 _MIB = 1 << 20
 _OUTPUT_BYTES = 1 * _MIB
-_PIECE = 4096  # bytes that a pipe which polls as writable takes at once
+_PIECE = 4096  # bytes that a pipe accepts without blocking if it polls as writable
 _END_SECONDS = 10.0
-_LEAVE_SECONDS = 0.5  # for descendants that clean up after themselves when the worker is gone, as sandboxes do
+_LEAVE_SECONDS = 0.5  # for descendants that clean up when the worker has ended, as sandboxes do
 _LONGEST_PAUSE, _SHORTEST_PAUSE = 0.25, 0.01
-_FASTEST_FILL = 8 << 30  # bytes a second that a process is expected to fill at most
+_FASTEST_FILL = 8 << 30  # largest expected growth of memory, in bytes per second
 
 
 def keep(data: int, control: int, parent_pid: int, limit_mib: int) -> None:
-    """Fork the worker, keep it, and leave nothing behind. limit_mib: 0 for no limit. Does not return."""
+    """Fork the worker, watch it, and end all its processes. limit_mib: 0 for no limit. Does not return."""
     os.set_inheritable(control, False)
     wakes_read, wakes_write = os.pipe()
     for descriptor in (wakes_read, wakes_write):
@@ -54,7 +55,7 @@ def keep(data: int, control: int, parent_pid: int, limit_mib: int) -> None:
         signal.signal(number, _noted)
     signal.set_wakeup_fd(wakes_write, warn_on_full_buffer=False)
     if sys.platform == "linux":
-        die_with_parent(signal.SIGTERM)  # a signal that it survives, to end the others
+        die_with_parent(signal.SIGTERM)  # a signal that the keeper handles, so that it can end the others
         adopt_orphans()
     if os.getppid() != parent_pid:
         os._exit(1)
@@ -80,7 +81,7 @@ def keep(data: int, control: int, parent_pid: int, limit_mib: int) -> None:
 
 
 def _noted(number: int, frame: FrameType | None) -> None:
-    """The wake-up descriptor tells which signal it was."""
+    """Do nothing: the wake-up descriptor receives the signal's number."""
 
 
 class _Keeper:
@@ -94,7 +95,7 @@ class _Keeper:
         os.set_blocking(output, False)
 
     def run(self) -> None:
-        """Until the worker ends, is past its memory, or the run wants an end of it."""
+        """Watch until the worker ends, exceeds its memory limit, or the run asks to end it."""
         code, memory, due = None, 0, 0.0
         while code is None:
             if self._limit and time.monotonic() >= due:
@@ -111,15 +112,15 @@ class _Keeper:
                 break
             code = self._reap()
         over = memory if self._limit and memory > self._limit else 0
-        with contextlib.suppress(OSError):  # the run is gone, or has turned away
+        with contextlib.suppress(OSError):  # the run has ended or closed the socket
             os.write(self._control, json.dumps({"code": code, "memory_mib": -(-over // _MIB)}).encode() + b"\n")
         self._end(code is not None)
         while self._pass_on():
             pass
 
     def _reap(self) -> int | None:
-        """Wait for orphans that have ended; the worker's exit code (minus the signal) once it has. It stays a zombie,
-        so that its number stays its group's."""
+        """Reap orphans that have ended. Returns the worker's exit code (or minus the signal) if it has ended. The
+        worker stays a zombie, so that its process id keeps identifying its group."""
         while True:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is None:
@@ -129,10 +130,11 @@ class _Keeper:
             os.waitpid(ended.si_pid, 0)
 
     def _end(self, has_ended: bool) -> None:
-        """Ends the worker's group at once, which a fork bomb can't outrun; then processes that left it, one by one."""
+        """Kill the worker's group with one signal, which a fork bomb can't outrun; then, one by one, processes that
+        left the group."""
         try:
             os.killpg(self._worker, signal.SIGKILL)
-        except ProcessLookupError:  # it has not made its group yet
+        except ProcessLookupError:  # it has not created its group yet
             if not has_ended:
                 os.kill(self._worker, signal.SIGKILL)
         started = time.monotonic()
@@ -148,7 +150,7 @@ class _Keeper:
             time.sleep(0.001)
 
     def _pass_on(self) -> bool:
-        """Print what was printed; whether there was anything."""
+        """Forward the worker's output. Returns whether there was any."""
         try:
             data = os.read(self._output, 1 << 16)
         except BlockingIOError:
@@ -173,12 +175,12 @@ class _Keeper:
 
 
 def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # gone, or of another user
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or belongs to another user
         os.kill(pid, signal.SIGKILL)
 
 
 def _print(data: bytes) -> None:
-    """To stderr, and never waiting for a reader: a keeper that waits keeps nothing."""
+    """Write to stderr without ever blocking: a blocked keeper would not watch its worker."""
     writable = select.poll()
     writable.register(2, select.POLLOUT)
     for start in range(0, len(data), _PIECE):
@@ -186,7 +188,7 @@ def _print(data: bytes) -> None:
             return
         try:
             os.write(2, data[start : start + _PIECE])
-        except OSError:  # nobody reads it any more
+        except OSError:  # stderr has no reader any more
             return
 
 
@@ -194,14 +196,14 @@ def _print(data: bytes) -> None:
 
 
 def _become_worker(keeper_pid: int, output: int) -> None:
-    """A session of its own, whose group can be killed; an end with the keeper's; stdout and stderr to the keeper."""
+    """Create a session, whose group can be killed; end together with the keeper; redirect stdout and stderr to it."""
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     os.setsid()
     if sys.platform == "linux":
         die_with_parent(signal.SIGKILL)
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # where memory is short, this goes before the run
+            file.write("1000")  # if memory runs out, the kernel kills this process before the run
     if os.getppid() != keeper_pid:
         os._exit(1)
     os.dup2(output, 1)
@@ -214,8 +216,8 @@ def _become_worker(keeper_pid: int, output: int) -> None:
 def _serve(descriptor: int) -> None:
     """Load the callable, then answer calls until the run closes the socket.
 
-    A broad `except`, as only here, in tracebacks.py and in turns/calls.py: whatever a foreign callable raises is an
-    answer, SystemExit and KeyboardInterrupt too.
+    A broad `except` is allowed only here, in tracebacks.py and in turns/calls.py: any exception of a foreign callable
+    is an answer, including SystemExit and KeyboardInterrupt.
     """
     import pickle
 
@@ -249,8 +251,8 @@ def _failure(call: int, error: BaseException) -> dict[str, Any]:
 
 
 class _Link:
-    """The worker's end of the data socket. Before each use it looks whether it still is that: a callable may have
-    closed descriptors that were not its own, and whose child may have come back instead of it."""
+    """The worker's end of the data socket. Before each use it checks process and socket: the callable may have closed
+    descriptors that it did not open, or may have forked, so that its child returned here."""
 
     def __init__(self, descriptor: int) -> None:
         from octetrl.environments.plain_data import to_text
@@ -262,7 +264,7 @@ class _Link:
         self._ahead = bytearray()
 
     def read(self) -> bytes | None:
-        """The next frame; None when the run has closed the socket."""
+        """The next frame; None if the run has closed the socket."""
         self._check()
         if not self._has(8):
             return None
@@ -289,7 +291,7 @@ class _Link:
             os._exit(0)
 
     def _has(self, size: int) -> bool:
-        """Reads on until so many bytes are there; whether they are."""
+        """Read until `size` bytes are buffered. Returns False if the socket ends before."""
         while len(self._ahead) < size:
             try:
                 part = os.read(self._descriptor, 1 << 16)

@@ -1,4 +1,4 @@
-"""Tasks that are created on access, for generated data of which a run needs only a part."""
+"""A sequence of tasks that are created on access, so that a run generates only the tasks that it uses."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Mathematical answers compared by value: 1/2, 0.5 and \\frac{1}{2} are one answer. math-verify parses and compares.
+"""Compares mathematical answers by value, with math-verify: 1/2, 0.5 and \\frac{1}{2} are one answer.
 
 The reference answer is LaTeX or plain (`\\frac{3}{4}`, `12`, `$x^2$`, `\\boxed{7}`). With an answer marker
 the text after it is read the same way; without one, math-verify looks for the answer in the whole completion
-(a box, then the last formula or number). A completion in which nothing parses is wrong and scores 0; a
-reference that does not parse is our data's fault and raises.
+(a box, then the last formula or number). A completion without an answer that parses is wrong and
+scores 0. A reference that does not parse is an error in the data and raises an exception.
 
-math-verify limits its own time with SIGALRM; that is switched off here, since the reward worker is killed at
-the recipe's `reward_timeout_seconds` and a time-out must be told from a wrong answer.
+math-verify can limit its own time by SIGALRM, but would then return a wrong answer after a timeout. This is switched
+off; the reward worker is killed after the recipe's `reward_timeout_seconds` instead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from octetrl.records import Task
 
 @dataclass(frozen=True)
 class MathScorer:
-    """1.0 when the completion's answer equals `task.answer` as mathematics, else 0.0."""
+    """1.0 if the completion's answer is mathematically equal to `task.answer`, else 0.0."""
 
     answer_marker: str | None = None
 
@@ -37,7 +37,7 @@ class MathScorer:
         return float(bool(answer) and math_verify.verify(list(reference), list(answer), timeout_seconds=None))
 
     def answered(self, task: Task, completion_text: str) -> str | None:
-        """As sympy writes it, so 0.5 and \\frac{1}{2} are one text; 2\\sqrt{2} and \\sqrt{8} are two."""
+        """The answer as sympy prints it: 0.5 and \\frac{1}{2} give one text, 2\\sqrt{2} and \\sqrt{8} give two."""
         answer = self._parsed(completion_text)
         return str(answer[0]) if answer else None
 

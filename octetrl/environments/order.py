@@ -1,7 +1,7 @@
-"""A seeded order without end: one permutation an epoch, and a place in it is a single number.
+"""An endless seeded order: one permutation per epoch. A position in it is a single number.
 
-Epoch `e` is a permutation drawn from (seed, e) alone, so any place can be found without walking there, and a
-resumed run continues from the one number it saved.
+The permutation of epoch `e` depends only on (seed, e). So any position can be computed directly, and a resumed run
+continues from the position that it saved.
 """
 
 from __future__ import annotations

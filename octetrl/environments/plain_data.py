@@ -1,12 +1,12 @@
-"""Plain data as JSON text and back, for answers of processes that run code we did not write.
+"""Converts plain data to JSON text and back, for answers of processes that run foreign code.
 
-Reading it creates plain values and runs nothing. pickle would run functions that the text names. Lists, strings,
-numbers, None and dictionaries with string keys are JSON's own. Marked by an object with one key: tuples, sets, bytes,
-and dictionaries with other keys, so that a reader gets the types that were sent.
+Reading the text only creates plain values. Reading a pickle would call functions that the pickle names. Lists, strings,
+numbers, None and dictionaries with string keys are written as JSON. Tuples, sets, bytes and other dictionaries are
+written as an object with one key that names the type, so that the reader restores the type.
 
     (1, {2: "x"})    {"~tuple": [1, {"~dict": [[2, "x"]]}]}
 
-Subclasses arrive as their base: a numpy string as a string, a numpy integer as an integer.
+A value of a subclass is restored as its base class: a numpy string as a string, a numpy integer as an integer.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _MARK = "~"
 
 
 def to_text(value: Any) -> str:
-    """JSON text of `value`. Raises TypeError, naming the type, for what is not plain data."""
+    """JSON text of `value`. Raises TypeError, naming the type, if it contains anything but plain data."""
     return json.dumps(_marked(value), separators=(",", ":"))
 
 
 def from_text(text: str | bytes) -> Any:
-    """What `to_text` was given. Raises ValueError for anything else than its text."""
+    """The value from which `to_text` made `text`. Raises ValueError for any other text."""
     try:
         return json.loads(text, object_hook=_unmarked)
     except (TypeError, RecursionError) as error:
@@ -51,7 +51,9 @@ def _marked(value: Any) -> Any:
         return int(value)
     if isinstance(value, Real):
         return float(value)
-    raise TypeError(f"a {type(value).__name__} is no plain data; give text, numbers, lists, tuples, sets, dictionaries")
+    raise TypeError(
+        f"a {type(value).__name__} is not plain data; give text, numbers, lists, tuples, sets, dictionaries"
+    )
 
 
 _KINDS: dict[str, Callable[[Any], Any]] = {

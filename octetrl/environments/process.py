@@ -1,19 +1,17 @@
 """A child Python process that holds one callable and answers one call at a time.
 
-Rewards run code that we did not write, on text that a policy invented: they hang, crash, print and leak. So
-they run here, where a hang ends with a kill. reasoning_gym's generators run here too, for another reason:
-some of them iterate over sets of strings, and only a process with a fixed PYTHONHASHSEED gives the same task
-in every run.
+Rewards run foreign code on text that a policy wrote: they may hang, crash, print and leak memory. In a process of its
+own a call that hangs can be killed. reasoning_gym's generators run here for another reason: some of them iterate over
+sets of strings, and only a process with a fixed PYTHONHASHSEED gives the same task in every run.
 
-The child's side is `keeper.py`: a keeper that ends whatever the callable leaves behind, and a worker that runs it. What
-the worker sends is read as plain data (`plain_data.py`), never as a pickle: code that takes over a worker can choose
-its answers and no more. Each call has a number and an answer must have the same; the kernel says which process wrote
-it, and what a child of the worker writes is left out.
+The child's side is `keeper.py`: a worker that runs the callable, and a keeper that ends all processes that the callable
+leaves running. The worker's answers are read as plain data (`plain_data.py`), never as a pickle. So code that takes
+over a worker can choose its answers, but cannot run anything in the parent. An answer must have the number of the
+current call. The kernel names the process that sent it; messages from children of the worker are ignored.
 
-The child is a plain `python -c`, not a fork (torch's threads would not survive) and not `multiprocessing` (it
-would import the parent's main module). It has a session of its own, so Ctrl-C reaches the parent alone. It ends with
-its parent even while the callable hangs, so no orphan survives a `kill -9` of the run. What a callable prints goes to
-stderr.
+The child is a plain `python -c`. A fork would lose torch's threads, and `multiprocessing` would import the parent's
+main module. The child has a session of its own, so Ctrl-C reaches only the parent. It ends with its parent even while
+the callable hangs, so no process survives a `kill -9` of the run. Output of the callable goes to stderr.
 """
 
 from __future__ import annotations
@@ -40,16 +38,16 @@ from octetrl.environments.keeper import LONGEST_ANSWER, LOST_SOCKET
 from octetrl.environments.plain_data import from_text
 
 Cause = Literal["raised", "memory", "user"]
-_CREDENTIALS = struct.Struct("iII")  # of a sender: process, user, group
-_READS = 64  # of one look at the socket, so that a flood from strangers does not hold the caller
+_CREDENTIALS = struct.Struct("iII")  # of the sender: process, user, group
+_READS = 64  # most reads of one `take`, so that messages from other processes cannot block the caller
 _SEND_SECONDS = 30.0
-_REPORT_SECONDS = 1.0  # for a keeper whose worker has closed its socket
-_END_SECONDS = 5.0  # for a keeper that was asked to end
+_REPORT_SECONDS = 1.0  # to wait for the report of a keeper whose worker has closed its socket
+_END_SECONDS = 5.0  # to wait for a keeper that was told to end
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Of one call. `error` is None when the callable returned."""
+    """The answer to one call. `error` is None if the callable returned."""
 
     value: Any = None
     error: str | None = None
@@ -63,7 +61,7 @@ class ProcessDied(RuntimeError):
     def __init__(self, text: str, *, by_signal: bool = False, memory_mib: int | None = None) -> None:
         super().__init__(text)
         self.by_signal = by_signal  # perhaps from outside
-        self.memory_mib = memory_mib  # what it held when it was ended for that; None: it was not
+        self.memory_mib = memory_mib  # its memory when it exceeded the limit; None: it did not
 
 
 class NoAnswer(RuntimeError):
@@ -75,12 +73,12 @@ class CallFailed(RuntimeError):
 
 
 class CallableProcess:
-    """One child process around `function`, started at once and without waiting; use from one thread.
+    """One child process that runs `function`. The constructor starts it and does not wait. Use it from one thread.
 
-    function: picklable, importable in a fresh interpreter. The child first imports what `function` needs, which may
-    take seconds, and then greets; `is_ready` tells whether the greeting was received. memory_mib: what it may hold
-    with all that it starts; None: no limit. The thread that makes the process must outlive it: Linux takes a thread's
-    end for the parent's.
+    function: picklable, and importable in a fresh interpreter. The child first imports what `function` needs, which may
+    take seconds, and then sends a greeting; `is_ready` says whether the greeting was received. memory_mib: memory limit
+    of the child with all processes that it starts; None: no limit. The thread that creates the process must outlive it:
+    for Linux, the end of this thread is the end of the parent.
     """
 
     def __init__(self, function: Callable[..., Any], *, memory_mib: int | None = None) -> None:
@@ -103,29 +101,29 @@ class CallableProcess:
         self._keeper = _Keeper(child, control)
         self._finalizer = weakref.finalize(self, _end, self._keeper, self._socket)
         self._calls = itertools.count(1)
-        self._call = 0  # whose answer is awaited; 0: the greeting
+        self._call = 0  # number of the call whose answer is awaited; 0: the greeting
         self._buffer = bytearray()
         self.is_ready = False
         self.started = time.monotonic()
-        with contextlib.suppress(ProcessDied):  # a child that died at once is reported when it is heard
+        with contextlib.suppress(ProcessDied):  # a child that died at once is reported by `take`
             self._write(payload)
 
     @property
     def pid(self) -> int:
-        """The worker's."""
+        """Process id of the worker."""
         return self._keeper.worker()
 
     def fileno(self) -> int:
-        """For selectors: readable when there is something to `take`."""
+        """The socket's descriptor, for selectors: it is readable if there is something to `take`."""
         return self._socket.fileno()
 
     def send(self, *args: Any) -> None:
-        """Begin a call. Raises ProcessDied when the child is gone."""
+        """Start a call. Raises ProcessDied if the child has exited."""
         self._call = next(self._calls)
         self._write(pickle.dumps((self._call, args)))
 
     def take(self) -> Answer | None:
-        """The answer to the call begun last (or the greeting, when not `is_ready`), if all of it is there. Does not
+        """The answer to the last call (or the greeting, if not `is_ready`), or None if it is not complete. Does not
         wait. Raises ProcessDied."""
         for _ in range(_READS):
             try:
@@ -143,8 +141,8 @@ class CallableProcess:
         return None
 
     def receive(self, seconds: float) -> Answer:
-        """Waits for what `take` gives. Raises ProcessDied, or NoAnswer after `seconds`; the call is then still under
-        way."""
+        """Wait for the result of `take`. Raises ProcessDied, or NoAnswer after `seconds`; the call then still
+        runs."""
         deadline = time.monotonic() + seconds
         while (answer := self.take()) is None:
             left = deadline - time.monotonic()
@@ -154,9 +152,9 @@ class CallableProcess:
         return answer
 
     def call(self, *args: Any, seconds: float) -> Any:
-        """A call and its answer, each in `seconds`, and before the first the greeting. Raises ProcessDied, NoAnswer,
-        UserError where the callable does, and CallFailed for whatever else it raises. After anything but an answer the
-        child is ended."""
+        """Make a call and return its result. `seconds` limits the call, and before the first call the greeting. Raises
+        ProcessDied, NoAnswer, UserError if the callable raises it, and CallFailed for its other exceptions. Without an
+        answer the child is ended."""
         answered = False
         try:
             if not self.is_ready:
@@ -170,7 +168,7 @@ class CallableProcess:
         return _value(answer)
 
     def kill(self) -> None:
-        """End the child and all it started, now. Harmless when it has ended."""
+        """End the child and all processes that it started. Does nothing if they have ended."""
         self._finalizer()
 
     def _write(self, data: bytes) -> None:
@@ -188,7 +186,7 @@ class CallableProcess:
                 raise self._death() from error
 
     def _whole_answer(self) -> Answer | None:
-        """The first answer in the buffer that is to the call under way."""
+        """The first answer in the buffer that belongs to the running call."""
         while len(self._buffer) >= 8:
             size = int.from_bytes(self._buffer[:8], "big")
             if size > LONGEST_ANSWER:
@@ -225,7 +223,7 @@ class CallableProcess:
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """How a worker ended. code: of its exit, or minus the signal; None: see `text`."""
+    """How a worker ended. code: its exit code, or minus the signal's number; None: `text` describes the end."""
 
     code: int | None = None
     memory_mib: int = 0
@@ -234,8 +232,8 @@ class _Report:
 
 
 class _Keeper:
-    """The run's handle on a keeper. What it says is trusted no more than what the worker says: a worker has the rights
-    to take it over."""
+    """The run's handle on a keeper. Its messages are checked like those of the worker, because a worker has the rights
+    to take over its keeper."""
 
     def __init__(self, child: subprocess.Popen[bytes], control: socket.socket) -> None:
         self._child, self._control = child, control
@@ -243,24 +241,24 @@ class _Keeper:
         self._said = b""
 
     def worker(self) -> int:
-        """Its process id; 0 where there never was one."""
+        """The worker's process id; 0 if no worker was started."""
         if self._worker is None:
             self._worker = _number(self._line(_SEND_SECONDS), "worker") or 0
         return self._worker
 
     def report(self) -> _Report:
-        """Waits for the keeper's report, which follows the end of its worker."""
+        """Wait for the keeper's report, which it sends after the end of its worker."""
         if self.worker() and (line := self._line(_REPORT_SECONDS)):
             return _Report(_number(line, "code"), _number(line, "memory_mib") or 0, "the process was ended", True)
         code = self._child.poll()
         if code is None:
-            return _Report(text="the process closed its connection and lives on")
+            return _Report(text="the process closed its connection and still runs")
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         return _Report(text=f"the process that keeps the worker {how}", by_signal=code < 0)
 
     def end(self) -> None:
-        """Ends the keeper and with it all that it keeps; by force where it does not answer."""
-        if self._child.returncode is not None:  # once it is waited for, its number may be another process's
+        """End the keeper, and with it all processes below it; kill it if it does not answer."""
+        if self._child.returncode is not None:  # the kernel may have given its number to another process
             return
         with contextlib.suppress(OSError):  # it has ended
             self._control.shutdown(socket.SHUT_WR)
@@ -270,14 +268,14 @@ class _Keeper:
         try:
             self._child.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            self._child.kill()  # after which the kernel kills the worker
+            self._child.kill()  # the kernel then kills the worker
         if self._child.wait() != 0 and self._worker:  # it could not clean up
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._worker, signal.SIGKILL)
         self._control.close()
 
     def _line(self, seconds: float) -> bytes:
-        """The next line, or nothing where none comes."""
+        """The next line; empty if none arrives in time."""
         deadline = time.monotonic() + seconds
         while b"\n" not in self._said:
             if not self._heard(deadline - time.monotonic()):
@@ -286,20 +284,20 @@ class _Keeper:
         return line
 
     def _heard(self, seconds: float) -> bool:
-        """Takes in what comes next; whether anything came in that time."""
+        """Read what the keeper sends next. Returns whether anything arrived in time."""
         if seconds <= 0 or self._control.fileno() < 0 or len(self._said) > 1 << 16:
             return False
         self._control.settimeout(seconds)
         try:
             data = self._control.recv(4096)
-        except OSError:  # no more time, or it has ended
+        except OSError:  # the time is over, or the keeper has ended
             return False
         self._said += data
         return bool(data)
 
 
 def _wait(process: CallableProcess, event: int, seconds: float) -> None:
-    poll = select.poll()  # select() takes no descriptor from 1024 on
+    poll = select.poll()  # select() accepts only descriptors below 1024
     poll.register(process, event)
     poll.poll(seconds * 1000)
 
@@ -318,7 +316,7 @@ def _number(line: bytes, name: str) -> int | None:
 
 
 def _read_answer(frame: bytes) -> tuple[int, Answer]:
-    """Call and answer of a frame. Raises ValueError for what is none."""
+    """Call number and answer in a frame. Raises ValueError if the frame has another form."""
     match from_text(frame):
         case {"call": int(call), "error": str(error), "cause": cause, **rest} if cause in get_args(Cause):
             trace = rest.get("trace")
@@ -335,7 +333,7 @@ def _value(answer: Answer) -> Any:
 
 
 def _is_from(ancillary: Sequence[tuple[int, int, bytes]], worker: int) -> bool:
-    """Whether the kernel names the worker as the sender, where it names any."""
+    """Whether the worker sent the message, according to the kernel. On systems that don't name the sender: True."""
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS and len(data) == _CREDENTIALS.size:
             return bool(_CREDENTIALS.unpack(data)[0] == worker)

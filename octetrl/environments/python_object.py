@@ -1,9 +1,9 @@
-"""What a recipe names as `module:name`: found in the working directory too, and refused in one line.
+"""Loads the object that a recipe names as `module:name`, also from the working directory. Errors are one line.
 
-A reward (`environment.reward`) is a function, an environment (`environment.kind: python`) an object or a class without
-arguments. A module can do anything when it is imported: hang, crash, or end its process, even with `os._exit(0)`, after
-which nobody could tell the run from one that is done. So one that the run has to import is first imported in a process
-of its own. Rewards are imported in their workers alone.
+A reward (`environment.reward`) is a function. An environment (`environment.kind: python`) is an object, or a class
+without arguments. A module can do anything when it is imported: hang, crash, or end its process. After `os._exit(0)`
+the run would even look as if it had finished. So a module that the run must import is first imported in a separate
+process. Rewards are imported only in their workers.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ LOAD_SECONDS = 120.0
 
 
 def load_object(field: str, path: str, seconds: float = LOAD_SECONDS) -> Any:
-    """The callable or environment at `path`, tried in a process first, where its import may take `seconds`. Raises
-    UserError, naming the recipe's `field`, for whatever is wrong."""
+    """Import the object at `path`, first in a separate process, where the import may take `seconds`. Raises
+    UserError, naming the recipe's `field`, if anything is wrong."""
     module_name = check_path(field, path)
     _search_working_directory()
     if module_name not in sys.modules:
@@ -40,7 +40,7 @@ def load_object(field: str, path: str, seconds: float = LOAD_SECONDS) -> Any:
 
 
 def import_object(field: str, path: str) -> Any:
-    """As `load_object`, at once and in this process: whatever else the module raises comes through."""
+    """Import the object at `path` in this process only. Raises UserError; exceptions of the module are not caught."""
     module_name = check_path(field, path)
     name = path.rpartition(":")[2]
     _search_working_directory()
@@ -61,7 +61,7 @@ def import_object(field: str, path: str) -> Any:
 
 
 def check_path(field: str, path: str) -> str:
-    """The module's name in `module:name`. Raises UserError for what is not of that form."""
+    """The module's name in `module:name`. Raises UserError if `path` does not have this form."""
     refuse_given(field, path)
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
@@ -89,7 +89,7 @@ def _try_import(field: str, path: str, seconds: float) -> None:
         raise UserError(f"{field}: module '{module_name}' ends its process when imported ({error})") from error
     except NoAnswer as error:
         raise UserError(
-            f"{field}: module '{module_name}' was not imported in {seconds:g} s; mend it, or raise"
+            f"{field}: module '{module_name}' was not imported in {seconds:g} s; fix it, or raise"
             " environment.load_timeout_seconds"
         ) from error
     finally:
@@ -102,8 +102,8 @@ def _search_working_directory() -> None:
 
 
 def load_environment(path: str, seconds: float = LOAD_SECONDS) -> Environment:
-    """The environment at `path`: an object with `tasks` and `score` or decorated rewards, or a class that makes one
-    without arguments. seconds: what its import may take."""
+    """Load the environment at `path`: an object with `tasks` and `score` or decorated rewards, or a class without
+    arguments that creates one. seconds: time limit of its import."""
     found = load_object("environment.dataset", path, seconds)
     environment = result_of(found, f"making '{path}'") if isinstance(found, type) else found
     check_environment(environment, path)
@@ -111,7 +111,7 @@ def load_environment(path: str, seconds: float = LOAD_SECONDS) -> Environment:
 
 
 def check_environment(environment: Any, path: str) -> None:
-    """Raises UserError where it has no tasks or wrong ones, or nothing that scores. path: how the recipe names it."""
+    """Raises UserError if tasks or rewards are missing, or a task is wrong. path: its name in the recipe."""
 
     def has(name: str) -> bool:
         return result_of(lambda: hasattr(environment, name), f"'{path}': reading its {name}")

@@ -1,7 +1,7 @@
-"""A reward that is a Python function of the user's: `module:name`, called as `reward(task, completion_text) -> float`.
+"""A reward that the user wrote as a Python function: `module:name`, called as `reward(task, completion_text) -> float`.
 
-It is imported in the reward workers and nowhere else, so that nothing it does when imported reaches the run. A
-misspelt name is an error when the first worker loads it. `examples/custom_reward.py` is one.
+Only the reward workers import it, so that its import cannot affect the run. A misspelt name is an error when the first
+worker loads it. `examples/custom_reward.py` is an example.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FIELD = "environment.reward"
 
 
 def named_reward(path: str, given: Given) -> Scorer:
-    """The reward that a recipe names: one of those given in Python, or the function at `module:name`."""
+    """The reward that a recipe names: an object given in Python, or the function at `module:name`."""
     scorer: Scorer = given[path] if path in given else PythonReward(path)
     return scorer
 
@@ -37,7 +37,7 @@ class PythonReward:
         return self._function(task, completion_text)
 
     def __getstate__(self) -> dict[str, str]:
-        return {"path": self.path}  # not the function: the worker imports its own
+        return {"path": self.path}  # the function is not pickled: the worker imports it
 
     def __setstate__(self, state: dict[str, str]) -> None:
         self.__dict__.update(state)

@@ -1,13 +1,12 @@
 """Any dataset of reasoning_gym, by name and parameters, scored by its own `score_answer`.
 
-A dataset is a generator: task `i` is a function of (seed, i), made when it is asked for. Some of the hundred
-generators iterate over sets of strings, whose order changes with each interpreter, and `list_functions` draws
-from Python's global generator. So tasks are generated in one child process with a fixed hash seed, and the
-global generator is seeded before each: every name gives the same tasks in every run and after every resume.
+A dataset is a generator: task `i` is a function of (seed, i) and is created on access. Some of the hundred generators
+iterate over sets of strings, whose order changes with each interpreter, and `list_functions` uses Python's global
+random generator. So tasks are generated in one child process with a fixed hash seed, and the global generator is seeded
+before each task. Every dataset then gives the same tasks in every run and after every resume.
 
-The answer handed to the scorer is what `environment.answer_marker` finds (`environments/answers.py`), or None
-when it finds nothing; most datasets give that 0, some 0.01. Scores between 0 and 1 are theirs (partial
-credit).
+The scorer receives the answer that `environment.answer_marker` finds (`environments/answers.py`), or None if there is
+none; most datasets score None as 0, some as 0.01. A dataset may give partial credit, a score between 0 and 1.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from octetrl.environments.process import CallableProcess, CallFailed, NoAnswer, 
 from octetrl.records import Task
 
 _logger = logging.getLogger(__name__)
-_ATTEMPTS = 3  # processes that may be lost over one task
+_ATTEMPTS = 3  # number of processes that may fail on one task
 _RESERVED = {"size": "environment.train_size and environment.eval_size", "seed": "environment.seed"}
 
 
@@ -43,7 +42,7 @@ def reasoning_gym_environment(
 ) -> TaskEnvironment:
     """`size` tasks of `dataset`, generated on access, with the dataset's own scorer.
 
-    prompt_template: `{prompt}` stands for the dataset's question. task_seconds: what one task may take.
+    prompt_template: `{prompt}` stands for the dataset's question. task_seconds: time limit of one task.
     Raises UserError for an unknown dataset or parameter (with the nearest name) or a value the dataset refuses.
     """
     check_dataset(dataset, parameters)
@@ -55,7 +54,7 @@ def reasoning_gym_environment(
 
 
 def check_dataset(dataset: str, parameters: Mapping[str, Any]) -> None:
-    """Raises UserError unless reasoning_gym has `dataset` and it takes `parameters`."""
+    """Raises UserError unless reasoning_gym has `dataset` and the dataset accepts `parameters`."""
     from reasoning_gym.factory import DATASETS
 
     if dataset not in DATASETS:
@@ -103,8 +102,8 @@ class EntryGenerator:
 class EntryTask:
     """`(index) -> task`, from a child process that starts at the first call and ends with this object.
 
-    A process that dies, or gives no task in `seconds`, is replaced and asked for the same task again: it is the same
-    one. Raises UserError for a task that can't be made.
+    A process that dies, or returns no task within `seconds`, is replaced, and the new process creates the same task.
+    Raises UserError for a task that can't be created.
     """
 
     def __init__(self, generator: EntryGenerator, prompt_template: str, seconds: float = 60.0) -> None:
@@ -139,7 +138,7 @@ class EntryTask:
             self._process = None
             self.restarts += 1
             if attempt + 1 < _ATTEMPTS:
-                _logger.warning("%s made no task %d (%s); it is made again in a new process", what, index, reason)
+                _logger.warning("%s made no task %d (%s); it is tried again in a new process", what, index, reason)
         raise UserError(
             f"{what} made no task {index} in {_ATTEMPTS} processes ({reason});"
             " raise environment.task_timeout_seconds, or change environment.parameters"

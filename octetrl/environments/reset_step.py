@@ -1,16 +1,16 @@
-"""Environments with Gymnasium's `reset` and `step`, played as conversations.
+"""Runs environments with Gymnasium's `reset` and `step` as conversations.
 
-    prompt        {instructions}, then what reset(seed) shows; task i has seed + i
-    message       its action: the text after the last `action_marker`, by name, by number, or as it is
-    reply         what step(action) shows; an unknown action is reported to the model, with the known ones
-    reward        the sum of the steps' rewards, when it is terminated, truncated, or out of turns
+    prompt        {instructions}, then the observation of reset(seed); task i has seed + i
+    message       the model's action: the text after the last `action_marker`, a name, a number, or the text itself
+    reply         the observation of step(action); an unknown action is reported to the model, with the known ones
+    reward        the sum of the steps' rewards, when the game is terminated, truncated, or out of turns
 
-What an observation shows is the text itself, or, where it is no text and the environment was made with
-`render_mode="ansi"`, `render()`; else its `str`. Gymnasium need not be installed for what has these methods already;
-`environment.dataset: module:name` makes one. An id, such as FrozenLake-v1, needs the extra `gymnasium`.
+An observation that is a text is shown as it is. Otherwise `render()` is shown if the environment was created with
+`render_mode="ansi"`, and else the observation's `str`. `environment.dataset: module:name` names a function or class
+that creates an environment; this does not need Gymnasium. An id, such as FrozenLake-v1, needs the extra `gymnasium`.
 
-One environment lives from a rollout's first message to its end. What reset(seed) shows must be the same each time, for
-the prompt was made with another one; where it is not, the rollout is an environment_error.
+Each rollout has its own environment. The prompt was created with another one, so the observation of reset(seed) must be
+the same each time. Otherwise the rollout is an environment_error.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _OURS = ("instructions", "actions")
 
 @dataclass(frozen=True)
 class ResetStep:
-    """`make()` gives a fresh environment. actions: their names, in the order of a Discrete space; none: numbers, or,
-    for a space of texts, the text itself."""
+    """`make()` creates an environment. actions: names of the actions, in the order of a Discrete space. If there are
+    none, an action is a number, or in a space of texts the text itself."""
 
     make: Callable[[], Any]
     size: int
@@ -96,11 +96,11 @@ class ResetStep:
 
     @metric
     def wrong_actions(self, conversation: Conversation) -> float:
-        """Messages that held no action."""
+        """Number of messages without a valid action."""
         return conversation.state.wrong
 
     def _action(self, said: str | None, space: Any) -> Any:
-        """Raises ValueError, whose text is for the policy."""
+        """The action that the message names. Raises ValueError, whose text is shown to the policy."""
         if said is None:
             raise ValueError(f"There is no action in that: write it after {self.action_marker}")
         if self.actions:
@@ -129,8 +129,8 @@ def gymnasium_environment(
     action_marker: str | None,
     load_seconds: float = LOAD_SECONDS,
 ) -> ResetStep:
-    """`name`: an id of Gymnasium's, or `module:name` of what makes an environment; `parameters`: instructions and
-    actions, and the rest for what makes it. Raises UserError where none can be made."""
+    """`name`: one of Gymnasium's ids, or `module:name` of a function or class that creates an environment.
+    `parameters`: instructions, actions, and arguments of that function. Raises UserError if it creates none."""
     given = {key: value for key, value in parameters.items() if key not in _OURS}
     make = _maker(name, given, load_seconds)
     ours = {key: parameters[key] for key in _OURS if key in parameters}
@@ -148,7 +148,7 @@ def gymnasium_environment(
 
 def _maker(name: str, parameters: dict[str, Any], load_seconds: float) -> Callable[[], Any]:
     if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
-        return _Made(load_object("environment.dataset", name, load_seconds), parameters)
+        return _EnvironmentFactory(load_object("environment.dataset", name, load_seconds), parameters)
     try:
         import gymnasium
     except ImportError:
@@ -159,11 +159,11 @@ def _maker(name: str, parameters: dict[str, Any], load_seconds: float) -> Callab
     if name not in gymnasium.registry:
         known = nearest(name, gymnasium.registry)
         raise UserError(f"environment.dataset: gymnasium has no environment '{name}'{known}")
-    return _Made(gymnasium.make, {"id": name, **parameters})
+    return _EnvironmentFactory(gymnasium.make, {"id": name, **parameters})
 
 
 @dataclass(frozen=True)
-class _Made:
+class _EnvironmentFactory:
     function: Callable[..., Any]
     parameters: Mapping[str, Any]
 

@@ -1,8 +1,8 @@
 """Rewards, each computed in a process that can be killed.
 
-`RewardWorkers` keeps a few child processes (`environments/process.py`) with the environment's `score` loaded
-and hands each one completion at a time, so that the time of one call is known and one hang costs one worker.
-What comes back is never a silent 0:
+`RewardWorkers` keeps a few child processes (`environments/process.py`) that have loaded the environment's `score`. Each
+scores one completion at a time, so the time of each call is known, and a call that hangs blocks only one worker. A
+failure is never scored as 0:
 
     a finite number                             SCORED, reward = float(value)
     a raise, NaN, None, a string, sys.exit      REWARD_ERROR, reward None, the error's text and line as detail
@@ -10,12 +10,12 @@ What comes back is never a silent 0:
     an exit, a crash, a kill from outside       REWARD_CRASH, reward None
     MemoryError, or more than `memory_mib`      REWARD_MEMORY, reward None
 
-After the last three the worker is replaced, and `restarts` counts it. A worker that is killed while it loads or waits
-is replaced as well, and no completion is blamed.
+After the last three the worker is replaced, and `restarts` counts it. A worker that is killed while it loads or is idle
+is replaced as well, without effect on any completion.
 
-Cost: 0.13 ms a completion over the score itself. A replaced worker imports the scorer's libraries
-again (a second for reasoning_gym) while the others continue. Batching calls, or forking from a warm process, would save
-that, but deadlines would be less clear.
+Cost: 0.13 ms per completion in addition to the score itself. A replaced worker imports the scorer's libraries again
+(one second for reasoning_gym) while the others continue. Batching calls, or forking from a warm process, would be
+faster, but the time of a single call would be less clear.
 """
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ from octetrl.environments.base import LARGEST_REWARD, Scorer, finite_number
 from octetrl.environments.process import Answer, CallableProcess, ProcessDied
 from octetrl.records import RolloutStatus, Task
 
-UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError, RecursionError)  # what `pickle.dumps` raises of a value
-_LOAD_ATTEMPTS = 3  # in a row, of a worker that was killed while it loaded
+UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError, RecursionError)  # the exceptions of `pickle.dumps`
+_LOAD_ATTEMPTS = 3  # replacements in a row of a worker that was killed while it loaded
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Of one completion. `reward` is None unless `status` is SCORED; `detail` is then None, or the scorer's word."""
+    """Score of one completion. `reward` is None unless `status` is SCORED. `detail` is then None or the scorer's
+    reason; otherwise it is the error."""
 
     status: RolloutStatus
     reward: float | None
     detail: str | None = None
     trace: str | None = None  # the traceback behind `detail`, where there is one
-    answered: str | None = None  # what was answered, from a scorer that says so
+    answered: str | None = None  # the completion's answer, if the scorer has `answered`
 
 
 class Explained(float):
-    """A reward with a word on why it is what it is. Rollouts show it as their detail."""
+    """A reward with the reason for it. Rollouts show the reason as their detail."""
 
     detail: str | None
 
@@ -62,8 +63,8 @@ class Explained(float):
 
 @dataclass(frozen=True, slots=True)
 class CheckedScorer:
-    """`scorer`, made to raise when its reward is no number, or too large, and what it read as the answer, if it has
-    `answered(task, completion_text) -> str | None`. Runs in the worker."""
+    """Calls `scorer` in the worker. Raises if the reward is not a number or too large. Also returns the completion's
+    answer, if the scorer has `answered(task, completion_text) -> str | None`."""
 
     scorer: Scorer
 
@@ -78,9 +79,9 @@ class CheckedScorer:
 class RewardWorkers:
     """`processes` child processes that hold `scorer`; use as a context manager, or `close` it.
 
-    scorer: picklable `(task, completion_text) -> float`, such as `environment.score`. timeout_seconds: of a reward;
-    load_seconds: of loading the scorer; memory_mib: of a worker with all that it starts, None for no limit.
-    Raises UserError at once when a worker can't load the scorer. One caller at a time.
+    scorer: picklable `(task, completion_text) -> float`, such as `environment.score`. Limits: timeout_seconds for a
+    reward, load_seconds for loading the scorer, memory_mib for a worker with all processes that it starts (None: no
+    limit). Raises UserError at once if a worker can't load the scorer. Not thread-safe.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class RewardWorkers:
                         self._begin(worker, queue, running)
                 scores |= self._look(running)
         finally:
-            for worker in running:  # interrupted: nobody will want its answer
+            for worker in running:  # interrupted: its answer is no longer needed
                 self._replace(worker)
         return [scores[index] for index in range(len(completions))]
 
@@ -151,7 +152,7 @@ class RewardWorkers:
         index, (task, text) = queue[0]
         try:
             worker.send(task, text)
-        except ProcessDied:  # while it was idle, so the completion is not to blame
+        except ProcessDied:  # it was killed while it was idle, not by this completion
             self._replace(worker)
             return
         except UNPICKLABLE as error:
@@ -160,8 +161,8 @@ class RewardWorkers:
         running[worker] = (index, time.monotonic() + self._timeout)
 
     def _look(self, running: dict[CallableProcess, tuple[int, float]]) -> dict[int, Score]:
-        """Wait until a worker has something to say or a deadline is reached; what it came to, by index. Workers that
-        were `running` no longer are."""
+        """Wait until a worker sends something or a deadline is reached. Returns the finished scores by index, and
+        removes their workers from `running`."""
         found = {}
         for worker in self._wait(running):
             if worker in running:
@@ -182,7 +183,7 @@ class RewardWorkers:
         return found
 
     def _wait(self, running: dict[CallableProcess, tuple[int, float]]) -> list[CallableProcess]:
-        """Workers that have something to say, or none when the first deadline is reached."""
+        """Workers that have sent something; none if the first deadline is reached before."""
         poll, awaited = select.poll(), {}
         deadlines = [end for _, end in running.values()]
         for worker in self._workers:
@@ -197,7 +198,7 @@ class RewardWorkers:
         return [awaited[descriptor] for descriptor, _ in poll.poll(math.ceil(seconds * 1000))]
 
     def _heard(self, worker: CallableProcess) -> Score | None:
-        """Of the call under way; None: not all of the answer is there."""
+        """The answer to the running call; None if it is not complete yet."""
         try:
             answer = worker.take()
         except ProcessDied as error:
@@ -208,7 +209,7 @@ class RewardWorkers:
         return None if answer is None else _score(answer)
 
     def _greet(self, worker: CallableProcess) -> None:
-        """Take the greeting of a worker that loads. Raises UserError when it could not load the scorer."""
+        """Read the greeting of a worker that loads. Raises UserError if it could not load the scorer."""
         try:
             greeting = worker.take()
         except ProcessDied as error:
@@ -228,8 +229,8 @@ class RewardWorkers:
         self._has_loaded = True
 
     def _load_again(self, worker: CallableProcess, reason: str, *, always: bool) -> None:
-        """Replace a worker that was killed or is late: a few times, as it may not be the scorer's doing. always: even
-        where none has ever loaded."""
+        """Replace a worker that was killed or is late, at most a few times, because the scorer may not be the cause.
+        always: also if no worker has ever loaded."""
         self._failed_loads += 1
         if self._failed_loads >= _LOAD_ATTEMPTS or not (always or self._has_loaded):
             raise self._refusal(reason)
@@ -252,7 +253,7 @@ class RewardWorkers:
 
 
 def check_sendable(task: Task) -> None:
-    """UserError when the task can't be sent to a reward process."""
+    """The error for a task that can't be sent to a reward process."""
     try:
         pickle.dumps(task)
     except UNPICKLABLE as error:
@@ -260,7 +261,7 @@ def check_sendable(task: Task) -> None:
 
 
 def _unsendable(task: Task, error: Exception) -> UserError:
-    """Names the first value of its metadata that can't be pickled."""
+    """The error for a task that can't be pickled; it names the first such value of the metadata."""
     place = "it"
     for key, value in task.metadata.items():
         try:
@@ -276,7 +277,8 @@ def _unsendable(task: Task, error: Exception) -> UserError:
 
 
 def _score(answer: Answer) -> Score:
-    """Of what a worker answered: it runs what it likes, so that what `CheckedScorer` gives is checked once more."""
+    """The score in a worker's answer. It is checked again here, because foreign code in the worker may have replaced
+    `CheckedScorer`."""
     if answer.error is not None:
         status = RolloutStatus.REWARD_MEMORY if answer.cause == "memory" else RolloutStatus.REWARD_ERROR
         return Score(status, None, answer.error, answer.trace)

@@ -1,4 +1,4 @@
-"""Formats what a foreign callable raised: one line for a table, and the traceback for its author."""
+"""Formats an exception of foreign code: one line for a table, and the traceback for the code's author."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def error_line(error: BaseException) -> str:
 
 
 def error_trace(error: BaseException) -> str:
-    """The traceback below our own frame; the end of it, where it is long."""
+    """The traceback below our own frame; only its end if it is long."""
     whole = error.__traceback__
     below = whole.tb_next if whole is not None else None
     return "".join(traceback.format_exception(type(error), error, below or whole)).strip()[-_TRACE_LENGTH:]
 
 
 def _text_of(error: BaseException) -> str:
-    """A broad `except`: the text of a foreign exception is foreign code, and may raise as well."""
+    """The exception's text. The broad `except` is needed: `__str__` of a foreign exception may raise as well."""
     try:
         return str(error)
     except BaseException as inner:

@@ -1,8 +1,8 @@
-"""Environments written for `verifiers`, its classic interface: versions 0.1.14 to 0.3, which have `load_environment`.
+"""Runs environments with the classic interface of `verifiers`: versions 0.1.14 to 0.3, which have `load_environment`.
 
     environment: {kind: verifiers, dataset: wordle, parameters: {num_train_examples: 500}}
 
-    theirs                              here
+    verifiers                           OctetRL
     get_dataset(), a row's prompt       tasks: a system message, if any, that all rows share, and one of the user
     setup_state                         start
     is_completed, env_response          reply
@@ -10,14 +10,14 @@
     rubric.score_rollout                the reward
     cleanup                             finish
 
-The state is theirs throughout, with its trajectory and completion as their own rollout keeps them; it has no client, so
-an environment that asks the policy's endpoint for more fails, and is an environment_error. A reward function that
-raises is a reward_error here: their rubric logs it and counts 0.
+The state is verifiers' own, with trajectory and completion as in its own rollouts. It has no client, so an environment
+that calls the policy's endpoint fails with an environment_error. A reward function that raises is a reward_error here;
+verifiers' rubric would log the error and score 0.
 
-Refused when loaded: rewards of whole groups, prompts of several messages, tools with hidden arguments (StatefulToolEnv
-and the sandboxes on it), and environments that rewrite the conversation between turns (`get_prompt_messages`), for what
-was drawn is trained on as it was drawn. From 0.4 on verifiers runs its agents itself, over its own endpoint: such an
-environment can't be stepped from outside.
+These are refused when they are loaded: rewards of whole groups, prompts of several messages, tools with hidden
+arguments (StatefulToolEnv and its subclasses), and environments that rewrite the conversation between turns
+(`get_prompt_messages`), because the policy is trained on exactly the tokens that it sampled. From 0.4 on verifiers runs
+its agents itself, over its own endpoint; OctetRL can't step such an environment.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _failures: ContextVar[list[str]] = ContextVar("what a rubric logged as an error"
 
 
 def verifiers_environment(name: str, parameters: Mapping[str, Any]) -> VerifiersEnvironment:
-    """The installed environment `name`. Raises UserError for what can't be loaded or played here."""
+    """Load the installed environment `name`. Raises UserError if it can't be loaded or is not supported."""
     try:
         import verifiers
     except ImportError:
@@ -59,7 +59,7 @@ def verifiers_environment(name: str, parameters: Mapping[str, Any]) -> Verifiers
 
 @dataclass(frozen=True)
 class VerifiersEnvironment:
-    """`environment`, loaded, as an environment of ours."""
+    """A loaded verifiers environment with OctetRL's interface."""
 
     environment: Any
     name: str = "verifiers"
@@ -120,7 +120,7 @@ class VerifiersEnvironment:
 
     @reward
     async def rubric(self, conversation: Conversation) -> float:
-        """Their weighted sum."""
+        """The weighted sum of the rubric's rewards."""
         state = conversation.state.theirs
         await self._catch_up(conversation)
         await self.environment.render_completion(state)
@@ -139,7 +139,7 @@ class VerifiersEnvironment:
             await self.environment.cleanup(conversation.state.theirs)
 
     async def _catch_up(self, conversation: Conversation) -> None:
-        """Every message of the model's is a step of their trajectory, those with tool calls too."""
+        """Add each message of the model, also with tool calls, to verifiers' trajectory as a step."""
         state = conversation.state.theirs
         messages = _normalized([_theirs(message) for message in conversation.messages[1:]])
         places = [place for place, message in enumerate(messages) if message.role == "assistant"]
@@ -162,7 +162,7 @@ class VerifiersEnvironment:
         return list(self.environment.get_dataset())
 
     def _split(self, row: Mapping[str, Any], index: int) -> tuple[str | None, str]:
-        """System prompt and the user's message of a row."""
+        """The system prompt and the user message of a row."""
         prompt = row["prompt"]
         if isinstance(prompt, str):
             return None, prompt
@@ -185,7 +185,7 @@ class _Failures(logging.Handler):
 
 
 def _no_client() -> Any:
-    """Where they want one: it can't be asked for anything."""
+    """Stands where verifiers requires a client; every use of it fails."""
     from verifiers.clients import Client
 
     kind: Any = type("NoClient", (Client,), {})
@@ -200,7 +200,7 @@ def _normalized(messages: list[dict[str, Any]]) -> list[Any]:
 
 
 def _theirs(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message of ours, its tool calls as they have them."""
+    """Convert one of our messages, with its tool calls, to verifiers' form."""
     if "tool_calls" not in message:
         return {key: message[key] for key in ("role", "content", "tool_call_id") if key in message}
     calls = [
@@ -211,7 +211,7 @@ def _theirs(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(message: Any) -> dict[str, str]:
-    """Role and text of a message of theirs, a record or an object."""
+    """Role and text of a verifiers message, which is a dictionary or an object."""
     role, content = (
         (message["role"], message["content"]) if isinstance(message, Mapping) else (message.role, message.content)
     )

@@ -1,14 +1,14 @@
-"""E4M3: eight bits, 1 sign, 4 exponent, 3 mantissa; largest finite value 448, no infinity, NaN is 0x7F or
-0xFF.
+"""The E4M3 format: 1 sign bit, 4 exponent bits, 3 mantissa bits. The largest finite value is 448. There is no infinity.
+NaN is 0x7F or 0xFF.
 
-A code is one byte on a GPU. Without FP8 hardware bytes are slow (torch's CPU cast from float8 costs 4 ns an
-element, sixty times an ordinary pass), so the emulated path keeps the *value* of a code in float32 instead:
-`round_to_e4m3` gives that value by arithmetic alone and `decode_e4m3` gets it back from bytes. Same numbers,
-other storage.
+A code is one byte on a GPU. Without FP8 hardware, bytes are slow: torch's CPU cast from float8 takes 4 ns an element,
+sixty times an ordinary elementwise op. The emulated path therefore keeps the *value* of a code in float32.
+`round_to_e4m3` computes that value with float32 arithmetic, and `decode_e4m3` reads it from bytes. The numbers are the
+same in both forms.
 
-How rounding by arithmetic works: at magnitude 2^e neighbouring E4M3 values lie 2^(e-3) apart (2^-9 below the
-smallest normal, 2^-6). Adding 1.5 * 2^(e+20) puts that spacing at float32's last bit, so the addition itself
-rounds to nearest even; subtracting it again is exact.
+How rounding by arithmetic works: E4M3 values of magnitude 2^e are 2^(e-3) apart (2^-9 below the smallest normal value,
+2^-6). Adding 1.5 * 2^(e+20) moves that spacing to float32's last bit, so the addition itself rounds to nearest even.
+Subtracting the same number is exact.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def encode_e4m3(x: Tensor) -> Tensor:
 def decode_e4m3(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """The values of E4M3 bytes; values that are already decoded (floating, not E4M3) only change dtype.
 
-    On a CPU through a table of the 256 values: torch's own cast is six times slower.
+    On a CPU it uses a table of the 256 values, because torch's own cast is six times slower.
     """
     if codes.dtype != E4M3 or codes.device.type != "cpu":
         return codes.to(dtype)

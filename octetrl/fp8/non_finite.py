@@ -1,4 +1,4 @@
-"""What is raised where a number that is not finite would go on into a step."""
+"""The error for a number that is not finite and would otherwise enter a step."""
 
 from __future__ import annotations
 

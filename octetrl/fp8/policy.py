@@ -1,12 +1,11 @@
-"""What is FP8, in one table (docs/fp8.md §3), for both sides of the run.
+"""The table of what is FP8 (docs/fp8.md §3), for both sides of the run.
 
-Every linear that the layers' blocks list (config/blocks.py) gets a format for the rollout and a format for training; K
-and V get a format in the cache. Embeddings, norms, the residual stream, RoPE, attention arithmetic and `lm_head` are
-BF16, log-softmax and loss float32: they are not in the table because nothing can change them. A digest of the table
-travels with every completion; the trainer refuses samples whose digest is not its own, so a layer that is BF16 on one
-side only cannot go unseen.
+Every linear of the layers' blocks (config/blocks.py) has a format for the rollout and a format for training. K and V
+have a format in the cache. Embeddings, norms, the residual stream, RoPE, attention arithmetic and `lm_head` are BF16,
+and log-softmax and loss are float32. These are fixed and therefore not in the table. Every completion carries a digest
+of the table. The trainer refuses samples with another digest, so no layer can be BF16 on one side only without notice.
 
-Torch-free, so that `octetrl check` can print it at once.
+This file does not import torch, so `octetrl check` can print the table at once.
 """
 
 from __future__ import annotations
@@ -15,9 +14,10 @@ import fnmatch
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from octetrl.config.errors import UserError
+from octetrl.config.memory import Precisions
 from octetrl.config.schema import Fp8Config, Numerics
 from octetrl.config.spec import ModelSpec
 
@@ -33,15 +33,19 @@ class LinearFormat:
     train: Format
 
 
+class CachedFormat(NamedTuple):
+    name: str  # of a cached tensor: "K"
+    format: Format
+
+
 @dataclass(frozen=True, slots=True)
 class PrecisionPolicy:
     linears: tuple[LinearFormat, ...]
     kv_mode: Literal["none", "calibrated", "dynamic"]
-    k_cache: Format  # BF16 where FP8 would ruin K (ModelSpec.fp8_k_is_safe)
-    v_cache: Format
+    cache: tuple[CachedFormat, ...]  # of what the layers cache; BF16 where FP8 would ruin it (`CachedTensor.never_fp8`)
     power_of_two: bool
     square_wgrad: bool  # wgrad's activations in blocks of 128 tokens x 128 channels, not 128 x 1
-    numerics: Numerics = "parity"  # whether sums keep one order; which tensors are FP8, and so the digest, is the same
+    numerics: Numerics = "parity"  # whether sums keep one order; it changes neither the FP8 tensors nor the digest
 
     def format_of(self, name: str, side: Side) -> Format:
         """Format of the linear `name`; KeyError for a name that is not in the model."""
@@ -59,29 +63,42 @@ class PrecisionPolicy:
 
     @property
     def same_on_both_sides(self) -> bool:
-        """Whether engine and trainer multiply by the same formats: not so under `fp8_rollout`."""
+        """Whether engine and trainer use the same formats. They do not under `fp8_rollout`."""
         return all(linear.rollout == linear.train for linear in self.linears)
 
     def uses_fp8(self, side: Side) -> bool:
         return any(getattr(linear, side) == "fp8" for linear in self.linears)
 
+    def cached_as(self, name: str) -> Format:
+        """Format of a cached tensor; KeyError for a name that is not in the model."""
+        return dict(self.cache)[name]
+
+    def precisions(self) -> Precisions:
+        """The names of what is FP8, for the memory estimate."""
+        return Precisions(
+            fp8_rollout=[linear.name for linear in self.linears if linear.rollout == "fp8"],
+            fp8_train=[linear.name for linear in self.linears if linear.train == "fp8"],
+            fp8_cache=[name for name, stored in self.cache if stored == "fp8"],
+        )
+
     @property
     def digest(self) -> str:
-        """16 hex digits that name the whole table."""
+        """16 hex digits that identify the whole table."""
         table = [[linear.name, linear.rollout, linear.train] for linear in self.linears]
-        text = json.dumps([table, self.kv_mode, self.k_cache, self.v_cache, self.power_of_two])
+        text = json.dumps([table, self.kv_mode, *(stored for _, stored in self.cache), self.power_of_two])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def tokens_that_pay(hidden_size: int) -> int:
-    """Tokens of a micro-batch from which on training in FP8 is worth while beside BF16, for a model of this width."""
+    """Smallest micro-batch, in tokens, at which training in FP8 is faster than in BF16 for a model of this width."""
     return -(-PAYS_FROM // hidden_size**2)
 
 
 def precision_policy(spec: ModelSpec, fp8: Fp8Config, numerics: Numerics = "parity") -> PrecisionPolicy:
     """The table for this model and these settings.
 
-    Raises UserError when an `ignore` pattern matches no linear: a typo there would quietly change the numerics.
+    Raises UserError if an `ignore` pattern matches no linear, because a typing error would silently change the
+    numerics.
     """
     names = [name for name, _ in spec.linears()]
     for pattern in fp8.ignore:
@@ -96,12 +113,10 @@ def precision_policy(spec: ModelSpec, fp8: Fp8Config, numerics: Numerics = "pari
         rollout: Format = "fp8" if fp8.rollout and not high else "bf16"
         train: Format = "fp8" if fp8.train and not high else "bf16"
         linears.append(LinearFormat(name, rollout, train))
-    quantized_cache = fp8.kv_cache != "none"
     return PrecisionPolicy(
         linears=tuple(linears),
         kv_mode=fp8.kv_cache,
-        k_cache="fp8" if quantized_cache and spec.fp8_k_is_safe else "bf16",
-        v_cache="fp8" if quantized_cache else "bf16",
+        cache=_cached_formats(spec, fp8),
         power_of_two=fp8.power_of_two,
         square_wgrad=fp8.wgrad_blocks == "square",
         numerics=numerics,
@@ -109,9 +124,18 @@ def precision_policy(spec: ModelSpec, fp8: Fp8Config, numerics: Numerics = "pari
 
 
 def scoring_policy(spec: ModelSpec, fp8: Fp8Config, numerics: Numerics = "parity") -> PrecisionPolicy:
-    """The table of a reward model that scores: FP8 where the rollout is, of which scoring is a part. `fp8.ignore` is
-    left out, since it names the policy's linears."""
+    """The table of a reward model that scores. It is FP8 if the rollout is, because scoring is part of the rollout.
+    `fp8.ignore` does not apply, because it names linears of the policy."""
     return precision_policy(spec, fp8.model_copy(update={"train": fp8.rollout, "ignore": ()}), numerics)
+
+
+def _cached_formats(spec: ModelSpec, fp8: Fp8Config) -> tuple[CachedFormat, ...]:
+    found: dict[str, Format] = {}
+    for layer in range(spec.num_layers):
+        for tensor in spec.cached(layer):
+            stored: Format = "bf16" if fp8.kv_cache == "none" or tensor.never_fp8 else "fp8"
+            assert found.setdefault(tensor.name, stored) == stored, f"layers cache '{tensor.name}' in two formats"
+    return tuple(CachedFormat(name, stored) for name, stored in found.items())
 
 
 def _stays_bf16(name: str, spec: ModelSpec, fp8: Fp8Config) -> bool:

@@ -1,34 +1,30 @@
-"""The quantisers in plain torch: the definition that every kernel is held to, and what a CPU runs
-(docs/fp8.md §1, §2).
+"""The quantisers in plain torch (docs/fp8.md §1, §2). They define the bytes of every kernel, and a CPU runs them.
 
-    scale = amax / 448        inverse = 448 / amax        code = e4m3(clamp(x * inverse, ±448))        x ~
-    code * scale
+    scale = amax / 448      inverse = 448 / amax      code = e4m3(clamp(x * inverse, ±448))      x ~ code * scale
 
     activation [M, K]   1 x 128 along K      scale [M, ceil(K/128)]            operand of forward and dgrad
     weight     [N, K]   128 x 128            scale [ceil(N/128), ceil(K/128)]  once per optimizer step
-    tokens     [T, K]   128 x 1 along T      codes [K, T'], scale [K, T'/128]  operand of wgrad, whose
-                                             contraction is T
+    tokens     [T, K]   128 x 1 along T      codes [K, T'], scale [K, T'/128]  operand of wgrad, which sums over T
                `square`: 128 x 128           codes [K, T'], scale [ceil(K/128), T'/128], a weight's layout
     KV         [T, K, D]  a scale per head (calibrated) or per token and head (dynamic)
 
-The amax is taken in float32 over BF16-rounded values, so a BF16 tensor and the float32 tensor it came from
-give the same codes. A ragged last block counts as padded with zeros. Both divisions are IEEE divisions by a
-*tensor*: torch turns `448.0 / amax` into a multiplication by a reciprocal, and on CUDA `amax / 448.0` too,
-each off by a bit at times.
+The amax is taken in float32 over BF16-rounded values. A BF16 tensor and the float32 tensor that it was rounded from
+therefore have the same codes. An incomplete last block counts as padded with zeros. Both divisions are IEEE divisions
+by a *tensor*. torch would turn `448.0 / amax`, and on CUDA also `amax / 448.0`, into a multiplication by a reciprocal,
+whose last bit sometimes differs.
 
-Edges, the same in the kernels:
-- A block of zeros has scale 1 and codes 0 (a negative zero keeps its sign: byte 0x80).
-- An amax below 448 / FLT_MAX has no finite inverse: the inverse is held at FLT_MAX (0 * inf would be a NaN
-  from nothing); such a block, all of it below 1.4e-36, shrinks towards zero.
-- A calibrated KV scale below 1 / FLT_MAX has no finite inverse either; it is held in the same way.
-- `power_of_two` rounds the scale up to 2^ceil(log2(amax/448)), by its bits; the inverse is then exact.
-  The scale is at most 2^119, so that every code has a finite value: an amax above 448 * 2^119 = 2.98e38
-  saturates there.
-- A non-finite activation poisons its block: scale NaN, every code NaN (0x7F). Nothing non-finite can come
-  back as a plausible number, no host read is needed, and `non_finite_count` says how many there were. In a
-  weight it is an error.
+Special cases, the same in the kernels:
+- A block of zeros has scale 1 and codes 0. A negative zero keeps its sign: byte 0x80.
+- An amax below 448 / FLT_MAX has no finite inverse. The inverse is then FLT_MAX, because 0 * inf would give NaN. All
+  values of such a block are below 1.4e-36 and shrink towards zero.
+- A calibrated KV scale below 1 / FLT_MAX has no finite inverse either. Its inverse is FLT_MAX too.
+- `power_of_two` rounds the scale up to 2^ceil(log2(amax/448)), by its bits. The inverse is then exact. The scale is at
+  most 2^119, so every code has a finite value. An amax above 448 * 2^119 = 2.98e38 saturates.
+- A non-finite activation poisons its block: the scale and every code become NaN (0x7F). It can therefore never turn
+  into a finite number, and the host need not read anything. `non_finite_count` counts such values. In a weight they are
+  an error.
 
-`*_values` variants return the same codes as float32 *values* instead of bytes: see `fp8/format.py`.
+`*_values` variants return the same codes as float32 *values* instead of bytes; see `fp8/format.py`.
 """
 
 from __future__ import annotations
@@ -46,7 +42,7 @@ from octetrl.fp8.non_finite import NonFiniteError
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _EXPONENT_BITS = 0x7F800000
 _MANTISSA_BITS = 0x007FFFFF
-_LARGEST_POWER_BITS = 0x7B000000  # 2^119: 448 times it is finite, and 256 * 2^120 is not
+_LARGEST_POWER_BITS = 0x7B000000  # 2^119: 448 * 2^119 is finite, 256 * 2^120 is not
 _CHUNK_ELEMENTS = 1 << 18
 
 
@@ -61,7 +57,7 @@ class Quantized(NamedTuple):
 
 
 def scale_and_inverse(amax: Tensor, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
-    """Scale and inverse of blocks with these float32 amax values; both NaN where amax is not finite."""
+    """Scale and inverse of blocks with these float32 amax values. Both are NaN if amax is not finite."""
     largest = torch.full_like(amax, E4M3_MAX)
     scale = torch.div(amax, largest)
     if power_of_two:
@@ -78,14 +74,12 @@ def scale_and_inverse(amax: Tensor, power_of_two: bool = False) -> tuple[Tensor,
 
 
 def inverse_of(scale: Tensor) -> Tensor:
-    """1 / scale, held at FLT_MAX as a block's inverse is; NaN stays NaN."""
+    """1 / scale, at most FLT_MAX, as for a block's inverse. NaN stays NaN."""
     return torch.div(torch.ones_like(scale), scale).clamp_max_(_FLOAT32_MAX)
 
 
 def row_chunks(rows: int, columns: int, multiple: int) -> Iterator[slice]:
-    """Slices of rows, each a multiple of `multiple`, small enough that a pass over one stays in a CPU's
-    cache.
-    """
+    """Slices of rows, each a multiple of `multiple`. A pass over one slice stays in a CPU's cache."""
     step = max(1, _CHUNK_ELEMENTS // (columns * multiple)) * multiple
     for start in range(0, rows, step):
         yield slice(start, min(rows, start + step))
@@ -102,13 +96,13 @@ Rounding = Callable[[Tensor], Tensor]  # scaled float32 -> E4M3 bytes (encode_e4
 def _quantize_blocks(
     blocks: Tensor, dim: tuple[int, ...], power_of_two: bool, rounding: Rounding
 ) -> tuple[Tensor, Tensor]:
-    """Codes in `blocks`' shape, and the scale with `dim` reduced away. `blocks` is overwritten."""
+    """Codes in `blocks`' shape, and the scale without dimension `dim`. Overwrites `blocks`."""
     scale, inverse = scale_and_inverse(blocks.abs().amax(dim, keepdim=True), power_of_two)
     return rounding(blocks.mul_(inverse).clamp_(-E4M3_MAX, E4M3_MAX)), scale.squeeze(dim)
 
 
 def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
-    """A float32 copy of BF16-rounded `x`, with zeros up to the next multiples of `rows` and `columns`."""
+    """A float32 copy of BF16-rounded `x`, padded with zeros to multiples of `rows` and `columns`."""
     extra_rows, extra_columns = -x.shape[0] % rows, -x.shape[1] % columns
     if extra_rows or extra_columns:
         return F.pad(_bf16_rounded(x), (0, extra_columns, 0, extra_rows))
@@ -146,7 +140,7 @@ def _quantize_activation(x_MK: Tensor, power_of_two: bool, rounding: Rounding, d
 def quantize_weight_reference(w_NK: Tensor, power_of_two: bool = False, name: str = "weight") -> Quantized:
     """[N, K] -> codes [N, K] E4M3, scale [ceil(N/128), ceil(K/128)] float32.
 
-    Raises NonFiniteError naming the tensor when it holds a value that is not finite in BF16.
+    Raises NonFiniteError, which names the tensor, if it holds a value that is not finite in BF16.
     """
     check_finite(w_NK, name)
     rows, columns = w_NK.shape
@@ -157,8 +151,9 @@ def quantize_weight_reference(w_NK: Tensor, power_of_two: bool = False, name: st
 
 
 def check_finite(x: Tensor, name: str) -> None:
-    """Raises NonFiniteError naming the tensor, with the count and the first place of a value that is not finite in
-    BF16, from which codes are made: float32's largest values round to infinity there. Reads the host.
+    """Raise NonFiniteError if `x` holds values that are not finite in BF16, from which codes are computed. float32's
+    largest values round to infinity in BF16. The error has the tensor's name, the count and the first place. Reads the
+    host.
     """
     x = x.to(torch.bfloat16)
     bad = int(non_finite_count(x))
@@ -170,7 +165,7 @@ def check_finite(x: Tensor, name: str) -> None:
 
 
 def non_finite_count(x: Tensor) -> Tensor:
-    """How many elements are NaN or infinite: an int64 scalar on x's device, without a host read."""
+    """Number of NaN or infinite elements: an int64 scalar on x's device, without a host read."""
     return (~x.isfinite()).sum()
 
 
@@ -180,14 +175,14 @@ def non_finite_count(x: Tensor) -> Tensor:
 def quantize_tokens_reference(x_TK: Tensor, power_of_two: bool = False, square: bool = False) -> Quantized:
     """[T, K] -> codes [K, T'] E4M3, scale [K, T'/128] float32; T' is T padded with zeros to a multiple of 128.
 
-    `square`: one scale for 128 tokens of 128 columns, scale [ceil(K/128), T'/128].
+    `square`: one scale for 128 tokens x 128 columns, scale [ceil(K/128), T'/128].
     """
     codes, scale = _quantize_tokens(x_TK, power_of_two, square, encode_e4m3, E4M3)
     return Quantized(codes.contiguous(), scale.contiguous())
 
 
 def quantize_tokens_values(x_TK: Tensor, power_of_two: bool = False, square: bool = False) -> Quantized:
-    """As `quantize_tokens_reference`, with the codes' values in float32; both are views of [T', K] and [T'/128, .]."""
+    """As `quantize_tokens_reference`, with the codes' values in float32. Both are views of [T', K] and [T'/128, .]."""
     return _quantize_tokens(x_TK, power_of_two, square, round_to_e4m3, torch.float32)
 
 
@@ -208,11 +203,12 @@ def _quantize_tokens(
 
 
 def is_square(tokens: Quantized) -> bool:
-    """Whether token codes [K, T'] have a scale a 128 columns and not one a column (K = 1 is both, and the same)."""
+    """Whether token codes [K, T'] have one scale for 128 columns rather than one for each (K = 1: both are the
+    same)."""
     rows, blocks = tokens.codes.shape[0], tokens.codes.shape[1] // BLOCK
     square = tokens.scale.shape[0] != rows
     want = (-(-rows // BLOCK) if square else rows, blocks)
-    assert tokens.scale.shape == want, f"token scale {tuple(tokens.scale.shape)}, want {want}"
+    assert tokens.scale.shape == want, f"token scale {tuple(tokens.scale.shape)}, expected {want}"
     return square
 
 
@@ -220,7 +216,7 @@ def is_square(tokens: Quantized) -> bool:
 
 
 def quantize_kv_per_head(x_TKD: Tensor, scale_K: Tensor) -> Quantized:
-    """[T, K, D] with one given scale per head: code = e4m3(clamp(x * inverse_of(scale))). Values past 448
+    """[T, K, D] with one given scale per head: code = e4m3(clamp(x * inverse_of(scale))). Values beyond 448
     saturate."""
     x = _bf16_rounded(x_TKD) * inverse_of(scale_K)[None, :, None]
     return Quantized(encode_e4m3(x.clamp(-E4M3_MAX, E4M3_MAX)), scale_K)
@@ -237,9 +233,7 @@ def quantize_kv_per_token(x_TKD: Tensor) -> Quantized:
 
 
 def dequantize(q: Quantized, block: tuple[int, int]) -> Tensor:
-    """`code * scale` in float32 for 2-D codes; `block` is (1, 128) for activations and tokens, (128, 128) for
-    weights.
-    """
+    """`code * scale` in float32 for 2-D codes. `block`: (1, 128) for activations and tokens, (128, 128) for weights."""
     rows, columns = q.codes.shape
     scale = q.scale
     for dim, size in enumerate(block):
@@ -254,7 +248,7 @@ def dequantize_activation(q: Quantized) -> Tensor:
 
 
 def dequantize_tokens(q: Quantized) -> Tensor:
-    """[T', K] float32, the way the tensor was before `quantize_tokens` transposed it."""
+    """[T', K] float32, in the orientation that the tensor had before `quantize_tokens` transposed it."""
     values_TK, scale_BK = decode_e4m3(q.codes).t(), q.scale.t()
     if is_square(q):
         scale_BK = scale_BK.repeat_interleave(BLOCK, 1)[:, : values_TK.shape[1]]

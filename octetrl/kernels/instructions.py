@@ -1,15 +1,16 @@
-"""What the GPU does in fewer instructions than Triton writes for it.
+"""Device functions that use fewer GPU instructions than Triton generates for the same operation.
 
-Kernels that make two codes of every element they read are bound by instructions, not by memory. A third of those were
-an exponential and a quotient that allow for subnormal results, and BF16 converted value by value:
+A kernel that computes two codes of every element is limited by instructions, not by memory. A third of its instructions
+were an exponential and a quotient that handle subnormal results, and conversions to BF16 one value at a time.
 
-    sigmoid             4 instructions for 13
-    to_bf16             1/2 an element for 1, and that in a unit that does sixteen a cycle
-    bf16_to_float       1 for 1.5: a pair is split by a shift and a mask
-    e4m3_code           1/2 for 5: the conversion itself clamps to ±448 and turns NaN into 0x7F
+    function          instructions an element
+    sigmoid           4 instead of 13
+    to_bf16           1/2 instead of 1, in a unit that executes sixteen in a cycle
+    bf16_to_float     1 instead of 1.5: a shift and a mask split a pair
+    e4m3_code         1/2 instead of 5: the conversion itself clamps to ±448 and turns NaN into 0x7F
 
-Each has a plain form for Triton's interpreter, which has no GPU instructions (ON_GPU False). The conversions give the
-same bits in both; the sigmoid differs in the last bits.
+Each has a plain form for Triton's interpreter, which has no GPU instructions (ON_GPU False). The conversions have the
+same bits in both forms; the sigmoid differs in the last bits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from octetrl.kernels.quantize.quantize_activation import e4m3_byte
 
 @triton.jit
 def sigmoid(x, ON_GPU: tl.constexpr):
-    """1 / (1 + exp(-x)) of float32 x, to 2^-21 of it and another 1.25 |x| 2^-24 below 0; 0 from -89 down."""
+    """1 / (1 + exp(-x)) of float32 x. Relative error 2^-21, plus 1.25 |x| 2^-24 for x < 0. The result is 0 below
+    -89."""
     if ON_GPU:
         return tl.inline_asm_elementwise(
             """{
@@ -44,7 +46,7 @@ def sigmoid(x, ON_GPU: tl.constexpr):
 
 @triton.jit
 def to_bf16(x, ON_GPU: tl.constexpr):
-    """x, float32 or BF16 already, rounded to nearest even."""
+    """x (float32, or BF16 already) rounded to nearest even."""
     if x.dtype == tl.bfloat16:
         return x
     elif ON_GPU:
@@ -57,8 +59,8 @@ def to_bf16(x, ON_GPU: tl.constexpr):
 
 @triton.jit
 def bf16_to_float(x, ON_GPU: tl.constexpr, ANEW: tl.constexpr = False):
-    """float32 of x, BF16 or float32 already. ANEW: at every use again, where to keep the values from one use to the
-    next would fill twice the registers of x."""
+    """float32 of x (BF16, or float32 already). ANEW converts again at every use: keeping the converted values would
+    take twice the registers of x."""
     if x.dtype == tl.float32:
         return x
     elif ON_GPU:

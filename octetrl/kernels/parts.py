@@ -1,7 +1,8 @@
-"""What the kernels of a training step are for, told to a profiler that listens: `with part("gemm_wgrad"): ...`.
+"""Names for a profiler: which part of a training step a kernel belongs to. `with part("gemm_wgrad"): ...`.
 
-cuBLAS's names do not tell a forward GEMM from a gradient's. bench/parts.py reads these ranges from a trace. Without
-a profiler they cost a function call; a range itself costs ten microseconds, which small models would feel.
+cuBLAS's kernel names do not distinguish a forward GEMM from a gradient's. bench/parts.py reads these ranges from a
+trace. Without a profiler a range costs one function call. With one it costs ten microseconds, which is noticeable for a
+small model.
 """
 
 from __future__ import annotations
@@ -29,5 +30,5 @@ _SILENT: AbstractContextManager[None] = nullcontext()
 
 
 def part(name: Part) -> AbstractContextManager[object]:
-    """A range of this name where a profiler runs, nothing elsewhere."""
+    """A profiler range with this name; nothing if no profiler runs."""
     return record_function(name) if torch.autograd._profiler_enabled() else _SILENT

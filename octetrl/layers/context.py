@@ -1,55 +1,69 @@
-"""What attention needs to know besides its input, passed as an argument: no module global, no hidden state.
+"""What blocks need besides their input, passed as an argument.
 
-`PackedContext` is the trainer's: whole sequences laid end to end, every key in the same tensor as its query.
-`PagedContext` is the engine's: queries are new tokens (one for decode, a chunk for prefill), keys live in pages.
-Legend: B sequences, P pages of the longest block table, T tokens of this forward, L layers, K KV heads, D head size.
+`PackedContext` is for the trainer: whole sequences end to end, keys in the same tensor as their queries.
+`PagedContext` is for the engine: queries are new tokens (one for decode, a chunk for prefill), and keys are in pages.
+
+Legend: B sequences, P pages of the longest block table, T tokens of this forward, L layers, S calibrated scales of a
+layer (`ModelSpec.num_cache_scales`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
+
+from octetrl.layers.router_record import RouterRecord
 
 KVMode = Literal["none", "calibrated", "dynamic"]
 
 
+class CacheTreatment(NamedTuple):
+    """How training treats a cached tensor: the quantiser, and the calibrated scales of this layer."""
+
+    mode: KVMode
+    scale: Tensor | None
+
+
 @dataclass(frozen=True, slots=True)
 class PackedContext:
-    """Training: `cu_seqlens_B1` bounds each sequence.
+    """Training. `cu_seqlens_B1`: bounds of the sequences.
 
-    `kv_mode` says which cache the rollout used: with "calibrated" or "dynamic", K and V are replayed through that
-    quantiser (docs/fp8.md §6). `kv_amax_2LK`, where given, collects max|K| and max|V| per layer and head, in place.
+    `kv_mode` is the mode of the rollout's cache. With "calibrated" or "dynamic", cached tensors pass through the same
+    quantiser in training (docs/fp8.md §6). `kv_amax_LS` collects the largest magnitude for each scale, in place.
     """
 
     cu_seqlens_B1: Tensor  # int32
     max_seqlen: int
     kv_mode: KVMode = "none"
-    k_scale_LK: Tensor | None = None  # float32; only for "calibrated"
-    v_scale_LK: Tensor | None = None
-    kv_amax_2LK: Tensor | None = None  # float32, updated in place; None: not collected
+    kv_scale_LS: Tensor | None = None  # float32; only for "calibrated"
+    kv_amax_LS: Tensor | None = None  # float32, updated in place; None: not collected
+    routers: RouterRecord | None = None  # filled in by mixtures of experts; None: not collected
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPages:
+    """The pages of one cached tensor in one layer. Shapes: `CachedTensor` in config/blocks.py."""
+
+    pages: Tensor  # [num_pages, ...] in BF16, float32 or E4M3
+    scale: Tensor | None = None  # E4M3, "calibrated": float32, of the layer
+    token_scale: Tensor | None = None  # E4M3, "dynamic": float32 [num_pages, ..., page_size]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's pages, in BF16, float32 or E4M3. K: [num_pages, K, page_size, D]; V too, but turned where it is E4M3:
-    [num_pages, K, D, page_size] (kernels/attention/kv_store.py)."""
+    """One layer's cache: its tensors in the order of the block's layout."""
 
-    k: Tensor
-    v: Tensor
-    k_scale_K: Tensor | None = None  # "calibrated": float32 per head
-    v_scale_K: Tensor | None = None
-    k_token_scale: Tensor | None = None  # "dynamic": float32 [num_pages, K, page_size]
-    v_token_scale: Tensor | None = None
-    saturated_2K: Tensor | None = None  # int64 counter: values clamped on the way into the cache, K then V
+    tensors: tuple[CachedPages, ...]
+    saturated_S: Tensor | None = None  # int64 counter for each scale: values clamped on the way into the cache
 
 
 @dataclass(frozen=True, slots=True)
 class PagedContext:
-    """Rollout: where each new token goes and what each sequence may see.
+    """Rollout: the page slot of each new token and the keys of each sequence.
 
-    The last query of sequence b sits at key position `context_lens_B[b] - 1`.
+    The last query of sequence b is at key position `context_lens_B[b] - 1`.
     """
 
     layers: tuple[LayerCache, ...]

@@ -1,6 +1,6 @@
-"""Token embedding: a row of a matrix for each token.
+"""Token embedding: one row of a matrix for each token.
 
-Its gradient adds up the rows of equal tokens, in float32 and in one order, and rounds once
+The gradient adds the rows of equal tokens in float32, in one order, and rounds once
 (kernels/rows/embedding_gradient.py).
 
 T tokens, V vocabulary, E hidden size.

@@ -1,6 +1,6 @@
 """The output matrix of a model whose embeddings are not tied.
 
-It is BF16 on every side of every run; logits, log-softmax and loss are float32 (kernels/gemm/linear_logprobs.py).
+It is never FP8. Logits, log-softmax and loss are float32 (kernels/gemm/linear_logprobs.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import nn
 
 
 class LmHead(nn.Module):
-    """weight [V, E]. It has no forward: whole logits are never needed in training, see `Decoder.logprobs`."""
+    """weight [V, E]. It has no forward, because training never needs all logits at once (`Decoder.logprobs`)."""
 
     def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()

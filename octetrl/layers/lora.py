@@ -1,22 +1,20 @@
-"""LoRA: a low-rank branch beside a frozen projection, for the trainer and the engine alike (arXiv:2106.09685).
+"""LoRA: a low-rank branch beside a frozen projection, the same for trainer and engine (arXiv:2106.09685).
 
     y[M, N] = W x + s B A x,    s = alpha / rank;     A [R, K] small and random, B [N, R] zero at the beginning
 
-    t = round(x A^T)            one GEMM for all parts of a fused projection: their A lie one below the other
-    u = round(t_p B_p^T)        for each part p its own columns of t and its own rows of y
+    t = round(x A^T)            one GEMM for all parts of a fused projection: their A are stacked
+    u = round(t_p B_p^T)        for each part p, from its columns of t
     y = round(y + round(s u))   y is the base's product, in BF16 or FP8, bias included, rounded
 
-Roundings are to the model's dtype and stand where PEFT's stand. The base never learns of the branch: its codes and its
-kernels are those of a model without adapters, and x is what the base quantises or multiplies. Both products add K in
-one order whatever the number of rows (bf16_gemm.py, lora_up.py; on a CPU in float64), so that a token's
-bits do not depend on its company, and what trainer and engine compute is equal bit for bit. There is no dropout: both
-sides could not agree.
+Values are rounded to the model's dtype, at the same points as in PEFT. The base has the codes and kernels of a model
+without adapters. The branch reads x before the base quantises it. Both products add along K in one order for any number
+of rows (bf16_gemm.py, lora_up.py; float64 on a CPU). A token's bits therefore do not depend on the other tokens, and
+trainer and engine compute the same bits. There is no dropout, because the two sides could not drop the same values.
 
-Backward, from dy: dB_p = s dy_p^T t_p;  dt_p = s dy_p B_p;  dA = dt^T x;  dx = dt A, beside the base's own. A branch
-keeps x and t for it. In float32 on a CPU.
+Backward, from dy: dB_p = s dy_p^T t_p;  dt_p = s dy_p B_p;  dA = dt^T x;  dx = dt A, added to the base's. x and t are
+saved for it. On a CPU it runs in float32.
 
-A GPU calls the functions here from its fused forms (models/blocks/products.py), which
-add the branch to the product in place.
+The fused forms of a GPU (models/blocks/products.py) call the functions of this file and add the branch in place.
 
 Legend: M tokens, N out_features, K in_features, R rank, P parts of a fused projection, n rows of one part.
 """
@@ -37,9 +35,9 @@ from octetrl.kernels.gemm.lora_up import lora_up
 
 
 class LoraAdapter(nn.Module):
-    """The branch of one projection, which calls it with its product. `a` [P R, K], `b` [sum of n, R], in `dtype`.
+    """The branch of one projection. `a` [P R, K], `b` [sum of n, R], in `dtype`. The projection passes in its product.
 
-    Undefined until `draw` or until it is loaded.
+    Undefined until `draw` or loading.
     """
 
     def __init__(
@@ -60,7 +58,7 @@ class LoraAdapter(nn.Module):
 
     @torch.no_grad()
     def draw(self, seed: int, name: str) -> None:
-        """A uniform within 1 / sqrt(K), as PEFT has it, drawn on the CPU from (seed, name); B zero."""
+        """Initialises as PEFT does: A uniform within 1 / sqrt(K), drawn on the CPU from (seed, name), and B zero."""
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         bound = 1.0 / math.sqrt(self.in_features)
@@ -68,7 +66,7 @@ class LoraAdapter(nn.Module):
         self.b.zero_()
 
     def own_tensors(self) -> None:
-        """Copies of what it holds, frozen: the adapters of a reference."""
+        """Replaces A and B by frozen copies, for the adapters of a reference."""
         for name, parameter in list(self._parameters.items()):
             assert parameter is not None
             self._parameters[name] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
@@ -114,7 +112,7 @@ def lora_down(adapter: LoraAdapter, x_MK: Tensor) -> Tensor:
 
 @torch.no_grad()
 def add_branch(adapter: LoraAdapter, y_MN: Tensor, t_MPR: Tensor) -> None:
-    """Adds the branch to y, in place; columns that are no target are left alone. No gradient."""
+    """Adds the branch to y in place. Columns without an adapter do not change. No gradient."""
     for part, t_MR in _by_part(adapter, t_MPR):
         _, b_nR = adapter.part_tensors(part)
         lora_up(y_MN[:, part.start : part.stop], t_MR, b_nR.detach(), adapter.scale)
@@ -133,7 +131,7 @@ def lora_dt(adapter: LoraAdapter, dy_MN: Tensor) -> Tensor:
 
 @torch.no_grad()
 def lora_dgrad(adapter: LoraAdapter, dt_MPR: Tensor, dtype: torch.dtype) -> Tensor:
-    """The branch's share of dx [M, K]."""
+    """The branch's part of dx [M, K]."""
     return (dt_MPR @ adapter.a.to(dt_MPR.dtype)).to(dtype)
 
 

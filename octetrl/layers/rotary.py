@@ -1,11 +1,10 @@
-"""The angles of rotary embedding: cos and sin of every position, made once, in float64, rounded to float32.
+"""The angles of rotary embedding: cos and sin of every position, computed once in float64 and rounded to float32.
 
-Plane r of a head of size D turns by position * theta^(-2r/D). Llama 3.1 onwards stretches it
-(`RopeScaling`): planes whose wavelength exceeds the original context / low_freq_factor turn `factor` times
-slower, those shorter than context / high_freq_factor are kept, and those between are blended linearly in
-1/wavelength.
+Plane r of a head of size D turns by position * theta^(-2r/D). Llama 3.1 and later scale this (`RopeScaling`). Planes
+with a wavelength above original context / low_freq_factor turn `factor` times slower. Planes with a wavelength below
+original context / high_freq_factor do not change. Between them the two are blended linearly in 1/wavelength.
 
-The table is gathered once a forward (`Rotary`), not once a layer: 2 * T * D/2 floats that every layer reads.
+A forward gathers its rows of the table once (`Rotary`), and every layer reads them.
 
 S positions of the table, T tokens, R = D/2 rotation planes.
 """
@@ -29,7 +28,7 @@ class Rotary(NamedTuple):
 
 
 class RotaryTable(nn.Module):
-    """cos and sin of positions 0 .. max_positions - 1. Not part of the state: it follows from the spec."""
+    """cos and sin of positions 0 .. max_positions - 1. They follow from the spec and are not part of the state."""
 
     cos_SR: Tensor
     sin_SR: Tensor
@@ -50,7 +49,7 @@ class RotaryTable(nn.Module):
         self.register_buffer("sin_SR", angle_SR.sin().float().to(device), persistent=False)
 
     def forward(self, positions_T: Tensor) -> Rotary:
-        """positions_T: int64, each below max_positions (an IndexError, or a device assert, otherwise)."""
+        """positions_T: int64, each below max_positions (otherwise an IndexError, on a GPU a device assert)."""
         return Rotary(self.cos_SR.index_select(0, positions_T), self.sin_SR.index_select(0, positions_T))
 
 

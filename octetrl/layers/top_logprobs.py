@@ -1,16 +1,16 @@
-"""A few log-probs of each row, out of a whole distribution that never exists for more than a chunk of rows.
+"""Log-probs of K tokens a row, without the logits of all rows in memory at once.
 
-    top_logprobs   the K likeliest tokens and their log-probs: a teacher's, without gradient
-    logprobs_at    the log-probs of K given tokens: the policy's, differentiable
+    top_logprobs   the K likeliest tokens and their log-probs, without gradient: for a teacher
+    logprobs_at    the log-probs of K given tokens, differentiable: for the policy
 
     z = logits / temperature,  logprob_k = z[id_k] - lse(z)
     dlogits = (sum_k g_k onehot(id_k) - (sum_k g_k) p) / temperature
 
-Both make logits `chunk` rows at a time, as linear_logprobs.py does, and the backward makes them again: memory
-is some [chunk, V] in float32, whatever N is. In plain torch: five passes over the logits where a kernel would take one,
-beside two GEMMs of 2 N V E FLOPs.
+Both compute logits for `chunk` rows at a time, as linear_logprobs.py does, and the backward computes them again. Memory
+is a few float32 tensors of [chunk, V] for any N. This is plain torch: five passes over the logits, beside two GEMMs of
+2 N V E FLOPs. A kernel would need one pass.
 
-N rows, V vocabulary, E hidden size, K tokens of each row, C rows of one chunk.
+N rows, V vocabulary, E hidden size, K tokens a row, C rows of a chunk.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from octetrl.kernels.gemm.linear_logprobs_backward import linear_logprobs_backwa
 def top_logprobs(
     hidden_NE: Tensor, weight_VE: Tensor, k: int, *, below: int, temperature: float, chunk: int, fast: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Ids int64 and log-probs float32 [N, K], the likeliest first, of tokens with an id smaller than `below`."""
+    """Ids (int64) and log-probs (float32), [N, K], of the likeliest tokens with an id below `below`, likeliest
+    first."""
     k = min(k, below, weight_VE.shape[0])
     ids_NK = torch.empty(hidden_NE.shape[0], k, dtype=torch.int64, device=hidden_NE.device)
     logprobs_NK = torch.empty(hidden_NE.shape[0], k, dtype=torch.float32, device=hidden_NE.device)
@@ -42,7 +43,8 @@ def top_logprobs(
 def logprobs_at(
     hidden_NE: Tensor, weight_VE: Tensor, ids_NK: Tensor, *, temperature: float, chunk: int, fast: bool = False
 ) -> Tensor:
-    """Log-prob of each given token, float32 [N, K], differentiable in hidden and weight. A row's ids differ."""
+    """Log-prob of each given token, float32 [N, K], differentiable in hidden and weight. The ids of a row are
+    distinct."""
     made: Tensor = _LogprobsAt.apply(hidden_NE, weight_VE, ids_NK, temperature, chunk, fast)
     return made
 

@@ -1,21 +1,20 @@
-"""The decoder: Llama 3, Qwen2.5 and Qwen3 are this one model with a spec, for the trainer and for the engine.
+"""The decoder: the one model of all families, for trainer and engine. A `ModelSpec` holds its sizes and blocks.
 
     hidden = embedding[token]
     hidden = hidden + attention(norm(hidden));  hidden = hidden + mlp(norm(hidden))      each layer
-    hidden = norm(hidden);  logits = hidden @ lm_head^T                    float32, only for rows asked for
+    hidden = norm(hidden);  logits = hidden @ lm_head^T                    float32, only for requested rows
 
-The spec says which kinds of block a layer has (`blocks`; models/blocks/), the policy which linears are FP8 on this side
-(fp8/policy.py). Everything else is `dtype`, the residual stream included. Projections that share an input are fused, in
-the order q, k, v and gate, up; models/hf_weights.py splits them at the border. A 128 x 128 weight block may therefore
-span the border of q and k: both sides have the same.
+The spec lists the blocks of each layer (models/blocks/). The policy lists the linears that are FP8 on this side
+(fp8/policy.py). Everything else is in `dtype`, including the residual stream. Projections with the same input are
+fused, in the order q, k, v and gate, up; models/hf_weights.py splits them for checkpoints. A 128 x 128 block of a
+weight may therefore contain rows of q and of k. It does so on both sides.
 
-T tokens, N rows asked for, E hidden size, V vocabulary.
+T tokens, N requested rows, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -23,31 +22,31 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octetrl.config.blocks import PLACES, LinearLayout, Place
-from octetrl.config.lora import lora_parts
+from octetrl.config.blocks import PLACES, Place
 from octetrl.config.schema import LoraConfig
 from octetrl.config.spec import ModelSpec
-from octetrl.fp8.gemm import BackendName
+from octetrl.fp8.backends import BackendName
 from octetrl.fp8.policy import PrecisionPolicy, Side
 from octetrl.kernels.gemm.linear_logprobs import linear_logprobs, lm_head_logits
 from octetrl.kernels.quantize.quantize_weight import check_scales
 from octetrl.layers.context import Context
 from octetrl.layers.embedding import Embedding
-from octetrl.layers.linear import Float8Linear, Linear, Projection
+from octetrl.layers.linear import Float8Linear
 from octetrl.layers.lm_head import LmHead
 from octetrl.layers.lora import LoraAdapter
 from octetrl.layers.norm import RMSNorm
 from octetrl.layers.rotary import Rotary, RotaryTable
 from octetrl.layers.top_logprobs import logprobs_at, top_logprobs
-from octetrl.models.blocks.block import Block, BlockBuilder, Probe
+from octetrl.models.blocks.block import Block, Probe
 from octetrl.models.blocks.products import Operand
+from octetrl.models.build_blocks import LayerBuilder
+from octetrl.models.random_weights import draw_weights
 
-EMBEDDING_STD = 0.02
-EMBEDDING_SITE, FINAL_NORM_SITE = "embedding", "final norm"  # as the probe calls them
+EMBEDDING_SITE, FINAL_NORM_SITE = "embedding", "final norm"  # their names for the probe
 
 
 class Half(NamedTuple):
-    """A place of a layer with what stands there."""
+    """A place of a layer, with its norm and block."""
 
     place: Place
     norm: RMSNorm
@@ -55,7 +54,7 @@ class Half(NamedTuple):
 
 
 class DecoderLayer(nn.Module):
-    """One layer, pre-norm, residual around each half."""
+    """One layer: two halves, each a norm, a block and a residual."""
 
     probe: Probe | None = None  # for the norms and the residual stream (models/blocks/block.py)
 
@@ -94,13 +93,13 @@ RunLayer = Callable[[nn.Module, Tensor, Rotary, Context], Tensor]
 
 
 class Decoder(nn.Module):
-    """A dense decoder of `spec`, with the formats that `policy` gives this `side`.
+    """A decoder of `spec`, with the formats of `policy` for this `side`. `lora`: every target has an adapter.
 
-    Weights are undefined until `random_init` or `hf_weights.load_weights`. After any change of a weight
-    that is FP8 here, call `requantize()`; forward refuses stale codes. `lora`: every target has an adapter.
+    Weights are undefined until `random_init` or `hf_weights.load_weights`. Call `requantize()` after a change of an FP8
+    weight; the forward refuses stale codes.
     """
 
-    probe: Probe | None = None  # for what lies outside of the layers, and the stream between them
+    probe: Probe | None = None  # for sites outside of the layers, and the residual stream between them
     is_scalar = False  # whether the head is `score.weight` (models/scalar_decoder.py)
 
     def __init__(
@@ -118,57 +117,27 @@ class Decoder(nn.Module):
         self.spec, self.policy, self.side, self.dtype, self.backend = spec, policy, side, dtype, backend
         self.lora = lora
         self.fast = policy.numerics == "fast"
+        self._without_gradient = frozenset(spec.without_gradient())
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
-        self.rotary = RotaryTable(spec.head_size, spec.rope_theta, spec.rope_scaling, spec.max_positions, device=device)
-        self.layers = nn.ModuleList(self._layer(index, device) for index in range(spec.num_layers))
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype=dtype, device=device)
+        self.rotary = RotaryTable(
+            spec.rotary_size, spec.rope_theta, spec.rope_scaling, spec.max_positions, device=device
+        )
+        builder = LayerBuilder(spec, policy, side, dtype, device, backend, lora)
+        norm = partial(RMSNorm, spec.hidden_size, spec.rms_norm_eps, dtype=dtype, device=device)
+        self.layers = nn.ModuleList(
+            DecoderLayer(index, *builder.blocks(index), norm(), norm()) for index in range(spec.num_layers)
+        )
+        self.norm = norm()
         self.lm_head: LmHead | None = None
         if not spec.tied_embeddings:
             self.lm_head = LmHead(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
-
-    def _layer(self, index: int, device: torch.device | str) -> DecoderLayer:
-        spec = self.spec
-        blocks: list[Block] = []
-        for place, layout in zip(PLACES, spec.blocks_of(index), strict=True):
-            linears = {linear.name: linear for linear in layout.linears(spec)}
-            make = partial(self._linear, f"layers.{index}.{place.name}", linears, device)
-            block = layout.build(BlockBuilder(spec, index, self.policy, self.dtype, device, make))
-            assert isinstance(block, Block)
-            blocks.append(block)
-        attention, mlp = blocks
-        norms = [RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype=self.dtype, device=device) for _ in blocks]
-        return DecoderLayer(index, attention, mlp, *norms)
-
-    def _linear(
-        self, block: str, linears: Mapping[str, LinearLayout], device: torch.device | str, name: str
-    ) -> Projection:
-        layout = linears[name]
-        shape = layout.in_features, layout.out_features, layout.bias
-        made: Projection
-        if self.policy.format_of(f"{block}.{name}", self.side) == "bf16":
-            made = Linear(*shape, dtype=self.dtype, device=device, fast=self.fast)
-        else:
-            made = Float8Linear(
-                *shape,
-                dtype=self.dtype,
-                device=device,
-                backend=self.backend,
-                power_of_two=self.policy.power_of_two,
-                square_wgrad=self.policy.square_wgrad,
-            )
-        parts = lora_parts(layout, self.lora.targets) if self.lora is not None else ()
-        if self.lora is not None and parts:
-            rank, alpha = self.lora.rank, self.lora.alpha
-            made.lora = LoraAdapter(layout.in_features, parts, rank, alpha, dtype=self.dtype, device=device)
-        return made
 
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, context: Context, run_layer: RunLayer | None = None
     ) -> Tensor:
         """Hidden states [T, E] after the final norm. token_ids_T and positions_T: int64.
 
-        `run_layer(layer, hidden_TE, rotary, context)`, where given, calls each layer in the caller's way
-        (activation checkpointing).
+        `run_layer(layer, hidden_TE, rotary, context)` runs each layer, if given (activation checkpointing).
         """
         hidden_TE = self.embedding(token_ids_T)
         if self.probe is not None:
@@ -188,7 +157,7 @@ class Decoder(nn.Module):
 
     @property
     def lm_head_weight(self) -> nn.Parameter:
-        """[V, E]; the embedding's own when tied."""
+        """[V, E]. With tied embeddings it is the embedding's weight."""
         return self.embedding.weight if self.lm_head is None else self.lm_head.weight
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
@@ -208,7 +177,7 @@ class Decoder(nn.Module):
     def top_logprobs(
         self, hidden_NE: Tensor, k: int, below: int, temperature: float, chunk: int
     ) -> tuple[Tensor, Tensor]:
-        """The K likeliest tokens with ids smaller than `below`, int64 [N, K], and their log-probs."""
+        """Ids (int64) and log-probs (float32), [N, K], of the likeliest tokens with an id below `below`."""
         weight_VE, fast = self.lm_head_weight.detach(), self.fast
         return top_logprobs(hidden_NE, weight_VE, k, below=below, temperature=temperature, chunk=chunk, fast=fast)
 
@@ -230,21 +199,25 @@ class Decoder(nn.Module):
                 yield name.removesuffix(".lora"), module
 
     def trains(self, name: str) -> bool:
-        """Whether the parameter `name` is trained: each one, or of a model with adapters the adapters' alone."""
-        return self.lora is None or ".lora." in name
+        """Whether the optimizer updates the parameter `name`. With LoRA it updates only the adapters."""
+        return ".lora." in name if self.lora is not None else name not in self._without_gradient
 
     def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, parameter) for name, parameter in self.named_parameters() if self.trains(name))
 
     def draw_adapters(self, seed: int) -> None:
-        """The branches as they begin: they add nothing yet."""
+        """Initialises the adapters. Each branch adds zero."""
         for name, adapter in self.adapters():
             adapter.draw(seed, name)
 
     def train_adapters_alone(self) -> None:
-        """Freezes the loaded weights; those that are FP8 on this side are dropped, their codes stay."""
+        """Freezes the loaded weights. Drops those that are FP8 on this side and keeps their codes."""
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(self.trains(name))
+        self.drop_fp8_weights()
+
+    def drop_fp8_weights(self) -> None:
+        """Keep only the codes of weights that are FP8 on this side: they can no longer change."""
         for _, module in self.float8_linears():
             module.drop_weight()
 
@@ -255,7 +228,7 @@ class Decoder(nn.Module):
 
     @contextmanager
     def codes_released(self) -> Iterator[None]:
-        """An update within ends with `requantize`; whatever breaks it off, the codes are there again."""
+        """Frees the codes for an update, which ends with `requantize`. If the update raises, the codes are restored."""
         self.release_codes()
         try:
             yield
@@ -267,7 +240,7 @@ class Decoder(nn.Module):
         """Quantises every FP8 weight that may have changed, in place. ValueError names one that is not finite."""
         made: dict[str, tuple[Tensor, Tensor]] = {}
         for name, module in self.float8_linears():
-            if module.codes_are_settled:
+            if module.skips_requantize:
                 continue
             module.requantize(f"{name}.weight", check=False)
             assert module.weight is not None
@@ -276,25 +249,10 @@ class Decoder(nn.Module):
             check_scales(made)
         except ValueError:
             for _, module in self.float8_linears():
-                module.disown_codes()
+                module.mark_codes_stale()
             raise
 
-    @torch.no_grad()
     def random_init(self, seed: int) -> None:
-        """Normal weights (embedding and lm_head std 0.02, linears 1/sqrt(in_features)), norms one, biases zero, then
-        `requantize`.
-
-        Each tensor is drawn on the CPU from (seed, its name), so neither device, dtype's rounding aside,
-        nor the order or presence of other tensors matters. Adapters are left alone.
-        """
-        for name, parameter in self.named_parameters():
-            if ".lora." in name:
-                continue
-            if parameter.dim() == 1:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-                continue
-            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-            std = parameter.shape[1] ** -0.5 if name.startswith("layers.") else EMBEDDING_STD
-            parameter.copy_(torch.empty(parameter.shape).normal_(std=std, generator=generator))
+        """Draws the weights (models/random_weights.py), then `requantize`. Adapters do not change."""
+        draw_weights((one for one in self.named_parameters() if ".lora." not in one[0]), seed)
         self.requantize()

@@ -1,15 +1,15 @@
-"""Hugging Face `config.json` -> ModelSpec and back. Torch-free: `octetrl check` needs it at once.
+"""Translates Hugging Face `config.json` to ModelSpec and back. No torch, so that `octetrl check` starts fast.
 
-Three architectures are one decoder: LlamaForCausalLM (3.x), Qwen2ForCausalLM (2 and 2.5) and
-Qwen3ForCausalLM. Whatever a config asks for that this decoder doesn't do (another activation, a sliding
-window in use, another kind of RoPE scaling) is refused by name: a model that runs with the wrong numbers is
-worse than one that doesn't.
+These architectures are one decoder: LlamaForCausalLM (3.x), Qwen2ForCausalLM (2 and 2.5), Qwen3ForCausalLM,
+Qwen3MoeForCausalLM and Dots1ForCausalLM. The last two have a mixture of experts (models/mixture_config.py). A setting
+that this decoder does not support (another activation, a sliding window in use, another kind of RoPE scaling) is
+refused by name.
 
-The same decoder with a scalar head (models/scalar_decoder.py) is *ForSequenceClassification with one label there; it is
-read only by who asks for it, so that nobody generates from a reward model.
+The decoder with a scalar head (models/scalar_decoder.py) is *ForSequenceClassification with one label. It is read only
+with `scalar`, so that nobody generates from a reward model by mistake.
 
 Both spellings are read: transformers 4 (`rope_theta` and `rope_scaling` at the top) and 5 (both in
-`rope_parameters`). The older one is written, because every reader knows it.
+`rope_parameters`). The older one is written, because every version reads it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from octetrl.config.blocks import LayerBlocks
 from octetrl.config.errors import UserError, nearest
 from octetrl.config.json_file import JsonObject, read_json, shown
 from octetrl.config.spec import (
@@ -31,26 +30,32 @@ from octetrl.config.spec import (
     ModelSpec,
     RopeScaling,
 )
-from octetrl.models.blocks.attention.layout import AttentionLayout
-from octetrl.models.blocks.mlp.layout import MLPLayout
+from octetrl.models.mixture_config import DENSE_LAYER, MIXTURES, mixture_blocks, mixture_fields
 
-DENSE = (LayerBlocks(AttentionLayout(), MLPLayout()),)  # every layer of the families here
-FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+DENSE = (DENSE_LAYER,)  # every layer of a model without experts
+FAMILIES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Dots1ForCausalLM": "dots1",
+}
 CAUSAL, SCALAR = "ForCausalLM", "ForSequenceClassification"  # what an architecture's name ends with
 ARCHITECTURES = {family: architecture for architecture, family in FAMILIES.items()}
-DEFAULT_ROPE_THETA = {"llama": 10_000.0, "qwen2": 10_000.0, "qwen3": 10_000.0}
-DEFAULT_MAX_POSITIONS = {"llama": 2_048, "qwen2": 32_768, "qwen3": 32_768}
+DEFAULT_ROPE_THETA = 10_000.0
+DEFAULT_MAX_POSITIONS = {"llama": 2_048, "qwen2": 32_768, "qwen3": 32_768, "qwen3_moe": 32_768, "dots1": 2_048}
+QK_NORM = ("qwen3", "qwen3_moe", "dots1")
 
 
 def load_spec(folder: str | Path, *, scalar: bool = False) -> ModelSpec:
     """The spec of a model folder: config.json, with the end-of-text tokens of generation_config.json if any.
 
-    `scalar`: a *ForSequenceClassification will do as well. UserError: no folder, no config.json, not JSON, or a model
+    `scalar`: a *ForSequenceClassification is accepted too. UserError: no folder, no config.json, not JSON, or a model
     that is not supported.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"model folder '{folder}' does not exist; give a Hugging Face folder with config.json")
+        raise UserError(f"model folder '{folder}' does not exist; {_way_to(folder)}")
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"model folder '{folder}' has no config.json; give a Hugging Face folder, as export writes it")
@@ -66,8 +71,19 @@ def load_spec(folder: str | Path, *, scalar: bool = False) -> ModelSpec:
     return spec
 
 
+def _way_to(folder: Path) -> str:
+    """What to do about a folder that does not exist. `octetrl demo` writes the first model of the demo's recipes."""
+    if folder.parts[:2] == ("runs", "demo"):
+        first = "run `octetrl demo` first"
+        by_the_demo = folder.parts[2:] in (("model",), ("sft", "export"))
+        return first if by_the_demo else f"{first}, then the command in the recipe's comment"
+    way = "give a Hugging Face folder with config.json"
+    in_models = folder.parent == Path("models")  # as the other shipped recipes and the README name it
+    return f"{way}; `hf download OWNER/{folder.name} --local-dir {folder}` fetches one" if in_models else way
+
+
 def scale_format(folder: str | Path) -> str | None:
-    """How config.json says that FP8 scales are stored: "ue8m0", "float", or None where it says nothing."""
+    """The format of FP8 scales in config.json: "ue8m0", "float", or None if it has none."""
     path = Path(folder) / "config.json"
     return read_json(path).object("quantization_config").text("scale_fmt") if path.is_file() else None
 
@@ -85,7 +101,7 @@ def load_reward_spec(folder: str | Path) -> ModelSpec:
 
 
 def load_critic_spec(folder: str | Path, policy: ModelSpec, context_length: int) -> ModelSpec:
-    """The spec of a model that is to value a policy's tokens. UserError: it can't read them, or not as many."""
+    """The spec of a critic for `policy`. UserError: another vocabulary, or fewer positions."""
     try:
         spec = load_spec(folder, scalar=True)
     except UserError as error:
@@ -111,10 +127,11 @@ def spec_from_config(content: Mapping[str, Any], *, scalar: bool = False) -> Mod
     heads = config.integer("num_attention_heads", most=MOST_HEADS)
     hidden_size = config.integer("hidden_size", most=MOST_WIDTH)
     vocab_size = config.integer("vocab_size", most=MOST_TOKENS)
+    num_layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
     rope = _rope_parameters(config)
     spec = ModelSpec(
         family=family,
-        num_layers=config.integer("num_hidden_layers", most=MOST_LAYERS),
+        num_layers=num_layers,
         hidden_size=hidden_size,
         intermediate_size=config.integer("intermediate_size", most=MOST_WIDTH),
         num_heads=heads,
@@ -123,18 +140,18 @@ def spec_from_config(content: Mapping[str, Any], *, scalar: bool = False) -> Mod
         vocab_size=vocab_size,
         max_positions=config.integer("max_position_embeddings", DEFAULT_MAX_POSITIONS[family], most=MOST_TOKENS),
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope_theta=rope.number("rope_theta", DEFAULT_ROPE_THETA[family]),
+        rope_theta=rope.number("rope_theta", DEFAULT_ROPE_THETA),
         rope_scaling=_rope_scaling(rope),
         qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qk_norm=family in QK_NORM,
         tied_embeddings=config.flag("tie_word_embeddings"),
-        blocks=DENSE,
+        blocks=mixture_blocks(config, family, num_layers) if family in MIXTURES else DENSE,
         eos_token_ids=config.token_ids("eos_token_id", vocab_size),
         bos_token_id=next(iter(config.token_ids("bos_token_id", vocab_size)), None),
     )
     if spec.num_heads % spec.num_kv_heads:
         raise UserError(
-            f"num_attention_heads {spec.num_heads} is no multiple of num_key_value_heads {spec.num_kv_heads};"
+            f"num_attention_heads {spec.num_heads} is not a multiple of num_key_value_heads {spec.num_kv_heads};"
             f" correct the config"
         )
     if spec.head_size not in SUPPORTED_HEAD_SIZES:
@@ -147,7 +164,7 @@ def spec_from_config(content: Mapping[str, Any], *, scalar: bool = False) -> Mod
 
 
 def hf_config(spec: ModelSpec, dtype: str = "bfloat16", *, scalar: bool = False) -> dict[str, Any]:
-    """The config.json of an export: `spec_from_config` gives `spec` again; transformers 4 and 5 read it."""
+    """The config.json of an export, for transformers 4 and 5. `spec_from_config` inverts it."""
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[spec.family]],
         "model_type": spec.family,
@@ -170,6 +187,8 @@ def hf_config(spec: ModelSpec, dtype: str = "bfloat16", *, scalar: bool = False)
         "eos_token_id": _eos_field(spec),
         "torch_dtype": dtype,
     }
+    if spec.family in MIXTURES:
+        config |= mixture_fields(spec)
     if spec.rope_scaling is not None:
         config["rope_scaling"] = {
             "rope_type": "llama3",
@@ -185,7 +204,7 @@ def hf_config(spec: ModelSpec, dtype: str = "bfloat16", *, scalar: bool = False)
 
 
 def hf_generation_config(spec: ModelSpec) -> dict[str, Any]:
-    """The generation_config.json of an export: where to begin and to stop."""
+    """The generation_config.json of an export: its first and last tokens."""
     return {"bos_token_id": spec.bos_token_id, "eos_token_id": _eos_field(spec), "do_sample": True}
 
 
@@ -227,26 +246,27 @@ def _refuse_what_we_lack(config: JsonObject, family: str) -> None:
             f"quantization '{quantization.get('quant_method')}' with blocks {quantization.get('weight_block_size')} is"
             f" not supported, only 'fp8' with [128, 128] is; use the BF16 weights of the model"
         )
-    if _uses_sliding_window(config):
+    if _uses_sliding_window(config, family):
         raise UserError(
             f"sliding window attention (sliding_window {config.get('sliding_window')}) is not supported;"
             f" use a model with full attention in every layer"
         )
 
 
-def _uses_sliding_window(config: JsonObject) -> bool:
+def _uses_sliding_window(config: JsonObject, family: str) -> bool:
     if config.get("layer_types") is not None:
         return any(kind != "full_attention" for kind in config.texts("layer_types"))
-    if not config.flag("use_sliding_window") or config.get("sliding_window") is None:
+    needs_no_switch = family == "dots1"
+    if not config.flag("use_sliding_window", needs_no_switch) or config.get("sliding_window") is None:
         return False
     if config.get("max_window_layers") == 0:
         return True
     layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
-    return config.integer("max_window_layers", 28, most=MOST_WIDTH) < layers
+    return config.integer("max_window_layers", 62 if needs_no_switch else 28, most=MOST_WIDTH) < layers
 
 
 def _rope_parameters(config: JsonObject) -> JsonObject:
-    """Theta and scaling in one mapping, whichever spelling they came in."""
+    """Theta and scaling in one mapping, from either spelling."""
     merged = {**config.object("rope_scaling"), **config.object("rope_parameters")}
     if "rope_theta" not in merged and config.get("rope_theta") is not None:
         merged["rope_theta"] = config["rope_theta"]

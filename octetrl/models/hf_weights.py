@@ -1,25 +1,24 @@
-"""Hugging Face safetensors in and out: the border where names, fused projections and FP8 checkpoints are translated.
+"""Reads and writes Hugging Face safetensors: translates names, fused projections and FP8 checkpoints.
 
-In: one `model.safetensors` or shards with their index, BF16, float16 or float32; or block-FP8 (E4M3 codes with a
-`weight_scale_inv` of 128 x 128 blocks), dequantised to BF16 here, once: inside, there is one quantiser. A scale is a
-float, or a power of two in E8M0: that dtype, or bytes where config.json has `scale_fmt` "ue8m0". Every tensor's name,
-shape and dtype is checked against the model before the first is read (models/weight_files.py), so a wrong folder costs
-one line and no minutes; a value that is not finite in the model's dtype is an error that names its tensor.
+In: one `model.safetensors` or shards with their index, in BF16, float16, float32 or block-FP8 (E4M3 codes with a
+`weight_scale_inv` of 128 x 128 blocks). Block-FP8 is dequantised to BF16. A scale is a float, or a power of two in E8M0
+(that dtype, or bytes if config.json has `scale_fmt` "ue8m0"). Every tensor's name, shape and dtype is checked before
+the first tensor is read (models/weight_files.py). A value that is not finite in the model's dtype is an error that
+names its tensor.
 
 Out: the same names, BF16 (`save_weights`) or block-FP8 (`save_weights_fp8`), split into shards by size, with
-config.json and generation_config.json. Block-FP8 only at widths that are multiples of 128: transformers takes a block's
-size from the number of scales, and would read a ragged last block wrongly.
+config.json and generation_config.json. Block-FP8 needs widths that are multiples of 128, because transformers computes
+the size of a block from the number of scales and would misread a partial last block.
 
-q, k, v and gate, up are separate there and fused here, in that order; tied models have no lm_head.weight (where a
-checkpoint brings one anyway it must equal the embedding). A buffer that old checkpoints carry, `rotary_emb.inv_freq`,
-follows from the config and is ignored. A model with a scalar head has `score.weight` in the place of lm_head, as
-*ForSequenceClassification has there.
+q, k, v and gate, up are separate in checkpoints and fused here, in that order. Tied models have no lm_head.weight; if a
+checkpoint has one, it must equal the embedding. The buffer `rotary_emb.inv_freq` of old checkpoints is ignored. A model
+with a scalar head has `score.weight` instead of lm_head, as in *ForSequenceClassification.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +32,35 @@ from octetrl.config.spec import ModelSpec
 from octetrl.fp8.format import BLOCK, E4M3
 from octetrl.fp8.quantize import Quantized, dequantize_weight, quantize_weight_reference
 from octetrl.models.decoder import Decoder
-from octetrl.models.families import hf_config, hf_generation_config
-from octetrl.models.weight_files import INDEX, LM_HEAD, SCALE_SUFFIX, SINGLE, TensorHeader, checked_headers, pieces
+from octetrl.models.families import hf_config, hf_generation_config, load_spec
+from octetrl.models.row_shards import WEIGHT, RowShards
+from octetrl.models.weight_files import (
+    INDEX,
+    LM_HEAD,
+    SCALE_SUFFIX,
+    SCORE,
+    SINGLE,
+    TensorHeader,
+    checked_headers,
+    pieces,
+)
+
+MAX_SHARD_BYTES = 5_000_000_000
 
 # ---------------------------------------------------------------- in
 
 
 @torch.no_grad()
 def load_weights(model: Decoder, folder: str | Path, *, new_head: bool = False) -> None:
-    """Fill `model` from a Hugging Face folder, then `requantize`. `new_head`: a scalar head that the folder, of a
-    causal model, lacks is zero.
+    """Fills `model` from a Hugging Face folder, then calls `requantize`. `new_head`: a missing head becomes zero.
 
     UserError, one line: what `checked_headers` refuses; a value that is not finite in the model's dtype (its tensor).
     """
     headers = checked_headers(folder, model.spec, scalar=model.is_scalar, new_head=new_head)
     parameters = dict(model.named_parameters())
-    with _Reader(headers) as reader:
+    shards = RowShards.find(Path(folder))
+    reader = _Reader(headers) if shards is None else _RowReader(shards, model.spec, scalar=model.is_scalar)
+    with reader:
         for piece in pieces(model.spec, scalar=model.is_scalar):
             rows = parameters[piece.parameter][piece.start : piece.start + piece.shape[0]]
             if piece.name in headers:
@@ -108,6 +120,24 @@ class _Reader:
         return weight
 
 
+class _RowReader:
+    """Reads the tensors of a checkpoint of several workers, by Hugging Face name."""
+
+    def __init__(self, shards: RowShards, spec: ModelSpec, *, scalar: bool) -> None:
+        self._shards = shards
+        self._pieces = {piece.name: piece for piece in pieces(spec, scalar=scalar)}
+
+    def __enter__(self) -> _RowReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._shards.close()
+
+    def weight(self, name: str) -> Tensor:
+        piece = self._pieces[name]
+        return self._shards.rows(WEIGHT + piece.parameter, piece.start, piece.start + piece.shape[0])
+
+
 def _check_multipliers(codes: Tensor, scale: Tensor, weight: Tensor, name: str) -> None:
     """UserError for a multiplier that is not above 0, or too large for its codes. Blocks of zeros may have 0."""
     is_zero = scale == 0
@@ -121,7 +151,7 @@ def _check_multipliers(codes: Tensor, scale: Tensor, weight: Tensor, name: str) 
         )
 
 
-def _check_tied(reader: _Reader, file: Path) -> None:
+def _check_tied(reader: _Reader | _RowReader, file: Path) -> None:
     if not torch.equal(reader.weight(LM_HEAD), reader.weight("model.embed_tokens.weight")):
         raise UserError(
             f"{file}: {LM_HEAD} differs from the embedding though config.json says tie_word_embeddings; set it false"
@@ -131,18 +161,54 @@ def _check_tied(reader: _Reader, file: Path) -> None:
 # ---------------------------------------------------------------- out
 
 
-def save_weights(model: Decoder, folder: str | Path, max_shard_bytes: int = 5_000_000_000) -> None:
-    """Write `model` as a Hugging Face folder in its own dtype: shards, config.json, generation_config.json."""
+def hf_files(model: Decoder, max_shard_bytes: int = MAX_SHARD_BYTES) -> dict[str, bytes | dict[str, Tensor]]:
+    """`model` as a Hugging Face folder in its own dtype, by file name: shards of live tensors, the rest as bytes."""
+    shards: list[dict[str, Tensor]] = [{}]
+    for name, tensor in _split(model):
+        if shards[-1] and sum(held.nbytes for held in shards[-1].values()) + tensor.nbytes > max_shard_bytes:
+            shards.append({})
+        shards[-1][name] = tensor
     config = hf_config(model.spec, str(model.dtype).removeprefix("torch."), scalar=model.is_scalar)
-    _write(_split(model), config, model.spec, Path(folder), max_shard_bytes)
+    return {**dict(zip(_shard_names(len(shards)), shards, strict=True)), **_json_files(shards, config, model.spec)}
 
 
-def save_weights_fp8(model: Decoder, folder: str | Path, max_shard_bytes: int = 5_000_000_000) -> None:
+def hf_config_files(model: Decoder) -> dict[str, bytes]:
+    """The files of `hf_files` without weights: what the model is, where its weights are saved in another form."""
+    config = hf_config(model.spec, str(model.dtype).removeprefix("torch."), scalar=model.is_scalar)
+    return _json_files([{}], config, model.spec)
+
+
+def save_weights(model: Decoder, folder: str | Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Write `model` as a Hugging Face folder in its own dtype: shards, config.json, generation_config.json."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    files = hf_files(model, max_shard_bytes)
+    for name, content in files.items():
+        if isinstance(content, bytes):
+            (folder / name).write_bytes(content)
+        else:
+            shard = {key: tensor.cpu().contiguous() for key, tensor in content.items()}
+            save_file(shard, folder / name, metadata={"format": "pt"})
+    _remove_other_set(folder, is_sharded=INDEX in files)
+
+
+def save_from_shards(shards: RowShards, folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Write the weights of a checkpoint of several workers as `save_weights` does. One shard is in memory at a time."""
+    scalar = WEIGHT + SCORE in shards.ranges
+    spec = load_spec(shards.folder, scalar=scalar)
+    dtypes = {checked.dtype for checked in checked_headers(shards.folder, spec, scalar=scalar).values()}
+    config = hf_config(spec, "bfloat16" if dtypes == {"BF16"} else "float32", scalar=scalar)
+    with _RowReader(shards, spec, scalar=scalar) as reader:
+        tensors = ((piece.name, reader.weight(piece.name)) for piece in pieces(spec, scalar=scalar))
+        _write(tensors, config, spec, folder, max_shard_bytes)
+
+
+def save_weights_fp8(model: Decoder, folder: str | Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
     """Write `model` as block-FP8, DeepSeek's layout, which vLLM, SGLang and transformers read.
 
     The linears of the layers become E4M3 codes with a float32 `weight_scale_inv` (our `scale`) for each 128 x 128
     block of the tensors as they are named there, so blocks start again at k, v and up; the rest does not change.
-    UserError: a width that is no multiple of 128.
+    UserError: a width that is not a multiple of 128.
     """
     if ragged := {name: size for name, size in model.spec.linear_sizes().items() if size % BLOCK}:
         given = ", ".join(f"{name} {size}" for name, size in ragged.items())
@@ -154,6 +220,10 @@ def save_weights_fp8(model: Decoder, folder: str | Path, max_shard_bytes: int = 
         "activation_scheme": "dynamic",
         "weight_block_size": [BLOCK, BLOCK],
     }
+    matrices = [piece.name for piece in pieces(model.spec, scalar=model.is_scalar) if piece.is_bf16_matrix]
+    if matrices:
+        not_converted = [name.removesuffix(".weight") for name in (*matrices, LM_HEAD)]
+        config["quantization_config"]["modules_to_not_convert"] = not_converted
     linears = {piece.name for piece in pieces(model.spec, scalar=model.is_scalar) if piece.is_linear}
     _write(_quantized(_split(model), linears), config, model.spec, Path(folder), max_shard_bytes)
 
@@ -178,31 +248,44 @@ def _quantized(tensors: Iterator[tuple[str, Tensor]], linears: Container[str]) -
 def _write(
     tensors: Iterator[tuple[str, Tensor]], config: dict[str, Any], spec: ModelSpec, folder: Path, max_shard_bytes: int
 ) -> None:
+    """Writes a stream of tensors with one shard in memory at a time. The files get their names at the end."""
     folder.mkdir(parents=True, exist_ok=True)
-    shards: list[Path] = []
-    weight_map: dict[str, Path] = {}
-    total_bytes = 0
+    parts: list[Path] = []
+    shards: list[dict[str, Tensor]] = []  # on the meta device, for names and sizes
     for number, shard in enumerate(_shards(tensors, max_shard_bytes), start=1):
-        shards.append(folder / f"model-{number:05d}.part")
-        save_file(shard, shards[-1], metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(shard, shards[-1])
-        total_bytes += sum(tensor.nbytes for tensor in shard.values())
-    final = {
-        part: SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        for number, part in enumerate(shards, start=1)
-    }
-    for part, name in final.items():
+        parts.append(folder / f"model-{number:05d}.part")
+        save_file(shard, parts[-1], metadata={"format": "pt"})
+        shards.append({name: tensor.to("meta") for name, tensor in shard.items()})
+    for part, name in zip(parts, _shard_names(len(parts)), strict=True):
         part.replace(folder / name)
-    (folder / (INDEX if len(shards) == 1 else SINGLE)).unlink(missing_ok=True)  # of an earlier export: two sets
+    for name, content in _json_files(shards, config, spec).items():
+        (folder / name).write_bytes(content)
+    _remove_other_set(folder, is_sharded=len(shards) > 1)
+
+
+def _shard_names(count: int) -> list[str]:
+    numbers = range(1, count + 1)
+    return [SINGLE] if count == 1 else [f"model-{number:05d}-of-{count:05d}.safetensors" for number in numbers]
+
+
+def _json_files(shards: Sequence[Mapping[str, Tensor]], config: Mapping[str, Any], spec: ModelSpec) -> dict[str, bytes]:
+    files: dict[str, Mapping[str, Any]] = {}
     if len(shards) > 1:
-        names = {name: final[part] for name, part in weight_map.items()}
-        _write_json(folder / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": names})
-    _write_json(folder / "config.json", config)
-    _write_json(folder / "generation_config.json", hf_generation_config(spec))
+        named = zip(_shard_names(len(shards)), shards, strict=True)
+        weight_map = {tensor: file for file, shard in named for tensor in shard}
+        total_bytes = sum(tensor.nbytes for shard in shards for tensor in shard.values())
+        files[INDEX] = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    files |= {"config.json": config, "generation_config.json": hf_generation_config(spec)}
+    return {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in files.items()}
+
+
+def _remove_other_set(folder: Path, *, is_sharded: bool) -> None:
+    """Removes the weights of an earlier export, because two sets of weights are refused."""
+    (folder / (SINGLE if is_sharded else INDEX)).unlink(missing_ok=True)
 
 
 def _shards(tensors: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Groups of at most `max_bytes` in order; a larger tensor has a shard to itself. One group is held at a time."""
+    """Groups of at most `max_bytes` in order; a larger tensor has its own shard. One group is in memory at a time."""
     shard: dict[str, Tensor] = {}
     for name, tensor in tensors:
         if shard and sum(held.nbytes for held in shard.values()) + tensor.nbytes > max_bytes:
@@ -210,7 +293,3 @@ def _shards(tensors: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterator[d
             shard = {}
         shard[name] = tensor.cpu().contiguous()
     yield shard
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,16 +1,16 @@
-"""Adapters in PEFT's form, in and out, and the merge: the border where our fused branches become PEFT's single ones.
+"""Reads, writes and merges adapters in PEFT's form, which has one adapter for each unfused projection.
 
     adapter_config.json           rank, alpha, targets, and the base's folder
     adapter_model.safetensors     base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight  [rank, in]
                                   ...                                              lora_B.weight  [out, rank]
                                   base_model.model.score.weight                                   [1, hidden]
 
-The last is a reward model's (task_type SEQ_CLS): its head, float32, trained whole beside the adapters. PEFT lists it in
-`modules_to_save`, together with a `classifier` that these models don't have.
+The last is the float32 head of a reward model (task_type SEQ_CLS), which is trained whole. PEFT lists it in
+`modules_to_save`, together with a `classifier` that these models do not have.
 
-The values are those that the policy ran with, in the model's dtype, so that what is saved, merged and served is one.
-Merged, a weight is round(W + alpha / rank * B A), summed in float32 from the unquantised W: over FP8 weights the merged
-model is the adapter beside the weights that the codes were made from, equal to what was trained up to FP8's rounding.
+Values are saved in the model's dtype, as the policy ran with them. A merged weight is round(W + alpha / rank * B A),
+summed in float32 from the unquantised W. If the run's weights were FP8, the merged model equals the trained one up to
+FP8's rounding.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from torch import Tensor
 from octetrl.config.blocks import PLACES
 from octetrl.config.errors import UserError
 from octetrl.config.json_file import read_json
-from octetrl.config.schema import LORA_TARGETS, LoraConfig
+from octetrl.config.lora import targets_of, unknown_target
+from octetrl.config.schema import LoraConfig
+from octetrl.config.spec import ModelSpec
 from octetrl.models.decoder import Decoder
-from octetrl.models.hf_weights import load_weights, save_weights
+from octetrl.models.hf_weights import hf_files, load_weights
 from octetrl.models.weight_files import SCORE
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -38,7 +40,7 @@ PREFIX = "base_model.model"
 THEIR_MODULES = {place.name: place.hf_name for place in PLACES}
 NAMES_SHOWN = 3
 MOST_RANK = 1024  # as a recipe allows
-UNSUPPORTED = {  # what would change the formula, with the value that doesn't
+UNSUPPORTED = {  # fields that would change the formula, with the value that does not
     "bias": "none",
     "fan_in_fan_out": False,
     "use_rslora": False,
@@ -54,10 +56,10 @@ HEADS = {"score", "classifier"}  # PEFT's names of them
 
 
 class AdapterConfig(NamedTuple):
-    """What an adapter's folder says of itself."""
+    """The content of an adapter's config."""
 
     lora: LoraConfig  # `path` is the folder
-    base: str | None  # the folder of the weights that it stands beside
+    base: str | None  # the folder of the base model
     is_scalar: bool  # a reward model's, with its head
 
 
@@ -70,10 +72,19 @@ def is_adapter(folder: Path) -> bool:
 
 def save_adapter(model: Decoder, folder: Path, base: str | None) -> None:
     """Writes the adapters of `model`. `base`: the model folder they were trained beside; None: it has none."""
-    assert model.lora is not None, "a model without adapters"
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _named(model)}
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in _adapter_tensors(model).items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / CONFIG).write_bytes(_adapter_config(model, base))
+
+
+def _adapter_tensors(model: Decoder) -> dict[str, Tensor]:
+    """Live tensors by PEFT's names."""
+    return {name: tensor.detach() for name, tensor in _named(model)}
+
+
+def _adapter_config(model: Decoder, base: str | None) -> bytes:
+    assert model.lora is not None, "a model without adapters"
     config = {
         "peft_type": "LORA",
         "task_type": TASKS[model.is_scalar],
@@ -81,21 +92,22 @@ def save_adapter(model: Decoder, folder: Path, base: str | None) -> None:
         "base_model_name_or_path": base,
         "r": model.lora.rank,
         "lora_alpha": model.lora.alpha,
-        "target_modules": list(model.lora.targets),
+        "target_modules": list(targets_of(model.lora, model.spec)),
         "lora_dropout": 0.0,
         "init_lora_weights": True,
         "inference_mode": True,
         **UNSUPPORTED,
     }
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return (json.dumps(config, indent=2) + "\n").encode()
 
 
 def _named(model: Decoder) -> Iterator[tuple[str, Tensor]]:
     """PEFT's name and our view of every A and B, and of a scalar head."""
     for name, adapter in model.adapters():
-        _, layer, module, _ = name.split(".", 3)  # layers.3.attention.qkv_proj
+        _, layer, module, linear = name.split(".", 3)  # layers.3.attention.qkv_proj
+        submodule = linear[: linear.rfind(".") + 1]  # shared_experts.
         for part in adapter.parts:
-            theirs = f"{PREFIX}.model.layers.{layer}.{THEIR_MODULES[module]}.{part.name}"
+            theirs = f"{PREFIX}.model.layers.{layer}.{THEIR_MODULES[module]}.{submodule}{part.name}"
             a_RK, b_nR = adapter.part_tensors(part)
             yield f"{theirs}.lora_A.weight", a_RK
             yield f"{theirs}.lora_B.weight", b_nR
@@ -107,7 +119,7 @@ def _named(model: Decoder) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
-    """UserError, one line, for a folder that holds no adapter of this kind."""
+    """Reads the config of a LoRA adapter. UserError: none, or one of another kind."""
     file = folder / CONFIG
     if not file.exists():
         raise UserError(f"'{folder}' has no {CONFIG}; give the folder of a PEFT adapter")
@@ -124,16 +136,18 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     whole = config.texts("modules_to_save")
     if not set(whole) <= (HEADS if is_scalar else set()):
         raise UserError(f"{file}: modules_to_save {whole} is not supported; only the head of a reward model is")
-    if not targets or not set(targets) <= set(LORA_TARGETS):
-        raise UserError(f"{file}: target_modules {targets} must be a list out of {', '.join(LORA_TARGETS)}")
-    ordered = tuple(target for target in LORA_TARGETS if target in targets)
-    lora = LoraConfig(rank=rank, alpha=alpha, targets=ordered, path=str(folder))
+    if not targets:
+        raise UserError(f"{file}: target_modules is empty; fetch the adapter again")
+    lora = LoraConfig(rank=rank, alpha=alpha, targets=tuple(targets), path=str(folder))
     return AdapterConfig(lora, config.text("base_model_name_or_path"), is_scalar)
 
 
-def check_adapter(lora: LoraConfig, folder: Path, *, is_scalar: bool) -> None:
+def check_adapter(lora: LoraConfig, folder: Path, spec: ModelSpec, *, is_scalar: bool) -> None:
     """UserError unless the adapter in `folder` has `lora`'s rank, alpha and targets, and a scalar head or none."""
     theirs, _, has_head = read_adapter_config(folder)
+    unknown = unknown_target(targets_of(theirs, spec), spec)
+    if unknown is not None:
+        raise UserError(f"{folder / CONFIG}: target_modules: {unknown}")
     if has_head != is_scalar:
         raise UserError(
             f"the adapter in '{folder}' has task_type {TASKS[has_head]}, one of {TASKS[is_scalar]} is needed here;"
@@ -142,7 +156,7 @@ def check_adapter(lora: LoraConfig, folder: Path, *, is_scalar: bool) -> None:
     pairs = {
         "rank": (theirs.rank, lora.rank),
         "alpha": (theirs.alpha, lora.alpha),
-        "targets": (sorted(theirs.targets), sorted(lora.targets)),
+        "targets": (sorted(targets_of(theirs, spec)), sorted(targets_of(lora, spec))),
     }
     for field, (saved, wanted) in pairs.items():
         if saved != wanted:
@@ -154,7 +168,7 @@ def load_adapter(model: Decoder, folder: Path) -> None:
     """Fills the adapters of `model`, and its scalar head. UserError: another rank, alpha, targets or kind; tensors that
     are missing, extra, misshapen or not finite."""
     assert model.lora is not None, "a model without adapters"
-    check_adapter(model.lora, folder, is_scalar=model.is_scalar)
+    check_adapter(model.lora, folder, model.spec, is_scalar=model.is_scalar)
     tensors = _read(folder / WEIGHTS)
     own = dict(_named(model))
     problems = [f"'{name}' is missing" for name in own if name not in tensors]
@@ -191,16 +205,15 @@ def begin_adapters(model: Decoder, seed: int) -> None:
 # ---------------------------------------------------------------- what a run trains: an adapter, or whole weights
 
 
-def save_trained(model: Decoder, folder: Path, base: str | None) -> None:
-    """In PEFT's form beside `base`, or in Hugging Face's."""
-    if model.lora is not None:
-        save_adapter(model, folder, base)
-    else:
-        save_weights(model, folder)
+def trained_files(model: Decoder, base: str | None) -> dict[str, bytes | dict[str, Tensor]]:
+    """The trained part as live tensors and bytes, by file name: a PEFT adapter of `base`, or a Hugging Face model."""
+    if model.lora is None:
+        return hf_files(model)
+    return {WEIGHTS: _adapter_tensors(model), CONFIG: _adapter_config(model, base)}
 
 
 def load_trained(model: Decoder, folder: Path) -> None:
-    """The inverse of `save_trained`."""
+    """The inverse of `trained_files`."""
     if model.lora is not None:
         load_adapter(model, folder)
     else:
@@ -212,7 +225,7 @@ def load_trained(model: Decoder, folder: Path) -> None:
 
 @torch.no_grad()
 def merge_adapters(model: Decoder) -> None:
-    """Adds every branch to its weight, in place, and leaves the branches at zero: the same model in fewer products."""
+    """Adds every branch to its weight, in place, and sets the branches to zero."""
     for name, adapter in model.adapters():
         weight_NK: Any = model.get_submodule(name).weight
         assert weight_NK is not None, f"{name}: the weight was dropped; merge into a freshly loaded model"

@@ -1,11 +1,11 @@
-"""The decoder as a GPU runs it for rollout: the layers of `models/decoder.py`, fused where memory is what costs.
+"""The decoder's forward for rollout on a GPU, with fused ops between the GEMMs.
 
-    add + RMSNorm (+ quantise)        -> what the block's first linear multiplies
-    the block's rollout form          -> what the next norm adds to the residual stream        twice a layer
+    add + RMSNorm (+ quantise)        -> the operand of the block's first linear
+    the block's rollout form          -> the addend of the next norm's residual stream        twice a layer
 
-Each fused kernel gives the bits of the ops it replaces, so this is `Decoder.forward` to the bit (tests/gpu), without
-gradients and without its modules' separate passes over memory. Where a linear has an adapter, its input is made in BF16
-and quantised by itself: the branch reads it too (layers/lora.py). Nothing here reads the host: it is captured whole.
+Each fused kernel has the bits of the ops that it replaces, so the result equals `Decoder.forward` bit for bit
+(tests/gpu). There are no gradients. The input of a linear with an adapter stays in BF16 and is quantised separately,
+because the branch reads it too (layers/lora.py). Nothing here waits for the host, so all of it can be captured.
 
 T tokens, E hidden size.
 """
@@ -22,7 +22,7 @@ from octetrl.models.decoder import EMBEDDING_SITE, FINAL_NORM_SITE, Decoder
 
 
 def can_fuse(model: Decoder) -> bool:
-    """Whether the kernels here know this model, on a GPU: in BF16, its FP8 linears not emulated."""
+    """Whether a GPU can run the fused forms of this model: it is in BF16, and its FP8 linears are not emulated."""
     if model.dtype != torch.bfloat16:
         return False
     return all(linear.backend == "scaled_mm" for _, linear in model.float8_linears())
@@ -35,7 +35,7 @@ def rollout_forward(model: Decoder, token_ids_T: Tensor, positions_T: Tensor, co
     hidden_TE = model.embedding(token_ids_T)
     if probe is not None:
         probe(None, EMBEDDING_SITE, hidden_TE)
-    delta_TE, behind = None, (0, "")  # what the next norm adds; layer and site of the sum
+    delta_TE, behind = None, (0, "")  # the next norm's addend; layer and site of the sum
     inputs = RolloutInputs(model.rotary, positions_T, context)
     for index, layer in enumerate(model.decoder_layers()):
         for place, norm, block in layer.halves:

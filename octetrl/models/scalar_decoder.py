@@ -1,17 +1,16 @@
 """The decoder with a scalar head: a critic (one value a token) or a reward model (one reward a sequence).
 
     hidden = the trunk of models/decoder.py: the same layers, kernels and FP8 linears by the same policy
-    scalar = hidden @ score^T                                              float32, for the rows asked for
+    scalar = hidden @ score^T                                              float32, for the requested rows
 
-The head has one row, `score.weight` [1, E], and no bias, as *ForSequenceClassification with one label has it, and is
-saved and loaded under that name (models/hf_weights.py). It is float32 whatever the trunk is: a weight of one row costs
-nothing, and its updates, small beside it, would be lost in BF16. It is trained also where the trunk is frozen beside
-adapters. There is no lm_head, so the trunk is built as one whose embeddings are tied.
+The head is `score.weight` [1, E] without bias, as in *ForSequenceClassification with one label, and has that name in
+checkpoints (models/hf_weights.py). It is always float32: it is small, and BF16 would lose its small updates. It is also
+trained if the trunk is frozen beside adapters. There is no lm_head, so the trunk is built with tied embeddings.
 
-A sequence's reward is the scalar at its last token. transformers looks for the last token that is not padding, which is
-the same for a sequence by itself.
+A sequence's reward is the scalar at its last token. transformers takes the last token that is not padding, which is the
+same token if a sequence is alone.
 
-T tokens, N rows asked for, E hidden size.
+T tokens, N requested rows, E hidden size.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from octetrl.config.schema import LoraConfig
 from octetrl.config.spec import ModelSpec
-from octetrl.fp8.gemm import BackendName
+from octetrl.fp8.backends import BackendName
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.models.decoder import Decoder
 
@@ -41,7 +40,7 @@ class ScoreHead(nn.Module):
 
 
 class ScalarDecoder(Decoder):
-    """Trained and called like a Decoder; `scalars` takes the place of logits."""
+    """A Decoder with `scalars` instead of logits."""
 
     is_scalar = True
 
@@ -69,6 +68,6 @@ class ScalarDecoder(Decoder):
 
     @torch.no_grad()
     def random_init(self, seed: int) -> None:
-        """As the Decoder's, and a head of zeros: every scalar is 0 until it has learnt."""
+        """Initialises like the Decoder, with zeros in the head: every scalar is 0 before training."""
         super().random_init(seed)
         self.score.weight.zero_()

@@ -1,32 +1,31 @@
-"""The decoder as a GPU trains it: each layer of `models/decoder.py` is one autograd node, its backward written out.
+"""The decoder's training on a GPU: each layer is one autograd node with its backward written out.
 
-Forward, with the kernels of `rollout_forward` and so with its bits; A and M are the layer's blocks (models/blocks/):
+Forward, with the kernels and therefore the bits of `rollout_forward`; A and M are the layer's blocks (models/blocks/):
 
     n1 = norm(h0);  h1 = h0 + A(n1)
     n2 = norm(h1);  h2 = h1 + M(n2)
 
-Backward, from dh2 and what was kept of the forward:
+Backward, from dh2 and the saved part of the forward:
 
     dh1 = dh2 + norm'(M'(dh2))
     dh0 = dh1 + norm'(A'(dh1))
 
-Written out, because what autograd strings together from modules reads and writes memory between any two of them. Here
-every FP8 operand is quantised once, in one read and where it can be in the kernel that makes it, into codes along its
-rows (forward, dgrad) and along tokens (wgrad); gradients of the gated unit exist as codes alone; and the residual's
-gradient is added where the norm's is made.
+A chain of modules under autograd reads and writes memory between any two of them. Here every FP8 operand is quantised
+in one read, if possible by the kernel that computes it, into codes along rows (forward, dgrad) and along tokens
+(wgrad). Gradients of the gated unit exist only as codes. The kernel of the norm's gradient adds the residual's.
 
-What is kept from forward to backward (`Keep`), per token and layer of attention and a gated MLP, in bytes:
+`Keep` sets what is saved for the backward. Bytes per token and layer, for attention and a gated MLP:
 
-    layer        h0                       2 E                           the layer runs again, down projection aside
-    attention    h0, out, its lse         2 E + 2 H D + 4 H             and attention aside
-    everything   h0, h1, qkv, out, lse, gate_up, and n1, n2 as wgrad reads them
+    layer        h0                       2 E                 the backward runs the layer again, except down_proj
+    attention    h0, out, its lse         2 E + 2 H D + 4 H   the same, except attention and down_proj
+    everything   h0, h1, qkv, out, lse, gate_up, and n1, n2 as operands of wgrad
                                           4 E + 2 X + 2 H D + 4 H + 4 F + 2 E (FP8, as codes) or + 4 E (BF16)
 
-A layer that runs again has the same bits: nothing in it is random, no sum depends on what else runs. Codes kept for
-wgrad are those that quantising again would give (tests/gpu/test_training_forward.py), at half the memory of the values.
+A layer that runs again has the same bits, because nothing in it is random and no sum depends on other work. Saved codes
+for wgrad equal those of quantising again (tests/gpu/test_training_forward.py). They take half the memory of the values.
 
-With adapters (layers/lora.py) the weights are frozen: no product makes a gradient of theirs, their inputs stay in BF16
-for the branch, which is added to the product in place, and its gradients are made beside dgrad and in wgrad's place.
+With adapters (layers/lora.py) the weights are frozen and have no gradient. The linears' inputs stay in BF16 for the
+branch. The branch is added to the product in place, and wgrad computes the gradients of A and B.
 
 T tokens, E hidden size, F intermediate size, H query heads, K kv heads, D head size, X = (H + 2 K) D.
 """
@@ -54,7 +53,7 @@ Keep = Literal["nothing", "layer", "attention", "everything"]
 
 
 def fused_layer_runner(model: Decoder, keep: Keep) -> RunLayer | None:
-    """What `Decoder.forward` takes as `run_layer`; None where the kernels here do not know the model, or its device."""
+    """The `run_layer` of `Decoder.forward`. None if model or device cannot use the fused forms."""
     if not model.lm_head_weight.is_cuda or not can_fuse(model):
         return None
     return partial(_run_layer, keep=keep)
@@ -71,7 +70,7 @@ def _run_layer(layer: nn.Module, hidden_TE: Tensor, rotary: Rotary, context: Con
 
 @dataclass(slots=True)
 class _Activations:
-    """What a layer's backward reads, of a forward up to the last block's end."""
+    """The part of a forward that the backward reads, up to the end of the last block."""
 
     first: Saved
     h1_TE: Tensor
@@ -90,7 +89,7 @@ class _Layer(torch.autograd.Function):
         h2_TE = layer.mlp.finish(activations.second)
         with part("rows"):
             h2_TE.add_(activations.h1_TE)
-        ctx.save_for_backward(h0_TE, *parameters)  # parameters: so that autograd notices if one changes before backward
+        ctx.save_for_backward(h0_TE, *parameters)  # autograd then notices a parameter that changes before the backward
         blocks = activations.first, activations.second
         for saved in blocks:
             saved.made_with_costly = None
@@ -106,7 +105,7 @@ class _Layer(torch.autograd.Function):
         activations: _Activations | None = ctx.activations
         if activations is None:
             activations = _up_to_the_end(layer, h0_TE, ctx.inputs, for_wgrad=True, costly=ctx.costly)
-        ctx.activations = ctx.costly = None  # to be freed on the way
+        ctx.activations = ctx.costly = None  # freed as the backward goes on
         gradients: Gradients = {}
         first, second = layer.halves
         dh1_TE = _half_backward(second, activations.second, activations.h1_TE, grads[0], gradients)
@@ -123,12 +122,12 @@ def _up_to_the_end(
     observe: bool = False,
     costly: Costly = (None, None),
 ) -> _Activations:
-    """The layer's forward except the end of its last block. `observe`: this is the first run; `costly`: kept from it,
-    not made again."""
+    """The layer's forward except the end of its last block. `observe`: this is the first run. `costly`: values saved
+    from the first run, which are not recomputed."""
     first, second = layer.halves
     n1 = normed(h0_TE, first.norm, first.block.reader, for_wgrad)
     saved_first = first.block.begin(n1, inputs, costly=costly[0], observe=observe)
-    h1_TE = first.block.finish(saved_first)  # less h0, which the norm adds
+    h1_TE = first.block.finish(saved_first)  # without h0, which the norm adds
     n2 = normed(h1_TE, second.norm, second.block.reader, for_wgrad, add_TE=h0_TE)
     if layer.probe is not None:
         layer.probe_stream(n1.rows, h1_TE, n2.rows)
@@ -137,7 +136,7 @@ def _up_to_the_end(
 
 
 def _half_backward(half: Half, saved: Saved, h_TE: Tensor, dout_TE: Tensor, gradients: Gradients) -> Tensor:
-    """The gradient of the residual stream before the norm, `h_TE`, from that behind the block."""
+    """The gradient of the residual stream before the norm (`h_TE`), from the gradient after the block."""
     place, norm, block = half
     of_block: Gradients = {}
     dn_TE = block.backward(saved, dout_TE, of_block)

@@ -1,22 +1,23 @@
-"""What a Hugging Face model folder must hold, and what the headers of its safetensors files say that it holds.
+"""Checks the safetensors headers of a Hugging Face model folder against the tensors that the model needs.
 
-`checked_headers` compares the two without reading a tensor and without torch, so `octetrl check` says in a fraction of
-a second what the loader (models/hf_weights.py) would refuse. Values are looked at when they are loaded.
+`checked_headers` reads no tensor and needs no torch, so `octetrl check` reports in a fraction of a second what the
+loader (models/hf_weights.py) would refuse. The loader checks the values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from octetrl.config.blocks import PLACES, LinearLayout, VectorLayout
+from octetrl.config.blocks import PLACES, LinearLayout, MatrixLayout, StackedLinearLayout, TensorLayout
 from octetrl.config.errors import UserError
 from octetrl.config.json_file import read_json
 from octetrl.config.spec import ModelSpec
 from octetrl.models.families import scale_format
+from octetrl.models.row_shards import WEIGHT, RowShards
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -41,6 +42,7 @@ class Piece:
     start: int
     shape: tuple[int, ...]
     is_linear: bool = False  # the weight of a linear of the layers, which a block-FP8 checkpoint has as codes
+    is_bf16_matrix: bool = False  # a matrix of the layers that such a checkpoint leaves as it is
 
 
 def pieces(spec: ModelSpec, *, scalar: bool = False) -> Iterator[Piece]:
@@ -60,22 +62,27 @@ def pieces(spec: ModelSpec, *, scalar: bool = False) -> Iterator[Piece]:
         yield Piece(LM_HEAD, "lm_head.weight", 0, (spec.vocab_size, hidden))
 
 
-def _pieces_of(tensor: LinearLayout | VectorLayout, module: str, parameter: str) -> Iterator[Piece]:
+def _pieces_of(tensor: TensorLayout, module: str, parameter: str) -> Iterator[Piece]:
     """Of a block's tensor; `module` is the block's name in the checkpoint."""
-    if isinstance(tensor, VectorLayout):
-        yield Piece(f"{module}.{tensor.name}", parameter, 0, (tensor.size,))
+    if not isinstance(tensor, LinearLayout):
+        is_matrix = isinstance(tensor, MatrixLayout)
+        yield Piece(f"{module}.{tensor.name}", parameter, 0, tensor.shape, is_bf16_matrix=is_matrix)
         return
+    module = f"{module}.{tensor.submodule}"
+    numbers = [f"{index}." for index in range(tensor.count)] if isinstance(tensor, StackedLinearLayout) else [""]
     start = 0
-    for name, rows in tensor.parts:
-        yield Piece(f"{module}.{name}.weight", f"{parameter}.weight", start, (rows, tensor.in_features), is_linear=True)
-        if tensor.bias:
-            yield Piece(f"{module}.{name}.bias", f"{parameter}.bias", start, (rows,))
-        start += rows
+    for number in numbers:
+        for name, rows in tensor.parts:
+            theirs, shape = f"{module}{number}{name}", (rows, tensor.in_features)
+            yield Piece(f"{theirs}.weight", f"{parameter}.weight", start, shape, is_linear=True)
+            if tensor.bias:
+                yield Piece(f"{theirs}.bias", f"{parameter}.bias", start, (rows,))
+            start += rows
 
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """Where a tensor of the folder lies, and what its file says of it."""
+    """File, shape and dtype of a tensor in the folder."""
 
     file: Path
     shape: tuple[int, ...]
@@ -93,8 +100,9 @@ def checked_headers(
     and the first names.
     """
     folder = Path(folder)
-    headers = _read_headers(folder)
+    shards = RowShards.find(folder)
     wanted = list(pieces(spec, scalar=scalar))
+    headers = _read_headers(folder) if shards is None else dict(_headers_of_rows(shards, wanted))
     if scalar and new_head and SCORE not in headers:
         headers.pop(LM_HEAD, None)
         wanted = [piece for piece in wanted if piece.name != SCORE]
@@ -132,8 +140,21 @@ def _read_headers(folder: Path) -> dict[str, TensorHeader]:
     return headers
 
 
+def _headers_of_rows(shards: RowShards, wanted: Sequence[Piece]) -> Iterator[tuple[str, TensorHeader]]:
+    """Of a checkpoint of several workers, which has our parameters in place of Hugging Face's tensors."""
+    for piece in wanted:
+        whole = shards.ranges.get(WEIGHT + piece.parameter)
+        if whole is not None:
+            fits = whole.shape[1:] == piece.shape[1:] and whole.shape[0] >= piece.start + piece.shape[0]
+            yield piece.name, TensorHeader(shards.folder, piece.shape if fits else whole.shape, whole.dtype)
+    known = {WEIGHT + piece.parameter for piece in wanted}
+    for name, whole in shards.ranges.items():
+        if name.startswith(WEIGHT) and name not in known:
+            yield name, TensorHeader(shards.folder, whole.shape, whole.dtype)
+
+
 def _weight_map(folder: Path) -> dict[str, str] | None:
-    """Which file the index says has each tensor; None: there is no index, but the single file."""
+    """The file of each tensor by the index; None: there is only the single file."""
     index = folder / INDEX
     if not index.is_file():
         if (folder / SINGLE).is_file():
@@ -149,7 +170,7 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
 
 
 def _shards(folder: Path, weight_map: Mapping[str, str]) -> list[Path]:
-    """The files that the index names, all of them there."""
+    """The files that the index names. UserError: some are missing."""
     names = sorted(set(weight_map.values()))
     absent = [name for name in names if not (folder / name).is_file()]
     if (folder / SINGLE).is_file() and SINGLE not in names:
@@ -163,7 +184,7 @@ def _shards(folder: Path, weight_map: Mapping[str, str]) -> list[Path]:
 def _check(
     folder: Path, wanted: list[Piece], headers: Mapping[str, TensorHeader], tied: bool, scale_dtypes: set[str]
 ) -> None:
-    """One UserError that tells everything wrong with the names, shapes and dtypes."""
+    """Raises one UserError with all problems of names, shapes and dtypes."""
     names = {piece.name for piece in wanted}
     known = names | ({LM_HEAD} if tied else set())
     weight_of = {name: name.removesuffix(SCALE_SUFFIX) for name in headers if name.endswith(SCALE_SUFFIX)}

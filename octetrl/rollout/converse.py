@@ -2,8 +2,8 @@
 
     completion -> message -> replies of the environment -> their tokens behind it -> the next request -> completion ...
 
-The rollout is a generator. It yields what it waits for, a GenerationRequest or calls of the environment's code (`Do`),
-and receives the results. So its code reads from top to bottom, while one thread runs hundreds of rollouts
+The rollout is a generator. It yields a `GenerationRequest`, or calls of the environment's code (`RequestedCall`), and
+receives the results. Its code therefore reads from top to bottom, while one thread runs hundreds of rollouts
 (rollout/drive.py).
 
 It ends in one of four ways. The environment returns no reply. An answer is truncated at max_new_tokens (OVERLONG); the
@@ -24,7 +24,7 @@ from typing import Any
 from octetrl.config.text import TextTooLong
 from octetrl.environments.scoring import Score
 from octetrl.environments.turns.conversation import Conversation
-from octetrl.environments.turns.dialogue import Dialogue, Do, Failed
+from octetrl.environments.turns.dialogue import Dialogue, Failed, RequestedCall
 from octetrl.records import (
     Completion,
     FinishReason,
@@ -37,8 +37,8 @@ from octetrl.records import (
 )
 from octetrl.rollout.chat_tokens import ChatTokens, ReplyError
 
-Wanted = GenerationRequest | tuple[Do, ...]
-RolloutSteps = Generator[Wanted, Any, Rollout]  # sent a Completion, or a Called for each Do
+Wanted = GenerationRequest | tuple[RequestedCall, ...]
+RolloutSteps = Generator[Wanted, Any, Rollout]  # sent a Completion, or a CallResult for each RequestedCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,11 @@ class ConversationSettings:
     chat: ChatTokens
     sampling: SamplingParams
     context_length: int
+
+
+def first_request(place: int, task: Task) -> str:
+    """Id of the request for a task's first turn, with all its siblings."""
+    return f"{place}:{task.id}"
 
 
 def seed_of(*parts: int) -> int:
@@ -124,6 +129,7 @@ def _speak(
     chat, sampling = speaking.chat, speaking.sampling
     token_ids: tuple[int, ...] = ()
     new = prompt_token_ids
+    drawn = (first_request(place.place, conversation.task), place.sibling)
     while True:
         turns.append(Turn(new, completion))
         token_ids += (*new, *completion.token_ids)
@@ -148,7 +154,8 @@ def _speak(
             return RolloutStatus.TRUNCATED
         turn = len(turns)
         name = f"{place.place}.{place.sibling}.{turn}:{conversation.task.id}"
-        completion = yield GenerationRequest(name, prompt, sampling, seed=place.seed(turn))
+        completion = yield GenerationRequest(name, prompt, sampling, seed=place.seed(turn), continues=drawn)
+        drawn = (name, 0)
 
 
 def with_score(rollout: Rollout, score: Score) -> Rollout:

@@ -23,8 +23,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from octetrl.environments.turns.calls import Called
-from octetrl.environments.turns.dialogue import Dialogue, Do
+from octetrl.environments.turns.calls import CallResult
+from octetrl.environments.turns.dialogue import Dialogue, RequestedCall
 from octetrl.records import Completion, GenerationRequest, Rollout, SessionEvent, Task
 from octetrl.rollout.backend import RolloutSession
 from octetrl.rollout.converse import ConversationSettings, Place, RolloutSteps, converse
@@ -70,7 +70,7 @@ class _RunningRollout:
 
     place: Place
     steps: RolloutSteps
-    results: list[Called | None] = field(default_factory=list)
+    results: list[CallResult | None] = field(default_factory=list)
 
 
 class Drive:
@@ -125,7 +125,7 @@ class Drive:
         steps = converse(self._dialogue, drawn.task, drawn.prompt_token_ids, completion, place, self._settings)
         self._advance(_RunningRollout(place, steps), None)
 
-    def _take_result(self, ticket: int, result: Called) -> None:
+    def _take_result(self, ticket: int, result: CallResult) -> None:
         rollout, index = self._calls.pop(ticket)
         rollout.results[index] = result
         if None not in rollout.results:
@@ -146,7 +146,7 @@ class Drive:
         else:
             self._call(rollout, wanted)
 
-    def _call(self, rollout: _RunningRollout, calls: tuple[Do, ...]) -> None:
+    def _call(self, rollout: _RunningRollout, calls: tuple[RequestedCall, ...]) -> None:
         rollout.results = [None] * len(calls)
         self._with_environment += 1
         for index, call in enumerate(calls):

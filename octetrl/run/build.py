@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -16,7 +16,6 @@ from octetrl.algorithms.dapo import soft_overlong_penalty
 from octetrl.algorithms.table import Algorithm, build_algorithm
 from octetrl.config.errors import UserError
 from octetrl.config.objective_settings import GroupFilterSettings, LengthPenaltySettings
-from octetrl.config.presets import preset_config
 from octetrl.config.schema import EnvironmentConfig, Fp8Config, Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate import validate_with_spec
@@ -33,25 +32,20 @@ from octetrl.environments.scoring import RewardWorkers
 from octetrl.environments.turns.dialogue import Dialogue, Limits, is_dialogue, toolbox_of
 from octetrl.fp8.parity import refused_gate, slow_paths
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
-from octetrl.models.decoder import Decoder
-from octetrl.models.families import load_spec, spec_from_config
-from octetrl.models.hf_weights import load_weights
-from octetrl.models.peft_adapters import begin_adapters
 from octetrl.rollout.chat_tokens import ChatTokens
-from octetrl.rollout.collect import CollectionSettings
+from octetrl.rollout.collection_settings import CollectionSettings
 from octetrl.run.device import resolve_device, seed_everything
 from octetrl.run.environment import NOTHING_GIVEN, build_environment
 from octetrl.run.journal import Journal
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.spans import Spans
+from octetrl.workers.build import build_worker, model_scores, model_spec
 from octetrl.workers.local import LocalLearningWorkers, LocalWorkers
+from octetrl.workers.many.build import build_many_workers
 from octetrl.workers.protocol import LearningWorkers, Workers
 from octetrl.workers.reward_model_worker import RewardModelWorker
-from octetrl.workers.reward_scorer import RewardModelScorer
-from octetrl.workers.scalar_models import build_reward_model
-from octetrl.workers.worker import Worker
 
-Rewards = RewardWorkers | FunctionRewards | RewardModelScorer | Judge | Dialogue
+Rewards = RewardWorkers | FunctionRewards | Judge | Dialogue | Workers
 
 
 @dataclass(slots=True)
@@ -74,8 +68,8 @@ class Run:
     @property
     def rollout_workers(self) -> Workers:
         """The workers, typed as workers that generate. A reward model's run has none and never calls this."""
-        assert isinstance(self.workers, LocalWorkers), "these workers draw no rollouts"
-        return self.workers
+        assert self.algorithm.reward_loss is None, "these workers sample no rollouts"
+        return cast(Workers, self.workers)
 
     @property
     def collection(self) -> CollectionSettings:
@@ -84,6 +78,7 @@ class Run:
 
     def close(self) -> None:
         self.rewards.close()
+        self.workers.close()
 
 
 def build_run(recipe: Recipe, *, trains: bool = True, given: Given = NOTHING_GIVEN) -> Run:
@@ -91,35 +86,41 @@ def build_run(recipe: Recipe, *, trains: bool = True, given: Given = NOTHING_GIV
 
     given: what the recipe names as `given:NAME` (environments/given.py).
     """
-    device = resolve_device(recipe.cluster)
+    cluster = recipe.cluster
+    on_gpu = cluster.num_gpus > 0 if cluster.uses_ray else resolve_device(cluster).type == "cuda"
     seed_everything(recipe.seed)
     spec = model_spec(recipe)
     validate_with_spec(recipe, spec)
     policy = precision_policy(spec, recipe.fp8, recipe.numerics)
-    refused = refused_gate(recipe, policy, on_gpu=device.type == "cuda")
+    refused = refused_gate(recipe, policy, on_gpu=on_gpu)
     if trains and refused is not None:
         raise UserError(refused)
     tokenizer = load_tokenizer(tokenizer_folder(recipe), spec.vocab_size)
     environment = build_environment(recipe.environment, given)
     chat = build_chat(recipe, spec, tokenizer, environment)
     algorithm = build_algorithm(recipe.algorithm)
-    spans = Spans(torch.cuda.synchronize if device.type == "cuda" else None)
+    spans = Spans(torch.cuda.synchronize if on_gpu and not cluster.uses_ray else None)
     console = Console(recipe.logging.console, recipe.steps)
-    for line in slow_paths(recipe, policy, on_gpu=device.type == "cuda", trains=trains):
+    for line in slow_paths(recipe, policy, on_gpu=on_gpu, trains=trains):
         console.warn(line)
+    if on_gpu and not cluster.uses_ray and torch.cuda.device_count() > 1:
+        count = torch.cuda.device_count()
+        console.note(f"this run uses one of {count} GPUs; to use all, add to the recipe: cluster: {{gpus: {count}}}")
     if recipe.environment.kind == "code":
         console.note(f"the model's code runs in {sandbox_for(recipe.environment.sandbox)}")
-    rewards = build_rewards(recipe, environment, device, tokenizer, given)
+    rewards = build_rewards(recipe, environment, tokenizer, given)
     if isinstance(rewards, FunctionRewards):
         console.note("the reward runs in this process: a call that hangs is counted, but can't be ended")
+    taskset, conversations = build_taskset(environment, recipe.environment), build_conversations(recipe, chat)
+    workers = _build_workers(recipe, spec, tokenizer, spans, console, trains)  # last: it takes the longest
     return Run(
         config=recipe,
         tokenizer=tokenizer,
-        taskset=build_taskset(environment, recipe.environment),
-        conversations=build_conversations(recipe, chat),
-        rewards=rewards,
+        taskset=taskset,
+        conversations=conversations,
+        rewards=cast(Workers, workers) if rewards is None else rewards,
         algorithm=algorithm,
-        workers=_build_workers(recipe, spec, policy, tokenizer, algorithm, device, spans, console, trains),
+        workers=workers,
         journal=Journal(),
         console=console,
         spans=spans,
@@ -128,53 +129,15 @@ def build_run(recipe: Recipe, *, trains: bool = True, given: Given = NOTHING_GIV
 
 
 def _build_workers(
-    recipe: Recipe,
-    spec: ModelSpec,
-    policy: PrecisionPolicy,
-    tokenizer: Tokenizer,
-    algorithm: Algorithm,
-    device: torch.device,
-    spans: Spans,
-    console: Console,
-    trains: bool,
+    recipe: Recipe, spec: ModelSpec, tokenizer: Tokenizer, spans: Spans, console: Console, trains: bool
 ) -> LearningWorkers:
-    if algorithm.reward_loss is not None:
-        reward_model = build_reward_model(recipe, device)
-        return LocalLearningWorkers(RewardModelWorker(recipe, reward_model, algorithm, spans), console)
-    worker = Worker(
-        recipe,
-        spec=spec,
-        policy=policy,
-        tokenizer=tokenizer,
-        algorithm=algorithm,
-        load_weights=lambda model: fill_weights(model, recipe),
-        device=device,
-        spans=spans,
-        trains=trains,
-    )
-    return LocalWorkers(worker, console)
-
-
-def model_spec(recipe: Recipe) -> ModelSpec:
-    """The model's shape from the preset, or from the folder's config.json. A reward model may start from a reward
-    model."""
-    if recipe.model.preset is not None:
-        return spec_from_config(preset_config(recipe.model.preset))
-    return load_spec(_folder(recipe), scalar=recipe.algorithm.name == "reward_model")
-
-
-def fill_weights(model: Decoder, recipe: Recipe) -> None:
-    """The model from `model.path`, or random from the seed; adapters likewise from `model.lora.path`, or new."""
-    if recipe.model.init == "random":
-        model.random_init(recipe.seed)
-    else:
-        load_weights(model, _folder(recipe))
-    begin_adapters(model, recipe.seed)
-
-
-def _folder(recipe: Recipe) -> Path:
-    assert recipe.model.path is not None, "validated: a pretrained model has a path"
-    return Path(recipe.model.path)
+    if recipe.cluster.uses_ray:
+        return build_many_workers(recipe, spec, tokenizer, spans, console, trains=trains)
+    device = resolve_device(recipe.cluster)
+    built = build_worker(recipe, device, spans, tokenizer=tokenizer, trains=trains)
+    if isinstance(built.worker, RewardModelWorker):
+        return LocalLearningWorkers(built.worker, console)
+    return LocalWorkers(built.worker, console, built.scorer)
 
 
 def full_precision(spec: ModelSpec) -> PrecisionPolicy:
@@ -210,17 +173,16 @@ def build_chat(recipe: Recipe, spec: ModelSpec, tokenizer: Tokenizer, environmen
 def build_rewards(
     recipe: Recipe,
     environment: Environment,
-    device: torch.device,
     tokenizer: Tokenizer,
     given: Given = NOTHING_GIVEN,
-) -> Rewards:
-    """The scorer: the environment's in separate processes, a reward model in this process, or a whole `Dialogue`."""
+) -> Rewards | None:
+    """The scorer: the environment's in separate processes, or a whole `Dialogue`. None: the workers score."""
     config = recipe.environment
     if is_dialogue(environment):
         refuse_for_turns(recipe)
         return build_dialogue(config, environment, tokenizer, given)
-    if config.reward_model is not None:
-        return RewardModelScorer(recipe, device)
+    if model_scores(recipe):
+        return None
     if config.judge is not None:
         return Judge(config.judge)
     return _score_rewards(environment.score, config, given)

@@ -14,7 +14,8 @@ from octetrl.config.schema import ClusterConfig
 
 
 def resolve_device(cluster: ClusterConfig) -> torch.device:
-    """The device of a run; `auto` is the GPU if there is one. Raises UserError if CUDA is requested and absent."""
+    """The device of a run in this process; `auto` is the GPU if there is one. Raises UserError if CUDA is requested and
+    absent."""
     available = torch.cuda.is_available()
     if cluster.device == "cuda" and not available:
         raise UserError(
@@ -23,7 +24,7 @@ def resolve_device(cluster: ClusterConfig) -> torch.device:
         )
     if cluster.cpu_threads is not None:
         torch.set_num_threads(cluster.cpu_threads)
-    return torch.device("cuda" if available and cluster.device != "cpu" else "cpu")
+    return torch.device("cuda" if available and cluster.device != "cpu" and cluster.cpus is None else "cpu")
 
 
 def seed_everything(seed: int) -> None:
@@ -42,7 +43,7 @@ def random_state() -> dict[str, object]:
         "numpy": [algorithm, [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state().tolist(),
     }
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # not in a driver whose workers have the GPUs
         state["cuda"] = torch.cuda.get_rng_state().tolist()
     return state
 
@@ -53,5 +54,5 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
     algorithm, keys, position, has_gauss, cached = state["numpy"]
     numpy.random.set_state((algorithm, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
     torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
-    if "cuda" in state and torch.cuda.is_available():
+    if "cuda" in state and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8))

@@ -1,9 +1,10 @@
 """A run's weights as a Hugging Face folder: `octetrl export`.
 
 A checkpoint already has Hugging Face's format (config.json, safetensors, tokenizer), so export copies it. The trained,
-evaluated and exported weights are the same bytes. A checkpoint of a LoRA run holds only the adapter, in PEFT's format.
-Export then reads the base weights again and adds the branches; with `adapter` it copies the adapter. A reward model's
-head belongs to its adapter.
+evaluated and exported weights are the same bytes. A checkpoint of several workers has the rows of each weight in
+several files. Export joins them and holds one file of its own at a time. A checkpoint of a LoRA run holds only the
+adapter, in PEFT's format. Export then reads the base weights again and adds the branches; with `adapter` it copies the
+adapter. A reward model's head belongs to its adapter.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from safetensors import safe_open
 from octetrl.config.errors import UserError
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import load_spec
-from octetrl.models.hf_weights import load_weights, save_weights
+from octetrl.models.hf_weights import load_weights, save_from_shards, save_weights
 from octetrl.models.peft_adapters import (
     CONFIG,
     WEIGHTS,
@@ -26,6 +27,7 @@ from octetrl.models.peft_adapters import (
     merge_adapters,
     read_adapter_config,
 )
+from octetrl.models.row_shards import RowShards
 from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.run.build import full_precision
 from octetrl.run.resume import OF_THE_RUN, trained_model, weights_folder
@@ -48,8 +50,11 @@ def export_run(run_or_checkpoint: str, to: str, *, adapter: bool = False) -> Pat
         for file in source.iterdir():
             if file.is_file() and not file.name.startswith(left_out):
                 shutil.copyfile(file, target / file.name)  # not the mode: safetensors writes 0600
+        shards = RowShards.find(source)
         if merged is not None:
             save_weights(merged, target)
+        elif shards is not None and not adapter:
+            save_from_shards(shards, target)
     except OSError as error:
         shutil.rmtree(target, ignore_errors=True)
         raise UserError(f"--to: cannot write in '{target}' ({error.strerror}); choose another folder") from error

@@ -6,21 +6,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from octetrl.algorithms.table import build_algorithm
 from octetrl.config.errors import UserError
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.schema import Recipe
 from octetrl.config.text import TextTooLong
 from octetrl.config.validate import validate_with_spec
 from octetrl.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from octetrl.fp8.policy import precision_policy
 from octetrl.models.families import load_spec
 from octetrl.records import Completion, GenerationRequest, SamplingParams
 from octetrl.rollout.chat_tokens import ChatTokens
-from octetrl.run.build import fill_weights, model_spec
 from octetrl.run.device import resolve_device
 from octetrl.run.resume import trained_model, weights_folder
 from octetrl.telemetry.spans import Spans
+from octetrl.workers.build import build_worker, model_spec
 from octetrl.workers.worker import Worker
 
 
@@ -90,14 +88,6 @@ def generating_worker(recipe: Recipe, tokenizer: Tokenizer) -> Worker:
     spec = model_spec(recipe)
     validate_with_spec(recipe, spec)
     check_vocabulary(tokenizer, spec.vocab_size)
-    return Worker(
-        recipe,
-        spec=spec,
-        policy=precision_policy(spec, recipe.fp8, recipe.numerics),
-        tokenizer=tokenizer,
-        algorithm=build_algorithm(recipe.algorithm),
-        load_weights=lambda decoder: fill_weights(decoder, recipe),
-        device=resolve_device(recipe.cluster),
-        spans=Spans(),
-        trains=False,
-    )
+    built = build_worker(recipe, resolve_device(recipe.cluster), Spans(), tokenizer=tokenizer, trains=False)
+    assert isinstance(built.worker, Worker), "a recipe to generate trains no reward model"
+    return built.worker

@@ -28,11 +28,12 @@ class StopRequest:
         )
 
     def __enter__(self) -> StopRequest:
-        self._listens = threading.current_thread() is threading.main_thread()  # the only one that may
-        if self._listens:
-            before = signal.signal(signal.SIGINT, self._on_signal)
-            assert callable(before), "SIGINT is handled by Python"
+        before = signal.getsignal(signal.SIGINT)  # ignored in a shell's background job, and then it stays so
+        in_main_thread = threading.current_thread() is threading.main_thread()  # the only one that may listen
+        self._listens = callable(before) and in_main_thread
+        if callable(before) and self._listens:
             self._before: Handler = before
+            signal.signal(signal.SIGINT, self._on_signal)
         return self
 
     def __exit__(

@@ -1,10 +1,11 @@
 """The loop around the step: set-up, timing, evaluation, limits, logging, checkpoints, and saving an interrupted run.
 
-The order within a step is: run it, evaluate if due, write its metrics, save if due, and then check the limits that may
-end the run. The run folder therefore records why a run ended. After Ctrl-C the step ends and the run is saved. If a
-step is interrupted (an exception, a second Ctrl-C), the run is saved as the last whole step left it, unless the weights
-were being changed at that moment. Numbers that are not finite end the run without saving; the error names the last
-checkpoint from before.
+The order within a step is: run it, evaluate if due, copy its state if a checkpoint is due, write its metrics, begin to
+write the checkpoint, and then check the limits that may end the run. The run folder therefore records why a run ended.
+The checkpoint is written while the next step runs (checkpoints.py). After Ctrl-C the step ends and the run is saved. If
+a step is interrupted (an exception, a second Ctrl-C), the run is saved as the last whole step left it, unless the
+weights were being changed at that moment. Numbers that are not finite end the run without saving; the error names the
+last checkpoint from before.
 """
 
 from __future__ import annotations
@@ -17,21 +18,25 @@ from octetrl.config.schema import Recipe
 from octetrl.environments.given import Given
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.run.build import Run, build_run
+from octetrl.run.checkpoints import Checkpoints
 from octetrl.run.environment import NOTHING_GIVEN
 from octetrl.run.evaluate import evaluate
 from octetrl.run.interrupt import StopRequest
 from octetrl.run.journal import Journal
 from octetrl.run.output_folder import OutputFolder
-from octetrl.run.resume import Checkpoints, Cursor
+from octetrl.run.resume import Cursor, restore
 from octetrl.run.run_identity import CHECKPOINTS
 from octetrl.run.sound_checkpoints import SoundCheckpoints
 from octetrl.run.step import supervised_step, train_step
+from octetrl.telemetry.console import Console
 from octetrl.telemetry.fp8_health import kv_saturation_warning
 from octetrl.telemetry.metrics import StepMetrics
 from octetrl.telemetry.mismatch import MismatchGate
 from octetrl.telemetry.rollouts import RolloutFiles
 from octetrl.telemetry.sinks import METRICS_FILE, Sinks, open_sinks, steps_until
+from octetrl.trainer.checkpoint import step_of
 from octetrl.workers.kernel_paths import FallbackWatch
+from octetrl.workers.many.deadlines import WorkerLost
 
 
 def train(recipe: Recipe, resume: bool = False, given: Given = NOTHING_GIVEN) -> None:
@@ -40,21 +45,35 @@ def train(recipe: Recipe, resume: bool = False, given: Given = NOTHING_GIVEN) ->
     given: what the recipe names as `given:NAME` (environments/given.py).
     """
     with OutputFolder(recipe, resume=resume) as folder:
-        checkpoints = Checkpoints(folder.path / CHECKPOINTS, recipe.checkpoint, folder.run_id)
-        start = checkpoints.latest_step() if resume else 0
-        past = steps_until(folder.path / METRICS_FILE, start)  # refused before anything is cut off
-        run = build_run(recipe, given=given)
-        try:
-            if start:
-                checkpoints.restore(run, start)
-                run.console.note(f"resumed after step {start} from {checkpoints.folder}")
-            folder.keep()
-            if recipe.logging.rollouts:
-                run.journal = Journal(RolloutFiles(folder.path / "rollouts", start))
-            with open_sinks(folder.path, recipe.logging, recipe.model_dump(mode="json"), start) as sinks:
-                _run_steps(run, start, sinks, checkpoints, past)
-        finally:
-            run.close()
+        restarts = recipe.cluster.max_restarts
+        while True:
+            try:
+                return _train(recipe, folder, given, resume=resume)
+            except WorkerLost as lost:
+                if not restarts:
+                    raise
+                restarts, resume = restarts - 1, True
+                Console(recipe.logging.console, recipe.steps).warn(f"{lost}\n  building all workers again")
+
+
+def _train(recipe: Recipe, folder: OutputFolder, given: Given, *, resume: bool) -> None:
+    """The steps after the last checkpoint, with everything built for them."""
+    checkpoints = Checkpoints(folder.path / CHECKPOINTS, recipe.checkpoint, folder.run_id)
+    last = checkpoints.latest() if resume else None
+    start = 0 if last is None else step_of(last)
+    past = steps_until(folder.path / METRICS_FILE, start)  # refused before anything is cut off
+    run = build_run(recipe, given=given)
+    try:
+        if last is not None:
+            restore(run, last)
+            run.console.note(f"resumed after step {start} from {checkpoints.folder}")
+        folder.keep()
+        if recipe.logging.rollouts:
+            run.journal = Journal(RolloutFiles(folder.path / "rollouts", start))
+        with open_sinks(folder.path, recipe.logging, recipe.model_dump(mode="json"), start) as sinks:
+            _run_steps(run, start, sinks, checkpoints, past)
+    finally:
+        run.close()
 
 
 def _run_steps(
@@ -62,19 +81,21 @@ def _run_steps(
 ) -> None:
     recipe, gate, fallbacks = run.config, MismatchGate(run.config.mismatch), FallbackWatch()
     sound = SoundCheckpoints(checkpoints, recipe, past)
-    with StopRequest(run.console) as stop:
+    with StopRequest(run.console) as stop, checkpoints.open(run, start):
         for step in range(start + 1, recipe.steps + 1):
             with _saved_if_cut_off(run, step, checkpoints, sound):
                 metrics = one_step(run, step)
+            is_last = stop.asked or step == recipe.steps
+            if is_last or (recipe.checkpoint.every and step % recipe.checkpoint.every == 0):
+                stopped_for = checkpoints.stage(run, step, metrics, is_last=is_last)
+                metrics = StepMetrics.merge(metrics, stopped_for)
+            metrics = StepMetrics.merge(metrics, checkpoints.figures())
             sinks.write(step, metrics)
             if step % recipe.logging.console_every == 0 or step in (start + 1, recipe.steps):
                 run.console.step(step, metrics)
-            is_due = recipe.checkpoint.every and step % recipe.checkpoint.every == 0
-            if is_due or stop.asked or step == recipe.steps:
-                checkpoints.save(run, step, metrics)
-                sound.saved(step)
+            checkpoints.write()
             collapse = sound.look(step, metrics)
-            sound.prune(step)
+            sound.prune()
             health = (
                 sound.warning(collapse),
                 gate.check(step, metrics),
@@ -87,7 +108,7 @@ def _run_steps(
                     run.console.warn(warning)
             for where, failures in run.journal.failures.items():
                 failures.check(recipe.environment.max_failure_share, where)
-            if stop.asked and step < recipe.steps:
+            if is_last and step < recipe.steps:
                 raise KeyboardInterrupt
 
 
@@ -104,6 +125,7 @@ def one_step(run: Run, step: int) -> StepMetrics:
     rollout = {} if run.conversations is not None else run.rollout_workers.rollout_metrics()
     own: dict[str, float] = {"time/step": time.perf_counter() - began, **run.workers.memory_metrics()}
     own |= run.workers.path_metrics()
+    own |= run.workers.time_metrics()
     own |= run.spans.take()
     every = run.config.evaluation.every
     evaluation = _evaluated(run, step) if every and step % every == 0 else {}
@@ -149,6 +171,8 @@ def _saved_if_cut_off(run: Run, step: int, checkpoints: Checkpoints, sound: Soun
         yield
     except NonFiniteError as error:
         raise NonFiniteError(f"step {step}: {error}; {sound.last_sound(step)}") from error
+    except WorkerLost as error:  # nobody is left to save
+        raise WorkerLost(f"step {step}: {error}") from error
     except BaseException:
         saved = checkpoints.save_interrupted(run, before)
         run.console.warn(saved)

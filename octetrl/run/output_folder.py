@@ -25,6 +25,7 @@ from typing import IO
 
 from octetrl.config.errors import UserError
 from octetrl.config.load import dump_recipe, load_recipe
+from octetrl.config.lora import targets_of
 from octetrl.config.schema import Recipe
 from octetrl.run.run_identity import (
     CHECKPOINTS,
@@ -37,6 +38,7 @@ from octetrl.run.run_identity import (
 )
 from octetrl.telemetry.sinks import METRICS_FILE, last_step
 from octetrl.trainer import checkpoint
+from octetrl.workers.build import model_spec
 
 MAY_CHANGE = ("steps", "output_dir", "logging", "cluster", "evaluation", "checkpoint", "mismatch", "collapse")
 RECIPE_FILE = "config.yaml"
@@ -191,6 +193,8 @@ class OutputFolder:
         before, now = saved.model_dump(), self._recipe.model_dump()
         for recipe in (before, now):
             del recipe["environment"]["max_failure_share"]  # when to stop; it computes nothing
+        if _have_same_adapters(saved, self._recipe):
+            before["model"]["lora"]["targets"] = now["model"]["lora"]["targets"]
         changed = [key for key in now if key not in MAY_CHANGE and before[key] != now[key]]
         if changed:
             raise UserError(
@@ -204,7 +208,7 @@ class OutputFolder:
         if checkpoint.latest(folder) is not None:
             return
         measured = last_step(self.path / METRICS_FILE)
-        had_one = every and measured > every  # a step's metrics are written before its checkpoint
+        had_one = every and measured >= 2 * every  # the second save waits for the first before it writes its line
         if measured and (had_one or not folder.is_dir()):
             raise UserError(
                 f"--resume: '{self.path}' has metrics up to step {measured} but no checkpoint; restore"
@@ -232,6 +236,17 @@ class OutputFolder:
             self._clean_up()
         elif self._lock is not None:
             self._lock.close()
+
+
+def _have_same_adapters(saved: Recipe, recipe: Recipe) -> bool:
+    """Whether both recipes adapt the same projections of one model. `targets: null` and a list of all are the same."""
+    before, now = saved.model, recipe.model
+    if before.lora is None or now.lora is None or (before.path, before.preset) != (now.path, now.preset):
+        return False
+    if before.lora.targets == now.lora.targets:
+        return True
+    spec = model_spec(recipe)
+    return set(targets_of(before.lora, spec)) == set(targets_of(now.lora, spec))
 
 
 def _remove_if_empty(folder: Path) -> None:

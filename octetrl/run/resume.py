@@ -1,9 +1,11 @@
-"""Checkpoints of a run: the state that a resumed run needs to equal an uninterrupted one.
+"""What a run's checkpoint holds: the state that a resumed run needs to equal an uninterrupted one.
 
     model-*.safetensors, config.json, tokenizer ...   the weights as a Hugging Face folder, as eval and export read it;
                                                       with LoRA adapter_config.json, adapter_model.safetensors instead
     optimizer.safetensors                             float32 masters and moments, or moments alone
     critic.safetensors, critic_optimizer.safetensors  PPO: the value model and its optimizer
+    state-00001-of-00004.safetensors, .json ...       several workers, in place of weights and optimizer: the rows of
+                                                      each worker; critic-00001-of-00004... likewise
     reference.safetensors                             a reference that is updated, and an adaptive KL's coefficient
     kv_scales.safetensors                             the scales for the next rollout's cache
     cursor.json                                       step, policy version, data order, answers' lengths, state of every
@@ -14,26 +16,27 @@ Everything else (request seeds, stochastic rounding, held-out tasks) follows fro
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from octetrl.config.errors import UserError
-from octetrl.config.schema import CheckpointConfig
-from octetrl.data.tokenizer import save_tokenizer_files
 from octetrl.models.peft_adapters import is_adapter, read_adapter_config
+from octetrl.models.row_shards import STEM
 from octetrl.run.build import Run
 from octetrl.run.device import random_state, restore_random_state
 from octetrl.run.run_identity import CHECKPOINTS, read_run_id
 from octetrl.trainer import checkpoint
 
+CURSOR = "cursor.json"
 OF_THE_RUN = (  # not the model's: what their names begin with
-    "optimizer.safetensors",
+    checkpoint.OPTIMIZER,
+    f"{STEM}-",  # of several workers: weights, too
     "reference.safetensors",
     "critic",
     "kv_scales.safetensors",
-    "cursor.json",
+    CURSOR,
     checkpoint.MANIFEST,
 )
 
@@ -72,65 +75,12 @@ class Cursor:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-class Checkpoints:
-    """The checkpoints of the run `run_id`, in its folder."""
-
-    def __init__(self, folder: Path, config: CheckpointConfig, run_id: str | None) -> None:
-        self.folder, self._config, self._run_id = folder, config, run_id
-
-    def latest_step(self) -> int:
-        """Step of the last checkpoint; 0 if the run was cut off before its first one; it then starts again."""
-        path = checkpoint.latest_of(self.folder, self._run_id)
-        return 0 if path is None else checkpoint.step_of(path)
-
-    def latest_until(self, step: int) -> Path | None:
-        """The last checkpoint of `step` or a step before it."""
-        return checkpoint.latest_of(self.folder, self._run_id, until=step)
-
-    def save(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
-        self._save(run, Cursor.of(run, step), metrics)
-
-    def prune(self, exempt_until: Collection[int] = ()) -> None:
-        """Keep what the recipe keeps, and for each of `exempt_until` the last checkpoint up to that step."""
-        exempt = [path for step in exempt_until if (path := self.latest_until(step)) is not None]
-        checkpoint.prune(
-            self.folder,
-            keep_last=self._config.keep_last,
-            keep_best=self._config.keep_best,
-            best_metric=self._config.best_metric,
-            run_id=self._run_id,
-            exempt=[checkpoint.step_of(path) for path in exempt],
-        )
-
-    def save_interrupted(self, run: Run, before: Cursor) -> str:
-        """Saves the run as it was before the interrupted step, if the weights are unchanged. Returns what was done."""
-        at = f"cut off in step {before.step + 1}"
-        if before.step == 0:
-            return f"{at}: nothing to save yet"
-        if before.step == self.latest_step():
-            return f"{at}: step {before.step} was already saved; continue with --resume"
-        if not run.workers.weights_are_whole or run.workers.policy_version != before.policy_version:
-            return f"{at}, while the weights changed: continue from step {self.latest_step()} with --resume"
-        self._save(run, before, {})
-        return f"{at}: saved step {before.step}; continue with --resume"
-
-    def _save(self, run: Run, cursor: Cursor, metrics: Mapping[str, float]) -> None:
-        def write_more(folder: Path) -> None:
-            run.workers.save(folder)
-            save_tokenizer_files(run.tokenizer, folder)
-
-        payload = {"cursor.json": cursor.as_json()}
-        with run.spans("checkpoint"):
-            checkpoint.save(
-                self.folder, cursor.step, payload, write_more=write_more, metrics=metrics, run_id=self._run_id
-            )
-
-    def restore(self, run: Run, step: int) -> None:
-        """Verifies and loads the checkpoint of `step`. Raises UserError for a damaged one."""
-        saved = checkpoint.load(self.folder / f"step_{step:06d}")
-        cursor = Cursor(**saved.json("cursor.json"))
-        run.workers.load(saved, cursor.policy_version)
-        cursor.put_into(run)
+def restore(run: Run, path: Path) -> None:
+    """Verifies and loads the checkpoint in `path`. Raises UserError for a damaged one."""
+    saved = checkpoint.load(path)
+    cursor = Cursor(**saved.json(CURSOR))
+    run.workers.load(saved, cursor.policy_version)
+    cursor.put_into(run)
 
 
 def weights_folder(path: Path) -> Path:
@@ -146,6 +96,10 @@ def weights_folder(path: Path) -> Path:
         return path
     if is_adapter(path):
         return path
+    if not path.exists():
+        raise UserError(
+            f"'{path}' does not exist; give a run folder, a checkpoint, or a Hugging Face model folder with config.json"
+        )
     raise UserError(
         f"'{path}' is neither a run folder, nor a checkpoint, nor a Hugging Face model folder with config.json"
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from octetrl.config.schema import Recipe
-from octetrl.run.resume import Checkpoints
+from octetrl.run.checkpoints import Checkpoints
 from octetrl.telemetry.collapse import Collapse, CollapseError, CollapseGate
 
 REMEDY = "start a new run from it with a lower trainer.optimizer.lr or trainer.optimizer.max_grad_norm"
@@ -22,22 +22,22 @@ class SoundCheckpoints:
     def __init__(self, checkpoints: Checkpoints, recipe: Recipe, past: Iterable[Mapping[str, float | None]]) -> None:
         self._checkpoints, self._fails = checkpoints, recipe.collapse == "fail"
         self._gate = None if recipe.collapse == "off" else CollapseGate(recipe.rollout.group_size)
-        self._saved_step = -1
+        self._num_pruned, self._once_more = 0, False
         if self._gate is not None:
             self._gate.replay(past)
 
     def look(self, step: int, metrics: Mapping[str, float]) -> Collapse | None:
         return None if self._gate is None else self._gate.look(step, metrics)
 
-    def saved(self, step: int) -> None:
-        self._saved_step = step
-
-    def prune(self, step: int) -> None:
-        """Prunes after a step that saved, and after the next step, which shows whether the saved weights are sound."""
-        if step - self._saved_step not in (0, 1):
-            return
-        bounds = () if self._gate is None else (self._gate.sound_until, self._gate.sound_before_collapse)
-        self._checkpoints.prune([bound for bound in bounds if bound is not None])
+    def prune(self) -> None:
+        """Prunes after a step in which a checkpoint became visible, and after the next step, which shows whether the
+        saved weights are sound."""
+        num_saved = self._checkpoints.num_saved
+        is_new = num_saved != self._num_pruned
+        if is_new or self._once_more:
+            bounds = () if self._gate is None else (self._gate.sound_until, self._gate.sound_before_collapse)
+            self._checkpoints.prune([bound for bound in bounds if bound is not None])
+        self._num_pruned, self._once_more = num_saved, is_new
 
     def warning(self, collapse: Collapse | None) -> str | None:
         """The warning about a collapse. With `collapse: fail` raises CollapseError instead."""

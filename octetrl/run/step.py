@@ -28,7 +28,7 @@ def supervised_step(run: Run) -> StepMetrics:
     """One step from given conversations or preference pairs."""
     algorithm = run.config.algorithm
     assert isinstance(algorithm, DatasetSettings), f"{algorithm.name} draws rollouts"
-    assert run.conversations is not None, "a recipe that draws no rollouts has conversations"
+    assert run.conversations is not None, "a recipe that samples no rollouts has conversations"
     samples = run.conversations.next_batch(algorithm.batch_size)
     return StepMetrics.merge(run.conversations.metrics, learn(run, samples))
 

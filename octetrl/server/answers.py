@@ -1,6 +1,6 @@
-"""Answers as OpenAI's API has them: whole, or a chunk at a time, for completions and for chats.
+"""Answers in the form of OpenAI's API: whole or streamed in chunks, for completions and for chats.
 
-A `Form` knows one endpoint's shapes; what goes into them is the same for both.
+A `Form` writes one endpoint's JSON. Both endpoints have the same content.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Usage:
 
 @dataclass(slots=True)
 class Form:
-    """What is common to an answer's bodies. `spell`: a token's text, special tokens included."""
+    """The common part of an answer's bodies. Subclasses write the choices of one endpoint."""
 
     model: str
-    spell: Decode
+    spell: Decode  # decodes tokens to text, special tokens included
     logprobs: bool
     token_ids: bool
     prompts: Sequence[tuple[int, ...]]
-    num_siblings: int  # of each prompt
+    num_siblings: int  # number of answers to each prompt
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -56,11 +56,11 @@ class Form:
         return {**self._head(self.kind), "choices": [self.choice(piece) for piece in pieces], "usage": usage.body}
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        """None where the piece shows nothing yet."""
+        """Write the chunks of a piece; an empty list if there is nothing to show yet."""
         return [{**self._head(self.chunk_kind), "choices": [choice]} for choice in self.deltas(piece)]
 
     def opening(self, num_choices: int) -> list[dict[str, Any]]:
-        """What a stream begins with."""
+        """Write the chunks at the start of a stream."""
         return []
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class ChatForm(Form):
         return [self._call(call, f"{piece.index}-{place}") for place, call in enumerate(piece.calls)]
 
     def _call(self, call: ToolCall, place: str) -> dict[str, Any]:
-        """Its id is unique in the conversation, not only in its message."""
+        """Write a tool call. Its id is unique in the conversation, not only in its message."""
         function = {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)}
         return {
             "id": f"call-{self.id.removeprefix(self.prefix)[1:13]}-{place}",
@@ -166,11 +166,11 @@ class ChatForm(Form):
         return {"content": [self._entry(*pair) for pair in zip(self._spelled(piece), piece.logprobs, strict=True)]}
 
     def _entry(self, token: str, logprob: float) -> dict[str, Any]:
-        """`bytes` is null where the token is a part of a character."""
+        """Write a token's log-prob. `bytes` is null if the token is only a part of a character."""
         utf8 = None if "\ufffd" in token else list(token.encode())
         return {"token": token, "logprob": logprob, "bytes": utf8, "top_logprobs": []}
 
 
 def event(body: dict[str, Any]) -> str:
-    """As a stream has it."""
+    """Format a body as a server-sent event."""
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"

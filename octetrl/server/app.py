@@ -1,9 +1,9 @@
-"""The HTTP application: paths, the key, the limit on bodies, and errors in OpenAI's shape.
+"""The HTTP application: paths, the API key, the size limit of bodies, and errors in OpenAI's form.
 
     POST /v1/completions  /v1/chat/completions      GET /v1/models  /v1/models/NAME  /health  /metrics
 
-/health and /metrics ask for no key. /health is 200 while requests are served; 503 while the server drains; 500 after
-the engine failed, until a completion has come out again.
+/health and /metrics need no key. The status of /health is 200 while requests are served, and 503 while the server
+drains. After the engine failed it is 500, until a completion has succeeded again.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from starlette.routing import Route
 from octetrl.server.endpoints import CLIENT_CLOSED_REQUEST, Served, chat, completions
 from octetrl.server.errors import ApiError
 
-DISCARDED = 8  # times the limit: as much of a body that is too large is read, so that the client hears why
+DISCARDED = 8  # up to this multiple of the limit, a too large body is read so that the client receives the error
 
 Answers = Callable[[Request, bytes, Served], Awaitable[Response]]
 
 
 def make_app(served: Served, *, api_key: str | None, max_body_bytes: int) -> Starlette:
-    """The engine's thread lives as long as the app; starting it takes the cache's memory."""
+    """Create the application.
+
+    The engine's thread starts and stops with it. At the start the KV cache is allocated."""
     created = int(time.time())
     model = {
         "id": served.name,
@@ -88,7 +90,7 @@ def make_app(served: Served, *, api_key: str | None, max_body_bytes: int) -> Sta
 def _measured(
     endpoint: Callable[[Request], Awaitable[Response]], served: Served
 ) -> Callable[[Request], Awaitable[Response]]:
-    """Counts each response by path and status; a stream's is that of its beginning."""
+    """Count each response by path and status. A stream counts with the status at its start."""
 
     async def counted(request: Request) -> Response:
         status = 500
@@ -157,7 +159,7 @@ async def _api_error(request: Request, error: Any) -> Response:
 
 
 async def _http_error(request: Request, error: Any) -> Response:
-    """A path or method that is not there."""
+    """Respond to an unknown path or method."""
     what = f"{request.method} {request.url.path}"
     response = _error_response(ApiError(error.status_code, f"{json.dumps(what)}: {error.detail}"))
     response.headers.update(error.headers or {})

@@ -1,14 +1,14 @@
 """One choice of an answer while it is sampled: the text that may be shown, its tokens, log-probs and tool calls.
 
-The same code handles a whole answer as one piece and a streamed answer as many, so that the pieces of a stream add up
-to the whole. Text is held back
+The same code handles a whole answer as one piece and a streamed answer as several, so the pieces of a stream add up to
+the whole. Text is held back if it ends with
 
-    while its last character is not finished             a character may be several tokens
-    while it may become a stop string                    the text ends before one
-    from where a tool call may begin, and blanks before  calls are read when the message is complete
+    an unfinished character                                    a character may take several tokens
+    a possible beginning of a stop string                      the text ends before a stop string
+    a possible tool call, with the white space before it       calls are parsed when the message is complete
 
-Log-probs are those of training (records.SamplingParams): of every token drawn, the one that ended the answer included,
-after the temperature and before top_p. `token` is a token's text by itself.
+Log-probs are those of training (records.SamplingParams), after the temperature and before top_p. Every sampled token
+has one, also the token that ended the answer. `token` is the text of a single token.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _CALLS_BEGIN: dict[Family, tuple[str, ...]] = {"hermes": ("<tool_call>",), "llam
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What an event adds to a choice."""
+    """The part that one event adds to a choice."""
 
-    index: int  # of the choice
+    index: int  # index of the choice
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    offsets: tuple[int, ...]  # of each token's text in the choice's; past its end for what a stop string cut off
-    finish_reason: str | None  # None: it goes on
+    offsets: tuple[int, ...]  # start of each token's text in the choice's; past its end for a cut-off stop string
+    finish_reason: str | None  # None: the choice is not finished
     calls: tuple[ToolCall, ...] = ()
 
 
 class Choice:
-    """Choice `index` of an answer. `family`: calls are looked for, written so; None: all is text."""
+    """Choice `index` of an answer. `family`: form of the tool calls to look for; None: everything is text."""
 
     def __init__(
         self, index: int, *, decode: Decode, stops: tuple[str, ...], family: Family | None, logprobs: bool
@@ -84,13 +84,13 @@ class Choice:
         return Piece(self._index, new, drawn.token_ids, drawn.logprobs, tuple(offsets), reason, calls)
 
     def _showable(self, text: str) -> int:
-        """How many characters are sure to stay, whatever comes."""
+        """Return the number of characters that no later token can change."""
         end = min((at for at in (text.find(mark) for mark in self._marks) if at >= 0), default=len(text))
         held = max((_begins(text[:end], string) for string in (*self._stops, *self._marks)), default=0)
         return end - held
 
 
 def _begins(text: str, string: str) -> int:
-    """Length of the longest end of `text` that `string` begins with."""
+    """Return the length of the longest end of `text` with which `string` begins."""
     longest = min(len(text), len(string) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(string[:length])), 0)

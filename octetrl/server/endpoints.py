@@ -1,13 +1,13 @@
-"""/v1/completions and /v1/chat/completions: turn a body into generation requests, and results into an answer.
+"""/v1/completions and /v1/chat/completions: convert a body to generation requests, and results to an answer.
 
     body -> prompt tokens -> `Answer` of the intake -> whole: one JSON object
                                                     -> stream: server-sent events, [DONE] at the end
 
-The status is known before a stream begins: the engine has accepted or refused the request. A later failure is an event
-with an `error` in it, without [DONE].
+A stream begins only after the engine has accepted the request, so a refused request gets an error status. A later
+failure is an event with an `error`, and there is no [DONE] after it.
 
-During an answer a task watches the connection. If the client disconnects, the answer is closed: its request is
-cancelled and its pages are freed.
+During an answer a task watches the connection. If the client disconnects, the answer is closed: its requests are
+cancelled and their pages are freed.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from octetrl.server.meters import Meters
 from octetrl.server.prompts import Prompts, max_tokens_of
 from octetrl.server.requests import COMPLETION_TOKENS, Body, ChatBody, CompletionBody, GenerationBody, parse_body
 
-CLIENT_CLOSED_REQUEST = 499  # nobody reads it
+CLIENT_CLOSED_REQUEST = 499  # only for the metrics, because the client is gone
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The model, and who does what for it. `decode`: tokens to text; `spell`: special tokens too."""
+    """The served model and the objects that serve it."""
 
     name: str
-    context_length: int
+    context_length: int  # largest number of tokens of prompt and answer
     prompts: Prompts
     intake: Intake
     meters: Meters
-    decode: Decode
-    spell: Decode
+    decode: Decode  # decodes tokens to text, without special tokens
+    spell: Decode  # decodes tokens to text, special tokens included
 
 
 @dataclass(slots=True)
@@ -169,7 +169,7 @@ async def _events(call: Call, answer: Answer, meters: Meters, close: Callable[[]
 
 
 async def _listen(http: Request, answer: Answer) -> None:
-    """Closes the answer when the client hangs up. The body is read, so nothing else can come from him."""
+    """Close the answer when the client disconnects. The body was read, so no other message can arrive."""
     with suppress(asyncio.CancelledError):
         while (await http.receive())["type"] != "http.disconnect":
             pass

@@ -1,8 +1,8 @@
-"""Runs the engine in its own thread: commands arrive in a queue, and events leave in lists, one a step.
+"""Run the engine in its own thread. Commands arrive in a queue. Events are delivered in lists, one per step.
 
     submit, cancel -> queue -> [execute commands -> session.events() -> deliver] -> events by request id
 
-The thread sleeps while there is no work. A receiver of events must not block it: the HTTP side hands them to its own
+The thread sleeps while there is no work. The receiver of events must not block, so the HTTP side passes them to its own
 loop.
 
 An error in a step fails all current requests, because the session's pages are lost. The next request opens a new
@@ -25,7 +25,7 @@ from octetrl.engine.metrics import EngineMetrics
 from octetrl.engine.session import Session
 from octetrl.records import GenerationProgress, GenerationRequest, SessionEvent
 
-METRICS_SECONDS = 10.0  # between two readings of what lies on the device
+METRICS_SECONDS = 10.0  # time between two reads of the metrics that are on the device
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The engine failed with the request at hand."""
+    """The engine failed while the request was in flight."""
 
     message: str
 
@@ -68,25 +68,27 @@ _Command = _Submit | _Cancel | None  # None: stop
 
 
 class EngineThread:
-    """`open_session` makes a session; it is called, as the session is used, in the thread alone."""
+    """The engine's thread. Only this thread calls `open_session` and uses the session that it opens."""
 
     def __init__(self, open_session: Callable[[], AbstractContextManager[Session]]) -> None:
-        self.error: str | None = None  # of the last failure, until a completion has come out again
+        self.error: str | None = None  # the last failure, until a completion has succeeded again
         self.failures = 0
         self.metrics: EngineMetrics | None = None  # read every METRICS_SECONDS
         self._open_session = open_session
         self._commands: SimpleQueue[_Command] = SimpleQueue()
-        self._held: list[_Command] = []  # taken from the queue and not obeyed yet
+        self._held: list[_Command] = []  # taken from the queue but not executed yet
         self._deliver: Deliver = lambda events: None
         self._session: Session | None = None
-        self._siblings: dict[str, int] = {}  # unfinished ones of each request at hand
+        self._siblings: dict[str, int] = {}  # number of unfinished siblings of each current request
         self._begun = threading.Event()
         self._stops = False
         self._measured = -METRICS_SECONDS
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, deliver: Deliver) -> None:
-        """Returns when the first session is open, its cache taken. Raises RuntimeError where it cannot be."""
+        """Start the thread, and return when the first session is open and its cache allocated.
+
+        Raises RuntimeError if the session cannot be opened."""
         self._deliver = deliver
         self._thread.start()
         self._begun.wait()
@@ -95,7 +97,7 @@ class EngineThread:
             raise RuntimeError(f"the engine could not start: {self.error}")
 
     def stop(self, seconds: float = 30.0) -> None:
-        """Ends the session; whatever is at hand is dropped. Waits for the step that runs, `seconds` at most."""
+        """End the session and drop current requests. Waits at most `seconds` for the running step."""
         self._commands.put(None)
         if self._thread.is_alive():
             self._thread.join(seconds)
@@ -112,7 +114,7 @@ class EngineThread:
 
     @property
     def progress(self) -> GenerationProgress:
-        """As of now, by counts on the host; may be read from any thread."""
+        """Current progress, from counts on the host. It may be read from any thread."""
         session = self._session
         return GenerationProgress(0, 0, 0, 0, 0.0) if session is None else session.progress()
 
@@ -135,7 +137,7 @@ class EngineThread:
                     self._session = session
                     self._begun.set()
                     self._serve(session)
-            except Exception as error:  # whatever it is, those who wait must hear of it
+            except Exception as error:  # any error must reach the waiting clients
                 self._fail(error)
                 self._await_command()
             finally:
@@ -158,7 +160,7 @@ class EngineThread:
                 self._measured = time.monotonic()
 
     def _taken(self, *, wait: bool) -> Iterator[_Command]:
-        """What came since the last step; `wait` for the first."""
+        """Yield the commands that arrived since the last step. `wait`: wait for the first one."""
         try:
             while not self._stops:
                 yield self._held.pop() if self._held else self._commands.get(block=wait)
@@ -189,7 +191,7 @@ class EngineThread:
             del self._siblings[request_id]
 
     def _fail(self, error: Exception) -> None:
-        log.exception("the engine failed with %d requests at hand", len(self._siblings))
+        log.exception("the engine failed with %d requests in flight", len(self._siblings))
         self.error = f"{type(error).__name__}: {error}"
         self.failures += 1
         failed, self._siblings = list(self._siblings), {}
@@ -197,11 +199,11 @@ class EngineThread:
         self._deliver([(request_id, Failed(self.error)) for request_id in failed])
 
     def _await_command(self) -> None:
-        """So that an engine that is broken for good is not tried again and again for nobody."""
+        """Wait for a command, so that a broken engine is only restarted for a request."""
         command = self._commands.get()
         if command is None:
             self._stops = True
             return
         if isinstance(command, _Submit):
-            self._siblings[command.request.id] = command.request.num_siblings  # to fail if no session can be opened
+            self._siblings[command.request.id] = command.request.num_siblings  # fails too if no session can be opened
         self._held.append(command)

@@ -1,7 +1,7 @@
 """Errors for clients: a status and OpenAI's error body, so that OpenAI's client raises the right exception.
 
-400 invalid_request_error  what was asked for is wrong, or not supported    413  the body is too large
-401 authentication_error   no key, or a wrong one                           404  no such model or path
+400 invalid_request_error  the request is wrong or not supported            413  the body is too large
+401 authentication_error   the key is missing or wrong                      404  the model or path does not exist
 429 rate_limit_error       the queue is full                                503  the server is draining
 500 server_error           the engine failed
 """
@@ -14,7 +14,7 @@ _TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_err
 
 
 class ApiError(Exception):
-    """Ends a request with `status`. `param` is the field at fault, `code` what programs tell errors apart by."""
+    """An error that ends a request with `status`. `param` is the wrong field, `code` identifies the error."""
 
     def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
@@ -27,7 +27,7 @@ class ApiError(Exception):
 
 
 def wrong(param: str | None, message: str, code: str | None = None) -> ApiError:
-    """A field that cannot be served as given."""
+    """Create the error for a field with an unsupported value."""
     return ApiError(400, message, code=code, param=param)
 
 
@@ -36,4 +36,4 @@ def engine_failed(message: str) -> ApiError:
 
 
 def shutting_down() -> ApiError:
-    return ApiError(503, "the server is shutting down; ask another one", code="draining")
+    return ApiError(503, "the server is shutting down; send the request to another server", code="draining")

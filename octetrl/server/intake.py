@@ -1,10 +1,10 @@
-"""Admits requests and distributes events, between HTTP and the engine's thread, on the HTTP side's loop.
+"""Admit requests and distribute events, between HTTP and the engine's thread, in the HTTP side's event loop.
 
-A request is admitted while fewer than `capacity` completions are unfinished, running or queued. An admitted request has
-an `Answer`, which returns its events in order and is closed at the end. Closing an unfinished one cancels it and frees
-its pages.
+A request is admitted if at most `capacity` completions are then unfinished (running or queued). An admitted request has
+an `Answer`, which returns its events in order and must be closed at the end. Closing an unfinished answer cancels its
+requests and frees their pages.
 
-    drain    no request is admitted any more; current ones have until the time is over, then they get an error
+`drain` admits no further request. Current requests may finish until a time limit, and then get an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from octetrl.server.errors import ApiError, engine_failed, shutting_down, wrong
 
 
 class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has disconnected."""
 
 
 class Answer:
@@ -38,12 +38,12 @@ class Answer:
         self._events.put_nowait(event)
 
     async def accepted(self) -> None:
-        """Returns when the engine has taken all of it. Raises ApiError for what it refuses."""
+        """Return when the engine has accepted all requests. Raises ApiError for a refused one."""
         while self._unaccepted:
             self._early += self._read(await self._events.get())
 
     async def drawn(self) -> AsyncIterator[list[SessionEvent]]:
-        """All there is at a time, until everything is finished. Raises ApiError and ClientGone."""
+        """Lists of new events, until everything is finished. Raises ApiError and ClientGone."""
         while self._unfinished:
             batch, self._early = self._early, []
             if not batch:
@@ -55,14 +55,14 @@ class Answer:
                 yield batch
 
     async def completions(self) -> dict[tuple[str, int], Completion]:
-        """By request id and sibling."""
+        """Wait for all completions. Returns them by request id and sibling."""
         found: dict[tuple[str, int], Completion] = {}
         async for batch in self.drawn():
             found |= {(e.request_id, e.sibling): e.completion for e in batch if e.completion is not None}
         return found
 
     def close(self) -> None:
-        """Gives its place away; cancels what is unfinished. More than once: nothing."""
+        """Leave the intake and cancel unfinished requests. A second call has no effect."""
         self._intake.leave(self)
 
     def _read(self, event: Event | ApiError | ClientGone) -> list[SessionEvent]:
@@ -81,24 +81,24 @@ class Answer:
 
 
 class Intake:
-    """`capacity`: most completions that run or queue."""
+    """Admits requests. `capacity`: largest number of running and queued completions."""
 
     def __init__(self, engine: EngineThread, *, capacity: int) -> None:
         self.engine, self.capacity = engine, capacity
         self.draining = False
-        self.cancelled = 0  # requests that were let in and left unfinished
-        self._answers: dict[str, Answer] = {}  # by the ids of its generation requests
-        self._inside: dict[Answer, set[str]] = {}  # and those of them that the engine still has
+        self.cancelled = 0  # number of admitted requests that were closed before they finished
+        self._answers: dict[str, Answer] = {}  # by the ids of their generation requests
+        self._inside: dict[Answer, set[str]] = {}  # ids of each answer's requests that the engine still has
         self._siblings: dict[str, int] = {}
         self._empty = asyncio.Event()
         self._empty.set()
 
     def start(self) -> None:
-        """Starts the engine's thread; to be called in the loop."""
+        """Start the engine's thread. Call it inside the event loop."""
         loop = asyncio.get_running_loop()
 
         def deliver(events: list[tuple[str, Event]]) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed, so no client is waiting
                 loop.call_soon_threadsafe(self._dispatch, events)
 
         self.engine.start(deliver)
@@ -108,7 +108,7 @@ class Intake:
         return sum(answer.num_completions for answer in self._inside)
 
     def enter(self, requests: Sequence[GenerationRequest], *, streams: bool) -> Answer:
-        """Raises ApiError where there is no room."""
+        """Admit the requests and pass them to the engine. Raises ApiError if there is no capacity."""
         wanted = sum(request.num_siblings for request in requests)
         self._check_room(wanted)
         answer = Answer(requests, self)
@@ -126,11 +126,11 @@ class Intake:
         if not self.engine.is_alive:
             raise engine_failed("its thread has ended")
         if wanted > self.capacity:
-            raise wrong("n", f"{wanted} completions were asked for at once; this server takes {self.capacity} at most")
+            raise wrong("n", f"{wanted} completions in one request; this server allows {self.capacity}; ask for fewer")
         if self.num_completions + wanted > self.capacity:
             raise ApiError(
                 429,
-                f"the queue is full: {self.num_completions} completions run or wait, {self.capacity} are allowed;"
+                f"the queue is full: {self.num_completions} completions run or wait, and {self.capacity} are allowed;"
                 " try again later",
                 code="queue_full",
             )
@@ -151,7 +151,7 @@ class Intake:
         for request_id, event in events:
             answer = self._answers.get(request_id)
             if answer is None:
-                continue  # it left
+                continue  # the answer was closed
             if isinstance(event, SessionEvent) and event.completion is not None:
                 self._siblings[request_id] -= 1
             if isinstance(event, Failed | Refused) or self._siblings[request_id] == 0:
@@ -161,7 +161,7 @@ class Intake:
     # ------------------------------------------------------------ the end
 
     async def drain(self, seconds: float) -> None:
-        """Admits no request. Returns when all have ended, or have got an error after `seconds`."""
+        """Admit no further request. Return when all have finished, or got an error after `seconds`."""
         self.draining = True
         try:
             await asyncio.wait_for(self._empty.wait(), seconds)

@@ -1,7 +1,7 @@
-"""The metrics of /metrics: counters and gauges of Prometheus' client, in the app's own registry.
+"""The metrics of /metrics: counters and gauges of the Prometheus client, in the app's own registry.
 
-Counters are of the HTTP side; gauges are read from the engine when asked for. What lies on the device (saturation) is
-read by the engine's thread now and then.
+The HTTP side updates the counters. Gauges are read from the engine at each request. The engine's thread reads metrics
+that are on the device (saturation) every few seconds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
 class Meters:
-    """All names begin with `octetrl_`."""
+    """All metrics of the server. Their names begin with `octetrl_`."""
 
     def __init__(self, intake: Intake) -> None:
         self.registry = CollectorRegistry()
@@ -25,22 +25,28 @@ class Meters:
         self._prompt_tokens = Counter("octetrl_prompt_tokens", "Tokens of prompts.", registry=self.registry)
         self._generated_tokens = Counter("octetrl_generated_tokens", "Tokens of answers.", registry=self.registry)
         self._seconds = Histogram(
-            "octetrl_answer_seconds", "From a request's admission to its end.", buckets=SECONDS, registry=self.registry
+            "octetrl_answer_seconds",
+            "Seconds from a request's admission to its end.",
+            buckets=SECONDS,
+            registry=self.registry,
         )
         self.first_token_seconds = Histogram(
-            "octetrl_first_token_seconds", "To a stream's first token.", buckets=SECONDS, registry=self.registry
+            "octetrl_first_token_seconds",
+            "Seconds from a stream's start to its first token.",
+            buckets=SECONDS,
+            registry=self.registry,
         )
         gauges = {
             "running_completions": ("Completions being generated.", lambda: engine.progress.running),
-            "waiting_completions": ("Completions that wait for a place.", lambda: engine.progress.waiting),
-            "unfinished_completions": ("Completions counted against the queue.", lambda: intake.num_completions),
-            "cancelled_requests": ("Requests left unfinished, such as by hanging up.", lambda: intake.cancelled),
-            "engine_failures": ("Errors in the engine, each of which failed all at hand.", lambda: engine.failures),
+            "waiting_completions": ("Completions waiting to be generated.", lambda: engine.progress.waiting),
+            "unfinished_completions": ("Completions admitted and not finished.", lambda: intake.num_completions),
+            "cancelled_requests": ("Requests cancelled, for example by a disconnect.", lambda: intake.cancelled),
+            "engine_failures": ("Errors in the engine. Each failed all current requests.", lambda: engine.failures),
             "cache_pages": ("Pages of the KV cache.", lambda: engine.num_pages),
-            "cache_pages_in_use": ("Pages of the KV cache that somebody needs.", lambda: engine.pages_in_use),
-            "preemptions": ("Completions that gave their pages up for others.", lambda: _of(intake, "preemptions")),
-            "batch_occupancy": ("Mean share of max_batch that decoded.", lambda: _of(intake, "batch_occupancy")),
-            "idle_share": ("Share of the time with nothing to do.", lambda: _of(intake, "idle_share")),
+            "cache_pages_in_use": ("Pages of the KV cache in use.", lambda: engine.pages_in_use),
+            "preemptions": ("Completions that were preempted.", lambda: _of(intake, "preemptions")),
+            "batch_occupancy": ("Mean share of max_batch that is in use.", lambda: _of(intake, "batch_occupancy")),
+            "idle_share": ("Share of the time without work.", lambda: _of(intake, "idle_share")),
             "kv_saturation": ("Share of K and V values clamped.", lambda: _of(intake, "kv_saturation")),
         }
         for name, (says, read) in gauges.items():
@@ -56,6 +62,6 @@ class Meters:
 
 
 def _of(intake: Intake, name: str) -> float:
-    """Of the session, as last read."""
+    """Return a metric of the session, as it was last read. 0 before the first read."""
     metrics = intake.engine.metrics
     return 0.0 if metrics is None else float(getattr(metrics, name))

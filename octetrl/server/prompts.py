@@ -1,8 +1,7 @@
-"""Turns messages or text into prompt tokens, and checks that the context has room for an answer.
+"""Convert messages or text to prompt tokens, and check that the context has room for an answer.
 
-Messages go through the model's chat template, as everywhere in the project: the text that it renders is tokenized
-without special tokens of the tokenizer's own. Tokenizing takes long for long prompts, so it runs in one thread beside
-the loop, with a tokenizer that nobody else uses.
+Messages are rendered by the model's chat template, as everywhere in the project. The rendered text is tokenized without
+adding special tokens. Long prompts take long to tokenize, so a separate thread does it with its own tokenizer.
 """
 
 from __future__ import annotations
@@ -26,7 +25,10 @@ Result = TypeVar("Result")
 
 
 class Prompts:
-    """Of one model with `vocab_size` tokens, of which prompt and answer may have `context_length`."""
+    """Converts prompts for one model with `vocab_size` tokens.
+
+    context_length: largest number of tokens of prompt and answer together.
+    """
 
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, context_length: int) -> None:
         self._tokenizer = deepcopy(tokenizer)
@@ -50,7 +52,7 @@ class Prompts:
         return token_lists
 
     def room(self, tokens: tuple[int, ...]) -> int:
-        """Most tokens of an answer."""
+        """Return the largest number of tokens that an answer to this prompt may have."""
         return self._context_length - len(tokens)
 
     async def _beside_the_loop(self, work: Callable[[], Result]) -> Result:
@@ -73,7 +75,7 @@ class Prompts:
             raise wrong("messages", "this model has no chat template; use /v1/completions")
         tools = body.tool_schemas
         if tools is not None and self.family is None:
-            raise wrong("tools", "tools: how this model writes calls is not known here; ask without tools")
+            raise wrong("tools", "tools: this model's form of tool calls is not supported; leave tools out")
         options = {} if tools is None else {"tools": tools}
         conversation = [_message(message, place) for place, message in enumerate(body.messages)]
         try:
@@ -82,14 +84,14 @@ class Prompts:
             )
         except TEMPLATE_ERRORS as error:
             reason = " ".join(str(error).split())[:200]
-            raise wrong("messages", f"messages: the model's chat template does not take them: {reason}") from error
+            raise wrong("messages", f"messages: the model's chat template does not accept them: {reason}") from error
         return self._encoded(text, "messages", special=False)
 
     def _check(self, tokens: tuple[int, ...], body: GenerationBody, param: str) -> None:
         if not tokens:
             raise wrong(param, f"{param}: it has no tokens; give at least one")
         if max(tokens) >= self._vocab_size:
-            raise wrong(param, f"{param}: token {max(tokens)} was given, the model knows 0 to {self._vocab_size - 1}")
+            raise wrong(param, f"{param}: token {max(tokens)} is unknown; the model has 0 to {self._vocab_size - 1}")
         wanted = max_tokens_of(body)
         if len(tokens) + (wanted or 1) > self._context_length:
             answer = "no token of an answer" if wanted is None else f"an answer of {wanted}"
@@ -102,14 +104,14 @@ class Prompts:
 
 
 def max_tokens_of(body: GenerationBody) -> int | None:
-    """None: as many as there is room for."""
+    """Return the request's limit of an answer's tokens. None: no limit except the context."""
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         return body.max_completion_tokens
     return body.max_tokens
 
 
 def _message(message: Message, place: int) -> dict[str, Any]:
-    """As chat templates take it."""
+    """Convert a message to the form that chat templates expect."""
     content = message.content
     if isinstance(content, list):
         content = "".join(part.text for part in content)

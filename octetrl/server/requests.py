@@ -1,8 +1,8 @@
-"""Bodies of requests: the supported fields, their limits, and their translation for the engine.
+"""Bodies of requests: the supported fields, their limits, and their conversion for the engine.
 
-An unsupported field that would change the answer is refused by name, not ignored. Fields without effect here (`user`,
-`metadata`, ...) are accepted and dropped. Beyond OpenAI's there are `top_k`, `min_p`,
-`stop_token_ids`, `ignore_eos`, `return_token_ids` and `chat_template_kwargs`.
+An unsupported field that would change the answer is an error that names the field. Fields without effect here (`user`,
+`metadata`, ...) are accepted and ignored. Fields in addition to OpenAI's: `top_k`, `min_p`, `stop_token_ids`,
+`ignore_eos`, `return_token_ids` and `chat_template_kwargs`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from octetrl.records import SamplingParams
 from octetrl.server.errors import ApiError, wrong
 
-COMPLETION_TOKENS = 16  # of /v1/completions, where max_tokens is not given; OpenAI's
+COMPLETION_TOKENS = 16  # default of max_tokens for /v1/completions, as in OpenAI's API
 Number = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0)]
 
@@ -24,11 +24,11 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     include_usage: bool = False
-    include_obfuscation: bool = False  # taken and forgotten
+    include_obfuscation: bool = False  # accepted and ignored
 
 
 class GenerationBody(BaseModel):
-    """What both endpoints take."""
+    """Fields of both endpoints."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -83,7 +83,7 @@ class GenerationBody(BaseModel):
         )
 
     def drawn_seed(self) -> int:
-        """The request's, or one by chance."""
+        """Return the request's seed, or a random one."""
         return secrets.randbits(63) if self.seed is None else self.seed
 
 
@@ -122,7 +122,7 @@ class AssistantCall(BaseModel):
 
 
 class Message(BaseModel):
-    """Fields of an answer that only tell about it (`refusal`, `annotations`, ...) may come back and are left out."""
+    """A message of a chat. Clients may send back further fields of an answer (`refusal`, ...), which are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -159,7 +159,7 @@ class ChatBody(GenerationBody):
 
     @property
     def tool_schemas(self) -> list[dict[str, Any]] | None:
-        """None where no tool may be called."""
+        """JSON schemas of the tools. None: no tool may be called."""
         return [tool.model_dump() for tool in self.tools] if self.tools and self.tool_choice != "none" else None
 
 
@@ -167,7 +167,7 @@ Body = TypeVar("Body", bound=GenerationBody)
 
 
 def parse_body(kind: type[Body], body: bytes) -> Body:
-    """Raises ApiError that names the first field at fault."""
+    """Parse a body. Raises ApiError that names the first wrong field."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
@@ -179,14 +179,14 @@ def _first_problem(kind: type[Body], error: ValidationError) -> ApiError:
     where = [str(part) for part in problem["loc"]]
     param = where[0] if where else None
     if param is None:
-        return wrong(None, f"the body is not a JSON object that can be read: {problem['msg']}")
+        return wrong(None, f"the body is not a valid JSON object: {problem['msg']}")
     given = repr(problem.get("input"))
     shown = given if len(given) <= 80 else f"{given[:77]}..."
     if problem["type"] == "missing":
         return wrong(param, f"{'.'.join(where)}: it is missing", "missing_required_parameter")
     if problem["type"] == "extra_forbidden":
         known = ", ".join(sorted(kind.model_fields))
-        return wrong(param, f"{'.'.join(where)}: it is not served; there are {known}", "unknown_parameter")
+        return wrong(param, f"{'.'.join(where)}: it is not supported; the fields are {known}", "unknown_parameter")
     if problem["type"] == "literal_error" or param == "suffix":
-        return wrong(param, f"{'.'.join(where)}: {shown} is not served; {problem['msg']}", "unsupported_value")
-    return wrong(param, f"{'.'.join(where)}: {shown} was given; {problem['msg']}", "invalid_value")
+        return wrong(param, f"{'.'.join(where)}: {shown} is not supported; {problem['msg']}", "unsupported_value")
+    return wrong(param, f"{'.'.join(where)}: {shown} is not valid; {problem['msg']}", "invalid_value")

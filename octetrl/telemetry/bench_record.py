@@ -1,12 +1,15 @@
-"""Writes a benchmark's result: `<folder>/<bench>_<name>.json`, with its figures and their provenance.
+"""Write a benchmark's result: `<folder>/<bench>_<name>.json`, with its figures and where they come from.
 
-    bench commit source_digest date machine versions command rows     `rows`: flat objects, one a precision and workload
+    bench commit source_digest date machine versions command rows
 
-Further lists of flat objects may stand beside `rows` (the kernels of a profile). The commit is that of the checkout the
-package runs from; where only its files were copied, what OCTETRL_COMMIT says; of an installed package, its version.
-That is a claim. The digest (source_digest.py) is of the package's files themselves, so it shows a tree with other
-changes: `python -m octetrl.telemetry.source_digest COMMIT` prints what a commit's must be. A result of a script in
-`benchmarks/` has `benchmarks_digest` too, of all scripts there: `source_digest --benchmarks COMMIT`.
+`rows` is a list of flat objects, one per precision and workload. A file may have further such lists, such as the
+kernels of a profile. `commit` is OCTETRL_COMMIT if it is set (for a copy of the files without git). Otherwise it is the
+checkout's commit, or the version of an installed package.
+
+A commit's name may be wrong for a tree with other changes. `source_digest` shows that, because it is computed from the
+package's files (source_digest.py). `python -m octetrl.telemetry.source_digest COMMIT` prints the digest that a commit
+must have. A result of a script in `benchmarks/` also has `benchmarks_digest`, computed from all scripts there:
+`source_digest --benchmarks COMMIT`.
 """
 
 from __future__ import annotations
@@ -27,12 +30,12 @@ import torch
 
 from octetrl.telemetry.source_digest import BENCHMARKS, SCRIPTS, source_digest
 
-ROOT = Path(__file__).parents[2]  # of the checkout, where there is one
+ROOT = Path(__file__).parents[2]  # root of the checkout, if there is one
 Rows = Sequence[Mapping[str, object]]
 
 
 def write_result(bench: str, name: str, rows: Rows, folder: Path, **further: Rows) -> Path:
-    """Write the rows and return the file. `further`: more lists of rows, by their key in the file."""
+    """Write the rows to a file and return its path. further: more lists of rows, by their key in the file."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{bench}_{name}.json"
     record = {
@@ -52,8 +55,9 @@ def write_result(bench: str, name: str, rows: Rows, folder: Path, **further: Row
 
 
 def _command() -> str:
-    """The command as typed, except `--out`, which is a path of that machine: `octetrl bench rollout ...`, or `python -m
-    benchmarks.precisions --steps 20` from the checkout."""
+    """Return the command as typed, without `--out`, which is a path on one machine.
+
+    Examples: `octetrl bench rollout ...`, or from the checkout `python -m benchmarks.precisions --steps 20`."""
     script = Path(sys.argv[0]).resolve()
     words = [script.name]
     if script.suffix == ".py" and script.is_relative_to(ROOT):
@@ -82,7 +86,7 @@ def _versions(*packages: str) -> list[tuple[str, str]]:
     for package in packages:
         try:
             found.append((package, version(package)))
-        except PackageNotFoundError:  # triton is for Linux alone
+        except PackageNotFoundError:  # triton exists only for Linux
             continue
     return found
 

@@ -1,22 +1,24 @@
-"""Whether a run has collapsed: reward, entropy, gradient norm and loss against the run's own past.
+"""Detect the collapse of a run: compare reward, entropy, gradient norm and loss with the run's earlier steps.
 
-Learning moves all of them, and single steps are noise. So a step is compared with the medians of the last WINDOW sound
-steps, in units that the run itself sets, and only PATIENCE unsound steps in a row are a collapse:
+All four change during learning, and single steps are noisy. So each step is compared with the median of the last
+WINDOW sound steps, *the past*. Thresholds are in units of the past's own noise. A step is *unsound* if one of these
+holds, and PATIENCE unsound steps in a row are a collapse:
 
     reward fell     below the past by 3 standard errors of a step's mean and by half a standard deviation of rewards
-    reward is dead  all rewards of the step are equal and below the past, where the past's groups make that improbable
-    entropy rose    by 8 spreads, to 3 times the past, by 1 nat or more
-    entropy fell    to a twentieth of the past, while the reward lies below its past too
-    grad norm rose  by 8 spreads of its logarithm, to 10 times the past
-    loss rose       conversations and preferences: by 8 spreads, half as high again as the past's highest
+    reward is dead  all rewards of the step are equal and below the past, and chance is an improbable cause
+    entropy rose    by 8 spreads, to 3 times the past, and by 1 nat or more
+    entropy fell    to a twentieth of the past, and the reward is below its past too
+    grad norm rose  by 8 spreads of its logarithm and to 10 times the past
+    loss rose       only conversations and preferences: by 8 spreads and to 1.5 times the past's highest loss
 
-A spread is 1.4826 times the median distance from the median, a standard deviation where noise is normal. The standard
-error is the spread of the steps' means, or what follows from the rewards' deviation and the number of groups, whichever
-is larger. Rewards that never differed, entropy that falls while the reward does not, and a loss that falls are no
-collapse.
+A spread is 1.4826 times the median distance from the median. For normally distributed noise it is the standard
+deviation. The standard error has two estimates, and the larger one counts: the spread of the steps' means, and the
+rewards' standard deviation divided by the root of the number of groups.
 
-Rollouts and gradient of step t are of the weights after step t - 1. A checkpoint is *sound* once a whole step has been
-measured with its weights and was not unsound.
+These are not a collapse: rewards that never differed, entropy that falls while the reward does not, a loss that falls.
+
+Rollouts and gradient of step t come from the weights after step t - 1. A checkpoint is *sound* once a whole step has
+been measured with its weights and that step was not unsound.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from typing import Literal
 from octetrl.config.errors import RunFailed
 
 WINDOW, PATIENCE = 50, 5  # steps
-ENOUGH = 10  # steps of a past that has spreads of its own
+ENOUGH = 10  # smallest number of past steps for which spreads are computed
 SPREADS = 8.0
 REWARD_ERRORS, REWARD_DEVIATIONS = 3.0, 0.5
 ENTROPY_TIMES, ENTROPY_NATS, ENTROPY_SHARE = 3.0, 1.0, 1 / 20
@@ -44,12 +46,14 @@ What = Literal["reward fell", "reward is dead", "entropy rose", "entropy fell", 
 
 
 class CollapseError(RunFailed):
-    """The run collapsed, and `collapse: fail` ends it there."""
+    """The run collapsed, and `collapse: fail` ends it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collapse:
-    """What was found in step `step`, and since when it is so. `now` and `past` are in the metric's own unit."""
+    """A collapse found in step `step`, with its first unsound step `since`.
+
+    `now` is the metric in this step, `past` the past's median, both in the metric's unit."""
 
     what: What
     since: int
@@ -57,48 +61,53 @@ class Collapse:
     now: float
     past: float
     sound_until: int
-    """Checkpoints up to this step are from before."""
+    """Last step whose checkpoint is from before the collapse."""
 
     def __str__(self) -> str:
         return (
-            f"step {self.step}: the run has collapsed: {self.what}, {self.now:.4g} for {self.past:.4g} before"
-            f" (median), in every step since {self.since}"
+            f"step {self.step}: the run has collapsed: {self.what}, now {self.now:.4g} against a median of"
+            f" {self.past:.4g} before, in every step since {self.since}"
         )
 
 
 class CollapseGate:
-    """Reads the metrics of each step, steps ascending. `group_size`: siblings of a prompt; their rewards correlate."""
+    """Detects a collapse from the metrics of each step, in ascending order of steps.
+
+    group_size: number of a prompt's siblings. Their rewards are correlated, so groups are the independent samples.
+    """
 
     def __init__(self, group_size: int) -> None:
         self._group_size = group_size
         self._past: deque[dict[str, float]] = deque(maxlen=WINDOW)  # of sound steps
-        self._since: dict[What, int] = {}  # the first of the unsound steps that have no sound one after them
-        self._dead_groups = 0.0  # of the steps since "reward is dead"
+        self._since: dict[What, int] = {}  # first step of the current series of unsound steps, by symptom
+        self._dead_groups = 0.0  # number of groups since "reward is dead" began
         self._last_step = 0
         self._last_found: Collapse | None = None
-        self._is_told = False  # until there are PATIENCE sound steps in a row
+        self._is_told = False  # a collapse was returned, and no PATIENCE sound steps in a row have followed yet
         self._sound_in_a_row = 0
 
     @property
     def sound_until(self) -> int:
-        """Checkpoints up to this step are sound."""
+        """Last step whose checkpoint is sound."""
         first_unsound = min(self._since.values(), default=self._last_step + 1)
         return first_unsound - 2
 
     @property
     def sound_before_collapse(self) -> int | None:
-        """The same as it was before the last collapse; None if there was none."""
+        """Last step whose checkpoint was sound before the latest collapse. None: there was no collapse."""
         return None if self._last_found is None else self._last_found.sound_until
 
     def replay(self, steps: Iterable[Mapping[str, float | None]]) -> None:
-        """The steps that a resumed run has behind it, from its metrics.jsonl."""
+        """Read the earlier steps of a resumed run, from its metrics.jsonl."""
         for line in steps:
             step = line["step"]
             assert step is not None, "a line of metrics.jsonl has its step"
             self.look(int(step), line)
 
     def look(self, step: int, metrics: Mapping[str, float | None]) -> Collapse | None:
-        """A collapse, once: in the step that makes it certain. A further one only after PATIENCE sound steps."""
+        """Read a step's metrics, and return a collapse in the step that makes it certain.
+
+        Each collapse is returned once. Another one is returned only after PATIENCE sound steps in a row."""
         now = {name: value for name in KEPT if (value := metrics.get(name)) is not None and math.isfinite(value)}
         self._last_step = step
         found = {what: numbers for what, *numbers in self._unsound(now)}
@@ -129,7 +138,9 @@ class CollapseGate:
         return None
 
     def _is_improbable(self) -> bool:
-        """That so many groups in a row have equal rewards, by the share of such groups before."""
+        """Whether chance is an improbable cause of so many groups with equal rewards in a row.
+
+        The probability follows from the past's share of such groups."""
         groups = sum(self._groups(step) for step in self._past)
         equal = sum(step.get(ALL_EQUAL, 1.0) * self._groups(step) for step in self._past)
         return self._dead_groups * math.log((equal + 1) / (groups + 2)) < math.log(IMPROBABLE)
@@ -138,7 +149,7 @@ class CollapseGate:
         return step.get("rollout/count", 0.0) / self._group_size
 
     def _judged(self, now: Mapping[str, float]) -> Iterator[What]:
-        """What the step's metrics can tell of: one that was not measured says neither yes nor no."""
+        """Yield the symptoms that the step's metrics can confirm or exclude. Missing metrics do neither."""
         if REWARD in now:
             yield from ("reward fell", "reward is dead")
         if "entropy" in now:
@@ -149,7 +160,7 @@ class CollapseGate:
             yield "loss rose"
 
     def _unsound(self, now: Mapping[str, float]) -> Iterator[tuple[What, float, float]]:
-        """What is wrong in this step, with the number now and the past's median."""
+        """Yield each symptom found in this step, with the metric's value now and the past's median."""
         yield from self._reward(now)
         entropies = self._of("entropy")
         if "entropy" in now and len(entropies) >= ENOUGH:
@@ -186,7 +197,7 @@ class CollapseGate:
         deviation = max(statistics.median(self._of(SPREAD_OF_REWARDS) or [0.0]), now.get(SPREAD_OF_REWARDS, 0.0))
         groups = statistics.median(self._groups(step) for step in self._past if REWARD in step)
         error = max(deviation / math.sqrt(max(groups, 1.0)), spread(means))
-        error *= math.sqrt(1 + 1 / len(means))  # the past is known no better than this
+        error *= math.sqrt(1 + 1 / len(means))  # includes the error of the past's own mean
         return error > 0 and now[REWARD] < statistics.median(means) - max(errors * error, deviations * deviation)
 
     def _of(self, name: str) -> list[float]:
@@ -194,6 +205,6 @@ class CollapseGate:
 
 
 def spread(values: list[float]) -> float:
-    """A robust standard deviation: 1.4826 times the median distance from the median."""
+    """Compute a robust standard deviation: 1.4826 times the median distance from the median."""
     middle = statistics.median(values)
     return 1.4826 * statistics.median(abs(value - middle) for value in values)

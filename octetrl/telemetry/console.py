@@ -1,11 +1,11 @@
-"""Shows the progress of a run on the console.
+"""Show the progress of a run on the console.
 
-    live    (a terminal)  one line per phase that moves (spinner, bar, tokens/s), then a small table a step
-    plain   (pipes, CI)   one line a step
-    quiet                 warnings only
+    live    (a terminal)  a progress line per phase (spinner, bar, tokens/s), then a small table per step
+    plain   (pipes, CI)   one line per step
+    quiet                 only warnings
 
-`auto` is live on a terminal and plain elsewhere. Warnings go to stderr in every mode, so no pipe swallows them.
-The console only shows; nothing is computed or kept here.
+`auto` is live on a terminal and plain elsewhere. Warnings go to stderr in every mode, so they are visible even if
+stdout is a pipe. The console only shows metrics. It computes and stores none.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Mode = Literal["auto", "plain", "quiet"]
 
 
 class Headline(NamedTuple):
-    """One number of the step's table and line."""
+    """One number in the step's table or line."""
 
     metric: str
     label: str
-    form: str  # of `format`
+    form: str  # format specification
 
 
 COLUMNS: tuple[tuple[Headline, ...], ...] = (
@@ -58,14 +58,16 @@ COLUMNS: tuple[tuple[Headline, ...], ...] = (
 
 
 class PhaseProgress:
-    """Handed to a phase: call it with what is done so far. Outside live mode it does nothing."""
+    """A callback that shows a phase's progress. Outside live mode it does nothing."""
 
     def __init__(self, progress: Progress | None, task: TaskID | None) -> None:
         self._progress, self._task = progress, task
         self._begin = time.perf_counter()
 
     def __call__(self, done: int, total: int | None = None, tokens: int | None = None) -> None:
-        """`done` of `total` units of work (sequences, micro-batches, tasks); `tokens` since the phase began."""
+        """Show progress: `done` of `total` units of work (sequences, micro-batches, tasks).
+
+        tokens: number of tokens since the phase began, for the rate."""
         if self._progress is None or self._task is None:
             return
         rate = ""
@@ -86,8 +88,9 @@ class Console:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[PhaseProgress]:
-        """A live line while the block runs: `with console.phase("rollout") as progress: ...`. It goes when the block
-        ends, also by an error. Phases do not nest: an inner one shows nothing of its own."""
+        """Show a progress line while the block runs: `with console.phase("rollout") as progress: ...`.
+
+        The line disappears when the block ends or raises. Inside another phase it shows nothing."""
         if not self._live:
             yield PhaseProgress(None, None)
             return
@@ -109,7 +112,7 @@ class Console:
             self._live = True
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the headlines of a step, those that it measured: a table where live, else one line."""
+        """Show the measured headlines of a step: a table in live mode, otherwise one line."""
         if self._quiet:
             return
         title = f"step {step}/{self._total_steps}"
@@ -128,16 +131,16 @@ class Console:
         self._out.print(table)
 
     def note(self, text: str) -> None:
-        """One line of news: where the run is kept, what was resumed."""
+        """Show one line of information, such as the run's folder or the step it resumes from."""
         if not self._quiet:
             self._out.print(escaped(text), markup=False)
 
     def warn(self, text: str) -> None:
-        """One line that a person should act on."""
+        """Show one line that a person should act on."""
         self._err.print(escaped(f"warning: {text}"), style="yellow", markup=False)
 
     def table(self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """A finished table, such as a run's or the demo's last word; shown in every mode."""
+        """Show a table, such as the result of a run or of the demo. It is shown in every mode."""
         table = Table(title=title, title_justify="left")
         for index, name in enumerate(header):
             table.add_column(name, justify="left" if index == 0 else "right")

@@ -1,15 +1,15 @@
 """The result of an evaluation: estimates with their intervals, lengths, statuses, and the outcome of each task.
 
-    accuracy      share of completions that are right, their reward being at least `evaluation.right_from`
+    accuracy      share of completions that are right: their reward is at least `evaluation.right_from`
     reward_mean   mean reward
     pass_at_k     one of k is right          (telemetry/sample_estimates.py)
-    maj_at_k      the majority of k is right; only where the scorer says what was answered
+    maj_at_k      the majority of k is right; only if the scorer reports the answers
 
-All are means over tasks, of completions that have a reward. One that has none (the reward raised, hung, the prompt was
-too long) is neither right nor wrong: it is counted by its status. A task left with fewer than k completions is left out
-of the k-estimates, and `Estimate.tasks` says how many were not.
+All are means over tasks, and only completions with a reward count. A completion has no reward if the reward raised or
+hung, or if the prompt was too long. It is neither right nor wrong, and is counted by its status. The estimates for k
+leave out tasks with fewer than k completions. `Estimate.tasks` is the number of tasks that count.
 
-Two models are compared task by task, on those tasks that have a value for both.
+Two models are compared task by task, on the tasks for which both have a value.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 @dataclass(frozen=True)
 class Scoring:
-    """How completions become numbers; of the recipe's `evaluation` section."""
+    """Settings of the estimates, from the recipe's `evaluation` section."""
 
     ks: tuple[int, ...] = (1,)
     right_from: float = 1.0
@@ -41,7 +41,7 @@ class Scoring:
 
 @dataclass(frozen=True)
 class EvalReport:
-    """Made by `evaluate` (run/evaluate.py). `groups` has one group a task."""
+    """The result of `evaluate` (run/evaluate.py). `groups` has one group per task."""
 
     groups: Sequence[RolloutGroup]
     scoring: Scoring
@@ -53,20 +53,20 @@ class EvalReport:
 
     @property
     def accuracy(self) -> float | None:
-        """None when no completion could be scored."""
+        """Share of right completions. None: no completion has a reward."""
         estimate = self.estimates.get("accuracy")
         return None if estimate is None else estimate.mean
 
     @cached_property
     def estimates(self) -> dict[str, Estimate]:
-        """By name; what could not be estimated is left out."""
+        """Estimates by name. One that cannot be computed is left out."""
         seed = self.scoring.seed
         found = {name: estimate_mean(list(values.values()), seed) for name, values in self.values_by_task.items()}
         return {name: estimate for name, estimate in found.items() if estimate is not None}
 
     @cached_property
     def values_by_task(self) -> dict[str, dict[int, float]]:
-        """Each estimate's value by the place of its task."""
+        """Values of each estimate, by the position of the task."""
         values: dict[str, dict[int, float]] = {"accuracy": {}, "reward_mean": {}}
         says_answers = any(rollout.answered is not None for group in self.groups for rollout in group.rollouts)
         for place, group in enumerate(self.groups):
@@ -86,13 +86,13 @@ class EvalReport:
 
     @cached_property
     def counts(self) -> dict[RolloutStatus, int]:
-        """Completions of each status, zeros included."""
+        """Number of completions of each status, zeros included."""
         statuses = [rollout.status for group in self.groups for rollout in group.rollouts]
         return {status: statuses.count(status) for status in RolloutStatus}
 
     @cached_property
     def lengths(self) -> dict[str, float]:
-        """Of rollouts, in tokens drawn: mean, quantiles, max, and the share that a limit cut off."""
+        """Lengths of rollouts in sampled tokens: mean, quantiles, maximum, and the share cut off by a limit."""
         drawn = [rollout for group in self.groups for rollout in group.rollouts if rollout.turns]
         if not drawn:
             return {}
@@ -112,7 +112,7 @@ class EvalReport:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """As a step's metrics, `eval/*`: estimates, the interval of the accuracy, lengths and statuses."""
+        """Metrics of a step, `eval/*`: estimates, the interval of the accuracy, lengths and statuses."""
         numbers = {f"eval/{name}": estimate.mean for name, estimate in self.estimates.items()}
         numbers |= {"eval/tasks": float(self.tasks), "eval/tokens_per_second": self.tokens_per_second}
         accuracy = self.estimates.get("accuracy")
@@ -151,7 +151,7 @@ class EvalReport:
 
 
 def differences(report: EvalReport, baseline: EvalReport) -> Mapping[str, Estimate]:
-    """`report` less `baseline`, by estimate, over the tasks that both have a value of. They must be the same tasks."""
+    """Estimate `report` minus `baseline`, over the tasks for which both have a value. Both must have the same tasks."""
     of_both = [[group.task.prompt for group in one.groups] for one in (report, baseline)]
     assert of_both[0] == of_both[1], "compared on different tasks"
     found: dict[str, Estimate] = {}

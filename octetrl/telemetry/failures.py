@@ -1,11 +1,13 @@
-"""Rollouts that an environment failed: their share, and the first traceback of each kind.
+"""Rollouts that failed in their environment: their share, and the first traceback of each kind.
 
-A rollout failed when it was drawn and has no reward: the reward or the environment raised, or gave no answer in time.
-A prompt that is too long was never drawn, and a wrong answer has a reward; neither is a failure. Single failures are
-data (they are left out and counted), but where most rollouts fail, the run learns from what is left over and should
-rather stop: `environment.max_failure_share`.
+A rollout failed if it was sampled and has no reward: the reward or the environment raised, or exceeded a time limit. A
+prompt that is too long is no failure, because nothing was sampled. A wrong answer is no failure, because it has a
+reward.
 
-Failures are of one kind when status and type of error are the same.
+Single failures are normal: they are left out of training and counted. If most rollouts fail, the run would learn from
+the few others, so it stops (`environment.max_failure_share`).
+
+Failures with the same status and type of error are of the same kind.
 """
 
 from __future__ import annotations
@@ -34,9 +36,9 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """Of the rollouts of a step, or of an evaluation."""
+    """Failures among the rollouts of a step or an evaluation."""
 
-    drawn: int  # rollouts that could have failed
+    drawn: int  # number of sampled rollouts
     kinds: tuple[Kind, ...] = ()  # the most frequent first
 
     @classmethod
@@ -61,12 +63,12 @@ class Failures:
         return self.count / self.drawn if self.drawn else 0.0
 
     def check(self, max_share: float, where: str) -> None:
-        """Raise FailureShareError, with the first traceback of each kind, when more than `max_share` failed."""
+        """Raise FailureShareError, with the first traceback of each kind, if more than `max_share` failed."""
         if self.share <= max_share:
             return
         head = (
             f"{where}: {self.count} of {self.drawn} rollouts failed in the environment ({self.share:.0%};"
-            f" environment.max_failure_share allows {max_share:.0%}); the first of each kind:"
+            f" environment.max_failure_share allows {max_share:.0%}); the first failure of each kind:"
         )
         shown = [_summary_of(kind) for kind in self.kinds[:_SHOWN_KINDS]]
         more = len(self.kinds) - len(shown)

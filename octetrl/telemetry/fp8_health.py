@@ -10,8 +10,10 @@ KV_SATURATION = "fp8/kv_saturation"
 
 
 def kv_saturation_warning(metrics: Mapping[str, float], config: Fp8Config) -> str | None:
-    """A warning when the share of K and V values clamped to ±448 exceeds `fp8.saturation_warn`; None in health, and
-    where nothing was measured. Calibrated scales are those of the step before, so K and V that grow outrun them."""
+    """Return a warning if the share of K and V values clamped to ±448 exceeds `fp8.saturation_warn`, otherwise None.
+
+    Without a measurement it returns None. Calibrated scales come from the previous step, so they may be too small for
+    growing K and V."""
     share = metrics.get(KV_SATURATION)
     if share is None or share <= config.saturation_warn:
         return None

@@ -1,11 +1,14 @@
 """The metrics of a step: a flat, frozen mapping from metric name to number.
 
-Names are `family/name` in lower case (`reward/mean`, `time/rollout`, `mismatch/gen_kl`; `loss` and `grad_norm` stand
-alone), with the unit in the name where it isn't plain: `_per_second`, `_gb`. Times are seconds. A metric that could not
-be measured in a step is left out, never 0 and never NaN; a number that came out non-finite is kept, so that it is seen.
+Names are `family/name` in lower case: `reward/mean`, `time/rollout`, `mismatch/gen_kl`. A few have no
+family: `loss`, `grad_norm`, `entropy`. A name includes a unit that is not obvious: `_per_second`, `_gb`. Times are in
+seconds.
 
-Every maker returns its own small mapping and `merge` joins them; two makers of one name would hide each other, so that
-is an error.
+A metric that was not measured in a step is left out; it is never 0 or NaN instead. A measured value that is not finite
+is kept, so that it is visible.
+
+Each source of metrics returns its own small mapping, and `merge` joins them. Two sources with the same name are an
+error, because one value would be lost.
 """
 
 from __future__ import annotations
@@ -20,18 +23,18 @@ NAME = re.compile(r"[a-z0-9_.-]+(/[a-z0-9_.-]+)*")
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics(Mapping[str, float]):
-    """The metrics of one step; made by `merge`, read like a dict."""
+    """The metrics of one step. `merge` creates it. It is read like a dict."""
 
     values_by_name: Mapping[str, float]
 
     @classmethod
     def merge(cls, *mappings: Mapping[str, float]) -> Self:
-        """Join the mappings. A name given twice, or a value that is no number, is our bug (AssertionError)."""
+        """Join the mappings. Raises AssertionError for a repeated name or a value that is not a number."""
         merged: dict[str, float] = {}
         for mapping in mappings:
             for name, value in mapping.items():
                 assert NAME.fullmatch(name), f"metric name {name!r} is not family/name in lower case"
-                assert name not in merged, f"metric {name!r} is reported by two makers"
+                assert name not in merged, f"metric {name!r} is reported twice"
                 assert isinstance(value, int | float), f"metric {name!r} is a {type(value).__name__}, not a number"
                 merged[name] = value
         return cls(merged)

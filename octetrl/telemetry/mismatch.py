@@ -1,23 +1,23 @@
-"""Measures the difference between the trainer's and the engine's log-probs under the same weights, and limits it.
+"""Measure the difference between the trainer's and the engine's log-probs under the same weights, and limit it.
 
-With g the engine's and p the trainer's log-prob of a trained token, over the N trained tokens of a step whose p was
-taken before the step's first update: all of them, but in a step of several updates whose objective needs no p itself.
+g is the engine's log-prob of a trained token, p the trainer's. N is the number of trained tokens whose p is from before
+the step's first update. In a step with several updates, N excludes later tokens if the objective does not need their p.
 
     mismatch/tokens                  N
-    mismatch/token_mult_prob_error   mean exp(|g - p|)                 < 1.03 in health
-    mismatch/gen_kl                  mean exp(p - g) - (p - g) - 1     < 1e-3
+    mismatch/token_mult_prob_error   mean exp(|g - p|)                 normal: below 1.03
+    mismatch/gen_kl                  mean exp(p - g) - (p - g) - 1     normal: below 1e-3
     mismatch/max_abs_diff            max |g - p|
-    mismatch/importance_ratio        mean exp(p - g)                   1 ± 0.01
-    mismatch/equal_fraction          share of tokens with g == p, to the bit
-    mismatch/unequal_tokens          how many differ; only where parity promises that none does
+    mismatch/importance_ratio        mean exp(p - g)                   normal: 1 ± 0.01
+    mismatch/equal_fraction          share of tokens with g equal to p in every bit
+    mismatch/unequal_tokens          number of other tokens; only if parity is promised, so that it must be 0
 
-and the first two again by decile of the token's position in its sequence (`mismatch/decile_0/...` is the first tenth):
-an error that grows along the sequence comes through the KV cache, one that is flat comes from the linears. A decile
-without tokens is left out. Sums are taken in float64, so the metrics themselves add no error.
+`token_mult_prob_error` and `gen_kl` are also measured by decile of the token's position in its sequence
+(`mismatch/decile_0/...` is the first tenth). An error that grows along the sequence comes from the KV cache. A constant
+one comes from the linears. A decile without tokens is left out. Sums are in float64, so the metrics add no error.
 
-The importance correction of the loss makes up for a small mismatch; `MismatchGate` says when it is no longer small.
-Where parity is promised (fp8/parity.py) the log-probs of on-policy samples are equal. A single token that differs is a
-fault of an op, however small the difference. It ends the run, unless `mismatch.fail_on_difference` is false.
+The loss corrects a small mismatch by importance weights. `MismatchGate` reports a mismatch that is too large for that.
+If parity is promised (fp8/parity.py), the log-probs of on-policy samples are equal. Then even one different token means
+that an op is wrong. It ends the run, unless `mismatch.fail_on_difference` is false.
 """
 
 from __future__ import annotations
@@ -43,8 +43,12 @@ def mismatch_metrics(
     *,
     equality_is_promised: bool = False,
 ) -> dict[str, float]:
-    """All metrics above, from the log-probs of N trained tokens, the position of each in its sequence and the length
-    of that sequence (tokens). Any device; one host synchronisation. Without tokens there is nothing to say: {}."""
+    """Compute all metrics above. Works on any device, with one host synchronisation.
+
+    generator_logprobs_N, trainer_logprobs_N: g and p of each trained token.
+    positions_N, sequence_lengths_N: position of each token in its sequence, and that sequence's length in tokens.
+    Returns {} without tokens.
+    """
     if generator_logprobs_N.numel() == 0:
         return {}
     difference_N = trainer_logprobs_N.double() - generator_logprobs_N.double()
@@ -80,27 +84,30 @@ def mismatch_metrics(
 
 
 class MismatchError(RunFailed):
-    """The run was stopped because the trainer no longer sees the policy that the engine sampled from."""
+    """The run was stopped because trainer and engine disagree about the policy that sampled the tokens."""
 
 
 class MismatchGate:
-    """Looks at each step's mismatch: advice above `warn_above`, the end of the run above `fail_above`; and at tokens
-    that parity promised to be equal and are not."""
+    """Checks each step's mismatch: warns above `warn_above`, and ends the run above `fail_above`.
+
+    It also reports log-probs that differ although parity is promised."""
 
     def __init__(self, config: MismatchConfig) -> None:
         self._config = config
 
     def check(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """A warning to show, or None. Raises MismatchError above `mismatch.fail_above`, or when the value is NaN and
-        a limit is set, or for a token that differs although parity was promised, unless `mismatch.fail_on_difference`
-        is false. A step that measured no mismatch (SFT, no trained tokens) passes."""
+        """Return a warning to show, or None.
+
+        Raises MismatchError above `mismatch.fail_above`, and for NaN if that limit is set. Raises it also for a token
+        that differs although parity is promised, unless `mismatch.fail_on_difference` is false. A step without a
+        measured mismatch (SFT, no trained tokens) passes."""
         if GATED not in metrics:
             return None
         value, limit = metrics[GATED], self._config.fail_above
         if limit is not None and not value <= limit:
             raise MismatchError(
                 f"step {step}: {GATED} is {value:.4f}, above mismatch.fail_above={limit}; stopped before more steps are"
-                f" learnt from the wrong log-probs. {advice(metrics)}"
+                f" trained on wrong log-probs. {advice(metrics)}"
             )
         said = []
         if not value <= self._config.warn_above:
@@ -111,34 +118,34 @@ class MismatchGate:
         if metrics.get(UNEQUAL, 0.0) > 0:
             broken = broken_parity(step, metrics)
             if self._config.fail_on_difference is not False:
-                raise MismatchError(f"{broken}; mismatch.fail_on_difference: false goes on with a warning")
+                raise MismatchError(f"{broken}; set mismatch.fail_on_difference: false to continue with a warning")
             said.append(broken)
         return " ".join(said) or None
 
 
 def broken_parity(step: int, metrics: Mapping[str, float]) -> str:
-    """How many log-probs differ that should not, and who can tell why."""
+    """Describe how many log-probs differ although parity is promised, and how to find the cause."""
     return (
-        f"step {step}: parity is promised, and {metrics[UNEQUAL]:,.0f} trained tokens"
-        f" ({1 - metrics['mismatch/equal_fraction']:.2%}) have another log-prob in the trainer than in the engine, by"
+        f"step {step}: parity is promised, but the log-probs of {metrics[UNEQUAL]:,.0f} trained tokens"
+        f" ({1 - metrics['mismatch/equal_fraction']:.2%}) differ between trainer and engine, by"
         f" up to {metrics['mismatch/max_abs_diff']:.2e}: `octetrl doctor RECIPE` names the first op whose bits differ"
     )
 
 
 def advice(metrics: Mapping[str, float]) -> str:
-    """Where to look first, from the other metrics of the step."""
+    """Suggest where to look first, based on the other metrics of the step."""
     saturation = metrics.get("fp8/kv_saturation", 0.0)
     errors = [metrics[name] for name in _decile_names() if name in metrics]
     if saturation > 0:
         return f"{saturation:.2%} of K and V were clamped: raise fp8.calibration_margin, or use fp8.kv_cache=dynamic."
     if len(errors) > 1 and errors[-1] - 1 > 2 * (errors[0] - 1):
         return (
-            "It grows along the sequence, so look at the KV cache: fp8.kv_replay=true, fp8.calibration=exact,"
+            "It grows along the sequence, so look at the KV cache: try fp8.kv_replay=true, fp8.calibration=exact,"
             " or fp8.kv_cache=none to compare."
         )
     return (
-        "It does not grow along the sequence, so look at the linears: the same FP8 on both sides (precision=fp8),"
-        " fp8.bf16_last_layers or fp8.ignore for sensitive ones, and precision=bf16 to compare."
+        "It does not grow along the sequence, so look at the linears: try the same FP8 on both sides (precision=fp8),"
+        " fp8.bf16_last_layers or fp8.ignore for sensitive ones, or precision=bf16 to compare."
     )
 
 

@@ -1,8 +1,8 @@
-"""A page of rollouts to open in a browser: one file that needs nothing else and asks no network for anything.
+"""Write a page of rollouts for a browser: one file that needs no other file and no network.
 
-`rollout_page.html` is the page; its groups stand in it as JSON, in a script element of a type that no browser runs. All
-of it is ASCII with `<` escaped, so that no text of a model can end the element, and the page puts texts into the
-document as text, never as markup. A policy that forbids every connection stands in its head.
+`rollout_page.html` is the template. The groups are inserted as JSON, in a script element of a type that browsers do not
+run. The JSON is ASCII with `<` escaped, so no text of a model can end the element. The page adds texts to the document
+as text, never as markup. Its Content-Security-Policy forbids every connection.
 """
 
 from __future__ import annotations
@@ -15,16 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from octetrl.records import RolloutStatus
-from octetrl.telemetry.rollout_reader import MODEL, Filter, Said, SampledGroup, SampledRow, Selection, Span
+from octetrl.telemetry.rollout_reader import MODEL, Filter, SampledGroup, SampledRow, Selection, Span, Utterance
 from octetrl.telemetry.token_pieces import DISAGREEMENT, UNLIKELY
 
-_PLACE = '{"groups": []}'  # what the page holds before it is filled
+_PLACE = '{"groups": []}'  # placeholder in the template
 
-Pieces = Callable[[Sequence[int]], list[str]]  # token ids -> what each looks like
+Pieces = Callable[[Sequence[int]], list[str]]  # token ids -> text of each token
 
 
 def rollout_page(title: str, selection: Selection, wanted: Filter, pieces: Pieces | None = None) -> str:
-    """The page's text. `wanted` is what its filters begin with; `pieces` None: texts without their tokens."""
+    """Return the page's HTML.
+
+    wanted: initial values of the page's filters.
+    pieces: the text of each token. None: the page shows whole texts without tokens.
+    """
     content = {
         "title": title,
         "found": selection.found,
@@ -36,7 +40,7 @@ def rollout_page(title: str, selection: Selection, wanted: Filter, pieces: Piece
     }
     template = files("octetrl.telemetry").joinpath("rollout_page.html").read_text(encoding="utf-8")
     before, found, after = template.partition(_PLACE)
-    assert found, "rollout_page.html has lost the place of its data"
+    assert found, "rollout_page.html has no placeholder for its data"
     return before + json.dumps(content, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c") + after
 
 
@@ -83,7 +87,7 @@ def _row(row: SampledRow, pieces: Pieces | None) -> dict[str, Any]:
     }
 
 
-def _part(row: SampledRow, part: Said, pieces: Pieces | None) -> dict[str, Any]:
+def _part(row: SampledRow, part: Utterance, pieces: Pieces | None) -> dict[str, Any]:
     if part.by != MODEL or pieces is None or not row.logprobs:
         return {"by": part.by, "text": part.text}
     engine = row.logprobs[part.tokens]

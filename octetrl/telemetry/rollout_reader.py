@@ -1,11 +1,11 @@
-"""The rollouts that a run wrote, read back: filtered, and by group (the file's form: telemetry/rollouts.py).
+"""Read the rollouts that a run wrote, filtered and by group (telemetry/rollouts.py describes the file).
 
-A group is shown with all its siblings as soon as one of them passes the filter, since a rollout is understood beside
-its siblings. Files may be large, so they are gone through once for where the groups are, and only the groups that are
-shown are kept: evenly spread over those that pass, where there are more than asked for.
+A group is selected with all its siblings if at least one of them passes the filter, because siblings help to understand
+a rollout. Files may be large. The first pass finds the groups that pass, the second loads only those to be shown. If
+more groups pass than were asked for, the shown ones are evenly spread.
 
-Keys that a line has beyond those read here are kept in `line`. Some are read where they are there: `components`,
-rewards by name, `metrics`, and `trainer_logprobs`, the trainer's log-probs of `token_ids`.
+A line may have further keys; `line` keeps them. These are optional: `components` (rewards by name), `metrics`, and
+`trainer_logprobs` (the trainer's log-probs of `token_ids`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _REQUIRED = ("task_id", "prompt", "sibling", "status", "reward", "text")
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Both ends belong to it."""
+    """An interval that includes both ends."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -40,13 +40,13 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """What a rollout must be like; all that is given must hold."""
+    """Conditions on a rollout. It passes if all of them hold."""
 
     steps: Span = Span()
-    rewards: Span | None = None  # a rollout without a reward is in none
+    rewards: Span | None = None  # excludes rollouts without a reward
     statuses: frozenset[RolloutStatus] = frozenset()  # empty: any
-    task: str = ""  # in the task's id
-    text: str = ""  # in what the model and the environment said; upper and lower case are one
+    task: str = ""  # part of the task's id
+    text: str = ""  # part of the model's or the environment's text; case is ignored
 
     def takes(self, row: SampledRow) -> bool:
         in_rewards = self.rewards is None or (row.reward is not None and row.reward in self.rewards)
@@ -55,17 +55,17 @@ class Filter:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """A part of a conversation."""
+class Utterance:
+    """One message of a conversation."""
 
     by: str  # model, or the environment's role: user, tool, environment
     text: str
-    tokens: slice  # of the row's `token_ids`; empty for what the environment said
+    tokens: slice  # its part of the row's `token_ids`; empty for a message of the environment
 
 
 @dataclass(frozen=True)
 class SampledRow:
-    """One line of the file."""
+    """One line of the file: one rollout."""
 
     line: Mapping[str, Any]
 
@@ -92,7 +92,7 @@ class SampledRow:
 
     @property
     def logprobs(self) -> Sequence[float]:
-        """The engine's, of `token_ids`; empty where the file does not hold one of each."""
+        """The engine's log-probs of `token_ids`; empty if the file does not have one for each token."""
         return self._one_a_token("logprobs")
 
     @property
@@ -108,18 +108,18 @@ class SampledRow:
         return self.line.get("metrics") or {}
 
     @property
-    def said(self) -> list[Said]:
-        """Who said what after the prompt."""
+    def said(self) -> list[Utterance]:
+        """The messages after the prompt, in order."""
         turns = self.line.get("turns")
         if not turns:
-            return [Said(MODEL, self.text, slice(0, len(self.token_ids)))] if self.text or self.token_ids else []
+            return [Utterance(MODEL, self.text, slice(0, len(self.token_ids)))] if self.text or self.token_ids else []
         parts, begin = [], 0
         for turn in turns:
             end = begin + turn["num_tokens"]
-            parts.append(Said(MODEL, turn["text"], slice(begin, end)))
-            parts += [Said(reply["role"], reply["text"], slice(end, end)) for reply in turn.get("replies") or ()]
-            if turn.get("reply") is not None:  # as files of earlier versions have it
-                parts.append(Said("environment", turn["reply"], slice(end, end)))
+            parts.append(Utterance(MODEL, turn["text"], slice(begin, end)))
+            parts += [Utterance(reply["role"], reply["text"], slice(end, end)) for reply in turn.get("replies") or ()]
+            if turn.get("reply") is not None:  # the form of earlier versions
+                parts.append(Utterance("environment", turn["reply"], slice(end, end)))
             begin = end
         return parts
 
@@ -130,7 +130,7 @@ class SampledRow:
 
 @dataclass(frozen=True)
 class SampledGroup:
-    """The siblings of one task in one step. `place` counts the groups of the step from 0."""
+    """The siblings of one task in one step. `place` is the group's position in the step, from 0."""
 
     step: int
     place: int
@@ -143,7 +143,7 @@ class SampledGroup:
 
 @dataclass(frozen=True)
 class Selection:
-    """What is shown. `found` groups passed the filter in files of `steps` steps; `groups` are some or all of them."""
+    """The groups to show. `found` groups passed the filter in `steps` steps; `groups` are some or all of them."""
 
     groups: list[SampledGroup]
     found: int
@@ -151,9 +151,10 @@ class Selection:
 
 
 def select(run: str | Path, wanted: Filter, limit: int | None) -> Selection:
-    """At most `limit` groups (None: all) with a rollout that `wanted` takes, in their order.
+    """Select at most `limit` groups (None: all) with a rollout that `wanted` accepts, in their order.
 
-    run: a run folder, its `rollouts`, or one of the files. Raises UserError when there are none, or a line is broken.
+    run: a run folder, its folder `rollouts`, or one of the files.
+    Raises UserError if there are no rollouts, or a line is invalid.
     """
     files = [(step, path) for step, path in rollout_files(Path(run)) if step in wanted.steps]
     places = [
@@ -174,7 +175,9 @@ def select(run: str | Path, wanted: Filter, limit: int | None) -> Selection:
 
 
 def matching_rows(run: str | Path, wanted: Filter) -> Iterator[tuple[int, int, SampledRow]]:
-    """(step, place of its group in the step, row) of each rollout that `wanted` takes. Raises UserError as `select`."""
+    """Yield (step, position of the group in the step, row) for each rollout that `wanted` accepts.
+
+    Raises UserError as `select` does."""
     for step, path in rollout_files(Path(run)):
         if step in wanted.steps:
             for group in _groups(step, path):
@@ -182,7 +185,7 @@ def matching_rows(run: str | Path, wanted: Filter) -> Iterator[tuple[int, int, S
 
 
 def rollout_files(run: Path) -> list[tuple[int, Path]]:
-    """(step, file) in the order of the steps."""
+    """List (step, file) in the order of steps."""
     if run.is_file():
         paths = [run]
     elif (run / "rollouts").is_dir():
@@ -194,8 +197,8 @@ def rollout_files(run: Path) -> list[tuple[int, Path]]:
     files = sorted((int(match[1]), path) for path in paths if (match := _FILE.fullmatch(path.name)))
     if not files:
         raise UserError(
-            f"'{run}' holds no rollouts (files step_NNNNNN.jsonl); give a run folder that has taken a step"
-            f" with logging.rollouts: true"
+            f"'{run}' has no rollouts (files step_NNNNNN.jsonl); give the folder of a run with at least one step and"
+            f" logging.rollouts: true"
         )
     return files
 
@@ -217,7 +220,7 @@ def _rows(path: Path) -> Iterator[SampledRow]:
             for number, text in enumerate(file, start=1):
                 yield SampledRow(_line(text, f"{path}, line {number}"))
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text (byte {error.start}); it is no file of rollouts") from error
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start}); give a file of rollouts") from error
     except OSError as error:
         raise UserError(f"{path}: can't be read ({error.strerror})") from error
 
@@ -226,11 +229,11 @@ def _line(text: str, where: str) -> dict[str, Any]:
     line = parse_json(text, where, "the file was changed or cut off after the run wrote it")
     missing = [key for key in _REQUIRED if not isinstance(line, dict) or key not in line]
     if missing:
-        raise UserError(f"{where}: no rollout, it lacks {', '.join(missing)}; give a folder that a run wrote")
+        raise UserError(f"{where}: not a rollout, {', '.join(missing)} is missing; give a folder that a run wrote")
     found: dict[str, Any] = line
     for key, is_sound in _SOUND.items():
         if not is_sound(found.get(key)):
-            raise UserError(f"{where}: '{key}' is not a rollout's; the file was changed after the run wrote it")
+            raise UserError(f"{where}: '{key}' has a wrong value; the file was changed after the run wrote it")
     return found
 
 
@@ -239,7 +242,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_turn(turn: Any) -> bool:
-    """With what `said` reads."""
+    """Whether a turn has the keys that `SampledRow.said` reads."""
     return (
         isinstance(turn, dict)
         and isinstance(turn.get("num_tokens"), int)
@@ -254,12 +257,12 @@ def _texts(value: Mapping[str, Any], *keys: str) -> bool:
 
 
 def _each(is_sound: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Of a list; null is an empty one."""
+    """Return a check for lists: every item must pass `is_sound`. null counts as an empty list."""
     return lambda values: values is None or (isinstance(values, list) and all(map(is_sound, values)))
 
 
 def _is_measured(values: Any) -> bool:
-    """Numbers by name; null where there is none."""
+    """Whether the values are numbers or null, by name."""
     return values is None or (
         isinstance(values, dict) and all(one is None or _is_number(one) for one in values.values())
     )

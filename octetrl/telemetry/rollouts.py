@@ -1,18 +1,18 @@
-"""What was sampled: its statistics for the step's metrics, and every rollout in a file of its step.
+"""Statistics of a step's rollouts for the metrics, and a file with every rollout of a step.
 
-`rollouts/step_NNNNNN.jsonl` has one line a rollout, siblings together:
+`rollouts/step_NNNNNN.jsonl` has one line per rollout, siblings together:
 
     task_id prompt answer sibling status reward penalty answered detail trace text policy_version finish_reason
     prompt_token_ids                 of the first turn
-    token_ids logprobs               of all completions, end to end: what was sampled
-    components metrics               only of environments that have them: each reward, unweighted, and what was measured
-    turns                            only where an environment replied: prompt_token_ids, text, num_tokens and replies
-                                     (role, text) of each
+    token_ids logprobs               sampled tokens of all completions, concatenated
+    components metrics               only for environments that have them: each reward, unweighted, and their metrics
+    turns                            only if the environment replied: prompt_token_ids, text, num_tokens and replies
+                                     (role, text) of each turn
 
-Any text can be written, and is read back as it was: half of a surrogate pair, which UTF-8 lacks, is written as its JSON
-escape (config/text.py). The file is written aside, synced and renamed: it is there whole or not at all. A resumed run
-writes the files of its steps again and first removes those past the step it resumes from, so the folder equals a
-never-killed run's.
+Any text is read back exactly as it was written. Half of a surrogate pair, which UTF-8 cannot encode, is written as its
+JSON escape (config/text.py). The file is written under another name, synced and renamed, so it is always complete. A
+resumed run first removes the files after its checkpoint's step and then writes them again. The folder then equals that
+of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from octetrl.telemetry.failures import Failures
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Rewards (over rollouts that have one), lengths in tokens, and a count for every status that is not plain success.
+    """Compute rewards (over rollouts with a reward), lengths in tokens, and counts of statuses other than success.
 
-    `reward/penalty` is what lengths add to the rewards, which `reward/mean` is without.
+    `reward/penalty` is the mean length penalty. `reward/mean` does not include it.
     `reward/zero_variance_fraction` is the share of groups whose siblings all got the same reward: they teach nothing.
-    `reward/component/*` are the parts of the rewards, unweighted, and `environment/*` what environments measured.
+    `reward/component/*` are the parts of the rewards, unweighted. `environment/*` are metrics of environments.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [reward for group in groups for reward in group.rewards]
@@ -60,14 +60,16 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def _means(family: str, measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of each name, over the rollouts that have it."""
+    """Mean of each name's values, over the rollouts that have it."""
     names = dict.fromkeys(name for one in measured for name in one)
     return {f"{family}/{name}": statistics.fmean(one[name] for one in measured if name in one) for name in names}
 
 
 class RolloutFiles:
-    """Writes the rollouts of each step below `folder`. `resumed_step` is the step of the checkpoint a run resumes
-    from (0 for a new run): files of later steps are removed."""
+    """Writes the rollouts of each step to a file in `folder`.
+
+    resumed_step: step of the checkpoint that the run resumes from, 0 for a new run. Files of later steps are removed.
+    """
 
     def __init__(self, folder: Path, resumed_step: int = 0) -> None:
         self.folder = folder
@@ -77,7 +79,7 @@ class RolloutFiles:
                 path.unlink()
 
     def write(self, step: int, groups: Iterable[RolloutGroup]) -> Path:
-        """Write `step_NNNNNN.jsonl` and return its path. Raises UserError when the disk is full."""
+        """Write `step_NNNNNN.jsonl` and return its path. Raises UserError if the disk is full."""
         path = self.folder / f"step_{step:06d}.jsonl"
         aside = path.with_suffix(".jsonl.partial")
         try:
@@ -96,7 +98,7 @@ class RolloutFiles:
 
 
 def no_space(path: Path, error: OSError) -> Exception:
-    """A UserError for a full disk; any other operating-system error is handed back as it is."""
+    """Return a UserError for a full disk. Return any other operating-system error unchanged."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return error
     return UserError(f"no space left to write '{path}': free some, then continue with --resume")

@@ -1,14 +1,18 @@
-"""What k completions of a task would achieve, estimated from n >= k that were drawn.
+"""Estimate pass@k and maj@k of a task from n >= k sampled completions.
 
-    pass@k   the chance that one of k is right:  1 - C(n - c, k) / C(n, k)  with c of n right (arXiv 2107.03374);
-             unbiased, unlike 1 - (1 - c / n)^k, which is too low
-    maj@k    the chance that the answer most of k agree on is right: the mean over subsets of size k, all of them where
-             they are few, else `SUBSETS` drawn by a seed. Answers with equally many votes share the chance equally, and
-             a completion without an answer has no vote; where nobody has one, the majority is wrong
+pass@k is the probability that at least one of k completions is right. With c of n right it is estimated as
+
+    1 - C(n - c, k) / C(n, k)            (arXiv 2107.03374)
+
+This estimate is unbiased. The simpler 1 - (1 - c / n)^k is too low.
+
+maj@k is the probability that the most frequent answer of k completions is right. It is the mean over subsets of size k:
+over all subsets, or over `SUBSETS` random ones if there are more. If several answers are equally frequent, each is
+chosen with the same probability. A completion without an answer does not vote. Without any vote the majority is wrong.
 
 The interval of a mean over tasks is a percentile bootstrap: tasks are resampled with replacement `RESAMPLES` times,
-with a seed. A difference between two models on the same tasks is the mean of the differences per task, with the same
-bootstrap. A task's difficulty then cancels out. With few tasks (below 30, say) such intervals are too narrow.
+with a seed. To compare two models on the same tasks, the differences per task are resampled. Differences between tasks
+then cancel out. With few tasks (fewer than about 30) the intervals are too narrow.
 """
 
 from __future__ import annotations
@@ -25,36 +29,42 @@ import numpy
 SUBSETS = 2_000
 RESAMPLES = 10_000
 LEVEL = 0.95
-_DRAWN_AT_ONCE = 2**22  # indices
+_DRAWN_AT_ONCE = 2**22  # number of indices sampled together
 
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """Of one completion."""
+    """The vote of one completion."""
 
-    answer: str | None  # None: it has none, and no vote
+    answer: str | None  # None: the completion has no answer and does not vote
     is_right: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over tasks, and the interval that holds it with a confidence of `LEVEL`."""
+    """A mean over tasks and its confidence interval at `LEVEL`."""
 
     mean: float
     low: float
     high: float
-    tasks: int  # that it is a mean over
+    tasks: int  # number of tasks in the mean
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """The chance that at least one of `k` of `num_samples` completions, `num_right` of them right, is right."""
+    """Estimate the probability that at least one of `k` completions is right.
+
+    num_right: number of right completions among `num_samples`.
+    """
     assert 0 <= num_right <= num_samples and 1 <= k <= num_samples, (num_samples, num_right, k)
     subsets = math.comb(num_samples, k)
     return (subsets - math.comb(num_samples - num_right, k)) / subsets
 
 
 def majority_at_k(votes: Sequence[Vote], k: int, chance: random.Random) -> float:
-    """The chance that the majority of `k` of these completions is right. `chance` draws where subsets are many."""
+    """Estimate the probability that the majority of `k` of these completions is right.
+
+    chance: samples the subsets if there are more than `SUBSETS`.
+    """
     assert 1 <= k <= len(votes), (len(votes), k)
     subsets: Iterable[Sequence[Vote]] = combinations(votes, k)
     count = math.comb(len(votes), k)
@@ -64,7 +74,7 @@ def majority_at_k(votes: Sequence[Vote], k: int, chance: random.Random) -> float
 
 
 def _majority_is_right(votes: Sequence[Vote]) -> float:
-    """The share of those right among all who gave an answer that no other has more votes than."""
+    """Share of right completions among those with the most frequent answer, or answers if several are tied."""
     counts = Counter(vote.answer for vote in votes if vote.answer is not None)
     if not counts:
         return 0.0
@@ -74,7 +84,7 @@ def _majority_is_right(votes: Sequence[Vote]) -> float:
 
 
 def estimate_mean(values: Sequence[float], seed: int) -> Estimate | None:
-    """Mean and interval of one value a task; None without tasks."""
+    """Compute mean and interval of one value per task. None: there are no tasks."""
     if not values:
         return None
     means = _resampled_means(numpy.asarray(values, dtype=numpy.float64), seed)
@@ -83,7 +93,7 @@ def estimate_mean(values: Sequence[float], seed: int) -> Estimate | None:
 
 
 def _resampled_means(values: numpy.ndarray, seed: int) -> numpy.ndarray:
-    """The mean of each resample, drawn in pieces that fit in memory."""
+    """Compute the mean of each resample, in batches that fit in memory."""
     generator = numpy.random.default_rng(seed)
     at_once = max(1, _DRAWN_AT_ONCE // len(values))
     pieces = [

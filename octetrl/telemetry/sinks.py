@@ -1,12 +1,14 @@
-"""Writes a step's metrics: always to `metrics.jsonl`, to TensorBoard and wandb if the recipe asks for it.
+"""Write a step's metrics: always to `metrics.jsonl`, and to TensorBoard and wandb if the recipe asks for it.
 
-`metrics.jsonl` is the record of the run: one JSON object a step, `{"step": 3, "loss": ..., ...}`, names sorted, floats
-written so that they read back to the same bits, non-finite ones as null. A line is on the disk when `write` returns, so
-write a step's line before its checkpoint. On resume the lines past the checkpoint's step, and a last line torn by a
-kill, are cut off: those steps are run again, and the file ends equal to a never-killed run's, timing fields aside. What
-is kept must have every step from the first on.
+`metrics.jsonl` has one JSON object per step, `{"step": 3, "loss": ..., ...}`, with sorted names. Floats are written so
+that reading gives the same bits. Values that are not finite are written as null. A line is on the disk when `write`
+returns, so write a step's line before its checkpoint.
 
-wandb is an extra and is imported here alone.
+On resume, lines after the checkpoint's step and an incomplete last line are removed, and those steps run again. The
+file then equals that of an uninterrupted run, except for times. The remaining lines must have every step from the
+first.
+
+wandb is an optional dependency. Only this module imports it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class Sink(Protocol):
-    """Takes the metrics of each step, steps ascending."""
+    """Receives the metrics of each step, in ascending order of steps."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -35,7 +37,7 @@ class Sink(Protocol):
 
 
 class MetricsFile:
-    """`metrics.jsonl`. `resumed_step` is the step of the checkpoint a run resumes from; 0 starts a new file."""
+    """Writes `metrics.jsonl`. `resumed_step` is the step of the checkpoint that a run resumes from; 0: a new file."""
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
         self.path = path
@@ -44,7 +46,7 @@ class MetricsFile:
         self._file = path.open("ab")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one step and sync it to the disk. Raises UserError when the disk is full."""
+        """Append one step and sync it to the disk. Raises UserError if the disk is full."""
         numbers = {name: value if math.isfinite(value) else None for name, value in sorted(metrics.items())}
         line = json.dumps({"step": step, **numbers}, allow_nan=False).encode() + b"\n"
         try:
@@ -59,10 +61,11 @@ class MetricsFile:
 
 
 def steps_until(path: Path, last: int) -> list[dict[str, Any]]:
-    """The lines of steps 1 to `last`, which must all be there. Raises UserError naming the line that is broken, the
-    steps that are missing, or where the file ends. It changes nothing; lines that follow are not looked at."""
+    """Read the lines of steps 1 to `last`. Later lines are ignored, and the file is not changed.
+
+    Raises UserError that names an invalid line, a missing step, or the step at which the file ends too early."""
     if not path.exists() and last:
-        raise UserError(f"--resume: '{path}' is missing, though the run was at step {last}; put it back")
+        raise UserError(f"--resume: '{path}' is missing, but the run was at step {last}; restore the file")
     steps: list[dict[str, Any]] = []
     for number, line in enumerate(path.read_bytes().splitlines() if last else [], start=1):
         if len(steps) == last:
@@ -75,20 +78,20 @@ def steps_until(path: Path, last: int) -> list[dict[str, Any]]:
             )
         if step != len(steps) + 1:
             raise UserError(
-                f"{path}, line {number}: step {step} where step {len(steps) + 1} should follow; restore the lines that"
-                f" are missing to resume, or start again in another output_dir"
+                f"{path}, line {number}: step {step} instead of step {len(steps) + 1}; restore the missing lines to"
+                f" resume, or start again in another output_dir"
             )
         steps.append(json.loads(line))
     if len(steps) != last:
         raise UserError(
-            f"--resume: '{path}' ends at step {len(steps)}, the checkpoint is of step {last}; restore the file,"
+            f"--resume: '{path}' ends at step {len(steps)}, but the checkpoint is of step {last}; restore the file,"
             f" or start again in another output_dir"
         )
     return steps
 
 
 def last_step(path: Path) -> int:
-    """The highest step of which the file has a whole line; 0 when there is none."""
+    """Return the highest step with a complete line in the file. 0: there is none."""
     lines = path.read_bytes().splitlines() if path.exists() else []
     return max((_step_of(line) or 0 for line in lines), default=0)
 
@@ -102,7 +105,7 @@ def _step_of(line: bytes) -> int | None:
 
 
 def _truncate_after(path: Path, resumed_step: int) -> None:
-    """Cut the file after the line of `resumed_step`, and end that line where an editor or a kill took its end."""
+    """Cut the file after the line of `resumed_step`, and add that line's newline if it is missing."""
     steps_until(path, resumed_step)
     lines = path.read_bytes().splitlines(keepends=True)[:resumed_step]
     with path.open("r+b") as file:
@@ -115,10 +118,10 @@ def _truncate_after(path: Path, resumed_step: int) -> None:
 
 
 class TensorBoard:
-    """Scalars as TensorBoard events in the run's folder; a resumed run hides what it will write again."""
+    """Writes scalars as TensorBoard events in the run's folder. A resumed run hides the events it will write again."""
 
     def __init__(self, folder: Path, resumed_step: int = 0) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # a second of imports that only a run should pay
+        from torch.utils.tensorboard import SummaryWriter  # this import takes a second, so only runs load it
 
         self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1 if resumed_step else None)
 
@@ -131,7 +134,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """Scalars to Weights & Biases. The run's id is its folder's name, so that a resumed run continues its curves."""
+    """Writes scalars to Weights & Biases. The run's id is its folder's name, so a resumed run continues its curves."""
 
     def __init__(self, project: str, folder: Path, recipe: Mapping[str, Any], resumed_step: int = 0) -> None:
         try:
@@ -158,7 +161,7 @@ class Wandb:
 
 
 class Sinks:
-    """All sinks of a run behind one `write`, opened together and closed together; a context manager."""
+    """All sinks of a run, written and closed together. Use it as a context manager."""
 
     def __init__(self, *sinks: Sink) -> None:
         self._sinks = sinks
@@ -179,8 +182,9 @@ class Sinks:
 
 
 def open_sinks(folder: Path, config: LoggingConfig, recipe: Mapping[str, Any], resumed_step: int = 0) -> Sinks:
-    """The sinks that `logging` asks for, in the run's folder; `recipe` is the resolved recipe as a dict. A missing
-    wandb is refused before anything is written."""
+    """Open the sinks that `logging` asks for, in the run's folder. `recipe` is the resolved recipe as a dict.
+
+    Raises UserError before anything is written if wandb is needed and not installed."""
     wandb = Wandb(config.wandb_project, folder, recipe, resumed_step) if config.wandb_project else None
     sinks: list[Sink] = [MetricsFile(folder / METRICS_FILE, resumed_step)]
     if config.tensorboard:

@@ -1,15 +1,17 @@
-"""A digest of the package's files: which code measured a result, whatever a commit's name claims.
+"""Compute a digest of the package's files, which identifies the code that measured a result.
 
-    python -m octetrl.telemetry.source_digest            of the files that this Python imports
-    python -m octetrl.telemetry.source_digest COMMIT     of the package as that commit has it; needs git
+    python -m octetrl.telemetry.source_digest            digest of the files that this Python imports
+    python -m octetrl.telemetry.source_digest COMMIT     digest of the package in that commit; needs git
     python -m octetrl.telemetry.source_digest --benchmarks [COMMIT]
 
-The two are equal for a clean checkout, and for a copy of its files without .git. The digest is that of one line a file,
-`<git's id of its content> <path inside the package>`, in the order of paths: git knows the ids of a commit, and of a
-file they are SHA-1 of `blob <size>\\0<content>`. Every file below `octetrl/` counts, also one that git does not know.
-`__pycache__` does not count, and neither does `octetrl/recipes`: it links to the recipes, which are input and no code.
-`--benchmarks` prints the digest of the scripts instead: every `.py` below `benchmarks/`. The result of such a script
-has both.
+Both digests are equal for a clean checkout, and for a copy of its files without .git.
+
+The digest is a hash of one line per file, `<git's id of its content> <path inside the package>`, sorted by path. git
+stores the ids of a commit. The id of a file is the SHA-1 of `blob <size>\\0<content>`. Every file in `octetrl/` counts,
+also one that is not in git, except `__pycache__` and `octetrl/recipes`, a link to the recipes, which are not code.
+
+`--benchmarks` prints the digest of every `.py` file in `benchmarks/` instead. The result of such a script contains both
+digests.
 """
 
 from __future__ import annotations
@@ -22,21 +24,21 @@ from collections.abc import Mapping
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
-BENCHMARKS = PACKAGE.parent / "benchmarks"  # of a checkout
-SCRIPTS = ".py"  # what counts there; results lie in the same folder
+BENCHMARKS = PACKAGE.parent / "benchmarks"  # only in a checkout
+SCRIPTS = ".py"  # ending of the files that count there; results are in the same folder
 DIGITS = 16
 NOT_COUNTED = {"__pycache__", "recipes"}
 
 
 def source_digest(folder: Path = PACKAGE, ending: str = "") -> str:
-    """Of the files in `folder` whose names have that ending, as they lie on the disk."""
+    """Compute the digest of the files on disk in `folder` whose names have that ending."""
     files = ((path, path.relative_to(folder)) for path in folder.rglob(f"*{ending}") if path.is_file())
     counted = ((path, inside) for path, inside in files if not NOT_COUNTED & set(inside.parts))
     return _digest({inside.as_posix(): _blob_id(path.read_bytes()) for path, inside in counted})
 
 
 def digest_of_commit(commit: str, folder: Path = PACKAGE, ending: str = "") -> str | None:
-    """Of the files as `commit` has them; None where git, the repository, the folder or the commit is missing."""
+    """Compute the digest of the files in `commit`. None: git, the repository, the folder or the commit is missing."""
     if shutil.which("git") is None or not folder.is_dir():
         return None
     command = ["git", "-C", str(folder), "ls-tree", "-r", "-z", commit, "."]
@@ -58,7 +60,7 @@ def _digest(ids: Mapping[str, str]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Print one digest. Exit status 2 where git cannot tell it."""
+    """Print one digest. Exit status 2: the commit is unknown."""
     of_scripts = arguments[:1] == ["--benchmarks"]
     counted = (BENCHMARKS, SCRIPTS) if of_scripts else (PACKAGE, "")
     commits = arguments[of_scripts:]

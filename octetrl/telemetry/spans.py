@@ -1,12 +1,12 @@
-"""How long each phase of a step took, by the wall clock.
+"""Measure the wall-clock time of each phase of a step.
 
     with spans("rollout"):
         ...
     spans.take()  ->  {"time/rollout": 12.3}
 
-A phase entered twice in a step adds up; a phase inside another counts in both. Work on a GPU is queued and returns
-early, so its time would be counted in the next phase that waits. Give `synchronize` (`torch.cuda.synchronize`) to end
-each span when its work ends. That costs one wait per phase, a few microseconds against seconds.
+If a phase runs twice in a step, its times are added. The time of a phase inside another counts in both. A GPU works
+asynchronously, so its time would be counted in the next phase that waits for it. `synchronize`
+(`torch.cuda.synchronize`) ends each span when its work ends. It costs a few microseconds per phase of some seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 
 class Spans:
-    """The clock of a run. `synchronize` is called at both ends of each span; None on a CPU."""
+    """The clock of a run. `synchronize` is called at the start and the end of each span; None on a CPU."""
 
     def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
         self._synchronize = synchronize
@@ -25,7 +25,7 @@ class Spans:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time the block as `time/<name>`, also when it raises."""
+        """Measure the block as `time/<name>`, also if it raises."""
         begin = self._now()
         try:
             yield
@@ -33,7 +33,7 @@ class Spans:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - begin
 
     def take(self) -> dict[str, float]:
-        """The seconds of each phase since the last call, as `time/*`, and a clean slate."""
+        """Return the seconds of each phase since the last call, as `time/*`, and start again from zero."""
         taken = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         self._seconds = {}
         return taken

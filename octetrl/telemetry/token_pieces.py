@@ -1,9 +1,9 @@
-"""Shows each token of a completion as text, and marks tokens that deserve attention.
+"""Show each token of a completion as text, with thresholds for tokens to highlight.
 
-A letter outside ASCII may take several tokens of a byte-level vocabulary; it is shown with the last of them, the others
-are empty. So the pieces are as many as the tokens, and together they are the decoded text.
+In a byte-level vocabulary a character outside ASCII may take several tokens. The last of them shows the character, the
+others are empty. There is one piece per token, and the joined pieces are the decoded text.
 
-A token is worth a look when the engine gave it little probability, or when trainer and engine disagree about it.
+A token is highlighted if the engine gave it a low probability, or if trainer and engine disagree about it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 UNLIKELY = 0.1  # probability
 VERY_UNLIKELY = 0.01
-DISAGREEMENT = 0.1  # of log-probs
+DISAGREEMENT = 0.1  # difference of log-probs
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_LETTER = 8  # tokens
 
@@ -23,7 +23,7 @@ class Decodes(Protocol):
 
 
 def token_pieces(tokenizer: Decodes, token_ids: Sequence[int]) -> list[str]:
-    """The text of each token, empty where a letter goes on."""
+    """Return the text of each token. It is empty if the character continues in the next token."""
     pieces: list[str] = []
     pending: list[int] = []
     for token_id in token_ids:

@@ -1,14 +1,16 @@
-"""Activation checkpointing: what a layer's backward finds kept of its forward, and what it makes again.
+"""Activation checkpointing: which activations a layer keeps from forward to backward, and which it recomputes.
 
-    none        everything the backward reads is kept
-    attention   the layer's input, and attention's output with its log-sum-exp: attention runs once
-    layer       the layer's input alone: T * E values a layer, for one more forward, about a quarter of the step
+    none        keeps everything that the backward reads
+    attention   keeps the layer's input, and attention's output with its log-sum-exp; attention runs once
+    layer       keeps only the layer's input, T * E values; it costs one more forward, about a quarter of the step
 
-The first `checkpointed_layers` of the model are treated so; the others keep everything, as far as the memory reaches.
+The setting applies to the first `checkpointed_layers` layers of the model. The others keep everything.
 
-On a GPU models/training_forward.py keeps and makes again by hand. Elsewhere a layer is checkpointed whole by torch, and
-`attention` is as `layer`. Gradients are identical to the bit, because a layer is deterministic: there is no dropout, so
-no random state needs restoring.
+On a GPU models/training_forward.py does this itself. Elsewhere torch checkpoints whole layers, and `attention` is the
+same as `layer`. Gradients are identical to the bit: a layer is deterministic. There is no dropout, so no random state
+needs restoring.
+
+T tokens, E hidden size.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ KEPT: dict[ActivationCheckpointing, Keep] = {"none": "everything", "attention": 
 def layer_runner(
     model: Decoder, mode: ActivationCheckpointing, checkpointed_layers: int | None = None
 ) -> RunLayer | None:
-    """What `model.forward` takes as `run_layer`; None runs layers plainly."""
+    """The argument `run_layer` of `model.forward`; None calls the layers directly.
+
+    `checkpointed_layers`: number of layers that `mode` applies to; None: all.
+    """
     checkpointed = _one_for_all(model, mode)
     if checkpointed is None or mode == "none" or checkpointed_layers is None:
         return checkpointed
@@ -57,6 +62,7 @@ def _run_plainly(layer: nn.Module, hidden_TE: Tensor, rotary: Rotary, context: C
 
 
 def run_checkpointed(layer: nn.Module, hidden_TE: Tensor, rotary: Rotary, context: Context) -> Tensor:
+    """Run a layer that keeps only its input, [T, E], for the backward. Returns [T, E]."""
     if not torch.is_grad_enabled():
         return _run_plainly(layer, hidden_TE, rotary, context)
     output_TE: Tensor = checkpoint(layer, hidden_TE, rotary, context, use_reentrant=False, preserve_rng_state=False)

@@ -1,15 +1,15 @@
 """Checkpoints that are either whole or not there.
 
-    checkpoints/step_000050/    manifest.json, and the files it names with size and sha256
+    checkpoints/step_000050/    manifest.json, and the files it names with size and checksum (file_digests.py)
 
 Written to `.step_000050.partial` beside it, every file synced, then the folder; renamed; the parent synced. A process
 killed at any point leaves the checkpoints before it as they were, and a hidden folder that the next start removes.
 Deleting renames to a hidden name first, for the same reason. No pickle: safetensors for tensors, else JSON or bytes.
+`stage` does all but the renaming, so that a run can record the step in between.
 
 Reading verifies every file first. What is missing, cut short or altered is named, and the checkpoint before it offered.
 The manifest also names the run that wrote it, if the run has an id: `prune` removes no other run's.
-Tensors beyond SHARD_BYTES go on in further files (`optimizer.safetensors.1`), so that only one shard is ever copied to
-the host.
+Tensors beyond SHARD_BYTES go on in further files (`optimizer.safetensors.1`).
 """
 
 from __future__ import annotations
@@ -20,24 +20,27 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from octetrl.config.errors import UserError
+from octetrl.trainer.file_digests import WrittenFile, altered_files, digest_file, hashing_threads
+from octetrl.trainer.state_files import Content, Files, in_shards, write_files
 
 MANIFEST = "manifest.json"
-SHARD_BYTES = 4 << 30
+OPTIMIZER = "optimizer.safetensors"
 STEP_NAME = re.compile(r"step_(\d{6,})")
 HIDDEN_SUFFIXES = (".partial", ".replaced", ".removed")
 UNKNOWN = "?"  # owner of a checkpoint whose manifest cannot be read
 
-Payload = Mapping[str, bytes | Mapping[str, Any]]  # *.safetensors: tensors; *.json: JSON; anything else: bytes
+Payload = Mapping[str, bytes | Mapping[str, Any]]  # *.safetensors: tensors; *.json: JSON or bytes; else bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,50 +73,92 @@ class Checkpoint:
             raise UserError(f"checkpoint {self.folder} has no {name}; it was written by another kind of run")
 
 
-def save(
+@dataclass(frozen=True, slots=True)
+class StagedCheckpoint:
+    """A checkpoint that is written and synced under a hidden name. `commit` makes it visible."""
+
+    final: Path
+    num_bytes: int
+
+    def commit(self) -> Path:
+        """Renames it, replacing one of that step. Returns its folder."""
+        partial = _hidden(self.final, ".partial")
+        with _explained(self.final):
+            if self.final.exists():
+                self.final.rename(_hidden(self.final, ".replaced"))
+            partial.rename(self.final)
+            _sync(self.final.parent)
+        remove_leftovers(self.final.parent)
+        return self.final
+
+    def discard(self) -> None:
+        shutil.rmtree(_hidden(self.final, ".partial"), ignore_errors=True)
+
+
+def stage(
     folder: Path,
     step: int,
     payload: Payload,
     *,
-    write_more: Callable[[Path], None] | None = None,
+    write_more: Callable[[Path], Iterable[WrittenFile] | None] | None = None,
     metrics: Mapping[str, float] | None = None,
     run_id: str | None = None,
-) -> Path:
-    """Writes `folder/step_NNNNNN`, replacing one of that step, and returns it.
+) -> StagedCheckpoint:
+    """Writes the checkpoint of `step` under a hidden name in `folder`.
 
-    `write_more(folder)` may add files of its own form (a Hugging Face model); they are synced and checksummed likewise.
-    `metrics` and `run_id` are kept for `prune`. A full disk is a UserError, and leaves nothing half-written.
+    `write_more(folder)` may add files. It returns those that it synced and hashed; the others are synced and hashed
+    here. `metrics` and `run_id` are kept for `prune`. A disk that is full, or fails, is a UserError, and leaves nothing
+    half-written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder)
     final = folder / f"step_{step:06d}"
     partial = _hidden(final, ".partial")
     try:
-        partial.mkdir()
-        for name, content in payload.items():
-            write_file(partial, name, content)
-        if write_more is not None:
-            write_more(partial)
-            for file in partial.iterdir():
-                _sync(file)
-        write_file(partial, MANIFEST, _manifest(partial, step, metrics or {}, run_id))
-        _sync(partial)
-        if final.exists():
-            final.rename(_hidden(final, ".replaced"))
-        partial.rename(final)
-        _sync(folder)
-    except (OSError, SafetensorError) as error:
-        if not _is_disk_full(error):
-            raise
-        kept = latest(folder)
-        before = f"the last whole checkpoint is {kept.name}" if kept else "there is no checkpoint before it"
-        raise UserError(
-            f"no space left for checkpoint {final} ({before}); free some, or lower checkpoint.keep_last, then --resume"
-        ) from error
-    finally:
+        with _explained(final):
+            partial.mkdir()
+            written = list(write_files(partial, _files_of(payload)))
+            if write_more is not None:
+                written += write_more(partial) or ()
+                written += _synced_and_hashed(partial, {file.name for file in written})
+            body = _manifest(written, step, metrics or {}, run_id)
+            write_files(partial, {MANIFEST: json.dumps(body, indent=1).encode()})
+            _sync(partial)
+    except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
-    remove_leftovers(folder)
-    return final
+        raise
+    return StagedCheckpoint(final, sum(file.size for file in written))
+
+
+def save(
+    folder: Path,
+    step: int,
+    payload: Payload,
+    *,
+    write_more: Callable[[Path], Iterable[WrittenFile] | None] | None = None,
+    metrics: Mapping[str, float] | None = None,
+    run_id: str | None = None,
+) -> Path:
+    """`stage` and `commit`: writes `folder/step_NNNNNN`, replacing one of that step, and returns it."""
+    return stage(folder, step, payload, write_more=write_more, metrics=metrics, run_id=run_id).commit()
+
+
+@contextmanager
+def _explained(final: Path) -> Iterator[None]:
+    """Makes one line of an error of the disk."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        kept = latest(final.parent)
+        before = f"the last whole checkpoint is {kept.name}" if kept else "there is no checkpoint before it"
+        if _is_disk_full(error):
+            raise UserError(
+                f"no space left for checkpoint {final} ({before}); free some, or lower checkpoint.keep_last, then"
+                f" --resume"
+            ) from error
+        raise UserError(
+            f"checkpoint {final} can't be written: {error} ({before}); repair the disk or choose another, then --resume"
+        ) from error
 
 
 def load(path: Path) -> Checkpoint:
@@ -129,8 +174,8 @@ def load(path: Path) -> Checkpoint:
             raise _damaged(path, name, "is missing")
         if file.stat().st_size != entry["size"]:
             raise _damaged(path, name, f"has {file.stat().st_size} bytes where {entry['size']} were written")
-        if _sha256(file) != entry["sha256"]:
-            raise _damaged(path, name, f"was altered (its sha256 is not that of {MANIFEST})")
+    for name in altered_files(path, manifest["files"]):
+        raise _damaged(path, name, f"was altered (its checksum is not that of {MANIFEST})")
     return Checkpoint(path, manifest["step"], manifest["metrics"], tuple(manifest["files"]))
 
 
@@ -166,26 +211,33 @@ def prune(
     best_metric: str = "",
     run_id: str | None = None,
     exempt: Collection[int] = (),
-) -> None:
-    """Of the checkpoints of run `run_id`, removes all but the last `keep_last`, the `keep_best` of highest
-    `best_metric` (of equals, the later) and those of the `exempt` steps."""
+) -> list[Path]:
+    """Of the checkpoints of run `run_id`, hides all but the last `keep_last`, the `keep_best` of highest `best_metric`
+    (of equals, the later) and those of the `exempt` steps. Returns the hidden folders, for `remove_hidden`."""
     steps = _steps(folder)
     manifests = {step: _read_manifest(path) for step, path in steps.items()}
     own = {step: manifest for step, manifest in manifests.items() if manifest and manifest.get("run") == run_id}
     kept = {*sorted(own)[-keep_last:], *exempt}
     scores = [(one["metrics"][best_metric], step) for step, one in own.items() if best_metric in one["metrics"]]
     kept |= {step for _, step in sorted(scores, reverse=True)[:keep_best]}
-    for step in own.keys() - kept:
-        steps[step].rename(_hidden(steps[step], ".removed"))
-    remove_leftovers(folder)
+    hidden = [_hidden(steps[step], ".removed") for step in sorted(own.keys() - kept)]
+    for step, path in zip(sorted(own.keys() - kept), hidden, strict=True):
+        steps[step].rename(path)
+    return hidden
+
+
+def remove_hidden(folders: Iterable[Path]) -> None:
+    """Deletes what `prune` has hidden. That may take seconds: call it where no step waits."""
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes what a killed process left: call it at the start of a run, when no other writes here."""
+    """Removes what a killed process left, and what `prune` hid. No other thread may be writing a checkpoint here."""
     if folder.is_dir():
         for path in folder.glob(".step_*"):
             if path.suffix in HIDDEN_SUFFIXES:
-                shutil.rmtree(path)
+                shutil.rmtree(path, ignore_errors=True)  # another thread may be at it
 
 
 def _hidden(path: Path, suffix: str) -> Path:
@@ -202,38 +254,35 @@ def _owner(path: Path) -> str | None:
     return UNKNOWN if manifest is None else manifest.get("run")
 
 
-def write_file(folder: Path, name: str, content: bytes | Mapping[str, Any]) -> None:
-    """One entry of a payload, synced: tensors for *.safetensors (in shards, copied to the host one by one), JSON or
-    bytes."""
-    assert "/" not in name, f"a checkpoint is flat, '{name}' is not a plain file name"
-    if name.endswith(".safetensors"):
-        assert isinstance(content, Mapping), f"{name} takes a mapping of tensors"
-        for index, shard in enumerate(_shards(content)):
-            file = folder / (f"{name}.{index}" if index else name)
-            save_file({key: tensor.detach().cpu().contiguous() for key, tensor in shard.items()}, file)
-            _sync(file)
-        return
-    if name.endswith(".json"):
-        content = json.dumps(content, indent=1).encode()
-    assert isinstance(content, bytes), f"{name} takes bytes"
-    (folder / name).write_bytes(content)
-    _sync(folder / name)
+def _files_of(payload: Payload) -> Files:
+    """The payload as the files to write."""
+    files: dict[str, Content] = {}
+    for name, content in payload.items():
+        assert "/" not in name, f"a checkpoint is flat, '{name}' is not a plain file name"
+        if name.endswith(".safetensors"):
+            assert isinstance(content, Mapping), f"{name} takes a mapping of tensors"
+            files |= in_shards(name, content)
+            continue
+        if name.endswith(".json") and not isinstance(content, bytes):
+            content = json.dumps(content, indent=1).encode()
+        assert isinstance(content, bytes), f"{name} takes bytes"
+        files[name] = content
+    return files
 
 
-def _shards(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    shard: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in tensors.items():
-        if shard and size + tensor.nbytes > SHARD_BYTES:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = tensor
-        size += tensor.nbytes
-    yield shard
+def _synced_and_hashed(folder: Path, known: Container[str]) -> list[WrittenFile]:
+    """The files that something else wrote."""
+    files = [file for file in sorted(folder.iterdir()) if file.name not in known]
+    for file in files:
+        _sync(file)
+    with hashing_threads() as pool:
+        return [digest_file(file, pool) for file in files]
 
 
-def _manifest(folder: Path, step: int, metrics: Mapping[str, float], run_id: str | None) -> dict[str, Any]:
-    files = {file.name: {"size": file.stat().st_size, "sha256": _sha256(file)} for file in sorted(folder.iterdir())}
+def _manifest(
+    written: Iterable[WrittenFile], step: int, metrics: Mapping[str, float], run_id: str | None
+) -> dict[str, Any]:
+    files = {file.name: file.entry() for file in sorted(written, key=lambda file: file.name)}
     body: dict[str, Any] = {"step": step, "metrics": dict(metrics), "files": files}
     if run_id is not None:
         body["run"] = run_id
@@ -253,11 +302,6 @@ def _read_manifest(path: Path) -> dict[str, Any] | None:
 
 def _body_sha256(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _sync(path: Path) -> None:

@@ -1,15 +1,16 @@
-"""PPO's critic: a value model of its own, with its own optimizer, trained beside the policy.
+"""PPO's critic: a separate value model with its own optimizer, trained beside the policy.
 
-    before the first update on a batch   V_old of every trained token, without gradient; GAE makes advantages, returns
+    before the first update on a batch   V_old of every trained token, without gradient; GAE computes advantages and
+                                         returns from it
     after each update of the policy      one update on the same minibatch, by the clipped value loss
-    `pretrain_steps`                     so many steps train the critic alone: advantages of a head that knows nothing
-                                         teach the policy noise
+    `pretrain_steps`                     the number of steps that train only the critic, because the advantages of an
+                                         untrained critic are noise
 
-V of a token is the scalar at the token before it: what the prefix promises, before the token is drawn. Tokens weigh and
-divide as in the policy's loss, so that neither packing nor micro-batches change it.
+V of a token is the scalar at the token before it: the expected return of the prefix, before the token is sampled. Token
+weights and the denominator are those of the policy's loss. The result does not depend on packing or micro-batches.
 
-It is not the policy's trunk with a second head: sharing one would save a model and its optimizer, but then the value
-loss moves what the engine draws with, and the two gradients need a weight against each other.
+The critic is not a second head on the policy. A shared trunk would save a model and its optimizer. But the value loss
+would then change the weights that the engine samples with, and the two gradients would need relative weights.
 
 N trained tokens of a micro-batch.
 """
@@ -31,13 +32,14 @@ from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.records import MicroBatch
 from octetrl.trainer.metric_means import MetricMeans
-from octetrl.trainer.prepared import PreparedMicroBatch, token_rewards
+from octetrl.trainer.peers import ALONE, Peers
+from octetrl.trainer.prepared import PreparedMicroBatch, gathered_rewards
 from octetrl.trainer.scalar_trainer import ScalarPart, ScalarState, ScalarTrainer
 from octetrl.trainer.schedule import learning_rate
 
 
 class Critic:
-    """Owned by the trainer. Micro-batches come on the device."""
+    """The value model with its optimizer, owned by the trainer. Micro-batches must be on the device."""
 
     def __init__(
         self,
@@ -47,10 +49,11 @@ class Critic:
         *,
         total_steps: int,
         seed: int = 0,
+        peers: Peers = ALONE,
     ) -> None:
         self.config, self.total_steps = config, total_steps
-        self.pretrain_steps = config.pretrain_steps  # from policy versions below it, the critic alone learns
-        self.scalar_trainer = ScalarTrainer(model, trainer, config.optimizer, seed=seed)
+        self.pretrain_steps = config.pretrain_steps  # below this policy version only the critic is trained
+        self.scalar_trainer = ScalarTrainer(model, trainer, config.optimizer, seed=seed, peers=peers)
 
     @property
     def weights_are_whole(self) -> bool:
@@ -58,12 +61,12 @@ class Critic:
         return self.scalar_trainer.weights_are_whole
 
     def finish(self) -> None:
-        """The updates on a batch are done."""
+        """Mark the updates on a batch as complete."""
         self.scalar_trainer.weights_are_whole = True
 
     @torch.no_grad()
     def values(self, micro_batch: MicroBatch) -> Tensor:
-        """V of each trained token, float32 [N]. NonFiniteError names the sample and position of one that is not."""
+        """V of each trained token, float32 [N]. NonFiniteError names the sample and position of a non-finite value."""
         values_N = self.scalar_trainer.scalars(micro_batch, micro_batch.predictor_N)
         _refuse_non_finite(values_N, micro_batch)
         return values_N
@@ -71,15 +74,25 @@ class Critic:
     def prepare(
         self, prepared: Sequence[PreparedMicroBatch], returns: Callable[[TokenRewards], Tensor], kl_scale: float = 1.0
     ) -> dict[str, float]:
-        """Values and returns of these micro-batches, all of one `train` call, before any update and before advantages
-        take the rewards' place; and how good the values were."""
-        for one in prepared:
-            one.values_N = self.values(one.micro_batch)
-        rewards = replace(token_rewards(prepared), kl_scale=kl_scale)
+        """Fill in values and returns of this worker's micro-batches of one `train` call; returns metrics of the values.
+
+        Call it before any update, and before advantages replace the rewards. Raises NonFiniteError on all workers.
+        """
+        peers = self.scalar_trainer.peers
+        error = None
+        try:
+            for one in prepared:
+                one.values_N = self.values(one.micro_batch)
+        except NonFiniteError as found:
+            error = str(found)
+        if error := peers.agree(error, "values"):
+            raise NonFiniteError(error)
+        rewards, own = gathered_rewards(prepared, peers)
+        rewards = replace(rewards, kl_scale=kl_scale)
         assert rewards.values_N is not None
         returns_N = returns(rewards)
         counts = [one.micro_batch.targets_N.numel() for one in prepared]
-        for one, part_N in zip(prepared, returns_N.split(counts), strict=True):
+        for one, part_N in zip(prepared, returns_N[own].split(counts), strict=True):
             one.returns_N = part_N
         explained = explained_variance(rewards.values_N, returns_N)
         return {} if explained is None else {"value/explained_variance": explained}
@@ -87,7 +100,10 @@ class Critic:
     def update(
         self, minibatch: Sequence[PreparedMicroBatch], denominator: float, policy_version: int, means: MetricMeans
     ) -> dict[str, float]:
-        """One optimizer step; returns its loss, gradient norm and rate, and adds the metrics of tokens to `means`."""
+        """Run one optimizer step; returns its loss, gradient norm and learning rate.
+
+        The metrics of the tokens are added to `means`. NonFiniteError: nothing was updated.
+        """
         parts = [self._part(one) for one in minibatch]
         lr = learning_rate(policy_version, self.config.optimizer, self.total_steps)
         found = self.scalar_trainer.update(parts, denominator, lr, means)
@@ -108,8 +124,10 @@ class Critic:
 
 
 def explained_variance(values_N: Tensor, returns_N: Tensor) -> float | None:
-    """1 - Var(R - V) / Var(R): 1 for a critic that knows all, 0 for a constant, below 0 for worse than that. None where
-    all returns are equal."""
+    """1 - Var(R - V) / Var(R), from float32 [N] tensors; None if all returns are equal.
+
+    It is 1 for a perfect critic, 0 for a constant one, and negative for one that is worse than a constant.
+    """
     if not tensor_differs(returns_N):
         return None
     variance = returns_N.double().var(unbiased=False)
@@ -117,7 +135,7 @@ def explained_variance(values_N: Tensor, returns_N: Tensor) -> float | None:
 
 
 def _refuse_non_finite(values_N: Tensor, micro_batch: MicroBatch) -> None:
-    """NonFiniteError naming the first value that is not finite, by sample and position."""
+    """Raise NonFiniteError if a value is not finite. It names the sample and position of the first one."""
     finite_N = values_N.isfinite()
     if bool(finite_N.all()):
         return
@@ -125,5 +143,5 @@ def _refuse_non_finite(values_N: Tensor, micro_batch: MicroBatch) -> None:
     raise NonFiniteError(
         f"the value of sample {int(micro_batch.sample_N[first])} of the batch at position"
         f" {int(micro_batch.target_positions_N[first])} is {float(values_N[first])} ({int((~finite_N).sum())} such in"
-        f" its micro-batch); nothing was stepped"
+        f" its micro-batch); nothing was updated"
     )

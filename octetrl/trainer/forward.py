@@ -1,9 +1,10 @@
 """The trainer's forward passes: hidden states and log-probs of a micro-batch, by the policy or its reference.
 
-The policy sees K and V as the rollout's cache did (`KVReplay`), and their amax is collected on the way if it is asked
-for (docs/fp8.md, sections 5 and 6). Tokens whose activations are not finite are counted in all forwards of a call.
+The policy sees what its blocks cache, such as K and V, as the rollout's cache did (`KVReplay`). Its amax is collected
+along the way if asked for (docs/fp8.md, sections 5 and 6). All forwards of a call count the tokens whose activations
+are not finite.
 
-T tokens and N trained tokens of a micro-batch, L layers, K KV heads, E hidden size.
+T tokens and N trained tokens of a micro-batch, L layers, S scales of a layer's cache, E hidden size.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from octetrl.config.schema import TrainerConfig
 from octetrl.kernels.quantize.count_poisoned import count_poisoned
 from octetrl.layers.context import KVMode, PackedContext
+from octetrl.layers.router_record import RouterRecord
 from octetrl.models.decoder import Decoder
 from octetrl.records import MicroBatch
 from octetrl.trainer.activation_checkpoint import layer_runner
@@ -25,16 +27,18 @@ NEVER_OBSERVED = -1.0  # below any amax
 
 @dataclass(frozen=True, slots=True)
 class KVReplay:
-    """The cache that the samples were drawn with. Scales are float32 [L, K], for "calibrated" only."""
+    """The cache with which the samples were drawn. Scales are float32 [L, S], for "calibrated" only."""
 
     kv_mode: KVMode = "none"
-    k_scale_LK: Tensor | None = None
-    v_scale_LK: Tensor | None = None
+    kv_scale_LS: Tensor | None = None
 
 
 class Forward:
-    """Of one model. `is_trained` false: no activations are kept for a backward. `poisoned`, an int64 scalar on the
-    device, counts the tokens whose activations are not finite."""
+    """The forward passes of one model.
+
+    `is_trained` false: no activations are kept for a backward. `poisoned`: an int64 scalar on the device, to which
+    passes add the number of tokens with non-finite activations.
+    """
 
     def __init__(
         self, model: Decoder, config: TrainerConfig, temperature: float, poisoned: Tensor, *, is_trained: bool = True
@@ -46,36 +50,52 @@ class Forward:
         self._poisoned = poisoned
 
     def unobserved_amax(self) -> Tensor:
-        """float32 [2, L, K] for `hidden` to raise: max|K| and max|V| of heads that no token has met yet."""
-        shape = (2, self.model.spec.num_layers, self.model.spec.num_kv_heads)
-        return torch.full(shape, NEVER_OBSERVED, dtype=torch.float32, device=self.model.lm_head_weight.device)
+        """A new amax for `hidden` to raise, float32 [L, S]: NEVER_OBSERVED, or 0 beyond a layer's scales."""
+        spec = self.model.spec
+        amax_LS = torch.zeros(spec.num_layers, spec.num_cache_scales, dtype=torch.float32)
+        for layer in range(spec.num_layers):
+            amax_LS[layer, : sum(tensor.num_scales for tensor in spec.cached(layer))] = NEVER_OBSERVED
+        return amax_LS.to(self.model.lm_head_weight.device)
 
-    def hidden(self, micro_batch: MicroBatch, kv: KVReplay, kv_amax_2LK: Tensor | None = None) -> Tensor:
-        """Hidden states [T, E] behind the last norm; raises `kv_amax_2LK` in place."""
+    def hidden(
+        self,
+        micro_batch: MicroBatch,
+        kv: KVReplay,
+        kv_amax_LS: Tensor | None = None,
+        routers: RouterRecord | None = None,
+    ) -> Tensor:
+        """Hidden states [T, E] after the last norm. Raises `kv_amax_LS` in place and fills in `routers` if given."""
         context = PackedContext(
             cu_seqlens_B1=micro_batch.cu_seqlens_B1,
             max_seqlen=micro_batch.max_seqlen,
             kv_mode=kv.kv_mode,
-            k_scale_LK=kv.k_scale_LK,
-            v_scale_LK=kv.v_scale_LK,
-            kv_amax_2LK=kv_amax_2LK,
+            kv_scale_LS=kv.kv_scale_LS,
+            kv_amax_LS=kv_amax_LS,
+            routers=routers,
         )
         hidden_TE: Tensor = self.model(micro_batch.token_ids_T, micro_batch.positions_T, context, self._run_layer)
         count_poisoned(hidden_TE.detach(), self._poisoned)
         return hidden_TE
 
-    def predictors(self, micro_batch: MicroBatch, kv: KVReplay, kv_amax_2LK: Tensor | None = None) -> Tensor:
-        """Hidden states [N, E] that the trained tokens are predicted from."""
-        return self.hidden(micro_batch, kv, kv_amax_2LK).index_select(0, micro_batch.predictor_N)
+    def predictors(
+        self,
+        micro_batch: MicroBatch,
+        kv: KVReplay,
+        kv_amax_LS: Tensor | None = None,
+        routers: RouterRecord | None = None,
+    ) -> Tensor:
+        """Hidden states [N, E] from which the trained tokens are predicted."""
+        return self.hidden(micro_batch, kv, kv_amax_LS, routers).index_select(0, micro_batch.predictor_N)
 
     def logprobs_of(self, hidden_NE: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of the trained tokens, float32 [N]."""
         return self.model.logprobs(hidden_NE, micro_batch.targets_N, self._temperature, self._chunk)
 
     def logprobs(
-        self, micro_batch: MicroBatch, kv: KVReplay, kv_amax_2LK: Tensor | None = None
+        self, micro_batch: MicroBatch, kv: KVReplay, kv_amax_LS: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        return self.logprobs_of(self.predictors(micro_batch, kv, kv_amax_2LK), micro_batch)
+        """Log-prob and entropy of the trained tokens, float32 [N], from a whole pass."""
+        return self.logprobs_of(self.predictors(micro_batch, kv, kv_amax_LS), micro_batch)
 
     def logprobs_at(self, hidden_NE: Tensor, ids_NK: Tensor) -> Tensor:
         """Log-probs of given tokens, float32 [N, K], differentiable."""

@@ -1,23 +1,24 @@
-"""AdamW over float32 gradients, whatever the weights are.
+"""AdamW over float32 gradient sums, for weights of any dtype.
 
-- **Gradients** are summed over micro-batches in float32: as autograd finishes a parameter's gradient, a hook adds it to
-  a float32 buffer and frees it. BF16 sums would lose small contributions, and depend on how samples were packed.
-- **Master weights**: `float32` keeps a float32 copy of each BF16 weight, updates that and rounds it to nearest into the
-  weight; `stochastic_rounding` has no copy: the weight is widened, updated and rounded by chance (4 bytes a parameter
-  less). A float32 weight is its own master.
-- **Moments** are float32, bfloat16 or 8bit (optimizer_states.py), on the device or in the host's memory (`offload`,
-  optimizer_offload.py; on a CPU they are there anyway).
-- **Weight decay** falls on linears: not on vectors (norms, biases), not on the embedding, tied or not;
-  `weight_decay_on` adds the embedding, or everything.
+- **Gradients** are summed over micro-batches in float32 (gradients.py).
+- **Master weights**: `float32` keeps a float32 copy of each BF16 weight, updates the copy and rounds it to nearest into
+  the weight. `stochastic_rounding` keeps no copy, which saves 4 bytes a parameter: the weight is widened to float32,
+  updated and rounded stochastically. A float32 weight is its own master.
+- **Moments** are float32, bfloat16 or 8bit (optimizer_states.py). They are on the device, or with `offload` in the
+  host's memory (optimizer_offload.py). On a CPU `offload` changes nothing.
+- **Weight decay** applies to linears. `weight_decay_on` adds the embedding, or everything. By default vectors (norms,
+  biases) and the embedding, tied or not, do not decay.
+- **Shards**: one of several workers updates only the rows that it owns (shards.py). With the same clip factor, all
+  workers together compute the bits that one worker would.
 
-On a GPU, and on a CPU for narrow moments, the update is adamw.py, one pass a parameter. On a CPU with float32
-moments it is torch's own fused AdamW, bucket by bucket so that temporaries stay small. Weights change in place: the
-engine reads the same tensors.
+The update is kernels/optimizer/adamw.py, one pass a parameter, on a GPU, and on a CPU if the moments are narrow. On a
+CPU with float32 moments it is torch's own fused AdamW, in buckets that keep temporaries small. Weights change in place:
+the engine reads the same tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,8 +30,7 @@ from torch.optim.adamw import adamw as torch_adamw
 from octetrl.config.errors import UserError
 from octetrl.config.schema import OptimizerConfig
 from octetrl.kernels.optimizer.adamw import AdamScalars, Moment, adamw
-from octetrl.kernels.optimizer.add_gradient import add_gradient
-from octetrl.kernels.parts import part
+from octetrl.trainer.gradients import gradient_sums
 from octetrl.trainer.optimizer_offload import OffloadStream, Piece, pieces_of
 from octetrl.trainer.optimizer_states import (
     HostMemory,
@@ -40,6 +40,8 @@ from octetrl.trainer.optimizer_states import (
     named_tensors,
     zero_moment,
 )
+from octetrl.trainer.peers import ALONE, Peers
+from octetrl.trainer.shards import Rows, cut_rows
 from octetrl.trainer.stochastic_rounding import chance_key, round_stochastically
 
 BUCKET_ELEMENTS = 1 << 26
@@ -47,96 +49,114 @@ BUCKET_ELEMENTS = 1 << 26
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One parameter with what belongs to it. Gradient and master are float32."""
+    """The owned rows of one parameter with what belongs to them. Gradient and master are float32."""
 
     name: str
-    parameter: nn.Parameter
+    parameter: nn.Parameter  # whole
+    rows: Rows  # the owned ones
+    weight: Tensor  # these rows: a view of the parameter, or their only copy
+    first: int  # number of their first element in the whole parameter
     gradient: Tensor
     exp_avg: Moment
     exp_avg_sq: Moment
-    master: Tensor | None  # the parameter itself if it is float32; None: rounded by chance
+    master: Tensor | None  # the weight itself if it is float32; None: the weight is rounded stochastically
     decays: bool
 
     @property
     def has_own_master(self) -> bool:
-        return self.master is not None and self.master.data_ptr() != self.parameter.data_ptr()
+        return self.master is not None and self.master.data_ptr() != self.weight.data_ptr()
 
 
 class Optimizer:
-    """Build it after the weights are loaded: the masters are copied from them."""
+    """Updates the rows that this worker owns. Build it after the weights are loaded: the masters are copied from them.
+
+    `rows[name]`: the rows of each worker. The weights of the parameters `copied` are copies of the owned rows, so that
+    their whole tensors may be freed (trainer/shared_weights.py).
+    """
 
     def __init__(
-        self, named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, *, seed: int = 0
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        config: OptimizerConfig,
+        *,
+        seed: int = 0,
+        peers: Peers = ALONE,
+        copied: Collection[str] = (),
     ) -> None:
         self.config, self.seed, self.step_count = config, seed, 0
-        named = list(named_parameters)
-        self._device = named[0][1].device if named else torch.device("cpu")
-        self._host = self._host_memory(named) if config.offload and self._device.type == "cuda" else None
-        self.slots = tuple(self._slot(name, parameter) for name, parameter in named)
+        self.parameters, self._peers = dict(named_parameters), peers
+        named, share = self.parameters, peers.share
+        table = cut_rows([one.shape for one in named.values()], share.count)
+        self.rows = dict(zip(named, table, strict=True))
+        self._device = next(iter(named.values())).device if named else torch.device("cpu")
+        self.gradients = gradient_sums(named, table, peers)
+        owned = [(name, rows[share.rank]) for name, rows in self.rows.items()]
+        owned = [(name, own) for name, own in owned if own.stop > own.start]
+        on_host = config.offload and self._device.type == "cuda"
+        self._host = self._host_memory([own.of(named[name]) for name, own in owned]) if on_host else None
+        self.slots = tuple(self._slot(name, own, is_copy=name in copied) for name, own in owned)
         self._buckets = tuple(_buckets(self.slots))
-        self._gradients = [slot.gradient for slot in self.slots]
-        self._clip: Tensor | None = None  # what the next step multiplies gradients by; None: nothing
+        self._clip: Tensor | None = None  # the next step multiplies gradients by it; None: by 1
         self._pieces = [piece for slot in self.slots for piece in _pieces(slot)] if self._host is not None else []
         self._stream = OffloadStream(self._pieces, self._device) if self._pieces else None
 
-    def _host_memory(self, named: Iterable[tuple[str, nn.Parameter]]) -> HostMemory:
+    def _host_memory(self, weights: Iterable[Tensor]) -> HostMemory:
         num_bytes = 0
-        for _, parameter in named:
-            moment = meta_moment(parameter, self.config.states)
+        for weight in weights:
+            moment = meta_moment(weight, self.config.states)
             num_bytes += 2 * sum(aligned(tensor.nbytes) for tensor in moment if tensor is not None)
-            if parameter.dtype != torch.float32 and self.config.master == "float32":
-                num_bytes += aligned(4 * parameter.numel())
+            if weight.dtype != torch.float32 and self.config.master == "float32":
+                num_bytes += aligned(4 * weight.numel())
         return HostMemory(num_bytes, self._device)
 
-    def _slot(self, name: str, parameter: nn.Parameter) -> Slot:
-        gradient = torch.zeros_like(parameter, dtype=torch.float32)
-
-        def accumulate(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            with part("gradients"):
-                add_gradient(gradient, parameter.grad)
-            parameter.grad = None
-
-        parameter.register_post_accumulate_grad_hook(accumulate)
+    def _slot(self, name: str, own: Rows, *, is_copy: bool) -> Slot:
+        parameter = self.parameters[name]
+        weight = own.of(parameter.detach())
+        weight = weight.clone() if is_copy else weight
         return Slot(
             name,
             parameter,
-            gradient,
-            exp_avg=zero_moment(parameter, self.config.states, self._host),
-            exp_avg_sq=zero_moment(parameter, self.config.states, self._host),
-            master=self._master(parameter),
+            own,
+            weight,
+            own.start * (parameter[0].numel() if parameter.dim() else 1),
+            self.gradients.owned[name],
+            exp_avg=zero_moment(weight, self.config.states, self._host),
+            exp_avg_sq=zero_moment(weight, self.config.states, self._host),
+            master=self._master(weight),
             decays=_decays(name, parameter, self.config.weight_decay_on),
         )
 
-    def _master(self, parameter: nn.Parameter) -> Tensor | None:
-        if parameter.dtype == torch.float32:
-            return parameter.detach()
+    def _master(self, weight: Tensor) -> Tensor | None:
+        if weight.dtype == torch.float32:
+            return weight
         if self.config.master != "float32":
             return None
         if self._host is None:
-            return parameter.detach().float()
-        return self._host.take(torch.empty_like(parameter, dtype=torch.float32, device="meta")).copy_(
-            parameter.detach()
-        )
+            return weight.float()
+        return self._host.take(torch.empty_like(weight, dtype=torch.float32, device="meta")).copy_(weight)
 
     def zero_grad(self) -> None:
-        torch._foreach_zero_(self._gradients)
+        """Begin the gradient sums of a step."""
+        self.gradients.zero()
 
     @torch.no_grad()
     def clip_gradients(self) -> Tensor:
-        """Has the next step scale all gradients so that their global norm is at most `max_grad_norm`; returns the norm
-        as it is, float32 on the device. A norm that is not finite must not be stepped with: the caller looks."""
-        norm = get_total_norm(self._gradients)
+        """Make the next step scale all gradients so that their global norm is at most `max_grad_norm`.
+
+        Returns the norm before scaling, a float32 scalar on the device. It is that of all workers' rows, after their
+        sums. The caller must check it: a step with a norm that is not finite destroys the weights.
+        """
+        self.gradients.finish()
+        norm = get_total_norm([slot.gradient for slot in self.slots])
+        if self._peers.share.count > 1:
+            square = norm.double().square().reshape(1).to(self._device)
+            norm = self._peers.sum(square, "gradient norm")[0].sqrt().float()
         self._clip = (self.config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm
 
-    def non_finite_gradients(self) -> list[str]:
-        """Names of the parameters whose gradient is not finite; one host read each, for the failing path."""
-        return [slot.name for slot in self.slots if not slot.gradient.isfinite().all()]
-
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """One update of every parameter, in place. The gradients are used up."""
+        """Update every owned row in place, with learning rate `lr`. The gradient sums are not valid afterwards."""
         if self._device.type == "cpu" and self.config.states == "float32":
             self._step_by_torch(lr)
         else:
@@ -152,7 +172,7 @@ class Optimizer:
         else:
             for slot in self.slots:
                 adamw(
-                    slot.parameter.detach(),
+                    slot.weight,
                     slot.master if slot.has_own_master else None,
                     slot.gradient,
                     slot.exp_avg,
@@ -160,8 +180,10 @@ class Optimizer:
                     clip,
                     self._scalars(lr, slot.decays),
                     key=self._key(slot.name),
+                    first=slot.first,
                 )
-        torch.autograd.graph.increment_version([slot.parameter for slot in self.slots])  # a kernel's write is not seen
+        # Autograd does not notice a kernel's write.
+        torch.autograd.graph.increment_version([slot.parameter for slot in self.slots])
 
     def _scalars(self, lr: float, decays: bool) -> AdamScalars:
         decay = self.config.weight_decay if decays else 0.0
@@ -171,10 +193,10 @@ class Optimizer:
         return chance_key(seed=self.seed, step=self.step_count, name=name)
 
     def _step_by_torch(self, lr: float) -> None:
-        if self._clip is not None:
-            torch._foreach_mul_(self._gradients, self._clip)
+        if self._clip is not None and self.slots:  # a worker may own no rows
+            torch._foreach_mul_([slot.gradient for slot in self.slots], self._clip)
         for bucket in self._buckets:
-            masters = [slot.parameter.detach().float() if slot.master is None else slot.master for slot in bucket]
+            masters = [slot.weight.float() if slot.master is None else slot.master for slot in bucket]
             steps_done = torch.full((len(bucket),), float(self.step_count), device=masters[0].device)
             torch_adamw(
                 masters,
@@ -194,12 +216,13 @@ class Optimizer:
             )
             for slot, master in zip(bucket, masters, strict=True):
                 if slot.master is None:
-                    master = round_stochastically(master, seed=self.seed, step=self.step_count, name=slot.name)
-                if slot.master is None or slot.has_own_master:
-                    slot.parameter.copy_(master)
+                    key = self._key(slot.name)
+                    slot.weight.copy_(round_stochastically(master, key=key, first=slot.first))
+                elif slot.has_own_master:
+                    slot.weight.copy_(master)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Everything the next step depends on, less the weights themselves; live tensors, not copies."""
+        """All that the next step depends on, for the owned rows, except the weights. Live tensors, not copies."""
         if self._stream is not None:
             torch.cuda.synchronize(self._device)
         tensors = {"step_count": torch.tensor(self.step_count, dtype=torch.int64)}
@@ -212,7 +235,7 @@ class Optimizer:
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of `state_tensors`, in place. UserError when the tensors are not this optimizer's."""
+        """Restore what `state_tensors` returned, in place. UserError if the tensors are not this optimizer's."""
         check_format(tensors, self.config.states)
         own = self.state_tensors()
         copy_all(own, tensors, what="optimizer state")
@@ -221,7 +244,10 @@ class Optimizer:
 
 @torch.no_grad()
 def copy_all(own: Mapping[str, Tensor], given: Mapping[str, Tensor], *, what: str) -> None:
-    """Copies each tensor of `given` into its namesake, bit for bit; or changes nothing and raises UserError."""
+    """Copy each tensor of `given` into the tensor of that name in `own`, bit for bit.
+
+    UserError if names, shapes or dtypes differ; nothing is changed then. `what` is named in the message.
+    """
     wrong = [f"'{name}' is missing" for name in own if name not in given]
     wrong += [f"'{name}' is not known" for name in given if name not in own]
     for name in own.keys() & given.keys():
@@ -244,12 +270,12 @@ def _decays(name: str, parameter: Tensor, where: Literal["linears", "matrices", 
 
 def _pieces(slot: Slot) -> Iterator[Piece]:
     master = slot.master if slot.has_own_master else None
-    weight = slot.parameter.detach()
-    return pieces_of(slot.name, weight, slot.gradient, slot.exp_avg, slot.exp_avg_sq, master, slot.decays)
+    moments = slot.exp_avg, slot.exp_avg_sq
+    return pieces_of(slot.name, slot.weight, slot.gradient, *moments, master, slot.decays, first=slot.first)
 
 
 def _buckets(slots: Iterable[Slot]) -> Iterator[tuple[Slot, ...]]:
-    """Slots of one decay together, at most BUCKET_ELEMENTS a bucket (a larger tensor is alone)."""
+    """Buckets of slots with equal decay, at most BUCKET_ELEMENTS each. A larger tensor has its own bucket."""
     for decays in (True, False):
         bucket: list[Slot] = []
         elements = 0

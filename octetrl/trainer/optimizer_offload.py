@@ -1,17 +1,17 @@
-"""AdamW on the GPU over states that lie in the host's memory.
+"""AdamW on the GPU with states in the host's memory.
 
-Parameters are taken in pieces of at most PIECE_ELEMENTS, each one going through three streams: its states come in while
-the piece before is updated and the one before that goes out. Two sets of buffers on the device, used in turn:
+Parameters are processed in pieces of at most PIECE_ELEMENTS. The states of a piece are copied to the device while the
+piece before is updated and the one before that is copied back. Two sets of buffers on the device alternate:
 
-    incoming   states of piece i, host to device        waits until piece i - 2 has gone out of the same buffers
+    incoming   states of piece i, host to device        waits until piece i - 2 has left the same buffers
     current    update of piece i
     outgoing   states of piece i, device to host
 
-Each state crosses the bus once in each direction: s bytes a parameter both ways, where s is 8, 4 or 2 for the moments
-as float32, BF16 or 8-bit, and 4 more with a float32 master. At 50 GB/s each way, of 8 billion parameters: 98 GB and 2 s
-a step with float32 and a master, 16 GB and 0.33 s with 8-bit and stochastic rounding. On the device it takes two pieces
-of s bytes an element. The numbers are those of states on the device, to the bit: the same kernel runs on the same
-values, and random bits go by the element's number in its tensor.
+Each state crosses the bus once in each direction: s bytes a parameter each way. s is 8, 4 or 2 for moments in float32,
+BF16 or 8 bits, plus 4 for a float32 master. At 50 GB/s each way and 8 billion parameters, that is 98 GB and 2 s a step
+for float32 with a master, and 16 GB and 0.33 s for 8 bits with stochastic rounding. The device holds two pieces of s
+bytes an element. The bits equal those of states on the device: the same kernel runs on the same values, and random bits
+depend on an element's number in its tensor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Piece:
 
     weight: Tensor
     gradient: Tensor
-    states: tuple[Tensor, ...]  # exp_avg, exp_avg_sq, then their exponents, then the master, as far as there are such
+    states: tuple[Tensor, ...]  # exp_avg, exp_avg_sq, then their exponents and the master, if they exist
     has_exponents: bool
     has_master: bool
     name: str
@@ -58,12 +58,16 @@ def pieces_of(
     master: Tensor | None,
     decays: bool,
     elements: int | None = None,
+    first: int = 0,
 ) -> Iterator[Piece]:
-    """One parameter in pieces of at most `elements`, a multiple of STATE_BLOCK."""
+    """Cut one parameter into pieces of at most `elements` elements, a multiple of STATE_BLOCK.
+
+    `first`: number of the first element of `weight` in the whole parameter.
+    """
     elements = elements or PIECE_ELEMENTS
     assert elements % STATE_BLOCK == 0, f"pieces of {elements} elements cut a block of states"
-    for first in range(0, weight.numel(), elements):
-        piece, blocks = slice(first, first + elements), slice(first // STATE_BLOCK, (first + elements) // STATE_BLOCK)
+    for start in range(0, weight.numel(), elements):
+        piece, blocks = slice(start, start + elements), slice(start // STATE_BLOCK, (start + elements) // STATE_BLOCK)
         states = [exp_avg.values.view(-1)[piece], exp_avg_sq.values.view(-1)[piece]]
         states += [moment.exponents[blocks] for moment in (exp_avg, exp_avg_sq) if moment.exponents is not None]
         if master is not None:
@@ -75,13 +79,13 @@ def pieces_of(
             states=tuple(states),
             has_exponents=exp_avg.exponents is not None,
             has_master=master is not None,
-            first=first,
+            first=first + start,
             decays=decays,
         )
 
 
 def update_piece(piece: Piece, states: Sequence[Tensor], clip: Tensor, scalars: AdamScalars, key: int) -> None:
-    """The update with `states` in the place of the piece's own."""
+    """Update the piece, with `states` in place of its own states."""
     exponents = states[2:4] if piece.has_exponents else (None, None)
     master = states[-1] if piece.has_master else None
     moments = Moment(states[0], exponents[0]), Moment(states[1], exponents[1])
@@ -89,7 +93,7 @@ def update_piece(piece: Piece, states: Sequence[Tensor], clip: Tensor, scalars: 
 
 
 class OffloadStream:
-    """Two streams and two sets of buffers, for pieces whose states are of the same kinds."""
+    """Two streams and two sets of buffers for pieces with the same kinds of states."""
 
     def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
         self._incoming, self._outgoing = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -104,7 +108,10 @@ class OffloadStream:
         return _Buffers(states, *(torch.cuda.Event() for _ in range(3)))
 
     def step(self, pieces: Sequence[Piece], clip: Tensor, scalars: Sequence[AdamScalars], keys: Sequence[int]) -> None:
-        """Updates every piece. Work given to the current stream afterwards finds the states back in the host."""
+        """Update every piece. Later work on the current stream finds the new states in the host's memory.
+
+        `clip`: float32 scalar on the device. `scalars` and `keys`: one per piece.
+        """
         current = torch.cuda.current_stream(self._device)
         self._incoming.wait_stream(current)
         self._outgoing.wait_stream(current)

@@ -1,12 +1,12 @@
-"""The moments of AdamW in the format that `trainer.optimizer.states` names, and where they live.
+"""AdamW's moments in the format of `trainer.optimizer.states`, and the memory that holds them.
 
     float32    8 bytes a parameter        bfloat16   4        8bit   2 + 2 / 128, codes and block exponents
 
-What the formats mean is told in adamw.py. With `offload` moments and masters lie in the host's memory, in one
-block that is locked there, so that a GPU can read and write it while it computes (trainer/optimizer_offload.py).
+kernels/optimizer/adamw.py defines the formats. With `offload` moments and masters are in one pinned block of the host's
+memory, so that the GPU can copy them while it computes (trainer/optimizer_offload.py).
 
-In a checkpoint they are `exp_avg/<parameter>`, `exp_avg_sq/<parameter>` in the parameter's shape, and for 8bit
-`exp_avg_exponents/<parameter>` and `exp_avg_sq_exponents/<parameter>` beside them.
+In a checkpoint their names are `exp_avg/<parameter>` and `exp_avg_sq/<parameter>`, in the parameter's shape, and for
+8bit also `exp_avg_exponents/<parameter>` and `exp_avg_sq_exponents/<parameter>`.
 """
 
 from __future__ import annotations
@@ -24,17 +24,25 @@ from octetrl.kernels.optimizer.adamw import STATE_BLOCK, Moment
 StateFormat = Literal["float32", "bfloat16", "8bit"]
 
 DTYPES: dict[StateFormat, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
-ALIGNMENT = 256  # bytes, of each tensor in the host's block
+ALIGNMENT = 256  # bytes: each tensor in the host's block starts at a multiple
 
 
 class HostMemory:
-    """One block of host memory, locked as long as this object lives; tensors are cut from it, and may outlive it.
+    """One block of host memory, pinned as long as this object exists. Tensors cut from it may outlive it.
 
-    torch's own pinned allocator rounds each request up to a power of two, which would waste up to half of it.
+    torch's own pinned allocator rounds each request up to a power of two, which would waste up to half of the memory.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self._bytes = torch.zeros(num_bytes, dtype=torch.uint8)
+    def __init__(
+        self,
+        num_bytes: int,
+        device: torch.device,
+        *,
+        setting: str = "trainer.optimizer.offload",
+        remedy: str = "set it to false, or use trainer.optimizer.states=8bit",
+    ) -> None:
+        """UserError, about `setting` and with `remedy`: the memory cannot be pinned."""
+        self._bytes = torch.empty(num_bytes, dtype=torch.uint8).zero_()  # all pages, by several threads
         self._used = 0
         if device.type == "cuda" and num_bytes:
             runtime = torch.cuda.cudart()
@@ -43,8 +51,8 @@ class HostMemory:
                 error = int(runtime.cudaHostRegister(address, num_bytes, 0))
             if error:
                 raise UserError(
-                    f"trainer.optimizer.offload: {num_bytes / 2**30:.1f} GiB of host memory can't be locked"
-                    f" (CUDA error {error}); set it to false, or use trainer.optimizer.states=8bit"
+                    f"{setting}: {num_bytes / 2**30:.1f} GiB of host memory cannot be pinned (CUDA error {error});"
+                    f" {remedy}"
                 )
             weakref.finalize(self, _unlock, self._bytes).atexit = False
 
@@ -60,11 +68,12 @@ def _unlock(block: Tensor) -> None:
 
 
 def aligned(num_bytes: int) -> int:
+    """`num_bytes` rounded up to a multiple of ALIGNMENT."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def meta_moment(parameter: Tensor, states: StateFormat) -> Moment:
-    """Shapes and dtypes of one moment, without memory."""
+    """One moment on the meta device: shapes and dtypes without memory."""
     values = torch.empty(parameter.shape, dtype=DTYPES[states], device="meta")
     if states != "8bit":
         return Moment(values)
@@ -72,7 +81,7 @@ def meta_moment(parameter: Tensor, states: StateFormat) -> Moment:
 
 
 def zero_moment(parameter: Tensor, states: StateFormat, host: HostMemory | None) -> Moment:
-    """A moment of zeros: in `host`, or beside the parameter."""
+    """A moment of zeros: in `host`, or if that is None on the parameter's device."""
 
     def zeros(like: Tensor) -> Tensor:
         return torch.zeros_like(like, device=parameter.device) if host is None else host.take(like)
@@ -84,14 +93,14 @@ def zero_moment(parameter: Tensor, states: StateFormat, host: HostMemory | None)
 
 
 def named_tensors(kind: str, parameter_name: str, moment: Moment) -> Iterator[tuple[str, Tensor]]:
-    """What a checkpoint holds of one moment; `kind`: exp_avg or exp_avg_sq."""
+    """The tensors of one moment, by their names in a checkpoint. `kind`: exp_avg or exp_avg_sq."""
     yield f"{kind}/{parameter_name}", moment.values
     if moment.exponents is not None:
         yield f"{kind}_exponents/{parameter_name}", moment.exponents
 
 
 def check_format(tensors: Mapping[str, Tensor], states: StateFormat) -> None:
-    """UserError when the moments of a checkpoint are of another format."""
+    """Raise UserError if the moments of a checkpoint have another format than `states`."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     for name, tensor in tensors.items():
         if name.startswith("exp_avg/") and tensor.dtype != DTYPES[states]:

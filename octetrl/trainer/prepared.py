@@ -1,4 +1,4 @@
-"""Micro-batches with what is computed of them once, before the first update, and the advantages made of that.
+"""Micro-batches with what is computed for them once, before the first update; and the advantages computed from that.
 
 N trained tokens, K tokens of a teacher.
 """
@@ -6,29 +6,32 @@ N trained tokens, K tokens of a teacher.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from octetrl.algorithms.sequences import last_of_each
 from octetrl.algorithms.token_loss import LossInputs
 from octetrl.algorithms.token_rewards import TokenRewards
 from octetrl.records import MicroBatch, TokenLogprobs
+from octetrl.trainer.peers import ALONE, Peers
 
 
 @dataclass(slots=True)
 class PreparedMicroBatch:
-    """A micro-batch on the device, with the log-probs that stay as they are during the call."""
+    """A micro-batch on the device, with the tensors that stay constant during a `train` call."""
 
     micro_batch: MicroBatch
     proximal_N: Tensor | None = None
     reference_N: Tensor | None = None
-    first_N: Tensor | None = None  # the trainer's, before any update; None where nobody needed it before one came
+    first_N: Tensor | None = None  # the trainer's, before any update; None until they are first computed
     values_N: Tensor | None = None  # the critic's, before any update
-    returns_N: Tensor | None = None  # what the critic is fitted to
+    returns_N: Tensor | None = None  # the critic's targets
     step_means: dict[str, Tensor] = field(default_factory=dict)  # over its optimizer step, by field of LossInputs
-    teacher_ids_NK: Tensor | None = None  # the teacher's likeliest tokens, and their log-probs
-    teacher_top_NK: Tensor | None = None
+    teacher_ids_NK: Tensor | None = None  # the teacher's likeliest tokens
+    teacher_top_NK: Tensor | None = None  # their log-probs
 
 
 def loss_inputs(
@@ -40,7 +43,7 @@ def loss_inputs(
     kl_scale: float,
     top_logprobs_NK: Tensor | None = None,
 ) -> LossInputs:
-    """What the algorithm's loss is given."""
+    """The inputs of the algorithm's loss. `logprobs_N`, `entropy_N`: float32 [N], with gradient."""
     micro_batch = prepared.micro_batch
     return LossInputs(
         logprobs_N=logprobs_N,
@@ -62,73 +65,126 @@ def loss_inputs(
 
 
 def fill_step_means(
-    values_of: Mapping[str, Callable[[LossInputs], Tensor]], minibatch: Sequence[PreparedMicroBatch], on_policy: bool
+    values_of: Mapping[str, Callable[[LossInputs], Tensor]],
+    minibatch: Sequence[PreparedMicroBatch],
+    on_policy: bool,
+    peers: Peers = ALONE,
 ) -> None:
-    """Means over one optimizer step, its tokens weighted as in the loss."""
+    """Fill in `step_means`: means over one optimizer step of all workers, with the token weights of the loss."""
     for name, values in values_of.items():
-        total = torch.zeros((), device=minibatch[0].micro_batch.weights_N.device)
+        total = torch.zeros((), device=minibatch[0].micro_batch.weights_N.device if minibatch else None)
         for one in minibatch:
-            assert one.first_N is not None, "the trainer's log-probs before the update come first"
+            assert one.first_N is not None, "step means need the log-probs before the update"
             inputs = loss_inputs(one, one.first_N, one.first_N, on_policy=on_policy, kl_scale=1.0)
             total += (one.micro_batch.weights_N * values(inputs)).sum()
-        mean = total / sum(float(one.micro_batch.weights_N.sum()) for one in minibatch)
+        weight = sum(float(one.micro_batch.weights_N.sum()) for one in minibatch)
+        if peers.share.count > 1:
+            both = peers.sum(torch.tensor([float(total), weight]), "step means")
+            total, weight = both[0].float().to(total.device), float(both[1])
+        mean = total / weight
         for one in minibatch:
-            one.step_means[name] = torch.where(mean > 0, mean, 1.0)  # where all is masked nothing is divided
+            one.step_means[name] = torch.where(mean > 0, mean, 1.0)  # if all tokens are masked: no division by 0
 
 
 def shape_advantages(
-    shape: Callable[[TokenRewards], Tensor], prepared: Sequence[PreparedMicroBatch], kl_scale: float = 1.0
+    shape: Callable[[TokenRewards], Tensor],
+    prepared: Sequence[PreparedMicroBatch],
+    kl_scale: float = 1.0,
+    peers: Peers = ALONE,
 ) -> Tensor | None:
-    """Replaces the advantages of these micro-batches, all of one `train` call, by what `shape` makes of them. Returns
-    log p - log reference of each token, float32 [N]; None without a reference."""
+    """Replace the advantages of this worker's micro-batches of one `train` call by the result of `shape`.
+
+    `shape` gets the tokens of all workers. Returns log p - log reference of each token of this worker, float32 [N];
+    None without a reference.
+    """
     counts = [one.micro_batch.sequence_N.numel() for one in prepared]
-    rewards = replace(token_rewards(prepared), kl_scale=kl_scale)
+    rewards, own = gathered_rewards(prepared, peers)
+    rewards = replace(rewards, kl_scale=kl_scale)
     shaped_N = shape(rewards)
-    assert shaped_N.shape == (sum(counts),), f"{tuple(shaped_N.shape)} advantages for {sum(counts)} tokens"
-    for one, advantages_N in zip(prepared, shaped_N.float().split(counts), strict=True):
+    assert shaped_N.shape == rewards.outcome_N.shape, f"{tuple(shaped_N.shape)} for {tuple(rewards.outcome_N.shape)}"
+    for one, advantages_N in zip(prepared, shaped_N[own].float().split(counts), strict=True):
         one.micro_batch = replace(one.micro_batch, advantages_N=advantages_N)
-    return rewards.kl_N
+    return None if rewards.kl_N is None else rewards.kl_N[own]
+
+
+def gathered_rewards(prepared: Sequence[PreparedMicroBatch], peers: Peers) -> tuple[TokenRewards, slice]:
+    """The rewards of all workers' tokens, in the order of ranks, and where this worker's are among them."""
+    own = token_rewards(prepared)
+    if peers.share.count == 1:
+        return own, slice(None)
+    phase = "rewards of the whole batch"
+    counts = peers.gather(torch.tensor([own.outcome_N.numel(), own.num_sequences]), phase)
+    first = sum(int(one[0]) for one in counts[: peers.share.rank])
+    sequences = sum(int(one[1]) for one in counts[: peers.share.rank])
+
+    def joined(values_N: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """None if no worker has values. A worker without tokens has none either."""
+        given_N = torch.empty(0, dtype=dtype, device=own.outcome_N.device) if values_N is None else values_N.to(dtype)
+        whole_N = torch.cat(peers.gather(given_N, phase))
+        return whole_N if whole_N.numel() else None
+
+    outcome_N, sequence_N = joined(own.outcome_N, torch.float32), joined(own.sequence_N + sequences, torch.int64)
+    is_last_N = joined(own.is_last_N, torch.bool)
+    assert outcome_N is not None and sequence_N is not None and is_last_N is not None, "a batch without trained tokens"
+    whole = TokenRewards(
+        outcome_N=outcome_N,
+        sequence_N=sequence_N,
+        num_sequences=sum(int(one[1]) for one in counts),
+        is_last_N=is_last_N,
+        kl_N=joined(own.kl_N, torch.float32),
+        values_N=joined(own.values_N, torch.float32),
+        group_N=joined(own.group_N, torch.int64),
+    )
+    return whole, slice(first, first + own.outcome_N.numel())
 
 
 def token_rewards(prepared: Sequence[PreparedMicroBatch]) -> TokenRewards:
-    """All trained tokens of these micro-batches, in their order."""
+    """The rewards of all trained tokens of these micro-batches, in their order."""
     sequences, num_sequences = [], 0
     for one in prepared:
         sequences.append(one.micro_batch.sequence_N + num_sequences)
         num_sequences += num_sequences_of(one.micro_batch)
-    sequence_N = torch.cat(sequences)
-    is_last_N = torch.ones_like(sequence_N, dtype=torch.bool)
-    is_last_N[:-1] = sequence_N[1:] != sequence_N[:-1]
+    sequence_N = torch.cat(sequences) if sequences else torch.empty(0, dtype=torch.int64)
     first_N = _joined([one.first_N for one in prepared])
     reference_N = _joined([one.reference_N for one in prepared])
     return TokenRewards(
-        outcome_N=torch.cat([one.micro_batch.advantages_N for one in prepared]),
+        outcome_N=torch.cat([one.micro_batch.advantages_N for one in prepared]) if prepared else torch.empty(0),
         sequence_N=sequence_N,
         num_sequences=num_sequences,
-        is_last_N=is_last_N,
+        is_last_N=last_of_each(sequence_N),
         kl_N=None if first_N is None or reference_N is None else first_N - reference_N,
         values_N=_joined([one.values_N for one in prepared]),
         group_N=_joined([one.micro_batch.group_N for one in prepared]),
     )
 
 
-def token_logprobs(prepared: Sequence[PreparedMicroBatch]) -> TokenLogprobs | None:
-    """Both sides' log-probs of the trained tokens, for telemetry. Micro-batches that no forward saw before the first
-    update are left out; None where no engine drew the samples."""
+def token_logprobs(prepared: Sequence[PreparedMicroBatch], peers: Peers = ALONE) -> TokenLogprobs | None:
+    """Log-probs of all workers' trained tokens by engine and trainer, for telemetry; None if no engine drew them.
+
+    Micro-batches whose log-probs were not computed before the first update are left out.
+    """
     seen = [one for one in prepared if one.first_N is not None]
-    generator = [one.micro_batch.generator_logprobs_N for one in seen]
-    if not seen or any(logprobs_N is None for logprobs_N in generator):
-        return None
+    seen = [one for one in seen if one.micro_batch.generator_logprobs_N is not None]
 
-    def on_cpu(parts: Sequence[Tensor | None]) -> Tensor:
-        return torch.cat([part for part in parts if part is not None]).cpu()
+    def joined(parts: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
+        own = [part.cpu().to(dtype) for part in parts if part is not None]
+        own_N = torch.cat(own) if own else torch.empty(0, dtype=dtype)
+        return torch.cat(peers.gather(own_N, "log-probs"))
 
-    return TokenLogprobs(
-        generator_N=on_cpu(generator),
-        trainer_N=on_cpu([one.first_N for one in seen]),
-        target_positions_N=on_cpu([one.micro_batch.target_positions_N for one in seen]),
-        sequence_lengths_N=on_cpu([one.micro_batch.sequence_lengths_N for one in seen]),
+    logprobs = TokenLogprobs(
+        generator_N=joined([one.micro_batch.generator_logprobs_N for one in seen], torch.float32),
+        trainer_N=joined([one.first_N for one in seen], torch.float32),
+        target_positions_N=joined([one.micro_batch.target_positions_N for one in seen], torch.int64),
+        sequence_lengths_N=joined([one.micro_batch.sequence_lengths_N for one in seen], torch.int64),
     )
+    return logprobs if logprobs.generator_N.numel() else None
+
+
+def on_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """The micro-batch with all its tensors on `device`."""
+    values = {field.name: getattr(micro_batch, field.name) for field in fields(micro_batch)}
+    moved: dict[str, Any] = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
+    return replace(micro_batch, **moved)
 
 
 def num_sequences_of(micro_batch: MicroBatch) -> int:

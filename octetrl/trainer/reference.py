@@ -1,10 +1,10 @@
-"""The reference policy of a KL term: what it holds, when it moves, and how much its KL weighs.
+"""The reference policy of a KL term: its weights, when they change, and the scale of the KL coefficient.
 
-    every `reference_every` updates   the reference becomes the present policy
-    after each `train`                the KL coefficient's scale adapts to the KL seen (algorithms/kl_control.py)
+    every `reference_every` updates   the reference becomes the current policy
+    after each `train`                the KL coefficient's scale adapts to the measured KL (algorithms/kl_control.py)
 
-A fixed reference holds the weights the run began with, and a checkpoint needs nothing of it. Of a policy with adapters
-the adapters move; the weights beneath are the policy's own.
+A fixed reference has the weights with which the run began, and a checkpoint does not contain it. With LoRA only the
+adapters of the reference change; the base weights are the policy's.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ KL_SCALE = "kl_scale"
 
 
 class Reference:
-    """`model` None: the algorithm has no KL term."""
+    """The reference model and the KL scale. `model` None: the algorithm has no KL term."""
 
     def __init__(self, model: Decoder | None, algorithm: Algorithm) -> None:
         assert (model is not None) == algorithm.needs_reference, "reference and needs_reference disagree"
         self.model, self._algorithm = model, algorithm
-        self.kl_scale = 1.0  # of the KL coefficient
+        self.kl_scale = 1.0  # factor of the KL coefficient
 
     def follow(self, policy: Decoder, policy_version: int, kl: float | None) -> dict[str, float]:
-        """After a `train` call that made `policy_version`: move what is due; further metrics. `kl` is the call's mean
-        KL of a token, None where the policy was not trained."""
+        """Update scale and weights after the `train` call that made `policy_version`; returns metrics.
+
+        `kl`: the call's mean KL per token, in nats; None if the policy was not trained.
+        """
         if self.model is None:
             return {}
         found = {}
@@ -45,12 +47,11 @@ class Reference:
         return found
 
     def replays(self, kv_mode: str) -> bool:
-        """Whether its forward sees K and V as the policy's does: with scales made of the very tokens, where it is built
-        for them; calibrated ones are the policy's own."""
+        """Whether its forward quantises K and V as the policy's does. Calibrated scales belong to the policy only."""
         return kv_mode == "dynamic" and self.model is not None and self.model.policy.kv_mode == "dynamic"
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps: the weights where they move, the scale where it does; else nothing."""
+        """The tensors for a checkpoint: weights and scale, each only if it changes during the run."""
         state: dict[str, Tensor] = {}
         if self.model is not None and self._algorithm.reference_every:
             state |= {f"reference.{name}": weight.detach() for name, weight in self.model.trained_parameters()}
@@ -59,7 +60,7 @@ class Reference:
         return state
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """The inverse of `state`, in place. UserError when it is another model's."""
+        """Restore what `state` returned, in place. UserError if it belongs to another model."""
         weights = {name.removeprefix("reference."): tensor for name, tensor in state.items() if name != KL_SCALE}
         if weights:
             self._copy(weights)
@@ -67,7 +68,7 @@ class Reference:
             self.kl_scale = float(state[KL_SCALE])
 
     def _copy(self, weights: Mapping[str, Tensor]) -> None:
-        assert self.model is not None, "a run without a reference has none to move"
+        assert self.model is not None, "a run without a reference has no weights to copy into"
         own = {name: parameter.detach() for name, parameter in self.model.trained_parameters()}
         copy_all(own, weights, what="reference")
         self.model.requantize()

@@ -1,9 +1,9 @@
-"""Training a reward model on preference pairs: the trainer that stands in the policy's place.
+"""Trains a reward model on preference pairs, in a run that has no policy.
 
     reward of a sequence = the scalar at its last token
     loss = sum over pairs of algorithm.reward_loss(r_chosen, r_rejected) / pairs of the optimizer step
 
-One forward holds both answers of a pair: `pack` keeps them in one micro-batch. No rollout, no KV cache, no log-probs.
+`pack` keeps both answers of a pair in one micro-batch. There is no rollout, no KV cache and no log-prob.
 
 T tokens of a micro-batch, P pairs, S = 2 P sequences.
 """
@@ -22,20 +22,30 @@ from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.records import MicroBatch, PackedBatch, PolicyUpdate
 from octetrl.trainer.metric_means import MetricMeans
 from octetrl.trainer.packing import PackingLayout
-from octetrl.trainer.scalar_trainer import ScalarPart, ScalarState, ScalarTrainer, on_device
+from octetrl.trainer.peers import ALONE, Peers
+from octetrl.trainer.prepared import on_device
+from octetrl.trainer.scalar_trainer import ScalarPart, ScalarState, ScalarTrainer
 from octetrl.trainer.schedule import learning_rate
 
 
 class RewardTrainer:
-    """`policy_version` counts the `train` calls that changed the weights, as the policy's trainer has it."""
+    """Owns the optimizer. `policy_version` counts the `train` calls that changed the weights."""
 
     def __init__(
-        self, model: ScalarDecoder, config: TrainerConfig, loss: RewardLoss, *, total_steps: int, seed: int = 0
+        self,
+        model: ScalarDecoder,
+        config: TrainerConfig,
+        loss: RewardLoss,
+        *,
+        total_steps: int,
+        seed: int = 0,
+        peers: Peers = ALONE,
     ) -> None:
         self.model, self.config, self.total_steps = model, config, total_steps
         self.policy_version = 0
         self._loss = loss
-        self._scalar_trainer = ScalarTrainer(model, config, config.optimizer, seed=seed)
+        self._peers = peers
+        self._scalar_trainer = ScalarTrainer(model, config, config.optimizer, seed=seed, peers=peers)
 
     @property
     def layout(self) -> PackingLayout:
@@ -52,7 +62,7 @@ class RewardTrainer:
         return self._scalar_trainer.weights_are_whole
 
     def train(self, batch: PackedBatch) -> PolicyUpdate:
-        """Learns from `batch`; an empty one changes nothing. NonFiniteError: no step was made by that minibatch."""
+        """Train on `batch`. An empty batch changes nothing. NonFiniteError: the minibatch was not applied."""
         if not batch.minibatches:
             return PolicyUpdate(self.policy_version, {"train/skipped": 1.0})
         started = time.perf_counter()
@@ -61,16 +71,20 @@ class RewardTrainer:
         means, updates = MetricMeans(), list[dict[str, float]]()
         for _ in range(self.config.epochs):
             for parts in minibatches:
-                pairs = float(sum(part.weights_I.numel() for part in parts))
+                own_pairs = torch.tensor([sum(part.weights_I.numel() for part in parts)])
+                pairs = float(self._peers.sum(own_pairs, "pairs")[0])
                 updates.append(self._scalar_trainer.update(parts, pairs, lr, means))
         self.policy_version += 1
         self._scalar_trainer.weights_are_whole = True
-        tokens = sum(part.micro_batch.token_ids_T.numel() for parts in minibatches for part in parts)
+        parts = [part for minibatch in minibatches for part in minibatch]
+        own = [(part.micro_batch.token_ids_T.numel(), part.weights_I.numel()) for part in parts]
+        own_sums = torch.tensor([sum(column) for column in zip((0, 0), *own, strict=True)])
+        tokens, pairs = self._peers.sum(own_sums, "token counts").tolist()
         metrics = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
-        metrics |= means.read()
+        metrics |= means.read(self._peers)
         metrics["lr"] = lr
         metrics["train/updates"] = float(len(updates))
-        metrics["train/pairs"] = float(sum(part.weights_I.numel() for parts in minibatches for part in parts))
+        metrics["train/pairs"] = pairs
         metrics["train/tokens_per_second"] = self.config.epochs * tokens / (time.perf_counter() - started)
         return PolicyUpdate(self.policy_version, metrics)
 
@@ -93,10 +107,10 @@ class RewardTrainer:
 
 
 def pair_ends(micro_batch: MicroBatch) -> Tensor:
-    """int64 [S]: the last token of each chosen sequence, then of each rejected one, pair by pair in the same order."""
+    """Indices of last tokens, int64 [S]: of the chosen sequences, then of the rejected ones in the same order."""
     assert micro_batch.chosen_N is not None, "a reward model is trained on preference pairs"
     ends_S = micro_batch.cu_seqlens_B1[1:].long() - 1
     chosen_S = torch.zeros(ends_S.numel(), dtype=torch.bool, device=ends_S.device)
     chosen_S[micro_batch.sequence_N] = micro_batch.chosen_N
-    assert bool((chosen_S[0::2] != chosen_S[1::2]).all()), "chosen and rejected of a pair stand side by side"
+    assert bool((chosen_S[0::2] != chosen_S[1::2]).all()), "chosen and rejected of a pair must be neighbours"
     return torch.cat([ends_S[chosen_S], ends_S[~chosen_S]])

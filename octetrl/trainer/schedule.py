@@ -1,6 +1,6 @@
-"""The learning rate as a pure function of the step, so that a resumed run needs no state of it.
+"""The learning rate as a pure function of the step. A resumed run needs no state for it.
 
-    warm-up   lr * (step + 1) / warmup_steps          the first step already moves
+    warm-up   lr * (step + 1) / warmup_steps          the first step already has a positive rate
     after     lr * (min + (1 - min) * f(progress))    progress from 0 at the end of warm-up to 1 at total_steps
               f = 1 (constant), 1 - progress (linear), (1 + cos(pi * progress)) / 2 (cosine)
 
@@ -15,7 +15,7 @@ from octetrl.config.schema import OptimizerConfig
 
 
 def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:
-    """The rate of update number `step`, counted from 0, of `total_steps`; past the end it stays at the last value."""
+    """The rate of update number `step` (from 0) of `total_steps`. After the end it keeps its last value."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.decay == "constant":

@@ -1,47 +1,46 @@
-"""The trainer: a packed batch in, one update of the weights out.
+"""The trainer: turns a packed batch into one update of the weights.
 
-One `train` call is `epochs` passes over `minibatches` optimizer steps. It is made of verbs that can be called apart,
-so that several workers can share a batch:
+One `train` call runs `epochs` passes over `minibatches` optimizer steps. It consists of these verbs:
 
-    prepare      what must not move during the call, without gradient: the reference's log-probs for a KL term or a
-                 teacher, the policy's own where a step needs them before the update, the critic's values
-    shape        what the whole batch decides: advantages token by token, returns, means over an optimizer step
+    prepare      what stays constant during the call, without gradient: log-probs of the reference (for a KL term) or
+                 the teacher, the policy's own if a step needs them before the update, the critic's values
+    shape        what depends on the whole batch: advantages per token, returns, means over an optimizer step
     accumulate   for each micro-batch: hidden states, log-probs of the trained tokens, algorithm.loss per token;
                  sum(weights * loss) / denominator, backward           the only division in the project
     update       clip the global norm; check that all is finite; AdamW; quantise every FP8 weight once
-    finish       the version counts up; metrics, log-probs and the amax of K and V come out in a `PolicyUpdate`
+    finish       increment the version; return metrics, log-probs and the amax of K and V in a `PolicyUpdate`
 
-With one optimizer step and samples drawn by these very weights, the ratio is exactly 1, and no second forward is
-needed. The reference may be another model (a teacher). It never replays scales that are not its own.
+With one optimizer step on samples drawn with the current weights, the ratio is exactly 1 and no second forward is
+needed. The reference may be another model (a teacher). Its forward never uses KV scales of the policy.
 
-N trained tokens of a micro-batch, L layers, K KV heads, E hidden size.
+N trained tokens of a micro-batch, L layers, S scales of a layer's cache, E hidden size.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from octetrl.algorithms.corrections import effective_sample_size
 from octetrl.algorithms.finite import count_non_finite, first_non_finite
 from octetrl.algorithms.table import Algorithm
 from octetrl.config.schema import TrainerConfig
 from octetrl.fp8.non_finite import NonFiniteError as NonFiniteError
 from octetrl.models.decoder import Decoder
-from octetrl.records import MicroBatch, PackedBatch, PolicyUpdate
+from octetrl.records import PackedBatch, PolicyUpdate
+from octetrl.trainer.call_metrics import call_metrics
 from octetrl.trainer.critic import Critic
+from octetrl.trainer.failed_step import describe_failed_step
+from octetrl.trainer.first_passes import first_passes
 from octetrl.trainer.forward import Forward
 from octetrl.trainer.forward import KVReplay as KVReplay
 from octetrl.trainer.metric_means import MetricMeans
-from octetrl.trainer.optimizer import Optimizer, copy_all
-from octetrl.trainer.packing import PackingLayout, pack_for_calibration
+from octetrl.trainer.optimizer import copy_all
+from octetrl.trainer.packing import PackingLayout
+from octetrl.trainer.peers import ALONE, Peers
 from octetrl.trainer.prepared import (
     PreparedMicroBatch,
     fill_step_means,
@@ -50,58 +49,17 @@ from octetrl.trainer.prepared import (
     token_logprobs,
 )
 from octetrl.trainer.reference import Reference
-from octetrl.trainer.scalar_trainer import on_device
+from octetrl.trainer.routers import Routers
 from octetrl.trainer.schedule import learning_rate
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerState:
-    """All that a resumed trainer needs; live tensors, not copies."""
-
-    weights: Mapping[str, Tensor]
-    optimizer: Mapping[str, Tensor]
-    policy_version: int
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerStep:
-    """What one optimizer step minimises."""
-
-    micro_batches: Sequence[PreparedMicroBatch]
-    kv: KVReplay
-    on_policy: bool
-    denominator: float
-
-
-@dataclass(slots=True)
-class TrainCall:
-    """One call of `train`, from `prepare` to `finish`."""
-
-    steps: tuple[OptimizerStep, ...]  # of one epoch
-    epochs: int
-    lr: float | None  # None: the critic learns alone
-    kv_amax_2LK: Tensor | None  # raised by the forwards; None: not collected
-    started: float
-    means: MetricMeans = field(default_factory=MetricMeans)
-    metrics: dict[str, float] = field(default_factory=dict)  # of the whole batch, before the first update
-    updates: list[dict[str, float]] = field(default_factory=list)  # of each optimizer step
-
-    @property
-    def micro_batches(self) -> Iterator[PreparedMicroBatch]:
-        return (one for step in self.steps for one in step.micro_batches)
-
-
-class Accumulated(NamedTuple):
-    """What micro-batches add to an optimizer step; scalars on the device."""
-
-    loss: Tensor
-    non_finite: Tensor  # numbers that are not finite
+from octetrl.trainer.shared_weights import optimizer_of
+from octetrl.trainer.train_call import Accumulated, OptimizerStep, TrainCall, check_digest
+from octetrl.trainer.train_call import TrainerState as TrainerState
 
 
 class Trainer:
-    """Owns the optimizer and the policy version. `model` and `reference` come loaded and quantised.
+    """Owns the optimizer and the policy version. `model` and `reference` must be loaded and quantised.
 
-    `policy_version` counts the `train` calls that changed the weights, and is the step of the learning-rate schedule.
+    `policy_version` counts the `train` calls that changed the weights. The learning rate follows it.
     """
 
     def __init__(
@@ -117,30 +75,33 @@ class Trainer:
         collect_kv_amax: bool = False,
         seed: int = 0,
         trains: bool = True,
+        peers: Peers = ALONE,
     ) -> None:
-        assert (critic is not None) == algorithm.needs_values or not trains, "critic and needs_values disagree"
+        assert (critic is not None) == algorithm.needs_values or not trains, "needs_values requires a critic"
         self.model, self.reference, self.critic = model, Reference(reference, algorithm), critic
         self.config, self.algorithm, self.total_steps = config, algorithm, total_steps
         self.policy_version = 0
         self.device = model.lm_head_weight.device
-        self.optimizer = Optimizer(model.trained_parameters() if trains else (), config.optimizer, seed=seed)
-        self._is_stepping = False  # from the first optimizer step of a `train` call to its end
-        self._collects_in_training = collect_kv_amax
-        self._remakes_codes = config.weight_codes == "remade"
-        self._poisoned = torch.zeros((), dtype=torch.int64, device=self.device)  # tokens, in all forwards of a `train`
-        self.forward = Forward(model, config, temperature, self._poisoned)
+        self.peers = peers
+        self.optimizer, self.weights = optimizer_of(model, config.optimizer, seed=seed, peers=peers, trains=trains)
+        self._is_stepping = False  # true from the first optimizer step of a `train` call to its end
+        self.collects_kv_amax = collect_kv_amax
+        self.remakes_codes = config.weight_codes == "remade"
+        self.poisoned = torch.zeros((), dtype=torch.int64, device=self.device)  # tokens, over a `train`
+        self.forward = Forward(model, config, temperature, self.poisoned)
+        self.routers = Routers(model, config.router)
         self.reference_forward: Forward | None = None
         if reference is not None:
-            self.reference_forward = Forward(reference, config, temperature, self._poisoned, is_trained=False)
+            self.reference_forward = Forward(reference, config, temperature, self.poisoned, is_trained=False)
 
     @property
     def weights_are_whole(self) -> bool:
-        """False while a `train` call changes weights, the critic's included."""
+        """False while a `train` call changes the weights of policy or critic."""
         return not self._is_stepping and (self.critic is None or self.critic.weights_are_whole)
 
     @property
     def layout(self) -> PackingLayout:
-        """How `pack` should pack for this trainer."""
+        """The settings that `pack` needs."""
         return PackingLayout(
             tokens_per_micro_batch=self.config.tokens_per_micro_batch,
             minibatches=self.config.minibatches,
@@ -151,12 +112,12 @@ class Trainer:
     # ------------------------------------------------------------ one call
 
     def train(self, batch: PackedBatch, kv: KVReplay, precision_digest: str | None) -> PolicyUpdate:
-        """Learns from `batch`, whose samples were drawn with the cache `kv` under the table `precision_digest`.
+        """Update the weights from `batch`, sampled with the cache `kv` under the table `precision_digest`.
 
-        An empty batch changes nothing, the version included. Raises NonFiniteError naming the micro-batch, RuntimeError
-        when the samples' precision table is not the trainer's.
+        An empty batch changes nothing, not even the version. NonFiniteError names the micro-batch with a non-finite
+        number; that optimizer step was not applied. RuntimeError: the samples' precision table is not the trainer's.
         """
-        self._check_digest(precision_digest)
+        check_digest(precision_digest, self.model.policy.digest)
         if not batch.minibatches:
             return PolicyUpdate(self.policy_version, {"train/skipped": 1.0})
         call = self.prepare(batch, kv)
@@ -170,189 +131,131 @@ class Trainer:
         return self.finish(call)
 
     def prepare(self, batch: PackedBatch, kv: KVReplay) -> TrainCall:
-        """Puts the micro-batches on the device, with the log-probs and values that stay as they are during the call."""
+        """Move the micro-batches to the device and compute the log-probs that stay constant during the call."""
         started = time.perf_counter()
-        self._poisoned.zero_()
-        amax_2LK = self.forward.unobserved_amax() if self._collects_in_training else None
+        self.poisoned.zero_()
+        self.routers.begin_call()
+        amax_LS = self.forward.unobserved_amax() if self.collects_kv_amax else None
         lr = self._learning_rate()
         num_updates = self.config.epochs * len(batch.minibatches)
         on_policy = num_updates == 1 and batch.policy_version == self.policy_version
+        counts = self.peers.gather_records([len(minibatch) for minibatch in batch.minibatches], "micro-batches")
         steps = tuple(
             OptimizerStep(
-                [self._prepare(one, kv, amax_2LK, updates=0 if lr is None else num_updates) for one in minibatch],
+                [first_passes(self, one, kv, amax_LS, updates=0 if lr is None else num_updates) for one in minibatch],
                 kv,
                 on_policy,
                 denominator,
+                sum(of_workers),
+                max(of_workers),
             )
-            for minibatch, denominator in zip(batch.minibatches, batch.loss_denominators, strict=True)
+            for minibatch, denominator, *of_workers in zip(
+                batch.minibatches, batch.loss_denominators, *counts, strict=True
+            )
         )
-        return TrainCall(steps, self.config.epochs, lr, amax_2LK, started)
+        return TrainCall(steps, self.config.epochs, lr, amax_LS, started)
 
     def shape(self, call: TrainCall) -> None:
-        """Fills in what follows from the whole batch, or from a whole optimizer step: returns, advantages, means."""
+        """Fill in what depends on the whole batch or optimizer step: returns, advantages, means."""
         prepared = list(call.micro_batches)
         if self.critic is not None and self.algorithm.returns is not None:
             call.metrics |= self.critic.prepare(prepared, self.algorithm.returns, self.reference.kl_scale)
         if self.algorithm.shape is not None:
-            log_ratio_N = shape_advantages(self.algorithm.shape, prepared, self.reference.kl_scale)
+            log_ratio_N = shape_advantages(self.algorithm.shape, prepared, self.reference.kl_scale, self.peers)
             if self.algorithm.shaping_kl is not None and log_ratio_N is not None:
                 call.means.add({"kl": self.algorithm.shaping_kl(log_ratio_N)})
         for step in call.steps:
-            fill_step_means(self.algorithm.step_means, step.micro_batches, step.on_policy)
+            fill_step_means(self.algorithm.step_means, step.micro_batches, step.on_policy, self.peers)
 
     def accumulate(self, call: TrainCall, step: OptimizerStep) -> Accumulated:
         """Adds the gradient of these micro-batches to the sums. Codes that are `remade` must have been released."""
-        shares = [self._backward(step, one, call.means, call.kv_amax_2LK) for one in step.micro_batches]
-        return Accumulated(*(sum(parts, start=torch.zeros_like(parts[0])) for parts in zip(*shares, strict=True)))
+        loss, non_finite = (torch.zeros((), device=self.device) for _ in range(2))
+        for one in step.micro_batches:
+            part = self.backward(step, one, call.means, call.kv_amax_LS)
+            self.optimizer.gradients.end_micro_batch()
+            loss, non_finite = loss + part.loss, non_finite + part.non_finite
+        for _ in range(step.most_micro_batches - len(step.micro_batches)):
+            self.optimizer.gradients.end_micro_batch()  # another worker has one more
+        return Accumulated(loss, non_finite)
 
     def update(self, step: OptimizerStep, accumulated: Accumulated, lr: float) -> dict[str, float]:
-        """One optimizer step with the summed gradients; returns its loss, gradient norm and time.
+        """Run one optimizer step with the gradient sums; returns loss, gradient norm and the time to quantise.
 
-        Raises NonFiniteError naming the micro-batch; nothing was stepped then.
+        NonFiniteError names the micro-batch with a non-finite number. No worker has updated anything then.
         """
-        totals = {
-            "loss": accumulated.loss,
-            "grad_norm": self.optimizer.clip_gradients(),
-            "non_finite": accumulated.non_finite,
-        }
-        metrics = dict(zip(totals, torch.stack(list(totals.values())).tolist(), strict=True))
+        norm = self.optimizer.clip_gradients()
+        sums = self.peers.sum(torch.stack(list(accumulated)), "loss")
+        totals = torch.stack([*sums, norm.double()]).tolist()
+        metrics = dict(zip(("loss", "non_finite", "grad_norm"), totals, strict=True))
         if metrics.pop("non_finite") or not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
-            raise NonFiniteError(self._blame(step, metrics))
+            raise NonFiniteError(describe_failed_step(self, step, metrics))
         self._is_stepping = True
         self.optimizer.step(lr)
+        self.routers.finish_step()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         started = time.perf_counter()
-        self.model.requantize()
+        self.weights.renew()
         metrics["time/requantize"] = time.perf_counter() - started
         return metrics
 
     def finish(self, call: TrainCall) -> PolicyUpdate:
-        """The weights are those of a new version. The update carries what the call learnt."""
+        """Increment the version and return the results of the call."""
         self.policy_version += 1
         self._is_stepping = False
         if self.critic is not None:
             self.critic.finish()
-        num_updates = len(call.updates)
-        metrics = {name: sum(update[name] for update in call.updates) / num_updates for name in call.updates[0]}
-        metrics |= call.metrics | call.means.read()
-        metrics |= effective_sample_size(metrics)
+        metrics = call_metrics(self, call)
         kl = None if call.lr is None else metrics.get("kl")
         metrics |= self.reference.follow(self.model, self.policy_version, kl)
-        if call.lr is not None:
-            metrics["time/requantize"] *= num_updates
-        metrics["lr"] = call.lr or 0.0
-        metrics["train/updates"] = float(num_updates)
-        metrics["train/non_finite_tokens"] = float(self._poisoned)
-        tokens = sum(one.micro_batch.token_ids_T.numel() for one in call.micro_batches)
-        logprobs = token_logprobs(list(call.micro_batches))
-        metrics["train/tokens_per_second"] = tokens / (time.perf_counter() - call.started)
-        return PolicyUpdate(self.policy_version, metrics, logprobs, call.kv_amax_2LK)
+        logprobs = token_logprobs(list(call.micro_batches), self.peers)
+        amax_LS = None if call.kv_amax_LS is None else self.peers.maximum(call.kv_amax_LS, "amax of K and V")
+        return PolicyUpdate(self.policy_version, metrics, logprobs, amax_LS)
 
     def _one_step(self, call: TrainCall, step: OptimizerStep, lr: float) -> dict[str, float]:
-        with self.model.codes_released() if self._remakes_codes else nullcontext():
+        with self.model.codes_released() if self.remakes_codes else nullcontext():
             self.optimizer.zero_grad()
             return self.update(step, self.accumulate(call, step), lr)
-
-    # ------------------------------------------------------------ forwards alone
-
-    def accumulate_alone(
-        self, batch: PackedBatch, kv: KVReplay, *, collect_kv_amax: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """Adds the on-policy gradient of every micro-batch and updates nothing, for benchmarks and the doctor.
-
-        Returns the loss, on the device, and the amax of K and V, float32 [2, L, K], where it is asked for. Codes that
-        are `remade` come back with the model's `requantize`.
-        """
-        assert self._collects_in_training or not collect_kv_amax, "built with collect_kv_amax=False"
-        amax_2LK = self.forward.unobserved_amax() if collect_kv_amax else None
-        if self._remakes_codes:
-            self.model.release_codes()
-        loss = torch.zeros((), device=self.device)
-        for minibatch, denominator in zip(batch.minibatches, batch.loss_denominators, strict=True):
-            prepared = [PreparedMicroBatch(on_device(micro_batch, self.device)) for micro_batch in minibatch]
-            step = OptimizerStep(prepared, kv, on_policy=True, denominator=denominator)
-            for one in prepared:
-                loss += self._backward(step, one, MetricMeans(), amax_2LK).loss
-        return loss, amax_2LK
-
-    def observe_kv(self, tokens: PackedBatch | Sequence[Sequence[int]]) -> Tensor:
-        """max|K| and max|V|, float32 [2, L, K] on the device, of one forward with the present weights and no replay:
-        for the first step's prompts and for `calibration: exact`. A head that met no token holds NEVER_OBSERVED."""
-        if isinstance(tokens, PackedBatch):
-            micro_batches: Sequence[MicroBatch] = [m for minibatch in tokens.minibatches for m in minibatch]
-        else:
-            micro_batches = pack_for_calibration(tokens, self.layout)
-        amax_2LK = self.forward.unobserved_amax()
-        with torch.no_grad():
-            for micro_batch in micro_batches:
-                self.forward.hidden(on_device(micro_batch, self.device), KVReplay(), amax_2LK)
-        return amax_2LK
 
     # ------------------------------------------------------------ state
 
     def state(self) -> TrainerState:
-        weights = {name: parameter.detach() for name, parameter in self.model.trained_parameters()}
+        """The weights and optimizer state of the rows that this worker owns."""
+        weights = {slot.name: slot.weight for slot in self.optimizer.slots}
         return TrainerState(weights, self.optimizer.state_tensors(), self.policy_version)
 
     def load_state(self, state: TrainerState) -> None:
-        """The inverse of `state`, in place, bit for bit. UserError when it is another model's."""
+        """Restore what `state` returned, in place, bit for bit. UserError if it belongs to another model."""
         copy_all(self.state().weights, state.weights, what="weights")
         self.optimizer.load_state_tensors(state.optimizer)
         self.policy_version = state.policy_version
-        self.model.requantize()
-
-    def _check_digest(self, precision_digest: str | None) -> None:
-        own = self.model.policy.digest
-        if precision_digest is not None and precision_digest != own:
-            raise RuntimeError(
-                f"the samples were drawn under precision table {precision_digest}, the trainer's is {own}:"
-                f" build engine and trainer from one policy"
-            )
+        self.weights.renew()
 
     def _learning_rate(self) -> float | None:
-        """Of this step; None while the critic learns alone. The schedule begins after that."""
-        alone = 0 if self.critic is None else self.critic.pretrain_steps
-        if self.policy_version < alone:
+        """The policy's rate; None while only the critic is trained. The schedule begins afterwards."""
+        skipped = 0 if self.critic is None else self.critic.pretrain_steps
+        if self.policy_version < skipped:
             return None
-        return learning_rate(self.policy_version - alone, self.config.optimizer, self.total_steps - alone)
+        return learning_rate(self.policy_version - skipped, self.config.optimizer, self.total_steps - skipped)
 
     # ------------------------------------------------------------ one micro-batch
 
-    @torch.no_grad()
-    def _prepare(
-        self, micro_batch: MicroBatch, kv: KVReplay, amax_2LK: Tensor | None, *, updates: int
-    ) -> PreparedMicroBatch:
-        """`updates` 0: only the critic's follow, and K and V are observed here."""
-        micro_batch = on_device(micro_batch, self.device)
-        prepared = PreparedMicroBatch(micro_batch)
-        reference = self.reference_forward
-        if reference is not None:
-            seen = kv if self.reference.replays(kv.kv_mode) else KVReplay()
-            hidden_NE = reference.predictors(micro_batch, seen)
-            prepared.reference_N, _ = reference.logprobs_of(hidden_NE, micro_batch)
-            k, below = self.algorithm.teacher_top_k, self.model.spec.vocab_size
-            if k:
-                prepared.teacher_ids_NK, prepared.teacher_top_NK = reference.top_logprobs(hidden_NE, k, below)
-        needs_proximal = self.algorithm.needs_proximal and updates > 1
-        shapes_with_kl = self.algorithm.shape is not None and reference is not None
-        if needs_proximal or shapes_with_kl or self.algorithm.step_means or not updates:
-            prepared.first_N, _ = self.forward.logprobs(micro_batch, kv, None if updates else amax_2LK)
-            prepared.proximal_N = prepared.first_N if needs_proximal else None
-        return prepared
-
-    def _backward(
+    def backward(
         self,
         step: OptimizerStep,
         prepared: PreparedMicroBatch,
         means: MetricMeans,
-        amax_2LK: Tensor | None,
+        amax_LS: Tensor | None,
         found: list[str | None] | None = None,
     ) -> Accumulated:
-        """Adds one micro-batch's gradient; returns its share of the loss. `means` gets its metrics, `found` the first
-        number that is not finite, in words."""
+        """Add one micro-batch's gradient to the sums; returns its part of the loss.
+
+        Its metrics are added to `means`. If `found` is given, the first non-finite number is appended to it in words,
+        or None if all are finite.
+        """
         micro_batch = prepared.micro_batch
-        hidden_NE = self.forward.predictors(micro_batch, step.kv, amax_2LK)
+        routers = self.routers.record(step)
+        hidden_NE = self.forward.predictors(micro_batch, step.kv, amax_LS, routers)
         logprobs_N, entropy_N = self.forward.logprobs_of(hidden_NE, micro_batch)
         ids_NK = prepared.teacher_ids_NK
         top_NK = None if ids_NK is None else self.forward.logprobs_at(hidden_NE, ids_NK)
@@ -367,25 +270,6 @@ class Trainer:
             found.append(first_non_finite(inputs, token_loss, micro_batch))
         loss = (micro_batch.weights_N * token_loss.loss_N).sum() / step.denominator
         loss.backward()
+        self.routers.add(routers, means)
         means.add({"entropy": entropy_N, **token_loss.metrics})
         return Accumulated(loss.detach(), count_non_finite(inputs, token_loss))
-
-    def _blame(self, step: OptimizerStep, metrics: Mapping[str, float]) -> str:
-        """Runs the micro-batches of a failed step again, one by one, to name the one and the tensor."""
-        found = f"loss {metrics['loss']}, gradient norm {metrics['grad_norm']}"
-        found += f", tokens with non-finite activations: {int(self._poisoned)}"
-        count = len(step.micro_batches)
-        for index, prepared in enumerate(step.micro_batches):
-            self.optimizer.zero_grad()
-            number: list[str | None] = []
-            loss = float(self._backward(step, prepared, MetricMeans(), None, number).loss)
-            bad = self.optimizer.non_finite_gradients()
-            if bad or number[0] or not math.isfinite(loss):
-                where = f", {number[0]}" if number[0] else ""
-                where += f", first non-finite gradient '{bad[0]}' ({len(bad)} in all)" if bad else ""
-                longest = prepared.micro_batch.max_seqlen
-                return (
-                    f"{found}: micro-batch {index + 1} of {count} (longest sequence {longest} tokens) has loss"
-                    f" {loss}{where}; nothing was stepped, the weights are those of version {self.policy_version}"
-                )
-        return f"{found}: finite in each of {count} micro-batches, not in their sum; nothing was stepped"

@@ -9,12 +9,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from octetrl.records import Completion, GenerationProgress, GenerationRequest, PackedBatch, PolicyUpdate, Published
+from octetrl.environments.scoring import Score
+from octetrl.records import (
+    Completion,
+    GenerationProgress,
+    GenerationRequest,
+    PackedBatch,
+    PolicyUpdate,
+    Published,
+    Task,
+)
 from octetrl.rollout.backend import OnProgress, RolloutSession
 from octetrl.telemetry.console import Console
 from octetrl.trainer.checkpoint import Checkpoint
+from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.packing import PackingLayout
 from octetrl.workers.reward_model_worker import RewardModelWorker
+from octetrl.workers.reward_scorer import RewardModelScorer
 from octetrl.workers.worker import Worker
 
 
@@ -44,8 +55,14 @@ class LocalLearningWorkers:
     def publish(self, policy_version: int) -> Published:
         return self.worker.publish(policy_version)
 
-    def save(self, folder: Path) -> None:
-        self.worker.save(folder)
+    def prepare_saving(self) -> None:
+        self.worker.prepare_saving()
+
+    def copy_state(self) -> str | None:
+        return self.worker.copy_state()
+
+    def write_state(self, folder: Path, *, copied: bool) -> list[WrittenFile]:
+        return self.worker.write_state(folder, copied=copied)
 
     def load(self, saved: Checkpoint, policy_version: int) -> None:
         self.worker.load(saved, policy_version)
@@ -56,13 +73,19 @@ class LocalLearningWorkers:
     def path_metrics(self) -> dict[str, float]:
         return self.worker.path_metrics()
 
+    def time_metrics(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        """Nothing to end."""
+
 
 class LocalWorkers(LocalLearningWorkers):
-    """`Workers` on one worker."""
+    """`Workers` on one worker. `scorer`: the model that scores completions, if the recipe has one."""
 
-    def __init__(self, worker: Worker, console: Console) -> None:
+    def __init__(self, worker: Worker, console: Console, scorer: RewardModelScorer | None = None) -> None:
         super().__init__(worker, console)
-        self._policy = worker
+        self._policy, self._scorer = worker, scorer
 
     @property
     def needs_calibration(self) -> bool:
@@ -79,6 +102,10 @@ class LocalWorkers(LocalLearningWorkers):
     def session(self) -> Iterator[RolloutSession]:
         with self._shown() as on_progress, self._policy.session(on_progress) as session:
             yield session
+
+    def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
+        assert self._scorer is not None, "the recipe has no environment.reward_model"
+        return self._scorer.score(completions)
 
     def forget_prefixes(self) -> None:
         self._policy.forget_prefixes()

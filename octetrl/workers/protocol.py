@@ -1,13 +1,13 @@
 """What a run asks of its workers: those who hold a model, in one process or in many.
 
-    LearningWorkers     train, publish, save, load, metrics: all that a run on given data needs
-    Workers             and generate, an open session, calibrate: what draws rollouts
+    LearningWorkers     train, publish, save (copy, then write), load, metrics: all that a run on given data needs
+    Workers             and generate, an open session, calibrate, score: what draws rollouts
 
 The step, the loop, evaluation and checkpoints speak these verbs and could not tell one worker from many. Arguments and
 results are records and paths: no model, no tensor of one, no engine and no trainer crosses this border. What `train`
 learnt comes back in its `PolicyUpdate`; state on disk is written and read by the workers themselves.
 
-`local.py` is one worker in this process.
+`local.py` is one worker in this process, `many/workers.py` several in processes of their own.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-from octetrl.records import Completion, GenerationRequest, PackedBatch, PolicyUpdate, Published
+from octetrl.environments.scoring import Score
+from octetrl.records import Completion, GenerationRequest, PackedBatch, PolicyUpdate, Published, Task
 from octetrl.rollout.backend import RolloutSession
 from octetrl.trainer.checkpoint import Checkpoint
+from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.packing import PackingLayout
 
 
@@ -45,8 +47,16 @@ class LearningWorkers(Protocol):
     def publish(self, policy_version: int, /) -> Published:
         """Puts the trained weights and KV scales where completions are drawn, and compares what is held there."""
 
-    def save(self, folder: Path, /) -> None:
-        """Writes the model in Hugging Face form, and the rest of the state, into a checkpoint that is being written."""
+    def prepare_saving(self) -> None:
+        """Allocates the host memory that `copy_state` needs, before the first step; perhaps beside it."""
+
+    def copy_state(self) -> str | None:
+        """Copies the state into host memory, for `write_state`. Returns None; or, where the host has no room, why."""
+
+    def write_state(self, folder: Path, /, *, copied: bool) -> Sequence[WrittenFile]:
+        """Writes the model in Hugging Face form, and the rest of the state, into a checkpoint that is being written.
+        Returns the files, which are synced. With `copied` it writes what `copy_state` copied, and may run in another
+        thread beside the next step. Without, it writes the live state."""
 
     def load(self, saved: Checkpoint, policy_version: int, /) -> None:
         """Puts a verified checkpoint back and publishes it. UserError if it is another model's."""
@@ -56,6 +66,12 @@ class LearningWorkers(Protocol):
 
     def path_metrics(self) -> Mapping[str, float]:
         """Which kernels run; empty on a CPU."""
+
+    def time_metrics(self) -> Mapping[str, float]:
+        """Seconds of each phase on each of several workers since the last call; empty for one worker."""
+
+    def close(self) -> None:
+        """Ends the workers. A second call does nothing."""
 
 
 class Workers(LearningWorkers, Protocol):
@@ -73,6 +89,9 @@ class Workers(LearningWorkers, Protocol):
 
     def session(self) -> AbstractContextManager[RolloutSession]:
         """An open session: requests in, events out (rollout/backend.py)."""
+
+    def score(self, completions: Sequence[tuple[Task, str]], /) -> list[Score]:
+        """The score of each (task, completion text) by `environment.reward_model`, in their order."""
 
     def forget_prefixes(self) -> None:
         """The next request prefills its whole prompt, whatever was generated before."""

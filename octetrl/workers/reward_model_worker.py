@@ -12,14 +12,17 @@ import torch
 
 from octetrl.algorithms.table import Algorithm
 from octetrl.config.schema import Recipe
-from octetrl.models.peft_adapters import load_trained, save_trained
+from octetrl.models.peft_adapters import load_trained, trained_files
 from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.records import PackedBatch, PolicyUpdate, Published
 from octetrl.telemetry.spans import Spans
-from octetrl.trainer.checkpoint import Checkpoint, write_file
+from octetrl.trainer.checkpoint import OPTIMIZER, Checkpoint
+from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.reward_trainer import RewardTrainer
 from octetrl.trainer.scalar_trainer import ScalarState
+from octetrl.trainer.state_files import Content, in_shards
+from octetrl.trainer.state_writer import StateWriter
 from octetrl.workers.kernel_paths import path_metrics
 
 
@@ -39,6 +42,7 @@ class RewardModelWorker:
         self.trainer = RewardTrainer(
             self.model, recipe.trainer, algorithm.reward_loss, total_steps=recipe.steps, seed=recipe.seed
         )
+        self._state = StateWriter(self._state_files, self.device)
 
     @property
     def policy_version(self) -> int:
@@ -75,12 +79,21 @@ class RewardModelWorker:
 
     # ------------------------------------------------------------ saving and loading
 
-    def save(self, folder: Path) -> None:
+    def prepare_saving(self) -> None:
+        self._state.prepare()
+
+    def copy_state(self) -> str | None:
+        return self._state.copy()
+
+    def write_state(self, folder: Path, *, copied: bool) -> list[WrittenFile]:
         """The reward model in Hugging Face form (with LoRA: adapter and head in PEFT form), and the optimizer."""
-        save_trained(self.model, folder, base=self.recipe.model.path)
-        write_file(folder, "optimizer.safetensors", self.trainer.state().optimizer)
+        return self._state.write(folder, copied=copied)
+
+    def _state_files(self) -> dict[str, Content]:
+        weights: dict[str, Content] = {**trained_files(self.model, self.recipe.model.path)}
+        return weights | in_shards(OPTIMIZER, self.trainer.state().optimizer)
 
     def load(self, saved: Checkpoint, policy_version: int) -> None:
         load_trained(self.model, saved.folder)
         weights = self.trainer.state().weights
-        self.trainer.load_state(ScalarState(weights, saved.tensors("optimizer.safetensors")), policy_version)
+        self.trainer.load_state(ScalarState(weights, saved.tensors(OPTIMIZER)), policy_version)

@@ -1,11 +1,11 @@
-"""Completions scored by a trained reward model, in the trainer's process.
+"""Completions scored by a trained reward model, in a worker (`Workers.score`).
 
     prompt and completion -> the reward model's own tokens, EOS included, as it was trained on them
                           -> packed like a training batch, one forward, the scalar at each sequence's last token
 
-Here and not in a reward worker (environments/scoring.py), because a reward model is a decoder: in this process it
-scores a whole step's completions in a few packed forwards on the run's device, with FP8 linears where the rollout's
-are, and needs no second CUDA context. A worker takes completions one by one and times each, because it runs the user's
+A worker has it, not a reward process (environments/scoring.py), because a reward model is a decoder: a worker scores
+a whole step's completions in a few packed forwards on the run's device, with FP8 linears where the rollout's are, and
+needs no second CUDA context. A reward process takes completions one by one and times each, because it runs the user's
 code; nothing here does.
 
 What comes back is as from them: a finite number, or REWARD_ERROR with a reason, never a silent 0. A sequence longer
@@ -32,12 +32,13 @@ from octetrl.models.hf_weights import load_weights
 from octetrl.records import RolloutStatus, Task
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.trainer.packing import PackingLayout, pack_to_score
-from octetrl.trainer.scalar_trainer import ScalarTrainer, on_device
+from octetrl.trainer.prepared import on_device
+from octetrl.trainer.scalar_trainer import ScalarTrainer
 from octetrl.workers.scalar_models import scalar_decoder
 
 
 class RewardModelScorer:
-    """`score` as RewardWorkers have it. UserError for a folder that holds no reward model with its tokenizer."""
+    """Holds `environment.reward_model`. UserError for a folder that holds no reward model with its tokenizer."""
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
         assert recipe.environment.reward_model is not None, "built for a recipe with a reward model"
@@ -76,9 +77,6 @@ class RewardModelScorer:
             return self._chat.prompt_tokens(task.prompt) + self._chat.answer_tokens(text)
         except TextTooLong as error:
             return error
-
-    def close(self) -> None:
-        """Nothing to end."""
 
     @torch.no_grad()
     def _rewards(self, token_lists: Sequence[Sequence[int]]) -> list[float]:

@@ -13,7 +13,7 @@ import torch
 from octetrl.config.presets import preset_config
 from octetrl.config.schema import LoraConfig, Recipe
 from octetrl.config.spec import ModelSpec
-from octetrl.fp8.gemm import choose_backend
+from octetrl.fp8.backends import choose_backend
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.models.families import load_critic_spec, load_spec, spec_from_config
 from octetrl.models.hf_weights import load_weights

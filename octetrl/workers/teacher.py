@@ -16,7 +16,7 @@ from octetrl.config.schema import Fp8Config, Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate import validate_with_spec
 from octetrl.data.tokenizer import VOCABULARIES, Tokenizer, load_tokenizer
-from octetrl.fp8.gemm import BackendName
+from octetrl.fp8.backends import BackendName
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import load_spec

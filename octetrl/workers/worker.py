@@ -1,20 +1,20 @@
-"""What one GPU (or one CPU process) holds: a trainer, an engine, and the quantised weights they share.
+"""A worker: trainer and engine of one GPU or CPU process, and the quantised weights that they share.
 
-    generate   completions drawn with the published weights
-    session    the same, with requests that come while others run
-    train      one update of the trainer's weights; the amax of K and V comes out of its forward
+    generate   completions sampled with the published weights
+    session    the same, with requests that arrive while others run
+    train      one update of the trainer's weights; its forward collects the amax of K and V
     publish    codes and KV scales into the engine, read back and compared
     calibrate  KV scales before the first rollout, from its prompts
-    save, load
+    save       in two parts: copy_state stops the run, write_state does not
+    load
 
-Trainer and engine are built from one `Decoder` class with one `PrecisionPolicy`; this file is where they meet.
+workers/models.py builds the models, all with one `PrecisionPolicy`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,33 +26,32 @@ from octetrl.config.spec import ModelSpec
 from octetrl.data.tokenizer import Tokenizer
 from octetrl.engine.engine import Engine
 from octetrl.engine.session import OnProgress, Session
-from octetrl.engine.weights import share_weights, weight_set
-from octetrl.fp8.gemm import BackendName, choose_backend
+from octetrl.engine.weights import weight_set
 from octetrl.fp8.kv_scales import KVScales, kv_scales_from_amax
 from octetrl.fp8.parity import why_not_equal
-from octetrl.fp8.policy import PrecisionPolicy, Side
-from octetrl.models.decoder import Decoder
-from octetrl.models.peft_adapters import load_trained, save_trained
+from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.records import Completion, GenerationRequest, PackedBatch, PolicyUpdate, Published, TokenLogprobs
 from octetrl.telemetry.mismatch import mismatch_metrics
 from octetrl.telemetry.spans import Spans
-from octetrl.trainer.checkpoint import Checkpoint, write_file
-from octetrl.trainer.critic import Critic
+from octetrl.trainer.checkpoint import Checkpoint
+from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.packing import PackingLayout
-from octetrl.trainer.scalar_trainer import ScalarState
+from octetrl.trainer.peers import ALONE, Peers
+from octetrl.trainer.state_files import Content
+from octetrl.trainer.state_writer import StateWriter
 from octetrl.trainer.trainer import KVReplay, Trainer
+from octetrl.trainer.without_update import observe_kv
+from octetrl.workers.checkpoint_state import load_state, saved_scales, state_files
 from octetrl.workers.kernel_paths import path_metrics
-from octetrl.workers.scalar_models import build_critic_model
-from octetrl.workers.teacher import load_teacher, teacher_fp8
-
-CRITIC, CRITIC_OPTIMIZER = "critic.safetensors", "critic_optimizer.safetensors"  # in a checkpoint
-LoadWeights = Callable[[Decoder], None]
+from octetrl.workers.models import LoadWeights, ModelBuilder
+from octetrl.workers.peer_limits import check_peers
 
 
 class Worker:
     """Built once. `load_weights` fills the trainer's model (and the reference's); the engine's shares its tensors.
 
-    `trains` false makes no optimizer state: for evaluation and generation.
+    `trains` false makes no optimizer state: for evaluation and generation. `peers`: the other workers of the run, with
+    which it trains one model; all of them call `train`, `calibrate` and `load` together.
     """
 
     def __init__(
@@ -67,24 +66,26 @@ class Worker:
         device: torch.device,
         spans: Spans,
         trains: bool = True,
+        peers: Peers = ALONE,
     ) -> None:
         self.recipe, self.spec, self.policy, self.device, self.spans = recipe, spec, policy, device, spans
-        self._dtype: torch.dtype = getattr(torch, recipe.model.dtype)
-        self._backend = _backend(policy, device, recipe.fp8.emulate)
-        self.trainer_model = self._loaded_model(load_weights)
-        self.engine_model = self._model("rollout", torch.device("meta"))
-        share_weights(self.engine_model, self.trainer_model)
+        self.peers = peers
+        check_peers(recipe, policy, algorithm, peers)
+        models = ModelBuilder(recipe, spec, policy, device, load_weights, peers)
+        self.trainer_model = models.trainer_model()
+        self.engine_model = models.engine_model(self.trainer_model)
         self.trainer = Trainer(
             self.trainer_model,
             config=recipe.trainer,
             algorithm=algorithm,
             temperature=recipe.rollout.temperature or 1.0,
             total_steps=recipe.steps,
-            reference=self._reference(algorithm, load_weights, tokenizer),
-            critic=self._critic() if algorithm.needs_values and trains else None,
+            reference=models.reference(algorithm, self.trainer_model, tokenizer),
+            critic=models.critic() if algorithm.needs_values and trains else None,
             collect_kv_amax=policy.kv_mode == "calibrated" and recipe.fp8.calibration == "fused",
             seed=recipe.seed,
             trains=trains,
+            peers=peers,
         )
         self.engine = Engine(
             self.engine_model,
@@ -93,45 +94,12 @@ class Worker:
             tokenizer=tokenizer,
             config=recipe.engine,
             context_length=recipe.model.context_length,
-            dtype=self._dtype,
+            dtype=models.dtype,
             device=device,
         )
         self.kv_scales: KVScales | None = None
+        self._state = StateWriter(self._state_files, device)
         self._put_into_engine(self.trainer.policy_version)
-
-    def _model(self, side: Side, device: torch.device) -> Decoder:
-        lora = self.recipe.model.lora
-        return Decoder(self.spec, self.policy, side, dtype=self._dtype, device=device, backend=self._backend, lora=lora)
-
-    def _reference(self, algorithm: Algorithm, load_weights: LoadWeights, tokenizer: Tokenizer) -> Decoder | None:
-        if algorithm.needs_teacher:
-            uses_fp8 = teacher_fp8(self.recipe).train
-            backend = choose_backend(self.device, self.recipe.fp8.emulate) if uses_fp8 else self._backend
-            return load_teacher(self.recipe, tokenizer, self.device, backend)
-        return self._first_policy(load_weights) if algorithm.needs_reference else None
-
-    def _loaded_model(self, load_weights: LoadWeights) -> Decoder:
-        model = self._model("train", self.device)
-        load_weights(model)
-        model.requantize()
-        if model.lora is not None:
-            model.train_adapters_alone()
-        return model
-
-    def _first_policy(self, load_weights: LoadWeights) -> Decoder:
-        """The policy the run began with. With LoRA the same frozen weights beside adapters of its own."""
-        if self.recipe.model.lora is None:
-            return self._loaded_model(load_weights)
-        model = self._model("train", torch.device("meta"))
-        share_weights(model, self.trainer_model)
-        for _, adapter in model.adapters():
-            adapter.own_tensors()
-        return model
-
-    def _critic(self) -> Critic:
-        recipe = self.recipe
-        model = build_critic_model(recipe, self.spec, self.device)
-        return Critic(model, recipe.critic, recipe.trainer, total_steps=recipe.steps, seed=recipe.seed)
 
     @property
     def policy_version(self) -> int:
@@ -163,7 +131,7 @@ class Worker:
 
     @contextmanager
     def session(self, on_progress: OnProgress | None = None) -> Iterator[Session]:
-        """An open session: requests may come while others run."""
+        """An open session: requests may arrive while others run."""
         with self.spans("rollout"), self.engine.session(on_progress) as session:
             yield session
 
@@ -172,7 +140,11 @@ class Worker:
         self.engine.forget_prefixes()
 
     def train(self, batch: PackedBatch) -> PolicyUpdate:
-        """One update from `batch`, seen through the cache it was drawn with; mismatch among the metrics."""
+        """One update from `batch`, with the KV cache of its samples; the metrics contain the mismatch.
+
+        With several workers `batch` has this worker's micro-batches, and the whole batch's denominators. The metrics
+        are those of all workers.
+        """
         if self.device.type == "cuda" and self.recipe.engine.release_for_training:
             self.engine.sleep()
         on_policy = batch.policy_version == self.trainer.policy_version
@@ -180,10 +152,10 @@ class Worker:
             update = self.trainer.train(batch, self._replay(), self.policy.digest)
         if self.policy.kv_mode == "calibrated" and batch.minibatches:
             with self.spans("calibrate"):
-                amax_2LK = update.kv_amax_2LK
+                amax_LS = update.kv_amax_LS
                 if self.recipe.fp8.calibration == "exact":
-                    amax_2LK = self.trainer.observe_kv(batch)  # one more forward, with the new weights
-                self._take_scales(amax_2LK)
+                    amax_LS = observe_kv(self.trainer, batch)  # one more forward, with the new weights
+                self._take_scales(amax_LS)
         metrics = {**update.metrics, **self._mismatch(update.logprobs, on_policy)}
         return PolicyUpdate(update.policy_version, metrics)
 
@@ -212,47 +184,28 @@ class Worker:
 
     # ------------------------------------------------------------ saving and loading
 
-    def save(self, folder: Path) -> None:
-        """Writes the model in Hugging Face form (with LoRA: the adapter in PEFT form) and all that `load` needs."""
-        save_trained(self.trainer_model, folder, base=self.recipe.model.path)
-        for name, tensors in self._state().items():
-            write_file(folder, name, tensors)
+    def prepare_saving(self) -> None:
+        """Allocates the host memory that `copy_state` needs; on a CPU beside what follows."""
+        self._state.prepare()
 
-    def _state(self) -> dict[str, dict[str, Tensor]]:
-        """Tensors of a checkpoint besides the model, by file."""
-        files = {"optimizer.safetensors": dict(self.trainer.state().optimizer)}
-        reference = self.trainer.reference.state()
-        if reference:
-            files["reference.safetensors"] = reference
-        if self.kv_scales is not None:
-            scales = self.kv_scales
-            files["kv_scales.safetensors"] = {
-                "k_scale": scales.k_scale_LK,
-                "v_scale": scales.v_scale_LK,
-                "policy_version": torch.tensor(scales.policy_version),
-            }
-        if self.trainer.critic is not None:
-            critic = self.trainer.critic.state()
-            files[CRITIC], files[CRITIC_OPTIMIZER] = dict(critic.weights), dict(critic.optimizer)
-        return files
+    def copy_state(self) -> str | None:
+        """Copies the state into host memory, for `write_state`. Returns None, or why the host has no room for it."""
+        return self._state.copy()
+
+    def write_state(self, folder: Path, *, copied: bool) -> list[WrittenFile]:
+        """Writes the copied state, or the live one: the model in Hugging Face form (with LoRA: the adapter in PEFT's),
+        and all that `load` needs."""
+        return self._state.write(folder, copied=copied)
+
+    def _state_files(self) -> dict[str, Content]:
+        return state_files(self.trainer, self.trainer_model, self.recipe.model.path, self.kv_scales)
 
     def load(self, saved: Checkpoint, policy_version: int) -> None:
         """Put a verified checkpoint back, weights, optimizer and scales, and publish it."""
-        load_trained(self.trainer_model, saved.folder)
-        state = self.trainer.state()
-        optimizer = saved.tensors("optimizer.safetensors")
-        self.trainer.load_state(replace(state, optimizer=optimizer, policy_version=policy_version))
-        if "reference.safetensors" in saved.files:
-            self.trainer.reference.load_state(saved.tensors("reference.safetensors"))
-        if self.trainer.critic is not None:
-            self.trainer.critic.load_state(ScalarState(saved.tensors(CRITIC), saved.tensors(CRITIC_OPTIMIZER)))
-        if "kv_scales.safetensors" in saved.files:
-            scales = saved.tensors("kv_scales.safetensors")
-            self.kv_scales = KVScales(
-                scales["k_scale"].to(self.device),
-                scales["v_scale"].to(self.device),
-                policy_version=int(scales["policy_version"]),
-            )
+        load_state(self.trainer, self.trainer_model, saved, policy_version)
+        scales = saved_scales(saved, self.spec, self.device)
+        if scales is not None:
+            self.kv_scales = scales
         self._put_into_engine(policy_version)
 
     # ------------------------------------------------------------ calibration
@@ -260,14 +213,14 @@ class Worker:
     def calibrate(self, token_lists: Sequence[Sequence[int]]) -> None:
         """KV scales from one forward over these sequences: before the first rollout, with its prompts."""
         with self.spans("calibrate"):
-            self._take_scales(self.trainer.observe_kv(token_lists))
+            self._take_scales(observe_kv(self.trainer, token_lists))
             self._put_into_engine(self.trainer.policy_version)
 
-    def _take_scales(self, amax_2LK: Tensor | None) -> None:
-        assert amax_2LK is not None, "KV calibration: no forward has observed K and V"
+    def _take_scales(self, amax_LS: Tensor | None) -> None:
+        assert amax_LS is not None, "KV calibration: no forward has observed K and V"
         self.kv_scales = kv_scales_from_amax(
-            amax_2LK[0],
-            amax_2LK[1],
+            amax_LS,
+            self.spec,
             margin=self.recipe.fp8.calibration_margin,
             policy_version=self.trainer.policy_version,
         )
@@ -277,14 +230,14 @@ class Worker:
             return KVReplay()
         if self.kv_scales is None:
             return KVReplay(self.policy.kv_mode)
-        return KVReplay(self.policy.kv_mode, self.kv_scales.k_scale_LK, self.kv_scales.v_scale_LK)
+        return KVReplay(self.policy.kv_mode, self.kv_scales.scale_LS)
 
     # ------------------------------------------------------------ publishing and measuring
 
     def _put_into_engine(self, policy_version: int) -> str:
         """The digest of what the engine then holds."""
         self.engine.put_weights(weight_set(self.trainer_model, policy_version, self.kv_scales))
-        return self.engine.weights_digest()
+        return self.engine.weights_digest(covers_all=self.peers.share.count > 1)
 
     @property
     def promises_parity(self) -> bool:
@@ -301,10 +254,3 @@ class Worker:
             logprobs.sequence_lengths_N,
             equality_is_promised=on_policy and self.promises_parity,
         )
-
-
-def _backend(policy: PrecisionPolicy, device: torch.device, emulate: bool | None) -> BackendName:
-    """Asked of the device only where something is FP8: a BF16 run works on any GPU."""
-    if policy.uses_fp8("rollout") or policy.uses_fp8("train"):
-        return choose_backend(device, emulate)
-    return "emulated"

@@ -9,7 +9,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -21,33 +23,40 @@ _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload([__name__, "reasoning_gym"])
 
 
-def start(tree: dict[str, Any], *, kill_at_write: int | None = None) -> BaseProcess:
-    """Begin the run of this recipe, or go on with it; `kill_at_write` kills it at its so many-th step onto the disk."""
-    process = _processes.Process(target=_train, args=(tree, kill_at_write))
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL in place of a call of `os` whose path has this end; or of the first one while another is held."""
+
+    call: str  # fsync, rename or replace
+    path_end: str
+    while_held: str | None = None  # an fsync of a path with this end never returns
+
+
+def start(tree: dict[str, Any], *, kill: Kill | None = None) -> BaseProcess:
+    """Begin the run of this recipe, or go on with it."""
+    process = _processes.Process(target=_train, args=(tree, kill))
     process.start()
     return process
 
 
-def _train(tree: dict[str, Any], kill_at_write: int | None) -> None:
-    if kill_at_write is not None:
-        _die_at_write(kill_at_write)
+def _train(tree: dict[str, Any], kill: Kill | None) -> None:
+    if kill is not None:
+        _die(kill)
     recipe = recipe_from_mapping(tree)
     train(recipe, resume=(Path(recipe.output_dir) / "config.yaml").exists())
 
 
-def _die_at_write(number: int) -> None:
-    """SIGKILL in place of the `number`-th sync, rename or replacement of a file."""
-    writes = 0
-
-    def counted(write: Callable[..., Any]) -> Callable[..., Any]:
+def _die(kill: Kill) -> None:
+    def watched(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            nonlocal writes
-            writes += 1
-            if writes == number:
+            path = os.readlink(f"/proc/self/fd/{args[0]}") if name == "fsync" else str(args[1])
+            if name == kill.call and path.endswith(kill.path_end):
                 os.kill(os.getpid(), signal.SIGKILL)
-            return write(*args, **kwargs)
+            if name == "fsync" and kill.while_held is not None and path.endswith(kill.while_held):
+                threading.Event().wait()
+            return call(*args, **kwargs)
 
         return wrapper
 
     for name in ("fsync", "rename", "replace"):
-        setattr(os, name, counted(getattr(os, name)))
+        setattr(os, name, watched(name, getattr(os, name)))

@@ -90,7 +90,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("", "is empty"),
         ("model: {path", "not YAML"),
         ("\t- :", "not YAML"),
-        ("just words", "holds a str"),
+        ("just words", "this is a str"),
         (RECIPE + "stepz: 3\n", "did you mean 'steps'?"),
         (RECIPE.replace("steps: 1", "steps: many"), "steps: 'many' is not a whole number"),
         (RECIPE.replace("group_size: 2", "group_size: 1"), "no siblings"),

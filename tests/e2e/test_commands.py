@@ -96,7 +96,7 @@ def test_eval_of_several_side_by_side(
 def test_eval_says_what_is_wrong_before_it_works(finished: Finished, tmp_path: Path, capsys: Capture) -> None:
     folder = str(finished("fp8"))
     for words, says in [
-        ([folder, str(tmp_path / "gone")], "gone' is neither a run folder"),
+        ([folder, str(tmp_path / "gone")], "gone' does not exist; give a run folder, a checkpoint, or"),
         ([folder, folder], "is given twice"),
         (["seed=1"], "no run or model is given"),
         ([folder, "--k", "1,x"], "--k: '1,x' is not a list of whole numbers"),

@@ -42,6 +42,15 @@ from octetrl.cli.main import main
 main()
 """
 
+LIBRARY = """
+import time
+print("importing", flush=True)
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    raise ImportError("cannot load module more than once per process") from None
+"""
+
 
 @pytest.mark.parametrize(("verb", "times"), [(verb, 2) for verb in VERBS] + [("train", 1)])
 def test_while_a_verb_is_imported(verb: str, times: int, tmp_path: Path) -> None:
@@ -50,6 +59,16 @@ def test_while_a_verb_is_imported(verb: str, times: int, tmp_path: Path) -> None
     _press(process, times)
     _assert_stopped(process)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_while_a_verb_imports_a_library(tmp_path: Path) -> None:
+    """A library that turns the KeyboardInterrupt into an error of its own, as numpy does, makes no traceback."""
+    (tmp_path / "slow_library.py").write_text(LIBRARY)
+    code = "from octetrl.cli.ctrl_c import CtrlC; c = CtrlC(); c.install(); c.clean_up_first(); import slow_library"
+    process = _start([sys.executable, "-c", code], tmp_path)
+    assert process.stdout is not None and process.stdout.readline() == "importing\n"
+    _press(process, 1)
+    _assert_stopped(process)
 
 
 @pytest.mark.slow

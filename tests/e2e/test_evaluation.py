@@ -92,7 +92,7 @@ def test_below_the_share_the_run_goes_on(model: Path, tmp_path: Path) -> None:
     assert len(lines) == 3
     share = [line["rollout/reward_error"] / line["rollout/count"] for line in lines]
     assert share == [line["rollout/failure_share"] for line in lines]
-    with pytest.raises(FailureShareError, match="the first of each kind"):
+    with pytest.raises(FailureShareError, match="the first failure of each kind"):
         run(model, tmp_path / "other", changes | {"environment.max_failure_share": min(share) - 0.01})
 
 

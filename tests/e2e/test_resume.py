@@ -28,6 +28,7 @@ from octetrl.run.loop import train
 from octetrl.trainer import checkpoint
 from octetrl.workers.worker import Worker
 from tests.e2e import killed_run
+from tests.e2e.killed_run import Kill
 from tests.e2e.tiny_run import read_lines, recipe_tree, run, timeless, tiny_recipe
 
 STEPS = 5
@@ -81,34 +82,52 @@ def test_killed_at_random_moments(model: Path, whole: Path, tmp_path: Path) -> N
     assert_equal_runs(tmp_path / "run", whole)
 
 
-WRITES = {
-    1: "run.json is written aside",
-    3: "run.json stands, config.yaml is written aside",
-    6: "the rollouts of step 1 have no name yet",
-    8: "its metrics are not on the disk",
-    11: "files of its checkpoint are missing",
-    22: "the manifest is missing",
-    24: "the checkpoint is whole and hidden",
-    25: "the checkpoint of step 1 stands; the folder is not synced",
-    27: "that of step 2 stands, and the rollouts of step 3 have no name yet",
-    26: "that of step 3 stands, and the oldest is about to go",
-}
+HIDDEN = "checkpoints/.step_00000{}.partial"
+STAGES = [
+    ("run.json is written aside", Kill("fsync", "run.json.partial")),
+    ("run.json stands, config.yaml is written aside", Kill("replace", "config.yaml")),
+    ("the rollouts of step 1 have no name yet", Kill("replace", "step_000001.jsonl")),
+    ("its metrics are not on the disk", Kill("fsync", "metrics.jsonl")),
+    ("files of its checkpoint are missing", Kill("fsync", HIDDEN.format(1) + "/optimizer.safetensors")),
+    ("step 2 has run before the manifest of step 1 is there", Kill("fsync", HIDDEN.format(1) + "/manifest.json")),
+    ("the checkpoint is whole and hidden", Kill("rename", "checkpoints/step_000001")),
+    ("the checkpoint of step 1 stands; the folder is not synced", Kill("fsync", "/checkpoints")),
+    ("the rollouts of step 3 have no name yet", Kill("replace", "step_000003.jsonl")),
+    ("the oldest is about to go", Kill("rename", ".step_000001.removed")),
+]
 
 
 @pytest.mark.slow
 def test_killed_at_each_stage_of_writing(model: Path, whole: Path, tmp_path: Path) -> None:
     """One attempt after the other, each going on from what the one before left."""
     tree = recipe_tree(model, tmp_path / "run", CHANGES)
-    for write, stage in WRITES.items():
-        process = killed_run.start(tree, kill_at_write=write)
+    for stage, kill in STAGES:
+        process = killed_run.start(tree, kill=kill)
         process.join()
         assert process.exitcode == -signal.SIGKILL, stage
-    names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
-    assert names == {"step_000001", "step_000002", "step_000003"}  # as WRITES says
     process = killed_run.start(tree)
     process.join()
     assert process.exitcode == 0
     assert_equal_runs(tmp_path / "run", whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [2, 4])
+def test_killed_while_steps_run_ahead_of_a_save(first: int, model: Path, whole: Path, tmp_path: Path) -> None:
+    """The disk never takes the checkpoint of step `first`: the step after it has its line in metrics.jsonl."""
+    folder = tmp_path / "run"
+    held = HIDDEN.format(first)
+    kill = Kill("replace", f"step_00000{first + 2}.jsonl", while_held=f"{held}/manifest.json")
+    if first == 4:
+        kill = Kill("replace", "step_000005.jsonl", while_held=f"{held}/manifest.json")
+    process = killed_run.start(recipe_tree(model, folder, CHANGES | {"checkpoint.every": 2}), kill=kill)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert [line["step"] for line in read_lines(folder / "metrics.jsonl")][-1] == min(first + 1, 4)
+    names = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert names == {Path(held).name} | ({"step_000002"} if first == 4 else set())
+    train(tiny_recipe(model, folder, CHANGES), resume=True)
+    assert_equal_runs(folder, whole)
 
 
 def _wait(while_true: Callable[[], bool], until: Callable[[], bool]) -> None:

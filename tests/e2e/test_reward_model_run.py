@@ -110,7 +110,11 @@ def test_it_scores_the_rollouts_of_another_run(exported: Path, model: Path, tmp_
     lines = run(model, tmp_path / "run", scored | {"evaluation.every": 2})
     assert all(line["reward/count"] == 8 and line["reward/std"] > 0 and "loss" in line for line in lines)
     assert "eval/accuracy" in lines[1]
-    report = evaluate_checkpoint(str(tmp_path / "run"), tiny_recipe(model, tmp_path / "other", scored))
+    recipe = tiny_recipe(model, tmp_path / "other", scored)
+    rows = read_lines(tmp_path / "run" / "rollouts" / "step_000001.jsonl")
+    alone = RewardModelScorer(recipe, CPU).score([(Task(row["task_id"], row["prompt"]), row["text"]) for row in rows])
+    assert [score.reward for score in alone] == [row["reward"] for row in rows]
+    report = evaluate_checkpoint(str(tmp_path / "run"), recipe)
     assert report.accuracy is not None
 
 
@@ -122,9 +126,9 @@ def test_a_critic_may_begin_with_it(exported: Path, model: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"environment.reward_model": "x"}, "reward_model: it and environment.reward exclude each other"),
+        ({"environment.reward_model": "x"}, "reward_model: cannot be combined with environment.reward"),
         ({"critic.pretrain_steps": 2}, "critic: grpo has no critic"),
-        ({"algorithm.name": "ppo", "critic.pretrain_steps": 3}, "critic.pretrain_steps: 3 of 3 steps leave none"),
+        ({"algorithm.name": "ppo", "critic.pretrain_steps": 3}, "critic.pretrain_steps: 3 of 3 steps leave no step"),
         ({"algorithm.name": "ppo", "critic.optimizer.betas": [0.9, 1.0]}, r"critic\.optimizer\.betas: \[0.9, 1.0\]"),
         ({"algorithm": {"name": "reward_model"}}, "reward_model needs the path of a file"),
     ],

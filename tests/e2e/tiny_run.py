@@ -94,7 +94,5 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def timeless(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The lines without what the clock says: all that is left must repeat to the bit."""
-    return [
-        {name: value for name, value in line.items() if "time/" not in name and "per_second" not in name}
-        for line in lines
-    ]
+    of_clock = ("time/", "checkpoint/", "per_second")
+    return [{name: line[name] for name in line if not any(part in name for part in of_clock)} for line in lines]

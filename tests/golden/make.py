@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from octetrl.fp8.gemm import fp8_gemm_nt
+from octetrl.fp8.backends import fp8_gemm_nt
 from octetrl.fp8.quantize import (
     Quantized,
     quantize_activation_reference,

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from octetrl.kernels.attention import attention_packed as packed
+from octetrl.kernels.attention.attention_order import KV_CHUNK
 from octetrl.kernels.attention.attention_paged import attention_paged, attention_paged_reference
 from octetrl.kernels.attention.kv_store import kv_replay, kv_replay_reference, kv_store, kv_store_reference
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
@@ -78,7 +79,7 @@ def test_close_to_the_reference(kv_mode, quantize_k, head_size, page_size, group
     [(64, 16, 4), (64, 128, 2), (128, 128, 4), (128, 16, 2), (128, 128, 7), (256, 128, 2), (256, 16, 4)],
 )
 def test_packed_prefill_and_decode_have_equal_bits(kv_mode, quantize_k, head_size, page_size, group):
-    lengths = [1, 127, 128, 129, 1000, 4096]
+    lengths = [1, 127, 128, KV_CHUNK + 1, 1000, 4096]
     q, k, v = random_qkv(lengths, 2, group, head_size, torch.bfloat16, device="cuda")
     k_scale, v_scale = scales_of(k, v, kv_mode)
     cu_seqlens = cu_seqlens_of(lengths, "cuda")
@@ -90,7 +91,8 @@ def test_packed_prefill_and_decode_have_equal_bits(kv_mode, quantize_k, head_siz
     assert torch.equal(whole, out)
     replayed = kv_replay(k, v, kv_mode, k_scale, v_scale, quantize_k)
     _, lse2 = packed.attention_packed_forward_triton(q.contiguous(), replayed, cu_seqlens, 4096, SCALE)
-    for start, end in ((1, 128), (256, 385), (1385, 5481)):  # one sequence alone: the log-sum-exp of its rows
+    ends = cu_seqlens.tolist()
+    for start, end in (ends[1:3], ends[3:5], ends[5:]):  # one sequence alone: the log-sum-exp of its rows
         few = type(replayed)(*(x if x is None or x.dim() < 2 else x[start:end] for x in replayed))
         alone = packed.attention_packed_forward_triton(
             q[start:end].contiguous(), few, cu_seqlens_of([end - start], "cuda"), end - start, SCALE
@@ -106,24 +108,29 @@ def test_packed_prefill_and_decode_have_equal_bits(kv_mode, quantize_k, head_siz
     sequence = torch.randint(0, len(lengths), (512,), generator=generator)
     position = (torch.rand(512, generator=generator) * torch.tensor(lengths)[sequence]).long()
     rows = (cu_seqlens.cpu().long()[sequence] + position).cuda()
-    decoded = attention_paged(
-        q[rows],
-        cache.k,
-        cache.v,
-        cache.block_table[sequence.cuda()],
-        torch.arange(513, dtype=torch.int32, device="cuda"),
-        (position + 1).to(torch.int32).cuda(),
-        SCALE,
-        *cache.scales,
-        max_query_len=1,
-    )
-    assert torch.equal(decoded, out[rows])
+    rows[:6] = cu_seqlens[1:] - 1
+    sequence[:6], position[:6] = torch.arange(6), torch.tensor(lengths) - 1
+    for batch in (512, 30, 3):  # in the first every program takes a sequence, in the others the keys are split
+        for first in range(0, 120 if batch < 512 else 512, batch):
+            part = slice(first, first + batch)
+            decoded = attention_paged(
+                q[rows[part]],
+                cache.k,
+                cache.v,
+                cache.block_table[sequence[part].cuda()],
+                torch.arange(batch + 1, dtype=torch.int32, device="cuda"),
+                (position[part] + 1).to(torch.int32).cuda(),
+                SCALE,
+                *cache.scales,
+                max_query_len=1,
+            )
+            assert torch.equal(decoded, out[rows[part]])
 
 
 @pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES)
 @pytest.mark.parametrize(("longest", "page_size"), [(1, 128), (1, 32), (4, 128)])
 def test_a_quantised_output_has_the_quantisers_bytes(kv_mode, quantize_k, longest, page_size):
-    lengths = [1, 127, 700, 128]
+    lengths = [1, 127, 3 * KV_CHUNK - 7, 128]
     q, k, v = random_qkv(lengths, 2, 4, 128, torch.bfloat16, device="cuda")
     cache = filled_cache(lengths, k, v, kv_mode, quantize_k, page_size)
     table = torch.cat([cache.block_table, torch.full_like(cache.block_table[:1], -1)])  # and a padding sequence

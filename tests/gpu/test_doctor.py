@@ -14,7 +14,7 @@ from octetrl.doctor.taps import Site
 from octetrl.fp8.quantize import Quantized
 from octetrl.models.blocks.mlp import rollout, training
 from tests.e2e import tiny_run
-from tests.unit.doctor.test_examine import patient
+from tests.unit.doctor.test_examine import subject
 
 pytestmark = pytest.mark.gpu
 
@@ -35,14 +35,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8_full"])
 def test_engine_and_trainer_are_equal_op_by_op(model: Path, precision: str) -> None:
-    one = patient(model, precision, **ON_THE_GPU)
+    one = subject(model, precision, **ON_THE_GPU)
     assert one.is_fused, "the forwards of the product, not the modules"
     report = examine(one).report
     assert report.equal, report.verdict
 
 
 def test_a_wrong_branch_of_an_adapter_is_named(model: Path) -> None:
-    one = patient(model, "fp8_full", model__lora={}, **ON_THE_GPU)
+    one = subject(model, "fp8_full", model__lora={}, **ON_THE_GPU)
     assert one.is_fused and examine(one).report.equal
     for _, adapter in one.worker.engine_model.adapters():
         adapter.scale *= 10
@@ -51,7 +51,7 @@ def test_a_wrong_branch_of_an_adapter_is_named(model: Path) -> None:
 
 
 def test_what_brings_the_mismatch_is_told(model: Path) -> None:
-    found = attribute(examine(patient(model, "fp8_rollout", **ON_THE_GPU)))
+    found = attribute(examine(subject(model, "fp8_rollout", **ON_THE_GPU)))
     shares = {share.kind: share.of_mean_abs for share in found.shares}
     assert list(shares) == ["weights", "activations"]
     assert sum(shares.values()) + found.rest.mean_abs == pytest.approx(1.0)
@@ -69,5 +69,5 @@ def test_a_kernel_that_is_an_ulp_off_is_named(model: Path, monkeypatch: pytest.M
         return made
 
     monkeypatch.setattr(namespace, "silu_mul_quantize", off)
-    report = examine(patient(model, "fp8_full", **ON_THE_GPU)).report
+    report = examine(subject(model, "fp8_full", **ON_THE_GPU)).report
     assert report.first is not None and report.first.site == Site(0, "SiLU, quantised")

@@ -13,7 +13,7 @@ from torch import Tensor
 from octetrl.config.schema import EngineConfig, Fp8Config
 from octetrl.engine.engine import Engine
 from octetrl.engine.sampler import SamplingRows, sample, sequence_key
-from octetrl.fp8.gemm import choose_backend
+from octetrl.fp8.backends import choose_backend
 from octetrl.fp8.kv_scales import kv_scales_from_amax
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.context import PackedContext
@@ -63,9 +63,9 @@ class Bench:
             model.random_init(seed=0)
         self.scales = None
         if self.policy.kv_mode == "calibrated":
-            amax_2LK = torch.full((2, SPEC.num_layers, SPEC.num_kv_heads), -1.0, device="cuda")
-            self.packed([one.prompt_token_ids for one in ASKED], kv_mode="none", kv_amax_2LK=amax_2LK)
-            self.scales = kv_scales_from_amax(amax_2LK[0], amax_2LK[1], margin=1.5, policy_version=0)
+            amax_LS = torch.full((SPEC.num_layers, SPEC.num_cache_scales), -1.0, device="cuda")
+            self.packed([one.prompt_token_ids for one in ASKED], kv_mode="none", kv_amax_LS=amax_LS)
+            self.scales = kv_scales_from_amax(amax_LS, SPEC, margin=1.5, policy_version=0)
 
     def engine(self, **config: int) -> Engine:
         settings = {"page_size": 128, "kv_cache_tokens": 1 << 15, **config}
@@ -90,7 +90,7 @@ class Bench:
         sequences = [asked.prompt_token_ids + answer.token_ids for answer in answers]
         context: dict[str, object] = {"kv_mode": self.policy.kv_mode}
         if self.scales is not None:
-            context |= {"k_scale_LK": self.scales.k_scale_LK, "v_scale_LK": self.scales.v_scale_LK}
+            context |= {"kv_scale_LS": self.scales.scale_LS}
         tokens_T, hidden_TE = self.packed(sequences, **context)
         with torch.no_grad():
             logprobs_T, _ = self.models["train"].logprobs(hidden_TE[:-1], tokens_T[1:], asked.sampling.temperature)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octetrl.fp8.errors import relative_error
-from octetrl.fp8.gemm import choose_backend, fp8_gemm_dgrad, fp8_gemm_nt, fp8_gemm_wgrad, transposed
+from octetrl.fp8.backends import choose_backend, fp8_gemm_dgrad, fp8_gemm_nt, fp8_gemm_wgrad, transposed
 from octetrl.fp8.quantize import Quantized
+from octetrl.fp8.relative_error import relative_error
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from octetrl.kernels.quantize.quantize_tokens import quantize_tokens
 from octetrl.kernels.quantize.quantize_weight import quantize_weight
-from octetrl.layers.linear import Float8Linear, Linear
+from octetrl.layers.linear import Float8Linear
+from octetrl.layers.unquantized_linear import Linear
 
 pytestmark = pytest.mark.gpu
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octetrl.fp8.errors import relative_error
+from octetrl.fp8.relative_error import relative_error
 from octetrl.kernels.gemm.linear_logprobs import linear_logprobs, lm_head_logits, logprobs_of
 from octetrl.kernels.gemm.linear_logprobs_backward import (
     GATHERED,

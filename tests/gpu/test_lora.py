@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octetrl.config.schema import LoraConfig
-from octetrl.fp8.errors import relative_error
+from octetrl.fp8.relative_error import relative_error
 from octetrl.kernels.gemm.bf16_gemm import bf16_gemm_reference, bf16_gemm_straight
 from octetrl.kernels.gemm.lora_up import lora_up, lora_up_reference
 from octetrl.layers.context import PackedContext
@@ -76,7 +76,7 @@ def trained(sides: Sides, keep: Keep | None) -> tuple[Tensor, dict[str, Tensor]]
     positions = torch.cat([torch.arange(length) for length in lengths]).cuda()
     replay = sides.replay
     bounds = torch.tensor((0, *lengths)).cumsum(0).int().cuda()
-    context = PackedContext(bounds, max(lengths), replay.kv_mode, replay.k_scale_LK, replay.v_scale_LK)
+    context = PackedContext(bounds, max(lengths), replay.kv_mode, replay.kv_scale_LS)
     model.zero_grad()
     hidden_TE = model(tokens, positions, context, None if keep is None else fused_layer_runner(model, keep))
     hidden_TE.backward(upstream)

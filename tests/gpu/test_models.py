@@ -11,7 +11,7 @@ from torch import Tensor
 from octetrl.config.schema import Fp8Config
 from octetrl.config.spec import ModelSpec
 from octetrl.engine.kv_cache import KVCache, cache_format
-from octetrl.fp8.gemm import choose_backend
+from octetrl.fp8.backends import choose_backend
 from octetrl.fp8.policy import Side, precision_policy
 from octetrl.kernels.gemm.linear_logprobs import logprobs_of
 from octetrl.layers.context import PackedContext, PagedContext
@@ -98,7 +98,7 @@ def test_hidden_states_and_gradients_are_as_near_to_float32_as_the_emulation(
 class _Engine:
     """The least that drives a rollout-side model: one sequence's pages each, all sequences together."""
 
-    def __init__(self, model: Decoder, scale_2LK: Tensor | None) -> None:
+    def __init__(self, model: Decoder, scale_LS: Tensor | None) -> None:
         self.model = model
         pages = [-(-length // PAGE_SIZE) for length in LENGTHS]
         order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(1)).tolist()
@@ -106,7 +106,7 @@ class _Engine:
         for row, count in enumerate(pages):
             self.table_BP[row, :count] = torch.tensor([order.pop() for _ in range(count)])
         page = cache_format(model.spec, model.policy, model.dtype, PAGE_SIZE)
-        self.cache = KVCache(page, sum(pages), torch.device("cuda"), scale_2LK)
+        self.cache = KVCache(page, sum(pages), torch.device("cuda"), scale_LS)
 
     def forward(self, token_ids: list[Tensor], starts: list[int], rows: list[int]) -> Tensor:
         """Hidden states of these tokens of sequences `rows`, beginning at `starts`."""
@@ -149,15 +149,12 @@ def test_engine_and_trainer_are_bit_equal(architecture: str, precision: str) -> 
     engine_model = _decoder("rollout", PRECISIONS[precision], spec=_spec(architecture))
     token_ids_T, positions_T, cu_seqlens_B1 = _tokens()
     spec, mode = trainer.spec, trainer.policy.kv_mode
-    amax_2LK = torch.zeros(2, spec.num_layers, spec.num_kv_heads, device="cuda")
-    trainer(token_ids_T, positions_T, PackedContext(cu_seqlens_B1, max(LENGTHS), kv_amax_2LK=amax_2LK))
-    scale_2LK = amax_2LK * 1.05 / 448 if mode == "calibrated" else None
-    k_scale_LK, v_scale_LK = (None, None) if scale_2LK is None else scale_2LK
-    expected_TE = trainer(
-        token_ids_T, positions_T, PackedContext(cu_seqlens_B1, max(LENGTHS), mode, k_scale_LK, v_scale_LK)
-    )
+    amax_LS = torch.zeros(spec.num_layers, spec.num_cache_scales, device="cuda")
+    trainer(token_ids_T, positions_T, PackedContext(cu_seqlens_B1, max(LENGTHS), kv_amax_LS=amax_LS))
+    scale_LS = amax_LS * 1.05 / 448 if mode == "calibrated" else None
+    expected_TE = trainer(token_ids_T, positions_T, PackedContext(cu_seqlens_B1, max(LENGTHS), mode, scale_LS))
 
-    engine = _Engine(engine_model, scale_2LK)
+    engine = _Engine(engine_model, scale_LS)
     sequences = token_ids_T.split(LENGTHS)
     ours = [torch.empty_like(expected_TE[:length]) for length in LENGTHS]
     decoded = 8

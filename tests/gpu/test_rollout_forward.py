@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octetrl.engine.kv_cache import KVCache
 from octetrl.kernels.gemm.bf16_gemm import bf16_gemm
-from octetrl.layers.linear import Linear
+from octetrl.layers.unquantized_linear import Linear
 from octetrl.records import GenerationRequest, SamplingParams
 from tests.gpu.test_engine import ASKED, PRECISIONS, Bench
 

@@ -20,6 +20,7 @@ from octetrl.records import Sample
 from octetrl.trainer.checkpoint import load, save
 from octetrl.trainer.packing import pack
 from octetrl.trainer.trainer import KVReplay, Trainer, TrainerState
+from octetrl.trainer.without_update import accumulate_gradients
 from tests.objectives import objective
 
 pytestmark = pytest.mark.gpu
@@ -110,7 +111,7 @@ def test_codes_made_anew_change_no_bit_and_take_no_memory(checkpointing: str) ->
         gc.collect()
         before = torch.cuda.memory_allocated()
         trainer = make_trainer(FP8, activation_checkpointing=checkpointing, weight_codes=weight_codes)
-        trainer.accumulate_alone(pack(make_samples(12), trainer.layout, "token"), KVReplay(kv_mode="dynamic"))
+        accumulate_gradients(trainer, pack(make_samples(12), trainer.layout, "token"), KVReplay(kv_mode="dynamic"))
         held.append(torch.cuda.memory_allocated() - before)
         trainer.model.requantize()
         codes = {name: linear.codes.view(torch.uint8).clone() for name, linear in trainer.model.float8_linears()}
@@ -150,5 +151,5 @@ def test_a_saved_trainer_comes_back_bit_for_bit(tmp_path: Path, master: str) -> 
 def test_amax_of_k_and_v_is_observed_on_the_device() -> None:
     trainer = make_trainer(FP8)
     batch = pack(make_samples(4), trainer.layout, "token")
-    amax_2LK = trainer.train(batch, KVReplay(kv_mode="dynamic"), None).kv_amax_2LK
-    assert amax_2LK is not None and amax_2LK.is_cuda and (amax_2LK > 0).all()
+    amax_LS = trainer.train(batch, KVReplay(kv_mode="dynamic"), None).kv_amax_LS
+    assert amax_LS is not None and amax_LS.is_cuda and (amax_LS > 0).all()

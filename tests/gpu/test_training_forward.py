@@ -82,19 +82,19 @@ class Case:
 
     def run(self, keep: Keep | None) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Hidden states, K's and V's amax and the gradients; by the modules where `keep` is None."""
-        shape = self.spec.num_layers, self.spec.num_kv_heads
-        amax_2LK = torch.full((2, *shape), -1.0, device="cuda")
-        scale_LK = torch.linspace(0.005, 0.02, shape[0] * shape[1], device="cuda").view(shape)
+        layers, heads = self.spec.num_layers, self.spec.num_kv_heads
+        amax_LS = torch.full((layers, 2 * heads), -1.0, device="cuda")
+        scale_LK = torch.linspace(0.005, 0.02, layers * heads, device="cuda").view(layers, heads)
         bounds = torch.tensor((0, *LENGTHS)).cumsum(0).int().cuda()
-        scales = (scale_LK, 2 * scale_LK) if self.policy.kv_mode == "calibrated" else (None, None)
-        context = PackedContext(bounds, max(LENGTHS), self.policy.kv_mode, *scales, amax_2LK)
+        scale_LS = torch.cat((scale_LK, 2 * scale_LK), 1) if self.policy.kv_mode == "calibrated" else None
+        context = PackedContext(bounds, max(LENGTHS), self.policy.kv_mode, scale_LS, amax_LS)
         runner = None if keep is None else fused_layer_runner(self.model, keep)
         assert (runner is None) == (keep is None)
         self.model.zero_grad()
         hidden_TE = self.model(self.tokens, self.positions, context, runner)
         hidden_TE.backward(self.upstream)
         gradients = {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
-        return hidden_TE.detach(), amax_2LK, gradients
+        return hidden_TE.detach(), amax_LS, gradients
 
 
 @pytest.mark.parametrize("fp8", FORMATS.values(), ids=FORMATS)

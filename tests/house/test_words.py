@@ -1,7 +1,8 @@
 """Texts use plain technical English: phrases that readers stumbled over do not come back.
 
 Each entry is a pattern, what to write instead, and a phrase that the pattern must find. The test searches docs/,
-recipes, the package with its docstrings and messages, and the examples.
+recipes, the package with its docstrings, comments and messages, and the examples. `octetrl/fp8/` and
+`octetrl/kernels/` were also read as a whole by these rules.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import pytest
 
 from tests.house.tree import REPO, text_files
 
-SEARCHED = ("README.md", "CONTRIBUTING.md", "docs/", "recipes/", "octetrl/", "examples/", "setup/")
+SEARCHED = ("README.md", "CONTRIBUTING.md", "docs/", "recipes/", "octetrl/", "examples/", "setup/", "benchmarks/")
 
 
 class Phrase(NamedTuple):
@@ -31,6 +32,8 @@ PHRASES = (
     Phrase(r"\bstands at\b", "is", "the share stands at 5"),
     Phrase(r"\bbefalls?\b", "happens to", "whatever befalls a sequence"),
     Phrase(r"\bto be had\b|\bcan be had\b", "available", "the same bits are to be had without it"),
+    Phrase(r"\bhears of\b", "is called after, receives", "`on_turn(round, turn)` hears of each"),
+    Phrase(r"\btakes down one\b", "frees", "builds, measures and takes down one engine"),
     # Subject, verb, object.
     Phrase(r"\bbut for\b", "except", "FP8 on other GPUs, but for emulation"),
     Phrase(r"\bthat there (?:is|are) not\b", "an unknown ..., a missing ...", "an action that there is not is told"),
@@ -42,6 +45,15 @@ PHRASES = (
     Phrase(
         r"log-probs off the", "largest log-prob difference, engine - trainer", "engine's log-probs off the trainer's"
     ),
+    # Idioms that the readers of the code did not know.
+    Phrase(r"\b[Mm]ade again\b|\bmakes? again\b", "recomputed", "the logits are made again"),
+    Phrase(r"\bat hand\b", "current, in flight, given", "fails the requests at hand"),
+    Phrase(r"\bunder way\b", "running, in flight", "the call under way"),
+    Phrase(r"\bin the place of\b", "instead of", "a smooth gate in the place of the clip"),
+    Phrase(r"\bone upon the other\b", "one after another", "corrections, one upon the other"),
+    Phrase(r"\bcome out again\b", "succeeded again", "until a completion has come out again"),
+    Phrase(r"\bdraws? no rollouts\b", "samples no rollouts", "sft draws no rollouts"),
+    Phrase(r"\bis no multiple\b", "is not a multiple", "a depth that is no multiple of 256"),
     # Citations point to files that exist.
     Phrase(r"numerics\.md", "docs/fp8.md §n", "see numerics.md §4"),
 )

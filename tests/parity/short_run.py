@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -24,10 +24,12 @@ from octetrl.config.schema import (
 )
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.policy import precision_policy
+from octetrl.models.decoder import Decoder
 from octetrl.records import GenerationRequest, Sample, SamplingParams
 from octetrl.telemetry.mismatch import MismatchGate
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.packing import pack
+from octetrl.trainer.peers import ALONE, Peers
 from octetrl.workers.worker import Worker
 from tests.objectives import objective
 from tests.parity.sides import PRECISIONS, NoText, draw_weights, random_tokens, samples_of
@@ -40,6 +42,8 @@ class ShortRun:
     tokens: list[list[int]]
     metrics: list[dict[str, float]]
     weights: dict[str, Tensor]
+    initial: dict[str, Tensor]  # what was to be trained, before the first step
+    digests: list[str] = field(default_factory=list)  # of what the engine held after each step
 
     def times_left_out(self) -> list[dict[str, float]]:
         """The metrics without what the clock says."""
@@ -59,10 +63,12 @@ def short_run(
     lora: LoraConfig | None = None,
     algorithm: AlgorithmConfig | None = None,
     releases: bool = False,
+    peers: Peers = ALONE,
     **trainer: Any,
 ) -> ShortRun:
-    """Prompts and rewards follow from the step. `releases`: the cache is given back for training.
-    `mismatch.fail_on_difference` ends the run where parity is broken."""
+    """Prompts and rewards follow from the step. `releases`: the cache is freed for training.
+    `mismatch.fail_on_difference` ends the run where parity is broken. Each of several workers draws all answers and
+    trains on its part of the micro-batches."""
     recipe = Recipe(
         model=ModelConfig(preset="tiny", init="random", context_length=spec.max_positions, lora=lora),
         fp8=PRECISIONS[precision],
@@ -73,24 +79,39 @@ def short_run(
         mismatch=MismatchConfig(fail_on_difference=True),
         steps=steps,
     )
-    worker = worker_of(recipe, spec, device)
-    run, draw, gate = ShortRun([], [], {}), random.Random(2), MismatchGate(recipe.mismatch)
+    worker = worker_of(recipe, spec, device, peers)
+    model = worker.trainer_model
+    run, draw, gate = ShortRun([], [], {}, _held(model, trained=True)), random.Random(2), MismatchGate(recipe.mismatch)
     for step in range(1, steps + 1):
         asked = _asked(draw, spec, step, answers)
         if worker.needs_calibration:
             worker.calibrate([request.prompt_token_ids for request in asked])
         drawn = worker.generate(asked)
         samples = [_rewarded(sample) for sample in samples_of(asked, drawn)]
-        update = worker.train(pack(samples, worker.layout, "token"))
-        worker.publish(update.policy_version)
+        batch = pack(samples, worker.layout, "token")
+        own = tuple(minibatch[peers.share.rank :: peers.share.count] for minibatch in batch.minibatches)
+        update = worker.train(replace(batch, minibatches=own))
+        run.digests.append(worker.publish(update.policy_version).weights_digest)
         run.tokens += [list(chain.from_iterable(answer.token_ids for answer in siblings)) for siblings in drawn]
         run.metrics.append(dict(update.metrics))
         gate.check(step, update.metrics)
-    run.weights = {name: weight.detach().cpu().clone() for name, weight in worker.trainer_model.named_parameters()}
+    run.weights |= _held(model)
     return run
 
 
-def worker_of(recipe: Recipe, spec: ModelSpec, device: str) -> Worker:
+def _held(model: Decoder, *, trained: bool = False) -> dict[str, Tensor]:
+    """Copies of weights and FP8 codes, of all or of the trained ones."""
+    held: dict[str, Tensor] = {}
+    for name, weight in model.named_parameters():
+        if weight.untyped_storage().nbytes() and (weight.requires_grad or not trained):
+            held[name] = weight  # one of several workers has only some rows of an FP8 weight
+    for name, linear in model.float8_linears():
+        if linear.weight is not None and (linear.weight.requires_grad or not trained):
+            held[f"{name}.codes"] = linear.codes.view(torch.uint8)
+    return {name: tensor.detach().cpu().clone() for name, tensor in held.items()}
+
+
+def worker_of(recipe: Recipe, spec: ModelSpec, device: str, peers: Peers = ALONE) -> Worker:
     """The worker of a run, with random weights of this shape."""
     return Worker(
         recipe,
@@ -101,6 +122,7 @@ def worker_of(recipe: Recipe, spec: ModelSpec, device: str) -> Worker:
         load_weights=lambda model: draw_weights(model, 1),
         device=torch.device(device),
         spans=Spans(),
+        peers=peers,
     )
 
 
@@ -127,8 +149,15 @@ def _rewarded(sample: Sample) -> Sample:
 def assert_same(one: ShortRun, other: ShortRun) -> None:
     assert one.tokens == other.tokens
     assert one.times_left_out() == other.times_left_out()
+    assert one.weights.keys() == other.weights.keys()
     for name, weight in one.weights.items():
         assert torch.equal(weight, other.weights[name]), name
+
+
+def assert_learned(run: ShortRun) -> None:
+    """Every trained matrix has changed. A norm's steps may be smaller than BF16 shows."""
+    same = [name for name, one in run.initial.items() if one.dim() == 2 and torch.equal(one, run.weights[name])]
+    assert run.initial and not same, same
 
 
 def assert_equal_in_every_step(run: ShortRun) -> None:

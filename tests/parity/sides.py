@@ -27,7 +27,7 @@ from octetrl.config.spec import ModelSpec
 from octetrl.engine.engine import Engine
 from octetrl.engine.kv_cache import KVCache, cache_format
 from octetrl.engine.weights import put_weights, share_weights, weight_set
-from octetrl.fp8.gemm import choose_backend
+from octetrl.fp8.backends import choose_backend
 from octetrl.fp8.kv_scales import KVScales, kv_scales_from_amax
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.context import PackedContext, PagedContext
@@ -37,6 +37,7 @@ from octetrl.records import Completion, GenerationRequest, Sample, SamplingParam
 from octetrl.trainer.activation_checkpoint import layer_runner
 from octetrl.trainer.packing import pack
 from octetrl.trainer.trainer import KVReplay, Trainer
+from octetrl.trainer.without_update import accumulate_gradients, observe_kv
 from tests.objectives import objective
 
 PRECISIONS = {
@@ -89,9 +90,9 @@ class Sides:
     def _calibrated(self, token_lists: Sequence[Sequence[int]]) -> KVScales:
         """With no margin to spare: some of what is drawn later is clamped, on both sides alike."""
         trainer = self._trainer(None)
-        amax_2LK = trainer.observe_kv(token_lists)
-        assert amax_2LK is not None
-        return kv_scales_from_amax(amax_2LK[0], amax_2LK[1], margin=1.0, policy_version=0)
+        amax_LS = observe_kv(trainer, token_lists)
+        assert amax_LS is not None
+        return kv_scales_from_amax(amax_LS, self.spec, margin=1.0, policy_version=0)
 
     def _trainer(self, heard: list[LossInputs] | None, temperature: float = 1.0, **config: Any) -> Trainer:
         """`heard` gets what the algorithm is given, for each micro-batch."""
@@ -129,7 +130,7 @@ class Sides:
     def replay(self) -> KVReplay:
         if self.scales is None:
             return KVReplay(self.policy.kv_mode)
-        return KVReplay("calibrated", self.scales.k_scale_LK, self.scales.v_scale_LK)
+        return KVReplay("calibrated", self.scales.scale_LS)
 
     def logprobs(self, asked: Sequence[GenerationRequest], answers: Answers, **config: Any) -> tuple[Tensor, Tensor]:
         """The engine's and the trainer's log-prob of every token drawn, float32 on the CPU. `config`: the trainer's."""
@@ -137,7 +138,7 @@ class Sides:
         assert len(temperatures) == 1, "a trainer has one temperature"
         heard: list[LossInputs] = []
         trainer = self._trainer(heard, temperatures.pop(), **config)
-        trainer.accumulate_alone(pack(samples_of(asked, answers), trainer.layout, "token"), self.replay)
+        accumulate_gradients(trainer, pack(samples_of(asked, answers), trainer.layout, "token"), self.replay)
         self.trainer_model.zero_grad(set_to_none=True)
         self.trainer_model.requantize()  # codes that are remade come back
         theirs = [inputs.generator_logprobs_N for inputs in heard]
@@ -152,8 +153,7 @@ class Sides:
             cu_seqlens_B1=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=self.device),
             max_seqlen=max(lengths),
             kv_mode=self.replay.kv_mode,
-            k_scale_LK=self.replay.k_scale_LK,
-            v_scale_LK=self.replay.v_scale_LK,
+            kv_scale_LS=self.replay.kv_scale_LS,
         )
         run_layer = layer_runner(self.trainer_model, checkpointing)  # type: ignore[arg-type]
         tokens_T = torch.cat(list(sequences)).to(self.device)
@@ -172,9 +172,8 @@ class Pages:
         for row_P, (start, end) in zip(self.table_BP, pairwise([0, *accumulate(counts)]), strict=True):
             row_P[: end - start] = torch.tensor(order[start:end])
         scales = sides.scales
-        scale_2LK = None if scales is None else torch.stack((scales.k_scale_LK, scales.v_scale_LK))
         page = cache_format(sides.spec, sides.policy, sides.trainer_model.dtype, page_size)
-        self.cache = KVCache(page, sum(counts), sides.device, scale_2LK)
+        self.cache = KVCache(page, sum(counts), sides.device, None if scales is None else scales.scale_LS)
 
     @torch.no_grad()
     def forward(self, pieces: Sequence[Piece], idle: int = 0) -> list[Tensor]:

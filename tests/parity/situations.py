@@ -108,7 +108,7 @@ def in_the_trainer(longest: int) -> dict[str, dict[str, Any]]:
         "everything kept": {"tokens_per_micro_batch": 2 * longest, "activation_checkpointing": "none"},
         "attention kept": {"tokens_per_micro_batch": 3 * longest, "activation_checkpointing": "attention"},
         "layers run again": {"tokens_per_micro_batch": 100 * longest, "activation_checkpointing": "layer"},
-        "codes made anew": {"tokens_per_micro_batch": 2 * longest, "weight_codes": "remade"},
+        "codes quantised again": {"tokens_per_micro_batch": 2 * longest, "weight_codes": "remade"},
         "small chunks of logits": {"tokens_per_micro_batch": 100 * longest, "logprob_chunk": 37},
         "large chunks of logits": {"tokens_per_micro_batch": 2 * longest, "logprob_chunk": 4096},
     }

@@ -1,4 +1,4 @@
-"""Several files of this package as one program, for a sandbox that has none of them."""
+"""Joins several files of this package into one program, for a sandbox without the package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ module.main()
 
 
 def bundled(*modules: ModuleType) -> str:
-    """A program that runs `main` of the last; each may import those before it."""
+    """A program that runs `main` of the last module; each module may import the ones before it."""
     files = [(module.__name__, Path(str(module.__file__)).read_text(encoding="utf-8")) for module in modules]
     assert all(name.rpartition(".")[0] == _PACKAGE for name, _ in files)
     return _PROGRAM.format(package=_PACKAGE, files=files)

@@ -25,7 +25,7 @@ from octetrl.config.errors import UserError
 from octetrl.records import Task
 
 Form = Literal["asserts", "calls", "programs"]
-_KEYS: dict[Form, tuple[set[str], set[str]]] = {  # required, allowed
+_KEYS: dict[Form, tuple[set[str], set[str]]] = {  # required and allowed keys
     "calls": ({"args", "expected"}, {"args", "kwargs", "expected"}),
     "programs": ({"stdin", "stdout"}, {"stdin", "stdout"}),
 }
@@ -37,11 +37,11 @@ _LONGEST_ECHO = 60  # letters of a test or a name, in a message
 class TaskTests:
     form: Form
     cases: tuple[Any, ...]
-    function: str | None = None  # what calls call; of asserts: what is the code's although a builtin has that name
+    function: str | None = None  # the function to call; for asserts: a name of the code that is also a builtin's
 
 
 def last_python_block(completion_text: str) -> str | None:
-    """The code in the last ```python block; one that is not closed ends with the text. None: there is no such block."""
+    """The code in the last ```python block, or None. A block that is not closed ends with the text."""
     code: str | None = None
     block: list[str] | None = None  # the lines of the one that is open; each line is looked at once, however long
     is_python = False
@@ -60,13 +60,13 @@ def last_python_block(completion_text: str) -> str | None:
 
 
 def _language(words: str) -> str:
-    """Of a line that opens a block."""
+    """The language named by a line that opens a block."""
     found = re.match(r"\w*", words.removeprefix(_FENCE).lstrip(_BLANKS))
     return "" if found is None else found[0].lower()
 
 
 def read_tests(task: Task) -> TaskTests:
-    """Raises UserError, naming the task, for tests that are missing or in no form."""
+    """Raises UserError, naming the task, if the tests are missing or have none of the three forms."""
     where, given = f"task '{task.id}'", task.metadata.get("tests")
     given = [given] if isinstance(given, str) else given
     if not isinstance(given, list) or not given:
@@ -97,20 +97,20 @@ def _form(case: object, where: str) -> Form:
                     raise UserError(f"{where}: 'kwargs' must be a mapping of names to values")
                 return form
     raise UserError(
-        f'{where}: {str(case)[:_LONGEST_ECHO]} is no test; it must be a text of asserts, {{"args", "expected"}} or'
+        f'{where}: {str(case)[:_LONGEST_ECHO]} is not a test; it must be a text of asserts, {{"args", "expected"}} or'
         ' {"stdin", "stdout"}'
     )
 
 
 def _fault(source: str, mode: Literal["exec", "eval"]) -> str | None:
-    """What keeps the judge from compiling `source`, or from looking through its names."""
+    """The reason why the judge can't compile `source` or read its names; None if it can."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a comparison with `is`, say: no fault
             ast.parse(source, "test", mode)
             compile(source, "test", mode)
     except (SyntaxError, ValueError):
-        return "is no Python"
+        return "is not valid Python"
     except (RecursionError, MemoryError):
         return "is nested too deeply for Python's compiler; split it"
     return None

@@ -1,8 +1,8 @@
-"""The contestant's end of a judgement: runs the model's code, then answers the judge's calls.
+"""The code's side of a judgement: runs the model's code (the contestant), then answers the judge's calls.
 
-It is the main program of a sandbox of its own (`bundle.py`). The model's code runs in this very process, so nothing
-here is a protection: it may rewrite this end, or write to the link itself. What it may gain by that is up to the
-judge's end, which takes every message as an opponent's (`link.py`).
+It is the main program of a sandbox of its own (`bundle.py`). The model's code runs in the same process, so nothing here
+is a protection: the code may change this program or write to the socket itself. The judge's side must therefore treat
+every message as an attack (`link.py`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _UNORDERED = ("set", "frozenset", "dict", "Counter", "defaultdict")
 
 
 def contest(source: str) -> None:
-    """Run the code, say whether it ran, then answer until the judge hangs up."""
+    """Run the code, report whether it ran, then answer calls until the judge closes the socket."""
     link = socket.socket(fileno=_LINK).makefile("rwb")
-    solution = types.ModuleType("solution")  # not the main program: what only that runs is left out
-    sys.modules["solution"] = solution  # where dataclasses look
+    solution = types.ModuleType("solution")  # not "__main__": code for the main program alone does not run
+    sys.modules["solution"] = solution  # dataclasses look up the module here
     _say(link, _answered(lambda: exec(compile(source, "solution.py", "exec"), vars(solution))))
     desk = _Desk(vars(solution))
     for line in link:
@@ -50,7 +50,7 @@ def _answered(action: Callable[[], Any]) -> dict[str, Any]:
 
 
 def _described(error: BaseException) -> list[str]:
-    """Its class, the builtin class nearest to it, and its text."""
+    """The exception's class, its nearest builtin base class, and its text."""
     text = "no text"
     with contextlib.suppress(BaseException):
         text = str(error)[:500]
@@ -59,12 +59,12 @@ def _described(error: BaseException) -> list[str]:
 
 
 class _Desk:
-    """Answers calls, and keeps what does not travel."""
+    """Answers calls, and keeps the objects that are not sent as plain data."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         self._names = names
         self._kept: list[Any] = []
-        self._numbers: dict[int, int] = {}  # by id, which stays an object's own while it is kept
+        self._numbers: dict[int, int] = {}  # by id, which stays unique while the object is kept
         self._operations: dict[str, Callable[..., Any]] = {
             "call": lambda target, args, kwargs: target(*args, **kwargs),
             "get": getattr,

@@ -1,12 +1,12 @@
-"""The judge's end of a judgement: runs the tests, in a sandbox of its own, and prints the verdict.
+"""The judge's side of a judgement: runs the tests, in a sandbox of its own, and prints the verdict.
 
-Tests run in a namespace that only they write. A name that they use and do not define is asked of the code when it is
-first used, and becomes plain data or a stand-in (`remote.py`); a builtin is Python's own, unless the task says that it
-is what is tested. Expected values, asserts and the verdict never leave this process.
+Tests run in a namespace that only they write. If they use a name that they do not define, the judge requests it from
+the code at its first use. The answer becomes plain data or a stand-in (`remote.py`). A builtin is Python's own, unless
+the task says that it is tested. Expected values, asserts and the verdict never leave this process.
 
-stdout: a line when the code has run (`READY`), one when something of it is taken for the first time (`TAKEN`), then the
-verdict. A judge that ends without a verdict between the two has a broken test; before and after, the code may have
-brought it to that.
+stdout has a line when the code has run (`READY`), a line when its first answer is used (`TAKEN`), then the verdict. If
+a judge ends between these two lines without a verdict, a test is broken. If it ends before or after them, the code may
+be the cause.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STDOUT, _LINK = 1, 3
 
 
 class Names(dict[str, Any]):
-    """The tests' globals. function: what is the code's although a builtin has that name."""
+    """The tests' globals. function: a name that belongs to the code although it is also a builtin's."""
 
     def __init__(self, link: Link, function: str | None) -> None:
         super().__init__({"__name__": TESTS, "__builtins__": builtins})
@@ -53,10 +53,10 @@ class Names(dict[str, Any]):
 
 
 def judge(end: socket.socket, form: str, cases: list[Any], function: str | None) -> dict[str, Any]:
-    """Which cases pass, as a text of 0 and 1, and why the first that fails does; or which test is `broken`, and how."""
+    """The verdict: passed tests as a text of 0 and 1, and why the first other one fails; or which test is `broken`."""
     texts = [case for case in cases if isinstance(case, str)]
     classes = named_classes([*texts, function or ""])
-    # before the code can take up any memory: a test that can't be compiled is never its doing
+    # compiled before the code can use memory, so that the code is never the cause of a test that can't be compiled
     programs = [compile(text, f"{TEST_FILE}{number}", "exec") for number, text in enumerate(texts, 1)]
     link = Link(end, classes, lambda: _print(TAKEN))
     names = Names(link, function)
@@ -80,7 +80,7 @@ def judge(end: socket.socket, form: str, cases: list[Any], function: str | None)
             return {"broken": f"test {number}: {error}"}
         except BaseException as error:
             reason = _one_line(error)
-        if link.is_closed:  # even where the test expects an exception and takes any
+        if link.is_closed:  # even if the test accepts any exception
             why = why or f"test {number}: the program ended"
             break
         passed += "1" if reason is None else "0"
@@ -89,7 +89,7 @@ def judge(end: socket.socket, form: str, cases: list[Any], function: str | None)
 
 
 def named_classes(sources: list[str]) -> frozenset[str]:
-    """The names in capitals that tests call or look into and do not define: `Point` of `Point(3)` and `Color.RED`."""
+    """Capitalised names that the tests call or read attributes of and do not define, as in `Point(3)`, `Color.RED`."""
     used: set[str] = set()
     bound: set[str] = set()
     for source in sources:

@@ -1,8 +1,8 @@
 """The judge's side of the link to the contestant.
 
-Every message of the contestant is an opponent's. It becomes plain data, which the judge builds from exact types, a
-stand-in (`remote.py`), or a generator of the judge's own, which is read once. None of them has a say in what the judge
-does; at most it answers a question about itself. What is no answer ends the contest.
+Every message of the contestant (the model's code) may be an attack. The judge turns it into plain data of exact types,
+a stand-in (`remote.py`), or a generator of its own, which is read once. None of these can change what the judge does;
+a stand-in only answers questions about its object. A message that is not an answer ends the judgement.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _ITEMS_ONE_BY_ONE, _MOST_ITEMS = 8, 1024  # of an iterator, in one message
 
 
 TESTS, TEST_FILE = "tests", "test "
-"""The name of the module that the tests are, and how the names of its files begin."""
+"""The name of the tests' module, and the prefix of its file names."""
 
 
 class BrokenTest(Exception):
-    """The test itself can't be run, whatever the code is."""
+    """The test can't be run with any code."""
 
 
 class LinkClosed(BaseException):
-    """The contestant has ended; no `except Exception` of a test may take it for an answer."""
+    """The contestant has ended. A test's `except Exception` must not catch this, so it is a BaseException."""
 
 
 class RemoteError(Exception):
@@ -43,8 +43,8 @@ class RemoteError(Exception):
 
 
 class Link:
-    """To the contestant. classes: names that the tests use as classes of the code's; at_first_question: called before
-    anything of the code's is taken."""
+    """The connection to the contestant. classes: names that the tests use as classes of the code; at_first_question:
+    called before the first answer of the code is used."""
 
     def __init__(self, end: socket.socket, classes: frozenset[str], at_first_question: Callable[[], None]) -> None:
         self._file = end.makefile("rwb")
@@ -57,11 +57,11 @@ class Link:
         self.is_closed = False
 
     def wait_until_run(self) -> None:
-        """Until the code has defined what it defines. Raises what it raised."""
+        """Wait until the code has run. Raises the exception that the code raised."""
         self._receive(_LONGEST_START)
 
     def name(self, name: str) -> Any:
-        """What the code calls so. Raises KeyError: nothing."""
+        """The code's object with this name. Raises KeyError if there is none."""
         answer = self._exchange("name", [name])
         if "missing" in answer:
             raise KeyError(name)
@@ -77,7 +77,7 @@ class Link:
         return value
 
     def ask(self, operation: str, *given: Any) -> Any:
-        """Have it done with `given` and return what it gave."""
+        """Let the contestant do an action with `given`, and return the result."""
         packed = [pack(item, self._packed_stand_in) for item in given]
         answer = self._exchange(operation, packed)
         if operation == "call" and "changed" in answer:
@@ -87,11 +87,11 @@ class Link:
         return self._unpacked(answer.get("value"), is_instance=is_instance)
 
     def fields(self, remote: Remote) -> Any:
-        """What it consists of, as JSON."""
+        """The object's contents, as JSON."""
         return self._exchange("fields", [pack(remote, self._packed_stand_in)]).get("value")
 
     def next_items(self, origin: Origin, count: int, sent: Any = None) -> tuple[list[Any], Exception | None]:
-        """At most `count` items of an iterator, and how it ended, if it has."""
+        """The next `count` items of an iterator at most, and the exception with which it ended, if it has."""
         packed = pack(sent, self._packed_stand_in)
         answer = self._exchange("next", [{"object": origin.number}, count, packed])
         items = self._unpacked(answer.get("value"))
@@ -101,8 +101,8 @@ class Link:
         return items, ended
 
     def read(self, origin: Origin) -> Generator[Any, Any, Any]:
-        """The items of an iterator, as a generator of the judge's. The first are fetched one by one, since the code
-        that makes them may do more than that."""
+        """A generator of the items of a contestant's iterator. The first items are fetched one by one, because the code
+        that produces them may have side effects."""
         taken, sent, was_sent = 0, None, False
         while True:
             one_by_one = taken < _ITEMS_ONE_BY_ONE or was_sent
@@ -130,7 +130,7 @@ class Link:
         return self._receive()
 
     def _receive(self, longest: int = LONGEST_LINE) -> dict[str, Any]:
-        """The next answer, raised where it is an exception. Whatever is no answer ends the contest."""
+        """The next answer; raised if it is an exception. Any other message ends the judgement."""
         try:
             line = self._file.readline(longest)
             answer = json.loads(line) if line.endswith(b"\n") else None
@@ -174,7 +174,7 @@ class Link:
             raise self._closed() from None  # not what `pack` makes: the code wrote to the link itself
 
     def _stand_in(self, kind: str, given: Any, *, is_instance: bool) -> Any:
-        """One for each object of the contestant's, so that `is` holds for them."""
+        """One stand-in for each object of the contestant, so that `is` works."""
         if kind not in KEPT or not isinstance(given, list) or len(given) < 2:
             raise Malformed
         number, class_name = given[:2]
@@ -212,14 +212,14 @@ class Link:
 
 
 def _is_of_tests(value: Any) -> bool:
-    """Whether the tests define it themselves, so that it can't be sent whatever the code answers."""
+    """Whether the tests define the type themselves, so that it can't be sent whatever the code answers."""
     if isinstance(value, types.GeneratorType):
         return value.gi_code.co_filename.startswith(TEST_FILE)
     return isinstance(value, types.ModuleType) or getattr(value, "__module__", None) == TESTS
 
 
 def _take_changes(mine: Any, theirs: Any) -> None:
-    """What the call did to its arguments: the containers themselves stay the tests' own."""
+    """Copy the call's changes of its arguments back into the tests' own containers."""
     if type(mine) is not type(theirs):
         return
     if type(mine) is tuple:

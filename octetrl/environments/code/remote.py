@@ -1,4 +1,4 @@
-"""Stand-ins for what stays with the contestant, made by the judge and used by its tests.
+"""Stand-ins for objects that stay with the contestant (the model's code). The judge creates them; its tests use them.
 
     Function     can be called. Its result is again plain data or a stand-in
     Record       a tuple with named items
@@ -6,8 +6,8 @@
                  their fields are equal; its `__eq__` is asked only between two that the tests built themselves
     Instance     the same where the tests name a class of the code (a name like `Point`): with items, length, order
 
-What a text, a number, a list or a dict can do is taken from plain data alone, unless the tests name a class. Otherwise
-an object whose `startswith` says True, or whose items differ at the second reading, would be right without an answer.
+Only plain data has the operations of texts, numbers, lists and dicts, unless the tests name a class. Otherwise an
+object whose `startswith` returns True, or whose items change between two reads, would pass without a right answer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NO_STAND_IN_HAS = ("__deepcopy__", "__copy__", "__reduce__", "__getstate__", "_
 
 
 class Asks(Protocol):
-    """What stand-ins need of `link.Link`."""
+    """The part of `link.Link` that stand-ins use."""
 
     def ask(self, operation: str, *given: Any) -> Any: ...
 
@@ -51,7 +51,7 @@ class Origin:
 
 
 class Record(tuple):
-    """A named tuple of the code's."""
+    """A named tuple that the code defined."""
 
     _of_judge: tuple[Origin, tuple[str, ...]]
 
@@ -77,7 +77,7 @@ class Record(tuple):
 
 
 class Remote:
-    """An object of a class of the code's."""
+    """An object of a class that the code defined."""
 
     __slots__ = ("_of_judge",)
 
@@ -91,7 +91,7 @@ class Remote:
         _ask(self, "set", name, value)
 
     def __iter__(self) -> Iterator[Any]:
-        """Items are read once, and given again from memory."""
+        """An iterable whose items are read once and then repeated from memory."""
         origin = origin_of(self)
         if origin.reader is None:
             origin.reader = _iterator(self)
@@ -136,7 +136,7 @@ class Function(Remote):
 
 
 class Instance(Function):
-    """An object of a class that the tests know of, or such a class."""
+    """An object of a class that the tests name, or such a class."""
 
     __slots__ = ()
 
@@ -191,7 +191,7 @@ def _attribute(owner: Remote | Record, name: str) -> Any:
 
 
 def _iterator(owner: Remote) -> Any:
-    """Of an object that is no iterator itself, mostly."""
+    """An iterator over an object, which usually is not an iterator itself."""
     found = _ask(owner, "iter")
     if not isinstance(found, types.GeneratorType | Instance):
         raise TypeError(f"'{origin_of(owner).class_name}' object is not iterable")

@@ -5,8 +5,8 @@ what it prints is compared here. Whatever the code does is a reward, with the re
 
     "no ```python block"    "3 of 5 tests pass; test 2: wrong"    "0 of 5 tests pass; memory_limit"
 
-What is not the code's doing raises, and so is a reward_error: a sandbox that could not be made, a test that can't be
-run. `wall_seconds` are of all tests of a completion together.
+Failures that the code did not cause raise an exception and become a reward_error: a sandbox that could not be created,
+a test that can't be run. `wall_seconds` limits all tests of a completion together.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _START_SECONDS = 0.1  # of a sandbox, on a busy machine
 
 
 class JudgementFailed(RuntimeError):
-    """There is no verdict, and the code is not to blame."""
+    """There is no verdict, and the code is not the cause."""
 
 
 @dataclass(frozen=True)
 class CodeScorer:
-    """1.0 when all tests of the task pass, else 0.0; partial: the share that does."""
+    """1.0 if all tests of the task pass, else 0.0; partial: the share of tests that pass."""
 
     config: SandboxConfig = field(default_factory=SandboxConfig)
     partial: bool = False
@@ -75,7 +75,7 @@ class CodeScorer:
         return bundled(wire, remote, link, judging)
 
     def _call(self, tests: TaskTests, source: str) -> tuple[list[bool], str]:
-        """Asserts and calls: two sandboxes, joined."""
+        """Judge asserts or calls, in two sandboxes that are connected by a socket."""
         limits = Limits.from_config(self.config)
         contestant = Program(self._contestant, json.dumps({"source": source}), limits=limits)
         order = {"form": tests.form, "cases": tests.cases, "function": tests.function}
@@ -92,7 +92,7 @@ class CodeScorer:
         return [mark == "1" for mark in verdict["passed"]], played.status if was_ended else verdict["why"]
 
     def _run_programs(self, tests: TaskTests, source: str) -> tuple[list[bool], str]:
-        """One sandbox a case, until one fails where all must pass."""
+        """Run each program in a sandbox of its own. If all tests must pass, stop at the first that fails."""
         limits, passed, why = Limits.from_config(self.config), [], ""
         for number, case in enumerate(tests.cases, 1):
             outcome = self._sandbox.run(Program(source, case["stdin"], limits))
@@ -110,7 +110,7 @@ class CodeScorer:
 
 
 def sandbox_that_judges(config: SandboxConfig) -> Sandbox:
-    """Raises UserError for a level at which code could read what it is tested for."""
+    """Raises UserError for a level at which the code could read its tests."""
     sandbox = sandbox_for(config)
     if sandbox.level is Level.LIMITS:
         raise UserError(
@@ -121,7 +121,7 @@ def sandbox_that_judges(config: SandboxConfig) -> Sandbox:
 
 
 def code_environment(tasks: Sequence[Task], config: EnvironmentConfig) -> TaskEnvironment:
-    """Raises UserError for tests in no form, for time that is too short, and where there is no such sandbox."""
+    """Raises UserError if tests have none of the forms, if the time is too short, or if there is no such sandbox."""
     programs = 0
     for task in tasks:
         tests = read_tests(task)
@@ -138,8 +138,8 @@ def code_environment(tasks: Sequence[Task], config: EnvironmentConfig) -> TaskEn
 
 
 def _verdict(judged: Outcome, cases: int) -> dict[str, Any]:
-    """What the judge says. Where it ends without a word, its tests are broken, unless it had something of the code's:
-    an answer that is slow to compare must not save the code from a 0."""
+    """The judge's verdict. If it ends without one, its tests are broken, unless it already used an answer of the code.
+    Then the score is 0: an answer that is slow to compare must not prevent a 0."""
     lines = judged.stdout.splitlines()
     if judged.ok and lines and lines[-1] not in (judging.READY, judging.TAKEN):
         verdict: dict[str, Any] = json.loads(lines[-1])

@@ -1,14 +1,14 @@
-"""The messages between the two ends of a judgement: one JSON line each, with one encoding for each kind of value.
+"""The messages between the two sides of a judgement: one JSON line each, with one encoding for each kind of value.
 
-Plain data is what `pack` knows: values of exactly the types below. It travels as a copy, and the receiver builds it
-itself, so nothing of the sender's (a class that extends `int`, an `__eq__`) comes along. JSON's own types stand for
-themselves, everything else is an object with one key that names the type:
+Plain data are values of exactly the types that `pack` knows. They are sent as copies, which the receiver builds itself,
+so no code of the sender (a subclass of `int`, an `__eq__`) is transferred. JSON's own types are written as they are,
+and everything else as an object with one key that names the type:
 
     {"tuple": [1, 2]}    {"dict": [["a", 1]]}    {"Fraction": [1, 3]}    {"object": [7, "Point"]}
 
-What is no plain data stays with the sender, who gives it a number: `object`, `function` (whatever can be called),
-`iterator`, `own_iterator` (of a class that the code defines), `record` (a named tuple, with its items). Both ends run
-in a sandbox: the standard library alone.
+Any other object stays with the sender, who gives it a number: `object`, `function` (whatever can be called),
+`iterator`, `own_iterator` (of a class that the code defines), `record` (a named tuple, with its items). Both sides run
+in a sandbox, so only the standard library is used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fractions import Fraction
 from typing import Any
 
 LONGEST_LINE = 4 << 20
-"""Of one message from the code, in bytes: a longer one ends the judgement and would only fill the judge's memory."""
+"""Longest message from the code, in bytes. A longer one ends the judgement, to protect the judge's memory."""
 DATA_TYPES: dict[str, type] = {
     kind.__name__: kind for kind in (int, float, complex, bool, str, bytes, list, tuple, dict, set, frozenset)
 }
@@ -41,7 +41,7 @@ class Malformed(ValueError):
 
 
 def pack(value: Any, keep: Callable[[Any], Any]) -> Any:
-    """Encode `value` for JSON. keep: encodes what is no plain data."""
+    """Encode `value` for JSON. keep: encodes objects that are not plain data."""
     kind = type(value)
     if value is None or kind in (bool, float, str):
         return value

@@ -1,1 +1,1 @@
-"""Code that a model wrote, run where it can do no harm: `sandbox.run_python` is the door, docs/sandbox.md the map."""
+"""Runs code that a model wrote, with limits: start with `sandbox.run_python` and docs/sandbox.md."""

@@ -1,11 +1,11 @@
-"""What a sandbox's files use together, and their removal.
+"""Counts and removes the files of a sandbox.
 
-Two places are looked at: the folder, and what no folder shows, files that are deleted and live on in a descriptor or a
-mapping of a process. Where something keeps them from being counted (a folder without the right to read it, a process
-that hides what it holds), that counts as past the limit, for a program in a sandbox has no need of it.
+Two kinds of files are counted: those in the folder, and deleted files that a process still holds open or mapped. If
+something prevents counting (a folder without read permission, a process that hides its descriptors), this counts as
+exceeding the limit, because a program in a sandbox does not need it.
 
-While the program runs, its processes may swap any folder for a link between two calls. Looking is harmless then, and
-nothing here changes a file before all of them have ended.
+While the program runs, its processes may replace any folder by a link between two calls. Counting only reads, so this
+is harmless. Files are changed only after all processes have ended.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def folder_use(folder: str, max_files: int) -> tuple[int, int]:
             entries = os.scandir(frontier.pop())
         except (FileNotFoundError, NotADirectoryError):  # removed or replaced meanwhile
             continue
-        except OSError:  # it may not be read, or its path is longer than the kernel takes: neither is by accident
+        except OSError:  # no permission to read it, or its path is too long for the kernel: neither happens by accident
             return size, max_files + 1
         with entries:
             for entry in entries:

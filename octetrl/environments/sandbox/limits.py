@@ -1,4 +1,4 @@
-"""What a sandbox allows, and how a program in it ended."""
+"""The limits of a sandbox, and how a program in it ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one program and all the processes it starts, together where not said otherwise."""
+    """Limits of one program with all the processes that it starts: of their sum, unless stated otherwise."""
 
     wall_seconds: float = 5.0
     cpu_seconds: int = 5
@@ -25,7 +25,7 @@ class Limits:
 
     @classmethod
     def from_config(cls, config: SandboxConfig) -> Limits:
-        """As the recipe's `environment.sandbox` says."""
+        """The limits of the recipe's `environment.sandbox`."""
         return cls(
             wall_seconds=config.wall_seconds,
             cpu_seconds=config.cpu_seconds,
@@ -40,8 +40,8 @@ DEFAULTS = Limits()
 
 
 class SandboxStatus(StrEnum):
-    """How a program ended. Only FAILED_SANDBOX is not the program's doing. BROKE_SANDBOX counts as its doing: else a
-    program could break its sandbox to get no verdict instead of a bad one."""
+    """How a program ended. The program causes all of these except FAILED_SANDBOX. BROKE_SANDBOX counts as caused by the
+    program; otherwise it could break its sandbox to get no verdict instead of a bad one."""
 
     OK = "ok"  # exit code 0
     ERROR = "error"  # another exit code: an exception, sys.exit(1)

@@ -29,12 +29,12 @@ def die_with_parent(signal_number: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent has died become children of this process."""
+    """Make descendants whose parent has died children of this process."""
     _prctl(_SUBREAPER, 1, what="subreaper")
 
 
 def hide_from_other_processes() -> None:
-    """Processes of the same user can no longer trace this one or read its memory and environment."""
+    """Keep other processes of the same user from tracing this one or reading its memory and environment."""
     _prctl(_DUMPABLE, 0, what="not dumpable")
 
 
@@ -53,7 +53,7 @@ def give_up_privileges_for_good() -> None:
 
 
 def takes_filters() -> bool:
-    """Whether the kernel knows seccomp filters: it looks for the program before it says what is wrong with it."""
+    """Whether the kernel has seccomp filters, tested by a call with an invalid program."""
     if sys.platform != "linux":
         return False
     return _libc.prctl(_SECCOMP, ctypes.c_ulong(2), None, None, None) < 0 and ctypes.get_errno() == errno.EFAULT

@@ -1,8 +1,8 @@
-"""What the sandboxed process takes on itself, between fork and exec, before the first line of foreign code.
+"""Restricts the sandboxed process, between fork and exec, before foreign code runs.
 
-In this order, since each step needs rights that a later one gives up: a session of its own, its descriptors, its
-resource limits, another user (as root), no new privileges, Landlock, the system-call filter. Descriptors other than the
-streams and the link, which is number 3, close at exec.
+The order matters, because each step needs rights that a later one gives up: a session of its own, its descriptors, its
+resource limits, another user (as root), no new privileges, Landlock, the system-call filter. All descriptors except the
+streams and the socket (number 3) close at exec.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WARDENS = 3
 
 
 def private_user(number: int) -> int:
-    """A user id that nobody has, of its own for each running sandbox: `number` is that of a live process."""
+    """An unused user id, a different one for each running sandbox. `number` is the id of a living process."""
     if os.geteuid() != 0:
         return os.geteuid()
     with open("/proc/self/uid_map") as lines:

@@ -1,18 +1,18 @@
-"""A program that nobody trusts goes in; how it ended and what it printed comes out.
+"""Runs an untrusted program and returns how it ended and what it printed.
 
     outcome = run_python("print(6 * 7)")                      # Outcome(status=OK, stdout="42\\n", ...)
     outcome = run_python(source, stdin="3 4\\n", limits=Limits(wall_seconds=2))
 
     sandbox = find_sandbox(Level.BUBBLEWRAP)                  # refuses a machine that gives less
-    sandbox.level, sandbox.protection.gaps                    # what is in force, and what it does not protect from
+    sandbox.level, sandbox.protection.gaps                    # what is active, and what it does not protect from
 
-Each run is a new process in a new empty folder that ends with it; nothing is kept and nothing of the run's is
-inherited: not its environment, its files, its descriptors. Whatever the program does becomes a status, never an
-exception. A sandbox that could not be made is FAILED_SANDBOX: no verdict on the program. One that fails after the
-program has started is BROKE_SANDBOX, a failure of the program.
+Each program runs in a new process and a new empty folder, which is removed afterwards. It does not inherit environment
+variables, files or descriptors of the training run. Whatever the program does becomes a status, never an exception. If
+the sandbox could not be created, the status is FAILED_SANDBOX, which says nothing about the program. If it fails after
+the program has started, the status is BROKE_SANDBOX, which counts as a failure of the program.
 
 Thread-safe; more callers than the machine has cores wait for each other. Cost: docs/sandbox.md, most of it two starts
-of Python. A warm interpreter that forks would be faster and would show each program what the one before left in memory.
+of Python. Forking a warm interpreter would be faster, but each program could see what the previous one left in memory.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Sandbox:
-    """Made by `find_sandbox`."""
+    """A sandbox of one level; `find_sandbox` creates it."""
 
     level: Level
     interpreter: Interpreter
@@ -84,17 +84,17 @@ class Sandbox:
         return protection(self.level)
 
     def __str__(self) -> str:
-        """For a log: what is in force, and what it leaves open."""
+        """A line for a log: the level, and what it does not protect from."""
         return f"a sandbox of level {self.level}, which does not protect from {'; '.join(self.protection.gaps)}"
 
     def run(self, program: Program) -> Outcome:
-        """Run it as a main program."""
+        """Run `source` as a main program."""
         with _slots:
             return _run(self, program, None)
 
     def run_pair(self, first: Program, second: Program) -> tuple[Outcome, Outcome]:
-        """Two programs at once, each in a sandbox of its own, joined by a stream socket that is descriptor 3 of both.
-        What ends one closes the other's end of it, and nothing else of it."""
+        """Run two programs at once, each in a sandbox of its own. A stream socket, descriptor 3 in both, connects them.
+        When one program ends, the other's connection is closed; the other program continues."""
         ends = socket.socketpair()
         with _slots, ThreadPoolExecutor(2) as threads:
             outcomes = list(threads.map(_run, (self, self), (first, second), ends))
@@ -102,7 +102,7 @@ class Sandbox:
 
 
 def run_python(source: str, *, stdin: str = "", limits: Limits = DEFAULTS) -> Outcome:
-    """Run `source` in the best sandbox of this machine. Raises UserError where there is none that hides files."""
+    """Run `source` in the strongest sandbox of this machine. Raises UserError if there is none that hides files."""
     return find_sandbox().run(Program(source, stdin, limits))
 
 
@@ -137,7 +137,7 @@ def find_sandbox(least: Level = Level.LANDLOCK, python: str | None = None, only:
 
 
 def _try_out(sandbox: Sandbox) -> str | None:
-    """What is wrong with it, or None."""
+    """What is wrong with the sandbox, or None."""
     outcome = _run(sandbox, Program("print(6 * 7)", limits=Limits(wall_seconds=30.0, cpu_seconds=30)), None)
     if outcome.ok and outcome.stdout == "42\n":
         return None
@@ -171,7 +171,7 @@ def _run(sandbox: Sandbox, program: Program, link: socket.socket | None) -> Outc
             seconds = program.limits.wall_seconds + _GRACE_SECONDS
             started, report = _exchange(ours, request | {"number": warden.pid}, seconds)
         finally:
-            ours.close()  # the lifeline: whatever still runs ends now
+            ours.close()  # closing this socket ends everything that still runs
             said = _see_off(warden)
             if not in_bubblewrap and os.path.lexists(folder):  # the warden was killed
                 shutil.rmtree(folder, ignore_errors=True)
@@ -230,7 +230,7 @@ def _read(channel: socket.socket, size: int) -> bytes:
 
 
 def _see_off(warden: subprocess.Popen[bytes]) -> str:
-    """Wait for the warden, which has nothing more to do; kill it if it does not go. What it said on stderr."""
+    """Wait for the warden to end; kill it if it does not. Returns its stderr."""
     assert warden.stderr is not None
     try:
         _, said = warden.communicate(timeout=15.0)

@@ -1,4 +1,4 @@
-"""The process between a run and the code it does not trust: starts the program, restrained, watches it and ends it all.
+"""The process between a run and untrusted code: starts the restricted program, watches it and ends all its processes.
 
 Started as `python -I -S -B -c ...` with one socket, over which it gets a request and answers with a report, both JSON
 behind eight bytes of length. The socket is also a lifeline: when it closes, the run is gone, and so is the sandbox.
@@ -26,12 +26,12 @@ from octetrl.environments.sandbox.linux import adopt_orphans, hide_from_other_pr
 from octetrl.environments.sandbox.restraints import OutOfMemoryOrder, private_user, process_limit, restrain
 
 _TICK_SECONDS = 0.02
-_DISK_SHARE = 0.2  # of the time, at most, for looking at what files use
+_DISK_SHARE = 0.2  # largest share of the time that is spent counting files
 _READ_BYTES = 1 << 16
 
 
 def main(channel: int) -> None:
-    """Serve one request and leave."""
+    """Serve one request and exit."""
     os.umask(0o022)
     os.set_inheritable(channel, False)
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}:
@@ -49,7 +49,7 @@ def main(channel: int) -> None:
 def _serve(channel: int, request: dict) -> dict:
     """One sandbox, from an empty folder to a report."""
     user = private_user(request["number"])
-    order = OutOfMemoryOrder()  # while /proc still shows this process its own files
+    order = OutOfMemoryOrder()  # as long as /proc shows this process its own files
     adopt_orphans()
     hide_from_other_processes()
     limits = request["limits"]
@@ -152,7 +152,7 @@ class Watch:
         return pid, stdin_write, [stdout_read, stderr_read]
 
     def _follow(self, pid: int, stdin: int, outputs: list[int], deadline: float) -> str:
-        """Until the program ends or is past a limit. Returns why it did not start, if so."""
+        """Watch until the program ends or exceeds a limit. If it did not start, returns the reason."""
         pending = memoryview(self._request["stdin"].encode("utf-8", "surrogatepass"))
         poll = select.poll()
         for descriptor in (*outputs, self._channel, self._failure):
@@ -189,7 +189,7 @@ class Watch:
         return ""
 
     def _take(self, descriptor: int) -> bool:
-        """Read once; whether there was something to read."""
+        """Read once. Returns whether there was something to read."""
         try:
             data = os.read(descriptor, _READ_BYTES)
         except BlockingIOError:

@@ -1,8 +1,8 @@
-"""What a sandbox's processes use together, and their end.
+"""Measures what a sandbox's processes use together, and ends them.
 
-The kernel's limits are of one process; memory and time of all of them are summed here, every few hundredths of a
-second, from /proc. They are the descendants of this process, which adopts orphans. What /proc says is read as bytes: a
-process may call itself by any.
+The kernel limits each process alone. This module adds up memory and time of all processes from /proc, every few
+hundredths of a second. The processes are the descendants of this one, which adopts orphans. /proc is read as bytes,
+because a process name may contain any bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PIPE_BYTES = 1 << 16  # the kernel's default, which the filter keeps the progra
 
 
 def processes() -> list[int]:
-    """Of the sandbox."""
+    """Ids of the sandbox's processes."""
     found, frontier = [], [os.getpid()]
     while frontier:
         children = _children(frontier.pop())
@@ -32,12 +32,12 @@ def processes() -> list[int]:
 
 
 def lists_children() -> bool:
-    """Whether this kernel says whose children processes are (CONFIG_PROC_CHILDREN): `processes` finds none without."""
+    """Whether the kernel lists a process's children (CONFIG_PROC_CHILDREN). Without the list `processes` is empty."""
     return os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 
 
 def cpu_seconds(pids: list[int]) -> float:
-    """Of the living and, through those that waited for them, of the dead."""
+    """CPU seconds of living processes, and of dead ones as far as a living process waited for them."""
     ticks = 0
     for pid in pids:
         words = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
@@ -47,8 +47,9 @@ def cpu_seconds(pids: list[int]) -> float:
 
 
 def memory_bytes(pids: list[int], enough: int) -> int:
-    """Of all processes, shared pages counted once. The cheap sum, which counts them often, serves below `enough`; the
-    dear one ends once it is past that, since a look at each page of each process would give a burst time to grow."""
+    """Memory of all processes in bytes; shared pages count once. A cheap sum, which counts shared pages several times,
+    is returned if it is below `enough`. The exact sum is slow, and a burst could grow meanwhile, so it stops as soon as
+    it exceeds `enough`."""
     resident = sum(_resident(pid) for pid in pids)
     if resident <= enough:
         return resident

@@ -1,7 +1,8 @@
-"""Typed Python functions that a policy calls by name: definitions, how calls are written, and what comes back.
+"""Tools: Python functions with type annotations that a policy calls by name.
 
-`tool` makes one (definition.py), a `Toolbox` answers calls whatever they are (toolbox.py), `parse_message` finds them
-in what a policy wrote (parsing.py), and messages.py puts both into what chat templates take.
+`tool` turns a function into a tool (definition.py). `parse_message` finds calls in a policy's message (parsing.py). A
+`Toolbox` runs the calls, also malformed ones (toolbox.py). messages.py converts calls and results to the messages that
+chat templates accept.
 """
 
 from octetrl.environments.tools.calls import Call, Family, MalformedCall, ParsedMessage, ToolCall

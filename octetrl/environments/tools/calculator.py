@@ -1,8 +1,10 @@
-"""A calculator: arithmetic by walking the syntax tree, never by `eval`, in bounded time and memory.
+"""A calculator for models: it walks the syntax tree of an expression, in bounded time and memory.
 
-What is not in the tables below is refused by name. Whole numbers are exact up to 1,024 bits (308 digits) and are
-refused beyond; everything else is a 64-bit float, shown with 12 digits, so that 0.1 + 0.2 is 0.3. `^` is a power, as
-models write it, and × ÷ − are signs.
+`sympy.parse_expr` is no substitute: it runs `__import__("os").system(...)` and computes `9**9**9` without a limit.
+
+Anything that is not in the tables below is refused with an error that names it. Whole numbers are exact up to 1,024
+bits (308 digits), and larger ones are refused. All other numbers are 64-bit floats, shown with 12 digits, so 0.1 + 0.2
+is 0.3. `^` means a power, as models write it. × · ÷ − mean * * / -.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ Number = int | float
 _BITS = 1024
 _LENGTH = 1000
 _DEPTH = 60
+_TOO_LARGE = "a number is too large: at most 308 digits are allowed"
 _SIGNS = str.maketrans({"^": "**", "×": "*", "·": "*", "÷": "/", "−": "-"})
 _CONSTANTS = {"pi": math.pi, "e": math.e, "tau": math.tau}
 
@@ -35,7 +38,7 @@ def calculator(expression: str) -> str:
 
 
 def calculate(expression: str) -> Number:
-    """Its value. Raises ToolError, in one line, for whatever has none."""
+    """Return the value of `expression`. Raises ToolError, in one line, if it has none."""
     text = " ".join(expression.translate(_SIGNS).split())
     if not text:
         raise ToolError("there is nothing to compute; give an expression, such as 3 * (4 + 5)")
@@ -43,17 +46,17 @@ def calculate(expression: str) -> Number:
         raise ToolError(f"the expression has {len(text)} characters, {_LENGTH} are allowed; compute it in parts")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the parser, about what is refused below
+            warnings.simplefilter("ignore")  # the parser warns about expressions that are refused below
             tree = ast.parse(text, mode="eval")
         return _bounded(_value(tree.body, 0))
     except (SyntaxError, MemoryError, RecursionError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else "it is nested too deeply"
-        raise ToolError(f"'{text[:60]}' is no arithmetic expression ({reason})") from None
+        raise ToolError(f"'{text[:60]}' is not an arithmetic expression ({reason})") from None
     except ZeroDivisionError:
         raise ToolError(f"'{text[:60]}' divides by zero") from None
     except OverflowError:
-        raise _too_large() from None
-    except (ValueError, TypeError) as error:  # of the functions of math
+        raise ToolError(_TOO_LARGE) from None
+    except (ValueError, TypeError) as error:  # raised by the functions of math
         raise ToolError(f"'{text[:60]}' has no value ({error})") from None
 
 
@@ -70,40 +73,29 @@ def _value(node: ast.expr, depth: int) -> Number:
         left, right = _value(node.left, depth + 1), _value(node.right, depth + 1)
         return _bounded(_BINARY[type(node.op)](left, right))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
-        return _bounded(_function(node.func.id)(*(_value(argument, depth + 1) for argument in node.args)))
+        if node.func.id not in _FUNCTIONS:
+            raise ToolError(f"there is no function '{node.func.id}'; the functions are {', '.join(_FUNCTIONS)}")
+        return _bounded(_FUNCTIONS[node.func.id](*(_value(argument, depth + 1) for argument in node.args)))
     shown = ast.unparse(node)[:40]
     if isinstance(node, ast.Name):
-        raise ToolError(f"'{shown}' is not known; the names are {', '.join((*_CONSTANTS, *_FUNCTIONS))}")
+        raise ToolError(f"'{shown}' is not a known name; the names are {', '.join((*_CONSTANTS, *_FUNCTIONS))}")
     raise ToolError(f"'{shown}' is not arithmetic; allowed are numbers, + - * / // % **, parentheses and functions")
-
-
-def _function(name: str) -> Callable[..., Number]:
-    if name not in _FUNCTIONS:
-        raise ToolError(f"there is no function '{name}'; there are {', '.join(_FUNCTIONS)}")
-    return _FUNCTIONS[name]
 
 
 def _bounded(value: object) -> Number:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ToolError(f"the result is {value}, not a real number")
     if isinstance(value, int) and value.bit_length() > _BITS:
-        raise _too_large()
+        raise ToolError(_TOO_LARGE)
     if isinstance(value, float) and not math.isfinite(value):
-        raise _too_large()
+        raise ToolError(_TOO_LARGE)
     return value
 
 
-def _too_large() -> ToolError:
-    return ToolError("a number is too large: at most 308 digits")
-
-
 def _power(base: Number, exponent: Number) -> Number:
-    """Refused before it is computed, where it would be too large."""
-    if isinstance(base, int) and isinstance(exponent, int) and exponent > 0 and abs(base) > 1:
-        if (base.bit_length() - 1) * exponent > _BITS:
-            raise _too_large()
-    elif isinstance(base, int) and isinstance(exponent, int) and exponent < 0:
-        return float(base) ** exponent
+    """base ** exponent. A result that would be too large is refused before it is computed."""
+    if isinstance(base, int) and isinstance(exponent, int) and max(base.bit_length() - 1, 0) * exponent > _BITS:
+        raise ToolError(_TOO_LARGE)
     power: Number = base**exponent
     return power
 
@@ -115,7 +107,7 @@ def _factorial(number: Number) -> int:
 
 
 def _of_small(function: Callable[[int, int], int]) -> Callable[[Number, Number], int]:
-    """comb and perm, whose time grows with their arguments."""
+    """`function` for arguments up to 1,000. comb and perm take longer the larger their arguments are."""
 
     def bounded(total: Number, chosen: Number) -> int:
         if total != int(total) or chosen != int(chosen) or not (0 <= total <= 1000 and 0 <= chosen <= 1000):
@@ -145,29 +137,14 @@ _BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Mod: operator.mod,
     ast.Pow: _power,
 }
+_OF_MATH = "sqrt floor ceil exp log log2 log10 sin cos tan asin acos atan degrees radians gcd lcm"
 _FUNCTIONS: dict[str, Callable[..., Number]] = {
-    "sqrt": math.sqrt,
+    **{name: getattr(math, name) for name in _OF_MATH.split()},
     "abs": abs,
     "round": _rounded,
-    "floor": math.floor,
-    "ceil": math.ceil,
     "min": min,
     "max": max,
-    "exp": math.exp,
-    "log": math.log,
-    "log2": math.log2,
-    "log10": math.log10,
-    "sin": math.sin,
-    "cos": math.cos,
-    "tan": math.tan,
-    "asin": math.asin,
-    "acos": math.acos,
-    "atan": math.atan,
-    "degrees": math.degrees,
-    "radians": math.radians,
     "factorial": _factorial,
     "comb": _of_small(math.comb),
     "perm": _of_small(math.perm),
-    "gcd": math.gcd,
-    "lcm": math.lcm,
 }

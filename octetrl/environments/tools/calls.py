@@ -1,4 +1,4 @@
-"""What a policy's message is once it is read: its text, and the calls in it, well formed or not."""
+"""The parts of a policy's parsed message: its text, and its calls, well formed or not."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ Family = Literal["hermes", "llama3_json"]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that can be read. Whether there is such a tool, and whether the arguments suit it, is not said yet."""
+    """A call that can be read. The tool may be unknown, and the arguments may be wrong."""
 
     id: str  # unique within its message
     name: str
-    arguments: Mapping[str, Any]  # as JSON gave them
+    arguments: Mapping[str, Any]  # as decoded from JSON
 
 
 @dataclass(frozen=True, slots=True)
 class MalformedCall:
-    """What was meant as a call and can't be read."""
+    """A text that was meant as a call and can't be read."""
 
     text: str  # as the policy wrote it
-    error: str  # one line for the policy: what is wrong, what is expected
+    error: str  # one line for the policy: what is wrong and what is expected
 
 
 Call = ToolCall | MalformedCall
@@ -31,5 +31,5 @@ Call = ToolCall | MalformedCall
 
 @dataclass(frozen=True, slots=True)
 class ParsedMessage:
-    content: str  # what is not a call, thoughts included, blanks round it taken off
+    content: str  # the text outside calls, including thoughts, stripped of white space
     calls: tuple[Call, ...] = ()

@@ -9,15 +9,16 @@
             days: How many, from today.
         \"\"\"
 
-`weather.schema()` is what chat templates take in `tools=`; `await weather.call({"city": "Oslo"})` checks the arguments
-with pydantic, runs the function and gives its result as text. A function that is not async runs in a thread, so that
-one that waits holds up nobody else; a thread can't be stopped, though, so what may wait long should be async.
+`weather.schema()` is the schema for the argument `tools=` of chat templates. `await weather.call({"city": "Oslo"})`
+checks the arguments with pydantic, runs the function and returns its result as text. A function that is not async runs
+in a thread, so that it does not block other calls. A thread can't be stopped, so a function that may wait long should
+be async.
 
-A function says what went wrong by raising ToolError(one line), which is for the policy to read and act on, as wrong
-arguments are. Whatever else it raises is a fault of the tool and passes through.
+A function reports an error to the policy by raising ToolError(one line), as for wrong arguments. Any other exception is
+a fault of the tool and is not caught.
 
-On a method, `self` is left out of the schema and `object.method` is a tool of that object. A tool is still callable as
-the function that it was, and can be pickled where that could.
+For a method, `self` is left out of the schema, and `object.method` is a tool of that object. A tool can still be called
+like the function, and can be pickled if the function can.
 """
 
 from __future__ import annotations
@@ -45,14 +46,15 @@ _NAMES_OF_TYPES = {"integer": "whole number", "object": "JSON object", "array": 
 
 
 class ToolError(Exception):
-    """What a call came to instead of a result, in one line for the policy."""
+    """The reason why a call has no result, in one line for the policy."""
 
     def __init__(self, text: str) -> None:
         super().__init__(" ".join(str(text).split()))
 
 
 class Tool:
-    """A function with what a policy needs to call it; made by `@tool`. Raises UserError for one that can't be."""
+    """A function that a policy can call, with its schema. `@tool` creates it. Raises UserError if the function can't be
+    a tool."""
 
     def __init__(
         self, function: Callable[..., Any], *, name: str | None = None, description: str | None = None
@@ -60,7 +62,7 @@ class Tool:
         self.function = function
         self.name = name or str(getattr(function, "__name__", type(function).__name__))
         if not _NAME.fullmatch(self.name):
-            raise UserError(f"tool: '{self.name}' is no name for one; give name= of up to 64 letters, digits and _")
+            raise UserError(f"tool: '{self.name}' is not a valid name; give name= of up to 64 letters, digits and _")
         documented, documented_arguments = _read_docstring(inspect.getdoc(function) or "")
         self.description = documented if description is None else description
         self._names, self._arguments = _arguments_model(self.name, function, documented_arguments)
@@ -70,13 +72,13 @@ class Tool:
         self.__wrapped__ = function
 
     def schema(self) -> dict[str, Any]:
-        """As chat templates and OpenAI-compatible servers take it."""
+        """The tool's schema for chat templates and OpenAI-compatible servers."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """The result as text: a string as it is, anything else as JSON. Raises ToolError, whose line is for the policy,
-        for wrong arguments and what the function refuses; any other exception is the function's own."""
+        """Run the tool. Returns a text result as it is, and any other as JSON. Raises ToolError, with a line for the
+        policy, for wrong arguments or if the function raises it. Other exceptions of the function are not caught."""
         values = self._checked(arguments)
         if inspect.iscoroutinefunction(self.function):
             result = await self.function(**values)
@@ -98,7 +100,7 @@ class Tool:
         return f"Tool({self.name}: {', '.join(self._names.values())})"
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """By name where the decorated function's name leads here, since it no longer leads to the function."""
+        """Pickle by name if the module's name refers to this tool, because it no longer refers to the function."""
         owner = getattr(self.function, "__self__", None)
         if owner is not None and isinstance(getattr(type(owner), self.function.__name__, None), Tool):
             return (getattr, (owner, self.function.__name__))
@@ -115,7 +117,7 @@ class Tool:
         return {name: getattr(checked, field) for field, name in self._names.items()}
 
     def _complaint(self, error: ValidationError) -> str:
-        """One line: what is wrong with which argument, and what the tool takes."""
+        """One line: which argument is wrong, why, and what the tool accepts."""
         problems = []
         for each in error.errors(include_url=False, include_context=False, include_input=False):
             where = ".".join(str(step) for step in each["loc"])
@@ -141,7 +143,7 @@ def tool(function: Callable[..., Any]) -> Tool:
 
 
 def sentence(text: str) -> str:
-    """`text` with the stop that ends it, if it has none."""
+    """`text` with a full stop at its end, if it has none."""
     return text if text.endswith(("?", ".")) else f"{text}."
 
 
@@ -159,7 +161,8 @@ def _found(module: str, qualified: str) -> object:
 def _arguments_model(
     tool_name: str, function: Callable[..., Any], documented_arguments: Mapping[str, str]
 ) -> tuple[dict[str, str], type[BaseModel]]:
-    """Field -> parameter, and the model. Fields have names of ours, for a model has no room for one called `copy`."""
+    """Returns field name -> parameter name, and the pydantic model. Fields have generated names, because some names,
+    such as `copy`, are not possible in a model."""
     target = function if inspect.isroutine(function) else type(function).__call__
     try:
         hints = get_type_hints(target, include_extras=True)
@@ -196,7 +199,7 @@ def _schema_of(tool_name: str, model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _without_titles(schema: Any) -> Any:
-    """Pydantic titles everything; a policy reads the name beside it."""
+    """Remove pydantic's titles: they repeat the names."""
     if isinstance(schema, list):
         return [_without_titles(each) for each in schema]
     if not isinstance(schema, dict):
@@ -231,7 +234,7 @@ def _as_text(result: Any) -> str:
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """What comes before the first section, and from `Args:` the text of each parameter."""
+    """The text before the first section, and the text of each parameter in `Args:`."""
     described: list[str] = []
     arguments: dict[str, str] = {}
     section: Literal["", "arguments", "other"] = ""

@@ -1,8 +1,7 @@
-"""Between calls as records and calls as chat templates take them.
+"""Converts calls between records and the messages that chat templates accept.
 
-A family is a way of writing calls, known by what the chat template itself says of it. Templates of other ways, say
-Qwen3-Coder's XML inside the same tags, are None rather than the nearest one: read wrongly, every call would be
-malformed and nobody would know why.
+A family is a format of calls. It is recognised by the text of the chat template. A template with another format, such
+as Qwen3-Coder's XML inside the same tags, has no family (None): read in a wrong format, every call would be malformed.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ _OTHER_WAYS = ("<function=", "<arg_key>", "<｜tool", "<|tool_call_begin|>")
 
 
 def family_of(chat_template: str) -> Family | None:
-    """How a model with this template writes calls; None: it has no tools, or writes them in a way not known here."""
+    """The format of calls of a model with this template; None: the template has no tools, or an unknown format."""
     if any(mark in chat_template for mark in _OTHER_WAYS):
         return None
     if "<tool_call>" in chat_template and "arguments" in chat_template:
@@ -40,7 +39,7 @@ def to_message(parsed: ParsedMessage) -> dict[str, Any]:
 
 
 def tool_message(call: Call, text: str) -> dict[str, Any]:
-    """What a call came to, as a message."""
+    """The result of a call, as a message."""
     if isinstance(call, MalformedCall):
         return {"role": "tool", "content": text}
     return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}

@@ -1,17 +1,17 @@
-"""Calls in what a policy wrote, by family. Arbitrary text never raises: it is content, a call or a malformed call.
+"""Finds the calls in a policy's message, by family. No text raises: each part is content, a call or a malformed call.
 
     hermes        <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number, text before, between and after
     llama3_json   {"name": ..., "parameters": {...}} and nothing else, or several separated by ";", or after
                   <|python_tag|>, with text before that
 
-Each call is read as JSON from its first brace, so that an argument may hold any text, the closing tag included. Both
-families take "arguments" and "parameters" for the same key, an object or the text of one, and raw line breaks in
-strings, which models write in code. A closing tag that is missing at the very end is forgiven, for it may have been
-the stop string.
+Each call is read as JSON from its first brace, so an argument may contain any text, even the closing tag. Both families
+accept "arguments" or "parameters" as the key, an object or an object's text as the value, and raw line breaks in
+strings, which models write in code. The closing tag may be missing at the very end, because it may have been the stop
+string.
 
-Thoughts (`<think>` ... `</think>`) are left in the content and calls in them are not made. A `</think>` that nothing
-opened ends thoughts that the prompt opened: what came before it is thought. Thoughts that do not end are thoughts to
-the end.
+Thoughts (`<think>` ... `</think>`) stay in the content, and calls inside them are not run. If a `</think>` has no
+`<think>`, the prompt opened the thoughts: all text before it is thought. Thoughts without an end continue to the end of
+the message.
 """
 
 from __future__ import annotations

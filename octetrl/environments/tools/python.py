@@ -1,13 +1,12 @@
 """Python as a tool: each call runs one program in a sandbox of its own and shows what it printed.
 
-Nothing is kept between calls, no variable and no file: a conversation may call as often as it likes, each time with all
-that the program needs. That makes a call safe to run anywhere and to repeat; a session that remembers would have to
-keep a process alive for each rollout under way.
+No variable and no file is kept between calls, so each program must contain all that it needs. A call can therefore run
+anywhere and can be repeated. A session with state would need a living process for each running rollout.
 
-If the last line is an expression, its value is printed, as a notebook does, for models often leave the `print` out.
+If the last line is an expression, its value is printed as in a notebook, because models often leave out the `print`.
 
-How the program ended is told in a line before its output, unless it ended well. A sandbox that could not be made is no
-fault of the program: it raises, and becomes the rollout's status.
+If the program did not end normally, a line before its output says how it ended. If the sandbox could not be created,
+the program is not the cause: the tool raises an exception, and the rollout's status records it.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ def python_tool(
     description: str = _DESCRIPTION,
     max_letters: int = 2000,
 ) -> Tool:
-    """A tool that runs programs in the sandbox of `config` (None: its defaults); of long output the middle is left out.
-    Raises UserError where this machine gives no such sandbox."""
+    """A tool that runs programs in the sandbox of `config` (None: its defaults). The middle of a long output is left
+    out. Raises UserError if this machine has no such sandbox."""
     config = config or SandboxConfig()
     sandbox_for(config)
     return Tool(_Python(config, max_letters), name=name, description=description)
@@ -78,7 +77,7 @@ def with_last_value_printed(code: str) -> str:
             warnings.simplefilter("ignore")
             tree = ast.parse(code)
     except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return code  # the program will say it itself
+        return code  # running the program reports the error
     last = tree.body[-1] if tree.body else None
     if not isinstance(last, ast.Expr) or last.end_lineno is None:
         return code

@@ -2,7 +2,7 @@
 
     environment: {kind: math, dataset: gsm8k.jsonl, tools: [calculator, python]}
 
-The tasks and the score stay what they were: what is scored is the last message, the one without a call.
+The tasks and the score do not change. The last message, which has no call, is scored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from octetrl.records import Task
 
 @dataclass(frozen=True)
 class ToolEnvironment:
-    """Tasks and a score, with tools on the way."""
+    """Tasks and a score, with tools that the policy may call before it answers."""
 
     tasks: Sequence[Task]
     score: Scorer
@@ -31,7 +31,7 @@ class ToolEnvironment:
 
 
 def with_tools(environment: Environment, config: EnvironmentConfig) -> Environment:
-    """`environment` with the recipe's tools. Raises UserError for one that can't be had."""
+    """`environment` with the recipe's tools. Raises UserError for a tool that is not available."""
     tools = tuple(_tool(name, config) for name in config.tools)
     return ToolEnvironment(environment.tasks, environment.score, tools) if tools else environment
 

@@ -1,13 +1,13 @@
-"""A search tool over a corpus of one's own: the passages that share the rarest words with the query, by BM25.
+"""A search tool over the user's corpus: it finds passages by BM25, which prefers rare words of the query.
 
     *.jsonl      a passage a line: {"text": "...", "title": "..."}; `title` may be missing
     a folder     its *.txt and *.md files, at any depth, cut into passages
     other files  text, cut likewise
 
-Text is cut at blank lines, and paragraphs are put together up to 150 words; the title is the file's name. The ranking
-is bm25s's (extra `search`): Lucene's BM25 over words in lower case, without stemming, so that what is found can be
-explained. The index is in memory, about 4 bytes a word of the corpus and again for each word's first place, and is made
-once, when the tool is made.
+Text is cut at blank lines, and paragraphs are joined up to 150 words; the title is the file's name. The package bm25s
+(extra `search`) ranks the passages by Lucene's BM25 over words in lower case. There is no stemming, so it is easy to
+see why a passage was found. The index is built once, with the tool. It needs about 4 bytes of memory for each word of
+the corpus, and 4 more for the first occurrence of each word.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Passage:
 
 
 class Corpus:
-    """Passages with an index over them. Raises UserError where there are none, or bm25s is not installed."""
+    """Passages with a search index. Raises UserError if there are no passages or bm25s is not installed."""
 
     def __init__(self, passages: Iterable[Passage], *, name: str = "corpus") -> None:
         try:
@@ -53,7 +53,7 @@ class Corpus:
         self._index.index(words, show_progress=False)
 
     def search(self, query: str, results: int) -> list[Passage]:
-        """The best first; fewer than `results` where fewer share a word with the query."""
+        """The best passages, best first; fewer than `results` if fewer contain a word of the query."""
         words = words_of(query)
         if not words:
             return []
@@ -94,7 +94,7 @@ class _Search:
 
 
 def read_passages(path: str | Path) -> list[Passage]:
-    """The passages at `path`. Raises UserError naming file and line for what can't be read."""
+    """Read the passages at `path`. Raises UserError, naming file and line, if something can't be read."""
     path = Path(path)
     if path.suffix == ".jsonl":
         return list(_jsonl_passages(path))

@@ -1,12 +1,12 @@
-"""The tools that a policy may call, and what a call comes to.
+"""Runs the calls of a policy.
 
-Whatever a policy writes, it is answered: a result, or one line that says what was wrong and what is expected, which it
-may act on in its next turn.
+Every call gets an answer: a result, or one line that says what was wrong and what is expected, so that the policy can
+correct it in its next turn.
 
     a call that can't be read         what is wrong with it, and the form of a call
-    a name that no tool has           the nearest one, and all of them
-    arguments that don't suit         which, why, and what the tool takes
-    what the tool refuses             its own line (ToolError)
+    an unknown tool                   the nearest name, and all names
+    wrong arguments                   which arguments, why, and what the tool accepts
+    a ToolError of the tool           the error's text
 
 Any other exception is a fault of the tool, which the policy cannot correct. It is not caught here. The conversation
 records it as the rollout's status.
@@ -26,11 +26,11 @@ from octetrl.environments.tools.definition import Tool, ToolError, sentence
 @dataclass(frozen=True, slots=True)
 class ToolResult:
     text: str  # for the policy
-    refused: bool = False  # the call came to nothing, and `text` says why
+    refused: bool = False  # the call has no result, and `text` says why
 
 
 class Toolbox:
-    """Tools by name. Raises UserError where two have one name."""
+    """Tools by name. Raises UserError if two have the same name."""
 
     def __init__(self, tools: Iterable[Tool]) -> None:
         self.tools: dict[str, Tool] = {}
@@ -42,11 +42,11 @@ class Toolbox:
             self.tools[each.name] = each
 
     def schemas(self) -> list[dict[str, Any]]:
-        """What the chat template takes in `tools=`."""
+        """The schemas for the chat template's argument `tools=`."""
         return [each.schema() for each in self.tools.values()]
 
     async def answer(self, call: Call) -> ToolResult:
-        """What `call` comes to. Raises what the tool raised, unless that is a ToolError."""
+        """Run `call` and return its answer. Exceptions of the tool are not caught, except ToolError."""
         if isinstance(call, MalformedCall):
             return ToolResult(f"Error: {call.error}", refused=True)
         if call.name not in self.tools:

@@ -1,4 +1,4 @@
-"""Environments that answer: what an author writes, and how it is run.
+"""Environments with several turns: what an author writes, and how it is run.
 
 from octetrl.environments.turns import Conversation, reward
 

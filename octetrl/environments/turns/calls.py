@@ -44,7 +44,7 @@ _LOOP_ANSWERS_WITHIN = 2.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Called:
+class CallResult:
     """The result of a call. `error` is None if the function returned."""
 
     value: Any = None
@@ -62,10 +62,10 @@ class _Pending:
 
 
 class Calls:
-    """Started and polled by one thread; `close` abandons what is under way."""
+    """Calls in flight. One thread starts and polls them; `close` abandons those that still run."""
 
     def __init__(self) -> None:
-        self._done: queue.SimpleQueue[tuple[int, Called]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[int, CallResult]] = queue.SimpleQueue()
         self._pending: dict[int, _Pending] = {}  # by ticket
         self._tickets = itertools.count()
         self._loop: _Loop | None = None
@@ -73,7 +73,7 @@ class Calls:
         self.abandoned = 0  # calls whose time was over
 
     def __len__(self) -> int:
-        """Calls under way."""
+        """Number of calls in flight."""
         return len(self._pending)
 
     def start(
@@ -84,7 +84,7 @@ class Calls:
         seconds: float,
         conversation: Conversation | None = None,
     ) -> int:
-        """Begins `function(*args)` and gives a ticket for it. `conversation` is what its tools may ask for."""
+        """Start `function(*args)` and return its ticket. Tools inside the call can read `conversation`."""
         ticket = next(self._tickets)
         pending = _Pending(function, time.monotonic() + seconds, seconds)
         self._pending[ticket] = pending
@@ -100,8 +100,8 @@ class Calls:
             ).start()
         return ticket
 
-    def poll(self, wait: float) -> list[tuple[int, Called]]:
-        """What has come to an end, in that order; waits up to `wait` seconds for something that has."""
+    def poll(self, wait: float) -> list[tuple[int, CallResult]]:
+        """Tickets and results of finished calls, in that order. Waits up to `wait` seconds for the first."""
         now = time.monotonic()
         due = min((pending.ends for pending in self._pending.values()), default=now + wait)
         found = self._take(max(0.0, min(wait, due - now)))
@@ -111,7 +111,7 @@ class Calls:
         return found + [(ticket, self._abandon(ticket)) for ticket in late if ticket in self._pending]
 
     def forget(self) -> None:
-        """Nothing that is under way is heard of again."""
+        """Drop all calls in flight: their results will not be returned."""
         self._pending.clear()
 
     def close(self) -> None:
@@ -121,8 +121,8 @@ class Calls:
                 loop.stop()
         self._loop, self._given_up = None, []
 
-    def _take(self, wait: float) -> list[tuple[int, Called]]:
-        found: list[tuple[int, Called]] = []
+    def _take(self, wait: float) -> list[tuple[int, CallResult]]:
+        found: list[tuple[int, CallResult]] = []
         try:
             item = self._done.get(timeout=wait) if wait > 0 else self._done.get_nowait()
             while True:
@@ -132,20 +132,20 @@ class Calls:
         except queue.Empty:
             return found
 
-    def _abandon(self, ticket: int) -> Called:
+    def _abandon(self, ticket: int) -> CallResult:
         pending = self._pending.pop(ticket)
         self.abandoned += 1
-        error = f"TimeoutError: {_name(pending.function)} gave nothing in {pending.seconds:g} s"
+        error = f"TimeoutError: {_name(pending.function)} returned nothing in {pending.seconds:g} s"
         if pending.task is None or self._loop is None:
-            return Called(error=error, timed_out=True)
+            return CallResult(error=error, timed_out=True)
         pending.task.cancel()
         if self._loop.answers(_LOOP_ANSWERS_WITHIN):
-            return Called(error=error, timed_out=True)
+            return CallResult(error=error, timed_out=True)
         where, trace = self._loop.standing()
-        self._given_up.append(self._loop)  # it may still end what else runs on it
+        self._given_up.append(self._loop)  # its other calls may still finish
         self._loop = None
         text = f"{error}; async code blocks the event loop ({where}): await what it waits for"
-        return Called(error=text, trace=trace, timed_out=True)
+        return CallResult(error=text, trace=trace, timed_out=True)
 
     def _running_loop(self) -> _Loop:
         if self._loop is None:
@@ -157,15 +157,15 @@ class Calls:
             value = function(*args)
             if inspect.iscoroutine(value):  # of a function that does not look async
                 value = asyncio.run(value)
-            called = Called(value)
+            called = CallResult(value)
         except BaseException as error:
             called = _failed(error)
         self._done.put((ticket, called))
 
     async def _await(self, ticket: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         try:
-            called = Called(await function(*args))
-        except BaseException as error:  # cancelled, too: then nobody listens
+            called = CallResult(await function(*args))
+        except BaseException as error:  # also a cancelled call, whose result is dropped
             called = _failed(error)
         self._done.put((ticket, called))
 
@@ -187,13 +187,13 @@ class _Loop:
         return context.run(asyncio.run_coroutine_threadsafe, make(), self._loop)
 
     def answers(self, seconds: float) -> bool:
-        """Whether it is free to do something within that time."""
+        """Whether the loop runs a new callback within that time."""
         answered = threading.Event()
         self._loop.call_soon_threadsafe(answered.set)
         return answered.wait(seconds)
 
     def standing(self) -> tuple[str, str]:
-        """Where its thread is: in short, and whole."""
+        """The line that the loop's thread executes, and its whole stack."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         stack = traceback.extract_stack(frame) if frame is not None else []
         if not stack:
@@ -201,7 +201,7 @@ class _Loop:
         return f"{Path(stack[-1].filename).name}:{stack[-1].lineno}", "".join(traceback.format_list(stack)).strip()
 
     def stop(self) -> None:
-        """When it is free next; it does not wait."""
+        """Stop the loop when its current callback ends. Does not wait."""
         self._loop.call_soon_threadsafe(self._cancel_all)
 
     def _cancel_all(self) -> None:
@@ -211,7 +211,7 @@ class _Loop:
 
 
 class _ThreadEach(ThreadPoolExecutor):
-    """What `asyncio.to_thread` runs on: a thread for each call, none of which keeps the interpreter from ending."""
+    """Executor for `asyncio.to_thread`: a thread for each call, which does not keep the interpreter from ending."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -228,8 +228,8 @@ class _ThreadEach(ThreadPoolExecutor):
         return future
 
 
-def _failed(error: BaseException) -> Called:
-    return Called(error=error_line(error), trace=error_trace(error))
+def _failed(error: BaseException) -> CallResult:
+    return CallResult(error=error_line(error), trace=error_trace(error))
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -1,12 +1,12 @@
 """Rewards and metrics as decorated functions of a conversation that has ended.
 
-    @reward                      counts once
-    @reward(weight=0.2)          counts a fifth
-    @metric                      counts nothing, and is recorded like the rest
+    @reward                      weight 1
+    @reward(weight=0.2)          weight 0.2
+    @metric                      not part of the reward, but recorded in the same way
 
-A rollout's reward is the weighted sum of its rewards; what each gave, before its weight, is kept with the rollout and
-its mean is shown (`reward/component/<name>`, `environment/<name>`). They may be async. One that raises, hangs or gives
-no finite number, metrics too, is the rollout's status and leaves it without a reward.
+A rollout's reward is the weighted sum of its rewards. The unweighted value of each is stored with the rollout, and its
+mean is a metric of the step (`reward/component/<name>`, `environment/<name>`). The functions may be async. If a reward
+or metric raises, hangs or returns no finite number, the rollout has no reward, and its status says why.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NAME = re.compile(r"[a-z0-9_]+")  # part of a metric's name
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One of an environment's rewards; `weight` None: a metric."""
+    """A reward of an environment, or a metric if `weight` is None."""
 
     name: str
     weight: float | None
@@ -59,7 +59,8 @@ def _marked(weight: float | None) -> Callable[[F], F]:
 
 
 def components_of(environment: object) -> tuple[Component, ...]:
-    """All of them, in the order written, a base class's first. Raises UserError for a name that no metric can have."""
+    """All rewards and metrics in the order of their definition, those of base classes first. Raises UserError for a
+    name that is not allowed for a metric."""
     names: dict[str, None] = {}
     for kind in reversed(type(environment).__mro__):
         names |= dict.fromkeys(vars(kind))
@@ -71,6 +72,8 @@ def components_of(environment: object) -> tuple[Component, ...]:
         if mark is None:
             continue
         if not _NAME.fullmatch(name):
-            raise UserError(f"environment: '{name}' is no name for a reward or metric; use lower case letters and _")
+            raise UserError(
+                f"environment: '{name}' is not a valid name for a reward or metric; use lower case letters and _"
+            )
         found.append(Component(name, mark[0], getattr(environment, name)))
     return tuple(found)

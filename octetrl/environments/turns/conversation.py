@@ -21,40 +21,42 @@ from octetrl.config.errors import UserError
 from octetrl.records import Reply, Task
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
-ROLES = ("user", "tool")  # of what an environment says
+ROLES = ("user", "tool")  # allowed in messages of an environment
 
 current: ContextVar[Conversation] = ContextVar("conversation")
 
 
 @dataclass(slots=True, eq=False)
 class Conversation:
-    """One rollout, so far. `messages` begin with the task's prompt; the model's own have role assistant."""
+    """The state of one rollout. `messages` begins with the task's prompt; the model's messages have the role
+    assistant."""
 
     task: Task
     random: Random
     messages: list[dict[str, Any]] = field(default_factory=list)
-    turns: int = 0  # messages of the model
-    text: str = ""  # the last of them, as it was drawn
-    tool_calls: int = 0  # that the model made
-    refused_calls: int = 0  # of these, those that it got wrong
-    failed_calls: int = 0  # and those that a tool itself failed
-    state: SimpleNamespace = field(default_factory=SimpleNamespace)  # the environment's own, empty at first
-    answered: str | None = None  # for the environment to set: what the rollout answers, equal for equal answers (maj@k)
+    turns: int = 0  # number of the model's messages
+    text: str = ""  # the model's last message, as it was sampled
+    tool_calls: int = 0  # number of calls that the model made
+    refused_calls: int = 0  # number of calls that were wrong
+    failed_calls: int = 0  # number of calls in which the tool failed
+    state: SimpleNamespace = field(default_factory=SimpleNamespace)  # for the environment's own use; empty at the start
+    answered: str | None = None  # set by the environment for maj@k: the rollout's answer, equal texts for equal answers
 
     def __post_init__(self) -> None:
         self.messages.append({"role": "user", "content": self.task.prompt})
 
     @staticmethod
     def current() -> Conversation:
-        """Of the call that this is asked in: for tools, which are given their arguments alone."""
+        """The conversation of the current call. Tools need it, because they receive only their arguments."""
         try:
             return current.get()
         except LookupError:
-            raise UserError("Conversation.current(): no conversation is under way here; ask in a tool") from None
+            raise UserError("Conversation.current(): no conversation runs here; call it inside a tool") from None
 
 
 def replies_of(said: object) -> tuple[Reply, ...]:
-    """What `reply` gave, as messages; none of them is the end. Raises TypeError for what is no reply."""
+    """Convert the result of `reply` to messages; no messages end the conversation. Raises TypeError for any other
+    result."""
     if said is None:
         return ()
     if isinstance(said, str):

@@ -4,9 +4,9 @@
     answered  tool calls by the tools, all of a message at once; anything else by `reply`, if there is one
     judged    @reward and @metric functions, all at once
 
-The author's code is never called here. The functions are generators: they yield the calls to make (`Do`) and receive
-the results (`Called`, turns/calls.py). So one thread can run hundreds of conversations. A failure of the environment is
-raised as `Failed`, with the rollout's status.
+The author's code is never called here. The functions are generators: they yield the calls to make (`RequestedCall`) and
+receive the results (`CallResult`, turns/calls.py). One thread can therefore run hundreds of conversations. A failure of
+the environment is raised as `Failed`, with the rollout's status.
 
     start, reply or finish raises, or gives no reply    ENVIRONMENT_ERROR
     ... gives nothing in turns.reply_timeout_seconds    ENVIRONMENT_TIMEOUT
@@ -30,7 +30,7 @@ from octetrl.config.schema import EnvironmentConfig
 from octetrl.environments.base import finite_number
 from octetrl.environments.scoring import Score
 from octetrl.environments.tools import Family, ParsedMessage, Toolbox, parse_message, to_message, tool_message
-from octetrl.environments.turns.calls import Called, Calls
+from octetrl.environments.turns.calls import CallResult, Calls
 from octetrl.environments.turns.components import Component, components_of
 from octetrl.environments.turns.conversation import Conversation, replies_of
 from octetrl.records import Completion, Reply, RolloutStatus, Task
@@ -39,16 +39,16 @@ _HOOKS = ("start", "finish", "reply")
 
 
 @dataclass(frozen=True, slots=True)
-class Do:
-    """A call that is wanted."""
+class RequestedCall:
+    """A call of the environment's code that a dialogue or rollout asks for."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     seconds: float
-    conversation: Conversation  # that it is about
+    conversation: Conversation  # the conversation that the call belongs to
 
 
-HookCalls = Generator[tuple[Do, ...], tuple[Called, ...], Any]
+HookCalls = Generator[tuple[RequestedCall, ...], tuple[CallResult, ...], Any]
 
 
 class Failed(Exception):
@@ -61,7 +61,7 @@ class Failed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one rollout; the recipe's `environment` section has them."""
+    """Limits of one rollout, from the recipe's `environment` section."""
 
     max_turns: int = 16
     reply_seconds: float = 60.0
@@ -84,7 +84,7 @@ class Limits:
 
 
 class Scores(Protocol):
-    """What scores last messages: `RewardWorkers` (environments/scoring.py)."""
+    """Scores last messages. `RewardWorkers` (environments/scoring.py) does."""
 
     def score(self, completions: Sequence[tuple[Task, str]], /) -> list[Score]: ...
 
@@ -92,17 +92,17 @@ class Scores(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class RewardParts:
     reward: float  # the weighted sum, without `score`'s
     components: dict[str, float]
     metrics: dict[str, float]
 
 
 class Dialogue:
-    """`environment` with its tools, rewards and limits. Raises UserError for one that is not whole.
+    """`environment` with its tools, rewards and limits. Raises UserError for an incomplete environment.
 
-    family: how the model writes tool calls; None: it can't. scorer: of the last message, instead of the environment's
-    own rewards if `only_scorer`, beside them otherwise; None: there is no such.
+    family: how the model writes tool calls; None: it cannot. scorer: scores the last message, instead of the
+    environment's own rewards if `only_scorer`, besides them otherwise; None: no scorer.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Dialogue:
         if self.scorer is not None:
             self.scorer.close()
 
-    # ------------------------------------------------------------ of one rollout
+    # ------------------------------------------------------------ one rollout
 
     def begin(self, task: Task, seed: str) -> Conversation:
         return Conversation(task, Random(seed))
@@ -152,8 +152,8 @@ class Dialogue:
 
     def answer(
         self, conversation: Conversation, heard: ParsedMessage
-    ) -> Generator[tuple[Do, ...], tuple[Called, ...], tuple[Reply, ...]]:
-        """What the environment has to say to it; nothing: the conversation is over."""
+    ) -> Generator[tuple[RequestedCall, ...], tuple[CallResult, ...], tuple[Reply, ...]]:
+        """The environment's answer to the model's last message; no messages: the conversation is over."""
         if heard.calls:
             return (yield from self._call_tools(conversation, heard))
         function = self._hooks["reply"]
@@ -167,12 +167,16 @@ class Dialogue:
         conversation.messages += [{"role": reply.role, "content": reply.text} for reply in replies]
         return replies
 
-    def judge(self, conversation: Conversation) -> Generator[tuple[Do, ...], tuple[Called, ...], Judged]:
+    def judge(
+        self, conversation: Conversation
+    ) -> Generator[tuple[RequestedCall, ...], tuple[CallResult, ...], RewardParts]:
         """Rewards and metrics of a conversation that has ended."""
         values: dict[str, float] = {}
         if self._components:
             seconds = self.limits.reward_seconds
-            results = yield tuple(Do(one.function, (conversation,), seconds, conversation) for one in self._components)
+            results = yield tuple(
+                RequestedCall(one.function, (conversation,), seconds, conversation) for one in self._components
+            )
             for one, called in zip(self._components, results, strict=True):
                 if called.error is not None:
                     status = RolloutStatus.REWARD_TIMEOUT if called.timed_out else RolloutStatus.REWARD_ERROR
@@ -187,14 +191,14 @@ class Dialogue:
             total = finite_number(sum(weight * values[name] for name, weight in weights.items()), "weighted reward")
         except ValueError as error:
             raise Failed(RolloutStatus.REWARD_ERROR, f"ValueError: {error}") from None
-        return Judged(
+        return RewardParts(
             reward=total,
             components={name: values[name] for name in weights},
             metrics={name: value for name, value in values.items() if name not in weights},
         )
 
     def counts(self, conversation: Conversation) -> dict[str, float]:
-        """What is measured of every rollout."""
+        """Metrics that every rollout has."""
         counts = {"turns": float(conversation.turns)}
         if self._toolbox.tools:
             names = ("tool_calls", "refused_calls", "failed_calls")
@@ -205,8 +209,8 @@ class Dialogue:
 
     def _asked(
         self, function: Callable[..., Any], conversation: Conversation
-    ) -> Generator[tuple[Do, ...], tuple[Called, ...], Any]:
-        (called,) = yield (Do(function, (conversation,), self.limits.reply_seconds, conversation),)
+    ) -> Generator[tuple[RequestedCall, ...], tuple[CallResult, ...], Any]:
+        (called,) = yield (RequestedCall(function, (conversation,), self.limits.reply_seconds, conversation),)
         if called.timed_out:
             raise Failed(RolloutStatus.ENVIRONMENT_TIMEOUT, called.error, called.trace)
         if called.error is not None:
@@ -215,10 +219,10 @@ class Dialogue:
 
     def _call_tools(
         self, conversation: Conversation, heard: ParsedMessage
-    ) -> Generator[tuple[Do, ...], tuple[Called, ...], tuple[Reply, ...]]:
+    ) -> Generator[tuple[RequestedCall, ...], tuple[CallResult, ...], tuple[Reply, ...]]:
         conversation.tool_calls += len(heard.calls)
         answer, seconds = self._toolbox.answer, self.limits.tool_seconds
-        answers = yield tuple(Do(answer, (call,), seconds, conversation) for call in heard.calls)
+        answers = yield tuple(RequestedCall(answer, (call,), seconds, conversation) for call in heard.calls)
         replies = []
         for call, called in zip(heard.calls, answers, strict=True):
             if called.error is None:
@@ -235,19 +239,18 @@ class Dialogue:
 
 
 def is_dialogue(environment: object) -> bool:
-    """Whether it is an environment of several turns, or one whose rewards are decorated, rather than tasks and a score
-    alone."""
+    """Whether the environment has several turns or decorated rewards. Otherwise it has only tasks and a score."""
     has_more = any(getattr(environment, name, None) is not None for name in ("reply", "start", "finish"))
     return has_more or bool(getattr(environment, "tools", ())) or bool(components_of(environment))
 
 
 def toolbox_of(environment: object) -> Toolbox:
-    """Its tools. Raises UserError for what is none."""
+    """The environment's tools. Raises UserError for an object that is not a tool."""
     return Toolbox(getattr(environment, "tools", ()))
 
 
 def check_environment(environment: object, family: Family | None, *, has_scorer: bool) -> None:
-    """Raises UserError for one that is not whole, or that a model of this family can't speak to."""
+    """Raises UserError if the environment is incomplete, or if a model of this family can't call its tools."""
     refuse_tools(toolbox_of(environment).tools, family)
     if not has_scorer and all(one.weight is None for one in components_of(environment)):
         raise UserError("environment: nothing in it gives a reward; add a method with @reward, or score(task, text)")
@@ -264,7 +267,7 @@ def _kind(component: Component) -> str:
 
 
 def refuse_tools(tools: Collection[str], family: Family | None) -> None:
-    """Raises UserError where there are tools that the model can't call."""
+    """Raises UserError if there are tools and the model can't call them."""
     if tools and family is None:
         raise UserError(
             f"environment: it has tools ({', '.join(tools)}), and the tokenizer's chat template has none, or writes"

@@ -1,17 +1,19 @@
 """Causal attention of packed training sequences: forward in the engine's order, with KV replay, and its backward.
 
-Forward: `kv_replay` puts K and V through the quantiser the rollout's cache used, then every query row meets
-its keys by `attention_order`. A trained token's attention output has the bits the engine had when it sampled
-that token.
+    out[t] = sum over keys j <= t of the same sequence of softmax_j(softmax_scale * q[t] k[j]) * v[j]
 
-Backward (no parity needed, so float32 or BF16 operands, but deterministic: no atomics), with P recomputed
-from lse2:
+Forward: `kv_replay` passes K and V through the quantiser of the rollout's cache. Every query row then processes its
+keys in the order of `attention_order`. The attention output of a trained token has the bits that the engine computed
+when it sampled that token.
+
+Backward: it needs no equal bits, so its operands are float32 or BF16. It is deterministic, because it has no atomics. P
+is recomputed from lse2:
 
     delta = sum(dO * O)       P = exp2(s - lse2)        dP = dO V'^T         dS = P * (dP - delta)
     dV = P^T dO               dQ = softmax_scale * dS K'                     dK = softmax_scale * dS^T Q
 
-K' and V' are the dequantised K and V, which is what the forward saw; their gradient goes to the original K
-and V straight through the rounding, clamped values included.
+K' and V' are the dequantised K and V, as the forward used them. Their gradient is taken as the gradient of the original
+K and V (straight-through), also for clamped values.
 
 B sequences, T tokens, H query heads, K kv heads, D head size; J, M, S, G as in `attention_order`.
 """
@@ -26,9 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octetrl.kernels.attention.attention_order import (
-    LOG2E,
-    KVMode,
+from octetrl.kernels.attention.attention_order import LOG2E, KVMode
+from octetrl.kernels.attention.attention_packed_backward import attention_packed_backward_triton
+from octetrl.kernels.attention.attention_reference import (
     KVRows,
     Piece,
     attend_reference,
@@ -38,7 +40,6 @@ from octetrl.kernels.attention.attention_order import (
     query_blocks,
     unfold_heads,
 )
-from octetrl.kernels.attention.attention_packed_backward import attention_packed_backward_triton
 from octetrl.kernels.attention.attention_rows import attention_rows
 from octetrl.kernels.attention.kv_store import ReplayedKV, kv_replay
 
@@ -55,11 +56,11 @@ def attention_packed(
     kv_mode: KVMode = "none",
     quantize_k: bool = True,
 ) -> Tensor:
-    """Causal attention within each of the sequences that `cu_seqlens_B1` (int32) bounds; differentiable in q, k, v.
+    """Causal attention within each of the sequences that `cu_seqlens_B1` (int32) bounds. Differentiable in q, k, v.
 
-    q_THD, k_TKD, v_TKD: BF16 (or float32 on a CPU). `kv_mode` "calibrated" replays the cache with the float32
-    scales [K], "dynamic" with a scale per token and head, "none" not at all; `quantize_k=False` replays V alone, for
-    a cache that holds K in BF16. Returns [T, H, D] in q's dtype. Rows past `cu_seqlens_B1[-1]` give zeros.
+    q_THD, k_TKD, v_TKD: BF16 (or float32 on a CPU). `kv_mode`: "calibrated" replays the cache with the float32 scales
+    [K], "dynamic" with a scale per token and head, "none" does not replay. `quantize_k=False` replays V only, for a
+    cache with K in BF16. Returns [T, H, D] in q's dtype. Rows past `cu_seqlens_B1[-1]` are zero.
     """
     out_THD: Tensor = _AttentionPacked.apply(
         q_THD, k_TKD, v_TKD, cu_seqlens_B1, max_seqlen, softmax_scale, k_scale_K, v_scale_K, kv_mode, quantize_k
@@ -79,7 +80,7 @@ def attention_packed_forward(
     kv_mode: KVMode = "none",
     quantize_k: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The forward alone: out [T, H, D] and lse2 [T, H], the float32 log-sum-exp in base 2."""
+    """The forward only: out [T, H, D] and lse2 [T, H], the float32 log-sum-exp in base 2."""
     kv = kv_replay(k_TKD, v_TKD, kv_mode, k_scale_K, v_scale_K, quantize_k)
     return _forward(q_THD, kv, cu_seqlens_B1, max_seqlen, softmax_scale)
 
@@ -94,7 +95,7 @@ def attention_packed_backward(
     max_seqlen: int,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ [T, H, D], dK and dV [T, K, D] from what the forward took and gave; zero where no sequence lies."""
+    """dQ [T, H, D], dK and dV [T, K, D] from the forward's inputs and outputs. Zero outside every sequence."""
     arguments = (dout_THD, q_THD, kv, out_THD, lse2_TH, cu_seqlens_B1, max_seqlen, softmax_scale)
     if not q_THD.is_cuda:
         return attention_packed_backward_reference(*arguments)
@@ -145,7 +146,7 @@ def attention_packed_forward_triton(
     max_seqlen: int,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """The forward by `attention_rows`, the kernel of the engine's prefill."""
+    """The forward by `attention_rows`, the kernel that also runs the engine's prefill."""
     out_THD, lse2_TH = attention_rows(
         q_THD, kv.k_TKD, kv.v_TKD, cu_seqlens_B1, max_seqlen, softmax_scale, kv.k_scale, kv.v_scale
     )
@@ -163,9 +164,9 @@ def attention_packed_forward_reference(
     max_seqlen: int,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """The forward by the CPU form of the order."""
+    """The forward by the CPU form of `attention_order`."""
     cu_seqlens, lengths = _lengths(cu_seqlens_B1)
-    assert max(lengths, default=0) <= max_seqlen, f"a sequence of {max(lengths)} tokens, but max_seqlen {max_seqlen}"
+    assert max(lengths, default=0) <= max_seqlen, f"a sequence has {max(lengths)} tokens, max_seqlen is {max_seqlen}"
     return attend_reference(
         q_THD,
         _tables(kv),
@@ -227,7 +228,7 @@ def _lengths(cu_seqlens_B1: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _packed_rows(cu_seqlens_B1: Tensor, num_kv_heads: int) -> Callable[[Piece], Tensor]:
-    """Where a piece's keys lie in K and V seen as tables [T * K, D]."""
+    """The rows of a piece's keys in K and V, viewed as tables [T * K, D]."""
 
     def rows_of(piece: Piece) -> Tensor:
         token_JS = cu_seqlens_B1[piece.sequence_J, None].long() + piece.key_JS

@@ -1,30 +1,29 @@
-"""The backward of `attention_packed` on a GPU: two kernels, no atomics, so a gradient's bits repeat.
+"""The backward of `attention_packed` on a GPU: two kernels without atomics, so a gradient's bits repeat.
 
-    dQ       one program per block of queries and query head; goes through the keys. It forms delta, the sum over D of
-             dO * O, and hands it on with lse2, turned to [H, T], so that the next kernel loads whole lines
-    dK, dV   one program per block of keys and kv head; goes through the queries of all query heads of its group in one
-             loop, whose loads run ahead from one head into the next
+    dQ       one program per block of queries and query head; loops over the keys. It computes delta, the sum over D of
+             dO * O, and stores it with lse2 as [H, T], so that the next kernel loads whole lines
+    dK, dV   one program per block of keys and kv head; loops once over the queries of all query heads of its group, and
+             prefetches across heads
 
-P is recomputed from the forward's lse2 with the forward's scales. All operands are BF16: codes are exact in it, and
-its range holds small gradients that float16 would flush. Scales enter where the forward used them: the K scale on the
-scores and on dQ, the V scale on dP; dK and dV are gradients of the dequantised values, which pass straight through.
-A V scale that a whole head shares stays out of the loops: delta is divided by it, and dQ and dK are multiplied by it.
+attention_packed.py has the formulas. P is recomputed from the forward's lse2 with the forward's scales. All operands
+are BF16: codes are exact in it, and it holds small gradients that float16 would flush. Scales apply as in the forward:
+the K scale to the scores and dQ, the V scale to dP. dK and dV are gradients of the dequantised values. A V scale of a
+whole head stays outside the loops: delta is divided by it, and dQ and dK are multiplied by it.
 
-Each sequence is walked in blocks from its own first token. Tiles that the causal mask leaves whole run in a loop of
-their own without a mask; the few on the diagonal and past the sequence's end run in a second one. The scores stand
-keys by queries in the second kernel, so that P^T and dS^T go from the accumulator into the next wgmma by registers.
+Each sequence is processed in blocks from its first token. Tiles without masked elements run in a loop without a mask.
+Tiles on the diagonal or past the sequence's end run in a second loop. In the second kernel the scores are keys by
+queries, so P^T and dS^T go from the accumulator into the next wgmma in registers.
 
-All tiles come by TMA, so the heads of a token must lie side by side. A tile may reach into the next sequence; what it
-finds there is masked wherever it would be multiplied into a row that is stored, so no NaN crosses over.
+All tiles come by TMA, so the heads of a token must be adjacent. A tile may reach into the next sequence. What it reads
+there is masked before it is multiplied into a stored row, so no NaN crosses over.
 
-The grid has T / block + B + 1 items a head, whatever the lengths: sequence b owns the items from
-`cu_seqlens[b] / block + b`, which are at least as many as its blocks, and every program finds its own. The rows past
-`cu_seqlens[-1]` are one sequence more, whose programs write zeros; so nothing is filled beforehand.
+The grid has T / block + B + 1 items a head for any lengths. Sequence b owns the items from `cu_seqlens[b] / block + b`,
+at least as many as its blocks, and every program searches for its own sequence. The rows past `cu_seqlens[-1]` count as
+one more sequence, whose programs write zeros, so nothing is filled beforehand.
 
-Two GEMMs are done twice (S and dP, once a kernel), seven for five counted; a fused kernel would save them but needs
-atomics on dQ, or a lock that sets their order.
-
-I query rows, J keys of a block, T tokens, B sequences, H query heads, K kv heads, D head size.
+S and dP are computed in both kernels: seven GEMMs instead of five. A fused kernel would avoid this, but needs atomics
+on dQ or a lock that fixes their order. I query rows, J keys of a block, T tokens, B sequences, H query heads, K kv
+heads, D head size.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ from octetrl.config.spec import SUPPORTED_HEAD_SIZES
 from octetrl.kernels.attention.attention_order import LOG2E, MODE_NUMBER, mode_of
 from octetrl.kernels.attention.kv_store import ReplayedKV
 
-SEARCH = tl.constexpr(128)  # sequences compared at a time when a program looks for its own
-ALIGN = tl.constexpr(4)  # float32 values in the 16 bytes at which TMA's tiles of lse2 and delta start
+SEARCH = tl.constexpr(128)  # sequences that a program compares at a time when it searches for its own
+ALIGN = tl.constexpr(4)  # float32 values in 16 bytes; TMA's tiles of lse2 and delta start at multiples of 16 bytes
 
 
 class Tile(NamedTuple):
-    """Queries (32 or more on a GPU, for TMA) and keys that meet at once, and how a kernel is launched."""
+    """Number of queries (32 or more on a GPU, for TMA) and keys in a tile, and how a kernel is launched."""
 
     queries: int
     keys: int
     warps: int
-    stages: int  # of loads ahead in the loop without a mask
+    stages: int  # loads in flight in the loop without a mask
     masked_stages: int = 2
 
     @property
@@ -66,7 +65,7 @@ class BackwardTiles(NamedTuple):
 
 
 def backward_tiles(head_size: int) -> BackwardTiles:
-    """The tiles in use; benchmarks/kernels/attention_backward.py times others beside them."""
+    """The tiles in use. benchmarks/kernels/attention_backward.py compares their times with others."""
     if head_size == 256:
         return BackwardTiles(dq=Tile(64, 32, 8, 2), dkdv=Tile(32, 64, 8, 2))
     return BackwardTiles(dq=Tile(128, 64, 8, 3), dkdv=Tile(64, 128, 8, 3))
@@ -88,7 +87,8 @@ def _find_sequence(item, cu_seqlens_ptr, num_sequences, num_tokens, BLOCK: tl.co
 
 @triton.jit
 def _store_block(ptr, x, start, length, ROWS: tl.constexpr, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr):
-    """`x` in BF16 as rows of [T, HEADS, D], of the sequence and head at `ptr`; nothing from `length` on."""
+    """Store `x` in BF16 as rows of [T, HEADS, D], for the sequence and head at `ptr`. Rows from `length` on are
+    skipped."""
     row = start + tl.arange(0, ROWS)
     offset = row.to(tl.int64)[:, None] * (HEADS * HEAD_SIZE) + tl.arange(0, HEAD_SIZE)[None, :]
     tl.store(ptr + offset, x.to(tl.bfloat16), mask=(row < length)[:, None])
@@ -101,7 +101,7 @@ def _dq_tile(
     KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dQ, without its constant factor, with the keys from `start` added."""
+    """dQ, without its constant factor, plus the contribution of the keys from `start`."""
     k_JD = k_desc.load([first + start, kv_head * HEAD_SIZE])
     v_JD = v_desc.load([first + start, kv_head * HEAD_SIZE])
     key_J = start + tl.arange(0, BLOCK_J)
@@ -121,7 +121,7 @@ def _dq_tile(
     ds_IJ = p_IJ * (dp_IJ - delta_I[:, None])
     if K_MODE == 2:
         ds_IJ = ds_IJ * k_scale_J[None, :]
-    if MASKED:  # of a row of the sequence, this hides all keys past its end too
+    if MASKED:  # for a row of the sequence, this also hides all keys past its end
         ds_IJ = tl.where((first_query + tl.arange(0, BLOCK_I))[:, None] >= key_J[None, :], ds_IJ, 0.0)
     return tl.dot(ds_IJ.to(tl.bfloat16), k_JD, dq_ID)
 
@@ -196,7 +196,7 @@ def _dkdv_tile(
     HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dK, without its constant factor, and dV with the queries from `start` of one head added."""
+    """dK, without its constant factor, and dV, plus the contribution of one head's queries from `start`."""
     q_ID = q_desc.load([first + start, head * HEAD_SIZE])
     dout_ID = dout_desc.load([first + start, head * HEAD_SIZE])
     lse2_I = tl.reshape(rows_desc.load([head, first_row + start]), [BLOCK_I])
@@ -235,7 +235,7 @@ def _dkdv_kernel(
     sequence, first, length, number = _find_sequence(
         tl.program_id(1), cu_seqlens_ptr, num_sequences, num_tokens, BLOCK_J
     )
-    first_key = number * BLOCK_J  # the first keys have the most queries: longest first
+    first_key = number * BLOCK_J  # the first keys have the most queries: first
     if first_key < length:
         token = first.to(tl.int64)
         dk_JD = tl.zeros([BLOCK_J, HEAD_SIZE], tl.float32)
@@ -259,7 +259,7 @@ def _dkdv_kernel(
                 v_factor_J = tl.load(v_scale_ptr + scale_J, mask=key_J < length, other=0.0)
 
             first_row = (first // ALIGN + sequence) * ALIGN
-            # tiles of queries: the diagonal's, then the whole ones, then perhaps a last one that the sequence cuts
+            # tiles of queries: those on the diagonal, then whole ones, then a last one if the sequence ends inside it
             num_tiles = (length - first_key + BLOCK_I - 1) // BLOCK_I
             diagonal = tl.minimum(BLOCK_J // BLOCK_I, num_tiles)
             whole = tl.maximum((length - first_key) // BLOCK_I - diagonal, 0)
@@ -292,26 +292,26 @@ def _dkdv_kernel(
 
 
 def _side_by_side(x_THD: Tensor) -> Tensor:
-    """BF16 with the heads of a token next to one another, as TMA takes them; a view where `x` lies so already."""
+    """BF16 with the heads of a token adjacent, as TMA needs them. A view if `x` already has this layout."""
     x_THD = x_THD.to(torch.bfloat16)
     aligned = x_THD.stride(0) * 2 % 16 == 0 and x_THD.data_ptr() % 16 == 0
     return x_THD if aligned and x_THD.stride()[1:] == (x_THD.shape[2], 1) else x_THD.contiguous()
 
 
 def _descriptor(x_THD: Tensor, rows: int) -> TensorDescriptor:
-    """Of `rows` tokens of one head: x as [T, H * D]."""
+    """A TMA descriptor for `rows` tokens of one head: x as [T, H * D]."""
     T, H, D = x_THD.shape
     return TensorDescriptor(x_THD, [T, H * D], [x_THD.stride(0), 1], [rows, D])
 
 
 class Operands(NamedTuple):
-    """What both kernels take: tensors as `_side_by_side` leaves them, and the table that one hands to the other."""
+    """The inputs of both kernels: tensors from `_side_by_side`, and the table that the first kernel fills."""
 
     q_THD: Tensor
     k_TKD: Tensor
     v_TKD: Tensor
     dout_THD: Tensor
-    rows: Tensor  # lse2, then delta: [2 * H, T and room to align every sequence]
+    rows: Tensor  # lse2, then delta: [2 * H, T plus padding that aligns every sequence]
     cu_seqlens_B1: Tensor
     k_scale: Tensor | None
     v_scale: Tensor | None
@@ -326,7 +326,7 @@ class Operands(NamedTuple):
 
     @property
     def shape(self) -> dict[str, int]:
-        """Their constants."""
+        """The kernels' compile-time constants."""
         return {
             "HEADS": self.q_THD.shape[1],
             "GROUP": self.q_THD.shape[1] // self.k_TKD.shape[1],
@@ -336,7 +336,7 @@ class Operands(NamedTuple):
         }
 
     def items(self, block: int) -> int:
-        """Programs a head that certainly suffice for blocks of this many rows, whatever the lengths."""
+        """Number of programs per head that suffices for blocks of this many rows, for any lengths."""
         return self.q_THD.shape[0] // block + self.cu_seqlens_B1.shape[0]
 
 
@@ -350,7 +350,7 @@ def operands_of(
 
 
 def launch_dq(operands: Operands, out_THD: Tensor, lse2_TH: Tensor, tile: Tile) -> Tensor:
-    """dQ [T, H, D]; fills `operands.rows`, so it comes first."""
+    """dQ [T, H, D]. Fills `operands.rows`, so it runs first."""
     q = operands.q_THD
     dq_THD = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     by_query = (_descriptor(x, tile.queries) for x in (q, operands.dout_THD, _side_by_side(out_THD)))
@@ -388,7 +388,7 @@ def attention_packed_backward_triton(
     *,
     tiles: BackwardTiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ [T, H, D], dK and dV [T, K, D] in BF16; zero where no sequence lies. `max_seqlen` is not needed here."""
+    """dQ [T, H, D], dK and dV [T, K, D] in BF16. Zero outside every sequence. `max_seqlen` is not used."""
     head_size = q_THD.shape[2]
     assert q_THD.dtype == torch.bfloat16, f"the attention backward takes BF16, not {q_THD.dtype}"
     assert head_size in SUPPORTED_HEAD_SIZES, f"head size {head_size} is not one of {SUPPORTED_HEAD_SIZES}"

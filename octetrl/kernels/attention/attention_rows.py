@@ -1,18 +1,21 @@
 """Causal attention with queries on the tensor core's long side: the kernel of chunked prefill and of training.
 
-One program takes `ROWS` queries of one head of one sequence and meets their keys tile by tile, by
-`attention_order`. Tiles that every row may see whole run without a mask; the last one or two are masked.
-Where the keys lie is the only difference between its two callers, so they share the code and with it the
-bits:
+One program takes `ROWS` queries of one head of one sequence and loops over their keys, tile by tile, in the order of
+`attention_order.py`, which also has the formula. Tiles without masked elements run without a mask; the last one or two
+are masked. The two callers differ only in where the keys are. They share the code and therefore the bits:
 
     paged    key n is row `n % page_size` of page `block_table[b, n // page_size]`; codes are converted in the kernel
-    packed   key n is token `cu_seqlens[b] + n`; codes come converted (`kv_replay`)
+    packed   key n is token `cu_seqlens[b] + n`; codes are converted beforehand (`kv_replay`)
 
-The page of the next tile is loaded one tile ahead and carried in a register: a table load inside the loop
-would be pipelined too and halve the depth of the prefetch of K and V.
+The page id of the next tile is loaded one tile ahead and kept in a register. A load of the table inside the loop would
+be pipelined too and halve the depth of the prefetch of K and V.
 
-On an H200, packed, 16k tokens, head size 128: 413 TFLOP/s in BF16, 372 over converted codes, both of an earlier kernel
-(benchmarks/results/kernels_attention.json), 408 in BF16 since (kernels_attention_backward.json).
+K and V come by TMA if they can: packed K and V always, pages if a page is one tile; head size 64 or 128. TMA needs few
+registers, which leaves room for two accumulators, and three tiles in flight. q is converted to float16 once for
+calibrated codes. It then goes through the program's own rows of `out`: wgmma reads an operand from shared memory only
+if it was loaded, and from registers it would leave too few of them.
+
+On an H200, packed, 16k tokens, head size 128: 459 TFLOP/s in BF16, 487 over codes (docs/log.md).
 
 R query rows, N keys of a tile, T tokens, H query heads, K kv heads, D head size.
 """
@@ -23,70 +26,111 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octetrl.config.spec import SUPPORTED_HEAD_SIZES
 from octetrl.kernels.attention.attention_order import (
     CLASSES,
+    KV_CHUNK,
     KV_TILE,
     LOG2E,
+    LOWEST,
     MODE_NUMBER,
+    TMA_HEAD_SIZES,
     TRITON_DTYPE,
+    comes_by_tma,
     load_pages,
+    merge_rows,
     mode_of,
     operand_dtype,
-    total_of_rows,
+    rows_of_tiles,
     update_rows,
 )
 
-SMALLEST_BLOCK_D = 64  # wgmma's shortest long side; smaller heads are padded with zeros, in every kernel alike
+SMALLEST_BLOCK_D = 64  # wgmma's shortest long side; every kernel pads smaller heads with zeros
+
+
+@triton.jit
+def _load_tile(
+    k_ptr, v_ptr, start, page, num_keys, first_key, kv_head,
+    stride_k_page, stride_k_token, stride_v_page, stride_v_token, stride_v_d,
+    N: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    V_TURNED: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """K and V [N, BLOCK_D] of one tile, in the dtype they are stored in."""
+    present_N = start + tl.arange(0, N) < num_keys
+    d_D = tl.arange(0, BLOCK_D)
+    if TMA:
+        if PAGE_SIZE == 0:
+            k_ND = k_ptr.load([first_key + start, kv_head * HEAD_SIZE])
+            v_ND = v_ptr.load([first_key + start, kv_head * HEAD_SIZE])
+        else:
+            matrix = page * KV_HEADS + kv_head  # one page of one head
+            k_ND = k_ptr.load([matrix * N, 0])
+            v_ND = tl.trans(v_ptr.load([matrix * HEAD_SIZE, 0])) if V_TURNED else v_ptr.load([matrix * N, 0])
+    else:
+        if PAGE_SIZE == 0:
+            row_N = (first_key + start).to(tl.int64) + tl.arange(0, N)
+        else:
+            k_ptr += page.to(tl.int64) * stride_k_page  # one page for each key if a tile spans several
+            v_ptr += page.to(tl.int64) * stride_v_page
+            if PAGE_SIZE < N:
+                v_ptr = tl.max_constancy(v_ptr, PAGE_SIZE)  # so that transposed codes load in words
+            row_N = (start + tl.arange(0, N)) % PAGE_SIZE
+        k_ptr_ND = (k_ptr + row_N * stride_k_token)[:, None] + d_D[None, :]
+        v_ptr_ND = (v_ptr + row_N * stride_v_token)[:, None] + d_D[None, :] * stride_v_d
+        head_1D = (d_D < HEAD_SIZE)[None, :]
+        if MASKED:
+            k_ND = tl.load(k_ptr_ND, mask=present_N[:, None] & head_1D, other=0.0)
+            v_ND = tl.load(v_ptr_ND, mask=present_N[:, None] & head_1D, other=0.0)
+        elif BLOCK_D == HEAD_SIZE:
+            k_ND = tl.load(k_ptr_ND)
+            v_ND = tl.load(v_ptr_ND)
+        else:
+            k_ND = tl.load(k_ptr_ND, mask=head_1D, other=0.0)
+            v_ND = tl.load(v_ptr_ND, mask=head_1D, other=0.0)
+    return k_ND, v_ND
 
 
 @triton.jit
 def _rows_tile(
-    q_RD, m_R, l_RX, o_RD, start, page, position_R, num_keys, first_key,
+    q_RD, m_R, l_R, o_RD, m_chunk_R, l_chunk_RX, o_chunk_RD, start, page, position_R, num_keys, first_key, kv_head,
     k_ptr, v_ptr, stride_k_page, stride_k_token, stride_v_page, stride_v_token, stride_v_d, k_scale_ptr, v_scale_ptr,
     stride_scale_page, stride_scale_token, score_scale,
-    ROWS: tl.constexpr, N: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    K_MODE: tl.constexpr, V_MODE: tl.constexpr, V_OPERAND: tl.constexpr, MASKED: tl.constexpr,
+    ROWS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+    KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr,
+    V_OPERAND: tl.constexpr, V_TURNED: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
+    """Process one tile; first merge the last chunk if this tile begins another."""
     key_N = start + tl.arange(0, N)
-    d_D = tl.arange(0, BLOCK_D)
+    k_ND, v_ND = _load_tile(
+        k_ptr, v_ptr, start, page, num_keys, first_key, kv_head,
+        stride_k_page, stride_k_token, stride_v_page, stride_v_token, stride_v_d,
+        N, HEAD_SIZE, BLOCK_D, KV_HEADS, PAGE_SIZE, V_TURNED, TMA, MASKED,
+    )  # fmt: skip
+    v_ND = v_ND.to(V_OPERAND)
+    if TMA and MASKED:  # what lies past the sequence may be NaN
+        v_ND = tl.where((key_N < num_keys)[:, None], v_ND, 0.0)
     if PAGE_SIZE == 0:
-        row_N = (first_key + start).to(tl.int64) + tl.arange(0, N)
-        scale_N = row_N * stride_scale_token
+        scale_N = ((first_key + start).to(tl.int64) + tl.arange(0, N)) * stride_scale_token
     else:
-        k_ptr += page.to(tl.int64) * stride_k_page  # a page for each key where a tile spans several
-        v_ptr += page.to(tl.int64) * stride_v_page
-        if PAGE_SIZE > 0 and PAGE_SIZE < N:
-            v_ptr = tl.max_constancy(v_ptr, PAGE_SIZE)  # so that turned codes load in words
-        row_N = key_N % PAGE_SIZE
-        scale_N = page.to(tl.int64) * stride_scale_page + row_N * stride_scale_token
-    k_ptr_N = k_ptr + row_N * stride_k_token
-    v_ptr_N = v_ptr + row_N * stride_v_token
-    present_N = key_N < num_keys
-    if MASKED:
-        k_mask_DN = present_N[None, :] & (d_D < HEAD_SIZE)[:, None]
-        v_mask_ND = present_N[:, None] & (d_D < HEAD_SIZE)[None, :]
-        k_DN = tl.load(k_ptr_N[None, :] + d_D[:, None], mask=k_mask_DN, other=0.0).to(q_RD.dtype)
-        v_ND = tl.load(v_ptr_N[:, None] + d_D[None, :] * stride_v_d, mask=v_mask_ND, other=0.0).to(V_OPERAND)
-    else:
-        if BLOCK_D == HEAD_SIZE:
-            k_DN = tl.load(k_ptr_N[None, :] + d_D[:, None]).to(q_RD.dtype)
-            v_ND = tl.load(v_ptr_N[:, None] + d_D[None, :] * stride_v_d).to(V_OPERAND)
-        else:
-            head_D = d_D < HEAD_SIZE
-            k_DN = tl.load(k_ptr_N[None, :] + d_D[:, None], mask=head_D[:, None], other=0.0).to(q_RD.dtype)
-            v_ND = tl.load(v_ptr_N[:, None] + d_D[None, :] * stride_v_d, mask=head_D[None, :], other=0.0).to(V_OPERAND)
+        scale_N = page.to(tl.int64) * stride_scale_page + key_N % PAGE_SIZE * stride_scale_token
     v_scale_N = score_scale
     if K_MODE == 2:
-        k_scale_N = tl.load(k_scale_ptr + scale_N, mask=present_N, other=0.0)
+        k_scale_N = tl.load(k_scale_ptr + scale_N, mask=key_N < num_keys, other=0.0)
     if V_MODE == 2:
-        v_scale_N = tl.load(v_scale_ptr + scale_N, mask=present_N, other=0.0)
-    s_RN = tl.dot(q_RD, k_DN)
+        v_scale_N = tl.load(v_scale_ptr + scale_N, mask=key_N < num_keys, other=0.0)
+    s_RN = tl.dot(q_RD, tl.trans(k_ND.to(q_RD.dtype)))
     s_RN = s_RN * (k_scale_N * score_scale)[None, :] if K_MODE == 2 else s_RN * score_scale
     if MASKED:
         s_RN = tl.where(position_R[:, None] >= key_N[None, :], s_RN, float("-inf"))
-    return update_rows(s_RN, m_R, l_RX, o_RD, v_ND, v_scale_N, ROWS, V_MODE)
+    if start % CHUNK == 0 and start > 0:
+        m_R, l_R, o_RD = merge_rows(m_R, l_R, o_RD, m_chunk_R, l_chunk_RX, o_chunk_RD, ROWS)
+        m_chunk_R = tl.full([ROWS], LOWEST, tl.float32)
+    m_chunk_R, l_chunk_RX, o_chunk_RD = update_rows(
+        s_RN, m_chunk_R, l_chunk_RX, o_chunk_RD, v_ND, v_scale_N, ROWS, V_MODE
+    )
+    return m_R, l_R, o_RD, m_chunk_R, l_chunk_RX, o_chunk_RD
 
 
 @triton.jit(do_not_specialize=["stride_table"])
@@ -95,10 +139,12 @@ def _attention_rows_kernel(
     stride_q_token, stride_q_head, stride_k_page, stride_k_head, stride_k_token, stride_v_page, stride_v_head,
     stride_v_token, stride_v_d, stride_scale_page, stride_scale_head, stride_scale_token, stride_table, base_scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, N: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr, K_OPERAND: tl.constexpr,
-    V_OPERAND: tl.constexpr, V_TURNED: tl.constexpr, STORE_LSE: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr,
+    K_OPERAND: tl.constexpr, V_OPERAND: tl.constexpr, TMA: tl.constexpr, V_TURNED: tl.constexpr,
+    STORE_LSE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
+    KV_HEADS: tl.constexpr = HEADS // GROUP
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows start first
     head = tl.program_id(1)
     sequence = tl.program_id(2)
     kv_head = head // GROUP
@@ -115,18 +161,26 @@ def _attention_rows_kernel(
         q_RD = tl.load(
             q_ptr + token_R[:, None] * stride_q_token + head * stride_q_head + d_D[None, :], mask=inside_RD, other=0.0
         ).to(K_OPERAND)
+        if K_MODE == 1:  # through this program's own memory, so that wgmma reads q from shared memory
+            own_ptr = (out_ptr + (token_R[:, None] * HEADS + head) * HEAD_SIZE + d_D[None, :]).to(
+                tl.pointer_type(K_OPERAND), bitcast=True
+            )
+            tl.store(own_ptr, q_RD, mask=inside_RD)
+            tl.debug_barrier()
+            q_RD = tl.load(own_ptr, mask=inside_RD, other=0.0)
         score_scale = base_scale
         out_scale = 1.0
         if K_MODE == 1:
             score_scale = base_scale * tl.load(k_scale_ptr + kv_head)
         if V_MODE == 1:
             out_scale = tl.load(v_scale_ptr + kv_head)
-        if PAGE_SIZE > 0 and not V_TURNED:  # K and V share their offsets, or registers spill
-            stride_v_page = stride_k_page
-            stride_v_head = stride_k_head
-            stride_v_token = stride_k_token
-        k_ptr += kv_head * stride_k_head
-        v_ptr += kv_head * stride_v_head
+        if not TMA:
+            if PAGE_SIZE > 0 and not V_TURNED:  # K and V share their offsets; otherwise registers spill
+                stride_v_page = stride_k_page
+                stride_v_head = stride_k_head
+                stride_v_token = stride_k_token
+            k_ptr += kv_head * stride_k_head
+            v_ptr += kv_head * stride_v_head
         k_token_ptr = k_scale_ptr
         v_token_ptr = v_scale_ptr
         if K_MODE == 2:
@@ -136,9 +190,12 @@ def _attention_rows_kernel(
         if PAGE_SIZE > 0:
             table_ptr += sequence.to(tl.int64) * stride_table
 
-        m_R = tl.full([ROWS], float("-inf"), tl.float32)
-        l_RX = tl.zeros([ROWS, CLASSES], tl.float32)
+        m_R = tl.full([ROWS], LOWEST, tl.float32)
+        l_R = tl.zeros([ROWS], tl.float32)
         o_RD = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        m_chunk_R = tl.full([ROWS], LOWEST, tl.float32)
+        l_chunk_RX = tl.zeros([ROWS, CLASSES], tl.float32)
+        o_chunk_RD = tl.zeros([ROWS, BLOCK_D], tl.float32)
         unmasked_end = (before + 1) // N * N
         end = tl.minimum(num_keys, before + ROWS)
         page = first_query if PAGE_SIZE == 0 else load_pages(table_ptr, 0, num_keys, PAGE_SIZE, N)
@@ -146,24 +203,26 @@ def _attention_rows_kernel(
             here = page
             if PAGE_SIZE > 0:
                 page = load_pages(table_ptr, start + N, num_keys, PAGE_SIZE, N)
-            m_R, l_RX, o_RD = _rows_tile(
-                q_RD, m_R, l_RX, o_RD, start, here, position_R, num_keys, first_query,
-                k_ptr, v_ptr, stride_k_page, stride_k_token, stride_v_page, stride_v_token, stride_v_d, k_token_ptr,
-                v_token_ptr, stride_scale_page, stride_scale_token, score_scale, ROWS, N, HEAD_SIZE, BLOCK_D,
-                PAGE_SIZE, K_MODE, V_MODE, V_OPERAND, False,
+            m_R, l_R, o_RD, m_chunk_R, l_chunk_RX, o_chunk_RD = _rows_tile(
+                q_RD, m_R, l_R, o_RD, m_chunk_R, l_chunk_RX, o_chunk_RD, start, here, position_R, num_keys,
+                first_query, kv_head, k_ptr, v_ptr, stride_k_page, stride_k_token, stride_v_page, stride_v_token,
+                stride_v_d, k_token_ptr, v_token_ptr, stride_scale_page, stride_scale_token, score_scale,
+                ROWS, N, CHUNK, HEAD_SIZE, BLOCK_D, KV_HEADS, PAGE_SIZE, K_MODE, V_MODE, V_OPERAND, V_TURNED, TMA,
+                False,
             )  # fmt: skip
         for start in tl.range(unmasked_end, end, N, num_stages=1):
             here = page
             if PAGE_SIZE > 0:
                 page = load_pages(table_ptr, start + N, num_keys, PAGE_SIZE, N)
-            m_R, l_RX, o_RD = _rows_tile(
-                q_RD, m_R, l_RX, o_RD, start, here, position_R, num_keys, first_query,
-                k_ptr, v_ptr, stride_k_page, stride_k_token, stride_v_page, stride_v_token, stride_v_d, k_token_ptr,
-                v_token_ptr, stride_scale_page, stride_scale_token, score_scale, ROWS, N, HEAD_SIZE, BLOCK_D,
-                PAGE_SIZE, K_MODE, V_MODE, V_OPERAND, True,
+            m_R, l_R, o_RD, m_chunk_R, l_chunk_RX, o_chunk_RD = _rows_tile(
+                q_RD, m_R, l_R, o_RD, m_chunk_R, l_chunk_RX, o_chunk_RD, start, here, position_R, num_keys,
+                first_query, kv_head, k_ptr, v_ptr, stride_k_page, stride_k_token, stride_v_page, stride_v_token,
+                stride_v_d, k_token_ptr, v_token_ptr, stride_scale_page, stride_scale_token, score_scale,
+                ROWS, N, CHUNK, HEAD_SIZE, BLOCK_D, KV_HEADS, PAGE_SIZE, K_MODE, V_MODE, V_OPERAND, V_TURNED, TMA,
+                True,
             )  # fmt: skip
+        m_R, l_R, o_RD = merge_rows(m_R, l_R, o_RD, m_chunk_R, l_chunk_RX, o_chunk_RD, ROWS)
 
-        l_R = total_of_rows(l_RX, ROWS)
         l_safe_R = tl.where(num_keys > 0, l_R, 1.0)  # a padding sequence gives zeros; NaN stays NaN
         out_RD = o_RD * tl.div_rn(tl.zeros_like(l_R) + out_scale, l_safe_R)[:, None]
         out_offset_RD = (token_R[:, None] * HEADS + head) * HEAD_SIZE + d_D[None, :]
@@ -173,8 +232,32 @@ def _attention_rows_kernel(
 
 
 def _strides(x: Tensor, paged: bool) -> tuple[int, int, int]:
-    """Of a page (none if packed), of a kv head and of a token."""
+    """Strides of a page (0 if packed), of a kv head and of a token."""
     return (x.stride(0), x.stride(1), x.stride(2)) if paged else (0, x.stride(1), x.stride(0))
+
+
+def _tables(
+    k: Tensor, v: Tensor, turned: bool, paged: bool
+) -> tuple[bool, tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor]]:
+    """K and V as the kernel reads them: through TMA descriptors where both can be, else as they are."""
+    if paged:
+        caches = k, v.mT if turned else v
+        tma = comes_by_tma(*caches)
+        return tma, (rows_of_tiles(caches[0]), rows_of_tiles(caches[1])) if tma else (k, v)
+    tma = k.shape[2] in TMA_HEAD_SIZES and _addressable(k) and _addressable(v)
+    return tma, (_rows_of_tokens(k), _rows_of_tokens(v)) if tma else (k, v)
+
+
+def _addressable(x_TKD: Tensor) -> bool:
+    """Whether TMA can load tokens of one head: heads lie side by side, tokens at multiples of 16 bytes."""
+    aligned = x_TKD.stride(0) * x_TKD.element_size() % 16 == 0 and x_TKD.data_ptr() % 16 == 0
+    return aligned and x_TKD.stride()[1:] == (x_TKD.shape[2], 1)
+
+
+def _rows_of_tokens(x_TKD: Tensor) -> TensorDescriptor:
+    """Packed K or V as [T, K * D], loaded by tiles of one head."""
+    T, K, D = x_TKD.shape
+    return TensorDescriptor(x_TKD, [T, K * D], [x_TKD.stride(0), 1], [KV_TILE, D])
 
 
 def attention_rows(
@@ -189,11 +272,11 @@ def attention_rows(
     block_table_BP: Tensor | None = None,
     context_lens_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Launch for packed K and V [T, K, D] or, with a block table, pages [num_pages, K, page_size, D].
+    """Launch for packed K and V [T, K, D] or, with a block table, for pages [num_pages, K, page_size, D].
 
-    K and V each come as they are, or with scales: [K] for `calibrated`; for `dynamic` [T, K] or [num_pages, K,
-    page_size]. K's last axis is contiguous. Pages of V lie as those of K, or turned (`kv_store.by_key`). Returns
-    out [T, H, D], zero where no sequence lies, and for packed input lse2 [T, H].
+    K and V each have no scales, [K] for `calibrated`, or for `dynamic` [T, K] or [num_pages, K, page_size]. K's last
+    axis is contiguous. Pages of V have the layout of K's, or the transposed one (`kv_store.by_key`). Returns out [T, H,
+    D], zero outside every sequence, and for packed input lse2 [T, H].
     """
     num_tokens, num_heads, head_size = q_THD.shape
     assert head_size in SUPPORTED_HEAD_SIZES, f"head size {head_size} is not one of {SUPPORTED_HEAD_SIZES}"
@@ -209,18 +292,21 @@ def attention_rows(
     assert all(_strides(scale, paged) == stride_scale for scale in token_scales), "attention: scales lie differently"
     out_THD = torch.zeros(num_tokens, num_heads, head_size, dtype=q_THD.dtype, device=q_THD.device)
     lse2_TH = None if paged else torch.zeros(num_tokens, num_heads, dtype=torch.float32, device=q_THD.device)
-    rows, warps, stages = (64, 8, 1) if head_size == 256 else (128, 8, 2)
+    stages = 2 if not paged and "dynamic" in (k_mode, v_mode) else 3
+    rows, warps, stages = (64, 8, 1) if head_size == 256 else (128, 8, stages)
     grid = (triton.cdiv(max_query_len, rows), num_heads, cu_seqlens_B1.shape[0] - 1)
     if num_tokens == 0 or 0 in grid:
         return out_THD, lse2_TH
+    tma, tables = _tables(k, v, turned, paged)
     _attention_rows_kernel[grid](
-        q_THD, k, v, out_THD, lse2_TH, block_table_BP, cu_seqlens_B1, context_lens_B, k_scale, v_scale,
+        q_THD, *tables, out_THD, lse2_TH, block_table_BP, cu_seqlens_B1, context_lens_B, k_scale, v_scale,
         q_THD.stride(0), q_THD.stride(1), *strides, *stride_scale,
         block_table_BP.stride(0) if block_table_BP is not None else 0, softmax_scale * LOG2E,
         HEADS=num_heads, GROUP=num_heads // k.shape[1], HEAD_SIZE=head_size, BLOCK_D=max(SMALLEST_BLOCK_D, head_size),
-        PAGE_SIZE=page_size, ROWS=rows, N=KV_TILE, K_MODE=MODE_NUMBER[k_mode], V_MODE=MODE_NUMBER[v_mode],
+        PAGE_SIZE=page_size, ROWS=rows, N=KV_TILE, CHUNK=KV_CHUNK,
+        K_MODE=MODE_NUMBER[k_mode], V_MODE=MODE_NUMBER[v_mode],
         K_OPERAND=TRITON_DTYPE[operand_dtype(k.dtype, k_mode)], V_OPERAND=TRITON_DTYPE[operand_dtype(v.dtype, v_mode)],
-        V_TURNED=turned, STORE_LSE=not paged, STAGES=stages, num_warps=warps,
+        TMA=tma, V_TURNED=turned, STORE_LSE=not paged, STAGES=stages, num_warps=warps,
         **({"enable_fp_fusion": False} if q_THD.is_cuda else {}),
     )  # fmt: skip
     return out_THD, lse2_TH

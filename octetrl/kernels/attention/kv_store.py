@@ -1,16 +1,17 @@
-"""K and V into their pages, and the same codes for a trainer that has no pages.
+"""Write K and V into their pages, and compute the same codes for a trainer, which has no pages.
 
-`kv_store` writes one token's K and V (after QK-norm and RoPE) at `slot = page * page_size + offset`; slot -1 is
-skipped, so padded batches need no branch. One kv head of one page is one contiguous matrix, what an attention tile
+`kv_store` writes one token's K and V (after QK-norm and RoPE) at `slot = page * page_size + offset`. Slot -1 is
+skipped, so padded batches need no branch. One kv head of one page is one contiguous matrix, which an attention tile
 loads:
 
     K, in any dtype        [num_pages, K, page_size, D]
     V, BF16 or float32     [num_pages, K, page_size, D]
     V, E4M3                [num_pages, K, D, page_size]
 
-Codes are converted in registers and V is multiplied from the left, D on its rows: turned, its codes load as they are
-needed, which is worth 7-12% of a decode on an H200 (128 x 2,560 keys). The price is paid here, in single bytes. This is
-the only place that decides it: `v_pages_shape` gives V's shape, and `by_key` the view that all who do not care index.
+E4M3 V is transposed because codes are converted in registers and V is multiplied from the left with D as rows. Its
+codes then load in the needed layout, which is worth 7-12% of a decode on an H200 (128 x 2,560 keys). The cost is that
+this kernel stores single bytes. Only this file knows the layout: `v_pages_shape` gives V's shape, and `by_key` a view
+with the layout of K.
 
 How a value becomes a code:
 
@@ -18,14 +19,13 @@ How a value becomes a code:
     dynamic      amax over the head's D; scale and inverse by the rule of every block (fp8/quantize.py)
     none         the value, cast to the cache's dtype
 
-K and V each go by their own cache's rule: a BF16 K may lie beside an E4M3 V. Where it is quantised, x is
-rounded to BF16 first. Divisions are IEEE float32 (`div_rn`), so the bytes are those of the reference. NaN stays
-NaN (0x7f), never a finite code. Values past the calibrated range are clamped and counted per head in
-`saturated_2K` (row 0 K, row 1 V), NaN among them.
+K and V each follow the rule of their own cache: a BF16 K may lie beside an E4M3 V. Before quantisation x is rounded to
+BF16. Divisions are IEEE float32 (`div_rn`), so the bytes equal the reference's. NaN stays NaN (0x7f). Values outside
+the calibrated range, and NaN, are clamped and counted per head in `saturated_2K` (row 0 K, row 1 V).
 
-`kv_replay` quantises by the same rule and returns the codes already converted, exactly, to the dtype in which
-the training forward multiplies them (`attention_order.operand_dtype`): once a layer is faster than inside the
-kernel. A K that stays BF16 is passed through.
+`kv_replay` quantises by the same rule. It returns the codes converted, exactly, to the dtype in which the training
+forward multiplies them (`attention_order.operand_dtype`). One conversion per layer is faster than one in the attention
+kernel. A K that stays BF16 is returned unchanged.
 
 T tokens, K kv heads, D head size.
 """
@@ -46,7 +46,7 @@ from octetrl.kernels.quantize.quantize_activation import held_inverse
 
 
 def v_pages_shape(num_pages: int, num_heads: int, page_size: int, head_size: int, dtype: torch.dtype) -> torch.Size:
-    """Of a V cache in this dtype: E4M3 pages are turned; see the module's text."""
+    """The shape of a V cache in this dtype. E4M3 pages are transposed (see the module's docstring)."""
     rows = (head_size, page_size) if dtype == E4M3 else (page_size, head_size)
     return torch.Size((num_pages, num_heads, *rows))
 
@@ -57,7 +57,7 @@ def by_key(v_cache: Tensor) -> Tensor:
 
 
 def scale_in_use(cache: Tensor, head_scale_K: Tensor | None, token_scale: Tensor | None) -> Tensor | None:
-    """The scales by which K's or V's cache is read: None unless it is E4M3; ValueError if that has not one kind."""
+    """The scales for reading K's or V's cache; None unless it is E4M3. ValueError unless exactly one kind is given."""
     if cache.dtype != E4M3:
         return None
     if (head_scale_K is None) == (token_scale is None):
@@ -79,10 +79,9 @@ def kv_store(
 ) -> None:
     """Write K and V at their slots, in place.
 
-    k_TKD, v_TKD: [T, K, D], last axis contiguous. k_cache, v_cache: pages laid out as above, each by its dtype.
-    slot_mapping_T: int64, -1 skips. Per-head scales: float32 [K]. Per-token scales: float32 [num_pages, K,
-    page_size], written here. saturated_2K: int64 counter, added to. Raises ValueError for an FP8 cache
-    without scales.
+    k_TKD, v_TKD: [T, K, D], last axis contiguous. k_cache, v_cache: pages in the layout above, each by its dtype.
+    slot_mapping_T: int64; -1 skips the token. Per-head scales: float32 [K]. Per-token scales: float32 [num_pages, K,
+    page_size], written here. saturated_2K: int64 counter, added to. Raises ValueError for an FP8 cache without scales.
     """
     caches = (k_cache, v_cache, slot_mapping_T)
     scales = (k_scale_K, v_scale_K, k_token_scale, v_token_scale, saturated_2K)
@@ -125,7 +124,7 @@ def kv_store_reference(
 
 
 def saturated_count(x_TKD: Tensor, scale_K: Tensor) -> Tensor:
-    """How many values of each head lie past the calibrated range (or are NaN): int64 [K]."""
+    """Number of values of each head that are outside the calibrated range, or NaN: int64 [K]."""
     scaled = x_TKD.to(torch.bfloat16).float() * inverse_of(scale_K)[None, :, None]
     return (~(scaled.abs() <= E4M3_MAX)).sum(dim=(0, 2))
 
@@ -133,7 +132,7 @@ def saturated_count(x_TKD: Tensor, scale_K: Tensor) -> Tensor:
 class ReplayedKV(NamedTuple):
     """K and V as the attention kernels multiply them: codes in the operand dtype [T, K, D], and the codes' scales.
 
-    Scales are float32 [K] for "calibrated", [T, K] for "dynamic", None for values as they came.
+    Scales are float32 [K] for "calibrated", [T, K] for "dynamic", None for unquantised values.
     """
 
     k_TKD: Tensor
@@ -150,16 +149,16 @@ def kv_replay(
     v_scale_K: Tensor | None = None,
     quantize_k: bool = True,
 ) -> ReplayedKV:
-    """K and V put through the cache's quantiser. `none`: as they are; `calibrated` needs the float32 scales [K].
+    """K and V after the cache's quantiser. `none` returns them unchanged; `calibrated` needs the float32 scales [K].
 
-    `quantize_k=False`: the cache holds K in BF16, so K is as it is.
+    `quantize_k=False`: the cache holds K in BF16, so K is returned unchanged.
     """
     if kv_mode == "none":
         return ReplayedKV(k_TKD, v_TKD, None, None)
     if kv_mode == "dynamic":
         k_scale_K = v_scale_K = None
     elif v_scale_K is None or (quantize_k and k_scale_K is None):
-        raise ValueError("KV replay with calibrated scales was asked for, but no scales were given")
+        raise ValueError("calibrated KV replay needs the scales of K and V, but they were not given")
     replay = kv_replay_triton if k_TKD.is_cuda else kv_replay_reference
     return replay(k_TKD, v_TKD, kv_mode, k_scale_K, v_scale_K, quantize_k)
 
@@ -188,7 +187,7 @@ def kv_replay_reference(
 
 @triton.jit
 def _quantize_heads(x_KD, scale_ptr, head_K, is_head_K, MODE: tl.constexpr):
-    """Codes, scales and saturated counts of one token's heads; x is float32, zero past the head's end."""
+    """Codes, scales and saturated counts of one token's heads. x is float32, zero past the head's end."""
     if MODE == 1:
         scale_K = tl.load(scale_ptr + head_K, mask=is_head_K, other=1.0)
         inverse_K = held_inverse(scale_K)

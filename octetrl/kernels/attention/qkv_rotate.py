@@ -1,24 +1,24 @@
-"""From the fused QKV output of a training forward to attention's operands: QK-norm, RoPE and KV replay in one kernel.
+"""Compute attention's operands from the fused QKV output of a training forward: QK-norm, RoPE, KV replay in one kernel.
 
-    q = rope(rms_norm(q));  k = rope(rms_norm(k))        kernels/rows/rms_norm.py (where the model has QK-norm), rope.py
+    q = rope(rms_norm(q));  k = rope(rms_norm(k))        kernels/rows/rms_norm.py (if the model has QK-norm), rope.py
     k, v through the quantiser of the rollout's cache    kernels/attention/kv_store.py, `kv_replay`
-    amax_2K = max(amax_2K, max|k|, max|v|)               of each head, before they are quantised: the next step's scales
+    amax_2K = max(amax_2K, max|k|, max|v|)               of each head, before quantisation: for the next step's scales
 
-The same bits as those calls, one after the other, so the trainer's operands are those of the rollout, whose kernel is
-`qkv_store`. What a tile does differently is how it meets RoPE's pairs (element r with r + D/2): it is loaded as two
-halves [rows, D/2], eight neighbouring elements of each a thread, so a pair lies in one thread and nothing is read twice
-or exchanged. `rms_norm`'s kernel holds a row as [D] with eight neighbouring elements a lane, adds the eight up in a
-lane, then lanes in pairs, those D/2 elements apart first. So here each half's eight are added up, then the two halves,
-then lanes in pairs: the same tree, whose first exchange happens to need no shuffle.
+The bits equal those of these calls one after the other. The trainer's operands therefore equal the rollout's, whose
+kernel is `qkv_store`. RoPE pairs element r with r + D/2. A tile is loaded as two halves [rows, D/2], and a thread holds
+eight neighbouring elements of each. A pair is then in one thread, and nothing is read twice or exchanged. The order of
+sums is that of `rms_norm`'s kernel: it holds a row as [D] with eight neighbouring elements a lane, adds these eight,
+then lanes in pairs, those D/2 elements apart first. Here the eight of each half are added, then the two halves, then
+lanes in pairs. This is the same tree; its first exchange needs no shuffle.
 
-A row is one head of one token. A tile takes a block of heads of as many tokens as fit; rows are independent, except
-for the amax, which is first taken over the tokens of a tile. It is a maximum of bit patterns (NaN lies above infinity;
-`quantize_activation`), so neither its order nor that of the atomics matters, and a NaN sticks. A tile looks first and
-leaves the cell alone if it holds as much already: from the second wave on hardly an atomic is made. A cell that holds
-a NaN with its sign set (made on a CPU, not by these kernels) would be below any amax.
+A row is one head of one token. A tile takes a block of heads of as many tokens as fit. Rows are independent, except for
+the amax, which is first taken over the tokens of a tile. It is a maximum of bit patterns, in which NaN is above
+infinity (`quantize_activation`). The order of the maxima and of the atomics therefore does not matter, and a NaN is
+kept. A tile reads the cell first and skips the atomic if the cell is large enough, so after the first wave atomics are
+rare. A negative NaN in the cell (possible from a CPU, not from these kernels) would be below any amax.
 
-Of D elements of a head, 2 D bytes are read and 2 D written; V only where it is quantised or observed: with "none" it
-stays a view of the QKV output. Not differentiable: `qkv_rotate_backward` is its backward.
+For each D elements of a head, 2 D bytes are read and 2 D written; for V only if it is quantised or observed. With
+"none" V stays a view of the QKV output. Not differentiable: `qkv_rotate_backward` is the backward.
 
 T tokens, H query heads, K kv heads, X = H + 2K, D head size, R = D/2 planes, J rows of a tile, B heads of a tile.
 """
@@ -40,12 +40,12 @@ from octetrl.kernels.rows.rms_norm import rms_norm_reference
 from octetrl.kernels.rows.rope import rope_reference
 
 WARPS = 4
-ROW_ELEMENTS = 16  # of a thread: eight of each half
+ROW_ELEMENTS = 16  # of a row in one thread: eight of each half
 
 
 @triton.jit
 def head_rows(tile, num_tokens, HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr, J: tl.constexpr):
-    """Tokens (int64) and heads of a tile's rows, and which of them exist: blocks of heads side by side, then tokens."""
+    """Tokens (int64) and heads of a tile's rows, and which rows exist. The order is blocks of heads, then tokens."""
     HEAD_TILES: tl.constexpr = (HEADS + HEAD_BLOCK - 1) // HEAD_BLOCK
     row_J = tl.arange(0, J)
     token_J = (tile // HEAD_TILES * (J // HEAD_BLOCK) + row_J // HEAD_BLOCK).to(tl.int64)
@@ -55,7 +55,7 @@ def head_rows(tile, num_tokens, HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr, J
 
 @triton.jit
 def load_halves(ptr, start_J, inside_J, J: tl.constexpr, PLANES: tl.constexpr):
-    """Both halves of rows, float32; zero where there is no row."""
+    """Both halves of rows, float32; zero for a row that does not exist."""
     offset_JR = start_J[:, None] + tl.arange(0, PLANES)[None, :]
     first_JR = tl.load(ptr + offset_JR, mask=inside_J[:, None], other=0.0).to(tl.float32)
     second_JR = tl.load(ptr + offset_JR + PLANES, mask=inside_J[:, None], other=0.0).to(tl.float32)
@@ -71,7 +71,7 @@ def _store_halves(ptr, first_JR, second_JR, start_J, inside_J, PLANES: tl.conste
 
 @triton.jit
 def _row_sum(first_JR, second_JR, J: tl.constexpr, PLANES: tl.constexpr):
-    """The sum of both halves, in the order in which `rms_norm` adds up a whole row."""
+    """The sum of both halves, in the order in which `rms_norm` adds a whole row."""
     first_JL = tl.sum(tl.reshape(first_JR, (J, PLANES // 8, 8)), 2)
     second_JL = tl.sum(tl.reshape(second_JR, (J, PLANES // 8, 8)), 2)
     return tl.sum(first_JL + second_JL, 1)
@@ -79,7 +79,7 @@ def _row_sum(first_JR, second_JR, J: tl.constexpr, PLANES: tl.constexpr):
 
 @triton.jit
 def load_weight(ptr, J: tl.constexpr, PLANES: tl.constexpr):
-    """A norm's weight for each row of a tile: from L1; one row would have to be spread through shared memory."""
+    """A norm's weight for each row of a tile, from L1. A single copy would have to go through shared memory."""
     column_JR = tl.zeros((J, PLANES), tl.int32) + tl.arange(0, PLANES)[None, :]
     return tl.load(ptr + column_JR).to(tl.float32), tl.load(ptr + column_JR + PLANES).to(tl.float32)
 
@@ -114,7 +114,7 @@ def _amax_bits(first_JR, second_JR):
 def _raise_amax(bits_J, amax_ptr, first_head, HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr, J: tl.constexpr):
     bits_B = tl.max(tl.reshape(bits_J, (J // HEAD_BLOCK, HEAD_BLOCK)), 0)
     head_B = first_head + tl.arange(0, HEAD_BLOCK)
-    seen_B = tl.load(amax_ptr + head_B, mask=head_B < HEADS, other=0, cache_modifier=".cg")  # L1 would not see others'
+    seen_B = tl.load(amax_ptr + head_B, mask=head_B < HEADS, other=0, cache_modifier=".cg")  # L1 may be out of date
     tl.atomic_max(amax_ptr + head_B, bits_B, mask=(head_B < HEADS) & (bits_B > seen_B), sem="relaxed")
 
 
@@ -124,7 +124,7 @@ def _observe_and_replay(
     HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr, J: tl.constexpr, PLANES: tl.constexpr, MODE: tl.constexpr,
     OBSERVE: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
-    """K's or V's rows: their amax, and what attention multiplies, by the rule of `kv_replay`."""
+    """K's or V's rows: updates their amax and writes attention's operand, by the rule of `kv_replay`."""
     if OBSERVE:
         HEAD_TILES: tl.constexpr = (HEADS + HEAD_BLOCK - 1) // HEAD_BLOCK
         bits_J = _amax_bits(first_JR.to(tl.float32), second_JR.to(tl.float32))
@@ -186,13 +186,13 @@ def _qkv_rotate_kernel(
 
 
 def tile_of(head_size: int, warps: int) -> int:
-    """Rows of a tile in which a thread has eight elements of each half."""
+    """Number of rows of a tile in which a thread has eight elements of each half."""
     assert head_size in SUPPORTED_HEAD_SIZES, f"head size {head_size}, not one of {SUPPORTED_HEAD_SIZES}"
     return warps * 32 * ROW_ELEMENTS // head_size
 
 
 def head_tiles(num_tokens: int, num_heads: int, rows: int) -> tuple[int, int]:
-    """(heads of a tile, tiles) of `num_tokens` tokens."""
+    """(heads of a tile, number of tiles) for `num_tokens` tokens."""
     block = min(triton.next_power_of_2(num_heads), rows)
     return block, triton.cdiv(num_tokens, rows // block) * triton.cdiv(num_heads, block)
 
@@ -289,22 +289,22 @@ def qkv_rotate(
     v_scale_K: Tensor | None = None,
     amax_2K: Tensor | None = None,
 ) -> tuple[Tensor, ReplayedKV]:
-    """The rotated q [T, H, D], contiguous, and K and V as `kv_replay` gives them.
+    """The rotated q [T, H, D], contiguous, and K and V as `kv_replay` returns them.
 
-    qkv_TXD: the projection's output, q's heads first, contiguous except for the stride of a token. Norm weights: its
-    dtype, both or neither. cos_TR, sin_TR: float32, a row a token. `kv_mode` "calibrated" needs the float32 scales [K]
-    (K's only with `quantize_k`; ValueError otherwise). amax_2K: float32, raised in place; it may start at anything
+    qkv_TXD: the projection's output, q's heads first, contiguous except for the stride of a token. Norm weights: in its
+    dtype, both or neither. cos_TR, sin_TR: float32, one row per token. `kv_mode` "calibrated" needs the float32 scales
+    [K] (K's only with `quantize_k`; ValueError otherwise). amax_2K: float32, raised in place; it may start at any value
     below 0. With kv_mode "none" the returned V is a view of qkv_TXD.
     """
     num_tokens, heads, size = qkv_TXD.shape
     assert heads == num_heads + 2 * num_kv_heads, f"qkv_rotate: {heads} heads, not {num_heads} + 2 * {num_kv_heads}"
-    assert (q_weight_D is None) == (k_weight_D is None), "qkv_rotate: one of q and k has a norm, the other has not"
+    assert (q_weight_D is None) == (k_weight_D is None), "qkv_rotate: only one of q and k has a norm weight"
     assert cos_TR.shape == sin_TR.shape == (num_tokens, size // 2), f"qkv_rotate: cos {tuple(cos_TR.shape)}"
     assert amax_2K is None or (amax_2K.shape == (2, num_kv_heads) and amax_2K.stride(1) == 1), "qkv_rotate: amax"
     if kv_mode == "dynamic":
         k_scale_K = v_scale_K = None
     elif kv_mode == "calibrated" and (v_scale_K is None or (quantize_k and k_scale_K is None)):
-        raise ValueError("KV replay with calibrated scales was asked for, but no scales were given")
+        raise ValueError("calibrated KV replay needs the scales of K and V, but they were not given")
     rotate = qkv_rotate_triton if qkv_TXD.is_cuda else qkv_rotate_reference
     place = (cos_TR, sin_TR, num_heads, num_kv_heads)
     return rotate(

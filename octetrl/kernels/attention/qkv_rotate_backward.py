@@ -1,16 +1,16 @@
-"""The backward of `qkv_rotate`: from the gradients of q, k and v to that of the fused QKV output, in one kernel.
+"""The backward of `qkv_rotate`: the gradient of the fused QKV output from those of q, k and v, in one kernel.
 
     g   = rotate_back(dy)                                             q and k; RoPE by the opposite angle
-    dx  = rstd * (g * weight - xhat * mean(g * weight * xhat))        where the model has QK-norm; xhat made again
-    dv  as it is: the replay's gradient goes straight through its rounding
+    dx  = rstd * (g * weight - xhat * mean(g * weight * xhat))        if the model has QK-norm; xhat is recomputed
+    dv  is copied: the gradient of the replay is straight-through
 
-float32 inside, one rounding to the gradient's dtype. The norm weights' gradients, sums of g * xhat over tokens and
-heads, are added up as in `rms_norm_backward`: a fixed number of programs, each with a float32 row of its own, and a
-second kernel that adds the rows, so two runs give the same bits. Tiles are those of `qkv_rotate`: a pair of RoPE lies
-in one thread. The next tile is fetched while this one is worked on (`STAGES`).
+It computes in float32 and rounds once to the gradient's dtype. The norm weights' gradients are sums of g * xhat over
+tokens and heads, added as in `rms_norm_backward`: a fixed number of programs, each with its own float32 row, and a
+second kernel that adds the rows. Two runs therefore give the same bits. The tiles are those of `qkv_rotate`, so a pair
+of RoPE is in one thread. The next tile is prefetched during the current one (`STAGES`).
 
-Of D elements of a head of q or k, 4 D bytes are read (2 D without a norm: x is not needed) and 2 D written; of V, 2 D
-and 2 D.
+For each D elements of a head of q or k, 4 D bytes are read (2 D without a norm, because x is not needed) and 2 D
+written; of V, 2 D and 2 D.
 
 T tokens, H query heads, K kv heads, X = H + 2K, D head size, R = D/2 planes, J rows of a tile, P partial sums.
 """
@@ -26,7 +26,7 @@ from octetrl.kernels.attention.qkv_rotate import head_rows, head_tiles, load_hal
 from octetrl.kernels.rows.rms_norm_backward import rms_norm_backward_reference, sum_partials
 from octetrl.kernels.rows.rope import rope_reference
 
-PROGRAMS = 528  # four for each of an H200's multiprocessors; the same everywhere, for the same bits
+PROGRAMS = 528  # four for each of an H200's multiprocessors; fixed, so that the bits do not depend on the device
 STAGES = 3
 WARPS = 4
 
@@ -175,9 +175,9 @@ def qkv_rotate_backward(
     cos_TR: Tensor,
     sin_TR: Tensor,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(dqkv, contiguous, in qkv's dtype; the norm weights' gradients in theirs, None without a norm).
+    """(dqkv, contiguous, in qkv's dtype; the norm weights' gradients in their dtypes, None without a norm).
 
-    dq, dk, dv: last axis contiguous. All else as it was given to `qkv_rotate`.
+    dq, dk, dv: last axis contiguous. All other arguments are those of `qkv_rotate`.
     """
     heads = dq_THD.shape[1] + dk_TKD.shape[1] + dv_TKD.shape[1]
     assert qkv_TXD.shape == (dq_THD.shape[0], heads, dq_THD.shape[2]), f"qkv_rotate_backward: qkv {qkv_TXD.shape}"

@@ -1,26 +1,26 @@
-"""From the fused QKV output to a rotated Q and to K and V in their pages: one kernel between projection and attention.
+"""Compute a rotated Q from the fused QKV output and write K and V to their pages, in one kernel before attention.
 
-    q = rope(rms_norm(q));  k = rope(rms_norm(k))          rms_norm.py (where the model has QK-norm), rope.py
+    q = rope(rms_norm(q));  k = rope(rms_norm(k))          rms_norm.py (if the model has QK-norm), rope.py
     k, v -> pages at `slot = page * page_size + offset`    kernels/attention/kv_store.py, each by its own cache's mode
 
-The same bits as those calls, one after the other. Two things see to it:
-- A head's sum of squares is taken in a tile [heads, D] with eight neighbouring elements a thread and one head's
-  lanes in one warp, as in `rms_norm`'s kernel. A program holds exactly eight elements a thread, so that no other
-  access can ask the compiler for more, and hence for another order.
-- RoPE pairs element d with d + D/2. The tile is read twice, the second time with its halves exchanged (from L1),
-  and both are normed: no exchange between threads, and the sum stays where it is. `a * cos - b * sin` is written
-  `a * cos + b * (-sin)`, which has the same bits, the sign of a zero among them.
+The bits equal those of these calls one after the other, for two reasons:
+- A head's sum of squares is taken in a tile [heads, D] with eight neighbouring elements a thread and one head's lanes
+  in one warp, as in `rms_norm`'s kernel. A program holds exactly eight elements a thread, so no other access can make
+  the compiler use more elements and another order.
+- RoPE pairs element d with d + D/2. The tile is read twice, the second time (from L1) with its halves exchanged, and
+  both are normed. Threads exchange nothing, and the sum keeps its order. `a * cos - b * sin` is written as `a * cos + b
+  * (-sin)`, which has the same bits, including the sign of a zero.
 
-An E4M3 V lies transposed in its page, `[num_pages, K, D, page_size]`: a token's V is then D single bytes, far
-apart. For few tokens that is how they are written. For many, a program takes one head of a few tokens, neighbouring
-lanes on neighbouring tokens (so the compiler lays out a store whose addresses it knows nothing of), whose bytes then
-meet in one sector where their slots are neighbours. All else is a program for one token and a few heads. V comes first
-in the grid: it is the slowest to leave.
+An E4M3 V is transposed in its page, `[num_pages, K, D, page_size]`, so a token's V is D single bytes that are far
+apart. For few tokens they are written in that way. For many tokens, a program takes one head of a few tokens, with
+neighbouring lanes on neighbouring tokens. Their bytes share a sector if their slots are neighbours. All other work has
+one program per token and a few heads. V comes first in the grid, because it takes longest.
 
-Tokens with slot -1 get their q (of position 0, say) and write nothing. For the rollout only: not differentiable.
+A token with slot -1 gets its q (at the position given for it) and writes no K or V. For the rollout only: not
+differentiable.
 
-T tokens, H query heads, K kv heads, D head size, X = (H + 2K) * D, S positions of the table, R = D/2 planes,
-J heads of a tile, N tokens of a tile of V.
+T tokens, H query heads, K kv heads, D head size, X = (H + 2K) * D, S positions of the table, R = D/2 planes, J heads of
+a tile, N tokens of a tile of V.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from octetrl.kernels.attention.kv_store import _quantize_heads, by_key, kv_store
 from octetrl.kernels.rows.rms_norm import rms_norm_reference
 from octetrl.kernels.rows.rope import rope_reference
 
-HEADS, HEADS_OF_MANY = 4, 8  # of a program; more where a warp at eight elements a thread needs more
-MANY_TOKENS = 1024  # from here on a program takes more heads; beside a transposed V, which goes by tokens, always
+HEADS, HEADS_OF_MANY = 4, 8  # of a program; more if a warp with eight elements a thread needs more
+MANY_TOKENS = 1024  # from this number on a program takes more heads; always so beside a transposed V
 
 
 @triton.jit
 def _normed(x_JD, weight_JD, rstd_J, dtype: tl.constexpr):
-    """float32, as `rms_norm` would have written and `rope` read it."""
+    """The normed row in float32, as `rms_norm` would write it and `rope` read it."""
     xhat_JD = (x_JD * rstd_J[:, None]).to(dtype).to(tl.float32)
     return (xhat_JD * weight_JD).to(dtype).to(tl.float32)
 
@@ -55,8 +55,8 @@ def _rotated_heads(
 ):  # fmt: skip
     """Heads of one token after QK-norm and RoPE, in x's dtype. cos and sin point to the row of its position.
 
-    Weights and angles are loaded once a head, from L1: a row of them by itself would have to be spread over the
-    threads through shared memory.
+    Weights and angles are loaded once for each head, from L1. A single copy would have to go to the threads through
+    shared memory.
     """
     PLANES: tl.constexpr = SIZE // 2
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -76,7 +76,7 @@ def _rotated_heads(
         rstd_J = tl.rsqrt(tl.sum(x_JD * x_JD, axis=1) * (1.0 / SIZE) + eps)
         x_JD = _normed(x_JD, weight_JD, rstd_J, dtype)
         partner_JD = _normed(partner_JD, other_weight_JD, rstd_J, dtype)
-    sin_JD = tl.where((d_D < PLANES)[None, :], sin_JD * -1.0, sin_JD)  # `-x` compiles to 0 - x, which gives 0 a plus
+    sin_JD = tl.where((d_D < PLANES)[None, :], sin_JD * -1.0, sin_JD)  # `-x` compiles to 0 - x, whose zero is positive
     return (x_JD * cos_JD + partner_JD * sin_JD).to(dtype)
 
 
@@ -85,7 +85,7 @@ def _store_rows(
     x_ND, target_N, stride_d, scale_ptr, token_scale_N, saturated_ptr, head_N, keep_N,
     SIZE: tl.constexpr, MODE: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Writes rows (heads of a token, or tokens of a head) to the addresses of their first elements."""
+    """Write rows (heads of a token, or tokens of a head) to the addresses of their first elements."""
     target_ND = target_N[:, None] + tl.arange(0, SIZE)[None, :] * stride_d
     if MODE == 0:
         tl.store(target_ND, x_ND.to(target_N.dtype.element_ty), mask=keep_N[:, None])
@@ -271,16 +271,16 @@ def qkv_store(
 ) -> Tensor:
     """Write K and V at their slots, in place, and return the rotated q [T, H, D], contiguous.
 
-    qkv_TX: [T, (H + 2K) * D] or [T, H + 2K, D], q first, contiguous except for the stride of a token. Norm weights:
+    qkv_TX: [T, (H + 2K) * D] or [T, H + 2K, D], q first, contiguous except for the stride of a token. Norm weights: in
     qkv's dtype, both or neither. cos_SR, sin_SR: float32, whole tables. positions_T, slot_mapping_T: int64. Caches,
-    scales and counter are those of `kv_store`; ValueError for an FP8 cache without scales.
+    scales and counter are those of `kv_store`. ValueError for an FP8 cache without scales.
     """
     kv_heads, size = k_cache.shape[1], k_cache.shape[3]
     if qkv_TX.dim() == 3:
         qkv_TX = qkv_TX.flatten(1)
     assert qkv_TX.shape[1] % size == 0 and qkv_TX.shape[1] // size > 2 * kv_heads, f"qkv_store: {qkv_TX.shape}"
     assert qkv_TX.stride(1) == 1, f"qkv_store: last axis has stride {qkv_TX.stride(1)}, must be 1"
-    assert (q_norm_D is None) == (k_norm_D is None), "qkv_store: one of q and k has a norm, the other has not"
+    assert (q_norm_D is None) == (k_norm_D is None), "qkv_store: only one of q and k has a norm weight"
     assert cos_SR.shape[1] == size // 2, f"qkv_store: cos {tuple(cos_SR.shape)}, head size {size}"
     place = (cos_SR, sin_SR, positions_T, k_cache, v_cache, slot_mapping_T)
     scales = (k_scale_K, v_scale_K, k_token_scale, v_token_scale, saturated_2K)

@@ -1,16 +1,16 @@
-"""The BF16 GEMM of decoding, with the bits of the trainer's `F.linear`: y[M, N] = x[M, K] w[N, K]^T, float32 sums.
+"""The BF16 GEMM of decoding: y[M, N] = x[M, K] w[N, K]^T with float32 sums and the bits of the trainer's `F.linear`.
 
-cuBLAS adds K in ascending order into one accumulator as long as y has tiles enough to fill the GPU. For few rows of a
-narrow, deep weight (a `down` projection below M = 512) it splits K, and a row's bits change with the batch. There, and
-only there, this kernel takes over: a straight loop over K, which has cuBLAS's bits at M = 512 and beyond whatever its
-tiles. `fp8_gemm_table.json` lists these weights under "bf16", as found by `benchmarks/kernels/gemm.py`. A
-weight of a shape that was not measured uses this kernel until y has two tiles per multiprocessor; from there on,
-splitting K gains nothing. Everything else is `F.linear` itself. The caller adds a bias after the product is rounded:
-cuBLAS would add it before, and only where cuBLAS runs.
+cuBLAS adds along K in ascending order into one accumulator if y has enough tiles to fill the GPU. For few rows of a
+narrow, deep weight (a `down` projection below M = 512) it splits K, and a row's bits change with the batch. Only in
+that case this kernel runs. It is a plain loop over K, and its bits equal cuBLAS's at M >= 512 with any tiles.
 
-No gradient: for use under `no_grad`.
+`fp8_gemm_table.json` lists these weights under "bf16", as found by `benchmarks/kernels/gemm.py`. A weight of a shape
+that was not measured uses this kernel until y has two tiles per multiprocessor. Beyond that, cuBLAS has no reason to
+split K. All other products use `F.linear`.
 
-M rows, N columns, K depth of the GEMM.
+The caller adds a bias after the product is rounded. cuBLAS would add it before rounding, so the two would differ.
+
+No gradient: use it under `no_grad`. M rows, N columns, K depth of the GEMM.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octetrl.kernels.gemm.fp8_gemm import Config, gemm_table
 
-SMALLEST_UNSPLIT = 512  # rows; from here on cuBLAS has not been seen to split K
-PLAIN = {  # by the largest M served, for an M beyond a weight's entries
+SMALLEST_UNSPLIT = 512  # rows; with this many or more, cuBLAS was never observed to split K
+PLAIN = {  # keyed by the largest M that an entry covers, for an M beyond a weight's entries
     64: Config("straight", 64, 32, 4, tile_k=128),
     SMALLEST_UNSPLIT - 1: Config("straight", 128, 64, 4, tile_k=64),
 }
 LARGE = PLAIN[SMALLEST_UNSPLIT - 1]
-ENOUGH_TILES = 264  # of y, 128 x 128 each: two a multiprocessor of an H100 or H200
+ENOUGH_TILES = 264  # of 128 x 128 in y: two for each multiprocessor of an H100 or H200
 
 
 @cache
 def straight_config(m: int, n: int, k: int) -> Config | None:
-    """The kernel's config for M rows by a weight [N, K], or None: F.linear has the right bits."""
+    """The kernel's config for M rows by a weight [N, K], or None if `F.linear` has the right bits."""
     splitting, all_measured = gemm_table()["bf16"], gemm_table()["fp8"]
     if k % 8:
         return None
@@ -51,14 +51,14 @@ def straight_config(m: int, n: int, k: int) -> Config | None:
 
 
 def plain_config(m: int) -> Config:
-    """For M rows by any weight."""
+    """The config for M rows by any weight."""
     return next((config for largest, config in PLAIN.items() if m <= largest), LARGE)
 
 
 def bf16_gemm(x_MK: Tensor, w_NK: Tensor) -> Tensor:
     """y[M, N] in BF16, with the bits that `F.linear` gives the same rows in a large batch. No gradient.
 
-    Both operands BF16 and, on a GPU, contiguous.
+    Both operands are BF16 and, on a GPU, contiguous.
     """
     if not x_MK.is_cuda:
         return bf16_gemm_reference(x_MK, w_NK)
@@ -66,25 +66,26 @@ def bf16_gemm(x_MK: Tensor, w_NK: Tensor) -> Tensor:
     return F.linear(x_MK, w_NK) if config is None else bf16_gemm_triton(x_MK, w_NK, config)
 
 
-def bf16_gemm_straight(x_MK: Tensor, w_NK: Tensor) -> Tensor:
-    """The straight loop at any M, for weights so narrow that cuBLAS would split K however large M is. No gradient.
+def bf16_gemm_straight(x_MK: Tensor, w_NK: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    """The plain loop over K at any M, for weights so narrow that cuBLAS splits K at every M. No gradient.
 
-    On a GPU both BF16 and contiguous; a K that is not a multiple of 8 is padded with zeros, which change no sum. Other
-    dtypes, which promise no bits, are `F.linear`.
+    `out_dtype`: of the result, BF16 or float32; None: x's. On a GPU both operands are BF16 and contiguous. A K that is
+    not a multiple of 8 is padded with zeros, which change no sum. Other dtypes use `F.linear` and promise no bits.
     """
+    out_dtype = x_MK.dtype if out_dtype is None else out_dtype
     if not x_MK.is_cuda:
-        return bf16_gemm_reference(x_MK, w_NK)
+        return bf16_gemm_reference(x_MK, w_NK, out_dtype)
     if x_MK.dtype != torch.bfloat16:
-        return F.linear(x_MK, w_NK)
+        return F.linear(x_MK, w_NK).to(out_dtype)
     missing = -x_MK.shape[1] % 8
     if missing:
         x_MK, w_NK = F.pad(x_MK, (0, missing)), F.pad(w_NK, (0, missing))
-    return bf16_gemm_triton(x_MK, w_NK, plain_config(x_MK.shape[0]))
+    return bf16_gemm_triton(x_MK, w_NK, plain_config(x_MK.shape[0]), out_dtype)
 
 
-def bf16_gemm_reference(x_MK: Tensor, w_NK: Tensor) -> Tensor:
-    """In plain torch: sums in float64, rounded to float32 and then to BF16, as the CPU's linear layer does."""
-    return (x_MK.double() @ w_NK.double().t()).float().to(x_MK.dtype)
+def bf16_gemm_reference(x_MK: Tensor, w_NK: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    """In plain torch: sums in float64, rounded to float32 and then to BF16, like a linear layer on a CPU."""
+    return (x_MK.double() @ w_NK.double().t()).float().to(x_MK.dtype if out_dtype is None else out_dtype)
 
 
 @triton.jit(do_not_specialize=["num_rows", "depth"])
@@ -110,16 +111,16 @@ def _bf16_gemm_kernel(
     row_M, column_N = start_m + tl.arange(0, BLOCK_M), start_n + tl.arange(0, BLOCK_N)
     inside_MN = (row_M < num_rows)[:, None] & (column_N < num_columns)[None, :]
     y_ptrs = y_ptr + row_M[:, None].to(tl.int64) * num_columns + column_N[None, :]
-    tl.store(y_ptrs, acc_MN.to(tl.bfloat16), mask=inside_MN)
+    tl.store(y_ptrs, acc_MN.to(y_ptr.dtype.element_ty), mask=inside_MN)
 
 
-def bf16_gemm_triton(x_MK: Tensor, w_NK: Tensor, config: Config) -> Tensor:
-    """The straight loop over K, one tile a program. K must be a multiple of 8; M and N may be anything."""
+def bf16_gemm_triton(x_MK: Tensor, w_NK: Tensor, config: Config, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """The plain loop over K, one tile per program. K must be a multiple of 8; M and N may be any number."""
     (m, k), n = x_MK.shape, w_NK.shape[0]
     assert w_NK.shape[1] == k and k % 8 == 0, f"bf16_gemm: {tuple(x_MK.shape)} by {tuple(w_NK.shape)}"
     assert x_MK.dtype == w_NK.dtype == torch.bfloat16, f"bf16_gemm: {x_MK.dtype} by {w_NK.dtype}"
     assert x_MK.is_contiguous() and w_NK.is_contiguous(), "bf16_gemm: operands must be contiguous"
-    y_MN = torch.empty(m, n, dtype=torch.bfloat16, device=x_MK.device)
+    y_MN = torch.empty(m, n, dtype=out_dtype, device=x_MK.device)
     if m == 0:
         return y_MN
     options = {"enable_fp_fusion": False} if x_MK.is_cuda else {}

@@ -2,21 +2,22 @@
 
     acc = fma(sum over 128 of x * w, scale_x * scale_w, acc)        K ascending, one accumulator, no split
 
-That order is cuBLAS's too (fp8/gemm.py), so a row of y has the same bits from every kernel here and for every M: what
-the engine decodes one token at a time is what the trainer computes for a whole pack. Speed is then a free choice, made
-by (N, K, M) from `fp8_gemm_table.json`, which `benchmarks/kernels/gemm.py` measures and writes:
+cuBLAS adds in this order too (fp8/scaled_mm.py). A row of y therefore has the same bits from every kernel here and for
+every M: decoding one token at a time and training on a whole pack agree. The choice of a kernel affects speed only. It
+depends on (N, K, M) and comes from `fp8_gemm_table.json`, which `benchmarks/kernels/gemm.py` measures and writes:
 
-    triton       one tile a program; TMA for codes, scales loaded in the loop, where Triton stages them through
-                 shared memory with the tiles (prefetched by hand into registers they cost `down` 50% of its speed)
-    gluon        fp8_gemm_gluon.py: persistent, one warp loads, one or two warpgroups multiply
-    scaled_mm    cuBLAS, from M = 32 on: below it may sum in another order
+    triton       one tile per program. Codes come by TMA. Scales are loaded in the loop, so Triton stages them through
+                 shared memory with the tiles
+    gluon        fp8_gemm_gluon.py: persistent programs, one warp loads, one or two warpgroups multiply
+    scaled_mm    cuBLAS, from M = 32 on. Below it cuBLAS may add in another order
 
-An entry serves every M up to its own and down to the next smaller. A shape that is not in the table takes plain Triton
-up to M = 256 and cuBLAS beyond. K or N that is no multiple of 128 takes cuBLAS's padded path.
+An entry covers every M from its own down to the next smaller entry. A shape that is not in the table uses plain Triton
+up to M = 256 and cuBLAS beyond. If K or N is not a multiple of 128, cuBLAS runs with padding.
 
-A tile has at most 128 columns of y, and 128 is a multiple of them: one weight scale a tile and block of K. `swap` lays
-the weights on the MMA's long side (64 rows) and the tokens on its short one, for few tokens. Triton turns to mma.sync
-where the long side has under 64 rows, and that permutes K: other bits, so the launcher refuses it.
+A tile has at most 128 columns of y and 128 is a multiple of that number, so a tile needs one weight scale per block of
+K. `swap` puts the weights on the MMA's long side (64 rows) and the tokens on its short side; it is for few tokens. If
+the long side has fewer than 64 rows, Triton uses mma.sync, which permutes K and changes the bits. The launcher refuses
+such a tile.
 
 M rows, N columns, K depth of the GEMM.
 """
@@ -38,41 +39,41 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from octetrl.fp8.backends import fp8_gemm_nt
 from octetrl.fp8.format import BLOCK
-from octetrl.fp8.gemm import fp8_gemm_nt
 from octetrl.fp8.quantize import Quantized
 
 gluon_launcher: Callable[..., Tensor] | None
 try:
     from octetrl.kernels.gemm.fp8_gemm_gluon import fp8_gemm_gluon as gluon_launcher
-except ImportError as error:  # Gluon is Triton's experimental part, whose names move
+except ImportError as error:  # Gluon is an experimental part of Triton, and its names change
     gluon_launcher, _no_gluon = None, error
 
 TABLE = Path(__file__).with_name("fp8_gemm_table.json")
-LARGEST_WITHOUT_ENTRY = 256  # rows; beyond, a shape that is not in the table takes cuBLAS
+LARGEST_WITHOUT_ENTRY = 256  # rows; beyond this, a shape that is not in the table uses cuBLAS
 SMALLEST_SCALED_MM = 32
-SCALES_OF_16_BYTES = 4  # Gluon loads x's scales by TMA, whose lines begin at multiples of 16 bytes
+SCALES_OF_16_BYTES = 4  # Gluon loads x's scales by TMA, whose lines start at multiples of 16 bytes
 
 
 class Config(NamedTuple):
-    """One way to run a GEMM. `kernel`: triton, gluon or scaled_mm; straight in BF16. The rest is 0 for scaled_mm."""
+    """One way to run a GEMM. `kernel`: triton, gluon or scaled_mm; straight in BF16. scaled_mm uses no other field."""
 
     kernel: str
     tile_m: int = 0
     tile_n: int = 0
     stages: int = 0
-    warps: int = 4  # gluon: 4 a consumer, by its tile
-    tile_k: int = 128  # FP8: always, one block of scales
-    group: int = 1  # tiles of M that are walked through before the next tile of N
-    swap: bool = False  # triton alone
+    warps: int = 4  # gluon: 4 per consumer; tile_m sets the number of consumers
+    tile_k: int = 128  # FP8: always one block of scales
+    group: int = 1  # tiles along M that are computed before the next tile along N
+    swap: bool = False  # triton only
 
     def as_json(self) -> dict[str, object]:
-        """The fields that are not the default, `kernel` first."""
+        """The fields that differ from the default, `kernel` first."""
         return {name: value for name, value in self._asdict().items() if value != self._field_defaults.get(name)}
 
 
 SCALED_MM = Config("scaled_mm")
-PLAIN = {  # by the largest M served; these compile and fit for every shape
+PLAIN = {  # keyed by the largest M that an entry covers; these compile and fit for every shape
     16: Config("triton", 16, 64, 6, swap=True),
     64: Config("triton", 64, 64, 4),
     LARGEST_WITHOUT_ENTRY: Config("triton", 128, 64, 3),
@@ -84,33 +85,21 @@ PLAIN = {  # by the largest M served; these compile and fit for every shape
 
 @cache
 def gemm_table() -> Mapping[str, Any]:
-    """The checked-in table: {"fp8": {"NxK": {"M": config}}, "bf16": the same for bf16_gemm.py}, as written in JSON."""
+    """The checked-in table: {"fp8": {"NxK": {"M": config}}, "bf16": the same for bf16_gemm.py}, as parsed JSON."""
     table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
     return table
 
 
-def table_text(table: Mapping[str, Any]) -> str:
-    """A table as the file has it, an entry a line."""
-    kinds = []
-    for kind, weights in table.items():
-        shapes = []
-        for shape, entries in weights.items():
-            lines = [f'   "{m}": {json.dumps(entries[m])}' for m in sorted(entries, key=int)]
-            shapes.append(f'  "{shape}": {{\n' + ",\n".join(lines) + "\n  }")
-        kinds.append(f' "{kind}": {{\n' + ",\n".join(shapes) + "\n }")
-    return "{\n" + ",\n".join(kinds) + "\n}\n"
-
-
 @cache
 def fp8_entries(n: int, k: int) -> dict[int, Config]:
-    """The table's configs for one weight, by M ascending."""
+    """The table's configs for one weight, by ascending M."""
     found = gemm_table()["fp8"].get(f"{n}x{k}", {})
     return {m: Config(**found[str(m)]) for m in sorted(map(int, found))}
 
 
 @cache
 def choose_config(m: int, n: int, k: int) -> Config:
-    """How to run M rows by a weight [N, K], both N and K multiples of 128."""
+    """The config for M rows by a weight [N, K]. N and K are multiples of 128."""
     entries = fp8_entries(n, k)
     entry = next((config for largest, config in entries.items() if m <= largest), None)
     if entry is not None and not (entry.kernel == "scaled_mm" and m < SMALLEST_SCALED_MM):
@@ -119,12 +108,12 @@ def choose_config(m: int, n: int, k: int) -> Config:
 
 
 def plain_config(m: int) -> Config:
-    """The rule for what the table does not know."""
+    """The config for a shape that is not in the table."""
     return next((config for largest, config in PLAIN.items() if m <= largest), SCALED_MM)
 
 
 def run_config(config: Config, x: Quantized, w: Quantized) -> Tensor:
-    """The GEMM by this very config; raises what its compiler raises."""
+    """The GEMM with exactly this config. Raises what its compiler raises."""
     if config.kernel == "scaled_mm":
         return fp8_gemm_nt(x, w, "scaled_mm")
     if config.kernel == "triton":
@@ -134,14 +123,15 @@ def run_config(config: Config, x: Quantized, w: Quantized) -> Tensor:
     return gluon_launcher(x, w, check_operands(x, w), config.tile_m, config.tile_n, config.stages, config.group)
 
 
-fallbacks: dict[Config, str] = {}  # Gluon configs that do not compile here, and why; runs report them
+fallbacks: dict[Config, str] = {}  # Gluon configs that do not compile here, with the reason; a run reports them
 
 
 def fp8_gemm(x: Quantized, w: Quantized) -> Tensor:
     """y[M, N] = x[M, K] w[N, K]^T in BF16. x: scale [M, ceil(K/128)] with strides (1, M); w: scale [ceil(N/128),
     ceil(K/128)], contiguous.
 
-    Bit for bit `fp8_gemm_nt(x, w, "scaled_mm")`, at decode sizes in less time. On a CPU the exact emulation.
+    The bits equal `fp8_gemm_nt(x, w, "scaled_mm")`, in less time at the sizes of decoding. A CPU runs the exact
+    emulation.
     """
     if not x.codes.is_cuda:
         return fp8_gemm_reference(x, w)
@@ -160,19 +150,19 @@ def fp8_gemm(x: Quantized, w: Quantized) -> Tensor:
             if not _is_of_compiler(error):
                 raise
             fallbacks[config] = f"{type(error).__name__}: {error}".splitlines()[0]
-            said = f"fp8_gemm: {config} does not compile here, plain Triton instead ({fallbacks[config]})"
+            said = f"fp8_gemm: {config} does not compile on this machine, so plain Triton runs ({fallbacks[config]})"
             warnings.warn(said, stacklevel=2)
     return run_config(plain_config(m), x, w)
 
 
 def _is_of_compiler(error: Exception) -> bool:
-    """Whether Gluon is missing or could not be compiled; then plain Triton gives the same bits. MLIR's passes have no
-    error of their own: they raise a plain RuntimeError. What fails at the launch, or for lack of memory, is a fault."""
+    """Whether Gluon is missing or could not be compiled; plain Triton then gives the same bits. MLIR's passes raise a
+    plain RuntimeError. A failed launch, or missing memory, is an error of its own and not a reason to fall back."""
     return not isinstance(error, RuntimeError) or (type(error) is RuntimeError and "PassManager" in str(error))
 
 
 def fp8_gemm_reference(x: Quantized, w: Quantized) -> Tensor:
-    """The exact emulation (fp8/gemm.py); the tensor core keeps fewer bits inside a block of 128."""
+    """The exact emulation (fp8/emulated_gemm.py). The tensor core keeps fewer bits inside a block of 128."""
     return fp8_gemm_nt(x, w, "emulated")
 
 

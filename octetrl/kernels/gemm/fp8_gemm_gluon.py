@@ -1,18 +1,20 @@
-"""The block-scaled FP8 GEMM in Gluon, for few rows: persistent programs in which one warp loads and 1 or 2 warpgroups
-multiply, 64 rows of y each. See fp8_gemm.py for the formula, the order and who calls this.
+"""The block-scaled FP8 GEMM in Gluon, for few rows. fp8_gemm.py has the formula and the order of sums, and calls it.
 
-The producer keeps a ring of S stages filled by TMA (x 64 x 128 a consumer, its 64 scales, w tile_n x 128) and runs
-ahead into the next tile while the consumers finish and store this one, so that memory never idles between tiles.
-`full` and `empty` are the ring's barriers, a pair a stage; a round of the ring flips their phase.
+Programs are persistent. In each, one warp loads and one or two warpgroups (consumers) multiply, 64 rows of y each.
 
-A consumer takes two blocks of K a turn and has no wgmma in flight when the loop turns back: if one were, ptxas would
-serialise all of them. So K must be a multiple of 256. Each block is a wgmma group of its own, started from zero, and
-enters the accumulator by one fma, K ascending: the tensor core never adds across blocks.
+The loading warp fills a ring of S stages by TMA. A stage holds 64 x 128 codes of x and 64 scales for each consumer, and
+tile_n x 128 codes of w. The loading warp starts on the next tile while the consumers finish and store the current one,
+so memory is never idle between tiles. `full` and `empty` are the ring's barriers, one pair for each stage. Each turn of
+the ring flips their phase.
 
-Loads beyond x's rows are clipped to zeros by TMA; scales lie in one line [K/128 * stride], so the last tile reads its
-neighbours' there, for rows that are never stored.
+A consumer processes two blocks of K in an iteration and has no wgmma in flight when the loop repeats. Otherwise ptxas
+would serialise all of them. K must therefore be a multiple of 256. Each block is its own wgmma group, starts from zero
+and enters the accumulator by one fma, K ascending. The tensor core never adds across blocks.
 
-M rows, N columns, K depth of the GEMM. Gluon as of Triton 3.6.
+TMA fills loads beyond x's rows with zeros. Scales lie in one line [K/128 * stride], so the last tile reads its
+neighbours' scales there, for rows that are never stored.
+
+M rows, N columns, K depth of the GEMM. Written for Gluon of Triton 3.6.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from octetrl.fp8.quantize import Quantized
 
-ROWS = gl.constexpr(64)  # of x and y that one consumer holds
+ROWS = gl.constexpr(64)  # rows of x and y for each consumer
 BLOCK = gl.constexpr(128)
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = gl.constexpr(24), gl.constexpr(232)
 CODES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 SCALE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-RING_LIMIT = 225 * 1024  # bytes of shared memory that the ring may take
+RING_LIMIT = 225 * 1024  # largest shared memory of the ring, in bytes
 
 
 @gluon.jit
@@ -42,7 +44,7 @@ def _tile_start(
     tile: gl.tensor, num_rows: gl.tensor, num_columns: gl.tensor,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, GROUP: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor]:  # fmt: skip
-    """First row and column of a tile: GROUP tiles of M are walked through before the next tile of N."""
+    """First row and column of a tile. GROUP tiles along M come before the next tile along N."""
     tiles_m, tiles_n = gl.cdiv(num_rows, ROWS * CONSUMERS), gl.cdiv(num_columns, BLOCK_N)
     width = GROUP * tiles_n
     first_m = tile // width * GROUP
@@ -84,7 +86,7 @@ def _consume(
     y_ptr: gl.tensor, w_scale_ptr: gl.tensor, rings: gl.tuple, sizes: gl.tuple,
     CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, GROUP: gl.constexpr,
 ) -> None:  # fmt: skip
-    """A multiplying warpgroup: rows CONSUMER * 64 to CONSUMER * 64 + 63 of every tile."""
+    """A multiplying warpgroup: computes rows CONSUMER * 64 to CONSUMER * 64 + 63 of every tile."""
     x_ring, w_ring, scale_ring, full, empty = rings
     num_rows, num_columns, num_blocks, num_tiles = sizes
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 32])
@@ -170,23 +172,24 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def ring_bytes(tile_m: int, tile_n: int, stages: int) -> int:
-    """Shared memory that a ring takes."""
+    """Shared memory of a ring, in bytes."""
     return stages * ((tile_m + tile_n) * 128 + tile_m * 4)
 
 
 def fp8_gemm_gluon(
     x: Quantized, w: Quantized, scale_stride: int, tile_m: int, tile_n: int, stages: int, group: int = 1
 ) -> Tensor:
-    """y[M, N] in BF16; operands and `scale_stride` from `check_operands`. tile_m: 64 or 128; tile_n: a divisor of 128.
+    """y[M, N] in BF16. Operands and `scale_stride` are those of `check_operands`. tile_m: 64 or 128; tile_n: a divisor
+    of 128.
 
-    Raises ValueError for a depth that is no multiple of 256, a `scale_stride` that is none of 4 (TMA would fault), or a
-    ring that does not fit.
+    Raises ValueError for a K that is not a multiple of 256, a `scale_stride` that is not a multiple of 4 (TMA would
+    fault), or a ring that does not fit.
     """
     (m, k), n = x.codes.shape, w.codes.shape[0]
     if k % 256:
-        raise ValueError(f"the Gluon kernel takes two blocks of K a turn: {k} is no multiple of 256")
+        raise ValueError(f"the Gluon kernel takes two blocks of K at a time: {k} is not a multiple of 256")
     if scale_stride % 4:
-        raise ValueError(f"the Gluon kernel loads scales by 16 bytes: a stride of {scale_stride} does not fit")
+        raise ValueError(f"the Gluon kernel needs a scale stride that is a multiple of 4, not {scale_stride}")
     if ring_bytes(tile_m, tile_n, stages) > RING_LIMIT:
         raise ValueError(f"{stages} stages of {tile_m}x{tile_n} do not fit in shared memory")
     assert tile_m in (64, 128) and 128 % tile_n == 0, f"tile {tile_m}x{tile_n}"

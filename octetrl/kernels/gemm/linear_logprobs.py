@@ -5,25 +5,26 @@
     lse       = m + log(sum exp(z - m)),  m = max z       float32
     logprob   = z[target] - lse,   entropy = lse - sum softmax(z) * z
 
-The engine samples from `lm_head_logits` and records `logprobs_of`; the trainer calls `linear_logprobs`,
-which is those two in chunks of rows, so no more than [chunk, V] float32 exists at a time, in either pass:
-the backward makes the logits again, and turns them into their gradient (linear_logprobs_backward.py).
+The engine samples from `lm_head_logits` and records `logprobs_of`. The trainer calls `linear_logprobs`, which runs both
+in chunks of rows. At most [chunk, V] float32 logits exist at a time, in forward and backward. The backward recomputes
+the logits and turns them into their gradient (linear_logprobs_backward.py).
 
-Order: on a GPU the rows of a product are padded to one of `LOGIT_ROWS`, for each of which cuBLAS sums K in one order
-(tests/gpu/test_sampling.py), so a row has the same bits in every batch. That was checked for large
-vocabularies, whose tiles fill the machine unsplit; one smaller than `LARGE_VOCAB` always has `SMALL_VOCAB_ROWS` rows,
-which costs it little. The product is written where it is returned from: the caller's rows are the first of the padded
-ones. `fast` leaves the padding out: one product of the rows there are, in the order that cuBLAS takes at that height.
-The log-sum-exp takes the vocabulary in chunks of `VOCAB_CHUNK`, a program for each chunk of each row, whose maximum
-m_c, sum s_c = sum exp(z - m_c) and w_c = sum exp(z - m_c) (z - m_c) a second kernel joins, chunks in order of their
-number in one fixed tree:
+What a row's bits depend on. On a GPU the rows of a product are padded to one of `LOGIT_ROWS`. For each of these numbers
+cuBLAS adds along K in one order (tests/gpu/test_sampling.py), so a row has the same bits in every batch. This was
+checked for large vocabularies, whose tiles fill the GPU without splitting K. A vocabulary below `LARGE_VOCAB` always
+uses `SMALL_VOCAB_ROWS` rows, which costs little. The caller's rows are the first of the padded ones, so no copy is
+made. `fast` does not pad: it multiplies the given rows in cuBLAS's order for that number of rows.
+
+The log-sum-exp processes the vocabulary in chunks of `VOCAB_CHUNK`, one program for each chunk of each row. A chunk has
+m_c = max z, s_c = sum exp(z - m_c) and w_c = sum exp(z - m_c) (z - m_c). A second kernel joins the chunks in ascending
+order, in one fixed tree:
 
     m = max m_c,   s = sum s_c exp(m_c - m),   entropy = log s - sum exp(m_c - m) (w_c + s_c (m_c - m)) / s
 
-Without the entropy, which the engine does not need, log-probs have the same bits. On a CPU products and sums are
+The engine does not need the entropy. Log-probs have the same bits with and without it. On a CPU, products and sums are
 float64, rounded to float32.
 
-Cost of the forward with BF16: 2 N V E FLOPs; 8 N V bytes besides the GEMM's operands, logits written and read once.
+Cost of the forward with BF16: 2 N V E FLOPs. Bytes besides the GEMM's operands: 8 N V, logits written and read once.
 
 N rows (trained tokens), V vocabulary, E hidden size, C rows of one chunk, P vocabulary chunks.
 """
@@ -40,21 +41,22 @@ from torch import Tensor
 from octetrl.kernels.gemm.linear_logprobs_backward import linear_logprobs_backward, logits_gradient, pieces
 from octetrl.kernels.parts import part
 
-LOGIT_ROWS: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024)  # ascending; (256,) is one shape for everybody
+LOGIT_ROWS: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024)  # ascending; (256,) means one shape for all
 LARGE_VOCAB = 65_536
 SMALL_VOCAB_ROWS: tuple[int, ...] = (256,)
 VOCAB_CHUNK = 4096
-VOCAB_PIECE = 4096  # vocabulary rows that the CPU form widens to float64 at a time
+VOCAB_PIECE = 4096  # vocabulary rows that the CPU form converts to float64 at a time
 
 
 class TokenStatistics(NamedTuple):
     logprobs_N: Tensor  # float32
     entropy_N: Tensor  # float32
-    lse_N: Tensor  # float32: what the backward needs
+    lse_N: Tensor  # float32; the backward needs it
 
 
 def lm_head_logits(hidden_NE: Tensor, weight_VE: Tensor, fast: bool = False) -> Tensor:
-    """float32 logits [N, V]. hidden and weight of one dtype. A row's bits depend on no other row, unless `fast`."""
+    """float32 logits [N, V]. hidden and weight have one dtype. A row's bits depend on no other row, except with
+    `fast`."""
     assert hidden_NE.dtype == weight_VE.dtype, f"lm_head: hidden {hidden_NE.dtype}, weight {weight_VE.dtype}"
     if hidden_NE.is_cuda:
         if fast:
@@ -69,7 +71,7 @@ def lm_head_logits(hidden_NE: Tensor, weight_VE: Tensor, fast: bool = False) -> 
 
 
 def padded_rows(num_rows: int, vocab_size: int) -> list[int]:
-    """The rows of each product that together hold `num_rows`: full ones, then the smallest that holds the rest."""
+    """The rows of each product that together hold `num_rows`: largest shapes first, then the smallest that fits."""
     allowed = LOGIT_ROWS if vocab_size >= LARGE_VOCAB else SMALL_VOCAB_ROWS
     full, rest = divmod(num_rows, allowed[-1])
     return [allowed[-1]] * full + ([min(rows for rows in allowed if rows >= rest)] if rest else [])
@@ -102,7 +104,7 @@ def _chunk_statistics_kernel(
     logit = tl.load(logits_ptr + row * VOCAB + column, mask=column < VOCAB, other=float("-inf"))
     temperature = tl.load(temperature_ptr + row)
     z = logit
-    if temperature != 1.0:  # the same bits without it; an IEEE division costs more than all the rest
+    if temperature != 1.0:  # the bits are the same, and an IEEE division costs more than everything else
         z = tl.div_rn(logit, temperature)
     m = tl.max(z, axis=0)
     z -= tl.where(m == float("-inf"), 0.0, m)
@@ -155,10 +157,10 @@ def statistics_triton(
     entropy: bool = True,
     out: TokenStatistics | None = None,
 ) -> TokenStatistics:
-    """The forward kernels' launcher. logits contiguous. Without `entropy` that field is not written."""
+    """The forward kernels' launcher. logits are contiguous. Without `entropy`, that field is not written."""
     assert logits_NV.is_contiguous(), "logprobs: logits must be contiguous"
     if logits_NV.data_ptr() % 16:
-        logits_NV = logits_NV.clone()  # narrower loads would spread a row over threads, and so sum it, otherwise
+        logits_NV = logits_NV.clone()  # unaligned loads are narrower, and a row would be summed in another order
     num_rows, vocab_size = logits_NV.shape
     chunks = triton.cdiv(vocab_size, VOCAB_CHUNK)
     if out is None:
@@ -203,15 +205,15 @@ def _temperatures(temperature: float | Tensor, num_rows: int, device: torch.devi
 def logprobs_of(logits_NV: Tensor, targets_N: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
     """Log-prob of each row's target and entropy of its distribution, both float32 [N]; not differentiable.
 
-    logits_NV: float32, contiguous. targets_N: int64. temperature: above 0, one number or one a row (greedy
-    rows: 1).
+    logits_NV: float32, contiguous. targets_N: int64. temperature: above 0, one number or one for each row (greedy rows:
+    1).
     """
     temperature_N = _temperatures(temperature, logits_NV.shape[0], logits_NV.device)
     return _statistics(logits_NV, targets_N, temperature_N)[:2]
 
 
 def logprobs_alone(logits_NV: Tensor, targets_N: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
-    """The log-probs of `logprobs_of`, bit for bit, without the entropy: what the engine records."""
+    """The log-probs of `logprobs_of`, bit for bit, without the entropy. The engine records these."""
     temperature_N = _temperatures(temperature, logits_NV.shape[0], logits_NV.device)
     if logits_NV.is_cuda:
         return statistics_triton(logits_NV, targets_N, temperature_N, entropy=False).logprobs_N
@@ -241,7 +243,7 @@ class _LinearLogprobs(torch.autograd.Function):
             del logits_CV  # before the next chunk's
         ctx.save_for_backward(hidden_NE, weight_VE, targets_N, temperature_N, statistics_3N)
         ctx.chunk, ctx.fast = chunk, fast
-        ctx.set_materialize_grads(False)  # an entropy that nobody differentiates costs nothing
+        ctx.set_materialize_grads(False)  # the entropy costs nothing if no loss uses it
         logprobs_N, entropy_N, _ = statistics_3N.clone().unbind()
         return logprobs_N, entropy_N
 
@@ -286,9 +288,8 @@ def linear_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of its distribution, float32 [N]; differentiable in both inputs.
 
-    hidden_NE, weight_VE: one dtype. targets_N: int64. temperature: above 0, one number or one a row.
-    `chunk`: rows whose logits exist at one time; it changes memory and speed, not the result. `fast`: as in
-    `lm_head_logits`.
+    hidden_NE, weight_VE: one dtype. targets_N: int64. temperature: above 0, one number or one for each row. `chunk`:
+    rows whose logits exist at one time; it changes memory and speed, not the result. `fast`: as in `lm_head_logits`.
     """
     assert hidden_NE.shape[0] == targets_N.shape[0], f"{hidden_NE.shape[0]} rows, {targets_N.shape[0]} targets"
     temperature_N = _temperatures(temperature, hidden_NE.shape[0], hidden_NE.device)

@@ -5,18 +5,19 @@ With upstream gradients a and b of log-prob and entropy, z = logits / temperatur
     dlogits = (a * (onehot(target) - p) - b * p * (z - lse + entropy)) / temperature
     dhidden = dlogits @ weight,   dweight = dlogits^T @ hidden
 
-The logits are made again, `chunk` rows at a time, by the forward's own function. Their gradients, rounded to the
-weight's dtype on a GPU because they are the operand of two GEMMs, are gathered from `GATHERED` chunks before they are
-multiplied. The weight's gradient is summed in float32, inside its GEMM (`add_product`), and rounded once at the end:
-autograd wants a gradient of its parameter's dtype. Where nothing upstream looks at the entropy, its half of the formula
+The forward's own function recomputes the logits, `chunk` rows at a time. On a GPU their gradients are rounded to the
+weight's dtype, because they are the operand of two GEMMs. The gradients of `GATHERED` chunks are collected before they
+are multiplied. The weight's gradient is summed in float32 inside its GEMM (`add_product`). It is rounded once at the
+end, because autograd requires a gradient in the parameter's dtype. If no loss uses the entropy, its half of the formula
 is not computed.
 
-Cost with BF16. FLOPs: 6 N V E, a third of it the logits again. Bytes besides the GEMMs' operands: 8 N V of logits,
-written and read; 2 N V written and 4 N V read of their gradient; 8 V E of the weight's gradient a group, and 6 V E to
-round it. With a group of one chunk of 1024 rows those 8 V E would take two thirds of their GEMM's time; a product of
-its own, added afterwards, would make them 20 V E. Memory: 4 chunk V + 2 GATHERED chunk V + 4 V E, whatever N is.
+Cost with BF16. FLOPs: 6 N V E, a third of it for the logits. Bytes besides the GEMMs' operands: 8 N V of logits,
+written and read; 2 N V written and 4 N V read of their gradient; 8 V E of the weight's gradient for each group of
+chunks, and 6 V E to round it. With groups of one chunk of 1024 rows, those 8 V E would take two thirds of their GEMM's
+time. A separate product, added afterwards, would make them 20 V E. Memory: 4 chunk V + 2 GATHERED chunk V + 4 V E for
+any N.
 
-Nothing here is on the path of a log-prob, so no order of sums is promised.
+No log-prob depends on these sums, so their order is not fixed.
 
 N rows (trained tokens), V vocabulary, E hidden size, C rows of one chunk, G rows of a group of chunks.
 """
@@ -30,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-GATHERED = 4  # chunks whose logits' gradients are multiplied at once
+GATHERED = 4  # chunks whose logit gradients are multiplied together
 VOCAB_BLOCK = 4096  # columns of one program
 
 
@@ -73,8 +74,8 @@ def logits_gradient(
     dentropy_N: Tensor | None,
     out_NV: Tensor,
 ) -> None:
-    """Writes dlogits into `out_NV`, rounded to its dtype. logits float32; both contiguous. lse and entropy are the
-    forward's."""
+    """Write dlogits into `out_NV`, rounded to its dtype. logits are float32; both are contiguous. lse and entropy come
+    from the forward."""
     launch = logits_gradient_triton if logits_NV.is_cuda else logits_gradient_reference
     launch(logits_NV, targets_N, temperature_N, lse_N, entropy_N, dlogprobs_N, dentropy_N, out_NV)
 
@@ -131,8 +132,8 @@ def logits_gradient_reference(
 
 
 def add_product(sum_VE: Tensor, dlogits_NV: Tensor, hidden_NE: Tensor, *, first: bool) -> None:
-    """sum = dlogits^T @ hidden where `first` (what `sum` held is not read), else sum += it. `sum_VE` is float32, the
-    operands are of one dtype."""
+    """sum = dlogits^T @ hidden if `first` (the old content of `sum` is not read), else sum += the product. `sum_VE` is
+    float32; the operands have one dtype."""
     if not sum_VE.is_cuda:
         sum_VE.addmm_(dlogits_NV.t(), hidden_NE, beta=0 if first else 1)
     elif first:
@@ -148,9 +149,9 @@ def linear_logprobs_backward(
     chunk: int,
     needs: tuple[bool, bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of hidden and weight, in their dtypes; None where `needs` has no wish for one.
+    """Gradients of hidden and weight, in their dtypes; None for one that `needs` does not ask for.
 
-    gradient_into(rows, dlogits_CV) writes the gradient to the logits of those rows, at most `chunk` of them.
+    gradient_into(rows, dlogits_CV) writes the gradient to the logits of these rows, at most `chunk` of them.
     """
     num_rows = hidden_NE.shape[0]
     operand = weight_VE.dtype if weight_VE.is_cuda else torch.float32
@@ -167,7 +168,7 @@ def linear_logprobs_backward(
             torch.mm(dlogits_CV, weight_operand_VE, out=dhidden_NE[group])
         if dweight_VE is not None:
             add_product(dweight_VE, dlogits_CV, hidden_NE[group].to(operand), first=group.start == 0)
-    del dlogits_CV, dlogits_GV  # before the weight's gradient exists twice
+    del dlogits_CV, dlogits_GV  # free them before the weight's gradient exists twice
     return (
         None if dhidden_NE is None else dhidden_NE.to(hidden_NE.dtype),
         None if dweight_VE is None else dweight_VE.to(weight_VE.dtype),
@@ -175,6 +176,6 @@ def linear_logprobs_backward(
 
 
 def pieces(start: int, stop: int, size: int) -> Iterator[slice]:
-    """Consecutive slices of `size` rows, the last one shorter."""
+    """Consecutive slices of `size` rows; the last one may be shorter."""
     for first in range(start, stop, size):
         yield slice(first, min(first + size, stop))

@@ -1,10 +1,11 @@
 """The second product of LoRA, added to the projection's columns in place: y = round(y + round(s * round(t B^T))).
 
-Roundings are to y's dtype, as three ops in that dtype would round (layers/lora.py). The rank is the depth of this
-product: it is walked through in ascending tiles into one float32 accumulator, by the same tiles for any number of rows,
-so that a row's bits do not depend on its company. y may be columns of a wider product, t columns of a wider t.
+Each rounding is to y's dtype, as in three separate ops of that dtype (layers/lora.py). The rank R is the depth of the
+product. It is added in ascending tiles into one float32 accumulator. The tiles are the same for any number of rows, so
+a row's bits do not depend on the batch. y may be a slice of columns of a wider product, and t of a wider t.
 
-Bytes: y read and written, 4 M N, t and B once more each; between a GEMM that wrote y and an op that reads it.
+Bytes: y read and written, 4 M N; t and B read once. The kernel runs between the GEMM that wrote y and the op that reads
+it.
 
 No gradient. M rows, N columns, R rank.
 """
@@ -68,13 +69,13 @@ def lora_up_triton(y_MN: Tensor, t_MR: Tensor, b_NR: Tensor, scale: float) -> No
 
 
 def lora_up_reference(y_MN: Tensor, t_MR: Tensor, b_NR: Tensor, scale: float) -> None:
-    """The same in plain torch: sums in float64, rounded to float32 and then where the kernel rounds."""
+    """The same in plain torch: sums in float64, rounded to float32 and then at the kernel's points."""
     u_MN = (t_MR.double() @ b_NR.double().t()).float().to(y_MN.dtype)
     y_MN.add_(u_MN * scale)
 
 
 def lora_up(y_MN: Tensor, t_MR: Tensor, b_NR: Tensor, scale: float) -> None:
-    """Adds the branch to y, in place. One dtype; last axes contiguous. On a GPU float32 promises no bits."""
+    """Add the LoRA branch to y, in place. One dtype; last axes contiguous. float32 on a GPU promises no bits."""
     assert t_MR.shape == (y_MN.shape[0], b_NR.shape[1]) and b_NR.shape[0] == y_MN.shape[1], (
         f"lora_up: y {tuple(y_MN.shape)}, t {tuple(t_MR.shape)}, b {tuple(b_NR.shape)}"
     )

@@ -4,30 +4,31 @@
     m = m + (g - m) (1 - beta1);    v = beta2 v + (1 - beta2) g^2
     w = w (1 - lr decay) - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-Each operation is rounded to float32 by itself; only the GPU's root and quotient may differ from the reference's in
-their last bit or two. `w` is the float32 master, which is then rounded to nearest into the BF16 weight; without a
-master it is the BF16 weight itself, rounded by chance (trainer/stochastic_rounding.py says why). Clipping happens here,
-by a factor on the device, so the gradients are not rewritten for it.
+Each operation is rounded to float32 separately. Only the GPU's root and quotient may differ from the reference's, in
+their last bit or two. `w` is the float32 master, which is then rounded to nearest into the BF16 weight. Without a
+master it is the BF16 weight itself, with stochastic rounding (trainer/stochastic_rounding.py says why). The clip factor
+is on the device and is applied here, so gradients are not rewritten for clipping.
 
-**Moments** are float32, BF16 or 8-bit. The narrow ones are rounded by chance too: the mean of an EMA with beta2 = 0.999
-moves by a thousandth a step, less than half a BF16 step, so rounding to nearest would hold it still for ever. An 8-bit
-moment is a float32 cut off after three bits of mantissa, within a window of exponents that a block of 128 elements
-shares:
+**Moments** are float32, BF16 or 8-bit. BF16 and 8-bit moments also use stochastic rounding. The mean of an EMA with
+beta2 = 0.999 moves by a thousandth in a step, less than half a BF16 step, so rounding to nearest would never change it.
+An 8-bit moment is a float32 cut off after three bits of mantissa, within a window of exponents that a block of 128
+elements shares:
 
     exp_avg       sign, 4 bits of exponent, 3 of mantissa       values down to 2^-17 of the block's largest, then 0
-    exp_avg_sq    5 bits of exponent, 3 of mantissa             down to 2^-33, and never 0 where it isn't: v = 0
-                                                                beside m > 0 would divide by eps
+    exp_avg_sq    5 bits of exponent, 3 of mantissa             down to 2^-33, and 0 only if v is 0: v = 0 beside
+                                                                m > 0 would divide by eps
     exponents     uint8 a block, from 1 to 127. A code shifted to the place of a float32's upper bits, subnormal ones
                   included, times 2^(exponent - 1) is the value. Largest: 30,720 and 2e9, where they saturate
 
-The window moves by powers of two, so a value that stays keeps its code whatever its neighbours do: chance is the only
-source of error, and it has no drift. A linear or a scaled E4M3 map would round again with each change of the largest
-value. torchao and bitsandbytes round a table of 256 values to nearest; theirs needs a search a value and stalls.
+The window moves by powers of two, so a constant value keeps its code when its neighbours change. Stochastic rounding is
+the only source of error, and it has no bias. A linear or a scaled E4M3 map would round again with each change of the
+largest value. torchao and bitsandbytes round to the nearest of 256 values, which needs a search for each value and
+stalls as described above.
 
-Random bits are a hash of (key, element): no generator, nothing to save, and CPU and GPU draw the same.
+Random bits are a hash of (key, element). There is no generator and nothing to save, and CPU and GPU use the same bits.
 
-Bytes an element, with a BF16 weight: 8-bit 4 + 2 * 2 + 4 = 12 with chance rounding, 18 with a master (which the weight
-is only written from); BF16 16 and 22; float32 24 and 30. Elements are taken flat, in rows of 128.
+Bytes an element, with a BF16 weight: 8-bit 4 + 2 * 2 + 4 = 12 with stochastic rounding, 18 with a master (the weight is
+then only written); BF16 16 and 22; float32 24 and 30. Elements are taken flat, in rows of 128.
 
 R rows of a program, C the 128 columns.
 """
@@ -43,20 +44,20 @@ from torch import Tensor
 
 STATE_BLOCK = 128  # elements that share one exponent
 BLOCK_R = 32
-PIECE_ELEMENTS = 1 << 20  # of the CPU form, whose temporaries are int64; a multiple of STATE_BLOCK
+PIECE_ELEMENTS = 1 << 20  # elements that the CPU form processes at a time (int64 temporaries); multiple of STATE_BLOCK
 AVG_EXPONENT_BITS = 4
 SQ_EXPONENT_BITS = 5
 
 
 class Moment(NamedTuple):
-    """float32 or bfloat16 values; or uint8 codes, and for each 128 of them a uint8 exponent."""
+    """float32 or bfloat16 values; or uint8 codes, with a uint8 exponent for each 128 of them."""
 
     values: Tensor
     exponents: Tensor | None = None
 
 
 class AdamScalars(NamedTuple):
-    """What one step's updates share. `step` counts from 1."""
+    """The scalars that all updates of one step share. `step` counts from 1."""
 
     lr: float
     beta1: float
@@ -74,7 +75,7 @@ class AdamScalars(NamedTuple):
 
 @triton.jit
 def _mixed(x):
-    """A bijection of 32 bits in which each bit of x turns half of the result's (C. Wellons' lowbias32)."""
+    """A bijection of 32 bits in which each bit of x flips half of the result's bits (C. Wellons' lowbias32)."""
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)
@@ -84,7 +85,7 @@ def _mixed(x):
 
 @triton.jit
 def _rounded_by_chance(x, noise):
-    """BF16 from float32: `noise` is 16 bits."""
+    """BF16 from float32 by stochastic rounding. `noise` has 16 bits."""
     bits = x.to(tl.int32, bitcast=True) + noise.to(tl.int32)
     rounded = (bits & -65536).to(tl.float32, bitcast=True)
     return tl.where(x == x, rounded, x).to(tl.bfloat16)
@@ -100,7 +101,7 @@ def _power(exponent_R):
 def _encoded(value_RC, noise_RC, EXPONENT_BITS: tl.constexpr):
     """Codes without sign and the rows' exponents, int32. value_RC: float32, not negative; noise_RC: 20 bits."""
     peak_R = tl.max(value_RC, axis=1).to(tl.int32, bitcast=True)
-    top_R = (peak_R + 0xFFFFF) >> 23  # of the peak a code's step higher: it may round up
+    top_R = (peak_R + 0xFFFFF) >> 23  # exponent of the peak plus one code step, because it may round up
     exponent_R = tl.minimum(tl.maximum(top_R - (2**EXPONENT_BITS - 2), 1), 127)
     bits_RC = (value_RC * _power(1 - exponent_R)).to(tl.int32, bitcast=True)
     return tl.minimum((bits_RC + noise_RC.to(tl.int32)) >> 20, 8 * 2**EXPONENT_BITS - 1), exponent_R
@@ -218,13 +219,13 @@ def chance_noise(key: int, first: int, count: int) -> tuple[Tensor, Tensor, Tens
 
 
 def round_by_chance(value: Tensor, noise: Tensor) -> Tensor:
-    """BF16 of the same shape: up with the probability of what is cut off. value: float32; noise: 16 bits an element."""
+    """Stochastic rounding to BF16: up with the probability of the cut-off part. value: float32; noise: 16 bits each."""
     bits = (value.view(torch.int32) + noise.to(torch.int32)) & -65536
     return torch.where(value == value, bits.view(torch.float32), value).to(torch.bfloat16)
 
 
 def decode_moment(moment: Moment) -> Tensor:
-    """float32 values in the shape of `moment.values`; exp_avg_sq has no sign, so its codes go by `decode_square`."""
+    """float32 values in the shape of `moment.values`. exp_avg_sq has no sign; `decode_square` decodes its codes."""
     if moment.exponents is None:
         return moment.values.float()
     codes = moment.values.int()
@@ -303,11 +304,12 @@ def adamw(
     weight: Tensor, master: Tensor | None, gradient: Tensor, exp_avg: Moment, exp_avg_sq: Moment, clip: Tensor,
     scalars: AdamScalars, *, key: int, first: int = 0,
 ) -> None:  # fmt: skip
-    """Updates weight, master and moments in place. All of one size, contiguous, any shape.
+    """Update weight, master and moments in place. All have one size and are contiguous, of any shape.
 
-    weight: BF16 or float32. master: float32, or None: a float32 weight is its own, a BF16 weight is rounded by chance.
-    gradient: float32. clip: float32 scalar on the device. `key` in [0, 2^31) and the element's number, from `first`,
-    make the random bits: two halves of a tensor updated one after the other have the bits of the whole.
+    weight: BF16 or float32. master: float32, or None: a float32 weight is its own master, and a BF16 weight is rounded
+    stochastically. gradient: float32. clip: float32 scalar on the device. The random bits depend on `key` in [0, 2^31)
+    and the element's number, counted from `first`. Two halves of a tensor, updated separately, have the bits of the
+    whole.
     """
     assert 0 <= key < 1 << 31 and weight.numel() + first < 1 << 31, f"adamw: key {key}, {weight.numel()} elements"
     assert gradient.dtype == torch.float32 and clip.dtype == torch.float32, f"adamw: gradient is {gradient.dtype}"

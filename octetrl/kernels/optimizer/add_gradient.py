@@ -1,8 +1,8 @@
-"""A micro-batch's gradient added to the float32 sum of an optimizer step: sum += gradient, in place.
+"""Add a micro-batch's gradient to the float32 sum of an optimizer step, in place: sum += gradient.
 
-One rounding an element, so the bits are those of torch's `add_`, which converts BF16 as it goes at two thirds of the
-memory's speed; every weight passes here once a micro-batch. Bytes an element: 2 of the gradient read, 4 of the sum read
-and written.
+Each element is rounded once, so the bits equal those of torch's `add_`. torch converts BF16 on the way and reaches two
+thirds of the memory bandwidth; every weight passes here once for each micro-batch. Bytes an element: 2 of the gradient
+read, 4 of the sum read and 4 written.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def add_gradient_reference(sum_: Tensor, gradient: Tensor) -> None:
 
 
 def add_gradient(sum_: Tensor, gradient: Tensor) -> None:
-    """sum_ float32, gradient of the same shape in any dtype and with any strides."""
+    """Add `gradient` to `sum_`. sum_: float32. gradient: the same shape, any dtype and strides."""
     assert sum_.shape == gradient.shape, f"add_gradient: {sum_.shape} and {gradient.shape}"
     flat = sum_.is_contiguous() and gradient.is_contiguous()
     add = add_gradient_triton if sum_.is_cuda and flat else add_gradient_reference

@@ -1,7 +1,9 @@
-"""How many rows of hidden states hold a NaN or an infinity: added to a counter on the device, without a host read.
+"""Count the rows of hidden states that hold a NaN or an infinity. Adds to a counter on the device, without a host read.
 
-A NaN or infinity anywhere in a layer makes its block, its GEMM's row and so the token's residual stream NaN or infinite
-from there on (fp8/quantize.py), so looking once behind the last layer sees them all.
+    count += number of rows t of hidden_TE with any non-finite element
+
+A NaN or infinity in any layer makes its block non-finite, then its GEMM's row and then the token's residual stream
+(fp8/quantize.py). One look behind the last layer therefore finds all of them.
 
 T tokens, E hidden size.
 """
@@ -43,6 +45,6 @@ def count_poisoned_reference(hidden_TE: Tensor, count: Tensor) -> None:
 
 @torch.no_grad()
 def count_poisoned(hidden_TE: Tensor, count: Tensor) -> None:
-    """Adds to `count`, an int64 scalar on hidden_TE's device."""
+    """Add the number of poisoned rows to `count`, an int64 scalar on hidden_TE's device."""
     run = count_poisoned_triton if hidden_TE.is_cuda else count_poisoned_reference
     run(hidden_TE.contiguous(), count)

@@ -1,15 +1,17 @@
 """Quantise an activation [M, K] to E4M3 in blocks of 1 x 128 along K: operand of the forward and dgrad GEMMs.
 
-One program takes 32 rows of one block column: a tile [32, 128], one amax a row. The rule and its edges are
-those of `fp8/quantize.py`, to the byte; `block_scale` and `e4m3_byte` below are its device form, used by
-every quantiser here. The amax is a maximum of *bit patterns*: as integers, magnitudes of floats keep their
-order and NaN lies above infinity, so a NaN cannot get lost in it as it does in a float maximum.
+    scale = amax / 448,   code = e4m3(clamp(x * 448 / amax, ±448))        fp8/quantize.py, with its special cases
 
-Layout: x [M, K] with K contiguous; scale is stored [ceil(K/128), M] and returned transposed, so that its
-strides are the (1, M) which scaled_mm asks of a 1x128 operand. Pure bandwidth: 2 bytes read, 1 + 4/128
-written.
+One program takes 32 rows of one block column: a tile [32, 128] with one amax for each row. `block_scale` and
+`e4m3_byte` are the device form of the rule, and every quantiser here uses them. The amax is a maximum of *bit
+patterns*: as integers, magnitudes of floats keep their order and NaN is above infinity. A float maximum could lose a
+NaN.
 
-Legend: M rows, K columns, R rows of a tile, C columns of a tile.
+Layout: x [M, K] with K contiguous. The scale is stored as [ceil(K/128), M] and returned transposed, with the strides
+(1, M) that scaled_mm requires of a 1x128 operand. The bytes equal the reference's. Each element costs 2 bytes read and
+1 + 4/128 written.
+
+M rows, K columns, R rows of a tile, C columns of a tile.
 """
 
 from __future__ import annotations
@@ -27,18 +29,18 @@ _ROWS = 32
 
 @triton.jit
 def magnitude_bits(x):
-    """Bits of |x| for float32 `x`, ordered as the magnitudes are; NaN largest."""
+    """The bits of |x| for float32 `x`. They have the order of the magnitudes; NaN is largest."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def block_scale(amax_bits, POWER_OF_TWO: tl.constexpr):
-    """(scale, inverse) of blocks whose amax has these bits; both NaN where it is not finite."""
+    """(scale, inverse) of blocks whose amax has these bits. Both are NaN if it is not finite."""
     amax = amax_bits.to(tl.float32, bitcast=True)
     scale = tl.div_rn(amax, 448.0)
     if POWER_OF_TWO:
         power_bits = (scale.to(tl.int32, bitcast=True) + 0x007FFFFF) & 0x7F800000
-        scale = tl.minimum(power_bits, 0x7B000000).to(tl.float32, bitcast=True)  # at most 2^119: no code is infinite
+        scale = tl.minimum(power_bits, 0x7B000000).to(tl.float32, bitcast=True)  # at most 2^119: no value is infinite
         inverse = tl.div_rn(1.0, scale)
     else:
         inverse = tl.minimum(tl.div_rn(448.0, amax), 3.4028234663852886e38)
@@ -57,14 +59,14 @@ def held_inverse(scale):
 
 @triton.jit
 def e4m3_byte(scaled):
-    """The E4M3 byte of float32 `scaled`, clamped to ±448, rounded to nearest even; NaN gives 0x7F."""
+    """The E4M3 byte of float32 `scaled`, clamped to ±448 and rounded to nearest even. NaN gives 0x7F."""
     code = tl.minimum(tl.maximum(scaled, -448.0), 448.0).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     return tl.where(scaled != scaled, 0x7F, code).to(tl.uint8)
 
 
 @triton.jit
 def scale_rows(num_rows):
-    """The distance between two blocks' scales: what `empty_rows` leaves room for."""
+    """The stride between two blocks' scales, as `empty_rows` allocates it."""
     return (num_rows + 3) // 4 * 4
 
 
@@ -85,8 +87,8 @@ def _quantize_activation_kernel(
 
 
 def empty_rows(rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Memory for codes, uint8 [rows, columns], and scales, float32 [rows, ceil(columns/128)] with strides (1, room);
-    behind both stands what is missing to a multiple of four rows, so that scaled_mm can multiply them as they lie."""
+    """Memory for codes, uint8 [rows, columns], and scales, float32 [rows, ceil(columns/128)] with strides (1, room).
+    Both have room for a multiple of four rows, so that scaled_mm can read them without a copy."""
     room = -(-rows // 4) * 4
     codes = torch.empty(room, columns, dtype=torch.uint8, device=device)
     scale = torch.empty(triton.cdiv(columns, BLOCK), room, dtype=torch.float32, device=device)
@@ -110,6 +112,6 @@ def quantize_activation_triton(x_MK: Tensor, power_of_two: bool = False) -> Quan
 
 def quantize_activation(x_MK: Tensor, power_of_two: bool = False) -> Quantized:
     """[M, K] -> codes [M, K] E4M3, scale [M, ceil(K/128)] float32 (on CUDA with strides (1, roundup(M, 4)))."""
-    assert x_MK.dim() == 2, f"want [M, K], got {tuple(x_MK.shape)}"
+    assert x_MK.dim() == 2, f"expected [M, K], got {tuple(x_MK.shape)}"
     quantize = quantize_activation_triton if x_MK.is_cuda else quantize_activation_reference
     return quantize(x_MK, power_of_two)

@@ -1,17 +1,17 @@
-"""Quantise a tensor [T, K] both ways in one read: rows for forward and dgrad, tokens for wgrad.
+"""Quantise a tensor [T, K] in both orientations in one read: rows for forward and dgrad, tokens for wgrad.
 
     rows     quantize_activation(x)    blocks of 1 x 128      codes [T, K], scale [T, ceil(K/128)]
     tokens   quantize_tokens(x)        blocks of 128 x 1      codes [K, T'], scale [K, T'/128]
              square: 128 x 128                                scale [ceil(K/128), T'/128]
 
-The same bytes as those two calls. One program takes 128 tokens by 128 columns, so that it holds whole blocks of both
-kinds; quantize_tokens.py says how the tile is held and turned. Read 2 bytes an element, written 2 + 8/128
-(square: 2 + 4/128): 4 bytes moved where the two calls move 6.
+The bytes equal those of the two calls. One program takes 128 tokens x 128 columns, so it holds whole blocks of both
+kinds. quantize_tokens.py explains how the tile is held and transposed. Each element costs 2 bytes read and 2 + 8/128
+written (square: 2 + 4/128). That is 4 bytes moved; the two calls move 6.
 
-Layout: x [T, K] with K contiguous, rows any distance apart; scales strided as scaled_mm asks: rows (1, T), tokens
-(1, K), square contiguous.
+Layout: x [T, K] with K contiguous and any row stride. Scales have the strides that scaled_mm requires: rows (1, T),
+tokens (1, K), square contiguous.
 
-Legend: T tokens, T' padded tokens, K columns, G groups of four tokens, C columns of a tile.
+T tokens, T' padded tokens, K columns, G groups of four tokens, C columns of a tile.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from octetrl.kernels.quantize.quantize_tokens import (
 )
 
 WARPS = 4
-REGISTERS: int | None = 168  # of a thread at most: three programs fit an SM
+REGISTERS: int | None = 168  # limit for a thread: three programs fit an SM
 
 
 class BothWays(NamedTuple):
-    """One tensor's codes along its rows, and along its tokens, transposed."""
+    """One tensor's codes along its rows, and along its tokens (transposed)."""
 
     rows: Quantized
     tokens: Quantized
@@ -53,7 +53,7 @@ def store_quarter(
     x_GC, inverse_T, code_ptr, row_stride, tokens_left, columns_left,
     QUARTER: tl.constexpr, ON_GPU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a quarter's rows, of which inverse_T has the tile's inverses."""
+    """Store the codes of a quarter's rows. inverse_T holds the inverses of the whole tile."""
     token_G = tl.arange(0, BLOCK // 4) * 4 + QUARTER
     column_C = tl.arange(0, BLOCK)
     inside_GC = (token_G < tokens_left)[:, None] & (column_C < columns_left)[None, :]
@@ -67,8 +67,9 @@ def store_both(
     row_stride, padded_T, tokens_left, columns_left,
     POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr, ON_GPU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A tile (BF16, in quarters) both ways; the pointers are to its first elements, row_stride is that of the codes.
-    All maxima come first, so that no magnitude is kept in a register until the columns' turn.
+    """Store a tile (BF16, in quarters) in both orientations. The pointers are to its first elements; row_stride belongs
+    to the row codes. All maxima are computed first, so that no magnitude stays in a register until the columns are
+    stored.
     """
     even_G2 = tl.join(tl.max(magnitudes(x0_GC, ON_GPU), 1), tl.max(magnitudes(x2_GC, ON_GPU), 1))
     odd_G2 = tl.join(tl.max(magnitudes(x1_GC, ON_GPU), 1), tl.max(magnitudes(x3_GC, ON_GPU), 1))
@@ -139,7 +140,7 @@ def quantize_both_reference(x_TK: Tensor, power_of_two: bool = False, square: bo
 
 
 def quantize_both(x_TK: Tensor, power_of_two: bool = False, *, square: bool = False) -> BothWays:
-    """[T, K] -> its codes along rows and along tokens; `square` makes the tokens' blocks 128 x 128."""
-    assert x_TK.dim() == 2, f"want [T, K], got {tuple(x_TK.shape)}"
+    """[T, K] -> its codes along rows and along tokens. `square` makes the tokens' blocks 128 x 128."""
+    assert x_TK.dim() == 2, f"expected [T, K], got {tuple(x_TK.shape)}"
     run = quantize_both_triton if x_TK.is_cuda else quantize_both_reference
     return run(x_TK, power_of_two, square)

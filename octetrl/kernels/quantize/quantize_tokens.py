@@ -1,19 +1,21 @@
-"""Quantise a tensor [T, K] to E4M3 in blocks of 128 tokens: operand of the wgrad GEMM, whose contraction is T.
+"""Quantise a tensor [T, K] to E4M3 in blocks of 128 tokens: the operand of the wgrad GEMM, which sums over T.
 
-One program takes 128 tokens by 128 columns, one amax a column (`square`: one for all), and writes the codes
-transposed: tokens are contiguous in the result, as both operands of `scaled_mm` want their contraction. T is padded
-with zeros to a multiple of 128 (zeros add nothing to a sum over tokens). The rule is that of `fp8/quantize.py`, to the
-byte. Read 2 bytes an element, written 1 + 4/128. `square` gives wgrad the faster GEMM pair for a coarser scale.
+    scale = amax / 448,   code = e4m3(clamp(x * 448 / amax, ±448))        fp8/quantize.py, with its special cases
 
-How a tile is held: as four tiles [32, 128], the q-th with tokens q, 4 + q, 8 + q and so on. So a thread has four
-neighbouring tokens of a column, packs their codes into one word with no exchange, and the transpose through shared
-memory moves words, not bytes; a column's 128 bytes leave as eight 16-byte stores. The tile stays in BF16, two values a
-register, and is converted to float32 again at each use.
+One program takes 128 tokens x 128 columns, with one amax for each column (`square`: one for the tile). It writes the
+codes transposed: tokens are contiguous in the result, because `scaled_mm` needs the summed axis contiguous in both
+operands. T is padded with zeros to a multiple of 128; zeros change no sum. The bytes equal the reference's. Each
+element costs 2 bytes read and 1 + 4/128 written. `square` allows wgrad's faster GEMM, with a coarser scale.
 
-Layout: x [T, K] with K contiguous; codes [K, T']; scale stored [T'/128, K] and returned transposed, strides (1, K);
-square: scale [ceil(K/128), T'/128] contiguous.
+A tile is held as four tiles [32, 128]. The q-th holds tokens q, 4 + q, 8 + q and so on. A thread then has four
+neighbouring tokens of a column and packs their codes into one word without an exchange. The transpose through shared
+memory moves words, not bytes, and a column's 128 bytes are stored as eight 16-byte words. The tile stays in BF16, two
+values in a register, and is converted to float32 at each use.
 
-Legend: T tokens, T' padded tokens, K columns, G groups of four tokens, C columns of a tile.
+Layout: x [T, K] with K contiguous; codes [K, T']; the scale is stored as [T'/128, K] and returned transposed, with
+strides (1, K). square: scale [ceil(K/128), T'/128], contiguous.
+
+T tokens, T' padded tokens, K columns, G groups of four tokens, C columns of a tile.
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ from octetrl.fp8.quantize import Quantized, quantize_tokens_reference
 from octetrl.kernels.instructions import bf16_to_float, e4m3_code, to_bf16
 from octetrl.kernels.quantize.quantize_activation import block_scale, magnitude_bits
 
-# Programs that follow one another take so many token blocks, then the next columns: reads and transposed writes both
+# Successive programs take this many token blocks, then the next columns. Both the reads and the transposed writes then
 # have neighbours in time.
 TOKEN_BLOCKS = 8
 WARPS = 4
-REGISTERS: int | None = None  # of a thread at most, where the compiler's choice is not taken
+REGISTERS: int | None = None  # limit for a thread; None leaves it to the compiler
 
 
 @triton.jit
@@ -62,7 +64,7 @@ def magnitudes(x, ON_GPU: tl.constexpr):
 
 @triton.jit
 def tile_magnitudes(x0_GC, x1_GC, x2_GC, x3_GC, ON_GPU: tl.constexpr):
-    """Over the four quarters, the largest magnitude bits of each group and column."""
+    """The largest magnitude bits of each group and column, over the four quarters."""
     even_GC = tl.maximum(magnitudes(x0_GC, ON_GPU), magnitudes(x2_GC, ON_GPU))
     return tl.maximum(even_GC, tl.maximum(magnitudes(x1_GC, ON_GPU), magnitudes(x3_GC, ON_GPU)))
 
@@ -72,11 +74,10 @@ def store_tokens(
     x0_GC, x1_GC, x2_GC, x3_GC, amax_C, code_ptr, scale_ptr, padded_T, columns_left,
     POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr, ON_GPU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a tile (BF16, in quarters), transposed, from code_ptr on, and its scale. amax_C are
-    bits.
+    """Store the codes of a tile (BF16, in quarters), transposed, from code_ptr on, and its scale. amax_C holds bits.
 
-    A gather by position changes nothing but who holds what: between the two, one thread divides for one column, where
-    each would for all columns that it holds.
+    A gather by position changes only which thread holds what. Between the two gathers one thread divides for one
+    column; otherwise each thread would divide for every column that it holds.
     """
     column_C, token_B = tl.arange(0, BLOCK), tl.arange(0, BLOCK)
     if SQUARE:
@@ -121,7 +122,8 @@ def _quantize_tokens_kernel(
 
 
 def empty_tokens(tokens: int, columns: int, square: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(codes [K, T'] as bytes, scale as it is stored) for a kernel to fill; `as_tokens` makes a Quantized of them."""
+    """(codes [K, T'] as bytes, scale as it is stored), for a kernel to fill. `as_tokens` turns them into a
+    Quantized."""
     blocks = triton.cdiv(tokens, BLOCK)
     shape = (triton.cdiv(columns, BLOCK), blocks) if square else (blocks, columns)
     codes = torch.empty(columns, blocks * BLOCK, dtype=torch.uint8, device=device)
@@ -148,9 +150,9 @@ def quantize_tokens_triton(x_TK: Tensor, power_of_two: bool = False, square: boo
 
 
 def quantize_tokens(x_TK: Tensor, power_of_two: bool = False, square: bool = False) -> Quantized:
-    """[T, K] -> codes [K, T'] E4M3, scale [K, T'/128] float32 (on CUDA with strides (1, K)), or, `square`,
+    """[T, K] -> codes [K, T'] E4M3, scale [K, T'/128] float32 (on CUDA with strides (1, K)). With `square` the scale is
     [ceil(K/128), T'/128].
     """
-    assert x_TK.dim() == 2, f"want [T, K], got {tuple(x_TK.shape)}"
+    assert x_TK.dim() == 2, f"expected [T, K], got {tuple(x_TK.shape)}"
     quantize = quantize_tokens_triton if x_TK.is_cuda else quantize_tokens_reference
     return quantize(x_TK, power_of_two, square)

@@ -1,18 +1,21 @@
 """Quantise a weight [N, K] to E4M3 in blocks of 128 x 128, once per optimizer step.
 
-One program takes one block, in one read: codes for forward, transposed for dgrad, or both, as asked for. The result
-goes into given codes and scale where there are any: those are the buffers the engine reads, so publishing a weight is
-this one kernel and no copy. The rule is that of `fp8/quantize.py`, to the byte; kernels/quantize/quantize_tokens.py
-says how a tile is held and turned. A non-finite weight is an error that names it: the kernel marks its block's scale
-NaN, and one read of the small scale tensor afterwards looks for that mark. A model of many weights launches them all
-first and reads once (`check=False`, then `check_scales`).
+    scale = amax / 448,   code = e4m3(clamp(w * 448 / amax, ±448))        fp8/quantize.py, with its special cases
 
-Read 2 bytes an element, written 1, or 2 with codes both ways.
+One program takes one block, in one read. It writes codes for the forward, transposed codes for dgrad, or both. The
+result goes into the given codes and scale, if any. Those are the buffers that the engine reads, so publishing a weight
+is this one kernel without a copy. quantize_tokens.py explains how a tile is held and transposed.
 
-Layout: w [N, K] with K contiguous; codes [N, K], transposed codes [K, N] and scale [ceil(N/128), ceil(K/128)]
+A non-finite weight is an error that names the weight. The kernel sets its block's scale to NaN, and one later read of
+the small scale tensor looks for NaN. A model with many weights launches all of them first and reads once
+(`check=False`, then `check_scales`).
+
+Each element costs 2 bytes read and 1 written, or 2 with codes in both orientations. The bytes equal the reference's.
+
+Layout: w [N, K] with K contiguous. Codes [N, K], transposed codes [K, N] and scale [ceil(N/128), ceil(K/128)] are
 contiguous.
 
-Legend: N rows, K columns, G groups of four rows, C the 128 columns of a block.
+N rows, K columns, G groups of four rows, C the 128 columns of a block.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from octetrl.kernels.quantize.quantize_tokens import (
 )
 
 WARPS = 4
-REGISTERS: int | None = None  # of a thread at most, where the compiler's choice is not taken
+REGISTERS: int | None = None  # limit for a thread; None leaves it to the compiler
 
 
 @triton.jit
@@ -86,7 +89,7 @@ def _quantize_weight_kernel(
 def quantize_weight_triton(
     w_NK: Tensor, power_of_two: bool, out: Quantized, transposed_KN: Tensor | None = None
 ) -> Quantized:
-    """The Triton launcher: w_NK BF16 or float32, any N and K; writes `out` and the transposed codes."""
+    """The Triton launcher: w_NK BF16 or float32, any N and K. Writes `out` and the transposed codes."""
     whole = w_NK.shape[0] % BLOCK == 0
     _launch(w_NK, power_of_two, out.codes, transposed_KN if whole else None, out.scale)
     if transposed_KN is not None and not whole:
@@ -97,7 +100,7 @@ def quantize_weight_triton(
 def _launch(
     w_NK: Tensor, power_of_two: bool, codes_NK: Tensor | None, transposed_KN: Tensor | None, scale: Tensor
 ) -> None:
-    """Transposed codes only of whole blocks: a ragged one would write past its rows."""
+    """The transposed codes only of whole blocks: an incomplete block would write past its rows."""
     if w_NK.stride(1) != 1:
         w_NK = w_NK.contiguous()
     written = [None if codes is None else codes.view(torch.uint8) for codes in (codes_NK, transposed_KN)]
@@ -120,13 +123,13 @@ def quantize_weight(
     transposed_KN: Tensor | None = None,
     check: bool = True,
 ) -> Quantized:
-    """[N, K] -> codes [N, K] E4M3, scale [ceil(N/128), ceil(K/128)] float32, into `out` where given; the codes also
-    into `transposed_KN` where given.
+    """[N, K] -> codes [N, K] E4M3, scale [ceil(N/128), ceil(K/128)] float32, into `out` if given. The codes also go
+    into `transposed_KN` if given.
 
-    Raises NonFiniteError naming the tensor when it holds a non-finite value; a CPU's `out` is then untouched, a
-    GPU's is not fit for use. `check=False` leaves that to `check_scales`, on a GPU, and reads no host.
+    Raises NonFiniteError, which names the tensor, if it holds a non-finite value. A CPU's `out` is then unchanged; a
+    GPU's must not be used. `check=False` leaves the check to `check_scales` (GPU only) and does not read the host.
     """
-    assert w_NK.dim() == 2, f"want [N, K], got {tuple(w_NK.shape)}"
+    assert w_NK.dim() == 2, f"expected [N, K], got {tuple(w_NK.shape)}"
     if w_NK.is_cuda:
         out = quantize_weight_triton(w_NK, power_of_two, _empty_like(w_NK) if out is None else out, transposed_KN)
         if check:
@@ -144,8 +147,8 @@ def quantize_weight(
 
 
 def quantize_weight_transposed(w_NK: Tensor, power_of_two: bool = False) -> Quantized:
-    """The codes of `quantize_weight` as dgrad multiplies them: [K, N], scale [ceil(K/128), ceil(N/128)]. For a weight
-    that is known to be finite."""
+    """The codes of `quantize_weight` in dgrad's orientation: [K, N], scale [ceil(K/128), ceil(N/128)]. The weight must
+    be known to be finite."""
     if w_NK.is_cuda and w_NK.shape[0] % BLOCK == 0:
         return quantize_weight_transposed_triton(w_NK, power_of_two)
     made = quantize_weight(w_NK, power_of_two, check=False)
@@ -153,7 +156,7 @@ def quantize_weight_transposed(w_NK: Tensor, power_of_two: bool = False) -> Quan
 
 
 def quantize_weight_transposed_triton(w_NK: Tensor, power_of_two: bool) -> Quantized:
-    """Alone, without the codes [N, K]. N a multiple of 128."""
+    """The transposed codes only, without the codes [N, K]. N is a multiple of 128."""
     made = _empty_like(w_NK)
     codes_KN = made.codes.view(w_NK.shape[1], w_NK.shape[0])
     _launch(w_NK, power_of_two, None, codes_KN, made.scale)
@@ -161,7 +164,7 @@ def quantize_weight_transposed_triton(w_NK: Tensor, power_of_two: bool) -> Quant
 
 
 def check_scales(quantized: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-    """NonFiniteError naming the first of these weights that is not finite, by its scale; one host read for all."""
+    """Raise NonFiniteError for the first of these weights whose scale is not finite. One host read for all of them."""
     scales = [scale.flatten() for _, scale in quantized.values()]
     if scales and bool(torch.cat(scales).isnan().any()):
         for name, (w_NK, _) in quantized.items():

@@ -1,16 +1,16 @@
-"""A residual's new summand, the RMSNorm that follows and the E4M3 codes of its result, in one pass over the rows.
+"""Add to the residual, apply RMSNorm and quantise the result to E4M3, in one pass over the rows.
 
     residual' = round(residual + delta)                    in place, in the model's dtype
     normed    = rms_norm(residual', weight, eps)           kernels/rows/rms_norm.py
     codes     = quantize_activation(normed)                kernels/quantize/quantize_activation.py, blocks of 1 x 128
 
-The same bits as those three calls, one after the other: the sum over a row is taken with the columns and warps of
-`rms_norm`'s kernel, and so in the same layout, eight neighbouring elements a thread, which is what fixes the order of
-its additions. Codes are stored through a tile of three axes: through one of two, their eight bits would have the
-compiler give a thread sixteen elements, in the loads too, and the sum another order.
+The bits equal those of the three calls one after the other. The sum over a row uses the columns and warps of
+`rms_norm`'s kernel, and therefore its layout: eight neighbouring elements a thread, which fixes the order of additions.
+Codes are stored through a tile of three axes. With two axes, the compiler would give a thread sixteen one-byte
+elements, also in the loads, and the sum would have another order.
 
-Read 2 + 2 bytes an element, written 2 + 1 + 4/128. Nothing here is differentiable, and the residual is overwritten: for
-the two fused forwards, the rollout's and training's, whose backward is written out (rms_norm_backward.py).
+Each element costs 2 + 2 bytes read and 2 + 1 + 4/128 written. Not differentiable, and the residual is overwritten. The
+fused forwards of rollout and training use it; training's backward is written out (rms_norm_backward.py).
 
 T tokens, E hidden size, R rows of a tile, C its columns, N blocks of 128 in a row.
 """
@@ -35,14 +35,14 @@ def _store_codes(
     y_RC, code_ptr, scale_ptr, row_R, num_rows, SIZE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
-    """Quantises rows of float32 `y`, zero past the row's end, in blocks along the row."""
+    """Quantise rows of float32 `y`, zero past the row's end, in blocks along the row."""
     BLOCKS: tl.constexpr = BLOCK_C // BLOCK
     y_RNC = tl.reshape(y_RC, (BLOCK_R, BLOCKS, BLOCK))
     scale_RN, inverse_RN = block_scale(tl.max(magnitude_bits(y_RNC), 2), POWER_OF_TWO)
     code_RNC = e4m3_byte(y_RNC * inverse_RN[:, :, None])
     block_N = tl.arange(0, BLOCKS)
     column_NC = block_N[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    column_NC = tl.max_contiguous(column_NC, (1, 8))  # a thread stores the eight codes that it has
+    column_NC = tl.max_contiguous(column_NC, (1, 8))  # a thread stores the eight codes that it holds
     inside_RNC = (row_R < num_rows)[:, None, None] & (column_NC < SIZE)[None, :, :]
     tl.store(code_ptr + row_R[:, None, None] * SIZE + column_NC[None, :, :], code_RNC, mask=inside_RNC)
     inside_RN = (row_R < num_rows)[:, None] & (block_N * BLOCK < SIZE)[None, :]
@@ -88,7 +88,7 @@ def add_rms_norm_triton(
     quantize: bool,
     power_of_two: bool = False,
 ) -> tuple[Tensor, Tensor | Quantized]:
-    """The kernel's launcher. Warps are those of `rms_norm_triton`; rows too, where one alone would not fill them."""
+    """The kernel's launcher. The warps are those of `rms_norm_triton`. Short rows share a program, as they do there."""
     rows, size = residual_TE.shape
     block_c = triton.next_power_of_2(size)
     block_r = 1 if block_c >= 1024 else PROGRAM_ELEMENTS // block_c
@@ -158,10 +158,10 @@ def add_rms_norm(
     quantize: bool,
     power_of_two: bool = False,
 ) -> tuple[Tensor, Tensor | Quantized]:
-    """The residual with delta added, in place, and its norm: [T, E], or codes [T, E] and scale [T, ceil(E/128)].
+    """residual + delta, in place, and its norm: [T, E], or codes [T, E] and scale [T, ceil(E/128)].
 
-    residual_TE is overwritten where delta is given (None: only normed) and returned. All BF16 or all float32, last
-    axis contiguous. On CUDA the scale has the strides (1, T).
+    residual_TE is overwritten if delta is given, and returned. With delta None it is only normed. All are BF16 or all
+    float32, with contiguous last axes. On CUDA the scale has the strides (1, T).
     """
     assert residual_TE.dim() == 2 and residual_TE.shape[1] == weight_E.numel(), f"add_rms_norm: {residual_TE.shape}"
     for x in (residual_TE,) if delta_TE is None else (residual_TE, delta_TE):

@@ -1,11 +1,11 @@
-"""After sampling: each row's token becomes its next query, and the host's copy of the results is packed.
+"""After sampling: make each row's token its next query, and pack the results for the host.
 
-    token[row], length[row]  =  max(drawn, 0), length + 1          the idle row (length 0) stays as it is
+    token[row], length[row]  =  max(drawn, 0), length + 1          the idle row (length 0) does not change
     bits                     =  (drawn, the log-prob's float32 bits) as int32 [2, B]
 
-A token of -1 (logits not finite) goes to the host as it is. One kernel instead of ten small ones.
+The host also receives a token of -1, which means that the logits were not finite. One kernel replaces ten small ones.
 
-B sequences, R rows. Integers of a row: token, length, and others that are not touched.
+B sequences, R rows. Integers of a row: token, length, and three that do not change.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def advance_rows_reference(drawn_B: Tensor, logprob_B: Tensor, active_B: Tensor,
 
 
 def advance_rows(drawn_B: Tensor, logprob_B: Tensor, active_B: Tensor, integers_5R: Tensor) -> Tensor:
-    """Moves the rows on in place; returns int32 [2, B] for the host.
+    """Advance the rows in place and return int32 [2, B] for the host.
 
-    drawn_B, active_B, integers_5R: int64; logprob_B: float32. A row is in `active_B` once, the idle row as often as the
-    batch is padded.
+    drawn_B, active_B, integers_5R: int64; logprob_B: float32. `active_B` has each row once, and the idle row as often
+    as padding needs it.
     """
     advance = advance_rows_triton if drawn_B.is_cuda else advance_rows_reference
     return advance(drawn_B, logprob_B, active_B, integers_5R)

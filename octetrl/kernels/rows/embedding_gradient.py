@@ -2,17 +2,17 @@
 
     dweight[v] = sum of dy[t] over all t with token_ids[t] = v          rounded once, to the weight's dtype
 
-The tokens are sorted first, stably, so that the rows of one id are neighbours and in order of their position. A program
-then takes the rows of one id and `BLOCK_E` columns: tiles of `TILE` rows, each added up in one tree, the tiles in
-order. Nothing is added by atomics and no sum depends on who runs first, so the same batch gives the same bits every
-time. In BF16 sums a token that occurs thousands of times would stop growing; here only the result is BF16.
+The tokens are first sorted, stably, so that the rows of one id are neighbours in the order of their positions. A
+program then takes the rows of one id and `BLOCK_E` columns. It adds each tile of `TILE` rows in one tree, and the tiles
+in order. There are no atomics and no sum depends on the order of programs, so the same batch always gives the same
+bits. In BF16 sums, a token that occurs thousands of times would stop growing; here only the result is BF16.
 
-A token that occurs n times costs its program n rows one after another, sixteen in flight: a batch of one token alone is
-the slowest, at some milliseconds. Ids that don't occur stay zero, and are not read.
+The program of a token that occurs n times reads n rows one after another, sixteen in flight. A batch of one repeated
+token is the slowest case, at some milliseconds. Ids that do not occur stay zero and are not read.
 
-Bytes: 2 V E written as zeros, 2 T E read, 2 U E written for the U ids that occur, with a BF16 weight. Torch's own
-kernel sorts too and repeats its bits, but sums in float32 only what it is given in float32 and gives it back so: 4 T E
-of copies and 8 V E, besides a rounding of all of it; at V = 151,936 and E = 4,096 that is 2.5 GB of memory more.
+Bytes with a BF16 weight: 2 V E written as zeros, 2 T E read, 2 U E written for the U ids that occur. torch's own kernel
+also sorts and repeats its bits. But it sums in float32 only for float32 input, and then returns float32: 4 T E for
+copies and 8 V E, plus a rounding of everything. At V = 151,936 and E = 4,096 that is 2.5 GB more memory.
 
 T tokens, V vocabulary, E hidden size, R rows of a tile.
 """
@@ -42,7 +42,7 @@ def _embedding_gradient_kernel(
     first = tl.program_id(0)
     token = tl.load(sorted_ptr + first)
     before = tl.load(sorted_ptr + first - 1, mask=first > 0, other=-1)
-    more = (before != token).to(tl.int32)  # the program of an id's first row does them all
+    more = (before != token).to(tl.int32)  # the program of an id's first row adds all rows of the id
     column_E = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     inside_E = column_E < SIZE
     sum_E = tl.zeros([BLOCK_E], tl.float32)
@@ -69,7 +69,7 @@ def embedding_gradient(dy_TE: Tensor, token_ids_T: Tensor, vocab_size: int, dtyp
 def embedding_gradient_triton(dy_TE: Tensor, token_ids_T: Tensor, vocab_size: int, dtype: torch.dtype) -> Tensor:
     """The kernel's launcher. dy_TE contiguous."""
     (num_tokens, size), block_e = dy_TE.shape, min(triton.next_power_of_2(dy_TE.shape[1]), LARGEST_BLOCK_E)
-    assert token_ids_T.shape == (num_tokens,) and token_ids_T.dtype == torch.int64, "one int64 id a row"
+    assert token_ids_T.shape == (num_tokens,) and token_ids_T.dtype == torch.int64, "need one int64 id for each row"
     dweight_VE = torch.zeros(vocab_size, size, dtype=dtype, device=dy_TE.device)
     if num_tokens:
         sorted_T, order_T = token_ids_T.sort(stable=True)

@@ -1,14 +1,14 @@
-"""The input of a decode forward from the rows of the batch, in one kernel instead of fifteen small ones.
+"""Gather the input of a decode forward from the rows of the batch, in one kernel instead of fifteen small ones.
 
     row                      = active[b]
-    token, length, key ...   = the row's                       a length of 0 marks the idle row
+    token, length, key ...   = the row's values                a length of 0 marks the idle row
     position                 = max(length - 1, 0)
     slot                     = table[row, position // page_size] * page_size + position % page_size;  -1 if idle
-    counter                  = length - prompt                 tokens of the completion so far (sampling)
-    divisor                  = temperature, or 1 where greedy  of the logits whose log-prob is recorded
+    counter                  = length - prompt                 tokens of the completion so far (for sampling)
+    divisor                  = temperature, or 1 if greedy     of the logits whose log-prob is recorded
 
-One program a sequence. Integers only, so there is no order to keep; at 128 sequences the torch form's launches alone
-took 3% of a small model's step.
+There is one program per sequence. Values are only copied and computed as integers, so no order of sums matters. At 128
+sequences, the launches of the torch form alone took 3% of a small model's step.
 
 B sequences, R rows, W pages of a block table. Integers of a row: token, length, prompt, key, top-k.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 
 
 class DecodeRows(NamedTuple):
-    """What a decode forward reads; views of a few buffers."""
+    """The inputs of a decode forward, as views of a few buffers."""
 
     token_B: Tensor  # int64
     position_B: Tensor  # int64
@@ -32,7 +32,7 @@ class DecodeRows(NamedTuple):
     key_B: Tensor  # int64
     counter_B: Tensor  # int64
     top_k_B: Tensor  # int64
-    length_B: Tensor  # int32: the query is the last of so many tokens; 0 in idle rows
+    length_B: Tensor  # int32: number of tokens, of which the query is the last; 0 in idle rows
     temperature_B: Tensor  # float32
     top_p_B: Tensor  # float32
     min_p_B: Tensor  # float32

@@ -1,14 +1,14 @@
-"""RMSNorm of the last axis, for the residual stream [T, E] and for QK-norm [T, H, D] alike.
+"""RMSNorm of the last axis, for the residual stream [T, E] and for QK-norm [T, H, D].
 
     rstd = 1 / sqrt(mean(x^2) + eps)                float32
     y    = round(x * rstd) * weight                 both rounded to the model's dtype, as in transformers
 
-One row is one fixed tree of sums in one program, whatever the number of rows, so a token has the same bits
-in the engine's batch and in the trainer's pack. Several short rows share a program; which ones does not
-touch their sums. The input may be a view into the fused QKV output: only its last axis must be contiguous.
-The CPU form sums in float64 and rounds where the kernel rounds.
+A row is summed in one fixed tree in one program, for any number of rows. A token therefore has the same bits in the
+engine's batch and in the trainer's pack. Several short rows share a program, which does not affect their sums. The
+input may be a view into the fused QKV output: only its last axis must be contiguous. The CPU form sums in float64 and
+rounds at the kernel's points.
 
-The backward (`rms_norm_backward.py`) recomputes rstd, so nothing but x is kept.
+The backward (`rms_norm_backward.py`) recomputes rstd, so only x is kept.
 
 T tokens, H heads, D head size, E hidden size, R rows (T * H), C columns (E or D).
 """
@@ -25,7 +25,7 @@ from torch import Tensor
 from octetrl.kernels.rows.rms_norm_backward import rms_norm_backward
 
 PROGRAM_ELEMENTS = 4096  # of the rows that share one program
-PIECE_ELEMENTS = 1 << 18  # of the rows that the CPU form takes at a time: float64 copies stay in cache
+PIECE_ELEMENTS = 1 << 18  # of the rows that the CPU form processes at a time, so that float64 copies stay in cache
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -75,7 +75,7 @@ def rms_norm_triton(x: Tensor, weight_C: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_reference(x: Tensor, weight_C: Tensor, eps: float) -> Tensor:
-    """The same in plain torch: sums in float64, rounded where the kernel rounds."""
+    """The same in plain torch: sums in float64, rounded at the kernel's points."""
     size = x.shape[-1]
     y_RC = torch.empty(x.numel() // size, size, dtype=x.dtype, device=x.device)
     rows = max(1, PIECE_ELEMENTS // size)
@@ -101,10 +101,9 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight_C: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last axis; differentiable in x and weight.
+    """RMSNorm over the last axis. Differentiable in x and weight.
 
-    x: [T, C] or [T, H, C], BF16 or float32, last axis contiguous. weight_C: same dtype. Returns x's shape
-    and dtype.
+    x: [T, C] or [T, H, C], BF16 or float32, last axis contiguous. weight_C: same dtype. Returns x's shape and dtype.
     """
     assert x.dim() in (2, 3) and x.shape[-1] == weight_C.numel(), f"rms_norm: {x.shape} and {weight_C.shape}"
     assert x.dtype == weight_C.dtype, f"rms_norm: x is {x.dtype}, weight is {weight_C.dtype}"

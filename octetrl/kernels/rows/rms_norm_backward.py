@@ -1,20 +1,20 @@
-"""The backward of RMSNorm over the last axis, for the residual stream [T, E] and for heads [T, H, C] alike.
+"""The backward of RMSNorm over the last axis, for the residual stream [T, E] and for heads [T, H, C].
 
-    xhat    = x * rstd,  rstd = 1 / sqrt(mean(x^2) + eps)        made again from x
+    xhat    = x * rstd,  rstd = 1 / sqrt(mean(x^2) + eps)        recomputed from x
     g       = dy * weight
     dx      = rstd * (g - xhat * mean(g * xhat)) + residual      float32 throughout, one rounding to x's dtype
     dweight = sum over rows of dy * xhat
 
-`residual` is the gradient that flows round the norm (of h in h + f(norm(h))): added here, it costs one read instead of
-an elementwise kernel's two reads and a write.
+`residual` is the gradient that bypasses the norm (of h in h + f(norm(h))). Added here, it costs one read. A separate
+elementwise kernel would need two reads and a write.
 
-A fixed number of programs walk over the rows, each with its own float32 row of the weight's gradient in registers; the
-rows are then added up, in one order, by a second kernel. So the sum depends neither on which program is first nor on
-the device, and two runs give the same bits. Both means come from one reduction: mean(g * xhat) = rstd * mean(g * x).
-The next rows are fetched while these are worked on (`STAGES`).
+A fixed number of programs loops over the rows, each with its own float32 row of the weight's gradient in registers. A
+second kernel adds these rows in one order. The sum therefore depends neither on the order of programs nor on the
+device, and two runs give the same bits. Both means come from one reduction: mean(g * xhat) = rstd * mean(g * x). The
+next rows are prefetched during the current ones (`STAGES`).
 
-Bytes of an element: 2 of x, 2 of dy, 2 of the residual's gradient where there is one, 2 written. Rows whose stride is
-no multiple of 8 elements are right too, only slower.
+Bytes of an element: 2 of x, 2 of dy, 2 of the residual's gradient if given, 2 written. Rows whose stride is not a
+multiple of 8 elements are correct too, only slower.
 
 T tokens, H heads, E hidden size, C columns (E, or a head's), R rows of a tile, P partial sums, N columns of one sum.
 """
@@ -28,11 +28,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 264  # two for each of an H200's multiprocessors; the same everywhere, for the same bits
-TILE_ELEMENTS = 4096  # of the rows that a program takes at a time
+PROGRAMS = 264  # two for each of an H200's multiprocessors; fixed, so that the bits do not depend on the device
+TILE_ELEMENTS = 4096  # of the rows that a program processes at a time
 THREAD_ELEMENTS = 16
 STAGES = 3
-MAX_STAGED_BYTES = 1 << 15  # of a tile of one input; above it, two tiles of three inputs would not fit
+MAX_STAGED_BYTES = 1 << 15  # of a tile of one input; beyond it, two tiles of three inputs would not fit
 SUM_COLUMNS = 16
 
 
@@ -104,7 +104,7 @@ def sum_partials(partial_PC: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[T, H, C] with the last axis contiguous (autograd may hand in an expanded gradient)."""
+    """[T, H, C] with the last axis contiguous (autograd may pass an expanded gradient)."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     return x if x.dim() == 3 else x.unsqueeze(1)
 
@@ -152,7 +152,7 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """(dx, dweight) of `rms_norm(x, weight, eps)`, plus `residual_TE` in dx. dx is contiguous, in x's dtype.
 
-    dy, x and residual: [T, C] or [T, H, C] alike, BF16 or float32, any strides of tokens and heads. dweight: in the
+    dy, x and residual: all [T, C] or all [T, H, C], BF16 or float32, any strides of tokens and heads. dweight: in the
     weight's dtype.
     """
     assert dy_TE.shape == x_TE.shape and x_TE.dim() in (2, 3), f"rms_norm_backward: {dy_TE.shape} and {x_TE.shape}"

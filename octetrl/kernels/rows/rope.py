@@ -3,11 +3,11 @@
     y[r]       = x[r] * cos[r] - x[r + D/2] * sin[r]
     y[r + D/2] = x[r + D/2] * cos[r] + x[r] * sin[r]
 
-cos and sin are float32 (layers/rotary.py makes them in float64, once); products and sum are float32, each
-rounded by itself (no FMA), and the result is rounded once to x's dtype: transformers rounds cos and sin to
-BF16 first and so loses positions beyond 256 that we keep. Nothing is reduced, so CPU and GPU give the same
-bits. The backward is the rotation by the opposite angle. x may be a view into the fused QKV output: only
-its last axis must be contiguous.
+cos and sin are float32 (layers/rotary.py computes them in float64, once). Products and sum are float32, each rounded
+separately (no FMA), and the result is rounded once to x's dtype. transformers rounds cos and sin to BF16 first and so
+cannot tell positions beyond 256 apart; here they stay distinct. Nothing is reduced, so CPU and GPU give the same bits.
+The backward is the rotation by the opposite angle. x may be a view into the fused QKV output: only its last axis must
+be contiguous.
 
 T tokens, H heads, D head size, R = D/2 rotation planes.
 """
@@ -96,10 +96,10 @@ class _Rope(torch.autograd.Function):
 
 
 def rope(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-    """Rotates each head by its token's angles; differentiable in x.
+    """Rotate each head by its token's angles. Differentiable in x.
 
-    x_THD: BF16 or float32, D even, last axis contiguous. cos_TR, sin_TR: float32, contiguous. Returns x's
-    shape and dtype.
+    x_THD: BF16 or float32, D even, last axis contiguous. cos_TR, sin_TR: float32, contiguous. Returns x's shape and
+    dtype.
     """
     assert cos_TR.shape == (x_THD.shape[0], x_THD.shape[2] // 2), f"rope: x {x_THD.shape}, cos {cos_TR.shape}"
     return _Rope.apply(x_THD, cos_TR, sin_TR)

@@ -1,29 +1,29 @@
-"""Drawing a token from each row of logits by an exponential race, every number of which is a hash.
+"""Sample a token from each row of logits by an exponential race whose random numbers are hashes.
 
-Token i of a sequence with key k takes for vocabulary entry v the uniform number
+Token i of a sequence with key k uses this uniform number for vocabulary entry v:
 
     u = (top 52 bits of mix(mix(k + i * GOLDEN) xor mix((v + 1) * GOLDEN)) + 1/2) / 2^52        in (0, 1)
 
-where `mix` is splitmix64's finaliser, and the token is
+`mix` is the finaliser of splitmix64. The token is
 
     argmax over v of  p_v / -log(u_v),   p = softmax(logits / temperature)      which is v with probability p_v
 
-Temperature 0 is the argmax of the logits; ties go to the smaller id; a row that is not finite throughout gives -1. A
-row depends on nothing but itself. The reference does this in float64, rows in slices of `SLICE_ELEMENTS` so that its
-scratch stays small; an optional `keep` there says which entries may be drawn.
+Temperature 0 is the argmax of the logits. Ties go to the smaller id. A row that is not finite throughout gives -1. A
+row depends only on itself. The reference computes in float64, in slices of `SLICE_ELEMENTS` that keep its memory small;
+its optional `keep` says which entries may be sampled.
 
-The kernel compares log2(p_v) - log2(-log2(u_v)) in float32, leaving out what a row has in common: neither the maximum
-nor the sum of the softmax is needed, so one pass over the logits does. With w = 1 - u, whose 52 bits are the complement
-of the hash's,
+The kernel compares log2(p_v) - log2(-log2(u_v)) in float32 and drops terms that a row has in common. It needs neither
+the maximum nor the sum of the softmax, so one pass over the logits suffices. With w = 1 - u, whose 52 bits are the
+complement of the hash's,
 
     -log2(u) = w (1 + w/2 + w^2/3 + w^3/4) / ln 2   for w < 1/32, else -log2(1 - w)
 
-is right to 5e-6 where entries win, near u = 1. u below 2^-26 counts as 2^-26. So a token differs from the reference's
-only where the race was decided by less than float32 resolves, some 1e-5 of the rows at |logits / temperature| < 100.
-Not on the path of a log-prob: which of two tokens is drawn need not agree with anybody.
+has an error of 5e-6 near u = 1, where entries win. u below 2^-26 counts as 2^-26. A token differs from the reference's
+only if the race was closer than float32 resolves: about 1e-5 of the rows at |logits / temperature| < 100. No log-prob
+depends on this, so CPU and GPU need not sample the same token.
 
-A program takes `CHUNK` entries of `ROWS` rows, so that the entries' hash is made once for all of them; a second kernel
-picks each row's winner among its chunks. Integers are unsigned, so products wrap and shifts are logical.
+A program takes `CHUNK` entries of `ROWS` rows, so the entries' hash is computed once for all of them. A second kernel
+picks each row's winner among its chunks. Integers are unsigned: products wrap and shifts are logical.
 
 N rows, n rows of one slice, V vocabulary, C chunks, R rows of a program, B entries at a time.
 """
@@ -54,7 +54,7 @@ def _mix_device(x):
 
 @triton.jit
 def _log2_device(x, ON_GPU: tl.constexpr):
-    """One instruction; its error is 2^-22, absolute within (1/2, 2), relative elsewhere."""
+    """log2(x) in one instruction. The error is 2^-22: absolute within (1/2, 2), relative elsewhere."""
     if ON_GPU:
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -128,7 +128,7 @@ def _sample_winner_kernel(best_ptr, token_ptr, out_ptr, CHUNKS: tl.constexpr, BL
 
 
 def sample_tokens(logits_NV: Tensor, key_N: Tensor, counter_N: Tensor, temperature_N: Tensor) -> Tensor:
-    """int64 [N]: a token of each row, or -1 where the row's logits are not all finite.
+    """int64 [N]: a sampled token of each row, or -1 if the row's logits are not all finite.
 
     logits_NV: float32, contiguous on a GPU. key_N, counter_N: int64. temperature_N: float32; 0 is greedy.
     """
@@ -141,7 +141,7 @@ def sample_tokens_triton(logits_NV: Tensor, key_N: Tensor, counter_N: Tensor, te
     assert logits_NV.dtype == torch.float32 and logits_NV.is_contiguous(), "sample_tokens: contiguous float32 logits"
     assert key_N.dtype == counter_N.dtype == torch.int64, "sample_tokens: key and counter are int64"
     for row_N in (key_N, counter_N, temperature_N):
-        assert row_N.is_contiguous() and len(row_N) == len(logits_NV), "sample_tokens: one contiguous value a row"
+        assert row_N.is_contiguous() and len(row_N) == len(logits_NV), "sample_tokens: one contiguous value per row"
     num_rows, vocab_size = logits_NV.shape
     token_N = torch.empty(num_rows, dtype=torch.int64, device=logits_NV.device)
     if num_rows == 0:
@@ -168,7 +168,7 @@ def sample_tokens_reference(
     temperature_N: Tensor,
     keep: Callable[[Tensor, slice], Tensor] | None = None,
 ) -> Tensor:
-    """The same in float64 torch. `keep` gets weights (max 1 a row) of a slice of rows, and says what may be drawn."""
+    """The same in float64 torch. `keep` gets the weights (row maximum 1) of a slice and says what may be sampled."""
     token_N = greedy_tokens(logits_NV)
     height = max(1, SLICE_ELEMENTS // logits_NV.shape[1])
     for start in range(0, logits_NV.shape[0], height):
@@ -186,7 +186,7 @@ def sample_tokens_reference(
 
 
 def greedy_tokens(logits_NV: Tensor) -> Tensor:
-    """int64 [N]: the likeliest token of each row, or -1 where the row's logits are not all finite."""
+    """int64 [N]: the most likely token of each row, or -1 if the row's logits are not all finite."""
     finite_N = torch.linalg.vector_norm(logits_NV, ord=float("inf"), dim=1).isfinite()
     return logits_NV.argmax(dim=1).masked_fill_(~finite_N, -1)
 
@@ -200,7 +200,7 @@ def uniform(key_N: Tensor, counter_N: Tensor, vocab_size: int) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """splitmix64's finaliser on int64, which wraps around like uint64; the shifts are made logical by masks."""
+    """The finaliser of splitmix64 on int64, which wraps around like uint64. Masks make the shifts logical."""
     x = (x ^ _shifted(x, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
     x.bitwise_xor_(_shifted(x, 27)).mul_(_signed(0x94D049BB133111EB))
     return x.bitwise_xor_(_shifted(x, 31))

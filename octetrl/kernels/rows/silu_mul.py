@@ -2,10 +2,10 @@
 
     y = round(gate * sigmoid(gate) * up)        float32 inside, one rounding to the model's dtype
 
-transformers rounds SiLU(gate) to BF16 before the product; one rounding is closer to the formula and is what
-a fused quantiser will read. Elementwise, so no order to keep; the CPU form takes the sigmoid in float64
-because float32 `silu` differs in its last bit between the vectorised body and the scalar tail of a torch
-loop, which would make a token's bits depend on its place in the batch.
+transformers rounds SiLU(gate) to BF16 before the product. One rounding is closer to the formula, and the fused
+quantiser uses the same value. The op is elementwise, so no order of sums matters. The CPU form computes the sigmoid in
+float64: torch's float32 `silu` differs in the last bit between the vectorised body and the scalar tail of its loop, so
+a token's bits would depend on its place in the batch.
 
     dgate = dy * up * s * (1 + gate * (1 - s)),  dup = dy * gate * s,  s = sigmoid(gate)     float32
 
@@ -25,7 +25,7 @@ from torch.nn.functional import silu
 from octetrl.kernels.instructions import sigmoid
 
 BLOCK_F = 1024
-PIECE_ELEMENTS = 1 << 16  # of the rows that the CPU form takes at a time: float64 copies stay in cache
+PIECE_ELEMENTS = 1 << 16  # of the rows that the CPU form processes at a time, so that float64 copies stay in cache
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def silu_mul_triton(gate_up_T2F: Tensor) -> Tensor:
 
 
 def silu_mul_backward_triton(gate_up_T2F: Tensor, dy_TF: Tensor) -> Tensor:
-    """The backward kernel's launcher. Both contiguous. Returns the gradient to gate_up, [T, 2F]."""
+    """The backward kernel's launcher. Both contiguous. Returns the gradient of gate_up, [T, 2F]."""
     num_tokens, size = dy_TF.shape
     dgate_up_T2F = torch.empty_like(gate_up_T2F)
     if num_tokens:
@@ -129,6 +129,6 @@ class _SiluMul(torch.autograd.Function):
 
 
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
-    """SiLU of the first half times the second; differentiable. Contiguous; returns [T, F]."""
+    """SiLU of the first half times the second half. Differentiable. Takes a contiguous tensor; returns [T, F]."""
     assert gate_up_T2F.is_contiguous() and gate_up_T2F.shape[1] % 2 == 0, f"silu_mul: {gate_up_T2F.shape}"
     return _SiluMul.apply(gate_up_T2F)

@@ -1,20 +1,20 @@
-"""The backward of SiLU(gate) * up, quantised both ways, and the product again as wgrad's operand, in one pass.
+"""The backward of SiLU(gate) * up, quantised in both orientations, and the product as wgrad's operand, in one pass.
 
     dgate_up = silu_mul_backward(gate_up, dy)     kernels/rows/silu_mul.py, the same expressions, each rounded to BF16
     both     = quantize_both(dgate_up)            rows for dgrad, tokens for wgrad of gate_up
     y        = quantize_tokens(silu_mul(gate_up)) tokens for wgrad of down, `square` or not
 
-The same bytes as those calls, and dgate_up and y never exist in BF16. One program makes one of the three, for 128
-tokens by 128 columns; three neighbours read the same places, the first from memory and the others from L2, and none
-holds more than one tile, where all three at once would fill the registers twice over. F must be a multiple of 128: else
-a block of the row [2F] would straddle gate and up, and the separate kernels run. quantize_tokens.py says how a
-tile is held.
+The bytes equal those of these calls, and dgate_up and y are never stored in BF16. One program computes one of the three
+results, for 128 tokens x 128 columns. Three neighbouring programs read the same places, the first from memory and the
+others from L2. No program holds more than one tile; all three results at once would need twice the registers. F must be
+a multiple of 128. Otherwise a block of the row [2F] would contain both gate and up, and the separate kernels run
+instead. quantize_tokens.py explains how a tile is held.
 
-Read 6 bytes an element of y, written 5 + 20/128; the separate calls move 26.
+Each element of y costs 6 bytes read and 5 + 20/128 written. The separate calls move 26.
 
-Layout: gate_up [T, 2F] and dy [T, F] contiguous. Scales strided as scaled_mm asks.
+Layout: gate_up [T, 2F] and dy [T, F] contiguous. Scales have the strides that scaled_mm requires.
 
-Legend: T tokens, T' padded tokens, F intermediate size, G groups of four tokens, C columns of a tile.
+T tokens, T' padded tokens, F intermediate size, G groups of four tokens, C columns of a tile.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from octetrl.kernels.rows.silu_mul import (
 )
 
 WARPS = 8
-REGISTERS: int | None = 80  # of a thread at most: three programs fit an SM; four warps spill at any number
-PARTS = 3  # gate's gradient, up's, y
-PARTS_ADJACENT = True  # the three of one tile follow one another; else all of one part, then all of the next
+REGISTERS: int | None = 80  # limit for a thread: three programs fit an SM; four warps spill at any limit
+PARTS = 3  # gate's gradient, up's gradient, y
+PARTS_ADJACENT = True  # the three parts of one tile follow one another; otherwise all tiles of one part come first
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def _load_part(
     gate_up_ptr, dy_ptr, tokens_left,
     PART: tl.constexpr, QUARTER: tl.constexpr, SIZE: tl.constexpr, ON_GPU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A quarter of dgate, dup or y, rounded to BF16: silu_mul.py's expressions to the letter."""
+    """A quarter of dgate, dup or y, rounded to BF16, with exactly the expressions of silu_mul.py."""
     gate_GC = bf16_to_float(load_quarter(gate_up_ptr, 2 * SIZE, tokens_left, BLOCK, QUARTER, BLOCK), ON_GPU)
     sigmoid_GC = sigmoid(gate_GC, ON_GPU)
     if PART != 1:
@@ -84,7 +84,7 @@ def _gradient_part(
     gate_up_ptr, dy_ptr, row_code_ptr, row_scale_ptr, token_code_ptr, token_scale_ptr, T, padded_T, tokens_left,
     PART: tl.constexpr, SIZE: tl.constexpr, POWER_OF_TWO: tl.constexpr, ON_GPU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dgate's tile (PART 0) or dup's (1), both ways; pointers are to the first elements of dgate's."""
+    """dgate's tile (PART 0) or dup's (1), in both orientations. Pointers are to dgate's first elements."""
     x0_GC = _load_part(gate_up_ptr, dy_ptr, tokens_left, PART, 0, SIZE, ON_GPU, BLOCK)
     x1_GC = _load_part(gate_up_ptr, dy_ptr, tokens_left, PART, 1, SIZE, ON_GPU, BLOCK)
     x2_GC = _load_part(gate_up_ptr, dy_ptr, tokens_left, PART, 2, SIZE, ON_GPU, BLOCK)
@@ -146,7 +146,7 @@ def _silu_mul_backward_quantize_kernel(
 def silu_mul_backward_quantize_triton(
     gate_up_T2F: Tensor, dy_TF: Tensor, power_of_two: bool = False, square: bool = False
 ) -> tuple[BothWays, Quantized]:
-    """The Triton launcher: both contiguous, of one dtype; any T and F, in one kernel if F is a multiple of 128."""
+    """The Triton launcher. Both contiguous, of one dtype, any T and F; one kernel if F is a multiple of 128."""
     tokens, size = dy_TF.shape
     if size % BLOCK:
         both = quantize_both_triton(silu_mul_backward_triton(gate_up_T2F, dy_TF), power_of_two)
@@ -177,9 +177,10 @@ def silu_mul_backward_quantize_reference(
 def silu_mul_backward_quantize(
     gate_up_T2F: Tensor, dy_TF: Tensor, power_of_two: bool = False, *, square: bool = False
 ) -> tuple[BothWays, Quantized]:
-    """(codes of gate_up's gradient both ways, codes of y = SiLU(gate) * up along tokens); `square` is for y alone."""
+    """(codes of gate_up's gradient in both orientations, codes of y = SiLU(gate) * up along tokens). `square` is for
+    y."""
     tokens, size = dy_TF.shape
-    assert gate_up_T2F.shape == (tokens, 2 * size), f"want gate_up [T, 2F] and dy [T, F]: {gate_up_T2F.shape}"
+    assert gate_up_T2F.shape == (tokens, 2 * size), f"expected gate_up [T, 2F] and dy [T, F]: {gate_up_T2F.shape}"
     assert gate_up_T2F.is_contiguous() and dy_TF.is_contiguous(), "silu_mul_backward_quantize: not contiguous"
     assert gate_up_T2F.dtype == dy_TF.dtype and dy_TF.dtype in (torch.bfloat16, torch.float32), (
         f"gate_up is {gate_up_T2F.dtype}, dy is {dy_TF.dtype}"

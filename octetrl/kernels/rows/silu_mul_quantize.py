@@ -1,12 +1,12 @@
-"""SiLU(gate) * up and the E4M3 codes of the result, from the fused output [T, 2F], without the BF16 tensor between.
+"""SiLU(gate) * up and the E4M3 codes of the result, from the fused output [T, 2F], without a BF16 tensor in between.
 
     y     = round(gate * sigmoid(gate) * up)       kernels/rows/silu_mul.py, the same expression
     codes = quantize_activation(y)                 kernels/quantize/quantize_activation.py, blocks of 1 x 128
 
-The same bytes as those two calls: nothing is summed, and a maximum has no order, so tile and warps are free. A tile
-is a few blocks of one token, [N, 128]; a ragged last block counts as padded with zeros. Read 4 bytes an element of
-the result, written 1 + 4/128. Not differentiable: training calls it inside a layer's own
-node (models/training_forward.py).
+The bytes equal those of the two calls. Nothing is summed and a maximum has no order, so any tile and number of warps
+give the same bytes. A tile is a few blocks of one token, [N, 128]. An incomplete last block counts as padded with
+zeros. Each element of the result costs 4 bytes read and 1 + 4/128 written. Not differentiable: training calls it inside
+a layer's own autograd node (models/training_forward.py).
 
 T tokens, F intermediate size, N blocks of a tile, C columns of a block.
 """
@@ -23,7 +23,7 @@ from octetrl.kernels.instructions import bf16_to_float, e4m3_code, sigmoid, to_b
 from octetrl.kernels.quantize.quantize_activation import block_scale, empty_rows, magnitude_bits, scale_rows
 from octetrl.kernels.rows.silu_mul import silu_mul_reference
 
-TILES = {4096: 8, 2048: 4, 1024: 4}  # columns a program, and its warps; the widest that divides F is taken
+TILES = {4096: 8, 2048: 4, 1024: 4}  # columns of a program: warps; the widest that divides F is used
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -2,10 +2,10 @@
 
     layout.py      linears and other parameters, memory while training, the doctor's sites (no torch: config/blocks.py)
     module.py      the definition, and which functions are its fused forms
-    rollout.py     the block as a GPU runs it for rollout: the module's bits in fewer passes over memory
-    training.py    the block as a GPU trains it: forward with the same bits, backward written out
+    rollout.py     the fused form for rollout on a GPU: the module's bits in fewer passes over memory
+    training.py    the fused form for training on a GPU: forward with the same bits, backward written out
 
-`block.py` says what a block must have. `products.py` has what the fused forms share: the linears and their operands.
+`block.py` is the interface of a block. `products.py` has the linears' products and operands for the fused forms.
 
-A new kind is a folder with these four files. `models/families.py` says which models have it.
+A new kind is a folder with these four files. `models/families.py` lists the models that have it.
 """

@@ -1,16 +1,19 @@
-"""What every kind of block has: one definition, and two fused forms of it with the same bits.
+"""The interface of a block: one definition, and two fused forms of it with the same bits.
 
-    forward                       the definition, by modules; on a GPU it runs where nothing fused does
-    rollout                       for the engine's forward: no gradients, no host reads, captured as part of a graph
-    begin, finish, backward       for the trainer's: models/training_forward.py makes one autograd node of a layer
+    forward                       the definition, by modules; a GPU runs it if it cannot run the fused forms
+    rollout                       for the engine: no gradients, no host reads, captured as part of a graph
+    begin, finish, backward       for the trainer: models/training_forward.py makes a layer one autograd node
 
-A block reads its norm's result and returns what is added to the residual stream; norms and sums are the layer's, since
-one kernel does both. `reader` is the linear that alone reads the norm's result: where it is FP8 the norm's kernel makes
-its codes. A block of which several ops read it has None there and takes BF16.
+A block reads its norm's result and returns an addend of the residual stream. One kernel computes sum and norm, so both
+belong to the layer. `reader` is the only linear that reads the norm's result; if it is FP8, the norm's kernel
+quantises. `reader` is None if several ops read the result, which is then in BF16.
 
-**Sites.** The doctor may set `probe`; it then receives what the forms compute, by the names in the layout's `sites`. A
-form asks once, behind its last op, whether there is a probe; without one it costs that comparison, and a captured graph
-holds nothing of it.
+**Treatments.** `treatments` says how the training forward of a block treats each cached tensor. The doctor may set
+`treat_as`, to give the module the treatment of the other side.
+
+**Sites.** The doctor may set `probe`. It then receives the values that the forms compute, under the names in the
+layout's `sites`. A form checks once, after its last op, whether there is a probe. A captured graph contains nothing of
+it.
 
 T tokens of a forward, E hidden size.
 """
@@ -18,7 +21,7 @@ T tokens of a forward, E hidden size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,9 +29,10 @@ import torch
 from torch import Tensor, nn
 
 from octetrl.config.spec import ModelSpec
+from octetrl.fp8.kv_scales import split_scales
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.fp8.quantize import Quantized
-from octetrl.layers.context import Context, PackedContext, PagedContext
+from octetrl.layers.context import CacheTreatment, Context, PackedContext, PagedContext
 from octetrl.layers.linear import Projection
 from octetrl.layers.norm import RMSNorm
 from octetrl.layers.rotary import Rotary, RotaryTable
@@ -36,12 +40,12 @@ from octetrl.models.blocks.products import Input, Operand
 from octetrl.models.blocks.saved import Gradients
 
 Probe = Callable[[int | None, str, Tensor | Quantized], None]
-"""Takes the layer (None: outside of all), a site's name and the values [T, ...] of this forward there."""
+"""Takes the layer (None: outside of the layers), a site's name, and its values [T, ...] in this forward."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockBuilder:
-    """What a layout builds its module from."""
+    """Arguments from which a layout builds its module."""
 
     spec: ModelSpec
     layer: int
@@ -55,7 +59,7 @@ class BlockBuilder:
 
 
 class RolloutInputs(NamedTuple):
-    """What a rollout's forward knows beside the hidden states."""
+    """Inputs of a rollout's forward besides the hidden states."""
 
     rotary: RotaryTable
     positions_T: Tensor
@@ -68,39 +72,57 @@ class TrainingInputs(NamedTuple):
 
 
 class Block(nn.Module, ABC):
-    """Half of a layer, behind its norm. Linears are made by `BlockBuilder.linear`, so that they have their formats."""
+    """Half of a layer, after its norm. `BlockBuilder.linear` creates its linears in their formats."""
 
     probe: Probe | None = None
+    treat_as: Mapping[str, CacheTreatment] | None = None  # by cached tensor; only for the module's forward
 
     def __init__(self, builder: BlockBuilder) -> None:
         super().__init__()
         self.layer = builder.layer
+        self.cached = builder.spec.cached(builder.layer)  # of this layer; a block without a cache does not read it
+
+    def treatments(self, context: PackedContext) -> tuple[CacheTreatment, ...]:
+        """The treatment of each cached tensor: the cache's quantiser, or none if the cache keeps the model's dtype."""
+        if self.treat_as is not None:
+            return tuple(self.treat_as[tensor.name] for tensor in self.cached)
+        scales = self.scales_of(context.kv_scale_LS)
+        return tuple(
+            CacheTreatment(context.kv_mode if tensor.never_fp8 is None else "none", scale)
+            for tensor, scale in zip(self.cached, scales, strict=True)
+        )
+
+    def scales_of(self, scale_LS: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Calibrated scales of this layer, or their amax: a view for each cached tensor; None without scales."""
+        if scale_LS is None:
+            return (None,) * len(self.cached)
+        return split_scales(scale_LS[self.layer], self.cached)
 
     @property
     @abstractmethod
     def reader(self) -> Projection | None:
-        """The linear that alone reads the norm's result; None: it is wanted in the model's dtype."""
+        """The only linear that reads the norm's result. None: the block takes it in the model's dtype."""
 
     @abstractmethod
     def forward(self, x_TE: Tensor, rotary: Rotary, context: Context) -> Tensor:
-        """What is added to the residual, of the norm's result."""
+        """The addend of the residual stream, from the norm's result."""
 
     @abstractmethod
     def rollout(self, x: Operand, inputs: RolloutInputs) -> Tensor:
-        """The same on a GPU, of the norm's result as `reader` multiplies it."""
+        """The same on a GPU. `x`: the norm's result, as `reader`'s operand."""
 
     @abstractmethod
     def begin(self, n: Input, inputs: TrainingInputs, *, costly: Any, observe: bool) -> Any:
-        """The forward of a norm's result `n` as far as what its last product multiplies: a `Saved`, or a subclass.
+        """The forward from the norm's result `n` up to the operand of its last product: a `Saved`, or a subclass.
 
-        `costly`: of an earlier run of the same forward, not to be made again; None: there is none. `observe`: this is
-        the first run; statistics are collected in it alone.
+        `costly`: values of an earlier run of the same forward, which are not recomputed; None: this is the first run.
+        `observe`: collect statistics, which only the first run does.
         """
 
     @abstractmethod
     def finish(self, saved: Any) -> Tensor:
-        """The rest of the forward. Backward does not repeat it for a layer's last block."""
+        """The rest of the forward. The backward does not repeat it for the last block of a layer."""
 
     @abstractmethod
     def backward(self, saved: Any, dout_TE: Tensor, gradients: Gradients) -> Tensor:
-        """The gradient of the norm's result, from that of what the block returned; fills in `gradients`."""
+        """The gradient of the norm's result, from the gradient of the block's output. Adds to `gradients`."""

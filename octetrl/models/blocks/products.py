@@ -1,11 +1,11 @@
-"""What the blocks' fused forms share: norms, the linears' products, and operands as these multiply them.
+"""Norms, products of linears and their operands, for the fused forms of all blocks.
 
-A linear is BF16 or FP8, with an adapter or without (layers/linear.py, layers/lora.py); what it multiplies differs:
+A linear is BF16 or FP8, with or without an adapter (layers/linear.py, layers/lora.py). Its operands are:
 
                           forward, dgrad        wgrad
     BF16                  the tensor            the tensor
     FP8                   codes along rows      codes along tokens
-    FP8 with an adapter   codes along rows      none, the weight is frozen; the adapter reads the tensor
+    FP8 with an adapter   codes along rows      none (frozen weight); the adapter reads the tensor
 
 T tokens, E hidden size, C channels of an input, N out_features, K in_features.
 """
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
-from octetrl.fp8.gemm import fp8_gemm_dgrad, fp8_gemm_wgrad
+from octetrl.fp8.backends import fp8_gemm_dgrad, fp8_gemm_wgrad
 from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.gemm.bf16_gemm import bf16_gemm
 from octetrl.kernels.gemm.fp8_gemm import fp8_gemm
@@ -34,25 +34,25 @@ Operand = Tensor | Quantized
 
 
 class Input(NamedTuple):
-    """What a linear multiplies: `rows` in forward (dgrad, if a gradient), `tokens` in wgrad; one tensor if BF16."""
+    """Operands of a linear: `rows` in the forward or dgrad, `tokens` in wgrad. The same tensor if BF16."""
 
     rows: Operand
     tokens: Operand | None
 
     @property
     def for_backward(self) -> Operand:
-        """What is saved of a forward's input."""
+        """The part of a forward's input that is saved."""
         return self.rows if self.tokens is None else self.tokens
 
 
 def wants_codes(linear: Projection | None) -> tuple[bool, bool]:
-    """Whether its input comes quantised, and with power-of-two scales. An adapter wants it as it is."""
+    """Whether its input is quantised before, and whether with power-of-two scales. An adapter reads BF16."""
     quantize = isinstance(linear, Float8Linear) and linear.lora is None
     return quantize, isinstance(linear, Float8Linear) and linear.power_of_two
 
 
 def base_product(linear: Projection, x: Operand) -> Tensor:
-    """y [T, N] without the adapter. A tensor is quantised where the linear is FP8."""
+    """y [T, N] without the adapter. An FP8 linear quantises a tensor."""
     if isinstance(linear, Float8Linear):
         linear.check_codes()
         codes = x if isinstance(x, Quantized) else quantize_activation(x, linear.power_of_two)
@@ -71,7 +71,7 @@ def base_product(linear: Projection, x: Operand) -> Tensor:
 def add_norm(
     delta_TE: Tensor | None, hidden_TE: Tensor, norm: RMSNorm, reader: Projection | None
 ) -> tuple[Tensor, Operand]:
-    """The residual stream with `delta` added, and its norm as `reader` multiplies it."""
+    """The residual stream with `delta` added, and its norm as `reader`'s operand."""
     quantize, power_of_two = wants_codes(reader)
     return add_rms_norm(delta_TE, hidden_TE, norm.weight, norm.eps, quantize=quantize, power_of_two=power_of_two)
 
@@ -91,7 +91,7 @@ def project(linear: Projection, x: Operand) -> Tensor:
 def normed(
     x_TE: Tensor, norm: RMSNorm, reader: Projection | None, for_wgrad: bool, add_TE: Tensor | None = None
 ) -> Input:
-    """The norm of x + add, as `reader` multiplies it. The sum replaces x."""
+    """The norm of x + add, as `reader`'s operand. The sum replaces x."""
     quantize, power_of_two = wants_codes(reader)
     if not quantize or for_wgrad:
         with part("rows"):
@@ -104,7 +104,7 @@ def normed(
 
 
 def input_of(linear: Projection, x_TC: Tensor, *, for_wgrad: bool, is_gradient: bool = False) -> Input:
-    """A BF16 tensor [T, C] as `linear`'s GEMMs multiply it."""
+    """The operands of `linear`'s GEMMs for a BF16 tensor [T, C]."""
     if not isinstance(linear, Float8Linear):
         return Input(x_TC, x_TC)
     if linear.lora is not None:  # the weight is frozen, the adapter reads BF16
@@ -116,12 +116,12 @@ def input_of(linear: Projection, x_TC: Tensor, *, for_wgrad: bool, is_gradient: 
 
 
 def gradient_of(linear: Projection, dy_TN: Tensor) -> Input:
-    """The gradient of `linear`'s product as dgrad and wgrad multiply it."""
+    """The operands of dgrad and wgrad for the gradient of `linear`'s product."""
     return input_of(linear, dy_TN, for_wgrad=True, is_gradient=True)
 
 
 def wgrad_input(linear: Projection, x_TC: Tensor) -> Operand:
-    """A BF16 tensor [T, C] as wgrad alone multiplies it, in the forward having been `linear`'s input."""
+    """The operand of wgrad for `linear`'s BF16 input [T, C]."""
     if not isinstance(linear, Float8Linear) or linear.lora is not None:
         return x_TC
     return quantize_tokens(x_TC, linear.power_of_two, linear.square_wgrad)
@@ -152,7 +152,7 @@ def dgrad(linear: Projection, dy: Input) -> Tensor:
 
 
 def wgrad(gradients: dict[str, Tensor | None], name: str, linear: Projection, dy: Input, x: Operand) -> None:
-    """The gradient of what is trained: the weight, an adapter's A and B, or nothing. `name`: the linear's."""
+    """Adds the gradients of the trained parameters of linear `name`: its weight, an adapter's A and B, or none."""
     with part("gemm_wgrad"):
         if linear.lora is not None:
             assert isinstance(dy.tokens, Tensor) and isinstance(x, Tensor)

@@ -1,4 +1,4 @@
-"""What a block's training form hands from its forward to its backward."""
+"""The record that a block's training form passes from its forward to its backward."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Gradients = dict[str, Tensor | None]  # of a block's parameters, by their names 
 
 @dataclass(slots=True, kw_only=True)
 class Saved:
-    """What a block's backward reads of its forward; `config.blocks.BlockMemory` counts the bytes.
+    """The part of a forward that the backward reads. `config.blocks.BlockMemory` counts its bytes.
 
-    Subclasses add what `Keep` "everything" keeps, or a backward makes again.
+    Subclasses add the values that `Keep` "everything" keeps and that a backward otherwise recomputes.
     """
 
-    costly: Any = None  # slow to make again: "attention" keeps it as well
-    made_with_costly: Any = None  # spares a backward that follows at once some work; never kept for it
+    costly: Any = None  # slow to recompute: "attention" keeps it as well
+    made_with_costly: Any = None  # computed with it; saves work in a backward that follows at once, and is not kept

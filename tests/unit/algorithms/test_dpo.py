@@ -104,7 +104,7 @@ def test_a_pair_apart_is_our_bug() -> None:
         **{name: getattr(inputs, name) for name in LossInputs.__slots__ if name != "chosen_N"},
         chosen_N=torch.ones_like(inputs.chosen_N),
     )
-    with pytest.raises(AssertionError, match="side by side"):
+    with pytest.raises(AssertionError, match="neighbours"):
         preference_loss(broken, objective(name="dpo"))
 
 

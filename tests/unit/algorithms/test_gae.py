@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from octetrl.algorithms.gae import gae_advantages, last_of_each
+from octetrl.algorithms.gae import gae_advantages
+from octetrl.algorithms.sequences import last_of_each
 
 LENGTHS = [7, 1, 12, 3, 2, 33]
 

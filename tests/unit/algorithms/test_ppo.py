@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from octetrl.algorithms.gae import last_of_each
 from octetrl.algorithms.ppo import ppo_advantages, ppo_returns
+from octetrl.algorithms.sequences import last_of_each
 from octetrl.algorithms.token_rewards import TokenRewards
 from octetrl.config.objective_settings import AlgorithmConfig
 from tests.objectives import objective

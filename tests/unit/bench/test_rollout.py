@@ -1,4 +1,4 @@
-"""The rollout benchmark: its workloads are as asked, its floor is the formula's, and no arm leaves anything behind."""
+"""The rollout benchmark: workloads are as asked, the bandwidth model is the formula, no arm leaves anything behind."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from octetrl.bench import rollout as bench_rollout
+from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
 from octetrl.bench.profile import BETWEEN_KERNELS, kernel_rows, short_name
-from octetrl.bench.rollout import MEMORY_BYTES_PER_SECOND, Bench, build_arm, find_model, measure, rows_of
+from octetrl.bench.rollout import Bench, build_arm, find_model, measure, rows_of
 from octetrl.bench.workload import (
     Shape,
     Span,
@@ -207,7 +208,7 @@ def test_precisions_alternate_and_leave_no_cache_behind() -> None:
         assert row["rounds"] == 2 and row["workload"] == "4x9+6"
         assert row["rollout/tokens_per_second_min"] <= row["rollout/tokens_per_second"]
         assert row["rollout/live_kv_tokens"] == SMALL.live_token_steps / 6 == 4 * (9 + 2.5)
-        assert "rollout/floor_share" not in row, "there is no memory floor of a CPU"
+        assert "rollout/floor_share" not in row, "the bandwidth model is of a GPU"
 
 
 def test_the_engine_takes_prompts_in_the_chunks_that_were_asked_for() -> None:
@@ -279,7 +280,7 @@ def turn_of(said: Said, precision: str = "bf16", **fields: object) -> bench_roll
     return replace(turn, **fields)
 
 
-def test_the_floor_is_the_formulas() -> None:
+def test_the_bandwidth_model_is_the_formula() -> None:
     """24 tokens at half of 4 places are 12 steps; 4 siblings with 9 + 0..5 keys read 276 in all, 23 a step."""
     (row,) = rows_of([turn_of(Said())])
     step = (1e9 + 23 * 1e6) / MEMORY_BYTES_PER_SECOND

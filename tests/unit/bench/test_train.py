@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from octetrl.bench.hardware import BF16_FLOPS
 from octetrl.bench.mix import Mix, draw_work
 from octetrl.bench.parts import GAPS, Kernel, Trace
 from octetrl.bench.rollout import find_model
 from octetrl.bench.train import (
-    CEILING_FLOPS,
     StepTime,
     TrainBench,
     TrainTurn,
@@ -33,6 +33,7 @@ from octetrl.config.schema import Fp8Config, Numerics, TrainerConfig
 from octetrl.fp8.policy import precision_policy
 from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.trainer import KVReplay
+from octetrl.trainer.without_update import accumulate_gradients
 
 TINY = find_model("tiny")
 CPU = torch.device("cpu")
@@ -138,22 +139,22 @@ def test_accumulating_is_training_without_the_update() -> None:
     once, other = build_trainer(plan, "fp8"), build_trainer(plan, "fp8")
     work = draw_work(plan.mix, 2, 0.75, once.layout, TINY.spec, seed=1)
     before = once.model.lm_head_weight.clone()
-    loss, amax_2LK = once.accumulate_alone(work.batch, KVReplay())
+    loss, amax_LS = accumulate_gradients(once, work.batch, KVReplay())
     assert torch.equal(once.model.lm_head_weight, before) and once.policy_version == 0
-    assert amax_2LK is None
+    assert amax_LS is None
     update = other.train(work.batch, KVReplay(), None)
     assert float(loss) == update.metrics["loss"]
     assert float(once.optimizer.clip_gradients()) == update.metrics["grad_norm"] > 0
-    once.accumulate_alone(work.batch, KVReplay())
+    accumulate_gradients(once, work.batch, KVReplay())
     assert float(once.optimizer.clip_gradients()) == pytest.approx(2 * update.metrics["grad_norm"], rel=1e-5)
 
 
 def test_observing_where_the_trainer_would() -> None:
     trainer = build_trainer(bench("fp8_full"), "fp8_full")
     work = draw_work(Mix(Span(8, 8)), 1, 0.75, PackingLayout(16), TINY.spec, seed=0)
-    _, amax_2LK = trainer.accumulate_alone(work.batch, KVReplay(), collect_kv_amax=True)
-    assert amax_2LK is not None and bool((amax_2LK > 0).all())
-    assert trainer.accumulate_alone(work.batch, KVReplay())[1] is None
+    _, amax_LS = accumulate_gradients(trainer, work.batch, KVReplay(), collect_kv_amax=True)
+    assert amax_LS is not None and bool((amax_LS > 0).all())
+    assert accumulate_gradients(trainer, work.batch, KVReplay())[1] is None
 
 
 def test_without_an_optimizer_nothing_is_updated() -> None:
@@ -202,7 +203,21 @@ def test_what_would_not_fit_is_refused_with_what_would(monkeypatch: pytest.Monke
     ):
         check_memory(on_a_gpu(monkeypatch, 150_700_000_000, **fits))
     check_memory(replace(plan, optimizer=False))
-    check_memory(replace(plan, device=CPU))
+
+
+def test_on_a_cpu_the_limit_is_the_available_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu = on_a_gpu(monkeypatch, 10**9)
+    plan = replace(on_gpu, device=CPU, precisions=("fp8",))
+    policy = precision_policy(plan.model.spec, Fp8Config(train=True))
+    needed = estimate_bytes(plan, policy)
+    assert needed > 1.2 * estimate_bytes(on_gpu, policy), "emulation keeps values in float64"
+    monkeypatch.setattr("octetrl.bench.memory.available_host_bytes", lambda: needed)
+    check_memory(plan)
+    monkeypatch.setattr("octetrl.bench.memory.available_host_bytes", lambda: 10**9)
+    with pytest.raises(
+        UserError, match=r"fp8 takes about \d+ GB and this machine has 1 available; use a GPU, leave the"
+    ):
+        check_memory(plan)
 
 
 @pytest.mark.parametrize(
@@ -265,9 +280,10 @@ def test_rows_are_medians_ratios_and_shares_of_the_ceiling() -> None:
     assert (plain["train/speedup_over_bf16"], fp8["train/speedup_over_bf16"]) == (1.0, 2.0)
     flops = model_flops(TINY.spec, [16, 16], 24)
     assert plain["train/tflops"] == pytest.approx(flops / 2 / 1e12)
-    assert plain["train/ceiling_share"] == pytest.approx(flops / 2 / CEILING_FLOPS)
+    assert plain["train/ceiling_share"] == pytest.approx(flops / 2 / BF16_FLOPS)
     assert (plain["memory/peak_gb"], plain["memory/estimate_gb"]) == (5.0, 3.0)
     assert (plain["train/optimizer_ms"], plain["train/requantize_ms"]) == (250.0, 125.0)
+    assert plain["train/whole_tokens_per_second"] == pytest.approx(32 / (2.0 + 0.25 + 0.125))
     assert "train/speedup_over_bf16" not in rows_of(plan, turns[2:])[0]
 
 

@@ -76,5 +76,6 @@ def test_calls_of_decode_find_no_keys_in_l2(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_few_long_sequences_are_among_the_workloads() -> None:
     assert [DECODE[f"{count}x16384"] for count in (1, 4, 16)] == [[16384] * count for count in (1, 4, 16)]
+    assert max(DECODE["48x300..16000"]) == 16000 and len(DECODE["48x300..16000"]) == 48, "ragged, as a rollout's tail"
     assert {"bf16", "fp8_calibrated"} <= set(CACHES)
     assert COLD_BYTES > 4 * 60e6, "an H200's L2 has 50 to 60 MB"

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from octetrl.cli.main import run_command
 from octetrl.config.presets import preset_config
@@ -65,6 +66,22 @@ def test_it_shows_essentials_parameters_precision_and_memory(folder: Path, capsy
         assert shown in out
 
 
+def test_it_says_whether_the_host_has_room_for_a_checkpoints_copy(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2 bytes a parameter of weights, 8 of moments, 4 of masters. A run that saves at its end alone needs none."""
+    parameters = spec_from_config(preset_config("tiny")).num_parameters
+    _, out, _ = check(capsys, "checkpoint.every=5", "steps=10")
+    assert f"checkpoint copy {14 * parameters / 2**20:.2f} MiB of the host's memory" in out
+    assert "will stop the run" not in out
+    monkeypatch.setattr("octetrl.cli.check.available_host_bytes", lambda: 2**20)
+    code, out, _ = check(capsys, "checkpoint.every=5", "steps=10")
+    assert code == 0 and "the host has room for 0.00 MiB: each checkpoint will stop the run while written" in out
+    for silent in (("checkpoint.every=0",), ("checkpoint.every=10", "steps=10")):
+        assert "checkpoint copy" not in check(capsys, *silent)[1]
+    assert "will stop the run" not in check(capsys, "checkpoint.every=5", "--memory-gib", "80")[1]
+
+
 def test_a_model_without_qk_norm_keeps_k_in_bf16(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_config(folder, architectures=["Qwen2ForCausalLM"], model_type="qwen2", max_position_embeddings=4096)
     code, out, _ = check(capsys)
@@ -94,6 +111,27 @@ def test_the_room_for_the_cache_is_beside_the_codes_that_the_engine_reads(
     assert tokens[1] - tokens[0] == pytest.approx(transposed / 512, abs=1)  # bytes a token, in E4M3
 
 
+def test_it_counts_the_workers_and_refuses_gpus_that_are_not_here(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    on_gpus = ("cluster.device=auto", "cluster.gpus=2")
+    code, out, err = check(capsys, *on_gpus)
+    assert code == 2 and "cluster 2 workers on 2 GPUs the memory below is that of a run with one worker" in out
+    assert "cluster.gpus: 2 GPUs were asked for, this machine has 0; use cluster.cpus=2 instead, remove it, or" in err
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert "this machine has 1; lower it, or give the cluster.address of" in check(capsys, *on_gpus)[2]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert check(capsys, *on_gpus)[0] == 0
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for elsewhere in (("--memory-gib", "80"), ("cluster.address=head:6379",)):
+        code, out, _ = check(capsys, *on_gpus, *elsewhere)
+        assert code == 0 and "cluster 2 workers on 2 GPUs" in out
+    code, out, _ = check(capsys, "cluster.cpus=64")
+    assert code == 0 and "cluster 64 workers on the CPU" in out
+    assert "workers on" not in check(capsys)[1]
+
+
 def test_it_warns_of_fp8_training_that_is_slower_than_bf16(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     width = int(preset_config("tiny")["hidden_size"])
     pays_from = tokens_that_pay(width)
@@ -121,7 +159,7 @@ def test_a_memory_that_no_gpu_has_is_refused(given: str, folder: Path, capsys: p
         (("precision=bf16",), ""),
         (("precision=fp8",), ""),
         (("precision=fp8", "fp8.kv_replay=false"), ""),
-        (("precision=fp8_rollout",), "FP8 on one side alone"),
+        (("precision=fp8_rollout",), "FP8 on one side only"),
         (("fp8.kv_replay=false",), "fp8.kv_replay: false"),
         (("precision=fp8", "engine.prefix_cache=keep"), "engine.prefix_cache: keep"),
         (("numerics=fast",), "numerics: fast"),
@@ -268,7 +306,7 @@ def test_an_environment_of_several_turns(folder: Path, capsys: pytest.CaptureFix
             "has no score; an environment has `tasks`, and `score(task, completion_text)` or methods with @reward",
         ),
         ("Own", "'turns' is measured of every rollout; give your metric another name"),
-        ("Loud", "'Loudness' is no name for a reward or metric; use lower case letters and _"),
+        ("Loud", "'Loudness' is not a valid name for a reward or metric; use lower case letters and _"),
         ("Broken", "'look' is a str, not a tool; put @tool before its def"),
     ):
         code, _, err = checked(name)

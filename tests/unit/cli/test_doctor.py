@@ -77,7 +77,7 @@ def test_a_recipe_that_learns_from_a_teacher_needs_none(recipe: str, loss: str) 
         (["model.path=nowhere"], "nowhere"),
         (["precision=fp9"], "fp9"),
         (["environment.dataset=chain_summ"], "chain_summ"),
-        (["precision=bf16", "algorithm.name=sft", "algorithm.conversations=c.jsonl"], "'sft' draws no rollouts"),
+        (["precision=bf16", "algorithm.name=sft", "algorithm.conversations=c.jsonl"], "'sft' samples no rollouts"),
         (["--attributes"], "--attribute"),
     ],
 )

@@ -119,6 +119,8 @@ def test_ctrl_c_says_how_to_go_on(
         (["generate", "m", "-p", "x", "--max-new-tokens", "0"], "--max-new-tokens"),
         (["generate", "m", "-p", "x", "--stop", ""], "--stop"),
         (["export", "run"], "--to"),
+        (["export", "gone", "--to", "x"], "'gone' does not exist; give a run folder, a checkpoint, or a Hugging Face"),
+        (["status", "gone"], "'gone' does not exist; give the folder of a run on several workers"),
     ],
 )
 def test_wrong_words_on_the_command_line(

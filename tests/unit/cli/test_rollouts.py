@@ -121,7 +121,7 @@ def test_a_page_has_the_tokens_of_the_runs_tokenizer(run: Path, capsys: Capture)
     ("arguments", "says"),
     [
         (["gone"], "'gone' does not exist; give a run folder"),
-        (["."], "'.' holds no rollouts"),
+        (["."], "'.' has no rollouts"),
         (["run", "--step", "two"], "--step: 'two' is no range of whole numbers; write 3, 3:10, 3: or :10"),
         (["run", "--step", "1.5"], "--step: '1.5' is no range"),
         (["run", "--step", ":"], "--step: ':' is no range"),

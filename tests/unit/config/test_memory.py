@@ -23,8 +23,8 @@ from tests.house.tree import REPO
 
 TINY = spec_from_config(preset_config("tiny"))
 LINEAR_NAMES = [name for name, _ in TINY.linears()]
-PLAIN = Precisions([], [], "bf16", "bf16")
-FULL = Precisions(LINEAR_NAMES, LINEAR_NAMES, "fp8", "fp8")
+PLAIN = Precisions([], [], [])
+FULL = Precisions(LINEAR_NAMES, LINEAR_NAMES, ["K", "V"])
 P, P8 = 1_033_600, 4 * 245_760  # 245,760 = 128 * (256 + 128 + 1024 + 512): qkv, o, gate and up, down
 
 
@@ -133,9 +133,9 @@ def test_fp8_adds_codes_and_for_training_the_transposed_ones() -> None:
 
     scales = 4 * (P8 // 128**2)
     assert copies(FULL) == 2 * P8 + scales
-    assert copies(Precisions(LINEAR_NAMES, [], "bf16", "bf16")) == P8 + scales
+    assert copies(Precisions(LINEAR_NAMES, [], [])) == P8 + scales
     assert copies(FULL, on_gpu=False) == 17 * P8 + scales  # emulated: values for both sides
-    assert copies(Precisions(LINEAR_NAMES, [], "bf16", "bf16"), on_gpu=False) == 9 * P8 + scales
+    assert copies(Precisions(LINEAR_NAMES, [], []), on_gpu=False) == 9 * P8 + scales
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_fp8_adds_codes_and_for_training_the_transposed_ones() -> None:
     [
         ({}, PLAIN, 4 * 64 * 4),
         ({"kv_cache": "calibrated"}, FULL, 4 * 64 * 2),
-        ({"kv_cache": "calibrated"}, Precisions([], [], "bf16", "fp8"), 4 * 64 * 3),
+        ({"kv_cache": "calibrated"}, Precisions([], [], ["V"]), 4 * 64 * 3),
         ({"kv_cache": "dynamic"}, FULL, 4 * (64 * 2 + 2 * 2 * 4)),
     ],
 )
@@ -208,7 +208,7 @@ def test_codes_that_are_remade_are_there_while_generating_alone() -> None:
 
 def test_codes_that_are_remade_beside_a_critic() -> None:
     ppo = recipe(precision="fp8_full", algorithm={"name": "ppo"}, trainer={"weight_codes": "remade"})
-    critic = ScalarModel(TINY, Precisions([], LINEAR_NAMES, "bf16", "bf16"))
+    critic = ScalarModel(TINY, Precisions([], LINEAR_NAMES, []))
     found = estimate_memory(ppo, TINY, FULL, on_gpu=True, device_bytes=None, critic=critic)
     codes = next(part for part in found.parts if part.name == "FP8 codes")
     assert (codes.when, codes.num_bytes) == ("always", P8), "the critic is trained when they are there again"
@@ -244,7 +244,7 @@ def test_full_parameter_fp8_grpo_of_8b_fits_one_h200_at_8k() -> None:
     names = [name for name, _ in spec.linears()]
     h200 = 143_771 * 2**20
     estimate = estimate_memory(
-        load_recipe(path), spec, Precisions(names, names, "fp8", "fp8"), on_gpu=True, device_bytes=h200
+        load_recipe(path), spec, Precisions(names, names, ["K", "V"]), on_gpu=True, device_bytes=h200
     )
     assert estimate.total_bytes < 0.9 * h200
     assert estimate.kv_cache_tokens is not None and estimate.kv_cache_tokens > 64 * 8192
@@ -306,7 +306,7 @@ def test_frozen_weights_have_no_gradient_in_the_working_set() -> None:
 def test_a_critic_is_a_second_model_with_its_own_optimizer_and_no_lm_head() -> None:
     untied = replace(TINY, tied_embeddings=False)
     ppo = recipe(algorithm={"name": "ppo"}, critic={"optimizer": {"states": "8bit", "master": "stochastic_rounding"}})
-    critic = ScalarModel(untied, Precisions([], LINEAR_NAMES, "bf16", "bf16"))
+    critic = ScalarModel(untied, Precisions([], LINEAR_NAMES, []))
     base = estimate_memory(ppo, untied, FULL, on_gpu=True, device_bytes=None)
     both = estimate_memory(ppo, untied, FULL, on_gpu=True, device_bytes=None, critic=critic)
     copies = 2 * P8 + 4 * (P8 // 128**2)
@@ -331,7 +331,7 @@ def test_a_reward_model_has_neither_lm_head_nor_cache() -> None:
 
 
 def test_a_scorer_is_weights_and_codes() -> None:
-    scorer = ScalarModel(replace(TINY, tied_embeddings=False), Precisions([], LINEAR_NAMES, "bf16", "bf16"))
+    scorer = ScalarModel(replace(TINY, tied_embeddings=False), Precisions([], LINEAR_NAMES, []))
     base = estimate_memory(recipe(), TINY, PLAIN, on_gpu=True, device_bytes=None)
     scored = estimate_memory(recipe(), TINY, PLAIN, on_gpu=True, device_bytes=None, scorer=scorer)
     assert parts_of(scored) == parts_of(base) | {"reward model": 2 * P + P8 + 4 * (P8 // 128**2)}

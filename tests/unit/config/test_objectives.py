@@ -121,7 +121,7 @@ def loaded(folder: Path, algorithm: str, *overrides: str) -> Any:
     return load_recipe(folder / "recipe.yaml", overrides).algorithm
 
 
-REMEDY = "(null takes away what another file gives), or choose another algorithm.name"
+REMEDY = "(null removes what a base file gives), or choose another algorithm.name"
 SFT = "{name: sft, conversations: c}"
 
 
@@ -149,6 +149,9 @@ SFT = "{name: sft, conversations: c}"
         ("{}", ["algorithm.name=[grpo]"], 'algorithm.name: ["grpo"] is not allowed; choose one of grpo'),
         ("{name: 3, clip_high: 0.3}", [], "algorithm.name: 3 is not allowed; choose one of grpo"),
         ("3", [], "algorithm: 3 is not a section; write its fields as"),
+        ("{}", ["model=/tmp"], "command line: model: '/tmp' is not a section; write model.path=/tmp"),
+        ("{}", ["engine=3"], "command line: engine: 3 is not a section; write engine.FIELD=value"),
+        ("{}", ["environment.parameters=3"], "is not a mapping; write environment.parameters.KEY=value"),
         ("{name: dual_clip}", ["algorithm.dual_clip=0"], "algorithm.dual_clip: 0 is out of range"),
         ("{}", ["algorithm.clip_high="], "algorithm.clip_high: null is not a number"),
         ("{}", ["algorithm.corrections=[tiss]"], "algorithm.corrections[0]: 'tiss' is not allowed"),

@@ -49,7 +49,7 @@ def test_a_copy_means_the_same_and_never_overwrites(tmp_path: Path) -> None:
     assert load_recipe(files[0]) == load_recipe("demo_ppo")
     assert copy_recipe("demo_ppo", tmp_path / "mine") == files, "the same content again is no loss"
     files[2].write_text("# changed\n" + files[2].read_text())
-    with pytest.raises(UserError, match=r"demo_sums.yaml' exists with another content"):
+    with pytest.raises(UserError, match=r"demo_sums.yaml' exists with other content"):
         copy_recipe("demo_grpo", tmp_path / "mine")
     assert not (tmp_path / "mine" / "demo_grpo.yaml").exists()
 

@@ -43,7 +43,7 @@ def test_both_forms_may_stand_in_one_file() -> None:
         ({"prompt": "p"}, "no 'answer'"),
         ({"messages": []}, "'messages' is an empty list"),
         ({"messages": "hello"}, "'messages' is a string"),
-        ({"messages": [USER]}, "no message of the assistant"),
+        ({"messages": [USER]}, "no assistant message"),
         ({"messages": [USER, "hi"]}, "message 2 is a string"),
         ({"messages": [{"role": "asistant", "content": "x"}]}, "'asistant' is not allowed"),
         ({"messages": [{"content": "x"}]}, "role None is not allowed"),

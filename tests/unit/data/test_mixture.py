@@ -91,7 +91,7 @@ def test_pairs_stay_together_and_are_numbered_apart() -> None:
 
 def test_what_is_too_long_is_refused_or_dropped_and_counted() -> None:
     examples = [Conversation("q", "a"), Conversation("question", "")]
-    with pytest.raises(UserError, match=r"all:2: 10 tokens, model\.context_length is 6"):
+    with pytest.raises(UserError, match=r"all:2: 10 tokens, but model\.context_length is 6"):
         mixture_of(source(examples=examples))
     mixture = mixture_of(source(examples=examples), too_long="drop")
     mixture.next_batch(3)
@@ -106,7 +106,7 @@ def test_all_bad_rows_of_a_file_are_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         read_source("c", DataSource(path=str(path)), "conversations")
     lines = str(caught.value).splitlines()
-    assert lines[0].endswith("12 bad rows") and "c.jsonl:2: no 'answer'" in lines[1] and lines[-1] == "  and 2 more"
+    assert lines[0].endswith("12 invalid rows") and "c.jsonl:2: no 'answer'" in lines[1] and lines[-1] == "  and 2 more"
     assert len(lines) == 12
 
 

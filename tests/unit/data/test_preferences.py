@@ -68,8 +68,8 @@ def test_earlier_answers_are_not_learnt_and_longer_ones_are_wholly() -> None:
             {"prompt": "else", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
             "'prompt' is not in the common beginning",
         ),
-        ({"messages": [USER], "chosen": [MORE], "rejected": [BAD]}, "'chosen' has no message of the assistant"),
-        ({"chosen": [USER, GOOD], "rejected": [USER, GOOD, MORE]}, "'chosen' has no text of the assistant"),
+        ({"messages": [USER], "chosen": [MORE], "rejected": [BAD]}, "'chosen' has no assistant message"),
+        ({"chosen": [USER, GOOD], "rejected": [USER, GOOD, MORE]}, "'chosen' has no assistant message"),
         ({"messages": 3, "chosen": "g", "rejected": "b"}, "'messages' is a number"),
     ],
 )

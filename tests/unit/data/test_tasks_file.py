@@ -50,9 +50,9 @@ def test_tasks_of_a_file_are_drawn_and_scored(tmp_path: Path) -> None:
         ("{}", ":1: no 'prompt'; the line has no keys"),
         ('{"prompt": " "}', ":1: 'prompt' is an empty string"),
         ('{"prompt": 3}', ":1: 'prompt' is a number"),
-        ('{"prompt": []}', ":1: 'prompt' is messages of nobody"),
+        ('{"prompt": []}', ":1: 'prompt' is a list of messages (empty)"),
         ('{"prompt": [{"role": "user", "content": 3}]}', ":1: 'prompt' is a number"),
-        ('{"prompt": [{"role": "system", "content": "a"}, "b"]}', ":1: 'prompt' is messages of system, None;"),
+        ('{"prompt": [{"role": "system", "content": "a"}, "b"]}', ":1: 'prompt' is a list of messages (system, None);"),
         ('{"prompt": "a", "answer": [1]}', ":1: 'answer' is a list"),
         ('{"prompt": "a", "answer": true}', ":1: 'answer' is a boolean"),
         ('{"prompt": "a", "id": 2}\n{"prompt": "b"}', ":2: id '2' is also the id of row 1"),
@@ -113,9 +113,15 @@ def test_files_of_other_keys_are_read_and_scored(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"columns": {"prompt": "quesion"}}, ":1: no 'quesion', which environment.columns names; did you mean"),
+        (
+            {"columns": {"prompt": "quesion"}},
+            ":1: there is no 'quesion', which environment.columns names; did you mean",
+        ),
         ({"columns": {"prompt": "question", "answer": "answer.text"}}, "no 'answer.text', which environment.columns"),
-        ({"columns": {"prompt": "question"}, "reference_marker": "The answer:"}, "nothing after 'The answer:'"),
+        (
+            {"columns": {"prompt": "question"}, "reference_marker": "The answer:"},
+            "no text after environment.reference_marker 'The answer:'",
+        ),
     ],
 )
 def test_a_row_that_lacks_a_column_is_named(tmp_path: Path, options: Any, message: str) -> None:

@@ -75,7 +75,7 @@ def test_no_eos(folder: Path) -> None:
 def test_more_tokens_than_the_model_has(folder: Path) -> None:
     tokens = len(load_tokenizer(folder))
     load_tokenizer(folder, tokens)
-    with pytest.raises(UserError, match=rf"it has token {tokens - 1} .*, the model's vocab_size is {tokens - 1}"):
+    with pytest.raises(UserError, match=rf"it has token {tokens - 1} .*, but the model's vocab_size is {tokens - 1}"):
         load_tokenizer(folder, tokens - 1)
 
 

@@ -10,11 +10,15 @@ import pytest
 import torch
 from torch import nn
 
+from octetrl.config.presets import preset_config
 from octetrl.doctor.attribution import Attribution, Sides, attribute, mismatch_of, shapley
-from octetrl.doctor.examine import Patient
+from octetrl.doctor.examine import ExaminedWorker
 from octetrl.doctor.findings import examine, forward_logprobs
 from tests.e2e import tiny_run
-from tests.unit.doctor.test_examine import hook_one_ulp, patient
+from tests.unit.doctor.test_examine import hook_one_ulp, subject
+
+SMALL_EXPERTS = preset_config("tiny-moe") | tiny_run.SHAPE | {"num_experts": 4, "moe_intermediate_size": 32}
+del SMALL_EXPERTS["eos_token_id"]
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_run.make_model(tmp_path_factory.mktemp("doctor") / "model", tie_word_embeddings=False)
 
 
-def attribution_of(one: Patient) -> Attribution:
+def attribution_of(one: ExaminedWorker) -> Attribution:
     return attribute(examine(one))
 
 
@@ -47,7 +51,7 @@ def shares_of(found: Attribution) -> dict[str, float]:
 def test_formats_that_differ_explain_all(
     model: Path, precision: str, changes: dict[str, Any], kinds: list[str]
 ) -> None:
-    found = attribution_of(patient(model, precision, **changes))
+    found = attribution_of(subject(model, precision, **changes))
     shares = shares_of(found)
     assert list(shares) == kinds
     assert all(0.02 < share < 0.98 for share in shares.values())
@@ -55,8 +59,19 @@ def test_formats_that_differ_explain_all(
     assert found.mismatch.mean_abs > 0
 
 
+def test_experts_are_linears_like_others(tmp_path: Path) -> None:
+    """With everything moved the trainer has the engine's bits; a fault in a router is named."""
+    folder = tiny_run.make_model(tmp_path / "moe", **SMALL_EXPERTS)
+    found = attribution_of(subject(folder, "fp8_rollout"))
+    assert list(shares_of(found)) == ["weights", "activations"]
+    assert found.rest == (0.0, 0.0)
+    one = subject(folder, "bf16")
+    hook_one_ulp(one.worker.engine_model.get_submodule("layers.1.mlp.gate"))
+    assert "layer 1, router logits" in examine(one).report.verdict
+
+
 def test_nothing_to_attribute(model: Path) -> None:
-    found = attribution_of(patient(model, "fp8_full"))
+    found = attribution_of(subject(model, "fp8_full"))
     assert found.lines() == ["nothing to attribute: every log-prob is equal"]
     assert not found.shares
 
@@ -64,15 +79,15 @@ def test_nothing_to_attribute(model: Path) -> None:
 def test_models_without_qk_norm_keep_k(tmp_path: Path) -> None:
     qwen2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
     model = tiny_run.make_model(tmp_path / "qwen2", **qwen2)
-    shares = shares_of(attribution_of(patient(model, "fp8_full", fp8__kv_replay=False)))
+    shares = shares_of(attribution_of(subject(model, "fp8_full", fp8__kv_replay=False)))
     assert list(shares) == ["V"]
     assert shares["V"] == 1.0
 
 
 def test_each_kind_moves_alone(model: Path) -> None:
     """Each brings log-probs of its own, and moved away again the trainer has its bits back."""
-    examined = examine(patient(model, "fp8_full", fp8__train=False, fp8__kv_replay=False))
-    sides, modules = Sides(examined), examined.patient.module_pass(examined.sequences)
+    examined = examine(subject(model, "fp8_full", fp8__train=False, fp8__kv_replay=False))
+    sides, modules = Sides(examined), examined.subject.module_pass(examined.sequences)
 
     def moved(*kinds: str) -> torch.Tensor:
         with sides.swapped(frozenset(kinds)):
@@ -90,12 +105,14 @@ def test_each_kind_moves_alone(model: Path) -> None:
 # --- planted --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("field", "kind"), [("k_scale_LK", "K"), ("v_scale_LK", "V")])
-def test_wrong_scales(model: Path, field: str, kind: str) -> None:
-    one = patient(model, "fp8_full")
+@pytest.mark.parametrize(("heads", "kind"), [((0, 1), "K"), ((2, 3), "V")])
+def test_wrong_scales(model: Path, heads: tuple[int, ...], kind: str) -> None:
+    one = subject(model, "fp8_full")
     scales = one.worker.kv_scales
     assert scales is not None
-    one.worker.kv_scales = replace(scales, **{field: getattr(scales, field) * 1.5})
+    wrong_LS = scales.scale_LS.clone()
+    wrong_LS[:, heads] *= 1.5
+    one.worker.kv_scales = replace(scales, scale_LS=wrong_LS)
     found = attribution_of(one)
     assert shares_of(found) == {kind: 1.0}
     assert found.shares[0].engine == "FP8, calibrated, other scales"
@@ -103,7 +120,7 @@ def test_wrong_scales(model: Path, field: str, kind: str) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_another_lm_head(model: Path, tmp_path: Path, tied: bool) -> None:
-    one = patient(tiny_run.make_model(tmp_path / "tied") if tied else model, "fp8_full")
+    one = subject(tiny_run.make_model(tmp_path / "tied") if tied else model, "fp8_full")
     engine: Any = one.worker.engine_model
     weight = nn.Parameter(engine.lm_head_weight.detach() * torch.linspace(0.5, 1.5, 320).to(torch.bfloat16)[:, None])
     (engine.embedding if tied else engine.lm_head)._parameters["weight"] = weight
@@ -115,7 +132,7 @@ def test_another_lm_head(model: Path, tmp_path: Path, tied: bool) -> None:
 
 
 def test_another_norm_and_another_linear(model: Path) -> None:
-    one = patient(model, "bf16")
+    one = subject(model, "bf16")
     engine: Any = one.worker.engine_model
     engine.norm._parameters["weight"] = nn.Parameter(engine.norm.weight.detach() * 1.25)
     down = engine.layers[1].mlp.down_proj
@@ -128,13 +145,13 @@ def test_another_norm_and_another_linear(model: Path) -> None:
 
 
 def test_an_op_that_differs_is_the_rest(model: Path) -> None:
-    one = patient(model, "fp8_rollout")
+    one = subject(model, "fp8_rollout")
     for layer in one.worker.engine_model.decoder_layers():
         layer.mlp.down_proj.register_forward_hook(lambda _module, _inputs, output: output * 1.5)
     found = attribution_of(one)
     assert found.rest.mean_abs > 0.3
     assert "look at the first difference" in found.lines()[-1]
-    one = patient(model, "fp8_full")
+    one = subject(model, "fp8_full")
     hook_one_ulp(one.worker.engine_model.get_submodule("layers.0"))
     found = attribution_of(one)
     assert not found.shares

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import octetrl.engine.model_runner as model_runner
 import octetrl.models.blocks.attention.module as attention
-from octetrl.doctor.examine import Examination, Patient, wake_branches
+from octetrl.doctor.examine import Examination, ExaminedWorker, wake_branches
 from octetrl.doctor.findings import Report, examine, first_difference, noted
 from octetrl.doctor.passes import DrawnSequences, EngineLimits, Pass, Piece, engine_plans
 from octetrl.doctor.taps import Fingerprints, Note, Site, fingerprint
@@ -28,12 +28,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_run.make_model(tmp_path_factory.mktemp("doctor") / "model", tie_word_embeddings=False)
 
 
-def patient(model: Path, precision: str, **changes: Any) -> Patient:
+def subject(model: Path, precision: str, **changes: Any) -> ExaminedWorker:
     changes = {"precision": precision, **{name.replace("__", "."): value for name, value in changes.items()}}
-    return Patient(tiny_run.tiny_recipe(model, model.parent / "run", changes), SMALL)
+    return ExaminedWorker(tiny_run.tiny_recipe(model, model.parent / "run", changes), SMALL)
 
 
-def report_of(one: Patient) -> Report:
+def report_of(one: ExaminedWorker) -> Report:
     return examine(one).report
 
 
@@ -64,7 +64,7 @@ def hook_one_ulp(module: nn.Module) -> None:
     ],
 )
 def test_every_bit_is_equal(model: Path, precision: str, changes: dict[str, Any]) -> None:
-    report = report_of(patient(model, precision, **changes))
+    report = report_of(subject(model, precision, **changes))
     assert report.equal
     assert report.verdict.startswith("equal: every bit of") and report.verdict.endswith("24 drawn tokens")
     ways = [name for name, _ in report.passes]
@@ -73,7 +73,7 @@ def test_every_bit_is_equal(model: Path, precision: str, changes: dict[str, Any]
 
 
 def test_nothing_is_left_on_the_models(model: Path) -> None:
-    one = patient(model, "fp8_full")
+    one = subject(model, "fp8_full")
     report_of(one)
     for decoder in (one.worker.trainer_model, one.worker.engine_model):
         for module in decoder.modules():
@@ -102,7 +102,7 @@ def test_nothing_is_left_on_the_models(model: Path) -> None:
     ],
 )
 def test_one_ulp_in_a_module_is_named(model: Path, side: str, name: str, op: str) -> None:
-    one = patient(model, "bf16")
+    one = subject(model, "bf16")
     decoder: Decoder = getattr(one.worker, f"{side}_model")
     hook_one_ulp(decoder.get_submodule(name))
     first = report_of(one).first
@@ -112,7 +112,7 @@ def test_one_ulp_in_a_module_is_named(model: Path, side: str, name: str, op: str
 
 
 def test_where_and_what_is_told(model: Path) -> None:
-    one = patient(model, "fp8_full")
+    one = subject(model, "fp8_full")
     hook_one_ulp(one.worker.trainer_model.get_submodule("layers.0.mlp.down_proj"))
     report = report_of(one)
     first = report.first
@@ -127,20 +127,20 @@ def test_where_and_what_is_told(model: Path) -> None:
 def test_an_attention_kernel_that_is_an_ulp_off(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = attention.attention_paged
     monkeypatch.setattr(attention, "attention_paged", lambda *args, **kwargs: one_ulp(kernel(*args, **kwargs)))
-    first = report_of(patient(model, "fp8_full")).first
+    first = report_of(subject(model, "fp8_full")).first
     assert first is not None
     assert (first.site, first.other) == (Site(0, "attention out"), "engine, decode")
     assert first.shape == (4, 16)
 
 
-@pytest.mark.parametrize(("field", "op"), [("k_scale_LK", "k as cached"), ("v_scale_LK", "v as cached")])
-def test_a_wrong_scale_of_one_head_is_named(model: Path, field: str, op: str) -> None:
-    one = patient(model, "fp8_full")
+@pytest.mark.parametrize(("scale", "op"), [(1, "k as cached"), (3, "v as cached")])
+def test_a_wrong_scale_of_one_head_is_named(model: Path, scale: int, op: str) -> None:
+    one = subject(model, "fp8_full")
     scales = one.worker.kv_scales
     assert scales is not None
-    wrong_LK = getattr(scales, field).clone()
-    wrong_LK[1, 1] *= 1.01
-    one.worker.kv_scales = replace(scales, **{field: wrong_LK})
+    wrong_LS = scales.scale_LS.clone()
+    wrong_LS[1, scale] *= 1.01
+    one.worker.kv_scales = replace(scales, scale_LS=wrong_LS)
     first = report_of(one).first
     assert first is not None
     assert first.site == Site(1, op)
@@ -148,7 +148,7 @@ def test_a_wrong_scale_of_one_head_is_named(model: Path, field: str, op: str) ->
 
 
 def test_one_code_of_one_weight(model: Path) -> None:
-    one = patient(model, "fp8")
+    one = subject(model, "fp8")
     linear: Any = one.worker.engine_model.get_submodule("layers.1.attention.o_proj")
     codes = linear.codes.clone()
     codes.view(torch.uint8)[5, 7] ^= 8
@@ -160,7 +160,7 @@ def test_one_code_of_one_weight(model: Path) -> None:
 
 
 def test_other_weights_of_the_lm_head(model: Path) -> None:
-    one = patient(model, "bf16")
+    one = subject(model, "bf16")
     head: Any = one.worker.engine_model.lm_head
     weight = head.weight.detach().clone()
     weight[7] *= 2
@@ -171,15 +171,15 @@ def test_other_weights_of_the_lm_head(model: Path) -> None:
 
 
 def test_formats_that_differ_show_at_the_first_linear(model: Path) -> None:
-    first = report_of(patient(model, "fp8_rollout")).first
+    first = report_of(subject(model, "fp8_rollout")).first
     assert first is not None and first.site == Site(0, "qkv_proj")
-    first = report_of(patient(model, "fp8_full", fp8__kv_replay=False)).first
+    first = report_of(subject(model, "fp8_full", fp8__kv_replay=False)).first
     assert first is not None and first.site == Site(0, "k as cached")
 
 
 def test_a_branch_that_adds_nothing_yet_hides_nothing(model: Path) -> None:
     """B is zero before the first step. Small numbers stand in for it, so a wrong branch of one side shows."""
-    one = patient(model, "fp8_full", model__lora={})
+    one = subject(model, "fp8_full", model__lora={})
     assert one.woke_branches and "every adapter's B is zero" in str(one)
     assert report_of(one).equal
     for _, adapter in one.worker.engine_model.adapters():
@@ -189,9 +189,9 @@ def test_a_branch_that_adds_nothing_yet_hides_nothing(model: Path) -> None:
 
 
 def test_a_branch_that_was_trained_stays_as_it_is(model: Path) -> None:
-    adapters = patient(model, "bf16", model__lora={}).worker.trainer_model
+    adapters = subject(model, "bf16", model__lora={}).worker.trainer_model
     assert not wake_branches(adapters, seed=1)
-    assert not wake_branches(patient(model, "bf16").worker.trainer_model, seed=1), "a model without adapters"
+    assert not wake_branches(subject(model, "bf16").worker.trainer_model, seed=1), "a model without adapters"
 
 
 # --- ends -----------------------------------------------------------------------------------------------------
@@ -200,14 +200,14 @@ def test_a_branch_that_was_trained_stays_as_it_is(model: Path) -> None:
 def test_an_engine_that_does_not_follow_its_forward(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = model_runner.logprobs_alone
     monkeypatch.setattr(model_runner, "logprobs_alone", lambda *args: one_ulp(own(*args)))
-    report = report_of(patient(model, "fp8_full"))
+    report = report_of(subject(model, "fp8_full"))
     assert report.first is None and not report.equal
     assert all(name.startswith("engine") for name in report.off_forwards)
     assert "the engine side does not follow" in report.verdict and "captured graphs" in report.verdict
 
 
 def test_a_trainer_that_does_not_follow_its_forward(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = patient(model, "fp8_full")
+    one = subject(model, "fp8_full")
     own = one.worker.trainer.forward.logprobs_of
 
     def off(*args: Any) -> tuple[Tensor, Tensor]:
@@ -249,7 +249,7 @@ def test_an_op_that_does_not_repeat_its_bits_is_called_so(model: Path) -> None:
 
     passes = Pass("trainer", "packed", always), Pass("engine", "decode", once)
     prints: list[Fingerprints] = [noted(one, drawn) for one in passes]
-    found = first_difference(*passes, *prints, patient(model, "bf16"), drawn)
+    found = first_difference(*passes, *prints, subject(model, "bf16"), drawn)
     assert found is not None and "does not repeat its bits" in str(found)
 
 

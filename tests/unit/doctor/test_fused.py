@@ -22,7 +22,7 @@ from octetrl.models.blocks.mlp import rollout as mlp_rollout
 from octetrl.models.blocks.mlp import training as mlp_training
 from octetrl.models.decoder import Decoder
 from tests.e2e import tiny_run
-from tests.unit.doctor.test_examine import one_ulp, patient
+from tests.unit.doctor.test_examine import one_ulp, subject
 
 QUANTISED = [
     Site(layer, f"{op}, quantised") for layer in range(2) for op in ("norm", "attention out", "MLP norm", "SiLU")
@@ -51,7 +51,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize(("precision", "changes"), PRECISIONS)
 def test_they_tell_what_modules_tell(model: Path, precision: str, changes: dict[str, Any]) -> None:
-    one = patient(model, precision, **changes)
+    one = subject(model, precision, **changes)
     sequences = one.sequences(one.engine_ends()[1])
     modules = noted(one.module_pass(sequences), sequences)
     for each in one.passes(sequences):
@@ -67,7 +67,7 @@ def test_they_tell_what_modules_tell(model: Path, precision: str, changes: dict[
 
 @pytest.mark.usefixtures("on_a_gpu")
 def test_both_fused_forwards_are_equal_and_all_is_put_back(model: Path) -> None:
-    one = patient(model, "fp8_full")
+    one = subject(model, "fp8_full")
     assert examine(one).report.equal
     for decoder in (one.worker.trainer_model, one.worker.engine_model):
         assert all(getattr(module, "probe", None) is None for module in decoder.modules())
@@ -94,6 +94,6 @@ def test_a_kernel_that_is_an_ulp_off(
         return made._replace(scale=one_ulp(made.scale, 0)) if isinstance(made, Quantized) else one_ulp(made, 0)
 
     monkeypatch.setattr(namespace, kernel, off)
-    report = examine(patient(model, "fp8_full")).report
+    report = examine(subject(model, "fp8_full")).report
     assert report.first is not None
     assert (report.first.site, report.at_fault) == (site, side)

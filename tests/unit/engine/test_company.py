@@ -48,8 +48,7 @@ def trainer_logprobs(precision: str, asked: GenerationRequest, answers: list[Com
         cu_seqlens_B1=starts.int(),
         max_seqlen=max(lengths),
         kv_mode=kv_mode,
-        k_scale_LK=SCALES.k_scale_LK if calibrated else None,
-        v_scale_LK=SCALES.v_scale_LK if calibrated else None,
+        kv_scale_LS=SCALES.scale_LS if calibrated else None,
     )
     tokens_T = torch.tensor([token for sequence in sequences for token in sequence])
     positions_T = torch.cat([torch.arange(length) for length in lengths])

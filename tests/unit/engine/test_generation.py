@@ -89,7 +89,7 @@ def test_metrics_and_progress() -> None:
     tokens = sum(len(completion.token_ids) for siblings in answers for completion in siblings)
     assert (metrics.completions, metrics.generated_tokens, metrics.prompt_tokens) == (9, tokens, 30)
     assert metrics.prefilled_tokens == 27  # each prompt once, without its last token
-    assert metrics.preemptions == 0 and metrics.kv_saturation == 0.0 and metrics.kv_saturation_L2K is None
+    assert metrics.preemptions == 0 and metrics.kv_saturation == 0.0 and metrics.kv_saturation_LS is None
     assert 0 < metrics.batch_occupancy <= 1 and 0 < metrics.cache_occupancy <= 1
     assert metrics.tokens_per_second > 0
     assert len(seen) == metrics.steps and {progress.total for progress in seen} == {9}
@@ -151,7 +151,8 @@ def test_a_calibrated_cache_refuses_to_be_written_without_scales_of_this_version
     with pytest.raises(RuntimeError, match=r"belong to policy version 0 and the weights to 1"):
         engine.generate([request()])
     fresh = tiny_engine("fp8_full")
-    fresh._scales_version = None
+    assert fresh._scales is not None
+    fresh._scales.policy_version = None
     with pytest.raises(RuntimeError, match=r"has no scales: calibrate .* set_kv_scales"):
         fresh.generate([request()])
 
@@ -159,12 +160,12 @@ def test_a_calibrated_cache_refuses_to_be_written_without_scales_of_this_version
 def test_scales_are_read_back_as_given_and_bad_ones_refused() -> None:
     engine = tiny_engine("fp8_full")
     assert engine.kv_scales is not None and same_bits(engine.kv_scales, SCALES)
-    bad = SCALES.v_scale_LK.clone()
-    bad[1, 0] = torch.nan
+    bad = SCALES.scale_LS.clone()
+    bad[1, 2] = torch.nan
     with pytest.raises(ValueError, match="scale of V in layer 1, head 0 is nan"):
-        engine.set_kv_scales(KVScales(SCALES.k_scale_LK, bad, 0))
-    with pytest.raises(ValueError, match=r"got \[L, K\] = \[3, 2\]"):
-        engine.set_kv_scales(KVScales(torch.ones(3, 2), torch.ones(3, 2), 0))
+        engine.set_kv_scales(KVScales(bad, 0))
+    with pytest.raises(ValueError, match=r"got \[layers, scales of a layer\] = \[3, 4\]"):
+        engine.set_kv_scales(KVScales(torch.ones(3, 4), 0))
     assert same_bits(engine.kv_scales, SCALES)
 
 
@@ -172,15 +173,15 @@ def test_saturation_is_counted_by_layer_and_head() -> None:
     engine = tiny_engine("fp8_full")
     engine.generate([request()])
     assert engine.metrics is not None and engine.metrics.kv_saturation == 0.0
-    narrow = SCALES.v_scale_LK.clone()
-    narrow[1, 0] = 1e-6
-    engine.set_kv_scales(KVScales(SCALES.k_scale_LK, narrow, 0))
+    narrow = SCALES.scale_LS.clone()
+    narrow[1, 2] = 1e-6
+    engine.set_kv_scales(KVScales(narrow, 0))
     for _ in range(2):  # counted anew in each call
         engine.generate([request()])
-        share = engine.metrics.kv_saturation_L2K
+        share = engine.metrics.kv_saturation_LS
         assert share is not None
-        assert share[1, 1, 0] > 0.9 and share.count_nonzero() == 1
-        assert engine.metrics.kv_saturation == pytest.approx(float(share[1, 1, 0]) / 8)
+        assert share[1, 2] > 0.9 and share.count_nonzero() == 1
+        assert engine.metrics.kv_saturation == pytest.approx(float(share[1, 2]) / 8)
 
 
 def test_logits_that_are_not_finite_are_an_error_that_names_the_request() -> None:

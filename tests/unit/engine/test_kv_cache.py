@@ -11,6 +11,7 @@ from octetrl.config.schema import EngineConfig, Fp8Config
 from octetrl.engine.kv_cache import KVCache, cache_format, configured_pages
 from octetrl.fp8.format import E4M3
 from octetrl.fp8.policy import precision_policy
+from octetrl.kernels.attention.kv_store import v_pages_shape
 from tests.unit.engine.tiny_engine import PRECISIONS, SPEC
 
 CPU = torch.device("cpu")
@@ -30,28 +31,26 @@ def page_of(precision: str):
 )
 def test_the_policy_decides_the_format(precision: str, dtype: torch.dtype, bytes_per_page: int) -> None:
     page = page_of(precision)
-    assert (page.k_dtype, page.v_dtype, page.bytes_per_page) == (dtype, dtype, bytes_per_page)
-    cache = KVCache(page, 3, CPU, torch.ones(2, 2, 2) if precision == "fp8_full" else None)
-    layer = cache.layers[1]
-    assert layer.k.shape == (3, 2, 32, 16) and layer.k.dtype == layer.v.dtype == dtype
-    assert layer.v.shape == ((3, 2, 32, 16) if precision == "bf16" else (3, 2, 16, 32))
-    held = [layer.k, layer.v, layer.k_token_scale, layer.v_token_scale]
-    held = [t for t in held if t is not None]
-    assert 2 * sum(t.numel() * t.element_size() for t in held) == 3 * page.bytes_per_page
-    assert (layer.k_scale_K is not None) == (layer.saturated_2K is not None) == (precision == "fp8_full")
+    assert page.bytes_per_page == bytes_per_page
+    cache = KVCache(page, 3, CPU, torch.ones(2, 4) if precision == "fp8_full" else None)
+    k, v = cache.layers[1].tensors
+    assert k.pages.shape == (3, 2, 32, 16) and k.pages.dtype == v.pages.dtype == dtype
+    assert v.pages.shape == v_pages_shape(3, 2, 32, 16, dtype)
+    assert sum(t.numel() * t.element_size() for t in tensors_of(cache)) == 3 * page.bytes_per_page
+    assert (k.scale is not None) == (cache.layers[1].saturated_S is not None) == (precision == "fp8_full")
 
 
 def test_k_stays_bf16_where_fp8_would_ruin_it() -> None:
     spec = replace(SPEC, qk_norm=False, qkv_bias=True)
     policy = precision_policy(spec, Fp8Config(kv_cache="calibrated"))
     page = cache_format(spec, policy, torch.bfloat16, page_size=16)
-    layer = KVCache(page, 1, CPU, torch.ones(2, 2, 2)).layers[0]
-    assert (layer.k.dtype, layer.v.dtype) == (torch.bfloat16, E4M3)
-    assert layer.k_scale_K is None and layer.v_scale_K is not None
+    k, v = KVCache(page, 1, CPU, torch.ones(2, 4)).layers[0].tensors
+    assert (k.pages.dtype, v.pages.dtype) == (torch.bfloat16, E4M3)
+    assert k.scale is None and v.scale is not None
 
 
 def tensors_of(cache: KVCache) -> list[torch.Tensor]:
-    held = [t for layer in cache.layers for t in (layer.k, layer.v, layer.k_token_scale, layer.v_token_scale)]
+    held = [t for layer in cache.layers for one in layer.tensors for t in (one.pages, one.token_scale)]
     return [t for t in held if t is not None]
 
 

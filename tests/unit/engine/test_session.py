@@ -118,7 +118,7 @@ def test_who_is_cancelled_frees_his_pages_and_leaves_the_others_as_they_were(roo
                 if after[request_id] == clock:
                     session.cancel(request_id)
                     session._scheduler.check()
-                    assert all(s.group.request.id != request_id for s in session._known())
+                    assert all(s.group.request.id != request_id for s in session._unfinished())
                     assert all(s.group.request.id != request_id for s in session._reported)
                     events = [e for e in events if e.request_id != request_id]
             events += session.events()

@@ -43,7 +43,7 @@ PRECISIONS = {
     "fp8_dynamic": Fp8Config(rollout=True, train=True, kv_cache="dynamic"),
     "fp8_full": Fp8Config(rollout=True, train=True, kv_cache="calibrated"),
 }
-SCALES = KVScales(torch.tensor([[0.008, 0.01], [0.009, 0.007]]), torch.tensor([[0.15, 0.14], [0.16, 0.15]]), 0)
+SCALES = KVScales(torch.tensor([[0.008, 0.01, 0.15, 0.14], [0.009, 0.007, 0.16, 0.15]]), 0)  # two heads' K, then V
 
 
 class Letters:

@@ -10,9 +10,9 @@ from typing import Any
 from octetrl.environments.tools import Family
 from octetrl.environments.tracebacks import error_line
 from octetrl.environments.turns import Conversation
-from octetrl.environments.turns.calls import Called
+from octetrl.environments.turns.calls import CallResult
 from octetrl.environments.turns.conversation import current
-from octetrl.environments.turns.dialogue import Dialogue, Do, Failed, Limits
+from octetrl.environments.turns.dialogue import Dialogue, Failed, Limits, RequestedCall
 from octetrl.records import Completion, FinishReason, RolloutStatus, Task
 
 Player = Callable[[Conversation], str]
@@ -75,7 +75,9 @@ def _speak(runner: asyncio.Runner, dialogue: Dialogue, played: Played, player: P
             return
 
 
-def _led(runner: asyncio.Runner, played: Played, generator: Generator[tuple[Do, ...], tuple[Called, ...], Any]) -> Any:
+def _led(
+    runner: asyncio.Runner, played: Played, generator: Generator[tuple[RequestedCall, ...], tuple[CallResult, ...], Any]
+) -> Any:
     came: Any = None
     while True:
         try:
@@ -85,13 +87,13 @@ def _led(runner: asyncio.Runner, played: Played, generator: Generator[tuple[Do, 
         came = tuple(_called(runner, played, do) for do in wanted)
 
 
-def _called(runner: asyncio.Runner, played: Played, do: Do) -> Called:
+def _called(runner: asyncio.Runner, played: Played, do: RequestedCall) -> CallResult:
     async def call() -> Any:
         current.set(played.conversation)
         value = do.function(*do.args)
         return await value if asyncio.iscoroutine(value) else value
 
     try:
-        return Called(runner.run(call()))
+        return CallResult(runner.run(call()))
     except Exception as error:
-        return Called(error=error_line(error))
+        return CallResult(error=error_line(error))

@@ -63,7 +63,7 @@ def test_tasks_differ_and_are_the_same_each_time() -> None:
     [
         ("gues_number", {}, "there is no game 'gues_number'; did you mean 'guess_number'?"),
         ("guess_number", {"guess": 3}, "has no parameter 'guess'; did you mean 'guesses'?; it takes numbers, guesses"),
-        ("guess_number", {"guesses": 0}, "environment.parameters.guesses: 0 is no whole number from 1 on"),
+        ("guess_number", {"guesses": 0}, "environment.parameters.guesses: 0 is not a whole number of at least 1"),
         ("guess_number", {"seed": 0}, "has no parameter 'seed'"),
     ],
 )

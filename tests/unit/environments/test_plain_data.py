@@ -43,7 +43,7 @@ def test_odd_numbers_and_numpys() -> None:
 
 @pytest.mark.parametrize("value", [object(), print, {"a": [1j]}, ValueError("x")])
 def test_what_is_no_plain_data_is_named(value: object) -> None:
-    with pytest.raises(TypeError, match="is no plain data; give text"):
+    with pytest.raises(TypeError, match="is not plain data; give text"):
         to_text(value)
 
 

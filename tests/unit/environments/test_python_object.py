@@ -36,7 +36,7 @@ def test_a_module_in_the_working_directory_is_found(tmp_path: Path, monkeypatch:
         ("import sys\nsys.exit(0)", "fails when imported (SystemExit: 0 (ending_environment.py:2))"),
         ("import os\nos._exit(0)", "ends its process when imported (the process exited with code 0)"),
         ("raise KeyboardInterrupt", "fails when imported (KeyboardInterrupt: (ending_environment.py:1))"),
-        ("import time\ntime.sleep(60)", "was not imported in 1 s; mend it, or raise environment.load_timeout_seconds"),
+        ("import time\ntime.sleep(60)", "was not imported in 1 s; fix it, or raise environment.load_timeout_seconds"),
         (
             "import sys\nclass Made:\n    def __init__(self): sys.exit(0)",
             "making 'ending_environment:Made' ends its process (sys.exit(0))",

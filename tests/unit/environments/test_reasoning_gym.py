@@ -71,7 +71,7 @@ def test_a_generator_that_is_killed_or_stopped_is_replaced(
     assert task.metadata["entry"]["metadata"][2] == (5, {5})  # keys and types as the generator made them
     assert make(4).prompt == again.prompt and make(4).metadata["entry"]["metadata"]["pid"] != first
     assert make.restarts == 1
-    assert "made no task 5" in caplog.text and "it is made again in a new process" in caplog.text
+    assert "made no task 5" in caplog.text and "it is tried again in a new process" in caplog.text
 
 
 def test_a_task_that_can_not_be_made_is_one_line() -> None:

@@ -84,7 +84,7 @@ def test_no_reward_is_an_error_and_not_a_zero(workers: RewardWorkers, text: str,
         ("crash", "the process was killed by signal 6"),
         ("close descriptors", "the process closed descriptors that were not its own"),
         ("replace descriptors", "the process closed descriptors that were not its own"),
-        ("become another program", "the process closed its connection and lives on"),
+        ("become another program", "the process closed its connection and still runs"),
         ("kill the keeper", "the process that keeps the worker was killed by signal 9"),
         ("send junk", "the process sent what is no answer ("),
     ],
@@ -129,7 +129,7 @@ def test_what_a_worker_sends_is_never_run(tmp_path: Path) -> None:
         (score,) = workers.score([(Task(id=str(marker), prompt="?"), "")])
     assert not marker.exists()
     assert score.status is RolloutStatus.REWARD_ERROR
-    assert score.detail is not None and score.detail.startswith("TypeError: a Runs is no plain data")
+    assert score.detail is not None and score.detail.startswith("TypeError: a Runs is not plain data")
 
 
 def test_a_flood_of_prints_is_cut_and_said(capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import torch
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
-from octetrl.fp8.gemm import BackendName
+from octetrl.fp8.backends import BackendName
 from octetrl.fp8.parity import refused_gate, slow_paths, why_not_equal, why_not_fused
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
@@ -53,11 +53,11 @@ def test_a_model_is_fused_where_the_recipe_says_so(precision: str, dtype: str, e
     [
         ({}, None),
         ({"precision": "fp8_full"}, None),
-        ({"precision": "fp8_rollout"}, "FP8 on one side alone"),
+        ({"precision": "fp8_rollout"}, "FP8 on one side only"),
         ({"precision": "fp8_full", "fp8": {"kv_replay": False}}, "fp8.kv_replay: false"),
         ({"engine": {"prefix_cache": "keep"}}, "engine.prefix_cache: keep"),
         ({"numerics": "fast"}, "numerics: fast"),
-        (SUPERVISED, "sft draws no rollouts"),
+        (SUPERVISED, "sft samples no rollouts"),
     ],
 )
 def test_an_explicit_gate_is_refused_where_it_could_never_close(sections: dict[str, Any], why: str | None) -> None:

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octetrl.fp8.errors import relative_error
 from octetrl.fp8.format import BLOCK, E4M3, E4M3_MAX, NAN_CODE, decode_e4m3
 from octetrl.fp8.quantize import (
     Quantized,
@@ -28,6 +27,7 @@ from octetrl.fp8.quantize import (
     quantize_weight_reference,
     scale_and_inverse,
 )
+from octetrl.fp8.relative_error import relative_error
 
 KINDS = ("normal", "huge", "tiny", "subnormal", "zeros", "border", "mixed")
 

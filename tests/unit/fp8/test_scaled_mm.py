@@ -7,15 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octetrl.fp8.errors import relative_error
+from octetrl.fp8.backends import fp8_gemm_dgrad, fp8_gemm_nt, fp8_gemm_wgrad
 from octetrl.fp8.format import BLOCK, decode_e4m3
-from octetrl.fp8.gemm import fp8_gemm_dgrad, fp8_gemm_nt, fp8_gemm_wgrad
 from octetrl.fp8.quantize import (
     Quantized,
     quantize_activation_reference,
     quantize_tokens_reference,
     quantize_weight_reference,
 )
+from octetrl.fp8.relative_error import relative_error
 
 EVEN = (64, 256, 384)
 ODD = [(1, 128, 128), (33, 576, 960), (70, 300, 500), (35, 192, 8000), (64, 4000, 192)]
@@ -24,7 +24,7 @@ ODD = [(1, 128, 128), (33, 576, 960), (70, 300, 500), (35, 192, 8000), (64, 4000
 def double(
     a_MK: Tensor, b_KN: Tensor, a_scale: Tensor, _a_recipe: object, b_scale: Tensor, b_recipe: object, **kwargs: object
 ) -> Tensor:
-    """`F.scaled_mm` as fp8/gemm.py calls it."""
+    """`F.scaled_mm` as fp8/scaled_mm.py calls it."""
     (rows, depth), columns, blocks = a_MK.shape, b_KN.shape[1], a_MK.shape[1] // BLOCK
     square = b_recipe == F.ScalingType.BlockWise128x128
     assert a_MK.is_contiguous() and b_KN.t().is_contiguous(), "a is row-major, b column-major"

@@ -19,7 +19,16 @@ import triton.runtime.interpreter as interpreter
 from torch import Tensor
 
 from octetrl.fp8.quantize import quantize_activation_reference
-from octetrl.kernels.attention import attention_packed, attention_packed_backward, attention_paged, kv_store
+from octetrl.kernels.attention import (
+    attention_decode,
+    attention_packed,
+    attention_packed_backward,
+    attention_paged,
+    attention_reference,
+    attention_rows,
+    decode_layout,
+    kv_store,
+)
 from tests.unit.kernels.attention_cases import PagedCache, cu_seqlens_of, random_qkv, scales_of
 
 LENGTHS = [3, 130]
@@ -113,7 +122,10 @@ def compare_decode(kv_mode: str, quantize_k: bool, head_size: int, page_size: in
     arguments = (q[[299, 306, 434, 0]], cache.k, cache.v, table, torch.arange(5, dtype=torch.int32), contexts, SCALE)
     out = attention_paged.attention_paged_triton(*arguments, *cache.scales, 1)
     want = attention_paged.attention_paged_reference(*arguments, *cache.scales)
-    errors = {"decode": distance(out, want), "padding": float(out[3].abs().max())}
+    scale_of = [kv_store.scale_in_use(x, *s) for x, s in ((cache.k, cache.scales[::2]), (cache.v, cache.scales[1::2]))]
+    tables = (arguments[0], cache.k, cache.v, table, contexts, SCALE, *scale_of)
+    whole = attention_decode.attention_decode_triton(*tables, split=None)
+    errors = {"decode": distance(out, want), "padding": float(out[3].abs().max()), "split": distance(out, whole)}
     if head_size == 128:
         for power_of_two in (False, True):
             got = attention_paged.attention_paged_triton(*arguments, *cache.scales, 1, True, power_of_two)
@@ -127,6 +139,8 @@ if __name__ == "__main__":
     assert os.environ.get("TRITON_INTERPRET") == "1"
     torch.set_num_threads(1)
     mend_interpreter()
+    for module in (attention_decode, attention_reference, attention_rows, decode_layout):
+        module.KV_CHUNK = 128  # one tile, so that short sequences have several chunks
     cases = {
         "none": ("none", False, 64, 16, 2),
         "calibrated": ("calibrated", True, 32, 128, 2),

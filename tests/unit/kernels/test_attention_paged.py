@@ -8,7 +8,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from octetrl.fp8.format import E4M3
+from octetrl.kernels.attention import attention_reference
 from octetrl.kernels.attention.attention_paged import attention_paged
+from octetrl.kernels.attention.decode_layout import KeySplit
 from octetrl.kernels.attention.kv_store import by_key, kv_store
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from tests.unit.kernels.attention_cases import CACHES, PagedCache, cu_seqlens_of, random_qkv, scales_of
@@ -16,6 +19,12 @@ from tests.unit.kernels.attention_cases import CACHES, PagedCache, cu_seqlens_of
 SCALE = 0.2
 LENGTHS = [5, 140, 33]
 CHUNKS = [1, 9, 33]  # the last queries of each sequence
+
+
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch):
+    """One tile a chunk, so that short sequences have several chunks."""
+    monkeypatch.setattr(attention_reference, "KV_CHUNK", 128)
 
 
 def as_the_cache_gives_it(table, head_scale, token_scale, pages, length):
@@ -74,3 +83,20 @@ def test_an_fp8_cache_without_scales_is_refused():
     contexts = torch.tensor([4], dtype=torch.int32)
     with pytest.raises(ValueError, match="needs either per-head scales"):
         attention_paged(q, cache.k, cache.v, cache.block_table, cu_seqlens_of([4]), contexts, SCALE)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sequences", "pages", "want"),
+    [
+        (E4M3, 1, 128, KeySplit(16, 16)),  # one sequence of 16,384: a chunk a program
+        (E4M3, 48, 128, KeySplit(16, 33)),  # 264 programs on 132 multiprocessors
+        (E4M3, 50, 128, None),  # enough sequences
+        (E4M3, 8, 8, None),  # one chunk each
+        (torch.bfloat16, 4, 128, KeySplit(16, 50)),
+        (torch.bfloat16, 8, 128, None),
+        (E4M3, 40, 1024, None),  # the chunks' outputs would take 84 MB
+    ],
+)
+def test_the_keys_of_a_few_sequences_are_split(dtype, sequences, pages, want):
+    cache = torch.empty(1, 8, 128, 128, dtype=dtype, device="meta")
+    assert KeySplit.chosen(torch.empty(sequences, 32, 128, device="meta"), cache, cache, pages) == want

@@ -7,10 +7,17 @@ import random
 import pytest
 import torch
 
+from octetrl.kernels.attention import attention_reference
 from octetrl.kernels.attention.attention_packed import attention_packed
 from octetrl.kernels.attention.attention_paged import attention_paged
 from octetrl.kernels.attention.kv_store import kv_store
 from tests.unit.kernels.attention_cases import CACHES, PagedCache, cu_seqlens_of, random_qkv, scales_of
+
+
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch):
+    """One tile a chunk, so that short sequences have several chunks."""
+    monkeypatch.setattr(attention_reference, "KV_CHUNK", 128)
 
 
 def run_paged(q, cache, lengths, chunks_of):

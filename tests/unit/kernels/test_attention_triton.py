@@ -19,6 +19,7 @@ LIMITS = {
     "prefill": BF16,
     "decode": BF16,
     "padding": 0.0,
+    "split": 0.0,
     "out_scale": 0.0,
     "out_codes": CODES,
     "packed": BF16,

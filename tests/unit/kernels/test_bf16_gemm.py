@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from octetrl.fp8.errors import relative_error
+from octetrl.fp8.relative_error import relative_error
 from octetrl.kernels.gemm.bf16_gemm import (
     bf16_gemm,
     bf16_gemm_reference,

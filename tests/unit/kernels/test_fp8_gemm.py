@@ -15,9 +15,10 @@ import torch
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from octetrl.fp8.errors import relative_error
-from octetrl.fp8.gemm import fp8_gemm_nt
+from benchmarks.kernels.gemm import table_text
+from octetrl.fp8.backends import fp8_gemm_nt
 from octetrl.fp8.quantize import Quantized, quantize_activation_reference, quantize_weight_reference
+from octetrl.fp8.relative_error import relative_error
 from octetrl.kernels.gemm import fp8_gemm as module
 from octetrl.kernels.gemm.fp8_gemm import SCALED_MM, Config, choose_config, fp8_gemm, fp8_gemm_triton
 from octetrl.kernels.gemm.fp8_gemm_gluon import RING_LIMIT, ring_bytes
@@ -77,7 +78,7 @@ def test_layouts_that_cannot_be_read_are_refused() -> None:
 
 
 def test_the_table_is_written_as_it_is_read() -> None:
-    assert module.table_text(module.gemm_table()) == module.TABLE.read_text(encoding="utf-8")
+    assert table_text(module.gemm_table()) == module.TABLE.read_text(encoding="utf-8")
 
 
 def test_every_entry_can_run() -> None:
@@ -167,7 +168,7 @@ def test_gluon_that_does_not_compile_is_replaced_and_reported(
 ) -> None:
     x, w = falls_with(error, monkeypatch)
     watch = FallbackWatch()
-    with pytest.warns(UserWarning, match=rf"plain Triton instead \({type(error).__name__}"):
+    with pytest.warns(UserWarning, match=rf"so plain Triton runs \({type(error).__name__}"):
         assert fp8_gemm(x, w).numel() == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octetrl.fp8.errors import relative_error
+from octetrl.fp8.relative_error import relative_error
 from octetrl.kernels.gemm.bf16_gemm import bf16_gemm_reference, bf16_gemm_straight
 from octetrl.kernels.gemm.lora_up import lora_up, lora_up_reference, lora_up_triton
 from tests.unit.kernels.gemm_cases import interpreted  # noqa: F401

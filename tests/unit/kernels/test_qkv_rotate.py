@@ -137,9 +137,9 @@ def test_no_tokens_observe_nothing() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     inputs = _inputs(4, 2, 32, True)
-    with pytest.raises(AssertionError, match="has not"):
+    with pytest.raises(AssertionError, match="only one of q and k"):
         qkv_rotate(inputs[0], inputs[1], None, *inputs[3:], kv_mode="none")
     with pytest.raises(AssertionError, match="heads"):
         qkv_rotate(*inputs[:6], 5, 2, kv_mode="none")
-    with pytest.raises(ValueError, match="no scales"):
+    with pytest.raises(ValueError, match="needs the scales"):
         qkv_rotate(*inputs, kv_mode="calibrated")

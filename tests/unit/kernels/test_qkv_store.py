@@ -127,5 +127,5 @@ def test_padding_has_a_q_and_leaves_the_pages_alone() -> None:
 def test_one_norm_without_the_other_is_refused() -> None:
     qkv, q_norm, _, *rest = _inputs(4, 2, 32, True)
     cache = _pages(2, 32, "none", False)
-    with pytest.raises(AssertionError, match="has not"):
+    with pytest.raises(AssertionError, match="only one of q and k"):
         qkv_store(qkv, q_norm, None, *rest, cache.k, cache.v, _slots(cache))

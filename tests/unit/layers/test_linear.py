@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from octetrl.fp8.errors import relative_error
 from octetrl.fp8.quantize import (
     Quantized,
     dequantize_activation,
@@ -21,7 +20,9 @@ from octetrl.fp8.quantize import (
     quantize_tokens_reference,
     quantize_weight_reference,
 )
-from octetrl.layers.linear import Float8Linear, Linear
+from octetrl.fp8.relative_error import relative_error
+from octetrl.layers.linear import Float8Linear
+from octetrl.layers.unquantized_linear import Linear
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -151,7 +152,7 @@ def test_both_sides_decode_new_codes_whoever_wrote_them(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
-def test_codes_that_were_given_back_are_made_anew_to_the_same_bytes(power_of_two: bool) -> None:
+def test_freed_codes_are_computed_again_with_the_same_bytes(power_of_two: bool) -> None:
     kept, remade = (float8_linear(300, 130, power_of_two=power_of_two) for _ in range(2))
     x = randn(5, 300).bfloat16()
     remade.load_state_dict(kept.state_dict())
@@ -159,7 +160,7 @@ def test_codes_that_were_given_back_are_made_anew_to_the_same_bytes(power_of_two
     codes, scale = remade.codes, remade.scale.clone()  # the tensor that an engine would share
     remade.release_codes()
     assert not remade.has_codes and codes.untyped_storage().nbytes() == 0
-    with pytest.raises(AssertionError, match="freed for an update"):
+    with pytest.raises(AssertionError, match="freed during an update"):
         _ = remade.quantized
     results = []
     for linear in (kept, remade):

@@ -1,7 +1,7 @@
-"""A new kind of block is one file beside the others: everything that names linears or sites follows from its layout.
+"""A new kind of block is one file: everything that names linears, sites or the cache follows from its layout.
 
 The model's second layer has the block of `squared_relu.py` in the MLP's place, its first the gated MLP. On a CPU, the
-fused forms through the kernels' references.
+fused forms through the kernels' references. A second model has `latent_attention.py` in attention's place.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from torch import Tensor
 
 from octetrl.config.blocks import LayerBlocks
 from octetrl.config.load import recipe_from_mapping
-from octetrl.config.lora import adapter_elements
-from octetrl.config.memory import MemoryEstimate, Precisions, estimate_memory
-from octetrl.config.schema import LORA_TARGETS, Fp8Config, LoraConfig
+from octetrl.config.lora import adapter_elements, projections
+from octetrl.config.memory import MemoryEstimate, Precisions, estimate_memory, kv_bytes_per_token
+from octetrl.config.schema import Fp8Config, LoraConfig, TrainerConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.doctor.taps import Fingerprints, Site, Tap, TrainingTap, sites_of
-from octetrl.fp8.errors import relative_error
+from octetrl.engine.kv_cache import KVCache, cache_format
+from octetrl.fp8.kv_scales import KVScales, kv_scales_from_amax, same_bits
 from octetrl.fp8.policy import precision_policy
+from octetrl.fp8.relative_error import relative_error
 from octetrl.kernels.attention.attention_packed import attention_packed_forward_reference
 from octetrl.kernels.rows.silu_mul import silu_mul_backward_reference, silu_mul_reference
 from octetrl.layers.context import PackedContext
@@ -33,17 +35,21 @@ from octetrl.models import training_forward
 from octetrl.models.blocks.attention import training as attention_training
 from octetrl.models.blocks.attention.layout import AttentionLayout
 from octetrl.models.blocks.mlp import training as mlp_training
+from octetrl.models.blocks.mlp.layout import MLPLayout
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import DENSE
 from octetrl.models.hf_weights import load_weights, pieces, save_weights, save_weights_fp8
-from octetrl.models.peft_adapters import load_adapter, merge_adapters, save_adapter
+from octetrl.models.peft_adapters import load_adapter, merge_adapters, read_adapter_config, save_adapter
 from octetrl.models.rollout_forward import rollout_forward
+from octetrl.trainer.forward import Forward
 from tests.parity.shapes import TINY
-from tests.parity.sides import Pages, Sides, random_sequences
+from tests.parity.sides import PRECISIONS, Pages, Sides, random_requests, random_sequences
+from tests.unit.models.latent_attention import LATENT, ROTARY, LatentLayout
 from tests.unit.models.squared_relu import SquaredReLULayout
 
 GATED = replace(TINY["qwen3"], hidden_size=128, intermediate_size=256, head_size=32, num_kv_heads=4)  # whole blocks
 MIXED = replace(GATED, blocks=(*DENSE, LayerBlocks(AttentionLayout(), SquaredReLULayout())))
+LATENT_KV = replace(TINY["qwen3"], blocks=(LayerBlocks(LatentLayout(), MLPLayout()),))
 FP8 = Fp8Config(rollout=True, train=True)
 LENGTHS = (20, 1, 37)
 IN_THE_MLP = {"up_proj", "squared ReLU", "down_proj"}
@@ -120,8 +126,8 @@ def test_engine_and_trainer_have_its_bits(precision: str, monkeypatch: pytest.Mo
         assert torch.equal(fused, module) and torch.equal(fused, trainers)
 
 
-@pytest.mark.parametrize("targets", [LORA_TARGETS, ("up_proj",), ("gate_proj", "down_proj")])
-def test_adapters_are_counted_saved_and_loaded(targets: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("targets", [None, ("up_proj",), ("gate_proj", "down_proj")])
+def test_adapters_are_counted_saved_and_loaded(targets: tuple[str, ...] | None, tmp_path: Path) -> None:
     lora = LoraConfig.model_validate({"rank": 4, "targets": targets})
     model = make(lora=lora)
     assert adapter_elements(MIXED, lora) == sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -130,6 +136,7 @@ def test_adapters_are_counted_saved_and_loaded(targets: tuple[str, ...], tmp_pat
     for _, adapter in other.adapters():
         adapter.b.data.zero_()
     load_adapter(other, tmp_path)
+    assert set(read_adapter_config(tmp_path).lora.targets or ()) == set(targets or projections(MIXED))
     assert torch.equal(train(other, "layer")[0], train(model, "layer")[0])
 
 
@@ -171,7 +178,7 @@ def estimate_of(spec: ModelSpec) -> MemoryEstimate:
     names = [name for name, _ in spec.linears()]
     trainer = {"tokens_per_micro_batch": 4096, "activation_checkpointing": "none"}
     recipe = recipe_from_mapping({"model": {"path": "m"}, "environment": {"dataset": "d"}, "trainer": trainer})
-    return estimate_memory(recipe, spec, Precisions(names, names, "fp8", "fp8"), on_gpu=True, device_bytes=None)
+    return estimate_memory(recipe, spec, Precisions(names, names, ["K", "V"]), on_gpu=True, device_bytes=None)
 
 
 def test_the_doctor_sees_its_sites_in_every_form(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +212,44 @@ def noting(make_tap: Callable[..., Tap], model: Decoder, found: list[Fingerprint
         yield tap
 
 
-def test_recipes_name_the_parts_of_the_kinds_that_there_are() -> None:
-    """A part whose name the schema lacks could not be a target of LoRA."""
-    parts = {part.name for block in DENSE[0] for linear in block.linears(GATED) for part in linear.parts}
-    assert parts == set(LORA_TARGETS)
+@pytest.mark.parametrize(
+    ("precision", "bytes_per_token"),
+    [
+        ("bf16", 2 * 2 * (LATENT + ROTARY)),
+        ("fp8_full", 2 * (LATENT + 2 * ROTARY)),
+        ("fp8_dynamic", 2 * (LATENT + 4 + 2 * ROTARY)),
+    ],
+)
+def test_a_kind_with_a_cache_of_its_own(precision: str, bytes_per_token: int) -> None:
+    """One latent and one rotary key a token, in pages, copies of pages, scales and log-probs of both sides."""
+    sides = Sides(LATENT_KV, precision)
+    engine = sides.engine(page_size=16, kv_cache_tokens=320, max_batch=3, prefill_chunk=16)
+    assert engine._page.bytes_per_page == 16 * bytes_per_token
+    recipe = recipe_from_mapping({"model": {"path": "m"}, "environment": {"dataset": "d"}, "precision": "bf16"})
+    recipe = recipe.model_copy(update={"fp8": PRECISIONS[precision]})
+    assert kv_bytes_per_token(recipe, LATENT_KV, sides.policy.precisions()) == bytes_per_token
+    asked = random_requests(random.Random(2), LATENT_KV, 3, prompts=(18, 30), answers=(4, 12), siblings=(2, 3))
+    engine_N, trainer_N = sides.logprobs(asked, engine.generate(asked))
+    assert engine_N.unique().numel() > 20 and torch.equal(engine_N, trainer_N)
+    if sides.scales is not None:
+        assert sides.scales.scale_LS.shape == (2, 1)
+        tensors = sides.scales.to_tensors(LATENT_KV)
+        assert tensors.keys() == {"latent_scale", "policy_version"}
+        assert same_bits(KVScales.from_tensors(tensors, LATENT_KV, torch.device("cpu")), sides.scales)
+        assert LATENT_KV.cache_scale_name(1, 0) == "latent in layer 1, scale 0"
+
+
+def test_layers_may_cache_different_tensors() -> None:
+    """A row of scales is as wide as the widest layer's; what a layer does not have is never missed."""
+    spec = replace(MIXED, blocks=(LayerBlocks(SquaredReLULayout(), MLPLayout()), *DENSE))
+    assert (spec.num_cache_scales, spec.cached(0)) == (8, ())
+    policy = precision_policy(spec, PRECISIONS["fp8_full"])
+    amax_LS = Forward(make(spec, PRECISIONS["fp8_full"]), TrainerConfig(), 1.0, torch.zeros(())).unobserved_amax()
+    assert amax_LS.tolist() == [[0.0] * 8, [-1.0] * 8]
+    amax_LS[1] = 448.0
+    scales = kv_scales_from_amax(amax_LS, spec, 1.0, policy_version=0)
+    assert scales.scale_LS.eq(1).all() and scales.to_tensors(spec)["k_scale"].shape == (1, 4)
+    page = cache_format(spec, policy, torch.bfloat16, 16)
+    cache = KVCache(page, 2, torch.device("cpu"), scales.scale_LS)
+    assert page.bytes_per_page == 16 * 2 * spec.kv_size
+    assert [len(layer.tensors) for layer in cache.layers] == [0, 2]

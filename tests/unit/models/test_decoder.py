@@ -11,7 +11,7 @@ from torch import Tensor
 from octetrl.config.schema import Fp8Config
 from octetrl.engine.kv_cache import KVCache, cache_format
 from octetrl.fp8.policy import precision_policy
-from octetrl.layers.context import PackedContext, PagedContext
+from octetrl.layers.context import CacheTreatment, PackedContext, PagedContext
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import load_spec
 from tests.unit.models.tiny_families import FAMILIES, decoder_of, hf_logits, hf_model, packed
@@ -78,16 +78,15 @@ def test_engine_and_trainer_logprobs_are_bit_equal(family: str, fp8: Fp8Config, 
     length, page_size, steps = 23, 16, [9, 8, 1, 1, 1, 1, 1, 1]
     token_ids_T, positions_T, context = packed([length, 40])
     spec, kv_mode = trainer.spec, trainer.policy.kv_mode
-    scale_2LK = None
+    scale_LS = None
     if kv_mode == "calibrated":
-        scale_2LK = torch.full((2, spec.num_layers, spec.num_kv_heads), 0.003)
-    k_scale_LK, v_scale_LK = (None, None) if scale_2LK is None else scale_2LK
-    context = PackedContext(context.cu_seqlens_B1, context.max_seqlen, kv_mode, k_scale_LK, v_scale_LK)
+        scale_LS = torch.full((spec.num_layers, 2 * spec.num_kv_heads), 0.003)
+    context = PackedContext(context.cu_seqlens_B1, context.max_seqlen, kv_mode, scale_LS)
     with torch.no_grad():
         hidden_TE = trainer(token_ids_T, positions_T, context)
         expected_N, _ = trainer.logprobs(hidden_TE[: length - 1], token_ids_T[1:length])
         page = cache_format(spec, engine.policy, engine.dtype, page_size)
-        cache = KVCache(page, 4, torch.device("cpu"), scale_2LK)
+        cache = KVCache(page, 4, torch.device("cpu"), scale_LS)
         rows, start = [], 0
         for count in steps:
             at = torch.arange(start, start + count)
@@ -122,16 +121,16 @@ def test_packing_changes_no_bit(tmp_path: Path) -> None:
 def test_kv_amax_is_collected_in_place(tmp_path: Path) -> None:
     model = _tiny(tmp_path, "train", PRECISIONS[0])
     token_ids_T, positions_T, context = packed([6, 3])
-    amax_2LK = torch.zeros(2, model.spec.num_layers, model.spec.num_kv_heads)
+    amax_LS = torch.zeros(model.spec.num_layers, 2 * model.spec.num_kv_heads)
     seen: dict[str, Tensor] = {}
     model.layers[1].attention.qkv_proj.register_forward_hook(lambda _m, _i, out: seen.update(qkv=out))
-    model(token_ids_T, positions_T, PackedContext(context.cu_seqlens_B1, 6, kv_amax_2LK=amax_2LK))
+    model(token_ids_T, positions_T, PackedContext(context.cu_seqlens_B1, 6, kv_amax_LS=amax_LS))
     v_TKD = seen["qkv"][:, -model.spec.kv_size :].view(9, model.spec.num_kv_heads, -1)
-    assert torch.equal(amax_2LK[1, 1], v_TKD.abs().amax((0, 2)).float())
-    assert (amax_2LK > 0).all()
-    larger_2LK = amax_2LK + 1
-    model(token_ids_T, positions_T, PackedContext(context.cu_seqlens_B1, 6, kv_amax_2LK=larger_2LK))
-    assert torch.equal(larger_2LK, amax_2LK + 1)
+    assert torch.equal(amax_LS[1, model.spec.num_kv_heads :], v_TKD.abs().amax((0, 2)).float())
+    assert (amax_LS > 0).all()
+    larger_LS = amax_LS + 1
+    model(token_ids_T, positions_T, PackedContext(context.cu_seqlens_B1, 6, kv_amax_LS=larger_LS))
+    assert torch.equal(larger_LS, amax_LS + 1)
 
 
 def test_run_layer_wraps_each_layer(tmp_path: Path) -> None:
@@ -179,13 +178,13 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
 
 def test_an_fp8_cache_of_qwen2_replays_v_alone(tmp_path: Path) -> None:
     model = _tiny(tmp_path, "train", FP8_DYNAMIC, "qwen2")
-    assert (model.policy.k_cache, model.policy.v_cache) == ("bf16", "fp8")
+    assert model.policy.cache == (("K", "bf16"), ("V", "fp8"))
     token_ids_T, positions_T, context = packed([20])
     replayed = PackedContext(context.cu_seqlens_B1, 20, kv_mode="dynamic")
     with torch.no_grad():
         plain_TE = model(token_ids_T, positions_T, context)
         v_alone_TE = model(token_ids_T, positions_T, replayed)
         for layer in model.layers:
-            layer.attention.quantize_k = True
+            layer.attention.treat_as = dict.fromkeys("KV", CacheTreatment("dynamic", None))
         both_TE = model(token_ids_T, positions_T, replayed)
     assert not torch.equal(v_alone_TE, plain_TE) and not torch.equal(v_alone_TE, both_TE)

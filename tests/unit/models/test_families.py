@@ -91,7 +91,7 @@ def test_hf_config_round_trips(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"architectures": ["Qwen3MoeForCausalLM"]}, "unsupported architecture Qwen3MoeForCausalLM"),
+        ({"architectures": ["MixtralForCausalLM"]}, "unsupported architecture MixtralForCausalLM"),
         ({"architectures": None, "model_type": "gpt2"}, "model_type 'gpt2'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "RoPE type 'yarn'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "'low_freq_factor' is None"),
@@ -118,7 +118,7 @@ def test_hf_config_round_trips(config: dict[str, Any]) -> None:
         ({"quantization_config": {"quant_method": "awq"}}, "quantization 'awq'"),
         ({"vocab_size": None}, "'vocab_size' is None"),
         ({"hidden_size": "1024"}, "'hidden_size' is '1024'"),
-        ({"num_key_value_heads": 7}, "no multiple"),
+        ({"num_key_value_heads": 7}, "not a multiple"),
         ({"head_dim": 127}, "head size 127"),
         ({"head_dim": 96}, r"head size 96 .*only 16, 32, 64, 128, 256 are"),
         ({"architectures": ["LlamaForCausalLM"], "head_dim": None, "hidden_size": 1280}, "head size 80"),
@@ -131,15 +131,22 @@ def test_what_we_lack_is_refused_by_name(change: dict[str, Any], told: str) -> N
     assert "\n" not in str(caught.value)
 
 
-def test_folders_that_are_no_model(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="does not exist"):
+def test_folders_that_are_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"demo/sft/export' does not exist; run `octetrl demo` first$"):
+        load_spec("runs/demo/sft/export")
+    with pytest.raises(UserError, match=r"first, then the command in the recipe's comment$"):
+        load_spec("runs/demo/moe")
+    with pytest.raises(UserError, match=r"`hf download OWNER/Qwen3-8B --local-dir models/Qwen3-8B` fetches one$"):
+        load_spec("models/Qwen3-8B")
+    with pytest.raises(UserError, match=r"does not exist; give a Hugging Face folder with config\.json$"):
         load_spec(tmp_path / "absent")
     with pytest.raises(UserError, match=r"has no config\.json"):
         load_spec(tmp_path)
     config = tmp_path / "config.json"
     for content, told in (
         ("{", "not JSON"),
-        ("[]", "it holds a list"),
+        ("[]", "it contains a list"),
         ("{}", r"config\.json: unsupported architecture"),
     ):
         config.write_text(content)

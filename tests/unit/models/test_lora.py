@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from octetrl.config.errors import UserError
-from octetrl.config.lora import adapter_elements
-from octetrl.config.schema import LORA_TARGETS, Fp8Config, LoraConfig
+from octetrl.config.lora import adapter_elements, projections, targets_of
+from octetrl.config.schema import Fp8Config, LoraConfig
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.context import PackedContext
 from octetrl.layers.linear import Float8Linear
@@ -133,7 +133,7 @@ def test_values_and_gradients_are_those_of_a_dense_float64_model(spec: Any, lora
                 key = f"{name.split('.')[1]}.{part.name}.{which}"
                 adapters[key] = view.detach().double().clone().requires_grad_()
                 places.append((key, name, part, which))
-    assert len(adapters) == 2 * len(lora.targets) * spec.num_layers
+    assert len(adapters) == 2 * len(targets_of(lora, spec)) * spec.num_layers
     upstream = torch.randn(len(TOKENS), spec.hidden_size, generator=torch.Generator().manual_seed(3))
     expected = dense_hidden(model, weights, adapters)
     ours = hidden(model)
@@ -183,15 +183,15 @@ def test_frozen_fp8_weights_are_codes_alone_and_stay_as_they_are() -> None:
         assert torch.equal(linear.codes.view(torch.uint8), codes.view(torch.uint8))
 
 
-def test_codes_are_settled_only_when_nothing_can_move_them() -> None:
+def test_requantize_is_skipped_only_when_nothing_can_change_them() -> None:
     linear = Float8Linear(32, 16)
     linear.requantize()
-    assert not linear.codes_are_settled, "an optimizer may step the weight"
+    assert not linear.skips_requantize, "an optimizer may step the weight"
     assert linear.weight is not None
     linear.weight.requires_grad_(False)
-    assert linear.codes_are_settled
+    assert linear.skips_requantize
     linear.weight.mul_(2.0)
-    assert not linear.codes_are_settled
+    assert not linear.skips_requantize
 
 
 @pytest.mark.parametrize("fp8", [Fp8Config(), FP8], ids=["bf16", "fp8"])
@@ -223,7 +223,7 @@ def test_names_and_shapes_are_pefts(tmp_path: Path) -> None:
     wanted = {
         f"base_model.model.model.layers.{layer}.{modules.get(target, 'mlp')}.{target}.lora_{which}.weight"
         for layer in range(SPEC.num_layers)
-        for target in LORA_TARGETS
+        for target in projections(SPEC)
         for which in "AB"
     }
     assert tensors.keys() == wanted
@@ -299,7 +299,7 @@ def test_merged_it_is_the_adapter_to_rounding(dtype: torch.dtype) -> None:
         ({"lora_alpha": 8}, "model.lora.alpha: 6.0, but .* has 8.0"),
         ({"target_modules": ["q_proj"]}, "model.lora.targets: .* has \\['q_proj'\\]"),
         ({"target_modules": "all-linear"}, "'target_modules' is 'all-linear', a list of strings is needed"),
-        ({"target_modules": ["lm_head"]}, "must be a list out of"),
+        ({"target_modules": ["lm_head"]}, "target_modules: 'lm_head' is not allowed; choose one of q_proj, "),
         ({"peft_type": "IA3"}, "peft_type IA3 is not LORA"),
         ({"use_rslora": True}, "use_rslora True is not supported; the adapter needs use_rslora False"),
         ({"bias": "all"}, "bias all is not supported"),

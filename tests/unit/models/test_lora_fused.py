@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octetrl.config.schema import Fp8Config, LoraConfig
-from octetrl.fp8.errors import relative_error
+from octetrl.fp8.relative_error import relative_error
 from octetrl.kernels.attention.attention_packed import attention_packed_forward_reference
 from octetrl.kernels.rows.silu_mul import silu_mul_backward_reference, silu_mul_reference
 from octetrl.layers.context import PackedContext

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ from octetrl.config.schema import RolloutConfig
 from octetrl.environments.scoring import Score
 from octetrl.records import Completion, FinishReason, GenerationRequest, RolloutStatus, Task
 from octetrl.rollout.chat_tokens import ChatTokens
-from octetrl.rollout.collect import CollectionSettings, collect_groups, count_statuses
+from octetrl.rollout.collect import collect_groups
+from octetrl.rollout.collection_settings import CollectionSettings
 from octetrl.run.tiny_model import train_tokenizer
 
 
@@ -87,7 +89,7 @@ def test_a_prompt_that_is_too_long_is_counted_and_not_generated_from(chat: ChatT
     workers = EchoWorkers()
     groups = collect_groups(TASKS, SiblingScores(), workers, collection_of(chat))
     assert [request.id for request in workers.calls[0]] == ["0:a", "2:a"]
-    counts = count_statuses(groups)
+    counts = Counter(rollout.status for group in groups for rollout in group.rollouts)
     assert counts[RolloutStatus.PROMPT_TOO_LONG] == 4
     assert counts[RolloutStatus.REWARD_ERROR] == 0
     assert sum(counts.values()) == 12

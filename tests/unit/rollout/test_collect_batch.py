@@ -14,7 +14,8 @@ from octetrl.records import (
     SamplingParams,
     Task,
 )
-from octetrl.rollout.collect import CollectedBatch, CollectionSettings, collect_batch
+from octetrl.rollout.collect import CollectedBatch, collect_batch
+from octetrl.rollout.collection_settings import CollectionSettings
 
 
 class Chat:

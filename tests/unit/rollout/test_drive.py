@@ -15,7 +15,8 @@ from octetrl.environments.turns import Conversation, reward
 from octetrl.environments.turns.dialogue import Dialogue, Limits
 from octetrl.records import GenerationRequest, Rollout, RolloutGroup, RolloutStatus, SamplingParams, Task
 from octetrl.rollout.chat_tokens import ChatTokens
-from octetrl.rollout.collect import CollectionSettings, collect_groups
+from octetrl.rollout.collect import collect_groups
+from octetrl.rollout.collection_settings import CollectionSettings
 from octetrl.rollout.drive import Occupancy
 from octetrl.run.tiny_model import train_tokenizer
 from tests.unit.environments.turns.games import Calculator, Echo
@@ -110,7 +111,7 @@ def test_how_long_conversations_were_is_told_when_their_task_comes_again() -> No
     [
         ("raise", RolloutStatus.ENVIRONMENT_ERROR, "KeyError: 'nothing here' (games.py:"),
         ("exit", RolloutStatus.ENVIRONMENT_ERROR, "SystemExit: 3"),
-        ("hang", RolloutStatus.ENVIRONMENT_TIMEOUT, "TimeoutError: reply gave nothing in 1 s"),
+        ("hang", RolloutStatus.ENVIRONMENT_TIMEOUT, "TimeoutError: reply returned nothing in 1 s"),
         ("number", RolloutStatus.ENVIRONMENT_ERROR, "TypeError: reply gave int"),
         ("system", RolloutStatus.ENVIRONMENT_ERROR, "TypeError: reply gave the message"),
     ],
@@ -143,7 +144,7 @@ class Rewarded(Echo):
         (lambda: 1 / 0, RolloutStatus.REWARD_ERROR, "ZeroDivisionError: division by zero (test_drive.py:"),
         (lambda: float("nan"), RolloutStatus.REWARD_ERROR, "odd: the reward is nan, not a finite number"),
         (lambda: None, RolloutStatus.REWARD_ERROR, "odd: the reward is 'None' of type NoneType, not a number"),
-        (lambda: time.sleep(3), RolloutStatus.REWARD_TIMEOUT, "TimeoutError: odd gave nothing in 1 s"),
+        (lambda: time.sleep(3), RolloutStatus.REWARD_TIMEOUT, "TimeoutError: odd returned nothing in 1 s"),
     ],
 )
 def test_a_reward_that_fails_leaves_none(value: Callable[[], Any], status: RolloutStatus, detail: str) -> None:

@@ -15,7 +15,8 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers
 from octetrl.config.text import TextTooLong
 from octetrl.records import Completion, GenerationRequest, Reply, RolloutStatus, SamplingParams, Task
 from octetrl.rollout.chat_tokens import ChatTokens
-from octetrl.rollout.collect import CollectionSettings, collect_groups
+from octetrl.rollout.collect import collect_groups
+from octetrl.rollout.collection_settings import CollectionSettings
 from octetrl.rollout.encode import Encoder, characters_per_token
 from octetrl.run.tiny_model import train_tokenizer
 

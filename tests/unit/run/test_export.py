@@ -109,6 +109,6 @@ def test_an_altered_checkpoint_is_not_exported(run: Path, tmp_path: Path) -> Non
 def test_what_is_no_run_is_refused(made: str, tmp_path: Path) -> None:
     if made != "nothing":
         (tmp_path / "run" / CHECKPOINTS).mkdir(parents=True)
-    with pytest.raises(UserError, match=r"no checkpoint yet|neither a run folder"):
+    with pytest.raises(UserError, match=r"no checkpoint yet|does not exist; give a run folder"):
         export_run(str(tmp_path / "run"), str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()

@@ -39,3 +39,14 @@ def test_the_handler_from_before_comes_back() -> None:
         assert signal.getsignal(signal.SIGINT) != before
         raise RuntimeError("a step failed")
     assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_a_background_job_that_ignores_ctrl_c_still_ignores_it() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with StopRequest(quiet_console()[0]) as stop:
+            signal.raise_signal(signal.SIGINT)
+            assert not stop.asked
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -122,6 +122,21 @@ def test_resume_may_change_when_a_difference_ends_the_run() -> None:
         assert yaml.safe_load(Path("runs/one/config.yaml").read_text())["mismatch"]["fail_on_difference"] == now
 
 
+def test_resume_compares_the_projections_that_have_an_adapter() -> None:
+    """A run whose config.yaml lists all of them, from before null meant all, is resumed with null and the reverse."""
+    every = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+    def adapted(targets: list[str] | None) -> Recipe:
+        return recipe(model={"preset": "tiny", "init": "random", "tokenizer": "m", "lora": {"targets": targets}})
+
+    begin(adapted(every))
+    begin(adapted(None), resume=True)
+    begin(adapted(every[::-1]), resume=True)
+    for other in (adapted(every[1:]), recipe(model={"preset": "tiny", "init": "random", "tokenizer": "m"})):
+        with pytest.raises(UserError, match=r"another recipe \(different: model\)"):
+            begin(other, resume=True)
+
+
 def test_two_live_runs_are_kept_apart_and_a_dead_ones_lock_is_free() -> None:
     with OutputFolder(recipe(), resume=False) as folder:
         folder.keep()
@@ -280,8 +295,10 @@ def test_a_run_that_lost_its_checkpoints_does_not_start_over_its_metrics() -> No
     begin(given)
     put_metrics(5)
     begin(given, resume=True)  # cut off before the first checkpoint was whole: it starts anew
-    put_metrics(6)
-    with pytest.raises(UserError, match=r"metrics up to step 6 but no checkpoint; restore checkpoints/,"):
+    put_metrics(9)
+    begin(given, resume=True)  # steps ran while it was written
+    put_metrics(10)
+    with pytest.raises(UserError, match=r"metrics up to step 10 but no checkpoint; restore checkpoints/,"):
         OutputFolder(given, resume=True)
     put_metrics(3)
     Path("runs/one/checkpoints").rmdir()

@@ -16,7 +16,7 @@ def test_merge_joins_and_reads_like_a_dict() -> None:
 @pytest.mark.parametrize(
     ("mappings", "said"),
     [
-        (({"loss": 1.0}, {"loss": 1.0}), "'loss' is reported by two makers"),
+        (({"loss": 1.0}, {"loss": 1.0}), "'loss' is reported twice"),
         (({"Loss Value": 1.0},), "not family/name"),
         (({"loss": "1.0"},), "is a str, not a number"),
     ],

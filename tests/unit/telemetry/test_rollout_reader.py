@@ -87,11 +87,11 @@ def _damaged(**changes: object) -> bytes:
     ("content", "says"),
     [
         (b"{\n", "step_000002.jsonl, line 1: not JSON"),
-        (b"[1]\n", "line 1: no rollout, it lacks task_id, prompt"),
-        (b'{"task_id": "a"}\n', "it lacks prompt, sibling, status, reward, text"),
+        (b"[1]\n", "line 1: not a rollout, task_id, prompt"),
+        (b'{"task_id": "a"}\n', "not a rollout, prompt, sibling, status, reward, text is missing"),
         (b"\xff\n", "not UTF-8 text"),
-        *((_damaged(reward=value), "line 1: 'reward' is not a rollout's") for value in ("x", [1], {})),
-        (_damaged(token_ids=7), "line 1: 'token_ids' is not a rollout's"),
+        *((_damaged(reward=value), "line 1: 'reward' has a wrong value") for value in ("x", [1], {})),
+        (_damaged(token_ids=7), "line 1: 'token_ids' has a wrong value"),
     ],
 )
 def test_what_no_run_wrote_is_refused(content: bytes, says: str, run: Path) -> None:
@@ -102,6 +102,6 @@ def test_what_no_run_wrote_is_refused(content: bytes, says: str, run: Path) -> N
 
 
 def test_a_place_without_rollouts_is_refused(tmp_path: Path) -> None:
-    for place, says in [(tmp_path, "holds no rollouts"), (tmp_path / "gone", "does not exist")]:
+    for place, says in [(tmp_path, "has no rollouts"), (tmp_path / "gone", "does not exist")]:
         with pytest.raises(UserError, match=says):
             select(place, Filter(), None)

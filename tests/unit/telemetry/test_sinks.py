@@ -48,7 +48,7 @@ def test_resume_refuses_a_file_that_lacks_steps(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is missing"):
         MetricsFile(path, resumed_step=2)
     write(path, range(1, 3))
-    with pytest.raises(UserError, match="ends at step 2, the checkpoint is of step 5"):
+    with pytest.raises(UserError, match="ends at step 2, but the checkpoint is of step 5"):
         MetricsFile(path, resumed_step=5)
     path.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
     with pytest.raises(UserError, match="line 2"):
@@ -70,9 +70,9 @@ def test_a_last_line_without_its_end_is_mended(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ('{"step": 1}\n{"step": 4}\n', "line 2: step 4 where step 2 should follow"),
-        ('{"step": 2}\n{"step": 4}\n', "line 1: step 2 where step 1 should follow"),
-        ('{"step": 1}\n{"step": 1}\n', "line 2: step 1 where step 2 should follow"),
+        ('{"step": 1}\n{"step": 4}\n', "line 2: step 4 instead of step 2"),
+        ('{"step": 2}\n{"step": 4}\n', "line 1: step 2 instead of step 1"),
+        ('{"step": 1}\n{"step": 1}\n', "line 2: step 1 instead of step 2"),
         ('{"step": 1}\n{"step": 2}{"step": 3}\n', "line 2: not one step's JSON object"),
         ('{"step": 1}\n{"step": "2"}\n', "line 2: not one step's JSON object"),
     ],

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import signal
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +17,8 @@ import pytest
 import torch
 
 from octetrl.config.errors import UserError
-from octetrl.trainer import checkpoint
-from octetrl.trainer.checkpoint import latest, latest_of, load, prune, remove_leftovers, save
+from octetrl.trainer import state_files
+from octetrl.trainer.checkpoint import latest, latest_of, load, prune, remove_hidden, remove_leftovers, save
 
 
 def payload(value: float = 1.0) -> dict[str, Any]:
@@ -35,8 +39,39 @@ def test_what_was_saved_is_loaded_exactly(tmp_path: Path) -> None:
         loaded.tensors("optimizer.safetensors")
 
 
+def test_checkpoints_of_before_have_sha256_alone_and_load(tmp_path: Path) -> None:
+    path = save(tmp_path, 3, payload())
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    for name in manifest["files"]:
+        content = (path / name).read_bytes()
+        manifest["files"][name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    del manifest["sha256"]
+    manifest["sha256"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    assert load(path).json("state.json")["step"] == 1.0
+    (path / "rng.bin").write_bytes(b"\x01\xff")
+    with pytest.raises(UserError, match=r"rng\.bin was altered"):
+        load(path)
+
+
+def test_without_xxhash_a_checkpoint_has_sha256(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = save(tmp_path, 1, payload())
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "xxhash", None)
+        slow = save(tmp_path, 2, payload())
+        assert load(slow).step == 2
+        with pytest.raises(UserError, match="pip install xxhash"):
+            load(fast)
+    kinds = [
+        {entry["algorithm"] for entry in json.loads((path / "manifest.json").read_bytes())["files"].values()}
+        for path in (fast, slow)
+    ]
+    assert kinds == [{"xxh3-128"}, {"sha256"}]
+    assert load(slow).step == 2
+
+
 def test_large_tensors_go_on_in_further_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 40)
+    monkeypatch.setattr(state_files, "SHARD_BYTES", 40)
     tensors = {f"t{i}": torch.full((8,), float(i)) for i in range(3)}
     loaded = load(save(tmp_path, 1, {"a.safetensors": tensors}))
     assert loaded.files == ("a.safetensors", "a.safetensors.1", "a.safetensors.2")
@@ -44,34 +79,54 @@ def test_large_tensors_go_on_in_further_files(tmp_path: Path, monkeypatch: pytes
     assert loaded.tensors("a.safetensors").keys() == tensors.keys()
 
 
-class Killer(dict[str, Any]):
-    """A payload that kills its process after so many files."""
-
-    def __init__(self, files: int) -> None:
-        super().__init__(payload(2.0))
-        self.files = files
-
-    def items(self) -> Iterator[tuple[str, Any]]:  # type: ignore[override]
-        for index, item in enumerate(super().items()):
-            if index == self.files:
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield item
+DISK_CALLS = ("open", "pwrite", "fsync", "mkdir", "rename", "rmdir", "unlink")
 
 
-@pytest.mark.parametrize("files", [0, 1, 2])
-def test_killed_while_writing_leaves_the_one_before(tmp_path: Path, files: int) -> None:
-    save(tmp_path, 1, payload(1.0))
-    child = os.fork()
-    if child == 0:
-        save(tmp_path, 2, Killer(files))
-        os._exit(0)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
-    assert (tmp_path / ".step_000002.partial").exists()
-    newest = latest(tmp_path)
-    assert newest is not None and load(newest).json("state.json")["step"] == 1.0
-    remove_leftovers(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
-    assert load(save(tmp_path, 2, payload(2.0))).step == 2
+def _save_until(folder: Path, call: int) -> None:
+    """In a child: replaces step 2, hides step 1, and is killed in place of its `call`-th call that changes the disk."""
+    count, lock = 0, threading.Lock()
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            with lock:
+                count += 1
+                if count == call:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    for name in DISK_CALLS:
+        setattr(os, name, counted(getattr(os, name)))
+    save(folder, 3, payload(3.0))
+    remove_hidden(prune(folder, keep_last=2))
+    os._exit(0)
+
+
+def test_killed_at_every_call_that_changes_the_disk(tmp_path: Path) -> None:
+    """The checkpoint before is valid after each kill, and the next save works and leaves nothing else behind."""
+    kills = 0
+    for call in range(1, 200):
+        folder = tmp_path / str(call)
+        for step in (1, 2):
+            save(folder, step, payload(step))
+        child = os.fork()
+        if child == 0:
+            _save_until(folder, call)
+        status = os.waitpid(child, 0)[1]
+        newest = latest(folder)
+        assert newest is not None and newest.name in ("step_000002", "step_000003")
+        value = {"step_000002": 2.0, "step_000003": 3.0}[newest.name]
+        assert load(newest).json("state.json")["step"] == value
+        if os.WIFEXITED(status):
+            assert os.WEXITSTATUS(status) == 0
+            break
+        kills += 1
+        save(folder, 4, payload(4.0))
+        remove_hidden(prune(folder, keep_last=1))
+        assert [path.name for path in folder.iterdir()] == ["step_000004"]
+    assert kills > 20
 
 
 def test_an_exception_while_writing_leaves_nothing_of_it(tmp_path: Path) -> None:
@@ -138,9 +193,9 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
 def test_pruning_keeps_the_last_and_the_best(tmp_path: Path) -> None:
     for step, accuracy in enumerate([0.1, 0.9, 0.4, 0.9, None, 0.2, 0.3], start=1):
         save(tmp_path, step, payload(), metrics={} if accuracy is None else {"eval/accuracy": accuracy})
-    prune(tmp_path, keep_last=2, keep_best=1, best_metric="eval/accuracy")
+    remove_hidden(prune(tmp_path, keep_last=2, keep_best=1, best_metric="eval/accuracy"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000004", "step_000006", "step_000007"]
-    prune(tmp_path, keep_last=1)
+    remove_hidden(prune(tmp_path, keep_last=1))
     assert [path.name for path in tmp_path.iterdir()] == ["step_000007"]
 
 
@@ -149,7 +204,7 @@ def test_pruning_leaves_other_runs_and_the_exempt(tmp_path: Path) -> None:
         save(tmp_path, step, payload(), run_id=run_id)
     save(tmp_path, 100, payload(), run_id="ours")
     (tmp_path / "step_000100" / "manifest.json").write_text("altered")
-    prune(tmp_path, keep_last=1, run_id="ours", exempt=[1])
+    remove_hidden(prune(tmp_path, keep_last=1, run_id="ours", exempt=[1]))
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["step_000001", "step_000003", "step_000098", "step_000099", "step_000100"]
     assert latest_of(tmp_path, "theirs") == latest_of(tmp_path, None) == tmp_path / "step_000100"

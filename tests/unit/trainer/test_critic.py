@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from octetrl.algorithms.gae import gae_advantages, last_of_each
+from octetrl.algorithms.gae import gae_advantages
 from octetrl.algorithms.ppo import ppo_returns
+from octetrl.algorithms.sequences import last_of_each
 from octetrl.algorithms.value_loss import value_loss
 from octetrl.config.errors import UserError
 from octetrl.config.schema import CriticConfig, Fp8Config, OptimizerConfig, TrainerConfig
@@ -208,7 +209,7 @@ def test_a_step_whose_numbers_are_not_finite_steps_nothing() -> None:
     critic, (micro_batches, denominator) = tiny_critic(), packed(random_samples(4))
     weights = {name: tensor.clone() for name, tensor in critic.state().weights.items()}
     returns = [PreparedMicroBatch(m, values_N=critic.values(m), returns_N=targets(m) / 0.0) for m in micro_batches]
-    with pytest.raises(NonFiniteError, match=r"scalar head: loss .* nothing was stepped"):
+    with pytest.raises(NonFiniteError, match=r"scalar head: loss .* nothing was updated"):
         updated(critic, returns, denominator)
     assert all(torch.equal(weights[name], tensor) for name, tensor in critic.state().weights.items())
 

@@ -153,8 +153,10 @@ def test_another_optimizers_state_is_refused_by_name_and_changes_nothing() -> No
 def test_non_finite_gradients_are_named() -> None:
     named = parameters()
     optimizer = Optimizer(named.items(), CONFIG)
-    (named["norm.weight"].sum() * torch.nan).backward()
-    assert optimizer.non_finite_gradients() == ["norm.weight"]
+    with optimizer.gradients.inspect() as bad:
+        sum(named[name].sum() * torch.nan for name in ("norm.weight", "embedding.weight")).backward()
+    assert bad == ["embedding.weight", "norm.weight"]
+    assert all(named[name].grad is None and not optimizer.gradients.owned[name].any() for name in bad)
 
 
 def test_states_of_another_format_are_refused_in_one_line() -> None:
@@ -233,9 +235,11 @@ def test_updated_in_pieces_a_parameter_has_the_bits_of_the_whole(states: str, ma
         give_gradients(named, 0)
     optimizers[0].step(1e-2)
     slot, clip = optimizers[1].slots[0], torch.ones(())
-    own = slot.parameter.detach(), slot.gradient, slot.exp_avg, slot.exp_avg_sq, slot.master
+    own = slot.weight, slot.gradient, slot.exp_avg, slot.exp_avg_sq, slot.master
     pieces = list(pieces_of(slot.name, *own, decays=True, elements=384))
     assert [piece.first for piece in pieces] == [0, 384, 768]
+    shard = pieces_of(slot.name, *own, decays=True, elements=384, first=12_800)
+    assert [piece.first for piece in shard] == [12_800, 13_184, 13_568]
     for piece in pieces:
         states_there = [state.clone() for state in piece.states]
         update_piece(piece, states_there, clip, optimizers[1]._scalars(1e-2, True), optimizers[1]._key(slot.name))

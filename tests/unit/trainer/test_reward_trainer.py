@@ -15,7 +15,9 @@ from octetrl.layers.context import PackedContext
 from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.records import PackedBatch, Sample
 from octetrl.trainer.packing import PackingLayout, pack
+from octetrl.trainer.peers import ALONE, Peers
 from octetrl.trainer.reward_trainer import RewardTrainer, pair_ends
+from tests.team import run_team
 from tests.unit.trainer.test_critic import tiny_scalar_model
 from tests.unit.trainer.tiny_trainer import BF16, FP8, random_samples
 
@@ -35,13 +37,18 @@ def pairs(count: int, seed: int = 0) -> list[Sample]:
 
 
 def tiny_reward_trainer(
-    model: ScalarDecoder | None = None, fp8: Fp8Config = BF16, *, lr: float = 1e-3, **config: object
+    model: ScalarDecoder | None = None,
+    fp8: Fp8Config = BF16,
+    *,
+    lr: float = 1e-3,
+    peers: Peers = ALONE,
+    **config: object,
 ) -> RewardTrainer:
     trainer = TrainerConfig(
         optimizer=OptimizerConfig(lr=lr, max_grad_norm=1e9), **{"tokens_per_micro_batch": 64} | config
     )
     loss = partial(bradley_terry_loss, center=0.0)
-    return RewardTrainer(model or tiny_scalar_model(fp8), trainer, loss, total_steps=10, seed=3)
+    return RewardTrainer(model or tiny_scalar_model(fp8), trainer, loss, total_steps=10, seed=3, peers=peers)
 
 
 def packed(samples: list[Sample], tokens: int = 64, minibatches: int = 1) -> PackedBatch:
@@ -136,3 +143,21 @@ def test_nothing_to_learn_from_changes_nothing() -> None:
 def test_samples_without_pairs_are_refused() -> None:
     with pytest.raises(AssertionError, match="preference pairs"):
         tiny_reward_trainer().train(packed(random_samples(2, policy_version=None)))
+
+
+def test_several_workers_train_one_reward_model() -> None:
+    given = [packed(pairs(7, seed), 48) for seed in range(3)]
+
+    def work(peers: Peers) -> list[dict[str, float]]:
+        trainer = tiny_reward_trainer(fp8=FP8, peers=peers)
+        rank, count = peers.share.rank, peers.share.count
+        own = [replace(batch, minibatches=(batch.minibatches[0][rank::count],)) for batch in given]
+        return [dict(trainer.train(batch).metrics) for batch in own]
+
+    alone, teams = work(ALONE), run_team(2, work, gradients="sharded")
+    for step, want in enumerate(alone):
+        for metrics in teams:
+            assert metrics[step].keys() == want.keys()
+            for key in want.keys() - {"train/tokens_per_second"}:
+                assert metrics[step][key] == pytest.approx(want[key], rel=1e-4, abs=1e-6), key
+    assert teams[0][0]["loss"] == pytest.approx(alone[0]["loss"], rel=1e-6)

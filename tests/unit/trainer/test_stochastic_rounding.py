@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import torch
 
-from octetrl.trainer.stochastic_rounding import round_stochastically
+from octetrl.trainer.stochastic_rounding import chance_key, round_stochastically
 
 
 def rounded(value: torch.Tensor, seed: int = 0, step: int = 0, name: str = "w") -> torch.Tensor:
-    return round_stochastically(value, seed=seed, step=step, name=name)
+    return round_stochastically(value, key=chance_key(seed=seed, step=step, name=name))
 
 
 def test_what_bf16_holds_stays() -> None:

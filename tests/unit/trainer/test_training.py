@@ -17,6 +17,7 @@ from octetrl.models.decoder import Decoder
 from octetrl.records import PackedBatch, PolicyUpdate, Sample
 from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.trainer.trainer import KVReplay, NonFiniteError, Trainer, TrainerState
+from octetrl.trainer.without_update import observe_kv
 from tests.objectives import objective
 from tests.unit.trainer.tiny_trainer import BF16, FP8, random_samples, supervised, tiny_decoder, tiny_trainer
 
@@ -81,7 +82,7 @@ def test_activation_checkpointing_changes_no_bit(fp8: object, kv: KVReplay) -> N
         keeps: dict[str, Any] = {"activation_checkpointing": mode, "checkpointed_layers": layers}
         trainer = tiny_trainer(tiny_decoder(fp8), **keeps, collect_kv_amax=True)
         update = train(trainer, random_samples(4), kv)
-        results.append((update.metrics["loss"], gradients(trainer), update.kv_amax_2LK))
+        results.append((update.metrics["loss"], gradients(trainer), update.kv_amax_LS))
     plain, *others = results
     for checkpointed in others:
         assert plain[0] == checkpointed[0] and torch.equal(plain[2], checkpointed[2])
@@ -205,13 +206,13 @@ def test_reference_kl_starts_at_zero_and_grows() -> None:
 def test_kv_amax_of_the_training_forward_is_that_of_a_forward_alone() -> None:
     samples = random_samples(5)
     trainer = tiny_trainer(collect_kv_amax=True)
-    from_tokens = trainer.observe_kv([sample.token_ids for sample in samples])
+    from_tokens = observe_kv(trainer, [sample.token_ids for sample in samples])
     batch = pack(samples, trainer.layout, "token")
-    from_batch = trainer.observe_kv(batch)
-    fused = trainer.train(batch, NO_REPLAY, None).kv_amax_2LK
-    assert fused is not None and fused.shape == (2, 2, 1) and (fused > 0).all()
+    from_batch = observe_kv(trainer, batch)
+    fused = trainer.train(batch, NO_REPLAY, None).kv_amax_LS
+    assert fused is not None and fused.shape == (2, 2) and (fused > 0).all()
     assert torch.equal(from_tokens, fused) and torch.equal(from_batch, fused)
-    assert tiny_trainer().train(batch, NO_REPLAY, None).kv_amax_2LK is None, "only where it is asked for"
+    assert tiny_trainer().train(batch, NO_REPLAY, None).kv_amax_LS is None, "only where it is asked for"
 
 
 def test_an_empty_batch_changes_nothing() -> None:
@@ -227,7 +228,7 @@ def test_a_loss_that_is_not_finite_names_the_micro_batch_and_steps_nothing() -> 
     samples = random_samples(3, longest=10)
     bad = Sample((1, 2, 3), (False, True, True), (0.0, -3.0, -3.0), math.inf, 0)
     before = {name: tensor.clone() for name, tensor in trainer.state().weights.items()}
-    with pytest.raises(NonFiniteError, match=r"micro-batch \d of \d .* nothing was stepped"):
+    with pytest.raises(NonFiniteError, match=r"micro-batch \d of \d .* nothing was updated"):
         train(trainer, [*samples, bad])
     assert trainer.optimizer.step_count == 0 and trainer.policy_version == 0
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.state().weights.items())

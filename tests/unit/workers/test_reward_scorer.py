@@ -37,7 +37,7 @@ def reward_model(causal: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     shutil.copytree(causal, folder)
     model = scalar_model(causal, new_head=True)
     with torch.no_grad():
-        model.score.weight.normal_()
+        model.score.weight.normal_(generator=torch.Generator().manual_seed(0))
     save_weights(model, folder)
     return folder
 

@@ -1,6 +1,6 @@
-"""K and V as attention multiplies them, as values: the sites "k as cached" and "v as cached".
+"""Values of K and V as attention reads them, for the sites "k as cached" and "v as cached".
 
-"As cached" is code times scale, float32: read back from the pages in the rollout, from the replayed codes in training.
+A value is code times scale in float32. Rollout reads the codes from the pages; training has the replayed codes.
 
 T tokens, K kv heads, D head size.
 """
@@ -11,18 +11,28 @@ import torch
 from torch import Tensor
 
 from octetrl.fp8.format import E4M3, decode_e4m3
-from octetrl.kernels.attention.kv_store import ReplayedKV, by_key
-from octetrl.layers.context import LayerCache
+from octetrl.kernels.attention.kv_store import ReplayedKV, by_key, kv_replay
+from octetrl.layers.context import CacheTreatment, LayerCache
 
 
 def values_of(kv: ReplayedKV) -> tuple[Tensor, Tensor]:
-    """What replayed codes stand for, float32 [T, K, D]."""
+    """Values of replayed codes, float32 [T, K, D]."""
     return _scaled(kv.k_TKD, kv.k_scale), _scaled(kv.v_TKD, kv.v_scale)
 
 
+def without_codes(k_TKD: Tensor, treatment: CacheTreatment) -> Tensor:
+    """K quantised and rounded back to its own dtype, because no kernel takes an FP8 K with a BF16 V.
+
+    Only the doctor needs this pair. The rounding adds a tenth of the quantiser's error.
+    """
+    quantised = kv_replay(k_TKD, k_TKD, treatment.mode, treatment.scale, treatment.scale)
+    return values_of(quantised)[0].to(k_TKD.dtype)
+
+
 def read_back(cache: LayerCache, slot_mapping_T: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V of these slots, out of their pages: float32 [T, K, D]."""
-    page_size = cache.k.shape[2]
+    """K and V of these slots, read from their pages: float32 [T, K, D]."""
+    k, v = cache.tensors
+    page_size = k.pages.shape[2]
     page_T, offset_T = slot_mapping_T // page_size, slot_mapping_T % page_size
 
     def values(pages: Tensor, scale_K: Tensor | None, token_scale: Tensor | None) -> Tensor:
@@ -33,9 +43,14 @@ def read_back(cache: LayerCache, slot_mapping_T: Tensor) -> tuple[Tensor, Tensor
         return _scaled(decode_e4m3(codes_TKD), scale)
 
     return (
-        values(cache.k, cache.k_scale_K, cache.k_token_scale),
-        values(by_key(cache.v), cache.v_scale_K, cache.v_token_scale),
+        values(k.pages, k.scale, k.token_scale),
+        values(by_key(v.pages), v.scale, v.token_scale),
     )
+
+
+def saturated_of(cache: LayerCache, num_kv_heads: int) -> Tensor | None:
+    """The counters of clamped values of K and V for the kernels: int64 [2, K]."""
+    return None if cache.saturated_S is None else cache.saturated_S[: 2 * num_kv_heads].view(2, -1)
 
 
 def _scaled(codes_TKD: Tensor, scale: Tensor | None) -> Tensor:

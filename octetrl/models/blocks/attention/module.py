@@ -1,11 +1,10 @@
 """Causal self-attention with grouped queries: qkv -> QK-norm -> RoPE -> attend -> output projection.
 
-One module for both sides of the run; the context says which. With a `PackedContext` (training) every key
-lies in the tensor it came with; with a `PagedContext` (rollout) K and V go into the pages first and are
-read back from them, the present chunk included, so that a prompt token sees the quantised values at prefill
-as at decode.
+One module serves both sides; the context says which. With a `PackedContext` (training) the keys are in the tensor of
+this forward. With a `PagedContext` (rollout) K and V are written into the pages and read back, including the current
+chunk. A prompt token therefore reads the same quantised values in prefill as in decode.
 
-T tokens, E hidden size, H query heads, K kv heads, D head size, Q = H * D, L layers.
+T tokens, E hidden size, H query heads, K kv heads, D head size, Q = H * D.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from octetrl.layers.norm import RMSNorm
 from octetrl.layers.rotary import Rotary
 from octetrl.models.blocks.attention import rollout as rollout_form
 from octetrl.models.blocks.attention import training as training_form
-from octetrl.models.blocks.attention.as_cached import read_back, values_of
+from octetrl.models.blocks.attention.as_cached import read_back, saturated_of, values_of, without_codes
 from octetrl.models.blocks.block import Block, BlockBuilder
 
 
 class Attention(Block):
     """qkv_proj: E -> (H + 2K) * D, query rows first; o_proj: H * D -> E; each a Linear or a Float8Linear.
 
-    `quantize_k`: whether an FP8 cache holds K in FP8 too; if not, K is BF16 beside an FP8 V.
+    `quantize_k`: whether an FP8 cache also holds K in FP8; otherwise K is BF16 and V is FP8.
     """
 
     rollout = rollout_form.rollout
@@ -39,7 +38,7 @@ class Attention(Block):
     def __init__(self, builder: BlockBuilder) -> None:
         super().__init__(builder)
         spec = builder.spec
-        self.quantize_k = builder.policy.k_cache == "fp8"
+        self.quantize_k = self.cached[0].never_fp8 is None
         self.num_heads, self.num_kv_heads, self.head_size = spec.num_heads, spec.num_kv_heads, spec.head_size
         self.softmax_scale = spec.head_size**-0.5
         self.qkv_proj = builder.linear("qkv_proj")
@@ -76,8 +75,11 @@ class Attention(Block):
         return out_TE
 
     def _attend_packed(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, context: PackedContext) -> Tensor:
-        if context.kv_amax_2LK is not None:
-            observe_amax(context.kv_amax_2LK[:, self.layer], k_TKD, v_TKD)
+        if context.kv_amax_LS is not None:
+            observe_amax(context.kv_amax_LS[self.layer, : 2 * self.num_kv_heads].view(2, -1), k_TKD, v_TKD)
+        k, v = self.treatments(context)
+        if v.mode == "none" and k.mode != "none":
+            k_TKD, k = without_codes(k_TKD, k), v
         return attention_packed(
             q_THD,
             k_TKD,
@@ -85,30 +87,30 @@ class Attention(Block):
             context.cu_seqlens_B1,
             context.max_seqlen,
             self.softmax_scale,
-            k_scale_K=self._scale_of(context.k_scale_LK),
-            v_scale_K=self._scale_of(context.v_scale_LK),
-            kv_mode=context.kv_mode,
-            quantize_k=self.quantize_k,
+            k_scale_K=k.scale,
+            v_scale_K=v.scale,
+            kv_mode=v.mode,
+            quantize_k=k.mode != "none",
         )
 
     def _as_cached(self, k_TKD: Tensor, v_TKD: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """K and V as this forward's attention multiplies them: float32 [T, K, D], codes times scales."""
+        """K and V as the operands of this forward's attention: float32 [T, K, D], codes times scales."""
         if not isinstance(context, PackedContext):
             return read_back(context.layers[self.layer], context.slot_mapping_T)
-        scales = self._scale_of(context.k_scale_LK), self._scale_of(context.v_scale_LK)
-        return values_of(kv_replay(k_TKD, v_TKD, context.kv_mode, *scales, self.quantize_k))
-
-    def _scale_of(self, scale_LK: Tensor | None) -> Tensor | None:
-        return None if scale_LK is None else scale_LK[self.layer]
+        k, v = self.treatments(context)
+        return values_of(kv_replay(k_TKD, v_TKD, v.mode, k.scale, v.scale, k.mode != "none"))
 
     def _attend_paged(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, context: PagedContext) -> Tensor:
         cache: LayerCache = context.layers[self.layer]
-        scales = (cache.k_scale_K, cache.v_scale_K, cache.k_token_scale, cache.v_token_scale)
-        kv_store(k_TKD, v_TKD, cache.k, cache.v, context.slot_mapping_T, *scales, cache.saturated_2K)
+        k, v = cache.tensors
+        scales = (k.scale, v.scale, k.token_scale, v.token_scale)
+        kv_store(
+            k_TKD, v_TKD, k.pages, v.pages, context.slot_mapping_T, *scales, saturated_of(cache, self.num_kv_heads)
+        )
         out_THD = attention_paged(
             q_THD,
-            cache.k,
-            cache.v,
+            k.pages,
+            v.pages,
             context.block_table_BP,
             context.cu_seqlens_q_B1,
             context.context_lens_B,

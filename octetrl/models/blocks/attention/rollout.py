@@ -1,4 +1,4 @@
-"""Attention as a GPU runs it for rollout.
+"""Attention's fused form for rollout on a GPU.
 
     qkv                                                    one product
     QK-norm + RoPE + quantise + write to pages -> q        one kernel
@@ -17,7 +17,7 @@ from torch import Tensor
 from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.attention.attention_paged import attention_paged
 from octetrl.kernels.attention.qkv_store import qkv_store
-from octetrl.models.blocks.attention.as_cached import read_back
+from octetrl.models.blocks.attention.as_cached import read_back, saturated_of
 from octetrl.models.blocks.products import Operand, project, wants_codes
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 def rollout(attention: Attention, x: Operand, inputs: RolloutInputs) -> Tensor:
     rotary, positions_T, context = inputs
     cache = context.layers[attention.layer]
+    k, v = cache.tensors
     q_norm, k_norm = attention.q_norm, attention.k_norm
     qkv_T = project(attention.qkv_proj, x)
     q_THD = qkv_store(
@@ -38,28 +39,28 @@ def rollout(attention: Attention, x: Operand, inputs: RolloutInputs) -> Tensor:
         rotary.cos_SR,
         rotary.sin_SR,
         positions_T,
-        cache.k,
-        cache.v,
+        k.pages,
+        v.pages,
         context.slot_mapping_T,
-        k_scale_K=cache.k_scale_K,
-        v_scale_K=cache.v_scale_K,
-        k_token_scale=cache.k_token_scale,
-        v_token_scale=cache.v_token_scale,
-        saturated_2K=cache.saturated_2K,
+        k_scale_K=k.scale,
+        v_scale_K=v.scale,
+        k_token_scale=k.token_scale,
+        v_token_scale=v.token_scale,
+        saturated_2K=saturated_of(cache, attention.num_kv_heads),
     )
     quantize_out, power_of_two = wants_codes(attention.o_proj)
     out = attention_paged(
         q_THD,
-        cache.k,
-        cache.v,
+        k.pages,
+        v.pages,
         context.block_table_BP,
         context.cu_seqlens_q_B1,
         context.context_lens_B,
         attention.softmax_scale,
-        k_scale_K=cache.k_scale_K,
-        v_scale_K=cache.v_scale_K,
-        k_token_scale=cache.k_token_scale,
-        v_token_scale=cache.v_token_scale,
+        k_scale_K=k.scale,
+        v_scale_K=v.scale,
+        k_token_scale=k.token_scale,
+        v_token_scale=v.token_scale,
         max_query_len=context.max_query_len,
         quantize_out=quantize_out,
         power_of_two=power_of_two,

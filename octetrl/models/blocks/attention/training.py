@@ -1,11 +1,11 @@
-"""Attention as a GPU trains it.
+"""Attention's fused form for training on a GPU: forward and backward.
 
     qkv = n Wqkv;  q, k, v = rotate(qkv);  out = attention(q, k, v);  result = out Wo
     dq, dk, dv = attention'(dresult Wo^T);  dWo = dresult^T out
     dqkv = rotate'(dq, dk, dv);  dn = dqkv Wqkv^T;  dWqkv = dqkv^T n
 
-`rotate` is QK-norm, RoPE, and K and V through the cache's quantiser. Saved: n, as wgrad reads it, and qkv; costly: out
-and its log-sum-exp. Where these are made again, q, k, v are there for the backward; else it rotates qkv once more.
+`rotate` is QK-norm and RoPE; K and V also pass through the cache's quantiser. Saved: wgrad's operand of n, and qkv.
+Costly: out and its log-sum-exp. If they are recomputed, the backward also has q, k, v. Otherwise it rotates qkv again.
 
 T tokens, E hidden size, H query heads, K kv heads, D head size, Q = H * D, X = (H + 2 K) D.
 """
@@ -39,7 +39,7 @@ class Attended(NamedTuple):
 
 @dataclass(slots=True)
 class SavedAttention(Saved):
-    """`costly` is `Attended`; `made_with_costly` is what `_rotated` gives."""
+    """`costly` is `Attended`; `made_with_costly` is the result of `_rotated`."""
 
     n: Operand
     qkv_TX: Tensor
@@ -49,7 +49,7 @@ class SavedAttention(Saved):
 def begin(
     attention: Attention, n: Input, inputs: TrainingInputs, *, costly: Attended | None, observe: bool
 ) -> SavedAttention:
-    """`observe`: collects K's and V's amax."""
+    """`observe`: collects the amax of K and V."""
     qkv_TX = product(attention.qkv_proj, n)
     rotated = None
     if costly is None:
@@ -120,10 +120,11 @@ def backward(attention: Attention, saved: SavedAttention, dout_TE: Tensor, gradi
 
 
 def _rotated(attention: Attention, qkv_TX: Tensor, inputs: TrainingInputs, observe: bool) -> tuple[Tensor, ReplayedKV]:
-    """Q as attention multiplies it, K and V as the rollout's cache held them."""
-    layer, context = attention.layer, inputs.context
+    """Q as attention's operand, and K and V as in the rollout's cache."""
+    context, num_kv_heads = inputs.context, attention.num_kv_heads
     weights, eps = _qk_norm(attention)
-    amax_2LK = context.kv_amax_2LK if observe else None
+    k_scale_K, v_scale_K = attention.scales_of(context.kv_scale_LS)
+    amax_LS = context.kv_amax_LS if observe else None
     with part("rows"):
         return qkv_rotate(
             qkv_TX.view(qkv_TX.shape[0], -1, attention.head_size),
@@ -131,12 +132,12 @@ def _rotated(attention: Attention, qkv_TX: Tensor, inputs: TrainingInputs, obser
             eps,
             *inputs.rotary,
             attention.num_heads,
-            attention.num_kv_heads,
+            num_kv_heads,
             kv_mode=context.kv_mode,
             quantize_k=attention.quantize_k,
-            k_scale_K=None if context.k_scale_LK is None else context.k_scale_LK[layer],
-            v_scale_K=None if context.v_scale_LK is None else context.v_scale_LK[layer],
-            amax_2K=None if amax_2LK is None else amax_2LK[:, layer],
+            k_scale_K=k_scale_K,
+            v_scale_K=v_scale_K,
+            amax_2K=None if amax_LS is None else amax_LS[attention.layer, : 2 * num_kv_heads].view(2, -1),
         )
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MLPLayout(BlockLayout):
-    """The width is the spec's `intermediate_size`."""
+    """The width is `ModelSpec.intermediate_size`."""
 
     sites = ("gate_up_proj", "SiLU", "down_proj")
 
@@ -37,7 +37,7 @@ class MLPLayout(BlockLayout):
         of_weights = 0 if how.frozen else b * sum(linear.num_weights for linear in self.linears(spec))
         return BlockMemory(
             saved=2 * b * inner,
-            # When SiLU's backward has made its operands, and after the last wgrad.
+            # After SiLU's backward, and after the last wgrad.
             peaks=(Peak(how.gradient_bytes * hidden + dy + dgate_up + y), Peak(b * hidden + dgate_up, of_weights)),
             of_weights=of_weights,
         )

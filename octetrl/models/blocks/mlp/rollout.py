@@ -1,4 +1,4 @@
-"""The gated MLP as a GPU runs it for rollout: SiLU * up and the quantiser of its product are one kernel.
+"""The gated MLP's fused form for rollout on a GPU: one kernel computes SiLU * up and quantises it.
 
 T tokens, E hidden size, F intermediate size.
 """

@@ -1,10 +1,10 @@
-"""The gated MLP as a GPU trains it.
+"""The gated MLP's fused form for training on a GPU: forward and backward.
 
     gate_up = n Wgu;  y = SiLU(gate) up;  out = y Wdown
     dy = dout Wdown^T;  dgate_up = silu_mul'(dy);  dWdown = dout^T y;  dn = dgate_up Wgu^T;  dWgu = dgate_up^T n
 
-Saved: n, as wgrad reads it, and gate_up. Backward makes y again from gate_up. Where both linears are FP8 the gradient
-of gate_up and y exist as codes alone, made in one read.
+Saved: wgrad's operand of n, and gate_up. The backward computes y again from gate_up. If both linears are FP8, y and the
+gradient of gate_up exist only as codes, computed in one read.
 
 T tokens, E hidden size, F intermediate size.
 """
@@ -81,7 +81,7 @@ def _gated(down: Projection, gate_up_T2F: Tensor) -> Input:
 
 
 def _gated_backward(mlp: MLP, gate_up_T2F: Tensor, dy_TF: Tensor) -> tuple[Input, Operand]:
-    """The gradient of gate_up as its GEMMs read it, and y as wgrad of the down projection does."""
+    """The operands of gate_up's gradient, and y as the operand of the down projection's wgrad."""
     gate_up, down = mlp.gate_up_proj, mlp.down_proj
     adapted = gate_up.lora is not None or down.lora is not None
     if isinstance(gate_up, Float8Linear) and isinstance(down, Float8Linear) and not adapted:

@@ -37,7 +37,7 @@ def test_the_last_python_block(text: str, code: str | None) -> None:
     [
         ({}, "'tests' is missing or empty"),
         ({"tests": []}, "'tests' is missing or empty"),
-        ({"tests": ["assert f(", "x"]}, r"test 1: 'assert f\(' is no Python"),
+        ({"tests": ["assert f(", "x"]}, r"test 1: 'assert f\(' is not valid Python"),
         ({"tests": ["assert 1", {"stdin": "", "stdout": ""}]}, "asserts and programs; they must be of one form"),
         ({"tests": [{"args": [1], "expected": 2}]}, "'function' is None"),
         ({"tests": [{"args": 1, "expected": 2}], "function": "f"}, "'args' must be a list"),
@@ -45,11 +45,11 @@ def test_the_last_python_block(text: str, code: str | None) -> None:
         ({"tests": ["-" * 100_000 + "1"]}, "nested too deeply"),
         ({"tests": ["1" + "+1" * 100_000]}, "nested too deeply"),
         ({"tests": ["not " * 5_000 + "1"]}, "nested too deeply"),
-        ({"tests": ["return 1"]}, "is no Python"),
+        ({"tests": ["return 1"]}, "is not valid Python"),
         ({"tests": [{"args": [], "expected": 1}], "function": "f" * 9_999 + "("}, r"'function' is 'f{59}\.\.\.;"),
         ({"tests": [{"stdin": 1, "stdout": ""}]}, "must be texts"),
-        ({"tests": [{"input": 1}]}, "is no test"),
-        ({"tests": [3]}, "is no test"),
+        ({"tests": [{"input": 1}]}, "is not a test"),
+        ({"tests": [3]}, "is not a test"),
     ],
 )
 def test_tests_in_no_form_are_refused(metadata: dict[str, Any], said: str) -> None:

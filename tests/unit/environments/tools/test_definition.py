@@ -182,7 +182,7 @@ def unknown(x: Nowhere) -> int:  # type: ignore[name-defined]  # noqa: F821
         (starred, "can't be given by name"),
         (odd, "use types that JSON can give"),
         (unknown, "name 'Nowhere' is not defined"),
-        (lambda: 0, "'<lambda>' is no name"),
+        (lambda: 0, "'<lambda>' is not a valid name"),
     ],
 )
 def test_what_cannot_be_a_tool_is_refused_in_one_line(function: Callable[..., Any], said: str) -> None:

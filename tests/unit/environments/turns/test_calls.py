@@ -17,7 +17,7 @@ import pytest
 from octetrl.config.errors import UserError
 from octetrl.environments import turns
 from octetrl.environments.turns import Conversation
-from octetrl.environments.turns.calls import Called, Calls
+from octetrl.environments.turns.calls import CallResult, Calls
 from octetrl.records import Task
 
 
@@ -29,17 +29,17 @@ def calls() -> Iterator[Calls]:
     made.close()
 
 
-def all_of(calls: Calls, *functions: Callable[..., Any], seconds: float = 15.0) -> list[Called]:
+def all_of(calls: Calls, *functions: Callable[..., Any], seconds: float = 15.0) -> list[CallResult]:
     """What these come to; of others, what is pending stays so unless it ends meanwhile."""
     tickets = [calls.start(function, (), seconds=seconds) for function in functions]
-    found: dict[int, Called] = {}
+    found: dict[int, CallResult] = {}
     while not set(tickets) <= set(found):
         found |= dict(calls.poll(5.0))
     calls_ended.update(found)
     return [found[ticket] for ticket in tickets]
 
 
-calls_ended: dict[int, Called] = {}
+calls_ended: dict[int, CallResult] = {}
 
 
 def sync_seven() -> int:
@@ -110,19 +110,19 @@ def test_a_call_that_hangs_is_abandoned_and_others_go_on(calls: Calls) -> None:
     stuck = [calls.start(function, (), seconds=1.0) for function in (lambda: time.sleep(9), sleeps)]
     assert [one.value for one in all_of(calls, sync_seven, async_seven)] == [7, 7]
     assert calls.abandoned == 0
-    found: dict[int, Called] = {}
+    found: dict[int, CallResult] = {}
     while len(found) < 2:
         found |= dict(calls.poll(5.0))
     assert time.monotonic() - began < 5.0
     assert [found[ticket].timed_out for ticket in stuck] == [True, True]
-    assert "sleeps gave nothing in 1 s" in str(found[stuck[1]].error)
+    assert "sleeps returned nothing in 1 s" in str(found[stuck[1]].error)
     assert calls.abandoned == 2
 
 
 def test_what_came_in_time_counts_though_nobody_looked(calls: Calls) -> None:
     ticket = calls.start(sync_seven, (), seconds=0.1)
     time.sleep(0.3)
-    assert calls.poll(0.0) == [(ticket, Called(7))]
+    assert calls.poll(0.0) == [(ticket, CallResult(7))]
 
 
 def test_async_code_that_blocks_the_loop_is_found_out(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def test_async_code_that_blocks_the_loop_is_found_out(calls: Calls, monkeypatch:
     assert innocent not in calls_ended
     while calls_ended.get(innocent) is None:  # on the old one, when that is free again
         calls_ended.update(calls.poll(5.0))
-    assert calls_ended[innocent] == Called(7)
+    assert calls_ended[innocent] == CallResult(7)
 
 
 def test_a_hundred_threads_wait_at_once(calls: Calls) -> None:
@@ -169,7 +169,7 @@ def test_a_tool_may_ask_whose_it_is(calls: Calls) -> None:
     while len(found) < 2:
         found += [called.value for _, called in calls.poll(5.0)]
     assert ["mine", "mine"] in found and "mine" in found
-    with pytest.raises(UserError, match="no conversation is under way"):
+    with pytest.raises(UserError, match="no conversation runs here"):
         Conversation.current()
 
 

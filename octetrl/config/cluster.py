@@ -1,0 +1,128 @@
+"""The recipe's `cluster` section: whether a run is one process, or many workers on Ray (docs/scale.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field
+
+from octetrl.config.section import Problem, Section
+
+
+class DeadlineConfig(Section):
+    """Time limits of workers. If a worker exceeds one, the step ends with an error that names it. Only for Ray."""
+
+    silent_seconds: float = Field(default=60.0, gt=0.0)
+    """Longest time without a report from a worker, in seconds. A worker reports every second, also while it computes.
+    One that is silent for longer counts as stalled."""
+    first_seconds: float = Field(default=3600.0, gt=0.0)
+    """Time limit of a phase's first run, in seconds: loading, or the first training with its compilation."""
+    times_usual: float = Field(default=10.0, gt=1.0)
+    """Time limit of later runs of a phase, as a multiple of its longest run so far. `least_seconds` is a lower
+    bound."""
+    least_seconds: float = Field(default=300.0, gt=0.0)
+    """Lower bound of the limit that `times_usual` sets, in seconds."""
+
+
+class ClusterConfig(Section):
+    """Devices and workers of a run. By default a run is one process on one GPU, or on the CPU, and needs no Ray."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of a run with one worker. auto: a GPU if there is one, otherwise the CPU."""
+    cpu_threads: int | None = Field(default=None, ge=1, le=4_096)
+    """Number of torch's threads on a CPU, in each worker. None: torch's default; several workers share the
+    machine's cores."""
+    gpus: int | None = Field(default=None, ge=1, le=65_536)
+    """Number of GPUs, with one worker on each. More than one needs the `ray` extra. None: one."""
+    cpus: int | None = Field(default=None, ge=1, le=4_096)
+    """Number of workers on the CPU, instead of `gpus`. Use it to try a run with many workers on a laptop."""
+    address: str | None = None
+    """Ray cluster to use. `host:port`: a running cluster. `auto`: the one that runs on this machine. `local`: start Ray
+    here, also for one worker. None: start Ray here if there are several workers. Ray that the run starts ends with
+    it."""
+    nodes: int | None = Field(default=None, ge=1, le=65_536)
+    """Number of machines of the cluster at `address`, with workers on `gpus_per_node` GPUs of each. None: Ray chooses
+    the machines."""
+    gpus_per_node: int | None = Field(default=None, ge=1, le=1_024)
+    """Number of GPUs on each of the `nodes`. The run uses nodes x gpus_per_node GPUs; leave `gpus` out."""
+    workers_per_gpu: int = Field(default=1, ge=1, le=8)
+    """Number of workers that share one GPU. Use it to test many workers on one GPU; it is never faster."""
+    gradients: Literal["local", "sharded"] = "local"
+    """Where the gradient is summed. local: each worker keeps float32 sums of its micro-batches, 4 bytes per weight,
+    and the workers add them once per update. sharded: each worker keeps only the sums of its own rows, and the workers
+    add every micro-batch's gradient."""
+    max_restarts: int = Field(default=0, ge=0, le=1_000_000)
+    """Number of times that a run may restart after losing a worker. It builds all workers again and continues from its
+    last checkpoint."""
+    deadlines: DeadlineConfig = DeadlineConfig()
+    """Time limits of workers."""
+
+    @property
+    def num_workers(self) -> int:
+        if self.cpus is not None:
+            return self.cpus
+        gpus = self.gpus or 1
+        if self.nodes is not None and self.gpus_per_node is not None:
+            gpus = self.nodes * self.gpus_per_node
+        return gpus * self.workers_per_gpu
+
+    @property
+    def num_gpus(self) -> int:
+        """Number of GPUs that the workers use. 0: the workers are on the CPU."""
+        return 0 if self.cpus is not None else self.num_workers // self.workers_per_gpu
+
+    @property
+    def starts_ray(self) -> bool:
+        """Whether the run starts Ray on this machine."""
+        return self.uses_ray and self.address in (None, "local")
+
+    @property
+    def uses_ray(self) -> bool:
+        return self.num_workers > 1 or self.address is not None
+
+
+def lacking_gpus(cluster: ClusterConfig, has: int, where: str, remedy: str) -> str:
+    """Say that `where` has fewer GPUs than the workers need. `remedy`: what to do if fewer workers are not wanted."""
+    wanted = cluster.num_gpus
+    field = "gpus" if cluster.gpus is not None else "workers_per_gpu" if cluster.nodes is None else "nodes"
+    fewer = "lower it" if has else f"use cluster.cpus={cluster.num_workers} instead, remove it"
+    return f"cluster.{field}: {wanted} GPUs were asked for, {where} has {has}; {fewer}, or {remedy}"
+
+
+def local_lack(cluster: ClusterConfig, visible: int) -> str | None:
+    """Say that this machine has too few GPUs for a Ray that the run starts here. None: it has enough."""
+    if visible >= cluster.num_gpus:
+        return None
+    return lacking_gpus(cluster, visible, "this machine", "give the cluster.address of a Ray cluster that has them")
+
+
+def cluster_problems(cluster: ClusterConfig) -> Iterator[Problem]:
+    """Yield the combinations of fields that are not allowed."""
+    if cluster.cpus is not None:
+        for name in ("gpus", "nodes", "gpus_per_node"):
+            if getattr(cluster, name) is not None:
+                text = f"cluster.cpus: cannot be combined with cluster.{name}; keep one of the two"
+                yield Problem(("cluster.cpus", f"cluster.{name}"), text)
+        if cluster.device == "cuda":
+            text = (
+                "cluster.cpus: starts workers on the CPU, but cluster.device is cuda; use cluster.gpus, or device: cpu"
+            )
+            yield Problem(("cluster.cpus", "cluster.device"), text)
+        if cluster.workers_per_gpu > 1:
+            text = "cluster.workers_per_gpu: has no effect with workers on the CPU; remove it, or use cluster.gpus"
+            yield Problem(("cluster.workers_per_gpu", "cluster.cpus"), text)
+    elif cluster.device == "cpu" and (cluster.uses_ray or cluster.gpus is not None):
+        text = "cluster.device: cpu has no GPUs; give the number of workers as cluster.cpus, or remove device"
+        yield Problem(("cluster.device", "cluster.gpus"), text)
+    if (cluster.nodes is None) != (cluster.gpus_per_node is None):
+        text = "cluster.nodes: needs cluster.gpus_per_node, and the reverse; give both, or only cluster.gpus"
+        yield Problem(("cluster.nodes", "cluster.gpus_per_node"), text)
+    elif cluster.nodes is not None and cluster.gpus is not None:
+        text = "cluster.gpus: is already given by nodes x gpus_per_node; leave it out"
+        yield Problem(("cluster.gpus", "cluster.nodes"), text)
+    elif cluster.nodes is not None and cluster.nodes > 1 and cluster.address in (None, "local"):
+        text = "cluster.nodes: several machines need a running Ray cluster; give its cluster.address, or use gpus"
+        yield Problem(("cluster.nodes", "cluster.address"), text)
+    if cluster.address is not None and not cluster.address.strip():
+        yield Problem(("cluster.address",), "cluster.address: is empty; give host:port, auto or local, or leave it out")

@@ -1,0 +1,264 @@
+"""Attention in plain torch: the CPU form of the order that `attention_order` defines.
+
+Each sum is computed in float64 and rounded where the kernels round. Order, batch, padding and threads therefore do not
+matter here. Sequences of like length share one padded batch, cut into pieces that stay in cache. Tiles and chunks are
+the kernels', cut to the longest context present.
+
+T tokens, J sequences of one piece, M padded queries, S padded keys, N pairs of a sequence and a kv head, R query rows
+of one kv head, K kv heads, H query heads, G query heads per kv head, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octetrl.fp8.format import E4M3, decode_e4m3
+from octetrl.kernels.attention.attention_order import (
+    FLOOR,
+    KV_CHUNK,
+    KV_TILE,
+    by_head_or_row,
+    head_scales,
+    mode_of,
+    operand_dtype,
+)
+
+QUERY_BLOCK = 128
+PIECE_ELEMENTS = 1 << 18  # float64 scores or keys of one piece: about 2 MB, measured fastest on two cores
+
+
+class Span(NamedTuple):
+    """The queries of one sequence: `num_queries` rows of q from `first_query`; the last is at key `context - 1`."""
+
+    sequence: int
+    first_query: int
+    num_queries: int
+    context: int
+
+
+@dataclass(frozen=True)
+class KVRows:
+    """K and V as tables of rows [N, D] in any stored dtype, each with its scales in any form of `mode_of`."""
+
+    k_ND: Tensor
+    v_ND: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    @property
+    def operands(self) -> tuple[torch.dtype, torch.dtype]:
+        """The dtype in which q and K are multiplied, and the dtype for P and V."""
+        k_operand = operand_dtype(self.k_ND.dtype, mode_of(self.k_scale))
+        return k_operand, operand_dtype(self.v_ND.dtype, mode_of(self.v_scale))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Sequences of similar length, padded to one length. Padding queries are at key 0 and are never written back."""
+
+    sequence_J: Tensor
+    query_JM: Tensor
+    position_JM: Tensor
+    valid_JM: Tensor
+    key_JS: Tensor
+
+    def scatter(self, target: Tensor, value_JM: Tensor, first: int) -> None:
+        """Write the padded query block that starts at `first` back to its token rows."""
+        block = slice(first, first + value_JM.shape[1])
+        valid = self.valid_JM[:, block]
+        target[self.query_JM[:, block][valid]] = value_JM[valid]
+
+
+def _round_up(length: int) -> int:
+    """Padded length: steps of an eighth of the length's own power of two, so padding wastes at most an eighth."""
+    step = max(8, 1 << max(0, length.bit_length() - 3))
+    return -(-length // step) * step
+
+
+@lru_cache(maxsize=16)
+def pieces(cu_seqlens: tuple[int, ...], contexts: tuple[int, ...], heads: int, head_size: int) -> tuple[Piece, ...]:
+    """Group sequences of similar size into padded pieces of about `PIECE_ELEMENTS` scores or keys.
+
+    The result is cached, because every layer of a forward needs the same pieces. Sequences without queries or keys are
+    left out.
+    """
+    spans = (
+        Span(sequence, first, end - first, context)
+        for sequence, (first, end, context) in enumerate(zip(cu_seqlens[:-1], cu_seqlens[1:], contexts, strict=True))
+        if end > first and context > 0
+    )
+    groups: dict[tuple[int, int], list[list[Span]]] = {}
+    for span in sorted(spans, key=lambda s: (s.context, s.num_queries)):
+        size = (_round_up(span.context), _round_up(span.num_queries))
+        members = groups.setdefault(size, [[]])
+        room = PIECE_ELEMENTS // (heads * size[0] * max(min(size[1], QUERY_BLOCK), head_size))
+        if len(members[-1]) >= max(1, room):
+            members.append([])
+        members[-1].append(span)
+    return tuple(_piece(group) for members in groups.values() for group in members)
+
+
+def _piece(group: list[Span]) -> Piece:
+    sequence_J, first_J, count_J, context_J = torch.tensor(group).unbind(1)
+    row_1M = torch.arange(int(count_J.max()))[None]
+    valid_JM = row_1M < count_J[:, None]
+    return Piece(
+        sequence_J=sequence_J,
+        query_JM=first_J[:, None] + torch.minimum(row_1M, count_J[:, None] - 1),
+        position_JM=torch.where(valid_JM, (context_J - count_J)[:, None] + row_1M, 0),
+        valid_JM=valid_JM,
+        key_JS=torch.minimum(torch.arange(int(context_J.max()))[None], context_J[:, None] - 1),
+    )
+
+
+def query_blocks(piece: Piece) -> Iterator[tuple[slice, int]]:
+    """Blocks of padded queries, each with the number of keys that its last query may attend to."""
+    for first in range(0, piece.query_JM.shape[1], QUERY_BLOCK):
+        block = slice(first, first + QUERY_BLOCK)
+        yield block, int(piece.position_JM[:, block].max()) + 1
+
+
+def fetch(table_ND: Tensor, row: Tensor) -> Tensor:
+    """Rows of a table as float64 [*row.shape, D]. E4M3 bytes become their values, NaN included."""
+    is_codes = table_ND.dtype == E4M3
+    rows = (table_ND.view(torch.uint8) if is_codes else table_ND).index_select(0, row.reshape(-1))
+    values = decode_e4m3(rows.view(E4M3), torch.float64) if is_codes else rows.double()
+    return values.view(*row.shape, table_ND.shape[-1])
+
+
+def attend_reference(
+    q_THD: Tensor,
+    kv: KVRows,
+    rows_of: Callable[[Piece], Tensor],
+    cu_seqlens_q: tuple[int, ...],
+    contexts: tuple[int, ...],
+    softmax_scale: float,
+    num_kv_heads: int,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of every sequence over the table rows [J, K, S] that `rows_of(piece)` names.
+
+    Returns out [T, H, D] in q's dtype and lse2 [T, H] float32 (base 2). Rows of q outside every sequence are zero.
+    """
+    T, H, D = q_THD.shape
+    K = num_kv_heads
+    k_operand, v_operand = kv.operands
+    k_scale_K, k_scale_N = by_head_or_row(kv.k_scale)
+    v_scale_K, v_scale_N = by_head_or_row(kv.v_scale)
+    score_scale_K = head_scales(softmax_scale, k_scale_K, K, q_THD.device)
+    q_rounded = q_THD.to(k_operand)
+    out_THD = torch.zeros(T, H, D, dtype=q_THD.dtype)
+    lse2_TH = torch.zeros(T, H, dtype=torch.float32)
+    for piece in pieces(cu_seqlens_q, contexts, H, D):
+        J = len(piece.sequence_J)
+        row_JKS = rows_of(piece)
+        k_NSD, v_NSD = (fetch(t, row_JKS).flatten(0, 1) for t in (kv.k_ND, kv.v_ND))
+        column_N1S = score_scale_K.repeat(J)[:, None, None]
+        if k_scale_N is not None:
+            column_N1S = k_scale_N[row_JKS].flatten(0, 1)[:, None] * column_N1S
+        v_scale_N1S = None if v_scale_N is None else v_scale_N[row_JKS].flatten(0, 1)[:, None]
+        for block, num_keys in query_blocks(piece):
+            q_NRD = fold_heads(q_rounded[piece.query_JM[:, block]], K)
+            position_NR = fold_positions(piece.position_JM[:, block], K, H // K)
+            o_NRD, m_NR, l_NR = _chunks(
+                q_NRD, k_NSD[:, :num_keys], v_NSD[:, :num_keys], position_NR, column_N1S, v_scale_N1S, v_operand
+            )
+            inverse_NR = (1.0 if v_scale_K is None else v_scale_K.repeat(J)[:, None]) / l_NR
+            num_queries = q_NRD.shape[1] * K // H
+            out_JMHD = unfold_heads(o_NRD * inverse_NR[..., None], J, num_queries).to(q_THD.dtype)
+            lse2_NR1 = (m_NR + l_NR.double().log2().float())[..., None]
+            piece.scatter(out_THD, out_JMHD, block.start)
+            piece.scatter(lse2_TH, unfold_heads(lse2_NR1, J, num_queries)[..., 0], block.start)
+    return out_THD, lse2_TH
+
+
+def _chunks(
+    q_NRD: Tensor,
+    k_NSD: Tensor,
+    v_NSD: Tensor,
+    position_NR: Tensor,
+    column_N1S: Tensor,
+    v_scale_N1S: Tensor | None,
+    v_operand: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The chunks merged one after another: unnormalised o [N, R, D], m and l [N, R], all float32."""
+    o_NRD = torch.zeros(q_NRD.shape, dtype=torch.float32)
+    m_NR = torch.full(q_NRD.shape[:2], FLOOR)
+    l_NR = torch.zeros(q_NRD.shape[:2])
+    q_NRD = q_NRD.double()
+    for start in range(0, k_NSD.shape[1], KV_CHUNK):
+        keys = slice(start, min(start + KV_CHUNK, k_NSD.shape[1]))
+        column = column_N1S if column_N1S.shape[-1] == 1 else column_N1S[..., keys]
+        v_scale = None if v_scale_N1S is None else v_scale_N1S[..., keys]
+        chunk = _tiles(q_NRD, k_NSD[:, keys], v_NSD[:, keys], position_NR - start, column, v_scale, v_operand)
+        o_chunk, m_chunk, l_chunk = chunk
+        m_new = torch.maximum(m_NR, m_chunk)
+        before, here = (_exp2(m - m_new) for m in (m_NR, m_chunk))
+        l_NR = _fma(l_chunk, here, l_NR * before)
+        o_NRD = _fma(o_chunk, here[..., None], o_NRD * before[..., None])
+        m_NR = m_new
+    return o_NRD, m_NR, l_NR
+
+
+def _tiles(
+    q_NRD: Tensor,
+    k_NSD: Tensor,
+    v_NSD: Tensor,
+    position_NR: Tensor,
+    column_N1S: Tensor,
+    v_scale_N1S: Tensor | None,
+    v_operand: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The online softmax over the ascending tiles of one chunk; `position_NR` counts from the chunk's first key."""
+    o = torch.zeros(q_NRD.shape, dtype=torch.float32)
+    m = torch.full(q_NRD.shape[:2], FLOOR)
+    l = torch.zeros(q_NRD.shape[:2])  # noqa: E741 (the letter every paper uses)
+    for start in range(0, k_NSD.shape[1], KV_TILE):
+        tile = slice(start, start + KV_TILE)
+        s = torch.bmm(q_NRD, k_NSD[:, tile].mT).float()
+        s.mul_(column_N1S if column_N1S.shape[-1] == 1 else column_N1S[..., tile])
+        key_S = torch.arange(start, start + s.shape[-1])
+        s.masked_fill_(key_S > position_NR[..., None], -math.inf)
+        m_new = torch.maximum(m, s.amax(-1))
+        alpha = _exp2(m - m_new)
+        p = _exp2(s.sub_(m_new[..., None]))
+        l = (l * alpha) + p.sum(-1, dtype=torch.float64).float()  # noqa: E741
+        if v_scale_N1S is not None:
+            p = p * v_scale_N1S[..., tile]
+        carried = (o * alpha[..., None]).double()
+        o = carried.baddbmm_(p.to(v_operand).double(), v_NSD[:, tile]).float()
+        m = m_new
+    return o, m, l
+
+
+def _exp2(x: Tensor) -> Tensor:
+    return x.double().exp2().float()
+
+
+def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """`a * b + c` in float32 of a product that is not rounded."""
+    return torch.addcmul(c.double(), a.double(), b.double()).float()
+
+
+def fold_heads(x_JMHD: Tensor, num_kv_heads: int) -> Tensor:
+    """[J, M, H, D] -> [J * K, G * M, D]: the query heads of one kv head become rows of one matrix."""
+    J, M, H, D = x_JMHD.shape
+    split = x_JMHD.view(J, M, num_kv_heads, H // num_kv_heads, D)
+    return split.permute(0, 2, 3, 1, 4).reshape(J * num_kv_heads, -1, D)
+
+
+def unfold_heads(x_NRD: Tensor, J: int, num_queries: int) -> Tensor:
+    """[J * K, G * M, D] -> [J, M, H, D], the inverse of `fold_heads`."""
+    D = x_NRD.shape[-1]
+    return x_NRD.view(J, -1, num_queries, D).transpose(1, 2)
+
+
+def fold_positions(position_JM: Tensor, num_kv_heads: int, group: int) -> Tensor:
+    J, M = position_JM.shape
+    return position_JM[:, None, None].expand(J, num_kv_heads, group, M).reshape(J * num_kv_heads, group * M)

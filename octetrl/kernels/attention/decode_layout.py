@@ -1,0 +1,72 @@
+"""How decode is laid out on a GPU: the tile of one program, and whether the keys of a sequence are split.
+
+No bit depends on either. All figures are of an H200 at head size 128 (docs/log.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+from torch import Tensor
+
+from octetrl.fp8.format import E4M3
+from octetrl.kernels.attention.attention_order import KV_CHUNK
+
+MULTIPROCESSORS = 132  # of an H100 or H200
+SPLIT_BYTES = 1 << 26  # the largest size of the chunks' outputs
+
+
+@dataclass(frozen=True)
+class DecodeTile:
+    """The layout of a decode tile: query columns (8 or 16; 16 if codes are multiplied), tiles in flight, and the
+    register limit of a thread (None: no limit)."""
+
+    columns: int
+    stages: int
+    registers: int | None = None
+
+    @classmethod
+    def chosen(cls, k_cache: Tensor, v_cache: Tensor, num_programs: int) -> DecodeTile:
+        """The fastest choice on an H200 at head size 128 (docs/log.md).
+
+        With 3 tiles of codes in flight, three programs share a multiprocessor; with 4, two do. Two are slower, but
+        still better than a last wave of programs that leaves most multiprocessors idle.
+        """
+        if k_cache.shape[3] == 256:
+            return cls(columns=16, stages=2 if v_cache.dtype == E4M3 else 1)  # two BF16 tiles do not fit
+        if k_cache.dtype == v_cache.dtype == E4M3:
+            by_three, by_two = (_filled(num_programs, each * MULTIPROCESSORS) for each in (3, 2))
+            return cls(columns=16, stages=4) if by_two > 1.25 * by_three else cls(columns=16, stages=3, registers=168)
+        return cls(columns=16, stages=2) if v_cache.dtype == E4M3 else cls(columns=8, stages=3)
+
+
+def _filled(num_programs: int, places: int) -> float:
+    """Share of the places that are used, over all waves of programs."""
+    return num_programs / (places * -(-num_programs // places)) if num_programs else 0.0
+
+
+@dataclass(frozen=True)
+class KeySplit:
+    """How keys are split: the most chunks of a sequence, and the programs per kv head that share all chunks."""
+
+    max_chunks: int
+    programs: int
+
+    @classmethod
+    def chosen(cls, q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, num_pages: int) -> KeySplit | None:
+        """The split for this batch, whose block table has `num_pages` columns; None: a program takes a whole sequence.
+
+        Codes need three programs a multiprocessor to read at full speed, BF16 needs half of one. With fewer sequences
+        than that, their keys are split. The lengths are unknown here. Sequences of one length would be up to 16% faster
+        whole (32 of 1,500 keys, E4M3); sequences of many lengths are 1.7 times as fast split (48 of 300 to 16,000).
+        """
+        num_sequences, num_heads, head_size = q_BHD.shape
+        num_kv_heads, page_size = k_cache.shape[1:3]
+        codes = k_cache.dtype == v_cache.dtype == E4M3
+        enough, programs = (3 * MULTIPROCESSORS, 2 * MULTIPROCESSORS) if codes else (64, 3 * MULTIPROCESSORS)
+        max_chunks = triton.cdiv(num_pages * page_size, KV_CHUNK)
+        size = 4 * num_sequences * max_chunks * num_heads * head_size
+        if max_chunks == 1 or num_sequences * num_kv_heads >= enough or size > SPLIT_BYTES:
+            return None
+        return cls(max_chunks, min(num_sequences * max_chunks, triton.cdiv(programs, num_kv_heads)))

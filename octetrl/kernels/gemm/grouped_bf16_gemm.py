@@ -1,0 +1,149 @@
+"""The BF16 products of experts, in one launch each:
+
+    forward   y[P, N]    = x[P, K] w_e[N, K]^T
+    dgrad     dx[P, K]   = dy[P, N] w_e[N, K]              `turned`
+    wgrad     dw_e[N, K] = dy_e[rows, N]^T x_e[rows, K]    an expert without rows has zeros
+
+The forward is `bf16_gemm`'s straight loop over K, so a row's bits follow from the row and its expert's matrix. How rows
+and experts are laid out, and why no launch reads the host, stands in grouped_fp8_gemm.py.
+
+P rows, X experts, N columns of a weight's product, K depth.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from octetrl.kernels.gemm.bf16_gemm import bf16_gemm_reference
+from octetrl.kernels.gemm.grouped_fp8_gemm import FEW, MANY, SOME, Tile, choose_tile, find_tile
+
+DEPTH = 64  # of a tile
+WGRAD_TILE = 128
+STAGES = {FEW: 5, SOME: 4, MANY: 3}
+
+
+@triton.jit(do_not_specialize=["num_columns", "depth"])
+def _grouped_bf16_gemm_kernel(
+    x_desc, w_desc, first_ptr, y_ptr, num_columns, depth,
+    EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, SWAP: tl.constexpr, TURNED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    tiles_n = tl.cdiv(num_columns, BLOCK_N)
+    tile = tl.program_id(0) // tiles_n
+    start_n = tl.program_id(0) % tiles_n * BLOCK_N
+    expert, start_m, end_m = find_tile(first_ptr, tile, EXPERTS, EXPERTS_BLOCK, BLOCK_M)
+    if expert < EXPERTS:
+        acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
+        for start_k in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
+            x_MK = x_desc.load([start_m, start_k])
+            if TURNED:
+                w_KN = w_desc.load([expert * depth + start_k, start_n])
+            else:
+                w_KN = w_desc.load([expert * num_columns + start_n, start_k]).T
+            acc = tl.dot(w_KN.T, x_MK.T, acc) if SWAP else tl.dot(x_MK, w_KN, acc)
+        if SWAP:
+            acc = acc.T
+        row_M, column_N = start_m + tl.arange(0, BLOCK_M), start_n + tl.arange(0, BLOCK_N)
+        inside_MN = (row_M < end_m)[:, None] & (column_N < num_columns)[None, :]
+        y_ptrs = y_ptr + row_M[:, None].to(tl.int64) * num_columns + column_N[None, :]
+        tl.store(y_ptrs, acc.to(tl.bfloat16), mask=inside_MN)
+
+
+@triton.jit(do_not_specialize=["num_columns", "depth"])
+def _grouped_wgrad_gradient_kernel(
+    dy_ptr, x_ptr, first_ptr, dw_ptr, num_columns, depth,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    expert = tl.program_id(1)
+    tiles_k = tl.cdiv(depth, BLOCK_K)
+    column_N = tl.program_id(0) // tiles_k * BLOCK_N + tl.arange(0, BLOCK_N)
+    column_K = tl.program_id(0) % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    first, last = tl.load(first_ptr + expert), tl.load(first_ptr + expert + 1)
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for start in tl.range(first, last, BLOCK_P, num_stages=STAGES):
+        row_P = (start + tl.arange(0, BLOCK_P)).to(tl.int64)
+        inside_PN = (row_P < last)[:, None] & (column_N < num_columns)[None, :]
+        inside_PK = (row_P < last)[:, None] & (column_K < depth)[None, :]
+        dy_PN = tl.load(dy_ptr + row_P[:, None] * num_columns + column_N[None, :], mask=inside_PN, other=0.0)
+        x_PK = tl.load(x_ptr + row_P[:, None] * depth + column_K[None, :], mask=inside_PK, other=0.0)
+        acc = tl.dot(dy_PN.T, x_PK, acc)
+    dw_ptr += expert.to(tl.int64) * num_columns * depth
+    inside_NK = (column_N < num_columns)[:, None] & (column_K < depth)[None, :]
+    tl.store(dw_ptr + column_N[:, None] * depth + column_K[None, :], acc.to(dw_ptr.dtype.element_ty), mask=inside_NK)
+
+
+def grouped_bf16_gemm_triton(
+    x_PK: Tensor, w: Tensor, first_X1: Tensor, tile: Tile | None = None, *, turned: bool = False
+) -> Tensor:
+    """The launcher. N and K multiples of 8."""
+    (rows, depth), experts = x_PK.shape, first_X1.numel() - 1
+    columns = w.shape[1] if turned else w.shape[0] // experts
+    assert w.shape == ((experts * depth, columns) if turned else (experts * columns, depth)), f"{tuple(w.shape)}"
+    assert depth % 8 == 0 and columns % 8 == 0, f"grouped_bf16_gemm: {columns} x {depth} must be multiples of 8"
+    assert x_PK.is_contiguous() and w.is_contiguous(), "grouped_bf16_gemm: operands must be contiguous"
+    assert turned is False or depth % DEPTH == 0, "grouped_bf16_gemm: a tile would reach into the next expert"
+    tile = choose_tile(rows, experts) if tile is None else tile
+    y_PN = torch.empty(rows, columns, dtype=torch.bfloat16, device=x_PK.device)
+    if rows == 0:
+        return y_PN
+    w_tile = [DEPTH, tile.columns] if turned else [tile.columns, DEPTH]
+    tiles = triton.cdiv(rows, tile.rows) + min(experts, rows)
+    options = {"enable_fp_fusion": False} if x_PK.is_cuda else {}
+    _grouped_bf16_gemm_kernel[(tiles * triton.cdiv(columns, tile.columns),)](
+        TensorDescriptor(x_PK, [rows, depth], [depth, 1], [tile.rows, DEPTH]),
+        TensorDescriptor(w, list(w.shape), [w.shape[1], 1], w_tile),
+        first_X1, y_PN, columns, depth,
+        EXPERTS=experts, EXPERTS_BLOCK=triton.next_power_of_2(experts), BLOCK_M=tile.rows, BLOCK_N=tile.columns,
+        BLOCK_K=DEPTH, SWAP=tile.swap, TURNED=turned, STAGES=STAGES[tile],
+        num_warps=8 if tile.rows >= 128 else 4, **options,
+    )  # fmt: skip
+    return y_PN
+
+
+def grouped_wgrad_triton(dy_PN: Tensor, x_PK: Tensor, first_X1: Tensor, dtype: torch.dtype) -> Tensor:
+    """dw [X N, K]. Both operands contiguous."""
+    columns, depth, experts = dy_PN.shape[1], x_PK.shape[1], first_X1.numel() - 1
+    dw_NK = torch.empty(experts * columns, depth, dtype=dtype, device=x_PK.device)
+    tiles = triton.cdiv(columns, WGRAD_TILE) * triton.cdiv(depth, WGRAD_TILE)
+    _grouped_wgrad_gradient_kernel[(tiles, experts)](
+        dy_PN, x_PK, first_X1, dw_NK, columns, depth,
+        BLOCK_P=64, BLOCK_N=WGRAD_TILE, BLOCK_K=WGRAD_TILE, STAGES=3, num_warps=8,
+    )  # fmt: skip
+    return dw_NK
+
+
+def grouped_bf16_gemm_reference(x_PK: Tensor, w: Tensor, first_X1: Tensor, *, turned: bool = False) -> Tensor:
+    """Expert by expert, sums in float64, rounded to float32 and then to the dtype."""
+    experts, bounds = w.chunk(first_X1.numel() - 1), first_X1.tolist()
+    columns = experts[0].shape[1] if turned else experts[0].shape[0]
+    y_PN = torch.empty(x_PK.shape[0], columns, dtype=x_PK.dtype, device=x_PK.device)
+    for expert, of_expert in enumerate(experts):
+        rows = slice(bounds[expert], bounds[expert + 1])
+        y_PN[rows] = bf16_gemm_reference(x_PK[rows], of_expert.t() if turned else of_expert)
+    return y_PN
+
+
+def grouped_wgrad_reference(dy_PN: Tensor, x_PK: Tensor, first_X1: Tensor, dtype: torch.dtype) -> Tensor:
+    """Expert by expert, in float32."""
+    bounds = first_X1.tolist()
+    parts = [dy_PN[start:stop].float().t() @ x_PK[start:stop].float() for start, stop in pairwise(bounds)]
+    return torch.cat(parts).to(dtype)
+
+
+def grouped_bf16_gemm(x_PK: Tensor, w: Tensor, first_X1: Tensor, *, turned: bool = False) -> Tensor:
+    """y [P, N] in x's dtype. w [X N, K], or `turned` [X K, N]; first_X1: int32, rows of expert e are first[e] to
+    first[e + 1]. A GPU takes BF16."""
+    multiply = grouped_bf16_gemm_triton if x_PK.is_cuda else grouped_bf16_gemm_reference
+    return multiply(x_PK, w, first_X1, turned=turned)
+
+
+def grouped_wgrad(dy_PN: Tensor, x_PK: Tensor, first_X1: Tensor, dtype: torch.dtype) -> Tensor:
+    """dw [X N, K] in `dtype`."""
+    multiply = grouped_wgrad_triton if x_PK.is_cuda else grouped_wgrad_reference
+    return multiply(dy_PN, x_PK, first_X1, dtype)

@@ -1,0 +1,148 @@
+"""The FP8 products of experts: every row of x by its expert's matrix, y[P, N] = x[P, K] w_e[N, K]^T, in one launch.
+
+    acc = fma(sum over 128 of x * w, scale_x * scale_w, acc)        K ascending, one accumulator, no split
+
+That is `fp8_gemm`'s order, so a row has the bits that `fp8_gemm` gives it with its expert's matrix, however many rows
+the expert has. Rows are sorted by expert; `first_X1` says where each expert's begin, and lies on the device. The grid
+follows from the number of rows and experts alone: ceil(P / tile) + X tiles are enough for any distribution, and those
+that are not needed return at once. Nothing is read by the host, so the launch can be captured.
+
+`turned` multiplies by the transposed codes, for dgrad: dx[P, K] = dy[P, N] w_e[N, K] with codes [K, X N].
+
+P rows, X experts, N columns of y, K depth.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from octetrl.fp8.backends import fp8_gemm_dgrad, fp8_gemm_nt
+from octetrl.fp8.format import BLOCK
+from octetrl.fp8.quantize import Quantized
+
+
+class Tile(NamedTuple):
+    """`swap` lays the weights on the MMA's long side and the rows on its short one."""
+
+    rows: int
+    columns: int
+    stages: int
+    swap: bool = False
+
+
+FEW, SOME, MANY = Tile(16, 64, 6, swap=True), Tile(64, 64, 4), Tile(128, 128, 3)
+
+
+def choose_tile(rows: int, experts: int) -> Tile:
+    """By the mean number of rows of an expert, which shapes tell. No bit depends on it."""
+    mean = rows / experts
+    return FEW if mean <= 16 else SOME if mean <= 96 else MANY
+
+
+@triton.jit
+def find_tile(first_ptr, tile, EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """The expert of a tile of ROWS rows, its first row, and the end of its expert's rows; an expert >= EXPERTS has no
+    work."""
+    expert_X = tl.arange(0, EXPERTS_BLOCK)
+    is_expert_X = expert_X < EXPERTS
+    first_X = tl.load(first_ptr + expert_X, mask=is_expert_X, other=0)
+    last_X = tl.load(first_ptr + 1 + expert_X, mask=is_expert_X, other=0)
+    tiles_X = (last_X - first_X + ROWS - 1) // ROWS
+    end_X = tl.cumsum(tiles_X, 0)
+    expert = tl.sum(tl.where(is_expert_X & (end_X <= tile), 1, 0), 0)
+    is_it_X = expert_X == expert
+    first = tl.sum(tl.where(is_it_X, first_X, 0), 0)
+    last = tl.sum(tl.where(is_it_X, last_X, 0), 0)
+    skipped = tl.sum(tl.where(is_it_X, end_X - tiles_X, 0), 0)
+    return expert, first + (tile - skipped) * ROWS, last
+
+
+@triton.jit(do_not_specialize=["num_columns", "num_blocks", "x_scale_stride"])
+def _grouped_fp8_gemm_kernel(
+    x_desc, w_desc, x_scale_ptr, w_scale_ptr, first_ptr, y_ptr, num_columns, num_blocks, x_scale_stride,
+    row_step, block_step, w_scale_row, w_scale_column,
+    EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SWAP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    tiles_n = tl.cdiv(num_columns, BLOCK_N)
+    tile = tl.program_id(0) // tiles_n
+    start_n = tl.program_id(0) % tiles_n * BLOCK_N
+    expert, start_m, end_m = find_tile(first_ptr, tile, EXPERTS, EXPERTS_BLOCK, BLOCK_M)
+    if expert < EXPERTS:
+        row_M, column_N = start_m + tl.arange(0, BLOCK_M), start_n + tl.arange(0, BLOCK_N)
+        w_row, w_block = expert * row_step + start_n, expert * block_step
+        w_scale_ptr += (w_row // 128).to(tl.int64) * w_scale_row + w_block.to(tl.int64) * w_scale_column
+        acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
+        for block in tl.range(0, num_blocks, num_stages=STAGES):
+            scale_M = tl.load(x_scale_ptr + row_M + block * x_scale_stride, mask=row_M < end_m, other=0.0)
+            scale_M = scale_M * tl.load(w_scale_ptr + block * w_scale_column)
+            x_MK = x_desc.load([start_m, block * 128])
+            w_NK = w_desc.load([w_row, (w_block + block) * 128])
+            if SWAP:
+                acc = tl.fma(tl.dot(w_NK, x_MK.T), scale_M[None, :], acc)
+            else:
+                acc = tl.fma(tl.dot(x_MK, w_NK.T), scale_M[:, None], acc)
+        if SWAP:
+            acc = acc.T
+        inside_MN = (row_M < end_m)[:, None] & (column_N < num_columns)[None, :]
+        y_ptrs = y_ptr + row_M[:, None].to(tl.int64) * num_columns + column_N[None, :]
+        tl.store(y_ptrs, acc.to(tl.bfloat16), mask=inside_MN)
+
+
+def grouped_fp8_gemm_triton(
+    x: Quantized, w: Quantized, first_X1: Tensor, tile: Tile | None = None, *, turned: bool = False
+) -> Tensor:
+    """The launcher. N and K multiples of 128. x.scale with strides (1, room)."""
+    rows, depth = x.codes.shape
+    experts = first_X1.numel() - 1
+    columns = w.codes.shape[0] if turned else w.codes.shape[0] // experts
+    assert depth % BLOCK == 0 and columns % BLOCK == 0, f"grouped_fp8_gemm: {columns} x {depth} is not in whole blocks"
+    assert w.codes.shape[1] == (experts * depth if turned else depth), f"grouped_fp8_gemm: {tuple(w.codes.shape)}"
+    assert x.codes.is_contiguous() and w.codes.is_contiguous(), "grouped_fp8_gemm: codes must be contiguous"
+    assert rows <= 1 or x.scale.stride(0) == 1, f"grouped_fp8_gemm: x.scale has strides {x.scale.stride()}"
+    tile = choose_tile(rows, experts) if tile is None else tile
+    y_PN = torch.empty(rows, columns, dtype=torch.bfloat16, device=x.codes.device)
+    if rows == 0:
+        return y_PN
+    blocks = depth // BLOCK
+    tiles = triton.cdiv(rows, tile.rows) + min(experts, rows)
+    options = {"enable_fp_fusion": False} if x.codes.is_cuda else {}
+    _grouped_fp8_gemm_kernel[(tiles * triton.cdiv(columns, tile.columns),)](
+        TensorDescriptor(x.codes, [rows, depth], [depth, 1], [tile.rows, BLOCK]),
+        TensorDescriptor(w.codes, list(w.codes.shape), [w.codes.shape[1], 1], [tile.columns, BLOCK]),
+        x.scale, w.scale, first_X1, y_PN, columns, blocks, x.scale.stride(1) if blocks > 1 else rows,
+        0 if turned else columns, blocks if turned else 0, w.scale.stride(0), w.scale.stride(1),
+        EXPERTS=experts, EXPERTS_BLOCK=triton.next_power_of_2(experts), BLOCK_M=tile.rows, BLOCK_N=tile.columns,
+        SWAP=tile.swap, STAGES=tile.stages, num_warps=8 if tile.rows >= 128 else 4, **options,
+    )  # fmt: skip
+    return y_PN
+
+
+def grouped_fp8_gemm_reference(x: Quantized, w: Quantized, first_X1: Tensor, *, turned: bool = False) -> Tensor:
+    """Expert by expert with the emulation, exact if not `turned`."""
+    multiply = fp8_gemm_dgrad if turned else fp8_gemm_nt
+    bounds = first_X1.tolist()
+    experts = len(bounds) - 1
+    codes = w.codes.chunk(experts, dim=1 if turned else 0)
+    scales = w.scale.chunk(experts, dim=1 if turned else 0)
+    y_PN = torch.empty(x.codes.shape[0], codes[0].shape[0], dtype=torch.bfloat16, device=x.codes.device)
+    for expert in range(experts):
+        rows = slice(bounds[expert], bounds[expert + 1])
+        if bounds[expert] < bounds[expert + 1]:
+            of_rows = Quantized(x.codes[rows], x.scale[rows])
+            y_PN[rows] = multiply(of_rows, Quantized(codes[expert], scales[expert]), "emulated")
+    return y_PN
+
+
+def grouped_fp8_gemm(x: Quantized, w: Quantized, first_X1: Tensor, *, turned: bool = False) -> Tensor:
+    """y [P, N] in BF16. x: codes [P, K], scale [P, K/128]; w: codes [X N, K] and scale [X N/128, K/128], or `turned`
+    [N, X K] and [N/128, X K/128]; first_X1: int32, rows of expert e are first[e] to first[e + 1]."""
+    if not x.codes.is_cuda:
+        return grouped_fp8_gemm_reference(x, w, first_X1, turned=turned)
+    return grouped_fp8_gemm_triton(x, w, first_X1, turned=turned)

@@ -1,0 +1,185 @@
+"""Linears of several experts in one parameter: each row of x is multiplied by its expert's matrix.
+
+    y[p] = x[p] W_e^T,    e the expert of row p;    W [X N, K], the experts' stacked matrices
+
+Rows are sorted by expert (`RowGroups`), and one launch computes all experts (kernels/gemm/grouped_*.py). A row's bits
+follow from the row and its expert's matrix alone. Neither an expert's number of rows nor any other expert changes them.
+
+In FP8 each matrix has 128 x 128 blocks of its own, which start again at every expert; x has 1 x 128, as has the
+gradient for dgrad. The gradient of the weights (wgrad) is not FP8: its blocks of 128 tokens would have to be padded for
+every expert, and the fastest FP8 kernels known for it gain little.
+
+Legend: T tokens, S experts a token, P = T S rows, X experts, N out_features, K in_features.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octetrl.config.errors import UserError
+from octetrl.fp8.backends import BackendName
+from octetrl.fp8.format import BLOCK
+from octetrl.fp8.quantize import Quantized
+from octetrl.kernels.gemm.grouped_bf16_gemm import grouped_bf16_gemm, grouped_wgrad
+from octetrl.kernels.gemm.grouped_fp8_gemm import grouped_fp8_gemm
+from octetrl.kernels.quantize.quantize_weight import quantize_weight
+from octetrl.layers.float8_function import ACTIVATION_QUANTIZERS
+from octetrl.layers.linear import Float8Linear
+from octetrl.layers.unquantized_linear import Linear
+
+
+class RowGroups(NamedTuple):
+    """The rows of all experts: a token has a row for each of its experts, sorted by expert, then by token."""
+
+    token_P: Tensor  # int64: the token of each row
+    row_TS: Tensor  # int64: a token's rows, in the order of its experts
+    first_X1: Tensor  # int32: rows of expert e are first[e] to first[e + 1]
+
+    @property
+    def load_X(self) -> Tensor:
+        """Rows of each expert."""
+        return self.first_X1.diff()
+
+
+def group_rows(expert_TS: Tensor, num_experts: int) -> RowGroups:
+    """Sorts the rows of all tokens by expert. expert_TS: int64, each token's experts. Reads nothing to the host."""
+    slots = expert_TS.shape[1]
+    sorted_P, order_P = torch.sort(expert_TS.flatten(), stable=True)
+    row_P = torch.empty_like(order_P)
+    row_P[order_P] = torch.arange(order_P.numel(), device=order_P.device)
+    first_X1 = torch.searchsorted(sorted_P, torch.arange(num_experts + 1, device=order_P.device))
+    return RowGroups(order_P // slots, row_P.view(-1, slots), first_X1.int())
+
+
+class StackedLinear(Linear):
+    """y [P, N] of x [P, K] in `dtype`; weight [X N, K], no bias."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        count: int,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(in_features, count * out_features, dtype=dtype, device=device)
+        self.out_features, self.count = out_features, count
+
+    def forward(self, x: Tensor, groups: RowGroups | None = None) -> Tensor:
+        assert groups is not None, "experts need to know which rows are theirs"
+        y_PN: Tensor = _StackedFunction.apply(x, self.weight, groups.first_X1)
+        return y_PN
+
+
+class Float8StackedLinear(Float8Linear):
+    """`StackedLinear` with FP8 operands. `codes` [X N, K], `scale` [X ceil(N/128), ceil(K/128)]."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        count: int,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        backend: BackendName = "emulated",
+        power_of_two: bool = False,
+        square_wgrad: bool = False,
+    ) -> None:
+        super().__init__(
+            in_features,
+            count * out_features,
+            dtype=dtype,
+            device=device,
+            backend=backend,
+            power_of_two=power_of_two,
+            square_wgrad=square_wgrad,
+        )
+        if backend == "scaled_mm" and (in_features % BLOCK or out_features % BLOCK):
+            raise UserError(
+                f"experts of {out_features} x {in_features} are no multiples of {BLOCK}, as FP8 needs on a GPU; use"
+                f" precision: bf16"
+            )
+        self.out_features, self.count = out_features, count
+        self.blocks = -(-out_features // BLOCK)  # of an expert's rows
+        self.scale = torch.full((count * self.blocks, self.scale.shape[1]), torch.nan, device=device)
+
+    def forward(self, x: Tensor, groups: RowGroups | None = None) -> Tensor:
+        assert groups is not None, "a stacked linear needs the rows of each expert"
+        self.check_codes()
+        y_PN: Tensor = _Float8StackedFunction.apply(x, self.weight, groups.first_X1, self)
+        return y_PN
+
+    def quantize(
+        self,
+        weight_NK: Tensor,
+        *,
+        name: str = "weight",
+        out: Quantized | None = None,
+        transposed_KN: Tensor | None = None,
+        check: bool = False,
+    ) -> Quantized:
+        if self.out_features % BLOCK == 0:  # every expert starts at the border of a block
+            return super().quantize(weight_NK, name=name, out=out, transposed_KN=transposed_KN, check=check)
+        assert transposed_KN is None, "on a CPU the transposed operand is a view of the codes"
+        if out is None:
+            out = Quantized(torch.empty_like(self.codes), torch.empty_like(self.scale))
+        for expert in range(self.count):
+            rows = slice(expert * self.out_features, (expert + 1) * self.out_features)
+            quantize_weight(weight_NK[rows], self.power_of_two, name=name, out=self.of_expert(out, expert), check=check)
+        return out
+
+    def of_expert(self, operand: Quantized, expert: int) -> Quantized:
+        """One expert's part of codes and scales: views."""
+        n, blocks = self.out_features, self.blocks
+        return Quantized(
+            operand.codes[expert * n : (expert + 1) * n], operand.scale[expert * blocks : (expert + 1) * blocks]
+        )
+
+
+class _StackedFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_PK: Tensor, weight_NK: Tensor, first_X1: Tensor) -> Tensor:
+        ctx.save_for_backward(x_PK, weight_NK, first_X1)
+        return grouped_bf16_gemm(x_PK, weight_NK, first_X1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_PK, weight_NK, first_X1 = ctx.saved_tensors
+        need_x, need_weight, _ = ctx.needs_input_grad
+        dy_PN = grads[0].contiguous()
+        dx_PK = grouped_bf16_gemm(dy_PN, weight_NK, first_X1, turned=True) if need_x else None
+        dweight_NK = grouped_wgrad(dy_PN, x_PK, first_X1, weight_NK.dtype) if need_weight else None
+        return dx_PK, dweight_NK, None
+
+
+class _Float8StackedFunction(torch.autograd.Function):
+    """Forward and dgrad in FP8, wgrad in the model's dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_PK: Tensor, weight_NK: Tensor | None, first_X1: Tensor, linear: Float8StackedLinear
+    ) -> Tensor:
+        # The weight is saved only so that autograd notices if it changes between forward and backward.
+        ctx.save_for_backward(x_PK, weight_NK, first_X1)
+        ctx.linear = linear
+        x8 = ACTIVATION_QUANTIZERS[linear.backend](x_PK, linear.power_of_two)
+        return grouped_fp8_gemm(x8, linear.forward_operand(), first_X1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_PK, weight_NK, first_X1 = ctx.saved_tensors
+        linear: Float8StackedLinear = ctx.linear
+        need_x, need_weight, _, _ = ctx.needs_input_grad
+        dx_PK = dweight_NK = None
+        dy_PN = grads[0].contiguous()
+        if need_x:
+            dy8 = ACTIVATION_QUANTIZERS[linear.backend](dy_PN, linear.power_of_two)
+            dx_PK = grouped_fp8_gemm(dy8, linear.dgrad_operand(), first_X1, turned=True)
+        if need_weight:
+            dweight_NK = grouped_wgrad(dy_PN, x_PK, first_X1, weight_NK.dtype)
+        return dx_PK, dweight_NK, None, None

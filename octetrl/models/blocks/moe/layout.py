@@ -1,0 +1,108 @@
+"""The layout of a mixture: router, stacked linears of all experts, and shared expert. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from octetrl.config.blocks import (
+    BlockLayout,
+    BlockMemory,
+    LinearLayout,
+    MatrixLayout,
+    Part,
+    Peak,
+    StackedLinearLayout,
+    TensorLayout,
+    TrainedAs,
+    VectorLayout,
+)
+from octetrl.config.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from octetrl.models.blocks.block import BlockBuilder
+    from octetrl.models.blocks.moe.module import MixtureOfExperts
+
+Scoring = Literal["softmax", "sigmoid"]
+BIAS = "gate.e_score_correction_bias"
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a token's experts are chosen and weighted (routing.py)."""
+
+    num_experts: int
+    top_k: int
+    scoring: Scoring
+    renormalise: bool  # the chosen experts' weights sum to 1
+    corrected: bool = False  # chosen by score + e_score_correction_bias, weighted by score ("noaux_tc")
+    num_groups: int = 1  # of experts with consecutive ids
+    kept_groups: int = 1  # the experts are chosen from these
+    scale: float = 1.0  # of the weights
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureLayout(BlockLayout):
+    """`expert_size` and `shared_size` are intermediate sizes. `shared_size` 0: no shared expert."""
+
+    routing: Routing
+    expert_size: int
+    shared_size: int = 0
+
+    sites = (
+        "router logits",
+        "chosen experts",
+        "routing weights",
+        "experts' gate_up_proj",
+        "experts' SiLU",
+        "experts' down_proj",
+        "gate_up_proj",  # these three are the shared expert's
+        "SiLU",
+        "down_proj",
+        "sum of experts",
+    )
+
+    def tensors(self, spec: ModelSpec) -> tuple[TensorLayout, ...]:
+        count, hidden, inner = self.routing.num_experts, spec.hidden_size, self.expert_size
+        gate_up = Part("gate_proj", inner), Part("up_proj", inner)
+        bias = (VectorLayout(BIAS, count, has_gradient=False),) if self.routing.corrected else ()
+        return (
+            MatrixLayout("gate.weight", count, hidden),
+            *bias,
+            StackedLinearLayout("experts.gate_up_proj", hidden, gate_up, count=count),
+            StackedLinearLayout("experts.down_proj", inner, (Part("down_proj", hidden),), count=count),
+            *self._shared_tensors(spec),
+        )
+
+    def _shared_tensors(self, spec: ModelSpec) -> tuple[LinearLayout, ...]:
+        inner, hidden = self.shared_size, spec.hidden_size
+        if not inner:
+            return ()
+        gate_up = Part("gate_proj", inner), Part("up_proj", inner)
+        return (
+            LinearLayout("shared_experts.gate_up_proj", hidden, gate_up),
+            LinearLayout("shared_experts.down_proj", inner, (Part("down_proj", hidden),)),
+        )
+
+    def memory(self, spec: ModelSpec, how: TrainedAs) -> BlockMemory:
+        """Saved, for each of a token's experts: the input's row, gate and up, their product, the output's row."""
+        b, hidden = how.value_bytes, spec.hidden_size
+        experts = self.routing.top_k * (2 * hidden + 3 * self.expert_size) + 3 * self.shared_size
+        router = 4 * 4 * self.routing.num_experts  # logits, scores, and their gradients
+        num_weights = sum(linear.num_weights for linear in self.linears(spec))
+        of_weights = 0 if how.frozen else b * (num_weights + self.routing.num_experts * hidden)
+        return BlockMemory(
+            saved=b * (experts + hidden) + router,
+            peaks=(Peak(b * experts + 8 * hidden + router, of_weights),),
+            of_weights=of_weights,
+        )
+
+    def sizes(self, spec: ModelSpec) -> Mapping[str, int]:
+        shared = {"shared expert's intermediate size": self.shared_size} if self.shared_size else {}
+        return {"experts' intermediate size": self.expert_size, **shared}
+
+    def build(self, builder: BlockBuilder) -> MixtureOfExperts:
+        from octetrl.models.blocks.moe.module import MixtureOfExperts  # needs torch
+
+        return MixtureOfExperts(builder, self)

@@ -1,0 +1,96 @@
+"""Mixture of experts: each token passes through some of many small gated MLPs, and through a shared one if any.
+
+    logits = x Wgate^T                                        float32 (routing.py: experts and weights)
+    y_e    = down_e(SiLU(gate_e(x)) * up_e(x))                for each chosen expert, rounded to the model's dtype
+    out    = round(sum over the token's experts, ascending, of weight_e y_e, + shared(x))        float32, one rounding
+
+Both sides and all batches use one code path. Trainer and engine therefore choose the same experts, and no choice is
+replayed (docs/fp8.md §11). The experts are stacked linears (layers/stacked.py). The shared expert is an ordinary MLP.
+
+T tokens, S experts a token, P = T S rows sorted by expert, E hidden size, F an expert's intermediate size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor, nn
+
+from octetrl.kernels.rows.route_tokens import Routed
+from octetrl.kernels.rows.silu_mul import silu_mul
+from octetrl.layers.context import Context, PackedContext
+from octetrl.layers.linear import Projection
+from octetrl.layers.rotary import Rotary
+from octetrl.layers.router_record import RouterRecord
+from octetrl.layers.stacked import RowGroups, group_rows
+from octetrl.models.blocks.block import Block, BlockBuilder
+from octetrl.models.blocks.mlp.module import MLP
+from octetrl.models.blocks.moe import rollout as rollout_form
+from octetrl.models.blocks.moe import training as training_form
+from octetrl.models.blocks.moe.layout import MixtureLayout
+from octetrl.models.blocks.moe.routing import Router
+from octetrl.models.blocks.moe.rows import combine, gather
+
+
+class Experts(nn.Module):
+    """gate_up_proj: E -> 2F (gate first), down_proj: F -> E, of every expert; each stacked, BF16 or FP8."""
+
+    def __init__(self, builder: BlockBuilder) -> None:
+        super().__init__()
+        self.gate_up_proj = builder.linear("experts.gate_up_proj")
+        self.down_proj = builder.linear("experts.down_proj")
+
+
+class MixtureOfExperts(Block):
+    rollout = rollout_form.rollout
+    begin, finish, backward = training_form.begin, training_form.finish, training_form.backward
+
+    def __init__(self, builder: BlockBuilder, layout: MixtureLayout) -> None:
+        super().__init__(builder)
+        self.num_experts = layout.routing.num_experts
+        self.gate = Router(layout.routing, builder.spec.hidden_size, dtype=builder.dtype, device=builder.device)
+        self.experts = Experts(builder)
+        self.shared_experts: MLP | None = None
+        if layout.shared_size:
+            self.shared_experts = MLP(replace(builder, linear=partial(_shared_linear, builder)))
+
+    @property
+    def reader(self) -> Projection | None:
+        return None
+
+    def forward(self, x_TE: Tensor, rotary: Rotary, context: Context) -> Tensor:
+        shared_TE = None if self.shared_experts is None else self.shared_experts(x_TE, rotary, context)
+        return self.mix(x_TE, shared_TE, context.routers if isinstance(context, PackedContext) else None)
+
+    def mix(self, x_TE: Tensor, shared_TE: Tensor | None, record: RouterRecord | None = None) -> Tensor:
+        """The experts' sum, with what the shared expert returned. `record` gets the loads."""
+        logits_TX = self.gate(x_TE)
+        routes = self.gate.routes(logits_TX)
+        groups = group_rows(routes.expert_TS, self.num_experts)
+        if record is not None:
+            weight_TS = record.observe(self.layer, logits_TX, routes.score_TX, groups.load_X, routes.weight_TS)
+            routes = routes._replace(weight_TS=weight_TS)
+        gate_up_P2F = self.experts.gate_up_proj(gather(x_TE, groups), groups)
+        y_PF = silu_mul(gate_up_P2F)
+        down_PE = self.experts.down_proj(y_PF, groups)
+        sum_TE = combine(down_PE, routes.weight_TS, shared_TE, groups)
+        if self.probe is not None:
+            self._probe_all(logits_TX, routes, groups, (gate_up_P2F, y_PF, down_PE), sum_TE)
+        return sum_TE
+
+    def _probe_all(
+        self, logits_TX: Tensor, routes: Routed, groups: RowGroups, of_experts: tuple[Tensor, ...], sum_TE: Tensor
+    ) -> None:
+        """Passes all values to the probe. A token's row at an expert's site holds all its experts, in order of id."""
+        assert self.probe is not None
+        self.probe(self.layer, "router logits", logits_TX)
+        self.probe(self.layer, "chosen experts", routes.expert_TS)
+        self.probe(self.layer, "routing weights", routes.weight_TS)
+        for op, value_PN in zip(("gate_up_proj", "SiLU", "down_proj"), of_experts, strict=True):
+            self.probe(self.layer, f"experts' {op}", value_PN[groups.row_TS])
+        self.probe(self.layer, "sum of experts", sum_TE)
+
+
+def _shared_linear(builder: BlockBuilder, name: str) -> Projection:
+    return builder.linear(f"shared_experts.{name}")

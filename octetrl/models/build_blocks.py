@@ -1,0 +1,89 @@
+"""Builds the blocks of a layer and their linears: each linear in its format on this side, with its adapter.
+
+layout.build -> the block's module -> `BlockBuilder.linear(name)` -> Linear, Float8Linear, or a stack of them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from octetrl.config.blocks import PLACES, BlockLayout, LinearLayout, StackedLinearLayout
+from octetrl.config.errors import UserError
+from octetrl.config.lora import lora_parts
+from octetrl.config.schema import LoraConfig
+from octetrl.config.spec import ModelSpec
+from octetrl.fp8.backends import BackendName
+from octetrl.fp8.policy import PrecisionPolicy, Side
+from octetrl.layers.linear import Float8Linear, Projection
+from octetrl.layers.lora import LoraAdapter
+from octetrl.layers.stacked import Float8StackedLinear, StackedLinear
+from octetrl.layers.unquantized_linear import Linear
+from octetrl.models.blocks.block import Block, BlockBuilder
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBuilder:
+    """What every layer of a decoder is built from."""
+
+    spec: ModelSpec
+    policy: PrecisionPolicy
+    side: Side
+    dtype: torch.dtype
+    device: torch.device | str
+    backend: BackendName
+    lora: LoraConfig | None
+
+    def __post_init__(self) -> None:
+        """UserError: a GPU has no kernels for the experts of such a model."""
+        emulated = self.backend == "emulated" and self.policy.uses_fp8(self.side)
+        has_experts = any(isinstance(linear, StackedLinearLayout) for _, linear in self.spec.linears())
+        on_gpu = torch.device(self.device).type == "cuda"
+        if on_gpu and has_experts and (emulated or self.dtype != torch.bfloat16):
+            raise UserError(
+                "a mixture of experts runs on a GPU in bfloat16, and its FP8 is not emulated there; set"
+                " model.dtype=bfloat16 and leave fp8.emulate out, or set cluster.device=cpu"
+            )
+
+    def blocks(self, index: int) -> tuple[Block, Block]:
+        """The blocks of layer `index`, in the order of `PLACES`."""
+        first, second = (
+            self._block(index, place.name, layout)
+            for place, layout in zip(PLACES, self.spec.blocks_of(index), strict=True)
+        )
+        return first, second
+
+    def _block(self, index: int, place: str, layout: BlockLayout) -> Block:
+        linears = {linear.name: linear for linear in layout.linears(self.spec)}
+        make = partial(self._linear, f"layers.{index}.{place}", linears)
+        block = layout.build(BlockBuilder(self.spec, index, self.policy, self.dtype, self.device, make))
+        assert isinstance(block, Block)
+        return block
+
+    def _linear(self, block: str, linears: Mapping[str, LinearLayout], name: str) -> Projection:
+        layout = linears[name]
+        common: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        fp8: dict[str, Any] = {
+            "backend": self.backend,
+            "power_of_two": self.policy.power_of_two,
+            "square_wgrad": self.policy.square_wgrad,
+        }
+        is_fp8 = self.policy.format_of(f"{block}.{name}", self.side) == "fp8"
+        width, rows = layout.in_features, layout.out_features
+        if isinstance(layout, StackedLinearLayout):
+            stacked = Float8StackedLinear if is_fp8 else StackedLinear
+            return stacked(width, rows, layout.count, **common, **(fp8 if is_fp8 else {}))
+        made: Projection
+        if is_fp8:
+            made = Float8Linear(width, rows, layout.bias, **common, **fp8)
+        else:
+            made = Linear(width, rows, layout.bias, **common, fast=self.policy.numerics == "fast")
+        parts = lora_parts(layout, self.lora.targets) if self.lora is not None else ()
+        if self.lora is not None and parts:
+            rank, alpha = self.lora.rank, self.lora.alpha
+            made.lora = LoraAdapter(layout.in_features, parts, rank, alpha, dtype=self.dtype, device=self.device)
+        return made

@@ -1,0 +1,50 @@
+"""Collects the rollouts of an environment with several turns, in one session, and adds scores and length penalties."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from octetrl.environments.turns.dialogue import Dialogue
+from octetrl.records import GenerationRequest, Rollout, RolloutStatus, Task
+from octetrl.rollout.collection_settings import CollectionSettings, Generates
+from octetrl.rollout.converse import ConversationSettings, with_score
+from octetrl.rollout.drive import Drive
+
+
+def collect_conversations(
+    requests: Sequence[tuple[int, Task, GenerationRequest]],
+    dialogue: Dialogue,
+    workers: Generates,
+    collection: CollectionSettings,
+) -> dict[tuple[int, int], Rollout]:
+    """Rollouts by (place, sibling), for (place, task, request for its siblings) of each first turn."""
+    settings = ConversationSettings(collection.chat, collection.sampling, collection.context_length)
+    with workers.session() as session:
+        drive = Drive(dialogue, session, settings, collection.occupancy)
+        drive.run(requests, run_seed=collection.seed, step=collection.step)
+    finished = drive.finished
+    _keep_lengths(finished, collection.lengths)
+    if dialogue.scorer is not None:
+        to_score = [key for key, rollout in finished.items() if rollout.status.has_reward]
+        last = [(finished[key].task, finished[key].turns[-1].completion.text) for key in to_score]
+        for key, score in zip(to_score, dialogue.scorer.score(last), strict=True):
+            finished[key] = with_score(finished[key], score)
+    return {key: _penalized(rollout, collection) for key, rollout in finished.items()}
+
+
+def _keep_lengths(finished: Mapping[tuple[int, int], Rollout], lengths: dict[str, int]) -> None:
+    """Stores the lengths of conversations that ended normally. A failed one might have become longer."""
+    drawn: dict[str, list[int]] = {}
+    for rollout in finished.values():
+        if rollout.status.has_reward:
+            drawn.setdefault(rollout.task.id, []).append(sum(len(turn.completion.token_ids) for turn in rollout.turns))
+    lengths.update({task: sum(tokens) // len(tokens) for task, tokens in drawn.items()})
+
+
+def _penalized(rollout: Rollout, collection: CollectionSettings) -> Rollout:
+    """Adds the penalty for the rollout's longest answer, because the limit applies to each answer."""
+    if collection.penalty is None or rollout.reward is None:
+        return rollout
+    longest = max(len(turn.completion.token_ids) for turn in rollout.turns)
+    return replace(rollout, penalty=collection.penalty(longest, was_cut=rollout.status is RolloutStatus.OVERLONG))

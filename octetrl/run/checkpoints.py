@@ -1,0 +1,197 @@
+"""Saves a run while its next step runs, and prunes what it saved.
+
+    stage    at a step's end: waits for the save before, then copies the state to host memory. The run stops for this
+    line     the loop writes the step's metrics, with `time/checkpoint` of that step
+    write    a thread writes the copy under a hidden name and renames it, while the next step runs
+
+One save is in flight at a time. A save that fails raises its error after the next step's line, or wherever the run next
+waits for it. The run's last save has no step beside it: `stage` writes it from the live state, and `write` renames it.
+So it is where the host has no room for a copy. In every case the step's line is on the disk before its checkpoint is
+visible, and a process killed at any moment leaves the checkpoint before.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from octetrl.config.schema import CheckpointConfig
+from octetrl.data.tokenizer import Tokenizer, save_tokenizer_files
+from octetrl.run.build import Run
+from octetrl.run.resume import CURSOR, Cursor
+from octetrl.trainer import checkpoint
+from octetrl.trainer.checkpoint import StagedCheckpoint
+
+
+class Checkpoints:
+    """The checkpoints of the run `run_id`, in its folder. Save within `open`."""
+
+    def __init__(self, folder: Path, config: CheckpointConfig, run_id: str | None) -> None:
+        self.folder, self._config, self._run_id = folder, config, run_id
+        self.num_saved = 0  # by this process, and visible
+        self._tokenizer_files: Mapping[str, bytes] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._saving: Future[None] | None = None
+        self._staged: StagedCheckpoint | None = None
+        self._begin_writing: Callable[[], None] | None = None
+        self._figures: dict[str, float] = {}
+        self._said = False
+
+    # ------------------------------------------------------------ which there are
+
+    def latest(self) -> Path | None:
+        """The last checkpoint; None if the run was cut off before its first one."""
+        return self.latest_until(None)
+
+    def latest_until(self, step: int | None) -> Path | None:
+        """The last checkpoint of `step` or a step before it, after the save in flight has ended."""
+        self._settle()
+        return self._visible_until(step)
+
+    def _visible_until(self, step: int | None) -> Path | None:
+        return checkpoint.latest_of(self.folder, self._run_id, until=step)
+
+    def prune(self, exempt_until: Collection[int] = ()) -> None:
+        """Keep what the recipe keeps, and for each of `exempt_until` the last checkpoint up to that step."""
+        exempt = [path for step in exempt_until if (path := self._visible_until(step)) is not None]
+        hidden = checkpoint.prune(
+            self.folder,
+            keep_last=self._config.keep_last,
+            keep_best=self._config.keep_best,
+            best_metric=self._config.best_metric,
+            run_id=self._run_id,
+            exempt=[checkpoint.step_of(path) for path in exempt],
+        )
+        if hidden:
+            self._thread.submit(checkpoint.remove_hidden, hidden)
+
+    # ------------------------------------------------------------ saving
+
+    @contextmanager
+    def open(self, run: Run, start: int) -> Iterator[None]:
+        """At its end no save is in flight. If the block fails, a failed save is only a warning beside its error."""
+        self._tokenizer_files = _tokenizer_files(run.tokenizer)
+        every = self._config.every
+        if every and (start // every + 1) * every < run.config.steps:
+            run.workers.prepare_saving()
+        try:
+            yield
+            self._wait()
+        except BaseException:
+            self._abandon(run)
+            raise
+        finally:
+            self._thread.shutdown()
+
+    def stage(self, run: Run, step: int, metrics: Mapping[str, float], *, is_last: bool) -> dict[str, float]:
+        """Takes hold of the state after `step`; `write` then saves it. Returns `time/checkpoint`, the seconds that this
+        stops the run. Raises the error of the save before, if that failed."""
+        began = time.perf_counter()
+        self._wait()
+        refusal = None if is_last else run.workers.copy_state()
+        if refusal is not None and not self._said:
+            run.console.warn(f"each checkpoint stops the run while it is written: {refusal}")
+            self._said = True
+        copied = not is_last and refusal is None
+        stage = self._stager(run, Cursor.of(run, step), metrics, copied=copied)
+        if copied:
+            self._begin_writing = lambda: self._start(stage)
+        else:
+            self._staged = stage()
+        return {"time/checkpoint": time.perf_counter() - began}
+
+    def write(self) -> None:
+        """Call it when the step's line is on the disk. Raises the error of a save that failed during the step."""
+        if self._saving is not None and self._saving.done():
+            self._wait()
+        if self._staged is not None:
+            staged, self._staged = self._staged, None
+            self._commit(staged)
+        elif self._begin_writing is not None:
+            begin, self._begin_writing = self._begin_writing, None
+            begin()
+
+    def figures(self) -> dict[str, float]:
+        """`checkpoint/*` of a save that was written since the last call: seconds on the disk, and GB/s."""
+        taken, self._figures = self._figures, {}
+        return taken
+
+    def save_interrupted(self, run: Run, before: Cursor) -> str:
+        """Saves the run as it was before the interrupted step, if the weights are unchanged. Returns what was done."""
+        at = f"cut off in step {before.step + 1}"
+        if before.step == 0:
+            return f"{at}: nothing to save yet"
+        last = self.latest()
+        last_step = 0 if last is None else checkpoint.step_of(last)
+        if before.step == last_step:
+            return f"{at}: step {before.step} was already saved; continue with --resume"
+        if not run.workers.weights_are_whole or run.workers.policy_version != before.policy_version:
+            return f"{at}, while the weights changed: continue from step {last_step} with --resume"
+        self._commit(self._stager(run, before, {}, copied=False)())
+        return f"{at}: saved step {before.step}; continue with --resume"
+
+    def _stager(
+        self, run: Run, cursor: Cursor, metrics: Mapping[str, float], *, copied: bool
+    ) -> Callable[[], StagedCheckpoint]:
+        """What writes the checkpoint of `cursor` under its hidden name, in any thread, and times it."""
+        stage = partial(
+            checkpoint.stage,
+            self.folder,
+            cursor.step,
+            {CURSOR: cursor.as_json(), **self._tokenizer_files},
+            write_more=partial(run.workers.write_state, copied=copied),
+            metrics=dict(metrics),
+            run_id=self._run_id,
+        )
+
+        def timed() -> StagedCheckpoint:
+            began = time.perf_counter()
+            staged = stage()
+            seconds = time.perf_counter() - began
+            speed = staged.num_bytes / 1e9 / seconds
+            self._figures = {"checkpoint/write_seconds": seconds, "checkpoint/gb_per_second": speed}
+            return staged
+
+        return timed
+
+    def _start(self, stage: Callable[[], StagedCheckpoint]) -> None:
+        self._saving = self._thread.submit(lambda: self._commit(stage()))
+
+    def _commit(self, staged: StagedCheckpoint) -> None:
+        staged.commit()
+        self.num_saved += 1
+
+    # ------------------------------------------------------------ the save in flight
+
+    def _wait(self) -> None:
+        """Until no save is in flight. Raises the error of one that failed."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
+
+    def _settle(self) -> None:
+        """The same, but an error waits for `_wait`."""
+        if self._saving is not None:
+            wait_for([self._saving])
+
+    def _abandon(self, run: Run) -> None:
+        """After an error of the run: waits for the save in flight, drops one that was not begun."""
+        self._settle()
+        if self._saving is not None and (error := self._saving.exception()) is not None:
+            run.console.warn(f"the last save failed as well: {error}")
+        self._saving = None
+        if self._staged is not None:
+            self._staged.discard()
+
+
+def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """They stay the same, and a tokenizer is not asked while the next step uses it: taken once."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_tokenizer_files(tokenizer, Path(folder))
+        return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}

@@ -1,0 +1,175 @@
+"""Gradient sums: where a parameter's gradient goes when autograd has finished it.
+
+A hook on each parameter passes its gradient on and frees it, micro-batch by micro-batch. Sums are float32. BF16 sums
+would lose small contributions, and would depend on how samples were packed. The optimizer reads the rows that its
+worker owns (trainer/shards.py). With several workers there are two ways to add their gradients:
+
+    local     a worker sums whole gradients; `finish` adds the sums of all workers, once an optimizer step
+    sharded   a worker sums only the rows that it owns; each micro-batch's gradients are added over all workers during
+              its backward, a layer at a time
+
+`local` takes 4 bytes a parameter on every worker, `sharded` only for its own rows. `sharded` exchanges the gradients of
+every micro-batch. All workers must then end the same number of micro-batches: one without a micro-batch adds zeros.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+
+from octetrl.kernels.optimizer.add_gradient import add_gradient
+from octetrl.kernels.parts import part
+from octetrl.trainer.peers import Peers
+from octetrl.trainer.shards import Cut, Rows, buckets
+
+PHASE = "gradient sums"
+
+
+class GradientSums(ABC):
+    """Float32 sums of the gradients of some parameters since `zero`.
+
+    `owned[name]` has the rows of a parameter that this worker owns, for all parameters. Read it after `finish`.
+    """
+
+    owned: Mapping[str, Tensor]
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], rows: Sequence[tuple[Rows, ...]], peers: Peers) -> None:
+        """`rows`: the rows of each worker, for each parameter."""
+        self._peers, self._rank = peers, peers.share.rank
+        self._rows = dict(zip(parameters, rows, strict=True))
+        self._found: set[str] | None = None  # of `inspect`
+        for name, parameter in parameters.items():
+            parameter.register_post_accumulate_grad_hook(self._receiver(name))
+
+    def _receiver(self, name: str) -> Callable[[Tensor], None]:
+        def receive(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            if self._found is None:
+                with part("gradients"):
+                    self._add(name, parameter.grad)
+            elif not parameter.grad.isfinite().all():
+                self._found.add(name)
+            parameter.grad = None
+
+        return receive
+
+    @abstractmethod
+    def _add(self, name: str, gradient: Tensor) -> None:
+        """Take the gradient of one parameter and one micro-batch, [rows, ...] in any dtype."""
+
+    @abstractmethod
+    def end_micro_batch(self) -> None:
+        """Call it after the backward of each micro-batch."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Add the sums of all workers. Call it once, before the optimizer reads `owned`."""
+
+    @abstractmethod
+    def zero(self) -> None:
+        """Begin a new sum."""
+
+    @contextmanager
+    def inspect(self) -> Iterator[list[str]]:
+        """Within, gradients are checked instead of summed, without other workers.
+
+        Yields a list that has, afterwards, the names of parameters with non-finite gradients, in the model's order.
+        """
+        names: list[str] = []
+        self._found = set()
+        try:
+            yield names
+        finally:
+            names += [name for name in self._rows if name in self._found]
+            self._found = None
+
+
+class LocalGradients(GradientSums):
+    """Whole sums on every worker, added over the workers at the end."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], rows: Sequence[tuple[Rows, ...]], peers: Peers) -> None:
+        super().__init__(parameters, rows, peers)
+        self._sums = {name: torch.zeros_like(one, dtype=torch.float32) for name, one in parameters.items()}
+        self.owned = {name: cut[self._rank].of(self._sums[name]) for name, cut in self._rows.items()}
+
+    def _add(self, name: str, gradient: Tensor) -> None:
+        add_gradient(self._sums[name], gradient)
+
+    def end_micro_batch(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        if self._peers.share.count == 1:
+            return
+        for bucket in buckets([Cut(self._sums[name], rows) for name, rows in self._rows.items()]):
+            for cut, total in zip(bucket, self._peers.sum_to_owners(bucket, PHASE), strict=True):
+                cut.part(self._rank).copy_(total)
+
+    def zero(self) -> None:
+        torch._foreach_zero_(list(self._sums.values()))
+
+
+class ShardedGradients(GradientSums):
+    """Sums of the owned rows only. The gradients of a layer leave when all of them have come.
+
+    Layers leave in the order of the backward, from the last to the first, on every worker.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], rows: Sequence[tuple[Rows, ...]], peers: Peers) -> None:
+        super().__init__(parameters, rows, peers)
+        self._parameters = parameters
+        self.owned = {
+            name: torch.zeros_like(self._rows[name][self._rank].of(one), dtype=torch.float32)
+            for name, one in parameters.items()
+        }
+        layers = groupby(reversed(list(parameters)), key=lambda name: name.split(".")[:2])
+        self._layers = [list(names) for _, names in layers]
+        self._waiting: dict[str, Tensor] = {}
+        self._next = 0  # of the layers, in this micro-batch
+
+    def _add(self, name: str, gradient: Tensor) -> None:
+        assert name not in self._waiting, f"'{name}' has two gradients in one micro-batch"
+        self._waiting[name] = gradient
+        while self._next < len(self._layers) and all(one in self._waiting for one in self._layers[self._next]):
+            self._send_layer()
+
+    def end_micro_batch(self) -> None:
+        while self._next < len(self._layers):
+            self._send_layer()
+        self._next = 0
+
+    def _send_layer(self) -> None:
+        names = self._layers[self._next]
+        gradients = [self._waiting.pop(name, None) for name in names]
+        cuts, owner = [], dict[int, str]()
+        for name, gradient in zip(names, gradients, strict=True):
+            whole = torch.zeros_like(self._parameters[name]) if gradient is None else gradient.contiguous()
+            owner[whole.data_ptr()] = name
+            cuts.append(Cut(whole, self._rows[name]))
+        for bucket in buckets(cuts):
+            for cut, total in zip(bucket, self._peers.sum_to_owners(bucket, PHASE), strict=True):
+                name = owner[cut.tensor.data_ptr()]
+                first = self._rows[name][self._rank].start
+                start, stop = cut.rows[self._rank]
+                self.owned[name][start - first : stop - first] += total
+        self._next += 1
+
+    def finish(self) -> None:
+        assert not self._waiting and self._next == 0, "`end_micro_batch` comes before `finish`"
+
+    def zero(self) -> None:
+        torch._foreach_zero_(list(self.owned.values()))
+
+
+def gradient_sums(
+    parameters: Mapping[str, nn.Parameter], rows: Sequence[tuple[Rows, ...]], peers: Peers
+) -> GradientSums:
+    """The sums in the mode `peers.gradients`. With one worker both modes are the same."""
+    if peers.gradients == "local" or peers.share.count == 1:
+        return LocalGradients(parameters, rows, peers)
+    return ShardedGradients(parameters, rows, peers)

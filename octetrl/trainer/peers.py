@@ -1,0 +1,250 @@
+"""What the workers of one run exchange while they train: sums, whole tensors from their owners, small records.
+
+All workers run the same program. They call the same methods in the same order, and every method returns when all
+workers have called it. `Alone` is the only worker of a run; it exchanges nothing. `ProcessGroupPeers` uses
+torch.distributed: NCCL between GPUs, gloo between CPU processes.
+
+    sum_to_owners         each owner gets the sum of its rows over all workers      reduce-scatter
+    gather_from_owners    every worker gets the rows of all owners, in place        all-gather
+    sum, maximum          of small tensors: gathered, then combined in the order of ranks, with equal bits everywhere
+    gather, gather_records    tensors of different lengths, and JSON records, of all workers
+    agree                 the first error that any worker reports
+
+The same number of workers gives the same bits each time. Another number changes the order of float32 sums.
+
+Every call has a deadline. If the other workers do not answer in time, `PeersLost` names the worker, the phase and the
+seconds. R bytes or elements of the largest share of one worker.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import reduce
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
+
+from octetrl.config.errors import RunFailed
+from octetrl.trainer.shards import Cut, GradientMode, Share
+
+LONGEST_POLL_SECONDS = 1e-3
+
+
+class PeersLost(RunFailed):
+    """Another worker did not answer in time, or its connection broke."""
+
+
+class Peers(Protocol):
+    """The workers of a run, as one of them sees them. `phase` names the work in errors, such as "gradient sums"."""
+
+    @property
+    def share(self) -> Share:
+        """The rank of this worker, and the number of workers."""
+
+    @property
+    def gradients(self) -> GradientMode:
+        """How the workers add their gradients (trainer/gradients.py)."""
+
+    def sum_to_owners(self, cuts: Sequence[Cut], phase: str) -> list[Tensor]:
+        """For each cut, the sum over all workers of this worker's rows: float32, valid until the next call."""
+
+    def gather_from_owners(self, cuts: Sequence[Cut], phase: str) -> None:
+        """Copy the rows of each owner into the tensors of all workers, in place. Any dtype."""
+
+    def sum(self, values_N: Tensor, phase: str) -> Tensor:
+        """The sum over all workers, float64 [N], on the device of `values_N`."""
+
+    def maximum(self, values: Tensor, phase: str) -> Tensor:
+        """The largest value over all workers, element by element. NaN if any is NaN."""
+
+    def gather(self, values_N: Tensor, phase: str) -> list[Tensor]:
+        """The tensors of all workers in the order of ranks. N may differ between workers, the dtype must not."""
+
+    def gather_records(self, record: Any, phase: str) -> list[Any]:
+        """The JSON records of all workers in the order of ranks."""
+
+    def agree(self, error: str | None, phase: str) -> str | None:
+        """The first error in the order of ranks; None if no worker has one."""
+
+    def close(self) -> None:
+        """End the connections."""
+
+
+class Alone:
+    """The only worker of a run."""
+
+    share = Share()
+    gradients: GradientMode = "local"
+
+    def sum_to_owners(self, cuts: Sequence[Cut], phase: str) -> list[Tensor]:
+        return [cut.tensor.float() for cut in cuts]
+
+    def gather_from_owners(self, cuts: Sequence[Cut], phase: str) -> None:
+        pass
+
+    def sum(self, values_N: Tensor, phase: str) -> Tensor:
+        return values_N.double()
+
+    def maximum(self, values: Tensor, phase: str) -> Tensor:
+        return values
+
+    def gather(self, values_N: Tensor, phase: str) -> list[Tensor]:
+        return [values_N]
+
+    def gather_records(self, record: Any, phase: str) -> list[Any]:
+        return [record]
+
+    def agree(self, error: str | None, phase: str) -> str | None:
+        return error
+
+    def close(self) -> None:
+        pass
+
+
+ALONE = Alone()
+
+
+def serve_store(host: str) -> tuple[Store, str]:
+    """A new store for the workers of a run, served by this process, and its address "host:port"."""
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    return store, f"{host}:{store.port}"
+
+
+def join_store(address: str, deadline_seconds: float = 60.0) -> Store:
+    """The store at "host:port" that another process serves. PeersLost if nobody answers."""
+    host, _, port = address.rpartition(":")
+    try:
+        return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=deadline_seconds))
+    except RuntimeError as error:
+        raise PeersLost(f"no worker serves {address} ({deadline_seconds:g} s): {_first_line(error)}") from error
+
+
+class ProcessGroupPeers:
+    """Peers over torch.distributed. Build it in every worker's process, with the same store."""
+
+    def __init__(
+        self,
+        store: Store,
+        share: Share,
+        device: torch.device,
+        *,
+        gradients: GradientMode = "local",
+        deadline_seconds: float = 600.0,
+        name: str = "peers",
+    ) -> None:
+        """`device`: where tensors are exchanged; NCCL for a GPU, gloo for the CPU. `name`: unique within the store."""
+        self.share, self.gradients = share, gradients
+        self._device, self._deadline_seconds = device, deadline_seconds
+        self._group = self._connected(PrefixStore(name, store))
+
+    def _connected(self, store: Store) -> Any:
+        rank, count = self.share.rank, self.share.count
+        try:
+            if self._device.type != "cuda":
+                return ProcessGroupGloo(store, rank, count, timedelta(seconds=self._deadline_seconds))
+            from torch.distributed import ProcessGroupNCCL  # only CUDA builds of torch have it
+
+            options = ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=2 * self._deadline_seconds)  # ours comes first and names the phase
+            with torch.cuda.device(self._device):
+                return ProcessGroupNCCL(store, rank, count, options)
+        except RuntimeError as error:
+            raise self._lost("connect", self._deadline_seconds, error) from error
+
+    def sum_to_owners(self, cuts: Sequence[Cut], phase: str) -> list[Tensor]:
+        counts = [[cut.part(rank).numel() for cut in cuts] for rank in range(self.share.count)]
+        width = max(map(sum, counts))
+        parts_CR = torch.zeros(self.share.count, width, dtype=torch.float32, device=self._device)
+        for rank, sizes in enumerate(counts):
+            for cut, piece in zip(cuts, parts_CR[rank].split([*sizes, width - sum(sizes)]), strict=False):
+                piece.view(cut.part(rank).shape).copy_(cut.part(rank))
+        sum_R = parts_CR.new_empty(width)
+        self._finish(lambda: self._group._reduce_scatter_base(sum_R, parts_CR.view(-1)), phase)
+        own = [cut.part(self.share.rank) for cut in cuts]
+        pieces = sum_R[: sum(part.numel() for part in own)].split([part.numel() for part in own])
+        return [piece.view(part.shape) for piece, part in zip(pieces, own, strict=True)]
+
+    def gather_from_owners(self, cuts: Sequence[Cut], phase: str) -> None:
+        counts = [[cut.part(rank).nbytes for cut in cuts] for rank in range(self.share.count)]
+        width = max(map(sum, counts))
+        own_R = torch.zeros(width, dtype=torch.uint8, device=self._device)
+        self._copy_parts(cuts, counts, own_R, self.share.rank, out=True)
+        for rank, bytes_R in enumerate(self._all_gather(own_R, phase)):
+            if rank != self.share.rank:
+                self._copy_parts(cuts, counts, bytes_R, rank, out=False)
+
+    def _copy_parts(
+        self, cuts: Sequence[Cut], counts: Sequence[Sequence[int]], bytes_R: Tensor, rank: int, *, out: bool
+    ) -> None:
+        start = 0
+        for cut, size in zip(cuts, counts[rank], strict=True):
+            if size:
+                part, piece = cut.part(rank).view(-1).view(torch.uint8), bytes_R[start : start + size]
+                (piece if out else part).copy_(part if out else piece)
+            start += size
+
+    def sum(self, values_N: Tensor, phase: str) -> Tensor:
+        return self._all_gather(values_N.double(), phase).sum(0)
+
+    def maximum(self, values: Tensor, phase: str) -> Tensor:
+        return reduce(torch.maximum, self._all_gather(values, phase).unbind())
+
+    def gather(self, values_N: Tensor, phase: str) -> list[Tensor]:
+        counts = self._all_gather(torch.tensor([values_N.numel()]), phase).flatten().tolist()
+        padded_N = values_N.new_zeros(max(counts))
+        padded_N[: values_N.numel()] = values_N
+        return [row_N[:count] for row_N, count in zip(self._all_gather(padded_N, phase), counts, strict=True)]
+
+    def gather_records(self, record: Any, phase: str) -> list[Any]:
+        text = torch.tensor(list(json.dumps(record).encode()), dtype=torch.uint8)
+        return [json.loads(bytes(one.tolist())) for one in self.gather(text, phase)]
+
+    def agree(self, error: str | None, phase: str) -> str | None:
+        return next((one for one in self.gather_records(error, phase) if one is not None), None)
+
+    def _all_gather(self, values: Tensor, phase: str) -> Tensor:
+        """[C, ...] on the device of `values`: those of all workers, of one shape and dtype."""
+        if not values.numel():
+            return values.new_empty(self.share.count, *values.shape)
+        bytes_B = values.to(self._device).contiguous().view(-1).view(torch.uint8)
+        all_CB = bytes_B.new_empty(self.share.count, bytes_B.numel())
+        self._finish(lambda: self._group._allgather_base(all_CB.view(-1), bytes_B), phase)
+        return all_CB.view(values.dtype).view(self.share.count, *values.shape).to(values.device)
+
+    def _finish(self, start: Callable[[], Work], phase: str) -> None:
+        """Run a collective to its end. PeersLost names the phase if it fails or takes longer than the deadline."""
+        began = time.monotonic()
+        try:
+            work = start()
+            if self._device.type == "cuda":
+                self._poll(work, began, phase)  # NCCL's `wait` does not wait on the host
+            work.wait(timedelta(seconds=self._deadline_seconds))
+        except PeersLost:
+            raise
+        except RuntimeError as error:
+            raise self._lost(phase, time.monotonic() - began, error) from error
+
+    def _poll(self, work: Work, began: float, phase: str) -> None:
+        pause = 1e-5
+        while not work.is_completed():
+            if time.monotonic() - began > self._deadline_seconds:
+                raise self._lost(phase, self._deadline_seconds, None)
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_POLL_SECONDS)
+
+    def _lost(self, phase: str, seconds: float, error: RuntimeError | None) -> PeersLost:
+        why = "another worker has stalled or ended" if error is None else _first_line(error)
+        me = f"worker {self.share.rank} of {self.share.count}"
+        return PeersLost(f"{me}, phase '{phase}': no answer from the other workers after {seconds:.1f} s: {why}")
+
+    def close(self) -> None:
+        self._group.shutdown()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,143 @@
+"""Weights after an update: quantised by their owners, and the same on every worker.
+
+One worker quantises its FP8 weights in place (`Decoder.requantize`). With several workers
+
+    an FP8 weight    every worker has its codes and scales; each row of the BF16 weight is only on its owner
+    any other        every worker has the whole weight; its owner has updated some rows
+
+After an optimizer step each owner quantises its rows, which are whole blocks of 128, and all workers gather codes,
+scales and the other weights, in place. Engine and trainer read these tensors. Codes are half of the bytes of BF16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from octetrl.config.schema import OptimizerConfig
+from octetrl.fp8.format import BLOCK
+from octetrl.fp8.non_finite import NonFiniteError
+from octetrl.fp8.quantize import Quantized
+from octetrl.layers.linear import Float8Linear
+from octetrl.models.decoder import Decoder
+from octetrl.trainer.optimizer import Optimizer
+from octetrl.trainer.peers import Peers
+from octetrl.trainer.shards import Cut, Rows, buckets
+
+PHASE = "new weights"
+
+
+def sharded_linears(model: Decoder, peers: Peers) -> dict[str, Float8Linear]:
+    """The trained FP8 linears by the name of their weight; none if there is only one worker."""
+    if peers.share.count == 1:
+        return {}
+    linears = {f"{name}.weight": linear for name, linear in model.float8_linears()}
+    trained = {name for name, _ in model.trained_parameters()}
+    return {name: linear for name, linear in linears.items() if name in trained and linear.weight is not None}
+
+
+def optimizer_of(
+    model: Decoder, config: OptimizerConfig, *, seed: int, peers: Peers, trains: bool = True
+) -> tuple[Optimizer, SharedWeights]:
+    """The optimizer of a loaded and quantised model, and what exchanges its weights.
+
+    `trains` false: no parameter is trained, and no state is allocated.
+    """
+    parameters = model.trained_parameters() if trains else ()
+    optimizer = Optimizer(parameters, config, seed=seed, peers=peers, copied=sharded_linears(model, peers))
+    return optimizer, SharedWeights(model, optimizer, peers)
+
+
+class SharedWeights:
+    """Keeps a model's weights equal on all workers. With one worker it only quantises."""
+
+    def __init__(self, model: Decoder, optimizer: Optimizer, peers: Peers) -> None:
+        """`optimizer` has copies of the owned rows of `sharded_linears`, whose whole weights are freed here."""
+        self._model, self._optimizer, self._peers = model, optimizer, peers
+        self._linears = sharded_linears(model, peers) if optimizer.parameters else {}
+        for linear in self._linears.values():
+            _free_weight(linear)
+
+    def renew(self) -> None:
+        """Quantise and exchange the weights that an optimizer step has changed.
+
+        NonFiniteError, on all workers, names a weight that is not finite. The codes must not be used then.
+        """
+        if self._peers.share.count == 1:
+            self._model.requantize()
+            return
+        error = self._peers.agree(self._quantize_owned(), PHASE)
+        if error is None:
+            for bucket in buckets(self._cuts()):
+                self._peers.gather_from_owners(bucket, PHASE)
+            error = self._first_non_finite()
+        for linear in self._linears.values():
+            linear.adopt_codes() if error is None else linear.mark_codes_stale()
+        if error is not None:
+            raise NonFiniteError(error)
+
+    def _quantize_owned(self) -> str | None:
+        for slot in self._optimizer.slots:
+            if slot.name in self._linears:
+                try:
+                    _quantize_rows(self._linears[slot.name], slot.rows.start, slot.weight, slot.name)
+                except NonFiniteError as error:
+                    return str(error)
+        return None
+
+    def _cuts(self) -> list[Cut]:
+        cuts = []
+        for name, rows in self._optimizer.rows.items():
+            if name in self._linears:
+                linear = self._linears[name]
+                blocks = tuple(Rows(-(-start // BLOCK), -(-stop // BLOCK)) for start, stop in rows)
+                cuts += [Cut(linear.codes, rows), Cut(linear.scale, blocks)]
+            else:
+                cuts.append(Cut(self._optimizer.parameters[name].detach(), rows))
+        return cuts
+
+    def _first_non_finite(self) -> str | None:
+        if not self._linears:
+            return None
+        bad = torch.stack([linear.scale.isnan().any() for linear in self._linears.values()]).tolist()
+        return next((f"{name} is not finite" for name, is_bad in zip(self._linears, bad, strict=True) if is_bad), None)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Within, the model has memory for all whole weights, to be loaded. Owners take their rows at the end."""
+        for linear in self._linears.values():
+            _allocate_weight(linear)
+        yield
+        with torch.no_grad():
+            for slot in self._optimizer.slots:
+                if slot.name in self._linears:
+                    slot.weight.copy_(slot.rows.of(slot.parameter))
+        for linear in self._linears.values():
+            _free_weight(linear)
+
+
+def _free_weight(linear: Float8Linear) -> None:
+    """Frees the memory of the weight and keeps its parameter, which receives gradients."""
+    assert linear.weight is not None
+    linear.weight.untyped_storage().resize_(0)
+
+
+def _allocate_weight(linear: Float8Linear) -> None:
+    """Undoes `_free_weight`. The values are undefined."""
+    assert linear.weight is not None
+    linear.weight.untyped_storage().resize_(linear.weight.numel() * linear.weight.element_size())
+
+
+@torch.no_grad()
+def _quantize_rows(linear: Float8Linear, first: int, rows_RK: Tensor, name: str) -> None:
+    """Quantises rows into their place in the linear's codes and scales. `first`: the first row, a multiple of 128.
+
+    Raises NonFiniteError naming the weight if it is not finite on a CPU. On a GPU its scales are then NaN.
+    """
+    assert first % BLOCK == 0, f"row {first} does not begin a block"
+    stop = first + rows_RK.shape[0]
+    held = Quantized(linear.codes[first:stop], linear.scale[first // BLOCK : -(-stop // BLOCK)])
+    linear.quantize(rows_RK, name=name, out=held)

@@ -1,0 +1,95 @@
+"""Builds what one worker holds from the recipe, in this process or in one of many.
+
+Nothing else is needed: shape, precision, tokenizer, objective and weights follow from the recipe and the files that it
+names. A worker on another machine therefore receives the recipe alone, and must see those files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from octetrl.algorithms.table import build_algorithm
+from octetrl.config.presets import preset_config
+from octetrl.config.schema import Recipe
+from octetrl.config.spec import ModelSpec
+from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
+from octetrl.fp8.policy import precision_policy
+from octetrl.models.decoder import Decoder
+from octetrl.models.families import load_spec, spec_from_config
+from octetrl.models.hf_weights import load_weights
+from octetrl.models.peft_adapters import begin_adapters
+from octetrl.telemetry.spans import Spans
+from octetrl.trainer.peers import ALONE, Peers
+from octetrl.workers.reward_model_worker import RewardModelWorker
+from octetrl.workers.reward_scorer import RewardModelScorer
+from octetrl.workers.scalar_models import build_reward_model
+from octetrl.workers.worker import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltWorker:
+    """What one worker holds: the model that is trained, and the reward model that scores, if the recipe names one."""
+
+    worker: Worker | RewardModelWorker
+    scorer: RewardModelScorer | None = None
+
+
+def build_worker(
+    recipe: Recipe,
+    device: torch.device,
+    spans: Spans,
+    *,
+    tokenizer: Tokenizer | None = None,
+    trains: bool = True,
+    peers: Peers = ALONE,
+) -> BuiltWorker:
+    """A worker with its weights. `tokenizer`: the recipe's, where it is loaded already. `peers`: the other workers of
+    the run, with which it trains. Raises UserError."""
+    algorithm = build_algorithm(recipe.algorithm)
+    if algorithm.reward_loss is not None:
+        return BuiltWorker(RewardModelWorker(recipe, build_reward_model(recipe, device), algorithm, spans))
+    spec = model_spec(recipe)
+    scorer = RewardModelScorer(recipe, device) if model_scores(recipe) else None  # refused before the policy loads
+    worker = Worker(
+        recipe,
+        spec=spec,
+        policy=precision_policy(spec, recipe.fp8, recipe.numerics),
+        tokenizer=tokenizer or load_tokenizer(tokenizer_folder(recipe), spec.vocab_size),
+        algorithm=algorithm,
+        load_weights=lambda model: fill_weights(model, recipe),
+        device=device,
+        spans=spans,
+        trains=trains,
+        peers=peers,
+    )
+    return BuiltWorker(worker, scorer)
+
+
+def model_scores(recipe: Recipe) -> bool:
+    """Whether the workers hold a reward model that scores. Workers that train one draw nothing to score."""
+    return recipe.environment.reward_model is not None and recipe.algorithm.name != "reward_model"
+
+
+def model_spec(recipe: Recipe) -> ModelSpec:
+    """The model's shape from the preset, or from the folder's config.json. A reward model may start from a reward
+    model."""
+    if recipe.model.preset is not None:
+        return spec_from_config(preset_config(recipe.model.preset))
+    return load_spec(_folder(recipe), scalar=recipe.algorithm.name == "reward_model")
+
+
+def fill_weights(model: Decoder, recipe: Recipe) -> None:
+    """The model from `model.path`, or random from the seed; adapters likewise from `model.lora.path`, or new."""
+    if recipe.model.init == "random":
+        model.random_init(recipe.seed)
+    else:
+        load_weights(model, _folder(recipe))
+    begin_adapters(model, recipe.seed)
+
+
+def _folder(recipe: Recipe) -> Path:
+    assert recipe.model.path is not None, "validated: a pretrained model has a path"
+    return Path(recipe.model.path)

@@ -1,0 +1,131 @@
+"""The tensors of a worker's checkpoint: weights, optimizer, reference, critic and KV scales, by file.
+
+    one worker        the model as a Hugging Face folder (an adapter as PEFT's), and optimizer.safetensors
+    several workers   each its rows of weights and optimizer (trainer/sharded_state.py); worker 0 the model's
+                      config.json as well, or the whole adapter, which every worker has
+
+A critic has files of its own, in the same two ways. Any number of workers loads what any number saved, with the same
+weights and moments to the bit. What is equal on all workers (reference, KV scales) is saved by worker 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from octetrl.config.spec import ModelSpec
+from octetrl.fp8.kv_scales import KVScales
+from octetrl.models.decoder import Decoder
+from octetrl.models.hf_weights import hf_config_files
+from octetrl.models.peft_adapters import load_trained, trained_files
+from octetrl.models.row_shards import RowShards
+from octetrl.trainer.checkpoint import OPTIMIZER, Checkpoint
+from octetrl.trainer.critic import Critic
+from octetrl.trainer.optimizer import Optimizer
+from octetrl.trainer.scalar_trainer import ScalarState
+from octetrl.trainer.sharded_state import (
+    OwnedState,
+    own_optimizer,
+    own_weights,
+    read_optimizer,
+    read_weights,
+    shard_files,
+)
+from octetrl.trainer.shards import Share
+from octetrl.trainer.state_files import Content, in_shards
+from octetrl.trainer.trainer import Trainer, TrainerState
+
+CRITIC, CRITIC_OPTIMIZER, CRITIC_STEM = "critic.safetensors", "critic_optimizer.safetensors", "critic"
+REFERENCE, KV_SCALES = "reference.safetensors", "kv_scales.safetensors"
+
+
+def state_files(trainer: Trainer, model: Decoder, base: str | None, kv_scales: KVScales | None) -> dict[str, Content]:
+    """The files of this worker, by name. `model` is the trainer's, `base` the folder that it was loaded from."""
+    share = trainer.peers.share
+    files = _model_files(model, _owned(trainer), base)
+    if trainer.critic is not None:
+        files |= _critic_files(_owned_of_critic(trainer.critic, share))
+    if share.rank > 0:
+        return files
+    reference = trainer.reference.state()
+    if reference:
+        files |= in_shards(REFERENCE, reference)
+    if kv_scales is not None:
+        files[KV_SCALES] = kv_scales.to_tensors(model.spec)
+    return files
+
+
+def load_state(trainer: Trainer, model: Decoder, saved: Checkpoint, policy_version: int) -> None:
+    """Loads weights, optimizer, reference and critic from a verified checkpoint."""
+    weights, optimizer = _load_model(trainer, model, saved)
+    trainer.load_state(TrainerState(weights, optimizer, policy_version))
+    if REFERENCE in saved.files:
+        trainer.reference.load_state(saved.tensors(REFERENCE))
+    if trainer.critic is not None:
+        own = _owned_of_critic(trainer.critic, trainer.peers.share)
+        trainer.critic.load_state(_saved_critic(saved, own))
+
+
+def saved_scales(saved: Checkpoint, spec: ModelSpec, device: torch.device) -> KVScales | None:
+    """The KV scales of a checkpoint; None if it has none."""
+    if KV_SCALES not in saved.files:
+        return None
+    return KVScales.from_tensors(saved.tensors(KV_SCALES), spec, device)
+
+
+def _owned(trainer: Trainer) -> OwnedState:
+    return _owned_state(trainer.state().weights, trainer.optimizer, trainer.peers.share)
+
+
+def _owned_of_critic(critic: Critic, share: Share) -> OwnedState:
+    return _owned_state(critic.state().weights, critic.scalar_trainer.optimizer, share)
+
+
+def _owned_state(weights: Mapping[str, Tensor], optimizer: Optimizer, share: Share) -> OwnedState:
+    return OwnedState(weights, optimizer.state_tensors(), optimizer.slots, share)
+
+
+def _model_files(model: Decoder, own: OwnedState, base: str | None) -> dict[str, Content]:
+    if own.share.count == 1:
+        return {**trained_files(model, base), **in_shards(OPTIMIZER, own.optimizer)}
+    files = shard_files(own, with_weights=model.lora is None)
+    if own.share.rank == 0:
+        files |= hf_config_files(model) if model.lora is None else trained_files(model, base)
+    return files
+
+
+def _load_model(
+    trainer: Trainer, model: Decoder, saved: Checkpoint
+) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+    """The saved weights and optimizer state of the rows that this worker owns. Whole weights are loaded in place."""
+    shards = RowShards.find(saved.folder)
+    if shards is None or model.lora is not None:
+        with trainer.weights.whole():
+            load_trained(model, saved.folder)
+    own = _owned(trainer)
+    if shards is None:
+        return own.weights, own_optimizer(saved.tensors(OPTIMIZER), own)
+    weights = own.weights if model.lora is not None else read_weights(shards, own)
+    optimizer = read_optimizer(shards, own)
+    shards.close()
+    return weights, optimizer
+
+
+def _critic_files(own: OwnedState) -> dict[str, Content]:
+    if own.share.count > 1:
+        return shard_files(own, CRITIC_STEM)
+    return {**in_shards(CRITIC, own.weights), **in_shards(CRITIC_OPTIMIZER, own.optimizer)}
+
+
+def _saved_critic(saved: Checkpoint, own: OwnedState) -> ScalarState:
+    """The saved state of the rows that this worker owns of the critic."""
+    shards = RowShards.find(saved.folder, CRITIC_STEM)
+    if shards is None:
+        weights = saved.tensors(CRITIC)
+        weights = weights if own.share.count == 1 else own_weights(weights, own)
+        return ScalarState(weights, own_optimizer(saved.tensors(CRITIC_OPTIMIZER), own))
+    state = ScalarState(read_weights(shards, own), read_optimizer(shards, own))
+    shards.close()
+    return state

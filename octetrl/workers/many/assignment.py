@@ -1,0 +1,185 @@
+"""Which worker draws which siblings.
+
+Work goes to the worker that has the least of it and has room. The longest expected requests go first, and what finds no
+room stays here until a worker has some. Work is counted in expected tokens, not in requests.
+
+A request's siblings share the prefill of their prompt, so they stay together where that keeps no worker waiting: a
+worker takes as many of them as bring it to an equal share of all work. A later turn of a conversation goes back to the
+worker that drew the turn before, which may still have its pages, where that worker has room.
+
+A sibling's tokens do not depend on the worker (engine.py). All of this changes the time, never the result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from octetrl.records import GenerationRequest
+
+UNKNOWN_SHARE = 0.5  # of max_new_tokens, where a request's length is not known
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a worker's open session holds."""
+
+    sequences: int  # decoded together
+    tokens: int  # of its KV cache
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Siblings of one request for one worker. Its `request` has an id of its own."""
+
+    worker: int
+    request: GenerationRequest
+    of: str  # id of the whole request
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A request whose last `left` siblings have no worker yet."""
+
+    request: GenerationRequest
+    left: int
+
+    @property
+    def next_sibling(self) -> int:
+        return self.request.first_sibling + self.request.num_siblings - self.left
+
+
+@dataclass(slots=True)
+class _Running:
+    piece: Piece
+    left: int
+    tokens: float  # expected, of one sibling
+
+
+@dataclass(slots=True)
+class _Load:
+    """Of one worker."""
+
+    sequences: int = 0
+    tokens: float = 0.0
+    pieces: dict[str, _Running] = field(default_factory=dict)
+
+
+class Assignment:
+    """Of one open session of all workers."""
+
+    def __init__(self, rooms: Sequence[Room]) -> None:
+        self._rooms = tuple(rooms)
+        self._loads = [_Load() for _ in rooms]
+        self._waiting: list[_Waiting] = []
+        self._unfinished: dict[str, int] = {}  # siblings of each request
+        self._drawn_by: dict[tuple[str, int], int] = {}  # worker that drew a request's sibling
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._unfinished)
+
+    @property
+    def num_waiting(self) -> int:
+        """Siblings that have no worker yet."""
+        return sum(waiting.left for waiting in self._waiting)
+
+    def knows(self, request_id: str) -> bool:
+        return request_id in self._unfinished
+
+    def busy(self, worker: int) -> bool:
+        return bool(self._loads[worker].pieces)
+
+    def add(self, request: GenerationRequest) -> None:
+        self._waiting.append(_Waiting(request, request.num_siblings))
+        self._unfinished[request.id] = request.num_siblings
+
+    def give(self) -> Iterator[Piece]:
+        """The pieces that workers have room for now."""
+        self._waiting.sort(key=lambda waiting: _longest_first(waiting.request))
+        unplaced: list[_Waiting] = []
+        queue, self._waiting = self._waiting, unplaced
+        ahead = sum(waiting.left * expected_tokens(waiting.request) for waiting in queue)
+        for waiting in queue:
+            each = expected_tokens(waiting.request)
+            while waiting.left:
+                worker = self._worker_for(waiting.request)
+                if worker is None:
+                    unplaced.append(waiting)
+                    break
+                fair = (sum(load.tokens for load in self._loads) + ahead) / len(self._loads)
+                share = math.floor((fair - self._loads[worker].tokens) / each + 1e-9)
+                count = min(waiting.left, max(1, share), self._rooms[worker].sequences)
+                yield self._place(waiting, worker, count, each)
+                ahead -= count * each
+
+    def _worker_for(self, request: GenerationRequest) -> int | None:
+        open_to = [worker for worker in range(len(self._rooms)) if self._has_room(worker)]
+        if request.continues is not None:
+            drew = self._drawn_by.get(request.continues)
+            if drew in open_to:
+                return drew
+        return min(open_to, key=lambda worker: (self._loads[worker].tokens, worker), default=None)
+
+    def _has_room(self, worker: int) -> bool:
+        load, room = self._loads[worker], self._rooms[worker]
+        return load.sequences == 0 or (load.sequences < room.sequences and load.tokens < room.tokens)
+
+    def _place(self, waiting: _Waiting, worker: int, count: int, each: float) -> Piece:
+        whole, first = waiting.request, waiting.next_sibling
+        request = replace(whole, id=f"{whole.id}#{first}", first_sibling=first, num_siblings=count)
+        piece = Piece(worker, request, whole.id)
+        waiting.left -= count
+        load = self._loads[worker]
+        load.pieces[request.id] = _Running(piece, count, each)
+        load.sequences += count
+        load.tokens += count * each
+        return piece
+
+    def finish(self, worker: int, piece_id: str, sibling: int) -> None:
+        """Counts a sibling of a piece as drawn."""
+        load = self._loads[worker]
+        running = load.pieces[piece_id]
+        running.left -= 1
+        load.sequences -= 1
+        load.tokens -= running.tokens
+        if not running.left:
+            del load.pieces[piece_id]
+        whole = running.piece.of
+        self._drawn_by[whole, sibling] = worker
+        self._unfinished[whole] -= 1
+        if not self._unfinished[whole]:
+            del self._unfinished[whole]
+
+    def request_of(self, worker: int, piece_id: str) -> str | None:
+        """Id of the whole request; None if it was cancelled."""
+        running = self._loads[worker].pieces.get(piece_id)
+        return None if running is None else running.piece.of
+
+    def cancel(self, request_id: str) -> list[Piece]:
+        """Forgets a request; its pieces that a worker has."""
+        if self._unfinished.pop(request_id, None) is None:
+            return []
+        self._waiting = [waiting for waiting in self._waiting if waiting.request.id != request_id]
+        dropped = []
+        for load in self._loads:
+            for running in [running for running in load.pieces.values() if running.piece.of == request_id]:
+                del load.pieces[running.piece.request.id]
+                load.sequences -= running.left
+                load.tokens -= running.left * running.tokens
+                dropped.append(running.piece)
+        return dropped
+
+
+def expected_tokens(request: GenerationRequest) -> float:
+    """Of one sibling: prompt and answer."""
+    answer = request.expected_tokens
+    if answer is None:
+        answer = int(request.sampling.max_new_tokens * UNKNOWN_SHARE)
+    return len(request.prompt_token_ids) + max(1, answer)
+
+
+def _longest_first(request: GenerationRequest) -> float:
+    """Requests of unknown length go first: they may be long."""
+    return -math.inf if request.expected_tokens is None else -request.expected_tokens

@@ -1,0 +1,46 @@
+"""Builds the workers of a recipe that has several, or that names a Ray cluster."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from octetrl.config.errors import UserError
+from octetrl.config.schema import Recipe
+from octetrl.config.spec import ModelSpec
+from octetrl.data.tokenizer import Tokenizer
+from octetrl.engine.admission import Admission
+from octetrl.engine.stopping import decoder_of
+from octetrl.telemetry.console import Console
+from octetrl.telemetry.spans import Spans
+from octetrl.workers.many.balance import Costs
+from octetrl.workers.many.deadlines import Deadlines
+from octetrl.workers.many.workers import ManyLearningWorkers, ManyWorkers
+
+
+def build_many_workers(
+    recipe: Recipe, spec: ModelSpec, tokenizer: Tokenizer, spans: Spans, console: Console, *, trains: bool
+) -> ManyLearningWorkers:
+    """Starts or joins Ray, and loads the model on every worker. Raises UserError."""
+    if find_spec("ray") is None:
+        raise UserError("cluster: several workers, or an address, need Ray; pip install 'octetrl[ray]'")
+    if recipe.algorithm.name == "reward_model" and recipe.cluster.num_workers > 1:
+        raise UserError("algorithm.name: reward_model trains on one worker; remove cluster.gpus or cluster.cpus")
+    from octetrl.workers.ray import RayTeam
+
+    deadlines = Deadlines(recipe.cluster.deadlines)
+    team = RayTeam(recipe, Path(recipe.output_dir) if trains else None, deadlines, trains=trains)
+    try:
+        if recipe.algorithm.name == "reward_model":
+            return ManyLearningWorkers(team, Costs.of(spec), deadlines, console, spans, trains=trains)
+        admission = Admission(
+            vocab_size=spec.vocab_size,
+            context_length=recipe.model.context_length,
+            eos_token_ids=frozenset(spec.eos_token_ids),
+            decode=decoder_of(tokenizer),
+        )
+        return ManyWorkers(team, Costs.of(spec), deadlines, console, spans, admission, trains=trains)
+    except BaseException:
+        team.close()
+        team.forget_logs()
+        raise

@@ -1,0 +1,230 @@
+"""A worker in a process of its own: what the driver calls there.
+
+One thread computes: it builds the worker, trains, and steps an open session. The calls come in other threads and wait
+for it, and `status` answers at once, whatever the computing thread does. A process that does not answer has stalled.
+
+An open session is a loop of the computing thread (hosted_session.py). The driver submits requests and polls events; it
+never calls for a forward.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from octetrl.environments.scoring import Score
+from octetrl.records import GenerationRequest, PackedBatch, PolicyUpdate, Published, Task
+from octetrl.telemetry.spans import Spans
+from octetrl.trainer.checkpoint import Checkpoint
+from octetrl.trainer.file_digests import WrittenFile
+from octetrl.trainer.peers import ALONE, Peers, ProcessGroupPeers, join_store
+from octetrl.trainer.shards import Share
+from octetrl.workers.build import BuiltWorker, build_worker
+from octetrl.workers.many.assignment import Room
+from octetrl.workers.many.hosted_session import HostedSession
+from octetrl.workers.many.plan import RolloutFacts, SessionNews, WorkerPlan, WorkerState, last_lines
+from octetrl.workers.many.status import WorkerStatus
+from octetrl.workers.reward_model_worker import RewardModelWorker
+from octetrl.workers.worker import Worker
+
+Result = TypeVar("Result")
+
+
+class HostedWorker:
+    """Starts without a model; `build` loads it. Every verb of a step is one call."""
+
+    def __init__(self, plan: WorkerPlan, gpu: str) -> None:
+        """gpu: as the cluster numbers the worker's GPU, which is the only one that the process sees. Empty: CPU."""
+        self._plan, self._gpu = plan, gpu
+        self._log = None if plan.log is None else Path(plan.log)
+        if self._log is not None:
+            _print_into(self._log)
+        if os.path.isdir(plan.directory):
+            os.chdir(plan.directory)
+        sys.path[:0] = [path for path in (plan.directory,) if path not in sys.path]
+        self._computing = ThreadPoolExecutor(1, thread_name_prefix="computing")
+        self._phase, self._since, self._busy = "start", time.monotonic(), False
+        self._built: BuiltWorker | None = None
+        self._spans = Spans()
+        self._session: HostedSession | None = None
+        self._session_end: Future[None] | None = None
+
+    def status(self) -> WorkerStatus:
+        return WorkerStatus(
+            rank=self._plan.rank,
+            host=socket.gethostname(),
+            gpu=self._gpu,
+            pid=os.getpid(),
+            phase=self._phase,
+            seconds=time.monotonic() - self._since,
+            busy=self._busy,
+            memory_gb=self._memory_gb(),
+            last_lines=() if self._log is None else last_lines(self._log),
+        )
+
+    def _memory_gb(self) -> float:
+        if self._gpu:
+            return torch.cuda.memory_allocated() / 1e9 if torch.cuda.is_initialized() else 0.0
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 1e9
+
+    # ------------------------------------------------------------ the verbs
+
+    def build(self, store: str | None) -> WorkerState:
+        """Loads the model. `store`: address at which the workers meet to train one model. None: it trains alone.
+
+        Raises UserError.
+        """
+        return self._compute("load", lambda: self._build(store))
+
+    def _build(self, store: str | None) -> WorkerState:
+        recipe = self._plan.recipe
+        device = torch.device("cuda", 0) if self._gpu else torch.device("cpu")
+        cluster = recipe.cluster
+        here = cluster.gpus_per_node * cluster.workers_per_gpu if cluster.gpus_per_node else self._plan.count
+        torch.set_num_threads(cluster.cpu_threads or max(1, (os.cpu_count() or 1) // here))
+        self._spans = Spans(torch.cuda.synchronize if self._gpu else None)
+        peers = ALONE if store is None else self._meet(store, device)
+        self._built = build_worker(recipe, device, self._spans, trains=self._plan.trains, peers=peers)
+        return self.state()
+
+    def _meet(self, store: str, device: torch.device) -> Peers:
+        cluster, share = self._plan.recipe.cluster, Share(self._plan.rank, self._plan.count)
+        seconds = cluster.deadlines.first_seconds
+        return ProcessGroupPeers(
+            join_store(store), share, device, gradients=cluster.gradients, deadline_seconds=seconds
+        )
+
+    def state(self) -> WorkerState:
+        worker = self._worker
+        needs_calibration = isinstance(worker, Worker) and worker.needs_calibration
+        return WorkerState(worker.layout, worker.policy_version, needs_calibration, worker.weights_are_whole)
+
+    def train(self, batch: PackedBatch) -> PolicyUpdate:
+        return self._compute("train", lambda: self._worker.train(batch))
+
+    def publish(self, policy_version: int) -> Published:
+        return self._compute("publish", lambda: self._worker.publish(policy_version))
+
+    def calibrate(self, token_lists: Sequence[Sequence[int]]) -> None:
+        self._compute("calibrate", lambda: self._policy.calibrate(token_lists))
+
+    def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
+        assert self._built is not None and self._built.scorer is not None, "the recipe has no environment.reward_model"
+        scorer = self._built.scorer
+        return self._compute("score", lambda: scorer.score(completions))
+
+    def prepare_saving(self) -> None:
+        self._compute("checkpoint", lambda: self._worker.prepare_saving())
+
+    def copy_state(self) -> str | None:
+        return self._compute("checkpoint", lambda: self._worker.copy_state())
+
+    def write_state(self, folder: Path, copied: bool) -> list[WrittenFile]:
+        """A copy is written beside whatever the computing thread does."""
+        if copied:
+            return self._worker.write_state(folder, copied=True)
+        return self._compute("checkpoint", lambda: self._worker.write_state(folder, copied=False))
+
+    def load(self, saved: Checkpoint, policy_version: int) -> None:
+        self._compute("load", lambda: self._worker.load(saved, policy_version))
+
+    def forget_prefixes(self) -> None:
+        self._compute("rollout", lambda: self._policy.forget_prefixes())
+
+    def memory_metrics(self) -> dict[str, float]:
+        return self._worker.memory_metrics()
+
+    def path_metrics(self) -> dict[str, float]:
+        return self._worker.path_metrics()
+
+    def times(self) -> dict[str, float]:
+        """Seconds of each phase since the last call, as `time/*`."""
+        return self._spans.take()
+
+    # ------------------------------------------------------------ an open session
+
+    def open_session(self) -> Room:
+        """Opens it, and steps it until `close_session`."""
+        opened: Future[Room] = Future()
+        self._session = HostedSession()
+        self._session_end = self._computing.submit(self._phased, "rollout", partial(self._run_session, opened))
+        while not opened.done():
+            if self._session_end.done():
+                self._session_end.result()  # raises what kept it from opening
+            time.sleep(0.001)
+        return opened.result()
+
+    def _run_session(self, opened: Future[Room]) -> None:
+        assert self._session is not None
+        engine = self._plan.recipe.engine
+        with self._policy.session() as session:
+            opened.set_result(Room(engine.max_batch, session.num_pages * engine.page_size))
+            self._session.run(session)
+
+    def submit(self, requests: Sequence[GenerationRequest], streams: bool) -> None:
+        self._open.submit(requests, streams)
+
+    def cancel(self, request_ids: Sequence[str]) -> None:
+        self._open.cancel(request_ids)
+
+    def poll(self, wait_seconds: float, linger_seconds: float) -> SessionNews:
+        """Raises what ended the session."""
+        news = self._open.poll(wait_seconds, linger_seconds)
+        if self._session_end is not None and self._session_end.done():
+            self._session_end.result()
+        return news
+
+    def close_session(self) -> RolloutFacts:
+        """Cancels what is unfinished."""
+        assert self._session_end is not None
+        self._open.close()
+        self._session_end.result()
+        self._session = self._session_end = None
+        return RolloutFacts(self._policy.engine.metrics, self._policy.policy.kv_mode != "none")
+
+    @property
+    def _open(self) -> HostedSession:
+        assert self._session is not None, "there is no open session"
+        return self._session
+
+    # ------------------------------------------------------------ the computing thread
+
+    def _compute(self, phase: str, work: Callable[[], Result]) -> Result:
+        return self._computing.submit(self._phased, phase, work).result()
+
+    def _phased(self, phase: str, work: Callable[[], Result]) -> Result:
+        self._phase, self._since, self._busy = phase, time.monotonic(), True
+        try:
+            return work()
+        finally:
+            self._since, self._busy = time.monotonic(), False
+
+    @property
+    def _worker(self) -> Worker | RewardModelWorker:
+        assert self._built is not None, "`build` comes first"
+        return self._built.worker
+
+    @property
+    def _policy(self) -> Worker:
+        assert isinstance(self._worker, Worker), "a reward model's worker draws nothing"
+        return self._worker
+
+
+def _print_into(log: Path) -> None:
+    """Sends all that the process prints into `log`, also what a library prints without Python."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+        stream.flush()
+        os.dup2(descriptor, number)
+    os.close(descriptor)

@@ -1,0 +1,119 @@
+"""An open session of one worker, as its process runs it: requests in, events out, no call a forward.
+
+    submit, cancel -> commands -> [loop of the computing thread: commands, session.events()] -> events -> poll
+
+The loop sleeps while there is no work. `poll` waits for the first event. A request that is refused, or a session that
+fails, is raised by the next poll.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from octetrl.config.errors import UserError
+from octetrl.engine.session import Session
+from octetrl.records import GenerationProgress, GenerationRequest, SessionEvent
+from octetrl.workers.many.plan import SessionNews
+
+
+@dataclass(frozen=True, slots=True)
+class _Submit:
+    request: GenerationRequest
+    streams: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    request_id: str
+
+
+class HostedSession:
+    """`run` belongs to the computing thread, everything else to the threads of calls."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._commands: deque[_Submit | _Cancel] = deque()
+        self._events: list[SessionEvent] = []
+        self._progress: GenerationProgress | None = None
+        self._refusal: UserError | None = None
+        self._closes = self._has_ended = False
+
+    # ------------------------------------------------------------ calls
+
+    def submit(self, requests: Sequence[GenerationRequest], streams: bool) -> None:
+        self._command(*(_Submit(request, streams) for request in requests))
+
+    def cancel(self, request_ids: Sequence[str]) -> None:
+        self._command(*(_Cancel(request_id) for request_id in request_ids))
+
+    def _command(self, *commands: _Submit | _Cancel) -> None:
+        with self._changed:
+            self._commands += commands
+            self._changed.notify_all()
+
+    def poll(self, wait_seconds: float, linger_seconds: float) -> SessionNews:
+        """Events since the last poll. Waits for the first, and then `linger_seconds` for more of them."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._events or self._refusal or self._has_ended, wait_seconds)
+            comes = bool(self._events) and not self._has_ended
+        if comes and linger_seconds:
+            time.sleep(linger_seconds)
+        with self._changed:
+            if self._refusal is not None:
+                refusal, self._refusal = self._refusal, None
+                raise refusal
+            events, self._events = self._events, []
+            return SessionNews(events, self._progress)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closes = True
+            self._changed.notify_all()
+
+    # ------------------------------------------------------------ the loop
+
+    def run(self, session: Session) -> None:
+        """Steps the session until it is closed."""
+        try:
+            while (commands := self._next_commands(session.has_work)) is not None:
+                for command in commands:
+                    self._execute(session, command)
+                events = session.events()
+                self._report(events, session.progress())
+        finally:
+            with self._changed:
+                self._has_ended = True
+                self._changed.notify_all()
+
+    def _next_commands(self, has_work: bool) -> list[_Submit | _Cancel] | None:
+        """What was asked since the last step. Waits for it where there is no work. None: the session is closed."""
+        with self._changed:
+            if not has_work:
+                self._changed.wait_for(lambda: self._commands or self._closes)
+            if self._closes:
+                return None
+            commands = list(self._commands)
+            self._commands.clear()
+            return commands
+
+    def _execute(self, session: Session, command: _Submit | _Cancel) -> None:
+        if isinstance(command, _Cancel):
+            session.cancel(command.request_id)
+            return
+        try:
+            session.submit(command.request, streams=command.streams)
+        except UserError as error:
+            with self._changed:
+                self._refusal = error
+                self._changed.notify_all()
+
+    def _report(self, events: Sequence[SessionEvent], progress: GenerationProgress) -> None:
+        with self._changed:
+            self._events += events
+            self._progress = progress
+            if events:
+                self._changed.notify_all()

@@ -1,0 +1,62 @@
+"""The settings that a worker process receives when it starts, and the status that it reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from octetrl.config.schema import Recipe
+from octetrl.engine.metrics import EngineMetrics
+from octetrl.records import GenerationProgress, SessionEvent
+from octetrl.trainer.packing import PackingLayout
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """All that a worker is built from. Its process must see the files that the recipe names."""
+
+    recipe: Recipe
+    rank: int
+    count: int
+    trains: bool
+    directory: str  # in which the recipe's relative paths begin
+    log: str | None  # file for what the process prints; None: where Ray puts it
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """What a built worker says of itself."""
+
+    layout: PackingLayout
+    policy_version: int
+    needs_calibration: bool
+    weights_are_whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SessionNews:
+    """Events of a worker's session since the last poll."""
+
+    events: Sequence[SessionEvent]
+    progress: GenerationProgress | None
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFacts:
+    """Of a worker's last session."""
+
+    metrics: EngineMetrics | None
+    scales_are_calibrated: bool
+
+
+def last_lines(log: Path, count: int = 20) -> tuple[str, ...]:
+    """The last lines of a file; none if it is not there."""
+    try:
+        with log.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - 16_384))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ()
+    return tuple(line for line in text.splitlines() if line.strip())[-count:]

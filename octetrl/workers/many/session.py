@@ -1,0 +1,143 @@
+"""An open session over all workers: `RolloutSession` for the driver, one session a worker behind it.
+
+    submit -> assignment.py -> pieces for the workers that have room -> their sessions -> polls -> events
+
+The driver keeps what has no room yet. One poll a worker is in flight, so that events arrive as they happen and a
+forward costs no call. Pieces have ids of their own; events carry the id of the whole request.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from octetrl.config.errors import UserError
+from octetrl.engine.admission import Admission
+from octetrl.records import GenerationProgress, GenerationRequest, SessionEvent
+from octetrl.rollout.backend import OnProgress
+from octetrl.workers.many.assignment import Assignment, Piece, Room
+from octetrl.workers.many.deadlines import Deadlines
+from octetrl.workers.many.plan import SessionNews
+from octetrl.workers.many.team import Call, Team
+
+POLL_SECONDS = 0.5  # that a worker waits for the first event
+NOTHING_YET = GenerationProgress(0, 0, 0, 0, 0.0)
+
+
+class ManySession:
+    """`linger_seconds`: how long a worker collects events after the first, where nobody waits for them."""
+
+    def __init__(
+        self,
+        team: Team,
+        rooms: Sequence[Room],
+        admission: Admission,
+        deadlines: Deadlines,
+        *,
+        linger_seconds: float = 0.0,
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        self._team, self._admission, self._deadlines = team, admission, deadlines
+        self._linger_seconds, self._on_progress = linger_seconds, on_progress
+        self._assignment = Assignment(rooms)
+        self._streaming: set[str] = set()
+        self._polls: dict[int, Call] = {}
+        self._began = time.monotonic()
+        self._progress = [NOTHING_YET] * len(rooms)
+        self._moved_at = [self._began] * len(rooms)  # when each worker's progress last changed
+
+    @property
+    def has_work(self) -> bool:
+        return self._assignment.has_work
+
+    def submit(self, request: GenerationRequest, *, streams: bool = False) -> None:
+        if self._assignment.knows(request.id):
+            raise UserError(f"request '{request.id}': a request with this id is not finished yet; use a different id")
+        self._admission.group(0, request)
+        if streams:
+            self._streaming.add(request.id)
+        self._assignment.add(request)
+
+    def cancel(self, request_id: str) -> None:
+        self._streaming.discard(request_id)
+        for piece in self._assignment.cancel(request_id):
+            self._team.ask_one(piece.worker, "rollout", "cancel", [piece.request.id])
+
+    def events(self, wait_seconds: float = 0.0) -> list[SessionEvent]:
+        """New events. Gives out work first, and waits for the first event, at most `wait_seconds`."""
+        until = time.monotonic() + wait_seconds
+        while True:
+            self._give_out()
+            for worker in range(self._team.size):
+                if worker not in self._polls and self._assignment.busy(worker):
+                    self._polls[worker] = self._team.begin(worker, "poll", POLL_SECONDS, self._linger_seconds)
+            left = until - time.monotonic()
+            events = self._take(max(0.0, left))
+            if events or left <= 0 or not self._polls:
+                return events
+
+    def _give_out(self) -> None:
+        now = time.monotonic()
+        by_worker: dict[tuple[int, bool], list[Piece]] = {}
+        for piece in self._assignment.give():
+            by_worker.setdefault((piece.worker, piece.of in self._streaming), []).append(piece)
+        begun = []
+        for (worker, streams), pieces in by_worker.items():
+            self._moved_at[worker] = now
+            begun.append(self._team.begin(worker, "submit", [piece.request for piece in pieces], streams))
+        while begun:
+            limit = self._deadlines.limit("submit")
+            ended = self._team.wait_any(begun, limit)
+            if not ended:
+                why = f"it accepted no request; the limit is {limit:.0f} s (cluster.deadlines)"
+                raise self._team.lose(begun[0].worker, "submit", time.monotonic() - now, why)
+            for call in ended:
+                self._team.result(call)
+                begun.remove(call)
+
+    def _take(self, seconds: float) -> list[SessionEvent]:
+        if not self._polls:
+            return []
+        events: list[SessionEvent] = []
+        for call in self._team.wait_any(list(self._polls.values()), seconds):
+            news: SessionNews = self._team.result(call)
+            del self._polls[call.worker]
+            self._note(call.worker, news.progress)
+            for event in news.events:
+                whole = self._assignment.request_of(call.worker, event.request_id)
+                if whole is None:  # it was cancelled
+                    continue
+                if event.completion is not None:
+                    self._assignment.finish(call.worker, event.request_id, event.sibling)
+                    if not self._assignment.knows(whole):
+                        self._streaming.discard(whole)
+                events.append(replace(event, request_id=whole))
+        self._check_all_move()
+        return events
+
+    def _note(self, worker: int, progress: GenerationProgress | None) -> None:
+        before, now = self._progress[worker], time.monotonic()
+        if progress is None or replace(progress, seconds=before.seconds) == before:
+            return
+        self._deadlines.took("token", now - self._moved_at[worker])
+        self._progress[worker], self._moved_at[worker] = progress, now
+        if self._on_progress is not None:
+            parts = self._progress
+            waiting = sum(part.waiting for part in parts) + self._assignment.num_waiting
+            self._on_progress(
+                GenerationProgress(
+                    done=sum(part.done for part in parts),
+                    running=sum(part.running for part in parts),
+                    waiting=waiting,
+                    generated_tokens=sum(part.generated_tokens for part in parts),
+                    seconds=now - self._began,
+                )
+            )
+
+    def _check_all_move(self) -> None:
+        """Raises WorkerLost for a worker that answers, and yet draws no token of what it was given."""
+        now, limit = time.monotonic(), self._deadlines.limit("token")
+        for worker, moved_at in enumerate(self._moved_at):
+            if self._assignment.busy(worker) and now - moved_at > limit:
+                raise self._team.lose(worker, "rollout", now - moved_at, "it drew no token")

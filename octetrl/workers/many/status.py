@@ -1,0 +1,93 @@
+"""What the workers of a run do, in a file of its folder that `octetrl status` reads. No torch.
+
+The driver writes it about once a second from what the workers last said. It is renamed into place, so that a reader
+never sees half of it. Machines that share no file system need nothing else, and no dashboard.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from octetrl.config.errors import UserError
+
+STATUS_FILE = "workers.json"
+STALE_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """What a worker does now."""
+
+    rank: int
+    host: str
+    gpu: str  # as Ray numbers it; empty on a CPU
+    pid: int
+    phase: str  # of its last or current work
+    seconds: float  # in this phase, or since it ended
+    busy: bool
+    memory_gb: float  # of the GPU, or of the process on a CPU
+    last_lines: tuple[str, ...] = ()  # of what it printed
+
+    @property
+    def place(self) -> str:
+        return f"worker {self.rank} (host {self.host}, {f'GPU {self.gpu}' if self.gpu else 'CPU'})"
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """The last that a worker said, and how long ago."""
+
+    status: WorkerStatus
+    seconds_ago: float
+
+    @property
+    def line(self) -> str:
+        """For a person: worker 0 (host gpu1, GPU 3): train for 12 s, 61.2 GB"""
+        status = self.status
+        seconds = status.seconds + self.seconds_ago
+        doing = f"{status.phase} for {seconds:.0f} s"
+        if not status.busy:
+            doing = f"idle for {seconds:.0f} s after {status.phase}"
+        silent = f", silent for {self.seconds_ago:.0f} s" if self.seconds_ago > STALE_SECONDS else ""
+        return f"{status.place}: {doing}, {status.memory_gb:.1f} GB, process {status.pid}{silent}"
+
+
+def write_status(folder: Path, heard: Sequence[Heard]) -> None:
+    workers: list[Mapping[str, Any]] = []
+    for one in heard:
+        said = asdict(one.status)
+        del said["last_lines"]
+        workers.append({**said, "seconds_ago": one.seconds_ago})
+    aside = folder / f".{STATUS_FILE}"
+    aside.write_text(json.dumps({"time": time.time(), "driver": os.getpid(), "workers": workers}))
+    aside.replace(folder / STATUS_FILE)
+
+
+def status_lines(folder: Path) -> Iterator[str]:
+    """What each worker of a run does. UserError if no run on several workers is live."""
+    path = folder / STATUS_FILE
+    try:
+        written = json.loads(path.read_text())
+        age = max(0.0, time.time() - float(written["time"]))
+        heard = [Heard(_status(worker), float(worker["seconds_ago"]) + age) for worker in written["workers"]]
+    except FileNotFoundError:
+        if not folder.exists():
+            raise UserError(f"'{folder}' does not exist; give the folder of a run on several workers") from None
+        raise UserError(
+            f"'{folder}' has no {STATUS_FILE}: only a run on several workers writes one, and removes it at its end"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"'{path}' can't be read ({error}); remove it if no run is live") from error
+    if age > STALE_SECONDS:
+        yield f"the run's process {written.get('driver')} wrote this {age:.0f} s ago; it has stopped or is very busy"
+    yield from (one.line for one in heard)
+
+
+def _status(worker: Mapping[str, Any]) -> WorkerStatus:
+    return WorkerStatus(**{name: worker[name] for name in WorkerStatus.__slots__ if name in worker})

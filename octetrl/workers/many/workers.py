@@ -1,0 +1,239 @@
+"""`LearningWorkers` and `Workers` on many workers: the driver's side.
+
+    rollouts      any worker draws any sibling (session.py, assignment.py)
+    training      every worker runs its part of the micro-batches (balance.py); they meet inside `Worker.train`
+    publishing    into every worker's engine; the digests of all are compared
+    state         each worker writes the rows that it owns, and reads them
+
+Every verb is one call to each worker, with the deadline of its phase.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+from octetrl.config.errors import RunFailed
+from octetrl.engine.admission import Admission
+from octetrl.engine.metrics import merged
+from octetrl.environments.scoring import Score
+from octetrl.fp8.non_finite import NonFiniteError
+from octetrl.records import (
+    Completion,
+    GenerationProgress,
+    GenerationRequest,
+    PackedBatch,
+    PolicyUpdate,
+    Published,
+    Task,
+)
+from octetrl.rollout.backend import RolloutSession
+from octetrl.telemetry.console import Console
+from octetrl.telemetry.spans import Spans
+from octetrl.trainer.checkpoint import Checkpoint
+from octetrl.trainer.file_digests import WrittenFile
+from octetrl.trainer.packing import PackingLayout
+from octetrl.trainer.peers import serve_store
+from octetrl.workers.many.balance import Costs, deal
+from octetrl.workers.many.deadlines import Deadlines, WorkerLost
+from octetrl.workers.many.plan import RolloutFacts, WorkerState
+from octetrl.workers.many.session import ManySession
+from octetrl.workers.many.team import Team
+
+LINGER_SECONDS = 0.05  # of `generate`, which nobody waits for before its end
+
+
+class WorkersDiffer(RunFailed):
+    """A worker holds other weights than its peers."""
+
+
+class ManyLearningWorkers:
+    """`LearningWorkers` on the workers of `team`, which have not loaded their model yet."""
+
+    def __init__(
+        self, team: Team, costs: Costs, deadlines: Deadlines, console: Console, spans: Spans, *, trains: bool = True
+    ) -> None:
+        self._team, self._costs, self._deadlines = team, costs, deadlines
+        self._console, self._spans = console, spans
+        if trains and team.size > 1:
+            store, address = serve_store(team.host)
+            states: list[WorkerState] = team.ask("load", "build", address)
+            del store  # they have met
+        else:
+            states = team.ask("load", "build", None)
+        self._layout, self._policy_version = states[0].layout, states[0].policy_version
+        self._needs_calibration = states[0].needs_calibration
+        self._weights_are_whole = True
+
+    @property
+    def layout(self) -> PackingLayout:
+        return self._layout
+
+    @property
+    def policy_version(self) -> int:
+        return self._policy_version
+
+    @property
+    def weights_are_whole(self) -> bool:
+        return self._weights_are_whole
+
+    def train(self, batch: PackedBatch) -> PolicyUpdate:
+        parts = deal(batch, self._team.size, self._costs)
+        self._weights_are_whole = False
+        with self._console.phase("train"), self._spans("train"):
+            try:
+                updates: list[PolicyUpdate] = self._team.ask_each("train", "train", [(part,) for part in parts])
+            except NonFiniteError:  # before any worker's step; or after it, by a weight or the next minibatch
+                states: list[WorkerState] = self._team.ask("state", "state")
+                self._weights_are_whole = all(state.weights_are_whole for state in states)
+                raise
+        self._weights_are_whole = True
+        self._take_state()
+        return updates[0]
+
+    def publish(self, policy_version: int) -> Published:
+        with self._spans("publish"):
+            published: list[Published] = self._team.ask("publish", "publish", policy_version)
+        self._check_equal([one.weights_digest for one in published])
+        return published[0]
+
+    def _check_equal(self, digests: Sequence[str]) -> None:
+        """Raises WorkersDiffer naming the first worker whose weights are not those of most workers."""
+        common, _ = Counter(digests).most_common(1)[0]
+        for worker, digest in enumerate(digests):
+            if digest != common:
+                raise WorkersDiffer(
+                    f"publish: {self._team.place(worker)} holds other weights than most workers (digest {digest[:12]},"
+                    f" not {common[:12]}); its machine may be faulty: leave it out, and continue with --resume"
+                )
+
+    def prepare_saving(self) -> None:
+        self._team.ask("checkpoint", "prepare_saving")
+
+    def copy_state(self) -> str | None:
+        refusals: list[str | None] = self._team.ask("checkpoint", "copy_state")
+        return next((refusal for refusal in refusals if refusal is not None), None)
+
+    def write_state(self, folder: Path, *, copied: bool) -> Sequence[WrittenFile]:
+        written: list[list[WrittenFile]] = self._team.ask("write", "write_state", folder.absolute(), copied)
+        return [file for files in written for file in files]
+
+    def load(self, saved: Checkpoint, policy_version: int) -> None:
+        self._team.ask("load", "load", saved, policy_version)
+        self._take_state()
+
+    def _take_state(self) -> None:
+        state: WorkerState = self._team.ask_one(0, "state", "state")
+        self._policy_version, self._needs_calibration = state.policy_version, state.needs_calibration
+
+    def memory_metrics(self) -> dict[str, float]:
+        return _largest(self._team.ask("state", "memory_metrics"))
+
+    def path_metrics(self) -> dict[str, float]:
+        """The slower path of any worker."""
+        parts: list[dict[str, float]] = self._team.ask("state", "path_metrics")
+        worst = {name: min if name.endswith("/fused") else max for name in parts[0]}
+        return {name: choose(part[name] for part in parts) for name, choose in worst.items()}
+
+    def time_metrics(self) -> dict[str, float]:
+        """`time/PHASE/worker_N`, and in `time/PHASE/slowest` the number of the slowest worker."""
+        parts: list[dict[str, float]] = self._team.ask("state", "times")
+        metrics: dict[str, float] = {}
+        for name in sorted({name for part in parts for name in part}):
+            seconds = [part.get(name, 0.0) for part in parts]
+            metrics |= {f"{name}/worker_{worker}": value for worker, value in enumerate(seconds)}
+            metrics[f"{name}/slowest"] = float(seconds.index(max(seconds)))
+        return metrics
+
+    def close(self) -> None:
+        self._team.close()
+
+
+class ManyWorkers(ManyLearningWorkers):
+    """`Workers` on the workers of `team`. `admission` refuses a request before it is sent."""
+
+    def __init__(
+        self,
+        team: Team,
+        costs: Costs,
+        deadlines: Deadlines,
+        console: Console,
+        spans: Spans,
+        admission: Admission,
+        *,
+        trains: bool = True,
+    ) -> None:
+        super().__init__(team, costs, deadlines, console, spans, trains=trains)
+        self._admission = admission
+        self._rollout: list[RolloutFacts] = []  # of the last session
+
+    @property
+    def needs_calibration(self) -> bool:
+        return self._needs_calibration
+
+    def calibrate(self, token_lists: Sequence[Sequence[int]]) -> None:
+        with self._spans("calibrate"):
+            self._team.ask("calibrate", "calibrate", token_lists)
+        self._take_state()
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+        drawn: dict[str, dict[int, Completion]] = {request.id: {} for request in requests}
+        with self._opened(LINGER_SECONDS) as session:
+            for request in requests:
+                session.submit(request)
+            while session.has_work:
+                for event in session.events(1.0):
+                    if event.completion is not None:
+                        drawn[event.request_id][event.sibling] = event.completion
+        return [[completion for _, completion in sorted(drawn[request.id].items())] for request in requests]
+
+    @contextmanager
+    def session(self) -> Iterator[RolloutSession]:
+        with self._opened(0.0) as session:
+            yield session
+
+    @contextmanager
+    def _opened(self, linger_seconds: float) -> Iterator[ManySession]:
+        with self._console.phase("rollout") as show, self._spans("rollout"):
+
+            def on_progress(progress: GenerationProgress) -> None:
+                show(progress.done, progress.total, progress.generated_tokens)
+
+            rooms = self._team.ask("rollout", "open_session")
+            try:
+                yield ManySession(
+                    self._team,
+                    rooms,
+                    self._admission,
+                    self._deadlines,
+                    linger_seconds=linger_seconds,
+                    on_progress=on_progress,
+                )
+            except (WorkerLost, NonFiniteError):
+                raise  # a lost worker's peers end with it
+            except BaseException:
+                self._team.ask("rollout", "close_session")
+                raise
+            self._rollout = self._team.ask("rollout", "close_session")
+
+    def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
+        """Each worker scores a contiguous part."""
+        bounds = [len(completions) * part // self._team.size for part in range(self._team.size + 1)]
+        parts = [(list(completions[start:end]),) for start, end in pairwise(bounds)]
+        return [score for part in self._team.ask_each("score", "score", parts) for score in part]
+
+    def forget_prefixes(self) -> None:
+        self._team.ask("rollout", "forget_prefixes")
+
+    def rollout_metrics(self) -> dict[str, float]:
+        parts = [facts.metrics for facts in self._rollout if facts.metrics is not None]
+        if not parts:
+            return {}
+        return merged(parts).named(scales_are_calibrated=self._rollout[0].scales_are_calibrated)
+
+
+def _largest(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: max(part[name] for part in parts) for name in parts[0]}

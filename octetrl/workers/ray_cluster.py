@@ -1,0 +1,179 @@
+"""Starts Ray on this machine, or joins a running cluster, and checks that it has what the recipe asks for.
+
+A Ray that a run starts ends with it. Its files lie in a folder of /tmp with a short name, because a socket's path has
+at most 107 bytes; a watcher (ray_watcher.py) removes the folder and what still runs, also when the run is killed. Its
+logs are copied to the run folder. The dashboard is off, and nothing is reported to anybody. Ray's own token, a file in
+the user's home, keeps other users of the machine out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+import torch
+from ray.exceptions import AuthenticationError
+
+from octetrl.config.cluster import ClusterConfig, lacking_gpus, local_lack
+from octetrl.config.errors import UserError
+from octetrl.workers import ray_watcher
+
+OBJECT_STORE_BYTES = 1 << 30  # shared memory for records on their way; a batch is tens of megabytes
+LEAST_STORE_BYTES = 80 << 20  # that Ray accepts
+CONNECT_SECONDS = 10.0
+WATCHER_SECONDS = 30.0
+
+
+@dataclass(slots=True)
+class RayCluster:
+    """A Ray that this process is connected to."""
+
+    is_ours: bool  # connected by us, so that we disconnect
+    folder: Path | None = None  # of a Ray that we started
+    watcher: subprocess.Popen[bytes] | None = None
+
+    def close(self) -> None:
+        """Disconnects, and ends a Ray that we started."""
+        if self.is_ours:
+            self.is_ours = False
+            ray.shutdown()
+        if self.watcher is not None and self.watcher.stdin is not None:
+            watcher, self.watcher = self.watcher, None
+            assert watcher.stdin is not None
+            watcher.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                watcher.wait(WATCHER_SECONDS)
+
+
+def connect(cluster: ClusterConfig, run_folder: Path | None) -> RayCluster:
+    """A Ray with places for the workers. `run_folder` gets the logs of a Ray that is started here.
+
+    Raises UserError before anything is built.
+    """
+    logging.getLogger("ray").setLevel(logging.ERROR)  # what it warns of, it was told
+    found = _start(cluster, run_folder) if cluster.address in (None, "local") else _join(str(cluster.address))
+    try:
+        _check_places(cluster)
+    except BaseException:
+        found.close()
+        raise
+    return found
+
+
+def _start(cluster: ClusterConfig, run_folder: Path | None) -> RayCluster:
+    lack = local_lack(cluster, torch.cuda.device_count())
+    if lack is not None:
+        raise UserError(lack)
+    if ray.is_initialized():
+        raise UserError("cluster.address: this process is connected to a Ray already; give cluster.address: auto")
+    folder = Path(tempfile.mkdtemp(prefix="octetrl-", dir="/tmp"))
+    watched = [str(folder)] if run_folder is None else [str(folder), str(run_folder)]
+    watcher = subprocess.Popen(
+        [sys.executable, "-I", "-S", ray_watcher.__file__, *watched],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    started = RayCluster(is_ours=True, folder=folder, watcher=watcher)
+    try:
+        with _environment({"RAY_USAGE_STATS_ENABLED": "0", ray_watcher.MARK: str(folder)}):
+            ray.init(
+                address="local",
+                num_cpus=max(cluster.num_workers, os.cpu_count() or 1),
+                num_gpus=cluster.num_gpus,
+                object_store_memory=_store_bytes(),
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                _temp_dir=str(folder),
+            )
+    except BaseException:
+        started.close()
+        raise
+    return started
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Ray's processes get these variables; what the run starts later does not, such as the processes of rewards."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _store_bytes() -> int:
+    """Half of the free shared memory at most. Records that do not fit go through files."""
+    free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else OBJECT_STORE_BYTES
+    return max(LEAST_STORE_BYTES, min(OBJECT_STORE_BYTES, free // 2))
+
+
+def _join(address: str) -> RayCluster:
+    if ray.is_initialized():
+        return RayCluster(is_ours=False)
+    remedy = "start one with `ray start --head --port=6379`, or leave cluster.address out"
+    if address != "auto":
+        host, colon, port = address.rpartition(":")
+        if not colon or not port.isdigit():
+            raise UserError(f"cluster.address: '{address}' is not host:port, auto or local; the usual port is 6379")
+        try:
+            socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+        except (OSError, OverflowError) as error:
+            raise UserError(f"cluster.address: no Ray answers at {address} ({error}); {remedy}") from error
+    try:
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+    except AuthenticationError as error:
+        raise UserError(
+            f"cluster.address: the Ray at {address} wants its token; set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+        ) from error
+    except ConnectionError as error:
+        raise UserError(f"cluster.address: no Ray answers at {address}; {remedy}") from error
+    except RuntimeError as error:
+        if "ersion mismatch" not in str(error):
+            raise UserError(f"cluster.address: no Ray answers at {address} ({error}); {remedy}") from error
+        ours = f"Ray {ray.__version__} and Python {'.'.join(map(str, sys.version_info[:3]))}"
+        raise UserError(
+            f"cluster.address: the cluster at {address} has another Ray or Python than this machine ({ours}); install"
+            f" the same on both: {error}"
+        ) from error
+    return RayCluster(is_ours=True)
+
+
+def _check_places(cluster: ClusterConfig) -> None:
+    wanted = cluster.num_gpus
+    if not wanted:
+        return
+    there, free = (int(resources.get("GPU", 0)) for resources in (ray.cluster_resources(), ray.available_resources()))
+    if there < wanted:
+        raise UserError(lacking_gpus(cluster, there, "the Ray cluster", "add machines with GPUs"))
+    if free < wanted:
+        raise UserError(
+            f"cluster.gpus: {wanted} were asked for, {free} of the Ray cluster's {there} are free; wait for the others,"
+            f" or lower it"
+        )
+    if cluster.nodes is not None and cluster.gpus_per_node is not None:
+        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        large = [resources for resources in alive if resources.get("GPU", 0) >= cluster.gpus_per_node]
+        if len(large) < cluster.nodes:
+            raise UserError(
+                f"cluster.nodes: {cluster.nodes} machines with {cluster.gpus_per_node} GPUs were asked for, the Ray"
+                f" cluster has {len(large)}; lower one of the two, or give cluster.gpus alone"
+            )

@@ -1,0 +1,77 @@
+"""Removes what a run's own Ray leaves behind, also when the run was killed. A script of its own, without packages.
+
+    python -I -S ray_watcher.py TEMPORARY_FOLDER [RUN_FOLDER] < a pipe whose other end the run holds
+
+It sleeps until the pipe closes: at the run's end, or when its process has died, however. Then it kills the processes of
+this Ray, copies Ray's logs into the run folder if the run began (it has a config.yaml), and removes Ray's folder. The
+processes are found by that folder's name, which is unique: in their environment, or among the open files of an actor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+MARK = "OCTETRL_RAY_FOLDER"  # in the environment of Ray's processes
+SECONDS = 5.0  # until what does not die is left alone
+
+
+def main(folder: Path, run_folder: Path | None) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    run = os.getppid()
+    while os.getppid() == run:  # a process that inherited the pipe may keep it open
+        if select.select([sys.stdin], [], [], 1.0)[0]:
+            break
+    until = time.monotonic() + SECONDS
+    while (found := processes_of(folder, exempt={os.getpid(), run})) and time.monotonic() < until:
+        for process in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.05)
+    if run_folder is not None and run_folder.joinpath("config.yaml").exists():
+        with contextlib.suppress(OSError):
+            keep_logs(folder, run_folder / "logs" / "ray")
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def processes_of(folder: Path, exempt: set[int]) -> list[int]:
+    """Ids of the processes of the Ray that lives in `folder`. Another user's can't be read, and are not ours."""
+    marked = f"{MARK}={folder}".encode()
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or int(name) in exempt:
+            continue
+        process = Path("/proc", name)
+        with contextlib.suppress(OSError):
+            if process.joinpath("stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                continue
+            is_marked = marked in process.joinpath("environ").read_bytes().split(b"\0")
+            is_actor = process.joinpath("cmdline").read_bytes().startswith(b"ray::")
+            if is_marked or (is_actor and _has_open(process, folder)):
+                found.append(int(name))
+    return found
+
+
+def _has_open(process: Path, folder: Path) -> bool:
+    """Ray's processes may have overwritten their environment with their title."""
+    inside = f"{folder}/"
+    return any(os.readlink(link).startswith(inside) for link in process.joinpath("fd").iterdir())
+
+
+def keep_logs(folder: Path, target: Path) -> None:
+    for session in folder.glob("session_2*"):
+        target.mkdir(parents=True, exist_ok=True)
+        for file in session.joinpath("logs").glob("*.*"):
+            if file.is_file() and file.stat().st_size:
+                shutil.copy(file, target / file.name)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None)

@@ -1,0 +1,155 @@
+"""A run on Ray is that of as many threads, bit for bit, also when a worker dies; and it leaves nothing behind.
+
+One Ray serves the tests of this file but the last, which kills a run that has its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.installed_ray import ray  # isort: skip: the imports of octetrl.workers.ray_* need it
+
+from octetrl.cli.main import run_command
+from octetrl.config.cluster import ClusterConfig
+from octetrl.config.errors import UserError
+from octetrl.config.load import dump_recipe
+from octetrl.run.build import build_run
+from octetrl.run.loop import train
+from octetrl.workers.many.deadlines import WorkerLost
+from octetrl.workers.many.status import STATUS_FILE
+from octetrl.workers.ray_cluster import RayCluster, connect
+from octetrl.workers.ray_watcher import MARK, processes_of
+from tests.e2e.tiny_run import read_lines, tiny_recipe
+from tests.house.tree import REPO
+from tests.unit.workers.many.thread_team import run_on, steps_of, unspread
+
+TWO: dict[str, Any] = {"cluster.device": "auto", "cluster.cpus": 2, "cluster.cpu_threads": 1}
+JOINED = TWO | {"cluster.address": "auto"}
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[RayCluster]:
+    cluster = connect(ClusterConfig(cpus=2), None)
+    yield cluster
+    cluster.close()
+    assert cluster.folder is not None and not cluster.folder.exists()
+
+
+def pid_of(folder: Path, rank: int) -> int:
+    return int(json.loads((folder / STATUS_FILE).read_text())["workers"][rank]["pid"])
+
+
+def wait_for(found: Callable[[], bool], seconds: float = 120.0) -> None:
+    until = time.monotonic() + seconds
+    while not found():
+        assert time.monotonic() < until, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def test_a_worker_that_dies_changes_nothing(
+    running: RayCluster,
+    finished: Callable[[str], Path],
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "run"
+    changes = JOINED | {"checkpoint.every": 1, "cluster.max_restarts": 1}
+
+    def kill_one() -> None:
+        wait_for(lambda: (folder / "metrics.jsonl").exists() and len(read_lines(folder / "metrics.jsonl")) == 1)
+        assert run_command(["status", str(folder)]) == 0
+        os.kill(pid_of(folder, 1), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    train(tiny_recipe(model, folder, changes))
+    killer.join()
+    lines = read_lines(folder / "metrics.jsonl")
+    with run_on(2, model, tmp_path / "threads") as threads:
+        _, expected = steps_of(threads, 3)
+    assert unspread([{name: line[name] for name in line if name != "step"} for line in lines]) == expected
+    assert {"time/train/worker_0", "time/train/worker_1", "time/rollout/slowest"} <= lines[-1].keys()
+    first = "rollouts/step_000001.jsonl"
+    assert (folder / first).read_bytes() == (finished("fp8_full") / first).read_bytes()
+    shown = capsys.readouterr()
+    assert "worker 0 (host" in shown.out and "CPU): " in shown.out and "GB, process" in shown.out
+    assert "worker 1 (host" in shown.err and "its process died" in shown.err
+    assert not (folder / STATUS_FILE).exists() and (folder / "logs" / "worker_1.log").exists()
+
+
+def test_a_worker_that_stalls_ends_the_step_and_is_named(running: RayCluster, model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    live = build_run(tiny_recipe(model, folder, JOINED | {"cluster.deadlines": {"silent_seconds": 3.0}}))
+    try:
+        live.rollout_workers.calibrate([[1, 2, 3]])
+        (folder / "logs" / "worker_0.log").open("a").write("the last words\n")
+        wait_for((folder / STATUS_FILE).exists)
+        stopped = pid_of(folder, 0)
+        os.kill(stopped, signal.SIGSTOP)
+        lost = r"worker 0 \(host .*, CPU\) was lost in phase .* s: it has been silent for \d\.\d s; it printed:"
+        with pytest.raises(WorkerLost, match=lost) as error:
+            live.rollout_workers.calibrate([[1, 2, 3]])
+        assert str(error.value).endswith("\n    the last words")
+    finally:
+        live.close()
+    wait_for(lambda: not Path("/proc", str(stopped)).exists(), 20.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"cluster.gpus": 2, "cluster.cpus": None},
+            r"cluster\.gpus: 2 GPUs were asked for, the Ray cluster has 0; use cluster\.cpus=2 instead, remove it",
+        ),
+        ({"critic.path": "gone", "algorithm.name": "ppo"}, "critic.path: .*'gone'"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_in_one_line(
+    changes: dict[str, Any], message: str, running: RayCluster, model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message) as refused:
+        train(tiny_recipe(model, tmp_path / "run", JOINED | changes))
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_nothing_answers_at_the_address(model: Path, tmp_path: Path) -> None:
+    if ray.is_initialized():
+        ray.shutdown()
+    with pytest.raises(UserError, match=r"no Ray answers at 127\.0\.0\.1:1 .*refused.*; start one with `ray start"):
+        train(tiny_recipe(model, tmp_path / "run", TWO | {"cluster.address": "127.0.0.1:1"}))
+
+
+def test_a_killed_run_leaves_no_process_and_no_file(model: Path, tmp_path: Path) -> None:
+    folder, recipe = tmp_path / "run", tmp_path / "recipe.yaml"
+    recipe.write_text(dump_recipe(tiny_recipe(model, folder, TWO | {"steps": 1000})))
+    before = set(Path("/tmp").glob("octetrl-*")) | set(Path("/dev/shm").iterdir())
+    driver = subprocess.Popen([sys.executable, "-m", "octetrl", "train", str(recipe)], cwd=REPO)
+    try:
+        wait_for(lambda: (folder / "metrics.jsonl").exists() and len(read_lines(folder / "metrics.jsonl")) >= 1)
+        new = set(Path("/tmp").glob("octetrl-????????")) - before
+        (own,) = [path for path in new if (path / "session_latest").exists()]
+        assert len(processes_of(own, exempt={driver.pid})) >= 4  # gcs_server, raylet, two workers
+        os.kill(pid_of(folder, 0), signal.SIGSTOP)  # one that could not end by itself
+    finally:
+        driver.kill()
+        driver.wait()
+    wait_for(lambda: not own.exists(), 30.0)
+    assert processes_of(own, exempt=set()) == []
+    after = set(Path("/tmp").glob("octetrl-*")) | set(Path("/dev/shm").iterdir())
+    assert after <= before
+    assert list((folder / "logs" / "ray").glob("raylet.*")) and MARK not in os.environ

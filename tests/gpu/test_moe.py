@@ -1,0 +1,164 @@
+"""Mixtures of experts on a GPU: the grouped products have the bits of single ones, whatever the loads. Engine and
+trainer agree to the bit, in captured graphs too, and runs repeat their bits."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from octetrl.config.blocks import LayerBlocks
+from octetrl.config.spec import ModelSpec
+from octetrl.fp8.quantize import Quantized
+from octetrl.fp8.relative_error import relative_error
+from octetrl.kernels.gemm.bf16_gemm import bf16_gemm_reference, bf16_gemm_straight
+from octetrl.kernels.gemm.fp8_gemm import fp8_gemm
+from octetrl.kernels.gemm.grouped_bf16_gemm import (
+    grouped_bf16_gemm,
+    grouped_bf16_gemm_triton,
+    grouped_wgrad,
+    grouped_wgrad_reference,
+)
+from octetrl.kernels.gemm.grouped_fp8_gemm import FEW, MANY, SOME, grouped_fp8_gemm, grouped_fp8_gemm_triton
+from octetrl.kernels.quantize.quantize_activation import quantize_activation
+from octetrl.kernels.quantize.quantize_weight import quantize_weight
+from octetrl.kernels.rows.combine_experts import combine_experts, combine_experts_reference
+from octetrl.kernels.rows.route_tokens import RoutingRule, route_tokens, route_tokens_reference
+from octetrl.models.blocks.attention.layout import AttentionLayout
+from octetrl.models.blocks.moe.layout import MixtureLayout, Routing
+from octetrl.models.families import DENSE
+from tests.parity.shapes import TINY
+from tests.parity.short_run import assert_equal_in_every_step, assert_same, short_run
+from tests.parity.sides import Sides, random_requests, random_tokens
+from tests.parity.situations import IN_THE_ENGINE, check_trainer, in_the_trainer
+
+pytestmark = pytest.mark.gpu
+EXPERTS, N, K = 16, 1536, 2048  # an expert's gate and up of Qwen3-30B-A3B
+LOADS = {
+    "ragged": [1, 0, 2, 15, 16, 17, 64, 65, 127, 128, 129, 0, 5, 300, 1, 33],
+    "one has all": [0] * 9 + [512] + [0] * 6,
+    "one row": [0] * 15 + [1],
+}
+ROUTINGS = {
+    "softmax": (128, RoutingRule(8, softmax=True, renormalise=True)),
+    "sigmoid": (64, RoutingRule(6, softmax=False, renormalise=True, scale=2.446)),
+    "groups": (256, RoutingRule(8, softmax=False, renormalise=True, num_groups=8, kept_groups=4, scale=2.5)),
+}
+SIGMOID = Routing(16, 3, "sigmoid", True, corrected=True, num_groups=4, kept_groups=2, scale=2.5)
+WIDE = replace(TINY["qwen3"], hidden_size=512, intermediate_size=1152, num_heads=8, head_size=64, vocab_size=4096)
+LAYERS = {
+    "softmax": (LayerBlocks(AttentionLayout(), MixtureLayout(Routing(32, 4, "softmax", True), 256)),),
+    "sigmoid": (*DENSE, LayerBlocks(AttentionLayout(), MixtureLayout(SIGMOID, 256, 512))),
+}
+MIXTURES: dict[str, ModelSpec] = {name: replace(WIDE, blocks=blocks) for name, blocks in LAYERS.items()}
+
+
+def random_matrix(rows: int, columns: int, seed: int) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(rows, columns, generator=generator, device="cuda").bfloat16()
+
+
+def first_rows(load: list[int]) -> Tensor:
+    return torch.tensor([0, *accumulate(load)], dtype=torch.int32, device="cuda")
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_grouped_products_have_the_bits_of_single_ones(name: str) -> None:
+    load = LOADS[name]
+    first_X1, bounds = first_rows(load), [0, *accumulate(load)]
+    x_PK, w_NK = random_matrix(sum(load), K, 1), random_matrix(EXPERTS * N, K, 2)
+    x8, w8 = quantize_activation(x_PK), quantize_weight(w_NK)
+    found8, found = grouped_fp8_gemm(x8, w8, first_X1), grouped_bf16_gemm(x_PK, w_NK, first_X1)
+    for expert, (start, stop) in enumerate(pairwise(bounds)):
+        if start == stop:
+            continue
+        w_rows, blocks = slice(expert * N, (expert + 1) * N), slice(expert * N // 128, (expert + 1) * N // 128)
+        own = Quantized(w8.codes[w_rows], w8.scale[blocks])
+        assert torch.equal(found8[start:stop], fp8_gemm(quantize_activation(x_PK[start:stop]), own)), expert
+        assert torch.equal(found[start:stop], bf16_gemm_straight(x_PK[start:stop], w_NK[w_rows])), expert
+    for tile in (FEW, SOME, MANY):
+        assert torch.equal(grouped_fp8_gemm_triton(x8, w8, first_X1, tile), found8), tile
+        assert torch.equal(grouped_bf16_gemm_triton(x_PK, w_NK, first_X1, tile), found), tile
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_gradients_are_near_the_references(name: str) -> None:
+    load = LOADS[name]
+    first_X1, bounds = first_rows(load), [0, *accumulate(load)]
+    x_PK, dy_PN, w_NK = random_matrix(sum(load), K, 1), random_matrix(sum(load), N, 3), random_matrix(EXPERTS * N, K, 2)
+    dx_PK = grouped_bf16_gemm(dy_PN, w_NK, first_X1, turned=True)
+    w8 = quantize_weight(w_NK)
+    turned = Quantized(w8.codes.t().contiguous(), w8.scale.t())
+    dx8_PK = grouped_fp8_gemm(quantize_activation(dy_PN), turned, first_X1, turned=True)
+    for expert, (start, stop) in enumerate(pairwise(bounds)):
+        if start < stop:
+            want = dy_PN[start:stop].float() @ w_NK[expert * N : (expert + 1) * N].float()
+            assert relative_error(dx_PK[start:stop], want) < 5e-3
+            assert relative_error(dx8_PK[start:stop], want) < 5e-2
+    dw_NK = grouped_wgrad(dy_PN, x_PK, first_X1, torch.bfloat16)
+    assert relative_error(dw_NK, grouped_wgrad_reference(dy_PN, x_PK, first_X1, torch.float32)) < 5e-3
+    assert all(not part.any() for part, rows in zip(dw_NK.chunk(EXPERTS), load, strict=True) if not rows)
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_routes_are_the_references_and_a_tokens_own(name: str) -> None:
+    experts, rule = ROUTINGS[name]
+    x_TE, w_XE = random_matrix(512, 2048, 1), random_matrix(experts, 2048, 2) / 45
+    logits_TX = bf16_gemm_straight(x_TE, w_XE, torch.float32)
+    torch.testing.assert_close(logits_TX, bf16_gemm_reference(x_TE, w_XE, torch.float32), rtol=1e-4, atol=1e-4)
+    for rows in (1, 3, 16, 64, 65, 200):
+        assert torch.equal(bf16_gemm_straight(x_TE[:rows], w_XE, torch.float32), logits_TX[:rows]), rows
+    bias_X = None if rule.softmax else torch.randn(experts, device="cuda") / 10
+    routed, want = route_tokens(logits_TX, bias_X, rule), route_tokens_reference(logits_TX, bias_X, rule)
+    same_T = (routed.expert_TS == want.expert_TS).all(1)
+    assert same_T.float().mean() > 0.99, "another choice only where two are equal to rounding"
+    torch.testing.assert_close(routed.weight_TS[same_T], want.weight_TS[same_T], rtol=1e-5, atol=1e-7)
+    for rows in (slice(0, 1), slice(7, 40)):
+        part = route_tokens(logits_TX[rows].contiguous(), bias_X, rule)
+        assert all(torch.equal(one, whole[rows]) for one, whole in zip(part, routed, strict=True))
+    equal = route_tokens(torch.zeros(4, experts, device="cuda"), None, rule).expert_TS
+    assert equal.tolist() == [list(range(rule.top_k))] * 4, "ties go to the lowest ids"
+
+
+def test_the_sum_of_experts_has_the_references_bits() -> None:
+    y_PE, shared_TE = random_matrix(800, 2048, 1), random_matrix(100, 2048, 2)
+    weight_TS, row_TS = torch.rand(100, 8, device="cuda"), torch.randperm(800, device="cuda").view(100, 8)
+    for shared in (None, shared_TE):
+        found = combine_experts(y_PE, weight_TS, row_TS, shared)
+        assert torch.equal(found, combine_experts_reference(y_PE, weight_TS, row_TS, shared))
+
+
+@pytest.mark.parametrize(
+    ("routing", "precision"), [("softmax", "fp8_full"), ("sigmoid", "bf16"), ("sigmoid", "fp8_full")]
+)
+def test_what_happens_in_engine_and_trainer_changes_nothing(routing: str, precision: str) -> None:
+    spec, draw = MIXTURES[routing], random.Random(4)
+    sides = Sides(spec, precision, "cuda", calibrate_on=[random_tokens(random.Random(0), spec, 300)])
+    for name, parameter in sides.trainer_model.named_parameters():
+        if name.endswith("e_score_correction_bias"):
+            parameter.data.normal_(std=0.1)
+    asked = random_requests(draw, spec, 1, prompts=(1, 10), answers=(60, 70), siblings=(8, 8), temperature=0.9)
+    asked += random_requests(draw, spec, 3, prompts=(1, 250), answers=(20, 40), temperature=0.9)
+
+    def make(**config: object) -> object:
+        return sides.engine(context_length=320, **{"kv_cache_tokens": 1 << 14} | config)
+
+    answers = make().generate(asked)  # type: ignore[attr-defined]
+    for name in ("one_by_one", "small_chunks", "small_batches", "prefix_hit"):
+        assert IN_THE_ENGINE[name](make, asked) == answers, name  # type: ignore[arg-type]
+    for name, config in in_the_trainer(320).items():
+        if "logits" not in name:
+            check_trainer(sides, asked, answers, **config)
+
+
+@pytest.mark.parametrize("routing", MIXTURES)
+def test_twenty_steps_repeat_their_bits_and_no_step_has_a_mismatch(routing: str) -> None:
+    config = {"activation_checkpointing": "layer", "tokens_per_micro_batch": 1024}
+    runs = [short_run(MIXTURES[routing], "fp8_full", "cuda", 20, **config) for _ in range(2)]
+    assert_equal_in_every_step(runs[0])
+    assert_same(*runs)
+    assert runs[0].metrics[0]["entropy"] != runs[0].metrics[-1]["entropy"], "nothing was learnt"

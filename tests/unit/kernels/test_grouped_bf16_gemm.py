@@ -1,0 +1,63 @@
+"""The grouped BF16 GEMMs: references against written-out products, kernels (interpreted) against the references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from octetrl.kernels.gemm.grouped_bf16_gemm import (
+    grouped_bf16_gemm,
+    grouped_bf16_gemm_triton,
+    grouped_wgrad,
+    grouped_wgrad_triton,
+)
+from octetrl.kernels.gemm.grouped_fp8_gemm import FEW, MANY, SOME, Tile
+from tests.unit.kernels.gemm_cases import interpreted  # noqa: F401
+from tests.unit.kernels.grouped_cases import LOADS, first_rows
+
+N, K = 200, 192
+
+
+def operands(load: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(len(load))
+    x_PK = torch.randn(sum(load), K, generator=generator).bfloat16()
+    dy_PN = torch.randn(sum(load), N, generator=generator).bfloat16()
+    return x_PK, dy_PN, torch.randn(len(load) * N, K, generator=generator).bfloat16()
+
+
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+def test_each_row_is_multiplied_by_its_experts_matrix(load: tuple[int, ...]) -> None:
+    x_PK, dy_PN, w_NK = operands(load)
+    expert_P = torch.repeat_interleave(torch.arange(len(load)), torch.tensor(load))
+    w_PNK = w_NK.view(len(load), N, K)[expert_P].double()
+    first_X1 = first_rows(load)
+    y_PN = torch.einsum("pk,pnk->pn", x_PK.double(), w_PNK)
+    dx_PK = torch.einsum("pn,pnk->pk", dy_PN.double(), w_PNK)
+    torch.testing.assert_close(grouped_bf16_gemm(x_PK, w_NK, first_X1), y_PN.float().bfloat16())
+    torch.testing.assert_close(grouped_bf16_gemm(dy_PN, w_NK, first_X1, turned=True), dx_PK.float().bfloat16())
+    one_hot_PX = torch.nn.functional.one_hot(expert_P, len(load)).double()
+    dw_XNK = torch.einsum("px,pn,pk->xnk", one_hot_PX, dy_PN.double(), x_PK.double())
+    found = grouped_wgrad(dy_PN, x_PK, first_X1, torch.float32)
+    torch.testing.assert_close(found, dw_XNK.flatten(0, 1).float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("tile", [FEW, SOME, MANY])
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+def test_the_kernels_are_near_the_references(load: tuple[int, ...], tile: Tile) -> None:
+    x_PK, dy_PN, w_NK = operands(load)
+    first_X1 = first_rows(load)
+    near(grouped_bf16_gemm_triton(x_PK, w_NK, first_X1, tile), grouped_bf16_gemm(x_PK, w_NK, first_X1))
+    dy_PK, w_KN = x_PK, w_NK.view(len(load), N, K).transpose(1, 2).reshape(-1, N).contiguous()
+    dx_PN = grouped_bf16_gemm_triton(dy_PK, w_KN, first_X1, tile, turned=True)
+    near(dx_PN, grouped_bf16_gemm(dy_PK, w_KN, first_X1, turned=True))
+    if tile == FEW:
+        dw_NK = grouped_wgrad_triton(dy_PN, x_PK, first_X1, torch.float32)
+        torch.testing.assert_close(dw_NK, grouped_wgrad(dy_PN, x_PK, first_X1, torch.float32), rtol=1e-4, atol=1e-4)
+
+
+def near(found: Tensor, want: Tensor) -> None:
+    """The interpreter truncates to BF16."""
+    assert found.shape == want.shape
+    assert ((found - want).float().norm(dim=1) <= 8e-3 * want.float().norm(dim=1)).all()

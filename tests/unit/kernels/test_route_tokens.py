@@ -1,0 +1,40 @@
+"""Routing: the kernel (interpreted) against the reference, which tests/unit/models/test_moe.py holds to the formula."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import octetrl.kernels.rows.route_tokens as module
+from octetrl.kernels.rows.route_tokens import RoutingRule, route_tokens, route_tokens_triton
+from tests.unit.kernels.interpreting import interpret
+
+RULES = {
+    "softmax": (8, RoutingRule(3, softmax=True, renormalise=True)),
+    "not a power of two": (6, RoutingRule(6, softmax=True, renormalise=False)),
+    "sigmoid": (12, RoutingRule(3, softmax=False, renormalise=True, scale=2.5)),
+    "groups": (8, RoutingRule(3, softmax=False, renormalise=True, num_groups=4, kept_groups=2, scale=2.5)),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_kernel_is_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch, module)
+    experts, rule = RULES[name]
+    generator = torch.Generator().manual_seed(experts)
+    logits_TX = torch.randn(12, experts, generator=generator) * 2
+    logits_TX[:6] = logits_TX[:6].round()  # ties
+    logits_TX[6] = 0.0
+    bias_X = None if rule.softmax else torch.randn(experts, generator=generator).div(4)
+    for bias in {id(one): one for one in (bias_X, None)}.values():
+        found, want = route_tokens_triton(logits_TX, bias, rule), route_tokens(logits_TX, bias, rule)
+        assert torch.equal(found.expert_TS, want.expert_TS)
+        torch.testing.assert_close(found.weight_TS, want.weight_TS, rtol=1e-6, atol=0)
+        torch.testing.assert_close(found.score_TX, want.score_TX, rtol=1e-6, atol=0)
+
+
+def test_what_is_not_finite_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch, module)
+    logits_TX = torch.zeros(1, 8)
+    logits_TX[0, 3] = torch.nan
+    assert route_tokens_triton(logits_TX, None, RULES["softmax"][1]).weight_TS.isnan().all()

@@ -1,0 +1,270 @@
+"""One update by several workers, against the same update by one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from octetrl.algorithms.table import build_algorithm
+from octetrl.config.objective_settings import AlgorithmConfig
+from octetrl.config.schema import CriticConfig, Fp8Config, OptimizerConfig, TrainerConfig
+from octetrl.fp8.non_finite import NonFiniteError
+from octetrl.fp8.policy import precision_policy
+from octetrl.models.decoder import Decoder
+from octetrl.models.scalar_decoder import ScalarDecoder
+from octetrl.records import PackedBatch, PolicyUpdate, Sample
+from octetrl.trainer.critic import Critic
+from octetrl.trainer.packing import PackingLayout, pack
+from octetrl.trainer.peers import ALONE, Peers
+from octetrl.trainer.shards import GradientMode
+from octetrl.trainer.trainer import KVReplay, Trainer, TrainerState
+from tests.objectives import objective
+from tests.team import run_team
+from tests.unit.trainer.tiny_trainer import BF16, FP8, SPEC, random_samples, supervised
+
+# Rows in several blocks, the last of them short; columns that are no multiple of 128.
+ODD = replace(SPEC, hidden_size=72, intermediate_size=200, num_heads=3, head_size=24, vocab_size=301)
+
+
+class Run(NamedTuple):
+    updates: list[PolicyUpdate]
+    weights: Mapping[str, Tensor]
+    codes: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]  # owned rows, of the last step
+
+    @property
+    def losses(self) -> list[float]:
+        return [update.metrics["loss"] for update in self.updates]
+
+
+def share_of(batch: PackedBatch, peers: Peers) -> PackedBatch:
+    rank, count = peers.share.rank, peers.share.count
+    return replace(batch, minibatches=tuple(minibatch[rank::count] for minibatch in batch.minibatches))
+
+
+def trained(
+    peers: Peers,
+    batches: Sequence[PackedBatch],
+    algorithm: AlgorithmConfig,
+    *,
+    fp8: Fp8Config = BF16,
+    tied: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    reference: bool = False,
+    **config: object,
+) -> Run:
+    spec = replace(ODD, tied_embeddings=tied, num_layers=1 if dtype == torch.float32 else 2)
+
+    def model() -> Decoder:
+        model = Decoder(spec, precision_policy(spec, fp8), "train", dtype=dtype)
+        model.random_init(3)
+        return model
+
+    settings = {"optimizer": OptimizerConfig(lr=3e-3, max_grad_norm=0.5), "tokens_per_micro_batch": 40} | config
+    trainer = Trainer(
+        model(),
+        config=TrainerConfig(**settings),
+        algorithm=build_algorithm(algorithm),
+        temperature=1.0,
+        total_steps=100,
+        reference=model() if reference else None,
+        critic=_critic(peers, fp8) if algorithm.name == "ppo" else None,
+        collect_kv_amax=fp8 == FP8,
+        seed=5,
+        peers=peers,
+    )
+    kv = KVReplay("dynamic") if fp8 == FP8 else KVReplay()
+    updates = [trainer.train(share_of(batch, peers), kv, None) for batch in batches]
+    linears = {name: linear for name, linear in trainer.model.float8_linears()}
+    if peers.share.count > 1:
+        assert not any(linear.has_weight for linear in linears.values())
+    whole = {name: one.detach() for name, one in trainer.model.named_parameters() if one.untyped_storage().nbytes()}
+    codes = {name: linear.codes.view(torch.uint8) for name, linear in linears.items()}
+    return Run(updates, whole, codes, {slot.name: slot.gradient for slot in trainer.optimizer.slots})
+
+
+def _critic(peers: Peers, fp8: Fp8Config) -> Critic:
+    model = ScalarDecoder(ODD, precision_policy(ODD, fp8))
+    model.random_init(4)
+    return Critic(model, CriticConfig(), TrainerConfig(), total_steps=100, seed=3, peers=peers)
+
+
+def batches(count: int, *, sft: bool, samples: int = 6, **layout: object) -> list[PackedBatch]:
+    drawn = [random_samples(samples, seed % 4) for seed in range(count)]
+    chosen: list[list[Sample]] = [supervised(one) if sft else one for one in drawn]
+    plan = PackingLayout(tokens_per_micro_batch=40, padded_attention=True, **layout)  # type: ignore[arg-type]
+    return [pack(one, plan, "token") for one in chosen]
+
+
+def assert_equal_everywhere(runs: Sequence[Run]) -> None:
+    """Weights, codes and metrics are the same on every worker."""
+    for other in runs[1:]:
+        assert other.losses == runs[0].losses
+        for mine, theirs in ((runs[0].weights, other.weights), (runs[0].codes, other.codes)):
+            assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.parametrize(
+    ("fp8", "tied", "gradients", "counts", "dtype", "norm_tolerance"),
+    [
+        (BF16, False, "local", (2, 4), torch.float32, 1e-5),
+        (BF16, True, "sharded", (3,), torch.bfloat16, 1e-5),
+        # Another order of sums rounds a weight to another code here and there.
+        (FP8, True, "local", (2,), torch.bfloat16, 1e-3),
+    ],
+)
+def test_sft_has_the_losses_of_one_worker_and_repeats_every_bit(
+    fp8: Fp8Config,
+    tied: bool,
+    gradients: GradientMode,
+    counts: tuple[int, ...],
+    dtype: torch.dtype,
+    norm_tolerance: float,
+) -> None:
+    """With four workers and three micro-batches, one worker has none."""
+    given = batches(20 if dtype == torch.float32 else 6, sft=True)
+
+    def work(peers: Peers) -> Run:
+        return trained(peers, given, objective(name="sft"), fp8=fp8, tied=tied, dtype=dtype)
+
+    alone = work(ALONE)
+    assert alone.losses[4] < 0.9 * alone.losses[0]
+    for count in counts:
+        runs = run_team(count, work, gradients=gradients)
+        assert_equal_everywhere(runs)
+        assert runs[0].losses[0] == pytest.approx(alone.losses[0], rel=1e-6)
+        assert runs[0].losses == pytest.approx(alone.losses, rel=1e-5)
+        for one, other in zip(runs[0].updates, alone.updates, strict=True):
+            assert one.metrics.keys() == other.metrics.keys()
+            assert one.metrics["grad_norm"] == pytest.approx(other.metrics["grad_norm"], rel=norm_tolerance)
+    if dtype == torch.bfloat16:
+        assert_equal_everywhere([runs[0], run_team(counts[-1], work, gradients=gradients)[0]])
+
+
+def whole_gradients(runs: Sequence[Run]) -> dict[str, Tensor]:
+    names = dict.fromkeys(name for run in runs for name in run.gradients)
+    return {name: torch.cat([run.gradients[name] for run in runs if name in run.gradients]) for name in names}
+
+
+@pytest.mark.parametrize("gradients", ["local", "sharded"])
+@pytest.mark.parametrize("name", ["grpo", "reinforce_pp", "ppo"])
+def test_one_update_of_a_policy(name: str, gradients: GradientMode) -> None:
+    """Gradients, clipped by one norm; what depends on the whole batch; metrics; log-probs; amax of K and V."""
+    changes = {"corrections": ("tis", "self_normalize")} if name == "grpo" else {"kl_in": "reward"}
+    algorithm = objective(name=name, kl_coefficient=0.1, **changes)
+    given = batches(1, sft=False)
+
+    def work(peers: Peers) -> Run:
+        return trained(peers, given, algorithm, fp8=FP8, reference=True)
+
+    alone, runs = work(ALONE), run_team(3, work, gradients=gradients)
+    assert_equal_everywhere(runs)
+    want, got = alone.updates[0], runs[0].updates[0]
+    for key, value in want.metrics.items():
+        if not key.startswith(("time/", "train/tokens_per")):
+            assert got.metrics[key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
+    assert want.kv_amax_LS is not None and want.logprobs is not None
+    for run in runs:
+        amax_LS, logprobs = run.updates[0].kv_amax_LS, run.updates[0].logprobs
+        assert amax_LS is not None and torch.equal(amax_LS, want.kv_amax_LS)
+        assert logprobs is not None
+        assert sorted(logprobs.trainer_N.tolist()) == sorted(want.logprobs.trainer_N.tolist())
+    together = whole_gradients(runs)
+    assert together.keys() == alone.gradients.keys()
+    for key, gradient in alone.gradients.items():
+        torch.testing.assert_close(together[key], gradient, rtol=2e-5, atol=2e-6 * float(gradient.abs().max()))
+
+
+def test_a_number_that_is_not_finite_on_one_worker_stops_all_before_they_update() -> None:
+    (good, bad) = batches(2, sft=False)
+    broken = replace(bad.minibatches[0][1], advantages_N=torch.full_like(bad.minibatches[0][1].advantages_N, math.inf))
+    bad = replace(bad, minibatches=((bad.minibatches[0][0], broken, *bad.minibatches[0][2:]),))
+
+    def work(peers: Peers) -> tuple[str, list[Tensor]]:
+        model = Decoder(ODD, precision_policy(ODD, BF16), "train")
+        model.random_init(3)
+        trainer = Trainer(
+            model,
+            config=TrainerConfig(tokens_per_micro_batch=40),
+            algorithm=build_algorithm(objective()),
+            temperature=1.0,
+            total_steps=9,
+            peers=peers,
+        )
+        trainer.train(share_of(good, peers), KVReplay(), None)
+        before = [one.detach().clone() for one in model.parameters()]
+        with pytest.raises(NonFiniteError) as error:
+            trainer.train(share_of(bad, peers), KVReplay(), None)
+        assert trainer.weights_are_whole and trainer.policy_version == 1
+        assert all(map(torch.equal, before, model.parameters()))
+        trainer.train(share_of(good, peers), KVReplay(), None)
+        return str(error.value), before
+
+    results = run_team(2, work)
+    message = results[0][0]
+    assert all(text == message for text, _ in results)
+    assert "micro-batch 1 of 2 of worker 1 " in message and "the advantage of sample" in message, message
+
+
+def test_the_state_of_owned_rows_restores_every_bit() -> None:
+    given = batches(4, sft=True)
+
+    def work(peers: Peers) -> None:
+        straight, resumed = (_sft_trainer(peers) for _ in range(2))
+        for batch in given[:2]:
+            straight.train(share_of(batch, peers), KVReplay(), None)
+        state = straight.state()
+        weights, optimizer = (
+            {key: one.clone() for key, one in part.items()} for part in (state.weights, state.optimizer)
+        )
+        resumed.load_state(TrainerState(weights, optimizer, state.policy_version))
+        for trainer in (straight, resumed):
+            for batch in given[2:]:
+                trainer.train(share_of(batch, peers), KVReplay(), None)
+        linears = zip(straight.model.float8_linears(), resumed.model.float8_linears(), strict=True)
+        for (name, one), (_, other) in linears:
+            assert torch.equal(one.codes.view(torch.uint8), other.codes.view(torch.uint8)), name
+        for key, tensor in straight.state().weights.items():
+            assert torch.equal(tensor, resumed.state().weights[key]), key
+
+    run_team(2, work)
+
+
+def test_whole_weights_can_be_loaded_into_shards() -> None:
+    """As a checkpoint of one worker is."""
+    wanted = Decoder(ODD, precision_policy(ODD, FP8), "train")
+    wanted.random_init(8)
+
+    def work(peers: Peers) -> None:
+        trainer = _sft_trainer(peers)
+        with trainer.weights.whole(), torch.no_grad():
+            for name, parameter in trainer.model.named_parameters():
+                parameter.copy_(wanted.get_parameter(name))
+        trainer.load_state(trainer.state())
+        for (name, one), (_, other) in zip(trainer.model.float8_linears(), wanted.float8_linears(), strict=True):
+            assert not one.has_weight
+            assert torch.equal(one.codes.view(torch.uint8), other.codes.view(torch.uint8)), name
+            assert torch.equal(one.scale, other.scale), name
+        for slot in trainer.optimizer.slots:
+            assert torch.equal(slot.weight, slot.rows.of(wanted.get_parameter(slot.name))), slot.name
+
+    run_team(3, work)
+
+
+def _sft_trainer(peers: Peers) -> Trainer:
+    model = Decoder(ODD, precision_policy(ODD, FP8), "train")
+    model.random_init(3)
+    return Trainer(
+        model,
+        config=TrainerConfig(tokens_per_micro_batch=40, optimizer=OptimizerConfig(master="stochastic_rounding")),
+        algorithm=build_algorithm(objective(name="sft")),
+        temperature=1.0,
+        total_steps=9,
+        peers=peers,
+    )

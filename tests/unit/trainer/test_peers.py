@@ -1,0 +1,103 @@
+"""What workers exchange, against the same computed in one place."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from octetrl.trainer.peers import Alone, Peers, PeersLost, join_store
+from octetrl.trainer.shards import Cut, Rows, buckets, cut_rows
+from tests.team import run_team
+
+SHAPES = ((300, 7), (5,), (1100, 3), (128, 2))
+
+
+def tensors(seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+def test_buckets_have_every_row_once_and_a_limit() -> None:
+    cuts = [Cut(one, rows) for one, rows in zip(tensors(0), cut_rows(SHAPES, 3), strict=True)]
+    for limit in (1, 2000, 1 << 20):
+        seen = [torch.zeros(shape, dtype=torch.int64) for shape in SHAPES]
+        of = {cut.tensor.data_ptr(): one for cut, one in zip(cuts, seen, strict=True)}
+        for bucket in buckets(cuts, limit):
+            parts = [cut.part(rank) for cut in bucket for rank in range(3)]
+            assert sum(part.numel() for part in parts) <= max(limit, 3 * 128 * 7)
+            for cut in bucket:
+                for rows in cut.rows:
+                    rows.of(of[cut.tensor.data_ptr()]).add_(1)
+        assert all(bool((one == 1).all()) for one in seen)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_sums_go_to_owners_and_their_rows_to_everybody(count: int) -> None:
+    table = cut_rows(SHAPES, count)
+
+    def work(peers: Peers) -> tuple[list[Tensor], list[Tensor]]:
+        given = tensors(peers.share.rank)
+        sums: list[list[Tensor]] = [[] for _ in SHAPES]
+        names = {one.data_ptr(): number for number, one in enumerate(given)}
+        for bucket in buckets([Cut(*cut) for cut in zip(given, table, strict=True)], 2000):
+            for cut, part in zip(bucket, peers.sum_to_owners(bucket, "sums"), strict=True):
+                sums[names[cut.tensor.data_ptr()]].append(part.clone())
+        mine = [torch.full_like(one, torch.nan, dtype=torch.bfloat16) for one in given]
+        for whole, rows, parts in zip(mine, table, sums, strict=True):
+            rows[peers.share.rank].of(whole).copy_(torch.cat(parts))
+        version = mine[0]._version
+        peers.gather_from_owners([Cut(*cut) for cut in zip(mine, table, strict=True)], "rows")
+        assert mine[0]._version > version  # autograd can tell
+        return [torch.cat(parts) for parts in sums], mine
+
+    results = run_team(count, work)
+    exact = [sum(parts) for parts in zip(*(tensors(rank) for rank in range(count)), strict=True)]
+    for number, want in enumerate(exact):
+        together = torch.cat([sums[number] for sums, _ in results])
+        torch.testing.assert_close(together, want, rtol=1e-6, atol=1e-6)
+        for _, gathered in results:
+            assert torch.equal(gathered[number], together.bfloat16())
+    for (sums, _), (again, _) in zip(results, run_team(count, work), strict=True):
+        assert all(map(torch.equal, sums, again))
+
+
+def test_small_things_are_combined_in_the_order_of_ranks() -> None:
+    def work(peers: Peers) -> tuple[object, ...]:
+        rank = peers.share.rank
+        return (
+            peers.sum(torch.tensor([1.0, 1e-9 * rank]), "sum").tolist(),
+            peers.maximum(torch.tensor([float(rank), -1.0, torch.nan if rank == 1 else 0.0]), "amax").tolist()[:2],
+            bool(peers.maximum(torch.tensor([torch.nan if rank == 1 else 0.0]), "amax").isnan()),
+            [one.tolist() for one in peers.gather(torch.arange(rank), "tokens")],
+            peers.gather_records({"rank": rank, "x": 0.1}, "records"),
+            peers.agree("broken" if rank == 2 else None, "check"),
+            peers.agree(None, "check"),
+        )
+
+    records = [{"rank": rank, "x": 0.1} for rank in range(3)]
+    (sums, *first), *others = run_team(3, work)
+    assert sums == pytest.approx([3.0, 3e-9])
+    assert first == [[2.0, -1.0], True, [[], [0], [0, 1]], records, "broken", None]
+    assert all([sums, *first] == list(other) for other in others)
+    assert work(Alone())[3:] == ([[]], records[:1], None, None)
+
+
+def test_a_worker_that_stalls_is_an_error_that_names_phase_and_seconds() -> None:
+    def work(peers: Peers) -> str:
+        peers.sum(torch.ones(1), "warm-up")
+        if peers.share.rank == 1:
+            time.sleep(1.5)
+            return ""
+        began = time.monotonic()
+        with pytest.raises(PeersLost) as error:
+            peers.gather_from_owners([Cut(torch.zeros(256, 2), (Rows(0, 128), Rows(128, 256)))], "new weights")
+        assert time.monotonic() - began < 1.4
+        return str(error.value)
+
+    message, _ = run_team(2, work, deadline_seconds=0.5)
+    assert "worker 0 of 2, phase 'new weights': no answer" in message and "0.5 s" in message
+    with pytest.raises(PeersLost, match=r"no worker serves 127\.0\.0\.1:1 "):
+        join_store("127.0.0.1:1", deadline_seconds=0.2)

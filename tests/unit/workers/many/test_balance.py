@@ -1,0 +1,45 @@
+"""Micro-batches are dealt out once each, by cost, and a worker may have none."""
+
+from __future__ import annotations
+
+import random
+
+from octetrl.algorithms.weighting import TokenWeighting
+from octetrl.config.presets import preset_config
+from octetrl.models.families import spec_from_config
+from octetrl.records import Sample
+from octetrl.trainer.packing import PackingLayout, pack
+from octetrl.workers.many.balance import Costs, deal, shared_out
+
+COSTS = Costs.of(spec_from_config(preset_config("qwen3-8b")))
+
+
+def test_costs_are_those_of_the_model() -> None:
+    assert COSTS.token == 36 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288)
+    assert COSTS.pair == 36 * 4096
+
+
+def test_every_micro_batch_once_and_the_longest_sequences_apart() -> None:
+    weighting: TokenWeighting = "token"
+    lengths = [4000, 4000, *[500] * 16, *[100] * 40]
+    samples = [Sample((1,) * n, (False, *[True] * (n - 1)), None, 1.0, None) for n in lengths]
+    batch = pack(samples, PackingLayout(4000, minibatches=2), weighting)
+    parts = deal(batch, 2, COSTS)
+    assert all(part.loss_denominators == batch.loss_denominators for part in parts)
+    for number, minibatch in enumerate(batch.minibatches):
+        dealt = [one for part in parts for one in part.minibatches[number]]
+        assert sorted(map(id, dealt)) == sorted(map(id, minibatch))
+    long_ones = [[one.max_seqlen == 4000 for one in part.minibatches[0]].count(True) for part in parts]
+    assert long_ones == [1, 1]
+    alone = deal(pack(samples[:1], PackingLayout(4000), weighting), 3, COSTS)
+    assert [len(part.minibatches[0]) for part in alone] == [1, 0, 0]
+
+
+def test_no_worker_has_much_more_than_its_share() -> None:
+    draw = random.Random(0)
+    for workers in (2, 3, 8):
+        costs = [draw.lognormvariate(0, 1) for _ in range(10 * workers)]
+        loads = [0.0] * workers
+        for cost, owner in zip(costs, shared_out(costs, workers), strict=True):
+            loads[owner] += cost
+        assert max(loads) <= max(sum(costs) / workers * 1.1, max(costs))

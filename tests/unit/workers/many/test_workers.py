@@ -1,0 +1,124 @@
+"""On 1, 2 and 3 workers, a run draws the same tokens and log-probs bit for bit, with metrics equal up to rounding."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octetrl.config.errors import UserError
+from octetrl.fp8.non_finite import NonFiniteError
+from octetrl.records import GenerationRequest, SamplingParams
+from octetrl.run.evaluate import evaluate
+from octetrl.run.loop import one_step
+from octetrl.trainer.shared_weights import SharedWeights
+from octetrl.workers.many.deadlines import WorkerLost
+from octetrl.workers.many.workers import WorkersDiffer
+from tests.e2e.test_turns import TALK
+from tests.e2e.tiny_run import make_model
+from tests.unit.workers.many.thread_team import run_on, steps_of
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout.prompts_per_step": 4, "rollout.stop": ["e", "a", "1"], "steps": 1},
+        {"trainer.optimizer.lr": 0.0, "precision": "bf16", "engine.max_batch": 2, "steps": 5},
+        {**TALK, "rollout.prompts_per_step": 3, "precision": "fp8", "trainer.optimizer.lr": 0.0, "steps": 2},
+    ],
+    ids=["learning", "lr 0", "conversations"],
+)
+def test_any_number_of_workers_draws_the_same_and_measures_the_same(
+    changes: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    changes = changes | {"trainer.tokens_per_micro_batch": 64}  # several for each worker
+    with run_on(0, model, tmp_path, **changes) as run:
+        expected, lines = steps_of(run, changes["steps"])
+    for count in (2, 3):
+        with run_on(count, model, tmp_path, **changes) as run:
+            drawn, shared = steps_of(run, changes["steps"])
+            team = run.workers._team
+            assert drawn == expected
+            for line, mine in zip(lines, shared, strict=True):
+                assert mine == pytest.approx(line, rel=1e-4, abs=1e-7)
+                assert mine["mismatch/max_abs_diff"] == 0.0
+            assert {worker for worker, verb in team.begun if verb == "submit"} == set(range(count))
+
+
+def test_a_request_that_cannot_be_served_and_one_that_is_cancelled(model: Path, tmp_path: Path) -> None:
+    sampling = SamplingParams(max_new_tokens=40)
+    with run_on(2, model, tmp_path, precision="bf16") as run, run.rollout_workers.session() as session:
+        with pytest.raises(UserError, match="the prompt has no tokens"):
+            session.submit(GenerationRequest("empty", (), sampling))
+        for name in ("kept", "dropped"):
+            session.submit(GenerationRequest(name, (5, 6, 7), sampling, num_siblings=4, seed=1), streams=True)
+        with pytest.raises(UserError, match="a request with this id is not finished yet"):
+            session.submit(GenerationRequest("kept", (5, 6, 7), sampling))
+        events = list(session.events(5.0))
+        session.cancel("dropped")
+        while session.has_work:
+            later = session.events(5.0)
+            assert not any(event.request_id == "dropped" for event in later)
+            events += later
+        for sibling in range(4):
+            mine = [event for event in events if event.request_id == "kept" and event.sibling == sibling]
+            assert mine[-1].completion is not None
+            assert sum((event.token_ids for event in mine), ()) == mine[-1].completion.token_ids
+
+
+@pytest.mark.parametrize(("precision", "changed"), [("fp8", "codes"), ("fp8", "norm"), ("bf16", "norm")])
+def test_a_worker_with_other_weights_is_named(precision: str, changed: str, model: Path, tmp_path: Path) -> None:
+    with run_on(3, model, tmp_path, precision=precision) as run:
+        engine = run.workers._team.workers[1]._policy.engine_model
+        if changed == "codes":
+            *_, (_, linear) = engine.float8_linears()
+            held = linear.codes
+        else:
+            held = next(tensor for name, tensor in engine.named_parameters() if "norm" in name).detach()
+        held.view(torch.uint8).flatten()[0] ^= 1  # both sides of worker 1 read this
+        with pytest.raises(WorkersDiffer, match="publish: worker 1 holds other weights than most workers"):
+            run.workers.publish(0)
+
+
+def test_a_worker_that_accepts_no_request_is_lost_at_the_limit(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = {"cluster.deadlines.first_seconds": 1.0, "cluster.deadlines.least_seconds": 1.0}
+    released = threading.Event()
+    with run_on(2, model, tmp_path, precision="bf16", **limits) as run, run.rollout_workers.session() as session:
+        late = run.workers._team.workers[1]
+        monkeypatch.setattr(late, "submit", lambda *_: released.wait(60.0))
+        for name in ("one", "other"):
+            session.submit(GenerationRequest(name, (5, 6, 7), SamplingParams(max_new_tokens=4)))
+        try:
+            with pytest.raises(WorkerLost, match=r"worker 1 was lost in phase submit: .* the limit is 1 s"):
+                session.events(5.0)
+        finally:
+            released.set()
+
+
+def test_weights_are_not_whole_if_their_codes_could_not_be_renewed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: SharedWeights) -> None:
+        raise NonFiniteError("a weight is not finite")
+
+    with run_on(2, model, tmp_path) as run:
+        monkeypatch.setattr(SharedWeights, "renew", fail)
+        with pytest.raises(NonFiniteError, match="a weight is not finite"):
+            one_step(run, 1)
+        assert not run.workers.weights_are_whole
+
+
+def test_evaluation_and_scores_are_those_of_one_worker(model: Path, tmp_path: Path) -> None:
+    changes = {"precision": "bf16", "evaluation.samples": 3, "evaluation.temperature": 1.0}
+    with run_on(0, model, tmp_path, **changes) as one, run_on(3, model, tmp_path, **changes) as three:
+        assert evaluate(one).groups == evaluate(three).groups

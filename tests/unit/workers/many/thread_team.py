@@ -1,0 +1,115 @@
+"""A `Team` whose workers are threads of this process: everything of many workers except their processes."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from octetrl.config.schema import Recipe
+from octetrl.engine.admission import Admission
+from octetrl.engine.stopping import decoder_of
+from octetrl.records import RolloutGroup
+from octetrl.run.build import Run, build_run
+from octetrl.run.loop import one_step
+from octetrl.workers.build import model_spec
+from octetrl.workers.many.balance import Costs
+from octetrl.workers.many.deadlines import Deadlines, WorkerLost
+from octetrl.workers.many.hosted import HostedWorker
+from octetrl.workers.many.plan import WorkerPlan
+from octetrl.workers.many.team import Call
+from octetrl.workers.many.workers import ManyWorkers
+from tests.e2e.test_turns import UNTIMED
+from tests.e2e.tiny_run import timeless, tiny_recipe
+
+SPREAD = UNTIMED | {"fp8/kv_saturation"}  # of all that was written: a prompt once for each worker that sampled it
+
+
+class ThreadTeam:
+    def __init__(self, recipe: Recipe, count: int) -> None:
+        plans = [WorkerPlan(recipe, rank, count, True, os.getcwd(), None) for rank in range(count)]
+        self.workers = [HostedWorker(plan, "") for plan in plans]
+        self.begun: list[tuple[int, str]] = []  # (worker, verb)
+        self._pool = ThreadPoolExecutor(4 * count)
+
+    @property
+    def size(self) -> int:
+        return len(self.workers)
+
+    host = "127.0.0.1"
+
+    def place(self, worker: int) -> str:
+        return f"worker {worker}"
+
+    def ask(self, phase: str, verb: str, *arguments: Any) -> list[Any]:
+        return self.ask_each(phase, verb, [arguments] * self.size)
+
+    def ask_each(self, phase: str, verb: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        calls = [self.begin(worker, verb, *each) for worker, each in enumerate(arguments)]
+        return [self.result(call) for call in calls]
+
+    def ask_one(self, worker: int, phase: str, verb: str, *arguments: Any) -> Any:
+        return self.result(self.begin(worker, verb, *arguments))
+
+    def begin(self, worker: int, verb: str, *arguments: Any) -> Call:
+        self.begun.append((worker, verb))
+        sent = pickle.loads(pickle.dumps(arguments))  # as between processes
+        return Call(worker, self._pool.submit(getattr(self.workers[worker], verb), *sent))
+
+    def wait_any(self, calls: Sequence[Call], seconds: float) -> list[Call]:
+        futures: dict[Future[Any], Call] = {call.reference: call for call in calls}
+        done, _ = wait(futures, seconds, return_when=FIRST_COMPLETED)
+        return [futures[future] for future in done]
+
+    def result(self, call: Call) -> Any:
+        return pickle.loads(pickle.dumps(call.reference.result()))
+
+    def lose(self, worker: int, phase: str, seconds: float, why: str) -> WorkerLost:
+        return WorkerLost(f"worker {worker} was lost in phase {phase}: {why}")
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False)
+
+
+@contextmanager
+def run_on(count: int, model: Path, folder: Path, **changes: Any) -> Iterator[Run]:
+    """A run whose workers are `count` threads; 0: the embedded worker."""
+    recipe = tiny_recipe(model, folder / "run", changes)
+    run = build_run(recipe)
+    if count:
+        spec = model_spec(recipe)
+        admission = Admission(
+            vocab_size=spec.vocab_size,
+            context_length=recipe.model.context_length,
+            eos_token_ids=frozenset(spec.eos_token_ids),
+            decode=decoder_of(run.tokenizer),
+        )
+        deadlines = Deadlines(recipe.cluster.deadlines)
+        team, costs = ThreadTeam(recipe, count), Costs.of(spec)
+        run.workers = ManyWorkers(team, costs, deadlines, run.console, run.spans, admission)
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+def steps_of(run: Run, steps: int) -> tuple[list[tuple[RolloutGroup, ...]], list[dict[str, Any]]]:
+    """What each step drew, and its metrics without those of the clock and of how the work was spread."""
+    drawn: list[tuple[RolloutGroup, ...]] = []
+    record = run.journal.record
+
+    def keep(groups: Sequence[RolloutGroup], metrics: Mapping[str, float]) -> None:
+        drawn.append(tuple(groups))
+        record(groups, metrics)
+
+    run.journal.record = keep  # type: ignore[method-assign]
+    return drawn, unspread([dict(one_step(run, step)) for step in range(1, steps + 1)])
+
+
+def unspread(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines without what the clock says, and without how the work was spread over workers."""
+    return [{name: line[name] for name in line if name not in SPREAD} for line in timeless(lines)]
