@@ -11,23 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from octetrl.config.blocks import PLACES, CachedTensor, LayerBlocks, LinearLayout, VectorLayout
+from octetrl.config.rope import RopeScaling
 
 # Larger than any model's sizes. A config with larger ones is damaged and would use all memory before it fails.
 MOST_LAYERS, MOST_HEADS, MOST_WIDTH, MOST_TOKENS = 1_000, 1 << 16, 1 << 20, 1 << 24
 
 SUPPORTED_HEAD_SIZES = (16, 32, 64, 128, 256)  # asserted by the attention kernels, checked by `models/families.py`
-
-
-@dataclass(frozen=True, slots=True)
-class RopeScaling:
-    """Llama 3.1's frequency scaling of RoPE.
-
-    Low frequencies are divided by `factor`, high frequencies stay, and those in between are interpolated."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """Translates Hugging Face `config.json` to ModelSpec and back. No torch, so that `octetrl check` starts fast.
 
 These architectures are one decoder: LlamaForCausalLM (3.x), Qwen2ForCausalLM (2 and 2.5), Qwen3ForCausalLM,
-Qwen3MoeForCausalLM and Dots1ForCausalLM. The last two have a mixture of experts (models/mixture_config.py). A setting
-that this decoder does not support (another activation, a sliding window in use, another kind of RoPE scaling) is
-refused by name.
+Qwen3MoeForCausalLM and Dots1ForCausalLM. The last two have a mixture of experts (models/mixture_config.py). RoPE and
+its scaling are read by models/rope_config.py. A setting that this decoder does not support (another activation, a
+sliding window in use, another kind of RoPE scaling) is refused by name.
 
 The decoder with a scalar head (models/scalar_decoder.py) is *ForSequenceClassification with one label. It is read only
 with `scalar`, so that nobody generates from a reward model by mistake.
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from octetrl.config.errors import UserError, nearest
-from octetrl.config.json_file import JsonObject, read_json, shown
+from octetrl.config.json_file import JsonObject, read_json
 from octetrl.config.spec import (
     MOST_HEADS,
     MOST_LAYERS,
@@ -28,9 +28,9 @@ from octetrl.config.spec import (
     MOST_WIDTH,
     SUPPORTED_HEAD_SIZES,
     ModelSpec,
-    RopeScaling,
 )
 from octetrl.models.mixture_config import DENSE_LAYER, MIXTURES, mixture_blocks, mixture_fields
+from octetrl.models.rope_config import rope_parameters, rope_scaling, scaled_positions, scaling_field
 
 DENSE = (DENSE_LAYER,)  # every layer of a model without experts
 FAMILIES = {
@@ -128,7 +128,9 @@ def spec_from_config(content: Mapping[str, Any], *, scalar: bool = False) -> Mod
     hidden_size = config.integer("hidden_size", most=MOST_WIDTH)
     vocab_size = config.integer("vocab_size", most=MOST_TOKENS)
     num_layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
-    rope = _rope_parameters(config)
+    max_positions = config.integer("max_position_embeddings", DEFAULT_MAX_POSITIONS[family], most=MOST_TOKENS)
+    rope = rope_parameters(config)
+    scaling = rope_scaling(rope, config, max_positions)
     spec = ModelSpec(
         family=family,
         num_layers=num_layers,
@@ -138,10 +140,10 @@ def spec_from_config(content: Mapping[str, Any], *, scalar: bool = False) -> Mod
         num_kv_heads=config.integer("num_key_value_heads", heads, most=MOST_HEADS),
         head_size=config.integer("head_dim", 128 if family == "qwen3" else hidden_size // heads, most=MOST_WIDTH),
         vocab_size=vocab_size,
-        max_positions=config.integer("max_position_embeddings", DEFAULT_MAX_POSITIONS[family], most=MOST_TOKENS),
+        max_positions=scaled_positions(scaling, max_positions),
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
         rope_theta=rope.number("rope_theta", DEFAULT_ROPE_THETA),
-        rope_scaling=_rope_scaling(rope),
+        rope_scaling=scaling,
         qkv_bias=family == "qwen2",
         qk_norm=family in QK_NORM,
         tied_embeddings=config.flag("tie_word_embeddings"),
@@ -178,7 +180,7 @@ def hf_config(spec: ModelSpec, dtype: str = "bfloat16", *, scalar: bool = False)
         "max_position_embeddings": spec.max_positions,
         "rms_norm_eps": spec.rms_norm_eps,
         "rope_theta": spec.rope_theta,
-        "rope_scaling": None,
+        "rope_scaling": scaling_field(spec.rope_scaling),
         "hidden_act": "silu",
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -189,14 +191,6 @@ def hf_config(spec: ModelSpec, dtype: str = "bfloat16", *, scalar: bool = False)
     }
     if spec.family in MIXTURES:
         config |= mixture_fields(spec)
-    if spec.rope_scaling is not None:
-        config["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": spec.rope_scaling.factor,
-            "low_freq_factor": spec.rope_scaling.low_freq_factor,
-            "high_freq_factor": spec.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": spec.rope_scaling.original_max_positions,
-        }
     if scalar:
         config["architectures"] = [ARCHITECTURES[spec.family].replace(CAUSAL, SCALAR)]
         config |= {"id2label": {"0": "reward"}, "label2id": {"reward": 0}}
@@ -263,31 +257,3 @@ def _uses_sliding_window(config: JsonObject, family: str) -> bool:
         return True
     layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
     return config.integer("max_window_layers", 62 if needs_no_switch else 28, most=MOST_WIDTH) < layers
-
-
-def _rope_parameters(config: JsonObject) -> JsonObject:
-    """Theta and scaling in one mapping, from either spelling."""
-    merged = {**config.object("rope_scaling"), **config.object("rope_parameters")}
-    if "rope_theta" not in merged and config.get("rope_theta") is not None:
-        merged["rope_theta"] = config["rope_theta"]
-    rotated = merged.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if rotated is not None and rotated != 1:
-        raise UserError(f"partial_rotary_factor {shown(rotated)} is not supported, only 1 is; use another model")
-    return JsonObject(merged, config.where)
-
-
-def _rope_scaling(rope: JsonObject) -> RopeScaling | None:
-    kind = rope.text("rope_type", rope.text("type", "default"))
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        raise UserError(f"RoPE type '{kind}' is not supported, only 'default' and 'llama3' are; use another model")
-    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-    if low >= high:
-        raise rope.wrong("low_freq_factor", f"less than high_freq_factor {high:g} is needed")
-    return RopeScaling(
-        factor=rope.number("factor"),
-        low_freq_factor=low,
-        high_freq_factor=high,
-        original_max_positions=rope.integer("original_max_position_embeddings", most=MOST_TOKENS),
-    )

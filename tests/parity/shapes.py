@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from octetrl.config.presets import preset_config
-from octetrl.config.spec import ModelSpec, RopeScaling
+from octetrl.config.rope import Llama3Scaling
+from octetrl.config.spec import ModelSpec
 from octetrl.models.families import DENSE, spec_from_config
 
 CONTEXT = 8192
-_LLAMA_ROPE = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=64)
+_LLAMA_ROPE = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=64)
 _TINY = ModelSpec(
     family="qwen3",
     num_layers=2,

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from octetrl.config.spec import RopeScaling
+from octetrl.config.rope import Llama3Scaling
 from octetrl.kernels.rows.rope import rope, rope_reference, rope_triton
 from octetrl.layers.rotary import Rotary, RotaryTable
 from tests.unit.kernels.row_cases import interpreted  # noqa: F401
@@ -15,7 +15,7 @@ from tests.unit.kernels.row_cases import interpreted  # noqa: F401
 HEAD_SIZE, THETA = 32, 500_000.0
 
 
-def _table(scaling: RopeScaling | None = None, max_positions: int = 4096) -> RotaryTable:
+def _table(scaling: Llama3Scaling | None = None, max_positions: int = 4096) -> RotaryTable:
     return RotaryTable(HEAD_SIZE, THETA, scaling, max_positions, device="cpu")
 
 
@@ -25,7 +25,7 @@ def _heads(num_tokens: int = 6, num_heads: int = 3, dtype: torch.dtype = torch.f
 
 def test_equals_transformers_with_and_without_scaling() -> None:
     positions_T = torch.tensor([0, 1, 5, 100, 1000, 4095])
-    scaling = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=512)
+    scaling = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=512)
     llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     theirs_of = {
         None: {"rope_type": "default", "rope_theta": THETA},

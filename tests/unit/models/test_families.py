@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from octetrl.config.errors import UserError
-from octetrl.config.spec import RopeScaling
+from octetrl.config.rope import Llama3Scaling, YarnScaling
 from octetrl.models.families import hf_config, load_spec, spec_from_config
 
 QWEN3 = {
@@ -62,7 +62,7 @@ def test_qwen3_as_published() -> None:
 
 def test_llama_scaling_and_several_eos_tokens() -> None:
     spec = spec_from_config(LLAMA)
-    assert spec.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
+    assert spec.rope_scaling == Llama3Scaling(8.0, 1.0, 4.0, 8192)
     assert (spec.head_size, spec.eos_token_ids) == (64, (128001, 128008, 128009))
 
 
@@ -73,6 +73,13 @@ def test_transformers_5_spelling_gives_the_same_spec() -> None:
     old_type = {**LLAMA, "rope_scaling": {**LLAMA3_SCALING, "type": "llama3"}}
     del old_type["rope_scaling"]["rope_type"]
     assert spec_from_config(old_type) == spec_from_config(LLAMA)
+
+
+def test_yarn_extends_the_context_and_round_trips() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    spec = spec_from_config({**QWEN3, "rope_scaling": yarn})
+    assert (spec.rope_scaling, spec.max_positions) == (YarnScaling(4.0, 32768), 131_072)
+    assert spec_from_config(json.loads(json.dumps(hf_config(spec)))) == spec
 
 
 def test_qwen2_has_a_bias_and_its_unused_window_is_fine() -> None:
@@ -93,7 +100,13 @@ def test_hf_config_round_trips(config: dict[str, Any]) -> None:
     [
         ({"architectures": ["MixtralForCausalLM"]}, "unsupported architecture MixtralForCausalLM"),
         ({"architectures": None, "model_type": "gpt2"}, "model_type 'gpt2'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "RoPE type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "RoPE type 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "'factor' is None"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "'factor' is 0.5, 1 or more"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": "1"}}, "'mscale' is '1'"),
+        ({"rope_scaling": {"rope_type": "yarn", "beta_fast": 1.0, "beta_slow": 2.0}}, "'beta_fast' is 1.0, at least"),
+        ({"rope_scaling": {"rope_type": "yarn"}, "rope_theta": 1}, "'rope_theta' is 1, YaRN needs more"),
+        ({"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 0}}, "'original_max_position"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "'low_freq_factor' is None"),
         ({"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 20}, "sliding_window 4096"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),

@@ -1,0 +1,122 @@
+"""Reads and writes RoPE in a config.json: theta, the kind of scaling and its numbers. No torch.
+
+Both spellings are read: transformers 4 (`rope_theta` and `rope_scaling` at the top) and 5 (both in
+`rope_parameters`). Keys and defaults are those of transformers' `modeling_rope_utils.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from octetrl.config.errors import UserError
+from octetrl.config.json_file import JsonObject, shown
+from octetrl.config.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from octetrl.config.spec import MOST_TOKENS
+
+KINDS = ("default", "linear", "llama3", "yarn")
+ORIGINAL = "original_max_position_embeddings"
+
+
+def rope_parameters(config: JsonObject) -> JsonObject:
+    """Theta and scaling in one mapping, from either spelling. UserError: a part of each head is rotated."""
+    merged = {**config.object("rope_scaling"), **config.object("rope_parameters")}
+    if "rope_theta" not in merged and config.get("rope_theta") is not None:
+        merged["rope_theta"] = config["rope_theta"]
+    rotated = merged.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if rotated is not None and rotated != 1:
+        raise UserError(f"partial_rotary_factor {shown(rotated)} is not supported, only 1 is; use another model")
+    return JsonObject(merged, config.where)
+
+
+def rope_scaling(rope: JsonObject, config: JsonObject, max_positions: int) -> RopeScaling | None:
+    """The scaling in `rope`, the result of `rope_parameters`. UserError: an unknown kind, or numbers that don't fit."""
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    if kind not in KINDS:
+        known = ", ".join(f"'{name}'" for name in KINDS)
+        raise UserError(f"RoPE type '{kind}' is not supported, only {known} are; use another model")
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return LinearScaling(_factor(rope))
+    if kind == "llama3":
+        return _llama3(rope)
+    outside = config.get(ORIGINAL) is not None  # at the top of config.json it has priority, as in transformers
+    original = (config if outside else rope).integer(ORIGINAL, max_positions, most=MOST_TOKENS)
+    return _yarn(rope, original, max_positions)
+
+
+def scaled_positions(scaling: RopeScaling | None, max_positions: int) -> int:
+    """The longest context. Recipes of YaRN often leave `max_position_embeddings` at the original length."""
+    if not isinstance(scaling, YarnScaling):
+        return max_positions
+    return min(max(max_positions, int(scaling.factor * scaling.original_max_positions)), MOST_TOKENS)
+
+
+def scaling_field(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    """`rope_scaling` in the config.json of an export."""
+    if scaling is None:
+        return None
+    if isinstance(scaling, LinearScaling):
+        return {"rope_type": "linear", "factor": scaling.factor}
+    if isinstance(scaling, Llama3Scaling):
+        return {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            ORIGINAL: scaling.original_max_positions,
+        }
+    optional = {
+        "mscale": scaling.mscale,
+        "mscale_all_dim": scaling.mscale_all_dim,
+        "attention_factor": scaling.explicit_factor,
+    }
+    return {
+        "rope_type": "yarn",
+        "factor": scaling.factor,
+        ORIGINAL: scaling.original_max_positions,
+        "beta_fast": scaling.beta_fast,
+        "beta_slow": scaling.beta_slow,
+        "truncate": scaling.truncate,
+        **{key: value for key, value in optional.items() if value is not None},
+    }
+
+
+def _factor(rope: JsonObject, default: float | None = None) -> float:
+    factor = rope.number("factor", default)
+    if factor < 1:
+        raise rope.wrong("factor", "1 or more is needed")
+    return factor
+
+
+def _llama3(rope: JsonObject) -> Llama3Scaling:
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if low >= high:
+        raise rope.wrong("low_freq_factor", f"less than high_freq_factor {high:g} is needed")
+    return Llama3Scaling(
+        factor=rope.number("factor"),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_positions=rope.integer(ORIGINAL, most=MOST_TOKENS),
+    )
+
+
+def _yarn(rope: JsonObject, original: int, max_positions: int) -> YarnScaling:
+    def optional(key: str) -> float | None:
+        return rope.number(key) if rope.get(key) not in (None, 0) else None
+
+    fast, slow = optional("beta_fast") or 32.0, optional("beta_slow") or 1.0
+    if fast < slow:
+        raise rope.wrong("beta_fast", f"at least beta_slow {slow:g} is needed")
+    if rope.number("rope_theta", 2.0) <= 1:
+        raise rope.wrong("rope_theta", "YaRN needs more than 1")
+    return YarnScaling(
+        factor=_factor(rope, max(1.0, max_positions / original)),
+        original_max_positions=original,
+        beta_fast=fast,
+        beta_slow=slow,
+        mscale=optional("mscale"),
+        mscale_all_dim=optional("mscale_all_dim"),
+        explicit_factor=rope.number("attention_factor") if rope.get("attention_factor") is not None else None,
+        truncate=rope.flag("truncate", True),
+    )
