@@ -25,7 +25,7 @@ from octetrl.engine.cache_scales import CacheScales
 from octetrl.engine.kv_cache import KVCache, cache_format, configured_pages, host_pages
 from octetrl.engine.metrics import EngineMetrics
 from octetrl.engine.model_runner import ModelRunner
-from octetrl.engine.session import OnProgress, Session
+from octetrl.engine.session import OnCompletions, OnProgress, Session
 from octetrl.engine.stopping import Tokenizer, decoder_of, memoised
 from octetrl.engine.weights import put_weights, weights_digest
 from octetrl.fp8.kv_scales import KVScales, same_bits
@@ -173,7 +173,10 @@ class Engine:
         return self.metrics.named(scales_are_calibrated=self._policy.kv_mode != "none")
 
     def generate(
-        self, requests: Sequence[GenerationRequest], on_progress: OnProgress | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        on_progress: OnProgress | None = None,
+        on_completions: OnCompletions | None = None,
     ) -> list[list[Completion]]:
         """The completions of each request, `num_siblings` each, in the requests' order.
 
@@ -188,8 +191,11 @@ class Engine:
             for group in groups:
                 session.accept(group)
             while session.has_work:
-                for sibling, completion in session.advance():
-                    finished[sibling.group.index][sibling.sibling] = completion
+                ended = [(one.group.index, one.sibling, completion) for one, completion in session.advance()]
+                for index, sibling, completion in ended:
+                    finished[index][sibling] = completion
+                if on_completions is not None:
+                    on_completions(ended)
         return [[by_sibling[i] for i in sorted(by_sibling)] for by_sibling in finished]
 
     def session(self, on_progress: OnProgress | None = None) -> Session:

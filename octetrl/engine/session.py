@@ -25,7 +25,7 @@ session and frees all pages.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -44,6 +44,7 @@ from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.records import Completion, FinishReason, GenerationProgress, GenerationRequest, SessionEvent
 
 OnProgress = Callable[[GenerationProgress], None]
+OnCompletions = Callable[[Sequence[tuple[int, int, Completion]]], None]  # as rollout/backend.py has it
 Ended = tuple[RunningSequence, Completion]
 
 

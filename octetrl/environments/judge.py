@@ -20,8 +20,9 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self
 
 from octetrl.config.judge import JudgeConfig
 from octetrl.environments.base import LARGEST_REWARD
@@ -44,11 +45,10 @@ class Judge:
 
     def __call__(self, task: Task, completion_text: str) -> float:
         """The completion's reward. Raises EndpointError, or ValueError for a reply without a score."""
-        body = self._body(task, completion_text)
-        key = json.dumps(body, sort_keys=True)
+        key = self.question(task, completion_text)
         if key in self._known:
             return self._known[key]
-        answer = self._endpoint.post(self._path, body)
+        answer = self._endpoint.post(self._path, self._body(task, completion_text))
         reward = self._of_chat(answer) if self._config.kind == "chat" else _number_at(answer, self._config.value_at)
         if self._config.temperature == 0:
             self._known[key] = reward
@@ -62,20 +62,24 @@ class Judge:
 
     def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
         """The score of each (task, completion text), in their order."""
-        keys = [json.dumps(self._body(task, text), sort_keys=True) for task, text in completions]
-        different = dict(zip(keys, completions, strict=True)) if self._config.temperature == 0 else {}
-        asked = list(different.values()) or list(completions)
-        if not asked:
-            return []
-        with ThreadPoolExecutor(min(len(asked), self._config.concurrency)) as threads:
-            scores = list(threads.map(lambda one: self._score(*one), asked))
-        by_key = dict(zip(different, scores, strict=False))
-        return [by_key[key] for key in keys] if different else scores
+        with self.begin() as scoring:
+            for number, (task, text) in enumerate(completions):
+                scoring.submit((number, 0), task, text)
+            return list(scoring.finish().values())
+
+    def begin(self) -> JudgeRound:
+        """Completions that are scored as they end (scoring_round.py)."""
+        return JudgeRound(self, self._config)
+
+    def question(self, task: Task, completion_text: str) -> str:
+        """What the judge is asked, as one text: equal for completions of which it is asked only once."""
+        return json.dumps(self._body(task, completion_text), sort_keys=True)
 
     def close(self) -> None:
         self._endpoint.close()
 
-    def _score(self, task: Task, completion_text: str) -> Score:
+    def score_one(self, task: Task, completion_text: str) -> Score:
+        """The completion's score. Waits for the judge."""
         try:
             return Score(RolloutStatus.SCORED, self(task, completion_text))
         except EndpointError as error:
@@ -119,6 +123,39 @@ class Judge:
         if not config.lowest <= score <= config.highest:
             raise ValueError(f"the score {score:g} is not from {config.lowest:g} to {config.highest:g}")
         return (score - config.lowest) / (config.highest - config.lowest)
+
+
+class JudgeRound:
+    """Completions about which a judge is asked while others are sampled (scoring_round.py)."""
+
+    def __init__(self, judge: Judge, config: JudgeConfig) -> None:
+        self._judge, self._asks_once = judge, config.temperature == 0
+        self._threads = ThreadPoolExecutor(config.concurrency)
+        self._asked: dict[str, Future[Score]] = {}  # by question
+        self._scores: dict[tuple[int, int], Future[Score]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._threads.shutdown(wait=kind is None, cancel_futures=True)
+
+    def submit(self, key: tuple[int, int], task: Task, completion_text: str) -> None:
+        question = self._judge.question(task, completion_text) if self._asks_once else ""
+        score = self._asked.get(question)
+        if score is None:
+            score = self._threads.submit(self._judge.score_one, task, completion_text)
+        if self._asks_once:
+            self._asked[question] = score
+        self._scores[key] = score
+
+    def advance(self) -> None:
+        """Nothing to do: the threads continue."""
+
+    def finish(self) -> dict[tuple[int, int], Score]:
+        return {key: score.result() for key, score in self._scores.items()}
 
 
 def _by_pattern(reply: str, pattern: str) -> float | None:

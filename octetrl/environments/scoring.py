@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Self
 
 from octetrl.config.errors import UserError
 from octetrl.environments.base import LARGEST_REWARD, Scorer, finite_number
@@ -35,6 +36,7 @@ from octetrl.environments.process import Answer, CallableProcess, ProcessDied
 from octetrl.records import RolloutStatus, Task
 
 UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError, RecursionError)  # the exceptions of `pickle.dumps`
+Running = dict[CallableProcess, tuple[int, float]]  # worker -> number of its completion, deadline
 _LOAD_ATTEMPTS = 3  # replacements in a row of a worker that was killed while it loaded
 
 
@@ -106,19 +108,26 @@ class RewardWorkers:
 
     def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
         """The score of each (task, completion text), in their order."""
-        scores: dict[int, Score] = {}
-        queue = deque(enumerate(completions))
-        running: dict[CallableProcess, tuple[int, float]] = {}  # worker -> index, deadline
-        try:
-            while queue or running:
-                for worker in [worker for worker in self._workers if worker.is_ready and worker not in running]:
-                    if queue:
-                        self._begin(worker, queue, running)
-                scores |= self._look(running)
-        finally:
-            for worker in running:  # interrupted: its answer is no longer needed
-                self._replace(worker)
-        return [scores[index] for index in range(len(completions))]
+        with self.begin() as scoring:
+            for number, (task, text) in enumerate(completions):
+                scoring.submit((number, 0), task, text)
+            return list(scoring.finish().values())
+
+    def begin(self) -> RewardRound:
+        """Completions that are scored as they end (scoring_round.py). One round at a time."""
+        return RewardRound(self)
+
+    def advance(self, queue: deque[tuple[int, tuple[Task, str]]], running: Running, *, waits: bool) -> dict[int, Score]:
+        """Starts calls of idle workers, and returns the scores that have arrived, by number."""
+        for worker in [worker for worker in self._workers if worker.is_ready and worker not in running]:
+            if queue:
+                self._begin(worker, queue, running)
+        return self._look(running, waits=waits)
+
+    def end(self, running: Running) -> None:
+        """Replaces the workers of calls whose answers are no longer needed."""
+        for worker in running:
+            self._replace(worker)
 
     def close(self) -> None:
         """End the workers, whatever they are doing."""
@@ -147,7 +156,7 @@ class RewardWorkers:
         self,
         worker: CallableProcess,
         queue: deque[tuple[int, tuple[Task, str]]],
-        running: dict[CallableProcess, tuple[int, float]],
+        running: Running,
     ) -> None:
         index, (task, text) = queue[0]
         try:
@@ -160,11 +169,11 @@ class RewardWorkers:
         queue.popleft()
         running[worker] = (index, time.monotonic() + self._timeout)
 
-    def _look(self, running: dict[CallableProcess, tuple[int, float]]) -> dict[int, Score]:
-        """Wait until a worker sends something or a deadline is reached. Returns the finished scores by index, and
-        removes their workers from `running`."""
+    def _look(self, running: Running, *, waits: bool = True) -> dict[int, Score]:
+        """Wait until a worker sends something or a deadline is reached; with `waits` false, only look. Returns the
+        finished scores by index, and removes their workers from `running`."""
         found = {}
-        for worker in self._wait(running):
+        for worker in self._wait(running) if waits else self._heard_from(running, 0.0):
             if worker in running:
                 score = self._heard(worker)
                 if score is not None:
@@ -182,20 +191,22 @@ class RewardWorkers:
                 self._load_again(worker, reason, always=False)
         return found
 
-    def _wait(self, running: dict[CallableProcess, tuple[int, float]]) -> list[CallableProcess]:
+    def _wait(self, running: Running) -> list[CallableProcess]:
         """Workers that have sent something; none if the first deadline is reached before."""
-        poll, awaited = select.poll(), {}
         deadlines = [end for _, end in running.values()]
+        deadlines += [worker.started + self._load_seconds for worker in self._workers if not worker.is_ready]
+        return self._heard_from(running, min(deadlines) - time.monotonic()) if deadlines else []
+
+    def _heard_from(self, running: Running, seconds: float) -> list[CallableProcess]:
+        """Workers that have sent something. Waits up to `seconds` for the first."""
+        poll, awaited = select.poll(), {}
         for worker in self._workers:
             if worker in running or not worker.is_ready:
                 awaited[worker.fileno()] = worker
                 poll.register(worker, select.POLLIN)
-            if not worker.is_ready:
-                deadlines.append(worker.started + self._load_seconds)
         if not awaited:
             return []
-        seconds = max(0.0, min(deadlines) - time.monotonic())
-        return [awaited[descriptor] for descriptor, _ in poll.poll(math.ceil(seconds * 1000))]
+        return [awaited[descriptor] for descriptor, _ in poll.poll(math.ceil(max(0.0, seconds) * 1000))]
 
     def _heard(self, worker: CallableProcess) -> Score | None:
         """The answer to the running call; None if it is not complete yet."""
@@ -250,6 +261,39 @@ class RewardWorkers:
         worker.kill()
         self.restarts += 1
         self._workers[self._workers.index(worker)] = self._start()
+
+
+class RewardRound:
+    """Completions that reward processes score while others are sampled (scoring_round.py)."""
+
+    def __init__(self, workers: RewardWorkers) -> None:
+        self._workers = workers
+        self._queue: deque[tuple[int, tuple[Task, str]]] = deque()
+        self._running: Running = {}
+        self._scores: dict[int, Score] = {}
+        self._keys: list[tuple[int, int]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._workers.end(self._running)
+
+    def submit(self, key: tuple[int, int], task: Task, completion_text: str) -> None:
+        self._queue.append((len(self._keys), (task, completion_text)))
+        self._keys.append(key)
+
+    def advance(self) -> None:
+        """Reads scores and starts further calls. Does not wait. Raises UserError for a task that can't be sent."""
+        self._scores |= self._workers.advance(self._queue, self._running, waits=False)
+
+    def finish(self) -> dict[tuple[int, int], Score]:
+        """The scores by key, in the order of `submit`. Waits for all of them."""
+        while self._queue or self._running:
+            self._scores |= self._workers.advance(self._queue, self._running, waits=True)
+        return {key: self._scores[number] for number, key in enumerate(self._keys)}
 
 
 def check_sendable(task: Task) -> None:

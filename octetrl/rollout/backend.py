@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from octetrl.records import WeightSet
 
 OnProgress = Callable[[GenerationProgress], None]
+OnCompletions = Callable[[Sequence[tuple[int, int, Completion]]], None]
+"""Called after every forward, mostly with an empty list: completions that ended, each with the place of its request in
+the list of requests, and its sibling."""
 
 
 class RolloutSession(Protocol):
@@ -49,7 +52,11 @@ class RolloutBackend(Protocol):
     """An engine that generates. One policy version serves a call of `generate` or a session."""
 
     def generate(
-        self, requests: Sequence[GenerationRequest], on_progress: OnProgress | None = None, /
+        self,
+        requests: Sequence[GenerationRequest],
+        on_progress: OnProgress | None = None,
+        on_completions: OnCompletions | None = None,
+        /,
     ) -> list[list[Completion]]:
         """`num_siblings` completions of each request, in the order of the requests."""
 

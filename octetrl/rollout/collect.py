@@ -2,7 +2,7 @@
 
     tasks -> prompt tokens -> one GenerationRequest a task (its siblings share the prompt)
           -> one call of `generate` for the whole step, so that the engine can batch it all
-          -> one call of `score` for all completions -> RolloutGroup, in the order of the tasks
+          -> each completion is scored as it ends -> RolloutGroup, in the order of the tasks
 
 Nothing fails silently, and no rollout gets a 0 that it did not earn. A prompt that is too long gets no answer. An
 answer truncated at the limit is scored and marked. A reward that raised or hung is None. The rollout's status says so.
@@ -33,18 +33,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from octetrl.config.text import TextTooLong
-from octetrl.environments.scoring import RewardWorkers, Score
+from octetrl.environments.scoring import RewardWorkers
 from octetrl.environments.turns.dialogue import Dialogue
 from octetrl.records import (
-    Completion,
-    FinishReason,
     GenerationRequest,
     Rollout,
     RolloutGroup,
     RolloutStatus,
     Task,
-    Turn,
 )
+from octetrl.rollout.collect_answers import collect_answers
 from octetrl.rollout.collect_conversations import collect_conversations
 from octetrl.rollout.collection_settings import CollectionSettings, Generates, Scores, Tasks
 from octetrl.rollout.converse import first_request, seed_of
@@ -125,7 +123,7 @@ def collect_groups(
     if isinstance(environment, Dialogue):
         rollouts = collect_conversations(answerable, environment, workers, collection)
     else:
-        rollouts = _collect_answers(answerable, environment, workers, collection)
+        rollouts = collect_answers(answerable, environment, workers, collection)
     siblings = range(collection.group_size)
     return [
         RolloutGroup(
@@ -136,28 +134,6 @@ def collect_groups(
         )
         for place, task, request in zip(places, tasks, requests, strict=True)
     ]
-
-
-def _collect_answers(
-    requests: Sequence[tuple[int, Task, GenerationRequest]],
-    scorer: Scores,
-    workers: Generates,
-    collection: CollectionSettings,
-) -> dict[tuple[int, int], Rollout]:
-    """Rollouts of one turn by (place, sibling), for (place, task, request for its siblings)."""
-    generated = workers.generate([request for _, _, request in requests])
-    for (_, task, _), completions in zip(requests, generated, strict=True):
-        collection.lengths[task.id] = sum(len(one.token_ids) for one in completions) // len(completions)
-    answers = [
-        (place, sibling, task, request, completion)
-        for (place, task, request), completions in zip(requests, generated, strict=True)
-        for sibling, completion in enumerate(completions)
-    ]
-    scores = scorer.score([(task, completion.text) for _, _, task, _, completion in answers])
-    return {
-        (place, sibling): _rollout(task, request, completion, score, collection)
-        for (place, sibling, task, request, completion), score in zip(answers, scores, strict=True)
-    }
 
 
 def _request(task: Task, place: int, collection: CollectionSettings) -> GenerationRequest | TooLong:
@@ -175,23 +151,6 @@ def _request(task: Task, place: int, collection: CollectionSettings) -> Generati
         num_siblings=collection.group_size,
         seed=seed_of(collection.seed, collection.step, place),
         expected_tokens=collection.lengths.get(task.id),
-    )
-
-
-def _rollout(
-    task: Task, request: GenerationRequest, completion: Completion, score: Score, collection: CollectionSettings
-) -> Rollout:
-    was_cut = score.status is RolloutStatus.SCORED and completion.finish_reason is FinishReason.LENGTH
-    penalty = collection.penalty
-    return Rollout(
-        task=task,
-        turns=(Turn(request.prompt_token_ids, completion),),
-        status=RolloutStatus.OVERLONG if was_cut else score.status,
-        reward=score.reward,
-        detail=score.detail,
-        penalty=0.0 if penalty is None else penalty(len(completion.token_ids), was_cut=was_cut),
-        trace=score.trace,
-        answered=score.answered,
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
+from octetrl.environments.scoring_round import begin_round
 from octetrl.environments.turns.dialogue import Dialogue
 from octetrl.records import GenerationRequest, Rollout, RolloutStatus, Task
 from octetrl.rollout.collection_settings import CollectionSettings, Generates
@@ -20,16 +22,15 @@ def collect_conversations(
 ) -> dict[tuple[int, int], Rollout]:
     """Rollouts by (place, sibling), for (place, task, request for its siblings) of each first turn."""
     settings = ConversationSettings(collection.chat, collection.sampling, collection.context_length)
-    with workers.session() as session:
-        drive = Drive(dialogue, session, settings, collection.occupancy)
-        drive.run(requests, run_seed=collection.seed, step=collection.step)
+    with nullcontext() if dialogue.scorer is None else begin_round(dialogue.scorer) as scoring:
+        with workers.session() as session:
+            drive = Drive(dialogue, session, settings, collection.occupancy, scoring)
+            drive.run(requests, run_seed=collection.seed, step=collection.step)
+        scores = {} if scoring is None else scoring.finish()
     finished = drive.finished
     _keep_lengths(finished, collection.lengths)
-    if dialogue.scorer is not None:
-        to_score = [key for key, rollout in finished.items() if rollout.status.has_reward]
-        last = [(finished[key].task, finished[key].turns[-1].completion.text) for key in to_score]
-        for key, score in zip(to_score, dialogue.scorer.score(last), strict=True):
-            finished[key] = with_score(finished[key], score)
+    for key, score in scores.items():
+        finished[key] = with_score(finished[key], score)
     return {key: _penalized(rollout, collection) for key, rollout in finished.items()}
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 from octetrl.config.schema import RolloutConfig
 from octetrl.environments.scoring import Score
 from octetrl.records import Completion, GenerationRequest, SamplingParams, Task
-from octetrl.rollout.backend import RolloutSession
+from octetrl.rollout.backend import OnCompletions, RolloutSession
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.drive import Occupancy
 
@@ -30,7 +30,9 @@ class Scores(Protocol):
 class Generates(Protocol):
     """The generating part of a worker: a backend's first verbs (rollout/backend.py), with progress shown."""
 
-    def generate(self, requests: Sequence[GenerationRequest], /) -> list[list[Completion]]: ...
+    def generate(
+        self, requests: Sequence[GenerationRequest], on_completions: OnCompletions | None = None, /
+    ) -> list[list[Completion]]: ...
 
     def session(self) -> AbstractContextManager[RolloutSession]: ...
 

@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from octetrl.environments.scoring_round import ScoringRound
 from octetrl.environments.turns.calls import CallResult
 from octetrl.environments.turns.dialogue import Dialogue, RequestedCall
 from octetrl.records import Completion, GenerationRequest, Rollout, SessionEvent, Task
@@ -74,10 +75,18 @@ class _RunningRollout:
 
 
 class Drive:
-    """Runs conversations to their end. `finished` holds them by (place, sibling)."""
+    """Runs conversations to their end. `finished` holds them by (place, sibling).
+
+    scoring: receives the last message of each conversation that may have a reward.
+    """
 
     def __init__(
-        self, dialogue: Dialogue, session: RolloutSession, settings: ConversationSettings, occupancy: Occupancy
+        self,
+        dialogue: Dialogue,
+        session: RolloutSession,
+        settings: ConversationSettings,
+        occupancy: Occupancy,
+        scoring: ScoringRound | None = None,
     ) -> None:
         self._dialogue, self._session, self._settings, self._occupancy = dialogue, session, settings, occupancy
         self._drawing: dict[str, _FirstTurn | _RunningRollout] = {}  # by request
@@ -85,6 +94,7 @@ class Drive:
         self._in_flight = 0
         self._with_environment = 0  # of these
         self._clock = time.perf_counter()
+        self._scoring = scoring
         self.finished: dict[tuple[int, int], Rollout] = {}
 
     def run(self, requests: Sequence[tuple[int, Task, GenerationRequest]], *, run_seed: int, step: int) -> None:
@@ -99,6 +109,8 @@ class Drive:
                 self._take_result(ticket, result)
             events = self._session.events(_SHORT_WAIT if self._calls else _LONG_WAIT)
             self._count()
+            if self._scoring is not None:
+                self._scoring.advance()
             for event in events:
                 if event.completion is not None:
                     self._take_completion(event, event.completion, run_seed, step)
@@ -137,14 +149,19 @@ class Drive:
         try:
             wanted = rollout.steps.send(result)
         except StopIteration as stop:
-            self.finished[rollout.place.place, rollout.place.sibling] = stop.value
-            self._in_flight -= 1
+            self._finish((rollout.place.place, rollout.place.sibling), stop.value)
             return
         if isinstance(wanted, GenerationRequest):
             self._drawing[wanted.id] = rollout
             self._session.submit(wanted)
         else:
             self._call(rollout, wanted)
+
+    def _finish(self, key: tuple[int, int], rollout: Rollout) -> None:
+        self.finished[key] = rollout
+        self._in_flight -= 1
+        if self._scoring is not None and rollout.status.has_reward:
+            self._scoring.submit(key, rollout.task, rollout.turns[-1].completion.text)
 
     def _call(self, rollout: _RunningRollout, calls: tuple[RequestedCall, ...]) -> None:
         rollout.results = [None] * len(calls)

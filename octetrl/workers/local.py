@@ -19,7 +19,7 @@ from octetrl.records import (
     Published,
     Task,
 )
-from octetrl.rollout.backend import OnProgress, RolloutSession
+from octetrl.rollout.backend import OnCompletions, OnProgress, RolloutSession
 from octetrl.telemetry.console import Console
 from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.file_digests import WrittenFile
@@ -94,9 +94,11 @@ class LocalWorkers(LocalLearningWorkers):
     def calibrate(self, token_lists: Sequence[Sequence[int]]) -> None:
         self._policy.calibrate(token_lists)
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], on_completions: OnCompletions | None = None
+    ) -> list[list[Completion]]:
         with self._shown() as on_progress:
-            return self._policy.generate(requests, on_progress)
+            return self._policy.generate(requests, on_progress, on_completions)
 
     @contextmanager
     def session(self) -> Iterator[RolloutSession]:

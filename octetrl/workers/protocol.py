@@ -19,7 +19,7 @@ from typing import Protocol
 
 from octetrl.environments.scoring import Score
 from octetrl.records import Completion, GenerationRequest, PackedBatch, PolicyUpdate, Published, Task
-from octetrl.rollout.backend import RolloutSession
+from octetrl.rollout.backend import OnCompletions, RolloutSession
 from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.packing import PackingLayout
@@ -84,8 +84,11 @@ class Workers(LearningWorkers, Protocol):
     def calibrate(self, token_lists: Sequence[Sequence[int]], /) -> None:
         """Makes KV scales from one forward over these sequences, and publishes them."""
 
-    def generate(self, requests: Sequence[GenerationRequest], /) -> list[list[Completion]]:
-        """`num_siblings` completions of each request, in the order of the requests."""
+    def generate(
+        self, requests: Sequence[GenerationRequest], on_completions: OnCompletions | None = None, /
+    ) -> list[list[Completion]]:
+        """`num_siblings` completions of each request, in the order of the requests. `on_completions` receives each when
+        it ends."""
 
     def session(self) -> AbstractContextManager[RolloutSession]:
         """An open session: requests in, events out (rollout/backend.py)."""

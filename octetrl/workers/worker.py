@@ -25,7 +25,7 @@ from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.data.tokenizer import Tokenizer
 from octetrl.engine.engine import Engine
-from octetrl.engine.session import OnProgress, Session
+from octetrl.engine.session import OnCompletions, OnProgress, Session
 from octetrl.engine.weights import weight_set
 from octetrl.fp8.kv_scales import KVScales, kv_scales_from_amax
 from octetrl.fp8.parity import why_not_equal
@@ -123,11 +123,14 @@ class Worker:
     # ------------------------------------------------------------ the verbs of a step
 
     def generate(
-        self, requests: Sequence[GenerationRequest], on_progress: OnProgress | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        on_progress: OnProgress | None = None,
+        on_completions: OnCompletions | None = None,
     ) -> list[list[Completion]]:
         """`num_siblings` completions of each request, in the order of the requests."""
         with self.spans("rollout"):
-            return self.engine.generate(requests, on_progress)
+            return self.engine.generate(requests, on_progress, on_completions)
 
     @contextmanager
     def session(self, on_progress: OnProgress | None = None) -> Iterator[Session]:

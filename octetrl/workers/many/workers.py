@@ -30,7 +30,7 @@ from octetrl.records import (
     Published,
     Task,
 )
-from octetrl.rollout.backend import RolloutSession
+from octetrl.rollout.backend import OnCompletions, RolloutSession
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.checkpoint import Checkpoint
@@ -43,7 +43,8 @@ from octetrl.workers.many.plan import RolloutFacts, WorkerState
 from octetrl.workers.many.session import ManySession
 from octetrl.workers.many.team import Team
 
-LINGER_SECONDS = 0.05  # of `generate`, which nobody waits for before its end
+LINGER_SECONDS = 0.05  # of `generate`, whose completions nobody waits for
+SCORING_SECONDS = 0.1  # at most between two calls of `on_completions`
 
 
 class WorkersDiffer(RunFailed):
@@ -179,15 +180,22 @@ class ManyWorkers(ManyLearningWorkers):
             self._team.ask("calibrate", "calibrate", token_lists)
         self._take_state()
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], on_completions: OnCompletions | None = None
+    ) -> list[list[Completion]]:
         drawn: dict[str, dict[int, Completion]] = {request.id: {} for request in requests}
+        places = {request.id: place for place, request in enumerate(requests)}
         with self._opened(LINGER_SECONDS) as session:
             for request in requests:
                 session.submit(request)
             while session.has_work:
-                for event in session.events(1.0):
+                ended: list[tuple[int, int, Completion]] = []
+                for event in session.events(SCORING_SECONDS if on_completions else 1.0):
                     if event.completion is not None:
                         drawn[event.request_id][event.sibling] = event.completion
+                        ended.append((places[event.request_id], event.sibling, event.completion))
+                if on_completions is not None:
+                    on_completions(ended)
         return [[completion for _, completion in sorted(drawn[request.id].items())] for request in requests]
 
     @contextmanager

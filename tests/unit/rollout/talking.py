@@ -70,7 +70,7 @@ class TalkingWorkers:
         self._tokenizer, self._says, self._max_batch = tokenizer, says, max_batch
         self.sessions: list[TalkingSession] = []
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+    def generate(self, requests: Sequence[GenerationRequest], _: object = None) -> list[list[Completion]]:
         raise AssertionError("a conversation takes a session")
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 
 from octetrl.config.schema import RolloutConfig
-from octetrl.environments.scoring import Score
+from octetrl.environments.scoring import RewardWorkers, Score
 from octetrl.records import Completion, FinishReason, GenerationRequest, RolloutStatus, Task
+from octetrl.rollout.backend import OnCompletions
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.collect import collect_groups
 from octetrl.rollout.collection_settings import CollectionSettings
@@ -23,8 +25,19 @@ class EchoWorkers:
     def __init__(self) -> None:
         self.calls: list[list[GenerationRequest]] = []
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], on_completions: OnCompletions | None = None
+    ) -> list[list[Completion]]:
         self.calls.append(list(requests))
+        drawn = self._drawn(requests)
+        ended = [(index, sibling, one) for index, of in enumerate(drawn) for sibling, one in enumerate(of)]
+        assert on_completions is not None
+        for one in reversed(ended):
+            on_completions([one])
+            on_completions([])
+        return drawn
+
+    def _drawn(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         return [
             [
                 Completion(
@@ -126,3 +139,53 @@ def test_how_long_a_tasks_answers_were_is_told_when_it_comes_again(chat: ChatTok
     assert [request.expected_tokens for request in first] == [None]
     assert [request.expected_tokens for request in second] == [2]
     assert collection.lengths == {"a": 2}  # nothing was drawn for the prompt that is too long
+
+
+def slow_for_a(task: Task, completion_text: str) -> float:
+    time.sleep(0.3 if task.id == "a" else 0.0)
+    return float(completion_text.rpartition(".")[2])
+
+
+class Sampling(EchoWorkers):
+    """Ends one completion every 0.05 s, and calls back 1,000 times a second meanwhile, as forwards do."""
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], on_completions: OnCompletions | None = None
+    ) -> list[list[Completion]]:
+        drawn = self._drawn(requests)
+        assert on_completions is not None
+        for index, completions in enumerate(drawn):
+            for sibling, completion in enumerate(completions):
+                on_completions([(index, sibling, completion)])
+                for _ in range(50):
+                    time.sleep(0.001)
+                    on_completions([])
+        self.ended = time.monotonic()
+        return drawn
+
+
+def test_answers_are_scored_while_others_are_sampled(chat: ChatTokens) -> None:
+    tasks = [Task("a", "1 + 2 ="), *(Task(name, "1 + 2 =") for name in "bcdef")]
+    with RewardWorkers(slow_for_a, timeout_seconds=5.0, processes=2) as scores:
+        workers = Sampling()
+        groups = collect_groups(tasks, scores, workers, collection_of(chat))
+        waited = time.monotonic() - workers.ended
+    assert [group.rewards for group in groups] == [(0.0, 1.0, 2.0, 3.0)] * 6
+    assert waited < 0.3  # four scores of 0.3 s in two processes take 0.6 s when they start after the last completion
+
+
+def test_an_interrupted_collection_ends_its_scores(chat: ChatTokens) -> None:
+    class Interrupted(Sampling):
+        def generate(
+            self, requests: Sequence[GenerationRequest], on_completions: OnCompletions | None = None
+        ) -> list[list[Completion]]:
+            assert on_completions is not None
+            on_completions([(0, 0, self._drawn(requests)[0][0])])
+            raise KeyboardInterrupt
+
+    with RewardWorkers(slow_for_a, timeout_seconds=5.0, processes=1) as scores:
+        with pytest.raises(KeyboardInterrupt):
+            collect_groups(TASKS[:1], scores, Interrupted(), collection_of(chat))
+        assert scores.restarts == 1
+        (group,) = collect_groups([Task("b", "1 + 2 =")], scores, Sampling(), collection_of(chat))
+    assert group.rewards == (0.0, 1.0, 2.0, 3.0)

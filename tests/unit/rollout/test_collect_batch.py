@@ -14,6 +14,7 @@ from octetrl.records import (
     SamplingParams,
     Task,
 )
+from octetrl.rollout.backend import OnCompletions
 from octetrl.rollout.collect import CollectedBatch, collect_batch
 from octetrl.rollout.collection_settings import CollectionSettings
 
@@ -27,9 +28,14 @@ class Workers:
     def __init__(self) -> None:
         self.requests: list[GenerationRequest] = []
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], on_completions: OnCompletions | None = None
+    ) -> list[list[Completion]]:
         self.requests += requests
         completion = Completion((5, 6), (-1.0, -1.0), "text", FinishReason.STOP, 0, "digest")
+        assert on_completions is not None
+        for index, request in enumerate(requests):
+            on_completions([(index, sibling, completion) for sibling in range(request.num_siblings)])
         return [[completion] * request.num_siblings for request in requests]
 
 

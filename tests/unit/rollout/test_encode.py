@@ -70,7 +70,7 @@ def test_where_text_may_be_dropped_there_is_no_bound(given: dict[str, Any]) -> N
 
 
 class NothingIsDrawn:
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+    def generate(self, requests: Sequence[GenerationRequest], _: object = None) -> list[list[Completion]]:
         assert not requests
         return []
 

@@ -1,0 +1,82 @@
+"""Scores the completions of one collection of rollouts, each as soon as it ends.
+
+    with begin_round(scorer) as scoring:
+        scoring.submit(key, task, text)    for each completion, while others are still being sampled
+        scoring.advance()                  after every forward of the engine; never waits
+        scores = scoring.finish()          by key; waits for those that are missing
+
+Reward processes (scoring.py) and judges (judge.py) work beside the engine. Other scorers need what the engine uses, the
+GPU or Python's lock. They score all completions in `finish`, in the order of their keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Protocol, Self, runtime_checkable
+
+from octetrl.environments.scoring import Score
+from octetrl.records import Task
+
+Key = tuple[int, int]  # of a completion: place of its task in the step, sibling
+
+
+class ScoringRound(Protocol):
+    """Completions that are being scored. Leaving the context abandons those that have no score yet."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
+
+    def submit(self, key: Key, task: Task, completion_text: str, /) -> None:
+        """Adds a completion. Does not wait."""
+
+    def advance(self) -> None:
+        """Reads scores and starts further calls. Does not wait."""
+
+    def finish(self) -> dict[Key, Score]:
+        """The scores of all completions."""
+
+
+class ScoresAll(Protocol):
+    """A scorer: RewardWorkers, FunctionRewards, Judge, or workers with a reward model."""
+
+    def score(self, completions: Sequence[tuple[Task, str]], /) -> list[Score]: ...
+
+
+@runtime_checkable
+class WorksBesideTheEngine(Protocol):
+    """A scorer that can score while the engine samples."""
+
+    def begin(self) -> ScoringRound: ...
+
+
+def begin_round(scorer: ScoresAll) -> ScoringRound:
+    """A round of `scorer`. One at a time."""
+    return scorer.begin() if isinstance(scorer, WorksBesideTheEngine) else _RoundAtTheEnd(scorer)
+
+
+class _RoundAtTheEnd:
+    def __init__(self, scorer: ScoresAll) -> None:
+        self._scorer = scorer
+        self._completions: dict[Key, tuple[Task, str]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def submit(self, key: Key, task: Task, completion_text: str) -> None:
+        self._completions[key] = (task, completion_text)
+
+    def advance(self) -> None:
+        pass
+
+    def finish(self) -> dict[Key, Score]:
+        keys = sorted(self._completions)
+        return dict(zip(keys, self._scorer.score([self._completions[key] for key in keys]), strict=True))

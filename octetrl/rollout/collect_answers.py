@@ -1,0 +1,56 @@
+"""Collects the rollouts of an environment with one turn: samples the answers, and scores each as soon as it ends.
+
+The lengths of answers are ragged. While the longest are still being sampled, the others already have their scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from octetrl.environments.scoring import Score
+from octetrl.environments.scoring_round import begin_round
+from octetrl.records import Completion, FinishReason, GenerationRequest, Rollout, RolloutStatus, Task, Turn
+from octetrl.rollout.collection_settings import CollectionSettings, Generates, Scores
+
+
+def collect_answers(
+    requests: Sequence[tuple[int, Task, GenerationRequest]],
+    scorer: Scores,
+    workers: Generates,
+    collection: CollectionSettings,
+) -> dict[tuple[int, int], Rollout]:
+    """Rollouts by (place, sibling), for (place, task, request for its siblings)."""
+    with begin_round(scorer) as scoring:
+
+        def score(ended: Sequence[tuple[int, int, Completion]]) -> None:
+            for index, sibling, completion in ended:
+                place, task, _ = requests[index]
+                scoring.submit((place, sibling), task, completion.text)
+            scoring.advance()
+
+        generated = workers.generate([request for _, _, request in requests], score)
+        scores = scoring.finish()
+    for (_, task, _), completions in zip(requests, generated, strict=True):
+        collection.lengths[task.id] = sum(len(one.token_ids) for one in completions) // len(completions)
+    return {
+        (place, sibling): _rollout(task, request, completion, scores[place, sibling], collection)
+        for (place, task, request), completions in zip(requests, generated, strict=True)
+        for sibling, completion in enumerate(completions)
+    }
+
+
+def _rollout(
+    task: Task, request: GenerationRequest, completion: Completion, score: Score, collection: CollectionSettings
+) -> Rollout:
+    was_cut = score.status is RolloutStatus.SCORED and completion.finish_reason is FinishReason.LENGTH
+    penalty = collection.penalty
+    return Rollout(
+        task=task,
+        turns=(Turn(request.prompt_token_ids, completion),),
+        status=RolloutStatus.OVERLONG if was_cut else score.status,
+        reward=score.reward,
+        detail=score.detail,
+        penalty=0.0 if penalty is None else penalty(len(completion.token_ids), was_cut=was_cut),
+        trace=score.trace,
+        answered=score.answered,
+    )
