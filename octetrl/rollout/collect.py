@@ -7,8 +7,8 @@
 Nothing fails silently, and no rollout gets a 0 that it did not earn. A prompt that is too long gets no answer. An
 answer truncated at the limit is scored and marked. A reward that raised or hung is None. The rollout's status says so.
 
-The lengths of a task's answers are kept (`CollectionSettings.lengths`). When the task comes again, the engine receives
-them as a hint and starts the longest first. The length of a conversation counts all tokens drawn in it.
+The lengths of answers are kept (expected_lengths.py). The engine receives them as hints and starts the longest first.
+The length of a conversation counts all tokens drawn in it.
 
 A request's seed follows from (run seed, step, place in the batch). A resumed step therefore samples the same tokens.
 Two steps with the same task sample different ones.
@@ -150,7 +150,7 @@ def _request(task: Task, place: int, collection: CollectionSettings) -> Generati
         sampling=collection.sampling,
         num_siblings=collection.group_size,
         seed=seed_of(collection.seed, collection.step, place),
-        expected_tokens=collection.lengths.get(task.id),
+        expected_tokens=collection.lengths.estimate(task, len(prompt_token_ids)),
     )
 
 

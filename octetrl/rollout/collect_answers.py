@@ -30,8 +30,9 @@ def collect_answers(
 
         generated = workers.generate([request for _, _, request in requests], score)
         scores = scoring.finish()
-    for (_, task, _), completions in zip(requests, generated, strict=True):
-        collection.lengths[task.id] = sum(len(one.token_ids) for one in completions) // len(completions)
+    for (_, task, request), completions in zip(requests, generated, strict=True):
+        mean = sum(len(one.token_ids) for one in completions) // len(completions)
+        collection.lengths.record(task, len(request.prompt_token_ids), mean)
     return {
         (place, sibling): _rollout(task, request, completion, scores[place, sibling], collection)
         for (place, task, request), completions in zip(requests, generated, strict=True)

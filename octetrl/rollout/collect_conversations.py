@@ -12,6 +12,7 @@ from octetrl.records import GenerationRequest, Rollout, RolloutStatus, Task
 from octetrl.rollout.collection_settings import CollectionSettings, Generates
 from octetrl.rollout.converse import ConversationSettings, with_score
 from octetrl.rollout.drive import Drive
+from octetrl.rollout.expected_lengths import ExpectedLengths
 
 
 def collect_conversations(
@@ -34,13 +35,16 @@ def collect_conversations(
     return {key: _penalized(rollout, collection) for key, rollout in finished.items()}
 
 
-def _keep_lengths(finished: Mapping[tuple[int, int], Rollout], lengths: dict[str, int]) -> None:
+def _keep_lengths(finished: Mapping[tuple[int, int], Rollout], lengths: ExpectedLengths) -> None:
     """Stores the lengths of conversations that ended normally. A failed one might have become longer."""
-    drawn: dict[str, list[int]] = {}
-    for rollout in finished.values():
+    drawn: dict[int, list[Rollout]] = {}
+    for (place, _), rollout in sorted(finished.items(), key=lambda one: one[0]):
         if rollout.status.has_reward:
-            drawn.setdefault(rollout.task.id, []).append(sum(len(turn.completion.token_ids) for turn in rollout.turns))
-    lengths.update({task: sum(tokens) // len(tokens) for task, tokens in drawn.items()})
+            drawn.setdefault(place, []).append(rollout)
+    for rollouts in drawn.values():
+        tokens = [sum(len(turn.completion.token_ids) for turn in rollout.turns) for rollout in rollouts]
+        prompt = rollouts[0].turns[0].prompt_token_ids
+        lengths.record(rollouts[0].task, len(prompt), sum(tokens) // len(tokens))
 
 
 def _penalized(rollout: Rollout, collection: CollectionSettings) -> Rollout:

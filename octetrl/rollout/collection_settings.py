@@ -13,6 +13,7 @@ from octetrl.records import Completion, GenerationRequest, SamplingParams, Task
 from octetrl.rollout.backend import OnCompletions, RolloutSession
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.drive import Occupancy
+from octetrl.rollout.expected_lengths import ExpectedLengths
 
 
 class Tasks(Protocol):
@@ -57,7 +58,7 @@ class CollectionSettings:
     prompts: int = 1  # groups that a step wants (`collect_batch`)
     max_refills: int = 0  # further draws to get them
     penalty: LengthPenalty | None = None  # added to the reward for its length; None: none
-    lengths: dict[str, int] = field(default_factory=dict)  # task id -> mean tokens drawn for a rollout of it, last time
+    lengths: ExpectedLengths = field(default_factory=ExpectedLengths)
     context_length: int = 1 << 30  # tokens that a conversation may have
     occupancy: Occupancy = field(default_factory=Occupancy)  # filled where an environment has several turns
 

@@ -19,6 +19,7 @@ from octetrl.config.schema import Recipe
 from octetrl.environments.given import Given
 from octetrl.records import Task
 from octetrl.rollout.collect import collect_groups
+from octetrl.rollout.expected_lengths import ExpectedLengths
 from octetrl.run.build import Run, build_run
 from octetrl.run.device import random_state, restore_random_state
 from octetrl.run.environment import NOTHING_GIVEN
@@ -39,7 +40,7 @@ def evaluate(run: Run, tasks: Sequence[Task] | None = None) -> EvalReport:
         max_new_tokens=config.evaluation.max_new_tokens or config.rollout.max_new_tokens,
     )
     collection = replace(
-        run.base_collection, sampling=sampling, group_size=config.evaluation.samples, step=0, lengths={}
+        run.base_collection, sampling=sampling, group_size=config.evaluation.samples, step=0, lengths=ExpectedLengths()
     )
     with run.spans("evaluate"), _generators_put_back():
         groups = collect_groups(tasks, run.rewards, run.rollout_workers, collection)

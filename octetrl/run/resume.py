@@ -49,7 +49,7 @@ class Cursor:
     policy_version: int
     taskset: Mapping[str, Any]
     conversations: Mapping[str, Any] | None
-    lengths: Mapping[str, int]
+    lengths: Mapping[str, Any]
     random: Mapping[str, Any]
 
     @classmethod
@@ -59,7 +59,7 @@ class Cursor:
             policy_version=run.workers.policy_version,
             taskset=run.taskset.state(),
             conversations=None if run.conversations is None else run.conversations.state(),
-            lengths=dict(run.collection.lengths),
+            lengths=run.collection.lengths.state(),
             random=random_state(),
         )
 
@@ -67,8 +67,7 @@ class Cursor:
         run.taskset.restore(self.taskset)
         if run.conversations is not None and self.conversations is not None:
             run.conversations.restore(self.conversations)
-        run.collection.lengths.clear()
-        run.collection.lengths.update(self.lengths)
+        run.collection.lengths.restore(self.lengths)
         restore_random_state(self.random)
 
     def as_json(self) -> dict[str, Any]:

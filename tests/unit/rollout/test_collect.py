@@ -138,7 +138,7 @@ def test_how_long_a_tasks_answers_were_is_told_when_it_comes_again(chat: ChatTok
     first, second = workers.calls
     assert [request.expected_tokens for request in first] == [None]
     assert [request.expected_tokens for request in second] == [2]
-    assert collection.lengths == {"a": 2}  # nothing was drawn for the prompt that is too long
+    assert collection.lengths.of_task == {"a": 2}  # nothing was drawn for the prompt that is too long
 
 
 def slow_for_a(task: Task, completion_text: str) -> float:

@@ -18,6 +18,7 @@ from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.collect import collect_groups
 from octetrl.rollout.collection_settings import CollectionSettings
 from octetrl.rollout.drive import Occupancy
+from octetrl.rollout.expected_lengths import ExpectedLengths
 from octetrl.run.tiny_model import train_tokenizer
 from tests.unit.environments.turns.games import Calculator, Echo
 from tests.unit.rollout.talking import TalkingWorkers
@@ -88,7 +89,7 @@ def test_the_same_is_drawn_whenever_environments_answer() -> None:
 
 
 def test_how_long_conversations_were_is_told_when_their_task_comes_again() -> None:
-    lengths: dict[str, int] = {}
+    lengths = ExpectedLengths()
     expected: list[dict[str, int | None]] = []
     for step in (1, 2):
         groups, workers, _ = collect(Echo(turns=3), lengths=lengths, step=step)
@@ -98,12 +99,14 @@ def test_how_long_conversations_were_is_told_when_their_task_comes_again() -> No
             group.task.id: [sum(len(turn.completion.token_ids) for turn in one.turns) for one in group.rollouts]
             for group in groups
         }
-        assert lengths == {task: sum(tokens) // 4 for task, tokens in drawn.items()}, "of all turns"
+        assert lengths.of_task == {task: sum(tokens) // 4 for task, tokens in drawn.items()}, "of all turns"
         if step == 1:
-            before = dict(lengths)
+            before = dict(lengths.of_task)
     assert expected == [dict.fromkeys(before), before]
     collect(Echo(does="raise"), lengths=lengths)  # each of them breaks off in its second turn
-    assert lengths == {task: sum(tokens) // 4 for task, tokens in drawn.items()}, "as when last they came to an end"
+    assert lengths.of_task == {task: sum(tokens) // 4 for task, tokens in drawn.items()}, (
+        "as when last they came to an end"
+    )
 
 
 @pytest.mark.parametrize(
