@@ -226,7 +226,7 @@ def fewest_checkpointed_layers(
 def kv_bytes_per_token(recipe: Recipe, spec: ModelSpec, precisions: Precisions) -> int:
     """Bytes of one token in the KV cache, over all layers."""
     wide = 2 if recipe.model.dtype == "bfloat16" else 4
-    dynamic = recipe.fp8.kv_cache == "dynamic"
+    dynamic = recipe.fp8.kv_cache == "dynamic" or not spec.calibrates
 
     def num_bytes(tensor: CachedTensor) -> int:
         is_fp8 = tensor.name in precisions.fp8_cache

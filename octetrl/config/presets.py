@@ -1,8 +1,9 @@
 """Known model shapes, as the content of their Hugging Face `config.json`.
 
 `tiny` is for the demo and the tests: a Qwen3 with about a million parameters, small enough to train on a laptop.
-`tiny-moe` is the same with eight experts per layer, two of which each token uses. The others are the published shapes
-of Qwen/Qwen3-0.6B, -1.7B, -8B and -30B-A3B and of meta-llama/Llama-3.1-8B, for runs with random weights.
+`tiny-moe` is the same with eight experts per layer, two of which each token uses. `tiny-mla-moe` has DeepSeek-V3's
+latent attention, routing and shared expert. The others are the published shapes of Qwen/Qwen3-0.6B, -1.7B, -8B and
+-30B-A3B, of meta-llama/Llama-3.1-8B and of moonshotai/Moonlight-16B-A3B, for runs with random weights.
 """
 
 from __future__ import annotations
@@ -52,6 +53,23 @@ _QWEN3_MOE: dict[str, Any] = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+_DEEPSEEK: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "q_lora_rank": None,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "first_k_dense_replace": 1,
+    "torch_dtype": "bfloat16",
+}
 _PRESETS: dict[str, dict[str, Any]] = {
     "tiny": _TINY,
     "tiny-moe": _TINY | _QWEN3_MOE | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256},
@@ -91,6 +109,44 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
         "tie_word_embeddings": False,
+    },
+    "tiny-mla-moe": _TINY
+    | _DEEPSEEK
+    | {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 256,
+        "routed_scaling_factor": 2.5,
+    },
+    "moonlight-16b-a3b": _DEEPSEEK
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 11_264,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1408,
+        "routed_scaling_factor": 2.446,
+        "vocab_size": 163_840,
+        "max_position_embeddings": 8192,
+        "rope_theta": 50_000,
+        "tie_word_embeddings": False,
+        "bos_token_id": 163_584,
+        "eos_token_id": 163_585,
     },
     "llama-3.1-8b": {
         "architectures": ["LlamaForCausalLM"],

@@ -86,6 +86,12 @@ class ModelSpec:
         return caches[0] if caches else ()
 
     @property
+    def calibrates(self) -> bool:
+        """Whether an FP8 cache can have calibrated scales. Otherwise "calibrated" means "dynamic"."""
+        blocks = dict.fromkeys(block for blocks in self.blocks for block in blocks)
+        return all(tensor.calibrates for block in blocks for tensor in block.cached(self))
+
+    @property
     def num_cache_scales(self) -> int:
         """Number of calibrated scales of a layer: the largest number of any layer, over all its cached tensors."""
         return max(sum(tensor.num_scales for tensor in self.cached(layer)) for layer in range(self.num_layers))

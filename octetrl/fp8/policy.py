@@ -115,7 +115,7 @@ def precision_policy(spec: ModelSpec, fp8: Fp8Config, numerics: Numerics = "pari
         linears.append(LinearFormat(name, rollout, train))
     return PrecisionPolicy(
         linears=tuple(linears),
-        kv_mode=fp8.kv_cache,
+        kv_mode="dynamic" if fp8.kv_cache == "calibrated" and not spec.calibrates else fp8.kv_cache,
         cache=_cached_formats(spec, fp8),
         power_of_two=fp8.power_of_two,
         square_wgrad=fp8.wgrad_blocks == "square",

@@ -1,7 +1,9 @@
 """Translates Hugging Face `config.json` to ModelSpec and back. No torch, so that `octetrl check` starts fast.
 
 These architectures are one decoder: LlamaForCausalLM (3.x), Qwen2ForCausalLM (2 and 2.5), Qwen3ForCausalLM,
-Qwen3MoeForCausalLM and Dots1ForCausalLM. The last two have a mixture of experts (models/mixture_config.py). RoPE and
+Qwen3MoeForCausalLM, Dots1ForCausalLM, DeepseekV3ForCausalLM (Moonlight) and Glm4MoeLiteForCausalLM (GLM-4.7-Flash).
+The last four have a mixture of experts (models/mixture_config.py), the last two latent attention
+(models/latent_config.py). RoPE and
 its scaling are read by models/rope_config.py. A setting that this decoder does not support (another activation, a
 sliding window in use, another kind of RoPE scaling) is refused by name.
 
@@ -29,6 +31,8 @@ from octetrl.config.spec import (
     SUPPORTED_HEAD_SIZES,
     ModelSpec,
 )
+from octetrl.models.blocks.attention.layout import AttentionLayout
+from octetrl.models.latent_config import LATENT_FAMILIES, latent_fields, latent_layout
 from octetrl.models.mixture_config import DENSE_LAYER, MIXTURES, mixture_blocks, mixture_fields
 from octetrl.models.rope_config import rope_parameters, rope_scaling, scaled_positions, scaling_field
 
@@ -39,11 +43,21 @@ FAMILIES = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Dots1ForCausalLM": "dots1",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
 }
 CAUSAL, SCALAR = "ForCausalLM", "ForSequenceClassification"  # what an architecture's name ends with
 ARCHITECTURES = {family: architecture for architecture, family in FAMILIES.items()}
 DEFAULT_ROPE_THETA = 10_000.0
-DEFAULT_MAX_POSITIONS = {"llama": 2_048, "qwen2": 32_768, "qwen3": 32_768, "qwen3_moe": 32_768, "dots1": 2_048}
+DEFAULT_MAX_POSITIONS = {
+    "llama": 2_048,
+    "qwen2": 32_768,
+    "qwen3": 32_768,
+    "qwen3_moe": 32_768,
+    "dots1": 2_048,
+    "deepseek_v3": 4_096,
+    "glm4_moe_lite": 202_752,
+}
 QK_NORM = ("qwen3", "qwen3_moe", "dots1")
 
 
@@ -86,6 +100,13 @@ def scale_format(folder: str | Path) -> str | None:
     """The format of FP8 scales in config.json: "ue8m0", "float", or None if it has none."""
     path = Path(folder) / "config.json"
     return read_json(path).object("quantization_config").text("scale_fmt") if path.is_file() else None
+
+
+def prediction_layers(folder: str | Path) -> int:
+    """Number of layers after the decoder's that predict further tokens; a checkpoint may hold them, unused here."""
+    path = Path(folder) / "config.json"
+    key = "num_nextn_predict_layers"
+    return read_json(path).integer(key, 0, most=MOST_LAYERS, least=0) if path.is_file() else 0
 
 
 def load_reward_spec(folder: str | Path) -> ModelSpec:
@@ -131,6 +152,9 @@ def spec_from_config(content: Mapping[str, Any], *, scalar: bool = False) -> Mod
     max_positions = config.integer("max_position_embeddings", DEFAULT_MAX_POSITIONS[family], most=MOST_TOKENS)
     rope = rope_parameters(config)
     scaling = rope_scaling(rope, config, max_positions)
+    latent = latent_layout(config, family) if family in LATENT_FAMILIES else None
+    attention = latent or AttentionLayout()
+    given_size = config.integer("head_dim", 128 if family == "qwen3" else hidden_size // heads, most=MOST_WIDTH)
     spec = ModelSpec(
         family=family,
         num_layers=num_layers,
@@ -138,7 +162,7 @@ def spec_from_config(content: Mapping[str, Any], *, scalar: bool = False) -> Mod
         intermediate_size=config.integer("intermediate_size", most=MOST_WIDTH),
         num_heads=heads,
         num_kv_heads=config.integer("num_key_value_heads", heads, most=MOST_HEADS),
-        head_size=config.integer("head_dim", 128 if family == "qwen3" else hidden_size // heads, most=MOST_WIDTH),
+        head_size=given_size if latent is None else latent.nope_size + latent.rope_size,
         vocab_size=vocab_size,
         max_positions=scaled_positions(scaling, max_positions),
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
@@ -147,7 +171,7 @@ def spec_from_config(content: Mapping[str, Any], *, scalar: bool = False) -> Mod
         qkv_bias=family == "qwen2",
         qk_norm=family in QK_NORM,
         tied_embeddings=config.flag("tie_word_embeddings"),
-        blocks=mixture_blocks(config, family, num_layers) if family in MIXTURES else DENSE,
+        blocks=mixture_blocks(config, family, num_layers, attention) if family in MIXTURES else DENSE,
         eos_token_ids=config.token_ids("eos_token_id", vocab_size),
         bos_token_id=next(iter(config.token_ids("bos_token_id", vocab_size)), None),
     )
@@ -156,7 +180,7 @@ def spec_from_config(content: Mapping[str, Any], *, scalar: bool = False) -> Mod
             f"num_attention_heads {spec.num_heads} is not a multiple of num_key_value_heads {spec.num_kv_heads};"
             f" correct the config"
         )
-    if spec.head_size not in SUPPORTED_HEAD_SIZES:
+    if latent is None and spec.head_size not in SUPPORTED_HEAD_SIZES:
         sizes = ", ".join(map(str, SUPPORTED_HEAD_SIZES))
         raise UserError(
             f"head size {spec.head_size} (head_dim, or hidden_size / num_attention_heads) is not supported,"
@@ -191,6 +215,8 @@ def hf_config(spec: ModelSpec, dtype: str = "bfloat16", *, scalar: bool = False)
     }
     if spec.family in MIXTURES:
         config |= mixture_fields(spec)
+    if spec.family in LATENT_FAMILIES:
+        config |= latent_fields(spec, spec.blocks_of(0).attention)
     if scalar:
         config["architectures"] = [ARCHITECTURES[spec.family].replace(CAUSAL, SCALAR)]
         config |= {"id2label": {"0": "reward"}, "label2id": {"reward": 0}}

@@ -2,7 +2,7 @@
 
     qwen3_moe   softmax over all experts; dense layers by `mlp_only_layers` and `decoder_sparse_step`; no shared expert
     dots1       DeepSeek-V3's: sigmoid, chosen from groups with a correction bias, a scale, shared experts, the first
-                layers dense
+                layers dense; `deepseek_v3` and `glm4_moe_lite` have the same mixture
 
 Other routing functions are refused by name.
 """
@@ -11,28 +11,32 @@ from __future__ import annotations
 
 from typing import Any
 
-from octetrl.config.blocks import LayerBlocks
+from octetrl.config.blocks import BlockLayout, LayerBlocks
 from octetrl.config.errors import UserError
 from octetrl.config.json_file import JsonObject
 from octetrl.config.spec import MOST_HEADS, MOST_LAYERS, MOST_WIDTH, ModelSpec
 from octetrl.models.blocks.attention.layout import AttentionLayout
 from octetrl.models.blocks.mlp.layout import MLPLayout
 from octetrl.models.blocks.moe.layout import MixtureLayout, Routing, Scoring
+from octetrl.models.latent_config import LATENT_FAMILIES
 
-MIXTURES = ("qwen3_moe", "dots1")
+CORRECTED = ("dots1", "deepseek_v3", "glm4_moe_lite")  # with DeepSeek-V3's routing
+MIXTURES = ("qwen3_moe", *CORRECTED)
 DENSE_LAYER = LayerBlocks(AttentionLayout(), MLPLayout())
 ROUTING_WORDS: dict[
     str, dict[str, tuple[str, ...]]
 ] = {  # what a config may say of its routing function; a key that is left out says the same
     "qwen3_moe": {"scoring_func": ("softmax",), "topk_method": ("greedy",)},
-    "dots1": {"scoring_func": ("sigmoid", "noaux_tc"), "topk_method": ("noaux_tc",)},
+    **{family: {"scoring_func": ("sigmoid", "noaux_tc"), "topk_method": ("noaux_tc",)} for family in CORRECTED},
 }
-SCORING: dict[str, Scoring] = {"qwen3_moe": "softmax", "dots1": "sigmoid"}
-COUNT_KEYS = {"qwen3_moe": "num_experts", "dots1": "n_routed_experts"}
+SCORING: dict[str, Scoring] = {"qwen3_moe": "softmax", **dict.fromkeys(CORRECTED, "sigmoid")}
+COUNT_KEYS = {"qwen3_moe": "num_experts", **dict.fromkeys(CORRECTED, "n_routed_experts")}
+GROUPS = {"deepseek_v3": (8, 4)}  # n_group and topk_group of a config without them
+LAYER_KINDS = ("dense", "sparse")  # in `mlp_layer_types`
 OTHER_COUNT_KEY = "num_local_experts"  # as transformers 5 writes it
 
 
-def mixture_blocks(config: JsonObject, family: str, num_layers: int) -> tuple[LayerBlocks, ...]:
+def mixture_blocks(config: JsonObject, family: str, num_layers: int, attention: BlockLayout) -> tuple[LayerBlocks, ...]:
     """The layers for `ModelSpec.blocks`. UserError: an unknown routing function, or sizes that do not fit."""
     for key, known in ROUTING_WORDS[family].items():
         given = config.text(key)
@@ -42,11 +46,11 @@ def mixture_blocks(config: JsonObject, family: str, num_layers: int) -> tuple[La
                 f" use another model"
             )
     expert_size = config.integer("moe_intermediate_size", most=MOST_WIDTH)
-    shared = config.integer("n_shared_experts", 0, most=MOST_HEADS, least=0) if family == "dots1" else 0
+    shared = config.integer("n_shared_experts", 0, most=MOST_HEADS, least=0) if family in CORRECTED else 0
     mixture = MixtureLayout(_routing(config, family), expert_size, shared * expert_size)
-    sparse_layer = LayerBlocks(AttentionLayout(), mixture)
+    dense_layer, sparse_layer = LayerBlocks(attention, MLPLayout()), LayerBlocks(attention, mixture)
     dense = _dense_layers(config, family, num_layers)
-    layers = [DENSE_LAYER if layer in dense else sparse_layer for layer in range(num_layers)]
+    layers = [dense_layer if layer in dense else sparse_layer for layer in range(num_layers)]
     if sparse_layer not in layers:
         raise UserError(f"none of the {num_layers} layers of this {family} has experts; correct the config")
     while len(layers) > 1 and layers[-1] == layers[-2]:
@@ -59,8 +63,9 @@ def _routing(config: JsonObject, family: str) -> Routing:
     experts = config.integer(key if key in config else COUNT_KEYS[family], most=MOST_HEADS)
     top_k = config.integer("num_experts_per_tok", most=MOST_HEADS)
     groups, kept = 1, 1
-    if family == "dots1":
-        groups, kept = (config.integer(name, 1, most=MOST_HEADS) for name in ("n_group", "topk_group"))
+    if family in CORRECTED:
+        defaults = zip(("n_group", "topk_group"), GROUPS.get(family, (1, 1)), strict=True)
+        groups, kept = (config.integer(name, default, most=MOST_HEADS) for name, default in defaults)
         if experts % groups or kept > groups:
             raise UserError(
                 f"{experts} experts in n_group {groups}, of which topk_group {kept} are kept, do not divide; correct"
@@ -76,17 +81,24 @@ def _routing(config: JsonObject, family: str) -> Routing:
         num_experts=experts,
         top_k=top_k,
         scoring=SCORING[family],
-        renormalise=config.flag("norm_topk_prob"),
-        corrected=family == "dots1",
+        renormalise=config.flag("norm_topk_prob", family in LATENT_FAMILIES),
+        corrected=family in CORRECTED,
         num_groups=groups,
         kept_groups=kept,
-        scale=config.number("routed_scaling_factor", 1.0) if family == "dots1" else 1.0,
+        scale=config.number("routed_scaling_factor", 1.0) if family in CORRECTED else 1.0,
     )
 
 
 def _dense_layers(config: JsonObject, family: str, num_layers: int) -> set[int]:
-    if family == "dots1":
-        return set(range(config.integer("first_k_dense_replace", 0, most=MOST_LAYERS, least=0)))
+    if family in LATENT_FAMILIES and config.integer("moe_layer_freq", 1, most=MOST_LAYERS) != 1:
+        raise config.wrong("moe_layer_freq", "1 is needed")
+    if family == "glm4_moe_lite" and (kinds := config.texts("mlp_layer_types")):
+        if len(kinds) != num_layers or not set(kinds) <= set(LAYER_KINDS):
+            raise config.wrong("mlp_layer_types", f"'dense' or 'sparse' for each of the {num_layers} layers is needed")
+        return {layer for layer, kind in enumerate(kinds) if kind == "dense"}
+    if family in CORRECTED:
+        default = {"dots1": 0, "deepseek_v3": 3, "glm4_moe_lite": 1}[family]
+        return set(range(config.integer("first_k_dense_replace", default, most=MOST_LAYERS, least=0)))
     step = config.integer("decoder_sparse_step", 1, most=MOST_LAYERS)
     return {*config.integers("mlp_only_layers"), *(layer for layer in range(num_layers) if (layer + 1) % step)}
 
@@ -98,7 +110,7 @@ def mixture_fields(spec: ModelSpec) -> dict[str, Any]:
     mixture = next((block for block in layers if isinstance(block, MixtureLayout)), None)
     assert mixture is not None, f"a model of {spec.family} has experts in some layer"
     routing = mixture.routing
-    fields = {
+    fields: dict[str, Any] = {
         COUNT_KEYS[spec.family]: routing.num_experts,
         "num_experts_per_tok": routing.top_k,
         "moe_intermediate_size": mixture.expert_size,
@@ -107,6 +119,8 @@ def mixture_fields(spec: ModelSpec) -> dict[str, Any]:
     }
     if spec.family == "qwen3_moe":
         return fields | {"mlp_only_layers": dense, "decoder_sparse_step": 1, "output_router_logits": False}
+    if spec.family == "glm4_moe_lite":
+        fields["mlp_layer_types"] = [LAYER_KINDS[layer not in dense] for layer in range(spec.num_layers)]
     return fields | {
         "n_shared_experts": mixture.shared_size // mixture.expert_size,
         "n_group": routing.num_groups,

@@ -16,7 +16,7 @@ from octetrl.config.blocks import PLACES, LinearLayout, MatrixLayout, StackedLin
 from octetrl.config.errors import UserError
 from octetrl.config.json_file import read_json
 from octetrl.config.spec import ModelSpec
-from octetrl.models.families import scale_format
+from octetrl.models.families import prediction_layers, scale_format
 from octetrl.models.row_shards import WEIGHT, RowShards
 
 INDEX = "model.safetensors.index.json"
@@ -102,7 +102,8 @@ def checked_headers(
     folder = Path(folder)
     shards = RowShards.find(folder)
     wanted = list(pieces(spec, scalar=scalar))
-    headers = _read_headers(folder) if shards is None else dict(_headers_of_rows(shards, wanted))
+    ignored = [f"model.layers.{spec.num_layers + extra}." for extra in range(prediction_layers(folder))]
+    headers = _read_headers(folder, tuple(ignored)) if shards is None else dict(_headers_of_rows(shards, wanted))
     if scalar and new_head and SCORE not in headers:
         headers.pop(LM_HEAD, None)
         wanted = [piece for piece in wanted if piece.name != SCORE]
@@ -111,8 +112,9 @@ def checked_headers(
     return headers
 
 
-def _read_headers(folder: Path) -> dict[str, TensorHeader]:
-    """Name, file, shape and dtype of every tensor in the folder, without reading a tensor."""
+def _read_headers(folder: Path, ignored: tuple[str, ...]) -> dict[str, TensorHeader]:
+    """Name, file, shape and dtype of every tensor in the folder, without reading a tensor. `ignored`: prefixes of
+    names."""
     headers: dict[str, TensorHeader] = {}
     twice: list[str] = []
     weight_map = _weight_map(folder)
@@ -120,7 +122,7 @@ def _read_headers(folder: Path) -> dict[str, TensorHeader]:
         try:
             with safe_open(file, framework="np") as handle:
                 for name in handle.keys():  # noqa: SIM118 (not a dict)
-                    if name.endswith(IGNORED_SUFFIX):
+                    if name.endswith(IGNORED_SUFFIX) or name.startswith(ignored):
                         continue
                     if name in headers:
                         twice.append(f"{name} in {headers[name].file.name} and {file.name}")

@@ -45,12 +45,16 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class KVRows:
-    """K and V as tables of rows [N, D] in any stored dtype, each with its scales in any form of `mode_of`."""
+    """K and V as tables of rows [N, D] in any stored dtype, each with its scales in any form of `mode_of`.
+
+    V may have another width than K, and the order another tile (MLA's has both).
+    """
 
     k_ND: Tensor
     v_ND: Tensor
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    tile: int = KV_TILE
 
     @property
     def operands(self) -> tuple[torch.dtype, torch.dtype]:
@@ -153,7 +157,7 @@ def attend_reference(
     v_scale_K, v_scale_N = by_head_or_row(kv.v_scale)
     score_scale_K = head_scales(softmax_scale, k_scale_K, K, q_THD.device)
     q_rounded = q_THD.to(k_operand)
-    out_THD = torch.zeros(T, H, D, dtype=q_THD.dtype)
+    out_THD = torch.zeros(T, H, kv.v_ND.shape[-1], dtype=q_THD.dtype)
     lse2_TH = torch.zeros(T, H, dtype=torch.float32)
     for piece in pieces(cu_seqlens_q, contexts, H, D):
         J = len(piece.sequence_J)
@@ -167,7 +171,14 @@ def attend_reference(
             q_NRD = fold_heads(q_rounded[piece.query_JM[:, block]], K)
             position_NR = fold_positions(piece.position_JM[:, block], K, H // K)
             o_NRD, m_NR, l_NR = _chunks(
-                q_NRD, k_NSD[:, :num_keys], v_NSD[:, :num_keys], position_NR, column_N1S, v_scale_N1S, v_operand
+                q_NRD,
+                k_NSD[:, :num_keys],
+                v_NSD[:, :num_keys],
+                position_NR,
+                column_N1S,
+                v_scale_N1S,
+                v_operand,
+                kv.tile,
             )
             inverse_NR = (1.0 if v_scale_K is None else v_scale_K.repeat(J)[:, None]) / l_NR
             num_queries = q_NRD.shape[1] * K // H
@@ -186,9 +197,10 @@ def _chunks(
     column_N1S: Tensor,
     v_scale_N1S: Tensor | None,
     v_operand: torch.dtype,
+    tile: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The chunks merged one after another: unnormalised o [N, R, D], m and l [N, R], all float32."""
-    o_NRD = torch.zeros(q_NRD.shape, dtype=torch.float32)
+    o_NRD = torch.zeros(*q_NRD.shape[:2], v_NSD.shape[-1])
     m_NR = torch.full(q_NRD.shape[:2], FLOOR)
     l_NR = torch.zeros(q_NRD.shape[:2])
     q_NRD = q_NRD.double()
@@ -196,7 +208,7 @@ def _chunks(
         keys = slice(start, min(start + KV_CHUNK, k_NSD.shape[1]))
         column = column_N1S if column_N1S.shape[-1] == 1 else column_N1S[..., keys]
         v_scale = None if v_scale_N1S is None else v_scale_N1S[..., keys]
-        chunk = _tiles(q_NRD, k_NSD[:, keys], v_NSD[:, keys], position_NR - start, column, v_scale, v_operand)
+        chunk = _tiles(q_NRD, k_NSD[:, keys], v_NSD[:, keys], position_NR - start, column, v_scale, v_operand, tile)
         o_chunk, m_chunk, l_chunk = chunk
         m_new = torch.maximum(m_NR, m_chunk)
         before, here = (_exp2(m - m_new) for m in (m_NR, m_chunk))
@@ -214,13 +226,15 @@ def _tiles(
     column_N1S: Tensor,
     v_scale_N1S: Tensor | None,
     v_operand: torch.dtype,
+    width: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The online softmax over the ascending tiles of one chunk; `position_NR` counts from the chunk's first key."""
-    o = torch.zeros(q_NRD.shape, dtype=torch.float32)
+    """The online softmax over the ascending tiles, of `width` keys, of one chunk; `position_NR` counts from the chunk's
+    first key."""
+    o = torch.zeros(*q_NRD.shape[:2], v_NSD.shape[-1])
     m = torch.full(q_NRD.shape[:2], FLOOR)
     l = torch.zeros(q_NRD.shape[:2])  # noqa: E741 (the letter every paper uses)
-    for start in range(0, k_NSD.shape[1], KV_TILE):
-        tile = slice(start, start + KV_TILE)
+    for start in range(0, k_NSD.shape[1], width):
+        tile = slice(start, start + width)
         s = torch.bmm(q_NRD, k_NSD[:, tile].mT).float()
         s.mul_(column_N1S if column_N1S.shape[-1] == 1 else column_N1S[..., tile])
         key_S = torch.arange(start, start + s.shape[-1])

@@ -9,6 +9,9 @@ cannot tell positions beyond 256 apart; here they stay distinct. Nothing is redu
 The backward is the rotation by the opposite angle. x may be a view into the fused QKV output: only its last axis must
 be contiguous.
 
+`interleaved`: element 2r of x is paired with 2r + 1, as DeepSeek's weights need it. y has the order above; the score of
+two rotated heads is the same. The backward takes this order and returns that of x.
+
 T tokens, H heads, D head size, R = D/2 rotation planes.
 """
 
@@ -32,6 +35,8 @@ def _rope_kernel(
     stride_token,
     stride_head,
     SIGN: tl.constexpr,
+    X_STEP: tl.constexpr,
+    Y_STEP: tl.constexpr,
     PLANES: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -43,16 +48,17 @@ def _rope_kernel(
     inside_HR = (head_H < num_heads)[:, None] & inside_R[None, :]
     cos_R = tl.load(cos_ptr + token * PLANES + plane_R, mask=inside_R, other=0.0)
     sin_R = tl.load(sin_ptr + token * PLANES + plane_R, mask=inside_R, other=0.0) * SIGN
-    source_HR = x_ptr + token * stride_token + head_H[:, None] * stride_head + plane_R[None, :]
+    source_HR = x_ptr + token * stride_token + head_H[:, None] * stride_head + plane_R[None, :] * X_STEP
     first_HR = tl.load(source_HR, mask=inside_HR, other=0.0).to(tl.float32)
-    second_HR = tl.load(source_HR + PLANES, mask=inside_HR, other=0.0).to(tl.float32)
+    second_HR = tl.load(source_HR + (PLANES if X_STEP == 1 else 1), mask=inside_HR, other=0.0).to(tl.float32)
     dtype = y_ptr.dtype.element_ty
-    target_HR = y_ptr + (token * num_heads + head_H[:, None]) * (2 * PLANES) + plane_R[None, :]
+    target_HR = y_ptr + (token * num_heads + head_H[:, None]) * (2 * PLANES) + plane_R[None, :] * Y_STEP
     tl.store(target_HR, (first_HR * cos_R[None, :] - second_HR * sin_R[None, :]).to(dtype), mask=inside_HR)
-    tl.store(target_HR + PLANES, (second_HR * cos_R[None, :] + first_HR * sin_R[None, :]).to(dtype), mask=inside_HR)
+    second_HR = second_HR * cos_R[None, :] + first_HR * sin_R[None, :]
+    tl.store(target_HR + (PLANES if Y_STEP == 1 else 1), second_HR.to(dtype), mask=inside_HR)
 
 
-def rope_triton(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, sign: int) -> Tensor:
+def rope_triton(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, sign: int, interleaved: bool = False) -> Tensor:
     """The kernel's launcher; sign -1 rotates back. Returns a contiguous tensor like x."""
     num_tokens, num_heads, head_size = x_THD.shape
     assert x_THD.stride(2) == 1, f"rope: last axis has stride {x_THD.stride(2)}, must be 1"
@@ -63,43 +69,49 @@ def rope_triton(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, sign: int) -> Ten
     options = {"enable_fp_fusion": False} if x_THD.is_cuda else {}
     _rope_kernel[(num_tokens,)](
         x_THD, cos_TR, sin_TR, y_THD, num_heads, x_THD.stride(0), x_THD.stride(1), SIGN=sign,
+        X_STEP=2 if interleaved and sign > 0 else 1, Y_STEP=2 if interleaved and sign < 0 else 1,
         PLANES=head_size // 2, BLOCK_H=triton.next_power_of_2(num_heads),
         BLOCK_R=triton.next_power_of_2(head_size // 2), **options,
     )  # fmt: skip
     return y_THD
 
 
-def rope_reference(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, sign: int = 1) -> Tensor:
+def rope_reference(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, sign: int = 1, interleaved: bool = False) -> Tensor:
     """The same in plain torch, the same bits."""
-    first_THR, second_THR = x_THD.float().chunk(2, dim=-1)
+    x = x_THD.float()
+    first_THR, second_THR = (x[..., 0::2], x[..., 1::2]) if interleaved and sign > 0 else x.chunk(2, dim=-1)
     cos_T1R, sin_T1R = cos_TR.unsqueeze(1), (sin_TR * sign).unsqueeze(1)
     rotated = (first_THR * cos_T1R - second_THR * sin_T1R, second_THR * cos_T1R + first_THR * sin_T1R)
+    if interleaved and sign < 0:
+        return torch.stack(rotated, dim=-1).flatten(-2).to(x_THD.dtype)
     return torch.cat(rotated, dim=-1).to(x_THD.dtype)
 
 
-def _rotate(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, sign: int) -> Tensor:
+def rotate(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, sign: int, interleaved: bool = False) -> Tensor:
+    """`rope` without a gradient; sign -1 rotates back."""
     if x_THD.is_cuda:
-        return rope_triton(x_THD, cos_TR, sin_TR, sign)
-    return rope_reference(x_THD, cos_TR, sin_TR, sign)
+        return rope_triton(x_THD, cos_TR, sin_TR, sign, interleaved)
+    return rope_reference(x_THD, cos_TR, sin_TR, sign, interleaved)
 
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    def forward(ctx: Any, x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos_TR, sin_TR)
-        return _rotate(x_THD, cos_TR, sin_TR, 1)
+        ctx.interleaved = interleaved
+        return rotate(x_THD, cos_TR, sin_TR, 1, interleaved)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         cos_TR, sin_TR = ctx.saved_tensors
-        return _rotate(grads[0].contiguous(), cos_TR, sin_TR, -1), None, None
+        return rotate(grads[0].contiguous(), cos_TR, sin_TR, -1, ctx.interleaved), None, None, None
 
 
-def rope(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+def rope(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate each head by its token's angles. Differentiable in x.
 
     x_THD: BF16 or float32, D even, last axis contiguous. cos_TR, sin_TR: float32, contiguous. Returns x's shape and
     dtype.
     """
     assert cos_TR.shape == (x_THD.shape[0], x_THD.shape[2] // 2), f"rope: x {x_THD.shape}, cos {cos_TR.shape}"
-    return _Rope.apply(x_THD, cos_TR, sin_TR)
+    return _Rope.apply(x_THD, cos_TR, sin_TR, interleaved)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import LlamaConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from octetrl.config.rope import Llama3Scaling
@@ -73,6 +74,18 @@ def test_gradient_is_the_rotation_back() -> None:
     torch.testing.assert_close(x_THD.grad, reference_THD.grad, rtol=1e-6, atol=1e-7)
 
 
+def test_interleaved_pairs_are_those_of_deepseek_and_rotate_back() -> None:
+    """The result has the order of halves, so a score is that of transformers."""
+    rotary = _table()(torch.arange(6))
+    x_THD = _heads().requires_grad_()
+    cos_TD, sin_TD = (torch.cat((half_TR, half_TR), 1) for half_TR in rotary)
+    want, _ = apply_rotary_pos_emb_interleave(x_THD[None], x_THD[None], cos_TD[None], sin_TD[None], unsqueeze_dim=2)
+    y_THD = rope(x_THD, *rotary, True)
+    torch.testing.assert_close(y_THD, want[0], rtol=1e-6, atol=1e-6)
+    y_THD.backward(y_THD.detach())
+    torch.testing.assert_close(x_THD.grad, x_THD.detach(), rtol=1e-5, atol=1e-6)
+
+
 def test_a_strided_view_and_bfloat16() -> None:
     rotary = _table()(torch.arange(6))
     fused_THD = _heads(num_heads=5, dtype=torch.bfloat16)
@@ -84,7 +97,8 @@ def test_a_strided_view_and_bfloat16() -> None:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("sign", [1, -1])
-def test_kernel_has_the_bits_of_the_reference(sign: int) -> None:
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_kernel_has_the_bits_of_the_reference(sign: int, interleaved: bool) -> None:
     rotary = _table()(torch.tensor([0, 3, 4095, 17, 1, 2]))
-    view_THD = _heads(num_heads=5)[:, 1:4]
-    assert torch.equal(rope_triton(view_THD, *rotary, sign), rope_reference(view_THD, *rotary, sign))
+    arguments = _heads(num_heads=5)[:, 1:4], *rotary, sign, interleaved
+    assert torch.equal(rope_triton(*arguments), rope_reference(*arguments))

@@ -1,0 +1,1 @@
+"""Multi-head latent attention (MLA): all heads read one small latent of each token."""

@@ -1,0 +1,161 @@
+"""MLA's attention between the projections: the forward absorbs `kv_b` into the queries, the backward does not.
+
+Rows of `kv_b` [H (N + V), C] are, head by head, the N of Wk and the V of Wv: a head's keys would be Wk latent, its
+values Wv latent. The forward never computes them:
+
+    q_latent = round(q_nope Wk)             a head's query in the latent's space
+    o        = round(softmax(scale (q_latent . latent + q_rotary . key)) latent)
+    out      = round(o Wv^T)
+
+Decode, prefill and training have this one form, so they have one order of sums (docs/fp8.md §11). Both products with
+`kv_b` add straight along their depth, head by head, like experts' (kernels/gemm/grouped_bf16_gemm.py).
+
+The backward may use the other form, because a gradient's bits are nobody's. It has a third of the multiplications: it
+computes keys and values of every head, and the gradient of ordinary attention over them. Their log-sum-exp is computed
+again, as P must be normalised in the form in which it is computed. The latents are those of the cache, and their
+gradient passes the quantiser straight through.
+
+T tokens, H heads, N nope size, R rotary size, V value size, C latent size, D the head size of ordinary attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octetrl.config.spec import SUPPORTED_HEAD_SIZES
+from octetrl.kernels.attention.attention_packed import attention_packed_backward, attention_packed_forward
+from octetrl.kernels.attention.kv_store import ReplayedKV
+from octetrl.kernels.attention.latent_reference import latent_packed_reference as latent_packed
+from octetrl.kernels.gemm.grouped_bf16_gemm import grouped_bf16_gemm
+from octetrl.layers.context import PackedContext
+
+
+class HeadSizes(NamedTuple):
+    nope: int
+    value: int
+
+
+def absorb(q_THN: Tensor, kv_b: Tensor, sizes: HeadSizes) -> Tensor:
+    """q_latent [T, H, C], a view of [H, T, C]. No gradient."""
+    heads = q_THN.shape[1]
+    wk = kv_b.view(heads, sum(sizes), -1)[:, : sizes.nope].reshape(heads * sizes.nope, -1)
+    return _by_head(q_THN, wk, turned=True)
+
+
+def expand(o_THC: Tensor, kv_b: Tensor, sizes: HeadSizes) -> Tensor:
+    """out [T, H * V], contiguous. No gradient."""
+    heads = o_THC.shape[1]
+    wv = kv_b.view(heads, sum(sizes), -1)[:, sizes.nope :].reshape(heads * sizes.value, -1)
+    return _by_head(o_THC, wv, turned=False).reshape(len(o_THC), -1)
+
+
+def _by_head(x_THK: Tensor, w: Tensor, *, turned: bool) -> Tensor:
+    """Each head's rows by its own matrix: [T, H, N], a view of [H, T, N]."""
+    tokens, heads, depth = x_THK.shape
+    first_H1 = torch.arange(0, heads * tokens + 1, max(1, tokens), dtype=torch.int32, device=x_THK.device)[: heads + 1]
+    x_PK = x_THK.transpose(0, 1).reshape(heads * tokens, depth)
+    return grouped_bf16_gemm(x_PK, w, first_H1, turned=turned).view(heads, tokens, -1).transpose(0, 1)
+
+
+class Attended(NamedTuple):
+    """What the forward computes, also for the doctor."""
+
+    q_latent_THC: Tensor
+    o_THC: Tensor
+    out_TV: Tensor
+
+
+@torch.no_grad()
+def attend_packed(
+    q_THN: Tensor,
+    q_THR: Tensor,
+    value_TC: Tensor,
+    key_TR: Tensor,
+    kv_b: Tensor,
+    sizes: HeadSizes,
+    context: PackedContext,
+    softmax_scale: float,
+) -> Attended:
+    """The forward over packed sequences. `value_TC`: the latents as the cache would give them."""
+    q_latent_THC = absorb(q_THN, kv_b, sizes)
+    bounds = context.cu_seqlens_B1, context.max_seqlen
+    o_THC = latent_packed(q_latent_THC, q_THR, value_TC, key_TR, *bounds, softmax_scale)
+    return Attended(q_latent_THC, o_THC, expand(o_THC, kv_b, sizes))
+
+
+class AttentionGradients(NamedTuple):
+    q_THN: Tensor
+    q_THR: Tensor
+    latent_TC: Tensor
+    key_TR: Tensor
+    kv_b: Tensor | None
+
+
+@torch.no_grad()
+def attention_gradients(
+    dout_TV: Tensor,
+    q_THN: Tensor,
+    q_THR: Tensor,
+    value_TC: Tensor,
+    key_TR: Tensor,
+    kv_b: Tensor,
+    sizes: HeadSizes,
+    context: PackedContext,
+    softmax_scale: float,
+) -> AttentionGradients:
+    """Gradients of `attend_packed`'s result, by ordinary attention over the keys and values of every head."""
+    q_THX = torch.cat((q_THN, q_THR), 2)
+    tokens, heads, width = q_THX.shape
+    size = _head_size(max(width, sizes.value))
+    kv_THX = F.linear(value_TC, kv_b).view(tokens, heads, sum(sizes))
+    k_THX = torch.cat((kv_THX[..., : sizes.nope], key_TR[:, None].expand(-1, heads, -1)), 2)
+    q_THD, k_THD, v_THD, dout_THD = (
+        F.pad(x_TH, (0, size - x_TH.shape[2]))
+        for x_TH in (q_THX, k_THX, kv_THX[..., sizes.nope :], dout_TV.view(tokens, heads, sizes.value))
+    )
+    bounds = context.cu_seqlens_B1, context.max_seqlen
+    out_THD, lse2_TH = attention_packed_forward(q_THD, k_THD, v_THD, *bounds, softmax_scale)
+    kv = ReplayedKV(k_THD, v_THD, None, None)
+    dq_THD, dk_THD, dv_THD = attention_packed_backward(dout_THD, q_THD, kv, out_THD, lse2_TH, *bounds, softmax_scale)
+    dkv_TX = torch.cat((dk_THD[..., : sizes.nope], dv_THD[..., : sizes.value]), 2).flatten(1)
+    dkey_TR = dk_THD[..., sizes.nope : width].sum(1, dtype=torch.float32).to(key_TR.dtype)
+    dkv_b = dkv_TX.t() @ value_TC if kv_b.requires_grad else None
+    dq_THN, dq_THR, _ = dq_THD.split((sizes.nope, width - sizes.nope, size - width), 2)
+    return AttentionGradients(dq_THN, dq_THR, dkv_TX @ kv_b, dkey_TR, dkv_b)
+
+
+def _head_size(width: int) -> int:
+    """The smallest size that attention's kernels take; beyond them, on a CPU, the width itself."""
+    return next((size for size in sorted(SUPPORTED_HEAD_SIZES) if size >= width), width)
+
+
+class PackedAttention(torch.autograd.Function):
+    """`attend_packed` with `attention_gradients`. Its arguments after `kv_b` have no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_THN: Tensor,
+        q_THR: Tensor,
+        latent_TC: Tensor,
+        key_TR: Tensor,
+        kv_b: Tensor,
+        value_TC: Tensor,
+        sizes: HeadSizes,
+        context: PackedContext,
+        softmax_scale: float,
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(q_THN, q_THR, value_TC, key_TR, kv_b)
+        ctx.settings = sizes, context, softmax_scale
+        attended = attend_packed(q_THN, q_THR, value_TC, key_TR, kv_b, sizes, context, softmax_scale)
+        ctx.mark_non_differentiable(attended.q_latent_THC, attended.o_THC)
+        return tuple(attended)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        found = attention_gradients(grads[2].contiguous(), *ctx.saved_tensors, *ctx.settings)
+        return (*found, None, None, None, None)

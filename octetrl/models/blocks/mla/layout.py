@@ -1,0 +1,114 @@
+"""Multi-head latent attention's layout: projections of queries and output, and the latents' matrices. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from octetrl.config.blocks import (
+    BlockLayout,
+    BlockMemory,
+    CachedTensor,
+    LinearLayout,
+    MatrixLayout,
+    Part,
+    Peak,
+    TensorLayout,
+    TrainedAs,
+    VectorLayout,
+)
+from octetrl.config.spec import SUPPORTED_HEAD_SIZES, ModelSpec
+
+if TYPE_CHECKING:
+    from octetrl.models.blocks.block import BlockBuilder
+    from octetrl.models.blocks.mla.module import LatentAttention
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttentionLayout(BlockLayout):
+    """Sizes of one head; the latent and the rotary key are shared by all heads. `ModelSpec.head_size` is nope + rotary.
+
+    `query_latent_size` 0: queries have one projection. `interleaved`: RoPE pairs neighbours (kernels/rows/rope.py).
+    """
+
+    latent_size: int  # kv_lora_rank
+    query_latent_size: int  # q_lora_rank
+    nope_size: int  # of a query's part without RoPE
+    rope_size: int
+    value_size: int
+    interleaved: bool = True
+
+    sites = (
+        "q_a_proj",
+        "q_proj",
+        "kv_a_proj",
+        "rotated q",
+        "absorbed q",
+        "latent as cached",
+        "rotary key as cached",
+        "latent out",
+        "attention out",
+        "o_proj",
+    )
+
+    def tensors(self, spec: ModelSpec) -> tuple[TensorLayout, ...]:
+        heads, hidden, latent = spec.num_heads, spec.hidden_size, self.latent_size
+        return (
+            *self._of_queries(spec),
+            MatrixLayout("kv_a_proj_with_mqa.weight", latent + self.rope_size, hidden),
+            VectorLayout("kv_a_layernorm.weight", latent),
+            MatrixLayout("kv_b_proj.weight", heads * (self.nope_size + self.value_size), latent),
+            LinearLayout("o_proj", heads * self.value_size, (Part("o_proj", hidden),)),
+        )
+
+    def _of_queries(self, spec: ModelSpec) -> tuple[TensorLayout, ...]:
+        rank = self.query_latent_size
+        if not rank:
+            return (LinearLayout("q_proj", spec.hidden_size, (Part("q_proj", spec.q_size),)),)
+        return (
+            LinearLayout("q_a_proj", spec.hidden_size, (Part("q_a_proj", rank),)),
+            VectorLayout("q_a_layernorm.weight", rank),
+            LinearLayout("q_b_proj", rank, (Part("q_b_proj", spec.q_size),)),
+        )
+
+    def memory(self, spec: ModelSpec, how: TrainedAs) -> BlockMemory:
+        """Saved: queries, their latents, and the latent before its norm. Costly: the output of every head.
+
+        The backward's peak has queries, keys, values, output and the gradients of all, each padded to one head size.
+        """
+        b, heads, hidden = how.value_bytes, spec.num_heads, spec.hidden_size
+        latents = self.latent_size + self.rope_size
+        up = heads * (self.nope_size + self.value_size)
+        wide = max(spec.head_size, self.value_size)
+        padded = heads * next((size for size in SUPPORTED_HEAD_SIZES if size >= wide), wide)
+        matrices = sum(tensor.num_parameters for tensor in self.tensors(spec))
+        return BlockMemory(
+            saved=b * (spec.q_size + self.query_latent_size + latents),
+            costly=b * heads * self.value_size,
+            peaks=(
+                Peak(b * heads * (2 * self.latent_size + self.rope_size)),  # running the forward again
+                Peak(b * (8 * padded + 2 * up + 2 * latents + hidden), 0 if how.frozen else b * matrices),
+            ),
+            of_weights=0 if how.frozen else b * matrices,
+        )
+
+    def sizes(self, spec: ModelSpec) -> Mapping[str, int]:
+        of_queries = {"q_lora_rank": self.query_latent_size} if self.query_latent_size else {}
+        values = spec.num_heads * self.value_size
+        return {"query size (heads * head size)": spec.q_size, "value size (heads * v_head_dim)": values, **of_queries}
+
+    def cached(self, spec: ModelSpec) -> tuple[CachedTensor, ...]:
+        """The latent after its norm, and the rotated key; both shared by all heads."""
+        return (
+            CachedTensor("latent", (self.latent_size,), (1,), scale_of="scale", calibrates=False),
+            CachedTensor("rotary key", (self.rope_size,), never_fp8="it is small and decides positions"),
+        )
+
+    def rotary_size(self, spec: ModelSpec) -> int:
+        return self.rope_size
+
+    def build(self, builder: BlockBuilder) -> LatentAttention:
+        from octetrl.models.blocks.mla.module import LatentAttention  # needs torch
+
+        return LatentAttention(builder, self)

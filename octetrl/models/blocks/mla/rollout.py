@@ -1,0 +1,27 @@
+"""Latent attention's fused form for rollout on a GPU: the definition's ops with the products of the fused forms.
+
+T tokens, E hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from octetrl.models.blocks.products import Operand, project
+
+if TYPE_CHECKING:
+    from octetrl.models.blocks.block import RolloutInputs
+    from octetrl.models.blocks.mla.module import LatentAttention
+
+
+def rollout(mla: LatentAttention, x: Operand, inputs: RolloutInputs) -> Tensor:
+    assert isinstance(x, Tensor), "several ops read the norm's result, so it is not quantised"
+    projected = mla.project(x, project)
+    operands = mla.split(projected, inputs.rotary(inputs.positions_T))
+    attended = mla.attend_paged(operands, inputs.context)
+    out_TE = project(mla.o_proj, attended.out_TV)
+    if mla.probe is not None:
+        mla.probe_all(projected, operands, mla.read_back(inputs.context), attended, out_TE)
+    return out_TE
