@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from octetrl.api.sampling import SamplingParams
 from octetrl.config.errors import UserError
@@ -48,7 +49,8 @@ class LLM:
     model: a Hugging Face folder, a run's folder or one of its checkpoints. precision: what is FP8, as in a recipe.
     context_length: most tokens of prompt and answer together; None: the model's, at most 8192. kv_cache_tokens: the
     capacity of the KV cache; None: what the memory allows. max_batch: most sequences that are decoded together.
-    device: auto takes the GPU where there is one.
+    device: auto takes the GPU where there is one. cluster: a recipe's section for several workers, such as {"gpus": 4};
+    each holds the whole model, and `close` ends them.
 
     Raises UserError for a folder without a model and for settings that the model does not support.
 
@@ -66,17 +68,23 @@ class LLM:
         kv_cache_tokens: int | None = None,
         max_batch: int = 256,
         device: Literal["auto", "cpu", "cuda"] = "auto",
+        cluster: Mapping[str, Any] | None = None,
     ) -> None:
         if precision not in PRECISIONS:
             raise UserError(f"LLM: precision is {precision!r}; give {', '.join(PRECISIONS)}")
+        if not isinstance(cluster, Mapping | None):
+            raise UserError(
+                f"LLM: cluster is {cluster!r}; give a recipe's section as a dictionary, such as {{'gpus': 4}}"
+            )
         self._loaded = load_standing_model(
             str(model),
             precision=precision,
-            device=device,
+            cluster={"device": device, **(cluster or {})},
             context_length=context_length,
             kv_cache_tokens=kv_cache_tokens,
             max_batch=max_batch,
         )
+        weakref.finalize(self, self._loaded.close).atexit = False
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | None = None
@@ -104,11 +112,15 @@ class LLM:
             )
             for place, prompt in enumerate(listed)
         ]
-        completions = self._loaded.worker.generate(requests)
+        completions = self._loaded.generate(requests)
         return [
             RequestOutput(prompt if isinstance(prompt, str) else None, request.prompt_token_ids, tuple(siblings))
             for prompt, request, siblings in zip(listed, requests, completions, strict=True)
         ]
+
+    def close(self) -> None:
+        """End the workers of `cluster`, as deleting the LLM does. A later `generate` starts them again."""
+        self._loaded.close()
 
     def _token_ids(self, place: int, prompt: Prompt, max_tokens: int) -> tuple[int, ...]:
         context = self._loaded.context_length
@@ -117,7 +129,7 @@ class LLM:
             tokens = self._loaded.chat.prompt_tokens(prompt) if isinstance(prompt, str) else tuple(prompt)
         except TextTooLong as error:
             raise UserError(f"LLM.generate: prompt {place} has {error}; {remedy}") from None
-        vocabulary = self._loaded.worker.spec.vocab_size
+        vocabulary = self._loaded.vocab_size
         wrong = next((token for token in tokens if not isinstance(token, int) or not 0 <= token < vocabulary), None)
         if wrong is not None or not tokens:
             what = "has no tokens" if wrong is None else f"holds {wrong!r}"

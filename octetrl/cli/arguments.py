@@ -1,8 +1,8 @@
-"""Arguments that several commands share: the recipe and its overrides."""
+"""Arguments that several commands share: the recipe and its overrides, the device and the workers."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -22,3 +22,15 @@ Overrides = Annotated[
         show_default=False,
     ),
 ]
+Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: the GPU if there is one.")]
+Gpus = Annotated[int | None, typer.Option(min=1, help="Number of GPUs, each with a worker (docs/scale.md). Needs Ray.")]
+Cpus = Annotated[int | None, typer.Option(min=1, help="Number of workers on the CPU, instead of --gpus. Needs Ray.")]
+Address = Annotated[
+    str | None, typer.Option(help="Ray cluster of the workers: host:port, or auto. Default: Ray on this machine.")
+]
+
+
+def cluster_section(device: str, gpus: int | None, cpus: int | None, address: str | None) -> dict[str, Any]:
+    """A recipe's section from these options."""
+    given = {"device": device, "gpus": gpus, "cpus": cpus, "address": address}
+    return {name: value for name, value in given.items() if value is not None}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
+from octetrl.cli.arguments import Address, Cpus, Device, Gpus, cluster_section
 from octetrl.config.errors import UserError
 from octetrl.config.schema import Precision
 from octetrl.records import Completion, SamplingParams
@@ -36,7 +37,10 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same text.")] = 0,
     n: Annotated[int, typer.Option("--n", "-n", min=1, help="Completions of each prompt.")] = 1,
     precision: Annotated[Precision, typer.Option(help="What is FP8.")] = "bf16",
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: the GPU if there is one.")] = "auto",
+    device: Device = "auto",
+    gpus: Gpus = None,
+    cpus: Cpus = None,
+    address: Address = None,
 ) -> None:
     """Generate text from a model or a run."""
     sampling = SamplingParams(
@@ -53,7 +57,8 @@ def generate(
         raise UserError("--stop: an empty text would stop every completion at once; leave it out")
     from octetrl.run.generate import generate_text
 
-    completions = generate_text(model, prompt, sampling, precision=precision, device=device, seed=seed, n=n)
+    cluster = cluster_section(device, gpus, cpus, address)
+    completions = generate_text(model, prompt, sampling, precision=precision, cluster=cluster, seed=seed, n=n)
     typer.echo(completions_text(completions))
 
 

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
+from octetrl.cli.arguments import Address, Cpus, Device, Gpus, cluster_section
 from octetrl.config.errors import UserError
 from octetrl.config.schema import Precision
+
+WithoutKey = Annotated[
+    bool,
+    typer.Option("--without-key", help="Allow other machines without a key, behind a proxy that checks clients."),
+]
+CalibrateOn = Annotated[
+    Path | None,
+    typer.Option(
+        help="Texts, one per line, from which the scales of a calibrated FP8 cache are measured; default: built in."
+    ),
+]
 
 
 def serve(
@@ -19,15 +31,21 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: a free one.")] = 8000,
     name: Annotated[str | None, typer.Option(help="The model's name for clients; default: the folder's name.")] = None,
     precision: Annotated[Precision, typer.Option(help="What is FP8.")] = "bf16",
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: the GPU if there is one.")] = "auto",
+    device: Device = "auto",
+    gpus: Gpus = None,
+    cpus: Cpus = None,
+    address: Address = None,
     context_length: Annotated[
         int | None,
         typer.Option(min=16, help="Largest number of tokens in prompt and answer; default: the model's, at most 8192."),
     ] = None,
     kv_cache_tokens: Annotated[
-        int | None, typer.Option(min=16, help="Capacity of the KV cache; default: most of the GPU's free memory.")
+        int | None,
+        typer.Option(min=16, help="Capacity of each worker's KV cache; default: most of the GPU's free memory."),
     ] = None,
-    max_batch: Annotated[int, typer.Option(min=1, help="Largest number of completions generated together.")] = 256,
+    max_batch: Annotated[
+        int, typer.Option(min=1, help="Largest number of completions generated together on a worker.")
+    ] = 256,
     max_queue: Annotated[
         int, typer.Option(min=0, help="Largest number of waiting completions; more are refused (429).")
     ] = 256,
@@ -38,17 +56,9 @@ def serve(
             envvar="OCTETRL_API_KEY", help="Key that clients must send. ps shows the option, but not the variable."
         ),
     ] = None,
-    without_key: Annotated[
-        bool,
-        typer.Option("--without-key", help="Allow other machines without a key, behind a proxy that checks clients."),
-    ] = False,
+    without_key: WithoutKey = False,
     drain_seconds: Annotated[float, typer.Option(min=0.0, help="Time for running requests after SIGTERM.")] = 30.0,
-    calibrate_on: Annotated[
-        Path | None,
-        typer.Option(
-            help="Texts, one per line, from which the scales of a calibrated FP8 cache are measured; default: built in."
-        ),
-    ] = None,
+    calibrate_on: CalibrateOn = None,
 ) -> None:
     """Serve a model by OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics."""
     if api_key == "":
@@ -59,7 +69,7 @@ def serve(
         model,
         name=name,
         precision=precision,
-        device=device,
+        cluster=cluster_section(device, gpus, cpus, address),
         context_length=context_length,
         kv_cache_tokens=kv_cache_tokens,
         max_batch=max_batch,

@@ -34,7 +34,7 @@ from octetrl.fp8.parity import refused_gate, slow_paths
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.collection_settings import CollectionSettings
-from octetrl.run.device import resolve_device, seed_everything
+from octetrl.run.device import gpus_beside, resolve_device, seed_everything
 from octetrl.run.environment import NOTHING_GIVEN, build_environment
 from octetrl.run.journal import Journal
 from octetrl.telemetry.console import Console
@@ -103,8 +103,8 @@ def build_run(recipe: Recipe, *, trains: bool = True, given: Given = NOTHING_GIV
     console = Console(recipe.logging.console, recipe.steps)
     for line in slow_paths(recipe, policy, on_gpu=on_gpu, trains=trains):
         console.warn(line)
-    if on_gpu and not cluster.uses_ray and torch.cuda.device_count() > 1:
-        count = torch.cuda.device_count()
+    count = gpus_beside(cluster)
+    if count > 1:
         console.note(f"this run uses one of {count} GPUs; to use all, add to the recipe: cluster: {{gpus: {count}}}")
     if recipe.environment.kind == "code":
         console.note(f"the model's code runs in {sandbox_for(recipe.environment.sandbox)}")

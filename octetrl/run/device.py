@@ -27,6 +27,15 @@ def resolve_device(cluster: ClusterConfig) -> torch.device:
     return torch.device("cuda" if available and cluster.device != "cpu" and cluster.cpus is None else "cpu")
 
 
+def gpus_beside(cluster: ClusterConfig) -> int:
+    """Number of GPUs that this machine has, if the recipe does not say how many to use and a run would use one. Else
+    0."""
+    says = (cluster.gpus, cluster.nodes, cluster.cpus, cluster.address)
+    if cluster.device == "cpu" or cluster.num_workers > 1 or any(one is not None for one in says):
+        return 0
+    return torch.cuda.device_count()
+
+
 def seed_everything(seed: int) -> None:
     """Seed the generators that user code may touch; OctetRL itself uses only counters."""
     random.seed(seed)

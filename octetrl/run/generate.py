@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,12 @@ from octetrl.records import Completion, GenerationRequest, SamplingParams
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.run.device import resolve_device
 from octetrl.run.resume import trained_model, weights_folder
+from octetrl.telemetry.console import Console
 from octetrl.telemetry.spans import Spans
 from octetrl.workers.build import build_worker, model_spec
+from octetrl.workers.local import LocalWorkers
+from octetrl.workers.many.build import build_many_workers
+from octetrl.workers.many.workers import ManyWorkers
 from octetrl.workers.worker import Worker
 
 
@@ -28,12 +33,13 @@ def generate_text(
     sampling: SamplingParams,
     *,
     precision: str = "bf16",
-    device: str = "auto",
+    cluster: Mapping[str, Any] | None = None,
     seed: int = 0,
     n: int = 1,
     system_prompt: str | None = None,
 ) -> list[list[Completion]]:
-    """`n` completions of each prompt. `model` is a Hugging Face folder, a run folder or a checkpoint."""
+    """`n` completions of each prompt. `model` is a Hugging Face folder, a run folder or a checkpoint. `cluster`: a
+    recipe's section, for the device or for several workers."""
     trained = trained_model(weights_folder(Path(model)))
     tokenizer = tokenizer_of(trained)
     positions = load_spec(Path(trained["path"])).max_positions
@@ -43,21 +49,21 @@ def generate_text(
     except TextTooLong as error:
         raise UserError(f"--prompt: one has {error}, the model's positions; shorten it") from None
     longest = max(len(tokens) for tokens in token_lists)
-    recipe = generation_recipe(trained, precision, device, longest + sampling.max_new_tokens)
+    recipe = generation_recipe(trained, precision, cluster or {}, longest + sampling.max_new_tokens)
     spec = model_spec(recipe)
     if longest + sampling.max_new_tokens > spec.max_positions:
         raise UserError(
             f"--max-new-tokens: a prompt of {longest} tokens and an answer of {sampling.max_new_tokens} exceed the"
             f" model's {spec.max_positions} positions; shorten one of them"
         )
-    worker = generating_worker(recipe, tokenizer)
-    if worker.needs_calibration:
-        worker.calibrate(token_lists)
     requests = [
         GenerationRequest(f"prompt {index}", tokens, sampling, num_siblings=n, seed=seed + index)
         for index, tokens in enumerate(token_lists)
     ]
-    return worker.generate(requests)
+    with closing(generating_workers(recipe, tokenizer)) as workers:
+        if workers.needs_calibration:
+            workers.calibrate(token_lists)
+        return workers.generate(requests)
 
 
 def tokenizer_of(trained: Mapping[str, Any]) -> Tokenizer:
@@ -66,16 +72,20 @@ def tokenizer_of(trained: Mapping[str, Any]) -> Tokenizer:
 
 
 def generation_recipe(
-    trained: Mapping[str, Any], precision: str, device: str, context_length: int, **sections: Mapping[str, Any]
+    trained: Mapping[str, Any],
+    precision: str,
+    cluster: Mapping[str, Any],
+    context_length: int,
+    **sections: Mapping[str, Any],
 ) -> Recipe:
-    """A recipe for a worker that generates with a model as `trained_model` describes it."""
+    """A recipe for workers that generate with a model as `trained_model` describes it."""
     lora = trained["lora"]
     section = {**trained, "lora": None if lora is None else lora.model_dump(mode="json")}
     return recipe_from_mapping(
         {
             "precision": precision,
             "model": {**section, "context_length": max(16, context_length)},
-            "cluster": {"device": device},
+            "cluster": dict(cluster),
             "environment": {"dataset": "chain_sum"},
             "rollout": {"max_prompt_tokens": max(1, context_length - 1), "max_new_tokens": 1},
             **sections,
@@ -83,11 +93,15 @@ def generation_recipe(
     )
 
 
-def generating_worker(recipe: Recipe, tokenizer: Tokenizer) -> Worker:
-    """A worker that only generates."""
-    spec = model_spec(recipe)
+def generating_workers(recipe: Recipe, tokenizer: Tokenizer) -> LocalWorkers | ManyWorkers:
+    """Workers that only generate: one in this process, or those of `cluster`. Close them."""
+    spec, console = model_spec(recipe), Console("quiet", total_steps=0)
     validate_with_spec(recipe, spec)
     check_vocabulary(tokenizer, spec.vocab_size)
+    if recipe.cluster.uses_ray:
+        workers = build_many_workers(recipe, spec, tokenizer, Spans(), console, trains=False)
+        assert isinstance(workers, ManyWorkers), "a recipe to generate trains no reward model"
+        return workers
     built = build_worker(recipe, resolve_device(recipe.cluster), Spans(), tokenizer=tokenizer, trains=False)
     assert isinstance(built.worker, Worker), "a recipe to generate trains no reward model"
-    return built.worker
+    return LocalWorkers(built.worker, console)

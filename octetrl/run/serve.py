@@ -12,18 +12,20 @@ import asyncio
 import ipaddress
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from octetrl.config.errors import UserError
+from octetrl.config.schema import ClusterConfig
 from octetrl.data.tokenizer import Tokenizer
 from octetrl.engine.stopping import Decode, decoder_of
+from octetrl.run.device import gpus_beside
 from octetrl.run.standing_model import CALIBRATION_TEXTS, load_standing_model
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ class ServeOptions:
     model: str  # a Hugging Face folder, a run folder or a checkpoint
     name: str | None = None  # under which it is asked for; None: the folder's
     precision: str = "bf16"
-    device: str = "auto"
+    cluster: Mapping[str, Any] = field(default_factory=dict)  # a recipe's section; several workers are replicas
     context_length: int | None = None  # None: the model's, at most CONTEXT_LENGTH
     kv_cache_tokens: int | None = None
     max_batch: int = 256
@@ -57,6 +59,9 @@ def serve(options: ServeOptions, *, host: str, port: int, drain_seconds: float, 
     _check_key(options, host)
     with _bound(host, port) as listening:
         app, intake = build_app(options)
+        count = gpus_beside(ClusterConfig(**options.cluster))
+        if count > 1:
+            say(f"this server uses one of {count} GPUs; to use all, add --gpus {count}")
         place = f"http://{host}:{listening.getsockname()[1]}/v1"
         interrupted = asyncio.run(_run(app, intake, listening, drain_seconds, partial(say, f"serving at {place}")))
     if interrupted:
@@ -75,20 +80,21 @@ def build_app(options: ServeOptions) -> tuple[Starlette, Intake]:
     loaded = load_standing_model(
         options.model,
         precision=options.precision,
-        device=options.device,
+        cluster=options.cluster,
         context_length=options.context_length,
         kv_cache_tokens=options.kv_cache_tokens,
         max_batch=options.max_batch,
         calibration_texts=options.calibration_texts,
         spelled=lambda name: f"--{name.replace('_', '-')}",
     )
-    worker, context_length = loaded.worker, loaded.context_length
-    intake = Intake(EngineThread(worker.session), capacity=options.max_batch + options.max_queue)
+    context_length = loaded.context_length
+    running = options.max_batch * loaded.cluster.num_workers
+    intake = Intake(EngineThread(loaded.session, loaded.close), capacity=running + options.max_queue)
     own = deepcopy(loaded.tokenizer)  # the engine's thread has the other one
     served = Served(
         name=options.name or Path(options.model).resolve().name,
         context_length=context_length,
-        prompts=Prompts(own, vocab_size=worker.spec.vocab_size, context_length=context_length),
+        prompts=Prompts(own, vocab_size=loaded.vocab_size, context_length=context_length),
         intake=intake,
         meters=Meters(intake),
         decode=decoder_of(own),

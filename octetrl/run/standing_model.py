@@ -8,19 +8,25 @@ to a wider scale. The share of values that were clamped all the same is a metric
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
 from octetrl.data.tokenizer import Tokenizer
+from octetrl.engine.session import Session
 from octetrl.models.families import load_spec
+from octetrl.records import Completion, GenerationRequest
 from octetrl.rollout.chat_tokens import ChatTokens
-from octetrl.run.generate import generating_worker, generation_recipe, tokenizer_of
+from octetrl.run.generate import generating_workers, generation_recipe, tokenizer_of
 from octetrl.run.resume import trained_model, weights_folder
-from octetrl.workers.worker import Worker
+from octetrl.workers.build import model_spec
+from octetrl.workers.local import LocalWorkers
+from octetrl.workers.many.deadlines import WorkerLost
+from octetrl.workers.many.session import ManySession
+from octetrl.workers.many.workers import ManyWorkers
 
 CONTEXT_LENGTH = 8192  # tokens at most, where none is asked for
 CALIBRATION_MARGIN = 1.5
@@ -36,19 +42,64 @@ CALIBRATION_TEXTS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
 class StandingModel:
-    worker: Worker
-    tokenizer: Tokenizer
-    chat: ChatTokens
-    context_length: int  # tokens, prompt and answer together
+    """The workers of a recipe that only generates, calibrated. `cluster` says how many: each holds the whole model.
+
+    If one of several is lost, what was in flight fails, and the next call builds all of them again.
+    """
+
+    def __init__(self, recipe: Recipe, tokenizer: Tokenizer, calibration_texts: Sequence[str]) -> None:
+        self._recipe, self._calibration_texts = recipe, calibration_texts
+        self.tokenizer, self.cluster = tokenizer, recipe.cluster
+        self.vocab_size = model_spec(recipe).vocab_size
+        self.context_length = recipe.model.context_length  # tokens, prompt and answer together
+        self.chat = ChatTokens(tokenizer, context_length=self.context_length)
+        self._workers: LocalWorkers | ManyWorkers | None = self._built()
+
+    def _built(self) -> LocalWorkers | ManyWorkers:
+        length = self.context_length
+        workers = generating_workers(self._recipe, self.tokenizer)
+        try:
+            if workers.needs_calibration:
+                workers.calibrate([self.chat.first_prompt_tokens(text, length) for text in self._calibration_texts])
+        except BaseException:
+            workers.close()
+            raise
+        return workers
+
+    @contextmanager
+    def _whole(self) -> Iterator[LocalWorkers | ManyWorkers]:
+        if self._workers is None:
+            self._workers = self._built()
+        try:
+            yield self._workers
+        except WorkerLost:
+            self.close()
+            raise
+
+    @contextmanager
+    def session(self) -> Iterator[Session | ManySession]:
+        """An open session: requests may arrive while others run."""
+        with self._whole() as workers, workers.session() as session:
+            yield session
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+        """`num_siblings` completions of each request, in the order of the requests."""
+        with self._whole() as workers:
+            return workers.generate(requests)
+
+    def close(self) -> None:
+        """Ends workers in other processes. A later call builds them again."""
+        if isinstance(self._workers, ManyWorkers):
+            workers, self._workers = self._workers, None
+            workers.close()
 
 
 def load_standing_model(
     model: str,
     *,
     precision: str,
-    device: str,
+    cluster: Mapping[str, Any],
     context_length: int | None = None,
     kv_cache_tokens: int | None = None,
     max_batch: int = 256,
@@ -57,8 +108,9 @@ def load_standing_model(
 ) -> StandingModel:
     """Load `model` (a Hugging Face folder, a run folder or a checkpoint) and calibrate its cache if it has to be.
 
-    context_length: None for the model's own, at most CONTEXT_LENGTH. kv_cache_tokens: None for what the memory allows.
-    spelled: how a message to the user writes the name of one of these settings. Raises UserError.
+    cluster: a recipe's section. context_length: None for the model's own, at most CONTEXT_LENGTH. kv_cache_tokens: of
+    each worker; None for what the memory allows. spelled: how a message to the user writes the name of one of these
+    settings. Raises UserError.
     """
     trained = trained_model(weights_folder(Path(model)))
     tokenizer = tokenizer_of(trained)
@@ -74,16 +126,16 @@ def load_standing_model(
             f"{spelled('kv_cache_tokens')}: {kv_cache_tokens} do not hold one context of {length} tokens; give as"
             f" many or more, or lower {spelled('context_length')}"
         )
-    recipe = _recipe(trained, precision, device, length, {"max_batch": max_batch, "kv_cache_tokens": kv_cache_tokens})
-    worker = generating_worker(recipe, tokenizer)
-    chat = ChatTokens(tokenizer, context_length=recipe.model.context_length)
-    if worker.needs_calibration:
-        worker.calibrate([chat.first_prompt_tokens(text, recipe.model.context_length) for text in calibration_texts])
-    return StandingModel(worker, tokenizer, chat, recipe.model.context_length)
+    recipe = _recipe(trained, precision, cluster, length, {"max_batch": max_batch, "kv_cache_tokens": kv_cache_tokens})
+    return StandingModel(recipe, tokenizer, calibration_texts)
 
 
 def _recipe(
-    trained: Mapping[str, Any], precision: str, device: str, context_length: int, engine: Mapping[str, Any]
+    trained: Mapping[str, Any],
+    precision: str,
+    cluster: Mapping[str, Any],
+    context_length: int,
+    engine: Mapping[str, Any],
 ) -> Recipe:
     fp8 = {"calibration_margin": CALIBRATION_MARGIN} if precision == "fp8_full" else {}
-    return generation_recipe(trained, precision, device, context_length, engine=engine, fp8=fp8)
+    return generation_recipe(trained, precision, cluster, context_length, engine=engine, fp8=fp8)

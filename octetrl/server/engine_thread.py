@@ -19,13 +19,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from typing import Protocol
 
 from octetrl.config.errors import UserError
 from octetrl.engine.metrics import EngineMetrics
-from octetrl.engine.session import Session
 from octetrl.records import GenerationProgress, GenerationRequest, SessionEvent
+from octetrl.rollout.backend import RolloutSession
 
 METRICS_SECONDS = 10.0  # time between two reads of the metrics that are on the device
+WAIT_SECONDS = 0.005  # for events of replicas in other processes; a new request waits as long at most
 
 log = logging.getLogger(__name__)
 
@@ -67,18 +69,38 @@ class _Cancel:
 _Command = _Submit | _Cancel | None  # None: stop
 
 
+class ServedSession(RolloutSession, Protocol):
+    """An open session of one engine, or of several replicas. `progress` and pages may be read from any thread."""
+
+    @property
+    def pages_in_use(self) -> int: ...
+
+    @property
+    def num_pages(self) -> int: ...
+
+    def progress(self) -> GenerationProgress: ...
+
+    def metrics(self) -> EngineMetrics | None:
+        """Of the session so far. It may read from the device. None if they cannot be read now."""
+
+
 class EngineThread:
     """The engine's thread. Only this thread calls `open_session` and uses the session that it opens."""
 
-    def __init__(self, open_session: Callable[[], AbstractContextManager[Session]]) -> None:
+    def __init__(
+        self,
+        open_session: Callable[[], AbstractContextManager[ServedSession]],
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_end` is called at the end of the thread."""
         self.error: str | None = None  # the last failure, until a completion has succeeded again
         self.failures = 0
         self.metrics: EngineMetrics | None = None  # read every METRICS_SECONDS
-        self._open_session = open_session
+        self._open_session, self._on_end = open_session, on_end
         self._commands: SimpleQueue[_Command] = SimpleQueue()
         self._held: list[_Command] = []  # taken from the queue but not executed yet
         self._deliver: Deliver = lambda events: None
-        self._session: Session | None = None
+        self._session: ServedSession | None = None
         self._siblings: dict[str, int] = {}  # number of unfinished siblings of each current request
         self._begun = threading.Event()
         self._stops = False
@@ -131,6 +153,12 @@ class EngineThread:
     # ------------------------------------------------------------ in the thread
 
     def _run(self) -> None:
+        try:
+            self._serve_sessions()
+        finally:
+            self._on_end()
+
+    def _serve_sessions(self) -> None:
         while not self._stops:
             try:
                 with self._open_session() as session:
@@ -143,12 +171,12 @@ class EngineThread:
             finally:
                 self._session = None
 
-    def _serve(self, session: Session) -> None:
+    def _serve(self, session: ServedSession) -> None:
         while not self._stops:
             for command in self._taken(wait=not session.has_work):
                 self._obey(command, session)
             events: list[tuple[str, Event]] = []
-            for drawn in session.events():
+            for drawn in session.events(WAIT_SECONDS):
                 events.append((drawn.request_id, drawn))
                 if drawn.completion is not None:
                     self.error = None
@@ -156,7 +184,7 @@ class EngineThread:
             if events:
                 self._deliver(events)
             if time.monotonic() - self._measured > METRICS_SECONDS:
-                self.metrics = session.metrics()
+                self.metrics = session.metrics() or self.metrics
                 self._measured = time.monotonic()
 
     def _taken(self, *, wait: bool) -> Iterator[_Command]:
@@ -168,7 +196,7 @@ class EngineThread:
         except Empty:
             return
 
-    def _obey(self, command: _Command, session: Session) -> None:
+    def _obey(self, command: _Command, session: ServedSession) -> None:
         if command is None:
             self._stops = True
         elif isinstance(command, _Cancel):

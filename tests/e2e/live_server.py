@@ -15,13 +15,14 @@ import torch
 
 from octetrl.run.serve import ServeOptions, build_app
 from octetrl.server.intake import Intake
+from octetrl.workers.local import LocalWorkers
 from tests.e2e.official_client import openai, uvicorn
 
 CONTEXT_LENGTH = 512
 
 
 class Live:
-    """A running server for the model in `folder`. `engine` is the Engine behind it."""
+    """A running server for the model in `folder`. `engine` is the Engine behind it; None: there are several."""
 
     def __init__(self, url: str, folder: Path, intake: Intake, engine: Any) -> None:
         self.url, self.folder, self.intake, self.engine = url, folder, intake, engine
@@ -49,7 +50,7 @@ class Live:
 
 @contextmanager
 def live_server(model: Path, **options: Any) -> Iterator[Live]:
-    options = {"device": "cpu", "context_length": CONTEXT_LENGTH, "name": "tiny", **options}
+    options = {"cluster": {"device": "cpu"}, "context_length": CONTEXT_LENGTH, "name": "tiny", **options}
     app, intake = build_app(ServeOptions(str(model), **options))
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server = uvicorn.Server(uvicorn.Config(app, lifespan="on", log_level="error", timeout_graceful_shutdown=2))
@@ -59,7 +60,8 @@ def live_server(model: Path, **options: Any) -> Iterator[Live]:
             while not server.started:
                 assert thread.is_alive(), "the server did not start"
                 time.sleep(0.005)
-            engine = intake.engine._open_session.__self__.engine  # type: ignore[attr-defined]
+            loaded = intake.engine._open_session.__self__._workers  # type: ignore[attr-defined]
+            engine = loaded.worker.engine if isinstance(loaded, LocalWorkers) else None
             yield Live(f"http://127.0.0.1:{listening.getsockname()[1]}", model, intake, engine)
         finally:
             server.should_exit = True

@@ -53,7 +53,8 @@ def test_from_a_closure_to_text(model: Path, tmp_path: Path, capsys: pytest.Capt
 
     sampling = octetrl.SamplingParams(n=2, max_tokens=5, seed=3)
     first, second = octetrl.LLM(exported, precision="bf16", device="cpu").generate(["3 + 1 =", "hello"], sampling)
-    [expected, _] = generate_text(str(exported), ["3 + 1 =", "hello"], sampling.for_engine(), device="cpu", seed=3, n=2)
+    asked, on_cpu = ["3 + 1 =", "hello"], {"device": "cpu"}
+    [expected, _] = generate_text(str(exported), asked, sampling.for_engine(), cluster=on_cpu, seed=3, n=2)
     assert list(first.outputs) == expected
     assert (first.text, first.prompt, second.prompt) == (expected[0].text, "3 + 1 =", "hello")
 

@@ -108,6 +108,16 @@ def test_a_worker_that_stalls_ends_the_step_and_is_named(running: RayCluster, mo
     wait_for(lambda: not Path("/proc", str(stopped)).exists(), 20.0)
 
 
+def test_generate_draws_on_two_workers_what_one_draws(
+    running: RayCluster, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = []
+    for where in (["--device", "cpu"], ["--cpus", "2", "--address", "auto"]):
+        assert run_command(["generate", str(model), "-p", "1 + 2 =", "-n", "4", "--max-new-tokens", "6", *where]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] and printed[0].count("--- prompt") == 4
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from octetrl.records import GenerationRequest
 
+DRAWN_KEPT = 1 << 16  # turns whose worker is remembered; a server's session has no end
 UNKNOWN_SHARE = 0.5  # of max_new_tokens, where a request's length is not known
 
 
@@ -27,6 +28,7 @@ class Room:
 
     sequences: int  # decoded together
     tokens: int  # of its KV cache
+    pages: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,8 @@ class Assignment:
             del load.pieces[piece_id]
         whole = running.piece.of
         self._drawn_by[whole, sibling] = worker
+        if len(self._drawn_by) > DRAWN_KEPT:
+            del self._drawn_by[next(iter(self._drawn_by))]
         self._unfinished[whole] -= 1
         if not self._unfinished[whole]:
             del self._unfinished[whole]

@@ -21,6 +21,7 @@ from typing import TypeVar
 
 import torch
 
+from octetrl.engine.metrics import EngineMetrics
 from octetrl.environments.scoring import Score
 from octetrl.records import GenerationRequest, PackedBatch, PolicyUpdate, Published, Task
 from octetrl.telemetry.spans import Spans
@@ -154,7 +155,9 @@ class HostedWorker:
     # ------------------------------------------------------------ an open session
 
     def open_session(self) -> Room:
-        """Opens it, and steps it until `close_session`."""
+        """Opens it, and steps it until `close_session`. Ends one that another worker's failure has left open."""
+        if self._session is not None:
+            self._session.close()
         opened: Future[Room] = Future()
         self._session = HostedSession()
         self._session_end = self._computing.submit(self._phased, "rollout", partial(self._run_session, opened))
@@ -168,7 +171,8 @@ class HostedWorker:
         assert self._session is not None
         engine = self._plan.recipe.engine
         with self._policy.session() as session:
-            opened.set_result(Room(engine.max_batch, session.num_pages * engine.page_size))
+            pages = session.num_pages
+            opened.set_result(Room(engine.max_batch, pages * engine.page_size, pages))
             self._session.run(session)
 
     def submit(self, requests: Sequence[GenerationRequest], streams: bool) -> None:
@@ -183,6 +187,10 @@ class HostedWorker:
         if self._session_end is not None and self._session_end.done():
             self._session_end.result()
         return news
+
+    def measure(self) -> EngineMetrics | None:
+        """Metrics of the open session so far; None if it has ended."""
+        return self._open.measure()
 
     def close_session(self) -> RolloutFacts:
         """Cancels what is unfinished."""

@@ -1,6 +1,6 @@
 """An open session of one worker, as its process runs it: requests in, events out, no call a forward.
 
-    submit, cancel -> commands -> [loop of the computing thread: commands, session.events()] -> events -> poll
+    submit, cancel, measure -> commands -> [loop of the computing thread: commands, session.events()] -> events -> poll
 
 The loop sleeps while there is no work. `poll` waits for the first event. A request that is refused, or a session that
 fails, is raised by the next poll.
@@ -12,9 +12,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from octetrl.config.errors import UserError
+from octetrl.engine.metrics import EngineMetrics
 from octetrl.engine.session import Session
 from octetrl.records import GenerationProgress, GenerationRequest, SessionEvent
 from octetrl.workers.many.plan import SessionNews
@@ -31,14 +33,23 @@ class _Cancel:
     request_id: str
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Measure:
+    metrics: Future[EngineMetrics | None]
+
+
+_Command = _Submit | _Cancel | _Measure
+
+
 class HostedSession:
     """`run` belongs to the computing thread, everything else to the threads of calls."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._commands: deque[_Submit | _Cancel] = deque()
+        self._commands: deque[_Command] = deque()
         self._events: list[SessionEvent] = []
         self._progress: GenerationProgress | None = None
+        self._pages_in_use = 0
         self._refusal: UserError | None = None
         self._closes = self._has_ended = False
 
@@ -50,7 +61,17 @@ class HostedSession:
     def cancel(self, request_ids: Sequence[str]) -> None:
         self._command(*(_Cancel(request_id) for request_id in request_ids))
 
-    def _command(self, *commands: _Submit | _Cancel) -> None:
+    def measure(self) -> EngineMetrics | None:
+        """Metrics of the session so far, read between two of its steps; None if it has ended."""
+        asked: Future[EngineMetrics | None] = Future()
+        with self._changed:
+            if self._has_ended:
+                return None
+            self._commands.append(_Measure(asked))
+            self._changed.notify_all()
+        return asked.result()
+
+    def _command(self, *commands: _Command) -> None:
         with self._changed:
             self._commands += commands
             self._changed.notify_all()
@@ -67,7 +88,7 @@ class HostedSession:
                 refusal, self._refusal = self._refusal, None
                 raise refusal
             events, self._events = self._events, []
-            return SessionNews(events, self._progress)
+            return SessionNews(events, self._progress, self._pages_in_use)
 
     def close(self) -> None:
         with self._changed:
@@ -83,13 +104,16 @@ class HostedSession:
                 for command in commands:
                     self._execute(session, command)
                 events = session.events()
-                self._report(events, session.progress())
+                self._report(events, session)
         finally:
             with self._changed:
                 self._has_ended = True
+                for command in self._commands:
+                    if isinstance(command, _Measure):
+                        command.metrics.set_result(None)
                 self._changed.notify_all()
 
-    def _next_commands(self, has_work: bool) -> list[_Submit | _Cancel] | None:
+    def _next_commands(self, has_work: bool) -> list[_Command] | None:
         """What was asked since the last step. Waits for it where there is no work. None: the session is closed."""
         with self._changed:
             if not has_work:
@@ -100,9 +124,12 @@ class HostedSession:
             self._commands.clear()
             return commands
 
-    def _execute(self, session: Session, command: _Submit | _Cancel) -> None:
+    def _execute(self, session: Session, command: _Command) -> None:
         if isinstance(command, _Cancel):
             session.cancel(command.request_id)
+            return
+        if isinstance(command, _Measure):
+            command.metrics.set_result(session.metrics())
             return
         try:
             session.submit(command.request, streams=command.streams)
@@ -111,9 +138,9 @@ class HostedSession:
                 self._refusal = error
                 self._changed.notify_all()
 
-    def _report(self, events: Sequence[SessionEvent], progress: GenerationProgress) -> None:
+    def _report(self, events: Sequence[SessionEvent], session: Session) -> None:
         with self._changed:
             self._events += events
-            self._progress = progress
+            self._progress, self._pages_in_use = session.progress(), session.pages_in_use
             if events:
                 self._changed.notify_all()

@@ -40,6 +40,7 @@ class SessionNews:
 
     events: Sequence[SessionEvent]
     progress: GenerationProgress | None
+    pages_in_use: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ from dataclasses import replace
 
 from octetrl.config.errors import UserError
 from octetrl.engine.admission import Admission
+from octetrl.engine.metrics import EngineMetrics, merged
+from octetrl.engine.request import RequestGroup
 from octetrl.records import GenerationProgress, GenerationRequest, SessionEvent
 from octetrl.rollout.backend import OnProgress
 from octetrl.workers.many.assignment import Assignment, Piece, Room
@@ -45,6 +47,9 @@ class ManySession:
         self._polls: dict[int, Call] = {}
         self._began = time.monotonic()
         self._progress = [NOTHING_YET] * len(rooms)
+        self._pages_in_use = [0] * len(rooms)
+        self.num_pages = sum(room.pages for room in rooms)
+        self._smallest_cache = min(room.tokens for room in rooms)
         self._moved_at = [self._began] * len(rooms)  # when each worker's progress last changed
 
     @property
@@ -54,10 +59,18 @@ class ManySession:
     def submit(self, request: GenerationRequest, *, streams: bool = False) -> None:
         if self._assignment.knows(request.id):
             raise UserError(f"request '{request.id}': a request with this id is not finished yet; use a different id")
-        self._admission.group(0, request)
+        self._check_fits(self._admission.group(0, request))
         if streams:
             self._streaming.add(request.id)
         self._assignment.add(request)
+
+    def _check_fits(self, group: RequestGroup) -> None:
+        if group.limit - 1 > self._smallest_cache:  # the last token is never a query
+            raise UserError(
+                f"request '{group.request.id}': prompt and answer may take {group.limit} tokens, and a worker's KV"
+                f" cache holds {self._smallest_cache}; raise engine.kv_cache_tokens (or engine.kv_memory_fraction), or"
+                " lower max_new_tokens"
+            )
 
     def cancel(self, request_id: str) -> None:
         self._streaming.discard(request_id)
@@ -104,6 +117,7 @@ class ManySession:
             news: SessionNews = self._team.result(call)
             del self._polls[call.worker]
             self._note(call.worker, news.progress)
+            self._pages_in_use[call.worker] = news.pages_in_use
             for event in news.events:
                 whole = self._assignment.request_of(call.worker, event.request_id)
                 if whole is None:  # it was cancelled
@@ -123,17 +137,28 @@ class ManySession:
         self._deadlines.took("token", now - self._moved_at[worker])
         self._progress[worker], self._moved_at[worker] = progress, now
         if self._on_progress is not None:
-            parts = self._progress
-            waiting = sum(part.waiting for part in parts) + self._assignment.num_waiting
-            self._on_progress(
-                GenerationProgress(
-                    done=sum(part.done for part in parts),
-                    running=sum(part.running for part in parts),
-                    waiting=waiting,
-                    generated_tokens=sum(part.generated_tokens for part in parts),
-                    seconds=now - self._began,
-                )
-            )
+            self._on_progress(self.progress())
+
+    def progress(self) -> GenerationProgress:
+        """Of all workers, as they last reported."""
+        parts = self._progress
+        return GenerationProgress(
+            done=sum(part.done for part in parts),
+            running=sum(part.running for part in parts),
+            waiting=sum(part.waiting for part in parts) + self._assignment.num_waiting,
+            generated_tokens=sum(part.generated_tokens for part in parts),
+            seconds=time.monotonic() - self._began,
+        )
+
+    @property
+    def pages_in_use(self) -> int:
+        """Of all workers, as they last reported."""
+        return sum(self._pages_in_use)
+
+    def metrics(self) -> EngineMetrics | None:
+        """Of the session so far. None if it has ended on a worker."""
+        parts: list[EngineMetrics | None] = self._team.ask("measure", "measure")
+        return merged([part for part in parts if part is not None]) if all(parts) else None
 
     def _check_all_move(self) -> None:
         """Raises WorkerLost for a worker that answers, and yet draws no token of what it was given."""

@@ -30,7 +30,7 @@ from octetrl.records import (
     Published,
     Task,
 )
-from octetrl.rollout.backend import OnCompletions, RolloutSession
+from octetrl.rollout.backend import OnCompletions
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.checkpoint import Checkpoint
@@ -199,7 +199,7 @@ class ManyWorkers(ManyLearningWorkers):
         return [[completion for _, completion in sorted(drawn[request.id].items())] for request in requests]
 
     @contextmanager
-    def session(self) -> Iterator[RolloutSession]:
+    def session(self) -> Iterator[ManySession]:
         with self._opened(0.0) as session:
             yield session
 

@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from octetrl.config.schema import Recipe
+from octetrl.config.spec import ModelSpec
+from octetrl.data.tokenizer import Tokenizer
 from octetrl.engine.admission import Admission
 from octetrl.engine.stopping import decoder_of
 from octetrl.records import RolloutGroup
 from octetrl.run.build import Run, build_run
 from octetrl.run.loop import one_step
+from octetrl.telemetry.console import Console
+from octetrl.telemetry.spans import Spans
 from octetrl.workers.build import model_spec
 from octetrl.workers.many.balance import Costs
 from octetrl.workers.many.deadlines import Deadlines, WorkerLost
@@ -30,8 +34,8 @@ SPREAD = UNTIMED | {"fp8/kv_saturation"}  # of all that was written: a prompt on
 
 
 class ThreadTeam:
-    def __init__(self, recipe: Recipe, count: int) -> None:
-        plans = [WorkerPlan(recipe, rank, count, True, os.getcwd(), None) for rank in range(count)]
+    def __init__(self, recipe: Recipe, count: int, *, trains: bool = True) -> None:
+        plans = [WorkerPlan(recipe, rank, count, trains, os.getcwd(), None) for rank in range(count)]
         self.workers = [HostedWorker(plan, "") for plan in plans]
         self.begun: list[tuple[int, str]] = []  # (worker, verb)
         self._pool = ThreadPoolExecutor(4 * count)
@@ -72,7 +76,30 @@ class ThreadTeam:
         return WorkerLost(f"worker {worker} was lost in phase {phase}: {why}")
 
     def close(self) -> None:
+        for worker in self.workers:
+            if worker._session is not None:  # a process would end with it
+                worker._session.close()
         self._pool.shutdown(wait=False)
+
+
+def workers_of(
+    team: ThreadTeam,
+    recipe: Recipe,
+    spec: ModelSpec,
+    tokenizer: Tokenizer,
+    spans: Spans,
+    console: Console,
+    *,
+    trains: bool,
+) -> ManyWorkers:
+    admission = Admission(
+        vocab_size=spec.vocab_size,
+        context_length=recipe.model.context_length,
+        eos_token_ids=frozenset(spec.eos_token_ids),
+        decode=decoder_of(tokenizer),
+    )
+    deadlines = Deadlines(recipe.cluster.deadlines)
+    return ManyWorkers(team, Costs.of(spec), deadlines, console, spans, admission, trains=trains)
 
 
 @contextmanager
@@ -81,16 +108,8 @@ def run_on(count: int, model: Path, folder: Path, **changes: Any) -> Iterator[Ru
     recipe = tiny_recipe(model, folder / "run", changes)
     run = build_run(recipe)
     if count:
-        spec = model_spec(recipe)
-        admission = Admission(
-            vocab_size=spec.vocab_size,
-            context_length=recipe.model.context_length,
-            eos_token_ids=frozenset(spec.eos_token_ids),
-            decode=decoder_of(run.tokenizer),
-        )
-        deadlines = Deadlines(recipe.cluster.deadlines)
-        team, costs = ThreadTeam(recipe, count), Costs.of(spec)
-        run.workers = ManyWorkers(team, costs, deadlines, run.console, run.spans, admission)
+        team = ThreadTeam(recipe, count)
+        run.workers = workers_of(team, recipe, model_spec(recipe), run.tokenizer, run.spans, run.console, trains=True)
     try:
         yield run
     finally:
