@@ -43,8 +43,6 @@ class LayerBuilder:
         emulated = self.backend == "emulated" and self.policy.uses_fp8(self.side)
         has_experts = any(isinstance(linear, StackedLinearLayout) for _, linear in self.spec.linears())
         on_gpu = torch.device(self.device).type == "cuda"
-        if on_gpu and not self.spec.calibrates:
-            raise UserError("latent attention (MLA) runs on a CPU only for now; set cluster.device=cpu")
         if on_gpu and has_experts and (emulated or self.dtype != torch.bfloat16):
             raise UserError(
                 "a mixture of experts runs on a GPU in bfloat16, and its FP8 is not emulated there; set"

@@ -7,7 +7,7 @@ values Wv latent. The forward never computes them:
     o        = round(softmax(scale (q_latent . latent + q_rotary . key)) latent)
     out      = round(o Wv^T)
 
-Decode, prefill and training have this one form, so they have one order of sums (docs/fp8.md §11). Both products with
+Decode, prefill and training have this one form, so they have one order of sums (docs/fp8.md §12). Both products with
 `kv_b` add straight along their depth, head by head, like experts' (kernels/gemm/grouped_bf16_gemm.py).
 
 The backward may use the other form, because a gradient's bits are nobody's. It has a third of the multiplications: it
@@ -29,7 +29,7 @@ from torch import Tensor
 from octetrl.config.spec import SUPPORTED_HEAD_SIZES
 from octetrl.kernels.attention.attention_packed import attention_packed_backward, attention_packed_forward
 from octetrl.kernels.attention.kv_store import ReplayedKV
-from octetrl.kernels.attention.latent_reference import latent_packed_reference as latent_packed
+from octetrl.kernels.attention.latent_packed import latent_packed
 from octetrl.kernels.gemm.grouped_bf16_gemm import grouped_bf16_gemm
 from octetrl.layers.context import PackedContext
 

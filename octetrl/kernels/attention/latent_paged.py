@@ -1,0 +1,59 @@
+"""MLA's attention of new tokens over pages of latents: decode and chunked prefill, with one order of sums.
+
+Sequence b has the queries `cu_seqlens_q[b] : cu_seqlens_q[b + 1]`; the last one is at key `context_lens[b] - 1`. The
+latents of this chunk are read from the pages too, so a prompt token reads the same values at prefill as at decode.
+
+T tokens, B sequences, P pages of the longest block table, H heads, C latent size, R rotary size.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from octetrl.kernels.attention.latent_decode import latent_decode
+from octetrl.kernels.attention.latent_reference import latent_paged_reference
+from octetrl.kernels.attention.latent_rows import latent_rows
+
+
+def latent_paged(
+    q_latent_THC: Tensor,
+    q_rotary_THR: Tensor,
+    latent_pages: Tensor,
+    key_pages: Tensor,
+    token_scale: Tensor | None,
+    block_table_BP: Tensor,
+    cu_seqlens_q_B1: Tensor,
+    context_lens_B: Tensor,
+    softmax_scale: float,
+    max_query_len: int | None = None,
+) -> Tensor:
+    """out [T, H, C] in q's dtype. Pages and `token_scale` as in `latent_store`; block_table_BP: int32, padded with -1.
+
+    cu_seqlens_q_B1, context_lens_B: int32. A context of 0 marks a padding sequence, whose rows are zero. max_query_len:
+    the largest number of queries of a sequence, 1 for pure decode; T if not given.
+    """
+    arguments = (q_latent_THC, q_rotary_THR, latent_pages, key_pages, token_scale)
+    bounds = (block_table_BP, cu_seqlens_q_B1, context_lens_B, softmax_scale)
+    if latent_pages.is_cuda:
+        return latent_paged_triton(*arguments, *bounds, max_query_len)
+    return latent_paged_reference(*arguments, *bounds)
+
+
+def latent_paged_triton(
+    q_latent_THC: Tensor,
+    q_rotary_THR: Tensor,
+    latent_pages: Tensor,
+    key_pages: Tensor,
+    token_scale: Tensor | None,
+    block_table_BP: Tensor,
+    cu_seqlens_q_B1: Tensor,
+    context_lens_B: Tensor,
+    softmax_scale: float,
+    max_query_len: int | None = None,
+) -> Tensor:
+    """The decode kernel if every sequence has one query, else the rows kernel."""
+    tables = q_latent_THC, q_rotary_THR, latent_pages, key_pages
+    if max_query_len == 1:
+        return latent_decode(*tables, token_scale, block_table_BP, context_lens_B, softmax_scale)
+    longest = len(q_latent_THC) if max_query_len is None else max_query_len
+    return latent_rows(*tables, cu_seqlens_q_B1, longest, softmax_scale, token_scale, block_table_BP, context_lens_B)

@@ -1,0 +1,140 @@
+"""Latent attention on a GPU, at Moonlight's head sizes: decode, prefill and the packed forward have the same bits, with
+BF16 and FP8 latents. Engine and trainer agree to the bit, in captured graphs too, and runs repeat their bits."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from octetrl.config.blocks import LayerBlocks
+from octetrl.config.spec import ModelSpec
+from octetrl.fp8.format import E4M3
+from octetrl.fp8.relative_error import relative_error
+from octetrl.kernels.attention.latent_decode import latent_decode
+from octetrl.kernels.attention.latent_packed import latent_packed
+from octetrl.kernels.attention.latent_paged import latent_paged
+from octetrl.kernels.attention.latent_store import latent_replay, latent_replay_reference
+from octetrl.kernels.rows.rope import rope_reference, rope_triton
+from octetrl.layers.context import PackedContext
+from octetrl.layers.rotary import RotaryTable
+from octetrl.models.blocks.mla.absorbed import HeadSizes, absorb, attention_gradients, expand
+from octetrl.models.blocks.mla.layout import LatentAttentionLayout
+from octetrl.models.blocks.mlp.layout import MLPLayout
+from octetrl.models.blocks.moe.layout import MixtureLayout, Routing
+from tests.parity.shapes import TINY
+from tests.parity.short_run import assert_equal_in_every_step, assert_same, short_run
+from tests.parity.sides import Sides, random_requests, random_tokens
+from tests.parity.situations import IN_THE_ENGINE, check_trainer, in_the_trainer
+from tests.unit.kernels.latent_cases import SCALE, Latents, latents, paged, written_out
+
+pytestmark = pytest.mark.gpu
+HEADS, LATENT, ROTARY = 16, 512, 64
+LENGTHS = (1, 63, 200, 1_024, 2_300)
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], ids=["bf16", "e4m3"])
+SIZES = HeadSizes(128, 128)
+
+ROUTING = Routing(16, 3, "sigmoid", True, corrected=True, num_groups=4, kept_groups=2, scale=2.5)
+MIXTURE = MixtureLayout(ROUTING, 256, 512)
+DIRECT, LOW_RANK = (LatentAttentionLayout(256, rank, 64, 64, value) for rank, value in ((0, 128), (256, 64)))
+_WIDE = replace(
+    TINY["qwen3"], hidden_size=512, intermediate_size=1152, num_heads=8, num_kv_heads=8, head_size=128, vocab_size=4096,
+    qk_norm=False,
+)  # fmt: skip
+MODELS: dict[str, ModelSpec] = {
+    "direct": replace(_WIDE, blocks=(LayerBlocks(DIRECT, MLPLayout()), LayerBlocks(DIRECT, MIXTURE))),
+    "low_rank": replace(_WIDE, blocks=(LayerBlocks(LOW_RANK, MIXTURE),)),
+}
+
+
+def on_gpu(case: Latents) -> Latents:
+    return Latents(*(x.cuda() if isinstance(x, Tensor) else x for x in case))
+
+
+@DTYPES
+@pytest.mark.parametrize("heads", [HEADS, 20])
+def test_decode_prefill_and_packed_forward_have_the_same_bits(heads: int, dtype: torch.dtype) -> None:
+    case = latents(LENGTHS, heads, LATENT, ROTARY, dtype)
+    device = on_gpu(case)
+    packed_THC = latent_packed(*device[:4], device.cu_seqlens_B1.cuda(), max(LENGTHS), SCALE)
+    assert relative_error(packed_THC.cpu(), written_out(case)) < 5e-3
+    for counts in ((1,) * len(LENGTHS), (1, 20, 200, 77, 300)):
+        for page_size in (16, 128):
+            cache, token_Q = paged(case, counts, page_size, dtype)
+            moved = [x.cuda() if isinstance(x, Tensor) else x for x in cache]
+            found = latent_paged(*moved, max_query_len=max(counts))
+            assert torch.equal(found[:-1], packed_THC[token_Q.cuda()]), (counts, page_size)
+            assert not found[-1].any(), "a padding sequence has zeros"
+            if max(counts) == 1:
+                tables = *moved[:6], moved[7], SCALE
+                assert all(torch.equal(latent_decode(*tables, split=split), found) for split in (False, True))
+
+
+def test_rows_have_the_bits_of_the_references() -> None:
+    generator = torch.Generator().manual_seed(1)
+    latent_TC = torch.randn(300, LATENT + ROTARY, generator=generator).bfloat16()[:, :LATENT]
+    latent_TC[3], latent_TC[5, 7] = 0.0, torch.inf
+    found = latent_replay(latent_TC.cuda(), "dynamic").cpu()
+    assert torch.equal(found.view(torch.int16), latent_replay_reference(latent_TC).view(torch.int16))
+    rotary = RotaryTable(ROTARY, 5e4, None, 300, device="cpu")(torch.arange(300))
+    x_THR = torch.randn(300, 4, 96, generator=generator).bfloat16()[..., :ROTARY]
+    for sign in (1, -1):
+        moved = rope_triton(x_THR.cuda(), *(x.cuda() for x in rotary), sign, True)
+        assert torch.equal(moved.cpu(), rope_reference(x_THR, *rotary, sign, True))
+
+
+def test_products_with_kv_b_do_not_depend_on_the_number_of_tokens() -> None:
+    generator = torch.Generator("cuda").manual_seed(2)
+    q_THN = torch.randn(600, HEADS, SIZES.nope, generator=generator, device="cuda").bfloat16()
+    kv_b = (torch.randn(HEADS * sum(SIZES), LATENT, generator=generator, device="cuda") / 22).bfloat16()
+    q_THC = absorb(q_THN, kv_b, SIZES)
+    out_TV = expand(q_THC, kv_b, SIZES)
+    wk = kv_b.view(HEADS, sum(SIZES), -1)[:, : SIZES.nope].double()
+    assert relative_error(q_THC, torch.einsum("thn,hnc->thc", q_THN.double(), wk)) < 3e-3
+    for tokens in (1, 2, 16, 33, 128, 129, 512):
+        assert torch.equal(absorb(q_THN[:tokens], kv_b, SIZES), q_THC[:tokens]), tokens
+        assert torch.equal(expand(q_THC[:tokens], kv_b, SIZES), out_TV[:tokens]), tokens
+
+
+def test_gradients_are_near_those_of_a_cpu() -> None:
+    case = latents((70, 200), 4, 128, 64, torch.bfloat16)
+    generator = torch.Generator().manual_seed(3)
+    q_THN, dout_TV = torch.randn(270, 4, 128, generator=generator), torch.randn(270, 4 * 128, generator=generator)
+    kv_b = (torch.randn(4 * 256, 128, generator=generator) / 11).bfloat16().requires_grad_()
+    arguments = dout_TV.bfloat16(), q_THN.bfloat16(), case.q_rotary_THR, case.value_TC, case.key_TR, kv_b
+    context = PackedContext(case.cu_seqlens_B1, 200)
+    want = attention_gradients(*arguments, SIZES, context, SCALE)
+    moved = replace(context, cu_seqlens_B1=context.cu_seqlens_B1.cuda())
+    found = attention_gradients(*(x.detach().cuda().requires_grad_() for x in arguments), SIZES, moved, SCALE)
+    for name, one, other in zip(want._fields, found, want, strict=True):
+        assert relative_error(one.cpu(), other) < 2e-2, name
+
+
+@pytest.mark.parametrize(("model", "precision"), [("direct", "bf16"), ("direct", "fp8_full"), ("low_rank", "fp8_full")])
+def test_what_happens_in_engine_and_trainer_changes_nothing(model: str, precision: str) -> None:
+    spec, draw = MODELS[model], random.Random(4)
+    sides = Sides(spec, precision, "cuda", calibrate_on=[random_tokens(random.Random(0), spec, 300)])
+    asked = random_requests(draw, spec, 1, prompts=(1, 10), answers=(60, 70), siblings=(8, 8), temperature=0.9)
+    asked += random_requests(draw, spec, 3, prompts=(1, 250), answers=(20, 40), temperature=0.9)
+
+    def make(**config: object) -> object:
+        return sides.engine(context_length=320, **{"kv_cache_tokens": 1 << 14} | config)
+
+    answers = make().generate(asked)  # type: ignore[attr-defined]
+    for name in ("one_by_one", "small_chunks", "small_batches", "prefix_hit"):
+        assert IN_THE_ENGINE[name](make, asked) == answers, name  # type: ignore[arg-type]
+    for name, config in in_the_trainer(320).items():
+        if "logits" not in name:
+            check_trainer(sides, asked, answers, **config)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_twenty_steps_repeat_their_bits_and_no_step_has_a_mismatch(model: str) -> None:
+    config = {"activation_checkpointing": "layer", "tokens_per_micro_batch": 1024}
+    runs = [short_run(MODELS[model], "fp8_full", "cuda", 20, **config) for _ in range(2)]
+    assert_equal_in_every_step(runs[0])
+    assert_same(*runs)
+    assert runs[0].metrics[0]["entropy"] != runs[0].metrics[-1]["entropy"], "nothing was learnt"

@@ -1,0 +1,109 @@
+"""Random queries, latents and pages of MLA, and attention over them written out in float64."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import pytest
+import torch
+import triton.runtime.interpreter as interpreter
+from torch import Tensor
+
+from octetrl.fp8.format import E4M3
+from octetrl.kernels.attention import (
+    attention_order,
+    latent_decode,
+    latent_order,
+    latent_rows,
+    latent_store,
+)
+from tests.unit.kernels.gemm_cases import create_dot_of_values, patch_tensor_with_index
+from tests.unit.kernels.interpreting import interpret
+
+SCALE = 0.17
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot_of_values)
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor_with_index)
+    interpret(monkeypatch, attention_order, latent_order, latent_rows, latent_decode, latent_store)
+
+
+class Latents(NamedTuple):
+    """Packed sequences: queries of every token, latents as values, and rotary keys."""
+
+    q_latent_THC: Tensor
+    q_rotary_THR: Tensor
+    value_TC: Tensor
+    key_TR: Tensor
+    lengths: tuple[int, ...]
+
+    @property
+    def cu_seqlens_B1(self) -> Tensor:
+        return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
+
+
+def latents(lengths: tuple[int, ...], heads: int, latent: int, rotary: int, dtype: torch.dtype) -> Latents:
+    """`dtype`: of the cache. Values are BF16; codes of FP8 latents lose nothing on their way through the cache."""
+    generator = torch.Generator().manual_seed(len(lengths) + heads)
+    shapes = (heads, latent), (heads, rotary), (latent,), (rotary,)
+    q_latent, q_rotary, value, key = (
+        torch.randn(sum(lengths), *shape, generator=generator).bfloat16() for shape in shapes
+    )
+    return Latents(
+        q_latent, q_rotary, value if dtype != E4M3 else latent_store.latent_replay(value, "dynamic"), key, lengths
+    )
+
+
+def written_out(case: Latents) -> Tensor:
+    """float64 [T, H, C]."""
+    parts = []
+    for first, end in pairwise(case.cu_seqlens_B1.tolist()):
+        q_latent, q_rotary, value, key = (x[first:end].double() for x in case[:4])
+        score_HTS = torch.einsum("thc,sc->hts", q_latent, value) + torch.einsum("thr,sr->hts", q_rotary, key)
+        hidden = torch.ones(end - first, end - first, dtype=torch.bool).triu(1)
+        weight_HTS = (SCALE * score_HTS).masked_fill(hidden, -torch.inf).softmax(2)
+        parts.append(torch.einsum("hts,sc->thc", weight_HTS, value))
+    return torch.cat(parts)
+
+
+class Paged(NamedTuple):
+    """All tokens of the packed sequences in pages, and the last `counts` tokens of each as queries."""
+
+    q_latent_THC: Tensor
+    q_rotary_THR: Tensor
+    latent_pages: Tensor
+    key_pages: Tensor
+    token_scale: Tensor | None
+    block_table_BP: Tensor
+    cu_seqlens_q_B1: Tensor
+    context_lens_B: Tensor
+    softmax_scale: float
+
+
+def paged(case: Latents, counts: tuple[int, ...], page_size: int, dtype: torch.dtype) -> tuple[Paged, Tensor]:
+    """With a padding sequence at the end; and the packed token of each query."""
+    bounds = case.cu_seqlens_B1.tolist()
+    pages = [-(-length // page_size) for length in case.lengths]
+    order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(5))
+    table_BP = torch.full((len(pages) + 1, max(pages)), -1, dtype=torch.int32)
+    slots = []
+    for b, (first, count) in enumerate(zip(accumulate(pages, initial=0), pages, strict=False)):
+        table_BP[b, :count] = order[first : first + count]
+        at = torch.arange(case.lengths[b])
+        slots.append(table_BP[b][at // page_size].long() * page_size + at % page_size)
+    total, latent, rotary = sum(pages), case.value_TC.shape[1], case.key_TR.shape[1]
+    latent_pages = torch.zeros(total, page_size, latent, dtype=torch.uint8 if dtype == E4M3 else dtype).view(dtype)
+    key_pages = torch.zeros(total, page_size, rotary, dtype=torch.bfloat16)
+    scale = torch.ones(total, 1, page_size) if dtype == E4M3 else None
+    latent_store.latent_store_reference(case.value_TC, case.key_TR, latent_pages, key_pages, torch.cat(slots), scale)
+    token_Q = torch.cat([torch.arange(end - count, end) for end, count in zip(bounds[1:], counts, strict=True)])
+    cu_seqlens_q_B1 = torch.tensor([0, *accumulate((*counts, 1))], dtype=torch.int32)
+    q_latent, q_rotary = (
+        torch.cat((q[token_Q], torch.zeros_like(q[:1]))) for q in (case.q_latent_THC, case.q_rotary_THR)
+    )
+    context_B = torch.tensor([*case.lengths, 0], dtype=torch.int32)
+    made = Paged(q_latent, q_rotary, latent_pages, key_pages, scale, table_BP, cu_seqlens_q_B1, context_B, SCALE)
+    return made, token_Q
