@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from octetrl.engine.logit_options import EventDetails, LogitOptions
     from octetrl.fp8.kv_scales import KVScales
 
 
@@ -48,6 +49,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # stop strings; the text ends before the match, the tokens after it
     stop_token_ids: tuple[int, ...] = ()  # besides the tokenizer's EOS
     ignore_eos: bool = False  # benchmarks only
+    logits: LogitOptions | None = None  # the server's: penalties, grammars, further log-probs; None in training
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,7 @@ class SessionEvent:
     token_ids: tuple[int, ...]  # since the last of this sibling's events
     logprobs: tuple[float, ...]  # of these tokens, same length
     completion: Completion | None  # complete, with the last event; None: it continues
+    details: EventDetails | None = None  # for a request with `SamplingParams.logits`
 
 
 @dataclass(frozen=True, slots=True)

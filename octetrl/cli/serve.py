@@ -57,6 +57,13 @@ def serve(
         ),
     ] = None,
     without_key: WithoutKey = False,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Web page that may call the server from a browser, e.g. https://chat.example; '*': any."),
+    ] = None,
+    access_log: Annotated[
+        bool, typer.Option("--access-log", help="Write a line for each request to standard error.")
+    ] = False,
     drain_seconds: Annotated[float, typer.Option(min=0.0, help="Time for running requests after SIGTERM.")] = 30.0,
     calibrate_on: CalibrateOn = None,
 ) -> None:
@@ -77,8 +84,16 @@ def serve(
         max_body_bytes=int(max_body_mb * 1e6),
         api_key=api_key,
         without_key=without_key,
+        origins=tuple(allow_origin or ()),
+        access_log=access_log,
         calibration_texts=run.CALIBRATION_TEXTS if calibrate_on is None else _texts(calibrate_on),
     )
+    if without_key:
+        typer.echo(f"warning: anyone who can reach {host}:{port} can use this server, as it asks for no key", err=True)
+    if access_log:
+        from octetrl.server.access_log import show_access_log
+
+        show_access_log()
     say = lambda text: typer.echo(f"{text} ({precision})", err=True)  # noqa: E731
     run.serve(options, host=host, port=port, drain_seconds=drain_seconds, say=say)
 

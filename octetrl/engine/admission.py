@@ -6,14 +6,19 @@ A request that cannot succeed is refused here, before the first forward, in one 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from octetrl.config.errors import UserError
 from octetrl.engine.block_manager import BlockManager
+from octetrl.engine.grammars import Grammars
+from octetrl.engine.logit_options import LogitOptions, SequenceLogits
+from octetrl.engine.prompt_scores import PromptScores
 from octetrl.engine.request import RequestGroup, RunningSequence
 from octetrl.engine.stopping import Decode, Stopping
 from octetrl.records import GenerationRequest, SamplingParams
+
+MOST_TOP = 20  # likeliest tokens reported with each token, as in OpenAI's API
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +29,16 @@ class Admission:
     context_length: int
     eos_token_ids: frozenset[int]
     decode: Decode  # of short windows, memoised
+    grammars: Grammars | None = None  # None: none is compiled here
 
     def group(self, index: int, request: GenerationRequest) -> RequestGroup:
         """Checks the request. Raises UserError."""
         self._check_prompt(request)
         _check_sampling(request)
         limit = min(len(request.prompt_token_ids) + request.sampling.max_new_tokens, self.context_length)
-        return RequestGroup(request, index, limit, num_unfinished=request.num_siblings)
+        return RequestGroup(
+            request, index, limit, num_unfinished=request.num_siblings, prompt_scores=self._check_logits(request)
+        )
 
     def siblings(self, group: RequestGroup) -> list[RunningSequence]:
         """The group's sequences, none of which has begun."""
@@ -44,9 +52,41 @@ class Admission:
                 sibling,
                 Stopping(stop_token_ids, sampling.stop, group.limit, self.decode),
                 list(group.request.prompt_token_ids),
+                logits=self._sequence_logits(group, stop_token_ids),
             )
             for sibling in range(group.request.first_sibling, group.request.first_sibling + group.request.num_siblings)
         ]
+
+    def _sequence_logits(self, group: RequestGroup, stop_token_ids: frozenset[int]) -> SequenceLogits | None:
+        options = group.request.sampling.logits
+        if options is None or not (options.edits or options.num_top):
+            return None
+        repeats = options.repetition_penalty != 1.0
+        return SequenceLogits(
+            options,
+            stop_token_ids,
+            prompt_token_ids=frozenset(group.request.prompt_token_ids if repeats else ()),
+            guide=None if options.grammar is None else self._compiling.guide(options.grammar),
+        )
+
+    @property
+    def _compiling(self) -> Grammars:
+        if self.grammars is None:
+            raise UserError("grammars are not followed by an engine on several workers; leave the grammar out")
+        return self.grammars
+
+    def _check_logits(self, request: GenerationRequest) -> PromptScores | None:
+        """Checks the request's options, its grammar too. Returns what collects its prompt's log-probs, if it asks."""
+        options, sampling = request.sampling.logits, request.sampling
+        if options is None:
+            return None
+        for name, given, allowed in _wrong_options(options, sampling, self.vocab_size):
+            raise UserError(f"request '{request.id}': {name} is {given!r}; give {allowed}")
+        if options.grammar is not None:
+            self._compiling.guide(options.grammar)
+        if not options.prompt_logprobs:
+            return None
+        return PromptScores(request.prompt_token_ids, temperature=sampling.temperature, num_top=options.num_top)
 
     def _check_prompt(self, request: GenerationRequest) -> None:
         prompt = request.prompt_token_ids
@@ -79,6 +119,26 @@ def _check_sampling(request: GenerationRequest) -> None:
     for holds, name, given, allowed in rules:
         if not holds:
             raise UserError(f"request '{request.id}': {name} is {given!r}; give {allowed}")
+
+
+def _wrong_options(
+    options: LogitOptions, sampling: SamplingParams, vocab_size: int
+) -> Iterator[tuple[str, object, str]]:
+    """Name, value and allowed values of each option that can't be followed."""
+    least = options.min_new_tokens
+    biases = [token for token, _ in options.logit_bias if not 0 <= token < vocab_size]
+    rules = (
+        (0 <= least <= sampling.max_new_tokens, "min_new_tokens", least, "0 to max_new_tokens"),
+        (not (least and sampling.stop), "min_new_tokens", least, "0 with stop strings, or stop_token_ids instead"),
+        (not (least and options.grammar), "min_new_tokens", least, "0 with a grammar"),
+        (abs(options.presence_penalty) <= 2, "presence_penalty", options.presence_penalty, "-2 to 2"),
+        (abs(options.frequency_penalty) <= 2, "frequency_penalty", options.frequency_penalty, "-2 to 2"),
+        (0 < options.repetition_penalty <= 10, "repetition_penalty", options.repetition_penalty, "above 0, at most 10"),
+        (not biases, "logit_bias", biases, f"token ids below {vocab_size}"),
+        (all(abs(bias) <= 100 for _, bias in options.logit_bias), "logit_bias", "too large", "-100 to 100"),
+        (0 <= options.num_top <= MOST_TOP, "num_top", options.num_top, f"0 to {MOST_TOP}"),
+    )
+    return ((name, given, allowed) for holds, name, given, allowed in rules if not holds)
 
 
 def check_fits(groups: Sequence[RequestGroup], blocks: BlockManager) -> None:

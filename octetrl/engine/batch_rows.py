@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octetrl.engine.pinned import to_device
 from octetrl.engine.request import RunningSequence
 from octetrl.engine.sampler import sequence_key
 from octetrl.kernels.rows.advance_rows import advance_rows
@@ -93,9 +94,3 @@ class BatchRows:
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         return to_device(array, self._device)
-
-
-def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A copy on `device`. A copy to a GPU goes through pinned memory, so the host does not wait."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

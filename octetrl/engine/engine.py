@@ -22,6 +22,7 @@ from octetrl.config.spec import ModelSpec
 from octetrl.engine.admission import Admission, pages_wanted
 from octetrl.engine.block_manager import BlockManager
 from octetrl.engine.cache_scales import CacheScales
+from octetrl.engine.grammars import Grammars
 from octetrl.engine.kv_cache import KVCache, cache_format, configured_pages, host_pages
 from octetrl.engine.metrics import EngineMetrics
 from octetrl.engine.model_runner import ModelRunner
@@ -77,6 +78,7 @@ class Engine:
             context_length=context_length,
             eos_token_ids=frozenset(eos_token_ids),
             decode=memoised(self._decode),
+            grammars=Grammars(tokenizer, spec.vocab_size, sorted(eos_token_ids)),
         )
         self._lag = LAG if self.device.type == "cuda" else 0
         self._runner = ModelRunner(

@@ -27,7 +27,7 @@ from torch import Tensor
 from octetrl.config.blocks import CachedTensor
 from octetrl.config.schema import EngineConfig
 from octetrl.config.spec import ModelSpec
-from octetrl.engine.batch_rows import to_device
+from octetrl.engine.pinned import to_device
 from octetrl.fp8.format import E4M3
 from octetrl.fp8.kv_scales import split_scales
 from octetrl.fp8.policy import PrecisionPolicy

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from octetrl.engine.block_manager import BlockManager
+from octetrl.engine.kv_cache import KVCache
+from octetrl.engine.model_runner import ModelRunner
 from octetrl.engine.request import Step
 from octetrl.records import GenerationProgress
 
@@ -206,4 +209,20 @@ def merged(parts: Sequence[EngineMetrics]) -> EngineMetrics:
         session_capture_seconds=max(captured) if captured else None,
         cancelled=total("cancelled"),
         idle_share=weighted("idle_share", seconds),
+    )
+
+
+def session_metrics(
+    tally: Tally, cache: KVCache, blocks: BlockManager, runner: ModelRunner, preemptions: int
+) -> EngineMetrics:
+    """Metrics of a session up to now. On a GPU this waits for all launched forwards."""
+    share_LS = cache.saturated_share(tally.decoded_tokens + tally.prefilled_tokens)
+    return tally.metrics(
+        preemptions=preemptions,
+        cache_occupancy=blocks.peak_used / blocks.num_pages,
+        kv_capacity_tokens=blocks.num_pages * blocks.page_size,
+        kv_saturation=0.0 if share_LS is None else float(share_LS.sum()) / max(1, cache.page.num_clamping_scales),
+        kv_saturation_LS=share_LS,
+        non_finite_tokens=int(runner.poisoned_tokens),
+        capture_seconds=0.0 if runner.graphs is None else runner.graphs.seconds,
     )

@@ -17,10 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octetrl.engine.batch_rows import BatchRows, to_device
+from octetrl.engine.batch_rows import BatchRows
 from octetrl.engine.cuda_graphs import DecodeGraphs, padded_batch
 from octetrl.engine.kv_cache import KVCache
+from octetrl.engine.pinned import to_device
+from octetrl.engine.prompt_scores import score_prompts
 from octetrl.engine.request import Chunk, Step
+from octetrl.engine.row_edits import RowEdits
 from octetrl.engine.sampler import SamplingRows, sample
 from octetrl.engine.transcript import Batch
 from octetrl.kernels.gemm.linear_logprobs import logprobs_alone
@@ -40,9 +43,9 @@ class Sampled(NamedTuple):
 class Results:
     """A decode forward's tokens and log-probs, while they are copied to the host."""
 
-    def __init__(self, bits_2B: Tensor, num_sequences: int) -> None:
+    def __init__(self, bits_2B: Tensor, num_sequences: int, edits: RowEdits | None = None) -> None:
         """bits_2B: int32 on the device: tokens, and log-probs bit by bit. It may be overwritten after this."""
-        self._num_sequences = num_sequences
+        self._num_sequences, self._edits = num_sequences, edits
         self._arrived: torch.cuda.Event | None = None
         if bits_2B.is_cuda:
             self._bits_2B = torch.empty(bits_2B.shape, dtype=bits_2B.dtype, pin_memory=True)
@@ -56,6 +59,8 @@ class Results:
         """The tokens and log-probs. Waits for the device if necessary."""
         if self._arrived is not None:
             self._arrived.synchronize()
+        if self._edits is not None:
+            self._edits.deliver()
         bits_2B = self._bits_2B[:, : self._num_sequences].numpy()
         return Sampled(bits_2B[0], bits_2B[1].view(np.float32))
 
@@ -96,11 +101,14 @@ class ModelRunner:
         if batch is not self._batch:
             self._rows.activate(batch.row_B, size)
             self._batch, self._how = batch, self._rows.samples_how(batch.row_B)
+        if batch.edited:  # kernel by kernel: the host decides what each of these forwards changes
+            edits = RowEdits(batch.edited, self.device)
+            return Results(self._decode(size, *self._how, cache, edits), len(batch.sequences), edits)
         if self.graphs is None:
             return Results(self._decode(size, *self._how, cache), len(batch.sequences))
         return Results(self.graphs.run(size, *self._how, cache), len(batch.sequences))
 
-    def _decode(self, size: int, draws: bool, filters: bool, cache: KVCache) -> Tensor:
+    def _decode(self, size: int, draws: bool, filters: bool, cache: KVCache, edits: RowEdits | None = None) -> Tensor:
         """One token for each of the first `size` active rows: int32 [2, B], tokens and the bits of their log-probs."""
         inputs = self._rows.gather(size)
         context = PagedContext(
@@ -114,7 +122,10 @@ class ModelRunner:
         )
         hidden_BE = self._forward(inputs.token_B, inputs.position_B, context)
         logits_BV = self.model.logits(hidden_BE)
-        token_B = sample(logits_BV, SamplingRows.of(inputs, draws=draws, filters=filters))
+        sampled_BV = logits_BV if edits is None else edits.edited(logits_BV)
+        token_B = sample(sampled_BV, SamplingRows.of(inputs, draws=draws, filters=filters))
+        if edits is not None:
+            edits.note_tops(logits_BV, inputs.divisor_B)
         logprob_B = logprobs_alone(logits_BV, token_B.clamp_min(0), inputs.divisor_B)
         return self._rows.advance(size, token_B, logprob_B)
 
@@ -132,7 +143,7 @@ class ModelRunner:
             max_query_len=int(lengths_C.max()),
             max_context_len=int(context_C.max()),
         )
-        self._forward(token_T, position_T, context)
+        score_prompts(self.model, chunks, self._forward(token_T, position_T, context))
 
     def _forward(self, token_T: Tensor, position_T: Tensor, context: PagedContext) -> Tensor:
         if self.fused:

@@ -13,9 +13,14 @@ results are read (transcript.py). `token_ids` gets them when the sequence leaves
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from octetrl.engine.stopping import Stopping
 from octetrl.records import GenerationRequest
+
+if TYPE_CHECKING:
+    from octetrl.engine.logit_options import SequenceLogits
+    from octetrl.engine.prompt_scores import PromptScores
 
 NO_ROW = -1
 
@@ -27,6 +32,7 @@ class Prefix:
     token_ids: tuple[int, ...]
     pages: list[int]
     num_cached: int = 0
+    prompt_scores: PromptScores | None = None  # the group's
 
     @property
     def num_to_cache(self) -> int:
@@ -48,6 +54,7 @@ class RequestGroup:
     num_running: int = 0
     prefix: Prefix | None = None
     streams: bool = False  # its tokens are reported as they are read
+    prompt_scores: PromptScores | None = None  # None: nobody wants the log-probs of its prompt
 
     @property
     def shares_prefix(self) -> bool:
@@ -68,6 +75,11 @@ class RunningSequence:
     writable: int = 0  # tokens, a multiple of the page size
     row: int = NO_ROW  # its place in the runner's batch while it runs
     joined_at: int | None = None  # the forward with which it began to decode; None: it does not decode
+    logits: SequenceLogits | None = None  # None: its logits are not changed, nor reported
+
+    @property
+    def prompt_scores(self) -> PromptScores | None:
+        return self.group.prompt_scores
 
     @property
     def num_to_cache(self) -> int:

@@ -152,7 +152,7 @@ class Scheduler:
             sequence.pages = self.blocks.share(prefix.pages)
             sequence.num_cached = prefix.num_to_cache
         else:
-            sequence.pages = self.blocks.find(sequence.token_ids[:-1])
+            sequence.pages = self._found(sequence.group, sequence.token_ids[:-1])
             sequence.num_cached = len(sequence.pages) * self.blocks.page_size
         sequence.writable = sequence.num_cached // self.blocks.page_size * self.blocks.page_size
         sequence.group.num_running += 1
@@ -304,14 +304,18 @@ class Scheduler:
 
     def _make_prefix(self, group: RequestGroup) -> None:
         token_ids = group.request.prompt_token_ids[:-1]
-        pages = self.blocks.find(token_ids)
+        pages = self._found(group, token_ids)
         num_cached = len(pages) * self.blocks.page_size
         pages += (self.blocks.allocate() for _ in range(self.blocks.pages_for(len(token_ids)) - len(pages)))
-        group.prefix = Prefix(token_ids, pages, num_cached)
+        group.prefix = Prefix(token_ids, pages, num_cached, group.prompt_scores)
         self._prefixed.append(group)
         if not group.prefix.is_cached:
             self._to_prefill.append(group.prefix)
             self._awaiting[group.prefix] = []
+
+    def _found(self, group: RequestGroup, token_ids: Sequence[int]) -> list[int]:
+        """Cached pages with the beginning of these tokens. None for a prompt whose log-probs prefill must compute."""
+        return self.blocks.find(token_ids) if group.prompt_scores is None else []
 
     def _remember(self, owner: Prefix | RunningSequence) -> None:
         if self._keeps_prefixes:

@@ -34,9 +34,10 @@ from octetrl.config.schema import EngineConfig
 from octetrl.engine.admission import Admission, check_fits
 from octetrl.engine.block_manager import BlockManager
 from octetrl.engine.kv_cache import KVCache
-from octetrl.engine.metrics import EngineMetrics, Tally
+from octetrl.engine.metrics import EngineMetrics, Tally, session_metrics
 from octetrl.engine.model_runner import ModelRunner, Results
 from octetrl.engine.request import NO_ROW, RequestGroup, RunningSequence
+from octetrl.engine.row_edits import catch_up, event_of
 from octetrl.engine.scheduler import Scheduler, longest_first
 from octetrl.engine.stopping import Decode
 from octetrl.engine.transcript import Batch, Transcript
@@ -154,8 +155,7 @@ class Session:
             token_ids, logprobs = self._transcript.since(sibling, reported)
             if token_ids:
                 self._reported[sibling] = reported + len(token_ids)
-                request_id = sibling.group.request.id
-                events.append(SessionEvent(request_id, sibling.sibling, tuple(token_ids), tuple(logprobs), None))
+                events.append(event_of(sibling, reported, token_ids, logprobs, None))
         return events
 
     def advance(self) -> list[Ended]:
@@ -189,14 +189,17 @@ class Session:
             transcript.open(step.joined)
             if step.decode is not self._batch.sequences and step.decode:
                 self._batch = transcript.batch(step.decode)
+            catch_up(self._batch, transcript, scheduler.clock)
             results = self._runner.launch(step, self._batch, self._cache)
             scheduler.complete(step)
             self._tally.count_launch(step)
             if results is not None:
                 self._in_flight.append((self._batch, results))
-        if self._in_flight and (step is None or len(self._in_flight) > self._lag):
-            return self._take(*self._in_flight.popleft())
-        return []
+        ended: list[Ended] = []
+        lag = len(self._in_flight) - 1 if step is None else 0 if self._batch.edited else self._lag
+        while len(self._in_flight) > max(lag, 0):
+            ended += self._take(*self._in_flight.popleft())
+        return ended
 
     def _take(self, batch: Batch, results: Results) -> list[Ended]:
         """Reads a forward's results; the sequences that ended with it."""
@@ -235,8 +238,7 @@ class Session:
 
     def _last_event(self, sibling: RunningSequence, completion: Completion) -> SessionEvent:
         reported = self._reported.pop(sibling, 0)
-        token_ids, logprobs = completion.token_ids[reported:], completion.logprobs[reported:]
-        return SessionEvent(sibling.group.request.id, sibling.sibling, token_ids, logprobs, completion)
+        return event_of(sibling, reported, completion.token_ids[reported:], completion.logprobs[reported:], completion)
 
     def _rest(self) -> None:
         """Once no request is left, drops the results that are still in flight."""
@@ -251,17 +253,7 @@ class Session:
 
     def metrics(self) -> EngineMetrics:
         """Metrics up to now. On a GPU this waits for all launched forwards."""
-        cache, blocks, tally = self._cache, self._blocks, self._tally
-        share_LS = cache.saturated_share(tally.decoded_tokens + tally.prefilled_tokens)
-        return tally.metrics(
-            preemptions=self._scheduler.preemptions,
-            cache_occupancy=blocks.peak_used / blocks.num_pages,
-            kv_capacity_tokens=blocks.num_pages * blocks.page_size,
-            kv_saturation=0.0 if share_LS is None else float(share_LS.sum()) / max(1, cache.page.num_clamping_scales),
-            kv_saturation_LS=share_LS,
-            non_finite_tokens=int(self._runner.poisoned_tokens),
-            capture_seconds=0.0 if self._runner.graphs is None else self._runner.graphs.seconds,
-        )
+        return session_metrics(self._tally, self._cache, self._blocks, self._runner, self._scheduler.preemptions)
 
     @property
     def pages_in_use(self) -> int:

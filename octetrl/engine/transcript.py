@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from octetrl.engine.logit_options import SequenceLogits
 from octetrl.engine.request import NO_ROW, RunningSequence
 
 
@@ -24,6 +25,7 @@ class Batch(NamedTuple):
     sequences: tuple[RunningSequence, ...]
     row_B: np.ndarray  # int64
     epoch_B: np.ndarray  # int64
+    edited: tuple[tuple[int, SequenceLogits], ...]  # place in the batch, of sequences with options for their logits
 
 
 class Transcript:
@@ -53,7 +55,8 @@ class Transcript:
 
     def batch(self, sequences: tuple[RunningSequence, ...]) -> Batch:
         row_B = np.fromiter((sequence.row for sequence in sequences), np.int64, len(sequences))
-        return Batch(sequences, row_B, self._epoch_R[row_B])
+        edited = tuple((place, one.logits) for place, one in enumerate(sequences) if one.logits is not None)
+        return Batch(sequences, row_B, self._epoch_R[row_B], edited)
 
     def add(self, batch: Batch, token_B: np.ndarray, logprob_B: np.ndarray) -> list[RunningSequence]:
         """Stores one forward's results. Returns the sequences that may have ended with it."""

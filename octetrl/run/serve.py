@@ -49,6 +49,8 @@ class ServeOptions:
     max_body_bytes: int = 8 << 20
     api_key: str | None = None
     without_key: bool = False  # every machine that reaches the host may send requests
+    origins: Sequence[str] = ()  # web pages that may call it from a browser
+    access_log: bool = False  # a line for each request
     calibration_texts: Sequence[str] = CALIBRATION_TEXTS
 
 
@@ -100,7 +102,14 @@ def build_app(options: ServeOptions) -> tuple[Starlette, Intake]:
         decode=decoder_of(own),
         spell=_speller_of(own),
     )
-    return make_app(served, api_key=options.api_key, max_body_bytes=options.max_body_bytes), intake
+    app = make_app(
+        served,
+        api_key=options.api_key,
+        max_body_bytes=options.max_body_bytes,
+        origins=options.origins,
+        access_log=options.access_log,
+    )
+    return app, intake
 
 
 def _speller_of(tokenizer: Tokenizer) -> Decode:

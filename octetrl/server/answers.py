@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from octetrl.engine.logit_options import Top
 from octetrl.engine.stopping import Decode
 from octetrl.environments.tools import ToolCall
 from octetrl.server.choices import Piece
@@ -34,6 +35,14 @@ class Usage:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt that is repeated before its answers."""
+
+    text: str
+    offsets: tuple[int, ...]  # start of each token's text
+
+
 @dataclass(slots=True)
 class Form:
     """The common part of an answer's bodies. Subclasses write the choices of one endpoint."""
@@ -44,6 +53,11 @@ class Form:
     token_ids: bool
     prompts: Sequence[tuple[int, ...]]
     num_siblings: int  # number of answers to each prompt
+    num_top: int = 0  # likeliest tokens to show with each token
+    prompt_top: int | None = (
+        None  # likeliest tokens to show with each token of the prompt; None: the prompt is not shown
+    )
+    echoed: Sequence[Echo] | None = None  # of each prompt; None: prompts are not repeated
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -78,6 +92,24 @@ class Form:
     def _ids(self, piece: Piece) -> dict[str, Any]:
         return {"token_ids": list(piece.token_ids)} if self.token_ids else {}
 
+    def _prompt_logprobs(self, pieces: Sequence[Piece], prompt: tuple[int, ...]) -> dict[str, Any]:
+        """Log-probs of the prompt's tokens in vLLM's form: an object by token id for each token, null for the first."""
+        found = next((piece.prompt for piece in pieces if piece.prompt is not None), None)
+        if self.prompt_top is None or found is None:
+            return {}
+        entries: list[Any] = [None]
+        for place, (token, logprob) in enumerate(zip(prompt[1:], found.logprobs, strict=True)):
+            top = found.tops[place][: self.prompt_top] if found.tops else ()
+            ranks = {id: rank for rank, (id, _) in enumerate(top, 1)}
+            shown = {**dict(top), token: logprob}
+            entries.append(
+                {
+                    str(id): {"logprob": value, "rank": ranks.get(id), "decoded_token": self.spell((id,))}
+                    for id, value in shown.items()
+                }
+            )
+        return {"prompt_logprobs": entries}
+
     def _spelled(self, piece: Piece) -> list[str]:
         return [self.spell((token,)) for token in piece.token_ids]
 
@@ -87,28 +119,59 @@ class CompletionForm(Form):
 
     def choice(self, piece: Piece) -> dict[str, Any]:
         prompt = self.prompts[piece.index // self.num_siblings]
-        return {**self._choice(piece), **({"prompt_token_ids": list(prompt)} if self.token_ids else {})}
+        prompt_ids = {"prompt_token_ids": list(prompt)} if self.token_ids else {}
+        return {**self._choice(piece), **prompt_ids, **self._prompt_logprobs([piece], prompt)}
 
     def deltas(self, piece: Piece) -> list[dict[str, Any]]:
-        shows = piece.text or piece.finish_reason or self.logprobs or self.token_ids
+        echoes = self.echoed is not None and piece.is_first
+        shows = piece.text or piece.finish_reason or self.logprobs or self.token_ids or echoes
         return [self._choice(piece)] if shows else []
 
+    def _echo(self, piece: Piece) -> Echo | None:
+        return None if self.echoed is None else self.echoed[piece.index // self.num_siblings]
+
     def _choice(self, piece: Piece) -> dict[str, Any]:
+        echo = self._echo(piece)
         return {
             "index": piece.index,
-            "text": piece.text,
+            "text": piece.text if echo is None or not piece.is_first else echo.text + piece.text,
             "logprobs": self._logprobs(piece) if self.logprobs else None,
             "finish_reason": piece.finish_reason,
             **self._ids(piece),
         }
 
     def _logprobs(self, piece: Piece) -> dict[str, Any]:
-        return {
+        echo = self._echo(piece)
+        begin = 0 if echo is None else len(echo.text)
+        logprobs: list[float | None] = list(piece.logprobs)
+        told = {
             "tokens": self._spelled(piece),
-            "token_logprobs": list(piece.logprobs),
-            "top_logprobs": None,
-            "text_offset": list(piece.offsets),
+            "token_logprobs": logprobs,
+            "top_logprobs": self._tops(piece.token_ids, piece.logprobs, piece.tops) if self.num_top else None,
+            "text_offset": [begin + offset for offset in piece.offsets],
         }
+        if echo is None or not piece.is_first:
+            return told
+        assert piece.prompt is not None, "log-probs of an echoed prompt are computed with it"
+        prompt, found = self.prompts[piece.index // self.num_siblings], piece.prompt
+        tops = [None, *self._tops(prompt[1:], found.logprobs, found.tops)] if self.num_top else None
+        return {
+            "tokens": [*(self.spell((token,)) for token in prompt), *told["tokens"]],
+            "token_logprobs": [None, *found.logprobs, *logprobs],
+            "top_logprobs": None if tops is None else tops + told["top_logprobs"],
+            "text_offset": [*echo.offsets, *told["text_offset"]],
+        }
+
+    def _tops(self, token_ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[Top]) -> list[dict[str, float]]:
+        """Log-probs by text of the likeliest tokens and of the token itself. Of two tokens with one text, the likelier
+        one is shown."""
+        shown = []
+        for token, logprob, top in zip(token_ids, logprobs, tops, strict=True):
+            by_text: dict[str, float] = {}
+            for id, value in (*top[: self.num_top], (token, logprob)):
+                by_text.setdefault(self.spell((id,)), value)
+            shown.append(by_text)
+        return shown
 
 
 class ChatForm(Form):
@@ -116,7 +179,7 @@ class ChatForm(Form):
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         prompt_ids = {"prompt_token_ids": list(self.prompts[0])} if self.token_ids else {}
-        return {**super().whole(pieces, usage), **prompt_ids}
+        return {**super().whole(pieces, usage), **prompt_ids, **self._prompt_logprobs(pieces, self.prompts[0])}
 
     def choice(self, piece: Piece) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
@@ -163,12 +226,21 @@ class ChatForm(Form):
         }
 
     def _logprobs(self, piece: Piece) -> dict[str, Any]:
-        return {"content": [self._entry(*pair) for pair in zip(self._spelled(piece), piece.logprobs, strict=True)]}
+        tops = piece.tops or ((),) * len(piece.token_ids)
+        return {
+            "content": [
+                {
+                    **self._entry(token, logprob),
+                    "top_logprobs": [self._entry(self.spell((id,)), value) for id, value in top[: self.num_top]],
+                }
+                for token, logprob, top in zip(self._spelled(piece), piece.logprobs, tops, strict=True)
+            ]
+        }
 
     def _entry(self, token: str, logprob: float) -> dict[str, Any]:
         """Write a token's log-prob. `bytes` is null if the token is only a part of a character."""
         utf8 = None if "\ufffd" in token else list(token.encode())
-        return {"token": token, "logprob": logprob, "bytes": utf8, "top_logprobs": []}
+        return {"token": token, "logprob": logprob, "bytes": utf8}
 
 
 def event(body: dict[str, Any]) -> str:

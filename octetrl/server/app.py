@@ -1,6 +1,7 @@
 """The HTTP application: paths, the API key, the size limit of bodies, and errors in OpenAI's form.
 
-    POST /v1/completions  /v1/chat/completions      GET /v1/models  /v1/models/NAME  /health  /metrics
+    POST /v1/completions  /v1/chat/completions  /tokenize  /detokenize
+    GET  /v1/models  /v1/models/NAME  /health  /metrics  /version
 
 /health and /metrics need no key. The status of /health is 200 while requests are served, and 503 while the server
 drains. After the engine failed it is 500, until a completion has succeeded again.
@@ -11,17 +12,21 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from octetrl.server.endpoints import CLIENT_CLOSED_REQUEST, Served, chat, completions
+from octetrl.server.access_log import AccessLog
+from octetrl.server.endpoints import CLIENT_CLOSED_REQUEST, Served, chat, completions, detokenize, tokenize
 from octetrl.server.errors import ApiError
 
 DISCARDED = 8  # up to this multiple of the limit, a too large body is read so that the client receives the error
@@ -29,8 +34,15 @@ DISCARDED = 8  # up to this multiple of the limit, a too large body is read so t
 Answers = Callable[[Request, bytes, Served], Awaitable[Response]]
 
 
-def make_app(served: Served, *, api_key: str | None, max_body_bytes: int) -> Starlette:
-    """Create the application.
+def make_app(
+    served: Served,
+    *,
+    api_key: str | None,
+    max_body_bytes: int,
+    origins: Sequence[str] = (),
+    access_log: bool = False,
+) -> Starlette:
+    """Create the application. `origins`: web pages that may call it from a browser (CORS); "*": any.
 
     The engine's thread starts and stops with it. At the start the KV cache is allocated."""
     created = int(time.time())
@@ -73,8 +85,18 @@ def make_app(served: Served, *, api_key: str | None, max_body_bytes: int) -> Sta
     async def metrics(request: Request) -> Response:
         return Response(served.meters.text(), media_type="text/plain; version=0.0.4")
 
+    async def its_version(request: Request) -> Response:
+        return JSONResponse({"version": _version()})
+
+    middleware = [Middleware(AccessLog)] if access_log else []
+    if origins:
+        middleware.append(Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]))
     return Starlette(
+        middleware=middleware,
         routes=[
+            Route("/tokenize", generates(tokenize), methods=["POST"]),
+            Route("/detokenize", generates(detokenize), methods=["POST"]),
+            Route("/version", its_version),
             Route("/v1/completions", generates(completions), methods=["POST"]),
             Route("/v1/chat/completions", generates(chat), methods=["POST"]),
             Route("/v1/models", models),
@@ -85,6 +107,13 @@ def make_app(served: Served, *, api_key: str | None, max_body_bytes: int) -> Sta
         exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _unforeseen},
         lifespan=lifespan,
     )
+
+
+def _version() -> str:
+    try:
+        return version("octetrl")
+    except PackageNotFoundError:  # run from a checkout
+        return "unknown"
 
 
 def _measured(

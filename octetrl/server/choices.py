@@ -13,8 +13,9 @@ has one, also the token that ended the answer. `token` is the text of a single t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from octetrl.engine.logit_options import EventDetails, PromptLogprobs, Top
 from octetrl.engine.stopping import Decode, TextStream
 from octetrl.environments.tools import Family, ToolCall, parse_message, to_message
 from octetrl.records import Completion, FinishReason, SessionEvent
@@ -33,23 +34,39 @@ class Piece:
     offsets: tuple[int, ...]  # start of each token's text in the choice's; past its end for a cut-off stop string
     finish_reason: str | None  # None: the choice is not finished
     calls: tuple[ToolCall, ...] = ()
+    tops: tuple[Top, ...] = ()  # of each token, if asked for
+    prompt: PromptLogprobs | None = None  # with the choice's first piece, if asked for
+    is_first: bool = True
 
 
 class Choice:
     """Choice `index` of an answer. `family`: form of the tool calls to look for; None: everything is text."""
 
     def __init__(
-        self, index: int, *, decode: Decode, stops: tuple[str, ...], family: Family | None, logprobs: bool
+        self,
+        index: int,
+        *,
+        decode: Decode,
+        stops: tuple[str, ...],
+        family: Family | None,
+        logprobs: bool,
+        empty: bool = False,
     ) -> None:
+        """`empty`: the client wants no answer; the one token that the engine samples is dropped."""
+        self._empty = empty
         self._index, self._decode, self._family, self._logprobs = index, decode, family, logprobs
         self._stops = stops
         self._marks = () if family is None else _CALLS_BEGIN[family]
         self._stream = TextStream(decode)
         self._shown = 0  # characters
+        self._begun = False
 
     def take(self, drawn: SessionEvent) -> Piece:
         completion = drawn.completion
         offsets: list[int] = []
+        if self._empty:
+            reason = FinishReason.LENGTH.value if completion is not None else None
+            return self._piece(replace(drawn, token_ids=(), logprobs=()), "", offsets, reason)
         if completion is None or self._logprobs:
             for token in drawn.token_ids:
                 offsets.append(len(self._stream.text))
@@ -81,7 +98,12 @@ class Choice:
     ) -> Piece:
         new = text[self._shown :]
         self._shown = max(self._shown, len(text))
-        return Piece(self._index, new, drawn.token_ids, drawn.logprobs, tuple(offsets), reason, calls)
+        is_first, self._begun = not self._begun, True
+        details = drawn.details or EventDetails()
+        return Piece(
+            self._index, new, drawn.token_ids, drawn.logprobs, tuple(offsets), reason, calls,
+            () if self._empty else details.tops, details.prompt, is_first,
+        )  # fmt: skip
 
     def _showable(self, text: str) -> int:
         """Return the number of characters that no later token can change."""

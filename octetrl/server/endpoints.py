@@ -22,15 +22,25 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from octetrl.engine.stopping import Decode
+from octetrl.engine.stopping import Decode, TextStream
 from octetrl.records import GenerationRequest, SessionEvent
-from octetrl.server.answers import DONE, ChatForm, CompletionForm, Form, Usage, event
+from octetrl.server.answers import DONE, ChatForm, CompletionForm, Echo, Form, Usage, event
 from octetrl.server.choices import Choice, Piece
 from octetrl.server.errors import ApiError
 from octetrl.server.intake import Answer, ClientGone, Intake
 from octetrl.server.meters import Meters
 from octetrl.server.prompts import Prompts, max_tokens_of
-from octetrl.server.requests import COMPLETION_TOKENS, Body, ChatBody, CompletionBody, GenerationBody, parse_body
+from octetrl.server.requests import (
+    COMPLETION_TOKENS,
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    TokenizeBody,
+    grammar_of,
+    parse_body,
+)
 
 CLIENT_CLOSED_REQUEST = 499  # only for the metrics, because the client is gone
 
@@ -60,16 +70,24 @@ class Call:
     shows_usage: bool
 
     def pieces(self, drawn: list[SessionEvent]) -> list[Piece]:
-        self.usage.completion_tokens += sum(len(one.token_ids) for one in drawn)
-        return [self.choices[one.request_id, one.sibling].take(one) for one in drawn]
+        for one in drawn:
+            if one.details is not None and one.details.failure is not None:
+                raise ApiError(500, f"the answer's grammar failed: {one.details.failure}", code="grammar_failed")
+        pieces = [self.choices[one.request_id, one.sibling].take(one) for one in drawn]
+        self.usage.completion_tokens += sum(len(piece.token_ids) for piece in pieces)
+        return pieces
 
 
 async def completions(http: Request, body: bytes, served: Served) -> Response:
     asked = _parsed(CompletionBody, body, served)
     prompts = await served.prompts.of_completion(asked)
-    form = CompletionForm(
-        served.name, served.spell, asked.logprobs is not None, asked.return_token_ids, prompts, asked.n
+    echoed = (
+        None if not asked.echo else [_echoed(one, ids, served) for one, ids in zip(asked.prompts, prompts, strict=True)]
     )
+    form = CompletionForm(
+        served.name, served.spell, asked.logprobs is not None, asked.return_token_ids, prompts, asked.n,
+        num_top=asked.num_top, prompt_top=asked.prompt_logprobs, echoed=echoed,
+    )  # fmt: skip
     limit = asked.max_tokens
     return await _respond(http, _call(form, asked, served, COMPLETION_TOKENS if limit is None else limit), served)
 
@@ -77,18 +95,51 @@ async def completions(http: Request, body: bytes, served: Served) -> Response:
 async def chat(http: Request, body: bytes, served: Served) -> Response:
     asked = _parsed(ChatBody, body, served)
     prompt = await served.prompts.of_chat(asked)
-    form = ChatForm(served.name, served.spell, bool(asked.logprobs), asked.return_token_ids, [prompt], asked.n)
+    form = ChatForm(
+        served.name, served.spell, bool(asked.logprobs), asked.return_token_ids, [prompt], asked.n,
+        num_top=asked.num_top, prompt_top=asked.prompt_logprobs,
+    )  # fmt: skip
     limit = max_tokens_of(asked)
     return await _respond(http, _call(form, asked, served, limit), served)
 
 
+async def tokenize(http: Request, body: bytes, served: Served) -> Response:
+    """The tokens of a text or of a conversation, as the other endpoints would see them."""
+    asked = parse_body(TokenizeBody, body)
+    _check_model(asked.model, served)
+    token_ids = await served.prompts.tokens_of(asked)
+    answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": served.context_length, "tokens": token_ids}
+    if asked.return_token_strs:
+        answer["token_strs"] = [served.spell((token,)) for token in token_ids]
+    return JSONResponse(answer)
+
+
+async def detokenize(http: Request, body: bytes, served: Served) -> Response:
+    """The text of tokens, special tokens included."""
+    asked = parse_body(DetokenizeBody, body)
+    _check_model(asked.model, served)
+    served.prompts.check_known(asked.tokens)
+    return JSONResponse({"prompt": served.spell(tuple(asked.tokens))})
+
+
+def _check_model(name: str | None, served: Served) -> None:
+    if name is not None and name != served.name:
+        message = f"there is no model {name!r}; this server has {served.name!r}"
+        raise ApiError(404, message, code="model_not_found", param="model")
+
+
+def _echoed(prompt: str | list[int], token_ids: tuple[int, ...], served: Served) -> Echo:
+    """The prompt's text and where each of its tokens begins."""
+    stream, offsets = TextStream(served.decode), []
+    for token in token_ids:
+        offsets.append(len(stream.text))
+        stream.push(token)
+    return Echo(prompt if isinstance(prompt, str) else stream.finish(), tuple(offsets))
+
+
 def _parsed(kind: type[Body], body: bytes, served: Served) -> Body:
     asked = parse_body(kind, body)
-    if asked.model != served.name:
-        raise ApiError(
-            404, f"there is no model {asked.model!r}; this server has {served.name!r}", code="model_not_found",
-            param="model",
-        )  # fmt: skip
+    _check_model(asked.model, served)
     return asked
 
 
@@ -96,10 +147,11 @@ def _call(form: Form, asked: GenerationBody, served: Served, limit: int | None) 
     seed, family = asked.drawn_seed(), None
     if isinstance(asked, ChatBody) and asked.tool_schemas is not None:
         family = served.prompts.family
+    grammar = grammar_of(asked, family)
     requests, choices = [], {}
     for place, tokens in enumerate(form.prompts):
         room = served.prompts.room(tokens)
-        sampling = asked.sampling(room if limit is None else min(limit, room))
+        sampling = asked.sampling(max(1, room if limit is None else min(limit, room)), grammar)
         request = GenerationRequest(f"{form.id}/{place}", tokens, sampling, num_siblings=asked.n, seed=seed + place)
         requests.append(request)
         for sibling in range(asked.n):
@@ -109,6 +161,7 @@ def _call(form: Form, asked: GenerationBody, served: Served, limit: int | None) 
                 stops=sampling.stop,
                 family=family,
                 logprobs=form.logprobs,
+                empty=limit == 0,
             )
     usage = Usage(sum(map(len, form.prompts)))
     return Call(form, requests, choices, usage, asked.stream, asked.include_usage)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from octetrl.environments.tools import Family, family_of
 from octetrl.rollout.chat_tokens import Tokenizer
 from octetrl.rollout.encode import Encoder
 from octetrl.server.errors import ApiError, wrong
-from octetrl.server.requests import ChatBody, CompletionBody, GenerationBody, Message
+from octetrl.server.requests import ChatBody, CompletionBody, GenerationBody, Message, TokenizeBody
 
 Result = TypeVar("Result")
 
@@ -50,6 +50,25 @@ class Prompts:
         for tokens in token_lists:
             self._check(tokens, body, "prompt")
         return token_lists
+
+    async def tokens_of(self, body: TokenizeBody) -> list[int]:
+        """Tokens of a text or a conversation. They may exceed the context."""
+        prompt = body.prompt
+        if prompt is not None:
+            special = body.add_special_tokens
+            return list(await self._beside_the_loop(lambda: self._encoded(prompt, "prompt", special=special)))
+        if body.messages is None:
+            raise wrong("prompt", "prompt and messages are missing; give one of them", "missing_required_parameter")
+        chat = ChatBody(
+            model="", messages=body.messages, tools=body.tools, chat_template_kwargs=body.chat_template_kwargs
+        )
+        return list(await self._beside_the_loop(lambda: self._chat_tokens(chat)))
+
+    def check_known(self, tokens: Sequence[int]) -> None:
+        """Raises ApiError for a token that the model does not have."""
+        if tokens and max(tokens) >= self._vocab_size:
+            message = f"tokens: token {max(tokens)} is unknown; the model has 0 to {self._vocab_size - 1}"
+            raise wrong("tokens", message, "invalid_value")
 
     def room(self, tokens: tuple[int, ...]) -> int:
         """Return the largest number of tokens that an answer to this prompt may have."""

@@ -1,8 +1,9 @@
 """Bodies of requests: the supported fields, their limits, and their conversion for the engine.
 
 An unsupported field that would change the answer is an error that names the field. Fields without effect here (`user`,
-`metadata`, ...) are accepted and ignored. Fields in addition to OpenAI's: `top_k`, `min_p`, `stop_token_ids`,
-`ignore_eos`, `return_token_ids` and `chat_template_kwargs`.
+`metadata`, ...) are accepted and ignored, and so are values that change nothing (`use_beam_search: false`). Fields in
+addition to OpenAI's, with vLLM's names: `top_k`, `min_p`, `min_tokens`, `repetition_penalty`, `stop_token_ids`,
+`ignore_eos`, `prompt_logprobs`, `return_token_ids` and `chat_template_kwargs`.
 """
 
 from __future__ import annotations
@@ -12,12 +13,18 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from octetrl.engine.admission import MOST_TOP
+from octetrl.engine.logit_options import LogitOptions
+from octetrl.environments.tools import Family
 from octetrl.records import SamplingParams
+from octetrl.server.answer_grammars import ResponseFormat, ToolChoice, call_grammar, format_grammar
 from octetrl.server.errors import ApiError, wrong
 
 COMPLETION_TOKENS = 16  # default of max_tokens for /v1/completions, as in OpenAI's API
 Number = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0)]
+Penalty = Annotated[float, Field(ge=-2.0, le=2.0, allow_inf_nan=False)]
+NumTop = Annotated[int, Field(ge=0, le=MOST_TOP)]
 
 
 class StreamOptions(BaseModel):
@@ -42,13 +49,25 @@ class GenerationBody(BaseModel):
     stop: list[Annotated[str, Field(min_length=1, max_length=1024)]] = Field(default=[], max_length=16)
     stop_token_ids: list[TokenId] = []
     ignore_eos: bool = False
+    response_format: ResponseFormat | None = None
     seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
-    presence_penalty: Literal[0] | None = None
-    frequency_penalty: Literal[0] | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    min_tokens: int = Field(default=0, ge=0)
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Number = Field(default=1.0, gt=0.0, le=10.0)
+    logit_bias: Annotated[dict[TokenId, Annotated[Number, Field(ge=-100, le=100)]], Field(max_length=1024)] = {}
+    prompt_logprobs: NumTop | None = None
+    skip_special_tokens: Literal[True] | None = None
+    include_stop_str_in_output: Literal[False] | None = None
+    use_beam_search: Literal[False] | None = None
+    length_penalty: Literal[1] | None = None
+    truncate_prompt_tokens: None = None
+    spaces_between_special_tokens: Any = None
+    request_id: Any = None
+    priority: Any = None
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -56,7 +75,10 @@ class GenerationBody(BaseModel):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
 
-    @field_validator("n", "temperature", "top_p", "top_k", "min_p", "stream", "ignore_eos", mode="before")
+    @field_validator(
+        "n", "temperature", "top_p", "top_k", "min_p", "stream", "ignore_eos", "min_tokens", "presence_penalty",
+        "frequency_penalty", "repetition_penalty", "logit_bias", "stop_token_ids", "return_token_ids", mode="before",
+    )  # fmt: skip
     @classmethod
     def _null_is_default(cls, value: Any, info: Any) -> Any:
         return cls.model_fields[info.field_name].default if value is None else value
@@ -70,7 +92,29 @@ class GenerationBody(BaseModel):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling(self, max_new_tokens: int) -> SamplingParams:
+    @property
+    def num_top(self) -> int:
+        """Number of likeliest tokens to report with each token of the answer."""
+        return 0
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.prompt_logprobs is not None
+
+    def _logit_options(self, grammar: str | None) -> LogitOptions | None:
+        options = LogitOptions(
+            min_new_tokens=self.min_tokens,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=tuple(sorted(self.logit_bias.items())),
+            grammar=grammar,
+            num_top=max(self.num_top, self.prompt_logprobs or 0),
+            prompt_logprobs=self.wants_prompt_logprobs,
+        )
+        return None if options == LogitOptions() else options
+
+    def sampling(self, max_new_tokens: int, grammar: str | None = None) -> SamplingParams:
         return SamplingParams(
             max_new_tokens=max_new_tokens,
             temperature=self.temperature,
@@ -80,6 +124,7 @@ class GenerationBody(BaseModel):
             stop=tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
+            logits=self._logit_options(grammar),
         )
 
     def drawn_seed(self) -> int:
@@ -91,10 +136,25 @@ class CompletionBody(GenerationBody):
     """/v1/completions"""
 
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
-    logprobs: Literal[0] | None = None
-    echo: Literal[False] | None = None
+    max_tokens: int | None = Field(default=None, ge=0)  # 0: only the prompt's log-probs
+    logprobs: NumTop | None = None
+    echo: bool = False
     best_of: Literal[1] | None = None
     suffix: None = None
+    add_special_tokens: Literal[True] | None = None
+
+    @field_validator("echo", mode="before")
+    @classmethod
+    def _null_is_no(cls, value: Any) -> Any:
+        return False if value is None else value
+
+    @property
+    def num_top(self) -> int:
+        return self.logprobs or 0
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.prompt_logprobs is not None or (self.echo and self.logprobs is not None)
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -140,30 +200,97 @@ class FunctionTool(BaseModel):
     function: dict[str, Any]
 
 
-class ResponseFormat(BaseModel):
-    type: Literal["text"]
-
-
 class ChatBody(GenerationBody):
     """/v1/chat/completions"""
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: Literal[0] | None = None
+    top_logprobs: NumTop | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
-    response_format: ResponseFormat | None = None
+    tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] = {}
+    add_special_tokens: Literal[False] | None = None
+    add_generation_prompt: Literal[True] | None = None
+    continue_final_message: Literal[False] | None = None
+    echo: Literal[False] | None = None
+
+    @property
+    def num_top(self) -> int:
+        return (self.top_logprobs or 0) if self.logprobs else 0
 
     @property
     def tool_schemas(self) -> list[dict[str, Any]] | None:
         """JSON schemas of the tools. None: no tool may be called."""
         return [tool.model_dump() for tool in self.tools] if self.tools and self.tool_choice != "none" else None
 
+    @property
+    def demanded_functions(self) -> list[dict[str, Any]]:
+        """Functions of which one must be called; empty if the model may answer with text. Raises ApiError."""
+        functions = [tool.function for tool in self.tools or []]
+        if isinstance(self.tool_choice, ToolChoice):
+            name = self.tool_choice.function.name
+            named = [one for one in functions if one.get("name") == name]
+            if not named:
+                known = ", ".join(str(one.get("name")) for one in functions) or "none"
+                raise wrong("tool_choice", f"tool_choice: there is no tool {name!r}; the tools are: {known}")
+            return named
+        if self.tool_choice == "required":
+            if not functions:
+                raise wrong("tool_choice", "tool_choice: 'required' needs tools; give at least one")
+            return functions
+        return []
 
-Body = TypeVar("Body", bound=GenerationBody)
+
+class TokenizeBody(BaseModel):
+    """/tokenize, as vLLM has it: `prompt` or `messages`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(default=None, min_length=1)
+    tools: list[FunctionTool] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    add_special_tokens: bool = True  # of a prompt; a chat template writes its own
+    add_generation_prompt: Literal[True] = True
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(BaseModel):
+    """/detokenize, as vLLM has it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def grammar_of(body: GenerationBody, family: Family | None) -> str | None:
+    """The grammar that the answer must match, or None. `family`: the model's form of tool calls. Raises ApiError."""
+    demanded = body.demanded_functions if isinstance(body, ChatBody) else []
+    try:
+        wanted = format_grammar(body.response_format)
+    except ValueError as error:
+        raise wrong("response_format", str(error), "invalid_value") from None
+    if not demanded:
+        if isinstance(body, ChatBody) and body.tools and body.parallel_tool_calls is False:
+            raise wrong(
+                "parallel_tool_calls",
+                "parallel_tool_calls: false is supported only with a tool_choice that demands a call",
+                "unsupported_value",
+            )
+        return wanted
+    if wanted is not None:
+        raise wrong("response_format", "response_format: a call is demanded by tool_choice; leave one of them out")
+    assert family is not None, "tools of a model without a form of calls are refused before"
+    assert isinstance(body, ChatBody)
+    one = body.parallel_tool_calls is False or isinstance(body.tool_choice, ToolChoice)
+    return call_grammar(demanded, family, several=not one)
 
 
 def parse_body(kind: type[Body], body: bytes) -> Body:
@@ -174,7 +301,7 @@ def parse_body(kind: type[Body], body: bytes) -> Body:
         raise _first_problem(kind, error) from error
 
 
-def _first_problem(kind: type[Body], error: ValidationError) -> ApiError:
+def _first_problem(kind: type[BaseModel], error: ValidationError) -> ApiError:
     problem = error.errors(include_url=False, include_context=False)[0]
     where = [str(part) for part in problem["loc"]]
     param = where[0] if where else None

@@ -55,6 +55,7 @@ ONLY_IN = {
     "wandb": {"octetrl/telemetry/sinks.py"},
     "starlette": {f"octetrl/server/{name}.py" for name in ("app", "endpoints")} | {"octetrl/run/serve.py"},
     "uvicorn": {"octetrl/run/serve.py"},
+    "llguidance": {"octetrl/engine/grammars.py"},
     "prometheus_client": {"octetrl/server/meters.py", "octetrl/run/serve.py"},
     "transformers": {"octetrl/data/tokenizer.py", "octetrl/run/tiny_model.py"},
 }

@@ -1,0 +1,66 @@
+"""Log-probs of a prompt's tokens, from the prefill that computes its K and V anyway.
+
+A chunk's hidden states predict the tokens that follow. Their logits are computed `ROWS` at a time. lm_head's products
+do not depend on the number of rows, and prefill equals decode, so a prompt's token has the log-prob that it would have
+if it were sampled. Cached pages are not reused for such a prompt, because they have no hidden states.
+
+T tokens of a forward's chunks, E hidden size, N positions, K likeliest tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from octetrl.engine.logit_options import PromptLogprobs, Top
+from octetrl.engine.request import Chunk
+from octetrl.engine.row_edits import likeliest, tops_of
+from octetrl.kernels.gemm.linear_logprobs import logprobs_alone
+from octetrl.models.decoder import Decoder
+
+ROWS = 64  # of logits at a time: 39 MB at a vocabulary of 152,000
+
+
+class PromptScores:
+    """Collects the log-probs of one prompt. `temperature`: the request's; 0 counts as 1, as in sampling."""
+
+    def __init__(self, prompt_token_ids: Sequence[int], *, temperature: float, num_top: int) -> None:
+        self._token_ids = tuple(prompt_token_ids)
+        self._divisor = temperature or 1.0
+        self._num_top = num_top
+        self._logprobs: dict[int, Tensor] = {}  # by first position
+        self._tops: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def add(self, model: Decoder, hidden_NE: Tensor, start: int) -> None:
+        """Takes the hidden states of positions `start` on. Those after the prompt are ignored."""
+        stop = min(start + hidden_NE.shape[0], len(self._token_ids) - 1)
+        for begin in range(start, stop, ROWS):
+            end = min(begin + ROWS, stop)
+            logits_NV = model.logits(hidden_NE[begin - start : end - start])
+            target_N = torch.tensor(self._token_ids[begin + 1 : end + 1], device=logits_NV.device)
+            divisor_N = torch.full((end - begin,), self._divisor, dtype=torch.float32, device=logits_NV.device)
+            self._logprobs[begin] = logprobs_alone(logits_NV, target_N, divisor_N)
+            if self._num_top:
+                self._tops[begin] = likeliest(logits_NV, divisor_N, self._num_top)
+
+    def read(self) -> PromptLogprobs:
+        """All log-probs. Waits for the device. The prompt has been prefilled."""
+        logprobs: list[float] = [0.0] * (len(self._token_ids) - 1)
+        tops: list[Top] = [()] * (len(self._token_ids) - 1 if self._num_top else 0)
+        for begin, logprobs_N in self._logprobs.items():  # a prompt that was prefilled twice has the same bits twice
+            logprobs[begin : begin + len(logprobs_N)] = logprobs_N.tolist()
+        for begin, (ids_NK, logprobs_NK) in self._tops.items():
+            tops[begin : begin + len(ids_NK)] = tops_of(ids_NK, logprobs_NK)
+        return PromptLogprobs(tuple(logprobs), tuple(tops))
+
+
+def score_prompts(model: Decoder, chunks: Sequence[Chunk], hidden_TE: Tensor) -> None:
+    """Adds a prefill's hidden states to the scores of the prompts that want them."""
+    begin = 0
+    for chunk in chunks:
+        end = begin + chunk.stop - chunk.start
+        if chunk.owner.prompt_scores is not None:
+            chunk.owner.prompt_scores.add(model, hidden_TE[begin:end], chunk.start)
+        begin = end

@@ -1,0 +1,76 @@
+"""Which grammar an answer must match: JSON modes, and tool calls that the client demands.
+
+    response_format   json_object, json_schema                          the answer is one JSON text
+    tool_choice       required, {"type": "function", "function": ...}   the answer is tool calls in the model's own form
+
+The forms of tool calls are those of environments/tools/parsing.py: Hermes' and Qwen's tags, or Llama 3's plain JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from octetrl.engine.grammars import WHITE_SPACE, json_grammar
+from octetrl.environments.tools import Family
+
+
+class JsonSchema(BaseModel):
+    """The schema that an answer must match. `name`, `description` and `strict` have no effect."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    content: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class NamedFunction(BaseModel):
+    name: str
+
+
+class ToolChoice(BaseModel):
+    """The one tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def format_grammar(asked: ResponseFormat | None) -> str | None:
+    """The grammar of a response format. None: any text. Raises ValueError if a schema is missing."""
+    if asked is None or asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return json_grammar({"type": "object"})
+    if asked.json_schema is None:
+        raise ValueError("response_format: json_schema is missing; give {'schema': {...}}")
+    return json_grammar(asked.json_schema.content)
+
+
+def call_grammar(functions: Sequence[dict[str, Any]], family: Family, *, several: bool) -> str:
+    """The grammar of one call, or `several`, of these functions (`name` and JSON schema `parameters`)."""
+    key = "arguments" if family == "hermes" else "parameters"
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": one["name"]}, key: one.get("parameters") or {"type": "object"}},
+            "required": ["name", key],
+            "additionalProperties": False,
+        }
+        for one in functions
+    ]
+    body = json.dumps({"anyOf": calls, "x-guidance": {"whitespace_pattern": WHITE_SPACE}})
+    more = ' ("\\n" call)*' if several and family == "hermes" else ' ("; " call)*' if several else ""
+    call = '"<tool_call>\\n" body "\\n</tool_call>"' if family == "hermes" else "body"
+    return f"start: call{more}\ncall: {call}\nbody: %json {body}\n"
