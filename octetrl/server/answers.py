@@ -144,22 +144,29 @@ class CompletionForm(Form):
         echo = self._echo(piece)
         begin = 0 if echo is None else len(echo.text)
         logprobs: list[float | None] = list(piece.logprobs)
-        told = {
-            "tokens": self._spelled(piece),
-            "token_logprobs": logprobs,
-            "top_logprobs": self._tops(piece.token_ids, piece.logprobs, piece.tops) if self.num_top else None,
-            "text_offset": [begin + offset for offset in piece.offsets],
-        }
+        tokens, offsets = self._spelled(piece), [begin + offset for offset in piece.offsets]
+        tops: list[Any] = self._tops(piece.token_ids, piece.logprobs, piece.tops) if self.num_top else []
         if echo is None or not piece.is_first:
-            return told
+            return self._columns(tokens, logprobs, tops, offsets)
         assert piece.prompt is not None, "log-probs of an echoed prompt are computed with it"
         prompt, found = self.prompts[piece.index // self.num_siblings], piece.prompt
-        tops = [None, *self._tops(prompt[1:], found.logprobs, found.tops)] if self.num_top else None
+        if self.num_top:
+            tops = [None, *self._tops(prompt[1:], found.logprobs, found.tops), *tops]
+        return self._columns(
+            [*(self.spell((token,)) for token in prompt), *tokens],
+            [None, *found.logprobs, *logprobs],
+            tops,
+            [*echo.offsets, *offsets],
+        )
+
+    def _columns(
+        self, tokens: list[str], logprobs: list[float | None], tops: list[Any], offsets: list[int]
+    ) -> dict[str, Any]:
         return {
-            "tokens": [*(self.spell((token,)) for token in prompt), *told["tokens"]],
-            "token_logprobs": [None, *found.logprobs, *logprobs],
-            "top_logprobs": None if tops is None else tops + told["top_logprobs"],
-            "text_offset": [*echo.offsets, *told["text_offset"]],
+            "tokens": tokens,
+            "token_logprobs": logprobs,
+            "top_logprobs": tops if self.num_top else None,
+            "text_offset": offsets,
         }
 
     def _tops(self, token_ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[Top]) -> list[dict[str, float]]:

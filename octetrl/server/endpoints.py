@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -32,7 +32,6 @@ from octetrl.server.meters import Meters
 from octetrl.server.prompts import Prompts, max_tokens_of
 from octetrl.server.requests import (
     COMPLETION_TOKENS,
-    Body,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -42,6 +41,7 @@ from octetrl.server.requests import (
     parse_body,
 )
 
+Generation = TypeVar("Generation", bound=GenerationBody)
 CLIENT_CLOSED_REQUEST = 499  # only for the metrics, because the client is gone
 
 
@@ -137,7 +137,7 @@ def _echoed(prompt: str | list[int], token_ids: tuple[int, ...], served: Served)
     return Echo(prompt if isinstance(prompt, str) else stream.finish(), tuple(offsets))
 
 
-def _parsed(kind: type[Body], body: bytes, served: Served) -> Body:
+def _parsed(kind: type[Generation], body: bytes, served: Served) -> Generation:
     asked = parse_body(kind, body)
     _check_model(asked.model, served)
     return asked
