@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +22,12 @@ CalibrateOn = Annotated[
         help="Texts, one per line, from which the scales of a calibrated FP8 cache are measured; default: built in."
     ),
 ]
+
+AllowOrigin = Annotated[
+    list[str] | None,
+    typer.Option(help="Web page that may call the server from a browser, e.g. https://chat.example; '*': any."),
+]
+AccessLog = Annotated[bool, typer.Option("--access-log", help="Write a line for each request to standard error.")]
 
 
 def serve(
@@ -57,19 +64,13 @@ def serve(
         ),
     ] = None,
     without_key: WithoutKey = False,
-    allow_origin: Annotated[
-        list[str] | None,
-        typer.Option(help="Web page that may call the server from a browser, e.g. https://chat.example; '*': any."),
-    ] = None,
-    access_log: Annotated[
-        bool, typer.Option("--access-log", help="Write a line for each request to standard error.")
-    ] = False,
+    allow_origin: AllowOrigin = None,
+    access_log: AccessLog = False,
     drain_seconds: Annotated[float, typer.Option(min=0.0, help="Time for running requests after SIGTERM.")] = 30.0,
     calibrate_on: CalibrateOn = None,
 ) -> None:
     """Serve a model by OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics."""
-    if api_key == "":
-        raise UserError("the API key is empty, so every client would have it; give one, or unset OCTETRL_API_KEY")
+    _refuse_empty(api_key)
     from octetrl.run import serve as run
 
     options = run.ServeOptions(
@@ -88,14 +89,27 @@ def serve(
         access_log=access_log,
         calibration_texts=run.CALIBRATION_TEXTS if calibrate_on is None else _texts(calibrate_on),
     )
+    _before_it_serves(f"{host}:{port}", without_key, access_log)
+    say = partial(_say, precision)
+    run.serve(options, host=host, port=port, drain_seconds=drain_seconds, say=say)
+
+
+def _refuse_empty(api_key: str | None) -> None:
+    if api_key == "":
+        raise UserError("the API key is empty, so every client would have it; give one, or unset OCTETRL_API_KEY")
+
+
+def _say(precision: str, text: str) -> None:
+    typer.echo(f"{text} ({precision})", err=True)
+
+
+def _before_it_serves(place: str, without_key: bool, access_log: bool) -> None:
     if without_key:
-        typer.echo(f"warning: anyone who can reach {host}:{port} can use this server, as it asks for no key", err=True)
+        typer.echo(f"warning: anyone who can reach {place} can use this server, as it asks for no key", err=True)
     if access_log:
         from octetrl.server.access_log import show_access_log
 
         show_access_log()
-    say = lambda text: typer.echo(f"{text} ({precision})", err=True)  # noqa: E731
-    run.serve(options, host=host, port=port, drain_seconds=drain_seconds, say=say)
 
 
 def _texts(path: Path) -> list[str]:

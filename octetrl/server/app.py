@@ -45,14 +45,7 @@ def make_app(
     """Create the application. `origins`: web pages that may call it from a browser (CORS); "*": any.
 
     The engine's thread starts and stops with it. At the start the KV cache is allocated."""
-    created = int(time.time())
-    model = {
-        "id": served.name,
-        "object": "model",
-        "created": created,
-        "owned_by": "octetrl",
-        "max_model_len": served.context_length,
-    }
+    model = _card(served)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -85,18 +78,12 @@ def make_app(
     async def metrics(request: Request) -> Response:
         return Response(served.meters.text(), media_type="text/plain; version=0.0.4")
 
-    async def its_version(request: Request) -> Response:
-        return JSONResponse({"version": _version()})
-
-    middleware = [Middleware(AccessLog)] if access_log else []
-    if origins:
-        middleware.append(Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]))
     return Starlette(
-        middleware=middleware,
+        middleware=_middleware(origins, access_log),
         routes=[
             Route("/tokenize", generates(tokenize), methods=["POST"]),
             Route("/detokenize", generates(detokenize), methods=["POST"]),
-            Route("/version", its_version),
+            Route("/version", _its_version),
             Route("/v1/completions", generates(completions), methods=["POST"]),
             Route("/v1/chat/completions", generates(chat), methods=["POST"]),
             Route("/v1/models", models),
@@ -109,11 +96,27 @@ def make_app(
     )
 
 
-def _version() -> str:
+def _card(served: Served) -> dict[str, Any]:
+    """The model's entry in /v1/models."""
+    return {
+        "id": served.name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "octetrl",
+        "max_model_len": served.context_length,
+    }
+
+
+def _middleware(origins: Sequence[str], access_log: bool) -> list[Middleware]:
+    cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    return [*([Middleware(AccessLog)] if access_log else []), *([cors] if origins else [])]
+
+
+async def _its_version(request: Request) -> Response:
     try:
-        return version("octetrl")
+        return JSONResponse({"version": version("octetrl")})
     except PackageNotFoundError:  # run from a checkout
-        return "unknown"
+        return JSONResponse({"version": "unknown"})
 
 
 def _measured(
