@@ -89,9 +89,8 @@ def serve(
         access_log=access_log,
         calibration_texts=run.CALIBRATION_TEXTS if calibrate_on is None else _texts(calibrate_on),
     )
-    _before_it_serves(f"{host}:{port}", without_key, access_log)
-    say = partial(_say, precision)
-    run.serve(options, host=host, port=port, drain_seconds=drain_seconds, say=say)
+    _before_it_serves(f"{host}:{port}", without_key and api_key is None, access_log)
+    run.serve(options, host=host, port=port, drain_seconds=drain_seconds, say=partial(_say, precision))
 
 
 def _refuse_empty(api_key: str | None) -> None:
@@ -103,8 +102,8 @@ def _say(precision: str, text: str) -> None:
     typer.echo(f"{text} ({precision})", err=True)
 
 
-def _before_it_serves(place: str, without_key: bool, access_log: bool) -> None:
-    if without_key:
+def _before_it_serves(place: str, is_open: bool, access_log: bool) -> None:
+    if is_open:
         typer.echo(f"warning: anyone who can reach {place} can use this server, as it asks for no key", err=True)
     if access_log:
         from octetrl.server.access_log import show_access_log

@@ -14,6 +14,7 @@ from octetrl.cli.doctor import doctor
 from octetrl.cli.eval import evaluate
 from octetrl.cli.export import export
 from octetrl.cli.generate import generate
+from octetrl.cli.metrics import metrics
 from octetrl.cli.recipes import recipes
 from octetrl.cli.rollouts import rollouts
 from octetrl.cli.serve import serve
@@ -28,6 +29,7 @@ app.command("train")(train)
 app.command("recipes")(recipes)
 app.command("eval")(evaluate)
 app.command("rollouts")(rollouts)
+app.command("metrics")(metrics)
 app.command("generate")(generate)
 app.command("serve")(serve)
 app.command("check")(check)

@@ -23,6 +23,7 @@ from octetrl.layers.linear import Float8Linear
 from octetrl.run.build import Run, build_run
 from octetrl.run.loop import train
 from octetrl.run.step import train_step
+from octetrl.telemetry.glossary import explained
 from octetrl.telemetry.mismatch import MismatchError
 from octetrl.trainer import checkpoint
 from tests.e2e.tiny_run import make_model, read_lines, run, timeless, tiny_recipe
@@ -78,6 +79,7 @@ def test_a_run_leaves_a_whole_folder(precision: str, finished: Finished, model: 
 def test_every_step_has_the_metrics_that_are_promised(precision: str, finished: Finished) -> None:
     promised = METRICS | ({"fp8/kv_saturation", "time/calibrate"} if precision == "fp8_full" else set())
     for line in read_lines(finished(precision) / "metrics.jsonl"):
+        assert [name for name in line if name != "step" and explained(name) is None] == [], "not in docs/metrics.md"
         assert promised | {"time/checkpoint"} <= line.keys()  # of the step itself: every step is saved
         assert all(isinstance(value, int | float) and math.isfinite(value) for value in line.values()), line
     assert line["checkpoint/write_seconds"] > 0 and line["checkpoint/gb_per_second"] > 0

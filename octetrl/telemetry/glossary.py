@@ -1,0 +1,212 @@
+"""What every metric means: the one table behind `octetrl metrics`, docs/metrics.md and the report.
+
+A name may have parts in braces that stand for any word: `environment/{name}`, `time/{phase}/worker_{n}`. Plain names
+come before patterns. `python -m octetrl.telemetry.glossary` prints the page.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import NamedTuple
+
+
+class Metric(NamedTuple):
+    """One entry. `unit`: empty for a number without one. `look`: what a good or a bad value is, and what to do."""
+
+    name: str
+    unit: str
+    meaning: str
+    look: str = ""
+
+
+SHARE, SECONDS, TOKENS, NATS = "share, 0 to 1", "s", "tokens", "nats"
+
+METRICS: dict[str, tuple[Metric, ...]] = {
+    "Learning": (
+        Metric("reward/mean", "", "Mean reward of the step's rollouts.", "It should rise. Look at evaluation as well."),
+        Metric("reward/std", "", "Standard deviation of the rewards.", "0: nothing to learn from."),
+        Metric("reward/count", "rollouts", "Rollouts with a reward."),
+        Metric("reward/penalty", "", "Mean of what was added to the rewards for their length, 0 or less."),
+        Metric(
+            "reward/zero_variance_fraction", SHARE, "Groups whose siblings all have the same reward.",
+            "They teach nothing. Near 1: tasks are too easy or too hard, or the reward never tells answers apart.",
+        ),
+        Metric("reward/component/{name}", "", "Mean of one term of the reward, before its weight."),
+        Metric("environment/{name}", "", "Mean of a measurement that the environment returns."),
+        Metric("loss", "", "The objective's loss, summed over the step and divided by its one denominator.",
+               "With policy gradients its value says little."),
+        Metric("grad_norm", "", "Norm of the gradient before clipping.", "Sudden growth: lower the learning rate."),
+        Metric("lr", "", "Learning rate of the step."),
+        Metric("entropy", NATS, "Mean entropy of the policy over the trained tokens.",
+               "Near 0: the policy always says the same (collapse.md)."),
+        Metric("kl", NATS, "Mean KL divergence from the reference model, estimated on the sampled tokens."),
+        Metric("kl/scale", "", "Factor of the KL penalty in this step."),
+        Metric("ratio/clip_fraction", SHARE, "Trained tokens whose gradient the clipping of the ratio removes."),
+        Metric("ratio/limited_fraction", SHARE, "Trained tokens whose ratio is outside of the clipping range."),
+    ),
+    "Evaluation on held-out tasks": (
+        Metric("eval/accuracy", SHARE, "Held-out tasks that were solved.", "The figure to judge a run by."),
+        Metric("eval/accuracy_low", SHARE, "Lower end of its 95% interval over tasks."),
+        Metric("eval/accuracy_high", SHARE, "Upper end of its 95% interval over tasks."),
+        Metric("eval/reward_mean", "", "Mean reward of the held-out tasks."),
+        Metric("eval/tasks", "tasks", "Number of held-out tasks."),
+        Metric("eval/tokens_per_second", "tokens/s", "Speed of the evaluation's generation."),
+        Metric("eval/pass_at_{k}", SHARE, "Probability that one of k answers is right."),
+        Metric("eval/maj_at_{k}", SHARE, "Probability that the most frequent of k answers is right."),
+        Metric("eval/truncated_share", SHARE, "Answers cut off at the length limit.", "Above some %: raise the limit."),
+        Metric("eval/{statistic}_length", TOKENS, "Mean, percentile or maximum of the answers' lengths."),
+        Metric("eval/{status}", "rollouts", "Held-out rollouts that ended with this status (environments.md)."),
+    ),
+    "Rollout": (
+        Metric("rollout/count", "rollouts", "Rollouts of the step."),
+        Metric("rollout/groups", "groups", "Groups that were sampled."),
+        Metric("rollout/kept_groups", "groups", "Groups that are learnt from."),
+        Metric("rollout/refills", "", "Further draws of tasks, because too few groups had different rewards."),
+        Metric("rollout/mean_length", TOKENS, "Mean number of sampled tokens of a rollout.",
+               "Growth without reward: look at the answers."),
+        Metric("rollout/max_length", TOKENS, "Largest number of sampled tokens of a rollout."),
+        Metric("rollout/truncated_share", SHARE, "Rollouts cut off at the length limit.",
+               "Above some %: raise rollout.max_new_tokens."),
+        Metric("rollout/too_long_share", SHARE, "Rollouts whose prompt was too long to be generated.",
+               "Above 0: raise rollout.max_prompt_tokens."),
+        Metric("rollout/failure_share", SHARE, "Rollouts without a reward.", "Above 0: the rollouts say why."),
+        Metric("rollout/tokens_per_second", "tokens/s", "Sampled tokens a second, over the whole rollout."),
+        Metric("rollout/prefilled_tokens", TOKENS, "Tokens put into the KV cache by prefill."),
+        Metric("rollout/batch_occupancy", SHARE, "Mean share of engine.max_batch that decoded."),
+        Metric("rollout/cache_occupancy", SHARE, "Largest share of the KV cache in use."),
+        Metric("rollout/preemptions", "", "Sequences that lost their pages and were prefilled again.",
+               "Above 0: the KV cache is small for the batch."),
+        Metric("rollout/non_finite_tokens", TOKENS, "Tokens that met a non-finite activation.", "Above 0: an error."),
+        Metric("rollout/reward_restarts", "", "Reward processes that were replaced after a crash or a time-out."),
+        Metric("rollout/fused", "0 or 1", "Whether the engine runs the fused forward."),
+        Metric("rollout/in_flight", "rollouts", "Mean number of conversations that the model was answering."),
+        Metric("rollout/with_environment", "rollouts", "Mean number of conversations that waited for an environment."),
+        Metric("rollout/waiting_share", SHARE, "Part of the rollout in which no conversation was answered."),
+        Metric("rollout/abandoned_calls", "", "Calls of the environment that had not returned at the time-out."),
+        Metric("rollout/{status}", "rollouts", "Rollouts that ended with this status (environments.md)."),
+    ),
+    "Engine against trainer": (
+        Metric("mismatch/equal_fraction", SHARE, "Trained tokens whose log-probs are equal bit for bit.",
+               "1: parity holds (parity.md)."),
+        Metric("mismatch/unequal_tokens", TOKENS, "Trained tokens whose log-probs differ, where parity is promised.",
+               "Above 0 ends the run: `octetrl doctor RECIPE` names the op."),
+        Metric("mismatch/tokens", TOKENS, "Trained tokens that were compared."),
+        Metric("mismatch/token_mult_prob_error", "", "Mean of exp(|engine − trainer|) of a token's log-probs.",
+               "1: equal. Above 1.05: look at precision."),
+        Metric("mismatch/gen_kl", NATS, "KL divergence of the trainer's policy from the engine's (k3 estimate).",
+               "0: equal."),
+        Metric("mismatch/max_abs_diff", NATS, "Largest |engine − trainer| of a token's log-prob."),
+        Metric("mismatch/importance_ratio", "", "Mean of the trainer's probability over the engine's.", "Near 1."),
+        Metric("mismatch/decile_{n}/token_mult_prob_error", "", "The same for the n-th tenth of each answer.",
+               "Growth along the answer: look at the KV cache."),
+        Metric("mismatch/decile_{n}/gen_kl", NATS, "The same for the n-th tenth of each answer."),
+        Metric("correction/clip_fraction", SHARE, "Trained tokens that a correction of the mismatch changes."),
+        Metric("correction/mean_weight", "", "Mean weight of the correction."),
+        Metric("correction/mean_square_weight", "", "Mean squared weight of the correction."),
+        Metric("correction/effective_sample_size", SHARE, "Share of the samples that the weights leave effective."),
+        Metric("correction/{kind}_fraction", SHARE, "Trained tokens that this kind of correction changes."),
+        Metric("fp8/kv_saturation", SHARE, "K and V values clamped on their way into a calibrated FP8 cache.",
+               "Above 0: raise fp8.calibration_margin."),
+        Metric("fp8/gemm_fallbacks", "", "Shapes whose FP8 GEMM runs as plain Triton, slower and with the same bits."),
+    ),
+    "Training": (
+        Metric("train/tokens", TOKENS, "Tokens in the packed micro-batches, prompts included."),
+        Metric("train/trained_tokens", TOKENS, "Tokens with a loss."),
+        Metric("train/samples", "samples", "Samples of the step."),
+        Metric("train/samples_without_trained_tokens", "samples", "Samples without any token to learn from."),
+        Metric("train/pairs", "pairs", "Pairs of preferences."),
+        Metric("train/micro_batches", "", "Micro-batches of the step."),
+        Metric("train/packing_efficiency", SHARE, "Part of the micro-batches' room that holds tokens."),
+        Metric("train/updates", "", "Optimizer steps of the step."),
+        Metric("train/skipped", "0 or 1", "1: no update, because no group had a learning signal."),
+        Metric("train/non_finite_tokens", TOKENS, "Tokens with a non-finite activation.", "Above 0: an error."),
+        Metric("train/tokens_per_second", "tokens/s", "Packed tokens a second, over the update."),
+        Metric("train/fused", "0 or 1", "Whether the trainer runs the fused forward."),
+        Metric("publish/policy_version", "", "Updates so far; the version of the weights that the engine has."),
+        Metric("router/entropy", NATS, "Mean entropy of the router's choice of experts."),
+        Metric("router/idle_experts", "experts", "Experts that no token chose."),
+        Metric("router/load_max_over_mean", "", "Tokens of the busiest expert divided by the mean.", "1: balanced."),
+        Metric("router/{name}", "", "A measurement of a mixture's routers."),
+        Metric("value/loss", "", "Loss of the critic."),
+        Metric("value/explained_variance", "", "Part of the returns' variance that the critic explains.",
+               "1: perfect; below 0: worse than a constant."),
+        Metric("value/grad_norm", "", "Norm of the critic's gradient."),
+        Metric("value/lr", "", "Learning rate of the critic."),
+        Metric("value/mean", "", "Mean value that the critic predicts."),
+        Metric("value/return_mean", "", "Mean return that it should predict."),
+        Metric("value/clip_fraction", SHARE, "Values whose loss is clipped."),
+        Metric("preference/accuracy", SHARE, "Pairs whose better answer has the higher implicit reward."),
+        Metric("preference/margin", "", "Mean difference of the implicit rewards of a pair."),
+        Metric("preference/{which}_reward", "", "Mean implicit reward of the better or the worse answers."),
+        Metric("preference/{which}_logprob", NATS, "Mean log-prob of the better or the worse answers.",
+               "Both fall: lower the learning rate, or add an SFT term."),
+        Metric("distill/log_ratio", NATS, "Mean log-ratio of teacher and policy on the sampled tokens."),
+        Metric("distill/policy_mass", SHARE, "The policy's probability of the tokens that are compared."),
+        Metric("distill/teacher_mass", SHARE, "The teacher's probability of the tokens that are compared."),
+        Metric("data/too_long", "samples", "Rows left out because they are too long."),
+        Metric("data/tokens_across_borders", TOKENS, "Tokens that span the border of a loss mask."),
+        Metric("data/share/{source}", SHARE, "Part of the step's rows that came from this source."),
+        Metric("data/epoch/{source}", "", "How often this source has been read."),
+    ),
+    "Time and memory": (
+        Metric("time/step", SECONDS, "The whole step, without evaluation and checkpoint."),
+        Metric("time/rollout", SECONDS, "Generation and environments."),
+        Metric("time/rollout_tail", SHARE, "Part of decoding with less than half of the largest batch running."),
+        Metric("time/reward", SECONDS, "Rewards that the step waited for after generation."),
+        Metric("time/reward_slowest", SECONDS, "The slowest call of the reward."),
+        Metric("time/train", SECONDS, "Forward, backward and update."),
+        Metric("time/requantize", SECONDS, "Quantising the new weights."),
+        Metric("time/publish", SECONDS, "New weights and scales into the engine, read back and compared."),
+        Metric("time/calibrate", SECONDS, "Measuring the scales of an FP8 KV cache."),
+        Metric("time/capture", SECONDS, "Capturing CUDA graphs during the rollout."),
+        Metric("time/checkpoint", SECONDS, "Copying the state for a checkpoint; the run waits for it."),
+        Metric("time/evaluate", SECONDS, "Evaluation on held-out tasks."),
+        Metric("time/{phase}/worker_{n}", SECONDS, "Seconds of one worker in this phase."),
+        Metric("time/{phase}/slowest", "", "Number of the slowest worker in this phase."),
+        Metric("time/{phase}", SECONDS, "Seconds of this phase of the step."),
+        Metric("checkpoint/write_seconds", SECONDS, "Writing the last checkpoint, beside the next step."),
+        Metric("checkpoint/gb_per_second", "GB/s", "Speed of that writing."),
+        Metric("memory/peak_gb", "GB", "Largest memory of the GPU that tensors used in the step."),
+        Metric("memory/{name}", "GB", "Memory of the GPU."),
+    ),
+}  # fmt: skip
+
+
+@cache
+def _patterns() -> tuple[tuple[re.Pattern[str], Metric], ...]:
+    entries = [metric for family in METRICS.values() for metric in family]
+    entries.sort(key=lambda metric: metric.name.count("{"))
+    return tuple((re.compile(re.sub(r"\\{\w+\\}", r"[^/]+", re.escape(one.name))), one) for one in entries)
+
+
+def explained(name: str) -> Metric | None:
+    """The entry of a metric's name. None: the table has none."""
+    return next((metric for pattern, metric in _patterns() if pattern.fullmatch(name)), None)
+
+
+def page() -> str:
+    """docs/metrics.md."""
+    lines = [
+        "# Metrics",
+        "",
+        "To look one up in the terminal:",
+        "",
+        "```bash",
+        "octetrl metrics",
+        "octetrl metrics mismatch",
+        "```",
+        "",
+        "A run writes one line a step to `metrics.jsonl`, with these names. A metric that a step does not measure is",
+        "missing in its line; it is never 0 instead. Parts in braces stand for any word. This page is made from the",
+        "table in `octetrl/telemetry/glossary.py` (`python -m octetrl.telemetry.glossary > docs/metrics.md`); a test",
+        "compares the two, and checks that every metric of a run is in it.",
+    ]
+    for family, metrics in METRICS.items():
+        lines += ["", f"## {family}", "", "| metric | unit | what it is |", "|---|---|---|"]
+        lines += [f"| `{m.name}` | {m.unit} | {m.meaning}{f' {m.look}' if m.look else ''} |" for m in metrics]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

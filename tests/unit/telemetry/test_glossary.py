@@ -1,0 +1,51 @@
+"""The table of metrics: complete for what a run writes, one entry a name, and the page made from it."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from octetrl.telemetry.glossary import METRICS, explained, page
+from octetrl.telemetry.metrics import NAME
+from tests.house.tree import REPO, python_files, syntax
+
+FAMILIES = (
+    r"(reward|eval|rollout|mismatch|correction|ratio|train|time|memory|value|preference|distill|router|data|fp8|kl"
+    r"|publish|checkpoint)"
+)
+PREFIXES = {"reward/component"}  # of which names are made
+
+
+def written_names() -> set[str]:
+    """Texts in the package that look like a metric's name, the benches' results left out."""
+    found = set()
+    for path in python_files("octetrl"):
+        if path.startswith(("octetrl/bench", "octetrl/cli", "octetrl/config", "octetrl/telemetry/glossary")):
+            continue
+        for node in ast.walk(syntax(path)):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found |= {node.value} if re.fullmatch(FAMILIES + r"/[a-z_0-9]*[a-z0-9]", node.value) else set()
+    return found
+
+
+def test_every_name_in_the_code_is_explained() -> None:
+    names = written_names()
+    assert len(names) > 80
+    assert sorted(name for name in names if explained(name) is None) == []
+
+
+def test_entries_are_sound_and_plain_names_come_before_patterns() -> None:
+    entries = [one for family in METRICS.values() for one in family]
+    assert len({one.name for one in entries}) == len(entries)
+    for one in entries:
+        assert NAME.fullmatch(re.sub(r"\{\w+\}", "x", one.name)), one.name
+        assert one.meaning.endswith(".") and (not one.look or one.look.endswith((".", ")"))), one
+        if "{" not in one.name:
+            assert explained(one.name) is one
+    assert explained("rollout/reward_crash").name == "rollout/{status}"
+    assert explained("mismatch/decile_3/gen_kl").name == "mismatch/decile_{n}/gen_kl"
+    assert explained("nobody/knows") is None
+
+
+def test_the_page_is_made_from_the_table() -> None:
+    assert (REPO / "docs" / "metrics.md").read_text(encoding="utf-8") == page()
