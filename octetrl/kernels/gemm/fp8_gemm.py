@@ -12,7 +12,9 @@ depends on (N, K, M) and comes from `fp8_gemm_table.json`, which `benchmarks/ker
     scaled_mm    cuBLAS, from M = 32 on. Below it cuBLAS may add in another order
 
 An entry covers every M from its own down to the next smaller entry. A shape that is not in the table uses plain Triton
-up to M = 256 and cuBLAS beyond. If K or N is not a multiple of 128, cuBLAS runs with padding.
+up to M = 256 and cuBLAS beyond. If K or N is not a multiple of 128, cuBLAS runs on padded copies; Triton needs no copy,
+because TMA reads zeros past the last column, and zeros change no sum. If K is not a multiple of 16, TMA can't address
+the rows, and cuBLAS always runs.
 
 A tile has at most 128 columns of y and 128 is a multiple of that number, so a tile needs one weight scale per block of
 K. `swap` puts the weights on the MMA's long side (64 rows) and the tokens on its short side; it is for few tokens. If
@@ -52,6 +54,7 @@ except ImportError as error:  # Gluon is an experimental part of Triton, and its
 TABLE = Path(__file__).with_name("fp8_gemm_table.json")
 LARGEST_WITHOUT_ENTRY = 256  # rows; beyond this, a shape that is not in the table uses cuBLAS
 SMALLEST_SCALED_MM = 32
+TMA_BYTES = 16  # rows of codes start at multiples of it
 SCALES_OF_16_BYTES = 4  # Gluon loads x's scales by TMA, whose lines start at multiples of 16 bytes
 
 
@@ -99,7 +102,7 @@ def fp8_entries(n: int, k: int) -> dict[int, Config]:
 
 @cache
 def choose_config(m: int, n: int, k: int) -> Config:
-    """The config for M rows by a weight [N, K]. N and K are multiples of 128."""
+    """The config for M rows by a weight [N, K]. K is a multiple of 16."""
     entries = fp8_entries(n, k)
     entry = next((config for largest, config in entries.items() if m <= largest), None)
     if entry is not None and not (entry.kernel == "scaled_mm" and m < SMALLEST_SCALED_MM):
@@ -136,7 +139,7 @@ def fp8_gemm(x: Quantized, w: Quantized) -> Tensor:
     if not x.codes.is_cuda:
         return fp8_gemm_reference(x, w)
     (m, k), n = x.codes.shape, w.codes.shape[0]
-    if n % BLOCK or k % BLOCK:
+    if k % TMA_BYTES:
         return fp8_gemm_nt(x, w, "scaled_mm")
     config = choose_config(m, n, k)
     if config.kernel == "gluon" and m % SCALES_OF_16_BYTES:
@@ -215,9 +218,9 @@ def _fp8_gemm_kernel(
 def check_operands(x: Quantized, w: Quantized) -> int:
     """The distance between two blocks' scales of x; raises ValueError for a layout that the kernels cannot read."""
     (m, k), n = x.codes.shape, w.codes.shape[0]
-    blocks = k // BLOCK
-    if w.codes.shape[1] != k or k % BLOCK:
-        raise ValueError(f"fp8_gemm: depths {k} and {w.codes.shape[1]} must be one multiple of {BLOCK}")
+    blocks = triton.cdiv(k, BLOCK)
+    if w.codes.shape[1] != k or k % TMA_BYTES:
+        raise ValueError(f"fp8_gemm: depths {k} and {w.codes.shape[1]} must be one multiple of {TMA_BYTES}")
     if x.scale.shape != (m, blocks) or w.scale.shape != (triton.cdiv(n, BLOCK), blocks):
         raise ValueError(f"fp8_gemm: scales {tuple(x.scale.shape)}, {tuple(w.scale.shape)} do not fit {(m, n, k)}")
     if not (x.codes.is_contiguous() and w.codes.is_contiguous() and w.scale.is_contiguous()):
@@ -240,7 +243,7 @@ def fp8_gemm_triton(x: Quantized, w: Quantized, config: Config) -> Tensor:
     _fp8_gemm_kernel[(triton.cdiv(m, config.tile_m) * triton.cdiv(n, config.tile_n),)](
         TensorDescriptor(x.codes, [m, k], [k, 1], [config.tile_m, BLOCK]),
         TensorDescriptor(w.codes, [n, k], [k, 1], [config.tile_n, BLOCK]),
-        x.scale, w.scale, y_MN, m, n, k // BLOCK, scale_stride,
+        x.scale, w.scale, y_MN, m, n, triton.cdiv(k, BLOCK), scale_stride,
         BLOCK_M=config.tile_m, BLOCK_N=config.tile_n, GROUP=config.group, SWAP=config.swap, STAGES=config.stages,
         num_warps=config.warps, **options,
     )  # fmt: skip

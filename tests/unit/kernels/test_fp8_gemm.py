@@ -43,6 +43,8 @@ def operands(m: int, n: int, k: int) -> tuple[Quantized, Quantized]:
         (33, 200, 384, Config("triton", 16, 64, 2, swap=True)),  # ragged rows, columns and blocks of columns
         (70, 256, 128, Config("triton", 64, 32, 2)),
         (150, 200, 256, Config("triton", 64, 128, 2, group=2)),
+        (9, 208, 176, Config("triton", 16, 64, 2, swap=True)),  # a ragged last block of K
+        (70, 80, 400, Config("triton", 64, 64, 3)),
         (0, 128, 128, Config("triton", 64, 64, 2)),
     ],
 )
@@ -72,6 +74,8 @@ def test_layouts_that_cannot_be_read_are_refused() -> None:
         fp8_gemm_triton(Quantized(x.codes, x.scale[:, :1]), w, config)
     with pytest.raises(ValueError, match="contiguous"):
         fp8_gemm_triton(x, Quantized(w.codes.t().contiguous().t(), w.scale), config)
+    with pytest.raises(ValueError, match="one multiple of 16"):
+        fp8_gemm_triton(*operands(4, 128, 200), config)
     for bits_at_risk in (Config("triton", 16, 64, 2), Config("triton", 64, 256, 2)):
         with pytest.raises(AssertionError):
             fp8_gemm_triton(x, w, bits_at_risk)
