@@ -183,6 +183,10 @@ def _model(spec: ModelSpec) -> Iterator[tuple[str, str]]:
     yield "parameters", f"{spec.num_parameters:,} ({'tied' if spec.tied_embeddings else 'untied'} embeddings)"
     yield "shape", f"{spec.family}, {spec.num_layers} layers, hidden {spec.hidden_size}, MLP {spec.intermediate_size}"
     yield "heads", f"{spec.num_heads} query, {spec.num_kv_heads} KV, of {spec.head_size}"
+    windows = [getattr(spec.blocks_of(layer).attention, "window", None) for layer in range(spec.num_layers)]
+    if narrow := [window for window in windows if window is not None]:
+        sizes = " or ".join(f"{size:,}" for size in sorted(set(narrow)))
+        yield "windows", f"{sizes} keys in {len(narrow)} of {spec.num_layers} layers; older pages stay in the KV cache"
     yield "vocabulary", f"{spec.vocab_size:,}"
 
 

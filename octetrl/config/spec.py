@@ -16,12 +16,21 @@ from octetrl.config.rope import RopeScaling
 # Larger than any model's sizes. A config with larger ones is damaged and would use all memory before it fails.
 MOST_LAYERS, MOST_HEADS, MOST_WIDTH, MOST_TOKENS = 1_000, 1 << 16, 1 << 20, 1 << 24
 
-SUPPORTED_HEAD_SIZES = (16, 32, 64, 128, 256)  # asserted by the attention kernels, checked by `models/families.py`
+SUPPORTED_HEAD_SIZES = (
+    16,
+    32,
+    64,
+    80,
+    96,
+    128,
+    192,
+    256,
+)  # asserted by the attention kernels, checked by `models/families.py`
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    family: str  # "llama", "qwen2", "qwen3"
+    family: str  # "llama", "qwen2", "qwen3", ...: the keys of `ARCHITECTURES` in models/families.py
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -33,12 +42,14 @@ class ModelSpec:
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: RopeScaling | None
-    qkv_bias: bool  # Qwen2, Qwen2.5
+    qkv_bias: bool  # Qwen2, Qwen2.5; `attention_bias`
     qk_norm: bool  # Qwen3
     tied_embeddings: bool
     blocks: tuple[LayerBlocks, ...]  # of layers 0, 1, ...; all further layers have the last entry's blocks
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    o_bias: bool = False  # `attention_bias`: o_proj has a bias too
+    fused_files: bool = False  # Phi-3: a checkpoint has qkv_proj and gate_up_proj as one tensor each
 
     @property
     def fp8_k_is_safe(self) -> bool:

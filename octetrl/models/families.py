@@ -1,11 +1,11 @@
 """Translates Hugging Face `config.json` to ModelSpec and back. No torch, so that `octetrl check` starts fast.
 
-These architectures are one decoder: LlamaForCausalLM (3.x), Qwen2ForCausalLM (2 and 2.5), Qwen3ForCausalLM,
-Qwen3MoeForCausalLM, Dots1ForCausalLM, DeepseekV3ForCausalLM (Moonlight) and Glm4MoeLiteForCausalLM (GLM-4.7-Flash).
-The last four have a mixture of experts (models/mixture_config.py), the last two latent attention
-(models/latent_config.py). RoPE and
-its scaling are read by models/rope_config.py. A setting that this decoder does not support (another activation, a
-sliding window in use, another kind of RoPE scaling) is refused by name.
+These architectures are one decoder: LlamaForCausalLM (3.x), MistralForCausalLM, Phi3ForCausalLM, Qwen2ForCausalLM (2
+and 2.5), Qwen3ForCausalLM, Qwen3MoeForCausalLM, Dots1ForCausalLM, DeepseekV3ForCausalLM (Moonlight) and
+Glm4MoeLiteForCausalLM (GLM-4.7-Flash). The last four have a mixture of experts (models/mixture_config.py), the last two
+latent attention (models/latent_config.py). models/rope_config.py reads RoPE and its scaling, models/window_config.py
+sliding windows. A setting that this decoder does not support (another activation, another kind of RoPE scaling) is
+refused by name.
 
 The decoder with a scalar head (models/scalar_decoder.py) is *ForSequenceClassification with one label. It is read only
 with `scalar`, so that nobody generates from a reward model by mistake.
@@ -35,10 +35,13 @@ from octetrl.models.blocks.attention.layout import AttentionLayout
 from octetrl.models.latent_config import LATENT_FAMILIES, latent_fields, latent_layout
 from octetrl.models.mixture_config import DENSE_LAYER, MIXTURES, mixture_blocks, mixture_fields
 from octetrl.models.rope_config import rope_parameters, rope_scaling, scaled_positions, scaling_field
+from octetrl.models.window_config import window_fields, windows, with_windows
 
 DENSE = (DENSE_LAYER,)  # every layer of a model without experts
 FAMILIES = {
     "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
@@ -51,6 +54,8 @@ ARCHITECTURES = {family: architecture for architecture, family in FAMILIES.items
 DEFAULT_ROPE_THETA = 10_000.0
 DEFAULT_MAX_POSITIONS = {
     "llama": 2_048,
+    "mistral": 131_072,
+    "phi3": 4_096,
     "qwen2": 32_768,
     "qwen3": 32_768,
     "qwen3_moe": 32_768,
@@ -59,6 +64,7 @@ DEFAULT_MAX_POSITIONS = {
     "glm4_moe_lite": 202_752,
 }
 QK_NORM = ("qwen3", "qwen3_moe", "dots1")
+ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe", "dots1")  # where `attention_bias` adds a bias to q, k, v and o
 
 
 def load_spec(folder: str | Path, *, scalar: bool = False) -> ModelSpec:
@@ -155,25 +161,33 @@ def spec_from_config(content: Mapping[str, Any], *, scalar: bool = False) -> Mod
     latent = latent_layout(config, family) if family in LATENT_FAMILIES else None
     attention = latent or AttentionLayout()
     given_size = config.integer("head_dim", 128 if family == "qwen3" else hidden_size // heads, most=MOST_WIDTH)
+    if scaling is not None and family == "phi3":
+        raise UserError("RoPE scaling is not supported for phi3; use another model")
+    has_bias = config.flag("attention_bias")
+    positions = scaled_positions(scaling, max_positions)
+    blocks = mixture_blocks(config, family, num_layers, attention) if family in MIXTURES else DENSE
+    kv_heads = min(8, heads) if family == "mistral" else heads
     spec = ModelSpec(
         family=family,
         num_layers=num_layers,
         hidden_size=hidden_size,
         intermediate_size=config.integer("intermediate_size", most=MOST_WIDTH),
         num_heads=heads,
-        num_kv_heads=config.integer("num_key_value_heads", heads, most=MOST_HEADS),
+        num_kv_heads=config.integer("num_key_value_heads", kv_heads, most=MOST_HEADS),
         head_size=given_size if latent is None else latent.nope_size + latent.rope_size,
         vocab_size=vocab_size,
-        max_positions=scaled_positions(scaling, max_positions),
-        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        max_positions=positions,
+        rms_norm_eps=config.number("rms_norm_eps", 1e-5 if family == "phi3" else 1e-6),
         rope_theta=rope.number("rope_theta", DEFAULT_ROPE_THETA),
         rope_scaling=scaling,
-        qkv_bias=family == "qwen2",
+        qkv_bias=family == "qwen2" or has_bias,
         qk_norm=family in QK_NORM,
         tied_embeddings=config.flag("tie_word_embeddings"),
-        blocks=mixture_blocks(config, family, num_layers, attention) if family in MIXTURES else DENSE,
+        blocks=with_windows(blocks, windows(config, family, num_layers, positions), num_layers),
         eos_token_ids=config.token_ids("eos_token_id", vocab_size),
         bos_token_id=next(iter(config.token_ids("bos_token_id", vocab_size)), None),
+        o_bias=has_bias,
+        fused_files=family == "phi3",
     )
     if spec.num_heads % spec.num_kv_heads:
         raise UserError(
@@ -206,7 +220,7 @@ def hf_config(spec: ModelSpec, dtype: str = "bfloat16", *, scalar: bool = False)
         "rope_theta": spec.rope_theta,
         "rope_scaling": scaling_field(spec.rope_scaling),
         "hidden_act": "silu",
-        "attention_bias": False,
+        "attention_bias": spec.o_bias,
         "attention_dropout": 0.0,
         "tie_word_embeddings": spec.tied_embeddings,
         "bos_token_id": spec.bos_token_id,
@@ -217,6 +231,9 @@ def hf_config(spec: ModelSpec, dtype: str = "bfloat16", *, scalar: bool = False)
         config |= mixture_fields(spec)
     if spec.family in LATENT_FAMILIES:
         config |= latent_fields(spec, spec.blocks_of(0).attention)
+    if spec.family == "phi3":
+        config["pad_token_id"] = None  # its default is the id 32,000, which a small vocabulary doesn't have
+    config |= window_fields(spec)
     if scalar:
         config["architectures"] = [ARCHITECTURES[spec.family].replace(CAUSAL, SCALAR)]
         config |= {"id2label": {"0": "reward"}, "label2id": {"reward": 0}}
@@ -255,8 +272,8 @@ def _refuse_what_we_lack(config: JsonObject, family: str) -> None:
     activation = config.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise UserError(f"hidden_act '{activation}' is not supported, only 'silu' is; use another model")
-    for key in ("attention_bias", "mlp_bias"):
-        if config.flag(key):
+    for key, able in (("attention_bias", ATTENTION_BIAS), ("mlp_bias", ())):
+        if config.flag(key) and family not in able:
             raise UserError(f"{key} true is not supported for {family}; use a model without it")
     quantization = config.object("quantization_config")
     if quantization and (
@@ -266,20 +283,3 @@ def _refuse_what_we_lack(config: JsonObject, family: str) -> None:
             f"quantization '{quantization.get('quant_method')}' with blocks {quantization.get('weight_block_size')} is"
             f" not supported, only 'fp8' with [128, 128] is; use the BF16 weights of the model"
         )
-    if _uses_sliding_window(config, family):
-        raise UserError(
-            f"sliding window attention (sliding_window {config.get('sliding_window')}) is not supported;"
-            f" use a model with full attention in every layer"
-        )
-
-
-def _uses_sliding_window(config: JsonObject, family: str) -> bool:
-    if config.get("layer_types") is not None:
-        return any(kind != "full_attention" for kind in config.texts("layer_types"))
-    needs_no_switch = family == "dots1"
-    if not config.flag("use_sliding_window", needs_no_switch) or config.get("sliding_window") is None:
-        return False
-    if config.get("max_window_layers") == 0:
-        return True
-    layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
-    return config.integer("max_window_layers", 62 if needs_no_switch else 28, most=MOST_WIDTH) < layers

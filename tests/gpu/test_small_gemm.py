@@ -74,7 +74,9 @@ def test_every_kernel_has_scaled_mms_bits(n: int, k: int) -> None:
             assert torch.equal(y_MN, whole[:m]), (config, m)
 
 
-@pytest.mark.parametrize(("n", "k"), [*shapes("fp8"), (640, 384), (200, 384), (256, 200), (576, 1536), (2880, 4000), (4000, 2880)])
+@pytest.mark.parametrize(
+    ("n", "k"), [*shapes("fp8"), (640, 384), (200, 384), (256, 200), (576, 1536), (2880, 4000), (4000, 2880)]
+)
 def test_a_rows_bits_do_not_depend_on_the_batch(n: int, k: int) -> None:
     x_MK, w_NK = operands(4096, n, k)
     w = quantize_weight(w_NK)

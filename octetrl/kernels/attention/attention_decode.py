@@ -46,6 +46,7 @@ from octetrl.kernels.attention.attention_order import (
     LOWEST,
     MODE_NUMBER,
     TRITON_DTYPE,
+    block_of_head,
     comes_by_tma,
     interleaved,
     interleaved_index,
@@ -54,10 +55,10 @@ from octetrl.kernels.attention.attention_order import (
     mode_of,
     operand_dtype,
     rows_of_tiles,
+    skipped_chunks,
     total_of_columns,
     update_columns,
 )
-from octetrl.kernels.attention.attention_rows import SMALLEST_BLOCK_D
 from octetrl.kernels.attention.decode_layout import DecodeTile, KeySplit
 from octetrl.kernels.attention.kv_store import by_key
 from octetrl.kernels.quantize.quantize_activation import block_scale, e4m3_byte, magnitude_bits
@@ -143,7 +144,7 @@ def _attend(
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr, KEPT: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, K_MODE: tl.constexpr,
     V_MODE: tl.constexpr, K_OPERAND: tl.constexpr, V_OPERAND: tl.constexpr, TMA: tl.constexpr, V_TURNED: tl.constexpr,
-    SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Attention over the keys from `first` to `end`, in whole chunks.
 
@@ -171,8 +172,9 @@ def _attend(
     m_chunk_C = tl.full([COLUMNS], LOWEST, tl.float32)
     l_chunk_XC = tl.zeros([CLASSES, COLUMNS], tl.float32)
     o_chunk_DC = tl.zeros([BLOCK_D, COLUMNS], tl.float32)
-    page = load_pages(table_ptr, first, num_keys, PAGE_SIZE, N)
-    for start in tl.range(first, end, N, num_stages=STAGES):
+    begin = tl.maximum(first, (num_keys - WINDOW) // N * N) if WINDOW > 0 else first  # the first tile that is read
+    page = load_pages(table_ptr, begin, num_keys, PAGE_SIZE, N)
+    for start in tl.range(begin, end, N, num_stages=STAGES):
         key_N = start + n_N
         present_N = key_N < num_keys
         here = page
@@ -194,7 +196,8 @@ def _attend(
             v_scale_N = tl.load(v_scale_ptr + scale_N, mask=present_N, other=0.0)
         s_NC = tl.dot(k_ND, q_DC)
         s_NC = s_NC * (k_scale_N * score_scale)[:, None] if K_MODE == 2 else s_NC * score_scale
-        s_NC = tl.where(present_N[:, None], s_NC, float("-inf"))
+        read_N = present_N & (key_N + WINDOW >= num_keys) if WINDOW > 0 else present_N
+        s_NC = tl.where(read_N[:, None], s_NC, float("-inf"))
         if start % CHUNK == 0 and start > first:  # the chunk before is whole
             whole = _whole_chunk(m_chunk_C, l_chunk_XC, o_chunk_DC, BLOCK_D, COLUMNS, KEPT)
             if SPLIT:
@@ -237,6 +240,7 @@ def _attention_decode_kernel(
     COLUMNS: tl.constexpr, KEPT: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, K_MODE: tl.constexpr,
     V_MODE: tl.constexpr, K_OPERAND: tl.constexpr, V_OPERAND: tl.constexpr, TMA: tl.constexpr, V_TURNED: tl.constexpr,
     QUANTIZE: tl.constexpr, POWER_OF_TWO: tl.constexpr, SEQUENCES: tl.constexpr, STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """`SEQUENCES` 0: one sequence and kv head, to the output. Else at least B: a share of all chunks, to m, l and o."""
     kv_head = tl.program_id(0)  # all heads of a page are one piece of memory, so their programs are neighbours
@@ -249,7 +253,7 @@ def _attention_decode_kernel(
             stride_q_token, stride_q_head, stride_k_page, stride_k_head, stride_k_token, stride_v_page, stride_v_head,
             stride_v_token, stride_v_d, stride_scale_page, stride_scale_head, stride_scale_token, stride_table,
             base_scale, HEADS, GROUP, HEAD_SIZE, BLOCK_D, PAGE_SIZE, COLUMNS, KEPT, N, CHUNK, K_MODE, V_MODE, K_OPERAND,
-            V_OPERAND, TMA, V_TURNED, False, STAGES,
+            V_OPERAND, TMA, V_TURNED, False, STAGES, WINDOW,
         )  # fmt: skip
         column_C = tl.arange(0, KEPT)
         _store_out(
@@ -260,7 +264,8 @@ def _attention_decode_kernel(
     else:
         sequence_B = tl.arange(0, SEQUENCES)
         keys_B = tl.load(contexts_ptr + sequence_B, mask=sequence_B < num_sequences, other=0)
-        chunks_B = (keys_B + CHUNK - 1) // CHUNK
+        skipped_B = skipped_chunks(keys_B, WINDOW, CHUNK)
+        chunks_B = (keys_B + CHUNK - 1) // CHUNK - skipped_B
         end_B = tl.cumsum(chunks_B, 0)
         total = tl.sum(chunks_B, 0)
         item = tl.program_id(1) * total // tl.num_programs(1)
@@ -270,6 +275,7 @@ def _attention_decode_kernel(
             chunk = item - tl.sum(tl.where(sequence_B < number, chunks_B, 0), 0)
             sequence = number.to(tl.int64)
             num_keys = tl.load(contexts_ptr + sequence)
+            chunk += skipped_chunks(num_keys, WINDOW, CHUNK)
             first = chunk * CHUNK
             end = tl.minimum(first + (last - item) * CHUNK, num_keys)
             _attend(
@@ -278,7 +284,7 @@ def _attention_decode_kernel(
                 stride_q_token, stride_q_head, stride_k_page, stride_k_head, stride_k_token, stride_v_page,
                 stride_v_head, stride_v_token, stride_v_d, stride_scale_page, stride_scale_head, stride_scale_token,
                 stride_table, base_scale, HEADS, GROUP, HEAD_SIZE, BLOCK_D, PAGE_SIZE, COLUMNS, KEPT, N, CHUNK, K_MODE,
-                V_MODE, K_OPERAND, V_OPERAND, TMA, V_TURNED, True, STAGES,
+                V_MODE, K_OPERAND, V_OPERAND, TMA, V_TURNED, True, STAGES, WINDOW,
             )  # fmt: skip
             item += (end - first + CHUNK - 1) // CHUNK
 
@@ -288,6 +294,7 @@ def _attention_merge_kernel(
     m_ptr, l_ptr, o_ptr, out_ptr, out_scale_ptr, contexts_ptr, v_scale_ptr, max_chunks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
     AHEAD: tl.constexpr, V_MODE: tl.constexpr, QUANTIZE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Output of one sequence and head from its chunks; `AHEAD` chunks are loaded at a time."""
     head = tl.program_id(0)
@@ -299,7 +306,7 @@ def _attention_merge_kernel(
     m_C = tl.full([1], LOWEST, tl.float32)
     l_C = tl.zeros([1], tl.float32)
     o_DC = tl.zeros([BLOCK_D, 1], tl.float32)
-    for first in tl.range(0, num_chunks, AHEAD, num_stages=1):
+    for first in tl.range(skipped_chunks(num_keys, WINDOW, CHUNK), num_chunks, AHEAD, num_stages=1):
         for ahead in tl.static_range(AHEAD):  # past the last chunk: a merge that changes nothing
             chunk = first + ahead + tl.arange(0, 1)
             there_C = chunk < num_chunks
@@ -328,13 +335,12 @@ def attention_decode_triton(
     power_of_two: bool = False,
     tile: DecodeTile | None = None,
     split: KeySplit | Literal["chosen"] | None = "chosen",
+    window: int | None = None,
 ) -> Tensor | Quantized:
     """One query per sequence. Scales in any form of `mode_of`; `quantize` only at head size 128.
-
     `tile` and `split` replace the chosen layout; no bit depends on them. `split=None`: one program per sequence.
     """
-    num_sequences, num_heads, head_size = q_BHD.shape
-    num_kv_heads, page_size = k_cache.shape[1:3]
+    (num_sequences, num_heads, head_size), (num_kv_heads, page_size) = q_BHD.shape, k_cache.shape[1:3]
     assert num_sequences == context_lens_B.shape[0], "decode takes exactly one query a sequence"
     assert head_size in SUPPORTED_HEAD_SIZES, f"head size {head_size} is not one of {SUPPORTED_HEAD_SIZES}"
     assert q_BHD.stride(2) == k_cache.stride(3) == 1, "attention_paged: the last axis must be contiguous"
@@ -354,10 +360,10 @@ def attention_decode_triton(
     out_scale_HB = torch.empty(num_heads, num_sequences, device=q_BHD.device) if quantize else None
     m_BSH, l_BSH, o_BSHD = _chunk_results(q_BHD, max_chunks) if split else (None, None, None)
     shape = {
-        "HEADS": num_heads, "GROUP": group, "HEAD_SIZE": head_size, "BLOCK_D": max(SMALLEST_BLOCK_D, head_size),
-        "CHUNK": KV_CHUNK, "V_MODE": MODE_NUMBER[v_mode], "POWER_OF_TWO": power_of_two, "num_warps": 4,
+        "HEADS": num_heads, "GROUP": group, "HEAD_SIZE": head_size, "BLOCK_D": block_of_head(head_size),
+        "CHUNK": KV_CHUNK, "V_MODE": MODE_NUMBER[v_mode], "POWER_OF_TWO": power_of_two, "WINDOW": window or 0,
+        "num_warps": 4, **({"enable_fp_fusion": False} if q_BHD.is_cuda else {}),
     }  # fmt: skip
-    exact = {"enable_fp_fusion": False} if q_BHD.is_cuda else {}
     if num_sequences > 0:
         _attention_decode_kernel[(num_kv_heads, programs)](
             q_BHD, *pages, out_BHD, out_scale_HB, block_table_BP, context_lens_B, k_scale, v_scale,
@@ -369,12 +375,12 @@ def attention_decode_triton(
             V_OPERAND=TRITON_DTYPE[operand_dtype(v_cache.dtype, v_mode)],
             TMA=tma, V_TURNED=v_cache.dtype == E4M3, QUANTIZE=quantize and split is None,
             SEQUENCES=0 if split is None else max(COUNTED, triton.next_power_of_2(num_sequences)),
-            STAGES=tile.stages, **shape, **exact, **({"maxnreg": tile.registers} if q_BHD.is_cuda else {}),
+            STAGES=tile.stages, **shape, **({"maxnreg": tile.registers} if q_BHD.is_cuda else {}),
         )  # fmt: skip
     if num_sequences > 0 and split is not None:
         _attention_merge_kernel[(num_heads, num_sequences)](
             m_BSH, l_BSH, o_BSHD, out_BHD, out_scale_HB, context_lens_B, v_scale, max_chunks,
-            AHEAD=min(AHEAD, triton.next_power_of_2(max_chunks)), QUANTIZE=quantize, **shape, **exact,
+            AHEAD=min(AHEAD, triton.next_power_of_2(max_chunks)), QUANTIZE=quantize, **shape,
         )  # fmt: skip
     if out_scale_HB is None:
         return out_BHD

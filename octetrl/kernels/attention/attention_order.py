@@ -28,6 +28,10 @@ bits therefore do not depend on the other rows of its program. `FLOOR` is finite
 chunk at the beginning of the next chunk's first tile. It sets m to `FLOOR` and does not clear o: the next alpha is 0,
 so o becomes 0 or -0. Both give the same O, because O starts as +0. Clearing o would make the compiler serialise wgmma.
 
+**Windows.** With a sliding window of w keys, the keys up to p - w are masked too, in the same tiles and chunks. A tile
+or chunk that is wholly before a row's window leaves m at `FLOOR` and l and o at 0, and its merge multiplies zeros by 1.
+So the kernels begin at the first tile that any of their rows reads, and a row's bits do not depend on where that is.
+
 K and V each have their own scales (`mode_of`). K may stay BF16 beside an E4M3 V, for models where FP8 would ruin K.
 
 Operand dtypes (`operand_dtype`; K's for q and K, V's for P and V). A BF16 cache multiplies as BF16. E4M3 codes with
@@ -94,6 +98,11 @@ def by_head_or_row(scale: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     if scale is None:
         return None, None
     return (scale, None) if mode_of(scale) == "calibrated" else (None, scale.reshape(-1))
+
+
+def block_of_head(head_size: int) -> int:
+    """Length of a head in a tile: a power of two, at least wgmma's shortest long side. Kernels pad heads with zeros."""
+    return max(64, triton.next_power_of_2(head_size))
 
 
 def comes_by_tma(k_cache: Tensor, v_cache: Tensor) -> bool:
@@ -229,3 +238,11 @@ def load_pages(table_ptr, start, context, PAGE_SIZE: tl.constexpr, N: tl.constex
         key_N = start + tl.arange(0, N)
         page = tl.load(table_ptr + key_N // PAGE_SIZE, mask=key_N < context, other=0)
     return page
+
+
+@triton.jit
+def skipped_chunks(num_keys, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """Number of chunks before the window of a query at the last key."""
+    if WINDOW > 0:
+        return tl.maximum(num_keys - WINDOW, 0) // CHUNK
+    return num_keys * 0

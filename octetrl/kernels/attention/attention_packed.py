@@ -26,6 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from octetrl.kernels.attention.attention_order import LOG2E, KVMode
@@ -36,6 +37,7 @@ from octetrl.kernels.attention.attention_reference import (
     attend_reference,
     fold_heads,
     fold_positions,
+    hidden_keys,
     pieces,
     query_blocks,
     unfold_heads,
@@ -55,16 +57,20 @@ def attention_packed(
     v_scale_K: Tensor | None = None,
     kv_mode: KVMode = "none",
     quantize_k: bool = True,
+    window: int | None = None,
 ) -> Tensor:
     """Causal attention within each of the sequences that `cu_seqlens_B1` (int32) bounds. Differentiable in q, k, v.
 
     q_THD, k_TKD, v_TKD: BF16 (or float32 on a CPU). `kv_mode`: "calibrated" replays the cache with the float32 scales
     [K], "dynamic" with a scale per token and head, "none" does not replay. `quantize_k=False` replays V only, for a
-    cache with K in BF16. Returns [T, H, D] in q's dtype. Rows past `cu_seqlens_B1[-1]` are zero.
+    cache with K in BF16. `window`: a token reads so many keys, its own included; None: all before it.
+
+    Returns [T, H, D] in q's dtype. Rows past `cu_seqlens_B1[-1]` are zero.
     """
     out_THD: Tensor = _AttentionPacked.apply(
-        q_THD, k_TKD, v_TKD, cu_seqlens_B1, max_seqlen, softmax_scale, k_scale_K, v_scale_K, kv_mode, quantize_k
-    )
+        q_THD, k_TKD, v_TKD, cu_seqlens_B1, max_seqlen, softmax_scale, k_scale_K, v_scale_K, kv_mode, quantize_k,
+        window,
+    )  # fmt: skip
     return out_THD
 
 
@@ -79,10 +85,11 @@ def attention_packed_forward(
     v_scale_K: Tensor | None = None,
     kv_mode: KVMode = "none",
     quantize_k: bool = True,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The forward only: out [T, H, D] and lse2 [T, H], the float32 log-sum-exp in base 2."""
     kv = kv_replay(k_TKD, v_TKD, kv_mode, k_scale_K, v_scale_K, quantize_k)
-    return _forward(q_THD, kv, cu_seqlens_B1, max_seqlen, softmax_scale)
+    return _forward(q_THD, kv, cu_seqlens_B1, max_seqlen, softmax_scale, window)
 
 
 def attention_packed_backward(
@@ -94,12 +101,13 @@ def attention_packed_backward(
     cu_seqlens_B1: Tensor,
     max_seqlen: int,
     softmax_scale: float,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ [T, H, D], dK and dV [T, K, D] from the forward's inputs and outputs. Zero outside every sequence."""
-    arguments = (dout_THD, q_THD, kv, out_THD, lse2_TH, cu_seqlens_B1, max_seqlen, softmax_scale)
+    arguments = (dout_THD, q_THD, kv, out_THD, lse2_TH, cu_seqlens_B1, max_seqlen, softmax_scale, window)
     if not q_THD.is_cuda:
         return attention_packed_backward_reference(*arguments)
-    return attention_packed_backward_triton(*arguments)
+    return padded_backward_triton(*arguments)
 
 
 def _forward(q_THD: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -121,11 +129,12 @@ class _AttentionPacked(torch.autograd.Function):
         v_scale_K: Tensor | None,
         kv_mode: KVMode,
         quantize_k: bool,
+        window: int | None,
     ) -> Tensor:
         kv = kv_replay(k_TKD, v_TKD, kv_mode, k_scale_K, v_scale_K, quantize_k)
-        out_THD, lse2_TH = _forward(q_THD, kv, cu_seqlens_B1, max_seqlen, softmax_scale)
+        out_THD, lse2_TH = _forward(q_THD, kv, cu_seqlens_B1, max_seqlen, softmax_scale, window)
         ctx.save_for_backward(q_THD, *kv, out_THD, lse2_TH, cu_seqlens_B1)
-        ctx.settings = (max_seqlen, softmax_scale)
+        ctx.settings = (max_seqlen, softmax_scale, window)
         return out_THD
 
     @staticmethod
@@ -133,7 +142,7 @@ class _AttentionPacked(torch.autograd.Function):
         q_THD, *kv, out_THD, lse2_TH, cu_seqlens_B1 = ctx.saved_tensors
         saved = (q_THD, ReplayedKV(*kv), out_THD, lse2_TH, cu_seqlens_B1)
         gradients = attention_packed_backward(dout_THD, *saved, *ctx.settings)
-        return (*gradients, *[None] * 7)
+        return (*gradients, *[None] * 8)
 
 
 # ---------------------------------------------------------------- Triton
@@ -145,13 +154,35 @@ def attention_packed_forward_triton(
     cu_seqlens_B1: Tensor,
     max_seqlen: int,
     softmax_scale: float,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The forward by `attention_rows`, the kernel that also runs the engine's prefill."""
     out_THD, lse2_TH = attention_rows(
-        q_THD, kv.k_TKD, kv.v_TKD, cu_seqlens_B1, max_seqlen, softmax_scale, kv.k_scale, kv.v_scale
-    )
+        q_THD, kv.k_TKD, kv.v_TKD, cu_seqlens_B1, max_seqlen, softmax_scale, kv.k_scale, kv.v_scale,
+        window=window,
+    )  # fmt: skip
     assert lse2_TH is not None
     return out_THD, lse2_TH
+
+
+def padded_backward_triton(
+    dout_THD: Tensor, q_THD: Tensor, kv: ReplayedKV, out_THD: Tensor, *rows_and_bounds: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward by `attention_packed_backward_triton`, on copies with zeros if D is not a power of two.
+
+    The added elements of dQ, dK and dV are zero and are dropped. The arguments are those of the kernels' launcher.
+    """
+    head_size = q_THD.shape[2]
+    missing = (1 << (head_size - 1).bit_length()) - head_size
+    if not missing:
+        return attention_packed_backward_triton(dout_THD, q_THD, kv, out_THD, *rows_and_bounds)
+    dout_THD, q_THD, k_TKD, v_TKD, out_THD = (
+        F.pad(x_THD, (0, missing)) for x_THD in (dout_THD, q_THD, kv.k_TKD, kv.v_TKD, out_THD)
+    )
+    kv = ReplayedKV(k_TKD, v_TKD, kv.k_scale, kv.v_scale)
+    padded = attention_packed_backward_triton(dout_THD, q_THD, kv, out_THD, *rows_and_bounds)
+    dq_THD, dk_TKD, dv_TKD = (gradient_THD[..., :head_size] for gradient_THD in padded)
+    return dq_THD, dk_TKD, dv_TKD
 
 
 # ---------------------------------------------------------------- plain torch
@@ -163,6 +194,7 @@ def attention_packed_forward_reference(
     cu_seqlens_B1: Tensor,
     max_seqlen: int,
     softmax_scale: float,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The forward by the CPU form of `attention_order`."""
     cu_seqlens, lengths = _lengths(cu_seqlens_B1)
@@ -175,6 +207,7 @@ def attention_packed_forward_reference(
         lengths,
         softmax_scale,
         kv.k_TKD.shape[1],
+        window,
     )
 
 
@@ -187,6 +220,7 @@ def attention_packed_backward_reference(
     cu_seqlens_B1: Tensor,
     max_seqlen: int,
     softmax_scale: float,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK, dV in q's dtype, computed in float32 from the dequantised K and V."""
     T, H, D = q_THD.shape
@@ -209,7 +243,7 @@ def attention_packed_backward_reference(
             lse2, delta = (fold_heads(x[query_JM][..., None], K) for x in (lse2_TH, delta_TH))
             position_NR = fold_positions(torch.where(piece.valid_JM, piece.position_JM, -1)[:, block], K, H // K)
             k, v = k_NSD[:, :num_keys], v_NSD[:, :num_keys]
-            hidden = torch.arange(num_keys) > position_NR[..., None]
+            hidden = hidden_keys(torch.arange(num_keys), position_NR, window)
             p = torch.bmm(q, k.mT).mul_(softmax_scale * LOG2E).sub_(lse2).masked_fill_(hidden, -math.inf).exp2_()
             dv_NSD[:, :num_keys].baddbmm_(p.mT, dout)
             ds = p.mul_(torch.bmm(dout, v.mT).sub_(delta)).mul_(softmax_scale)

@@ -37,38 +37,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octetrl.config.spec import SUPPORTED_HEAD_SIZES
+from octetrl.kernels.attention.attention_backward_tiles import BackwardTiles, Tile, backward_tiles
 from octetrl.kernels.attention.attention_order import LOG2E, MODE_NUMBER, mode_of
 from octetrl.kernels.attention.kv_store import ReplayedKV
 
 SEARCH = tl.constexpr(128)  # sequences that a program compares at a time when it searches for its own
 ALIGN = tl.constexpr(4)  # float32 values in 16 bytes; TMA's tiles of lse2 and delta start at multiples of 16 bytes
-
-
-class Tile(NamedTuple):
-    """Number of queries (32 or more on a GPU, for TMA) and keys in a tile, and how a kernel is launched."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int  # loads in flight in the loop without a mask
-    masked_stages: int = 2
-
-    @property
-    def launch(self) -> dict[str, int]:
-        blocks = {"BLOCK_I": self.queries, "BLOCK_J": self.keys, "num_warps": self.warps}
-        return {**blocks, "STAGES": self.stages, "MASKED_STAGES": self.masked_stages}
-
-
-class BackwardTiles(NamedTuple):
-    dq: Tile
-    dkdv: Tile
-
-
-def backward_tiles(head_size: int) -> BackwardTiles:
-    """The tiles in use. benchmarks/kernels/attention_backward.py compares their times with others."""
-    if head_size == 256:
-        return BackwardTiles(dq=Tile(64, 32, 8, 2), dkdv=Tile(32, 64, 8, 2))
-    return BackwardTiles(dq=Tile(128, 64, 8, 3), dkdv=Tile(64, 128, 8, 3))
 
 
 @triton.jit
@@ -99,7 +73,7 @@ def _dq_tile(
     dq_ID, q_ID, dout_ID, lse2_I, delta_I, k_desc, v_desc, kv_head, first, start, first_query, length,
     score_scale, k_token_ptr, v_token_ptr,
     KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_I: tl.constexpr,
-    BLOCK_J: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_J: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dQ, without its constant factor, plus the contribution of the keys from `start`."""
     k_JD = k_desc.load([first + start, kv_head * HEAD_SIZE])
@@ -122,7 +96,10 @@ def _dq_tile(
     if K_MODE == 2:
         ds_IJ = ds_IJ * k_scale_J[None, :]
     if MASKED:  # for a row of the sequence, this also hides all keys past its end
-        ds_IJ = tl.where((first_query + tl.arange(0, BLOCK_I))[:, None] >= key_J[None, :], ds_IJ, 0.0)
+        query_I = first_query + tl.arange(0, BLOCK_I)
+        ds_IJ = tl.where(query_I[:, None] >= key_J[None, :], ds_IJ, 0.0)
+        if WINDOW > 0:
+            ds_IJ = tl.where(query_I[:, None] < key_J[None, :] + WINDOW, ds_IJ, 0.0)
     return tl.dot(ds_IJ.to(tl.bfloat16), k_JD, dq_ID)
 
 
@@ -131,7 +108,7 @@ def _dq_kernel(
     q_desc, dout_desc, out_desc, k_desc, v_desc, lse2_ptr, rows_ptr, dq_ptr, cu_seqlens_ptr, k_scale_ptr, v_scale_ptr,
     base_scale, softmax_scale, num_sequences, num_tokens, stride_row,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_I: tl.constexpr,
-    BLOCK_J: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr,
+    BLOCK_J: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr, WINDOW: tl.constexpr,
     STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
     KV_HEADS: tl.constexpr = HEADS // GROUP
@@ -172,18 +149,22 @@ def _dq_kernel(
             tl.store(row_ptr_I, lse2_I, mask=inside_I)
             tl.store(row_ptr_I + stride_row.to(tl.int64) * HEADS, delta_I, mask=inside_I)
 
+            begin = 0
             whole = first_query // BLOCK_J * BLOCK_J
-            for start in tl.range(0, whole, BLOCK_J, num_stages=STAGES):
+            if WINDOW > 0:  # tiles before the window are left out, all others are masked
+                begin = tl.maximum(first_query + 1 - WINDOW, 0) // BLOCK_J * BLOCK_J
+                whole = begin
+            for start in tl.range(begin, whole, BLOCK_J, num_stages=STAGES):
                 dq_ID = _dq_tile(
                     dq_ID, q_ID, dout_ID, lse2_I, delta_I, k_desc, v_desc, kv_head, first, start, first_query, length,
                     score_scale, k_token_ptr, v_token_ptr,
-                    KV_HEADS, HEAD_SIZE, BLOCK_I, BLOCK_J, K_MODE, V_MODE, False,
+                    KV_HEADS, HEAD_SIZE, BLOCK_I, BLOCK_J, K_MODE, V_MODE, WINDOW, False,
                 )  # fmt: skip
             for start in tl.range(whole, tl.minimum(length, first_query + BLOCK_I), BLOCK_J, num_stages=MASKED_STAGES):
                 dq_ID = _dq_tile(
                     dq_ID, q_ID, dout_ID, lse2_I, delta_I, k_desc, v_desc, kv_head, first, start, first_query, length,
                     score_scale, k_token_ptr, v_token_ptr,
-                    KV_HEADS, HEAD_SIZE, BLOCK_I, BLOCK_J, K_MODE, V_MODE, True,
+                    KV_HEADS, HEAD_SIZE, BLOCK_I, BLOCK_J, K_MODE, V_MODE, WINDOW, True,
                 )  # fmt: skip
             dq_ID = dq_ID * dq_scale
         _store_block(dq_ptr + (token * HEADS + head) * HEAD_SIZE, dq_ID, first_query, length, BLOCK_I, HEADS, HEAD_SIZE)
@@ -194,7 +175,7 @@ def _dkdv_tile(
     dk_JD, dv_JD, k_JD, v_JD, k_factor_J, v_factor_J, k_factor, q_desc, dout_desc, rows_desc,
     head, first, first_row, start, first_key, length,
     HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_I: tl.constexpr,
-    BLOCK_J: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_J: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dK, without its constant factor, and dV, plus the contribution of one head's queries from `start`."""
     q_ID = q_desc.load([first + start, head * HEAD_SIZE])
@@ -214,6 +195,8 @@ def _dkdv_tile(
     if MASKED:
         key_J = first_key + tl.arange(0, BLOCK_J)
         p_JI = tl.where((query_I[None, :] >= key_J[:, None]) & inside_I[None, :], p_JI, 0.0)
+        if WINDOW > 0:
+            p_JI = tl.where(query_I[None, :] < key_J[:, None] + WINDOW, p_JI, 0.0)
     dv_JD = tl.dot(p_JI.to(tl.bfloat16), dout_ID, dv_JD)
     if V_MODE == 2:
         dp_JI = dp_JI * v_factor_J[:, None]
@@ -227,7 +210,7 @@ def _dkdv_kernel(
     q_desc, dout_desc, rows_desc, k_desc, v_desc, dk_ptr, dv_ptr, cu_seqlens_ptr, k_scale_ptr, v_scale_ptr,
     base_scale, softmax_scale, num_sequences, num_tokens,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_I: tl.constexpr,
-    BLOCK_J: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr,
+    BLOCK_J: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr, WINDOW: tl.constexpr,
     STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
     KV_HEADS: tl.constexpr = HEADS // GROUP
@@ -263,6 +246,10 @@ def _dkdv_kernel(
             num_tiles = (length - first_key + BLOCK_I - 1) // BLOCK_I
             diagonal = tl.minimum(BLOCK_J // BLOCK_I, num_tiles)
             whole = tl.maximum((length - first_key) // BLOCK_I - diagonal, 0)
+            if WINDOW > 0:  # no tiles past the last query that reads one of these keys, and all masked
+                num_tiles = tl.minimum(num_tiles, (BLOCK_J - 1 + WINDOW + BLOCK_I - 1) // BLOCK_I)
+                diagonal = num_tiles
+                whole = 0
             masked = num_tiles - whole
             head = kv_head * GROUP
             start = first_key + diagonal * BLOCK_I
@@ -270,7 +257,7 @@ def _dkdv_kernel(
                 dk_JD, dv_JD = _dkdv_tile(
                     dk_JD, dv_JD, k_JD, v_JD, k_factor_J, v_factor_J, k_factor, q_desc, dout_desc, rows_desc,
                     head, first, first_row, start, first_key, length,
-                    HEADS, HEAD_SIZE, BLOCK_I, BLOCK_J, K_MODE, V_MODE, False,
+                    HEADS, HEAD_SIZE, BLOCK_I, BLOCK_J, K_MODE, V_MODE, WINDOW, False,
                 )  # fmt: skip
                 start += BLOCK_I
                 last = start == first_key + (diagonal + whole) * BLOCK_I
@@ -283,7 +270,7 @@ def _dkdv_kernel(
                 dk_JD, dv_JD = _dkdv_tile(
                     dk_JD, dv_JD, k_JD, v_JD, k_factor_J, v_factor_J, k_factor, q_desc, dout_desc, rows_desc,
                     kv_head * GROUP + member, first, first_row, start, first_key, length,
-                    HEADS, HEAD_SIZE, BLOCK_I, BLOCK_J, K_MODE, V_MODE, True,
+                    HEADS, HEAD_SIZE, BLOCK_I, BLOCK_J, K_MODE, V_MODE, WINDOW, True,
                 )  # fmt: skip
             dk_JD = dk_JD * dk_scale
         offset = (token * KV_HEADS + kv_head) * HEAD_SIZE
@@ -316,6 +303,7 @@ class Operands(NamedTuple):
     k_scale: Tensor | None
     v_scale: Tensor | None
     softmax_scale: float
+    window: int | None = None
 
     @property
     def tables(self) -> tuple[Tensor | float | None, ...]:
@@ -333,6 +321,7 @@ class Operands(NamedTuple):
             "HEAD_SIZE": self.q_THD.shape[2],
             "K_MODE": MODE_NUMBER[mode_of(self.k_scale)],
             "V_MODE": MODE_NUMBER[mode_of(self.v_scale)],
+            "WINDOW": self.window or 0,
         }
 
     def items(self, block: int) -> int:
@@ -341,12 +330,17 @@ class Operands(NamedTuple):
 
 
 def operands_of(
-    dout_THD: Tensor, q_THD: Tensor, kv: ReplayedKV, cu_seqlens_B1: Tensor, softmax_scale: float
+    dout_THD: Tensor,
+    q_THD: Tensor,
+    kv: ReplayedKV,
+    cu_seqlens_B1: Tensor,
+    softmax_scale: float,
+    window: int | None = None,
 ) -> Operands:
     q, k, v, dout = (_side_by_side(x) for x in (q_THD, kv.k_TKD, kv.v_TKD, dout_THD))
     length = (q.shape[0] // ALIGN.value + cu_seqlens_B1.shape[0]) * ALIGN.value
     rows = torch.empty(2 * q.shape[1], length, dtype=torch.float32, device=q.device)
-    return Operands(q, k, v, dout, rows, cu_seqlens_B1, kv.k_scale, kv.v_scale, softmax_scale)
+    return Operands(q, k, v, dout, rows, cu_seqlens_B1, kv.k_scale, kv.v_scale, softmax_scale, window)
 
 
 def launch_dq(operands: Operands, out_THD: Tensor, lse2_TH: Tensor, tile: Tile) -> Tensor:
@@ -385,6 +379,7 @@ def attention_packed_backward_triton(
     cu_seqlens_B1: Tensor,
     max_seqlen: int,
     softmax_scale: float,
+    window: int | None = None,
     *,
     tiles: BackwardTiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -392,7 +387,7 @@ def attention_packed_backward_triton(
     head_size = q_THD.shape[2]
     assert q_THD.dtype == torch.bfloat16, f"the attention backward takes BF16, not {q_THD.dtype}"
     assert head_size in SUPPORTED_HEAD_SIZES, f"head size {head_size} is not one of {SUPPORTED_HEAD_SIZES}"
-    operands = operands_of(dout_THD, q_THD, kv, cu_seqlens_B1, softmax_scale)
+    operands = operands_of(dout_THD, q_THD, kv, cu_seqlens_B1, softmax_scale, window)
     if q_THD.shape[0] == 0:
         return torch.empty_like(q_THD), torch.empty_like(operands.k_TKD), torch.empty_like(operands.v_TKD)
     tiles = tiles or backward_tiles(head_size)

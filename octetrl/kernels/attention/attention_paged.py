@@ -37,13 +37,14 @@ def attention_paged(
     max_query_len: int | None = None,
     quantize_out: bool = False,
     power_of_two: bool = False,
+    window: int | None = None,
 ) -> Tensor | Quantized:
     """out [T, H, D] in q's dtype; with `quantize_out`, `quantize_activation(out.flatten(1), power_of_two)`.
 
     k_cache, v_cache: pages as in `kv_store`, each BF16, E4M3 or (CPU) float32. block_table_BP: int32, padded with -1.
     cu_seqlens_q_B1, context_lens_B: int32. A context of 0 marks a padding sequence, whose rows are zero (codes 0, scale
     1). Scales as in `kv_store`. max_query_len: the largest number of queries of a sequence, 1 for pure decode; T if not
-    given.
+    given. window: a query reads so many keys, its own included; None: all.
     """
     scales = (k_scale_K, v_scale_K, k_token_scale, v_token_scale)
     arguments = (
@@ -57,8 +58,8 @@ def attention_paged(
         *scales,
     )
     if q_THD.is_cuda:
-        return attention_paged_triton(*arguments, max_query_len, quantize_out, power_of_two)
-    out_THD = attention_paged_reference(*arguments)
+        return attention_paged_triton(*arguments, max_query_len, quantize_out, power_of_two, window)
+    out_THD = attention_paged_reference(*arguments, window=window)
     return quantize_activation(out_THD.flatten(1), power_of_two) if quantize_out else out_THD
 
 
@@ -74,6 +75,7 @@ def attention_paged_reference(
     v_scale_K: Tensor | None = None,
     k_token_scale: Tensor | None = None,
     v_token_scale: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """`attention_paged` in plain torch, by the CPU form of `attention_order`."""
     _, num_kv_heads, page_size, head_size = k_cache.shape
@@ -107,6 +109,7 @@ def attention_paged_reference(
         tuple(context_lens_B.tolist()),
         softmax_scale,
         num_kv_heads,
+        window,
     )
     return out_THD
 
@@ -126,6 +129,7 @@ def attention_paged_triton(
     max_query_len: int | None = None,
     quantize_out: bool = False,
     power_of_two: bool = False,
+    window: int | None = None,
 ) -> Tensor | Quantized:
     """`attention_paged`: the decode kernel if every sequence has one query, else the rows kernel."""
     page_size, head_size = k_cache.shape[2:]
@@ -136,7 +140,7 @@ def attention_paged_triton(
     v_scale = scale_in_use(v_cache, v_scale_K, v_token_scale)
     if max_query_len == 1:
         tables = (q_THD, k_cache, v_cache, block_table_BP, context_lens_B, softmax_scale, k_scale, v_scale)
-        out = attention_decode_triton(*tables, quantize_out and head_size == BLOCK, power_of_two)
+        out = attention_decode_triton(*tables, quantize_out and head_size == BLOCK, power_of_two, window=window)
         if isinstance(out, Quantized):
             return out
         out_THD = out
@@ -144,6 +148,6 @@ def attention_paged_triton(
         longest = q_THD.shape[0] if max_query_len is None else max_query_len
         out_THD, _ = attention_rows(
             q_THD, k_cache, by_key(v_cache), cu_seqlens_q_B1, longest, softmax_scale, k_scale, v_scale,
-            block_table_BP, context_lens_B,
+            block_table_BP, context_lens_B, window,
         )  # fmt: skip
     return quantize_activation(out_THD.flatten(1), power_of_two) if quantize_out else out_THD

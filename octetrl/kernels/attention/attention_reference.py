@@ -145,9 +145,11 @@ def attend_reference(
     contexts: tuple[int, ...],
     softmax_scale: float,
     num_kv_heads: int,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of every sequence over the table rows [J, K, S] that `rows_of(piece)` names.
 
+    `window`: a query at position p reads the keys p - window + 1 to p.
     Returns out [T, H, D] in q's dtype and lse2 [T, H] float32 (base 2). Rows of q outside every sequence are zero.
     """
     T, H, D = q_THD.shape
@@ -179,6 +181,7 @@ def attend_reference(
                 v_scale_N1S,
                 v_operand,
                 kv.tile,
+                window,
             )
             inverse_NR = (1.0 if v_scale_K is None else v_scale_K.repeat(J)[:, None]) / l_NR
             num_queries = q_NRD.shape[1] * K // H
@@ -198,17 +201,23 @@ def _chunks(
     v_scale_N1S: Tensor | None,
     v_operand: torch.dtype,
     tile: int,
+    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The chunks merged one after another: unnormalised o [N, R, D], m and l [N, R], all float32."""
+    """The chunks merged one after another: unnormalised o [N, R, D], m and l [N, R], all float32.
+
+    Chunks that lie outside of all rows' windows are skipped; they would change nothing.
+    """
     o_NRD = torch.zeros(*q_NRD.shape[:2], v_NSD.shape[-1])
     m_NR = torch.full(q_NRD.shape[:2], FLOOR)
     l_NR = torch.zeros(q_NRD.shape[:2])
     q_NRD = q_NRD.double()
-    for start in range(0, k_NSD.shape[1], KV_CHUNK):
+    oldest = 0 if window is None else max(0, int(position_NR.min()) - window + 1)
+    for start in range(oldest // KV_CHUNK * KV_CHUNK, k_NSD.shape[1], KV_CHUNK):
         keys = slice(start, min(start + KV_CHUNK, k_NSD.shape[1]))
         column = column_N1S if column_N1S.shape[-1] == 1 else column_N1S[..., keys]
         v_scale = None if v_scale_N1S is None else v_scale_N1S[..., keys]
-        chunk = _tiles(q_NRD, k_NSD[:, keys], v_NSD[:, keys], position_NR - start, column, v_scale, v_operand, tile)
+        arguments = (position_NR - start, column, v_scale, v_operand, tile, window)
+        chunk = _tiles(q_NRD, k_NSD[:, keys], v_NSD[:, keys], *arguments)
         o_chunk, m_chunk, l_chunk = chunk
         m_new = torch.maximum(m_NR, m_chunk)
         before, here = (_exp2(m - m_new) for m in (m_NR, m_chunk))
@@ -227,6 +236,7 @@ def _tiles(
     v_scale_N1S: Tensor | None,
     v_operand: torch.dtype,
     width: int,
+    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The online softmax over the ascending tiles, of `width` keys, of one chunk; `position_NR` counts from the chunk's
     first key."""
@@ -238,7 +248,7 @@ def _tiles(
         s = torch.bmm(q_NRD, k_NSD[:, tile].mT).float()
         s.mul_(column_N1S if column_N1S.shape[-1] == 1 else column_N1S[..., tile])
         key_S = torch.arange(start, start + s.shape[-1])
-        s.masked_fill_(key_S > position_NR[..., None], -math.inf)
+        s.masked_fill_(hidden_keys(key_S, position_NR, window), -math.inf)
         m_new = torch.maximum(m, s.amax(-1))
         alpha = _exp2(m - m_new)
         p = _exp2(s.sub_(m_new[..., None]))
@@ -249,6 +259,13 @@ def _tiles(
         o = carried.baddbmm_(p.to(v_operand).double(), v_NSD[:, tile]).float()
         m = m_new
     return o, m, l
+
+
+def hidden_keys(key_S: Tensor, position_NR: Tensor, window: int | None) -> Tensor:
+    """Which keys a query doesn't read: those after it, and those that its window doesn't reach."""
+    position_NR1 = position_NR[..., None]
+    hidden = key_S > position_NR1
+    return hidden if window is None else hidden | (key_S <= position_NR1 - window)
 
 
 def _exp2(x: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ from octetrl.kernels.attention.attention_order import (
     MODE_NUMBER,
     TMA_HEAD_SIZES,
     TRITON_DTYPE,
+    block_of_head,
     comes_by_tma,
     load_pages,
     merge_rows,
@@ -46,8 +47,6 @@ from octetrl.kernels.attention.attention_order import (
     rows_of_tiles,
     update_rows,
 )
-
-SMALLEST_BLOCK_D = 64  # wgmma's shortest long side; every kernel pads smaller heads with zeros
 
 
 @triton.jit
@@ -99,7 +98,7 @@ def _rows_tile(
     stride_scale_page, stride_scale_token, score_scale,
     ROWS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
     KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr,
-    V_OPERAND: tl.constexpr, V_TURNED: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+    V_OPERAND: tl.constexpr, V_TURNED: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Process one tile; first merge the last chunk if this tile begins another."""
     key_N = start + tl.arange(0, N)
@@ -124,6 +123,8 @@ def _rows_tile(
     s_RN = s_RN * (k_scale_N * score_scale)[None, :] if K_MODE == 2 else s_RN * score_scale
     if MASKED:
         s_RN = tl.where(position_R[:, None] >= key_N[None, :], s_RN, float("-inf"))
+    if WINDOW > 0:
+        s_RN = tl.where(position_R[:, None] < key_N[None, :] + WINDOW, s_RN, float("-inf"))
     if start % CHUNK == 0 and start > 0:
         m_R, l_R, o_RD = merge_rows(m_R, l_R, o_RD, m_chunk_R, l_chunk_RX, o_chunk_RD, ROWS)
         m_chunk_R = tl.full([ROWS], LOWEST, tl.float32)
@@ -141,7 +142,7 @@ def _attention_rows_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr,
     K_OPERAND: tl.constexpr, V_OPERAND: tl.constexpr, TMA: tl.constexpr, V_TURNED: tl.constexpr,
-    STORE_LSE: tl.constexpr, STAGES: tl.constexpr,
+    STORE_LSE: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     KV_HEADS: tl.constexpr = HEADS // GROUP
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows start first
@@ -198,8 +199,9 @@ def _attention_rows_kernel(
         o_chunk_RD = tl.zeros([ROWS, BLOCK_D], tl.float32)
         unmasked_end = (before + 1) // N * N
         end = tl.minimum(num_keys, before + ROWS)
-        page = first_query if PAGE_SIZE == 0 else load_pages(table_ptr, 0, num_keys, PAGE_SIZE, N)
-        for start in tl.range(0, unmasked_end, N, num_stages=STAGES):
+        begin = tl.maximum(before + 1 - WINDOW, 0) // N * N if WINDOW > 0 else 0  # the first tile that a row reads
+        page = first_query if PAGE_SIZE == 0 else load_pages(table_ptr, begin, num_keys, PAGE_SIZE, N)
+        for start in tl.range(begin, unmasked_end, N, num_stages=STAGES):
             here = page
             if PAGE_SIZE > 0:
                 page = load_pages(table_ptr, start + N, num_keys, PAGE_SIZE, N)
@@ -208,7 +210,7 @@ def _attention_rows_kernel(
                 first_query, kv_head, k_ptr, v_ptr, stride_k_page, stride_k_token, stride_v_page, stride_v_token,
                 stride_v_d, k_token_ptr, v_token_ptr, stride_scale_page, stride_scale_token, score_scale,
                 ROWS, N, CHUNK, HEAD_SIZE, BLOCK_D, KV_HEADS, PAGE_SIZE, K_MODE, V_MODE, V_OPERAND, V_TURNED, TMA,
-                False,
+                False, WINDOW,
             )  # fmt: skip
         for start in tl.range(unmasked_end, end, N, num_stages=1):
             here = page
@@ -219,7 +221,7 @@ def _attention_rows_kernel(
                 first_query, kv_head, k_ptr, v_ptr, stride_k_page, stride_k_token, stride_v_page, stride_v_token,
                 stride_v_d, k_token_ptr, v_token_ptr, stride_scale_page, stride_scale_token, score_scale,
                 ROWS, N, CHUNK, HEAD_SIZE, BLOCK_D, KV_HEADS, PAGE_SIZE, K_MODE, V_MODE, V_OPERAND, V_TURNED, TMA,
-                True,
+                True, WINDOW,
             )  # fmt: skip
         m_R, l_R, o_RD = merge_rows(m_R, l_R, o_RD, m_chunk_R, l_chunk_RX, o_chunk_RD, ROWS)
 
@@ -271,6 +273,7 @@ def attention_rows(
     v_scale: Tensor | None = None,
     block_table_BP: Tensor | None = None,
     context_lens_B: Tensor | None = None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Launch for packed K and V [T, K, D] or, with a block table, for pages [num_pages, K, page_size, D].
 
@@ -293,7 +296,7 @@ def attention_rows(
     out_THD = torch.zeros(num_tokens, num_heads, head_size, dtype=q_THD.dtype, device=q_THD.device)
     lse2_TH = None if paged else torch.zeros(num_tokens, num_heads, dtype=torch.float32, device=q_THD.device)
     stages = 2 if not paged and "dynamic" in (k_mode, v_mode) else 3
-    rows, warps, stages = (64, 8, 1) if head_size == 256 else (128, 8, stages)
+    rows, warps, stages = (64, 8, 1) if head_size > 128 else (128, 8, stages)
     grid = (triton.cdiv(max_query_len, rows), num_heads, cu_seqlens_B1.shape[0] - 1)
     if num_tokens == 0 or 0 in grid:
         return out_THD, lse2_TH
@@ -302,11 +305,12 @@ def attention_rows(
         q_THD, *tables, out_THD, lse2_TH, block_table_BP, cu_seqlens_B1, context_lens_B, k_scale, v_scale,
         q_THD.stride(0), q_THD.stride(1), *strides, *stride_scale,
         block_table_BP.stride(0) if block_table_BP is not None else 0, softmax_scale * LOG2E,
-        HEADS=num_heads, GROUP=num_heads // k.shape[1], HEAD_SIZE=head_size, BLOCK_D=max(SMALLEST_BLOCK_D, head_size),
+        HEADS=num_heads, GROUP=num_heads // k.shape[1], HEAD_SIZE=head_size, BLOCK_D=block_of_head(head_size),
         PAGE_SIZE=page_size, ROWS=rows, N=KV_TILE, CHUNK=KV_CHUNK,
         K_MODE=MODE_NUMBER[k_mode], V_MODE=MODE_NUMBER[v_mode],
         K_OPERAND=TRITON_DTYPE[operand_dtype(k.dtype, k_mode)], V_OPERAND=TRITON_DTYPE[operand_dtype(v.dtype, v_mode)],
-        TMA=tma, V_TURNED=turned, STORE_LSE=not paged, STAGES=stages, num_warps=warps,
+        TMA=tma, V_TURNED=turned, STORE_LSE=not paged, STAGES=stages, WINDOW=window or 0,
+        num_warps=warps,
         **({"enable_fp_fusion": False} if q_THD.is_cuda else {}),
     )  # fmt: skip
     return out_THD, lse2_TH

@@ -14,6 +14,7 @@ from octetrl.fp8.format import E4M3
 from octetrl.kernels.attention.attention_order import KV_CHUNK
 
 MULTIPROCESSORS = 132  # of an H100 or H200
+PADDED_HEAD_SIZES = (80, 96)  # to 128; 16 columns, so that Triton emits wgmma, as for prefill
 SPLIT_BYTES = 1 << 26  # the largest size of the chunks' outputs
 
 
@@ -33,12 +34,14 @@ class DecodeTile:
         With 3 tiles of codes in flight, three programs share a multiprocessor; with 4, two do. Two are slower, but
         still better than a last wave of programs that leaves most multiprocessors idle.
         """
-        if k_cache.shape[3] == 256:
+        if k_cache.shape[3] > 128:
             return cls(columns=16, stages=2 if v_cache.dtype == E4M3 else 1)  # two BF16 tiles do not fit
         if k_cache.dtype == v_cache.dtype == E4M3:
             by_three, by_two = (_filled(num_programs, each * MULTIPROCESSORS) for each in (3, 2))
             return cls(columns=16, stages=4) if by_two > 1.25 * by_three else cls(columns=16, stages=3, registers=168)
-        return cls(columns=16, stages=2) if v_cache.dtype == E4M3 else cls(columns=8, stages=3)
+        if v_cache.dtype == E4M3 or k_cache.shape[3] in PADDED_HEAD_SIZES:
+            return cls(columns=16, stages=2)
+        return cls(columns=8, stages=3)
 
 
 def _filled(num_programs: int, places: int) -> float:

@@ -34,6 +34,7 @@ from octetrl.config.spec import SUPPORTED_HEAD_SIZES
 from octetrl.fp8.format import E4M3
 from octetrl.kernels.attention.attention_order import MODE_NUMBER, KVMode, operand_dtype
 from octetrl.kernels.attention.kv_store import ReplayedKV, kv_replay_reference
+from octetrl.kernels.attention.qkv_separate import is_fused, qkv_rotate_separate
 from octetrl.kernels.attention.qkv_store import _normed
 from octetrl.kernels.quantize.quantize_activation import block_scale, held_inverse, magnitude_bits
 from octetrl.kernels.rows.rms_norm import rms_norm_reference
@@ -187,7 +188,7 @@ def _qkv_rotate_kernel(
 
 def tile_of(head_size: int, warps: int) -> int:
     """Number of rows of a tile in which a thread has eight elements of each half."""
-    assert head_size in SUPPORTED_HEAD_SIZES, f"head size {head_size}, not one of {SUPPORTED_HEAD_SIZES}"
+    assert head_size in SUPPORTED_HEAD_SIZES and is_fused(head_size), f"head size {head_size} is not a power of two"
     return warps * 32 * ROW_ELEMENTS // head_size
 
 
@@ -305,7 +306,8 @@ def qkv_rotate(
         k_scale_K = v_scale_K = None
     elif kv_mode == "calibrated" and (v_scale_K is None or (quantize_k and k_scale_K is None)):
         raise ValueError("calibrated KV replay needs the scales of K and V, but they were not given")
-    rotate = qkv_rotate_triton if qkv_TXD.is_cuda else qkv_rotate_reference
+    on_gpu = qkv_rotate_triton if is_fused(size) else qkv_rotate_separate
+    rotate = on_gpu if qkv_TXD.is_cuda else qkv_rotate_reference
     place = (cos_TR, sin_TR, num_heads, num_kv_heads)
     return rotate(
         qkv_TXD, q_weight_D, k_weight_D, eps, *place, kv_mode, quantize_k and kv_mode != "none", k_scale_K, v_scale_K,

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octetrl.kernels.attention.qkv_rotate import head_rows, head_tiles, load_halves, load_weight, tile_of
+from octetrl.kernels.attention.qkv_separate import is_fused, qkv_rotate_backward_separate
 from octetrl.kernels.rows.rms_norm_backward import rms_norm_backward_reference, sum_partials
 from octetrl.kernels.rows.rope import rope_reference
 
@@ -183,5 +184,6 @@ def qkv_rotate_backward(
     assert qkv_TXD.shape == (dq_THD.shape[0], heads, dq_THD.shape[2]), f"qkv_rotate_backward: qkv {qkv_TXD.shape}"
     assert (q_weight_D is None) == (k_weight_D is None), "qkv_rotate_backward: only one of q and k has a norm"
     assert cos_TR.shape == sin_TR.shape == (dq_THD.shape[0], dq_THD.shape[2] // 2), "qkv_rotate_backward: cos and sin"
-    backward = qkv_rotate_backward_triton if qkv_TXD.is_cuda else qkv_rotate_backward_reference
+    on_gpu = qkv_rotate_backward_triton if is_fused(dq_THD.shape[2]) else qkv_rotate_backward_separate
+    backward = on_gpu if qkv_TXD.is_cuda else qkv_rotate_backward_reference
     return backward(dq_THD, dk_TKD, dv_TKD, qkv_TXD, q_weight_D, k_weight_D, eps, cos_TR, sin_TR)

@@ -34,6 +34,7 @@ from octetrl.config.spec import SUPPORTED_HEAD_SIZES
 from octetrl.fp8.format import E4M3
 from octetrl.kernels.attention.attention_order import MODE_NUMBER, mode_of
 from octetrl.kernels.attention.kv_store import _quantize_heads, by_key, kv_store_reference, scale_in_use
+from octetrl.kernels.attention.qkv_separate import is_fused, qkv_store_separate
 from octetrl.kernels.rows.rms_norm import rms_norm_reference
 from octetrl.kernels.rows.rope import rope_reference
 
@@ -194,7 +195,7 @@ def qkv_store_triton(
     """The kernel's launcher."""
     num_tokens, (kv_heads, page_size, size) = qkv_TX.shape[0], k_cache.shape[1:]
     num_heads = qkv_TX.shape[1] // size - 2 * kv_heads
-    assert size in SUPPORTED_HEAD_SIZES, f"head size {size} is not one of {SUPPORTED_HEAD_SIZES}"
+    assert size in SUPPORTED_HEAD_SIZES and is_fused(size), f"qkv_store: head size {size} is not a power of two"
     k_mode = mode_of(scale_in_use(k_cache, k_scale_K, k_token_scale))
     v_mode = mode_of(scale_in_use(v_cache, v_scale_K, v_token_scale))
     token_scales = [scale for scale in (k_token_scale, v_token_scale) if scale is not None]
@@ -284,5 +285,6 @@ def qkv_store(
     assert cos_SR.shape[1] == size // 2, f"qkv_store: cos {tuple(cos_SR.shape)}, head size {size}"
     place = (cos_SR, sin_SR, positions_T, k_cache, v_cache, slot_mapping_T)
     scales = (k_scale_K, v_scale_K, k_token_scale, v_token_scale, saturated_2K)
-    run = qkv_store_triton if qkv_TX.is_cuda else qkv_store_reference
+    on_gpu = qkv_store_triton if is_fused(size) else qkv_store_separate
+    run = on_gpu if qkv_TX.is_cuda else qkv_store_reference
     return run(qkv_TX, q_norm_D, k_norm_D, eps, *place, *scales)

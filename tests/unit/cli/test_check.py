@@ -211,11 +211,11 @@ def test_everything_that_is_wrong_is_told_at_once(folder: Path, capsys: pytest.C
 def test_a_head_size_without_kernels_is_refused_for_every_device(
     precision: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_config(folder, head_dim=96)
+    write_config(folder, head_dim=112)
     for device in ((), ("--memory-gib", "80")):
         code, _, err = check(capsys, f"precision={precision}", *device)
         assert code == 2 and err.count("\n") == 1
-        assert "config.json: head size 96" in err and "only 16, 32, 64, 128, 256 are" in err
+        assert "config.json: head size 112" in err and "only 16, 32, 64, 80, 96, 128, 192, 256 are" in err
 
 
 @pytest.mark.parametrize(

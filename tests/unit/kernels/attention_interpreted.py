@@ -22,7 +22,6 @@ from octetrl.fp8.quantize import quantize_activation_reference
 from octetrl.kernels.attention import (
     attention_decode,
     attention_packed,
-    attention_packed_backward,
     attention_paged,
     attention_reference,
     attention_rows,
@@ -60,7 +59,9 @@ def distance(got: Tensor, want: Tensor) -> float:
     return float((got.float() - want.float()).norm() / want.float().norm())
 
 
-def compare(kv_mode: str, quantize_k: bool, head_size: int, page_size: int, group: int) -> dict[str, float]:
+def compare(
+    kv_mode: str, quantize_k: bool, head_size: int, page_size: int, group: int, window: int | None = None
+) -> dict[str, float]:
     q, k, v = random_qkv(LENGTHS, 2, group, head_size, torch.bfloat16)
     cu_seqlens = cu_seqlens_of(LENGTHS)
     longest = max(LENGTHS)
@@ -85,19 +86,21 @@ def compare(kv_mode: str, quantize_k: bool, head_size: int, page_size: int, grou
             errors["token_scale"] = max(errors.get("token_scale", 0.0), distance(got_scale, want_scale))
 
     paged = (want.k, want.v, want.block_table)
-    out = attention_paged.attention_paged_reference(q, *paged, cu_seqlens, contexts, SCALE, *want.scales)
-    rows = attention_paged.attention_paged_triton(q, *paged, cu_seqlens, contexts, SCALE, *want.scales)
+    out = attention_paged.attention_paged_reference(q, *paged, cu_seqlens, contexts, SCALE, *want.scales, window=window)
+    rows = attention_paged.attention_paged_triton(q, *paged, cu_seqlens, contexts, SCALE, *want.scales, window=window)
     errors["prefill"] = distance(rows, out)
     last = (cu_seqlens[1:] - 1).long()
     each = torch.arange(len(LENGTHS) + 1, dtype=torch.int32)
-    decoded = attention_paged.attention_paged_triton(q[last], *paged, each, contexts, SCALE, *want.scales, 1)
+    decoded = attention_paged.attention_paged_triton(
+        q[last], *paged, each, contexts, SCALE, *want.scales, 1, window=window
+    )
     errors["decode"] = distance(decoded, out[last])
 
     kv = kv_store.kv_replay(k, v, kv_mode, *head_scales, quantize_k)
     if kv_mode != "none":
         replayed = kv_store.kv_replay_triton(k[tail], v[tail], kv_mode, *head_scales, quantize_k)
         errors["replay"] = max(distance(replayed.k_TKD, kv.k_TKD[tail]), distance(replayed.v_TKD, kv.v_TKD[tail]))
-    shape = (longest, SCALE)
+    shape = (longest, SCALE, window)
     out, lse2 = attention_packed.attention_packed_forward_reference(q, kv, cu_seqlens, *shape)
     out_triton, lse2_triton = attention_packed.attention_packed_forward_triton(q, kv, cu_seqlens, *shape)
     errors["packed"] = distance(out_triton, out)
@@ -105,13 +108,15 @@ def compare(kv_mode: str, quantize_k: bool, head_size: int, page_size: int, grou
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
     saved = (dout, q, kv, out, lse2, cu_seqlens, *shape)
     gradients = attention_packed.attention_packed_backward_reference(*saved)
-    gradients_triton = attention_packed_backward.attention_packed_backward_triton(*saved)
+    gradients_triton = attention_packed.padded_backward_triton(*saved)
     for name, g, w in zip(("dq", "dk", "dv"), gradients_triton, gradients, strict=True):
         errors[name] = distance(g, w)
     return errors
 
 
-def compare_decode(kv_mode: str, quantize_k: bool, head_size: int, page_size: int) -> dict[str, float]:
+def compare_decode(
+    kv_mode: str, quantize_k: bool, head_size: int, page_size: int, window: int | None = None
+) -> dict[str, float]:
     """Decode of ragged contexts, one of them a padding sequence, and its quantised output."""
     lengths, contexts = [300, 7, 128], torch.tensor([300, 7, 128, 0], dtype=torch.int32)
     q, k, v = random_qkv(lengths, 2, 3, head_size, torch.bfloat16)
@@ -120,11 +125,11 @@ def compare_decode(kv_mode: str, quantize_k: bool, head_size: int, page_size: in
     kv_store.kv_store_reference(k, v, cache.k, cache.v, cache.slots(lengths), *cache.scales)
     table = torch.cat([cache.block_table, torch.full_like(cache.block_table[:1], -1)])
     arguments = (q[[299, 306, 434, 0]], cache.k, cache.v, table, torch.arange(5, dtype=torch.int32), contexts, SCALE)
-    out = attention_paged.attention_paged_triton(*arguments, *cache.scales, 1)
-    want = attention_paged.attention_paged_reference(*arguments, *cache.scales)
+    out = attention_paged.attention_paged_triton(*arguments, *cache.scales, 1, window=window)
+    want = attention_paged.attention_paged_reference(*arguments, *cache.scales, window=window)
     scale_of = [kv_store.scale_in_use(x, *s) for x, s in ((cache.k, cache.scales[::2]), (cache.v, cache.scales[1::2]))]
     tables = (arguments[0], cache.k, cache.v, table, contexts, SCALE, *scale_of)
-    whole = attention_decode.attention_decode_triton(*tables, split=None)
+    whole = attention_decode.attention_decode_triton(*tables, split=None, window=window)
     errors = {"decode": distance(out, want), "padding": float(out[3].abs().max()), "split": distance(out, whole)}
     if head_size == 128:
         for power_of_two in (False, True):
@@ -147,6 +152,8 @@ if __name__ == "__main__":
         "dynamic": ("dynamic", True, 32, 32, 1),
         "calibrated-v": ("calibrated", False, 32, 32, 1),
         "dynamic-v": ("dynamic", False, 16, 128, 1),
+        "head-80": ("calibrated", True, 80, 32, 1),
+        "head-96-window-2": ("none", False, 96, 128, 1, 2),
     }
     decodes = {
         "decode-none": ("none", False, 64, 128),
@@ -155,6 +162,8 @@ if __name__ == "__main__":
         "decode-calibrated-v": ("calibrated", False, 128, 128),
         "decode-dynamic-v": ("dynamic", False, 128, 128),
         "decode-small-pages": ("calibrated", True, 128, 32),
+        "decode-192": ("dynamic", True, 192, 128),
+        "decode-80-window-100": ("calibrated", True, 80, 32, 100),
     }
     errors = {name: compare(*case) for name, case in cases.items()}
     print(json.dumps(errors | {name: compare_decode(*case) for name, case in decodes.items()}))

@@ -12,13 +12,15 @@ import torch
 import torch.nn.functional as F
 
 from octetrl.fp8.quantize import quantize_kv_per_head, quantize_kv_per_token
+from octetrl.kernels.attention import attention_reference
+from octetrl.kernels.attention.attention_backward_tiles import BackwardTiles, Tile
 from octetrl.kernels.attention.attention_packed import (
     attention_packed,
     attention_packed_backward_reference,
     attention_packed_forward,
     attention_packed_forward_reference,
 )
-from octetrl.kernels.attention.attention_packed_backward import BackwardTiles, Tile, attention_packed_backward_triton
+from octetrl.kernels.attention.attention_packed_backward import attention_packed_backward_triton
 from octetrl.kernels.attention.kv_store import kv_replay
 from tests.unit.kernels.attention_cases import CACHES, cu_seqlens_of, random_qkv, scales_of
 from tests.unit.kernels.attention_interpreted import mend_interpreter
@@ -49,7 +51,7 @@ def relative_error(got, want):
     return ((got.double() - want.double()).norm() / want.double().norm()).item()
 
 
-@pytest.mark.parametrize("head_size", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("head_size", [16, 32, 64, 80, 96, 128, 192, 256])
 def test_float32_matches_plain_attention(head_size):
     lengths = [1, 127, 129, 30]
     q, k, v = (x.double() for x in random_qkv(lengths, 2, 2, head_size, torch.float32))
@@ -76,6 +78,29 @@ def test_values_and_gradients(kv_mode, quantize_k, group):
     assert relative_error(out, want) < rounding
     for got, expected in zip(torch.autograd.grad(out, inputs, dout), gradients, strict=True):
         assert relative_error(got, expected) < rounding
+
+
+@pytest.mark.parametrize("window", [1, 5, 40, 200])
+def test_a_windows_values_and_gradients_are_float64s(window, monkeypatch):
+    """Chunks of one tile, so that whole chunks lie outside of the window."""
+    monkeypatch.setattr(attention_reference, "KV_CHUNK", 128)
+    lengths, q_k_v = [1, 331, 33], random_qkv([1, 331, 33], 2, 2, 80, torch.float32)
+    inputs = [x.contiguous().requires_grad_() for x in q_k_v]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    outs = []
+    for q_s, k_s, v_s in zip(*(x.split(lengths) for x in exact), strict=True):
+        age = torch.arange(len(q_s))[:, None] - torch.arange(len(q_s))
+        heads = (x.transpose(0, 1) for x in (q_s, k_s, v_s))
+        is_read = (age >= 0) & (age < window)
+        out = F.scaled_dot_product_attention(*heads, attn_mask=is_read, scale=SCALE, enable_gqa=True)
+        outs.append(out.transpose(0, 1))
+    want = torch.cat(outs)
+    out = attention_packed(*inputs, cu_seqlens_of(lengths), 331, SCALE, window=window)
+    assert relative_error(out, want) < 1e-6
+    dout = torch.randn_like(out)
+    expected = torch.autograd.grad(want, exact, dout.double())
+    for got, gradient in zip(torch.autograd.grad(out, inputs, dout), expected, strict=True):
+        assert (got.double() - gradient).norm() < 1e-5 * dout.double().norm()
 
 
 def test_bf16_stays_close_and_returns_bf16_gradients():

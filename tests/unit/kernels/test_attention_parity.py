@@ -20,7 +20,7 @@ def short_chunks(monkeypatch):
     monkeypatch.setattr(attention_reference, "KV_CHUNK", 128)
 
 
-def run_paged(q, cache, lengths, chunks_of):
+def run_paged(q, cache, lengths, chunks_of, window=None):
     """Feed every sequence to the engine's attention in chunks; `chunks_of(length)` cuts one sequence."""
     outs = [torch.empty_like(part) for part in q.split(lengths)]
     starts = [0] * len(lengths)
@@ -38,6 +38,7 @@ def run_paged(q, cache, lengths, chunks_of):
             torch.tensor(contexts, dtype=torch.int32),
             q.shape[-1] ** -0.5,
             *cache.scales,
+            window=window,
         )
         for target, piece, s, e in zip(outs, out.split(counts), starts, contexts, strict=True):
             target[s:e] = piece
@@ -53,7 +54,7 @@ def random_chunks(length, generator):
 
 
 @pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES)
-@pytest.mark.parametrize(("group", "head_size", "page_size"), [(1, 64, 128), (2, 32, 16), (4, 16, 32), (8, 128, 16)])
+@pytest.mark.parametrize(("group", "head_size", "page_size"), [(1, 64, 128), (2, 80, 16), (4, 16, 32), (8, 128, 16)])
 def test_packed_prefill_and_decode_have_equal_bits(kv_mode, quantize_k, group, head_size, page_size):
     generator = random.Random(group)
     lengths = [1, 127, 128, 129, 300, generator.randint(2, 90)]
@@ -69,6 +70,30 @@ def test_packed_prefill_and_decode_have_equal_bits(kv_mode, quantize_k, group, h
     assert torch.equal(packed, run_paged(q, cache, lengths, lambda n: [n]))
     assert torch.equal(packed, run_paged(q, cache, lengths, lambda n: random_chunks(n, generator)))
     assert torch.equal(packed[:200], run_paged(q, cache, lengths, lambda n: [1] * n)[:200])
+
+
+@pytest.mark.parametrize("window", [1, 100, 129, 290])
+@pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES[:2])
+def test_a_window_has_equal_bits_wherever_the_first_chunk_begins(kv_mode, quantize_k, window):
+    lengths = [1, 128, 300, 20]
+    q, k, v = random_qkv(lengths, kv_heads=2, group=2, head_size=96, dtype=torch.bfloat16)
+    k_scale, v_scale = scales_of(k, v, kv_mode)
+    replay = (k_scale, v_scale, kv_mode, quantize_k)
+    packed = attention_packed(q, k, v, cu_seqlens_of(lengths), 300, 96**-0.5, *replay, window)
+    full = attention_packed(q, k, v, cu_seqlens_of(lengths), 300, 96**-0.5, *replay)
+    reached = torch.cat([torch.arange(length) for length in lengths]) < window
+    assert torch.equal(packed[reached], full[reached]) and not (packed == full).flatten(1).all(1)[~reached].any()
+    cache = PagedCache(lengths, 2, 96, 16, kv_mode, torch.bfloat16, k_scale, v_scale, quantize_k=quantize_k)
+    kv_store(k, v, cache.k, cache.v, cache.slots(lengths), *cache.scales)
+    generator = random.Random(window)
+    assert torch.equal(packed, run_paged(q, cache, lengths, lambda n: [n], window))
+    assert torch.equal(packed, run_paged(q, cache, lengths, lambda n: random_chunks(n, generator), window))
+    last = (cu_seqlens_of(lengths)[1:] - 1).long()
+    decoded = attention_paged(
+        q[last], cache.k, cache.v, cache.block_table, cu_seqlens_of([1] * 4), torch.tensor(lengths).int(), 96**-0.5,
+        *cache.scales, window=window,
+    )  # fmt: skip
+    assert torch.equal(decoded, packed[last])
 
 
 def test_a_row_does_not_depend_on_who_else_is_in_the_batch():

@@ -42,7 +42,11 @@ def errors():
 CACHES = ["none", "calibrated", "dynamic", "calibrated-v", "dynamic-v"]
 
 
-@pytest.mark.parametrize("case", [*CACHES, *(f"decode-{cache}" for cache in CACHES), "decode-small-pages"])
+SHAPES = ["head-80", "head-96-window-2", "decode-192", "decode-80-window-100"]
+DECODES = [*(f"decode-{cache}" for cache in CACHES), "decode-small-pages"]
+
+
+@pytest.mark.parametrize("case", [*CACHES, *DECODES, *SHAPES])
 def test_kernels_agree_with_their_references(errors, case):
     too_far = {name: error for name, error in errors[case].items() if not error <= LIMITS[name]}
     assert too_far == {}

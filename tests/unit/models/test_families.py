@@ -108,8 +108,6 @@ def test_hf_config_round_trips(config: dict[str, Any]) -> None:
         ({"rope_scaling": {"rope_type": "yarn"}, "rope_theta": 1}, "'rope_theta' is 1, YaRN needs more"),
         ({"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 0}}, "'original_max_position"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "'low_freq_factor' is None"),
-        ({"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 20}, "sliding_window 4096"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
         (
             {
                 "rope_scaling": {
@@ -127,14 +125,15 @@ def test_hf_config_round_trips(config: dict[str, Any]) -> None:
         ({"hidden_act": None}, "'hidden_act' is None"),
         ({"torch_dtype": "float99"}, "'torch_dtype' is 'float99'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias true is not supported for qwen3"),
+        ({"architectures": ["Qwen2ForCausalLM"], "attention_bias": True}, "attention_bias true"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization 'awq'"),
         ({"vocab_size": None}, "'vocab_size' is None"),
         ({"hidden_size": "1024"}, "'hidden_size' is '1024'"),
         ({"num_key_value_heads": 7}, "not a multiple"),
         ({"head_dim": 127}, "head size 127"),
-        ({"head_dim": 96}, r"head size 96 .*only 16, 32, 64, 128, 256 are"),
-        ({"architectures": ["LlamaForCausalLM"], "head_dim": None, "hidden_size": 1280}, "head size 80"),
+        ({"head_dim": 112}, r"head size 112 .*only 16, 32, 64, 80, 96, 128, 192, 256 are"),
+        ({"architectures": ["LlamaForCausalLM"], "head_dim": None, "hidden_size": 1920}, "head size 120"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
     ],
 )

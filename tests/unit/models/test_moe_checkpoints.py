@@ -137,7 +137,7 @@ def test_configs_that_cannot_be_run_are_refused(changes: dict[str, Any], words: 
         ({"n_group": 8, "topk_group": 4}, "n_group 8 of 8 experts leaves groups of one"),
         ({"n_group": 4, "topk_group": 1}, "num_experts_per_tok 3 exceeds the 2 experts in the 1 kept groups"),
         ({"scoring_func": "softmax"}, "routing function 'softmax'"),
-        ({"sliding_window": 16, "max_window_layers": 1}, "sliding window"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "no sliding_window in use"),
     ],
 )
 def test_groups_that_do_not_fit_are_refused(changes: dict[str, Any], words: str) -> None:

@@ -25,7 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayout(BlockLayout):
-    """Sizes, biases and QK-norm come from the spec."""
+    """Sizes, biases and QK-norm come from the spec.
+
+    `window`: a token reads so many keys, its own included; None: all before it. Older pages of the KV cache are kept.
+    """
+
+    window: int | None = None
 
     sites = (
         "qkv_proj",
@@ -38,12 +43,16 @@ class AttentionLayout(BlockLayout):
     )
 
     def tensors(self, spec: ModelSpec) -> tuple[LinearLayout | VectorLayout, ...]:
-        qkv = (Part("q_proj", spec.q_size), Part("k_proj", spec.kv_size), Part("v_proj", spec.kv_size))
+        qkv: tuple[Part, ...]
+        if spec.fused_files:
+            qkv = (Part("qkv_proj", spec.q_size + 2 * spec.kv_size),)
+        else:
+            qkv = (Part("q_proj", spec.q_size), Part("k_proj", spec.kv_size), Part("v_proj", spec.kv_size))
         qk_norms = (VectorLayout("q_norm.weight", spec.head_size), VectorLayout("k_norm.weight", spec.head_size))
         return (
             LinearLayout("qkv_proj", spec.hidden_size, qkv, spec.qkv_bias),
             *(qk_norms if spec.qk_norm else ()),
-            LinearLayout("o_proj", spec.q_size, (Part("o_proj", spec.hidden_size),)),
+            LinearLayout("o_proj", spec.q_size, (Part("o_proj", spec.hidden_size),), spec.o_bias),
         )
 
     def memory(self, spec: ModelSpec, how: TrainedAs) -> BlockMemory:
@@ -51,12 +60,18 @@ class AttentionLayout(BlockLayout):
         b, hidden = how.value_bytes, spec.hidden_size
         qkv = b * (spec.q_size + 2 * spec.kv_size)
         dn1, dout = b * hidden, b * spec.q_size
+        # After attention's backward: Q, K, V, their gradients before and after RoPE, and o_proj's gradient.
+        held: float = dn1 + 3 * qkv + dout
+        if padded := _padded_share(spec.head_size):
+            gradients = padded * qkv
+            copies = padded * b * (3 * spec.q_size + 2 * spec.kv_size)  # of Q, K, V, the output and its gradient
+            in_float32 = 4 * 2 * spec.q_size  # Q's gradient between RoPE and QK-norm
+            held = dn1 + qkv + dout + gradients + max(copies, qkv + in_float32)
         return BlockMemory(
             saved=qkv,
             costly=b * spec.q_size + 4 * spec.num_heads,
             made_with_costly=qkv,
-            # After attention's backward: Q, K, V, their gradients before and after RoPE, and o_proj's gradient.
-            peaks=(Peak(dn1 + qkv + 2 * qkv + dout, 0 if how.frozen else b * hidden * spec.q_size),),
+            peaks=(Peak(held, 0 if how.frozen else b * hidden * spec.q_size),),
             of_weights=0 if how.frozen else b * sum(linear.num_weights for linear in self.linears(spec)),
         )
 
@@ -78,4 +93,10 @@ class AttentionLayout(BlockLayout):
     def build(self, builder: BlockBuilder) -> Attention:
         from octetrl.models.blocks.attention.module import Attention  # needs torch
 
-        return Attention(builder)
+        return Attention(builder, self.window)
+
+
+def _padded_share(head_size: int) -> float:
+    """Length of a padded head over its own, where attention's backward copies its operands; 0 where it doesn't."""
+    block = 1 << (head_size - 1).bit_length()
+    return block / head_size if block > head_size else 0.0

@@ -35,12 +35,13 @@ class Attention(Block):
     rollout = rollout_form.rollout
     begin, finish, backward = training_form.begin, training_form.finish, training_form.backward
 
-    def __init__(self, builder: BlockBuilder) -> None:
+    def __init__(self, builder: BlockBuilder, window: int | None = None) -> None:
         super().__init__(builder)
         spec = builder.spec
         self.quantize_k = self.cached[0].never_fp8 is None
         self.num_heads, self.num_kv_heads, self.head_size = spec.num_heads, spec.num_kv_heads, spec.head_size
         self.softmax_scale = spec.head_size**-0.5
+        self.window = window
         self.qkv_proj = builder.linear("qkv_proj")
         self.o_proj = builder.linear("o_proj")
         self.q_norm: RMSNorm | None = None
@@ -91,6 +92,7 @@ class Attention(Block):
             v_scale_K=v.scale,
             kv_mode=v.mode,
             quantize_k=k.mode != "none",
+            window=self.window,
         )
 
     def _as_cached(self, k_TKD: Tensor, v_TKD: Tensor, context: Context) -> tuple[Tensor, Tensor]:
@@ -117,6 +119,7 @@ class Attention(Block):
             self.softmax_scale,
             *scales,
             max_query_len=context.max_query_len,
+            window=self.window,
         )
         assert isinstance(out_THD, Tensor)
         return out_THD

@@ -64,6 +64,7 @@ def rollout(attention: Attention, x: Operand, inputs: RolloutInputs) -> Tensor:
         max_query_len=context.max_query_len,
         quantize_out=quantize_out,
         power_of_two=power_of_two,
+        window=attention.window,
     )
     out_TE = project(attention.o_proj, out if isinstance(out, Quantized) else out.flatten(1))
     if attention.probe is not None:

@@ -56,7 +56,12 @@ def begin(
         rotated = q_THD, kv = _rotated(attention, qkv_TX, inputs, observe)
         with part("attention_forward"):
             out_THD, lse2_TH = attention_packed_forward_triton(
-                q_THD, kv, inputs.context.cu_seqlens_B1, inputs.context.max_seqlen, attention.softmax_scale
+                q_THD,
+                kv,
+                inputs.context.cu_seqlens_B1,
+                inputs.context.max_seqlen,
+                attention.softmax_scale,
+                attention.window,
             )
         costly = Attended(out_THD.flatten(1), lse2_TH)
         if attention.probe is not None:
@@ -88,6 +93,8 @@ def backward(attention: Attention, saved: SavedAttention, dout_TE: Tensor, gradi
     dout_TQ = dgrad(o_proj, dout)
     wgrad(gradients, "o_proj", o_proj, dout, out)
     del dout, out
+    if o_proj.bias is not None and o_proj.bias.requires_grad:
+        gradients["o_proj.bias"] = dout_TE.sum(0, dtype=torch.float32).to(o_proj.bias.dtype)
     rotated, saved.made_with_costly = saved.made_with_costly, None
     q_THD, kv = rotated or _rotated(attention, saved.qkv_TX, saved.inputs, observe=False)
     with part("attention_backward"):
@@ -100,6 +107,7 @@ def backward(attention: Attention, saved: SavedAttention, dout_TE: Tensor, gradi
             context.cu_seqlens_B1,
             context.max_seqlen,
             attention.softmax_scale,
+            attention.window,
         )
     del rotated, q_THD, kv, dout_TQ
     weights, eps = _qk_norm(attention)

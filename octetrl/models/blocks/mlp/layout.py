@@ -22,8 +22,10 @@ class MLPLayout(BlockLayout):
 
     def tensors(self, spec: ModelSpec) -> tuple[LinearLayout, ...]:
         inner = spec.intermediate_size
+        separate = Part("gate_proj", inner), Part("up_proj", inner)
+        gate_up = (Part("gate_up_proj", 2 * inner),) if spec.fused_files else separate
         return (
-            LinearLayout("gate_up_proj", spec.hidden_size, (Part("gate_proj", inner), Part("up_proj", inner))),
+            LinearLayout("gate_up_proj", spec.hidden_size, gate_up),
             LinearLayout("down_proj", inner, (Part("down_proj", spec.hidden_size),)),
         )
 

@@ -1,0 +1,95 @@
+"""Head sizes that are no powers of two: the separate kernels, interpreted, against the references."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from octetrl.kernels.attention import kv_store, qkv_rotate, qkv_rotate_backward, qkv_separate, qkv_store
+from octetrl.kernels.attention.attention_order import KVMode
+from octetrl.kernels.attention.kv_store import by_key
+from octetrl.kernels.rows import rms_norm, rms_norm_backward, rope
+from octetrl.layers.rotary import RotaryTable
+from tests.unit.kernels.attention_cases import CACHES, PagedCache
+from tests.unit.kernels.fused_row_cases import distance, normal
+from tests.unit.kernels.interpreting import interpret
+from tests.unit.kernels.training_row_cases import interpreted  # noqa: F401
+
+TOKENS, HEADS, KV_HEADS = 7, 4, 2
+SHAPES = pytest.mark.parametrize(("size", "norm"), [(80, True), (96, False), (192, True)])
+CODES = 0.12  # the interpreter rounds some FP8 values to the neighbouring code
+
+
+@pytest.fixture
+def separate(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    interpret(monkeypatch, kv_store, rms_norm, rms_norm_backward, rope)
+
+
+def _inputs(size: int, norm: bool) -> tuple[Any, ...]:
+    qkv = normal(TOKENS, HEADS + 2 * KV_HEADS, size, dtype=torch.float32)
+    weights = (1 + 0.1 * normal(size, seed=seed, dtype=torch.float32) if norm else None for seed in (1, 2))
+    return qkv, *weights, 1e-6
+
+
+def _scales(mode: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return (torch.full((KV_HEADS,), 0.006), torch.full((KV_HEADS,), 0.004)) if mode == "calibrated" else (None, None)
+
+
+@pytest.mark.usefixtures("separate")
+@pytest.mark.filterwarnings("ignore:.* encountered in divide")
+@SHAPES
+@pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES[:3])
+def test_store_writes_the_references_pages(size: int, norm: bool, kv_mode: str, quantize_k: bool) -> None:
+    table = RotaryTable(size, 1e4, None, 64, device="cpu")
+    inputs = (*_inputs(size, norm), table.cos_SR, table.sin_SR, torch.arange(TOKENS) * 5)
+    got, want = (
+        PagedCache([TOKENS], KV_HEADS, size, 16, kv_mode, torch.float32, *_scales(kv_mode), "cpu", quantize_k)
+        for _ in range(2)
+    )
+    slots = got.slots([TOKENS])
+    slots[2] = -1
+    q = qkv_separate.qkv_store_separate(inputs[0].flatten(1), *inputs[1:], got.k, got.v, slots, *got.scales)
+    want_q = qkv_store.qkv_store(*inputs, want.k, want.v, slots, *want.scales)
+    torch.testing.assert_close(q, want_q, rtol=1e-5, atol=1e-6)
+    assert distance(got.k, want.k) < CODES and distance(by_key(got.v), by_key(want.v)) < CODES
+
+
+@pytest.mark.usefixtures("separate")
+@pytest.mark.filterwarnings("ignore:.* encountered in divide")
+@SHAPES
+@pytest.mark.parametrize("kv_mode", ["none", "calibrated", "dynamic"])
+def test_rotate_replays_and_observes_as_the_reference(size: int, norm: bool, kv_mode: KVMode) -> None:
+    cos_TR, sin_TR = RotaryTable(size, 1e4, None, 64, device="cpu")(torch.arange(TOKENS) * 7)
+    inputs = (*_inputs(size, norm), cos_TR, sin_TR, HEADS, KV_HEADS, kv_mode, kv_mode != "none", *_scales(kv_mode))
+    got_amax, want_amax = (torch.full((2, KV_HEADS), -1.0) for _ in range(2))
+    q, kv = qkv_separate.qkv_rotate_separate(*inputs, got_amax)
+    want_q, want_kv = qkv_rotate.qkv_rotate_reference(*inputs, want_amax)
+    torch.testing.assert_close(q, want_q, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got_amax, want_amax, rtol=1e-5, atol=0)
+    for ours, theirs in zip(kv, want_kv, strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or theirs is None or distance(ours, theirs) < (1e-5 if kv_mode == "none" else CODES)
+
+
+@pytest.mark.usefixtures("separate")
+@SHAPES
+def test_backward_is_near_the_reference(size: int, norm: bool) -> None:
+    cos_TR, sin_TR = RotaryTable(size, 1e4, None, 64, device="cpu")(torch.arange(TOKENS) * 7)
+    gradients = normal(TOKENS, HEADS + 2 * KV_HEADS, size, seed=5, dtype=torch.float32).split(
+        (HEADS, KV_HEADS, KV_HEADS), 1
+    )
+    arguments = (*gradients, *_inputs(size, norm), cos_TR, sin_TR)
+    got = qkv_separate.qkv_rotate_backward_separate(*arguments)
+    want = qkv_rotate_backward.qkv_rotate_backward_reference(*arguments)
+    for ours, theirs in zip(got, want, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None and theirs is not None:
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_only_powers_of_two_are_fused() -> None:
+    assert [size for size in (16, 32, 64, 80, 96, 128, 192, 256) if not qkv_separate.is_fused(size)] == [80, 96, 192]
+    with pytest.raises(AssertionError, match="not a power of two"):
+        qkv_rotate.tile_of(96, 4)
