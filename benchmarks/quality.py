@@ -57,6 +57,7 @@ from octetrl.telemetry.mismatch import mismatch_metrics
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.packing import pack
 from octetrl.workers.build import fill_weights, model_spec
+from octetrl.workers.own_engine import own_engine
 from octetrl.workers.worker import Worker
 
 Row = dict[str, object]
@@ -291,7 +292,7 @@ def measure(recipe: Recipe, arm: str, documents: Documents, size: Size) -> tuple
         worker.calibrate(documents.calibration)
     read = score(worker, worker.engine_model, documents.held_out).logprobs_N.double()
     samples = draw(worker, documents, size, recipe.seed)
-    metrics = worker.engine.metrics
+    metrics = own_engine(worker).metrics
     worker.engine.sleep()
     scored = score(worker, worker.trainer_model, samples)
     assert metrics is not None and scored.generator_N is not None, "the engine said nothing of its call"

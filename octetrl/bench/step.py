@@ -69,6 +69,7 @@ from octetrl.telemetry.spans import Spans
 from octetrl.trainer.packing import pack
 from octetrl.trainer.trainer import KVReplay
 from octetrl.trainer.without_update import accumulate_gradients, observe_kv
+from octetrl.workers.own_engine import own_engine
 from octetrl.workers.worker import Worker
 
 MISMATCH, DIFFERENCE = "mismatch/token_mult_prob_error", "mismatch/max_abs_diff"
@@ -271,7 +272,7 @@ class StepArm:
         samples = self._produce(self.bench.workload.requests, number)
         produced = self.now()
         produce_peak = worker.memory_metrics().get("memory/peak_gb")
-        generation = worker.engine.metrics
+        generation = own_engine(worker).metrics
         assert generation is not None, "the engine has just generated"
         groups = max(1, round(self.bench.learn_share * len(samples) / self.bench.group_size))
         some = samples[: groups * self.bench.group_size]

@@ -45,6 +45,7 @@ from octetrl.layers.stacked import Float8StackedLinear, RowGroups, StackedLinear
 from octetrl.layers.unquantized_linear import Linear
 from octetrl.models.blocks.block import Block
 from octetrl.models.decoder import Decoder
+from octetrl.workers.own_engine import own_engine
 
 WEIGHTS, ACTIVATIONS, LM_HEAD, OTHERS = "weights", "activations", "lm_head", "norms, embedding"  # and cached tensors
 Kinds = frozenset[str]
@@ -103,7 +104,7 @@ class Sides:
                 self.linears.append((ours, theirs))
             elif isinstance(ours, RMSNorm | Embedding) and isinstance(theirs, RMSNorm | Embedding):
                 self.others.append((ours, theirs))
-        kv, held = subject.kv, subject.worker.engine.kv_scales
+        kv, held = subject.kv, own_engine(subject.worker).kv_scales
         mine = _met_by(kv.kv_mode, kv.kv_scale_LS)
         its = _met_by(subject.policy.kv_mode, None if held is None else held.scale_LS)
         self.caches: list[tuple[Block, dict[str, tuple[CacheTreatment, CacheTreatment]]]] = []  # trainer's, engine's

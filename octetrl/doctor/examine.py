@@ -46,6 +46,7 @@ from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.trainer.trainer import KVReplay
 from octetrl.trainer.without_update import accumulate_gradients
 from octetrl.workers.build import fill_weights, model_spec
+from octetrl.workers.own_engine import own_engine
 from octetrl.workers.worker import Worker
 
 SMALL_CHUNK = 16  # prefill chunk of the engine with other batches
@@ -180,8 +181,7 @@ class ExaminedWorker:
         return ends, drawn
 
     def _prefilled(self) -> int:
-        assert self.worker.engine.metrics is not None, "the engine says nothing about the call"
-        return self.worker.engine.metrics.prefilled_tokens
+        return round(self.worker.rollout_metrics()["rollout/prefilled_tokens"])
 
     def _other_engine(self, sequences: int) -> Engine:
         config = self.recipe.engine.model_copy(
@@ -197,10 +197,10 @@ class ExaminedWorker:
             dtype=self.dtype,
             device=self.device,
         )
-        held = self.worker.engine.kv_scales
+        held = own_engine(self.worker).kv_scales
         if held is not None:
             engine.set_kv_scales(held)
-        engine.publish(self.worker.engine.policy_version)
+        engine.publish(own_engine(self.worker).policy_version)
         return engine
 
     def trainer_ends(self, drawn: list[list[Completion]]) -> list[End]:
@@ -228,7 +228,7 @@ class ExaminedWorker:
         """All passes. The first is the reference for the others."""
         recipe, worker = self.recipe, self.worker
         limits = EngineLimits(recipe.engine.page_size, recipe.engine.prefill_chunk, recipe.engine.max_batch)
-        held = worker.engine.kv_scales
+        held = own_engine(worker).kv_scales
         scale_LS = None if held is None else held.scale_LS
         trainer = partial(trainer_tap, worker.trainer_model, KEPT[recipe.trainer.activation_checkpointing])
         budgets = {"packed": recipe.trainer.tokens_per_micro_batch, "each alone": 1}

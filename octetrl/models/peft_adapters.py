@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from octetrl.config.blocks import PLACES
@@ -68,14 +68,6 @@ def is_adapter(folder: Path) -> bool:
 
 
 # ---------------------------------------------------------------- out
-
-
-def save_adapter(model: Decoder, folder: Path, base: str | None) -> None:
-    """Writes the adapters of `model`. `base`: the model folder they were trained beside; None: it has none."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in _adapter_tensors(model).items()}
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / CONFIG).write_bytes(_adapter_config(model, base))
 
 
 def _adapter_tensors(model: Decoder) -> dict[str, Tensor]:

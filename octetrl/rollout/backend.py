@@ -7,13 +7,13 @@
     backend.put_weights(weights)                codes, scales and tensors by name, with their policy version
     backend.weights_digest()                    of the weights that the backend holds, read back from memory
 
-`engine/backend.py` is the first implementation. Workers own a backend; `Drive` sees a session alone. The caller never
+`engine/engine.py` is the first implementation. A worker owns a backend; `Drive` sees a session alone. The caller never
 runs a forward: a session in another process works on its own and costs no call a forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
@@ -66,10 +66,11 @@ class RolloutBackend(Protocol):
     def put_weights(self, weights: WeightSet, /) -> None:
         """Loads the weights of a new policy version, and drops the prefixes of the old one."""
 
-    def weights_digest(self) -> str:
+    def weights_digest(self, *, covers_all: bool = False) -> str:
         """Digest of the weights and scales that the backend holds, read back from where its kernels read them.
 
-        Raises RuntimeError naming the first tensor that is not the one last put in.
+        `covers_all`: the digest covers every tensor, not only FP8 weights and adapters. Raises RuntimeError naming the
+        first tensor that is not the one last put in.
         """
 
     def forget_prefixes(self) -> None:
@@ -81,5 +82,5 @@ class RolloutBackend(Protocol):
     def wake(self) -> None:
         """Allocates the KV cache now. `generate` and `session` do so too."""
 
-    def metrics(self) -> Mapping[str, float]:
+    def rollout_metrics(self) -> dict[str, float]:
         """Metrics of the last `generate` or session, by the names of the step's metrics; empty before the first."""

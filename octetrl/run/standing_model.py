@@ -81,6 +81,7 @@ class StandingModel:
     def session(self) -> Iterator[Session | ManySession]:
         """An open session: requests may arrive while others run."""
         with self._whole() as workers, workers.session() as session:
+            assert isinstance(session, Session | ManySession)
             yield session
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:

@@ -118,7 +118,7 @@ class Optimizer:
             parameter,
             own,
             weight,
-            own.start * (parameter[0].numel() if parameter.dim() else 1),
+            own.start * parameter[0].numel(),
             self.gradients.owned[name],
             exp_avg=zero_moment(weight, self.config.states, self._host),
             exp_avg_sq=zero_moment(weight, self.config.states, self._host),

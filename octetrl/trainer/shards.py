@@ -48,15 +48,16 @@ class Rows(NamedTuple):
 
     def of(self, tensor: Tensor) -> Tensor:
         """These rows, as a view: contiguous if the tensor is."""
-        return tensor if tensor.dim() == 0 else tensor[self.start : self.stop]
+        return tensor[self.start : self.stop]
 
 
 def cut_rows(shapes: Sequence[Sequence[int]], count: int) -> tuple[tuple[Rows, ...], ...]:
-    """For each shape the rows of each of `count` workers; together they are all rows, in order."""
+    """For each shape the rows of each of `count` workers; together they are all rows, in order. A shape has a row."""
+    assert all(shapes), "a parameter without dimensions has no rows to share; give it the shape [1]"
     elements = [0] * count
     table: list[tuple[Rows, ...]] = []
     for shape in shapes:
-        rows = shape[0] if shape else 1
+        rows = shape[0]
         each, remaining = divmod(-(-rows // BLOCK_ROWS), count)
         with_more = sorted(range(count), key=lambda rank: (elements[rank], rank))[:remaining]
         blocks = [each + (rank in with_more) for rank in range(count)]

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from octetrl.engine.session import Session
 from octetrl.environments.scoring import Score
 from octetrl.records import (
     Completion,
@@ -20,7 +19,7 @@ from octetrl.records import (
     Published,
     Task,
 )
-from octetrl.rollout.backend import OnCompletions, OnProgress
+from octetrl.rollout.backend import OnCompletions, OnProgress, RolloutSession
 from octetrl.telemetry.console import Console
 from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.file_digests import WrittenFile
@@ -102,7 +101,7 @@ class LocalWorkers(LocalLearningWorkers):
             return self._policy.generate(requests, on_progress, on_completions)
 
     @contextmanager
-    def session(self) -> Iterator[Session]:
+    def session(self) -> Iterator[RolloutSession]:
         with self._shown() as on_progress, self._policy.session(on_progress) as session:
             yield session
 

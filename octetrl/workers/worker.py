@@ -25,12 +25,12 @@ from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.data.tokenizer import Tokenizer
 from octetrl.engine.engine import Engine
-from octetrl.engine.session import OnCompletions, OnProgress, Session
 from octetrl.engine.weights import weight_set
 from octetrl.fp8.kv_scales import KVScales, kv_scales_from_amax
 from octetrl.fp8.parity import why_not_equal
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.records import Completion, GenerationRequest, PackedBatch, PolicyUpdate, Published, TokenLogprobs
+from octetrl.rollout.backend import OnCompletions, OnProgress, RolloutBackend, RolloutSession
 from octetrl.telemetry.mismatch import mismatch_metrics
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.checkpoint import Checkpoint
@@ -87,7 +87,7 @@ class Worker:
             trains=trains,
             peers=peers,
         )
-        self.engine = Engine(
+        self.engine: RolloutBackend = Engine(
             self.engine_model,
             spec=spec,
             policy=policy,
@@ -133,7 +133,7 @@ class Worker:
             return self.engine.generate(requests, on_progress, on_completions)
 
     @contextmanager
-    def session(self, on_progress: OnProgress | None = None) -> Iterator[Session]:
+    def session(self, on_progress: OnProgress | None = None) -> Iterator[RolloutSession]:
         """An open session: requests may arrive while others run."""
         with self.spans("rollout"), self.engine.session(on_progress) as session:
             yield session

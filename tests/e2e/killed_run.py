@@ -20,7 +20,7 @@ from octetrl.config.load import recipe_from_mapping
 from octetrl.run.loop import train
 
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload([__name__, "reasoning_gym"])
+_processes.set_forkserver_preload([__name__])
 
 
 @dataclass(frozen=True)

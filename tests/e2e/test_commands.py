@@ -155,7 +155,7 @@ def test_generate_several(finished: Finished, capsys: Capture) -> None:
 
 def test_check_of_the_recipe_a_run_saved(finished: Finished, capsys: Capture) -> None:
     text = printed(capsys, "check", str(finished("fp8_full") / "config.yaml"))
-    for word in ("parameters", "optimizer", "KV cache", "K fp8, V fp8", "chain_sum", "grpo"):
+    for word in ("parameters", "optimizer", "KV cache", "K fp8, V fp8", "sums.jsonl", "grpo"):
         assert word in text
 
 

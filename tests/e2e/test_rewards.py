@@ -125,6 +125,7 @@ def test_groups_without_variance_may_be_kept(model: Path, tmp_path: Path) -> Non
 
 def test_the_dataset_scores_by_itself(model: Path, tmp_path: Path) -> None:
     """chain_sum's own scorer finds nothing right in noise, and says so with a number."""
-    line = run(model, tmp_path / "run", {"environment.reward": None, "steps": 1})[0]
+    sums = {"environment.kind": "reasoning_gym", "environment.dataset": "chain_sum", "environment.reward": None}
+    line = run(model, tmp_path / "run", {**sums, "steps": 1})[0]
     assert line["reward/count"] == 8
     assert line["reward/mean"] < 0.5

@@ -10,8 +10,6 @@ import random
 import time
 from typing import Any
 
-import numpy
-
 from octetrl.records import Task
 
 
@@ -65,6 +63,8 @@ class DrawingTask(Task):
 
     def __getattribute__(self, name: str) -> Any:
         if name == "prompt":
+            import numpy  # only here: every reward worker imports this module
+
             random.random()
             numpy.random.random()
         return super().__getattribute__(name)

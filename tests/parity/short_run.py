@@ -87,7 +87,7 @@ def short_run(
         if worker.needs_calibration:
             worker.calibrate([request.prompt_token_ids for request in asked])
         drawn = worker.generate(asked)
-        samples = [_rewarded(sample) for sample in samples_of(asked, drawn)]
+        samples = [rewarded(sample) for sample in samples_of(asked, drawn)]
         batch = pack(samples, worker.layout, "token")
         own = tuple(minibatch[peers.share.rank :: peers.share.count] for minibatch in batch.minibatches)
         update = worker.train(replace(batch, minibatches=own))
@@ -134,7 +134,7 @@ def _asked(draw: random.Random, spec: ModelSpec, step: int, answers: int) -> lis
     ]
 
 
-def _rewarded(sample: Sample) -> Sample:
+def rewarded(sample: Sample) -> Sample:
     """An advantage that follows from the tokens, and is not zero."""
     return Sample(
         sample.token_ids,
@@ -156,7 +156,7 @@ def assert_same(one: ShortRun, other: ShortRun) -> None:
 
 def assert_learned(run: ShortRun) -> None:
     """Every trained matrix has changed. A norm's steps may be smaller than BF16 shows."""
-    same = [name for name, one in run.initial.items() if one.dim() == 2 and torch.equal(one, run.weights[name])]
+    same = [name for name, one in run.initial.items() if one.dim() >= 2 and torch.equal(one, run.weights[name])]
     assert run.initial and not same, same
 
 

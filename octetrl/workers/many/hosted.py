@@ -22,6 +22,7 @@ from typing import TypeVar
 import torch
 
 from octetrl.engine.metrics import EngineMetrics
+from octetrl.engine.session import Session
 from octetrl.environments.scoring import Score
 from octetrl.records import GenerationRequest, PackedBatch, PolicyUpdate, Published, Task
 from octetrl.telemetry.spans import Spans
@@ -34,6 +35,7 @@ from octetrl.workers.many.assignment import Room
 from octetrl.workers.many.hosted_session import HostedSession
 from octetrl.workers.many.plan import RolloutFacts, SessionNews, WorkerPlan, WorkerState, last_lines
 from octetrl.workers.many.status import WorkerStatus
+from octetrl.workers.own_engine import own_engine
 from octetrl.workers.reward_model_worker import RewardModelWorker
 from octetrl.workers.worker import Worker
 
@@ -171,6 +173,7 @@ class HostedWorker:
         assert self._session is not None
         engine = self._plan.recipe.engine
         with self._policy.session() as session:
+            assert isinstance(session, Session)
             pages = session.num_pages
             opened.set_result(Room(engine.max_batch, pages * engine.page_size, pages))
             self._session.run(session)
@@ -198,7 +201,7 @@ class HostedWorker:
         self._open.close()
         self._session_end.result()
         self._session = self._session_end = None
-        return RolloutFacts(self._policy.engine.metrics, self._policy.policy.kv_mode != "none")
+        return RolloutFacts(own_engine(self._policy).metrics, self._policy.policy.kv_mode != "none")
 
     @property
     def _open(self) -> HostedSession:

@@ -39,11 +39,12 @@ from octetrl.models.blocks.mlp.layout import MLPLayout
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import DENSE
 from octetrl.models.hf_weights import load_weights, pieces, save_weights, save_weights_fp8
-from octetrl.models.peft_adapters import load_adapter, merge_adapters, read_adapter_config, save_adapter
+from octetrl.models.peft_adapters import load_adapter, merge_adapters, read_adapter_config
 from octetrl.models.rollout_forward import rollout_forward
 from octetrl.trainer.forward import Forward
 from tests.parity.shapes import TINY
 from tests.parity.sides import PRECISIONS, Pages, Sides, random_requests, random_sequences
+from tests.saved_adapter import save_adapter
 from tests.unit.models.latent_attention import LATENT, ROTARY, LatentLayout
 from tests.unit.models.squared_relu import SquaredReLULayout
 

@@ -21,7 +21,8 @@ from octetrl.layers.context import PackedContext
 from octetrl.layers.linear import Float8Linear
 from octetrl.models.decoder import Decoder
 from octetrl.models.hf_weights import save_weights
-from octetrl.models.peft_adapters import load_adapter, merge_adapters, read_adapter_config, save_adapter
+from octetrl.models.peft_adapters import load_adapter, merge_adapters, read_adapter_config
+from tests.saved_adapter import save_adapter
 from tests.unit.trainer.tiny_trainer import SPEC
 
 TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3])

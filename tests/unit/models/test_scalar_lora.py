@@ -19,8 +19,9 @@ from octetrl.config.spec import ModelSpec
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.models.hf_weights import save_weights
-from octetrl.models.peft_adapters import load_adapter, read_adapter_config, save_adapter
+from octetrl.models.peft_adapters import load_adapter, read_adapter_config
 from octetrl.models.scalar_decoder import ScalarDecoder
+from tests.saved_adapter import save_adapter
 from tests.unit.models.test_lora import ALL, BOUNDS, FP8, SOME, SPECS, TOKENS, hidden
 from tests.unit.models.test_lora import make as make_causal
 from tests.unit.trainer.tiny_trainer import SPEC

@@ -41,6 +41,11 @@ def test_the_rows_of_all_workers_are_all_rows_in_order_and_balanced() -> None:
         assert max(owned) - min(owned) <= BLOCK_ROWS * 12_288, count
 
 
+def test_a_parameter_without_dimensions_is_refused() -> None:
+    with pytest.raises(AssertionError, match=r"no rows to share; give it the shape \[1\]"):
+        cut_rows([(4, 4), ()], 2)
+
+
 class Unconnected(Alone):
     """A worker that exchanges nothing."""
 
