@@ -179,6 +179,13 @@ def _environment(tasks: Sequence[Task | Mapping[str, Any]], recipe: Recipe) -> T
         else:
             raise UserError(f"{where}: a {type(task).__name__}; give a Task or a dictionary with prompt and answer")
     _refuse_equal_ids(made)
+    if config.reward is None and config.reward_model is None and config.judge is None:
+        for place, task in enumerate(made):
+            if task.answer is None:
+                raise UserError(
+                    f"tasks[{place}]: it has no answer, and there is no reward; give each task an 'answer' to compare"
+                    " with, or a reward function of (task, text)"
+                )
     return TaskEnvironment(made, ExactScorer(config.answer_marker))
 
 

@@ -6,51 +6,36 @@ for a machine elsewhere is checked with that machine's memory: `--memory-gib 140
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from octetrl.cli.arguments import Overrides, RecipePath
 from octetrl.cli.check_cluster import worker_lines, worker_problems
-from octetrl.cli.check_files import file_problems
+from octetrl.cli.check_device import Device, find_device
+from octetrl.cli.check_files import TokenizerFile, file_problems
+from octetrl.cli.check_memory import MemoryPlan, memory_lines
+from octetrl.cli.check_sample import refuse_sample, show_sample
 from octetrl.cli.check_turns import turns_line
+from octetrl.cli.fitting import Change
 from octetrl.config.algorithm import DistillConfig
 from octetrl.config.errors import UserError
-from octetrl.config.host_memory import USABLE_HOST, available_host_bytes
 from octetrl.config.load import load_recipe
-from octetrl.config.memory import (
-    MemoryEstimate,
-    Precisions,
-    ScalarModel,
-    estimate_memory,
-    fewest_checkpointed_layers,
-)
 from octetrl.config.objective_settings import DatasetSettings
 from octetrl.config.presets import preset_config
 from octetrl.config.sandbox import SandboxConfig
-from octetrl.config.saved_state import SavedState, saved_state, saves_beside_steps
-from octetrl.config.schema import Fp8Config, Recipe, TrainerConfig
+from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate import spec_problems
+from octetrl.environments.python_object import search_beside
 from octetrl.fp8.parity import refused_gate, slow_paths, why_not_equal
-from octetrl.fp8.policy import LinearFormat, PrecisionPolicy, Side, precision_policy, scoring_policy, tokens_that_pay
-from octetrl.models.families import load_critic_spec, load_reward_spec, load_spec, spec_from_config
+from octetrl.fp8.policy import LinearFormat, PrecisionPolicy, Side, precision_policy, tokens_that_pay
+from octetrl.models.families import load_spec, spec_from_config
+from octetrl.run.model_source import is_of_hub, with_found_model
+from octetrl.run.rehearsal import rehearse
 
-GIB = 2**30
 SMALLEST_GIB, LARGEST_GIB = 0.001, 1e6  # of --memory-gib: a petabyte is no device's, infinity no number of bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    name: str
-    on_gpu: bool
-    num_bytes: int | None  # None: not known
-    is_here: bool = True  # false: planned for, a machine of which nothing else is known
 
 
 def check(
@@ -62,20 +47,33 @@ def check(
             "--memory-gib", help="Plan for a GPU with this much memory; 0.001 to 1,000,000.", show_default=False
         ),
     ] = None,
+    sample: Annotated[
+        int | None,
+        typer.Option("--sample", min=1, max=1000, help="Draw this many answers and show them with their rewards."),
+    ] = None,
 ) -> None:
     """Show what a recipe means, what it needs, and every problem it has."""
     if memory_gib is not None and not SMALLEST_GIB <= memory_gib <= LARGEST_GIB:
         raise UserError(
             f"--memory-gib: {memory_gib:g} is no GPU's memory; give {SMALLEST_GIB:g} to {LARGEST_GIB:,.0f}, as 140"
         )
-    resolved = load_recipe(recipe, overrides or [])
+    overrides = overrides or []
+    resolved = load_recipe(recipe, overrides)
+    search_beside(recipe)
+    resolved, model_problem = _with_model(resolved)
+    if sample is not None:
+        refuse_sample(resolved, elsewhere=memory_gib is not None)
     problems: list[str] = []
+    if model_problem is not None:
+        problems.append(model_problem)
+    too_large = None
     spec = None
     try:
-        spec = _model_spec(resolved)
+        spec = _model_spec(resolved) if model_problem is None else None
     except UserError as error:
         problems.append(str(error))
-    problems += file_problems(resolved, spec)
+    tokenizer = TokenizerFile.read(resolved, spec)
+    problems += file_problems(resolved, spec, tokenizer)
     device = find_device(resolved, memory_gib)
     problems += worker_problems(resolved.cluster) if device.is_here else []
     print_lines("recipe", _essentials(resolved, device))
@@ -86,48 +84,59 @@ def check(
             problems += filter(None, [refused_gate(resolved, policy, on_gpu=device.on_gpu)])
             print_lines("model", _model(spec))
             print_lines("precision", _precision(resolved, spec, policy, device))
-            print_lines("memory", _memory(resolved, spec, policy, device))
+            plan = MemoryPlan.of(resolved, spec, policy, device)
+            print_lines("memory", memory_lines(plan))
+            too_large = plan.problem(lambda changes: _is_allowed(recipe, overrides, changes))
     except UserError as error:
         problems.append(str(error))
+    rehearsal = rehearse(resolved, tokenizer.tokenizer)
+    problems += [problem for problem in rehearsal.problems if problem not in problems]
+    print_lines("rehearsal", iter(rehearsal.lines))
+    _refuse(recipe, problems, too_large)
+    if sample is not None:
+        show_sample(resolved, sample)
+    typer.echo("no problems")
+
+
+def _with_model(recipe: Recipe) -> tuple[Recipe, str | None]:
+    """The recipe with the folder of its model, and what is wrong with the model's name. Of a model of the hub only the
+    settings are fetched, so its weights are not checked."""
+    try:
+        found = with_found_model(recipe, weights=False)
+    except UserError as error:
+        return recipe, str(error)
+    if recipe.model.path is not None and is_of_hub(recipe.model.path):
+        found = found.model_copy(update={"model": found.model.model_copy(update={"init": "random"})})
+    return found, None
+
+
+def _is_allowed(recipe: str, overrides: Sequence[str], changes: Sequence[Change]) -> bool:
+    try:
+        load_recipe(recipe, [*overrides, *(change.override for change in changes)])
+    except UserError:
+        return False
+    return True
+
+
+def _refuse(recipe: str, problems: Sequence[str], too_large: str | None) -> None:
+    """Exit code 2 for wrong input, 1 for a sound recipe that needs more memory than there is."""
+    if too_large is not None and not problems:
+        typer.echo(f"octetrl: {recipe}: {too_large}", err=True)
+        raise typer.Exit(1)
+    problems = [*problems, too_large] if too_large is not None else problems
     if len(problems) == 1:
         raise UserError(f"{recipe}: {problems[0]}")
     if problems:
         raise UserError("\n  ".join([f"{recipe}: {len(problems)} problems", *problems]))
-    typer.echo("no problems")
 
 
 def print_lines(title: str, lines: Iterator[tuple[str, str]]) -> None:
     rows = list(lines)  # all of them first: a section is shown whole or not at all
     width = max(20, *(len(name) + 2 for name, _ in rows)) if rows else 20
-    typer.echo(title)
+    if rows:
+        typer.echo(title)
     for name, value in rows:
         typer.echo(f"  {name:<{width}}{value}")
-
-
-def find_device(recipe: Recipe, memory_gib: float | None) -> Device:
-    """The device the recipe would run on here, or the one it is planned for."""
-    if memory_gib is not None:
-        return Device(f"a GPU with {memory_gib:g} GiB", True, int(memory_gib * GIB), is_here=False)
-    if recipe.cluster.device != "cpu" and recipe.cluster.cpus is None:
-        found = _first_gpu()
-        if found is not None:
-            return found
-        if recipe.cluster.device == "cuda":
-            return Device("cuda, but this machine has no GPU; plan for one with --memory-gib", True, None)
-    num_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return Device(f"CPU with {num_bytes / GIB:.1f} GiB, FP8 is emulated", False, num_bytes)
-
-
-def _first_gpu() -> Device | None:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    query = [program, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits", "--id=0"]
-    answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False).stdout.strip()
-    name, comma, mebibytes = answer.rpartition(", ")
-    if not comma or not mebibytes.isdigit():
-        return None
-    return Device(f"{name}, {int(mebibytes) / 1024:.1f} GiB", True, int(mebibytes) * 2**20)
 
 
 def _model_spec(recipe: Recipe) -> ModelSpec:
@@ -230,117 +239,3 @@ def _share(linears: Sequence[LinearFormat], side: Side) -> str:
     formats = [linear.rollout if side == "rollout" else linear.train for linear in linears]
     count = formats.count("fp8")
     return formats[0] if count in (0, len(formats)) else f"fp8 in {count} of {len(formats)}"
-
-
-def _memory(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device: Device) -> Iterator[tuple[str, str]]:
-    others: dict[str, Any] = {
-        "critic": _critic(recipe, spec),
-        "scorer": _scorer(recipe),
-        "teacher": _teacher(recipe),
-    }
-
-    def estimated(recipe: Recipe) -> MemoryEstimate:
-        return estimate_memory(
-            recipe, spec, policy.precisions(), on_gpu=device.on_gpu, device_bytes=device.num_bytes, **others
-        )
-
-    estimate = estimated(recipe)
-    for part in estimate.parts:
-        yield part.name, f"{_size(part.num_bytes):>12}   {part.how}"
-    if estimate.kv_cache_tokens is None:
-        share = f"{recipe.engine.kv_memory_fraction:.0%} of the memory left"
-        yield "KV cache", f"{'?':>12}   {share}, {estimate.kv_bytes_per_token:,} bytes a token"
-    of_device = "" if device.num_bytes is None else f"   of {_size(device.num_bytes)}"
-    if estimate.takes_turns and estimate.kv_bytes_per_token:
-        training = estimate.training_bytes
-        of_device += f"; {_size(training)} while training, with the KV cache freed"
-    yield "total", f"{_size(estimate.total_bytes):>12}{of_device}"
-    if device.num_bytes is not None:
-        keeps_codes = policy.uses_fp8("train") and recipe.trainer.weight_codes == "kept" and recipe.model.lora is None
-        yield from _room(estimate, device.num_bytes, keeps_codes)
-        if device.on_gpu:
-            fewest = fewest_checkpointed_layers(recipe, spec.num_layers, device.num_bytes, estimated)
-            yield from _less_checkpointing(recipe.trainer, spec.num_layers, fewest)
-    if saves_beside_steps(recipe):
-        yield from _copy_for_saving(recipe, saved_state(recipe, spec, others["critic"]), estimate, device)
-
-
-def _copy_for_saving(
-    recipe: Recipe, state: SavedState, estimate: MemoryEstimate, device: Device
-) -> Iterator[tuple[str, str]]:
-    """The host memory that lets a checkpoint be written while the next step runs, and whether there is as much."""
-    yield (
-        "checkpoint copy",
-        f"{_size(state.num_bytes):>12}   of the host's memory, so that saving does not stop the run",
-    )
-    free = available_host_bytes() if device.is_here else None
-    if free is not None:
-        if not device.on_gpu:
-            free -= estimate.total_bytes
-        elif recipe.trainer.optimizer.offload:
-            free -= state.optimizer
-        if state.num_bytes > USABLE_HOST * free:
-            yield "", f"the host has room for {_size(max(free, 0))}: each checkpoint will stop the run while written"
-
-
-def _less_checkpointing(trainer: TrainerConfig, num_layers: int, fewest: int | None) -> Iterator[tuple[str, str]]:
-    """How few layers need to run again in the backward, where that is fewer than do."""
-    asked = num_layers if trainer.checkpointed_layers is None else trainer.checkpointed_layers
-    if trainer.activation_checkpointing != "none" and fewest is not None and fewest < asked:
-        said = f"{fewest} of {num_layers} layers are enough: trainer.checkpointed_layers={fewest} is faster"
-        yield "checkpointing", said
-
-
-def _critic(recipe: Recipe, spec: ModelSpec) -> ScalarModel | None:
-    if recipe.algorithm.name != "ppo":
-        return None
-    if recipe.critic.path is not None:
-        spec = load_critic_spec(recipe.critic.path, spec, recipe.model.context_length)
-    return ScalarModel(spec, _training_alone(precision_policy(spec, recipe.fp8)))
-
-
-def _scorer(recipe: Recipe) -> ScalarModel | None:
-    if recipe.environment.reward_model is None:
-        return None
-    spec = load_reward_spec(recipe.environment.reward_model)
-    return ScalarModel(spec, _training_alone(scoring_policy(spec, recipe.fp8)))
-
-
-def _training_alone(policy: PrecisionPolicy) -> Precisions:
-    """Of a model that draws nothing: only what it computes scalars with has codes."""
-    return replace(policy.precisions(), fp8_rollout=[])
-
-
-def _teacher(recipe: Recipe) -> tuple[ModelSpec, Precisions] | None:
-    algorithm = recipe.algorithm
-    if not isinstance(algorithm, DistillConfig):
-        return None
-    assert algorithm.teacher is not None, "validated: distill has a teacher"
-    try:
-        spec = load_spec(algorithm.teacher)
-    except UserError as error:
-        raise UserError(f"algorithm.teacher: {error}") from None
-    fp8 = Fp8Config(train=algorithm.teacher_precision == "fp8")
-    return spec, precision_policy(spec, fp8, recipe.numerics).precisions()
-
-
-def _room(estimate: MemoryEstimate, device_bytes: int, keeps_codes: bool) -> Iterator[tuple[str, str]]:
-    """What a larger KV cache could take; or what to do when even this does not fit."""
-    if estimate.total_bytes > device_bytes:
-        yield "", "more than the device has: lower trainer.tokens_per_micro_batch or trainer.logprob_chunk,"
-        yield "", "or set trainer.optimizer.master=stochastic_rounding and trainer.optimizer.states=8bit"
-        if keeps_codes:
-            yield "", "or trainer.weight_codes=remade"
-        return
-    if not estimate.kv_bytes_per_token:
-        return
-    room = device_bytes - estimate.bytes_when("always")
-    room -= sum(part.num_bytes for part in estimate.parts if part.when == "generating" and part.name != "KV cache")
-    if not estimate.takes_turns:
-        room -= estimate.bytes_when("training")
-    tokens = room // estimate.kv_bytes_per_token
-    yield "room for KV cache", f"{_size(room):>12}   {tokens:,} tokens, if nothing else uses the memory"
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.2f} MiB"

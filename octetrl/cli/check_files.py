@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from octetrl.cli.check_turns import check_turns
 from octetrl.config.algorithm import DistillConfig
-from octetrl.config.errors import UserError
+from octetrl.config.errors import UserError, nearest_file
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate_environment import FILES
@@ -22,48 +24,69 @@ from octetrl.models.weight_files import checked_headers
 TASKS_TRIED = 16  # of an environment in Python: whether they can be sent to a reward process
 
 
-def file_problems(recipe: Recipe, spec: ModelSpec | None) -> Iterator[str]:
-    """What the recipe names and is not there, or is wrong. `spec`: the model's, None where that is wrong itself."""
-    try:
-        _read_tokenizer(recipe, spec)
-    except UserError as error:
-        yield f"model.tokenizer: {error}" if recipe.model.tokenizer is not None else str(error)
-    yield from _weight_problems(recipe)
+def file_problems(recipe: Recipe, spec: ModelSpec | None, tokenizer: TokenizerFile | None = None) -> Iterator[str]:
+    """What the recipe names and is not there, or is wrong. `spec`: the model's, None where that is wrong itself.
+    `tokenizer`: None if it has not been read yet."""
+    tokenizer = tokenizer or TokenizerFile.read(recipe, spec)
+    if tokenizer.problem is not None:
+        yield tokenizer.problem
+    yield from _weight_problems(recipe, reports=spec is None)
+    yield from _source_problems(recipe)
     read_adapter = partial(_read_adapter, spec=spec)
-    for read in (_look_at_output, read_adapter, _read_sources, _read_dataset, _find_reward, check_turns):
+    for read in (_look_at_output, read_adapter, _read_dataset, check_turns):
         try:
             read(recipe)
         except UserError as error:
             yield str(error)
 
 
-def _read_tokenizer(recipe: Recipe, spec: ModelSpec | None) -> None:
-    from octetrl.data.tokenizer import load_tokenizer, tokenizer_folder
+@dataclass(frozen=True, slots=True)
+class TokenizerFile:
+    """A recipe's tokenizer, or what is wrong with it. Neither where the model's folder is wrong itself."""
 
-    if recipe.model.tokenizer is not None or spec is not None:  # a fault of a model folder is reported once
-        load_tokenizer(tokenizer_folder(recipe), None if spec is None else spec.vocab_size)
+    tokenizer: Any = None
+    problem: str | None = None
+
+    @classmethod
+    def read(cls, recipe: Recipe, spec: ModelSpec | None) -> TokenizerFile:
+        from octetrl.data.tokenizer import load_tokenizer, tokenizer_folder
+
+        own = recipe.model.tokenizer
+        if own is None and spec is None:  # a fault of a model folder is reported once
+            return cls()
+        try:
+            return cls(load_tokenizer(tokenizer_folder(recipe), None if spec is None else spec.vocab_size))
+        except UserError as error:
+            return cls(problem=f"model.tokenizer: {error}" if own is not None else str(error))
 
 
-def _weight_problems(recipe: Recipe) -> Iterator[str]:
-    """Of the folders whose weights the run will load, from the headers of their files."""
+def _weight_problems(recipe: Recipe, *, reports: bool) -> Iterator[str]:
+    """Of the folders whose weights the run will load, from the headers of their files. reports: also folders of
+    further models that can't be read, which the memory estimate reports if there is one."""
     algorithm = recipe.algorithm
     reward_model, critic = recipe.environment.reward_model, recipe.critic.path
     if recipe.model.init == "pretrained":
         scalar = algorithm.name == "reward_model"
         yield from _weight_problem("", str(recipe.model.path), scalar=scalar, new_head=scalar)
     if algorithm.name == "ppo" and critic is not None:
-        yield from _weight_problem("critic.path: ", critic, scalar=True, new_head=True)
+        yield from _weight_problem("critic.path: ", critic, reports=reports, scalar=True, new_head=True)
     if reward_model is not None:
-        yield from _weight_problem("environment.reward_model: ", reward_model, scalar=True, new_head=False)
+        yield from _weight_problem(
+            "environment.reward_model: ", reward_model, reports=reports, scalar=True, new_head=False
+        )
     if isinstance(algorithm, DistillConfig) and algorithm.teacher is not None:
-        yield from _weight_problem("algorithm.teacher: ", algorithm.teacher, scalar=False, new_head=False)
+        yield from _weight_problem(
+            "algorithm.teacher: ", algorithm.teacher, reports=reports, scalar=False, new_head=False
+        )
 
 
-def _weight_problem(field: str, folder: str, *, scalar: bool, new_head: bool) -> Iterator[str]:
-    """Nothing if config.json is wrong or of another kind of model: the memory estimate reports that."""
+def _weight_problem(field: str, folder: str, *, scalar: bool, new_head: bool, reports: bool = False) -> Iterator[str]:
+    """reports: also that config.json is missing, wrong or of another kind of model."""
     try:
         spec = load_spec(folder, scalar=scalar) if new_head or not scalar else load_reward_spec(folder)
-    except UserError:
+    except UserError as error:
+        if reports:
+            yield str(error) if str(error).startswith(field) else f"{field}{error}"
         return
     try:
         checked_headers(folder, spec, scalar=scalar, new_head=new_head)
@@ -89,13 +112,15 @@ def _look_at_output(recipe: Recipe) -> None:
 
 def _read_adapter(recipe: Recipe, spec: ModelSpec | None) -> None:
     lora = recipe.model.lora
+    if lora is not None and lora.path is not None and spec is None and not Path(lora.path).is_dir():
+        raise UserError(f"model.lora.path: no folder '{lora.path}'; give a PEFT folder with adapter_config.json")
     if lora is not None and lora.path is not None and spec is not None:
         from octetrl.models.peft_adapters import check_adapter
 
         check_adapter(lora, Path(lora.path), spec, is_scalar=recipe.algorithm.name == "reward_model")
 
 
-def _read_sources(recipe: Recipe) -> None:
+def _source_problems(recipe: Recipe) -> Iterator[str]:
     from octetrl.data.mixture import read_source
 
     kind = recipe.algorithm.learns_from
@@ -104,8 +129,13 @@ def _read_sources(recipe: Recipe) -> None:
     for name, source in recipe.sources.items():
         field = f"data.sources.{name}.path" if recipe.data.sources else "algorithm.conversations"
         if not source.path.startswith(HUB) and not Path(source.path).exists():
-            raise UserError(f"{field}: no file '{source.path}'; give a JSONL or Parquet file, or a folder")
-        read_source(name, source, kind)
+            hint = nearest_file(Path(source.path))
+            yield f"{field}: no file '{source.path}'; give a JSONL or Parquet file, or a folder{hint}"
+            continue
+        try:
+            read_source(name, source, kind)
+        except UserError as error:
+            yield str(error)
 
 
 def _read_dataset(recipe: Recipe) -> None:
@@ -116,27 +146,11 @@ def _read_dataset(recipe: Recipe) -> None:
     if environment.dataset is None:
         return  # validated: nothing is drawn
     if environment.kind in FILES and not dataset.startswith(HUB) and not Path(dataset).exists():
-        raise UserError(f"environment.dataset: no file '{dataset}'; give a JSONL or Parquet file, or a folder")
+        hint = nearest_file(Path(dataset))
+        raise UserError(f"environment.dataset: no file '{dataset}'; give a JSONL or Parquet file, or a folder{hint}")
     built = build_environment(environment.model_copy(update={"reward": None}))  # which has a check of its own
     scores_elsewhere = environment.reward_model is not None or environment.judge is not None
     in_processes = not scores_elsewhere and (environment.reward is not None or hasattr(built, "score"))
     if environment.kind == "python" and in_processes:
         for task in islice(built.tasks, TASKS_TRIED):
             check_sendable(task)
-
-
-def _find_reward(recipe: Recipe) -> None:
-    from octetrl.environments.judge import Judge
-    from octetrl.environments.python_reward import PythonReward
-    from octetrl.environments.scoring import RewardWorkers
-
-    environment = recipe.environment
-    if environment.reward is not None:
-        RewardWorkers(
-            PythonReward(environment.reward),
-            timeout_seconds=environment.reward_timeout_seconds,
-            memory_mib=environment.reward_memory_mib,
-            load_seconds=environment.load_timeout_seconds,
-        ).close()
-    if recipe.environment.judge is not None:
-        Judge(recipe.environment.judge).close()

@@ -8,6 +8,7 @@ import typer
 
 from octetrl.cli.arguments import Overrides, RecipePath
 from octetrl.config.load import load_recipe
+from octetrl.environments.python_object import search_beside
 
 Prompts = Annotated[int, typer.Option(min=1, help="Number of prompts: the recipe's first tasks.")]
 Sequences = Annotated[int, typer.Option(min=1, help="Answers to each prompt.")]
@@ -29,6 +30,7 @@ def doctor(
 ) -> None:
     """Name the first op whose bits differ between engine and trainer; exit code 0 if none does, 1 if one does."""
     resolved = load_recipe(recipe, overrides or [])
+    search_beside(recipe)
     from octetrl.doctor.examine import Examination, ExaminedWorker
     from octetrl.doctor.findings import examine, lines_of
 

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
+from octetrl.environments.python_object import search_beside
 
 if TYPE_CHECKING:
     from octetrl.config.schema import Recipe
@@ -24,6 +25,18 @@ if TYPE_CHECKING:
     from octetrl.telemetry.sample_estimates import Estimate
 
 WIDE = 240  # letters of a line that no terminal shows
+
+
+RecipeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--recipe",
+        "-r",
+        metavar="R",
+        help="The recipe with the environment and the length limits. Default: that of the first run.",
+        show_default=False,
+    ),
+]
 
 
 def evaluate(
@@ -35,9 +48,7 @@ def evaluate(
             show_default=False,
         ),
     ],
-    recipe: Annotated[
-        str, typer.Option("--recipe", "-r", metavar="R", help="The recipe with the environment and the length limits.")
-    ],
+    recipe: RecipeOption = None,
     samples: Annotated[
         int | None, typer.Option(min=1, help="Completions per task. Default: the largest k, or the recipe's value.")
     ] = None,
@@ -57,7 +68,9 @@ def evaluate(
     overrides = [word for word in words if _is_override(word)]
     overrides += _options_as_overrides(samples, k, temperature)
     overrides += ["environment.eval_size=0", "evaluation.every=0"] if all_tasks else []
+    recipe = recipe or recipe_of(targets)
     resolved = load_recipe(recipe, overrides, training=False)
+    search_beside(recipe)
     _refuse_early(targets, recipe, resolved, all_tasks, out)
     from octetrl.cli.eval_table import report_table
     from octetrl.run.evaluate import evaluate_targets
@@ -109,6 +122,15 @@ def _compared(reports: Mapping[str, EvalReport]) -> dict[str, Mapping[str, Estim
 
     (_, baseline), *others = reports.items()
     return {target: differences(report, baseline) for target, report in others}
+
+
+def recipe_of(targets: Sequence[str]) -> str:
+    """The recipe that the first run among the targets saved."""
+    for target in targets:
+        for folder in (Path(target), Path(target).parent.parent):  # a run, or one of its checkpoints
+            if (folder / "checkpoints").is_dir() and (folder / "config.yaml").is_file():
+                return str(folder / "config.yaml")
+    raise UserError("--recipe: none of the targets is a run with a recipe of its own; give --recipe RECIPE.yaml")
 
 
 def _is_override(word: str) -> bool:

@@ -62,6 +62,7 @@ def run_command(arguments: Sequence[str]) -> int:
 def _run_verb(arguments: Sequence[str]) -> int:
     import typer
 
+    from octetrl.cli.usage import usage_text
     from octetrl.cli.verbs import app
     from octetrl.config.errors import RunFailed, UserError
 
@@ -78,7 +79,7 @@ def _run_verb(arguments: Sequence[str]) -> int:
         return FAILED
     except usage_error as error:
         command = error.ctx.command_path if error.ctx is not None else "octetrl"
-        return _refuse(f"{' '.join(error.format_message().split())} (see `{command} --help`)")
+        return _refuse(f"{usage_text(error.format_message(), arguments)} (see `{command} --help`)")
     except OSError as error:
         where = f" '{error.filename}'" if error.filename else ""
         if error.errno in NO_SPACE:

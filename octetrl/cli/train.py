@@ -10,24 +10,39 @@ import typer
 
 from octetrl.cli.arguments import Overrides, RecipePath
 from octetrl.cli.ctrl_c import Stopped
-from octetrl.config.errors import RunFailed
+from octetrl.config.errors import RunFailed, UserError
 from octetrl.config.load import load_recipe
 from octetrl.config.schema import Recipe
+from octetrl.environments.python_object import search_beside
 
 
 def train(
     recipe: RecipePath,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the run folder's last checkpoint.")] = False,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow",
+            metavar="FIELD=VALUE",
+            help="With --resume: change a field from here on, such as trainer.optimizer.lr=1e-6.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Train a model by a recipe: reinforcement learning, SFT, preferences or a reward model."""
-    resolved = load_recipe(recipe, overrides or [])
+    allow = allow or []
+    if allow and not resume:
+        raise UserError("--allow: it changes a run that is resumed; add --resume, or leave it out")
+    changed = [*(overrides or []), *allow]
+    resolved = load_recipe(recipe, changed)
+    search_beside(recipe)
     from octetrl.run import loop
 
     try:
-        loop.train(resolved, resume=resume)
+        loop.train(resolved, resume=resume, allowed=[change.partition("=")[0].strip() for change in allow])
     except KeyboardInterrupt:
-        raise Stopped(_how_to_go_on(resolved, recipe, overrides or [])) from None
+        raise Stopped(_how_to_go_on(resolved, recipe, changed)) from None
     except RunFailed as error:
         typer.echo(f"octetrl: the run failed: {error}", err=True)
         raise typer.Exit(1) from None

@@ -20,23 +20,24 @@ from octetrl.cli.rollouts import rollouts
 from octetrl.cli.serve import serve
 from octetrl.cli.status import status
 from octetrl.cli.train import train
+from octetrl.cli.usage import Command
 
 app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("train")(train)
-app.command("recipes")(recipes)
-app.command("eval")(evaluate)
-app.command("rollouts")(rollouts)
-app.command("metrics")(metrics)
-app.command("generate")(generate)
-app.command("serve")(serve)
-app.command("check")(check)
-app.command("status")(status)
-app.command("doctor")(doctor)
-app.command("export")(export)
-app.command("demo")(demo)
+app.command("train", cls=Command)(train)
+app.command("recipes", cls=Command)(recipes)
+app.command("eval", cls=Command)(evaluate)
+app.command("rollouts", cls=Command)(rollouts)
+app.command("metrics", cls=Command)(metrics)
+app.command("generate", cls=Command)(generate)
+app.command("serve", cls=Command)(serve)
+app.command("check", cls=Command)(check)
+app.command("status", cls=Command)(status)
+app.command("doctor", cls=Command)(doctor)
+app.command("export", cls=Command)(export)
+app.command("demo", cls=Command)(demo)
 app.add_typer(bench, name="bench")
 
 

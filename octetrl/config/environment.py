@@ -60,8 +60,9 @@ class EnvironmentConfig(Section):
     reward_memory_mib: int = Field(default=8192, ge=128, le=1 << 24)
     """Memory limit in MiB of each reward process and the processes that it starts. A rollout whose reward needs more
     gets the status `reward_memory`, and the process is replaced."""
-    reward_workers: int = Field(default=1, ge=1, le=1_024)
-    """Number of processes that compute rewards. Each computes one at a time. Raise it if rewards are slow."""
+    reward_workers: int | None = Field(default=None, ge=1, le=1_024)
+    """Number of processes that compute rewards. Each computes one at a time. None: one, and more while completions
+    wait for their rewards, up to one per core."""
     load_timeout_seconds: float = Field(default=120.0, gt=0.0, le=1e6)
     """Time limit in seconds for importing a reward, environment or tool `module:name`, in a separate process."""
     task_timeout_seconds: float = Field(default=60.0, gt=0.0, le=1e6)

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
 
+MOST_NAMES = 2_000  # of a folder's files that are compared with a name
 LONGEST_LINE = 1_000  # characters of a message's line; the quoted input may have megabytes
 
 
@@ -34,6 +37,16 @@ def _shown(line: str) -> str:
 
 class RunFailed(RuntimeError):
     """The input is valid, but the run cannot continue."""
+
+
+def nearest_file(path: Path) -> str:
+    """Return `; did you mean 'x'?` for the closest name in the folder of a file that is missing, or an empty string."""
+    try:
+        names = [entry.name for entry in islice(path.parent.iterdir(), MOST_NAMES)]
+    except (OSError, ValueError):
+        return ""
+    matches = difflib.get_close_matches(path.name, names, n=1, cutoff=0.7)
+    return f"; did you mean '{path.parent / matches[0]}'?" if matches else ""
 
 
 def nearest(word: str, allowed: Iterable[str]) -> str:

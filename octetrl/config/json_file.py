@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from octetrl.config.errors import UserError
+from octetrl.config.errors import UserError, nearest_file
 
 MOST_BYTES = 1 << 26  # size limit of a settings file; published ones have at most a few megabytes
 DEEPEST = 100  # levels of nested objects and lists
@@ -38,7 +38,7 @@ def read_text(path: Path, remedy: str, *, most_bytes: int | None = None, encodin
             raise UserError(f"{path}: {found.st_size:,} bytes, at most {most_bytes:,} are allowed; {remedy}")
         return path.read_text(encoding=encoding)
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file; {remedy}") from None
+        raise UserError(f"{path}: no such file; {remedy}{nearest_file(path)}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start}); {remedy}") from None
     except OSError as error:

@@ -4,8 +4,8 @@
 
 Rules:
 
-- `extends: other.yaml` names a base file, relative to the extending file. A base file may extend another one. A cycle
-  is an error.
+- `extends: other.yaml` names a base file, relative to the extending file, or a shipped recipe by its bare name. A base
+  file may extend another one. A cycle is an error.
 - Sections merge key by key. Any other value replaces the earlier one as a whole, also a list or
   `environment.parameters`. `model.lora: null` turns LoRA off again.
 - An override may set a key inside a mapping: `environment.parameters.max_terms=4`. Its value is YAML. `key=` means
@@ -14,6 +14,8 @@ Rules:
   overrides of the command line count as one file, in any order. A later `precision` overrides fields written earlier.
 - `algorithm.name` chooses the fields of its section. `null` removes a field that a base file gives for another
   objective. Any other field that the objective does not have is an error.
+- `environment.kind` chooses what `parameters`, `columns` and `reference_marker` mean. A later file or an override that
+  changes the kind drops those of the former kind.
 - Values that YAML often misreads: `1e-6` is a number. `1:30`, `010`, `yes` and `2024-01-01` are texts. A key given
   twice, an alias (`*name`) and a number that is not finite are errors.
 
@@ -24,6 +26,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,13 +35,14 @@ from typing import Any
 
 import yaml
 
+from octetrl.config.environment import EnvironmentConfig
 from octetrl.config.errors import UserError
 from octetrl.config.json_file import read_text
 from octetrl.config.objective_keys import drop_defaults_of_others
-from octetrl.config.problems import for_command_line, may_be_null, section_of
+from octetrl.config.problems import for_command_line, for_python, is_field, may_be_null, section_of
 from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem, Section
-from octetrl.config.shipped import find_recipe
+from octetrl.config.shipped import find_recipe, shipped_path
 from octetrl.config.validate import build_recipe
 
 Tree = dict[str, Any]
@@ -49,6 +53,8 @@ PRECISIONS: dict[str, Tree] = {
     "fp8": {"rollout": True, "train": True, "kv_cache": "none"},
     "fp8_full": {"rollout": True, "train": True, "kv_cache": "calibrated"},
 }
+_OF_ONE_KIND = ("parameters", "columns", "reference_marker")
+_OVERRIDE = "override "  # how the text of a problem begins that is an override's alone
 COMMAND_LINE, PYTHON = "command line", "octetrl.train"
 MOST_BYTES = 1 << 20  # size limit of a recipe file
 
@@ -68,8 +74,11 @@ def load_recipe(
         layers.append(_Layer(PYTHON, _plain(fields)))
     tree: Tree = {}
     for layer in layers:
-        tree = _merge(tree, _with_precision(layer.tree), Recipe)
+        tree = _merge(_without_other_kind(tree, layer.tree), _with_precision(layer.tree), Recipe)
     given, problems = _parse_overrides(overrides)
+    kinds = [value for keys, value in given if keys == ("environment", "kind")]
+    if kinds:
+        tree = _without_other_kind(tree, {"environment": {"kind": kinds[-1]}})
     # Sorted so that `precision` comes first: fields written out in the same place override it.
     for keys, value in sorted(given, key=lambda override: override[0] != ("precision",)):
         override = _nest(keys, value)
@@ -87,7 +96,7 @@ def recipe_tree(path: str | Path) -> Tree:
     """Merge the file at `path` and all files that it extends, without checks."""
     tree: Tree = {}
     for layer in _read_chain(find_recipe(path)):
-        tree = _merge(tree, _with_precision(layer.tree), Recipe)
+        tree = _merge(_without_other_kind(tree, layer.tree), _with_precision(layer.tree), Recipe)
     return tree
 
 
@@ -133,10 +142,24 @@ def _read_chain(path: Path) -> list[_Layer]:
             return chain[::-1]
         if not isinstance(base, str) or not base:
             raise UserError(f"{path}: extends: {base!r} is not the path of one recipe; give one path as text")
-        path = path.parent / base
+        path = _base_path(path, base)
         if _is_one_of(path, seen):
             cycle = " -> ".join([layer.source for layer in chain] + [str(path)])
             raise UserError(f"{chain[0].source}: extends forms a circle ({cycle}); remove one of them")
+
+
+def _base_path(path: Path, base: str) -> Path:
+    """The file that `path` extends: beside it, or else a shipped recipe of this bare name."""
+    beside = path.parent / base
+    if Path(base).name != base or Path(base).suffix or "\0" in base or os.path.lexists(beside):
+        return beside
+    try:
+        return shipped_path(base)
+    except UserError as error:
+        raise UserError(
+            f"{path}: extends: there is no file '{beside}', and {str(error).partition(': ')[2]}; give the path of a"
+            " YAML file, or the name of a shipped recipe"
+        ) from None
 
 
 def _is_one_of(path: Path, seen: Sequence[Path]) -> bool:
@@ -167,7 +190,8 @@ def _parse_overrides(overrides: Iterable[str]) -> tuple[list[tuple[tuple[str, ..
         name, equals, text = override.partition("=")
         keys = tuple(name.strip().split("."))
         if not equals or not all(keys):
-            problems.append(Problem((), f"override '{override}' is not section.key=value, such as seed=1"))
+            value = f"; write {override}=VALUE" if not equals and is_field(keys) else ", such as seed=1"
+            problems.append(Problem((), f"{_OVERRIDE}'{override}' is not section.key=value{value}"))
             continue
         try:
             given.append((keys, _parse_yaml(text, f"override '{override}'")))
@@ -183,6 +207,16 @@ def _with_precision(tree: Tree) -> Tree:
     if fields is None or not isinstance(written, dict):
         return tree
     return {**tree, "fp8": {**fields, **written}}
+
+
+def _without_other_kind(tree: Tree, top: Tree) -> Tree:
+    """Drop the environment's fields that only its former kind reads, if `top` gives it another kind."""
+    base, new = tree.get("environment"), top.get("environment")
+    if not isinstance(base, dict) or not isinstance(new, dict) or "kind" not in new:
+        return tree
+    if new["kind"] == base.get("kind", EnvironmentConfig().kind):
+        return tree
+    return {**tree, "environment": {key: value for key, value in base.items() if key not in _OF_ONE_KIND}}
 
 
 def _merge(base: Tree, top: Tree, schema: type[Section]) -> Tree:
@@ -212,7 +246,7 @@ def _assign(tree: Tree, keys: tuple[str, ...], value: Any) -> list[Problem]:
             node[key] = {}  # a section that is null so far
         child = node.setdefault(key, {})
         if not isinstance(child, dict):
-            text = f"override '{'.'.join(keys)}': {'.'.join(keys[: depth + 1])} is {child!r} and has no keys"
+            text = f"{_OVERRIDE}'{'.'.join(keys)}': {'.'.join(keys[: depth + 1])} is {child!r} and has no keys"
             return [Problem((), f"{text}; override it as a whole")]
         node, schema = child, (section_of(schema, key) or Section)
     node.update(_merge(node, {keys[-1]: value}, schema))
@@ -231,6 +265,7 @@ def _report(path: str, layers: Sequence[_Layer], problems: Sequence[Problem]) ->
         source = _source(path, layers, problem)
         text = " ".join(problem.text.split())
         text = for_command_line(text) if source == COMMAND_LINE else text
+        text = for_python(text) if source == PYTHON else text
         lines.append(text if source == path and len(problems) > 1 else f"{source}: {text}")
     if len(lines) == 1:
         return lines[0]
@@ -239,6 +274,8 @@ def _report(path: str, layers: Sequence[_Layer], problems: Sequence[Problem]) ->
 
 def _source(path: str, layers: Sequence[_Layer], problem: Problem) -> str:
     """The file, or the command line, that a problem comes from: the last layer that gives one of its fields."""
+    if problem.text.startswith(_OVERRIDE):
+        return COMMAND_LINE
     for layer in reversed(layers):
         if any(_gives(layer.tree, field.split(".")) for field in problem.fields):
             return layer.source

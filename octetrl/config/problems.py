@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import UnionType
 from typing import Any, get_args, get_origin
 
@@ -144,6 +144,21 @@ def for_command_line(text: str) -> str:
     given = re.match(r"model: '([^']*)' ", text)
     fields = f"write model.path={given[1]}" if given else f"write {name}.FIELD=value"
     return text.replace(_LINES_OF_FIELDS, fields).replace(_LINES, f"write {name}.KEY=value")
+
+
+def for_python(text: str) -> str:
+    """The text of a problem of `octetrl.train`: it names arguments instead of lines of a file."""
+    if text == _missing(("model",)):
+        return "model: missing; give a Hugging Face folder, such as model='models/Qwen3-0.6B'"
+    if text.startswith("environment.dataset: missing; "):
+        return "tasks: missing; give a JSONL file, or a list of {'prompt': ..., 'answer': ...}"
+    name = text.partition(":")[0].rpartition(".")[2]
+    return text.replace(_LINES_OF_FIELDS, f"give {name}={{...}}").replace(_LINES, f"give {name}={{...}}")
+
+
+def is_field(keys: Sequence[str]) -> bool:
+    """Whether a recipe has a field or section of this dotted name."""
+    return ".".join(keys) in _all_fields(Recipe)
 
 
 def _show(value: object) -> str:

@@ -263,6 +263,12 @@ class MismatchConfig(Section):
     run. true: stop it, and refuse a recipe that does not promise parity. false: warn."""
 
 
+class FailuresConfig(Section):
+    max_empty_steps: int = Field(default=3, ge=0, le=1_000_000_000)
+    """Number of steps in a row without a trained token after which the run ends. A first step without any reward ends
+    it at once. 0: never end it."""
+
+
 class LoggingConfig(Section):
     console: Literal["auto", "plain", "quiet"] = "auto"
     """Output on the console. auto: progress bars and tables on a terminal, otherwise as plain. plain: one line per
@@ -302,6 +308,7 @@ class Recipe(Section):
     collapse: Literal["warn", "fail", "off"] = "warn"
     """What to do if reward, entropy, gradient norm or loss leave the range of earlier steps (docs/collapse.md). warn:
     warn, and keep the last checkpoint from before. fail: also end the run with exit code 1. off: do not check."""
+    failures: FailuresConfig = FailuresConfig()
     cluster: ClusterConfig = ClusterConfig()
     logging: LoggingConfig = LoggingConfig()
     seed: int = Field(default=0, ge=0)

@@ -24,19 +24,18 @@ _SAID = "WHAT-THE-USER-SAYS"
 Tokenizer = Any  # transformers' PreTrainedTokenizerBase; lower packages declare only the methods that they call
 
 
-def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokenizer:
-    """Load the tokenizer in `folder`.
+def load_tokenizer(
+    folder: str | Path, vocab_size: int | None = None, *, remedy: str = "give model.tokenizer a Hugging Face folder"
+) -> Tokenizer:
+    """Load the tokenizer in `folder`. remedy: what to do if there is none.
 
     Raises UserError if there is none, or if it has no EOS token, a broken chat template, or tokens outside the model's
     `vocab_size` (None: not checked)."""
     path = Path(folder)
     if not path.is_dir():
-        raise UserError(f"tokenizer: no folder '{path}'; give model.tokenizer a Hugging Face tokenizer folder")
+        raise UserError(f"tokenizer: no folder '{path}'; {remedy} with a tokenizer")
     if not any((path / name).is_file() for name in VOCABULARIES):
-        raise UserError(
-            f"tokenizer: '{path}' has none of {', '.join(VOCABULARIES)};"
-            f" give model.tokenizer a Hugging Face tokenizer folder"
-        )
+        raise UserError(f"tokenizer: '{path}' has none of {', '.join(VOCABULARIES)}; {remedy} with a tokenizer")
     _check_settings(path)
     _refuse_prefixed_pieces(path / "tokenizer.json")
     try:

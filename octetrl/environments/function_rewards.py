@@ -11,10 +11,12 @@ its own and a time limit (turns/calls.py). Disadvantages, compared with a reward
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 
 from octetrl.environments.base import Scorer
+from octetrl.environments.reward_times import Patience, RewardTimes
 from octetrl.environments.scoring import CheckedScorer, Score
 from octetrl.environments.turns.calls import CallResult, Calls
 from octetrl.records import RolloutStatus, Task
@@ -23,11 +25,13 @@ _POLL_SECONDS = 1.0
 
 
 class FunctionRewards:
-    """Calls `scorer` in at most `at_once` threads of this process; `timeout_seconds` is the limit of one call."""
+    """Calls `scorer` in at most `at_once` threads of this process; `timeout_seconds` is the limit of one call.
+    gives_up: if the first calls of a step all time out, the others are not called."""
 
-    def __init__(self, scorer: Scorer, *, timeout_seconds: float, at_once: int = 1) -> None:
+    def __init__(self, scorer: Scorer, *, timeout_seconds: float, at_once: int = 1, gives_up: bool = True) -> None:
         self._scorer = CheckedScorer(scorer)
-        self._timeout, self._at_once = timeout_seconds, at_once
+        self._timeout, self._at_once, self._gives_up = timeout_seconds, at_once, gives_up
+        self.times = RewardTimes()
         self._calls = Calls()
 
     def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
@@ -35,6 +39,7 @@ class FunctionRewards:
         scores: dict[int, Score] = {}
         queue = deque(enumerate(completions))
         places: dict[int, int] = {}  # by ticket
+        patience, began = Patience(self._at_once), time.monotonic()
         try:
             while queue or places:
                 while queue and len(places) < self._at_once:
@@ -42,8 +47,14 @@ class FunctionRewards:
                     places[self._calls.start(self._scorer, arguments, seconds=self._timeout)] = place
                 for ticket, called in self._calls.poll(_POLL_SECONDS):
                     scores[places.pop(ticket)] = self._score(called)
+                    patience.ended(timed_out=called.timed_out)
+                if self._gives_up and patience.is_over:
+                    given_up = Score(RolloutStatus.REWARD_TIMEOUT, None, patience.reason)
+                    scores |= {place: given_up for place, _ in queue}
+                    queue.clear()
         finally:
             self._calls.forget()  # interrupted: the answers are no longer needed
+            self.times.waited += time.monotonic() - began
         return [scores[place] for place in range(len(completions))]
 
     def close(self) -> None:

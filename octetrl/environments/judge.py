@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +28,7 @@ from typing import Any, Self
 from octetrl.config.judge import JudgeConfig
 from octetrl.environments.base import LARGEST_REWARD
 from octetrl.environments.endpoint import Endpoint, EndpointError
+from octetrl.environments.reward_times import RewardTimes
 from octetrl.environments.scoring import Score
 from octetrl.records import RolloutStatus, Task
 
@@ -42,6 +44,7 @@ class Judge:
         self._config = config
         self._endpoint = Endpoint(config)
         self._known: OrderedDict[str, float] = OrderedDict()  # request -> reward
+        self.times = RewardTimes()
 
     def __call__(self, task: Task, completion_text: str) -> float:
         """The completion's reward. Raises EndpointError, or ValueError for a reply without a score."""
@@ -155,7 +158,10 @@ class JudgeRound:
         """Nothing to do: the threads continue."""
 
     def finish(self) -> dict[tuple[int, int], Score]:
-        return {key: score.result() for key, score in self._scores.items()}
+        began = time.monotonic()
+        scores = {key: score.result() for key, score in self._scores.items()}
+        self._judge.times.waited += time.monotonic() - began
+        return scores
 
 
 def _by_pattern(reply: str, pattern: str) -> float | None:

@@ -12,6 +12,7 @@ import importlib
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from octetrl.config.errors import UserError, nearest
@@ -19,6 +20,8 @@ from octetrl.environments.base import Environment
 from octetrl.environments.foreign import OPTIONAL, check_tasks, result_of
 from octetrl.environments.given import refuse_given
 from octetrl.environments.process import CallableProcess, CallFailed, NoAnswer, ProcessDied
+from octetrl.environments.score_signature import check_signature
+from octetrl.environments.tracebacks import error_line
 from octetrl.environments.turns.components import components_of
 
 LOAD_SECONDS = 120.0
@@ -46,13 +49,22 @@ def import_object(field: str, path: str) -> Any:
     _search_working_directory()
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        if error.name != module_name and not module_name.startswith(f"{error.name}."):
+            raise UserError(
+                f"{field}: module '{module_name}' fails when imported: it imports '{error.name}', which is not"
+                f" installed ({error_line(error)})"
+            ) from error
         raise UserError(
-            f"{field}: module '{module_name}' does not import ({error});"
-            " it is looked for in the working directory and on PYTHONPATH"
+            f"{field}: module '{module_name}' does not import, there is no such module; it is looked for beside the"
+            " recipe, in the working directory and on PYTHONPATH"
         ) from error
+    except ImportError as error:
+        raise UserError(f"{field}: module '{module_name}' fails when imported ({error_line(error)})") from error
     except (SyntaxError, NameError, AttributeError, TypeError, ValueError, OSError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = error_line(error)
+        if isinstance(error, SyntaxError):  # whose text has the line
+            reason = " ".join(f"SyntaxError: {error}".split())
         raise UserError(f"{field}: module '{module_name}' fails when imported ({reason})") from error
     if not hasattr(module, name):
         known = [word for word in vars(module) if not word.startswith("_")]
@@ -96,6 +108,13 @@ def _try_import(field: str, path: str, seconds: float) -> None:
         process.kill()
 
 
+def search_beside(recipe: str | Path) -> None:
+    """Let modules be found in the folder of the recipe, here and in the processes that this one starts."""
+    folder = str(Path(recipe).absolute().parent)
+    if Path(recipe).is_file() and folder not in sys.path:
+        sys.path.append(folder)
+
+
 def _search_working_directory() -> None:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
@@ -125,4 +144,6 @@ def check_environment(environment: Any, path: str) -> None:
             f"environment.dataset: '{path}' has no {' and no '.join(missing)};"
             " an environment has `tasks`, and `score(task, completion_text)` or methods with @reward"
         )
+    if "score" in found:
+        check_signature(environment.score, f"environment.dataset: the score of '{path}'")
     check_tasks(environment, path)

@@ -13,6 +13,7 @@ from octetrl.config.errors import UserError
 from octetrl.environments.base import Scorer
 from octetrl.environments.given import Given
 from octetrl.environments.python_object import check_path, import_object
+from octetrl.environments.score_signature import check_signature, place_of
 from octetrl.records import Task
 
 _FIELD = "environment.reward"
@@ -48,5 +49,11 @@ class PythonReward:
         function = import_object(_FIELD, self.path)
         if not callable(function):
             raise UserError(f"{_FIELD}: '{self.path}' is a {type(function).__name__}, not a function")
+        check_signature(function, f"{_FIELD}: '{self.path}'")
         scorer: Scorer = function
         return scorer
+
+    @property
+    def place(self) -> str:
+        """Name, file and line of the function."""
+        return place_of(self._function)

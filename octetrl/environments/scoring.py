@@ -33,10 +33,13 @@ from typing import Self
 from octetrl.config.errors import UserError
 from octetrl.environments.base import LARGEST_REWARD, Scorer, finite_number
 from octetrl.environments.process import Answer, CallableProcess, ProcessDied
+from octetrl.environments.reward_times import Growth, Patience, RewardTimes
+from octetrl.environments.score_signature import place_of
 from octetrl.records import RolloutStatus, Task
 
 UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError, RecursionError)  # the exceptions of `pickle.dumps`
-Running = dict[CallableProcess, tuple[int, float]]  # worker -> number of its completion, deadline
+Running = dict[CallableProcess, tuple[int, float, str]]  # worker -> number of its completion, deadline, task's id
+RETURNED_BY = "; returned by "  # in the error of a reward that is no finite number
 _LOAD_ATTEMPTS = 3  # replacements in a row of a worker that was killed while it loaded
 
 
@@ -72,10 +75,17 @@ class CheckedScorer:
 
     def __call__(self, task: Task, completion_text: str) -> tuple[float, str | None, str | None]:
         reward = self.scorer(task, completion_text)
-        number = finite_number(reward, "reward")
+        try:
+            number = finite_number(reward, "reward")
+        except (TypeError, ValueError) as error:  # raised again with the place of the function that returned it
+            raise type(error)(f"{error}{RETURNED_BY}{self._place}") from None
         answered = getattr(getattr(self.scorer, "__self__", self.scorer), "answered", None)
         detail = reward.detail if isinstance(reward, Explained) else None
         return number, None if answered is None else answered(task, completion_text), detail
+
+    @property
+    def _place(self) -> str:
+        return getattr(self.scorer, "place", None) or place_of(self.scorer)
 
 
 class RewardWorkers:
@@ -83,7 +93,9 @@ class RewardWorkers:
 
     scorer: picklable `(task, completion_text) -> float`, such as `environment.score`. Limits: timeout_seconds for a
     reward, load_seconds for loading the scorer, memory_mib for a worker with all processes that it starts (None: no
-    limit). Raises UserError at once if a worker can't load the scorer. Not thread-safe.
+    limit). processes None: one, and more while completions wait, up to one per core. gives_up: if the first calls of a
+    round all time out, the others are not called. Raises UserError at once if a worker can't load the scorer. Not
+    thread-safe.
     """
 
     def __init__(
@@ -91,18 +103,20 @@ class RewardWorkers:
         scorer: Scorer,
         *,
         timeout_seconds: float,
-        processes: int = 1,
+        processes: int | None = 1,
         memory_mib: int | None = None,
         load_seconds: float = 120.0,
+        gives_up: bool = True,
     ) -> None:
         self._scorer = CheckedScorer(scorer)
+        self._growth, self._gives_up, self.times = Growth(processes), gives_up, RewardTimes()
         self._timeout, self._load_seconds = timeout_seconds, load_seconds
         self._memory_mib = memory_mib
         self._failed_loads = 0  # in a row
         self._has_loaded = False
         self.restarts = 0
         self._workers: list[CallableProcess] = []
-        self._workers = [self._start() for _ in range(processes)]
+        self._workers = [self._start() for _ in range(self._growth.first)]
         while not any(worker.is_ready for worker in self._workers):
             self._look({})
 
@@ -122,7 +136,12 @@ class RewardWorkers:
         for worker in [worker for worker in self._workers if worker.is_ready and worker not in running]:
             if queue:
                 self._begin(worker, queue, running)
+        self._workers += [self._start() for _ in range(self._growth.more(len(queue), len(self._workers)))]
         return self._look(running, waits=waits)
+
+    def patience(self) -> Patience | None:
+        """For one round. None: it waits for every call."""
+        return Patience(len(self._workers)) if self._gives_up else None
 
     def end(self, running: Running) -> None:
         """Replaces the workers of calls whose answers are no longer needed."""
@@ -167,7 +186,7 @@ class RewardWorkers:
         except UNPICKLABLE as error:
             raise _unsendable(task, error) from error
         queue.popleft()
-        running[worker] = (index, time.monotonic() + self._timeout)
+        running[worker] = (index, time.monotonic() + self._timeout, task.id)
 
     def _look(self, running: Running, *, waits: bool = True) -> dict[int, Score]:
         """Wait until a worker sends something or a deadline is reached; with `waits` false, only look. Returns the
@@ -177,13 +196,13 @@ class RewardWorkers:
             if worker in running:
                 score = self._heard(worker)
                 if score is not None:
-                    found[running.pop(worker)[0]] = score
+                    found[self._ended(worker, running)] = score
             else:
                 self._greet(worker)
         now = time.monotonic()
-        for worker in [worker for worker, (_, end) in running.items() if end <= now]:
+        for worker in [worker for worker, (_, end, _) in running.items() if end <= now]:
             text = f"no reward after {self._timeout:g} s; raise environment.reward_timeout_seconds"
-            found[running.pop(worker)[0]] = Score(RolloutStatus.REWARD_TIMEOUT, None, text)
+            found[self._ended(worker, running)] = Score(RolloutStatus.REWARD_TIMEOUT, None, text)
             self._replace(worker)
         for worker in [worker for worker in self._workers if not worker.is_ready]:
             if worker.started + self._load_seconds <= now:
@@ -193,9 +212,17 @@ class RewardWorkers:
 
     def _wait(self, running: Running) -> list[CallableProcess]:
         """Workers that have sent something; none if the first deadline is reached before."""
-        deadlines = [end for _, end in running.values()]
+        deadlines = [end for _, end, _ in running.values()]
+        if deadlines and (grows_at := self._growth.grows_at()) is not None:
+            deadlines.append(grows_at)
         deadlines += [worker.started + self._load_seconds for worker in self._workers if not worker.is_ready]
         return self._heard_from(running, min(deadlines) - time.monotonic()) if deadlines else []
+
+    def _ended(self, worker: CallableProcess, running: Running) -> int:
+        """Take the worker's call out of `running`, measure it, and return its number."""
+        number, deadline, task_id = running.pop(worker)
+        self.times.called(task_id, time.monotonic() - deadline + self._timeout)
+        return number
 
     def _heard_from(self, running: Running, seconds: float) -> list[CallableProcess]:
         """Workers that have sent something. Waits up to `seconds` for the first."""
@@ -272,6 +299,7 @@ class RewardRound:
         self._running: Running = {}
         self._scores: dict[int, Score] = {}
         self._keys: list[tuple[int, int]] = []
+        self._patience = workers.patience()
 
     def __enter__(self) -> Self:
         return self
@@ -287,13 +315,27 @@ class RewardRound:
 
     def advance(self) -> None:
         """Reads scores and starts further calls. Does not wait. Raises UserError for a task that can't be sent."""
-        self._scores |= self._workers.advance(self._queue, self._running, waits=False)
+        self._advance(waits=False)
 
     def finish(self) -> dict[tuple[int, int], Score]:
         """The scores by key, in the order of `submit`. Waits for all of them."""
+        began = time.monotonic()
         while self._queue or self._running:
-            self._scores |= self._workers.advance(self._queue, self._running, waits=True)
+            self._advance(waits=True)
+        self._workers.times.waited += time.monotonic() - began
         return {key: self._scores[number] for number, key in enumerate(self._keys)}
+
+    def _advance(self, *, waits: bool) -> None:
+        new = self._workers.advance(self._queue, self._running, waits=waits)
+        self._scores |= new
+        if self._patience is None:
+            return
+        for score in new.values():
+            self._patience.ended(timed_out=score.status is RolloutStatus.REWARD_TIMEOUT)
+        if self._patience.is_over:
+            given_up = Score(RolloutStatus.REWARD_TIMEOUT, None, self._patience.reason)
+            self._scores |= {number: given_up for number, _ in self._queue}
+            self._queue.clear()
 
 
 def check_sendable(task: Task) -> None:

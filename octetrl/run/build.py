@@ -209,15 +209,17 @@ def build_dialogue(
 
 def _score_rewards(scorer: Scorer, config: EnvironmentConfig, given: Given) -> RewardWorkers | FunctionRewards:
     """In processes of its own, except what only this process has."""
+    gives_up = config.max_failure_share < 1.0  # a step whose rewards all fail ends the run
     if given and not can_run_elsewhere(scorer):
-        seconds, at_once = config.reward_timeout_seconds, config.reward_workers
-        return FunctionRewards(scorer, timeout_seconds=seconds, at_once=at_once)
+        seconds, at_once = config.reward_timeout_seconds, config.reward_workers or 1
+        return FunctionRewards(scorer, timeout_seconds=seconds, at_once=at_once, gives_up=gives_up)
     return RewardWorkers(
         scorer,
         timeout_seconds=config.reward_timeout_seconds,
         processes=config.reward_workers,
         memory_mib=config.reward_memory_mib,
         load_seconds=config.load_timeout_seconds,
+        gives_up=gives_up,
     )
 
 

@@ -68,7 +68,8 @@ def generate_text(
 
 def tokenizer_of(trained: Mapping[str, Any]) -> Tokenizer:
     """Of a model as `trained_model` describes it."""
-    return load_tokenizer(Path(trained["tokenizer"] or trained["path"]))
+    folder = Path(trained["tokenizer"] or trained["path"])
+    return load_tokenizer(folder, remedy="copy the model's tokenizer files into it, or give a folder")
 
 
 def generation_recipe(

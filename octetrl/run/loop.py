@@ -11,7 +11,7 @@ last checkpoint from before.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from octetrl.config.schema import Recipe
@@ -19,13 +19,16 @@ from octetrl.environments.given import Given
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.run.build import Run, build_run
 from octetrl.run.checkpoints import Checkpoints
+from octetrl.run.empty_steps import EmptySteps
 from octetrl.run.environment import NOTHING_GIVEN
 from octetrl.run.evaluate import evaluate
 from octetrl.run.interrupt import StopRequest
 from octetrl.run.journal import Journal
+from octetrl.run.model_source import with_found_model
 from octetrl.run.output_folder import OutputFolder
 from octetrl.run.resume import Cursor, restore
 from octetrl.run.run_identity import CHECKPOINTS
+from octetrl.run.slow_rewards import SlowRewards, reward_times
 from octetrl.run.sound_checkpoints import SoundCheckpoints
 from octetrl.run.step import supervised_step, train_step
 from octetrl.telemetry.console import Console
@@ -39,12 +42,14 @@ from octetrl.workers.kernel_paths import FallbackWatch
 from octetrl.workers.many.deadlines import WorkerLost
 
 
-def train(recipe: Recipe, resume: bool = False, given: Given = NOTHING_GIVEN) -> None:
+def train(recipe: Recipe, resume: bool = False, given: Given = NOTHING_GIVEN, *, allowed: Collection[str] = ()) -> None:
     """Run a recipe to its last step. Raises UserError for bad input, RunFailed when the run fails.
 
-    given: what the recipe names as `given:NAME` (environments/given.py).
+    given: what the recipe names as `given:NAME` (environments/given.py). allowed: fields that differ from those of the
+    run that is resumed (allowed_changes.py).
     """
-    with OutputFolder(recipe, resume=resume) as folder:
+    recipe = with_found_model(recipe)
+    with OutputFolder(recipe, resume=resume, allowed=allowed) as folder:
         restarts = recipe.cluster.max_restarts
         while True:
             try:
@@ -80,6 +85,7 @@ def _run_steps(
     run: Run, start: int, sinks: Sinks, checkpoints: Checkpoints, past: Iterable[Mapping[str, float | None]]
 ) -> None:
     recipe, gate, fallbacks = run.config, MismatchGate(run.config.mismatch), FallbackWatch()
+    empty, slow = EmptySteps(recipe), SlowRewards(run.rewards)
     sound = SoundCheckpoints(checkpoints, recipe, past)
     with StopRequest(run.console) as stop, checkpoints.open(run, start):
         for step in range(start + 1, recipe.steps + 1):
@@ -100,7 +106,8 @@ def _run_steps(
                 sound.warning(collapse),
                 gate.check(step, metrics),
                 kv_saturation_warning(metrics, recipe.fp8),
-                _nothing_learnt(step, metrics),
+                empty.warning(step, metrics),
+                slow.warning(step, metrics),
                 fallbacks.warning(),
             )
             for warning in health:
@@ -108,6 +115,7 @@ def _run_steps(
                     run.console.warn(warning)
             for where, failures in run.journal.failures.items():
                 failures.check(recipe.environment.max_failure_share, where)
+            empty.check(step, metrics)
             if is_last and step < recipe.steps:
                 raise KeyboardInterrupt
 
@@ -127,6 +135,7 @@ def one_step(run: Run, step: int) -> StepMetrics:
     own |= run.workers.path_metrics()
     own |= run.workers.time_metrics()
     own |= run.spans.take()
+    own |= reward_times(run.rewards) if run.conversations is None else {}
     every = run.config.evaluation.every
     evaluation = _evaluated(run, step) if every and step % every == 0 else {}
     return StepMetrics.merge(metrics, rollout, own, evaluation)
@@ -137,6 +146,7 @@ def _evaluated(run: Run, step: int) -> dict[str, float]:
     report = evaluate(run)
     run.journal.failures[f"evaluation after step {step}"] = report.failures
     run.workers.memory_metrics()
+    reward_times(run.rewards)
     return {**report.metrics, "time/evaluate": run.spans.take()["time/evaluate"]}
 
 
@@ -150,17 +160,6 @@ def _calibrate_first(run: Run) -> None:
     limit = run.config.rollout.max_prompt_tokens
     prompts = [run.base_collection.chat.first_prompt_tokens(task.prompt, limit) for task in tasks]
     run.rollout_workers.calibrate(prompts)
-
-
-def _nothing_learnt(step: int, metrics: Mapping[str, float]) -> str | None:
-    """A warning for a step whose groups were all left out. It is no error: the next tasks may give a signal."""
-    if "train/skipped" not in metrics or "rollout/count" not in metrics:
-        return None
-    rewards = f"{metrics['reward/count']:.0f} of {metrics['rollout/count']:.0f} rollouts have a reward"
-    return (
-        f"step {step}: no update, because no group had both different rewards and answers to train on ({rewards});"
-        f" look at rollouts/step_{step:06d}.jsonl"
-    )
 
 
 @contextmanager

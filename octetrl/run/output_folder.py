@@ -1,6 +1,6 @@
 """The run folder: locks it for one run, and cleans up after a refused run.
 
-    config.yaml  run.json  metrics.jsonl  rollouts/  checkpoints/  events.out.tfevents.*  lock
+    config.yaml  history.jsonl  run.json  metrics.jsonl  rollouts/  checkpoints/  events.out.tfevents.*  lock
 
 A lock of the operating system prevents two live runs in one folder; it ends with the process. The resolved recipe in
 `config.yaml` and the run's id (`run_identity.py`) prevent a mix of two different runs. A new run starts only in a
@@ -17,7 +17,7 @@ import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +27,7 @@ from octetrl.config.errors import UserError
 from octetrl.config.load import dump_recipe, load_recipe
 from octetrl.config.lora import targets_of
 from octetrl.config.schema import Recipe
+from octetrl.run.allowed_changes import Change, changes_between, record_changes, refuse_changes
 from octetrl.run.run_identity import (
     CHECKPOINTS,
     RUN_FILE,
@@ -40,7 +41,6 @@ from octetrl.telemetry.sinks import METRICS_FILE, last_step
 from octetrl.trainer import checkpoint
 from octetrl.workers.build import model_spec
 
-MAY_CHANGE = ("steps", "output_dir", "logging", "cluster", "evaluation", "checkpoint", "mismatch", "collapse")
 RECIPE_FILE = "config.yaml"
 
 
@@ -48,12 +48,14 @@ class OutputFolder:
     """Open it before anything is built, so that two runs cannot both start. Call `keep` when everything is built.
 
     A context manager. If it ends before `keep` (the run was refused), it removes what it created. `run_id` is the
-    folder's: a new one, or that of the resumed run (None if that run is older than ids).
+    folder's: a new one, or that of the resumed run (None if that run is older than ids). `allowed`: fields that a
+    resumed run may change (allowed_changes.py).
     """
 
-    def __init__(self, recipe: Recipe, *, resume: bool) -> None:
+    def __init__(self, recipe: Recipe, *, resume: bool, allowed: Collection[str] = ()) -> None:
         self.path = Path(recipe.output_dir)
-        self._recipe = recipe
+        self._recipe, self._allowed = recipe, allowed
+        self._changes: list[Change] = []
         self._is_kept = False
         self._made: list[Path] = []  # folders, the outermost first
         self._made_lock = False
@@ -74,6 +76,7 @@ class OutputFolder:
             try:
                 if self.run_id is not None:
                     write_run_id(self.path, self.run_id)
+                record_changes(self.path, self._last_step(), self._changes)
                 with aside.open("w", encoding="utf-8") as file:
                     file.write(dump_recipe(self._recipe))
                     file.flush()
@@ -189,18 +192,12 @@ class OutputFolder:
         return run_id
 
     def _check_same_recipe(self, saved: Recipe) -> None:
-        """Refuses a changed recipe. Resuming may change the number of steps or the logging, not what is computed."""
+        """Refuses a changed recipe, except for what resuming may change (allowed_changes.py)."""
         before, now = saved.model_dump(), self._recipe.model_dump()
-        for recipe in (before, now):
-            del recipe["environment"]["max_failure_share"]  # when to stop; it computes nothing
         if _have_same_adapters(saved, self._recipe):
             before["model"]["lora"]["targets"] = now["model"]["lora"]["targets"]
-        changed = [key for key in now if key not in MAY_CHANGE and before[key] != now[key]]
-        if changed:
-            raise UserError(
-                f"--resume: '{self.path}' was started with another recipe (different: {', '.join(sorted(changed))});"
-                f" resume it with its own {RECIPE_FILE}, or start again in another output_dir"
-            )
+        self._changes = changes_between(before, now)
+        refuse_changes(self.path, self._changes, self._allowed, saved)
 
     def _check_checkpoints_are_there(self, saved: Recipe) -> None:
         """Refuses a run that lost its checkpoints. A run that was cut off before the first one starts again."""
@@ -214,6 +211,10 @@ class OutputFolder:
                 f"--resume: '{self.path}' has metrics up to step {measured} but no checkpoint; restore"
                 f" {CHECKPOINTS}/, or start again in another output_dir"
             )
+
+    def _last_step(self) -> int:
+        last = checkpoint.latest(self.path / CHECKPOINTS)
+        return 0 if last is None else checkpoint.step_of(last)
 
     # ------------------------------------------------------------ the end
 

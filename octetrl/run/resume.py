@@ -26,6 +26,7 @@ from octetrl.models.peft_adapters import is_adapter, read_adapter_config
 from octetrl.models.row_shards import STEM
 from octetrl.run.build import Run
 from octetrl.run.device import random_state, restore_random_state
+from octetrl.run.model_source import found_model
 from octetrl.run.run_identity import CHECKPOINTS, read_run_id
 from octetrl.trainer import checkpoint
 
@@ -83,7 +84,9 @@ def restore(run: Run, path: Path) -> None:
 
 
 def weights_folder(path: Path) -> Path:
-    """The Hugging Face folder of a run folder (its run's last checkpoint), a checkpoint or a model folder."""
+    """The Hugging Face folder of a run folder (its run's last checkpoint), `RUN@STEP`, a checkpoint, a model folder, or
+    a name of the hub (model_source.py)."""
+    path = found_model(path)
     if (path / CHECKPOINTS).is_dir():
         last = checkpoint.latest_of(path / CHECKPOINTS, read_run_id(path))
         if last is None:

@@ -52,6 +52,10 @@ COLUMNS: tuple[tuple[Headline, ...], ...] = (
         Headline("train/tokens_per_second", "train tok/s", ",.0f"),
         Headline("rollout/mean_length", "length", ".0f"),
         Headline("rollout/failure_share", "failed", ".1%"),
+        Headline("rollout/truncated_share", "truncated", ".1%"),
+        Headline("reward/zero_variance_fraction", "equal rewards", ".1%"),
+        Headline("rollout/too_long_share", "too long", ".1%"),
+        Headline("time/reward", "reward s", ".2f"),
         Headline("time/step", "step s", ".2f"),
     ),
 )

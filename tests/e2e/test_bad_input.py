@@ -26,8 +26,8 @@ from octetrl.run.tiny_model import save_tokenizer
 
 RECIPE = """
 precision: fp8_full
-model: {path: model, context_length: 64}
-rollout: {prompts_per_step: 1, group_size: 2, max_prompt_tokens: 32, max_new_tokens: 8}
+model: {path: model, context_length: 128}
+rollout: {prompts_per_step: 1, group_size: 2, max_prompt_tokens: 100, max_new_tokens: 8}
 engine: {page_size: 16}
 environment: {kind: reasoning_gym, dataset: chain_sum, train_size: 8, eval_size: 2}
 cluster: {device: cpu}
@@ -94,7 +94,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (RECIPE + "stepz: 3\n", "did you mean 'steps'?"),
         (RECIPE.replace("steps: 1", "steps: many"), "steps: 'many' is not a whole number"),
         (RECIPE.replace("group_size: 2", "group_size: 1"), "no siblings"),
-        (RECIPE.replace("context_length: 64", "context_length: 39"), "raise it to 40"),
+        (RECIPE.replace("context_length: 128", "context_length: 107"), "raise it to 108"),
         (RECIPE + "algorithm: {name: sft, conversations: c.jsonl}\n", "has no data for calibration"),
     ],
 )
@@ -252,7 +252,7 @@ def test_an_output_folder_that_holds_a_run(here: Path, capsys: pytest.CaptureFix
     Path("run").mkdir()
     shutil.copy("r.yaml", "run/config.yaml")
     assert "--resume" in refused(capsys, "train", "r.yaml")
-    assert "different: seed" in refused(capsys, "train", "r.yaml", "seed=9", "--resume")
+    assert "another recipe: seed is 9, was 0" in refused(capsys, "train", "r.yaml", "seed=9", "--resume")
 
 
 def test_an_output_folder_in_use_by_a_live_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file
 
@@ -322,3 +323,17 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_later(
         return
     assert run_command(["train", str(recipe), "--resume"]) == 0
     assert_equal_runs(tmp_path / "run", whole)
+
+
+def test_a_recipe_begins_from_a_run(model: Path, tmp_path: Path) -> None:
+    """The weights of the new run's start are those that the other run ended with."""
+    run(model, tmp_path / "first", {"steps": 2, "checkpoint.every": 1})
+    run(Path(f"{tmp_path / 'first'}@1"), tmp_path / "branch", {"steps": 1, "trainer.optimizer.lr": 0.0})
+    saved = [
+        tmp_path / folder / "checkpoints" / step / "model.safetensors"
+        for folder, step in (("first", "step_000001"), ("branch", "step_000001"), ("first", "step_000002"))
+    ]
+    first, branch, later = (load_file(path) for path in saved)
+    assert all(torch.equal(first[name], branch[name]) for name in first)
+    assert any(not torch.equal(first[name], later[name]) for name in first)
+    assert "checkpoints/step_000001" in (tmp_path / "branch/config.yaml").read_text()

@@ -18,6 +18,7 @@ NOTHING: dict[str, Any] = {
     "evaluation.right_from": 0.5,
     "rollout.max_new_tokens": 4,
     "environment.max_failure_share": 1.0,
+    "failures.max_empty_steps": 0,
 }
 Row = dict[str, Any]
 
@@ -108,8 +109,8 @@ def test_steps_that_teach_nothing(
         assert ("reward/mean" in line) == (line["reward/count"] > 0)
         assert ("eval/accuracy" in line) == (line["reward/count"] > 0)
     said = capsys.readouterr().err
-    assert said.count("no update, because no group had") == 3
-    assert f"({lines[0]['reward/count']} of 8 rollouts have a reward)" in said
+    assert said.count("no update, because ") == 3
+    assert f"({lines[0]['reward/count']} of 8 rollouts have a reward" in said or not lines[0]["reward/count"]
     assert unchanged(tmp_path / "run", model)
     train(tiny_recipe(model, tmp_path / "run", NOTHING | changes | {"steps": 4}), resume=True)
     assert read_lines(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == 4

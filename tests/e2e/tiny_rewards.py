@@ -34,6 +34,11 @@ def sometimes_hangs(task: Task, completion_text: str) -> float:
     return fraction
 
 
+def always_hangs(task: Task, completion_text: str) -> float:
+    time.sleep(600)
+    return 1.0
+
+
 def always_wrong(task: Task, completion_text: str) -> float:
     raise RuntimeError("out of order")
 

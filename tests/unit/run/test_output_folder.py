@@ -102,7 +102,7 @@ def test_a_file_in_place_of_a_runs_folder_is_not_resumed(name: str) -> None:
 def test_resume_with_another_recipe_is_refused_by_the_section(changed: dict[str, object]) -> None:
     begin(recipe())
     before = Path("runs/one/config.yaml").read_bytes()
-    with pytest.raises(UserError, match=rf"another recipe \(different: .*{next(iter(changed))}"):
+    with pytest.raises(UserError, match=rf"another recipe: .*{next(iter(changed))}.* is .*, was "):
         OutputFolder(recipe(**changed), resume=True)
     assert Path("runs/one/config.yaml").read_bytes() == before
 
@@ -133,7 +133,7 @@ def test_resume_compares_the_projections_that_have_an_adapter() -> None:
     begin(adapted(None), resume=True)
     begin(adapted(every[::-1]), resume=True)
     for other in (adapted(every[1:]), recipe(model={"preset": "tiny", "init": "random", "tokenizer": "m"})):
-        with pytest.raises(UserError, match=r"another recipe \(different: model\)"):
+        with pytest.raises(UserError, match=r"another recipe: model\..* is .*, was "):
             begin(other, resume=True)
 
 
@@ -305,3 +305,31 @@ def test_a_run_that_lost_its_checkpoints_does_not_start_over_its_metrics() -> No
     with pytest.raises(UserError, match="metrics up to step 3 but no checkpoint"):
         OutputFolder(given, resume=True)
     assert Path("runs/one/metrics.jsonl").read_text().count("\n") == 3
+
+
+def test_a_resumed_run_changes_what_is_allowed_and_keeps_its_history() -> None:
+    begin(recipe())
+    faster = recipe(trainer={"optimizer": {"lr": 1e-4}, "tokens_per_micro_batch": 64})
+    with pytest.raises(UserError) as error:
+        OutputFolder(faster, resume=True, allowed=["trainer.optimizer.lr"])
+    assert "trainer.tokens_per_micro_batch is 64, was 16384;" in str(error.value)
+    assert "--allow trainer.tokens_per_micro_batch=64" in str(error.value)
+    assert not Path("runs/one/history.jsonl").exists()
+    with OutputFolder(
+        faster, resume=True, allowed=["trainer.optimizer.lr", "trainer.tokens_per_micro_batch"]
+    ) as folder:
+        folder.keep()
+    lines = [json.loads(line) for line in Path("runs/one/history.jsonl").read_text().splitlines()]
+    assert lines == [
+        {"step": 0, "field": "trainer.optimizer.lr", "old": 1e-6, "new": 1e-4},
+        {"step": 0, "field": "trainer.tokens_per_micro_batch", "old": 16384, "new": 64},
+    ]
+    begin(faster, resume=True)
+    assert len(Path("runs/one/history.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("changed", [{"seed": 5}, {"precision": "fp8"}, {"model": {"path": "n"}}])
+def test_what_the_checkpoint_depends_on_cannot_be_allowed(changed: dict[str, object]) -> None:
+    begin(recipe())
+    with pytest.raises(UserError, match="its checkpoint depends on"):
+        OutputFolder(recipe(**changed), resume=True, allowed=list(changed))

@@ -1,0 +1,176 @@
+"""The memory section of `octetrl check`: each part, and if it does not fit, the smallest changes that make it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from octetrl.cli.check_device import GIB, Device
+from octetrl.cli.fitting import Change, fits, on_each_worker, smallest_changes
+from octetrl.config.algorithm import DistillConfig
+from octetrl.config.errors import UserError
+from octetrl.config.host_memory import USABLE_HOST, available_host_bytes
+from octetrl.config.memory import (
+    MemoryEstimate,
+    Precisions,
+    ScalarModel,
+    estimate_memory,
+    fewest_checkpointed_layers,
+)
+from octetrl.config.saved_state import SavedState, saved_state, saves_beside_steps
+from octetrl.config.schema import Fp8Config, Recipe, TrainerConfig
+from octetrl.config.spec import ModelSpec
+from octetrl.fp8.policy import PrecisionPolicy, precision_policy, scoring_policy
+from octetrl.models.families import load_critic_spec, load_reward_spec, load_spec
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The memory of a recipe on a device."""
+
+    recipe: Recipe
+    spec: ModelSpec
+    policy: PrecisionPolicy
+    device: Device
+    critic: ScalarModel | None
+    scorer: ScalarModel | None
+    teacher: tuple[ModelSpec, Precisions] | None
+
+    @classmethod
+    def of(cls, recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device: Device) -> MemoryPlan:
+        """Raises UserError if a further model of the recipe can't be read."""
+        return cls(recipe, spec, policy, device, _critic(recipe, spec), _scorer(recipe), _teacher(recipe))
+
+    def estimate(self, recipe: Recipe) -> MemoryEstimate:
+        """The estimate for `recipe`, which has the same models and the same precision."""
+        return estimate_memory(
+            recipe,
+            self.spec,
+            self.policy.precisions(),
+            on_gpu=self.device.on_gpu,
+            device_bytes=self.device.num_bytes,
+            critic=self.critic,
+            scorer=self.scorer,
+            teacher=self.teacher,
+        )
+
+    def problem(self, is_allowed: Callable[[Sequence[Change]], bool]) -> str | None:
+        """One line if the recipe needs more than the device has, with the smallest changes that make it fit.
+
+        is_allowed: whether a recipe with these changes is valid.
+        """
+        available = self.device.num_bytes
+        cluster = self.recipe.cluster
+        if available is None or cluster.cpus is not None or cluster.workers_per_gpu > 1:
+            return None  # not known, or several workers share it
+        if fits(self.recipe, self.estimate(self.recipe), available):
+            return None
+        needs = on_each_worker(self.recipe, self.estimate(self.recipe), available)
+        needed, tokens = needs.total_bytes, needs.kv_cache_tokens
+        what = f"it needs {size(needed)} of {size(available)}"
+        if needed <= available:
+            what = f"{size(available)} leave room for {tokens or 0:,} tokens of the KV cache, less than one rollout"
+        found = smallest_changes(self.recipe, self.estimate, available, is_allowed, on_gpu=self.device.on_gpu)
+        ways = [" ".join(change.override for change in changes) for changes in found]
+        remedy = f"it fits with {'; or with '.join(ways)}"
+        if not ways:
+            remedy = "no smaller setting makes it fit; use a smaller model, model.lora={}, or a device with more memory"
+        return f"memory: {what}; {remedy}"
+
+
+def memory_lines(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
+    """The estimate by part, with what a larger KV cache or fewer checkpointed layers could use."""
+    recipe, device = plan.recipe, plan.device
+    estimate = plan.estimate(recipe)
+    for part in estimate.parts:
+        yield part.name, f"{size(part.num_bytes):>12}   {part.how}"
+    if estimate.kv_cache_tokens is None:
+        share = f"{recipe.engine.kv_memory_fraction:.0%} of the memory left"
+        yield "KV cache", f"{'?':>12}   {share}, {estimate.kv_bytes_per_token:,} bytes a token"
+    of_device = "" if device.num_bytes is None else f"   of {size(device.num_bytes)}"
+    if estimate.takes_turns and estimate.kv_bytes_per_token:
+        training = estimate.training_bytes
+        of_device += f"; {size(training)} while training, with the KV cache freed"
+    yield "total", f"{size(estimate.total_bytes):>12}{of_device}"
+    if device.num_bytes is not None:
+        yield from _room(estimate, device.num_bytes)
+        if device.on_gpu:
+            fewest = fewest_checkpointed_layers(recipe, plan.spec.num_layers, device.num_bytes, plan.estimate)
+            yield from _less_checkpointing(recipe.trainer, plan.spec.num_layers, fewest)
+    if saves_beside_steps(recipe):
+        yield from _copy_for_saving(recipe, saved_state(recipe, plan.spec, plan.critic), estimate, device)
+
+
+def _copy_for_saving(
+    recipe: Recipe, state: SavedState, estimate: MemoryEstimate, device: Device
+) -> Iterator[tuple[str, str]]:
+    """The host memory that lets a checkpoint be written while the next step runs, and whether there is as much."""
+    yield (
+        "checkpoint copy",
+        f"{size(state.num_bytes):>12}   of the host's memory, so that saving does not stop the run",
+    )
+    free = available_host_bytes() if device.is_here else None
+    if free is not None:
+        if not device.on_gpu:
+            free -= estimate.total_bytes
+        elif recipe.trainer.optimizer.offload:
+            free -= state.optimizer
+        if state.num_bytes > USABLE_HOST * free:
+            yield "", f"the host has room for {size(max(free, 0))}: each checkpoint will stop the run while written"
+
+
+def _less_checkpointing(trainer: TrainerConfig, num_layers: int, fewest: int | None) -> Iterator[tuple[str, str]]:
+    """How few layers need to run again in the backward, where that is fewer than do."""
+    asked = num_layers if trainer.checkpointed_layers is None else trainer.checkpointed_layers
+    if trainer.activation_checkpointing != "none" and fewest is not None and fewest < asked:
+        said = f"{fewest} of {num_layers} layers are enough: trainer.checkpointed_layers={fewest} is faster"
+        yield "checkpointing", said
+
+
+def _critic(recipe: Recipe, spec: ModelSpec) -> ScalarModel | None:
+    if recipe.algorithm.name != "ppo":
+        return None
+    if recipe.critic.path is not None:
+        spec = load_critic_spec(recipe.critic.path, spec, recipe.model.context_length)
+    return ScalarModel(spec, _training_alone(precision_policy(spec, recipe.fp8)))
+
+
+def _scorer(recipe: Recipe) -> ScalarModel | None:
+    if recipe.environment.reward_model is None:
+        return None
+    spec = load_reward_spec(recipe.environment.reward_model)
+    return ScalarModel(spec, _training_alone(scoring_policy(spec, recipe.fp8)))
+
+
+def _training_alone(policy: PrecisionPolicy) -> Precisions:
+    """Of a model that draws nothing: only what it computes scalars with has codes."""
+    return replace(policy.precisions(), fp8_rollout=[])
+
+
+def _teacher(recipe: Recipe) -> tuple[ModelSpec, Precisions] | None:
+    algorithm = recipe.algorithm
+    if not isinstance(algorithm, DistillConfig):
+        return None
+    assert algorithm.teacher is not None, "validated: distill has a teacher"
+    try:
+        spec = load_spec(algorithm.teacher)
+    except UserError as error:
+        raise UserError(f"algorithm.teacher: {error}") from None
+    fp8 = Fp8Config(train=algorithm.teacher_precision == "fp8")
+    return spec, precision_policy(spec, fp8, recipe.numerics).precisions()
+
+
+def _room(estimate: MemoryEstimate, device_bytes: int) -> Iterator[tuple[str, str]]:
+    """What a larger KV cache could take."""
+    if estimate.total_bytes > device_bytes or not estimate.kv_bytes_per_token:
+        return
+    room = device_bytes - estimate.bytes_when("always")
+    room -= sum(part.num_bytes for part in estimate.parts if part.when == "generating" and part.name != "KV cache")
+    if not estimate.takes_turns:
+        room -= estimate.bytes_when("training")
+    tokens = room // estimate.kv_bytes_per_token
+    yield "room for KV cache", f"{size(room):>12}   {tokens:,} tokens, if nothing else uses the memory"
+
+
+def size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.2f} MiB"

@@ -1,0 +1,53 @@
+"""The part of `octetrl check --sample N` that draws N answers and shows them with their rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import typer
+
+from octetrl.config.errors import UserError
+from octetrl.config.text import escaped
+
+if TYPE_CHECKING:
+    from octetrl.config.schema import Recipe
+    from octetrl.records import Rollout
+
+MOST_CHARACTERS = 600  # of a prompt or an answer: its end is left out
+
+
+def refuse_sample(recipe: Recipe, elsewhere: bool) -> None:
+    """Raise UserError if no answers can be drawn here."""
+    if elsewhere:
+        raise UserError("--sample: it draws answers on this machine; leave --memory-gib out")
+    if recipe.algorithm.learns_from != "rollouts":
+        raise UserError(f"--sample: {recipe.algorithm.name} draws no answers; leave it out")
+
+
+def show_sample(recipe: Recipe, number: int) -> None:
+    """Draw `number` answers and print each with its prompt and reward."""
+    from octetrl.run.sample import sample_answers
+
+    typer.echo(f"sample of {number}")
+    for place, group in enumerate(sample_answers(recipe, number), start=1):
+        for line in _lines(place, group.rollouts[0]):
+            typer.echo(line)
+
+
+def _lines(place: int, rollout: Rollout) -> Iterator[str]:
+    tokens = sum(len(turn.completion.token_ids) for turn in rollout.turns)
+    reward = "no reward" if rollout.reward is None else f"reward {rollout.reward:g}"
+    yield f"  {place}. task {rollout.task.id}: {reward}, {rollout.status}, {tokens} tokens"
+    if rollout.task.answer is not None:
+        yield f"     reference  {_shortened(rollout.task.answer)}"
+    yield f"     prompt     {_shortened(rollout.task.prompt)}"
+    yield f"     answer     {_shortened(rollout.text)}"
+    if rollout.detail is not None:
+        yield f"     detail     {_shortened(rollout.detail)}"
+
+
+def _shortened(text: str) -> str:
+    """On one line, without control characters."""
+    line = escaped(text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]} ...")
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)

@@ -1,0 +1,39 @@
+"""What a score looks like from outside: whether it can be called as score(task, completion_text), and where it is."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+from octetrl.config.errors import UserError
+from octetrl.records import Task
+
+
+def check_signature(score: Any, what: str) -> None:
+    """Raises UserError unless `score` is a plain function of (task, completion_text). what: its name in the message."""
+    if inspect.iscoroutinefunction(score):
+        raise UserError(
+            f"{what} ({place_of(score)}) is async; write a plain function of (task, completion_text) that returns a"
+            " number"
+        )
+    try:
+        signature = inspect.signature(score)
+    except (TypeError, ValueError):  # a function of C has no signature
+        return
+    try:
+        signature.bind(Task("", ""), "")
+    except TypeError as error:
+        raise UserError(
+            f"{what} ({place_of(score)}) takes {signature}, but is called with (task, completion_text): {error}; take"
+            " these two arguments"
+        ) from None
+
+
+def place_of(score: Any) -> str:
+    """Name, file and line of a function, method or callable object, such as `by_length, rewards.py:12`."""
+    function = score if inspect.isroutine(score) or not callable(score) else type(score).__call__
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    code = getattr(function, "__code__", None)
+    name = getattr(score, "__qualname__", None) or type(score).__qualname__
+    return name if code is None else f"{name}, {Path(code.co_filename).name}:{code.co_firstlineno}"

@@ -1,0 +1,104 @@
+"""What a resumed run may change, and the record of it.
+
+`logging`, `steps` and some other sections may always change. `octetrl train R --resume --allow FIELD=VALUE` changes a
+field that affects what is computed from the next step on: the learning rate, the objective's settings, the lengths. A
+field that the checkpoint's state depends on (model, precision, tasks, format of the optimizer's states) can't change;
+a new run can start from the weights instead.
+
+Each change is a line of `history.jsonl` in the run's folder: {"step", "field", "old", "new"}. `step` is the last step
+with the old value.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octetrl.config.errors import UserError
+from octetrl.config.schema import Recipe
+
+HISTORY_FILE = "history.jsonl"
+MAY_CHANGE = (
+    *("steps", "output_dir", "logging", "cluster", "evaluation", "checkpoint", "mismatch", "collapse", "failures"),
+    "environment.max_failure_share",  # when to stop; it computes nothing
+)
+CANNOT_CHANGE = (
+    *("precision", "numerics", "model", "fp8", "data", "seed", "critic.path"),
+    *("algorithm.name", "algorithm.conversations", "algorithm.teacher", "algorithm.teacher_precision"),
+    *("environment.kind", "environment.dataset", "environment.columns", "environment.parameters"),
+    *("environment.train_size", "environment.eval_size", "environment.seed", "environment.prompt_template"),
+    *("trainer.optimizer.states", "trainer.optimizer.master", "trainer.optimizer.offload"),
+    *("critic.optimizer.states", "critic.optimizer.master", "critic.optimizer.offload"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A field whose value differs from the saved recipe's."""
+
+    field: str
+    old: Any
+    new: Any
+
+    @property
+    def text(self) -> str:
+        return f"{self.field} is {json.dumps(self.new)}, was {json.dumps(self.old)}"
+
+
+def changes_between(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """The differing fields of two recipes as plain data, except those that may always change."""
+    return [change for change in _differences(saved, now, "") if not _is_below(change.field, MAY_CHANGE)]
+
+
+def refuse_changes(folder: Path, changes: Collection[Change], allowed: Collection[str], saved: Recipe) -> None:
+    """Raise UserError for the changes that are not allowed, with both values of each."""
+    fixed = [change for change in changes if _is_below(change.field, CANNOT_CHANGE)]
+    if fixed:
+        raise UserError(
+            f"--resume: '{folder}' was started with another recipe: {_listed(fixed)}; its checkpoint depends on"
+            f" {'this' if len(fixed) == 1 else 'these'}, so resume it with its own config.yaml, or start again in"
+            " another output_dir"
+        )
+    others = [change for change in changes if not _is_below(change.field, allowed)]
+    if others:
+        allow = " ".join(f"--allow {change.field}={json.dumps(change.new)}" for change in others[:3])
+        raise UserError(
+            f"--resume: '{folder}' was started with another recipe: {_listed(others)}; resume it with its own"
+            f" config.yaml, or change it from here on with {allow}"
+        )
+    if any(change.field == "algorithm.kl_coefficient" for change in changes) and not saved.algorithm.keeps_reference:
+        raise UserError(
+            "--allow algorithm.kl_coefficient: the run has no reference model to measure the KL against; start again in"
+            " another output_dir"
+        )
+
+
+def record_changes(folder: Path, step: int, changes: Collection[Change]) -> None:
+    """Append the changes to the folder's history."""
+    if changes:
+        lines = [
+            json.dumps({"step": step, "field": change.field, "old": change.old, "new": change.new}) + "\n"
+            for change in changes
+        ]
+        with (folder / HISTORY_FILE).open("a", encoding="utf-8") as file:
+            file.writelines(lines)
+
+
+def _differences(old: Any, new: Any, name: str) -> Iterator[Change]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in dict.fromkeys((*old, *new)):
+            yield from _differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)
+    elif old != new:
+        yield Change(name, old, new)
+
+
+def _is_below(field: str, sections: Collection[str]) -> bool:
+    return any(field == section or field.startswith(f"{section}.") for section in sections)
+
+
+def _listed(changes: Collection[Change]) -> str:
+    shown = [change.text for change in list(changes)[:5]]
+    return "; ".join([*shown, f"and {len(changes) - 5} more"] if len(changes) > 5 else shown)

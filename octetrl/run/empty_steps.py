@@ -1,0 +1,82 @@
+"""Steps without a trained token: why a step taught nothing, and when that ends the run.
+
+    no rollout has a reward          at the first step the run ends: its prompts are too long, or its score fails
+    rewards, but no trained token    a warning, because the next tasks may give a signal
+
+After `failures.max_empty_steps` such steps in a row the run ends, whatever the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from octetrl.config.errors import RunFailed
+from octetrl.config.schema import Recipe
+
+
+class EmptySteps:
+    """Counts empty steps in a row. Call `warning` once a step, then `check`."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._most = recipe.failures.max_empty_steps
+        self._in_a_row = 0
+        self._has_trained = False
+
+    def warning(self, step: int, metrics: Mapping[str, float]) -> str | None:
+        """A line that says why the step taught nothing. None: it did."""
+        if "train/skipped" not in metrics:
+            self._in_a_row, self._has_trained = 0, True
+            return None
+        self._in_a_row += 1
+        where = f"; look at rollouts/step_{step:06d}.jsonl" if "rollout/count" in metrics else ""
+        return f"step {step}: no update, because {self._reason(metrics)}{where}"
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Raises RunFailed if no further step is worth its time."""
+        if not self._most or not self._in_a_row:
+            return
+        has_rewards = metrics.get("reward/count", 0.0) > 0
+        if step == 1 and not has_rewards:
+            raise RunFailed(f"step 1 has no trained token: {self._reason(metrics)}")
+        if self._in_a_row >= self._most:
+            raise RunFailed(
+                f"{self._in_a_row} steps in a row have no trained token (failures.max_empty_steps); in the last one"
+                f" {self._reason(metrics)}"
+            )
+
+    def _reason(self, metrics: Mapping[str, float]) -> str:
+        if "rollout/count" not in metrics:
+            return "no example of the batch has a token to train on; look at data.too_long and the lengths of the data"
+        count, rewards = metrics["rollout/count"], metrics["reward/count"]
+        limit = self._recipe.rollout.max_prompt_tokens
+        if metrics["rollout/prompt_too_long"] == count:
+            return f"every prompt has more than {limit} tokens; raise rollout.max_prompt_tokens, or shorten the tasks"
+        if not rewards:
+            failed = [
+                f"{metrics[f'rollout/{status}']:.0f} {status}"
+                for status in _WITHOUT_REWARD
+                if metrics.get(f"rollout/{status}")
+            ]
+            return f"none of {count:.0f} rollouts has a reward ({', '.join(failed)})"
+        having = f"{rewards:.0f} of {count:.0f} rollouts have a reward"
+        if metrics.get("reward/zero_variance_fraction") == 1.0:
+            return (
+                f"the rewards are equal within every group ({having}, on average {metrics['reward/mean']:.3g}); give"
+                " easier or harder tasks, or a larger rollout.group_size"
+            )
+        if metrics.get("rollout/truncated_share") == 1.0:
+            return f"every answer was cut at its limit ({having}); raise rollout.max_new_tokens, or algorithm.overlong"
+        return f"no group had both different rewards and answers to train on ({having})"
+
+
+_WITHOUT_REWARD = (
+    "prompt_too_long",
+    "reward_error",
+    "reward_timeout",
+    "reward_crash",
+    "reward_memory",
+    "tool_error",
+    "environment_error",
+    "environment_timeout",
+)

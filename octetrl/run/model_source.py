@@ -1,0 +1,107 @@
+"""Finds a model by the name that a person gives: a folder, a run, `RUN@STEP`, or a name of the Hugging Face hub.
+
+    models/Qwen3-0.6B        a folder: used as it is
+    runs/mine                a run: its last checkpoint
+    runs/mine@40             a run: its checkpoint after step 40
+    Qwen/Qwen3-0.6B          the hub, if there is no such folder; `Qwen/Qwen3-0.6B@REVISION` for another revision
+
+A model of the hub is fetched by huggingface_hub into its cache, which continues an interrupted download. The folder
+that it returns contains the revision's commit, so the recipe that a run saves names exactly these weights.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from octetrl.config.errors import UserError, nearest_file
+from octetrl.config.schema import Recipe
+
+HUB_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
+SETTINGS = ("*.json", "*.txt", "*.model", "*.jinja")
+WEIGHTS = "*.safetensors"
+_LOCAL = ("models", "model", "runs", "checkpoints", "output", "outputs", "data")  # never an owner of the hub
+
+
+def found_model(name: str | Path, *, weights: bool = True) -> Path:
+    """The path of a model, run or checkpoint. Only names that are no local path are looked up elsewhere.
+
+    weights: False to fetch only settings and tokenizer from the hub. Raises UserError if the hub lacks the model or
+    can't be reached."""
+    path = Path(name)
+    if "\0" in str(name) or path.exists():
+        return path
+    run, at, step = str(name).rpartition("@")
+    if at and (Path(run) / "checkpoints").is_dir():
+        return _checkpoint(Path(run), step)
+    hub = _hub_name(name)
+    return path if hub is None else _fetched(hub["name"], hub["revision"], weights)  # or the caller reports it
+
+
+def is_of_hub(name: str | Path) -> bool:
+    """Whether `found_model` looks the name up on the hub."""
+    return _hub_name(name) is not None
+
+
+def _hub_name(name: str | Path) -> re.Match[str] | None:
+    path, hub = Path(name), HUB_NAME.fullmatch(str(name))
+    run = Path(str(name).rpartition("@")[0])
+    if hub is None or path.exists() or (run / "checkpoints").is_dir():
+        return None
+    return None if path.parent.exists() or path.parts[0] in _LOCAL else hub
+
+
+def with_found_model(recipe: Recipe, *, weights: bool = True) -> Recipe:
+    """The recipe with the folder of its model in place of a run or a name of the hub."""
+    given = recipe.model.path
+    if given is None:
+        return recipe
+    path = found_model(given, weights=weights)
+    if not (path / "checkpoints").is_dir() and not (path / "manifest.json").is_file():
+        changed = {} if str(path) == str(Path(given)) else {"path": str(path)}
+    else:
+        from octetrl.run.resume import trained_model, weights_folder
+
+        changed = trained_model(weights_folder(path))
+        if recipe.model.tokenizer is not None:
+            del changed["tokenizer"]
+        if recipe.model.lora is not None:
+            if changed["lora"] is not None:
+                raise UserError(
+                    f"model.path: '{given}' trained an adapter, and the recipe has model.lora too; give model.lora.path"
+                    " the adapter's folder, or export the run first"
+                )
+            del changed["lora"]
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update=changed)}) if changed else recipe
+
+
+def _checkpoint(run: Path, step: str) -> Path:
+    found = sorted(path.name.removeprefix("step_") for path in (run / "checkpoints").glob("step_*"))
+    if not step.isdecimal() or f"{int(step):06d}" not in found:
+        steps = ", ".join(str(int(one)) for one in found if one.isdecimal()) or "none"
+        raise UserError(f"'{run}@{step}': the run has no checkpoint of step {step}; it has {steps}")
+    return run / "checkpoints" / f"step_{int(step):06d}"
+
+
+def _fetched(name: str, revision: str | None, weights: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    patterns = [*SETTINGS, *([WEIGHTS] if weights else [])]
+    at = f" --revision {revision}" if revision else ""
+    folder = f"models/{name.rpartition('/')[2]}"
+    by_hand = f"hf download {name}{at} --local-dir {folder}, then model.path={folder}"
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except RepositoryNotFoundError:
+        hint = nearest_file(Path(name))
+        raise UserError(
+            f"model '{name}': there is no such folder, and the hub has no such model that you may read{hint}; correct"
+            " the name, or log in with `hf auth login`"
+        ) from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = " ".join(str(error).split())[:100]
+        raise UserError(
+            f"model '{name}': there is no such folder, and the hub can't be used ({reason}); on a machine with a"
+            f" network: {by_hand}"
+        ) from None

@@ -1,0 +1,191 @@
+"""Tries a recipe's tasks, prompts and score before a run does: `octetrl check` shows the result. No torch.
+
+A sample of the training tasks is made and tokenized. The score is called in a reward process, as in a run, on the
+reference answers of some tasks, on an empty text and on garbage. So a run whose prompts are all too long, or whose
+score can't be used, is refused before it begins.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from octetrl.config.environment import EnvironmentConfig
+from octetrl.config.errors import UserError
+from octetrl.config.schema import Recipe
+from octetrl.config.text import TextTooLong
+from octetrl.environments.base import Environment, Taskset
+from octetrl.environments.judge import Judge
+from octetrl.environments.python_reward import PythonReward
+from octetrl.environments.scoring import RETURNED_BY, RewardWorkers, Score
+from octetrl.environments.turns.dialogue import is_dialogue, toolbox_of
+from octetrl.records import RolloutStatus, Task
+from octetrl.rollout.chat_tokens import ChatTokens, Tokenizer
+from octetrl.run.environment import build_environment
+
+MOST_TASKS, MOST_SECONDS = 64, 5.0  # of the sample: tasks may take long to make
+REFERENCES = 2  # tasks whose reference answers are scored
+MANY_TOO_LONG = 0.1  # share of prompts above which it is worth a line
+GARBAGE = "}{ 1e999 \\frac{ </answer> \u2603 \n\n <|nothing|> 'quote\" 0x -inf"
+
+
+@dataclass(slots=True)
+class Rehearsal:
+    """What was found. `lines` are (name, text) to show, `problems` what a run would fail with."""
+
+    lines: list[tuple[str, str]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def warn(self, text: str) -> None:
+        self.lines.append(("warning", text))
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        try:
+            yield
+        except UserError as error:
+            self.problems.append(str(error))
+
+
+def rehearse(recipe: Recipe, tokenizer: Tokenizer | None) -> Rehearsal:
+    """Try tasks, prompts and score. tokenizer: None if it can't be read, then no prompt is tokenized.
+
+    An environment that can't be built is no problem here, because the checks of files report it."""
+    found, config = Rehearsal(), recipe.environment
+    if config.dataset is None:
+        return found
+    try:
+        environment = build_environment(config)
+    except UserError:
+        with found.collecting():
+            _load_reward(config)
+        return found
+    tasks: list[Task] = []
+    with found.collecting():
+        tasks = _sample(environment, config)
+    if tasks and tokenizer is not None:
+        with found.collecting():
+            _rehearse_prompts(found, recipe, environment, tokenizer, tasks)
+    with found.collecting():
+        scores = None if is_dialogue(environment) or config.reward_model or config.judge else environment.score
+        if scores is None or not tasks:
+            _load_reward(config)
+        else:
+            with RewardWorkers(
+                scores,
+                timeout_seconds=config.reward_timeout_seconds,
+                processes=config.reward_workers,
+                memory_mib=config.reward_memory_mib,
+                load_seconds=config.load_timeout_seconds,
+            ) as workers:
+                _rehearse_score(found, config, workers, tasks)
+    return found
+
+
+def _sample(environment: Environment, config: EnvironmentConfig) -> list[Task]:
+    """The first training tasks, as many as can be made in the time. Raises UserError if there are too few tasks."""
+    taskset = Taskset(environment.tasks, eval_size=config.eval_size, seed=config.seed)
+    tasks: dict[str, Task] = {}
+    ends = time.monotonic() + MOST_SECONDS
+    for _ in range(min(MOST_TASKS, len(environment.tasks))):
+        (task,) = taskset.next_batch(1)
+        tasks.setdefault(task.id, task)
+        if time.monotonic() > ends:
+            break
+    return list(tasks.values())
+
+
+def _rehearse_prompts(
+    found: Rehearsal, recipe: Recipe, environment: Environment, tokenizer: Tokenizer, tasks: Sequence[Task]
+) -> None:
+    system_prompt = recipe.rollout.system_prompt
+    if system_prompt is None:
+        system_prompt = getattr(environment, "system_prompt", None)
+    chat = ChatTokens(tokenizer, system_prompt, tools=toolbox_of(environment).schemas())
+    limit = recipe.rollout.max_prompt_tokens
+    lengths = sorted(_num_tokens(chat, task.prompt, recipe.model.context_length) for task in tasks)
+    late = lengths[math.ceil(0.99 * len(lengths)) - 1]
+    too_long = sum(length > limit for length in lengths)
+    found.lines.append(
+        (
+            "prompts",
+            f"{len(lengths)} tried: median {statistics.median(lengths):,.0f} tokens, 99% at most {late:,}; limit"
+            f" {limit:,}, {too_long / len(lengths):.0%} too long",
+        )
+    )
+    if too_long == len(lengths):
+        found.problems.append(
+            f"rollout.max_prompt_tokens: {limit} is less than every prompt that was tried has ({lengths[0]:,} to"
+            f" {lengths[-1]:,} tokens), so nothing would be sampled; raise it to at least {late:,}"
+        )
+    elif too_long > MANY_TOO_LONG * len(lengths):
+        found.warn(f"prompts that are too long get no answer; rollout.max_prompt_tokens={late} takes 99% of them")
+
+
+def _num_tokens(chat: ChatTokens, prompt: str, limit: int) -> int:
+    """Exact, or a lower bound above `limit`."""
+    try:
+        return len(chat.prompt_tokens(prompt, limit))
+    except TextTooLong as error:
+        return max(error.tokens, limit + 1)
+
+
+def _load_reward(config: EnvironmentConfig) -> None:
+    """Only load the score: there is nothing to call it with, or it is not the environment's."""
+    if config.reward is not None:
+        RewardWorkers(
+            PythonReward(config.reward),
+            timeout_seconds=config.reward_timeout_seconds,
+            memory_mib=config.reward_memory_mib,
+            load_seconds=config.load_timeout_seconds,
+        ).close()
+    if config.judge is not None:
+        Judge(config.judge).close()
+
+
+def _rehearse_score(found: Rehearsal, config: EnvironmentConfig, workers: RewardWorkers, tasks: Sequence[Task]) -> None:
+    tried = [
+        ("reference answer", task, reference_text(config, task.answer)) for task in tasks if task.answer is not None
+    ][:REFERENCES]
+    tried += [("empty text", tasks[0], ""), ("garbage", tasks[0], GARBAGE)]
+    scores = workers.score([(task, text) for _, task, text in tried])
+    shown: dict[str, Score] = {}
+    for (name, _, _), score in zip(tried, scores, strict=True):
+        shown.setdefault(name, score)
+    found.lines += [(name, _shown(score)) for name, score in shown.items()]
+    failed = [score for score in scores if score.reward is None]
+    wrong_type = [score for score in failed if RETURNED_BY in (score.detail or "")]
+    field_name = "environment.reward" if config.reward is not None else "environment"
+    if wrong_type:
+        found.problems.append(f"{field_name}: {wrong_type[0].detail}; return a finite number")
+    elif len(failed) == len(scores):
+        found.problems.append(
+            f"{field_name}: the score fails on every text that was tried ({failed[0].status}: {failed[0].detail})"
+        )
+    elif failed:
+        found.warn("where the score fails, a rollout has no reward and is left out")
+    rewards = [score.reward for score in scores]
+    if not failed and len(scores) > 2 and len(set(rewards)) == 1:
+        found.warn("reference answer, empty text and garbage get the same reward; equal rewards teach nothing")
+    elif config.reward is None and config.answer_marker is not None and rewards[0] == rewards[-2] and len(scores) > 2:
+        found.warn(f"the reference answer after '{config.answer_marker}' is worth no more than an empty text")
+
+
+def reference_text(config: EnvironmentConfig, answer: str) -> str:
+    """A completion that gives `answer` as the recipe's marker wants it."""
+    marker = config.answer_marker
+    if marker is None:
+        boxed = config.kind == "math" and "$" not in answer and "\\boxed" not in answer
+        return f"\\boxed{{{answer}}}" if boxed else answer
+    closing = f"</{marker[1:]}" if marker.startswith("<") and marker.endswith(">") else ""
+    return f"{marker} {answer}{closing}"
+
+
+def _shown(score: Score) -> str:
+    if score.status is RolloutStatus.SCORED:
+        return f"reward {score.reward:g}"
+    return f"no reward, {score.status}: {score.detail}"

@@ -1,0 +1,26 @@
+"""Draws a few answers by a recipe and scores them, without training: `octetrl check --sample N`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from octetrl.config.schema import Recipe
+from octetrl.records import RolloutGroup
+from octetrl.rollout.collect import collect_groups
+from octetrl.run.build import build_run
+
+
+def sample_answers(recipe: Recipe, number: int) -> list[RolloutGroup]:
+    """One rollout of each of the first `number` training tasks, with the recipe's sampling. Writes nothing."""
+    quiet = recipe.model_copy(update={"logging": recipe.logging.model_copy(update={"console": "quiet"})})
+    run = build_run(quiet, trains=False)
+    try:
+        run.step = 1
+        tasks = run.taskset.next_batch(number)
+        if run.rollout_workers.needs_calibration:
+            limit = recipe.rollout.max_prompt_tokens
+            chat = run.base_collection.chat
+            run.rollout_workers.calibrate([chat.first_prompt_tokens(task.prompt, limit) for task in tasks])
+        return collect_groups(tasks, run.rewards, run.rollout_workers, replace(run.collection, group_size=1))
+    finally:
+        run.close()

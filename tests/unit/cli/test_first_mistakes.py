@@ -1,0 +1,179 @@
+"""What a newcomer mistypes or leaves out is answered in one line that says what to do."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import octetrl
+from octetrl.cli.eval import recipe_of
+from octetrl.cli.main import run_command
+from octetrl.config.errors import UserError
+from octetrl.config.load import load_recipe
+from octetrl.config.presets import preset_config
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> str:
+    assert run_command(arguments) == code
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1
+    return text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["check", "demo_grpo", "--memory-gib", "abc"], "octetrl: --memory-gib: 'abc' is not a number (see `octetrl"),
+        (["check", "demo_grpo", "--memory-gib=abc"], "octetrl: --memory-gib: 'abc' is not a number (see"),
+        (["generate", "x", "-p", "a", "-n", "1.5"], "octetrl: --n: '1.5' is not a whole number (see"),
+        (["generate", "x", "-p", "a", "--n", "0"], "octetrl: --n: '0' is out of range; it must be at least 1 (see"),
+        (["generate", "x", "-p", "a", "--precision", "fp9"], "--precision: 'fp9' is not allowed; choose one of bf16, "),
+        (["recipes", "demo_grpo"], "octetrl: 'demo_grpo' is one argument too many; leave it out"),
+        (["check", "r", "--memory", "3"], "--memory: there is no such option; did you mean '--memory-gib'?"),
+        (
+            ["train", "demo_sft", "steps"],
+            "command line: override 'steps' is not section.key=value; write steps=VALUE",
+        ),
+        (["train", "demo_sft", "stepps"], "command line: override 'stepps' is not section.key=value, such as seed=1"),
+    ],
+)
+def test_a_wrong_option_or_override(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert says in said(capsys, *arguments)
+
+
+def test_help_labels_types_with_words(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    for verb in ("check", "generate", "train", "eval", "serve", "export"):
+        assert run_command([verb, "--help"]) == 0
+        shown = capsys.readouterr().out
+        for label in ("<str>", "<int", "<float", "<bool>", "list[str]", "<bf16"):
+            assert label not in shown
+    assert "--to" in shown and "DIR" in shown
+
+
+def test_a_model_without_a_tokenizer_is_no_matter_of_a_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(preset_config("tiny")))
+    text = said(capsys, "generate", str(tmp_path), "-p", "hi")
+    assert "has none of tokenizer.json" in text and "copy the model's tokenizer files into it" in text
+    assert "model.tokenizer" not in text
+
+
+def test_a_recipe_extends_a_shipped_one_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("extends: demo_grpo\nsteps: 7\n")
+    mine, theirs = load_recipe(path), load_recipe("demo_grpo")
+    assert mine.steps == 7 and mine.model_copy(update={"steps": theirs.steps}) == theirs
+    path.write_text("extends: demo_gppo\n")
+    with pytest.raises(UserError, match=r"extends: there is no file .*; did you mean 'demo_\w+'"):
+        load_recipe(path)
+    (tmp_path / "demo_grpo").write_text("extends: demo_grpo.yaml\n")
+    path.write_text("extends: demo_grpo\n")
+    with pytest.raises(UserError, match=r"demo_grpo\.yaml: no such file"):  # the one beside it comes first
+        load_recipe(path)
+
+
+def test_another_kind_of_environment_drops_the_parameters_of_the_former(tmp_path: Path) -> None:
+    changed = load_recipe("demo_grpo", ["environment.kind=jsonl", "environment.dataset=t.jsonl"]).environment
+    assert load_recipe("demo_grpo").environment.parameters and not changed.parameters
+    path = tmp_path / "mine.yaml"
+    path.write_text("extends: demo_grpo\nenvironment: {kind: jsonl, dataset: t.jsonl}\n")
+    assert load_recipe(path).environment == changed
+    same = load_recipe("demo_grpo", ["environment.kind=reasoning_gym"])
+    assert same == load_recipe("demo_grpo")
+    with pytest.raises(UserError, match=r"environment\.parameters: a have no effect"):
+        load_recipe(path, ["environment.parameters.a=1"])
+
+
+def test_python_is_answered_in_python() -> None:
+    with pytest.raises(UserError) as error:
+        octetrl.train(tasks=[{"prompt": "a", "answer": "b"}])
+    assert str(error.value) == (
+        "octetrl.train: model: missing; give a Hugging Face folder, such as model='models/Qwen3-0.6B'"
+    )
+    with pytest.raises(UserError) as error:
+        octetrl.train(model="m")
+    assert str(error.value) == (
+        "octetrl.train: tasks: missing; give a JSONL file, or a list of {'prompt': ..., 'answer': ...}"
+    )
+    with pytest.raises(UserError, match=r"tasks\[1\]: it has no answer, and there is no reward; give each task"):
+        octetrl.train(model="m", tasks=[{"prompt": "a", "answer": "b"}, {"prompt": "a"}])
+
+
+def test_a_missing_model_hides_no_other_missing_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sources = "data.sources={one: {path: one.jsonl}, two: {path: two.jsonl}}"
+    (tmp_path / "r.yaml").write_text("model: {path: gone}\nalgorithm: {name: sft}\n")
+    assert run_command(["check", "r.yaml", sources, "model.lora={path: adapter}"]) == 2
+    text = capsys.readouterr().err
+    for missing in ("'gone' does not exist", "'one.jsonl'", "'two.jsonl'", "model.lora.path: no folder 'adapter'"):
+        assert missing in text
+    distill = ["algorithm.name=distill", "algorithm.teacher=teacher", "environment.dataset=chain_sum"]
+    assert run_command(["check", "r.yaml", *distill]) == 2
+    text = capsys.readouterr().err
+    assert "'gone' does not exist" in text and "algorithm.teacher: model folder 'teacher' does not exist" in text
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe with a module beside it, in a folder that is not the working directory."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "tasks_to_find.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    environment = {"kind": "jsonl", "eval_size": 0, "dataset": str(folder / "tasks_to_find.jsonl")}
+    tree = {"model": {"path": "gone"}, "environment": environment | {"reward": "beside_recipe:right"}}
+    (folder / "mine.yaml").write_text(json.dumps(tree))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    return folder
+
+
+def test_a_module_is_found_beside_the_recipe(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "beside_recipe.py").write_text("def right(task, text):\n    return float(text == task.answer)\n")
+    assert run_command(["check", "project/mine.yaml"]) == 2
+    shown = capsys.readouterr()
+    assert "reference answer    reward 1" in shown.out
+    assert "beside_recipe" not in shown.err and "'gone' does not exist" in shown.err
+
+
+def test_a_module_that_fails_says_where_and_why(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for code, says in (
+        ("import no_such_library\n", "fails when imported: it imports 'no_such_library', which is not installed"),
+        ("from json import nothing\n", "fails when imported (ImportError: cannot import name 'nothing' from 'json'"),
+        ("\nright = 1 / 0\n", "ZeroDivisionError: division by zero (beside_recipe.py:2)"),
+    ):
+        (project / "beside_recipe.py").write_text(code)
+        assert run_command(["check", "project/mine.yaml"]) == 2
+        text = capsys.readouterr().err
+        assert says in text and "no such module" not in text
+    assert run_command(["check", "project/mine.yaml", "environment.reward=nowhere_at_all:right"]) == 2
+    text = capsys.readouterr().err
+    assert "there is no such module; it is looked for beside the recipe, in the working directory and" in text
+
+
+def test_a_mistyped_file_name_is_answered_with_the_nearest(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "check", "project/mime.yaml")
+    assert text.rstrip().endswith("give the path of a YAML file; did you mean 'project/mine.yaml'?")
+    assert run_command(["check", "project/mine.yaml", "environment.dataset=project/task_to_find.jsonl"]) == 2
+    assert "did you mean 'project/tasks_to_find.jsonl'?" in capsys.readouterr().err
+
+
+def test_eval_needs_a_recipe_or_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--recipe: none of the targets is a run with a recipe of its own" in said(capsys, "eval", str(tmp_path))
+    assert "--allow: it changes a run that is resumed" in said(capsys, "train", "demo_grpo", "--allow", "steps=3")
+
+
+def test_eval_takes_the_recipe_of_the_first_run(tmp_path: Path) -> None:
+    run, model = tmp_path / "run", tmp_path / "model"
+    (run / "checkpoints/step_000003").mkdir(parents=True)
+    model.mkdir()
+    (model / "config.yaml").write_text("no run's")
+    (run / "config.yaml").write_text("a run's")
+    for targets in ([run], [model, run], [run / "checkpoints/step_000003"]):
+        assert recipe_of([str(target) for target in targets]) == str(run / "config.yaml")

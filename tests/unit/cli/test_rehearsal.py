@@ -1,0 +1,125 @@
+"""`octetrl check` tries tasks, prompts and score, and refuses what would make a run do nothing or fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from octetrl.cli.main import run_command
+from octetrl.config.presets import preset_config
+from octetrl.run.tiny_model import save_tokenizer
+
+RECIPE = """
+model: {path: model, init: random}
+rollout: {max_prompt_tokens: 32, max_new_tokens: 8}
+environment: {kind: jsonl, dataset: tasks.jsonl, eval_size: 0, answer_marker: "=>"}
+cluster: {device: cpu}
+"""
+REWARDS = """
+import time
+def length(task, text):
+    return float(len(text))
+def text(task, text):
+    return text
+def late(task, text):
+    time.sleep(600)
+def one(task): return 1.0
+async def later(task, text): return 1.0
+def picky(task, text):
+    return 1.0 / len(text)
+def broken(task, text):
+    return task.nothing
+def equal(task, text): return 0.5
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rehearsal")
+    (folder / "r.yaml").write_text(RECIPE)
+    (folder / "rewards_to_try.py").write_text(REWARDS)
+    rows = [{"prompt": "a" * (10 * place + 1), "answer": "b"} for place in range(20)]
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    save_tokenizer(["b c"], folder / "model")
+    (folder / "model/config.json").write_text(json.dumps(preset_config("tiny") | {"max_position_embeddings": 4096}))
+    return folder
+
+
+def check(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *overrides: str
+) -> tuple[int, str, str]:
+    monkeypatch.chdir(folder)
+    code = run_command(["check", "r.yaml", *overrides])
+    shown = capsys.readouterr()
+    return code, " ".join(shown.out.split()), shown.err
+
+
+def test_it_shows_prompt_lengths_and_what_texts_are_worth(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prompts of 1, 11, ... 191 letters, a token each, and three tokens of the template."""
+    code, out, err = check(folder, monkeypatch, capsys)
+    assert (code, err) == (0, "")
+    assert "prompts 20 tried: median 98 tokens, 99% at most 193; limit 32, 85% too long" in out
+    assert "rollout.max_prompt_tokens=193 takes 99% of them" in out
+    assert "reference answer reward 1 empty text reward 0 garbage reward 0" in out
+
+
+def test_prompts_that_are_all_too_long_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "long.jsonl").write_text('{"prompt": "%s", "answer": "b"}\n' % ("a" * 50))
+    code, _, err = check(folder, monkeypatch, capsys, "environment.dataset=long.jsonl")
+    assert code == 2 and err.count("\n") == 1
+    assert "rollout.max_prompt_tokens: 32 is less than every prompt that was tried has (52 to 52 tokens)" in err
+    assert "raise it to at least 52" in err
+    assert check(folder, monkeypatch, capsys, "environment.dataset=long.jsonl", "rollout.max_prompt_tokens=52")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [
+        ("text", ["of type str, not a number", "text, rewards_to_try.py:5", "return a finite number"]),
+        ("one", ["(one, rewards_to_try.py:9) takes (task), but is called with (task, completion_text)"]),
+        ("later", ["(later, rewards_to_try.py:10) is async; write a plain function"]),
+        ("broken", ["the score fails on every text that was tried", "AttributeError", "(rewards_to_try.py:14)"]),
+    ],
+)
+def test_a_score_that_cannot_be_used_is_refused_by_name_and_line(
+    reward: str,
+    says: list[str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, _, err = check(folder, monkeypatch, capsys, f"environment.reward=rewards_to_try:{reward}")
+    assert code == 2 and err.count("\n") == 1
+    for said in ("environment.reward", *says):
+        assert said in err
+
+
+def test_a_score_that_hangs_is_refused_after_the_first_time_outs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    late = ("environment.reward=rewards_to_try:late", "environment.reward_timeout_seconds=0.2")
+    code, _, err = check(folder, monkeypatch, capsys, *late)
+    assert code == 2 and "reward_timeout: no reward after 0.2 s" in err
+
+
+def test_a_score_that_fails_sometimes_or_never_differs_is_a_warning(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = check(folder, monkeypatch, capsys, "environment.reward=rewards_to_try:picky")
+    assert code == 0 and "empty text no reward, reward_error: ZeroDivisionError" in out
+    assert "warning where the score fails, a rollout has no reward" in out
+    code, out, _ = check(folder, monkeypatch, capsys, "environment.reward=rewards_to_try:equal")
+    assert code == 0 and "get the same reward; equal rewards teach nothing" in out
+
+
+def test_too_few_tasks_for_the_held_out_ones_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = check(folder, monkeypatch, capsys, "environment.eval_size=21")
+    assert code == 2 and "environment.eval_size: 21 held-out tasks asked for, but there are only 20 different" in err

@@ -1,0 +1,114 @@
+"""A run that can't learn ends, and says why: which step, what was missing, what to change."""
+
+from __future__ import annotations
+
+import pytest
+
+from octetrl.config.errors import RunFailed
+from octetrl.config.load import recipe_from_mapping
+from octetrl.environments.reward_times import GROW_SECONDS, LEAST_TRIED, Growth, Patience, RewardTimes
+from octetrl.run.empty_steps import EmptySteps
+from octetrl.run.slow_rewards import SlowRewards, reward_times
+
+TRAINED = {"loss": 0.1, "reward/count": 8.0, "rollout/count": 8.0, "rollout/prompt_too_long": 0.0}
+EMPTY = {"train/skipped": 1.0, "rollout/count": 8.0, "reward/count": 0.0, "rollout/prompt_too_long": 0.0}
+TOO_LONG = EMPTY | {"rollout/prompt_too_long": 8.0}
+FAILING = EMPTY | {"rollout/reward_timeout": 6.0, "rollout/reward_error": 2.0}
+EQUAL = EMPTY | {"reward/count": 8.0, "reward/mean": 0.25, "reward/zero_variance_fraction": 1.0}
+CUT = EQUAL | {"reward/zero_variance_fraction": 0.5, "rollout/truncated_share": 1.0}
+
+
+def empty_steps(most: int = 3) -> EmptySteps:
+    tree = {"model": {"path": "m"}, "environment": {"dataset": "chain_sum"}, "failures": {"max_empty_steps": most}}
+    return EmptySteps(recipe_from_mapping(tree))
+
+
+@pytest.mark.parametrize(
+    ("metrics", "reason"),
+    [
+        (TOO_LONG, "every prompt has more than 1024 tokens; raise rollout.max_prompt_tokens"),
+        (FAILING, r"none of 8 rollouts has a reward \(2 reward_error, 6 reward_timeout\)"),
+        ({"train/skipped": 1.0}, "no example of the batch has a token to train on"),
+    ],
+)
+def test_a_first_step_without_any_reward_ends_the_run(metrics: dict[str, float], reason: str) -> None:
+    steps = empty_steps()
+    assert steps.warning(1, metrics) is not None
+    with pytest.raises(RunFailed, match=f"step 1 has no trained token: {reason}"):
+        steps.check(1, metrics)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "reason"),
+    [
+        (EQUAL, "the rewards are equal within every group (8 of 8 rollouts have a reward, on average 0.25)"),
+        (CUT, "every answer was cut at its limit (8 of 8 rollouts have a reward); raise rollout.max_new_tokens"),
+    ],
+)
+def test_rewards_without_a_signal_end_it_after_three_steps_in_a_row(metrics: dict[str, float], reason: str) -> None:
+    steps = empty_steps()
+    for step, now in enumerate((metrics, metrics, TRAINED, metrics, metrics), start=1):
+        warning = steps.warning(step, now)
+        assert (warning is None) == (now is TRAINED)
+        assert warning is None or (reason in warning and f"rollouts/step_{step:06d}.jsonl" in warning)
+        steps.check(step, now)
+    steps.warning(6, metrics)
+    with pytest.raises(RunFailed) as error:
+        steps.check(6, metrics)
+    assert str(error.value).startswith("3 steps in a row have no trained token (failures.max_empty_steps); in the last")
+    assert reason in str(error.value)
+
+
+def test_zero_never_ends_it() -> None:
+    steps = empty_steps(0)
+    for step in range(1, 20):
+        assert steps.warning(step, FAILING) is not None
+        steps.check(step, FAILING)
+
+
+def test_only_time_outs_from_the_first_call_on_end_the_patience() -> None:
+    patience = Patience(2)
+    for _ in range(LEAST_TRIED - 1):
+        patience.ended(timed_out=True)
+        assert not patience.is_over
+    patience.ended(timed_out=True)
+    assert patience.is_over and f"the first {LEAST_TRIED} calls" in patience.reason
+    one_came = Patience(2)
+    one_came.ended(timed_out=False)
+    for _ in range(100):
+        one_came.ended(timed_out=True)
+    assert not one_came.is_over
+
+
+def test_processes_double_while_calls_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("octetrl.environments.reward_times.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("octetrl.environments.reward_times.num_cores", lambda: 6)
+    growth, processes, counts = Growth(None), 1, []
+    for _ in range(12):
+        processes += growth.more(100, processes)
+        counts.append(processes)
+        now[0] += GROW_SECONDS / 2
+    assert counts == sorted(counts) and set(counts) == {1, 2, 4, 6}
+    assert growth.more(100, 6) == 0 and growth.grows_at() is None
+    fixed = Growth(3)
+    assert fixed.first == 3 and fixed.more(100, 3) == 0
+
+
+def test_a_step_that_waits_for_rewards_names_the_slowest_task() -> None:
+    class Scorer:
+        times = RewardTimes()
+
+    scorer = Scorer()
+    slow = SlowRewards(scorer)
+    scorer.times.waited = 6.0
+    scorer.times.called("quick", 0.5)
+    scorer.times.called("slow", 4.0)
+    metrics = reward_times(scorer) | {"time/step": 8.0}
+    assert metrics == {"time/reward": 6.0, "time/reward_slowest": 4.0, "time/step": 8.0}
+    warning = slow.warning(2, metrics)
+    assert warning is not None
+    assert "step 2: 6.0 of 8.0 s were spent waiting for rewards (the slowest call, 4.0 s, was task 'slow')" in warning
+    assert slow.warning(3, metrics) is None, "once a run"
+    assert reward_times(scorer) == {"time/reward": 0.0}
+    assert SlowRewards(scorer).warning(1, {"time/reward": 3.0, "time/step": 8.0}) is None

@@ -1,0 +1,76 @@
+"""A model is a folder, a run, a run at a step, or a name of the hub; any other name is reported in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from octetrl.config.errors import UserError
+from octetrl.config.load import recipe_from_mapping
+from octetrl.run.model_source import found_model, with_found_model
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_what_is_there_is_taken_and_local_names_never_reach_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)  # a call would raise TypeError
+    Path("Qwen/Qwen3-0.6B").mkdir(parents=True)
+    for name in (
+        "Qwen/Qwen3-0.6B",
+        "Qwen/other",
+        "models/gone",
+        "runs/gone",
+        "gone",
+        "./a/b",
+        "/a/b",
+        "a/b/c",
+        "a\0/b",
+    ):
+        assert found_model(name) == Path(name)
+
+
+def test_a_run_at_a_step() -> None:
+    for step in (5, 40):
+        Path(f"runs/mine/checkpoints/step_{step:06d}").mkdir(parents=True)
+    assert found_model("runs/mine@40") == Path("runs/mine/checkpoints/step_000040")
+    assert found_model("runs/mine") == Path("runs/mine")
+    for wrong in ("7", "last", ""):
+        with pytest.raises(
+            UserError, match=f"'runs/mine@{wrong}': the run has no checkpoint of step {wrong}; it has 5, 40"
+        ):
+            found_model(f"runs/mine@{wrong}")
+
+
+def test_a_name_of_the_hub_is_fetched_and_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def fetch(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((name, revision, "*.safetensors" in allow_patterns))
+        return "cache/snapshots/0123abc"
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    tree = {"model": {"path": "Qwen/Qwen3-0.6B@v1"}, "environment": {"dataset": "chain_sum"}}
+    recipe = with_found_model(recipe_from_mapping(tree))
+    assert recipe.model.path == "cache/snapshots/0123abc", "the commit, which the run's config.yaml keeps"
+    assert found_model("Qwen/Qwen3-0.6B", weights=False) == Path("cache/snapshots/0123abc")
+    assert asked == [("Qwen/Qwen3-0.6B", "v1", True), ("Qwen/Qwen3-0.6B", None, False)]
+
+
+def test_without_a_network_it_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(name: str, **options: object) -> str:
+        raise LocalEntryNotFoundError("no connection\nto the hub")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    with pytest.raises(UserError) as error:
+        found_model("Qwen/Qwen3-0.6B")
+    assert "\n" not in str(error.value)
+    assert "hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B, then model.path=models/Qwen3-0.6B" in str(
+        error.value
+    )
