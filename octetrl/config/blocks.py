@@ -221,6 +221,9 @@ class BlockMemory:
 class BlockLayout(ABC):
     """One kind of block. Subclasses are frozen dataclasses, so that layouts and specs compare by value."""
 
+    hf_name: ClassVar[str | None] = None
+    """The block's name in a checkpoint. None: that of its place."""
+
     sites: ClassVar[tuple[str, ...]]
     """Points inside the block that `octetrl doctor` can compare, in forward order. Linears have their own names."""
 

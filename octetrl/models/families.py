@@ -1,11 +1,11 @@
 """Translates Hugging Face `config.json` to ModelSpec and back. No torch, so that `octetrl check` starts fast.
 
 These architectures are one decoder: LlamaForCausalLM (3.x), MistralForCausalLM, Phi3ForCausalLM, Qwen2ForCausalLM (2
-and 2.5), Qwen3ForCausalLM, Qwen3MoeForCausalLM, Dots1ForCausalLM, DeepseekV3ForCausalLM (Moonlight) and
-Glm4MoeLiteForCausalLM (GLM-4.7-Flash). The last four have a mixture of experts (models/mixture_config.py), the last two
-latent attention (models/latent_config.py). models/rope_config.py reads RoPE and its scaling, models/window_config.py
-sliding windows. A setting that this decoder does not support (another activation, another kind of RoPE scaling) is
-refused by name.
+and 2.5), Qwen3ForCausalLM, MixtralForCausalLM, Qwen3MoeForCausalLM, Dots1ForCausalLM, DeepseekV3ForCausalLM (Moonlight)
+and Glm4MoeLiteForCausalLM (GLM-4.7-Flash). The last five have a mixture of experts (models/mixture_config.py), the last
+two latent attention (models/latent_config.py). models/rope_config.py reads RoPE and its scaling,
+models/window_config.py sliding windows. A setting that this decoder does not support (another activation, another kind
+of RoPE scaling) is refused by name.
 
 The decoder with a scalar head (models/scalar_decoder.py) is *ForSequenceClassification with one label. It is read only
 with `scalar`, so that nobody generates from a reward model by mistake.
@@ -41,6 +41,7 @@ DENSE = (DENSE_LAYER,)  # every layer of a model without experts
 FAMILIES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
@@ -55,6 +56,7 @@ DEFAULT_ROPE_THETA = 10_000.0
 DEFAULT_MAX_POSITIONS = {
     "llama": 2_048,
     "mistral": 131_072,
+    "mixtral": 131_072,
     "phi3": 4_096,
     "qwen2": 32_768,
     "qwen3": 32_768,
@@ -166,7 +168,7 @@ def spec_from_config(content: Mapping[str, Any], *, scalar: bool = False) -> Mod
     has_bias = config.flag("attention_bias")
     positions = scaled_positions(scaling, max_positions)
     blocks = mixture_blocks(config, family, num_layers, attention) if family in MIXTURES else DENSE
-    kv_heads = min(8, heads) if family == "mistral" else heads
+    kv_heads = min(8, heads) if family in ("mistral", "mixtral") else heads
     spec = ModelSpec(
         family=family,
         num_layers=num_layers,
@@ -177,7 +179,7 @@ def spec_from_config(content: Mapping[str, Any], *, scalar: bool = False) -> Mod
         head_size=given_size if latent is None else latent.nope_size + latent.rope_size,
         vocab_size=vocab_size,
         max_positions=positions,
-        rms_norm_eps=config.number("rms_norm_eps", 1e-5 if family == "phi3" else 1e-6),
+        rms_norm_eps=config.number("rms_norm_eps", 1e-5 if family in ("phi3", "mixtral") else 1e-6),
         rope_theta=rope.number("rope_theta", DEFAULT_ROPE_THETA),
         rope_scaling=scaling,
         qkv_bias=family == "qwen2" or has_bias,

@@ -1,6 +1,7 @@
 """Reads and writes the mixture of experts in a config.json: its layers, routing and sizes. No torch.
 
     qwen3_moe   softmax over all experts; dense layers by `mlp_only_layers` and `decoder_sparse_step`; no shared expert
+    mixtral     softmax over all experts, always renormalised, in every layer; `intermediate_size` is an expert's
     dots1       DeepSeek-V3's: sigmoid, chosen from groups with a correction bias, a scale, shared experts, the first
                 layers dense; `deepseek_v3` and `glm4_moe_lite` have the same mixture
 
@@ -17,20 +18,24 @@ from octetrl.config.json_file import JsonObject
 from octetrl.config.spec import MOST_HEADS, MOST_LAYERS, MOST_WIDTH, ModelSpec
 from octetrl.models.blocks.attention.layout import AttentionLayout
 from octetrl.models.blocks.mlp.layout import MLPLayout
-from octetrl.models.blocks.moe.layout import MixtureLayout, Routing, Scoring
+from octetrl.models.blocks.moe.layout import MixtralLayout, MixtureLayout, Routing, Scoring
 from octetrl.models.latent_config import LATENT_FAMILIES
 
 CORRECTED = ("dots1", "deepseek_v3", "glm4_moe_lite")  # with DeepSeek-V3's routing
-MIXTURES = ("qwen3_moe", *CORRECTED)
+MIXTURES = ("qwen3_moe", "mixtral", *CORRECTED)
 DENSE_LAYER = LayerBlocks(AttentionLayout(), MLPLayout())
 ROUTING_WORDS: dict[
     str, dict[str, tuple[str, ...]]
 ] = {  # what a config may say of its routing function; a key that is left out says the same
-    "qwen3_moe": {"scoring_func": ("softmax",), "topk_method": ("greedy",)},
+    **{family: {"scoring_func": ("softmax",), "topk_method": ("greedy",)} for family in ("qwen3_moe", "mixtral")},
     **{family: {"scoring_func": ("sigmoid", "noaux_tc"), "topk_method": ("noaux_tc",)} for family in CORRECTED},
 }
-SCORING: dict[str, Scoring] = {"qwen3_moe": "softmax", **dict.fromkeys(CORRECTED, "sigmoid")}
-COUNT_KEYS = {"qwen3_moe": "num_experts", **dict.fromkeys(CORRECTED, "n_routed_experts")}
+SCORING: dict[str, Scoring] = {"qwen3_moe": "softmax", "mixtral": "softmax", **dict.fromkeys(CORRECTED, "sigmoid")}
+COUNT_KEYS = {
+    "qwen3_moe": "num_experts",
+    "mixtral": "num_local_experts",
+    **dict.fromkeys(CORRECTED, "n_routed_experts"),
+}
 GROUPS = {"deepseek_v3": (8, 4)}  # n_group and topk_group of a config without them
 LAYER_KINDS = ("dense", "sparse")  # in `mlp_layer_types`
 OTHER_COUNT_KEY = "num_local_experts"  # as transformers 5 writes it
@@ -45,9 +50,13 @@ def mixture_blocks(config: JsonObject, family: str, num_layers: int, attention: 
                 f"routing function '{given}' ({key}) is not supported for {family}, only {' and '.join(known)};"
                 f" use another model"
             )
-    expert_size = config.integer("moe_intermediate_size", most=MOST_WIDTH)
+    if family == "mixtral" and config.get("router_jitter_noise") not in (None, 0):
+        raise config.wrong("router_jitter_noise", "0 is needed, because noise would change the routes")
+    size_key = "intermediate_size" if family == "mixtral" else "moe_intermediate_size"
+    expert_size = config.integer(size_key, most=MOST_WIDTH)
     shared = config.integer("n_shared_experts", 0, most=MOST_HEADS, least=0) if family in CORRECTED else 0
-    mixture = MixtureLayout(_routing(config, family), expert_size, shared * expert_size)
+    kind = MixtralLayout if family == "mixtral" else MixtureLayout
+    mixture = kind(_routing(config, family), expert_size, shared * expert_size)
     dense_layer, sparse_layer = LayerBlocks(attention, MLPLayout()), LayerBlocks(attention, mixture)
     dense = _dense_layers(config, family, num_layers)
     layers = [dense_layer if layer in dense else sparse_layer for layer in range(num_layers)]
@@ -81,7 +90,7 @@ def _routing(config: JsonObject, family: str) -> Routing:
         num_experts=experts,
         top_k=top_k,
         scoring=SCORING[family],
-        renormalise=config.flag("norm_topk_prob", family in LATENT_FAMILIES),
+        renormalise=config.flag("norm_topk_prob", family in LATENT_FAMILIES) or family == "mixtral",
         corrected=family in CORRECTED,
         num_groups=groups,
         kept_groups=kept,
@@ -99,6 +108,8 @@ def _dense_layers(config: JsonObject, family: str, num_layers: int) -> set[int]:
     if family in CORRECTED:
         default = {"dots1": 0, "deepseek_v3": 3, "glm4_moe_lite": 1}[family]
         return set(range(config.integer("first_k_dense_replace", default, most=MOST_LAYERS, least=0)))
+    if family == "mixtral":
+        return set()
     step = config.integer("decoder_sparse_step", 1, most=MOST_LAYERS)
     return {*config.integers("mlp_only_layers"), *(layer for layer in range(num_layers) if (layer + 1) % step)}
 
@@ -110,6 +121,13 @@ def mixture_fields(spec: ModelSpec) -> dict[str, Any]:
     mixture = next((block for block in layers if isinstance(block, MixtureLayout)), None)
     assert mixture is not None, f"a model of {spec.family} has experts in some layer"
     routing = mixture.routing
+    if spec.family == "mixtral":
+        return {
+            "num_local_experts": routing.num_experts,
+            "num_experts_per_tok": routing.top_k,
+            "output_router_logits": False,
+            "router_jitter_noise": 0.0,
+        }
     fields: dict[str, Any] = {
         COUNT_KEYS[spec.family]: routing.num_experts,
         "num_experts_per_tok": routing.top_k,

@@ -54,7 +54,8 @@ def pieces(spec: ModelSpec, *, scalar: bool = False) -> Iterator[Piece]:
         for place, block in zip(PLACES, spec.blocks_of(layer), strict=True):
             yield Piece(f"{theirs}.{place.hf_norm}.weight", f"{ours}.{place.norm}.weight", 0, (hidden,))
             for tensor in block.tensors(spec):
-                yield from _pieces_of(tensor, f"{theirs}.{place.hf_name}", f"{ours}.{place.name}.{tensor.name}")
+                module = f"{theirs}.{block.hf_name or place.hf_name}"
+                yield from _pieces_of(tensor, module, f"{ours}.{place.name}.{tensor.name}")
     yield Piece("model.norm.weight", "norm.weight", 0, (hidden,))
     if scalar:
         yield Piece(SCORE, SCORE, 0, (1, hidden))

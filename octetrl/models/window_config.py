@@ -1,6 +1,7 @@
 """Reads and writes the sliding windows of attention in a config.json. No torch.
 
-    mistral, phi3        every layer has `sliding_window` (Mistral: 4,096 if the key is missing)
+    mistral, mixtral     every layer has `sliding_window`; 4,096 if a Mistral has no such key, null means none
+    phi3                 the same
     qwen3_moe            the same, if `use_sliding_window`
     qwen2, qwen3         `layer_types`, or the layers from `max_window_layers` on; if `use_sliding_window`
     dots1                `layer_types`, or the layers from `max_window_layers` on
@@ -22,7 +23,7 @@ from octetrl.config.json_file import JsonObject
 from octetrl.config.spec import MOST_TOKENS, MOST_WIDTH, ModelSpec
 from octetrl.models.blocks.attention.layout import AttentionLayout
 
-IN_EVERY_LAYER = ("mistral", "phi3", "qwen3_moe")
+IN_EVERY_LAYER = ("mistral", "mixtral", "phi3", "qwen3_moe")
 BY_LAYER = {"qwen2": 28, "qwen3": 28, "dots1": 62}  # with the default of `max_window_layers`
 NEEDS_SWITCH = ("qwen2", "qwen3", "qwen3_moe")
 DEFAULT_WINDOW = 4_096  # if the key is missing; null means none
@@ -67,7 +68,7 @@ def _window(config: JsonObject, family: str) -> int | None:
     if not config.flag("use_sliding_window", family not in NEEDS_SWITCH):
         return None
     if "sliding_window" not in config:
-        return None if family == "phi3" else DEFAULT_WINDOW
+        return None if family in ("phi3", "mixtral") else DEFAULT_WINDOW
     return None if config["sliding_window"] is None else config.integer("sliding_window", most=MOST_TOKENS)
 
 
@@ -94,7 +95,7 @@ def window_fields(spec: ModelSpec) -> dict[str, Any]:
         for layer in range(spec.num_layers)
     ]
     window = next((each for each in of_layers if each is not None), None)
-    if spec.family in ("mistral", "phi3"):
+    if spec.family in ("mistral", "mixtral", "phi3"):
         return {"sliding_window": window}
     if window is None:
         return {}

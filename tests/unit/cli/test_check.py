@@ -204,6 +204,12 @@ def test_everything_that_is_wrong_is_told_at_once(folder: Path, capsys: pytest.C
         assert any(said in line for line in lines), said
 
 
+def test_sliding_windows_are_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_config(folder, use_sliding_window=True, sliding_window=100, max_window_layers=1)
+    _, out, _ = check(capsys)
+    assert "100 keys in 3 of 4 layers; older pages stay in the KV cache" in out
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp8_full"])
 def test_a_head_size_without_kernels_is_refused_for_every_device(
     precision: str, folder: Path, capsys: pytest.CaptureFixture[str]

@@ -98,7 +98,7 @@ def test_hf_config_round_trips(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "unsupported architecture MixtralForCausalLM"),
+        ({"architectures": ["GptOssForCausalLM"]}, "unsupported architecture GptOssForCausalLM"),
         ({"architectures": None, "model_type": "gpt2"}, "model_type 'gpt2'"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "RoPE type 'dynamic'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "'factor' is None"),

@@ -15,6 +15,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -27,6 +29,8 @@ from transformers import (
 )
 
 from octetrl.config.errors import UserError
+from octetrl.config.load import recipe_from_mapping
+from octetrl.config.validate import spec_problems
 from octetrl.models.families import load_spec, spec_from_config
 from octetrl.models.hf_weights import save_weights
 from tests.unit.models.tiny_families import ROPE, SHAPE, decoder_of, hf_logits, packed
@@ -68,6 +72,11 @@ VARIANTS: dict[str, Variant] = {
             "sliding_window": 5,
             "layer_types": ["sliding_attention", "full_attention"],
         },
+    ),
+    "mixtral, a window": (
+        MixtralConfig,
+        MixtralForCausalLM,
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "intermediate_size": 48},
     ),
     "qwen3_moe, a window": (
         Qwen3MoeConfig,
@@ -117,6 +126,14 @@ def test_logits_are_those_of_transformers_and_exports_load_there(name: str, tmp_
     assert load_spec(tmp_path / "export") == ours.spec
 
 
+def test_mixtrals_files_have_its_names(tmp_path: Path) -> None:
+    theirs("mixtral, a window").save_pretrained(tmp_path / "theirs")
+    save_weights(decoder_of(tmp_path / "theirs"), tmp_path / "export")
+    ours, published = (load_file(tmp_path / folder / "model.safetensors") for folder in ("export", "theirs"))
+    assert "model.layers.0.block_sparse_moe.experts.3.w2.weight" in ours and set(ours) == set(published)
+    assert all(torch.equal(ours[name], tensor) for name, tensor in published.items())
+
+
 def test_phi3s_files_have_fused_projections(tmp_path: Path) -> None:
     theirs("phi3, a window, heads of 96").save_pretrained(tmp_path / "theirs")
     save_weights(decoder_of(tmp_path / "theirs"), tmp_path / "export")
@@ -128,6 +145,12 @@ def test_phi3s_files_have_fused_projections(tmp_path: Path) -> None:
 
 
 MISTRAL: dict[str, Any] = {**SHAPE, "architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192}
+MIXTRAL: dict[str, Any] = {
+    **SHAPE,
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 QWEN3: dict[str, Any] = {**SHAPE, "architectures": ["Qwen3ForCausalLM"], "sliding_window": 8}
 
 
@@ -155,13 +178,28 @@ def test_what_a_config_leaves_out_is_transformers_default() -> None:
         (QWEN3 | {"layer_types": ["full_attention", "sliding_attention"]}, "no sliding_window in use"),
         (QWEN3 | {"use_sliding_window": True, "sliding_window": 0}, "'sliding_window' is 0"),
         (MISTRAL | {"layer_types": ["full_attention", "sliding_attention"]}, "not supported for mistral"),
+        (MIXTRAL | {"num_experts_per_tok": 5}, "num_experts_per_tok 5 exceeds the 4 experts"),
+        (MIXTRAL | {"router_jitter_noise": 0.1}, "'router_jitter_noise' is 0.1, 0 is needed"),
+        (MIXTRAL | {"scoring_func": "sigmoid"}, "routing function 'sigmoid'"),
         (MISTRAL | {"attention_bias": True}, "attention_bias true is not supported for mistral"),
         (MISTRAL | {"architectures": ["LlamaForCausalLM"], "use_sliding_window": True}, "not supported for llama"),
         (MISTRAL | {"architectures": ["Phi3ForCausalLM"], "rope_scaling": YARN}, "RoPE scaling .* for phi3"),
-        (MISTRAL | {"architectures": ["MixtralForCausalLM"]}, "unsupported architecture Mixtral"),
+        (MISTRAL | {"architectures": ["Qwen2MoeForCausalLM"]}, "unsupported architecture Qwen2Moe"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(config: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError, match=told) as caught:
         spec_from_config(config)
     assert "\n" not in str(caught.value)
+
+
+def test_fp8_takes_any_width_of_sixteens_and_refuses_others_in_one_line() -> None:
+    given = {"model": {"path": "m"}, "environment": {"dataset": "d"}, "precision": "fp8_full"}
+    recipe = recipe_from_mapping(given)
+    for hidden, inner in ((576, 1536), (2880, 4000), (4000, 2880)):
+        spec = spec_from_config(MISTRAL | {"hidden_size": hidden, "intermediate_size": inner})
+        assert not [problem for problem in spec_problems(recipe, spec) if "fp8" in problem.text]
+    spec = spec_from_config(MISTRAL | {"hidden_size": 72, "intermediate_size": 100})
+    problems = [problem.text for problem in spec_problems(recipe, spec) if "fp8" in problem.text]
+    assert len(problems) == 2 and "hidden size is 72; use precision: bf16" in problems[0]
+    assert "intermediate size is 100" in problems[1] and not any("\n" in problem for problem in problems)

@@ -129,8 +129,9 @@ def attention_gradients(
 
 
 def _head_size(width: int) -> int:
-    """The smallest size that attention's kernels take; beyond them, on a CPU, the width itself."""
-    return next((size for size in sorted(SUPPORTED_HEAD_SIZES) if size >= width), width)
+    """The smallest power of two that attention's kernels take, as its backward would pad any other; beyond them, on a
+    CPU, the width itself."""
+    return next((size for size in sorted(SUPPORTED_HEAD_SIZES) if size >= width and size & (size - 1) == 0), width)
 
 
 class PackedAttention(torch.autograd.Function):

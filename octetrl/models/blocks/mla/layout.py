@@ -81,7 +81,7 @@ class LatentAttentionLayout(BlockLayout):
         latents = self.latent_size + self.rope_size
         up = heads * (self.nope_size + self.value_size)
         wide = max(spec.head_size, self.value_size)
-        padded = heads * next((size for size in SUPPORTED_HEAD_SIZES if size >= wide), wide)
+        padded = heads * next((size for size in SUPPORTED_HEAD_SIZES if size >= wide and size & (size - 1) == 0), wide)
         matrices = sum(tensor.num_parameters for tensor in self.tensors(spec))
         return BlockMemory(
             saved=b * (spec.q_size + self.query_latent_size + latents),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from octetrl.config.blocks import (
     BlockLayout,
@@ -63,15 +63,18 @@ class MixtureLayout(BlockLayout):
         "sum of experts",
     )
 
+    gate_up_names: ClassVar[tuple[str, str]] = ("gate_proj", "up_proj")  # of an expert's matrices in a checkpoint
+    down_name: ClassVar[str] = "down_proj"
+
     def tensors(self, spec: ModelSpec) -> tuple[TensorLayout, ...]:
         count, hidden, inner = self.routing.num_experts, spec.hidden_size, self.expert_size
-        gate_up = Part("gate_proj", inner), Part("up_proj", inner)
+        gate_up = tuple(Part(name, inner) for name in self.gate_up_names)
         bias = (VectorLayout(BIAS, count, has_gradient=False),) if self.routing.corrected else ()
         return (
             MatrixLayout("gate.weight", count, hidden),
             *bias,
             StackedLinearLayout("experts.gate_up_proj", hidden, gate_up, count=count),
-            StackedLinearLayout("experts.down_proj", inner, (Part("down_proj", hidden),), count=count),
+            StackedLinearLayout("experts.down_proj", inner, (Part(self.down_name, hidden),), count=count),
             *self._shared_tensors(spec),
         )
 
@@ -106,3 +109,12 @@ class MixtureLayout(BlockLayout):
         from octetrl.models.blocks.moe.module import MixtureOfExperts  # needs torch
 
         return MixtureOfExperts(builder, self)
+
+
+@dataclass(frozen=True, slots=True)
+class MixtralLayout(MixtureLayout):
+    """The same with Mixtral's names in a checkpoint."""
+
+    hf_name = "block_sparse_moe"
+    gate_up_names = ("w1", "w3")
+    down_name = "w2"
