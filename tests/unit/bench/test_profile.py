@@ -15,6 +15,7 @@ from torch.autograd import DeviceType
 from octetrl.bench.profile import BETWEEN_KERNELS, STEPS, profile_rows
 from octetrl.bench.rollout import Bench, find_model
 from octetrl.bench.workload import Shape, Workload, fixed_lengths
+from octetrl.cli.bench_options import with_layers
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def of(answer: int, requests: int = 4, prompt: int = 5) -> Workload:
 
 
 def bench(*workloads: Workload, **changes: Any) -> Bench:
-    plan = Bench(find_model("tiny"), ("bf16",), workloads, torch.device("cpu"), warmup_tokens=0)
+    plan = Bench(with_layers(find_model("tiny"), 1), ("bf16",), workloads, torch.device("cpu"), warmup_tokens=0)
     return replace(plan, **changes)
 
 

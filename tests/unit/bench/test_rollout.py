@@ -24,6 +24,7 @@ from octetrl.bench.workload import (
     lognormal_lengths,
     recorded_lengths,
 )
+from octetrl.cli.bench_options import with_layers
 from octetrl.config.errors import UserError
 from octetrl.config.schema import EngineConfig
 from octetrl.engine.kv_cache import KVCache
@@ -33,11 +34,12 @@ from octetrl.telemetry.rollouts import RolloutFiles
 from octetrl.telemetry.source_digest import source_digest
 
 VOCAB = 384
+TINY = with_layers(find_model("tiny"), 1)
 SMALL = fixed_lengths(Shape(4, 9, 6), 2, VOCAB, seed=0)
 
 
 def bench(*precisions: str, workload: Workload = SMALL, rounds: int = 1) -> Bench:
-    return Bench(find_model("tiny"), precisions, (workload,), torch.device("cpu"), rounds, warmup_tokens=2)
+    return Bench(TINY, precisions, (workload,), torch.device("cpu"), rounds, warmup_tokens=2)
 
 
 # --- workloads ----------------------------------------------------------------------------------------------
@@ -218,7 +220,7 @@ def test_the_engine_takes_prompts_in_the_chunks_that_were_asked_for() -> None:
 
 
 def test_the_engine_reads_weights_in_their_format() -> None:
-    spec = find_model("tiny").spec
+    spec = TINY.spec
     linears = spec.num_parameters - spec.vocab_size * spec.hidden_size
     linears -= (2 * spec.num_layers + 1) * spec.hidden_size + 2 * spec.num_layers * spec.head_size  # norms
     head = 2 * spec.vocab_size * spec.hidden_size

@@ -28,6 +28,7 @@ from octetrl.bench.step import (
 )
 from octetrl.bench.step_rows import calibration_rows, rows_of
 from octetrl.bench.workload import Span, uniform_lengths
+from octetrl.cli.bench_options import with_layers
 from octetrl.config.errors import UserError
 from octetrl.config.schema import Numerics, OptimizerConfig, TrainerConfig
 from octetrl.engine.kv_cache import KVCache
@@ -35,7 +36,7 @@ from octetrl.records import Completion, FinishReason
 from octetrl.workers.worker import Worker
 from tests.objectives import objective
 
-TINY = find_model("tiny")
+TINY = with_layers(find_model("tiny"), 1)
 WORK = uniform_lengths(2, 2, 6, Span(3, 8), TINY.spec.vocab_size, seed=0)
 
 
@@ -326,7 +327,9 @@ def test_rows_have_shares_and_ratios() -> None:
 )
 def test_a_row_says_how_many_layers_are_checkpointed(mode: str, given: int | None, layers: int) -> None:
     trainer = TrainerConfig.model_validate({"activation_checkpointing": mode, "checkpointed_layers": given})
-    (row,) = rows_of(replace(bench("bf16"), trainer=trainer), [turn_of("bf16", times(1, 1, 1))])
+    (row,) = rows_of(
+        replace(bench("bf16"), model=find_model("tiny"), trainer=trainer), [turn_of("bf16", times(1, 1, 1))]
+    )
     assert row["step/checkpointed_layers"] == layers
 
 
