@@ -191,7 +191,11 @@ def _sandbox(config: SandboxConfig) -> Iterator[tuple[str, str]]:
 def _model(spec: ModelSpec) -> Iterator[tuple[str, str]]:
     yield "parameters", f"{spec.num_parameters:,} ({'tied' if spec.tied_embeddings else 'untied'} embeddings)"
     yield "shape", f"{spec.family}, {spec.num_layers} layers, hidden {spec.hidden_size}, MLP {spec.intermediate_size}"
-    yield "heads", f"{spec.num_heads} query, {spec.num_kv_heads} KV, of {spec.head_size}"
+    if spec.calibrates:
+        yield "heads", f"{spec.num_heads} query, {spec.num_kv_heads} KV, of {spec.head_size}"
+    else:
+        cached = ", ".join(f"{tensor.name} of {tensor.num_values}" for tensor in spec.cached(0))
+        yield "heads", f"{spec.num_heads} of {spec.head_size} with latent attention; all share {cached}"
     windows = [getattr(spec.blocks_of(layer).attention, "window", None) for layer in range(spec.num_layers)]
     if narrow := [window for window in windows if window is not None]:
         sizes = " or ".join(f"{size:,}" for size in sorted(set(narrow)))

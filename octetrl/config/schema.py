@@ -37,13 +37,17 @@ class LoraConfig(Section):
     """PEFT folder to start from (adapter_config.json, adapter_model.safetensors). None: A is random, B is zero."""
 
 
+Preset = Literal[
+    "tiny", "tiny-moe", "tiny-mla-moe", "qwen3-0.6b", "qwen3-1.7b", "qwen3-8b", "qwen3-30b-a3b", "moonlight-16b-a3b",
+    "llama-3.1-8b",
+]  # fmt: skip
+
+
 class ModelConfig(Section):
     path: str | None = None
     """Hugging Face folder with config.json, tokenizer and safetensors (BF16 or block-FP8). Leave it out if `preset` is
     set."""
-    preset: (
-        Literal["tiny", "tiny-moe", "qwen3-0.6b", "qwen3-1.7b", "qwen3-8b", "qwen3-30b-a3b", "llama-3.1-8b"] | None
-    ) = None
+    preset: Preset | None = None
     """A known model shape, for `init: random` without weights. Set either `preset` or `path`."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` initialises the weights from `seed`; it needs `preset`, or `path` for its config.json."""
@@ -66,7 +70,7 @@ class Fp8Config(Section):
     """Use FP8 block-scaled linears in the trainer: forward, dgrad and wgrad."""
     kv_cache: Literal["none", "calibrated", "dynamic"] = "none"
     """Format of the KV cache. none: the model's dtype. calibrated: E4M3 with one scale per layer and KV head. dynamic:
-    E4M3 with one scale per token and KV head."""
+    E4M3 with one scale per token and KV head. Latent attention (MLA) has one scale per token in either case."""
     calibration: Literal["fused", "exact"] = "fused"
     """Source of a calibrated cache's amax. fused: the training forward. exact: an extra forward with the new
     weights."""

@@ -47,8 +47,8 @@ def drawn(model: str, precision: str, lora: bool = False) -> tuple[Sides, list[G
     for name, parameter in sides.trainer_model.named_parameters():
         if name.endswith("e_score_correction_bias"):
             parameter.data.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
-    asked = random_requests(draw, sides.spec, 1, prompts=(1, 10), answers=(20, 24), siblings=(3, 3), temperature=0.9)
-    asked += random_requests(draw, sides.spec, 2, prompts=(60, LONGEST - 12), answers=(6, 12), temperature=0.9)
+    asked = random_requests(draw, sides.spec, 1, prompts=(1, 10), answers=(10, 12), siblings=(3, 3), temperature=0.9)
+    asked += random_requests(draw, sides.spec, 2, prompts=(60, LONGEST - 12), answers=(5, 7), temperature=0.9)
     return sides, asked, sides.engine().generate(asked)
 
 
@@ -61,7 +61,7 @@ def test_what_happens_in_the_engine_changes_nothing(model: str, precision: str) 
 
 def test_a_preempted_sequence_is_computed_again_to_the_same_bits() -> None:
     sides, _, _ = drawn("low_rank", "fp8_full")
-    asked = random_requests(random.Random(3), sides.spec, 1, prompts=(9, 9), answers=(40, 40), siblings=(4, 4))
+    asked = random_requests(random.Random(3), sides.spec, 1, prompts=(9, 9), answers=(40, 40), siblings=(2, 2))
     assert IN_THE_ENGINE["preempted"](sides.engine, asked) == sides.engine().generate(asked)
 
 

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
 from octetrl.config.errors import UserError
 from octetrl.config.presets import PRESETS, preset_config
+from octetrl.config.schema import Preset
 from octetrl.models.families import spec_from_config
 
 
@@ -26,6 +29,10 @@ def test_shapes_have_the_published_number_of_parameters(name: str, parameters: i
 def test_every_preset_is_one_this_decoder_can_run() -> None:
     for name in PRESETS:
         assert spec_from_config(preset_config(name)).max_positions >= 1024
+
+
+def test_a_recipe_may_name_every_preset() -> None:
+    assert set(get_args(Preset)) == set(PRESETS)
 
 
 def test_a_preset_is_the_callers_own_copy() -> None:
