@@ -26,12 +26,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octetrl.config.spec import SUPPORTED_HEAD_SIZES
 from octetrl.kernels.attention.attention_packed import attention_packed_backward, attention_packed_forward
 from octetrl.kernels.attention.kv_store import ReplayedKV
 from octetrl.kernels.attention.latent_packed import latent_packed
 from octetrl.kernels.gemm.grouped_bf16_gemm import grouped_bf16_gemm
 from octetrl.layers.context import PackedContext
+from octetrl.models.blocks.mla.layout import ordinary_head_size
 
 
 class HeadSizes(NamedTuple):
@@ -110,7 +110,7 @@ def attention_gradients(
     """Gradients of `attend_packed`'s result, by ordinary attention over the keys and values of every head."""
     q_THX = torch.cat((q_THN, q_THR), 2)
     tokens, heads, width = q_THX.shape
-    size = _head_size(max(width, sizes.value))
+    size = ordinary_head_size(max(width, sizes.value))
     kv_THX = F.linear(value_TC, kv_b).view(tokens, heads, sum(sizes))
     k_THX = torch.cat((kv_THX[..., : sizes.nope], key_TR[:, None].expand(-1, heads, -1)), 2)
     q_THD, k_THD, v_THD, dout_THD = (
@@ -126,12 +126,6 @@ def attention_gradients(
     dkv_b = dkv_TX.t() @ value_TC if kv_b.requires_grad else None
     dq_THN, dq_THR, _ = dq_THD.split((sizes.nope, width - sizes.nope, size - width), 2)
     return AttentionGradients(dq_THN, dq_THR, dkv_TX @ kv_b, dkey_TR, dkv_b)
-
-
-def _head_size(width: int) -> int:
-    """The smallest power of two that attention's kernels take, as its backward would pad any other; beyond them, on a
-    CPU, the width itself."""
-    return next((size for size in sorted(SUPPORTED_HEAD_SIZES) if size >= width and size & (size - 1) == 0), width)
 
 
 class PackedAttention(torch.autograd.Function):

@@ -80,8 +80,7 @@ class LatentAttentionLayout(BlockLayout):
         b, heads, hidden = how.value_bytes, spec.num_heads, spec.hidden_size
         latents = self.latent_size + self.rope_size
         up = heads * (self.nope_size + self.value_size)
-        wide = max(spec.head_size, self.value_size)
-        padded = heads * next((size for size in SUPPORTED_HEAD_SIZES if size >= wide and size & (size - 1) == 0), wide)
+        padded = heads * ordinary_head_size(max(spec.head_size, self.value_size))
         matrices = sum(tensor.num_parameters for tensor in self.tensors(spec))
         return BlockMemory(
             saved=b * (spec.q_size + self.query_latent_size + latents),
@@ -112,3 +111,10 @@ class LatentAttentionLayout(BlockLayout):
         from octetrl.models.blocks.mla.module import LatentAttention  # needs torch
 
         return LatentAttention(builder, self)
+
+
+def ordinary_head_size(width: int) -> int:
+    """The head size of the ordinary attention by which the backward goes: the smallest power of two that the kernels
+    take and that holds `width`; beyond them, on a CPU, the width itself."""
+    powers = (size for size in SUPPORTED_HEAD_SIZES if size.bit_count() == 1 and size >= width)
+    return min(powers, default=width)
