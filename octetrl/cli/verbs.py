@@ -16,6 +16,7 @@ from octetrl.cli.export import export
 from octetrl.cli.generate import generate
 from octetrl.cli.metrics import metrics
 from octetrl.cli.recipes import recipes
+from octetrl.cli.report import report
 from octetrl.cli.rollouts import rollouts
 from octetrl.cli.serve import serve
 from octetrl.cli.status import status
@@ -31,6 +32,7 @@ app.command("recipes", cls=Command)(recipes)
 app.command("eval", cls=Command)(evaluate)
 app.command("rollouts", cls=Command)(rollouts)
 app.command("metrics", cls=Command)(metrics)
+app.command("report", cls=Command)(report)
 app.command("generate", cls=Command)(generate)
 app.command("serve", cls=Command)(serve)
 app.command("check", cls=Command)(check)

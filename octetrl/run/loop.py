@@ -26,6 +26,7 @@ from octetrl.run.interrupt import StopRequest
 from octetrl.run.journal import Journal
 from octetrl.run.model_source import with_found_model
 from octetrl.run.output_folder import OutputFolder
+from octetrl.run.report import leave_report
 from octetrl.run.resume import Cursor, restore
 from octetrl.run.run_identity import CHECKPOINTS
 from octetrl.run.slow_rewards import SlowRewards, reward_times
@@ -79,6 +80,7 @@ def _train(recipe: Recipe, folder: OutputFolder, given: Given, *, resume: bool) 
             _run_steps(run, start, sinks, checkpoints, past)
     finally:
         run.close()
+        leave_report(folder.path, run.console)
 
 
 def _run_steps(

@@ -1,0 +1,157 @@
+"""What a report says about a run, read from its folder: recipe, metrics by step, hours, and what to look at."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from octetrl.config.errors import UserError
+from octetrl.telemetry.sample_estimates import Estimate, estimate_mean
+from octetrl.telemetry.sinks import METRICS_FILE
+
+PHASES = ("time/rollout", "time/reward", "time/train", "time/calibrate", "time/publish")
+ENOUGH = 4  # steps, for a difference with an interval
+BETWEEN = ("time/evaluate", "time/checkpoint")  # not in time/step
+_SETTINGS = (
+    ("model", "model.path"), ("algorithm", "algorithm.name"), ("learning rate", "trainer.optimizer.lr"),
+    ("tasks", "environment.kind"), ("dataset", "environment.dataset"), ("reward", "environment.reward"),
+    ("prompts a step", "rollout.prompts_per_step"), ("answers a prompt", "rollout.group_size"),
+    ("answer limit", "rollout.max_new_tokens"), ("temperature", "rollout.temperature"), ("seed", "seed"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run. `rows`: its metrics by name, one mapping a step, in the order of steps."""
+
+    folder: Path
+    recipe: Mapping[str, Any]
+    rows: Sequence[Mapping[str, float | None]]
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @cached_property
+    def hours(self) -> list[float]:
+        """Hours of work until the end of each step, evaluations and checkpoints included."""
+        found, total = [], 0.0
+        for row in self.rows:
+            total += sum(row.get(name) or 0.0 for name in ("time/step", *BETWEEN))
+            found.append(total / 3600)
+        return found
+
+    def series(self, name: str) -> list[tuple[int, float, float]]:
+        """(step, hours, value) of each step that measured it with a finite value."""
+        return [
+            (int(row["step"] or 0), hours, value)
+            for row, hours in zip(self.rows, self.hours, strict=True)
+            if (value := row.get(name)) is not None and math.isfinite(value)
+        ]
+
+    def values(self, name: str) -> list[float]:
+        return [value for _, _, value in self.series(name)]
+
+    @property
+    def settings(self) -> list[tuple[str, str]]:
+        """The recipe in a few lines."""
+        found = [(label, _at(self.recipe, path)) for label, path in _SETTINGS]
+        shown = [(label, str(value)) for label, value in found if value is not None]
+        fp8 = _at(self.recipe, "fp8") or {}
+        sides = [name for name, key in (("rollout", "rollout"), ("training", "train")) if fp8.get(key)]
+        cache = fp8.get("kv_cache", "none")
+        linears = f"linears of {' and '.join(sides)} in FP8" if sides else "linears in BF16"
+        exceptions = {key: fp8.get(key) for key in ("bf16_first_layers", "bf16_last_layers", "ignore") if fp8.get(key)}
+        kept = "".join(f", {key} {value}" for key, value in exceptions.items())
+        shown.append(("precision", f"{linears}, KV cache {'in BF16' if cache == 'none' else f'in FP8, {cache}'}{kept}"))
+        shown.append(("steps", f"{len(self.rows)} of {self.recipe.get('steps', '?')}"))
+        return shown
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Read a run's folder. Raises UserError if it has no metrics."""
+    path = folder / METRICS_FILE
+    if not path.is_file():
+        raise UserError(f"report: '{folder}' has no {METRICS_FILE}; give the folder of a run")
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # a run in progress may be writing the last line
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append({k: v for k, v in row.items() if v is None or isinstance(v, int | float)})
+    if not rows:
+        raise UserError(f"report: '{path}' has no finished step yet; wait for the first one")
+    recipe = folder / "config.yaml"
+    try:
+        known = yaml.safe_load(recipe.read_text(encoding="utf-8")) if recipe.is_file() else {}
+    except (yaml.YAMLError, UnicodeDecodeError):
+        known = {}
+    return RunRecord(folder, known if isinstance(known, dict) else {}, rows)
+
+
+def findings(run: RunRecord) -> list[str]:
+    """What a person should look at, with a remedy, from the metrics of all steps."""
+    found = []
+
+    def steps_with(name: str, above: float) -> list[int]:
+        return [step for step, _, value in run.series(name) if value > above]
+
+    checks = (
+        (
+            "mismatch/unequal_tokens",
+            0.0,
+            "log-probs of engine and trainer differ; `octetrl doctor RECIPE` finds the op",
+        ),
+        ("mismatch/token_mult_prob_error", 1.05, "engine and trainer disagree by more than 5%; see docs/fp8.md"),
+        ("fp8/kv_saturation", 0.0, "K and V values were clamped; raise fp8.calibration_margin"),
+        ("rollout/non_finite_tokens", 0.0, "activations were not finite in the rollout"),
+        ("train/non_finite_tokens", 0.0, "activations were not finite in training"),
+        ("train/skipped", 0.0, "no update, because no group had a learning signal"),
+        ("rollout/failure_share", 0.0, "rollouts without a reward; the failed ones below say why"),
+        ("rollout/truncated_share", 0.1, "more than 10% of the answers are cut off; raise rollout.max_new_tokens"),
+        ("rollout/preemptions", 0.0, "sequences were prefilled twice; a larger KV cache is faster"),
+        ("reward/zero_variance_fraction", 0.8, "in most groups all rewards are equal; choose other tasks"),
+    )
+    for name, limit, says in checks:
+        steps = steps_with(name, limit)
+        if steps:
+            where = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, first in step {steps[0]}"
+            found.append(f"{says} ({name}, {where})")
+    return found
+
+
+def paired_difference(first: RunRecord, second: RunRecord, name: str) -> Estimate | None:
+    """Mean of second − first over the last half of the steps that both measured, with its bootstrap interval.
+
+    Steps of a run depend on one another, so the interval is too narrow; it says less than several seeds do."""
+    mine = {step: value for step, _, value in first.series(name)}
+    both = [value - mine[step] for step, _, value in second.series(name) if step in mine]
+    last = both[len(both) // 2 :]
+    return estimate_mean(last, seed=0) if len(last) >= ENOUGH else None
+
+
+def mismatch_by_length(run: RunRecord) -> list[tuple[str, float, float]]:
+    """(tenth of the answer, mean of exp |engine − trainer|, mean gen_kl) over all steps; empty if not measured."""
+    found = []
+    for decile in range(10):
+        errors = run.values(f"mismatch/decile_{decile}/token_mult_prob_error")
+        kls = run.values(f"mismatch/decile_{decile}/gen_kl")
+        if errors and kls:
+            found.append((f"{decile * 10}–{decile * 10 + 10}%", sum(errors) / len(errors), sum(kls) / len(kls)))
+    return found
+
+
+def _at(recipe: Mapping[str, Any], path: str) -> Any:
+    value: Any = recipe
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value

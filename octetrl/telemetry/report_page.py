@@ -1,0 +1,269 @@
+"""The report of one or several runs: one HTML page that needs no network, and the same in short for a terminal.
+
+The page has the look of the rollouts' page (rollout_page.html), whose styles it takes. Texts of a model are escaped,
+and a Content-Security-Policy forbids scripts and connections. Charts are SVG (charts.py).
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from importlib.resources import files
+
+from octetrl.config.errors import UserError
+from octetrl.records import RolloutStatus
+from octetrl.telemetry.charts import Line, line_chart, shown_number, sparkline, stacked_chart
+from octetrl.telemetry.glossary import explained
+from octetrl.telemetry.report_data import (
+    PHASES,
+    RunRecord,
+    findings,
+    mismatch_by_length,
+    paired_difference,
+)
+from octetrl.telemetry.rollout_reader import MODEL, Filter, SampledGroup, SampledRow, Span, select
+
+BARS = 60  # of the chart of phases
+CHARACTERS = 1500  # of one answer on the page
+SIBLINGS = 4  # of a group
+CURVES: tuple[tuple[str, str], ...] = (
+    ("reward", "reward/mean"), ("held-out accuracy", "eval/accuracy"), ("held-out reward", "eval/reward_mean"),
+    ("loss", "loss"), ("answer length", "rollout/mean_length"), ("entropy", "entropy"),
+    ("KL from the reference", "kl"), ("gradient norm", "grad_norm"), ("learning rate", "lr"),
+    ("log-probs equal", "mismatch/equal_fraction"), ("KL engine to trainer", "mismatch/gen_kl"),
+    ("corrected tokens", "correction/clip_fraction"), ("clipped ratios", "ratio/clip_fraction"),
+    ("K and V clamped", "fp8/kv_saturation"), ("groups without a signal", "reward/zero_variance_fraction"),
+    ("answers cut off", "rollout/truncated_share"), ("rollouts without a reward", "rollout/failure_share"),
+    ("preference accuracy", "preference/accuracy"), ("preference margin", "preference/margin"),
+    ("explained variance", "value/explained_variance"), ("rollout, tokens/s", "rollout/tokens_per_second"),
+    ("training, tokens/s", "train/tokens_per_second"), ("GPU memory, GB", "memory/peak_gb"),
+)  # fmt: skip
+HEADLINES = ("reward/mean", "eval/accuracy", "loss", "rollout/mean_length", "entropy", "grad_norm", "time/step")
+_TONES = (("#2f5fb3", "#8db4f5"), ("#b26a00", "#f0b35c"), ("#2b7a4b", "#6fcf97"), ("#8a3fa0", "#d39be6"),
+          ("#b3372f", "#f08a80"), ("#3b7f8c", "#7cc9d6"), ("#75746b", "#b9bcc4"))  # fmt: skip
+
+
+def report_page(runs: Sequence[RunRecord]) -> str:
+    """The page's HTML."""
+    title = " and ".join(run.name for run in runs)
+    tones = "".join(
+        f".run-{i}, .phase-{i} {{ --tone: light-dark({light}, {dark}); }}" for i, (light, dark) in enumerate(_TONES)
+    )
+    body = "".join([*_what_ran(runs), *_look_at(runs), *_differences(runs), *_curves(runs), *_time(runs),
+                    *_mismatch(runs), *(part for run in runs for part in _rollouts(run, len(runs) > 1))])  # fmt: skip
+    keys = "".join(f'<span class="key"><i class="run-{i % len(_TONES)}"></i>{escape(run.name)}</span>'
+                   for i, run in enumerate(runs)) if len(runs) > 1 else ""  # fmt: skip
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f"<title>{escape(title)}</title><style>{_styles()}{tones}</style></head><body>"
+        '<input class="toggle" type="radio" name="axis" id="steps" checked aria-label="over steps">'
+        '<input class="toggle" type="radio" name="axis" id="hours" aria-label="over hours">'
+        f'<header><h1>{escape(title)}</h1><nav><label class="chip" for="steps">steps</label>'
+        f'<label class="chip" for="hours">hours</label></nav> {keys}</header><main>{body}</main></body></html>\n'
+    )
+
+
+def terminal_report(runs: Sequence[RunRecord]) -> Iterator[str]:
+    """Lines of the report for a terminal, no wider than 100 columns."""
+    for run in runs:
+        hours = f"{run.hours[-1]:.2f} h" if run.hours[-1] >= 0.1 else f"{run.hours[-1] * 3600:.0f} s"
+        yield f"{run.name}: {len(run.rows)} steps in {hours}"
+        for name in HEADLINES:
+            values = run.values(name)
+            if len(values) > 0:
+                told = f"{shown_number(values[0])} → {shown_number(values[-1])}"
+                yield f"  {name:<20} {sparkline(values):<32}  {told}"
+        for line in findings(run):
+            yield f"  look: {line}"
+    for name in ("eval/accuracy", "reward/mean"):
+        for other in runs[1:]:
+            found = paired_difference(runs[0], other, name)
+            if found is not None:
+                interval = f"{found.low:+.4f} to {found.high:+.4f}"
+                yield f"{name}, {other.name} − {runs[0].name}: {found.mean:+.4f} ({interval})"
+
+
+def _styles() -> str:
+    folder = files("octetrl.telemetry")
+    template = folder.joinpath("rollout_page.html").read_text(encoding="utf-8")
+    found = re.search(r"<style>(.*?)</style>", template, re.DOTALL)
+    assert found, "rollout_page.html has no styles"
+    return found[1] + folder.joinpath("report_page.css").read_text(encoding="utf-8")
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(one)}</th>" for one in header)
+    body = "".join("<tr>" + "".join(f"<td>{escape(one)}</td>" for one in row) + "</tr>" for row in rows)
+    return f'<div class="card wide"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def _what_ran(runs: Sequence[RunRecord]) -> Iterator[str]:
+    settings: list[Mapping[str, str]] = [dict(run.settings) for run in runs]
+    labels = list(dict.fromkeys(label for one in settings for label in one))
+    rows = [[label, *(one.get(label, "–") for one in settings)] for label in labels]
+    rows.append(["folder", *(str(run.folder) for run in runs)])
+    rows.append(["hours", *(f"{run.hours[-1]:.2f}" for run in runs)])
+    yield "<h2>What ran</h2>" + _table(["", *(run.name for run in runs)], rows)
+
+
+def _look_at(runs: Sequence[RunRecord]) -> Iterator[str]:
+    found = [(run, line) for run in runs for line in findings(run)]
+    if found:
+        lines = "".join(
+            f"<li>{escape(f'{run.name}: ' if len(runs) > 1 else '')}{escape(line)}</li>" for run, line in found
+        )
+        yield f'<h2>What to look at</h2><div class="card look"><ul>{lines}</ul></div>'
+
+
+def _differences(runs: Sequence[RunRecord]) -> Iterator[str]:
+    rows = []
+    for name in ("eval/accuracy", "reward/mean", "rollout/mean_length", "entropy", "time/step"):
+        for other in runs[1:]:
+            found = paired_difference(runs[0], other, name)
+            if found is not None:
+                interval = f"{found.low:+.4g} to {found.high:+.4g}"
+                rows.append([name, f"{other.name} − {runs[0].name}", f"{found.mean:+.4g}", interval, str(found.tasks)])
+    if rows:
+        yield "<h2>Differences at the same steps, over the last half</h2>" + _table(
+            ["", "", "mean", "95% interval (bootstrap over steps)", "steps"], rows
+        )
+        says = "Steps of a run depend on one another, so these intervals are too narrow. Several seeds say more."
+        yield f'<p class="soft">{says}</p>'
+
+
+def _curves(runs: Sequence[RunRecord]) -> Iterator[str]:
+    cards = []
+    for title, name in CURVES:
+        charts = []
+        for at, x_name in ((0, "step"), (1, "hour")):
+            lines = [_line(run, number, name, at) for number, run in enumerate(runs)]
+            if any(line.x for line in lines):
+                charts.append(f'<div class="by-{x_name}s">{line_chart(lines, x_name)}</div>')
+        if charts:
+            entry = explained(name)
+            says = f"{entry.meaning} {entry.look}".strip() if entry else ""
+            cards.append(f'<div class="card"><h3>{escape(title)}</h3><p>{escape(says)}</p>{"".join(charts)}</div>')
+    yield f'<h2>Curves</h2><div class="grid-cards">{"".join(cards)}</div>'
+
+
+def _line(run: RunRecord, number: int, name: str, at: int) -> Line:
+    series = run.series(name)
+    x, y = [one[at] for one in series], [one[2] for one in series]
+    low: list[float] = []
+    high: list[float] = []
+    if name == "reward/mean":
+        spread = {step: value for step, _, value in run.series("reward/std")}
+        if all(one[0] in spread for one in series):
+            low = [value - spread[step] for step, _, value in series]
+            high = [value + spread[step] for step, _, value in series]
+    elif name == "eval/accuracy":
+        ends = run.values("eval/accuracy_low"), run.values("eval/accuracy_high")
+        if len(ends[0]) == len(ends[1]) == len(y):
+            low, high = ends
+    return Line(run.name, number % len(_TONES), x, y, low, high)
+
+
+def _time(runs: Sequence[RunRecord]) -> Iterator[str]:
+    cards = []
+    for run in runs:
+        names = [name for name in PHASES if any(run.values(name))]
+        width = -(-len(run.rows) // BARS)
+        columns, steps = [], []
+        for begin in range(0, len(run.rows), width):
+            rows = run.rows[begin : begin + width]
+            parts = [sum(row.get(name) or 0.0 for row in rows) / len(rows) for name in names]
+            whole = sum(row.get("time/step") or 0.0 for row in rows) / len(rows)
+            columns.append([*parts, max(0.0, whole - sum(parts))])
+            steps.append(float(rows[0]["step"] or 0))
+        if not any(sum(column) for column in columns):
+            continue
+        shown = [*(name.removeprefix("time/") for name in names), "other"]
+        total = sum(map(sum, columns))
+        keys = "".join(
+            f'<span class="key"><i class="phase-{i}"></i>{name} {sum(c[i] for c in columns) / total:.0%}</span>'
+            for i, name in enumerate(shown)
+        )
+        title = f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else ""
+        cards.append(f'<div class="card">{title}<p>Seconds of a step. {keys}</p>'
+                     f"{stacked_chart(shown, columns, steps, 'step')}</div>")  # fmt: skip
+    if cards:
+        yield f'<h2>Where the time went</h2><div class="grid-cards">{"".join(cards)}</div>'
+
+
+def _mismatch(runs: Sequence[RunRecord]) -> Iterator[str]:
+    for run in runs:
+        tokens, equal = run.values("mismatch/tokens"), run.values("mismatch/equal_fraction")
+        if not tokens:
+            continue
+        name = f"{run.name}: " if len(runs) > 1 else ""
+        title = f"<h2>{escape(name)}Engine against trainer</h2>"
+        if all(share == 1 for share in equal):
+            says = f"The log-probs of all {sum(tokens):,.0f} trained tokens are equal, bit for bit."
+            yield f'{title}<div class="card">{says}</div>'
+            continue
+        rows = [[part, f"{error:.6f}", f"{kl:.2e}"] for part, error, kl in mismatch_by_length(run)]
+        yield title + _table(["part of the answer", "mean exp |engine − trainer|", "gen_kl"], rows)
+
+
+def _rollouts(run: RunRecord, says_name: bool) -> Iterator[str]:
+    last = max((int(row["step"] or 0) for row in run.rows), default=0)
+    try:
+        newest = select(run.folder, Filter(steps=Span(last, last)), None).groups
+        failed = select(run.folder, Filter(statuses=frozenset(s for s in RolloutStatus if not s.has_reward)), 3)
+    except UserError:
+        return  # a run without rollouts
+    scored = sorted((group for group in newest if group.rewards), key=lambda one: sum(one.rewards) / len(one.rewards))
+    chosen: list[tuple[str, SampledGroup]] = []
+    if scored:
+        chosen += [("best", scored[-1]), ("worst", scored[0])]
+        rest = scored[1:-1]
+        chosen += [("random", one) for one in random.Random(0).sample(rest, min(2, len(rest)))]
+    chosen += [("failed", group) for group in failed.groups]
+    name = f"{run.name}: r" if says_name else "R"
+    if chosen:
+        yield f"<h2>{escape(name)}ollouts</h2>"
+    yield from (_group(word, group) for word, group in chosen)
+
+
+def _group(word: str, group: SampledGroup) -> str:
+    first = group.rows[0]
+    answer = first.line.get("answer")
+    reference = (
+        f'<div class="reference soft">reference: {escape(_cut(str(answer)))}</div>' if answer is not None else ""
+    )
+    rows = sorted(group.rows, key=lambda row: (row.reward is not None, -(row.reward or 0.0)))
+    kept = rows[: SIBLINGS // 2] + rows[-(SIBLINGS // 2) :] if len(rows) > SIBLINGS else rows
+    return (
+        f'<article><div class="head"><span class="step">{word}</span><span class="step">step {group.step}</span>'
+        f'<span class="task">{escape(first.task_id)}</span></div><div class="prompt"><pre>'
+        f"{escape(_cut(str(first.line['prompt'])))}</pre>{reference}</div>"
+        f'<div class="siblings">{"".join(map(_sibling, kept))}</div></article>'
+    )
+
+
+def _sibling(row: SampledRow) -> str:
+    tone = "bad" if row.reward is None else "good" if row.reward > 0 else "line"
+    reward = "–" if row.reward is None else f"{row.reward:.3g}"
+    failed = "" if row.reward is not None else " failed"
+    detail = f'<div class="detail">{escape(_cut(str(row.line["detail"])))}</div>' if row.line.get("detail") else ""
+    said = "".join(
+        f"<pre>{escape(_cut(part.text))}</pre>" if part.by == MODEL
+        else f'<div class="environment"><b>{escape(part.by)}</b><pre>{escape(_cut(part.text))}</pre></div>'
+        for part in row.said
+    )  # fmt: skip
+    return (
+        f'<section style="--tone: var(--{tone})"><div class="facts"><span class="reward">{reward}</span>'
+        f'<span class="status{failed}">{escape(row.status)}</span><span class="number soft">'
+        f'{len(row.token_ids):,} tokens</span></div>{detail}<div class="said">{said}</div></section>'
+    )
+
+
+def _cut(text: str) -> str:
+    if len(text) <= CHARACTERS:
+        return text
+    half = CHARACTERS // 2
+    return f"{text[:half]} … {len(text) - CHARACTERS:,} characters … {text[-half:]}"

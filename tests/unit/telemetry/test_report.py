@@ -1,0 +1,104 @@
+"""The report: it holds what the run wrote, runs no script, escapes what a model says, and draws numbers where they
+belong."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octetrl.config.errors import UserError
+from octetrl.telemetry.charts import HEIGHT, LEFT, WIDTH, Line, line_chart, shown_number, sparkline, stacked_chart
+from octetrl.telemetry.report_data import findings, paired_difference, read_run
+from octetrl.telemetry.report_page import report_page, terminal_report
+from tests.unit.telemetry.sampled_rows import write_run
+
+
+def make_run(folder: Path, steps: int = 12, **values: float) -> Path:
+    """A run whose reward is 0.1, 0.2, ... per step, unless `values` says otherwise; an evaluation every third step."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(
+        "model: {path: models/small}\nfp8: {rollout: true, kv_cache: dynamic}\nseed: 5\n"
+    )
+    lines = []
+    for step in range(1, steps + 1):
+        line: dict[str, Any] = {"step": step, "reward/mean": step / 10, "reward/std": 0.5, "time/step": 36.0}
+        line |= {"time/rollout": 20.0, "time/train": 10.0, "mismatch/tokens": 50, "mismatch/equal_fraction": 1.0}
+        if step % 3 == 0:
+            line |= {"eval/accuracy": step / 20, "eval/accuracy_low": 0.0, "eval/accuracy_high": 1.0}
+        lines.append(json.dumps({**line, **values}))
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def test_the_page_needs_nothing_else_and_escapes_what_a_model_says(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=3)
+    write_run(folder)
+    page = report_page([read_run(folder)])
+    assert "<script" not in page and "&lt;script&gt;alert(" in page and "KeyError: &#x27;x&#x27; (r.py:3)" in page
+    assert "told you" in page and "I guess FOUR" in page
+    assert not re.search(r"(src|href)=|https?://|@import|url\(", page), "nothing is loaded"
+    assert "default-src 'none'" in page and "color-scheme: light dark" in page and "width=device-width" in page
+    assert "models/small" in page and "linears of rollout in FP8, KV cache in FP8, dynamic" in page
+    assert "all 150 trained tokens are equal, bit for bit" in page
+    assert page.count("<article>") >= 4 and len(page) < 300_000
+
+
+def test_curves_are_over_steps_and_hours_and_runs_lie_on_one_another(tmp_path: Path) -> None:
+    runs = [read_run(make_run(tmp_path / name)) for name in ("one", "two")]
+    assert runs[0].hours[-1] == pytest.approx(12 * 36 / 3600)
+    page = report_page(runs)
+    rewards = page.split("<h3>reward</h3>")[1].split("<h3>")[0]
+    assert rewards.count("<svg") == 2 and rewards.count("<polyline") == 4 and rewards.count("<polygon") == 4
+    assert "two − one" in page
+
+
+def test_differences_are_paired_by_step(tmp_path: Path) -> None:
+    one = read_run(make_run(tmp_path / "one"))
+    two = read_run(make_run(tmp_path / "two", **{"reward/mean": 2.0}))
+    found = paired_difference(one, two, "reward/mean")
+    assert found is not None and found.tasks == 6
+    assert found.mean == pytest.approx(2.0 - (0.7 + 1.2) / 2) and found.low < found.mean < found.high
+    assert paired_difference(one, two, "eval/accuracy") is None, "two steps say nothing about an interval"
+
+
+def test_findings_name_the_steps(tmp_path: Path) -> None:
+    assert findings(read_run(make_run(tmp_path / "sound"))) == []
+    (line,) = findings(read_run(make_run(tmp_path / "cut", **{"rollout/truncated_share": 0.3})))
+    assert "rollout.max_new_tokens" in line and "12 steps, first in step 1" in line
+
+
+def test_the_terminal_gets_the_same_in_short(tmp_path: Path) -> None:
+    lines = list(terminal_report([read_run(make_run(tmp_path / "run"))]))
+    assert lines[0].startswith("run: 12 steps in 0.12 h")
+    assert any(line.strip().startswith("reward/mean") and line.endswith("0.1 → 1.2") and "▁" in line for line in lines)
+    assert max(map(len, lines)) <= 120
+
+
+def test_a_point_lies_where_its_value_is() -> None:
+    svg = line_chart([Line("r", 0, [0, 5, 10], [0.0, 1.0, 4.0])], "step")
+    ((*_, points),) = re.findall(r'(<polyline)[^>]*points="([^"]*)"', svg)
+    (x0, y0), (x1, y1), (x2, y2) = (tuple(map(float, point.split(","))) for point in points.split())
+    assert (x0, x2) == (LEFT, WIDTH - 8) and x1 == pytest.approx((x0 + x2) / 2, abs=0.2)
+    assert y0 > y1 > y2 and (y0 - y1) / (y0 - y2) == pytest.approx(0.25, abs=0.01) and y0 <= HEIGHT
+    assert line_chart([Line("flat", 0, [1, 2], [3.0, 3.0])], "step").count("<polyline") == 1
+    bars = stacked_chart(["a", "b"], [[1.0, 3.0], [2.0, 2.0]], [1, 2], "step")
+    heights = [float(height) for height in re.findall(r'height="([\d.]+)"', bars)]
+    assert heights[1] == pytest.approx(3 * heights[0], rel=0.01) and heights[2] == pytest.approx(heights[3], rel=0.01)
+
+
+def test_numbers_and_sparklines() -> None:
+    assert [shown_number(x) for x in (0, 3.0, 0.12345, 1234567.0, 2e-5)] == ["0", "3", "0.1235", "1,234,567", "2.0e-05"]
+    assert sparkline([0, 1, 2]) == "▁▅█" or sparkline([0, 1, 2]) == "▁▄█"
+    assert sparkline([1, 1]) == "▄▄" and len(sparkline(range(1000))) == 32
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no metrics\.jsonl; give the folder of a run"):
+        read_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"st')
+    with pytest.raises(UserError, match="no finished step"):
+        read_run(tmp_path)
