@@ -95,10 +95,10 @@ def _styles() -> str:
     return found[1] + folder.joinpath("report_page.css").read_text(encoding="utf-8")
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], further: str = "") -> str:
     head = "".join(f"<th>{escape(one)}</th>" for one in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(one)}</td>" for one in row) + "</tr>" for row in rows)
-    return f'<div class="card wide"><table><tr>{head}</tr>{body}</table></div>'
+    return f'<div class="card wide{further}"><table><tr>{head}</tr>{body}</table></div>'
 
 
 def _what_ran(runs: Sequence[RunRecord]) -> Iterator[str]:
@@ -107,7 +107,7 @@ def _what_ran(runs: Sequence[RunRecord]) -> Iterator[str]:
     rows = [[label, *(one.get(label, "–") for one in settings)] for label in labels]
     rows.append(["folder", *(str(run.folder) for run in runs)])
     rows.append(["hours", *(f"{run.hours[-1]:.2f}" for run in runs)])
-    yield "<h2>What ran</h2>" + _table(["", *(run.name for run in runs)], rows)
+    yield "<h2>What ran</h2>" + _table(["", *(run.name for run in runs)], rows, " settings")
 
 
 def _look_at(runs: Sequence[RunRecord]) -> Iterator[str]:
