@@ -75,6 +75,7 @@ class LinearLayout:
     in_features: int
     parts: tuple[Part, ...]
     bias: bool = False
+    joins: bool = False  # its input and output are gathered from the tensor-parallel workers (config/tensor_cut.py)
 
     @property
     def out_features(self) -> int:
@@ -226,6 +227,9 @@ class BlockLayout(ABC):
 
     sites: ClassVar[tuple[str, ...]]
     """Points inside the block that `octetrl doctor` can compare, in forward order. Linears have their own names."""
+
+    can_be_cut: ClassVar[bool] = False
+    """Whether tensor-parallel workers can share it: `tensors` and `cached` then also describe a part of a model."""
 
     @abstractmethod
     def tensors(self, spec: ModelSpec) -> tuple[TensorLayout, ...]:

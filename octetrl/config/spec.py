@@ -8,10 +8,11 @@ policy and the memory estimate read it too.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from octetrl.config.blocks import PLACES, CachedTensor, LayerBlocks, LinearLayout, VectorLayout
 from octetrl.config.rope import RopeScaling
+from octetrl.config.tensor_cut import WHOLE_MODEL, TensorCut
 
 # Larger than any model's sizes. A config with larger ones is damaged and would use all memory before it fails.
 MOST_LAYERS, MOST_HEADS, MOST_WIDTH, MOST_TOKENS = 1_000, 1 << 16, 1 << 20, 1 << 24
@@ -30,6 +31,8 @@ SUPPORTED_HEAD_SIZES = (
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
+    """The shape of a model; or, with `tensor`, of the part that one of several tensor-parallel workers has (`cut`)."""
+
     family: str  # "llama", "qwen2", "qwen3", ...: the keys of `ARCHITECTURES` in models/families.py
     num_layers: int
     hidden_size: int
@@ -50,6 +53,31 @@ class ModelSpec:
     bos_token_id: int | None = None
     o_bias: bool = False  # `attention_bias`: o_proj has a bias too
     fused_files: bool = False  # Phi-3: a checkpoint has qkv_proj and gate_up_proj as one tensor each
+    tensor: TensorCut = WHOLE_MODEL  # heads and the intermediate size are this part's; widths of inputs are whole
+
+    def cut(self, tensor: TensorCut) -> ModelSpec:
+        """The part of one tensor-parallel worker. `why_not_cut` says which models cannot be cut."""
+        assert self.tensor.size == 1, "a part is not cut again"
+        return self._scaled(tensor, 1, tensor.size)
+
+    @property
+    def whole(self) -> ModelSpec:
+        """The whole model, of which this may be a part."""
+        return self if self.tensor.size == 1 else self._scaled(WHOLE_MODEL, self.tensor.size, 1)
+
+    def _scaled(self, tensor: TensorCut, times: int, parts: int) -> ModelSpec:
+        return replace(
+            self,
+            num_heads=self.num_heads * times // parts,
+            num_kv_heads=self.num_kv_heads * times // parts,
+            intermediate_size=self.intermediate_size * times // parts,
+            tensor=tensor,
+        )
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of embedding and lm_head in this part."""
+        return len(self.tensor.vocabulary(self.vocab_size))
 
     @property
     def fp8_k_is_safe(self) -> bool:
@@ -130,5 +158,5 @@ class ModelSpec:
             for layer in range(self.num_layers)
             for block in self.blocks_of(layer)
         )
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+        embeddings = self.vocab_rows * self.hidden_size * (1 if self.tied_embeddings else 2)
         return in_blocks + embeddings + self.hidden_size

@@ -32,6 +32,7 @@ from octetrl.fp8.format import E4M3
 from octetrl.fp8.kv_scales import split_scales
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.layers.context import CachedPages, LayerCache
+from octetrl.layers.tensor_group import TensorGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,13 @@ def host_pages(config: EngineConfig, page: CacheFormat) -> int:
     """Largest number of pages of a CPU run: `kv_memory_fraction` of the machine's memory."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return int(config.kv_memory_fraction * memory) // page.bytes_per_page
+
+
+def smallest_pages(group: TensorGroup, num_pages: int | None) -> int | None:
+    """The fewest pages of any worker that shares the model: their schedules are equal only with equal numbers."""
+    if num_pages is None or group.size == 1:
+        return num_pages
+    return int(group.stack(torch.tensor(num_pages)).min())
 
 
 class Pool:

@@ -67,12 +67,7 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
         ctx.save_for_backward(x_MK, weight_NK)
-        weight_KN = weight_NK.double().t()
-        y_MN = torch.empty(x_MK.shape[0], weight_NK.shape[0], dtype=x_MK.dtype)
-        for rows in row_chunks(x_MK.shape[0], max(weight_NK.shape), 1):
-            chunk_MN = (x_MK[rows].double() @ weight_KN).float()
-            y_MN[rows] = chunk_MN if bias_N is None else chunk_MN.add_(bias_N)
-        return y_MN
+        return exact_product(x_MK, weight_NK, bias_N)
 
     @staticmethod
     def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
@@ -82,6 +77,16 @@ class _LinearFunction(torch.autograd.Function):
         dx_MK = (dy_MN @ weight_NK.float()).to(x_MK.dtype) if need_x else None
         dweight_NK = (dy_MN.t() @ x_MK.float()).to(weight_NK.dtype) if need_weight else None
         return dx_MK, dweight_NK, dy_MN.sum(0) if need_bias else None
+
+
+def exact_product(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    """y [M, N] on a CPU, in x's dtype: float64 sums, rounded to float32; then the bias is added. No gradient."""
+    weight_KN = weight_NK.double().t()
+    y_MN = torch.empty(x_MK.shape[0], weight_NK.shape[0], dtype=x_MK.dtype)
+    for rows in row_chunks(x_MK.shape[0], max(weight_NK.shape), 1):
+        chunk_MN = (x_MK[rows].double() @ weight_KN).float()
+        y_MN[rows] = chunk_MN if bias_N is None else chunk_MN.add_(bias_N)
+    return y_MN
 
 
 def initial_weight(

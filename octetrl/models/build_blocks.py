@@ -19,9 +19,11 @@ from octetrl.config.schema import LoraConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.backends import BackendName
 from octetrl.fp8.policy import PrecisionPolicy, Side
+from octetrl.layers.cut_linear import CutFloat8Linear, CutLinear
 from octetrl.layers.linear import Float8Linear, Projection
 from octetrl.layers.lora import LoraAdapter
 from octetrl.layers.stacked import Float8StackedLinear, StackedLinear
+from octetrl.layers.tensor_group import TensorGroup
 from octetrl.layers.unquantized_linear import Linear
 from octetrl.models.blocks.block import Block, BlockBuilder
 
@@ -37,9 +39,11 @@ class LayerBuilder:
     device: torch.device | str
     backend: BackendName
     lora: LoraConfig | None
+    group: TensorGroup  # `spec` is this worker's part
 
     def __post_init__(self) -> None:
         """UserError: a GPU has no kernels for the experts of such a model."""
+        assert (self.group.rank, self.group.size) == (self.spec.tensor.rank, self.spec.tensor.size), "another part"
         emulated = self.backend == "emulated" and self.policy.uses_fp8(self.side)
         has_experts = any(isinstance(linear, StackedLinearLayout) for _, linear in self.spec.linears())
         on_gpu = torch.device(self.device).type == "cuda"
@@ -60,7 +64,7 @@ class LayerBuilder:
     def _block(self, index: int, place: str, layout: BlockLayout) -> Block:
         linears = {linear.name: linear for linear in layout.linears(self.spec)}
         make = partial(self._linear, f"layers.{index}.{place}", linears)
-        block = layout.build(BlockBuilder(self.spec, index, self.policy, self.dtype, self.device, make))
+        block = layout.build(BlockBuilder(self.spec, index, self.policy, self.dtype, self.device, make, self.group))
         assert isinstance(block, Block)
         return block
 
@@ -78,7 +82,14 @@ class LayerBuilder:
             stacked = Float8StackedLinear if is_fp8 else StackedLinear
             return stacked(width, rows, layout.count, **common, **(fp8 if is_fp8 else {}))
         made: Projection
-        if is_fp8:
+        if self.group.size > 1:
+            cut = {"group": self.group, "joins": layout.joins, **common}
+            made = (
+                CutFloat8Linear(width, rows, layout.bias, **cut, **fp8)
+                if is_fp8
+                else CutLinear(width, rows, layout.bias, **cut)
+            )
+        elif is_fp8:
             made = Float8Linear(width, rows, layout.bias, **common, **fp8)
         else:
             made = Linear(width, rows, layout.bias, **common, fast=self.policy.numerics == "fast")

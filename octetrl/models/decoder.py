@@ -30,12 +30,13 @@ from octetrl.fp8.policy import PrecisionPolicy, Side
 from octetrl.kernels.gemm.linear_logprobs import linear_logprobs, lm_head_logits
 from octetrl.kernels.quantize.quantize_weight import check_scales
 from octetrl.layers.context import Context
-from octetrl.layers.embedding import Embedding
+from octetrl.layers.cut_rows import VocabularyRows, build_embedding
 from octetrl.layers.linear import Float8Linear
 from octetrl.layers.lm_head import LmHead
 from octetrl.layers.lora import LoraAdapter
 from octetrl.layers.norm import RMSNorm
 from octetrl.layers.rotary import Rotary, RotaryTable
+from octetrl.layers.tensor_group import ONE_WORKER, TensorGroup
 from octetrl.layers.top_logprobs import logprobs_at, top_logprobs
 from octetrl.models.blocks.block import Block, Probe
 from octetrl.models.blocks.products import Operand
@@ -112,25 +113,25 @@ class Decoder(nn.Module):
         device: torch.device | str = "cpu",
         backend: BackendName = "emulated",
         lora: LoraConfig | None = None,
+        group: TensorGroup = ONE_WORKER,  # the workers that share the model, of which `spec` is this one's part
     ) -> None:
         super().__init__()
         self.spec, self.policy, self.side, self.dtype, self.backend = spec, policy, side, dtype, backend
-        self.lora = lora
+        self.lora, self.group = lora, group
         self.fast = policy.numerics == "fast"
         self._without_gradient = frozenset(spec.without_gradient())
-        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
+        self.cut = None if group.size == 1 else VocabularyRows(spec.vocab_size, group)
+        self.embedding = build_embedding(spec.vocab_size, spec.hidden_size, self.cut, dtype=dtype, device=device)
         self.rotary = RotaryTable(
             spec.rotary_size, spec.rope_theta, spec.rope_scaling, spec.max_positions, device=device
         )
-        builder = LayerBuilder(spec, policy, side, dtype, device, backend, lora)
+        builder = LayerBuilder(spec, policy, side, dtype, device, backend, lora, group)
         norm = partial(RMSNorm, spec.hidden_size, spec.rms_norm_eps, dtype=dtype, device=device)
-        self.layers = nn.ModuleList(
-            DecoderLayer(index, *builder.blocks(index), norm(), norm()) for index in range(spec.num_layers)
-        )
+        numbers = range(spec.num_layers)
+        self.layers = nn.ModuleList(DecoderLayer(one, *builder.blocks(one), norm(), norm()) for one in numbers)
         self.norm = norm()
-        self.lm_head: LmHead | None = None
-        if not spec.tied_embeddings:
-            self.lm_head = LmHead(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
+        head = partial(LmHead, spec.vocab_rows, spec.hidden_size, dtype=dtype, device=device)
+        self.lm_head: LmHead | None = None if spec.tied_embeddings else head()
 
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, context: Context, run_layer: RunLayer | None = None
@@ -144,10 +145,8 @@ class Decoder(nn.Module):
             self.probe(None, EMBEDDING_SITE, hidden_TE)
         rotary = self.rotary(positions_T)
         for index, layer in enumerate(self.layers):
-            if run_layer is None:
-                hidden_TE = layer(hidden_TE, rotary, context)
-            else:
-                hidden_TE = run_layer(layer, hidden_TE, rotary, context)
+            run = layer if run_layer is None else partial(run_layer, layer)
+            hidden_TE = run(hidden_TE, rotary, context)
             if self.probe is not None:
                 self.probe(index, PLACES[-1].residual_site, hidden_TE)
         normed_TE: Tensor = self.norm(hidden_TE)
@@ -157,29 +156,30 @@ class Decoder(nn.Module):
 
     @property
     def lm_head_weight(self) -> nn.Parameter:
-        """[V, E]. With tied embeddings it is the embedding's weight."""
+        """[V, E], or this worker's rows (`cut`). With tied embeddings it is the embedding's weight."""
         return self.embedding.weight if self.lm_head is None else self.lm_head.weight
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """float32 [N, V], not differentiable: for sampling."""
-        return lm_head_logits(hidden_NE.detach(), self.lm_head_weight.detach(), self.fast)
+        return lm_head_logits(hidden_NE.detach(), self.lm_head_weight.detach(), self.fast, self.cut)
 
     def logprobs(
         self, hidden_NE: Tensor, targets_N: Tensor, temperature: float = 1.0, chunk: int = 1024
     ) -> tuple[Tensor, Tensor]:
         """Log-prob of each target and entropy, float32 [N], differentiable (kernels/gemm/linear_logprobs.py)."""
-        return linear_logprobs(hidden_NE, self.lm_head_weight, targets_N, temperature, chunk, self.fast)
+        return linear_logprobs(hidden_NE, self.lm_head_weight, targets_N, temperature, chunk, self.fast, self.cut)
 
     def logprobs_at(self, hidden_NE: Tensor, ids_NK: Tensor, temperature: float, chunk: int) -> Tensor:
         """Log-probs of K given tokens a row, float32 [N, K], differentiable (layers/top_logprobs.py)."""
-        return logprobs_at(hidden_NE, self.lm_head_weight, ids_NK, temperature=temperature, chunk=chunk, fast=self.fast)
+        head_VE, fast, cut = self.lm_head_weight, self.fast, self.cut
+        return logprobs_at(hidden_NE, head_VE, ids_NK, temperature=temperature, chunk=chunk, fast=fast, cut=cut)
 
     def top_logprobs(
         self, hidden_NE: Tensor, k: int, below: int, temperature: float, chunk: int
     ) -> tuple[Tensor, Tensor]:
         """Ids (int64) and log-probs (float32), [N, K], of the likeliest tokens with an id below `below`."""
-        weight_VE, fast = self.lm_head_weight.detach(), self.fast
-        return top_logprobs(hidden_NE, weight_VE, k, below=below, temperature=temperature, chunk=chunk, fast=fast)
+        head, fast, cut = self.lm_head_weight.detach(), self.fast, self.cut
+        return top_logprobs(hidden_NE, head, k, below=below, temperature=temperature, chunk=chunk, fast=fast, cut=cut)
 
     def decoder_layers(self) -> Iterator[DecoderLayer]:
         for layer in self.layers:
@@ -254,5 +254,5 @@ class Decoder(nn.Module):
 
     def random_init(self, seed: int) -> None:
         """Draws the weights (models/random_weights.py), then `requantize`. Adapters do not change."""
-        draw_weights((one for one in self.named_parameters() if ".lora." not in one[0]), seed)
+        draw_weights((one for one in self.named_parameters() if ".lora." not in one[0]), seed, self.spec)
         self.requantize()

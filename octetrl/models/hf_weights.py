@@ -34,6 +34,7 @@ from octetrl.fp8.quantize import Quantized, dequantize_weight, quantize_weight_r
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import hf_config, hf_generation_config, load_spec
 from octetrl.models.row_shards import WEIGHT, RowShards
+from octetrl.models.tensor_rows import cut_rows_of, pieces_of
 from octetrl.models.weight_files import (
     INDEX,
     LM_HEAD,
@@ -56,18 +57,24 @@ def load_weights(model: Decoder, folder: str | Path, *, new_head: bool = False) 
 
     UserError, one line: what `checked_headers` refuses; a value that is not finite in the model's dtype (its tensor).
     """
-    headers = checked_headers(folder, model.spec, scalar=model.is_scalar, new_head=new_head)
+    headers = checked_headers(folder, model.spec.whole, scalar=model.is_scalar, new_head=new_head)
     parameters = dict(model.named_parameters())
     shards = RowShards.find(Path(folder))
-    reader = _Reader(headers) if shards is None else _RowReader(shards, model.spec, scalar=model.is_scalar)
+    spec, cut = model.spec.whole, cut_rows_of(model.spec)
+    reader = _Reader(headers) if shards is None else _RowReader(shards, spec, scalar=model.is_scalar)
     with reader:
-        for piece in pieces(model.spec, scalar=model.is_scalar):
-            rows = parameters[piece.parameter][piece.start : piece.start + piece.shape[0]]
-            if piece.name in headers:
-                name = f"{headers[piece.name].file}: '{piece.name}'"
-                rows.copy_(_finite(reader.weight(piece.name), rows.dtype, name))
-            else:  # the new head
-                rows.zero_()
+        for piece in pieces(spec, scalar=model.is_scalar):
+            parameter = parameters[piece.parameter]
+            if piece.name not in headers:  # the new head
+                parameter[piece.start : piece.start + piece.shape[0]].zero_()
+                continue
+            name = f"{headers[piece.name].file}: '{piece.name}'"
+            read = _finite(reader.weight(piece.name), parameter.dtype, name)
+            for own in pieces_of(cut.get(piece.parameter), 0, parameter.shape[0]):
+                first, last = max(own.whole, piece.start), min(own.whole + own.rows, piece.start + piece.shape[0])
+                if first < last:
+                    start = own.start + first - own.whole
+                    parameter[start : start + last - first] = read[first - piece.start : last - piece.start]
         if model.spec.tied_embeddings and LM_HEAD in headers:
             _check_tied(reader, headers[LM_HEAD].file)
     model.requantize()
@@ -174,7 +181,7 @@ def hf_files(model: Decoder, max_shard_bytes: int = MAX_SHARD_BYTES) -> dict[str
 
 def hf_config_files(model: Decoder) -> dict[str, bytes]:
     """The files of `hf_files` without weights: what the model is, where its weights are saved in another form."""
-    config = hf_config(model.spec, str(model.dtype).removeprefix("torch."), scalar=model.is_scalar)
+    config = hf_config(model.spec.whole, str(model.dtype).removeprefix("torch."), scalar=model.is_scalar)
     return _json_files([{}], config, model.spec)
 
 

@@ -31,6 +31,7 @@ from octetrl.config.json_file import read_json
 from octetrl.config.lora import targets_of, unknown_target
 from octetrl.config.schema import LoraConfig
 from octetrl.config.spec import ModelSpec
+from octetrl.layers.tensor_group import join_rows
 from octetrl.models.decoder import Decoder
 from octetrl.models.hf_weights import hf_files, load_weights
 from octetrl.models.weight_files import SCORE
@@ -40,6 +41,7 @@ PREFIX = "base_model.model"
 THEIR_MODULES = {place.name: place.hf_name for place in PLACES}
 NAMES_SHOWN = 3
 MOST_RANK = 1024  # as a recipe allows
+CUT_SUFFIX = ".lora_B.weight"  # of tensors of which each tensor-parallel worker has some rows
 UNSUPPORTED = {  # fields that would change the formula, with the value that does not
     "bias": "none",
     "fan_in_fan_out": False,
@@ -71,8 +73,9 @@ def is_adapter(folder: Path) -> bool:
 
 
 def _adapter_tensors(model: Decoder) -> dict[str, Tensor]:
-    """Live tensors by PEFT's names."""
-    return {name: tensor.detach() for name, tensor in _named(model)}
+    """Live tensors by PEFT's names. Tensor-parallel workers call it together, and have copies of all rows of B."""
+    tensors = {name: tensor.detach() for name, tensor in _named(model)}
+    return {name: join_rows(model.group, one) if name.endswith(CUT_SUFFIX) else one for name, one in tensors.items()}
 
 
 def _adapter_config(model: Decoder, base: str | None) -> bytes:
@@ -161,7 +164,7 @@ def load_adapter(model: Decoder, folder: Path) -> None:
     are missing, extra, misshapen or not finite."""
     assert model.lora is not None, "a model without adapters"
     check_adapter(model.lora, folder, model.spec, is_scalar=model.is_scalar)
-    tensors = _read(folder / WEIGHTS)
+    tensors = {name: _own_rows(model, name, tensor) for name, tensor in _read(folder / WEIGHTS).items()}
     own = dict(_named(model))
     problems = [f"'{name}' is missing" for name in own if name not in tensors]
     problems += [f"'{name}' is extra" for name in tensors if name not in own]
@@ -176,6 +179,14 @@ def load_adapter(model: Decoder, folder: Path) -> None:
         raise UserError(f"{folder / WEIGHTS} is not an adapter of this model: {shown} ({len(problems)} problems)")
     for name, view in own.items():
         view.copy_(tensors[name])
+
+
+def _own_rows(model: Decoder, name: str, tensor: Tensor) -> Tensor:
+    """The rows of a B that `model` has."""
+    rank, size = model.group.rank, model.group.size
+    if not name.endswith(CUT_SUFFIX) or tensor.shape[0] % size:
+        return tensor
+    return tensor.unflatten(0, (size, -1))[rank]
 
 
 def _read(file: Path) -> Mapping[str, Tensor]:

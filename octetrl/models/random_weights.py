@@ -12,12 +12,16 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from octetrl.config.spec import ModelSpec
+from octetrl.models.tensor_rows import cut_rows_of, pieces_of
+
 EMBEDDING_STD = 0.02
 
 
 @torch.no_grad()
-def draw_weights(named_parameters: Iterable[tuple[str, nn.Parameter]], seed: int) -> None:
-    """Fills the parameters in place. `seed`: any integer."""
+def draw_weights(named_parameters: Iterable[tuple[str, nn.Parameter]], seed: int, spec: ModelSpec) -> None:
+    """Fills the parameters in place. `seed`: any integer. A part of a model gets its rows of the whole."""
+    cut = cut_rows_of(spec)
     for name, parameter in named_parameters:
         if parameter.dim() == 1:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -25,4 +29,8 @@ def draw_weights(named_parameters: Iterable[tuple[str, nn.Parameter]], seed: int
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         std = parameter.shape[1] ** -0.5 if name.startswith("layers.") else EMBEDDING_STD
-        parameter.copy_(torch.empty(parameter.shape).normal_(std=std, generator=generator))
+        rows = cut.get(name)
+        whole = parameter.shape if rows is None else (rows.whole_rows, *parameter.shape[1:])
+        drawn = torch.empty(whole).normal_(std=std, generator=generator)
+        for piece in pieces_of(rows, 0, parameter.shape[0]):
+            parameter[piece.start : piece.start + piece.rows] = drawn[piece.whole : piece.whole + piece.rows]

@@ -3,9 +3,10 @@
     state-00002-of-00004.safetensors    the second of four workers' rows of each tensor
     state-00002-of-00004.json           {"weight/norm.weight": {"start": 128, "shape": [1024], "dtype": "BF16"}, ...}
 
-`start` is the number of the first row, `shape` that of the whole tensor. A tensor without dimensions is in every
-file, and equal. Any range of rows can be read without the rest: by the same number of workers, by another number, or
-one tensor after another for an export. Nothing here imports torch before a tensor is read.
+`start` is the number of the first row, `shape` that of the whole tensor. A tensor-parallel worker may have several
+ranges of rows of one tensor. All but the first have names of their own, and `of` names the tensor. A tensor without
+dimensions is in every file, and equal. Any range of rows can be read without the rest: by the same number of workers,
+by another number, or one tensor after another for an export. Nothing here imports torch before a tensor is read.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class RowRange:
     start: int
     shape: tuple[int, ...]
     dtype: str  # safetensors' name
+    of: str | None = None  # the tensor, where the file has these rows under another name
 
 
 def file_stem(rank: int, count: int, stem: str = STEM) -> str:
@@ -45,7 +47,11 @@ def file_stem(rank: int, count: int, stem: str = STEM) -> str:
 
 def index_bytes(ranges: Mapping[str, RowRange]) -> bytes:
     """The JSON file beside the tensors of one worker."""
-    entries = {name: {"start": one.start, "shape": list(one.shape), "dtype": one.dtype} for name, one in ranges.items()}
+    entries: dict[str, dict[str, Any]] = {}
+    for name, one in ranges.items():
+        entries[name] = {"start": one.start, "shape": list(one.shape), "dtype": one.dtype}
+        if one.of is not None:
+            entries[name]["of"] = one.of
     return json.dumps(entries, indent=1).encode()
 
 
@@ -56,7 +62,7 @@ class RowShards:
         """`indexes`: names of the JSON files. UserError: one of a worker is missing, or they are of different runs."""
         self.folder = folder
         self.ranges: dict[str, RowRange] = {}
-        self._parts: dict[str, list[tuple[int, Path]]] = {}  # first row and file of each part
+        self._parts: dict[str, list[tuple[int, Path, str]]] = {}  # first row, file and name there of each part
         self._handles: dict[Path, Any] = {}
         names = sorted(indexes)
         counts = {match[3] for name in names if (match := NAME.fullmatch(name))}
@@ -76,12 +82,13 @@ class RowShards:
 
     def _read_index(self, index: Path) -> None:
         try:
-            for name, entry in json.loads(index.read_bytes()).items():
+            for stored, entry in json.loads(index.read_bytes()).items():
+                name = str(entry.get("of", stored))
                 one = RowRange(entry["start"], tuple(entry["shape"]), entry["dtype"])
                 whole = self.ranges.setdefault(name, RowRange(0, one.shape, one.dtype))
                 if (whole.shape, whole.dtype) != (one.shape, one.dtype):
                     raise UserError(f"{index}: '{name}' has another shape or dtype there; restore the folder")
-                self._parts.setdefault(name, []).append((one.start, index.with_suffix(".safetensors")))
+                self._parts.setdefault(name, []).append((one.start, index.with_suffix(".safetensors"), stored))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f"{index} does not say which rows its tensors are; restore the folder") from None
 
@@ -109,8 +116,8 @@ class RowShards:
 
     def _sorted(self, name: str) -> Iterator[tuple[int, int, Any]]:
         """First row, end and slice of each part, in the order of rows."""
-        for start, file in sorted(self._parts[name]):
-            view = self._handle(file).get_slice(name)
+        for start, file, stored in sorted(self._parts[name]):
+            view = self._handle(file).get_slice(stored)
             yield start, start + view.get_shape()[0], view
 
     def _handle(self, file: Path) -> Any:

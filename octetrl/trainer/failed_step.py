@@ -33,10 +33,12 @@ def _first_bad_micro_batch(trainer: Trainer, step: OptimizerStep) -> str | None:
         number: list[str | None] = []
         with trainer.optimizer.gradients.inspect() as bad:
             loss = float(trainer.backward(step, prepared, MetricMeans(), None, number).loss)
-        if bad or number[0] or not math.isfinite(loss):
+        of_gradients = f", first non-finite gradient '{bad[0]}' ({len(bad)} in all)" if bad else None
+        of_gradients = trainer.peers.agree_in_group(of_gradients, "non-finite numbers")
+        if of_gradients or number[0] or not math.isfinite(loss):
             where = f", {number[0]}" if number[0] else ""
-            where += f", first non-finite gradient '{bad[0]}' ({len(bad)} in all)" if bad else ""
-            share = trainer.peers.share
+            where += of_gradients or ""
+            share = trainer.peers.worker
             at = f" of worker {share.rank}" if share.count > 1 else ""
             longest = prepared.micro_batch.max_seqlen
             return (

@@ -71,7 +71,8 @@ class Optimizer:
     """Updates the rows that this worker owns. Build it after the weights are loaded: the masters are copied from them.
 
     `rows[name]`: the rows of each worker. The weights of the parameters `copied` are copies of the owned rows, so that
-    their whole tensors may be freed (trainer/shared_weights.py).
+    their whole tensors may be freed (trainer/shared_weights.py). Tensor-parallel workers have different rows of the
+    parameters `cut`, and all others whole.
     """
 
     def __init__(
@@ -82,9 +83,10 @@ class Optimizer:
         seed: int = 0,
         peers: Peers = ALONE,
         copied: Collection[str] = (),
+        cut: Collection[str] = (),
     ) -> None:
         self.config, self.seed, self.step_count = config, seed, 0
-        self.parameters, self._peers = dict(named_parameters), peers
+        self.parameters, self._peers, self._cut = dict(named_parameters), peers, cut
         named, share = self.parameters, peers.share
         table = cut_rows([one.shape for one in named.values()], share.count)
         self.rows = dict(zip(named, table, strict=True))
@@ -147,10 +149,12 @@ class Optimizer:
         sums. The caller must check it: a step with a norm that is not finite destroys the weights.
         """
         self.gradients.finish()
-        norm = get_total_norm([slot.gradient for slot in self.slots])
-        if self._peers.share.count > 1:
+        counted = [slot for slot in self.slots if slot.name in self._cut or self._peers.group.rank == 0]
+        norm = get_total_norm([slot.gradient for slot in counted])
+        if self._peers.share.count > 1 or self._peers.group.size > 1:
             square = norm.double().square().reshape(1).to(self._device)
-            norm = self._peers.sum(square, "gradient norm")[0].sqrt().float()
+            square = self._peers.sum_in_group(self._peers.sum(square, "gradient norm"), "gradient norm")
+            norm = square[0].sqrt().float()
         self._clip = (self.config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm
 

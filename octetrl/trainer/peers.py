@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
 
 from octetrl.config.errors import RunFailed
+from octetrl.layers.tensor_group import ONE_WORKER, TensorGroup
 from octetrl.trainer.shards import Cut, GradientMode, Share
 
 LONGEST_POLL_SECONDS = 1e-3
@@ -49,6 +50,20 @@ class Peers(Protocol):
     @property
     def gradients(self) -> GradientMode:
         """How the workers add their gradients (trainer/gradients.py)."""
+
+    @property
+    def worker(self) -> Share:
+        """The number of this worker among all of the run, those of all parts of the model included."""
+
+    @property
+    def group(self) -> TensorGroup:
+        """The workers that share this worker's model by rows (trainer/tensor_peers.py). They train the same batch."""
+
+    def sum_in_group(self, values_N: Tensor, phase: str) -> Tensor:
+        """The sum over `group`, float64 [N]."""
+
+    def agree_in_group(self, error: str | None, phase: str) -> str | None:
+        """The first error in `group`; None if no worker of it has one."""
 
     def sum_to_owners(self, cuts: Sequence[Cut], phase: str) -> list[Tensor]:
         """For each cut, the sum over all workers of this worker's rows: float32, valid until the next call."""
@@ -75,7 +90,24 @@ class Peers(Protocol):
         """End the connections."""
 
 
-class Alone:
+class WholeModel:
+    """The part of `Peers` of a worker whose model is whole."""
+
+    share: Share
+    group: TensorGroup = ONE_WORKER
+
+    @property
+    def worker(self) -> Share:
+        return self.share
+
+    def sum_in_group(self, values_N: Tensor, phase: str) -> Tensor:
+        return values_N.double()
+
+    def agree_in_group(self, error: str | None, phase: str) -> str | None:
+        return error
+
+
+class Alone(WholeModel):
     """The only worker of a run."""
 
     share = Share()
@@ -124,7 +156,7 @@ def join_store(address: str, deadline_seconds: float = 60.0) -> Store:
         raise PeersLost(f"no worker serves {address} ({deadline_seconds:g} s): {_first_line(error)}") from error
 
 
-class ProcessGroupPeers:
+class ProcessGroupPeers(WholeModel):
     """Peers over torch.distributed. Build it in every worker's process, with the same store."""
 
     def __init__(
@@ -140,7 +172,7 @@ class ProcessGroupPeers:
         """`device`: where tensors are exchanged; NCCL for a GPU, gloo for the CPU. `name`: unique within the store."""
         self.share, self.gradients = share, gradients
         self._device, self._deadline_seconds = device, deadline_seconds
-        self._group = self._connected(PrefixStore(name, store))
+        self._collectives = self._connected(PrefixStore(name, store))
 
     def _connected(self, store: Store) -> Any:
         rank, count = self.share.rank, self.share.count
@@ -164,7 +196,7 @@ class ProcessGroupPeers:
             for cut, piece in zip(cuts, parts_CR[rank].split([*sizes, width - sum(sizes)]), strict=False):
                 piece.view(cut.part(rank).shape).copy_(cut.part(rank))
         sum_R = parts_CR.new_empty(width)
-        self._finish(lambda: self._group._reduce_scatter_base(sum_R, parts_CR.view(-1)), phase)
+        self._finish(lambda: self._collectives._reduce_scatter_base(sum_R, parts_CR.view(-1)), phase)
         own = [cut.part(self.share.rank) for cut in cuts]
         pieces = sum_R[: sum(part.numel() for part in own)].split([part.numel() for part in own])
         return [piece.view(part.shape) for piece, part in zip(pieces, own, strict=True)]
@@ -213,7 +245,7 @@ class ProcessGroupPeers:
             return values.new_empty(self.share.count, *values.shape)
         bytes_B = values.to(self._device).contiguous().view(-1).view(torch.uint8)
         all_CB = bytes_B.new_empty(self.share.count, bytes_B.numel())
-        self._finish(lambda: self._group._allgather_base(all_CB.view(-1), bytes_B), phase)
+        self._finish(lambda: self._collectives._allgather_base(all_CB.view(-1), bytes_B), phase)
         return all_CB.view(values.dtype).view(self.share.count, *values.shape).to(values.device)
 
     def _finish(self, start: Callable[[], Work], phase: str) -> None:
@@ -243,7 +275,7 @@ class ProcessGroupPeers:
         return PeersLost(f"{me}, phase '{phase}': no answer from the other workers after {seconds:.1f} s: {why}")
 
     def close(self) -> None:
-        self._group.shutdown()
+        self._collectives.shutdown()
 
 
 def _first_line(error: Exception) -> str:

@@ -7,20 +7,23 @@
     step_count                                in every file, and equal
 
 models/row_shards.py names and reads the files. A worker reads the rows that it owns now. As many workers may have
-written them, another number, or one, whose checkpoint has each tensor whole.
+written them, another number, or one, whose checkpoint has each tensor whole. Files count rows of the whole model, also
+where tensor-parallel workers have parts of it (models/tensor_rows.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from octetrl.config.errors import UserError
 from octetrl.kernels.optimizer.adamw import STATE_BLOCK
 from octetrl.models.row_shards import STEM, WEIGHT, RowRange, RowShards, file_stem, index_bytes
+from octetrl.models.tensor_rows import CutRows, RowPiece, pieces_of
 from octetrl.trainer.shards import Share
 from octetrl.trainer.state_files import FORMATS, Content
 
@@ -33,7 +36,7 @@ class OwnedRows(Protocol):
 
     @property
     def parameter(self) -> Tensor:
-        """The whole parameter; its memory may be freed."""
+        """The whole parameter, or this worker's part of it; its memory may be freed."""
 
     @property
     def first(self) -> int:
@@ -42,39 +45,56 @@ class OwnedRows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OwnedState:
-    """What one worker owns of a model that is trained. Live tensors, of the rows of `slots`."""
+    """What one worker owns of a model that is trained. Live tensors, of the rows of `slots`.
+
+    `share`: among all workers of the run. `cut`: parameters of which the model has some rows. `writes_uncut` false:
+    another worker of its group writes all others.
+    """
 
     weights: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor]
     slots: Sequence[OwnedRows]
     share: Share
+    cut: Mapping[str, CutRows] = field(default_factory=dict)
+    writes_uncut: bool = True
 
 
 def shard_files(own: OwnedState, stem: str = STEM, *, with_weights: bool = True) -> dict[str, Content]:
     """The two files of one worker: its tensors, live, and the index of their rows."""
     tensors = {**(_named(own.weights) if with_weights else {}), **own.optimizer}
+    parts: dict[str, Tensor] = {}
+    ranges: dict[str, RowRange] = {}
+    for name, place in _places(tensors, own).items():
+        if not (own.writes_uncut or place.is_cut or not place.shape):
+            continue
+        for number, piece in enumerate(place.pieces):
+            stored = f"{name}#{number}" if number else name
+            rows = tensors[name] if len(place.pieces) == 1 else _rows(tensors[name], piece.start, piece.rows)
+            parts[stored] = rows
+            of = name if number else None
+            ranges[stored] = RowRange(piece.whole, place.shape, FORMATS[rows.dtype], of)
     name = file_stem(own.share.rank, own.share.count, stem)
-    return {f"{name}.safetensors": tensors, f"{name}.json": index_bytes(_ranges(tensors, own.slots))}
+    return {f"{name}.safetensors": parts, f"{name}.json": index_bytes(ranges)}
 
 
 def read_weights(shards: RowShards, own: OwnedState) -> dict[str, Tensor]:
     """The saved weights of the rows that this worker owns now. UserError: they are another model's."""
-    return _unnamed(_read_rows(shards, _named(own.weights), own.slots))
+    return _unnamed(_read_rows(shards, _named(own.weights), own))
 
 
 def read_optimizer(shards: RowShards, own: OwnedState) -> dict[str, Tensor]:
     """The same of the optimizer's state."""
-    return _read_rows(shards, own.optimizer, own.slots)
+    return _read_rows(shards, own.optimizer, own)
 
 
 def own_weights(whole: Mapping[str, Tensor], own: OwnedState) -> dict[str, Tensor]:
     """The rows that this worker owns of a one-worker checkpoint's weights."""
-    return _unnamed(_own_rows(_named(whole), _named(own.weights), own.slots))
+    return _unnamed(_own_rows(_named(whole), _named(own.weights), own))
 
 
 def own_optimizer(whole: Mapping[str, Tensor], own: OwnedState) -> Mapping[str, Tensor]:
     """The same of the optimizer's state. What does not fit is left for the optimizer to refuse."""
-    return whole if own.share.count == 1 else _own_rows(whole, own.optimizer, own.slots)
+    return whole if own.share.count == 1 else _own_rows(whole, own.optimizer, own)
 
 
 def _named(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -85,45 +105,81 @@ def _unnamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(WEIGHT): tensor for name, tensor in tensors.items()}
 
 
-def _read_rows(shards: RowShards, own: Mapping[str, Tensor], slots: Iterable[OwnedRows]) -> dict[str, Tensor]:
+def _rows(tensor: Tensor, start: int, rows: int) -> Tensor:
+    return tensor[start : start + rows]
+
+
+def _read_rows(shards: RowShards, tensors: Mapping[str, Tensor], own: OwnedState) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
-    for name, one in _ranges(own, slots).items():
+    for name, place in _places(tensors, own).items():
         saved = shards.ranges.get(name)
-        if saved is None or saved.shape != one.shape:
-            there = "is missing" if saved is None else f"is {list(saved.shape)}, not {list(one.shape)}"
+        if saved is None or saved.shape != place.shape:
+            there = "is missing" if saved is None else f"is {list(saved.shape)}, not {list(place.shape)}"
             raise UserError(
                 f"state of another model or optimizer in '{shards.folder}': '{name}' {there}; resume with the recipe"
                 f" that the checkpoint was written by"
             )
-        found[name] = shards.rows(name, one.start, one.start + own[name].shape[0] if one.shape else None)
+        if not place.shape:
+            found[name] = shards.rows(name)
+        else:
+            found[name] = _joined([shards.rows(name, one.whole, one.whole + one.rows) for one in place.pieces])
     return found
 
 
-def _own_rows(whole: Mapping[str, Tensor], own: Mapping[str, Tensor], slots: Iterable[OwnedRows]) -> dict[str, Tensor]:
+def _own_rows(whole: Mapping[str, Tensor], tensors: Mapping[str, Tensor], own: OwnedState) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
-    for name, one in _ranges(own, slots).items():
+    for name, place in _places(tensors, own).items():
         if name in whole:
-            fits = one.shape and tuple(whole[name].shape) == one.shape
-            found[name] = whole[name][one.start : one.start + own[name].shape[0]] if fits else whole[name]
+            fits = place.shape and tuple(whole[name].shape) == place.shape
+            rows = [_rows(whole[name], one.whole, one.rows) for one in place.pieces] if fits else [whole[name]]
+            found[name] = _joined(rows)
     return found
 
 
-def _ranges(tensors: Mapping[str, Tensor], slots: Iterable[OwnedRows]) -> dict[str, RowRange]:
-    """Which rows these tensors of owned rows are."""
-    by_name = {slot.name: slot for slot in slots}
-    ranges: dict[str, RowRange] = {}
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+class _Place(NamedTuple):
+    """Where the rows of an owned tensor lie in the whole tensor of `shape`. Pieces are in units of its first axis."""
+
+    shape: tuple[int, ...]
+    pieces: Sequence[RowPiece]
+    is_cut: bool
+
+
+def _places(tensors: Mapping[str, Tensor], own: OwnedState) -> dict[str, _Place]:
+    by_name = {slot.name: slot for slot in own.slots}
+    places: dict[str, _Place] = {}
     for name, tensor in tensors.items():
         kind, _, parameter = name.partition("/")
-        dtype = FORMATS[tensor.dtype]
         if not parameter or tensor.dim() == 0:
-            ranges[name] = RowRange(0, tuple(tensor.shape), dtype)
+            places[name] = _Place(tuple(tensor.shape), (RowPiece(0, 0, 1),), is_cut=False)
             continue
-        slot = by_name[parameter]
-        whole = tuple(slot.parameter.shape)
-        elements = slot.parameter.numel()
-        if kind.endswith("_exponents"):
-            assert slot.first % STATE_BLOCK == 0, f"{name}: rows cut a block of states"
-            ranges[name] = RowRange(slot.first // STATE_BLOCK, (-(-elements // STATE_BLOCK),), dtype)
-        else:
-            ranges[name] = RowRange(slot.first // max(elements // whole[0], 1), whole, dtype)
-    return ranges
+        slot, cut = by_name[parameter], own.cut.get(parameter)
+        part = tuple(slot.parameter.shape)
+        width = max(slot.parameter.numel() // part[0], 1)
+        whole = part if cut is None else (cut.whole_rows, *part[1:])
+        if not kind.endswith("_exponents"):
+            first = slot.first // width
+            pieces = _from(first, pieces_of(cut, first, first + tensor.shape[0]))
+            places[name] = _Place(whole, pieces, cut is not None)
+            continue
+        assert slot.first % STATE_BLOCK == 0, f"{name}: rows cut a block of states"
+        first, elements = slot.first // STATE_BLOCK, whole[0] * width
+        blocks: Sequence[RowPiece] = (RowPiece(first, first, tensor.shape[0]),)
+        if cut is not None:  # its pieces begin and end at multiples of a block
+            start = slot.first // width
+            rows = pieces_of(cut, start, start + tensor.shape[0] * STATE_BLOCK // width)
+            blocks = [RowPiece(*(number * width // STATE_BLOCK for number in _numbers(one))) for one in rows]
+        places[name] = _Place((-(-elements // STATE_BLOCK),), _from(first, blocks), cut is not None)
+    return places
+
+
+def _numbers(piece: RowPiece) -> tuple[int, int, int]:
+    return piece.start, piece.whole, piece.rows
+
+
+def _from(first: int, pieces: Sequence[RowPiece]) -> list[RowPiece]:
+    """With `start` counted from row `first` of the part, where the owned rows begin."""
+    return [RowPiece(one.start - first, one.whole, one.rows) for one in pieces]

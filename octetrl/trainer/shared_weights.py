@@ -23,6 +23,7 @@ from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.fp8.quantize import Quantized
 from octetrl.layers.linear import Float8Linear
 from octetrl.models.decoder import Decoder
+from octetrl.models.tensor_rows import cut_rows_of
 from octetrl.trainer.optimizer import Optimizer
 from octetrl.trainer.peers import Peers
 from octetrl.trainer.shards import Cut, Rows, buckets
@@ -47,7 +48,8 @@ def optimizer_of(
     `trains` false: no parameter is trained, and no state is allocated.
     """
     parameters = model.trained_parameters() if trains else ()
-    optimizer = Optimizer(parameters, config, seed=seed, peers=peers, copied=sharded_linears(model, peers))
+    cut = cut_rows_of(model.spec, model.lora)
+    optimizer = Optimizer(parameters, config, seed=seed, peers=peers, copied=sharded_linears(model, peers), cut=cut)
     return optimizer, SharedWeights(model, optimizer, peers)
 
 
@@ -67,7 +69,7 @@ class SharedWeights:
         NonFiniteError, on all workers, names a weight that is not finite. The codes must not be used then.
         """
         if self._peers.share.count == 1:
-            self._model.requantize()
+            self._requantize_whole()
             return
         error = self._peers.agree(self._quantize_owned(), PHASE)
         if error is None:
@@ -77,6 +79,21 @@ class SharedWeights:
         for linear in self._linears.values():
             linear.adopt_codes() if error is None else linear.mark_codes_stale()
         if error is not None:
+            raise NonFiniteError(error)
+
+    def _requantize_whole(self) -> None:
+        if self._peers.group.size == 1:
+            self._model.requantize()
+            return
+        error = None
+        try:
+            self._model.requantize()
+        except NonFiniteError as found:
+            error = str(found)
+        error = self._peers.agree_in_group(error, PHASE)
+        if error is not None:
+            for _, linear in self._model.float8_linears():
+                linear.mark_codes_stale()
             raise NonFiniteError(error)
 
     def _quantize_owned(self) -> str | None:

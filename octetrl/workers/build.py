@@ -15,6 +15,7 @@ from octetrl.algorithms.table import build_algorithm
 from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
+from octetrl.config.tensor_cut import TensorCut
 from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
@@ -55,7 +56,7 @@ def build_worker(
     scorer = RewardModelScorer(recipe, device) if model_scores(recipe) else None  # refused before the policy loads
     worker = Worker(
         recipe,
-        spec=spec,
+        spec=spec.cut(TensorCut(peers.group.rank, peers.group.size)),
         policy=precision_policy(spec, recipe.fp8, recipe.numerics),
         tokenizer=tokenizer or load_tokenizer(tokenizer_folder(recipe), spec.vocab_size),
         algorithm=algorithm,

@@ -11,16 +11,19 @@ weights and moments to the bit. What is equal on all workers (reference, KV scal
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.kv_scales import KVScales
+from octetrl.layers.tensor_group import ONE_WORKER, TensorGroup, join_columns, own_columns
 from octetrl.models.decoder import Decoder
 from octetrl.models.hf_weights import hf_config_files
 from octetrl.models.peft_adapters import load_trained, trained_files
 from octetrl.models.row_shards import RowShards
+from octetrl.models.tensor_rows import cut_rows_of
 from octetrl.trainer.checkpoint import OPTIMIZER, Checkpoint
 from octetrl.trainer.critic import Critic
 from octetrl.trainer.optimizer import Optimizer
@@ -43,17 +46,21 @@ REFERENCE, KV_SCALES = "reference.safetensors", "kv_scales.safetensors"
 
 def state_files(trainer: Trainer, model: Decoder, base: str | None, kv_scales: KVScales | None) -> dict[str, Content]:
     """The files of this worker, by name. `model` is the trainer's, `base` the folder that it was loaded from."""
-    share = trainer.peers.share
+    share, group = trainer.peers.worker, trainer.peers.group
     files = _model_files(model, _owned(trainer), base)
     if trainer.critic is not None:
         files |= _critic_files(_owned_of_critic(trainer.critic, share))
+    scales = None
+    if kv_scales is not None:  # by head, of which each tensor-parallel worker has some
+        parts = kv_scales.to_tensors(model.spec)
+        scales = {name: join_columns(group, part) if part.dim() == 2 else part for name, part in parts.items()}
     if share.rank > 0:
         return files
     reference = trainer.reference.state()
     if reference:
         files |= in_shards(REFERENCE, reference)
-    if kv_scales is not None:
-        files[KV_SCALES] = kv_scales.to_tensors(model.spec)
+    if scales is not None:
+        files[KV_SCALES] = scales
     return files
 
 
@@ -68,15 +75,21 @@ def load_state(trainer: Trainer, model: Decoder, saved: Checkpoint, policy_versi
         trainer.critic.load_state(_saved_critic(saved, own))
 
 
-def saved_scales(saved: Checkpoint, spec: ModelSpec, device: torch.device) -> KVScales | None:
-    """The KV scales of a checkpoint; None if it has none."""
+def saved_scales(
+    saved: Checkpoint, spec: ModelSpec, device: torch.device, group: TensorGroup = ONE_WORKER
+) -> KVScales | None:
+    """The KV scales of a checkpoint, of the heads that this worker has; None if it has none."""
     if KV_SCALES not in saved.files:
         return None
-    return KVScales.from_tensors(saved.tensors(KV_SCALES), spec, device)
+    tensors = saved.tensors(KV_SCALES)
+    own = {name: own_columns(group, whole) if whole.dim() == 2 else whole for name, whole in tensors.items()}
+    return KVScales.from_tensors(own, spec, device)
 
 
 def _owned(trainer: Trainer) -> OwnedState:
-    return _owned_state(trainer.state().weights, trainer.optimizer, trainer.peers.share)
+    state = _owned_state(trainer.state().weights, trainer.optimizer, trainer.peers.worker)
+    cut = cut_rows_of(trainer.model.spec, trainer.model.lora)
+    return replace(state, cut=cut, writes_uncut=trainer.peers.group.rank == 0)
 
 
 def _owned_of_critic(critic: Critic, share: Share) -> OwnedState:
@@ -91,9 +104,8 @@ def _model_files(model: Decoder, own: OwnedState, base: str | None) -> dict[str,
     if own.share.count == 1:
         return {**trained_files(model, base), **in_shards(OPTIMIZER, own.optimizer)}
     files = shard_files(own, with_weights=model.lora is None)
-    if own.share.rank == 0:
-        files |= hf_config_files(model) if model.lora is None else trained_files(model, base)
-    return files
+    of_model = hf_config_files(model) if model.lora is None else trained_files(model, base)
+    return {**files, **of_model} if own.share.rank == 0 else files
 
 
 def _load_model(

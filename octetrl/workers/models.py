@@ -88,8 +88,16 @@ class ModelBuilder:
         )
 
     def _model(self, side: Side, device: torch.device) -> Decoder:
-        lora = self.recipe.model.lora
-        return Decoder(self.spec, self.policy, side, dtype=self.dtype, device=device, backend=self._backend, lora=lora)
+        return Decoder(
+            self.spec,
+            self.policy,
+            side,
+            dtype=self.dtype,
+            device=device,
+            backend=self._backend,
+            lora=self.recipe.model.lora,
+            group=self.peers.group,
+        )
 
     @property
     def _backend(self) -> BackendName:

@@ -206,7 +206,7 @@ class Worker:
     def load(self, saved: Checkpoint, policy_version: int) -> None:
         """Put a verified checkpoint back, weights, optimizer and scales, and publish it."""
         load_state(self.trainer, self.trainer_model, saved, policy_version)
-        scales = saved_scales(saved, self.spec, self.device)
+        scales = saved_scales(saved, self.spec, self.device, self.peers.group)
         if scales is not None:
             self.kv_scales = scales
         self._put_into_engine(policy_version)

@@ -23,6 +23,7 @@ from octetrl.config.schema import (
     TrainerConfig,
 )
 from octetrl.config.spec import ModelSpec
+from octetrl.config.tensor_cut import TensorCut
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.records import GenerationRequest, Sample, SamplingParams
@@ -115,7 +116,7 @@ def worker_of(recipe: Recipe, spec: ModelSpec, device: str, peers: Peers = ALONE
     """The worker of a run, with random weights of this shape."""
     return Worker(
         recipe,
-        spec=spec,
+        spec=spec.cut(TensorCut(peers.group.rank, peers.group.size)),
         policy=precision_policy(spec, recipe.fp8, recipe.numerics),
         tokenizer=NoText(),
         algorithm=build_algorithm(recipe.algorithm),

@@ -33,6 +33,7 @@ from octetrl.fp8.policy import precision_policy
 from octetrl.layers.context import PackedContext, PagedContext
 from octetrl.models.decoder import Decoder
 from octetrl.models.rollout_forward import can_fuse, rollout_forward
+from octetrl.models.tensor_rows import cut_rows_of
 from octetrl.records import Completion, GenerationRequest, Sample, SamplingParams
 from octetrl.trainer.activation_checkpoint import layer_runner
 from octetrl.trainer.packing import pack
@@ -285,13 +286,19 @@ def samples_of(asked: Sequence[GenerationRequest], answers: Answers) -> list[Sam
 
 @torch.no_grad()
 def draw_weights(model: Decoder, seed: int) -> None:
-    """On the model's device: logits that are neither flat nor certain, norms and biases away from 1 and 0."""
+    """On the model's device: logits that are neither flat nor certain, norms and biases away from 1 and 0. A part of a
+    model gets its rows of the whole model's weights."""
     generator = torch.Generator(model.lm_head_weight.device).manual_seed(seed)
+    cut = cut_rows_of(model.spec, model.lora)
     for name, parameter in model.named_parameters():
+        rows = cut.get(name)
+        drawn = parameter if rows is None else parameter.new_empty(rows.whole_rows, *parameter.shape[1:])
         if parameter.dim() == 2:
-            parameter.normal_(std=2.0 * parameter.shape[1] ** -0.5, generator=generator)
+            drawn.normal_(std=2.0 * parameter.shape[1] ** -0.5, generator=generator)
         else:
-            parameter.normal_(std=0.3, generator=generator)
+            drawn.normal_(std=0.3, generator=generator)
             if not name.endswith("bias"):
-                parameter.add_(1.0)
+                drawn.add_(1.0)
+        if rows is not None:
+            parameter.copy_(torch.cat([drawn[one.whole : one.whole + one.rows] for one in rows.pieces]))
     model.requantize()

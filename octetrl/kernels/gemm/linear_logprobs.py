@@ -38,13 +38,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octetrl.kernels.gemm.linear_logprobs_backward import linear_logprobs_backward, logits_gradient, pieces
+from octetrl.config.tensor_cut import VOCAB_CHUNK
+from octetrl.kernels.gemm.linear_logprobs_backward import (
+    HeadCut,
+    linear_logprobs_backward,
+    logits_gradient,
+    pieces,
+)
 from octetrl.kernels.parts import part
 
 LOGIT_ROWS: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024)  # ascending; (256,) means one shape for all
 LARGE_VOCAB = 65_536
 SMALL_VOCAB_ROWS: tuple[int, ...] = (256,)
-VOCAB_CHUNK = 4096
 VOCAB_PIECE = 4096  # vocabulary rows that the CPU form converts to float64 at a time
 
 
@@ -54,9 +59,11 @@ class TokenStatistics(NamedTuple):
     lse_N: Tensor  # float32; the backward needs it
 
 
-def lm_head_logits(hidden_NE: Tensor, weight_VE: Tensor, fast: bool = False) -> Tensor:
+def lm_head_logits(hidden_NE: Tensor, weight_VE: Tensor, fast: bool = False, cut: HeadCut | None = None) -> Tensor:
     """float32 logits [N, V]. hidden and weight have one dtype. A row's bits depend on no other row, except with
-    `fast`."""
+    `fast`. `cut`: the weight has only some rows of lm_head, and the others' logits are gathered."""
+    if cut is not None:
+        return cut.whole(lm_head_logits(hidden_NE, weight_VE, fast))
     assert hidden_NE.dtype == weight_VE.dtype, f"lm_head: hidden {hidden_NE.dtype}, weight {weight_VE.dtype}"
     if hidden_NE.is_cuda:
         if fast:
@@ -230,10 +237,11 @@ class _LinearLogprobs(torch.autograd.Function):
         temperature_N: Tensor,
         chunk: int,
         fast: bool,
+        cut: HeadCut | None,
     ) -> tuple[Tensor, Tensor]:
         statistics_3N = hidden_NE.new_empty(3, hidden_NE.shape[0], dtype=torch.float32)
         for rows in pieces(0, hidden_NE.shape[0], chunk):
-            logits_CV = lm_head_logits(hidden_NE[rows], weight_VE, fast)
+            logits_CV = lm_head_logits(hidden_NE[rows], weight_VE, fast, cut)
             if logits_CV.is_cuda:
                 out = TokenStatistics(*statistics_3N[:, rows].unbind())
                 statistics_triton(logits_CV, targets_N[rows], temperature_N[rows], out=out)
@@ -242,27 +250,27 @@ class _LinearLogprobs(torch.autograd.Function):
                 statistics_3N[:, rows] = torch.stack(made)
             del logits_CV  # before the next chunk's
         ctx.save_for_backward(hidden_NE, weight_VE, targets_N, temperature_N, statistics_3N)
-        ctx.chunk, ctx.fast = chunk, fast
+        ctx.chunk, ctx.fast, ctx.cut = chunk, fast, cut
         ctx.set_materialize_grads(False)  # the entropy costs nothing if no loss uses it
         logprobs_N, entropy_N, _ = statistics_3N.clone().unbind()
         return logprobs_N, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, *tuple[None, ...]]:
         hidden_NE, weight_VE, targets_N, temperature_N, statistics_3N = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         if hidden_NE.shape[0] == 0 or (grads[0] is None and grads[1] is None):
             return (
                 torch.zeros_like(hidden_NE) if needs_hidden else None,
                 torch.zeros_like(weight_VE) if needs_weight else None,
-                *(None, None, None, None),
+                *(None, None, None, None, None),
             )
         dlogprobs_N = torch.zeros_like(temperature_N) if grads[0] is None else grads[0].contiguous()
         dentropy_N = None if grads[1] is None else grads[1].contiguous()
 
         def gradient_into(rows: slice, dlogits_CV: Tensor) -> None:
             logits_gradient(
-                lm_head_logits(hidden_NE[rows], weight_VE, ctx.fast),
+                lm_head_logits(hidden_NE[rows], weight_VE, ctx.fast, ctx.cut),
                 targets_N[rows],
                 temperature_N[rows],
                 statistics_3N[2, rows],
@@ -274,8 +282,8 @@ class _LinearLogprobs(torch.autograd.Function):
 
         needs = (needs_hidden, needs_weight)
         with part("lm_head"):
-            gradients = linear_logprobs_backward(hidden_NE, weight_VE, gradient_into, ctx.chunk, needs)
-        return *gradients, None, None, None, None
+            gradients = linear_logprobs_backward(hidden_NE, weight_VE, gradient_into, ctx.chunk, needs, ctx.cut)
+        return *gradients, None, None, None, None, None
 
 
 def linear_logprobs(
@@ -285,14 +293,16 @@ def linear_logprobs(
     temperature: float | Tensor = 1.0,
     chunk: int = 1024,
     fast: bool = False,
+    cut: HeadCut | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of its distribution, float32 [N]; differentiable in both inputs.
 
     hidden_NE, weight_VE: one dtype. targets_N: int64. temperature: above 0, one number or one for each row. `chunk`:
-    rows whose logits exist at one time; it changes memory and speed, not the result. `fast`: as in `lm_head_logits`.
+    rows whose logits exist at one time; it changes memory and speed, not the result. `fast`, `cut`: as in
+    `lm_head_logits`.
     """
     assert hidden_NE.shape[0] == targets_N.shape[0], f"{hidden_NE.shape[0]} rows, {targets_N.shape[0]} targets"
     temperature_N = _temperatures(temperature, hidden_NE.shape[0], hidden_NE.device)
     with part("lm_head"):
-        logprobs_N, entropy_N = _LinearLogprobs.apply(hidden_NE, weight_VE, targets_N, temperature_N, chunk, fast)
+        logprobs_N, entropy_N = _LinearLogprobs.apply(hidden_NE, weight_VE, targets_N, temperature_N, chunk, fast, cut)
     return logprobs_N, entropy_N

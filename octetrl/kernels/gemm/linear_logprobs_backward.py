@@ -25,6 +25,7 @@ N rows (trained tokens), V vocabulary, E hidden size, C rows of one chunk, G row
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 import triton
@@ -33,6 +34,23 @@ from torch import Tensor
 
 GATHERED = 4  # chunks whose logit gradients are multiplied together
 VOCAB_BLOCK = 4096  # columns of one program
+
+
+class HeadCut(Protocol):
+    """Which rows of lm_head a weight has, of several workers that share it."""
+
+    @property
+    def vocab_size(self) -> int:
+        """V, of all workers."""
+
+    def whole(self, logits_NW: Tensor, /) -> Tensor:
+        """The logits [N, V] of all workers."""
+
+    def of(self, dlogits_NV: Tensor, /) -> Tensor:
+        """The columns of this weight's rows, as a view."""
+
+    def sum(self, dhidden_NE: Tensor, /) -> Tensor:
+        """The sum over the workers, float32."""
 
 
 @triton.jit
@@ -148,11 +166,15 @@ def linear_logprobs_backward(
     gradient_into: Callable[[slice, Tensor], None],
     chunk: int,
     needs: tuple[bool, bool] = (True, True),
+    cut: HeadCut | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of hidden and weight, in their dtypes; None for one that `needs` does not ask for.
 
-    gradient_into(rows, dlogits_CV) writes the gradient to the logits of these rows, at most `chunk` of them.
+    gradient_into(rows, dlogits_CV) writes the gradient to the logits of these rows, at most `chunk` of them. `cut`: the
+    weight has some of the V rows.
     """
+    if cut is not None:
+        gradient_into = _of_own_rows(gradient_into, cut)
     num_rows = hidden_NE.shape[0]
     operand = weight_VE.dtype if weight_VE.is_cuda else torch.float32
     weight_operand_VE = weight_VE.to(operand)
@@ -168,11 +190,22 @@ def linear_logprobs_backward(
             torch.mm(dlogits_CV, weight_operand_VE, out=dhidden_NE[group])
         if dweight_VE is not None:
             add_product(dweight_VE, dlogits_CV, hidden_NE[group].to(operand), first=group.start == 0)
+    if cut is not None and dhidden_NE is not None:
+        dhidden_NE = cut.sum(dhidden_NE)
     del dlogits_CV, dlogits_GV  # free them before the weight's gradient exists twice
     return (
         None if dhidden_NE is None else dhidden_NE.to(hidden_NE.dtype),
         None if dweight_VE is None else dweight_VE.to(weight_VE.dtype),
     )
+
+
+def _of_own_rows(gradient_into: Callable[[slice, Tensor], None], cut: HeadCut) -> Callable[[slice, Tensor], None]:
+    def own_into(rows: slice, dlogits_CW: Tensor) -> None:
+        dlogits_CV = dlogits_CW.new_empty(dlogits_CW.shape[0], cut.vocab_size)
+        gradient_into(rows, dlogits_CV)
+        dlogits_CW.copy_(cut.of(dlogits_CV))
+
+    return own_into
 
 
 def pieces(start: int, stop: int, size: int) -> Iterator[slice]:

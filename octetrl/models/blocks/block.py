@@ -33,9 +33,11 @@ from octetrl.fp8.kv_scales import split_scales
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.fp8.quantize import Quantized
 from octetrl.layers.context import CacheTreatment, Context, PackedContext, PagedContext
+from octetrl.layers.cut_rows import SharedNorm
 from octetrl.layers.linear import Projection
 from octetrl.layers.norm import RMSNorm
 from octetrl.layers.rotary import Rotary, RotaryTable
+from octetrl.layers.tensor_group import TensorGroup
 from octetrl.models.blocks.products import Input, Operand
 from octetrl.models.blocks.saved import Gradients
 
@@ -53,9 +55,17 @@ class BlockBuilder:
     dtype: torch.dtype
     device: torch.device | str
     linear: Callable[[str], Projection]  # the linear of that name in the layout, in its format, with its adapter
+    group: TensorGroup
 
     def norm(self, size: int) -> RMSNorm:
         return RMSNorm(size, self.spec.rms_norm_eps, dtype=self.dtype, device=self.device)
+
+    def head_norm(self) -> RMSNorm:
+        """A norm of the heads that this worker has."""
+        size, eps = self.spec.head_size, self.spec.rms_norm_eps
+        if self.group.size == 1:
+            return self.norm(size)
+        return SharedNorm(self.group, size, eps, dtype=self.dtype, device=self.device)
 
 
 class RolloutInputs(NamedTuple):

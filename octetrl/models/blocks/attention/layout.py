@@ -41,8 +41,10 @@ class AttentionLayout(BlockLayout):
         "attention out",
         "o_proj",
     )
+    can_be_cut = True
 
     def tensors(self, spec: ModelSpec) -> tuple[LinearLayout | VectorLayout, ...]:
+        cut = spec.tensor.size
         qkv: tuple[Part, ...]
         if spec.fused_files:
             qkv = (Part("qkv_proj", spec.q_size + 2 * spec.kv_size),)
@@ -52,7 +54,7 @@ class AttentionLayout(BlockLayout):
         return (
             LinearLayout("qkv_proj", spec.hidden_size, qkv, spec.qkv_bias),
             *(qk_norms if spec.qk_norm else ()),
-            LinearLayout("o_proj", spec.q_size, (Part("o_proj", spec.hidden_size),), spec.o_bias),
+            LinearLayout("o_proj", cut * spec.q_size, (Part("o_proj", spec.hidden_size // cut),), spec.o_bias, joins=True),
         )
 
     def memory(self, spec: ModelSpec, how: TrainedAs) -> BlockMemory:

@@ -47,7 +47,7 @@ class Attention(Block):
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if spec.qk_norm:
-            self.q_norm, self.k_norm = builder.norm(spec.head_size), builder.norm(spec.head_size)
+            self.q_norm, self.k_norm = builder.head_norm(), builder.head_norm()
 
     @property
     def reader(self) -> Projection:

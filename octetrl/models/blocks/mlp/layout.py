@@ -19,14 +19,15 @@ class MLPLayout(BlockLayout):
     """The width is `ModelSpec.intermediate_size`."""
 
     sites = ("gate_up_proj", "SiLU", "down_proj")
+    can_be_cut = True
 
     def tensors(self, spec: ModelSpec) -> tuple[LinearLayout, ...]:
-        inner = spec.intermediate_size
+        inner, cut = spec.intermediate_size, spec.tensor.size
         separate = Part("gate_proj", inner), Part("up_proj", inner)
         gate_up = (Part("gate_up_proj", 2 * inner),) if spec.fused_files else separate
         return (
             LinearLayout("gate_up_proj", spec.hidden_size, gate_up),
-            LinearLayout("down_proj", inner, (Part("down_proj", spec.hidden_size),)),
+            LinearLayout("down_proj", cut * inner, (Part("down_proj", spec.hidden_size // cut),), joins=True),
         )
 
     def memory(self, spec: ModelSpec, how: TrainedAs) -> BlockMemory:

@@ -1,0 +1,129 @@
+"""The workers of a tensor-parallel group over torch.distributed, and how groups make a run's workers.
+
+    world = data-parallel x tensor-parallel:   worker w is rank w % T of group w // T
+
+A group runs the same micro-batches. Rows of parameters are owned among the workers with the same tensor rank, one of
+each group, because they hold the same rows: they are the `Peers` of trainer/shards.py. `GridPeers` are those peers; it
+also knows the group, where all workers of the run must agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from octetrl.trainer.peers import ALONE, Peers, ProcessGroupPeers
+from octetrl.trainer.shards import Cut, GradientMode, Share
+
+PHASE = "tensor parallel"
+
+
+class TensorPeers(ProcessGroupPeers):
+    """A `TensorGroup` (layers/tensor_group.py). NCCL between GPUs, gloo between CPU processes."""
+
+    @property
+    def rank(self) -> int:
+        return self.share.rank
+
+    @property
+    def size(self) -> int:
+        return self.share.count
+
+    def stack(self, values: Tensor) -> Tensor:
+        return self._all_gather(values, PHASE)
+
+    def exchange(self, parts: Tensor) -> Tensor:
+        if not parts.numel():
+            return parts
+        given = parts.to(self._device).contiguous().view(-1).view(torch.uint8)
+        taken = torch.empty_like(given)
+        self._finish(lambda: self._collectives.alltoall_base(taken, given, [], []), PHASE)
+        return taken.view(parts.dtype).view(parts.shape).to(parts.device)
+
+
+class GridPeers:
+    """`Peers` of a worker that has a part of a model: those with the same part, and its group."""
+
+    def __init__(self, same_part: Peers, group: TensorPeers) -> None:
+        self._same_part, self.group = same_part, group
+
+    @property
+    def share(self) -> Share:
+        return self._same_part.share
+
+    @property
+    def worker(self) -> Share:
+        return Share(self.share.rank * self.group.size + self.group.rank, self.share.count * self.group.size)
+
+    @property
+    def gradients(self) -> GradientMode:
+        return self._same_part.gradients
+
+    def sum_to_owners(self, cuts: Sequence[Cut], phase: str) -> list[Tensor]:
+        return self._same_part.sum_to_owners(cuts, phase)
+
+    def gather_from_owners(self, cuts: Sequence[Cut], phase: str) -> None:
+        self._same_part.gather_from_owners(cuts, phase)
+
+    def sum(self, values_N: Tensor, phase: str) -> Tensor:
+        return self._same_part.sum(values_N, phase)
+
+    def maximum(self, values: Tensor, phase: str) -> Tensor:
+        return self._same_part.maximum(values, phase)
+
+    def gather(self, values_N: Tensor, phase: str) -> list[Tensor]:
+        return self._same_part.gather(values_N, phase)
+
+    def gather_records(self, record: Any, phase: str) -> list[Any]:
+        return self._same_part.gather_records(record, phase)
+
+    def agree(self, error: str | None, phase: str) -> str | None:
+        """The first error of any worker of the run."""
+        return self.group.agree(self._same_part.agree(error, phase), phase)
+
+    def sum_in_group(self, values_N: Tensor, phase: str) -> Tensor:
+        return self.group.sum(values_N, phase)
+
+    def agree_in_group(self, error: str | None, phase: str) -> str | None:
+        return self.group.agree(error, phase)
+
+    def close(self) -> None:
+        self._same_part.close()
+        self.group.close()
+
+
+def connect_grid(
+    store: Store,
+    worker: Share,
+    size: int,
+    device: torch.device,
+    *,
+    gradients: GradientMode = "local",
+    deadline_seconds: float = 600.0,
+) -> Peers:
+    """The peers of worker `worker.rank` of `worker.count`, in groups of `size`, through a store that all of them have.
+
+    `device`, `gradients`, `deadline_seconds`: as in `ProcessGroupPeers`.
+    """
+    assert worker.count % size == 0, f"{worker.count} workers in groups of {size}"
+    group, rank = divmod(worker.rank, size)
+    same_part: Peers = ALONE
+    if worker.count > size:
+        same_part = ProcessGroupPeers(
+            store,
+            Share(group, worker.count // size),
+            device,
+            gradients=gradients,
+            deadline_seconds=deadline_seconds,
+            name=f"part {rank}",
+        )
+    if size == 1:
+        return same_part
+    share = Share(rank, size)
+    return GridPeers(
+        same_part, TensorPeers(store, share, device, deadline_seconds=deadline_seconds, name=f"group {group}")
+    )
