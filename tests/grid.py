@@ -17,6 +17,15 @@ from octetrl.trainer.tensor_peers import connect_grid
 from tests.parity.shapes import TINY
 
 Result = TypeVar("Result")
+WIDE = {  # of a config.json: two workers can share it
+    "num_hidden_layers": 1,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "vocab_size": 4136,
+}
 
 
 def run_grid(

@@ -27,6 +27,7 @@ from octetrl.config.presets import preset_config
 from octetrl.config.sandbox import SandboxConfig
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
+from octetrl.config.tensor_cut import largest_cut
 from octetrl.config.validate import spec_problems
 from octetrl.environments.python_object import search_beside
 from octetrl.fp8.parity import refused_gate, slow_paths, why_not_equal
@@ -84,7 +85,7 @@ def check(
             problems += filter(None, [refused_gate(resolved, policy, on_gpu=device.on_gpu)])
             print_lines("model", _model(spec))
             print_lines("precision", _precision(resolved, spec, policy, device))
-            plan = MemoryPlan.of(resolved, spec, policy, device)
+            plan = MemoryPlan.of(resolved, largest_part(resolved, spec), policy, device)
             print_lines("memory", memory_lines(plan))
             too_large = plan.problem(lambda changes: _is_allowed(recipe, overrides, changes))
     except UserError as error:
@@ -128,6 +129,11 @@ def _refuse(recipe: str, problems: Sequence[str], too_large: str | None) -> None
         raise UserError(f"{recipe}: {problems[0]}")
     if problems:
         raise UserError("\n  ".join([f"{recipe}: {len(problems)} problems", *problems]))
+
+
+def largest_part(recipe: Recipe, spec: ModelSpec) -> ModelSpec:
+    """What the worker with the largest part of the model has; a model that cannot be cut whole."""
+    return spec.cut(largest_cut(spec, recipe.cluster.tensor_parallel))
 
 
 def print_lines(title: str, lines: Iterator[tuple[str, str]]) -> None:

@@ -48,6 +48,9 @@ class ClusterConfig(Section):
     """Number of GPUs on each of the `nodes`. The run uses nodes x gpus_per_node GPUs; leave `gpus` out."""
     workers_per_gpu: int = Field(default=1, ge=1, le=8)
     """Number of workers that share one GPU. Use it to test many workers on one GPU; it is never faster."""
+    tensor_parallel: int = Field(default=1, ge=1, le=64)
+    """Number of workers that share one model by rows, for a model that is too large for one. The number of workers must
+    be a multiple of it. Only for workers on the CPU so far (`cpus`). 1: every worker has the whole model."""
     gradients: Literal["local", "sharded"] = "local"
     """Where the gradient is summed. local: each worker keeps float32 sums of its micro-batches, 4 bytes per weight,
     and the workers add them once per update. sharded: each worker keeps only the sums of its own rows, and the workers
@@ -71,6 +74,11 @@ class ClusterConfig(Section):
     def num_gpus(self) -> int:
         """Number of GPUs that the workers use. 0: the workers are on the CPU."""
         return 0 if self.cpus is not None else self.num_workers // self.workers_per_gpu
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups of `tensor_parallel` workers. Each group has the whole model and trains on its part."""
+        return self.num_workers // self.tensor_parallel
 
     @property
     def starts_ray(self) -> bool:
@@ -124,5 +132,18 @@ def cluster_problems(cluster: ClusterConfig) -> Iterator[Problem]:
     elif cluster.nodes is not None and cluster.nodes > 1 and cluster.address in (None, "local"):
         text = "cluster.nodes: several machines need a running Ray cluster; give its cluster.address, or use gpus"
         yield Problem(("cluster.nodes", "cluster.address"), text)
+    size = cluster.tensor_parallel
+    if size > 1 and cluster.cpus is None:
+        text = (
+            f"cluster.tensor_parallel: {size} workers share a model only on the CPU so far; remove it, or use"
+            f" cluster.cpus={size}"
+        )
+        yield Problem(("cluster.tensor_parallel", "cluster.cpus"), text)
+    elif cluster.num_workers % size:
+        text = (
+            f"cluster.tensor_parallel: {cluster.num_workers} workers do not make groups of {size}; give a multiple of"
+            f" {size} as cluster.cpus"
+        )
+        yield Problem(("cluster.tensor_parallel", "cluster.cpus"), text)
     if cluster.address is not None and not cluster.address.strip():
         yield Problem(("cluster.address",), "cluster.address: is empty; give host:port, auto or local, or leave it out")

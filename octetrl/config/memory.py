@@ -318,7 +318,7 @@ def _activations(
     else:
         logits = _logits(spec, tokens, value_bytes, trainer.logprob_chunk, frozen)
         what_of = "logits" if frozen else "logits and lm_head's gradient"
-        waiting = value_bytes * spec.vocab_size * spec.hidden_size  # lm_head's gradient, held for the embedding's
+        waiting = value_bytes * spec.vocab_rows * spec.hidden_size  # lm_head's gradient, held for the embedding's
         backward += waiting if spec.tied_embeddings and not frozen else 0
     how = f"one layer's backward ({backward / 2**30:.2f}) or {what_of} ({logits / 2**30:.2f})"
     return [
@@ -329,7 +329,7 @@ def _activations(
 
 def _logits(spec: ModelSpec, tokens: int, value_bytes: int, chunk: int, frozen: bool) -> int:
     rows, group = min(chunk, tokens), min(GATHERED_CHUNKS * chunk, tokens)
-    weight = 0 if frozen else spec.vocab_size * spec.hidden_size
+    weight = 0 if frozen else spec.vocab_rows * spec.hidden_size
     while_summed = (4 * rows + value_bytes * group) * spec.vocab_size + 4 * weight
     while_rounded = (4 + (value_bytes if value_bytes < 4 else 0)) * weight
     return max(while_summed, while_rounded) + 4 * value_bytes * tokens * spec.hidden_size

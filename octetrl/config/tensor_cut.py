@@ -67,3 +67,11 @@ def why_not_cut(spec: ModelSpec, size: int) -> str | None:
 def allowed_sizes(spec: ModelSpec) -> Iterator[int]:
     """Yield the numbers of workers that can share this model."""
     return (size for size in range(1, MOST_WORKERS + 1) if why_not_cut(spec, size) is None)
+
+
+def largest_cut(spec: ModelSpec, size: int) -> TensorCut:
+    """The part with the most rows of the vocabulary, for estimates; the whole model if it cannot be cut so."""
+    if why_not_cut(spec, size) is not None:
+        return WHOLE_MODEL
+    parts = (TensorCut(rank, size) for rank in range(size))
+    return max(parts, key=lambda part: len(part.vocabulary(spec.vocab_size)))

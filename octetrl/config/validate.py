@@ -31,6 +31,7 @@ from octetrl.config.section import Problem
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate_environment import environment_problems
 from octetrl.config.validate_sandbox import sandbox_problems
+from octetrl.config.validate_tensor import tensor_problems
 
 MOST_ROLLOUTS = 10_000_000  # per step; each rollout is a record in memory
 _ROWS = {
@@ -333,11 +334,9 @@ def validate_with_spec(recipe: Recipe, spec: ModelSpec) -> None:
 
     An FP8 KV cache is allowed for Qwen2.5: its K stays BF16 and its V is FP8 (fp8/policy.py; `check` prints it).
     """
-    problems = list(spec_problems(recipe, spec))
-    if len(problems) == 1:
-        raise UserError(problems[0].text)
-    if problems:
-        raise UserError("\n  ".join([f"{len(problems)} problems", *(problem.text for problem in problems)]))
+    texts = [problem.text for problem in spec_problems(recipe, spec)]
+    if texts:
+        raise UserError(texts[0] if len(texts) == 1 else "\n  ".join([f"{len(texts)} problems", *texts]))
 
 
 def spec_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
@@ -361,6 +360,7 @@ def spec_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
         )
         yield Problem(("trainer.checkpointed_layers",), text)
     yield from _mixture_problems(recipe, spec)
+    yield from tensor_problems(recipe, spec)
     if lora is not None and unknown is None and not adapter_elements(spec, lora):
         text = (
             f"model.lora.targets: {', '.join(targets_of(lora, spec))} exist only in experts, which get no adapters;"

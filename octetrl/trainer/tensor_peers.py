@@ -9,6 +9,7 @@ also knows the group, where all workers of the run must agree.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,6 +36,11 @@ class TensorPeers(ProcessGroupPeers):
 
     def stack(self, values: Tensor) -> Tensor:
         return self._all_gather(values, PHASE)
+
+    def from_first(self, value: Any) -> Any:
+        """The first worker's value, a record of this package, on all workers."""
+        sent = pickle.dumps(value) if self.rank == 0 else b""
+        return pickle.loads(bytes(self.gather(torch.tensor(list(sent), dtype=torch.uint8), "commands")[0].tolist()))
 
     def exchange(self, parts: Tensor) -> Tensor:
         if not parts.numel():

@@ -39,7 +39,8 @@ def build_many_workers(
             eos_token_ids=frozenset(spec.eos_token_ids),
             decode=decoder_of(tokenizer),
         )
-        return ManyWorkers(team, Costs.of(spec), deadlines, console, spans, admission, trains=trains)
+        size = recipe.cluster.tensor_parallel
+        return ManyWorkers(team, Costs.of(spec), deadlines, console, spans, admission, trains=trains, size=size)
     except BaseException:
         team.close()
         team.forget_logs()

@@ -28,8 +28,9 @@ from octetrl.records import GenerationRequest, PackedBatch, PolicyUpdate, Publis
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.file_digests import WrittenFile
-from octetrl.trainer.peers import ALONE, Peers, ProcessGroupPeers, join_store
+from octetrl.trainer.peers import ALONE, Peers, join_store
 from octetrl.trainer.shards import Share
+from octetrl.trainer.tensor_peers import GridPeers, connect_grid
 from octetrl.workers.build import BuiltWorker, build_worker
 from octetrl.workers.many.assignment import Room
 from octetrl.workers.many.hosted_session import HostedSession
@@ -101,10 +102,14 @@ class HostedWorker:
         return self.state()
 
     def _meet(self, store: str, device: torch.device) -> Peers:
-        cluster, share = self._plan.recipe.cluster, Share(self._plan.rank, self._plan.count)
-        seconds = cluster.deadlines.first_seconds
-        return ProcessGroupPeers(
-            join_store(store), share, device, gradients=cluster.gradients, deadline_seconds=seconds
+        cluster = self._plan.recipe.cluster
+        return connect_grid(
+            join_store(store),
+            Share(self._plan.rank, self._plan.count),
+            cluster.tensor_parallel,
+            device,
+            gradients=cluster.gradients,
+            deadline_seconds=cluster.deadlines.first_seconds,
         )
 
     def state(self) -> WorkerState:
@@ -161,7 +166,8 @@ class HostedWorker:
         if self._session is not None:
             self._session.close()
         opened: Future[Room] = Future()
-        self._session = HostedSession()
+        peers = self._policy.peers
+        self._session = HostedSession(peers.group if isinstance(peers, GridPeers) else None)
         self._session_end = self._computing.submit(self._phased, "rollout", partial(self._run_session, opened))
         while not opened.done():
             if self._session_end.done():

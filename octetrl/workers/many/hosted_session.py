@@ -4,6 +4,9 @@
 
 The loop sleeps while there is no work. `poll` waits for the first event. A request that is refused, or a session that
 fails, is raised by the next poll.
+
+Workers that share a model step their sessions together. The driver calls the first of them alone. Before each step it
+sends its commands to the others, so that all admit the same requests in the same order and run the same forwards.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from octetrl.config.errors import UserError
 from octetrl.engine.metrics import EngineMetrics
 from octetrl.engine.session import Session
 from octetrl.records import GenerationProgress, GenerationRequest, SessionEvent
+from octetrl.trainer.tensor_peers import TensorPeers
 from octetrl.workers.many.plan import SessionNews
 
 
@@ -44,7 +48,9 @@ _Command = _Submit | _Cancel | _Measure
 class HostedSession:
     """`run` belongs to the computing thread, everything else to the threads of calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: TensorPeers | None = None) -> None:
+        """group: the workers that share this worker's model; None: it has it whole."""
+        self._group = group
         self._changed = threading.Condition()
         self._commands: deque[_Command] = deque()
         self._events: list[SessionEvent] = []
@@ -100,11 +106,12 @@ class HostedSession:
     def run(self, session: Session) -> None:
         """Steps the session until it is closed."""
         try:
-            while (commands := self._next_commands(session.has_work)) is not None:
+            while (commands := self._shared_commands(session.has_work)) is not None:
                 for command in commands:
                     self._execute(session, command)
                 events = session.events()
-                self._report(events, session)
+                if self._leads:
+                    self._report(events, session)
         finally:
             with self._changed:
                 self._has_ended = True
@@ -112,6 +119,21 @@ class HostedSession:
                     if isinstance(command, _Measure):
                         command.metrics.set_result(None)
                 self._changed.notify_all()
+
+    @property
+    def _leads(self) -> bool:
+        """Whether the driver calls this worker."""
+        return self._group is None or self._group.rank == 0
+
+    def _shared_commands(self, has_work: bool) -> Sequence[_Command] | None:
+        """The commands of the next step: requests are the same on all workers that share the model. None: the session
+        is closed."""
+        commands = self._next_commands(has_work) if self._leads else []
+        if self._group is None:
+            return commands
+        requests = None if commands is None else [one for one in commands if not isinstance(one, _Measure)]
+        sent: list[_Submit | _Cancel] | None = self._group.from_first(requests)
+        return commands if self._leads else sent
 
     def _next_commands(self, has_work: bool) -> list[_Command] | None:
         """What was asked since the last step. Waits for it where there is no work. None: the session is closed."""
@@ -135,7 +157,7 @@ class HostedSession:
             session.submit(command.request, streams=command.streams)
         except UserError as error:
             with self._changed:
-                self._refusal = error
+                self._refusal = error if self._leads else None
                 self._changed.notify_all()
 
     def _report(self, events: Sequence[SessionEvent], session: Session) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 
@@ -55,3 +55,50 @@ class Team(Protocol):
 
     def close(self) -> None:
         """Ends all processes. A second call does nothing."""
+
+
+class Leaders:
+    """The first worker of each group of `size`, as a team: whom the driver calls while a session is open."""
+
+    def __init__(self, team: Team, size: int) -> None:
+        self._team, self._size = team, size
+
+    @property
+    def size(self) -> int:
+        return self._team.size // self._size
+
+    @property
+    def host(self) -> str:
+        return self._team.host
+
+    def place(self, worker: int) -> str:
+        return self._team.place(worker * self._size)
+
+    def ask(self, phase: str, verb: str, *arguments: Any) -> list[Any]:
+        return self.ask_each(phase, verb, [arguments] * self.size)
+
+    def ask_each(self, phase: str, verb: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        return [self.ask_one(worker, phase, verb, *each) for worker, each in enumerate(arguments)]
+
+    def ask_one(self, worker: int, phase: str, verb: str, *arguments: Any) -> Any:
+        return self._team.ask_one(worker * self._size, phase, verb, *arguments)
+
+    def begin(self, worker: int, verb: str, *arguments: Any) -> Call:
+        return replace(self._team.begin(worker * self._size, verb, *arguments), worker=worker)
+
+    def wait_any(self, calls: Sequence[Call], seconds: float) -> list[Call]:
+        theirs = [self._theirs(call) for call in calls]
+        ended = {id(one) for one in self._team.wait_any(theirs, seconds)}
+        return [call for call, one in zip(calls, theirs, strict=True) if id(one) in ended]
+
+    def result(self, call: Call) -> Any:
+        return self._team.result(self._theirs(call))
+
+    def lose(self, worker: int, phase: str, seconds: float, why: str) -> Exception:
+        return self._team.lose(worker * self._size, phase, seconds, why)
+
+    def close(self) -> None:
+        self._team.close()
+
+    def _theirs(self, call: Call) -> Call:
+        return replace(call, worker=call.worker * self._size)

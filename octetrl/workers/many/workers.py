@@ -41,7 +41,7 @@ from octetrl.workers.many.balance import Costs, deal
 from octetrl.workers.many.deadlines import Deadlines, WorkerLost
 from octetrl.workers.many.plan import RolloutFacts, WorkerState
 from octetrl.workers.many.session import ManySession
-from octetrl.workers.many.team import Team
+from octetrl.workers.many.team import Leaders, Team
 
 LINGER_SECONDS = 0.05  # of `generate`, whose completions nobody waits for
 SCORING_SECONDS = 0.1  # at most between two calls of `on_completions`
@@ -55,11 +55,21 @@ class ManyLearningWorkers:
     """`LearningWorkers` on the workers of `team`, which have not loaded their model yet."""
 
     def __init__(
-        self, team: Team, costs: Costs, deadlines: Deadlines, console: Console, spans: Spans, *, trains: bool = True
+        self,
+        team: Team,
+        costs: Costs,
+        deadlines: Deadlines,
+        console: Console,
+        spans: Spans,
+        *,
+        trains: bool = True,
+        size: int = 1,
     ) -> None:
+        """`size`: of each group of workers that share one model. Workers of a group follow one another."""
         self._team, self._costs, self._deadlines = team, costs, deadlines
         self._console, self._spans = console, spans
-        if trains and team.size > 1:
+        self._size = size  # of a group of workers that share one model
+        if team.size > 1 and (trains or size > 1):
             store, address = serve_store(team.host)
             states: list[WorkerState] = team.ask("load", "build", address)
             del store  # they have met
@@ -82,7 +92,8 @@ class ManyLearningWorkers:
         return self._weights_are_whole
 
     def train(self, batch: PackedBatch) -> PolicyUpdate:
-        parts = deal(batch, self._team.size, self._costs)
+        dealt = deal(batch, self._team.size // self._size, self._costs)
+        parts = [part for part in dealt for _ in range(self._size)]
         self._weights_are_whole = False
         with self._console.phase("train"), self._spans("train"):
             try:
@@ -98,16 +109,18 @@ class ManyLearningWorkers:
     def publish(self, policy_version: int) -> Published:
         with self._spans("publish"):
             published: list[Published] = self._team.ask("publish", "publish", policy_version)
-        self._check_equal([one.weights_digest for one in published])
+        for part in range(self._size):  # workers with the same rows of the model
+            self._check_equal([one.weights_digest for one in published[part :: self._size]], part)
         return published[0]
 
-    def _check_equal(self, digests: Sequence[str]) -> None:
+    def _check_equal(self, digests: Sequence[str], part: int) -> None:
         """Raises WorkersDiffer naming the first worker whose weights are not those of most workers."""
         common, _ = Counter(digests).most_common(1)[0]
-        for worker, digest in enumerate(digests):
+        for place, digest in enumerate(digests):
             if digest != common:
+                worker = self._team.place(place * self._size + part)
                 raise WorkersDiffer(
-                    f"publish: {self._team.place(worker)} holds other weights than most workers (digest {digest[:12]},"
+                    f"publish: {worker} holds other weights than most workers (digest {digest[:12]},"
                     f" not {common[:12]}); its machine may be faulty: leave it out, and continue with --resume"
                 )
 
@@ -166,8 +179,10 @@ class ManyWorkers(ManyLearningWorkers):
         admission: Admission,
         *,
         trains: bool = True,
+        size: int = 1,
     ) -> None:
-        super().__init__(team, costs, deadlines, console, spans, trains=trains)
+        super().__init__(team, costs, deadlines, console, spans, trains=trains, size=size)
+        self._drawing = team if size == 1 else Leaders(team, size)
         self._admission = admission
         self._rollout: list[RolloutFacts] = []  # of the last session
 
@@ -210,10 +225,10 @@ class ManyWorkers(ManyLearningWorkers):
             def on_progress(progress: GenerationProgress) -> None:
                 show(progress.done, progress.total, progress.generated_tokens)
 
-            rooms = self._team.ask("rollout", "open_session")
+            rooms = self._team.ask("rollout", "open_session")[:: self._size]
             try:
                 yield ManySession(
-                    self._team,
+                    self._drawing,
                     rooms,
                     self._admission,
                     self._deadlines,
@@ -225,7 +240,7 @@ class ManyWorkers(ManyLearningWorkers):
             except BaseException:
                 self._team.ask("rollout", "close_session")
                 raise
-            self._rollout = self._team.ask("rollout", "close_session")
+            self._rollout = self._team.ask("rollout", "close_session")[:: self._size]
 
     def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
         """Each worker scores a contiguous part."""

@@ -99,15 +99,18 @@ def workers_of(
         decode=decoder_of(tokenizer),
     )
     deadlines = Deadlines(recipe.cluster.deadlines)
-    return ManyWorkers(team, Costs.of(spec), deadlines, console, spans, admission, trains=trains)
+    size = recipe.cluster.tensor_parallel
+    return ManyWorkers(team, Costs.of(spec), deadlines, console, spans, admission, trains=trains, size=size)
 
 
 @contextmanager
-def run_on(count: int, model: Path, folder: Path, **changes: Any) -> Iterator[Run]:
-    """A run whose workers are `count` threads; 0: the embedded worker."""
+def run_on(count: int, model: Path, folder: Path, *, size: int = 1, **changes: Any) -> Iterator[Run]:
+    """A run whose workers are `count` threads in groups of `size` that share a model; 0: the embedded worker."""
     recipe = tiny_recipe(model, folder / "run", changes)
     run = build_run(recipe)
     if count:
+        cluster = recipe.cluster.model_copy(update={"cpus": count, "tensor_parallel": size})
+        recipe = recipe.model_copy(update={"cluster": cluster})
         team = ThreadTeam(recipe, count)
         run.workers = workers_of(team, recipe, model_spec(recipe), run.tokenizer, run.spans, run.console, trains=True)
     try:
