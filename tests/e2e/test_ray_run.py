@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.e2e.installed_ray import ray  # isort: skip: the imports of octetrl.workers.ray_* need it
 
@@ -24,13 +25,16 @@ from octetrl.cli.main import run_command
 from octetrl.config.cluster import ClusterConfig
 from octetrl.config.errors import UserError
 from octetrl.config.load import dump_recipe
+from octetrl.models.weight_files import SINGLE
 from octetrl.run.build import build_run
+from octetrl.run.export import export_run
 from octetrl.run.loop import train
 from octetrl.workers.many.deadlines import WorkerLost
 from octetrl.workers.many.status import STATUS_FILE
 from octetrl.workers.ray_cluster import RayCluster, connect
 from octetrl.workers.ray_watcher import MARK, processes_of
-from tests.e2e.tiny_run import read_lines, tiny_recipe
+from tests.e2e.tiny_run import make_model, read_lines, tiny_recipe
+from tests.grid import WIDE
 from tests.house.tree import REPO
 from tests.unit.workers.many.thread_team import run_on, steps_of, unspread
 
@@ -135,6 +139,25 @@ def test_what_cannot_be_built_is_refused_in_one_line(
         train(tiny_recipe(model, tmp_path / "run", JOINED | changes))
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_workers_that_share_a_model_save_what_one_worker_goes_on_from(running: RayCluster, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", **WIDE)
+    shared, alone = tmp_path / "shared", tmp_path / "alone"
+    changes = {"checkpoint.every": 1, "rollout.max_new_tokens": 6}
+    train(tiny_recipe(model, shared, changes | JOINED | {"cluster.tensor_parallel": 2, "steps": 1}))
+    train(tiny_recipe(model, alone, changes | {"steps": 1}))
+    (ours,), (theirs,) = read_lines(shared / "metrics.jsonl"), read_lines(alone / "metrics.jsonl")
+    assert ours["mismatch/max_abs_diff"] == theirs["mismatch/max_abs_diff"] == 0.0
+    assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.01)
+    first = "rollouts/step_000001.jsonl"
+    assert (shared / first).read_bytes() == (alone / first).read_bytes()
+    one, other = (load_file(export_run(str(run), str(run / "export")) / SINGLE) for run in (shared, alone))
+    assert one.keys() == other.keys()
+    assert all(one[name].shape == weight.shape for name, weight in other.items())
+    train(tiny_recipe(model, shared, changes | {"steps": 2}), resume=True)  # one process, which has the whole model
+    line = read_lines(shared / "metrics.jsonl")[-1]
+    assert (line["step"], line["mismatch/max_abs_diff"]) == (2, 0.0)
 
 
 def test_nothing_answers_at_the_address(model: Path, tmp_path: Path) -> None:
