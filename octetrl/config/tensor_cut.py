@@ -53,6 +53,8 @@ def why_not_cut(spec: ModelSpec, size: int) -> str | None:
     for block in blocks:
         if not block.can_be_cut:
             return f"the blocks of {spec.family} are not cut yet; only attention with KV heads and gated MLPs are"
+    if spec.fused_files:
+        return f"the fused weights in files of {spec.family} are not cut yet"
     if spec.num_kv_heads % size:
         return f"{size} does not divide the model's {spec.num_kv_heads} KV heads"
     for name, width in spec.linear_sizes().items():

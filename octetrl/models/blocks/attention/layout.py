@@ -54,7 +54,9 @@ class AttentionLayout(BlockLayout):
         return (
             LinearLayout("qkv_proj", spec.hidden_size, qkv, spec.qkv_bias),
             *(qk_norms if spec.qk_norm else ()),
-            LinearLayout("o_proj", cut * spec.q_size, (Part("o_proj", spec.hidden_size // cut),), spec.o_bias, joins=True),
+            LinearLayout(
+                "o_proj", cut * spec.q_size, (Part("o_proj", spec.hidden_size // cut),), spec.o_bias, joins=True
+            ),
         )
 
     def memory(self, spec: ModelSpec, how: TrainedAs) -> BlockMemory:
