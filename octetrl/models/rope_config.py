@@ -14,6 +14,7 @@ from octetrl.config.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnS
 from octetrl.config.spec import MOST_TOKENS
 
 KINDS = ("default", "linear", "llama3", "yarn")
+LEAST, MOST = 1e-3, 1e6  # of YaRN's optional numbers; beyond them, angles or factors overflow
 ORIGINAL = "original_max_position_embeddings"
 
 
@@ -49,7 +50,7 @@ def scaled_positions(scaling: RopeScaling | None, max_positions: int) -> int:
     """The longest context. Recipes of YaRN often leave `max_position_embeddings` at the original length."""
     if not isinstance(scaling, YarnScaling):
         return max_positions
-    return min(max(max_positions, int(scaling.factor * scaling.original_max_positions)), MOST_TOKENS)
+    return max(max_positions, int(min(scaling.factor * scaling.original_max_positions, MOST_TOKENS)))
 
 
 def scaling_field(scaling: RopeScaling | None) -> dict[str, Any] | None:
@@ -103,11 +104,17 @@ def _llama3(rope: JsonObject) -> Llama3Scaling:
 
 def _yarn(rope: JsonObject, original: int, max_positions: int) -> YarnScaling:
     def optional(key: str) -> float | None:
-        return rope.number(key) if rope.get(key) not in (None, 0) else None
+        if rope.get(key) in (None, 0):
+            return None
+        value = rope.number(key)
+        if not LEAST <= value <= MOST:
+            raise rope.wrong(key, f"a number from {LEAST:g} to {MOST:,.0f} is needed")
+        return value
 
     fast, slow = optional("beta_fast") or 32.0, optional("beta_slow") or 1.0
     if fast < slow:
         raise rope.wrong("beta_fast", f"at least beta_slow {slow:g} is needed")
+    rope.number("attention_factor", 1.0)  # 0 is an error; the other numbers have their defaults then
     if rope.number("rope_theta", 2.0) <= 1:
         raise rope.wrong("rope_theta", "YaRN needs more than 1")
     return YarnScaling(
@@ -117,6 +124,6 @@ def _yarn(rope: JsonObject, original: int, max_positions: int) -> YarnScaling:
         beta_slow=slow,
         mscale=optional("mscale"),
         mscale_all_dim=optional("mscale_all_dim"),
-        explicit_factor=rope.number("attention_factor") if rope.get("attention_factor") is not None else None,
+        explicit_factor=optional("attention_factor"),
         truncate=rope.flag("truncate", True),
     )

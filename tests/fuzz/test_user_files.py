@@ -163,6 +163,8 @@ def test_recipes(here: Path, content: bytes, given: list[tuple[str, Any]]) -> No
 @example(as_json(TINY | {"eos_token_id": 10**6}), b"{}")
 @example(as_json(TINY | {"num_hidden_layers": 10**9}), b"{}")
 @example(as_json(TINY | {"rope_scaling": "llama3", "architectures": 7}), as_json({"x": DEEP}))
+@example(as_json(TINY | {"rope_scaling": {"rope_type": "yarn", "factor": 1e307, "beta_slow": 5e-324}}), b"{}")
+@example(as_json(TINY | {"use_sliding_window": True, "sliding_window": 7, "layer_types": [[]] * 4}), b"{}")
 @examples(150)
 def test_configs(here: Path, config: bytes, generation: bytes) -> None:
     Path("model/config.json").write_bytes(config)

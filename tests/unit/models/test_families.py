@@ -12,6 +12,7 @@ import pytest
 
 from octetrl.config.errors import UserError
 from octetrl.config.rope import Llama3Scaling, YarnScaling
+from octetrl.config.spec import MOST_TOKENS
 from octetrl.models.families import hf_config, load_spec, spec_from_config
 
 QWEN3 = {
@@ -82,6 +83,11 @@ def test_yarn_extends_the_context_and_round_trips() -> None:
     assert spec_from_config(json.loads(json.dumps(hf_config(spec)))) == spec
 
 
+def test_an_endless_factor_ends_at_the_longest_context() -> None:
+    yarn = {"rope_type": "yarn", "factor": 1e307, "original_max_position_embeddings": 32768}
+    assert spec_from_config({**QWEN3, "rope_scaling": yarn}).max_positions == MOST_TOKENS
+
+
 def test_qwen2_has_a_bias_and_its_unused_window_is_fine() -> None:
     config = {**QWEN3, "architectures": ["Qwen2ForCausalLM"], "sliding_window": 32768, "head_dim": None}
     spec = spec_from_config(config)
@@ -105,6 +111,9 @@ def test_hf_config_round_trips(config: dict[str, Any]) -> None:
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "'factor' is 0.5, 1 or more"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": "1"}}, "'mscale' is '1'"),
         ({"rope_scaling": {"rope_type": "yarn", "beta_fast": 1.0, "beta_slow": 2.0}}, "'beta_fast' is 1.0, at least"),
+        ({"rope_scaling": {"rope_type": "yarn", "attention_factor": 0}}, "'attention_factor' is 0, a positive"),
+        ({"rope_scaling": {"rope_type": "yarn", "beta_slow": 5e-324}}, "'beta_slow' is 5e-324, a number from 0.001"),
+        ({"rope_scaling": {"rope_type": "yarn", "mscale": 1e300}}, r"'mscale' is 1e\+300, a number from 0.001"),
         ({"rope_scaling": {"rope_type": "yarn"}, "rope_theta": 1}, "'rope_theta' is 1, YaRN needs more"),
         ({"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 0}}, "'original_max_position"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "'low_freq_factor' is None"),

@@ -30,6 +30,7 @@ from transformers import (
 
 from octetrl.config.errors import UserError
 from octetrl.config.load import recipe_from_mapping
+from octetrl.config.lora import projections
 from octetrl.config.validate import spec_problems
 from octetrl.models.families import load_spec, spec_from_config
 from octetrl.models.hf_weights import save_weights
@@ -142,6 +143,7 @@ def test_phi3s_files_have_fused_projections(tmp_path: Path) -> None:
     assert stored["model.layers.1.mlp.gate_up_proj.weight"].shape == (320, 384)
     config = json.loads((tmp_path / "export/config.json").read_text())
     assert config["sliding_window"] == 11
+    assert projections(load_spec(tmp_path / "export")) == ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
 
 MISTRAL: dict[str, Any] = {**SHAPE, "architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192}
