@@ -26,7 +26,7 @@ from octetrl.run.interrupt import StopRequest
 from octetrl.run.journal import Journal
 from octetrl.run.model_source import with_found_model
 from octetrl.run.output_folder import OutputFolder
-from octetrl.run.report import leave_report
+from octetrl.run.report import banner, last_line, leave_report
 from octetrl.run.resume import Cursor, restore
 from octetrl.run.run_identity import CHECKPOINTS
 from octetrl.run.slow_rewards import SlowRewards, reward_times
@@ -74,10 +74,12 @@ def _train(recipe: Recipe, folder: OutputFolder, given: Given, *, resume: bool) 
             restore(run, last)
             run.console.note(f"resumed after step {start} from {checkpoints.folder}")
         folder.keep()
+        run.console.note(banner(recipe, draws=run.conversations is None))
         if recipe.logging.rollouts:
             run.journal = Journal(RolloutFiles(folder.path / "rollouts", start))
         with open_sinks(folder.path, recipe.logging, recipe.model_dump(mode="json"), start) as sinks:
             _run_steps(run, start, sinks, checkpoints, past)
+        run.console.note(last_line(folder.path))
     finally:
         run.close()
         leave_report(folder.path, run.console)

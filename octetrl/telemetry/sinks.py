@@ -118,16 +118,24 @@ def _truncate_after(path: Path, resumed_step: int) -> None:
 
 
 class TensorBoard:
-    """Writes scalars as TensorBoard events in the run's folder. A resumed run hides the events it will write again."""
+    """Writes scalars, and the recipe as a text, as TensorBoard events in the run's folder. A resumed run hides the
+    events it will write again.
 
-    def __init__(self, folder: Path, resumed_step: int = 0) -> None:
+    The mismatch of each tenth of the answers is left out while it says that the log-probs are equal: twenty constant
+    curves would hide the others."""
+
+    def __init__(self, folder: Path, resumed_step: int = 0, recipe: Mapping[str, Any] | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter  # this import takes a second, so only runs load it
 
         self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1 if resumed_step else None)
+        if recipe is not None and not resumed_step:
+            text = escaped(json.dumps(recipe, indent=2, default=str))
+            self._writer.add_text("recipe", "".join(f"    {line}\n" for line in text.splitlines()), global_step=0)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(escaped(name), value, global_step=step)
+            if not (name.startswith("mismatch/decile_") and value in (0.0, 1.0)):
+                self._writer.add_scalar(escaped(name), value, global_step=step)
 
     def close(self) -> None:
         self._writer.close()
@@ -188,5 +196,5 @@ def open_sinks(folder: Path, config: LoggingConfig, recipe: Mapping[str, Any], r
     wandb = Wandb(config.wandb_project, folder, recipe, resumed_step) if config.wandb_project else None
     sinks: list[Sink] = [MetricsFile(folder / METRICS_FILE, resumed_step)]
     if config.tensorboard:
-        sinks.append(TensorBoard(folder, resumed_step))
+        sinks.append(TensorBoard(folder, resumed_step, recipe))
     return Sinks(*sinks, *([wandb] if wandb else []))

@@ -2,7 +2,8 @@ from io import StringIO
 
 import pytest
 
-from octetrl.telemetry.console import Console
+from octetrl.telemetry import console as console_module
+from octetrl.telemetry.console import COLUMNS, Console
 
 METRICS = {"reward/mean": 0.53125, "loss": -0.0012, "mismatch/token_mult_prob_error": 1.00021, "time/step": 14.2}
 
@@ -18,7 +19,28 @@ def test_plain_is_one_line_a_step_and_nothing_for_phases() -> None:
     with console.phase("rollout") as progress:
         progress(3, total=8, tokens=120)
     console.step(12, METRICS)
-    assert out.getvalue() == "step 12/100  reward 0.531  loss -0.0012  mismatch 1.00021  step s 14.20\n"
+    assert (
+        out.getvalue() == "step 12/100  reward 0.531  log-probs 0.021% apart  step s 14.20  loss -0.0012  21 min left\n"
+    )
+
+
+def test_a_line_fits_and_says_what_its_numbers_mean() -> None:
+    out = StringIO()
+    many = {line.metric: 12345.678 for column in COLUMNS for line in column}
+    Console("plain", 10_000, out=out).step(9_000, {**many, "mismatch/unequal_tokens": 3.0})
+    Console("plain", 3, out=out).step(3, {"mismatch/token_mult_prob_error": 1.0, "rollout/failure_share": 0.0})
+    full, equal = out.getvalue().splitlines()
+    assert 90 < len(full) <= 120 and full.startswith("step 9000/10000  reward") and full.endswith(" h left")
+    assert "log-probs differ in 3 tokens" in full
+    assert equal == "step 3/3  log-probs equal"
+
+
+def test_a_pipe_gets_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console_module, "HEARTBEAT_SECONDS", 0.0)
+    out = StringIO()
+    with Console("plain", 3, out=out).phase("rollout") as progress:
+        progress(3, total=8, tokens=120)
+    assert out.getvalue().startswith("  rollout: 3 of 8, ") and "tok/s" in out.getvalue()
 
 
 def test_auto_is_plain_on_a_pipe() -> None:
