@@ -9,9 +9,19 @@ from typing import Annotated
 import typer
 
 from octetrl.cli.arguments import Address, Cpus, Device, Gpus, cluster_section
+from octetrl.cli.generate_rows import prompt_of, read_rows, result_lines
 from octetrl.config.errors import UserError
 from octetrl.config.schema import Precision
 from octetrl.records import Completion, SamplingParams
+
+Input = Annotated[
+    str | None,
+    typer.Option(
+        "--input",
+        metavar="FILE",
+        help="JSON lines with prompt or messages; - reads standard input. Completions are JSON lines too.",
+    ),
+]
 
 
 def generate(
@@ -19,8 +29,11 @@ def generate(
         str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, a run folder or one of its checkpoints.")
     ],
     prompt: Annotated[
-        list[str], typer.Option("--prompt", "-p", help="The user's message; may be given several times.")
-    ],
+        list[str] | None,
+        typer.Option("--prompt", "-p", help="The user's message; may be given several times.", show_default=False),
+    ] = None,
+    rows: Input = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Continue each prompt without the chat template.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens in a completion.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
     top_p: Annotated[
@@ -55,11 +68,18 @@ def generate(
         raise UserError(f"--top-p: {top_p:g} would keep no token; give a number above 0 and at most 1")
     if "" in sampling.stop:
         raise UserError("--stop: an empty text would stop every completion at once; leave it out")
+    if bool(prompt) == (rows is not None):
+        raise UserError("generate: give prompts by --prompt, or a file of them by --input")
+    given = read_rows(rows) if rows is not None else [{"prompt": text} for text in prompt or []]
     from octetrl.run.generate import generate_text
 
     cluster = cluster_section(device, gpus, cpus, address)
-    completions = generate_text(model, prompt, sampling, precision=precision, cluster=cluster, seed=seed, n=n)
-    typer.echo(completions_text(completions))
+    prompts = [prompt_of(row) for row in given]
+    completions = generate_text(
+        model, prompts, sampling, precision=precision, cluster=cluster, seed=seed, n=n, plain=plain
+    )
+    for line in [completions_text(completions)] if rows is None else result_lines(given, completions):
+        typer.echo(line)
 
 
 def completions_text(completions: Sequence[Sequence[Completion]]) -> str:

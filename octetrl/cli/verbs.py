@@ -14,6 +14,7 @@ from octetrl.cli.doctor import doctor
 from octetrl.cli.eval import evaluate
 from octetrl.cli.export import export
 from octetrl.cli.generate import generate
+from octetrl.cli.init import init
 from octetrl.cli.metrics import metrics
 from octetrl.cli.recipes import recipes
 from octetrl.cli.report import report
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 app.command("train", cls=Command)(train)
 app.command("recipes", cls=Command)(recipes)
+app.command("init", cls=Command)(init)
 app.command("eval", cls=Command)(evaluate)
 app.command("rollouts", cls=Command)(rollouts)
 app.command("metrics", cls=Command)(metrics)

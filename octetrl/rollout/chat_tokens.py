@@ -83,6 +83,21 @@ class ChatTokens:
         text, special = self._prompt_text(prompt)
         return tuple(self._encoder.ids(text, special=special, limit=limit))
 
+    def conversation_prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """A whole conversation and the opening of the next answer. Raises UserError without a chat template."""
+        if self._tokenizer.chat_template is None:
+            raise UserError("tokenizer: it has no chat template, so it can't write messages; give a prompt instead")
+        own = self._system() if messages[0]["role"] not in ("system", "developer") else []
+        try:
+            text = self._render([*own, *(dict(message) for message in messages)], **self._tools)
+        except TEMPLATE_ERRORS as error:
+            raise template_fails(error) from error
+        return tuple(self._encoder.ids(text, special=False))
+
+    def plain_tokens(self, text: str) -> tuple[int, ...]:
+        """The text itself, with the tokenizer's own BOS and without the chat template."""
+        return tuple(self._encoder.ids(text, special=True))
+
     def first_prompt_tokens(self, prompt: str, limit: int) -> tuple[int, ...]:
         """The first `limit` of `prompt_tokens`, of a prompt of any length."""
         text, special = self._prompt_text(prompt)

@@ -29,7 +29,7 @@ from octetrl.workers.worker import Worker
 
 def generate_text(
     model: str,
-    prompts: Sequence[str],
+    prompts: Sequence[str | Sequence[Mapping[str, str]]],
     sampling: SamplingParams,
     *,
     precision: str = "bf16",
@@ -37,17 +37,20 @@ def generate_text(
     seed: int = 0,
     n: int = 1,
     system_prompt: str | None = None,
+    plain: bool = False,
 ) -> list[list[Completion]]:
-    """`n` completions of each prompt. `model` is a Hugging Face folder, a run folder or a checkpoint. `cluster`: a
-    recipe's section, for the device or for several workers."""
+    """`n` completions of each prompt: a user's message, or a list of messages. plain: prompts without a template.
+
+    `model` is a Hugging Face folder, a run folder or a checkpoint. `cluster`: a recipe's section, for the device or for
+    several workers."""
     trained = trained_model(weights_folder(Path(model)))
     tokenizer = tokenizer_of(trained)
     positions = load_spec(Path(trained["path"])).max_positions
     chat = ChatTokens(tokenizer, system_prompt, context_length=positions)
     try:
-        token_lists = [chat.prompt_tokens(prompt) for prompt in prompts]
+        token_lists = [_prompt_tokens(chat, prompt, plain) for prompt in prompts]
     except TextTooLong as error:
-        raise UserError(f"--prompt: one has {error}, the model's positions; shorten it") from None
+        raise UserError(f"a prompt has {error}, the model's positions; shorten it") from None
     longest = max(len(tokens) for tokens in token_lists)
     recipe = generation_recipe(trained, precision, cluster or {}, longest + sampling.max_new_tokens)
     spec = model_spec(recipe)
@@ -64,6 +67,12 @@ def generate_text(
         if workers.needs_calibration:
             workers.calibrate(token_lists)
         return workers.generate(requests)
+
+
+def _prompt_tokens(chat: ChatTokens, prompt: str | Sequence[Mapping[str, str]], plain: bool) -> tuple[int, ...]:
+    if not isinstance(prompt, str):
+        return chat.conversation_prompt([dict(message) for message in prompt])
+    return chat.plain_tokens(prompt) if plain else chat.prompt_tokens(prompt)
 
 
 def tokenizer_of(trained: Mapping[str, Any]) -> Tokenizer:

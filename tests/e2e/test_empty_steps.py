@@ -17,7 +17,7 @@ REWARDS = "tests.e2e.tiny_rewards"
 
 def failing(model: Path, folder: Path, changes: dict[str, Any]) -> str:
     with pytest.raises(RunFailed) as error:
-        run(model, folder, {"rollout.max_new_tokens": 4, "logging.tensorboard": False, "steps": 6} | changes)
+        run(model, folder, {"rollout.max_new_tokens": 4, "failures.max_empty_steps": 3, "steps": 6} | changes)
     return str(error.value)
 
 

@@ -122,7 +122,7 @@ def test_a_reward_that_hangs_is_counted_and_the_run_goes_on(model: Path, tmp_pat
         ({"tasks": TASKS, "seed": object()}, "not JSON serializable"),
         ({"tasks": TASKS, "resume": True}, "resume needs output_dir"),
         ({"tasks": TASKS}, "model.context_length: 4096 exceeds the model's 1024 positions"),
-        ({}, "environment.dataset: missing"),
+        ({}, "octetrl.train: tasks: missing; give a JSONL file"),
     ],
 )
 def test_what_is_wrong_is_refused_and_leaves_nothing(

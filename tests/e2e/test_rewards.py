@@ -18,7 +18,6 @@ NOTHING: dict[str, Any] = {
     "evaluation.right_from": 0.5,
     "rollout.max_new_tokens": 4,
     "environment.max_failure_share": 1.0,
-    "failures.max_empty_steps": 0,
 }
 Row = dict[str, Any]
 

@@ -49,6 +49,7 @@ RECIPE: dict[str, Any] = {
         "eval_size": 4,
     },
     "checkpoint": {"every": 0},
+    "failures": {"max_empty_steps": 0},  # noise may be worth the same for several steps in a row
     "cluster": {"device": "cpu", "cpu_threads": 1},
     "logging": {"console": "quiet", "tensorboard": False},
     "seed": 3,

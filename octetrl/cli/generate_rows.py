@@ -1,0 +1,73 @@
+"""Prompts from a file or standard input, and completions as JSON lines: `octetrl generate MODEL --input FILE`.
+
+    {"prompt": "1 + 1 ="}                                     in: the user's message, or the text itself with --plain
+    {"messages": [{"role": "user", "content": "Hi"}]}         in: a conversation that the model continues
+    {"prompt": ..., "sample": 0, "completion": ..., "finish_reason": "stop", "tokens": 7}     out, for each completion
+
+All other keys of a row are written to its lines unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from octetrl.config.errors import UserError
+from octetrl.config.json_file import kind_of, parse_json
+from octetrl.data.rows import read_jsonl
+from octetrl.records import Completion
+
+STDIN = "-"
+REMEDY = 'a line is {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
+OURS = ("sample", "completion", "finish_reason", "tokens")
+
+Row = dict[str, Any]
+Prompt = str | list[dict[str, str]]
+
+
+def read_rows(path: str) -> list[Row]:
+    """The rows of a JSONL file, or of standard input for `-`. Raises UserError for a line of another form."""
+    lines = _stdin_rows() if path == STDIN else ((f"{path}:{number}", row) for number, row in read_jsonl(path))
+    rows = [_checked(row, where) for where, row in lines]
+    if not rows:
+        raise UserError(f"--input: there are no lines; {REMEDY}")
+    return rows
+
+
+def prompt_of(row: Row) -> Prompt:
+    prompt: Prompt = row["prompt"] if "prompt" in row else row["messages"]
+    return prompt
+
+
+def result_lines(rows: Sequence[Row], completions: Sequence[Sequence[Completion]]) -> Iterator[str]:
+    """A JSON line for each completion, in the order of the rows."""
+    for row, siblings in zip(rows, completions, strict=True):
+        for sample, completion in enumerate(siblings):
+            values = (sample, completion.text, str(completion.finish_reason), len(completion.token_ids))
+            yield json.dumps(row | dict(zip(OURS, values, strict=True)), ensure_ascii=False)
+
+
+def _stdin_rows() -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(sys.stdin, start=1):
+        if line.strip():
+            where = f"standard input, line {number}"
+            yield where, parse_json(line, where, REMEDY)
+
+
+def _checked(row: Any, where: str) -> Row:
+    if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
+        raise UserError(f"{where}: it needs either 'prompt' or 'messages'; {REMEDY}")
+    messages = row.get("messages", [])
+    if "prompt" in row and not isinstance(row["prompt"], str):
+        raise UserError(f"{where}: 'prompt' is {kind_of(row['prompt'])}, a text is needed; {REMEDY}")
+    if "messages" in row and (not isinstance(messages, list) or not messages or not all(map(_is_message, messages))):
+        raise UserError(f"{where}: 'messages' is no list of messages with role and content; {REMEDY}")
+    return row
+
+
+def _is_message(message: object) -> bool:
+    if not isinstance(message, dict):
+        return False
+    return isinstance(message.get("role"), str) and isinstance(message.get("content"), str)

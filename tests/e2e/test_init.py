@@ -1,0 +1,37 @@
+"""`octetrl init` makes a project that checks, trains and is tested as it stands."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+from octetrl.cli.main import run_command
+from tests.e2e.tiny_run import read_lines
+
+
+def test_a_new_project_checks_trains_and_is_tested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_command(["init", "grpo", "my/project"]) == 0
+    assert "next: cd my/project && octetrl train recipe.yaml" in capsys.readouterr().out
+    assert run_command(["init", "grpo", "my/project"]) == 2
+    assert "already has recipe.yaml" in capsys.readouterr().err
+    assert len((tmp_path / "my/project/README.md").read_text().splitlines()) <= 10
+
+    monkeypatch.chdir("my/project")
+    monkeypatch.syspath_prepend(str(tmp_path / "my/project"))
+    tests = runpy.run_path("test_environment.py")
+    for name, test in tests.items():
+        if name.startswith("test_"):
+            test()
+    assert run_command(["check", "recipe.yaml"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "reference answer reward 1 empty text reward 0" in shown and "0% too long" in shown
+    small = ["steps=2", "rollout.prompts_per_step=2", "evaluation.every=0", "cluster.device=cpu"]
+    assert run_command(["train", "recipe.yaml", *small]) == 0
+    lines = read_lines(Path("runs/first/metrics.jsonl"))
+    assert len(lines) == 2 and all(line["train/samples"] > 0 for line in lines)
+    assert all(line["mismatch/max_abs_diff"] == 0.0 for line in lines)

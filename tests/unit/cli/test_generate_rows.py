@@ -1,0 +1,84 @@
+"""`octetrl generate --input`: JSON lines in, JSON lines out, from a file or standard input."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octetrl.cli.generate_rows import prompt_of, read_rows, result_lines
+from octetrl.cli.main import run_command
+from octetrl.config.errors import UserError
+from octetrl.records import Completion, FinishReason
+from octetrl.rollout.chat_tokens import ChatTokens
+from octetrl.run.tiny_model import ASSISTANT, END, USER, train_tokenizer
+
+MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+
+
+def test_rows_come_from_a_file_or_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"prompt": "1 + 1 =", "id": 7}, {"messages": MESSAGES}]
+    text = "\n".join(json.dumps(row) for row in rows) + "\n\n"
+    (tmp_path / "rows.jsonl").write_text(text)
+    assert read_rows(str(tmp_path / "rows.jsonl")) == rows
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    assert read_rows("-") == rows
+    assert [prompt_of(row) for row in rows] == ["1 + 1 =", MESSAGES]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "line 1: not JSON"),
+        ("[]", "line 1: it needs either 'prompt' or 'messages'"),
+        ('{"text": "a"}', "line 1: it needs either 'prompt' or 'messages'"),
+        ('{"prompt": 3}', "line 1: 'prompt' is a number, a text is needed"),
+        ('{"messages": []}', "line 1: 'messages' is no list of messages with role and content"),
+        ('{"messages": [{"role": "user"}]}', "line 1: 'messages' is no list of messages with role and content"),
+        ("", "--input: there are no lines"),
+    ],
+)
+def test_a_wrong_line_is_named(line: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(line))
+    with pytest.raises(UserError) as error:
+        read_rows("-")
+    assert says in str(error.value)
+
+
+def test_each_completion_is_a_line_with_the_rows_own_keys() -> None:
+    def completion(text: str) -> Completion:
+        return Completion((1, 2), (-0.1, -0.2), text, FinishReason.STOP, 0, "digest")
+
+    rows: list[dict[str, Any]] = [{"prompt": "a", "id": 7}, {"prompt": "b"}]
+    drawn = [[completion("x"), completion("y\n")], [completion("é")]]
+    lines = list(result_lines(rows, drawn))
+    assert not any("\n" in line for line in lines)
+    ours = {"finish_reason": "stop", "tokens": 2}
+    assert [json.loads(line) for line in lines] == [
+        {"prompt": "a", "id": 7, "sample": 0, "completion": "x", **ours},
+        {"prompt": "a", "id": 7, "sample": 1, "completion": "y\n", **ours},
+        {"prompt": "b", "sample": 0, "completion": "é", **ours},
+    ]
+
+
+def test_messages_are_written_by_the_template_and_plain_text_is_not() -> None:
+    tokenizer = train_tokenizer(["a b c"])
+    chat = ChatTokens(tokenizer)
+    written = tokenizer.decode(chat.conversation_prompt(MESSAGES))
+    assert written == f"{USER}a{ASSISTANT}b{END}{USER}c{ASSISTANT}"
+    assert chat.conversation_prompt(MESSAGES[-1:]) == chat.prompt_tokens("c")
+    assert tokenizer.decode(chat.plain_tokens("c")) == "c"
+    with_system = ChatTokens(tokenizer, "Be brief. ").conversation_prompt(MESSAGES[-1:])
+    assert tokenizer.decode(with_system) == f"Be brief. {USER}c{ASSISTANT}"
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match="no chat template"):
+        ChatTokens(tokenizer).conversation_prompt(MESSAGES)
+
+
+@pytest.mark.parametrize("options", [[], ["-p", "a", "--input", "-"]])
+def test_prompts_come_from_one_place(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["generate", "model", *options]) == 2
+    assert "generate: give prompts by --prompt, or a file of them by --input" in capsys.readouterr().err
