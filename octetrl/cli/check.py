@@ -83,6 +83,7 @@ def check(
             problems += [problem.text for problem in spec_problems(resolved, spec)]
             policy = precision_policy(spec, resolved.fp8, resolved.numerics)
             problems += filter(None, [refused_gate(resolved, policy, on_gpu=device.on_gpu)])
+            problems += filter(None, [spec.refused_on_gpu()] if device.on_gpu else [])
             print_lines("model", _model(spec))
             print_lines("precision", _precision(resolved, spec, policy, device))
             plan = MemoryPlan.of(resolved, largest_part(resolved, spec), policy, device)

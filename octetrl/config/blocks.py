@@ -251,6 +251,10 @@ class BlockLayout(ABC):
         """Number of values of a head that RoPE rotates by position. None: the block has no RoPE."""
         return None
 
+    def refused_on_gpu(self) -> str | None:
+        """Why the kernels of a GPU do not run this block, as a message; None: they do."""
+        return None
+
     @abstractmethod
     def build(self, builder: Any) -> Any:
         """Create the module, a `models.blocks.block.Block`, from a `BlockBuilder`. Imports torch."""

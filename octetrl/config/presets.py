@@ -116,7 +116,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "q_lora_rank": 64,
         "kv_lora_rank": 64,
-        "qk_nope_head_dim": 32,
+        "qk_nope_head_dim": 64,
         "qk_rope_head_dim": 16,
         "v_head_dim": 32,
         "n_routed_experts": 8,

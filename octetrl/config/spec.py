@@ -124,6 +124,11 @@ class ModelSpec:
         assert len(caches) <= 1, f"layer {layer}: two blocks with a KV cache"
         return caches[0] if caches else ()
 
+    def refused_on_gpu(self) -> str | None:
+        """Why the kernels of a GPU do not run this model; None: they do."""
+        blocks = dict.fromkeys(block for blocks in self.blocks for block in blocks)
+        return next((why for block in blocks if (why := block.refused_on_gpu()) is not None), None)
+
     @property
     def calibrates(self) -> bool:
         """Whether an FP8 cache can have calibrated scales. Otherwise "calibrated" means "dynamic"."""

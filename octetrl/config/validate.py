@@ -22,7 +22,7 @@ from octetrl.config.algorithm import RftConfig
 from octetrl.config.blocks import StackedLinearLayout
 from octetrl.config.cluster import cluster_problems
 from octetrl.config.errors import UserError
-from octetrl.config.lora import adapter_elements, targets_of, unknown_target
+from octetrl.config.lora import adapter_elements, projections, targets_of, unknown_target
 from octetrl.config.objective_keys import name_objective
 from octetrl.config.objective_settings import DatasetSettings
 from octetrl.config.problems import schema_problems
@@ -364,7 +364,7 @@ def spec_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
     if lora is not None and unknown is None and not adapter_elements(spec, lora):
         text = (
             f"model.lora.targets: {', '.join(targets_of(lora, spec))} exist only in experts, which get no adapters;"
-            f" add q_proj, k_proj, v_proj or o_proj"
+            f" add one of {', '.join(projections(spec))}"
         )
         yield Problem(("model.lora.targets",), text)
     if not (fp8.rollout or fp8.train):

@@ -20,7 +20,11 @@ from transformers import (
 
 from octetrl.config.errors import UserError
 from octetrl.config.presets import preset_config
+from octetrl.config.schema import Fp8Config
+from octetrl.fp8.policy import precision_policy
 from octetrl.fp8.quantize import dequantize_weight, quantize_weight_reference
+from octetrl.layers.tensor_group import ONE_WORKER
+from octetrl.models.build_blocks import LayerBuilder
 from octetrl.models.families import hf_config, load_spec, prediction_layers, spec_from_config
 from octetrl.models.hf_weights import save_weights, save_weights_fp8
 from tests.unit.models.tiny_families import ROPE, SHAPE, decoder_of, hf_logits, packed
@@ -164,6 +168,15 @@ def test_layer_kinds_that_do_not_fit_are_refused() -> None:
     for kinds in (["dense"], ["dense", "sparse", "sparse", "linear"]):
         with pytest.raises(UserError, match="'dense' or 'sparse' for each of the 4 layers is needed"):
             spec_from_config(config | {"mlp_layer_types": kinds})
+
+
+def test_sizes_that_a_gpu_cannot_run_are_refused_there() -> None:
+    narrow = spec_from_config(preset_config("tiny-mla-moe") | {"qk_nope_head_dim": 32})
+    policy = precision_policy(narrow, Fp8Config())
+    with pytest.raises(UserError, match=r"qk_nope_head_dim 32, .* does not run on a GPU: the first must be a multiple"):
+        LayerBuilder(narrow, policy, "train", torch.bfloat16, "cuda", "scaled_mm", None, ONE_WORKER)
+    for preset in ("tiny-mla-moe", "moonlight-16b-a3b"):
+        assert spec_from_config(preset_config(preset)).refused_on_gpu() is None
 
 
 @pytest.mark.parametrize("preset", ["moonlight-16b-a3b", "tiny-mla-moe"])

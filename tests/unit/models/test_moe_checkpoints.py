@@ -25,6 +25,7 @@ from octetrl.config.presets import preset_config
 from octetrl.config.schema import Fp8Config
 from octetrl.config.validate import spec_problems
 from octetrl.fp8.policy import precision_policy
+from octetrl.layers.tensor_group import ONE_WORKER
 from octetrl.models.build_blocks import LayerBuilder
 from octetrl.models.families import hf_config, load_spec, spec_from_config
 from octetrl.models.hf_weights import save_weights, save_weights_fp8
@@ -173,7 +174,7 @@ def test_the_published_shape_is_its_config_again() -> None:
 def test_float32_on_a_gpu_and_adapters_on_experts_alone_are_refused() -> None:
     spec = spec_from_config(preset_config("tiny-moe"))
     with pytest.raises(UserError, match=r"runs on a GPU in bfloat16, and its FP8 is not emulated"):
-        LayerBuilder(spec, precision_policy(spec, Fp8Config()), "train", torch.float32, "cuda", "scaled_mm", None)
+        LayerBuilder(spec, precision_policy(spec, Fp8Config()), "train", torch.float32, "cuda", "scaled_mm", None, ONE_WORKER)
     lora = {"targets": ["gate_proj", "down_proj"]}
     recipe = recipe_from_mapping({"model": {"path": "m", "lora": lora}, "environment": {"dataset": "d"}})
     problems = [problem.text for problem in spec_problems(recipe, spec) if "lora" in problem.text]

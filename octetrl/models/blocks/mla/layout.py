@@ -107,6 +107,16 @@ class LatentAttentionLayout(BlockLayout):
     def rotary_size(self, spec: ModelSpec) -> int:
         return self.rope_size
 
+    def refused_on_gpu(self) -> str | None:
+        widest, most = max(self.nope_size + self.rope_size, self.value_size), max(SUPPORTED_HEAD_SIZES)
+        if not (self.nope_size % 64 or self.latent_size % 8 or self.value_size % 8 or widest > most):
+            return None
+        return (
+            f"latent attention with qk_nope_head_dim {self.nope_size}, qk_rope_head_dim {self.rope_size}, kv_lora_rank"
+            f" {self.latent_size} and v_head_dim {self.value_size} does not run on a GPU: the first must be a multiple"
+            f" of 64, the last two of 8, and a head has at most {most} elements; set cluster.device=cpu"
+        )
+
     def build(self, builder: BlockBuilder) -> LatentAttention:
         from octetrl.models.blocks.mla.module import LatentAttention  # needs torch
 

@@ -21,9 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octetrl.config.errors import UserError
 from octetrl.config.rope import RopeScaling, YarnScaling
-from octetrl.config.spec import SUPPORTED_HEAD_SIZES
 from octetrl.fp8.format import E4M3
 from octetrl.kernels.attention.latent_paged import latent_paged
 from octetrl.kernels.attention.latent_store import latent_replay, latent_store, latent_values
@@ -75,8 +73,6 @@ class LatentAttention(Block):
     def __init__(self, builder: BlockBuilder, layout: LatentAttentionLayout) -> None:
         super().__init__(builder)
         spec = builder.spec
-        if torch.device(builder.device).type == "cuda":
-            check_sizes(layout)
         self.num_heads, self.latent_size, self.rope_size = spec.num_heads, layout.latent_size, layout.rope_size
         self.sizes = HeadSizes(layout.nope_size, layout.value_size)
         self.interleaved = layout.interleaved
@@ -189,17 +185,6 @@ class LatentAttention(Block):
         self.probe(self.layer, "attention out", attended.out_TV)
         if out_TE is not None:
             self.probe(self.layer, "o_proj", out_TE)
-
-
-def check_sizes(layout: LatentAttentionLayout) -> None:
-    """UserError: sizes that the kernels of a GPU do not take."""
-    widest = max(layout.nope_size + layout.rope_size, layout.value_size)
-    if layout.nope_size % 64 or layout.latent_size % 8 or layout.value_size % 8 or widest > max(SUPPORTED_HEAD_SIZES):
-        raise UserError(
-            f"latent attention with qk_nope_head_dim {layout.nope_size}, kv_lora_rank {layout.latent_size} and"
-            f" v_head_dim {layout.value_size} does not run on a GPU: the first must be a multiple of 64, the others of"
-            f" 8, and a head has at most {max(SUPPORTED_HEAD_SIZES)} elements; set cluster.device=cpu"
-        )
 
 
 def _norm(builder: BlockBuilder, size: int) -> RMSNorm:
