@@ -210,6 +210,18 @@ def test_sliding_windows_are_shown(folder: Path, capsys: pytest.CaptureFixture[s
     assert "100 keys in 3 of 4 layers; older pages stay in the KV cache" in out
 
 
+def test_latent_attention_is_shown_and_its_sizes_refused_for_a_gpu(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_config(folder, **(preset_config("tiny-mla-moe") | {"qk_nope_head_dim": 32, "max_position_embeddings": 4096}))
+    code, out, err = check(capsys, "precision=fp8_full")
+    assert "4 of 48 with latent attention; all share latent of 64, rotary key of 16" in out
+    assert "latent fp8, rotary key bf16, dynamic scales" in out and "of 400 bytes" in out
+    assert code == 0, err
+    code, _, err = check(capsys, "precision=fp8_full", "--memory-gib", "80")
+    assert code == 2 and "qk_nope_head_dim 32" in err and "does not run on a GPU" in err
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp8_full"])
 def test_a_head_size_without_kernels_is_refused_for_every_device(
     precision: str, folder: Path, capsys: pytest.CaptureFixture[str]
