@@ -174,7 +174,9 @@ def test_the_published_shape_is_its_config_again() -> None:
 def test_float32_on_a_gpu_and_adapters_on_experts_alone_are_refused() -> None:
     spec = spec_from_config(preset_config("tiny-moe"))
     with pytest.raises(UserError, match=r"runs on a GPU in bfloat16, and its FP8 is not emulated"):
-        LayerBuilder(spec, precision_policy(spec, Fp8Config()), "train", torch.float32, "cuda", "scaled_mm", None, ONE_WORKER)
+        LayerBuilder(
+            spec, precision_policy(spec, Fp8Config()), "train", torch.float32, "cuda", "scaled_mm", None, ONE_WORKER
+        )
     lora = {"targets": ["gate_proj", "down_proj"]}
     recipe = recipe_from_mapping({"model": {"path": "m", "lora": lora}, "environment": {"dataset": "d"}})
     problems = [problem.text for problem in spec_problems(recipe, spec) if "lora" in problem.text]
