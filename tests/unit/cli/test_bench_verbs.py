@@ -16,9 +16,10 @@ SMALL_TRAIN = ("--tokens", "48", "--lengths", "6-20", "--steps", "1", "--rounds"
 
 
 def bench(verb: str, out: Path, capsys: Capture, *arguments: str) -> tuple[str, dict[str, Any]]:
-    """What a run prints, and the file it writes."""
+    """What a run prints, and the file it writes. Of one layer, if `arguments` say nothing else."""
     capsys.readouterr()
-    code = run_command(["bench", verb, "--device", "cpu", "--out", str(out), *arguments])
+    layers = () if "--layers" in arguments else ("--layers", "1")
+    code = run_command(["bench", verb, "--device", "cpu", "--out", str(out), *layers, *arguments])
     captured = capsys.readouterr()
     assert code == 0, captured.err
     (path,) = out.glob("*.json")
@@ -43,7 +44,7 @@ def test_checkpointing_and_the_optimizer_are_the_recipes(mode: str, tmp_path: Pa
     chosen = ("--checkpointing", mode, "--optimizer-states", "float32", "--master", "float32")
     _, record = bench("train", tmp_path, capsys, *SMALL_TRAIN, "--precision", "fp8", *chosen)
     (row,) = record["rows"]
-    assert (row["train/checkpointing"], row["train/checkpointed_layers"]) == (mode, 0 if mode == "none" else 4)
+    assert (row["train/checkpointing"], row["train/checkpointed_layers"]) == (mode, 0 if mode == "none" else 1)
     assert (row["train/optimizer_states"], row["train/master"]) == ("float32", "float32")
     _, narrow = bench("train", tmp_path, capsys, *SMALL_TRAIN, "--precision", "fp8")
     (usual,) = narrow["rows"]
@@ -61,7 +62,7 @@ def test_codes_that_are_remade_give_the_same_numbers(tmp_path: Path, capsys: Cap
 
 
 def test_some_layers_are_checkpointed_and_the_file_has_a_name(tmp_path: Path, capsys: Capture) -> None:
-    chosen = ("--checkpointing", "attention:3", "--name", "three-of.4", "--precision", "bf16")
+    chosen = ("--layers", "4", "--checkpointing", "attention:3", "--name", "three-of.4", "--precision", "bf16")
     _, record = bench("train", tmp_path, capsys, *SMALL_TRAIN, *chosen)
     assert record["rows"][0]["train/checkpointed_layers"] == 3
     assert [path.name for path in tmp_path.iterdir()] == ["train_tiny_three-of.4.json"]
@@ -73,7 +74,7 @@ def test_training_by_numerics(tmp_path: Path, capsys: Capture) -> None:
     assert (parity["train/numerics"], fast["train/numerics"]) == ("parity", "fast")
     assert "train/cost_of_parity" in parity and "train/cost_of_parity" not in fast
     assert fast["train/speedup_over_bf16"] == 1, "to its own"
-    assert (tmp_path / "train_tiny_parity_fast.json").is_file() and "bf16, fast: " in text
+    assert (tmp_path / "train_tiny_1_layers_parity_fast.json").is_file() and "bf16, fast: " in text
 
 
 def test_lognormal_lengths_without_an_optimizer(tmp_path: Path, capsys: Capture) -> None:
@@ -85,7 +86,7 @@ def test_lognormal_lengths_without_an_optimizer(tmp_path: Path, capsys: Capture)
 
 def test_the_whole_step_by_phase(tmp_path: Path, capsys: Capture) -> None:
     text, record = bench("step", tmp_path, capsys, "--precision", "bf16,fp8_full", "--calibration", "fused,off")
-    assert record["bench"] == "step" and (tmp_path / "step_tiny.json").is_file()
+    assert record["bench"] == "step" and (tmp_path / "step_tiny_1_layers.json").is_file()
     for row in record["rows"]:
         shares = [row[f"step/{phase}_share"] for phase in ("produce", "learn", "publish")]
         assert sum(shares) == pytest.approx(1) and row["mismatch/token_mult_prob_error"] == 1.0
@@ -97,7 +98,7 @@ def test_a_step_has_its_own_file(tmp_path: Path, capsys: Capture) -> None:
     short = ("--precision", "bf16", "--warmup", "0", "--numerics", "fast,parity", "--name", "both")
     _, record = bench("step", tmp_path, capsys, *short)
     assert [row["step/numerics"] for row in record["rows"]] == ["fast", "parity"]
-    assert [path.name for path in tmp_path.iterdir()] == ["step_tiny_both.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["step_tiny_1_layers_both.json"]
 
 
 @pytest.mark.parametrize("verb", ["train", "step"])
