@@ -20,7 +20,7 @@ CASES = pytest.mark.parametrize(("family", "precision"), [("qwen3", "fp8_full"),
 @CASES
 def test_what_happens_in_engine_and_trainer_changes_nothing(family: str, precision: str) -> None:
     sides, draw = Sides(TINY[family], precision, lora=LORA), random.Random(1)
-    asked = random_requests(draw, sides.spec, 1, prompts=(1, 10), answers=(60, 70), siblings=(4, 4), temperature=0.9)
+    asked = random_requests(draw, sides.spec, 1, prompts=(1, 10), answers=(20, 24), siblings=(4, 4), temperature=0.9)
     asked += random_requests(draw, sides.spec, 2, prompts=(1, 60), answers=(6, 24), temperature=0.9)
     asked += random_requests(draw, sides.spec, 1, prompts=(120, 126), answers=(18, 20), temperature=0.9)
     answers = sides.engine().generate(asked)
