@@ -14,6 +14,7 @@ from octetrl.config.errors import UserError
 from octetrl.config.schema import CheckpointConfig
 from octetrl.data.tokenizer import load_tokenizer
 from octetrl.environments.base import NoTasks
+from octetrl.rollout.expected_lengths import ExpectedLengths
 from octetrl.run.checkpoints import Checkpoints
 from octetrl.run.resume import Cursor
 from octetrl.run.tiny_model import save_tokenizer
@@ -68,7 +69,7 @@ def run(tmp_path: Path) -> Any:
         tokenizer=load_tokenizer(tmp_path / "tokenizer", 1000),
         taskset=NoTasks(),
         conversations=None,
-        collection=SimpleNamespace(lengths={}),
+        collection=SimpleNamespace(lengths=ExpectedLengths()),
     )
 
 
