@@ -66,7 +66,7 @@ def smallest_shape(family: str, size: int) -> ModelSpec:
     """The smallest widths that `size` workers can share: 128 rows of everything each; a short last vocabulary chunk."""
     spec = replace(
         TINY[family],
-        num_layers=1 if size == 4 else 2,
+        num_layers=1,
         hidden_size=128 * size,
         intermediate_size=128 * size,
         num_heads=2 * size,

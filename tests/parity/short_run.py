@@ -45,6 +45,7 @@ class ShortRun:
     weights: dict[str, Tensor]
     initial: dict[str, Tensor]  # what was to be trained, before the first step
     digests: list[str] = field(default_factory=list)  # of what the engine held after each step
+    logprobs: list[tuple[float, ...]] = field(default_factory=list)  # of each answer, by the engine
 
     def times_left_out(self) -> list[dict[str, float]]:
         """The metrics without what the clock says."""
@@ -94,6 +95,7 @@ def short_run(
         update = worker.train(replace(batch, minibatches=own))
         run.digests.append(worker.publish(update.policy_version).weights_digest)
         run.tokens += [list(chain.from_iterable(answer.token_ids for answer in siblings)) for siblings in drawn]
+        run.logprobs += [answer.logprobs for answer in chain.from_iterable(drawn)]
         run.metrics.append(dict(update.metrics))
         gate.check(step, update.metrics)
     run.weights |= _held(model)
