@@ -383,12 +383,9 @@ def spec_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
 
 
 def _mixture_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
-    router, workers = recipe.trainer.router, recipe.cluster.num_workers
+    router = recipe.trainer.router
     given = [name for name, value in router if value]
     has_experts = any(isinstance(linear, StackedLinearLayout) for _, linear in spec.linears())
-    if has_experts and workers > 1:
-        text = f"cluster: {workers} workers, but a mixture of experts trains on one; leave the numbers of workers out"
-        yield Problem(("cluster.gpus", "cluster.cpus", "cluster.nodes"), text)
     if given and not has_experts:
         text = f"trainer.router.{given[0]}: this model has no experts; remove the section trainer.router"
         yield Problem((f"trainer.router.{given[0]}",), text)

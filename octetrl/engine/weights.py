@@ -15,12 +15,12 @@ what the optimizer wrote into the adapters. The codes of frozen weights do not c
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from octetrl.engine.weight_digest import digest_of_rows, row_sums
 from octetrl.fp8.kv_scales import KVScales
 from octetrl.kernels.quantize.quantize_weight import check_scales
 from octetrl.layers.linear import Float8Linear
@@ -88,18 +88,18 @@ def weights_digest(model: Decoder, weights: WeightSet, *, covers_all: bool = Fal
         if index == version % len(linears) and weight is not None:
             fresh = linear.quantize(weight)
             compared += [(name, equal) for equal in _equal_bytes(held, (fresh.codes, fresh.scale))]
-        rows += [_row_sums(tensor) for tensor in held]
+        rows += [row_sums(tensor) for tensor in held]
     for name, parameter in model.named_parameters():
         compared += [(name, equal) for equal in _equal_bytes((parameter.detach(),), (weights.tensors[name],))]
     adapters = [tensor for _, adapter in model.adapters() for tensor in adapter.parameters()]
-    rows += [_row_sums(tensor.detach()) for tensor in (model.parameters() if covers_all else adapters)]
+    rows += [row_sums(tensor.detach()) for tensor in (model.parameters() if covers_all else adapters)]
     if compared:
         for (name, _), equal in zip(compared, torch.stack([equal for _, equal in compared]).tolist(), strict=True):
             if not equal:
                 raise RuntimeError(
                     f"publish: the engine's '{name}' differs from the trainer's at policy version {version}; stopping"
                 )
-    return hashlib.sha256(repr((version, _sum_of_rows(rows))).encode()).hexdigest()[:16]
+    return digest_of_rows(version, rows)
 
 
 def weight_set(trainer_model: Decoder, version: int, kv_scales: KVScales | None = None) -> WeightSet:
@@ -125,19 +125,3 @@ def _equal_bytes(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[Tenso
         for one, other in zip(ours, theirs, strict=True)
         if one.data_ptr() != other.data_ptr()
     ]
-
-
-def _row_sums(tensor: Tensor) -> Tensor:
-    """int64 sums of the bytes of each row, in words of eight bytes if possible. They may wrap around."""
-    octets = torch.atleast_2d(tensor.contiguous().view(torch.uint8)).flatten(1)
-    words = octets.view(torch.int64) if octets.shape[1] % 8 == 0 else octets
-    return words.sum(dim=1, dtype=torch.int64)
-
-
-def _sum_of_rows(rows: Sequence[Tensor]) -> int:
-    """A sum that depends on the order of all rows: each is multiplied by its own odd number."""
-    if not rows:
-        return 0
-    all_rows = torch.cat(list(rows))
-    weights = 2 * torch.arange(all_rows.numel(), device=all_rows.device, dtype=torch.int64) + 1
-    return int((all_rows * weights).sum())

@@ -108,6 +108,16 @@ class Float8StackedLinear(Float8Linear):
         self.blocks = -(-out_features // BLOCK)  # of an expert's rows
         self.scale = torch.full((count * self.blocks, self.scale.shape[1]), torch.nan, device=device)
 
+    @property
+    def rows_per_unit(self) -> int:
+        """Rows that can be quantised without the others: they have scales of their own."""
+        return BLOCK if self.out_features % BLOCK == 0 else self.out_features
+
+    def scale_row(self, row: int) -> int:
+        """The row of `scale` at which `row` begins. `row`: a multiple of `rows_per_unit`."""
+        expert, rest = divmod(row, self.out_features)
+        return expert * self.blocks + -(-rest // BLOCK)
+
     def forward(self, x: Tensor, groups: RowGroups | None = None) -> Tensor:
         assert groups is not None, "a stacked linear needs the rows of each expert"
         self.check_codes()
@@ -128,7 +138,7 @@ class Float8StackedLinear(Float8Linear):
         assert transposed_KN is None, "on a CPU the transposed operand is a view of the codes"
         if out is None:
             out = Quantized(torch.empty_like(self.codes), torch.empty_like(self.scale))
-        for expert in range(self.count):
+        for expert in range(weight_NK.shape[0] // self.out_features):  # all of them, or those of one worker
             rows = slice(expert * self.out_features, (expert + 1) * self.out_features)
             quantize_weight(weight_NK[rows], self.power_of_two, name=name, out=self.of_expert(out, expert), check=check)
         return out

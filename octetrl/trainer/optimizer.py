@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import gcd
 from typing import Literal
 
 import torch
@@ -29,7 +30,7 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from octetrl.config.errors import UserError
 from octetrl.config.schema import OptimizerConfig
-from octetrl.kernels.optimizer.adamw import AdamScalars, Moment, adamw
+from octetrl.kernels.optimizer.adamw import STATE_BLOCK, AdamScalars, Moment, adamw
 from octetrl.trainer.gradients import gradient_sums
 from octetrl.trainer.optimizer_offload import OffloadStream, Piece, pieces_of
 from octetrl.trainer.optimizer_states import (
@@ -41,7 +42,7 @@ from octetrl.trainer.optimizer_states import (
     zero_moment,
 )
 from octetrl.trainer.peers import ALONE, Peers
-from octetrl.trainer.shards import Rows, cut_rows
+from octetrl.trainer.shards import BLOCK_ROWS, Rows, cut_rows
 from octetrl.trainer.stochastic_rounding import chance_key, round_stochastically
 
 BUCKET_ELEMENTS = 1 << 26
@@ -72,7 +73,7 @@ class Optimizer:
 
     `rows[name]`: the rows of each worker. The weights of the parameters `copied` are copies of the owned rows, so that
     their whole tensors may be freed (trainer/shared_weights.py). Tensor-parallel workers have different rows of the
-    parameters `cut`, and all others whole.
+    parameters `cut`, and all others whole. `units`: rows of a block of some parameters, if not 128.
     """
 
     def __init__(
@@ -84,11 +85,12 @@ class Optimizer:
         peers: Peers = ALONE,
         copied: Collection[str] = (),
         cut: Collection[str] = (),
+        units: Mapping[str, int] | None = None,
     ) -> None:
         self.config, self.seed, self.step_count = config, seed, 0
         self.parameters, self._peers, self._cut = dict(named_parameters), peers, cut
         named, share = self.parameters, peers.share
-        table = cut_rows([one.shape for one in named.values()], share.count)
+        table = _table(named, share.count, units or {})
         self.rows = dict(zip(named, table, strict=True))
         self._device = next(iter(named.values())).device if named else torch.device("cpu")
         self.gradients = gradient_sums(named, table, peers)
@@ -265,6 +267,15 @@ def copy_all(own: Mapping[str, Tensor], given: Mapping[str, Tensor], *, what: st
         )
     for name, tensor in own.items():
         tensor.copy_(given[name])
+
+
+def _table(named: Mapping[str, Tensor], count: int, units: Mapping[str, int]) -> tuple[tuple[Rows, ...], ...]:
+    """The rows of each worker, by parameter. Each begins where a block of 8-bit moments begins."""
+    rows = [units.get(name, BLOCK_ROWS) for name in named]
+    for place, one in enumerate(named.values()):
+        width = one[0].numel() if one.dim() else 1
+        rows[place] *= STATE_BLOCK // gcd(STATE_BLOCK, rows[place] * width)
+    return cut_rows([one.shape for one in named.values()], count, rows)
 
 
 def _decays(name: str, parameter: Tensor, where: Literal["linears", "matrices", "all"]) -> bool:

@@ -5,6 +5,9 @@
 
 A fixed reference has the weights with which the run began, and a checkpoint does not contain it. With LoRA only the
 adapters of the reference change; the base weights are the policy's.
+
+An FP8 weight of the reference may have been dropped (`Decoder.drop_fp8_weights`), as on each of several workers, where
+nobody has the policy's whole weight. The reference then takes the policy's codes, which that weight would have too.
 """
 
 from __future__ import annotations
@@ -15,10 +18,11 @@ import torch
 from torch import Tensor
 
 from octetrl.algorithms.table import Algorithm
+from octetrl.fp8.quantize import Quantized
 from octetrl.models.decoder import Decoder
 from octetrl.trainer.optimizer import copy_all
 
-KL_SCALE = "kl_scale"
+KL_SCALE, CODES, SCALE = "kl_scale", ".codes", ".scale"
 
 
 class Reference:
@@ -43,7 +47,7 @@ class Reference:
                 self.kl_scale = self._algorithm.adapt_kl(self.kl_scale, kl)
         every = self._algorithm.reference_every
         if every and policy_version % every == 0:
-            self._copy({name: parameter.detach() for name, parameter in policy.trained_parameters()})
+            self._copy(_tensors(policy, self.model))
         return found
 
     def replays(self, kv_mode: str) -> bool:
@@ -54,7 +58,7 @@ class Reference:
         """The tensors for a checkpoint: weights and scale, each only if it changes during the run."""
         state: dict[str, Tensor] = {}
         if self.model is not None and self._algorithm.reference_every:
-            state |= {f"reference.{name}": weight.detach() for name, weight in self.model.trained_parameters()}
+            state |= {f"reference.{name}": tensor for name, tensor in _tensors(self.model, self.model).items()}
         if self._algorithm.adapt_kl is not None:
             state[KL_SCALE] = torch.tensor(self.kl_scale, dtype=torch.float64)
         return state
@@ -63,12 +67,42 @@ class Reference:
         """Restore what `state` returned, in place. UserError if it belongs to another model."""
         weights = {name.removeprefix("reference."): tensor for name, tensor in state.items() if name != KL_SCALE}
         if weights:
+            self._adapt_to(weights)
             self._copy(weights)
         if KL_SCALE in state:
             self.kl_scale = float(state[KL_SCALE])
 
+    def _adapt_to(self, saved: dict[str, Tensor]) -> None:
+        """Makes a state of weights one of codes, or this reference one of codes, where the other number of workers that
+        saved it had the other kind."""
+        assert self.model is not None, "a run without a reference has no weights to load"
+        for name, linear in self.model.float8_linears():
+            weight = f"{name}.weight"
+            if linear.weight is None and weight in saved and saved[weight].shape == linear.codes.shape:
+                made = linear.quantize(saved.pop(weight).to(linear.codes.device))
+                saved |= _codes_of(name, made)
+            elif linear.weight is not None and f"{name}{CODES}" in saved:
+                linear.drop_weight()
+
     def _copy(self, weights: Mapping[str, Tensor]) -> None:
         assert self.model is not None, "a run without a reference has no weights to copy into"
-        own = {name: parameter.detach() for name, parameter in self.model.trained_parameters()}
-        copy_all(own, weights, what="reference")
+        copy_all(_tensors(self.model, self.model), weights, what="reference")
         self.model.requantize()
+
+
+def _tensors(model: Decoder, like: Decoder) -> dict[str, Tensor]:
+    """Live tensors of `model`: codes and scales where `like` has no weight, and all other trained parameters."""
+    dropped = {name for name, linear in like.float8_linears() if linear.weight is None and like.lora is None}
+    tensors = {
+        name: parameter.detach()
+        for name, parameter in model.trained_parameters()
+        if name.removesuffix(".weight") not in dropped
+    }
+    for name, linear in model.float8_linears():
+        if name in dropped:
+            tensors |= _codes_of(name, linear.quantized)
+    return tensors
+
+
+def _codes_of(name: str, held: Quantized) -> dict[str, Tensor]:
+    return {f"{name}{CODES}": held.codes, f"{name}{SCALE}": held.scale}

@@ -44,8 +44,8 @@ class RewardTrainer:
         self.model, self.config, self.total_steps = model, config, total_steps
         self.policy_version = 0
         self._loss = loss
-        self._peers = peers
-        self._scalar_trainer = ScalarTrainer(model, config, config.optimizer, seed=seed, peers=peers)
+        self.peers = peers
+        self.scalar_trainer = ScalarTrainer(model, config, config.optimizer, seed=seed, peers=peers)
 
     @property
     def layout(self) -> PackingLayout:
@@ -53,13 +53,13 @@ class RewardTrainer:
         return PackingLayout(
             tokens_per_micro_batch=self.config.tokens_per_micro_batch,
             minibatches=self.config.minibatches,
-            padded_attention=self._scalar_trainer.device.type == "cpu",
+            padded_attention=self.scalar_trainer.device.type == "cpu",
         )
 
     @property
     def weights_are_whole(self) -> bool:
         """False from the first optimizer step of a `train` call to its end."""
-        return self._scalar_trainer.weights_are_whole
+        return self.scalar_trainer.weights_are_whole
 
     def train(self, batch: PackedBatch) -> PolicyUpdate:
         """Train on `batch`. An empty batch changes nothing. NonFiniteError: the minibatch was not applied."""
@@ -72,16 +72,16 @@ class RewardTrainer:
         for _ in range(self.config.epochs):
             for parts in minibatches:
                 own_pairs = torch.tensor([sum(part.weights_I.numel() for part in parts)])
-                pairs = float(self._peers.sum(own_pairs, "pairs")[0])
-                updates.append(self._scalar_trainer.update(parts, pairs, lr, means))
+                pairs = float(self.peers.sum(own_pairs, "pairs")[0])
+                updates.append(self.scalar_trainer.update(parts, pairs, lr, means))
         self.policy_version += 1
-        self._scalar_trainer.weights_are_whole = True
+        self.scalar_trainer.weights_are_whole = True
         parts = [part for minibatch in minibatches for part in minibatch]
         own = [(part.micro_batch.token_ids_T.numel(), part.weights_I.numel()) for part in parts]
         own_sums = torch.tensor([sum(column) for column in zip((0, 0), *own, strict=True)])
-        tokens, pairs = self._peers.sum(own_sums, "token counts").tolist()
+        tokens, pairs = self.peers.sum(own_sums, "token counts").tolist()
         metrics = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
-        metrics |= means.read(self._peers)
+        metrics |= means.read(self.peers)
         metrics["lr"] = lr
         metrics["train/updates"] = float(len(updates))
         metrics["train/pairs"] = pairs
@@ -89,14 +89,14 @@ class RewardTrainer:
         return PolicyUpdate(self.policy_version, metrics)
 
     def state(self) -> ScalarState:
-        return self._scalar_trainer.state()
+        return self.scalar_trainer.state()
 
     def load_state(self, state: ScalarState, policy_version: int) -> None:
-        self._scalar_trainer.load_state(state)
+        self.scalar_trainer.load_state(state)
         self.policy_version = policy_version
 
     def _part(self, micro_batch: MicroBatch) -> ScalarPart:
-        micro_batch = on_device(micro_batch, self._scalar_trainer.device)
+        micro_batch = on_device(micro_batch, self.scalar_trainer.device)
         rows_S = pair_ends(micro_batch)
         pairs = rows_S.numel() // 2
 

@@ -22,14 +22,15 @@ from octetrl.layers.router_record import RouterRecord
 from octetrl.models.blocks.moe.module import MixtureOfExperts
 from octetrl.models.decoder import Decoder
 from octetrl.trainer.metric_means import MetricMeans
+from octetrl.trainer.peers import ALONE, Peers
 from octetrl.trainer.train_call import OptimizerStep
 
 
 class Routers:
     """Of one model. A model without a mixture has no metrics and no records."""
 
-    def __init__(self, model: Decoder, config: RouterConfig) -> None:
-        self.config = config
+    def __init__(self, model: Decoder, config: RouterConfig, peers: Peers = ALONE) -> None:
+        self.config, self._peers = config, peers
         self._mixtures = dict(_mixtures(model))
         self._of_call: dict[int, Tensor] = {}  # loads by layer, int64 [X]
         self._of_step: dict[int, Tensor] = {}
@@ -53,14 +54,27 @@ class Routers:
 
     @torch.no_grad()
     def finish_step(self) -> None:
-        """Moves the correction biases. Call it after the optimizer."""
-        for layer, load_X in self._of_step.items():
+        """Moves the correction biases, by the loads of all workers. Call it after the optimizer."""
+        for layer, load_X in self._loads_of_all().items():
             self._of_call[layer] = self._of_call[layer] + load_X if layer in self._of_call else load_X
             bias_X = self._mixtures[layer].gate.e_score_correction_bias
             if self.config.bias_rate and bias_X is not None:
                 below_X = load_X.double().mean() - load_X
                 bias_X.add_(self.config.bias_rate * torch.sign(below_X).float())
         self._of_step = {}
+
+    def _loads_of_all(self) -> dict[int, Tensor]:
+        """Of this step. A worker without a micro-batch adds zeros."""
+        if self._peers.share.count == 1 or not self._mixtures:
+            return self._of_step
+        device = next(iter(self._mixtures.values())).gate.weight.device
+        counts = [mixture.num_experts for mixture in self._mixtures.values()]
+        own = [
+            self._of_step.get(layer, torch.zeros(count, dtype=torch.int32, device=device))
+            for layer, count in zip(self._mixtures, counts, strict=True)
+        ]
+        sums = self._peers.sum(torch.cat(own), "loads of experts").long()
+        return dict(zip(self._mixtures, sums.split(counts), strict=True))
 
     def metrics(self) -> dict[str, float]:
         """The call's loads."""

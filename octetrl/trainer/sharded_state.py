@@ -57,6 +57,7 @@ class OwnedState:
     share: Share
     cut: Mapping[str, CutRows] = field(default_factory=dict)
     writes_uncut: bool = True
+    untrained: Mapping[str, Tensor] = field(default_factory=dict)  # whole on every worker; the first one saves them
 
 
 def shard_files(own: OwnedState, stem: str = STEM, *, with_weights: bool = True) -> dict[str, Content]:
@@ -73,8 +74,24 @@ def shard_files(own: OwnedState, stem: str = STEM, *, with_weights: bool = True)
             parts[stored] = rows
             of = name if number else None
             ranges[stored] = RowRange(piece.whole, place.shape, FORMATS[rows.dtype], of)
+    if with_weights and own.share.rank == 0:
+        whole = _named(own.untrained)
+        parts |= whole
+        ranges |= {name: RowRange(0, tuple(one.shape), FORMATS[one.dtype]) for name, one in whole.items()}
     name = file_stem(own.share.rank, own.share.count, stem)
     return {f"{name}.safetensors": parts, f"{name}.json": index_bytes(ranges)}
+
+
+def read_untrained(shards: RowShards, own: OwnedState) -> None:
+    """Copies the saved values of `own.untrained` into them. UserError: they are another model's."""
+    for name, tensor in own.untrained.items():
+        saved = shards.ranges.get(WEIGHT + name)
+        if saved is None or saved.shape != tuple(tensor.shape):
+            raise UserError(
+                f"state of another model in '{shards.folder}': it has no '{name}' of {list(tensor.shape)}; resume with"
+                f" the recipe that the checkpoint was written by"
+            )
+        tensor.copy_(shards.rows(WEIGHT + name))
 
 
 def read_weights(shards: RowShards, own: OwnedState) -> dict[str, Tensor]:

@@ -8,7 +8,8 @@ ranges, so that the shares of a whole model are balanced. Every worker computes 
 
 A block begins where an FP8 scale's block begins (fp8/format.py). Its first element is a multiple of 128, where a block
 of 8-bit moments begins (kernels/optimizer/adamw.py). A block therefore quantises and updates by itself, with the bits
-of the whole parameter.
+of the whole parameter. Stacked experts whose rows are no multiple of 128, which only a CPU has, are cut between
+experts, where their scales begin again.
 """
 
 from __future__ import annotations
@@ -51,17 +52,22 @@ class Rows(NamedTuple):
         return tensor[self.start : self.stop]
 
 
-def cut_rows(shapes: Sequence[Sequence[int]], count: int) -> tuple[tuple[Rows, ...], ...]:
-    """For each shape the rows of each of `count` workers; together they are all rows, in order. A shape has a row."""
+def cut_rows(
+    shapes: Sequence[Sequence[int]], count: int, units: Sequence[int] | None = None
+) -> tuple[tuple[Rows, ...], ...]:
+    """For each shape the rows of each of `count` workers; together they are all rows, in order. A shape has a row.
+
+    `units`: rows of a block of each shape, if not 128.
+    """
     assert all(shapes), "a parameter without dimensions has no rows to share; give it the shape [1]"
     elements = [0] * count
     table: list[tuple[Rows, ...]] = []
-    for shape in shapes:
+    for shape, unit in zip(shapes, units or [BLOCK_ROWS] * len(shapes), strict=True):
         rows = shape[0]
-        each, remaining = divmod(-(-rows // BLOCK_ROWS), count)
+        each, remaining = divmod(-(-rows // unit), count)
         with_more = sorted(range(count), key=lambda rank: (elements[rank], rank))[:remaining]
         blocks = [each + (rank in with_more) for rank in range(count)]
-        bounds = [min(block * BLOCK_ROWS, rows) for block in accumulate(blocks, initial=0)]
+        bounds = [min(block * unit, rows) for block in accumulate(blocks, initial=0)]
         table.append(tuple(Rows(*bound) for bound in pairwise(bounds)))
         for rank, (start, stop) in enumerate(table[-1]):
             elements[rank] += (stop - start) * prod(shape[1:])

@@ -22,6 +22,7 @@ from octetrl.fp8.format import BLOCK
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.fp8.quantize import Quantized
 from octetrl.layers.linear import Float8Linear
+from octetrl.layers.stacked import Float8StackedLinear
 from octetrl.models.decoder import Decoder
 from octetrl.models.tensor_rows import cut_rows_of
 from octetrl.trainer.optimizer import Optimizer
@@ -48,8 +49,9 @@ def optimizer_of(
     `trains` false: no parameter is trained, and no state is allocated.
     """
     parameters = model.trained_parameters() if trains else ()
-    cut = cut_rows_of(model.spec, model.lora)
-    optimizer = Optimizer(parameters, config, seed=seed, peers=peers, copied=sharded_linears(model, peers), cut=cut)
+    linears, cut = sharded_linears(model, peers), cut_rows_of(model.spec, model.lora)
+    units = {name: _rows_per_unit(linear) for name, linear in linears.items()}
+    optimizer = Optimizer(parameters, config, seed=seed, peers=peers, copied=linears, cut=cut, units=units)
     return optimizer, SharedWeights(model, optimizer, peers)
 
 
@@ -110,7 +112,7 @@ class SharedWeights:
         for name, rows in self._optimizer.rows.items():
             if name in self._linears:
                 linear = self._linears[name]
-                blocks = tuple(Rows(-(-start // BLOCK), -(-stop // BLOCK)) for start, stop in rows)
+                blocks = tuple(Rows(_scale_row(linear, start), _scale_row(linear, stop)) for start, stop in rows)
                 cuts += [Cut(linear.codes, rows), Cut(linear.scale, blocks)]
             else:
                 cuts.append(Cut(self._optimizer.parameters[name].detach(), rows))
@@ -136,6 +138,15 @@ class SharedWeights:
             _free_weight(linear)
 
 
+def _rows_per_unit(linear: Float8Linear) -> int:
+    return linear.rows_per_unit if isinstance(linear, Float8StackedLinear) else BLOCK
+
+
+def _scale_row(linear: Float8Linear, row: int) -> int:
+    """The row of the scales at which `row` begins: the first of a block, or the end."""
+    return linear.scale_row(row) if isinstance(linear, Float8StackedLinear) else -(-row // BLOCK)
+
+
 def _free_weight(linear: Float8Linear) -> None:
     """Frees the memory of the weight and keeps its parameter, which receives gradients."""
     assert linear.weight is not None
@@ -150,11 +161,11 @@ def _allocate_weight(linear: Float8Linear) -> None:
 
 @torch.no_grad()
 def _quantize_rows(linear: Float8Linear, first: int, rows_RK: Tensor, name: str) -> None:
-    """Quantises rows into their place in the linear's codes and scales. `first`: the first row, a multiple of 128.
+    """Quantises rows into their place in the linear's codes and scales. `first`: the first row, which begins a block.
 
     Raises NonFiniteError naming the weight if it is not finite on a CPU. On a GPU its scales are then NaN.
     """
-    assert first % BLOCK == 0, f"row {first} does not begin a block"
+    assert first % _rows_per_unit(linear) == 0, f"row {first} does not begin a block"
     stop = first + rows_RK.shape[0]
-    held = Quantized(linear.codes[first:stop], linear.scale[first // BLOCK : -(-stop // BLOCK)])
+    held = Quantized(linear.codes[first:stop], linear.scale[_scale_row(linear, first) : _scale_row(linear, stop)])
     linear.quantize(rows_RK, name=name, out=held)

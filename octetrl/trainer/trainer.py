@@ -89,7 +89,7 @@ class Trainer:
         self.remakes_codes = config.weight_codes == "remade"
         self.poisoned = torch.zeros((), dtype=torch.int64, device=self.device)  # tokens, over a `train`
         self.forward = Forward(model, config, temperature, self.poisoned)
-        self.routers = Routers(model, config.router)
+        self.routers = Routers(model, config.router, peers)
         self.reference_forward: Forward | None = None
         if reference is not None:
             self.reference_forward = Forward(reference, config, temperature, self.poisoned, is_trained=False)

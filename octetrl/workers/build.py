@@ -51,7 +51,7 @@ def build_worker(
     the run, with which it trains. Raises UserError."""
     algorithm = build_algorithm(recipe.algorithm)
     if algorithm.reward_loss is not None:
-        return BuiltWorker(RewardModelWorker(recipe, build_reward_model(recipe, device), algorithm, spans))
+        return BuiltWorker(RewardModelWorker(recipe, build_reward_model(recipe, device), algorithm, spans, peers=peers))
     spec = model_spec(recipe)
     scorer = RewardModelScorer(recipe, device) if model_scores(recipe) else None  # refused before the policy loads
     worker = Worker(

@@ -25,18 +25,16 @@ from octetrl.models.peft_adapters import load_trained, trained_files
 from octetrl.models.row_shards import RowShards
 from octetrl.models.tensor_rows import cut_rows_of
 from octetrl.trainer.checkpoint import OPTIMIZER, Checkpoint
-from octetrl.trainer.critic import Critic
-from octetrl.trainer.optimizer import Optimizer
-from octetrl.trainer.scalar_trainer import ScalarState
+from octetrl.trainer.scalar_trainer import ScalarState, ScalarTrainer
 from octetrl.trainer.sharded_state import (
     OwnedState,
     own_optimizer,
     own_weights,
     read_optimizer,
+    read_untrained,
     read_weights,
     shard_files,
 )
-from octetrl.trainer.shards import Share
 from octetrl.trainer.state_files import Content, in_shards
 from octetrl.trainer.trainer import Trainer, TrainerState
 
@@ -47,9 +45,9 @@ REFERENCE, KV_SCALES = "reference.safetensors", "kv_scales.safetensors"
 def state_files(trainer: Trainer, model: Decoder, base: str | None, kv_scales: KVScales | None) -> dict[str, Content]:
     """The files of this worker, by name. `model` is the trainer's, `base` the folder that it was loaded from."""
     share, group = trainer.peers.worker, trainer.peers.group
-    files = _model_files(model, _owned(trainer), base)
+    files = _model_files(model, _owned_by(trainer), base)
     if trainer.critic is not None:
-        files |= _critic_files(_owned_of_critic(trainer.critic, share))
+        files |= _critic_files(_owned_by(trainer.critic.scalar_trainer))
     scales = None
     if kv_scales is not None:  # by head, of which each tensor-parallel worker has some
         parts = kv_scales.to_tensors(model.spec)
@@ -64,15 +62,14 @@ def state_files(trainer: Trainer, model: Decoder, base: str | None, kv_scales: K
     return files
 
 
-def load_state(trainer: Trainer, model: Decoder, saved: Checkpoint, policy_version: int) -> None:
+def load_state(trainer: Trainer, saved: Checkpoint, policy_version: int) -> None:
     """Loads weights, optimizer, reference and critic from a verified checkpoint."""
-    weights, optimizer = _load_model(trainer, model, saved)
+    weights, optimizer = _load_model(trainer, saved)
     trainer.load_state(TrainerState(weights, optimizer, policy_version))
     if REFERENCE in saved.files:
         trainer.reference.load_state(saved.tensors(REFERENCE))
     if trainer.critic is not None:
-        own = _owned_of_critic(trainer.critic, trainer.peers.share)
-        trainer.critic.load_state(_saved_critic(saved, own))
+        trainer.critic.load_state(_saved_critic(saved, _owned_by(trainer.critic.scalar_trainer)))
 
 
 def saved_scales(
@@ -86,18 +83,25 @@ def saved_scales(
     return KVScales.from_tensors(own, spec, device)
 
 
-def _owned(trainer: Trainer) -> OwnedState:
-    state = _owned_state(trainer.state().weights, trainer.optimizer, trainer.peers.worker)
-    cut = cut_rows_of(trainer.model.spec, trainer.model.lora)
-    return replace(state, cut=cut, writes_uncut=trainer.peers.group.rank == 0)
+def reward_model_files(trainer: ScalarTrainer, base: str | None) -> dict[str, Content]:
+    """The files of this worker of a run that trains a reward model."""
+    return _model_files(trainer.model, _owned_by(trainer), base)
 
 
-def _owned_of_critic(critic: Critic, share: Share) -> OwnedState:
-    return _owned_state(critic.state().weights, critic.scalar_trainer.optimizer, share)
+def load_reward_model(trainer: ScalarTrainer, saved: Checkpoint) -> ScalarState:
+    """The saved state of the rows that this worker owns. Whole weights are loaded in place."""
+    return ScalarState(*_load_model(trainer, saved))
 
 
-def _owned_state(weights: Mapping[str, Tensor], optimizer: Optimizer, share: Share) -> OwnedState:
-    return OwnedState(weights, optimizer.state_tensors(), optimizer.slots, share)
+def _owned_by(trainer: Trainer | ScalarTrainer) -> OwnedState:
+    """What this worker owns, and what has no gradient: correction biases of routers."""
+    model, lora = trainer.model, trainer.model.lora
+    untrained = {} if lora else {name: one.detach() for name, one in model.named_parameters() if not model.trains(name)}
+    optimizer, weights = trainer.optimizer, trainer.state().weights
+    own = OwnedState(weights, optimizer.state_tensors(), optimizer.slots, trainer.peers.worker, untrained=untrained)
+    if isinstance(trainer, ScalarTrainer):
+        return own
+    return replace(own, cut=cut_rows_of(model.spec, lora), writes_uncut=trainer.peers.group.rank == 0)
 
 
 def _model_files(model: Decoder, own: OwnedState, base: str | None) -> dict[str, Content]:
@@ -109,17 +113,19 @@ def _model_files(model: Decoder, own: OwnedState, base: str | None) -> dict[str,
 
 
 def _load_model(
-    trainer: Trainer, model: Decoder, saved: Checkpoint
+    trainer: Trainer | ScalarTrainer, saved: Checkpoint
 ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
     """The saved weights and optimizer state of the rows that this worker owns. Whole weights are loaded in place."""
+    model = trainer.model
     shards = RowShards.find(saved.folder)
     if shards is None or model.lora is not None:
         with trainer.weights.whole():
             load_trained(model, saved.folder)
-    own = _owned(trainer)
+    own = _owned_by(trainer)
     if shards is None:
         return own.weights, own_optimizer(saved.tensors(OPTIMIZER), own)
     weights = own.weights if model.lora is not None else read_weights(shards, own)
+    read_untrained(shards, own)
     optimizer = read_optimizer(shards, own)
     shards.close()
     return weights, optimizer

@@ -12,18 +12,21 @@ import torch
 
 from octetrl.algorithms.table import Algorithm
 from octetrl.config.schema import Recipe
-from octetrl.models.peft_adapters import load_trained, trained_files
+from octetrl.engine.weight_digest import digest_of
+from octetrl.engine.weights import weight_set
 from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.records import PackedBatch, PolicyUpdate, Published
 from octetrl.telemetry.spans import Spans
-from octetrl.trainer.checkpoint import OPTIMIZER, Checkpoint
+from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.packing import PackingLayout
+from octetrl.trainer.peers import ALONE, Peers
 from octetrl.trainer.reward_trainer import RewardTrainer
-from octetrl.trainer.scalar_trainer import ScalarState
-from octetrl.trainer.state_files import Content, in_shards
+from octetrl.trainer.state_files import Content
 from octetrl.trainer.state_writer import StateWriter
+from octetrl.workers.checkpoint_state import load_reward_model, reward_model_files
 from octetrl.workers.kernel_paths import path_metrics
+from octetrl.workers.peer_limits import check_peers
 
 
 class RewardModelWorker:
@@ -35,12 +38,20 @@ class RewardModelWorker:
         model: ScalarDecoder,
         algorithm: Algorithm,
         spans: Spans,
+        *,
+        peers: Peers = ALONE,
     ) -> None:
         assert algorithm.reward_loss is not None, "built for an algorithm that trains rewards"
         self.recipe = recipe
+        check_peers(recipe, model.policy, peers)
         self.model, self.spans, self.device = model, spans, model.lm_head_weight.device
         self.trainer = RewardTrainer(
-            self.model, recipe.trainer, algorithm.reward_loss, total_steps=recipe.steps, seed=recipe.seed
+            self.model,
+            recipe.trainer,
+            algorithm.reward_loss,
+            total_steps=recipe.steps,
+            seed=recipe.seed,
+            peers=peers,
         )
         self._state = StateWriter(self._state_files, self.device)
 
@@ -63,8 +74,12 @@ class RewardModelWorker:
             return self.trainer.train(batch)
 
     def publish(self, policy_version: int) -> Published:
-        """There is nobody to publish to."""
-        return Published(policy_version, weights_digest="", metrics={})
+        """There is nobody to publish to. The digest tells whether several workers hold the same weights."""
+        if self.trainer.peers.share.count == 1:
+            return Published(policy_version, weights_digest="", metrics={})
+        held = weight_set(self.model, policy_version)
+        codes = [tensor for quantized in held.codes.values() for tensor in quantized]
+        return Published(policy_version, digest_of(policy_version, [*codes, *held.tensors.values()]), metrics={})
 
     def path_metrics(self) -> dict[str, float]:
         return path_metrics(trained=self.model, generating=None)
@@ -90,10 +105,7 @@ class RewardModelWorker:
         return self._state.write(folder, copied=copied)
 
     def _state_files(self) -> dict[str, Content]:
-        weights: dict[str, Content] = {**trained_files(self.model, self.recipe.model.path)}
-        return weights | in_shards(OPTIMIZER, self.trainer.state().optimizer)
+        return reward_model_files(self.trainer.scalar_trainer, self.recipe.model.path)
 
     def load(self, saved: Checkpoint, policy_version: int) -> None:
-        load_trained(self.model, saved.folder)
-        weights = self.trainer.state().weights
-        self.trainer.load_state(ScalarState(weights, saved.tensors(OPTIMIZER)), policy_version)
+        self.trainer.load_state(load_reward_model(self.trainer.scalar_trainer, saved), policy_version)

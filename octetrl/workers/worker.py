@@ -70,7 +70,7 @@ class Worker:
     ) -> None:
         self.recipe, self.spec, self.policy, self.device, self.spans = recipe, spec, policy, device, spans
         self.peers = peers
-        check_peers(recipe, policy, algorithm, peers)
+        check_peers(recipe, policy, peers)
         models = ModelBuilder(recipe, spec, policy, device, load_weights, peers)
         self.trainer_model = models.trainer_model()
         self.engine_model = models.engine_model(self.trainer_model)
@@ -205,7 +205,7 @@ class Worker:
 
     def load(self, saved: Checkpoint, policy_version: int) -> None:
         """Put a verified checkpoint back, weights, optimizer and scales, and publish it."""
-        load_state(self.trainer, self.trainer_model, saved, policy_version)
+        load_state(self.trainer, saved, policy_version)
         scales = saved_scales(saved, self.spec, self.device, self.peers.group)
         if scales is not None:
             self.kv_scales = scales

@@ -51,7 +51,6 @@ def test_router_losses_change_the_router_and_not_the_first_steps_loss(
     [
         (0, {"trainer__router__z_loss": 0.1}, r"trainer\.router\.z_loss: this model has no experts"),
         (1, {"trainer__router__bias_rate": 0.1}, "the routers of qwen3_moe have no correction bias"),
-        (1, {"cluster__cpus": 2}, "2 workers, but a mixture of experts trains on one"),
     ],
 )
 def test_settings_that_this_model_cannot_follow_are_refused(

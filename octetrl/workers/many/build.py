@@ -24,8 +24,6 @@ def build_many_workers(
     """Starts or joins Ray, and loads the model on every worker. Raises UserError."""
     if find_spec("ray") is None:
         raise UserError("cluster: several workers, or an address, need Ray; pip install 'octetrl[ray]'")
-    if recipe.algorithm.name == "reward_model" and recipe.cluster.num_workers > 1:
-        raise UserError("algorithm.name: reward_model trains on one worker; remove cluster.gpus or cluster.cpus")
     from octetrl.workers.ray import RayTeam
 
     deadlines = Deadlines(recipe.cluster.deadlines)

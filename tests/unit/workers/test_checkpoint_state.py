@@ -11,7 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from octetrl.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, Recipe, TrainerConfig
+from octetrl.config.presets import preset_config
+from octetrl.config.schema import (
+    EngineConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Recipe,
+    RouterConfig,
+    TrainerConfig,
+)
+from octetrl.models.families import spec_from_config
 from octetrl.models.row_shards import RowShards
 from octetrl.models.weight_files import SINGLE
 from octetrl.records import PackedBatch
@@ -28,23 +38,33 @@ from tests.team import run_team
 from tests.unit.trainer.tiny_trainer import random_samples, supervised
 
 SPEC = replace(TINY["qwen3"], hidden_size=72, intermediate_size=200, vocab_size=301)  # several blocks, short last ones
+# Experts whose rows are no multiples of 128, with a correction bias.
+MOE = spec_from_config(
+    preset_config("tiny-mla-moe") | {"num_hidden_layers": 2, "moe_intermediate_size": 40, "vocab_size": 301}
+)
 Saved = Callable[[Path], list[WrittenFile]]
 
 
 def worker(peers: Peers, kind: str) -> Worker:
     lora = LoraConfig(rank=4) if kind == "lora" else None
+    algorithm = objective(name="sft")
+    if kind == "ppo":
+        algorithm = objective(name="ppo")
+    elif kind == "reference":
+        algorithm = objective(kl_coefficient=0.1, reference_every=2)
     recipe = Recipe(
         model=ModelConfig(preset="tiny", init="random", context_length=SPEC.max_positions, lora=lora),
-        fp8=PRECISIONS["fp8" if kind in ("fp8", "ppo") else "bf16"],
-        algorithm=objective(name="ppo" if kind == "ppo" else "sft"),
+        fp8=PRECISIONS["bf16" if kind in ("bf16", "lora") else "fp8"],
+        algorithm=algorithm,
         trainer=TrainerConfig(
-            optimizer=OptimizerConfig(lr=1e-2, states="8bit" if kind == "fp8" else "float32"),
+            optimizer=OptimizerConfig(lr=1e-2, states="8bit" if kind in ("fp8", "moe") else "float32"),
             tokens_per_micro_batch=64,
+            router=RouterConfig(bias_rate=0.01 if kind == "moe" else 0.0),
         ),
         engine=EngineConfig(kv_cache_tokens=1 << 12, max_batch=4),
         steps=9,
     )
-    return worker_of(recipe, SPEC, "cpu", peers)
+    return worker_of(recipe, MOE if kind == "moe" else SPEC, "cpu", peers)
 
 
 def step(one: Worker, number: int) -> str:
@@ -74,7 +94,12 @@ def owned(one: Worker) -> dict[str, Tensor]:
         critic = one.trainer.critic.state()
         found |= {f"critic weight/{name}": tensor for name, tensor in critic.weights.items()}
         found |= {f"critic {name}": tensor for name, tensor in critic.optimizer.items()}
-    found |= {f"codes {name}": linear.codes.view(torch.uint8) for name, linear in one.trainer_model.float8_linears()}
+    models = {"codes": one.trainer_model}
+    if one.trainer.reference.model is not None:
+        models["codes of the reference"] = one.trainer.reference.model
+    for what, model in models.items():
+        found |= {f"{what} {name}": linear.codes.view(torch.uint8) for name, linear in model.float8_linears()}
+        found |= {f"{what} {name}": held for name, held in model.named_parameters() if name.endswith("correction_bias")}
     return {name: tensor.clone() for name, tensor in found.items()}
 
 
@@ -108,7 +133,7 @@ def loaded(path: Path, kind: str, count: int) -> dict[str, Tensor]:
     return whole_of(list(run_team(count, work)) if count > 1 else [work(ALONE)])
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp8", "lora", "ppo"])
+@pytest.mark.parametrize("kind", ["bf16", "fp8", "lora", "ppo", "moe", "reference"])
 def test_a_run_goes_on_from_what_any_number_of_workers_saved(kind: str, tmp_path: Path) -> None:
     def trained(peers: Peers) -> Worker:
         one = worker(peers, kind)
