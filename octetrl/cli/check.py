@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from octetrl.cli.arguments import Overrides, RecipePath
-from octetrl.cli.check_cluster import worker_lines, worker_problems
+from octetrl.cli.check_cluster import weight_problems, worker_lines, worker_problems
 from octetrl.cli.check_device import Device, find_device
 from octetrl.cli.check_files import TokenizerFile, file_problems
 from octetrl.cli.check_memory import MemoryPlan, memory_lines
@@ -84,6 +84,7 @@ def check(
             policy = precision_policy(spec, resolved.fp8, resolved.numerics)
             problems += filter(None, [refused_gate(resolved, policy, on_gpu=device.on_gpu)])
             problems += filter(None, [spec.refused_on_gpu()] if device.on_gpu else [])
+            problems += weight_problems(resolved, policy)
             print_lines("model", _model(spec))
             print_lines("precision", _precision(resolved, spec, policy, device))
             plan = MemoryPlan.of(resolved, largest_part(resolved, spec), policy, device)
@@ -179,7 +180,7 @@ def _essentials(recipe: Recipe, device: Device) -> Iterator[tuple[str, str]]:
     if environment.kind == "code" or "python" in environment.tools:
         yield from _sandbox(environment.sandbox)
     yield "device", device.name
-    yield from worker_lines(recipe.cluster)
+    yield from worker_lines(recipe)
 
 
 def _sandbox(config: SandboxConfig) -> Iterator[tuple[str, str]]:

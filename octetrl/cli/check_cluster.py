@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from octetrl.config.cluster import ClusterConfig, local_lack
+from octetrl.cli.check_turns import turns_line
+from octetrl.config.cluster import ClusterConfig, local_lack, whole_weights_problem
+from octetrl.config.objective_settings import DatasetSettings
+from octetrl.config.schema import Recipe
+from octetrl.fp8.policy import PrecisionPolicy
+
+LEAST_MICRO_BATCHES = 4  # of a worker
 
 
-def worker_lines(cluster: ClusterConfig) -> Iterator[tuple[str, str]]:
+def worker_lines(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """The number of workers and where they run. Nothing for one worker without Ray."""
+    cluster = recipe.cluster
     if not cluster.uses_ray:
         return
     count, gpus = cluster.num_workers, cluster.num_gpus
@@ -23,6 +30,33 @@ def worker_lines(cluster: ClusterConfig) -> Iterator[tuple[str, str]]:
     elif count > 1:
         yield "", "the memory below is that of a run with one worker; each worker holds the weights, activations"
         yield "", "and a KV cache, and its share of the optimizer's states"
+        few = micro_batches_of_longest(recipe)
+        if few < LEAST_MICRO_BATCHES * count:
+            yield "", f"warning: at their longest, a step's sequences fill {few} micro-batches of an update; {count}"
+            yield "", f"workers need {LEAST_MICRO_BATCHES} each, or some wait for others. Lower trainer.minibatches or"
+            yield "", "trainer.tokens_per_micro_batch, give a step more sequences, or use fewer workers"
+
+
+def micro_batches_of_longest(recipe: Recipe) -> int:
+    """Micro-batches of an optimizer step if every sequence has its largest length."""
+    algorithm, rollout, trainer = recipe.algorithm, recipe.rollout, recipe.trainer
+    longest = recipe.model.context_length
+    if isinstance(algorithm, DatasetSettings):
+        sequences = algorithm.batch_size * (2 if algorithm.learns_from == "preferences" else 1)
+    else:
+        sequences = rollout.prompts_per_step * rollout.group_size
+        if next(turns_line(recipe), None) is None:  # one turn
+            longest = min(longest, rollout.max_prompt_tokens + rollout.max_new_tokens)
+    each = max(1, trainer.tokens_per_micro_batch // longest)  # sequences of a micro-batch
+    return -(-sequences // trainer.minibatches // each)
+
+
+def weight_problems(recipe: Recipe, policy: PrecisionPolicy) -> Iterator[str]:
+    """What several workers cannot do, since none has whole weights."""
+    trains_fp8 = policy.uses_fp8("train")
+    problem = whole_weights_problem(recipe.cluster, recipe.trainer.weight_codes, trains_fp8=trains_fp8)
+    if problem is not None:
+        yield problem
 
 
 def worker_problems(cluster: ClusterConfig) -> Iterator[str]:

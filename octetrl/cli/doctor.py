@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from octetrl.cli.arguments import Overrides, RecipePath
+from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
+from octetrl.config.schema import Recipe
 from octetrl.environments.python_object import search_beside
+
+if TYPE_CHECKING:
+    from octetrl.doctor.examine import Examination
 
 Prompts = Annotated[int, typer.Option(min=1, help="Number of prompts: the recipe's first tasks.")]
 Sequences = Annotated[int, typer.Option(min=1, help="Answers to each prompt.")]
@@ -34,7 +40,11 @@ def doctor(
     from octetrl.doctor.examine import Examination, ExaminedWorker
     from octetrl.doctor.findings import examine, lines_of
 
-    subject = ExaminedWorker(resolved, Examination(prompts, sequences, answer_tokens))
+    examination = Examination(prompts, sequences, answer_tokens)
+    if resolved.cluster.uses_ray:
+        _on_workers(recipe, resolved, examination, attribute=attribute)
+        return
+    subject = ExaminedWorker(resolved, examination)
     typer.echo(f"doctor: {subject}")
     examined = examine(subject)
     report = examined.report
@@ -49,4 +59,16 @@ def doctor(
         for line in attribution_of(examined).lines():
             typer.echo(line)
     if not report.equal:
+        raise typer.Exit(DIFFERING)
+
+
+def _on_workers(recipe: str, resolved: Recipe, examination: Examination, *, attribute: bool) -> None:
+    if attribute:
+        raise UserError("--attribute: it examines one worker; leave it out, or remove cluster.gpus and cluster.cpus")
+    from octetrl.doctor.many import examine_workers
+
+    lines, equal = examine_workers(resolved, examination, os.path.abspath(recipe))
+    for line in lines:
+        typer.echo(line)
+    if not equal:
         raise typer.Exit(DIFFERING)

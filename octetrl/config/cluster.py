@@ -105,6 +105,16 @@ def local_lack(cluster: ClusterConfig, visible: int) -> str | None:
     return lacking_gpus(cluster, visible, "this machine", "give the cluster.address of a Ray cluster that has them")
 
 
+def whole_weights_problem(cluster: ClusterConfig, weight_codes: str, *, trains_fp8: bool) -> str | None:
+    """Say that the setting needs whole BF16 weights, which none of several workers has. None: it does not."""
+    if cluster.num_groups == 1 or weight_codes != "remade" or not trains_fp8:
+        return None
+    return (
+        "trainer.weight_codes: remade quantises whole weights, and each of several workers has only some rows of them;"
+        " use weight_codes: kept, or one worker"
+    )
+
+
 def cluster_problems(cluster: ClusterConfig) -> Iterator[Problem]:
     """Yield the combinations of fields that are not allowed."""
     if cluster.cpus is not None:

@@ -38,7 +38,7 @@ from octetrl.telemetry.metrics import StepMetrics
 from octetrl.telemetry.mismatch import MismatchGate
 from octetrl.telemetry.rollouts import RolloutFiles
 from octetrl.telemetry.sinks import METRICS_FILE, Sinks, open_sinks, steps_until
-from octetrl.trainer.checkpoint import step_of
+from octetrl.trainer.checkpoint import check_complete, step_of
 from octetrl.workers.kernel_paths import FallbackWatch
 from octetrl.workers.many.deadlines import WorkerLost
 
@@ -67,6 +67,8 @@ def _train(recipe: Recipe, folder: OutputFolder, given: Given, *, resume: bool) 
     checkpoints = Checkpoints(folder.path / CHECKPOINTS, recipe.checkpoint, folder.run_id)
     last = checkpoints.latest() if resume else None
     start = 0 if last is None else step_of(last)
+    if last is not None:
+        check_complete(last)  # refused before anything is built
     past = steps_until(folder.path / METRICS_FILE, start)  # refused before anything is cut off
     run = build_run(recipe, given=given)
     try:

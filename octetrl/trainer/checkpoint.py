@@ -163,6 +163,15 @@ def _explained(final: Path) -> Iterator[None]:
 
 def load(path: Path) -> Checkpoint:
     """Verifies every file of `.../step_NNNNNN`. UserError names what is wrong and what to resume from."""
+    manifest = check_complete(path)
+    for name in altered_files(path, manifest["files"]):
+        raise _damaged(path, name, f"was altered (its checksum is not that of {MANIFEST})")
+    return Checkpoint(path, manifest["step"], manifest["metrics"], tuple(manifest["files"]))
+
+
+def check_complete(path: Path) -> dict[str, Any]:
+    """The manifest of `.../step_NNNNNN`. UserError for a file that is missing or has another size. Reads no other
+    file."""
     if not path.is_dir() or STEP_NAME.fullmatch(path.name) is None:
         raise UserError(f"{path} is not a checkpoint folder; one is called step_NNNNNN and holds {MANIFEST}")
     manifest = _read_manifest(path)
@@ -174,9 +183,7 @@ def load(path: Path) -> Checkpoint:
             raise _damaged(path, name, "is missing")
         if file.stat().st_size != entry["size"]:
             raise _damaged(path, name, f"has {file.stat().st_size} bytes where {entry['size']} were written")
-    for name in altered_files(path, manifest["files"]):
-        raise _damaged(path, name, f"was altered (its checksum is not that of {MANIFEST})")
-    return Checkpoint(path, manifest["step"], manifest["metrics"], tuple(manifest["files"]))
+    return manifest
 
 
 def latest(folder: Path) -> Path | None:

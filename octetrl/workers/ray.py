@@ -92,6 +92,8 @@ class RayTeam:
             options["num_gpus"] = 1 / cluster.workers_per_gpu
         if cluster.nodes is not None and cluster.gpus_per_node is not None:
             self._places = placement_group([{"GPU": cluster.gpus_per_node}] * cluster.nodes, strategy="STRICT_SPREAD")
+        if self._logs is not None:
+            (self._logs / "logs").mkdir(parents=True, exist_ok=True)
         actor = ray.remote(_RayWorker)
         for rank in range(cluster.num_workers):
             plan = WorkerPlan(

@@ -26,7 +26,6 @@ from octetrl.trainer.state_files import Content
 from octetrl.trainer.state_writer import StateWriter
 from octetrl.workers.checkpoint_state import load_reward_model, reward_model_files
 from octetrl.workers.kernel_paths import path_metrics
-from octetrl.workers.peer_limits import check_peers
 
 
 class RewardModelWorker:
@@ -43,7 +42,6 @@ class RewardModelWorker:
     ) -> None:
         assert algorithm.reward_loss is not None, "built for an algorithm that trains rewards"
         self.recipe = recipe
-        check_peers(recipe, model.policy, peers)
         self.model, self.spans, self.device = model, spans, model.lm_head_weight.device
         self.trainer = RewardTrainer(
             self.model,

@@ -44,7 +44,6 @@ from octetrl.trainer.without_update import observe_kv
 from octetrl.workers.checkpoint_state import load_state, saved_scales, state_files
 from octetrl.workers.kernel_paths import path_metrics
 from octetrl.workers.models import LoadWeights, ModelBuilder
-from octetrl.workers.peer_limits import check_peers
 
 
 class Worker:
@@ -70,7 +69,6 @@ class Worker:
     ) -> None:
         self.recipe, self.spec, self.policy, self.device, self.spans = recipe, spec, policy, device, spans
         self.peers = peers
-        check_peers(recipe, policy, peers)
         models = ModelBuilder(recipe, spec, policy, device, load_weights, peers)
         self.trainer_model = models.trainer_model()
         self.engine_model = models.engine_model(self.trainer_model)

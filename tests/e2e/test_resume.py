@@ -231,11 +231,18 @@ def _alter(file: Path) -> None:
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "cursor.json", "manifest.json"])
 @pytest.mark.parametrize("damage", [_truncate, _alter, Path.unlink])
 def test_a_damaged_checkpoint_is_refused_by_name(
-    name: str, damage: Callable[[Path], None], whole: Path, model: Path, tmp_path: Path
+    name: str,
+    damage: Callable[[Path], None],
+    whole: Path,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shutil.copytree(whole, tmp_path / "run")
     last = tmp_path / "run" / "checkpoints" / f"step_{STEPS:06d}"
     damage(last / name)
+    if damage is not _alter:  # found without reading the files
+        monkeypatch.setattr("octetrl.run.loop.build_run", lambda *_, **__: pytest.fail("something was built"))
     with pytest.raises(UserError) as refusal:
         train(tiny_recipe(model, tmp_path / "run", CHANGES), resume=True)
     assert f"{last}: {name}" in str(refusal.value)

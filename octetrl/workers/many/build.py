@@ -4,30 +4,37 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from octetrl.config.cluster import whole_weights_problem
 from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.data.tokenizer import Tokenizer
 from octetrl.engine.admission import Admission
 from octetrl.engine.stopping import decoder_of
+from octetrl.fp8.policy import precision_policy
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.spans import Spans
 from octetrl.workers.many.balance import Costs
 from octetrl.workers.many.deadlines import Deadlines
+from octetrl.workers.many.nodes import check_nodes
 from octetrl.workers.many.workers import ManyLearningWorkers, ManyWorkers
+
+if TYPE_CHECKING:
+    from octetrl.workers.ray import RayTeam
 
 
 def build_many_workers(
     recipe: Recipe, spec: ModelSpec, tokenizer: Tokenizer, spans: Spans, console: Console, *, trains: bool
 ) -> ManyLearningWorkers:
     """Starts or joins Ray, and loads the model on every worker. Raises UserError."""
-    if find_spec("ray") is None:
-        raise UserError("cluster: several workers, or an address, need Ray; pip install 'octetrl[ray]'")
-    from octetrl.workers.ray import RayTeam
-
+    fp8_training = precision_policy(spec, recipe.fp8, recipe.numerics).uses_fp8("train")
+    problem = whole_weights_problem(recipe.cluster, recipe.trainer.weight_codes, trains_fp8=fp8_training)
+    if trains and problem is not None:
+        raise UserError(problem)
     deadlines = Deadlines(recipe.cluster.deadlines)
-    team = RayTeam(recipe, Path(recipe.output_dir) if trains else None, deadlines, trains=trains)
+    team = start_team(recipe, Path(recipe.output_dir) if trains else None, deadlines)
     try:
         if recipe.algorithm.name == "reward_model":
             return ManyLearningWorkers(team, Costs.of(spec), deadlines, console, spans, trains=trains)
@@ -43,3 +50,20 @@ def build_many_workers(
         team.close()
         team.forget_logs()
         raise
+
+
+def start_team(recipe: Recipe, folder: Path | None, deadlines: Deadlines) -> RayTeam:
+    """The processes of the workers, without a model. `folder`: of a run that trains. Raises UserError."""
+    if find_spec("ray") is None:
+        raise UserError("cluster: several workers, or an address, need Ray; pip install 'octetrl[ray]'")
+    from octetrl.workers.ray import RayTeam
+
+    team = RayTeam(recipe, folder, deadlines, trains=folder is not None)
+    try:
+        if not recipe.cluster.starts_ray:
+            check_nodes(team, recipe, folder)
+    except BaseException:
+        team.close()
+        team.forget_logs()
+        raise
+    return team

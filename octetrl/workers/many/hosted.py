@@ -34,6 +34,7 @@ from octetrl.trainer.tensor_peers import GridPeers, connect_grid
 from octetrl.workers.build import BuiltWorker, build_worker
 from octetrl.workers.many.assignment import Room
 from octetrl.workers.many.hosted_session import HostedSession
+from octetrl.workers.many.nodes import Sight, look
 from octetrl.workers.many.plan import RolloutFacts, SessionNews, WorkerPlan, WorkerState, last_lines
 from octetrl.workers.many.status import WorkerStatus
 from octetrl.workers.own_engine import own_engine
@@ -83,6 +84,14 @@ class HostedWorker:
 
     # ------------------------------------------------------------ the verbs
 
+    def look(self, paths: Sequence[str]) -> Sight:
+        """Versions of this machine, and the paths that it does not see."""
+        return look(paths)
+
+    def run(self, phase: str, work: Callable[[torch.device], Result]) -> Result:
+        """What `work` returns on the worker's device, without a model of a run: for the doctor and the benches."""
+        return self._compute(phase, lambda: work(self._device()))
+
     def build(self, store: str | None) -> WorkerState:
         """Loads the model. `store`: address at which the workers meet to train one model. None: it trains alone.
 
@@ -91,15 +100,18 @@ class HostedWorker:
         return self._compute("load", lambda: self._build(store))
 
     def _build(self, store: str | None) -> WorkerState:
-        recipe = self._plan.recipe
-        device = torch.device("cuda", 0) if self._gpu else torch.device("cpu")
-        cluster = recipe.cluster
-        here = cluster.gpus_per_node * cluster.workers_per_gpu if cluster.gpus_per_node else self._plan.count
-        torch.set_num_threads(cluster.cpu_threads or max(1, (os.cpu_count() or 1) // here))
+        recipe, device = self._plan.recipe, self._device()
         self._spans = Spans(torch.cuda.synchronize if self._gpu else None)
         peers = ALONE if store is None else self._meet(store, device)
         self._built = build_worker(recipe, device, self._spans, trains=self._plan.trains, peers=peers)
         return self.state()
+
+    def _device(self) -> torch.device:
+        """The worker's device. It uses its share of the machine's cores."""
+        cluster = self._plan.recipe.cluster
+        here = cluster.gpus_per_node * cluster.workers_per_gpu if cluster.gpus_per_node else self._plan.count
+        torch.set_num_threads(cluster.cpu_threads or max(1, (os.cpu_count() or 1) // here))
+        return torch.device("cuda", 0) if self._gpu else torch.device("cpu")
 
     def _meet(self, store: str, device: torch.device) -> Peers:
         cluster = self._plan.recipe.cluster
@@ -239,7 +251,8 @@ class HostedWorker:
 
 def _print_into(log: Path) -> None:
     """Sends all that the process prints into `log`, also what a library prints without Python."""
-    log.parent.mkdir(parents=True, exist_ok=True)
+    if not log.parent.is_dir():
+        return  # a machine that does not see the run folder (nodes.py)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
         stream.flush()

@@ -128,6 +128,20 @@ def test_it_counts_the_workers_and_refuses_gpus_that_are_not_here(
     assert "workers on" not in check(capsys)[1]
 
 
+def test_it_warns_below_four_micro_batches_a_worker(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = ("rollout.max_prompt_tokens=48", "rollout.max_new_tokens=16", "trainer.minibatches=2")
+    given = ("cluster.cpus=3", "rollout.prompts_per_step=6", "rollout.group_size=8", *lengths)
+    _, out, _ = check(capsys, *given, "trainer.tokens_per_micro_batch=192")
+    assert "a step's sequences fill 8 micro-batches of an update; 3 workers need 4 each" in out
+    assert "micro-batches of an update" not in check(capsys, *given, "trainer.tokens_per_micro_batch=128")[1]
+
+
+def test_codes_that_are_remade_need_one_worker(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = check(capsys, "cluster.cpus=2", "precision=fp8", "trainer.weight_codes=remade")
+    assert code == 2 and "trainer.weight_codes: remade quantises whole weights" in err and err.count("\n") == 1
+    assert check(capsys, "precision=fp8", "trainer.weight_codes=remade")[0] == 0
+
+
 def test_it_warns_of_fp8_training_that_is_slower_than_bf16(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     width = int(preset_config("tiny")["hidden_size"])
     pays_from = tokens_that_pay(width)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from octetrl.algorithms.table import build_algorithm
-from octetrl.config.errors import UserError
 from octetrl.config.schema import LoraConfig, ModelConfig, OptimizerConfig, Recipe, RouterConfig, TrainerConfig
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.peft_adapters import begin_adapters
@@ -124,12 +123,12 @@ def test_a_mixture(precision: str, gradients: Any) -> None:
 # ---------------------------------------------------------------- reward models
 
 
-def reward_model(peers: Peers, kind: str, **trainer: Any) -> RewardModelWorker:
+def reward_model(peers: Peers, kind: str) -> RewardModelWorker:
     lora = LoraConfig(rank=4) if kind == "lora" else None
     recipe = Recipe(
         model=ModelConfig(preset="tiny", init="random", context_length=256, lora=lora),
         algorithm=objective(name="reward_model"),
-        trainer=TrainerConfig(optimizer=OptimizerConfig(lr=1e-3), tokens_per_micro_batch=64, **trainer),
+        trainer=TrainerConfig(optimizer=OptimizerConfig(lr=1e-3), tokens_per_micro_batch=64),
         steps=STEPS,
     )
     fp8 = PRECISIONS["fp8" if kind == "fp8" else "bf16"]
@@ -172,11 +171,3 @@ def test_a_reward_model_and_its_checkpoint(kind: str, tmp_path: Path) -> None:
         whole = joined(found)
         assert whole.keys() == saved.keys()
         assert all(torch.equal(whole[name], saved[name]) for name in saved)
-
-
-def test_codes_that_are_remade_need_one_worker() -> None:
-    def work(peers: Peers) -> None:
-        reward_model(peers, "fp8", weight_codes="remade")
-
-    with pytest.raises(UserError, match=r"trainer\.weight_codes: remade quantises whole weights"):
-        run_team(2, work)
