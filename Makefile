@@ -9,7 +9,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu lint types fmt schema clean
+.PHONY: help demo test test-gpu test-faults lint types fmt schema clean
 
 ifeq ($(origin PYTHON), undefined)
 PYTHON := .venv/bin/python
@@ -28,6 +28,9 @@ test: lint types  ## lint, types and all tests that need no GPU
 
 test-gpu: $(READY)  ## the tests that need a Hopper GPU; fails without one
 	OCTETRL_REQUIRE=gpu $(PYTHON) -m pytest -n 6 -m gpu
+
+test-faults: $(READY)  ## kill a run on several workers at MOMENTS=20 random moments; SEED=n repeats those of a run
+	$(PYTHON) -m tests.e2e.faults --moments $(or $(MOMENTS),20) $(if $(SEED),--seed $(SEED))
 
 lint: $(READY)  ## ruff's rules
 	$(PYTHON) -m ruff check .

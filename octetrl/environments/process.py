@@ -58,9 +58,9 @@ class Answer:
 class ProcessDied(RuntimeError):
     """The child ended without an answer: it exited, crashed or was killed."""
 
-    def __init__(self, text: str, *, by_signal: bool = False, memory_mib: int | None = None) -> None:
+    def __init__(self, text: str, *, signal: int = 0, memory_mib: int | None = None) -> None:
         super().__init__(text)
-        self.by_signal = by_signal  # perhaps from outside
+        self.signal = signal  # that ended it, perhaps from outside; 0: none
         self.memory_mib = memory_mib  # its memory when it exceeded the limit; None: it did not
 
 
@@ -112,6 +112,15 @@ class CallableProcess:
     def pid(self) -> int:
         """Process id of the worker."""
         return self._keeper.worker()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether SIGSTOP holds the worker. False where /proc does not say."""
+        try:
+            with open(f"/proc/{self.pid}/stat", "rb") as stat:
+                return stat.read().rpartition(b")")[2].split()[0] == b"T"
+        except (OSError, IndexError):
+            return False
 
     def fileno(self) -> int:
         """The socket's descriptor, for selectors: it is readable if there is something to `take`."""
@@ -213,11 +222,11 @@ class CallableProcess:
             text = f"its processes held {report.memory_mib:,} MiB"
             return ProcessDied(text, memory_mib=report.memory_mib)
         if report.code is None:
-            return ProcessDied(report.text, by_signal=report.by_signal)
+            return ProcessDied(report.text, signal=report.signal)
         if report.code == LOST_SOCKET:
             return ProcessDied("the process closed descriptors that were not its own")
         if report.code < 0:
-            return ProcessDied(f"the process was killed by signal {-report.code}", by_signal=True)
+            return ProcessDied(f"the process was killed by signal {-report.code}", signal=-report.code)
         return ProcessDied(f"the process exited with code {report.code}")
 
 
@@ -228,7 +237,7 @@ class _Report:
     code: int | None = None
     memory_mib: int = 0
     text: str = ""
-    by_signal: bool = False
+    signal: int = 0  # that ended its keeper
 
 
 class _Keeper:
@@ -249,12 +258,14 @@ class _Keeper:
     def report(self) -> _Report:
         """Wait for the keeper's report, which it sends after the end of its worker."""
         if self.worker() and (line := self._line(_REPORT_SECONDS)):
-            return _Report(_number(line, "code"), _number(line, "memory_mib") or 0, "the process was ended", True)
+            return _Report(
+                _number(line, "code"), _number(line, "memory_mib") or 0, "the process was ended", signal.SIGKILL
+            )
         code = self._child.poll()
         if code is None:
             return _Report(text="the process closed its connection and still runs")
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        return _Report(text=f"the process that keeps the worker {how}", by_signal=code < 0)
+        return _Report(text=f"the process that keeps the worker {how}", signal=max(0, -code))
 
     def end(self) -> None:
         """End the keeper, and with it all processes below it; kill it if it does not answer."""

@@ -7,11 +7,12 @@ failure is never scored as 0:
     a finite number                             SCORED, reward = float(value)
     a raise, NaN, None, a string, sys.exit      REWARD_ERROR, reward None, the error's text and line as detail
     no answer after `timeout_seconds`           REWARD_TIMEOUT, reward None
-    an exit, a crash, a kill from outside       REWARD_CRASH, reward None
+    an exit, a crash                            REWARD_CRASH, reward None
     MemoryError, or more than `memory_mib`      REWARD_MEMORY, reward None
 
 After the last three the worker is replaced, and `restarts` counts it. A worker that is killed while it loads or is idle
-is replaced as well, without effect on any completion.
+is replaced as well, without effect on any completion. If SIGKILL ends a worker during a call, or SIGSTOP stops it until
+the time is over, the cause is probably outside: the completion is scored once more, and only the second time counts.
 
 Cost: 0.13 ms per completion in addition to the score itself. A replaced worker imports the scorer's libraries again
 (one second for reasoning_gym) while the others continue. Batching calls, or forking from a warm process, would be
@@ -23,6 +24,7 @@ from __future__ import annotations
 import math
 import pickle
 import select
+import signal
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -38,7 +40,6 @@ from octetrl.environments.score_signature import place_of
 from octetrl.records import RolloutStatus, Task
 
 UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError, RecursionError)  # the exceptions of `pickle.dumps`
-Running = dict[CallableProcess, tuple[int, float, str]]  # worker -> number of its completion, deadline, task's id
 RETURNED_BY = "; returned by "  # in the error of a reward that is no finite number
 _LOAD_ATTEMPTS = 3  # replacements in a row of a worker that was killed while it loaded
 
@@ -53,6 +54,20 @@ class Score:
     detail: str | None = None
     trace: str | None = None  # the traceback behind `detail`, where there is one
     answered: str | None = None  # the completion's answer, if the scorer has `answered`
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One completion to be scored."""
+
+    number: int
+    task: Task
+    text: str
+    deadline: float = math.inf
+    may_repeat: bool = True  # if its process is killed or stopped from outside
+
+
+Running = dict[CallableProcess, _Call]
 
 
 class Explained(float):
@@ -118,7 +133,7 @@ class RewardWorkers:
         self._workers: list[CallableProcess] = []
         self._workers = [self._start() for _ in range(self._growth.first)]
         while not any(worker.is_ready for worker in self._workers):
-            self._look({})
+            self._look({}, deque())
 
     def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
         """The score of each (task, completion text), in their order."""
@@ -131,13 +146,13 @@ class RewardWorkers:
         """Completions that are scored as they end (scoring_round.py). One round at a time."""
         return RewardRound(self)
 
-    def advance(self, queue: deque[tuple[int, tuple[Task, str]]], running: Running, *, waits: bool) -> dict[int, Score]:
+    def advance(self, queue: deque[_Call], running: Running, *, waits: bool) -> dict[int, Score]:
         """Starts calls of idle workers, and returns the scores that have arrived, by number."""
         for worker in [worker for worker in self._workers if worker.is_ready and worker not in running]:
             if queue:
                 self._begin(worker, queue, running)
         self._workers += [self._start() for _ in range(self._growth.more(len(queue), len(self._workers)))]
-        return self._look(running, waits=waits)
+        return self._look(running, queue, waits=waits)
 
     def patience(self) -> Patience | None:
         """For one round. None: it waits for every call."""
@@ -171,38 +186,36 @@ class RewardWorkers:
                 " define it at the top level of a module"
             ) from error
 
-    def _begin(
-        self,
-        worker: CallableProcess,
-        queue: deque[tuple[int, tuple[Task, str]]],
-        running: Running,
-    ) -> None:
-        index, (task, text) = queue[0]
+    def _begin(self, worker: CallableProcess, queue: deque[_Call], running: Running) -> None:
+        call = queue[0]
         try:
-            worker.send(task, text)
+            worker.send(call.task, call.text)
         except ProcessDied:  # it was killed while it was idle, not by this completion
             self._replace(worker)
             return
         except UNPICKLABLE as error:
-            raise _unsendable(task, error) from error
+            raise _unsendable(call.task, error) from error
         queue.popleft()
-        running[worker] = (index, time.monotonic() + self._timeout, task.id)
+        call.deadline = time.monotonic() + self._timeout
+        running[worker] = call
 
-    def _look(self, running: Running, *, waits: bool = True) -> dict[int, Score]:
+    def _look(self, running: Running, queue: deque[_Call], *, waits: bool = True) -> dict[int, Score]:
         """Wait until a worker sends something or a deadline is reached; with `waits` false, only look. Returns the
-        finished scores by index, and removes their workers from `running`."""
-        found = {}
+        finished scores by number, and removes their workers from `running`. A call that is made once more goes back
+        into the queue."""
+        found: dict[int, Score] = {}
         for worker in self._wait(running) if waits else self._heard_from(running, 0.0):
-            if worker in running:
-                score = self._heard(worker)
-                if score is not None:
-                    found[self._ended(worker, running)] = score
-            else:
+            if worker not in running:
                 self._greet(worker)
+                continue
+            score, is_from_outside = self._heard(worker)
+            if score is not None:
+                _end_call(self._ended(worker, running), score, is_from_outside, found, queue)
         now = time.monotonic()
-        for worker in [worker for worker, (_, end, _) in running.items() if end <= now]:
+        for worker in [worker for worker, call in running.items() if call.deadline <= now]:
             text = f"no reward after {self._timeout:g} s; raise environment.reward_timeout_seconds"
-            found[self._ended(worker, running)] = Score(RolloutStatus.REWARD_TIMEOUT, None, text)
+            score = Score(RolloutStatus.REWARD_TIMEOUT, None, text)
+            _end_call(self._ended(worker, running), score, worker.is_stopped, found, queue)
             self._replace(worker)
         for worker in [worker for worker in self._workers if not worker.is_ready]:
             if worker.started + self._load_seconds <= now:
@@ -212,17 +225,17 @@ class RewardWorkers:
 
     def _wait(self, running: Running) -> list[CallableProcess]:
         """Workers that have sent something; none if the first deadline is reached before."""
-        deadlines = [end for _, end, _ in running.values()]
+        deadlines = [call.deadline for call in running.values()]
         if deadlines and (grows_at := self._growth.grows_at()) is not None:
             deadlines.append(grows_at)
         deadlines += [worker.started + self._load_seconds for worker in self._workers if not worker.is_ready]
         return self._heard_from(running, min(deadlines) - time.monotonic()) if deadlines else []
 
-    def _ended(self, worker: CallableProcess, running: Running) -> int:
-        """Take the worker's call out of `running`, measure it, and return its number."""
-        number, deadline, task_id = running.pop(worker)
-        self.times.called(task_id, time.monotonic() - deadline + self._timeout)
-        return number
+    def _ended(self, worker: CallableProcess, running: Running) -> _Call:
+        """Take the worker's call out of `running`, and measure it."""
+        call = running.pop(worker)
+        self.times.called(call.task.id, time.monotonic() - call.deadline + self._timeout)
+        return call
 
     def _heard_from(self, running: Running, seconds: float) -> list[CallableProcess]:
         """Workers that have sent something. Waits up to `seconds` for the first."""
@@ -235,16 +248,17 @@ class RewardWorkers:
             return []
         return [awaited[descriptor] for descriptor, _ in poll.poll(math.ceil(max(0.0, seconds) * 1000))]
 
-    def _heard(self, worker: CallableProcess) -> Score | None:
-        """The answer to the running call; None if it is not complete yet."""
+    def _heard(self, worker: CallableProcess) -> tuple[Score | None, bool]:
+        """The answer to the running call, None if it is not complete yet; and whether the worker was killed, perhaps
+        from outside."""
         try:
             answer = worker.take()
         except ProcessDied as error:
             self._replace(worker)
             if error.memory_mib is None:
-                return Score(RolloutStatus.REWARD_CRASH, None, str(error))
-            return Score(RolloutStatus.REWARD_MEMORY, None, self._past_limit(error))
-        return None if answer is None else _score(answer)
+                return Score(RolloutStatus.REWARD_CRASH, None, str(error)), error.signal == signal.SIGKILL
+            return Score(RolloutStatus.REWARD_MEMORY, None, self._past_limit(error)), False
+        return None if answer is None else _score(answer), False
 
     def _greet(self, worker: CallableProcess) -> None:
         """Read the greeting of a worker that loads. Raises UserError if it could not load the scorer."""
@@ -252,7 +266,7 @@ class RewardWorkers:
             greeting = worker.take()
         except ProcessDied as error:
             reason = str(error) if error.memory_mib is None else self._past_limit(error)
-            if error.by_signal:
+            if error.signal:
                 self._load_again(worker, reason, always=True)
                 return
             raise self._refusal(reason) from error
@@ -295,7 +309,7 @@ class RewardRound:
 
     def __init__(self, workers: RewardWorkers) -> None:
         self._workers = workers
-        self._queue: deque[tuple[int, tuple[Task, str]]] = deque()
+        self._queue: deque[_Call] = deque()
         self._running: Running = {}
         self._scores: dict[int, Score] = {}
         self._keys: list[tuple[int, int]] = []
@@ -310,7 +324,7 @@ class RewardRound:
         self._workers.end(self._running)
 
     def submit(self, key: tuple[int, int], task: Task, completion_text: str) -> None:
-        self._queue.append((len(self._keys), (task, completion_text)))
+        self._queue.append(_Call(len(self._keys), task, completion_text))
         self._keys.append(key)
 
     def advance(self) -> None:
@@ -334,8 +348,16 @@ class RewardRound:
             self._patience.ended(timed_out=score.status is RolloutStatus.REWARD_TIMEOUT)
         if self._patience.is_over:
             given_up = Score(RolloutStatus.REWARD_TIMEOUT, None, self._patience.reason)
-            self._scores |= {number: given_up for number, _ in self._queue}
+            self._scores |= {call.number: given_up for call in self._queue}
             self._queue.clear()
+
+
+def _end_call(call: _Call, score: Score, is_from_outside: bool, found: dict[int, Score], queue: deque[_Call]) -> None:
+    if is_from_outside and call.may_repeat:
+        call.may_repeat = False
+        queue.appendleft(call)
+    else:
+        found[call.number] = score
 
 
 def check_sendable(task: Task) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -118,12 +118,12 @@ class RayTeam:
         self._ends.set()
         if self._watch.is_alive():
             self._watch.join()
-        for actor in self._actors:
-            ray.kill(actor)
-        self._actors = []
-        if self._places is not None:
-            remove_placement_group(self._places)
-            self._places = None
+        if self._cluster is not None and self._cluster.answers:
+            for actor in self._actors:
+                ray.kill(actor)
+            if self._places is not None:
+                remove_placement_group(self._places)
+        self._actors, self._places = [], None
         if self._cluster is not None:
             self._cluster.close()
             self._cluster = None
@@ -142,6 +142,7 @@ class RayTeam:
     # ------------------------------------------------------------ calls
 
     def ask(self, phase: str, verb: str, *arguments: Any) -> list[Any]:
+        self._check_ray()
         stored = [ray.put(argument) for argument in arguments]  # once, not once a worker
         return self._collect(phase, [self.begin(worker, verb, *stored) for worker in range(self.size)])
 
@@ -152,12 +153,14 @@ class RayTeam:
         return self._collect(phase, [self.begin(worker, verb, *arguments)])[0]
 
     def begin(self, worker: int, verb: str, *arguments: Any) -> Call:
+        self._check_ray()
         return Call(worker, getattr(self._actors[worker], verb).remote(*arguments))
 
     def wait_any(self, calls: Sequence[Call], seconds: float) -> list[Call]:
         by_reference = {call.reference: call for call in calls}
         until = time.monotonic() + seconds
         while True:
+            self._check_ray()
             left = max(0.0, min(LOOK_SECONDS, until - time.monotonic()))
             ready, _ = ray.wait(list(by_reference), num_returns=1, timeout=left)
             if ready:
@@ -168,6 +171,7 @@ class RayTeam:
                 return []
 
     def result(self, call: Call) -> Any:
+        self._check_ray()
         try:
             return ray.get(call.reference)
         except RayTaskError as error:
@@ -178,6 +182,16 @@ class RayTeam:
             raise self._named(error.cause, call.worker) from None
         except RayActorError as error:
             raise self._dead(call.worker, error) from None
+        except RayError as error:
+            self._check_ray()
+            raise self.lose(
+                call.worker, *self._doing(call.worker), f"Ray has lost its result: {_first(error)}"
+            ) from None
+
+    def _check_ray(self) -> None:
+        """Raises RayLost if Ray itself has lost a process; a call would end this one."""
+        if self._cluster is not None:
+            self._cluster.check()
 
     def _named(self, error: Exception, worker: int) -> Exception:
         """With the worker's name, where the workers' machines differ."""
@@ -192,6 +206,7 @@ class RayTeam:
         by_reference = {call.reference: call for call in calls}
         results: dict[int, Any] = {}
         while by_reference:
+            self._check_ray()
             ready, _ = ray.wait(list(by_reference), num_returns=len(by_reference), timeout=LOOK_SECONDS)
             for reference in ready:
                 call = by_reference.pop(reference)
@@ -209,6 +224,7 @@ class RayTeam:
     # ------------------------------------------------------------ losing a worker
 
     def lose(self, worker: int, phase: str, seconds: float, why: str) -> WorkerLost:
+        self._check_ray()  # whose end takes the workers with it
         status = self._heard[worker]
         lines = () if self._logs is None else last_lines(self._log_of(worker))
         if not lines and status is not None:  # its log lies on another machine
@@ -246,10 +262,11 @@ class RayTeam:
             died = dict(self._died)
         for worker, why in died.items():
             raise self.lose(worker, *self._doing(worker), why)
+        self._check_ray()
         limit = self._deadlines.config.silent_seconds
         for worker, heard_at in enumerate(self._heard_at):
             silent = time.monotonic() - heard_at
-            if self._watch.is_alive() and silent > limit:
+            if self._watch.is_alive() and silent > limit and self._cluster is not None and self._cluster.answers:
                 raise self.lose(worker, *self._doing(worker), f"it has been silent for {silent:.1f} s")
 
     # ------------------------------------------------------------ the watching thread
@@ -258,6 +275,8 @@ class RayTeam:
         asked: dict[Any, int] = {}
         looked = time.monotonic()
         while not self._ends.wait(STATUS_SECONDS):
+            if self._cluster is None or not self._cluster.answers:
+                continue
             now = time.monotonic()
             pause, looked = now - looked - STATUS_SECONDS, now
             if pause > STATUS_SECONDS:  # this process itself was stopped and heard no worker
@@ -282,6 +301,10 @@ class RayTeam:
 
     def _hear(self, worker: int, status: WorkerStatus) -> None:
         self._heard[worker], self._heard_at[worker] = status, time.monotonic()
+
+
+def _first(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _why(error: RayActorError) -> str:

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -22,12 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ray
+import ray._private.worker as ray_worker
 import torch
 from ray.exceptions import AuthenticationError
 
 from octetrl.config.cluster import ClusterConfig, lacking_gpus, local_lack
-from octetrl.config.errors import UserError
+from octetrl.config.errors import RunFailed, UserError
 from octetrl.workers import ray_watcher
+from octetrl.workers.ray_daemons import Daemons
 
 OBJECT_STORE_BYTES = 1 << 30  # shared memory for records on their way; a batch is tens of megabytes
 LEAST_STORE_BYTES = 80 << 20  # that Ray accepts
@@ -42,16 +45,37 @@ class RayCluster:
     is_ours: bool  # connected by us, so that we disconnect
     folder: Path | None = None  # of a Ray that we started
     watcher: subprocess.Popen[bytes] | None = None
+    daemons: Daemons | None = None  # of a Ray that we started
+
+    def check(self) -> None:
+        """Raises RayLost if a process of our Ray has died. No call of Ray may follow."""
+        if self.daemons is not None:
+            self.daemons.check()
+
+    @property
+    def answers(self) -> bool:
+        """Whether a call of Ray would not block."""
+        return self.daemons is None or self.daemons.answer
 
     def close(self) -> None:
-        """Disconnects, and ends a Ray that we started."""
+        """Disconnects, and ends a Ray that we started, also one that has lost a process."""
+        answers = self.answers
+        if self.daemons is not None:
+            self.daemons.close()
+            self.daemons = None
+        if self.folder is not None and self.watcher is not None and not answers:
+            for process in ray_watcher.processes_of(self.folder, exempt={os.getpid(), self.watcher.pid}):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
         if self.is_ours:
             self.is_ours = False
             ray.shutdown()
         if self.watcher is not None and self.watcher.stdin is not None:
             watcher, self.watcher = self.watcher, None
             assert watcher.stdin is not None
-            watcher.stdin.close()
+            with contextlib.suppress(OSError):
+                watcher.stdin.write(ray_watcher.BYE)
+                watcher.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 watcher.wait(WATCHER_SECONDS)
 
@@ -62,6 +86,8 @@ def connect(cluster: ClusterConfig, run_folder: Path | None) -> RayCluster:
     Raises UserError before anything is built.
     """
     logging.getLogger("ray").setLevel(logging.ERROR)  # what it warns of, it was told
+    if hasattr(ray_worker, "print_to_stdstream"):  # Ray's logs have it; a daemon's end is said by us, in one line
+        ray_worker.print_to_stdstream = _print_nothing
     found = _start(cluster, run_folder) if cluster.address in (None, "local") else _join(str(cluster.address))
     try:
         _check_places(cluster)
@@ -69,6 +95,10 @@ def connect(cluster: ClusterConfig, run_folder: Path | None) -> RayCluster:
         found.close()
         raise
     return found
+
+
+def _print_nothing(*_: object, **__: object) -> None:
+    pass
 
 
 def _start(cluster: ClusterConfig, run_folder: Path | None) -> RayCluster:
@@ -83,7 +113,6 @@ def _start(cluster: ClusterConfig, run_folder: Path | None) -> RayCluster:
         [sys.executable, "-I", "-S", ray_watcher.__file__, *watched],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
     started = RayCluster(is_ours=True, folder=folder, watcher=watcher)
@@ -99,6 +128,10 @@ def _start(cluster: ClusterConfig, run_folder: Path | None) -> RayCluster:
                 configure_logging=False,
                 _temp_dir=str(folder),
             )
+        started.daemons = Daemons(cluster.deadlines.silent_seconds)
+    except Exception as error:
+        started.close()
+        raise RunFailed(f"Ray did not start: {str(error).strip().splitlines()[0]}") from error
     except BaseException:
         started.close()
         raise

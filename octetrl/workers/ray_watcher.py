@@ -5,6 +5,9 @@
 It sleeps until the pipe closes: at the run's end, or when its process has died, however. Then it kills the processes of
 this Ray, copies Ray's logs into the run folder if the run began (it has a config.yaml), and removes Ray's folder. The
 processes are found by that folder's name, which is unique: in their environment, or among the open files of an actor.
+
+At its end the run sends a byte. Without it the process was killed, or ended by Ray, which has lost a process of its
+own. Nobody else can say so then: one line on stderr does.
 """
 
 from __future__ import annotations
@@ -18,16 +21,20 @@ import sys
 import time
 from pathlib import Path
 
+STATUS_FILE = "workers.json"  # workers/many/status.py
 MARK = "OCTETRL_RAY_FOLDER"  # in the environment of Ray's processes
+BYE = b"."  # from a run that ends by itself
 SECONDS = 5.0  # until what does not die is left alone
+KILLED = "the run's process was killed, or ended by Ray, which lost its raylet or gcs_server; nothing of it still runs"
 
 
 def main(folder: Path, run_folder: Path | None) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    run = os.getppid()
+    run, said = os.getppid(), b""
     while os.getppid() == run:  # a process that inherited the pipe may keep it open
-        if select.select([sys.stdin], [], [], 1.0)[0]:
+        if select.select([0], [], [], 1.0)[0]:
+            said = os.read(0, 1)
             break
     until = time.monotonic() + SECONDS
     while (found := processes_of(folder, exempt={os.getpid(), run})) and time.monotonic() < until:
@@ -35,10 +42,16 @@ def main(folder: Path, run_folder: Path | None) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         time.sleep(0.05)
-    if run_folder is not None and run_folder.joinpath("config.yaml").exists():
+    has_begun = run_folder is not None and run_folder.joinpath("config.yaml").exists()
+    if run_folder is not None and has_begun:
         with contextlib.suppress(OSError):
             keep_logs(folder, run_folder / "logs" / "ray")
+            run_folder.joinpath(STATUS_FILE).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
+    if said != BYE:
+        how = "continue with --resume" if has_begun else "nothing was written"
+        with contextlib.suppress(OSError):
+            os.write(2, f"octetrl: {KILLED}; {how}\n".encode())
 
 
 def processes_of(folder: Path, exempt: set[int]) -> list[int]:

@@ -18,6 +18,12 @@ def by_text(task: Task, completion_text: str) -> float:
     return _fraction(completion_text)
 
 
+def slowly_by_text(task: Task, completion_text: str) -> float:
+    """The same, so slowly that its process is mostly busy while a step is scored."""
+    time.sleep(0.05)
+    return _fraction(completion_text)
+
+
 def sometimes_wrong(task: Task, completion_text: str) -> float:
     """Raises for a third of the texts and is NaN for another third."""
     fraction = _fraction(completion_text)

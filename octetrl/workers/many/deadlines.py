@@ -1,13 +1,16 @@
 """How long a phase may take on a worker, and the error of a worker that is lost.
 
 The limit of a phase follows from its usual length: `times_usual` the longest so far, and at least `least_seconds`. A
-phase that has not been measured has `first_seconds`, as it may compile kernels or load weights.
+phase that has not been measured has `first_seconds`, as it may compile kernels or load weights; one that computes
+nothing has `least_seconds`.
 """
 
 from __future__ import annotations
 
 from octetrl.config.cluster import DeadlineConfig
 from octetrl.config.errors import RunFailed
+
+QUICK = ("state", "submit")
 
 
 class WorkerLost(RunFailed):
@@ -25,7 +28,7 @@ class Deadlines:
         """Seconds that this phase may take now."""
         longest = self._longest.get(phase)
         if longest is None:
-            return self.config.first_seconds
+            return self.config.least_seconds if phase in QUICK else self.config.first_seconds
         return max(self.config.least_seconds, self.config.times_usual * longest)
 
     def took(self, phase: str, seconds: float) -> None:

@@ -75,7 +75,7 @@ class ManySession:
     def cancel(self, request_id: str) -> None:
         self._streaming.discard(request_id)
         for piece in self._assignment.cancel(request_id):
-            self._team.ask_one(piece.worker, "rollout", "cancel", [piece.request.id])
+            self._team.ask_one(piece.worker, "submit", "cancel", [piece.request.id])
 
     def events(self, wait_seconds: float = 0.0) -> list[SessionEvent]:
         """New events. Gives out work first, and waits for the first event, at most `wait_seconds`."""
@@ -108,6 +108,7 @@ class ManySession:
             for call in ended:
                 self._team.result(call)
                 begun.remove(call)
+            self._deadlines.took("submit", time.monotonic() - now)
 
     def _take(self, seconds: float) -> list[SessionEvent]:
         if not self._polls:

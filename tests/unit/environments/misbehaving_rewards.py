@@ -141,6 +141,11 @@ def by_name(task: Task, completion_text: str) -> object:
             child = subprocess.Popen(["sleep", "60"])
             Path(task.id).write_text(str(child.pid))
             time.sleep(60)
+        case "hang once":
+            if not Path(task.id).exists():
+                Path(task.id).write_text(str(os.getpid()))
+                time.sleep(60)
+            return 0.75
         case _ if (reward := misuse_of_the_process(completion_text)) is not None:
             return reward
     return float(len(completion_text))
