@@ -11,8 +11,8 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,13 @@ from octetrl.config.text import TextTooLong
 from octetrl.data.mixture import Mixture, read_source
 from octetrl.data.tasks import read_tasks
 from octetrl.data.tokenizer import load_tokenizer
-from octetrl.environments.base import Taskset
+from octetrl.environments.base import Scorer, Taskset
+from octetrl.environments.scoring import Score
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import load_critic_spec, load_reward_spec, load_spec, spec_from_config
 from octetrl.models.hf_weights import save_weights
 from octetrl.models.peft_adapters import read_adapter_config
-from octetrl.records import Reply
+from octetrl.records import Reply, RolloutStatus, Task
 from octetrl.rollout.chat_tokens import ChatTokens, ReplyError
 from octetrl.run.build import full_precision
 from octetrl.run.tiny_model import save_tokenizer, train_tokenizer
@@ -131,9 +132,27 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def here(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(sound, tmp_path / "model")
-    (tmp_path / "tasks.jsonl").write_text('{"id": 1, "prompt": "a"}\n{"id": 2, "prompt": "b"}\n')
+    rows = ({"id": number, "prompt": prompt, "answer": "c"} for number, prompt in ((1, "a"), (2, "b")))
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("octetrl.run.rehearsal.RewardWorkers", ScoresHere)
     return tmp_path
+
+
+class ScoresHere(AbstractContextManager["ScoresHere"]):
+    """Takes the place of reward processes, which take longer to start than all the rest of an example."""
+
+    def __init__(self, scorer: Scorer, **limits: object) -> None:
+        self._scorer = scorer
+
+    def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
+        return [Score(RolloutStatus.SCORED, self._scorer(task, text)) for task, text in completions]
+
+    def close(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 @given(
