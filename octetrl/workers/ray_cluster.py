@@ -117,7 +117,8 @@ def _start(cluster: ClusterConfig, run_folder: Path | None) -> RayCluster:
     )
     started = RayCluster(is_ours=True, folder=folder, watcher=watcher)
     try:
-        with _environment({"RAY_USAGE_STATS_ENABLED": "0", ray_watcher.MARK: str(folder)}):
+        settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}  # Ray's own niceness for workers is 15
+        with _environment({**settings, ray_watcher.MARK: str(folder)}):
             ray.init(
                 address="local",
                 num_cpus=max(cluster.num_workers, os.cpu_count() or 1),
