@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -30,7 +31,8 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def stand_in(monkeypatch: pytest.MonkeyPatch, behaviour: object) -> None:
     """`octetrl.run.loop` replaced by a module of a few lines."""
 
-    def train(recipe: Recipe, resume: bool) -> None:
+    def train(recipe: Recipe, resume: bool, *, allowed: Sequence[str]) -> None:
+        assert not allowed
         if isinstance(behaviour, BaseException):
             raise behaviour
         assert callable(behaviour)
@@ -38,6 +40,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, behaviour: object) -> None:
 
     loop = ModuleType("octetrl.run.loop")
     loop.train = train  # type: ignore[attr-defined]
+    import octetrl.cli.verbs  # noqa: F401 (it imports modules of the package that is replaced)
+
     run = ModuleType("octetrl.run")
     run.loop = loop  # type: ignore[attr-defined]
     for module in (run, loop):

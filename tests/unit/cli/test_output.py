@@ -33,6 +33,8 @@ def completion(text: str) -> Completion:
 
 
 def replace_function(monkeypatch: pytest.MonkeyPatch, module: str, name: str, function: Any) -> None:
+    import octetrl.cli.verbs  # noqa: F401 (it imports modules of the package that is replaced)
+
     package, stand_in = ModuleType("octetrl.run"), ModuleType(module)
     setattr(stand_in, name, function)
     monkeypatch.setitem(sys.modules, "octetrl.run", package)
