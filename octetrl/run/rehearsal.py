@@ -54,9 +54,10 @@ class Rehearsal:
 def rehearse(recipe: Recipe, tokenizer: Tokenizer | None) -> Rehearsal:
     """Try tasks, prompts and score. tokenizer: None if it can't be read, then no prompt is tokenized.
 
-    An environment that can't be built is no problem here, because the checks of files report it."""
+    An environment that can't be built is no problem here, because the checks of files report it. A reward model's run
+    samples nothing, so there is nothing to try."""
     found, config = Rehearsal(), recipe.environment
-    if config.dataset is None:
+    if config.dataset is None or recipe.algorithm.name == "reward_model":
         return found
     try:
         environment = build_environment(config)

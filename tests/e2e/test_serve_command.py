@@ -141,7 +141,7 @@ def test_a_text_to_calibrate_on_ends_with_its_line(
         (["--kv-cache-tokens", "64"], "--kv-cache-tokens: 64 do not hold one context of"),
         (["--calibrate-on", "no_such_file"], "--calibrate-on: 'no_such_file' can't be read as text"),
         (["--api-key", ""], "the API key is empty"),
-        (["--precision", "fp4"], "'fp4' is not one of"),
+        (["--precision", "fp4"], "'fp4' is not allowed; choose one of"),
         (["--host", "192.0.2.1", "--api-key", "k"], "--port: 192.0.2.1:8000 can't be listened on"),
         (
             ["--host", "0.0.0.0"],
