@@ -20,7 +20,8 @@ PHASES = ("time/rollout", "time/reward", "time/train", "time/calibrate", "time/p
 ENOUGH = 4  # steps, for a difference with an interval
 BETWEEN = ("time/evaluate", "time/checkpoint")  # not in time/step
 _SETTINGS = (
-    ("model", "model.path"), ("algorithm", "algorithm.name"), ("learning rate", "trainer.optimizer.lr"),
+    ("model", "model.path"), ("model", "model.preset"), ("algorithm", "algorithm.name"),
+    ("learning rate", "trainer.optimizer.lr"),
     ("tasks", "environment.kind"), ("dataset", "environment.dataset"), ("reward", "environment.reward"),
     ("prompts a step", "rollout.prompts_per_step"), ("answers a prompt", "rollout.group_size"),
     ("answer limit", "rollout.max_new_tokens"), ("temperature", "rollout.temperature"), ("seed", "seed"),

@@ -97,7 +97,7 @@ class Daemons:
 def _state(pid: int) -> str:
     """The letter of /proc for a process's state; empty if it has ended."""
     try:
-        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0]
+        return Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
 
@@ -109,6 +109,6 @@ def _children() -> Iterator[tuple[int, str]]:
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # the thread or the child has ended
             for pid in task.joinpath("children").read_text().split():
-                name = Path("/proc", pid, "comm").read_text().strip()
+                name = Path("/proc", pid, "comm").read_text(errors="replace").strip()
                 if name in NAMES:
                     yield int(pid), name

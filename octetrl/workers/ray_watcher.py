@@ -63,7 +63,7 @@ def processes_of(folder: Path, exempt: set[int]) -> list[int]:
             continue
         process = Path("/proc", name)
         with contextlib.suppress(OSError):
-            if process.joinpath("stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            if process.joinpath("stat").read_text(errors="replace").rpartition(")")[2].split()[0] == "Z":
                 continue
             is_marked = marked in process.joinpath("environ").read_bytes().split(b"\0")
             is_actor = process.joinpath("cmdline").read_bytes().startswith(b"ray::")

@@ -216,7 +216,7 @@ def _command_lines() -> Iterator[tuple[int, list[str]]]:
 
 def _parent(pid: int) -> int:
     try:
-        return int(Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[1])
+        return int(Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
     except (OSError, IndexError):
         return 0
 

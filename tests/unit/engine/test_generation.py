@@ -188,6 +188,8 @@ def test_logits_that_are_not_finite_are_an_error_that_names_the_request() -> Non
     model = tiny_model("bf16")
 
     class Broken:
+        group = model.group
+
         def __call__(self, *inputs):
             return model(*inputs)
 

@@ -39,7 +39,7 @@ def has_ended(pid: int, patience: int = 200) -> bool:
     """Whether process `pid` is gone, or dead and only not yet waited for."""
     for _ in range(patience):
         try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
         except FileNotFoundError:
             return True
         if state == "Z":

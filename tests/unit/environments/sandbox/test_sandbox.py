@@ -125,7 +125,7 @@ def test_the_watching_process_ignores_signals() -> None:
 
 
 def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
 
 
 def test_many_callers(sandbox: Box) -> None:
