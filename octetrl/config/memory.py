@@ -20,7 +20,7 @@ Always allocated:
                                             no transposed codes, and no codes at all during an update
                     + 8 P8 + 8 P8           emulation has these instead of transposed codes: float64 values of the
                                             codes, for the engine and for the trainer. `remade`: only the engine's
-    gradients       4 P                     float32 sums
+    gradients       4 P                     float32 sums; BF16: 2 P
     optimizer       s P + 4 P               both moments, and the float32 master weights unless `stochastic_rounding`.
                                             `offload`: only two pieces of 2^24 elements
     reference       weights + FP8 copies    if `kl_coefficient` is above 0, and for dpo and ipo. No transposed codes,
@@ -164,7 +164,7 @@ def estimate_memory(
     parts += _fp8_parts(recipe, spec, precisions, emulated=emulated, has_critic=critic is not None)
     if lora is not None:
         parts.append(MemoryPart("adapters", weight_bytes * trained, f"{trained:,} trained parameters"))
-    parts.append(MemoryPart("gradients", 4 * trained, "float32 sums"))
+    parts.append(MemoryPart("gradients", recipe.trainer.gradient_bytes * trained, f"{recipe.trainer.gradients} sums"))
     parts.append(_optimizer(recipe, trained, weight_bytes, on_gpu))
     if teacher is not None:
         taught = weight_bytes * teacher[0].num_parameters + _fp8_copies(*teacher, emulated=emulated, backward=False)
@@ -287,7 +287,7 @@ def _critic(recipe: Recipe, critic: ScalarModel, weight_bytes: int, *, on_gpu: b
     states = _optimizer(
         recipe.model_copy(update={"trainer": optimizer}), critic.trunk.num_parameters, weight_bytes, on_gpu
     )
-    num_bytes = (weight_bytes + 4) * critic.trunk.num_parameters + states.num_bytes
+    num_bytes = (weight_bytes + recipe.trainer.gradient_bytes) * critic.trunk.num_parameters + states.num_bytes
     kept = recipe.trainer.weight_codes == "kept"
     num_bytes += _fp8_copies(critic.trunk, critic.precisions, emulated=emulated, backward=kept)
     return MemoryPart("critic", num_bytes, f"weights, FP8 copies, gradients; {states.how}")

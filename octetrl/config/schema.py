@@ -209,8 +209,16 @@ class TrainerConfig(Section):
     weight_codes: Literal["kept", "remade"] = "kept"
     """FP8 codes of trained weights during an update. kept: in memory in both orientations, 2 bytes per weight. remade:
     freed, and quantised again for each GEMM, with the same result. FP8 training then needs no more memory than BF16."""
+    gradients: Literal["float32", "bfloat16"] = "float32"
+    """Format of gradient sums. float32: 4 bytes per weight. bfloat16: 2 bytes, with stochastic rounding; its error is
+    the metric `gradients/rounding_error`. Use it if the sums do not fit. `cluster.gradients: sharded` saves more."""
     logprob_chunk: int = Field(default=1024, ge=1, le=1 << 24)
     """Number of trained tokens whose logits are in memory at the same time. Lower it to save memory."""
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of a weight's gradient sum."""
+        return 4 if self.gradients == "float32" else 2
 
 
 class CriticConfig(Section):

@@ -32,6 +32,7 @@ from octetrl.config.spec import ModelSpec
 from octetrl.config.validate_environment import environment_problems
 from octetrl.config.validate_sandbox import sandbox_problems
 from octetrl.config.validate_tensor import tensor_problems
+from octetrl.config.validate_training_memory import training_memory_problems
 
 MOST_ROLLOUTS = 10_000_000  # per step; each rollout is a record in memory
 _ROWS = {
@@ -74,7 +75,7 @@ def combination_problems(recipe: Recipe, training: bool = True) -> Iterator[Prob
     if training:
         yield from _algorithm_problems(recipe)
         yield from _critic_problems(recipe)
-        yield from _weight_code_problems(recipe)
+        yield from training_memory_problems(recipe)
     yield from environment_problems(recipe, training)
     yield from sandbox_problems(recipe)
     yield from _trainer_problems(recipe)
@@ -267,31 +268,6 @@ def _trainer_problems(recipe: Recipe) -> Iterator[Problem]:
             f" use at most {samples}"
         )
         yield Problem(("trainer.minibatches", *of_batch), text)
-
-
-def _weight_code_problems(recipe: Recipe) -> Iterator[Problem]:
-    fp8, name = recipe.fp8, recipe.algorithm.name
-    if recipe.trainer.weight_codes == "kept":
-        return
-    if not fp8.train:
-        text = (
-            "trainer.weight_codes: 'remade' has no effect if training is not FP8; leave it out, or use precision:"
-            " fp8_full"
-        )
-        yield Problem(("trainer.weight_codes", "fp8.train"), text)
-    elif recipe.model.lora is not None and name != "ppo":
-        text = (
-            "trainer.weight_codes: with model.lora an FP8 weight exists only as codes, so they cannot be 'remade';"
-            " use kept"
-        )
-        yield Problem(("trainer.weight_codes", "model.lora"), text)
-    has_graphs = fp8.rollout and name != "reward_model" and recipe.cluster.device != "cpu"
-    if fp8.train and has_graphs and not recipe.engine.release_for_training:
-        text = (
-            "trainer.weight_codes: 'remade' moves the codes that the engine's captured graphs read, but"
-            " engine.release_for_training: false keeps the graphs; set that to true, or use kept"
-        )
-        yield Problem(("trainer.weight_codes", "engine.release_for_training"), text)
 
 
 def _run_problems(recipe: Recipe) -> Iterator[Problem]:

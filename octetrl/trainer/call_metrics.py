@@ -22,6 +22,8 @@ def call_metrics(trainer: Trainer, call: TrainCall) -> dict[str, float]:
     metrics |= effective_sample_size(metrics)
     if call.lr is not None:
         metrics["time/requantize"] *= num_updates
+    if trainer.optimizer.gradients.rounding is not None:
+        metrics |= trainer.optimizer.gradients.rounding.take_metrics()
     metrics["lr"] = call.lr or 0.0
     metrics["train/updates"] = float(num_updates)
     own_tokens = sum(one.micro_batch.token_ids_T.numel() for one in call.micro_batches)

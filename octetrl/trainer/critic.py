@@ -100,14 +100,14 @@ class Critic:
     def update(
         self, minibatch: Sequence[PreparedMicroBatch], denominator: float, policy_version: int, means: MetricMeans
     ) -> dict[str, float]:
-        """Run one optimizer step; returns its loss, gradient norm and learning rate.
+        """Run one optimizer step; returns its metrics, such as loss, gradient norm and learning rate.
 
         The metrics of the tokens are added to `means`. NonFiniteError: nothing was updated.
         """
         parts = [self._part(one) for one in minibatch]
         lr = learning_rate(policy_version, self.config.optimizer, self.total_steps)
         found = self.scalar_trainer.update(parts, denominator, lr, means)
-        return {"value/loss": found["loss"], "value/grad_norm": found["grad_norm"], "value/lr": lr}
+        return {f"value/{name}": value for name, value in found.items()} | {"value/lr": lr}
 
     def state(self) -> ScalarState:
         return self.scalar_trainer.state()

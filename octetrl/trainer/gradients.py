@@ -1,15 +1,15 @@
 """Gradient sums: where a parameter's gradient goes when autograd has finished it.
 
-A hook on each parameter passes its gradient on and frees it, micro-batch by micro-batch. Sums are float32. BF16 sums
-would lose small contributions, and would depend on how samples were packed. The optimizer reads the rows that its
-worker owns (trainer/shards.py). With several workers there are two ways to add their gradients:
+A hook on each parameter passes its gradient on and frees it, micro-batch by micro-batch. Sums are float32, or BF16 with
+stochastic rounding (gradient_rounding.py). The optimizer reads the rows that its worker owns (trainer/shards.py). With
+several workers there are two ways to add their gradients:
 
     local     a worker sums whole gradients; `finish` adds the sums of all workers, once an optimizer step
     sharded   a worker sums only the rows that it owns; each micro-batch's gradients are added over all workers during
               its backward, a layer at a time
 
-`local` takes 4 bytes a parameter on every worker, `sharded` only for its own rows. `sharded` exchanges the gradients of
-every micro-batch. All workers must then end the same number of micro-batches: one without a micro-batch adds zeros.
+`local` takes 4 bytes a parameter (BF16: 2) on every worker, `sharded` only for its own rows. `sharded` exchanges the
+gradients of every micro-batch. All workers must then end the same number of micro-batches: one without adds zeros.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from octetrl.kernels.optimizer.add_gradient import add_gradient
 from octetrl.kernels.parts import part
+from octetrl.trainer.gradient_rounding import GradientRounding
 from octetrl.trainer.peers import Peers
 from octetrl.trainer.shards import Cut, Rows, buckets
 
@@ -31,16 +32,23 @@ PHASE = "gradient sums"
 
 
 class GradientSums(ABC):
-    """Float32 sums of the gradients of some parameters since `zero`.
+    """Sums of the gradients of some parameters since `zero`.
 
     `owned[name]` has the rows of a parameter that this worker owns, for all parameters. Read it after `finish`.
     """
 
     owned: Mapping[str, Tensor]
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], rows: Sequence[tuple[Rows, ...]], peers: Peers) -> None:
-        """`rows`: the rows of each worker, for each parameter."""
-        self._peers, self._rank = peers, peers.share.rank
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        rows: Sequence[tuple[Rows, ...]],
+        peers: Peers,
+        rounding: GradientRounding | None = None,
+    ) -> None:
+        """`rows`: the rows of each worker, for each parameter. `rounding`: of BF16 sums; None: they are float32."""
+        self._peers, self._rank, self.rounding = peers, peers.share.rank, rounding
+        self._dtype = torch.float32 if rounding is None else rounding.dtype
         self._rows = dict(zip(parameters, rows, strict=True))
         self._found: set[str] | None = None  # of `inspect`
         for name, parameter in parameters.items():
@@ -70,9 +78,14 @@ class GradientSums(ABC):
     def finish(self) -> None:
         """Add the sums of all workers. Call it once, before the optimizer reads `owned`."""
 
+    def zero(self, step: int = 0) -> None:
+        """Begin a new sum, of this optimizer step."""
+        if self.rounding is not None:
+            self.rounding.begin(step)
+        self._zero()
+
     @abstractmethod
-    def zero(self) -> None:
-        """Begin a new sum."""
+    def _zero(self) -> None: ...
 
     @contextmanager
     def inspect(self) -> Iterator[list[str]]:
@@ -92,13 +105,24 @@ class GradientSums(ABC):
 class LocalGradients(GradientSums):
     """Whole sums on every worker, added over the workers at the end."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], rows: Sequence[tuple[Rows, ...]], peers: Peers) -> None:
-        super().__init__(parameters, rows, peers)
-        self._sums = {name: torch.zeros_like(one, dtype=torch.float32) for name, one in parameters.items()}
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        rows: Sequence[tuple[Rows, ...]],
+        peers: Peers,
+        rounding: GradientRounding | None = None,
+    ) -> None:
+        super().__init__(parameters, rows, peers, rounding)
+        if rounding is not None:
+            rounding.worker = str(self._rank)
+        self._sums = {name: torch.zeros_like(one, dtype=self._dtype) for name, one in parameters.items()}
         self.owned = {name: cut[self._rank].of(self._sums[name]) for name, cut in self._rows.items()}
 
     def _add(self, name: str, gradient: Tensor) -> None:
-        add_gradient(self._sums[name], gradient)
+        if self.rounding is None:
+            add_gradient(self._sums[name], gradient)
+        else:
+            self.rounding.add(self._sums[name], gradient, name)
 
     def end_micro_batch(self) -> None:
         pass
@@ -106,11 +130,16 @@ class LocalGradients(GradientSums):
     def finish(self) -> None:
         if self._peers.share.count == 1:
             return
+        names = {self._sums[name].data_ptr(): name for name in self._rows}
         for bucket in buckets([Cut(self._sums[name], rows) for name, rows in self._rows.items()]):
             for cut, total in zip(bucket, self._peers.sum_to_owners(bucket, PHASE), strict=True):
-                cut.part(self._rank).copy_(total)
+                own = cut.part(self._rank)
+                if self.rounding is None:
+                    own.copy_(total)
+                else:
+                    self.rounding.add(own.zero_(), total, names[cut.tensor.data_ptr()], first=int(own.storage_offset()))
 
-    def zero(self) -> None:
+    def _zero(self) -> None:
         torch._foreach_zero_(list(self._sums.values()))
 
 
@@ -120,11 +149,17 @@ class ShardedGradients(GradientSums):
     Layers leave in the order of the backward, from the last to the first, on every worker.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], rows: Sequence[tuple[Rows, ...]], peers: Peers) -> None:
-        super().__init__(parameters, rows, peers)
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        rows: Sequence[tuple[Rows, ...]],
+        peers: Peers,
+        rounding: GradientRounding | None = None,
+    ) -> None:
+        super().__init__(parameters, rows, peers, rounding)
         self._parameters = parameters
         self.owned = {
-            name: torch.zeros_like(self._rows[name][self._rank].of(one), dtype=torch.float32)
+            name: torch.zeros_like(self._rows[name][self._rank].of(one), dtype=self._dtype)
             for name, one in parameters.items()
         }
         layers = groupby(reversed(list(parameters)), key=lambda name: name.split(".")[:2])
@@ -156,20 +191,27 @@ class ShardedGradients(GradientSums):
                 name = owner[cut.tensor.data_ptr()]
                 first = self._rows[name][self._rank].start
                 start, stop = cut.rows[self._rank]
-                self.owned[name][start - first : stop - first] += total
+                own = self.owned[name][start - first : stop - first]
+                if self.rounding is None:
+                    own += total
+                else:
+                    self.rounding.add(own, total, name, first=start * cut.tensor[:1].numel())
         self._next += 1
 
     def finish(self) -> None:
         assert not self._waiting and self._next == 0, "`end_micro_batch` comes before `finish`"
 
-    def zero(self) -> None:
+    def _zero(self) -> None:
         torch._foreach_zero_(list(self.owned.values()))
 
 
 def gradient_sums(
-    parameters: Mapping[str, nn.Parameter], rows: Sequence[tuple[Rows, ...]], peers: Peers
+    parameters: Mapping[str, nn.Parameter],
+    rows: Sequence[tuple[Rows, ...]],
+    peers: Peers,
+    rounding: GradientRounding | None = None,
 ) -> GradientSums:
     """The sums in the mode `peers.gradients`. With one worker both modes are the same."""
     if peers.gradients == "local" or peers.share.count == 1:
-        return LocalGradients(parameters, rows, peers)
-    return ShardedGradients(parameters, rows, peers)
+        return LocalGradients(parameters, rows, peers, rounding)
+    return ShardedGradients(parameters, rows, peers, rounding)

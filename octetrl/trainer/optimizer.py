@@ -1,6 +1,6 @@
-"""AdamW over float32 gradient sums, for weights of any dtype.
+"""AdamW over gradient sums, for weights of any dtype.
 
-- **Gradients** are summed over micro-batches in float32 (gradients.py).
+- **Gradients** are summed over micro-batches in float32, or in BF16 (gradients.py).
 - **Master weights**: `float32` keeps a float32 copy of each BF16 weight, updates the copy and rounds it to nearest into
   the weight. `stochastic_rounding` keeps no copy, which saves 4 bytes a parameter: the weight is widened to float32,
   updated and rounded stochastically. A float32 weight is its own master.
@@ -18,7 +18,7 @@ the engine reads the same tensors.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import Literal
@@ -31,6 +31,7 @@ from torch.optim.adamw import adamw as torch_adamw
 from octetrl.config.errors import UserError
 from octetrl.config.schema import OptimizerConfig
 from octetrl.kernels.optimizer.adamw import STATE_BLOCK, AdamScalars, Moment, adamw
+from octetrl.trainer.gradient_rounding import GradientRounding
 from octetrl.trainer.gradients import gradient_sums
 from octetrl.trainer.optimizer_offload import OffloadStream, Piece, pieces_of
 from octetrl.trainer.optimizer_states import (
@@ -46,11 +47,12 @@ from octetrl.trainer.shards import BLOCK_ROWS, Rows, cut_rows
 from octetrl.trainer.stochastic_rounding import chance_key, round_stochastically
 
 BUCKET_ELEMENTS = 1 << 26
+GradientFormat = Literal["float32", "bfloat16"]  # of the sums, `trainer.gradients`
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The owned rows of one parameter with what belongs to them. Gradient and master are float32."""
+    """The owned rows of one parameter with what belongs to them. The master is float32."""
 
     name: str
     parameter: nn.Parameter  # whole
@@ -86,6 +88,7 @@ class Optimizer:
         copied: Collection[str] = (),
         cut: Collection[str] = (),
         units: Mapping[str, int] | None = None,
+        gradients: GradientFormat = "float32",
     ) -> None:
         self.config, self.seed, self.step_count = config, seed, 0
         self.parameters, self._peers, self._cut = dict(named_parameters), peers, cut
@@ -93,7 +96,8 @@ class Optimizer:
         table = _table(named, share.count, units or {})
         self.rows = dict(zip(named, table, strict=True))
         self._device = next(iter(named.values())).device if named else torch.device("cpu")
-        self.gradients = gradient_sums(named, table, peers)
+        rounding = GradientRounding(seed, self._device) if gradients == "bfloat16" else None
+        self.gradients = gradient_sums(named, table, peers, rounding)
         owned = [(name, rows[share.rank]) for name, rows in self.rows.items()]
         owned = [(name, own) for name, own in owned if own.stop > own.start]
         on_host = config.offload and self._device.type == "cuda"
@@ -141,7 +145,7 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Begin the gradient sums of a step."""
-        self.gradients.zero()
+        self.gradients.zero(self.step_count)
 
     @torch.no_grad()
     def clip_gradients(self) -> Tensor:
@@ -152,13 +156,22 @@ class Optimizer:
         """
         self.gradients.finish()
         counted = [slot for slot in self.slots if slot.name in self._cut or self._peers.group.rank == 0]
-        norm = get_total_norm([slot.gradient for slot in counted])
+        norm = self._norm(counted)
         if self._peers.share.count > 1 or self._peers.group.size > 1:
             square = norm.double().square().reshape(1).to(self._device)
             square = self._peers.sum_in_group(self._peers.sum(square, "gradient norm"), "gradient norm")
             norm = square[0].sqrt().float()
+        if self.gradients.rounding is not None:
+            self.gradients.rounding.end(norm, self._peers)
         self._clip = (self.config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm
+
+    def _norm(self, slots: Sequence[Slot]) -> Tensor:
+        """Of the owned rows, float32."""
+        sums = [slot.gradient for slot in slots]
+        if self.gradients.rounding is None or not sums:
+            return get_total_norm(sums)
+        return torch.stack([torch.linalg.vector_norm(one, dtype=torch.float32) for one in sums]).norm()
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
@@ -199,14 +212,16 @@ class Optimizer:
         return chance_key(seed=self.seed, step=self.step_count, name=name)
 
     def _step_by_torch(self, lr: float) -> None:
-        if self._clip is not None and self.slots:  # a worker may own no rows
+        is_wide = self.gradients.rounding is None
+        if self._clip is not None and self.slots and is_wide:  # a worker may own no rows
             torch._foreach_mul_([slot.gradient for slot in self.slots], self._clip)
+        clip = 1.0 if self._clip is None else self._clip
         for bucket in self._buckets:
             masters = [slot.weight.float() if slot.master is None else slot.master for slot in bucket]
             steps_done = torch.full((len(bucket),), float(self.step_count), device=masters[0].device)
             torch_adamw(
                 masters,
-                [slot.gradient for slot in bucket],
+                [slot.gradient if is_wide else slot.gradient.float() * clip for slot in bucket],
                 [slot.exp_avg.values for slot in bucket],
                 [slot.exp_avg_sq.values for slot in bucket],
                 [],

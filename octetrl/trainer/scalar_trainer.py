@@ -69,7 +69,9 @@ class ScalarTrainer:
     ) -> None:
         self.model, self.peers = model, peers
         self.device = model.lm_head_weight.device
-        self.optimizer, self.weights = optimizer_of(model, optimizer, seed=seed, peers=peers, trains=trains)
+        self.optimizer, self.weights = optimizer_of(
+            model, optimizer, seed=seed, peers=peers, trains=trains, gradients=config.gradients
+        )
         self.weights_are_whole = True  # false from an optimizer step until the owner sets it
         self._run_layer = layer_runner(model, config.activation_checkpointing, config.checkpointed_layers)
         self._remakes_codes = config.weight_codes == "remade"
@@ -106,6 +108,8 @@ class ScalarTrainer:
             where = self.peers.agree(self._first_non_finite(parts), "non-finite numbers") or "every scalar is finite"
             found = f"loss {metrics['loss']}, gradient norm {metrics['grad_norm']}"
             raise NonFiniteError(f"scalar head: {found}: {where}; nothing was updated")
+        if self.optimizer.gradients.rounding is not None:
+            metrics |= self.optimizer.gradients.rounding.take_metrics()
         self.weights_are_whole = False
         self.optimizer.step(lr)
         self.weights.renew()

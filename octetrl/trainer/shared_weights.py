@@ -25,7 +25,7 @@ from octetrl.layers.linear import Float8Linear
 from octetrl.layers.stacked import Float8StackedLinear
 from octetrl.models.decoder import Decoder
 from octetrl.models.tensor_rows import cut_rows_of
-from octetrl.trainer.optimizer import Optimizer
+from octetrl.trainer.optimizer import GradientFormat, Optimizer
 from octetrl.trainer.peers import Peers
 from octetrl.trainer.shards import Cut, Rows, buckets
 
@@ -42,7 +42,13 @@ def sharded_linears(model: Decoder, peers: Peers) -> dict[str, Float8Linear]:
 
 
 def optimizer_of(
-    model: Decoder, config: OptimizerConfig, *, seed: int, peers: Peers, trains: bool = True
+    model: Decoder,
+    config: OptimizerConfig,
+    *,
+    seed: int,
+    peers: Peers,
+    trains: bool = True,
+    gradients: GradientFormat = "float32",
 ) -> tuple[Optimizer, SharedWeights]:
     """The optimizer of a loaded and quantised model, and what exchanges its weights.
 
@@ -51,7 +57,9 @@ def optimizer_of(
     parameters = model.trained_parameters() if trains else ()
     linears, cut = sharded_linears(model, peers), cut_rows_of(model.spec, model.lora)
     units = {name: _rows_per_unit(linear) for name, linear in linears.items()}
-    optimizer = Optimizer(parameters, config, seed=seed, peers=peers, copied=linears, cut=cut, units=units)
+    optimizer = Optimizer(
+        parameters, config, seed=seed, peers=peers, copied=linears, cut=cut, units=units, gradients=gradients
+    )
     return optimizer, SharedWeights(model, optimizer, peers)
 
 

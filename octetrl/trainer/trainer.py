@@ -83,7 +83,9 @@ class Trainer:
         self.policy_version = 0
         self.device = model.lm_head_weight.device
         self.peers = peers
-        self.optimizer, self.weights = optimizer_of(model, config.optimizer, seed=seed, peers=peers, trains=trains)
+        self.optimizer, self.weights = optimizer_of(
+            model, config.optimizer, seed=seed, peers=peers, trains=trains, gradients=config.gradients
+        )
         self._is_stepping = False  # true from the first optimizer step of a `train` call to its end
         self.collects_kv_amax = collect_kv_amax
         self.remakes_codes = config.weight_codes == "remade"

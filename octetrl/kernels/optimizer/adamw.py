@@ -140,7 +140,7 @@ def _adamw_kernel(
     row_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     index_RC = row_R[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     inside_RC = index_RC < num_elements
-    g_RC = tl.load(gradient_ptr + index_RC, mask=inside_RC, other=0.0) * tl.load(clip_ptr)
+    g_RC = tl.load(gradient_ptr + index_RC, mask=inside_RC, other=0.0).to(tl.float32) * tl.load(clip_ptr)
     if EIGHT_BIT:
         avg_code_RC = tl.load(avg_ptr + index_RC, mask=inside_RC, other=0).to(tl.int32)
         sq_code_RC = tl.load(sq_ptr + index_RC, mask=inside_RC, other=0).to(tl.int32)
@@ -268,7 +268,9 @@ def adamw_reference(
             for values, exponents in (exp_avg, exp_avg_sq)
         ]
         own = None if master is None else master[piece]
-        _update_piece(weight[piece], own, gradient[piece] * clip, moments[0], moments[1], scalars, key, first + start)
+        _update_piece(
+            weight[piece], own, gradient[piece].float() * clip, moments[0], moments[1], scalars, key, first + start
+        )
 
 
 def _update_piece(
@@ -307,12 +309,13 @@ def adamw(
     """Update weight, master and moments in place. All have one size and are contiguous, of any shape.
 
     weight: BF16 or float32. master: float32, or None: a float32 weight is its own master, and a BF16 weight is rounded
-    stochastically. gradient: float32. clip: float32 scalar on the device. The random bits depend on `key` in [0, 2^31)
-    and the element's number, counted from `first`. Two halves of a tensor, updated separately, have the bits of the
-    whole.
+    stochastically. gradient: float32 or BF16. clip: float32 scalar on the device. The random bits depend on `key` in
+    [0, 2^31) and the element's number, counted from `first`. Two halves of a tensor, updated separately, have the bits
+    of the whole.
     """
     assert 0 <= key < 1 << 31 and weight.numel() + first < 1 << 31, f"adamw: key {key}, {weight.numel()} elements"
-    assert gradient.dtype == torch.float32 and clip.dtype == torch.float32, f"adamw: gradient is {gradient.dtype}"
+    assert gradient.dtype in (torch.float32, torch.bfloat16), f"adamw: gradient is {gradient.dtype}"
+    assert clip.dtype == torch.float32, f"adamw: clip is {clip.dtype}"
     for tensor in (master, gradient, exp_avg.values, exp_avg_sq.values):
         assert tensor is None or (tensor.numel() == weight.numel() and tensor.is_contiguous()), "adamw: sizes differ"
     launcher = adamw_triton if weight.is_cuda else adamw_reference

@@ -57,6 +57,13 @@ def test_parts_in_bf16() -> None:
     }
 
 
+def test_gradient_sums_in_bf16() -> None:
+    halved = recipe(algorithm={"name": "ppo"}, trainer={"gradients": "bfloat16"})
+    critic = ScalarModel(TINY, PLAIN)
+    parts = parts_of(estimate_memory(halved, TINY, PLAIN, on_gpu=True, device_bytes=None, critic=critic))
+    assert (parts["gradients"], parts["critic"]) == (2 * P, 16 * P)
+
+
 def backward(tokens: int, precisions: Precisions, checkpointing: str = "layer", chunk: int = 1) -> tuple[int, int]:
     trainer = {"tokens_per_micro_batch": tokens, "logprob_chunk": chunk, "activation_checkpointing": checkpointing}
     parts = parts_of(estimate_memory(recipe(trainer=trainer), TINY, precisions, on_gpu=True, device_bytes=None))

@@ -117,6 +117,8 @@ IMPOSSIBLE = [
     ),
     ([REMADE], "trainer.weight_codes: 'remade' has no effect if training is not FP8"),
     ([*REMADE_FP8, ("model.lora", {})], "with model.lora an FP8 weight exists only as codes"),
+    ([("trainer.gradients", "bfloat16"), ("model.dtype", "float32")], "bfloat16 sums are for bfloat16 weights"),
+    ([("trainer.gradients", "bfloat16"), ("model.lora", {})], "only adapters have gradients"),
     ([("environment.dataset", None)], "such as chain_sum"),
     ([("environment.kind", "math"), ("environment.dataset", None)], "JSONL file"),
     ([("environment.kind", "jsonl"), ("environment.parameters", {"p": 1})], "p have no effect"),

@@ -1,0 +1,90 @@
+"""BF16 gradient sums: their error as measured and as they report it, updates, and the same bits again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from octetrl.config.schema import OptimizerConfig
+from octetrl.trainer.gradient_rounding import GradientRounding
+from octetrl.trainer.optimizer import GradientFormat, Optimizer
+from octetrl.trainer.peers import ALONE, Peers
+from octetrl.trainer.shards import GradientMode
+from tests.objectives import objective
+from tests.team import run_team
+from tests.unit.trainer.test_many_workers import Run, assert_equal_everywhere, batches, trained
+
+CPU = torch.device("cpu")
+
+
+SHAPE = (32, 512)
+
+
+def micro_batches(count: int, noise: float) -> list[Tensor]:
+    """Gradients of micro-batches: a part that all share, and `noise` times as much of their own."""
+    generator = torch.Generator().manual_seed(count)
+    common = torch.randn(SHAPE, generator=generator)
+    return [(common + noise * torch.randn(SHAPE, generator=generator)).bfloat16() for _ in range(count)]
+
+
+def relative(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize(
+    ("noise", "count", "stochastic", "nearest"), [(4.0, 16, 0.0062, 0.0046), (0.1, 256, 0.021, 0.072)]
+)
+def test_the_error_is_as_docs_say_and_as_the_metric_says(
+    noise: float, count: int, stochastic: float, nearest: float
+) -> None:
+    """Contributions that are mostly noise, and contributions that are nearly equal."""
+    given = micro_batches(count, noise)
+    exact = torch.stack([one.double() for one in given]).sum(0)
+    rounding, sum_, to_nearest = GradientRounding(3, CPU), torch.zeros(SHAPE).bfloat16(), torch.zeros(SHAPE).bfloat16()
+    rounding.begin(0)
+    for one in given:
+        rounding.add(sum_, one, "weight")
+        to_nearest += one
+    assert relative(sum_, exact) == pytest.approx(stochastic, rel=0.05)
+    assert relative(to_nearest, exact) == pytest.approx(nearest, rel=0.05)
+    rounding.end(exact.norm(), ALONE)
+    assert rounding.take_metrics()["gradients/rounding_error"] == pytest.approx(relative(sum_, exact), rel=0.03)
+    assert rounding.take_metrics() == {}
+
+
+@pytest.mark.parametrize("states", ["float32", "bfloat16"])
+def test_a_sum_without_rounding_updates_as_a_float32_sum(states: str) -> None:
+    """Also if it is clipped."""
+    config = OptimizerConfig(lr=1e-2, max_grad_norm=0.3, states=states)  # type: ignore[arg-type]
+
+    def updated(gradients: GradientFormat) -> tuple[Tensor, Tensor]:
+        weight = nn.Parameter(torch.linspace(-1, 1, 300).view(3, 100).bfloat16())
+        optimizer = Optimizer([("weight", weight)], config, seed=2, gradients=gradients)
+        for _ in range(3):
+            optimizer.zero_grad()
+            weight.backward(torch.randint(-4, 5, weight.shape, generator=torch.Generator().manual_seed(1)).bfloat16())
+            norm = optimizer.clip_gradients()
+            optimizer.step(config.lr)
+        return weight.detach(), norm
+
+    ours, theirs = updated("bfloat16"), updated("float32")
+    assert torch.equal(ours[0], theirs[0])
+    torch.testing.assert_close(ours[1], theirs[1], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("mode", ["local", "sharded"])
+def test_two_workers_train_as_with_float32_sums_and_repeat_their_bits(mode: GradientMode) -> None:
+    given = batches(4, sft=True)
+
+    def work(peers: Peers) -> Run:
+        return trained(peers, given, objective(name="sft"), gradients="bfloat16")
+
+    alone = trained(ALONE, given, objective(name="sft"))
+    runs, again = (run_team(2, work, gradients=mode) for _ in range(2))
+    assert_equal_everywhere(runs)
+    assert_equal_everywhere([runs[0], again[0]])
+    assert runs[0].losses == pytest.approx(alone.losses, rel=5e-3)
+    errors = [[update.metrics["gradients/rounding_error"] for update in run.updates] for run in runs]
+    assert errors[0] == errors[1] and all(1e-4 < error < 5e-3 for error in errors[0])
+    assert all(gradient.dtype == torch.bfloat16 for gradient in runs[0].gradients.values())
