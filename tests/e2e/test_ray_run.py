@@ -51,6 +51,7 @@ def running() -> Iterator[RayCluster]:
 
 
 def pid_of(folder: Path, rank: int) -> int:
+    wait_for(lambda: (folder / STATUS_FILE).exists(), 30.0)  # it is written about once a second
     return int(json.loads((folder / STATUS_FILE).read_text())["workers"][rank]["pid"])
 
 
