@@ -8,7 +8,7 @@ here imports torch: records with tensors name the type for the type checker only
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -126,6 +126,12 @@ class GenerationProgress:
     @property
     def tokens_per_second(self) -> float:
         return self.generated_tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+OnProgress = Callable[[GenerationProgress], None]
+OnCompletions = Callable[[Sequence[tuple[int, int, Completion]]], None]
+"""Called after every forward, mostly with an empty list: completions that ended, each with the place of its request in
+the list of requests, and its sibling."""
 
 
 @dataclass(frozen=True, slots=True)

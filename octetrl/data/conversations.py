@@ -97,9 +97,7 @@ def conversation_of(record: Mapping[str, Any], where: str) -> Conversation | Dia
         return Conversation(required_text(record, "prompt", where), required_text(record, "answer", where))
     messages = messages_of(record, "messages", where)
     if all(message["role"] != "assistant" for message in messages):
-        raise UserError(
-            f"{where}: 'messages' has no assistant message, so there is nothing to train on; add its answers"
-        )
+        raise UserError(f"{where}: 'messages' has no assistant message to train on; add its answers")
     return Dialogue(messages, tools=tools_of(record, where))
 
 

@@ -26,13 +26,13 @@ from octetrl.engine.grammars import Grammars
 from octetrl.engine.kv_cache import KVCache, cache_format, configured_pages, host_pages, smallest_pages
 from octetrl.engine.metrics import EngineMetrics
 from octetrl.engine.model_runner import ModelRunner
-from octetrl.engine.session import OnCompletions, OnProgress, Session
+from octetrl.engine.session import Session
 from octetrl.engine.stopping import Tokenizer, decoder_of, memoised
 from octetrl.engine.weights import put_weights, weights_digest
 from octetrl.fp8.kv_scales import KVScales, same_bits
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.models.decoder import Decoder
-from octetrl.records import Completion, GenerationRequest, WeightSet
+from octetrl.records import Completion, GenerationRequest, OnCompletions, OnProgress, WeightSet
 
 LAG = 2  # forwards launched beyond the one whose results are read, on a GPU
 OPEN_CACHE_BYTES = 1 << 28  # size of a session's cache on a CPU if neither recipe nor requests set it

@@ -25,7 +25,7 @@ session and frees all pages.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -42,10 +42,8 @@ from octetrl.engine.scheduler import Scheduler, longest_first
 from octetrl.engine.stopping import Decode
 from octetrl.engine.transcript import Batch, Transcript
 from octetrl.fp8.non_finite import NonFiniteError
-from octetrl.records import Completion, FinishReason, GenerationProgress, GenerationRequest, SessionEvent
+from octetrl.records import Completion, FinishReason, GenerationProgress, GenerationRequest, OnProgress, SessionEvent
 
-OnProgress = Callable[[GenerationProgress], None]
-OnCompletions = Callable[[Sequence[tuple[int, int, Completion]]], None]  # as rollout/backend.py has it
 Ended = tuple[RunningSequence, Completion]
 
 

@@ -14,7 +14,7 @@ def why_not_equal(recipe: Recipe, policy: PrecisionPolicy, *, on_gpu: bool) -> s
     """Why the trainer's and the engine's log-probs of a sample may differ under the same weights. None if they are
     promised to have the same bits (docs/parity.md)."""
     if recipe.algorithm.learns_from != "rollouts":
-        return f"{recipe.algorithm.name} samples no rollouts, so there is nothing to compare"
+        return f"{recipe.algorithm.name} samples no rollouts to compare"
     if policy.numerics != "parity":
         return "the faster sums agree up to rounding only (numerics: fast)"
     if not policy.same_on_both_sides:

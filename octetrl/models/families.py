@@ -8,7 +8,7 @@ models/window_config.py sliding windows. A setting that this decoder does not su
 of RoPE scaling) is refused by name.
 
 The decoder with a scalar head (models/scalar_decoder.py) is *ForSequenceClassification with one label. It is read only
-with `scalar`, so that nobody generates from a reward model by mistake.
+with `scalar`. Commands that generate do not pass it, so they refuse a reward model.
 
 Both spellings are read: transformers 4 (`rope_theta` and `rope_scaling` at the top) and 5 (both in
 `rope_parameters`). The older one is written, because every version reads it.

@@ -13,19 +13,14 @@ runs a forward: a session in another process works on its own and costs no call 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
-from octetrl.records import Completion, GenerationProgress, GenerationRequest, SessionEvent
+from octetrl.records import Completion, GenerationRequest, OnCompletions, OnProgress, SessionEvent
 
 if TYPE_CHECKING:
     from octetrl.records import WeightSet
-
-OnProgress = Callable[[GenerationProgress], None]
-OnCompletions = Callable[[Sequence[tuple[int, int, Completion]]], None]
-"""Called after every forward, mostly with an empty list: completions that ended, each with the place of its request in
-the list of requests, and its sibling."""
 
 
 class RolloutSession(Protocol):

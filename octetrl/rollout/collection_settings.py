@@ -9,8 +9,8 @@ from typing import Protocol
 
 from octetrl.config.schema import RolloutConfig
 from octetrl.environments.scoring import Score
-from octetrl.records import Completion, GenerationRequest, SamplingParams, Task
-from octetrl.rollout.backend import OnCompletions, RolloutSession
+from octetrl.records import Completion, GenerationRequest, OnCompletions, SamplingParams, Task
+from octetrl.rollout.backend import RolloutSession
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.drive import Occupancy
 from octetrl.rollout.expected_lengths import ExpectedLengths

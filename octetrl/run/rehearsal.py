@@ -55,7 +55,7 @@ def rehearse(recipe: Recipe, tokenizer: Tokenizer | None) -> Rehearsal:
     """Try tasks, prompts and score. tokenizer: None if it can't be read, then no prompt is tokenized.
 
     An environment that can't be built is no problem here, because the checks of files report it. A reward model's run
-    samples nothing, so there is nothing to try."""
+    samples no answers, and is not rehearsed."""
     found, config = Rehearsal(), recipe.environment
     if config.dataset is None or recipe.algorithm.name == "reward_model":
         return found
@@ -136,7 +136,7 @@ def _num_tokens(chat: ChatTokens, prompt: str, limit: int) -> int:
 
 
 def _load_reward(config: EnvironmentConfig) -> None:
-    """Only load the score: there is nothing to call it with, or it is not the environment's."""
+    """Load the score without calling it: no task was made, or the score is not the environment's."""
     if config.reward is not None:
         RewardWorkers(
             PythonReward(config.reward),

@@ -70,7 +70,7 @@ class Form:
         return {**self._head(self.kind), "choices": [self.choice(piece) for piece in pieces], "usage": usage.body}
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        """Write the chunks of a piece; an empty list if there is nothing to show yet."""
+        """Write the chunks of a piece; an empty list while it holds text back."""
         return [{**self._head(self.chunk_kind), "choices": [choice]} for choice in self.deltas(piece)]
 
     def opening(self, num_choices: int) -> list[dict[str, Any]]:

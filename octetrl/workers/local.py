@@ -14,12 +14,14 @@ from octetrl.records import (
     Completion,
     GenerationProgress,
     GenerationRequest,
+    OnCompletions,
+    OnProgress,
     PackedBatch,
     PolicyUpdate,
     Published,
     Task,
 )
-from octetrl.rollout.backend import OnCompletions, OnProgress, RolloutSession
+from octetrl.rollout.backend import RolloutSession
 from octetrl.telemetry.console import Console
 from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.file_digests import WrittenFile

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Protocol
 
 from octetrl.environments.scoring import Score
-from octetrl.records import Completion, GenerationRequest, PackedBatch, PolicyUpdate, Published, Task
-from octetrl.rollout.backend import OnCompletions, RolloutSession
+from octetrl.records import Completion, GenerationRequest, OnCompletions, PackedBatch, PolicyUpdate, Published, Task
+from octetrl.rollout.backend import RolloutSession
 from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.packing import PackingLayout

@@ -29,8 +29,17 @@ from octetrl.engine.weights import weight_set
 from octetrl.fp8.kv_scales import KVScales, kv_scales_from_amax
 from octetrl.fp8.parity import why_not_equal
 from octetrl.fp8.policy import PrecisionPolicy
-from octetrl.records import Completion, GenerationRequest, PackedBatch, PolicyUpdate, Published, TokenLogprobs
-from octetrl.rollout.backend import OnCompletions, OnProgress, RolloutBackend, RolloutSession
+from octetrl.records import (
+    Completion,
+    GenerationRequest,
+    OnCompletions,
+    OnProgress,
+    PackedBatch,
+    PolicyUpdate,
+    Published,
+    TokenLogprobs,
+)
+from octetrl.rollout.backend import RolloutBackend, RolloutSession
 from octetrl.telemetry.mismatch import mismatch_metrics
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.checkpoint import Checkpoint

@@ -16,8 +16,7 @@ from octetrl.config.errors import UserError
 from octetrl.engine.admission import Admission
 from octetrl.engine.metrics import EngineMetrics, merged
 from octetrl.engine.request import RequestGroup
-from octetrl.records import GenerationProgress, GenerationRequest, SessionEvent
-from octetrl.rollout.backend import OnProgress
+from octetrl.records import GenerationProgress, GenerationRequest, OnProgress, SessionEvent
 from octetrl.workers.many.assignment import Assignment, Piece, Room
 from octetrl.workers.many.deadlines import Deadlines
 from octetrl.workers.many.plan import SessionNews

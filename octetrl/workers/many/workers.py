@@ -25,12 +25,12 @@ from octetrl.records import (
     Completion,
     GenerationProgress,
     GenerationRequest,
+    OnCompletions,
     PackedBatch,
     PolicyUpdate,
     Published,
     Task,
 )
-from octetrl.rollout.backend import OnCompletions
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.checkpoint import Checkpoint

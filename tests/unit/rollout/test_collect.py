@@ -11,8 +11,7 @@ import pytest
 
 from octetrl.config.schema import RolloutConfig
 from octetrl.environments.scoring import RewardWorkers, Score
-from octetrl.records import Completion, FinishReason, GenerationRequest, RolloutStatus, Task
-from octetrl.rollout.backend import OnCompletions
+from octetrl.records import Completion, FinishReason, GenerationRequest, OnCompletions, RolloutStatus, Task
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.collect import collect_groups
 from octetrl.rollout.collection_settings import CollectionSettings

@@ -9,12 +9,12 @@ from octetrl.records import (
     Completion,
     FinishReason,
     GenerationRequest,
+    OnCompletions,
     RolloutGroup,
     RolloutStatus,
     SamplingParams,
     Task,
 )
-from octetrl.rollout.backend import OnCompletions
 from octetrl.rollout.collect import CollectedBatch, collect_batch
 from octetrl.rollout.collection_settings import CollectionSettings
 

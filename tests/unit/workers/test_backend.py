@@ -9,8 +9,8 @@ from octetrl.config.schema import EngineConfig, ModelConfig, OptimizerConfig, Re
 from octetrl.engine.engine import Engine
 from octetrl.fp8.backends import choose_backend
 from octetrl.models.decoder import Decoder
-from octetrl.records import Completion, GenerationRequest, SamplingParams, WeightSet
-from octetrl.rollout.backend import OnCompletions, OnProgress, RolloutSession
+from octetrl.records import Completion, GenerationRequest, OnCompletions, OnProgress, SamplingParams, WeightSet
+from octetrl.rollout.backend import RolloutSession
 from octetrl.trainer.packing import pack
 from octetrl.workers.worker import Worker
 from tests.parity.shapes import TINY
