@@ -112,6 +112,7 @@ class RayTeam:
             self._heard_at.append(time.monotonic())
         for worker, status in enumerate(self.ask("start", "status")):
             self._hear(worker, status)
+        self._write_status()
         self._watch.start()
 
     def close(self) -> None:
@@ -285,9 +286,12 @@ class RayTeam:
                 asked[self._actors[worker].status.remote()] = worker
             if asked:
                 self._listen(asked)
-            if self._folder is not None:
-                now, said = time.monotonic(), zip(self._heard, self._heard_at, strict=True)
-                write_status(self._folder, [Heard(status, now - at) for status, at in said if status is not None])
+            self._write_status()
+
+    def _write_status(self) -> None:
+        if self._folder is not None:
+            now, said = time.monotonic(), zip(self._heard, self._heard_at, strict=True)
+            write_status(self._folder, [Heard(status, now - at) for status, at in said if status is not None])
 
     def _listen(self, asked: dict[Any, int]) -> None:
         ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=LOOK_SECONDS)
