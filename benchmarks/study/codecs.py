@@ -1,0 +1,136 @@
+"""Ways to store K or V, each as two functions: look at calibration values, then quantise and dequantise.
+
+A `Codec` receives the calibration texts' values of one layer, each [T, K, D], and returns a function that maps the
+values of one text to what would be read back. E4M3 uses the package's quantisers, so `e4m3_head` and `e4m3_token` give
+the values of `fp8.kv_cache: calibrated` and `dynamic`.
+
+    e4m3_head(margin)        one scale a KV head: margin x the largest calibration magnitude / 448
+    e4m3_group(size)         one scale for each `size` channels of a head, calibrated
+    e4m3_token               one scale a token and KV head
+    int8_token(group)        the same in 8-bit integers, scale = amax / 127; `group` channels a scale
+    int8_channel(margin)     8-bit integers, one calibrated scale a channel
+    centred(codec)           without a constant for each channel, the calibration's mean, in BF16
+    first_exact(codec, n)    the first n tokens of a text in BF16, and not in the calibration
+
+Constants and scales of channels cost attention nothing in its inner loop: a scale of K's channel multiplies q, one of
+V's channel multiplies the output, a constant in K adds the same number to all scores of a query, and one in V adds
+itself to the output, because the probabilities sum to 1.
+
+T tokens, K kv heads, D head size, G groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from octetrl.fp8.format import E4M3_MAX, decode_e4m3
+from octetrl.fp8.quantize import quantize_kv_per_head, quantize_kv_per_token
+
+Values = Callable[[Tensor], Tensor]
+Codec = Callable[[Sequence[Tensor]], Values]
+INT8_MAX = 127.0
+SMALLEST_NORMAL = 2.0**-6  # of E4M3
+
+
+def bf16(_calibration: Sequence[Tensor]) -> Values:
+    return _rounded
+
+
+def e4m3_head(margin: float = 1.05) -> Codec:
+    return lambda calibration: _calibrated(calibration, margin, groups=1)
+
+
+def e4m3_group(size: int, margin: float = 1.05) -> Codec:
+    return lambda calibration: _calibrated(calibration, margin, groups=calibration[0].shape[2] // size)
+
+
+def _calibrated(calibration: Sequence[Tensor], margin: float, groups: int) -> Values:
+    scale_G = head_scales([_grouped(x_TKD, groups) for x_TKD in calibration], margin)
+
+    def values(x_TKD: Tensor) -> Tensor:
+        codes, _ = quantize_kv_per_head(_grouped(x_TKD, groups), scale_G)
+        return (decode_e4m3(codes).to(x_TKD.dtype) * scale_G[None, :, None]).view(x_TKD.shape)
+
+    return values
+
+
+def head_scales(calibration: Sequence[Tensor], margin: float = 1.05) -> Tensor:
+    """A calibrated cache's scales, float32 [K]."""
+    amax_K = torch.stack([_rounded(x_TKD).abs().amax((0, 2)) for x_TKD in calibration]).amax(0).float()
+    scale_K = amax_K * margin / torch.full_like(amax_K, E4M3_MAX)
+    return scale_K.masked_fill(amax_K == 0, 1.0)
+
+
+def e4m3_token(_calibration: Sequence[Tensor]) -> Values:
+    def values(x_TKD: Tensor) -> Tensor:
+        codes, scale_TK = quantize_kv_per_token(x_TKD)
+        return decode_e4m3(codes).to(x_TKD.dtype) * scale_TK[:, :, None]
+
+    return values
+
+
+def int8_token(group: int | None = None) -> Codec:
+    def fit(calibration: Sequence[Tensor]) -> Values:
+        groups = 1 if group is None else calibration[0].shape[2] // group
+
+        def values(x_TKD: Tensor) -> Tensor:
+            x = _grouped(_rounded(x_TKD), groups)
+            return _int8(x, x.abs().amax(2, keepdim=True) / INT8_MAX).view(x_TKD.shape)
+
+        return values
+
+    return fit
+
+
+def int8_channel(margin: float = 1.05) -> Codec:
+    def fit(calibration: Sequence[Tensor]) -> Values:
+        amax_KD = torch.stack([_rounded(x_TKD).abs().amax(0) for x_TKD in calibration]).amax(0)
+        return lambda x_TKD: _int8(_rounded(x_TKD), (amax_KD * margin / INT8_MAX)[None])
+
+    return fit
+
+
+def int8_head(margin: float = 1.05) -> Codec:
+    def fit(calibration: Sequence[Tensor]) -> Values:
+        scale_K = head_scales(calibration, margin) * (E4M3_MAX / INT8_MAX)
+        return lambda x_TKD: _int8(_rounded(x_TKD), scale_K[None, :, None].to(x_TKD.dtype))
+
+    return fit
+
+
+def centred(codec: Codec) -> Codec:
+    def fit(calibration: Sequence[Tensor]) -> Values:
+        constant_KD = _rounded(torch.cat(list(calibration)).mean(0))
+        values = codec([_rounded(x_TKD) - constant_KD for x_TKD in calibration])
+        return lambda x_TKD: values(_rounded(x_TKD) - constant_KD) + constant_KD
+
+    return fit
+
+
+def first_exact(codec: Codec, tokens: int) -> Codec:
+    def fit(calibration: Sequence[Tensor]) -> Values:
+        values = codec([x_TKD[tokens:] for x_TKD in calibration])
+        return lambda x_TKD: torch.cat((_rounded(x_TKD[:tokens]), values(x_TKD[tokens:])))
+
+    return fit
+
+
+def below_normal(x_TKD: Tensor, scale_K: Tensor) -> Tensor:
+    """Whether a value's code is below E4M3's smallest normal number, where fewer mantissa bits are left."""
+    return x_TKD.abs() < scale_K.to(x_TKD.dtype)[None, :, None] * SMALLEST_NORMAL
+
+
+def _int8(x: Tensor, scale: Tensor) -> Tensor:
+    scale = scale.masked_fill(scale == 0, 1.0)
+    return (x / scale).round().clamp(-INT8_MAX, INT8_MAX) * scale
+
+
+def _grouped(x_TKD: Tensor, groups: int) -> Tensor:
+    return x_TKD.reshape(x_TKD.shape[0], x_TKD.shape[1] * groups, -1)
+
+
+def _rounded(x: Tensor) -> Tensor:
+    return x.to(torch.bfloat16).to(x.dtype)
