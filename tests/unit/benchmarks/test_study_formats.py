@@ -109,9 +109,9 @@ def test_a_constant_of_channels_changes_no_attention() -> None:
     out = attend(q, k, v)
     torch.testing.assert_close(attend(q, k + constant, v), out)
     torch.testing.assert_close(attend(q, k, v + constant), out + constant.repeat_interleave(2, 0))
-    far = k + 100
-    centred = codecs.centred(codecs.int8_token())
-    assert kv_formats.relative(centred([far])(far), far) < kv_formats.relative(codecs.int8_token()([far])(far), far) / 5
+    far = k + 8  # BF16's own rounding of values near 8 stays, a third of the error
+    error = kv_formats.relative(codecs.int8_token()([far])(far), far)
+    assert kv_formats.relative(codecs.centred(codecs.int8_token())([far])(far), far) < 0.7 * error
 
 
 @torch.no_grad()
