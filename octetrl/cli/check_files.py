@@ -14,10 +14,10 @@ from typing import Any
 from octetrl.cli.check_turns import check_turns
 from octetrl.config.algorithm import DistillConfig
 from octetrl.config.errors import UserError, nearest_file
+from octetrl.config.hub_name import hub_dataset
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate_environment import FILES
-from octetrl.data.rows import HUB
 from octetrl.models.families import load_reward_spec, load_spec
 from octetrl.models.weight_files import checked_headers
 
@@ -128,7 +128,7 @@ def _source_problems(recipe: Recipe) -> Iterator[str]:
         return
     for name, source in recipe.sources.items():
         field = f"data.sources.{name}.path" if recipe.data.sources else "algorithm.conversations"
-        if not source.path.startswith(HUB) and not Path(source.path).exists():
+        if hub_dataset(source.path) is None and not Path(source.path).exists():
             hint = nearest_file(Path(source.path))
             yield f"{field}: no file '{source.path}'; give a JSONL or Parquet file, or a folder{hint}"
             continue
@@ -145,7 +145,7 @@ def _read_dataset(recipe: Recipe) -> None:
     environment, dataset = recipe.environment, str(recipe.environment.dataset)
     if environment.dataset is None:
         return  # validated: nothing is drawn
-    if environment.kind in FILES and not dataset.startswith(HUB) and not Path(dataset).exists():
+    if environment.kind in FILES and hub_dataset(dataset) is None and not Path(dataset).exists():
         hint = nearest_file(Path(dataset))
         raise UserError(f"environment.dataset: no file '{dataset}'; give a JSONL or Parquet file, or a folder{hint}")
     built = build_environment(environment.model_copy(update={"reward": None}))  # which has a check of its own

@@ -13,7 +13,7 @@ class DataSource(Section):
     """One source of conversations or preference pairs: docs/data.md has the formats."""
 
     path: str
-    """A JSONL or Parquet file, a folder that Hugging Face `datasets` reads, or hf:owner/name on the hub."""
+    """A JSONL or Parquet file, a folder that Hugging Face `datasets` reads, or owner/name on the hub."""
     weight: float = Field(default=1.0, gt=0.0)
     """Share of the examples, relative to the other sources' weights."""
     split: str = "train"
@@ -21,7 +21,8 @@ class DataSource(Section):
     subset: str | None = None
     """Subset of a Hugging Face data set. None: the default subset."""
     columns: dict[str, str] = Field(default_factory=dict)
-    """Our key -> the file's key. Set it if the file uses other keys: {prompt: question, answer: solution}."""
+    """Our key -> the file's key. Set it if the file uses other keys: {prompt: question, answer: solution}. A dot
+    selects a key inside an object: {prompt: problem.text}."""
 
 
 class DataConfig(Section):

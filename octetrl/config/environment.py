@@ -19,9 +19,16 @@ class EnvironmentConfig(Section):
     """Kind of environment. It decides what `dataset` means."""
     dataset: str | None = None
     """reasoning_gym: the dataset's name. math and jsonl: path of a JSONL file of {"prompt", "answer"}, or with other
-    keys (`columns`). code: path of a JSONL file of {"prompt", "tests"} (docs/sandbox.md). game, verifiers and
-    gymnasium: the environment's name (docs/environment_tools.md). python: your own environment, `module:name`
-    (docs/environments.md)."""
+    keys (`columns`), or a data set of the Hugging Face hub, owner/name (docs/data.md). code: path of a JSONL file of
+    {"prompt", "tests"} (docs/sandbox.md). game, verifiers and gymnasium: the environment's name
+    (docs/environment_tools.md). python: your own environment, `module:name` (docs/environments.md)."""
+    split: str = "train"
+    """Split of a Hugging Face data set that the tasks come from."""
+    subset: str | None = None
+    """Subset of a Hugging Face data set. None: the default subset."""
+    eval_split: str | None = None
+    """Split of a Hugging Face data set that the held-out tasks come from; its prompts never occur in training. None:
+    they are taken from `split`."""
     columns: dict[Literal["prompt", "answer", "id"], str] = Field(default_factory=dict)
     """For files: our key -> the file's key. A dot selects a key inside an object: {prompt: question, answer:
     reward.ground_truth}. A prompt may be a list of one user message."""

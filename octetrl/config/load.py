@@ -14,8 +14,8 @@ Rules:
   overrides of the command line count as one file, in any order. A later `precision` overrides fields written earlier.
 - `algorithm.name` chooses the fields of its section. `null` removes a field that a base file gives for another
   objective. Any other field that the objective does not have is an error.
-- `environment.kind` chooses what `parameters`, `columns` and `reference_marker` mean. A later file or an override that
-  changes the kind drops those of the former kind.
+- `environment.kind` chooses what `parameters`, `columns`, `reference_marker` and the splits mean. A later file or an
+  override that changes the kind drops those of the former kind.
 - Values that YAML often misreads: `1e-6` is a number. `1:30`, `010`, `yes` and `2024-01-01` are texts. A key given
   twice, an alias (`*name`) and a number that is not finite are errors.
 
@@ -53,7 +53,7 @@ PRECISIONS: dict[str, Tree] = {
     "fp8": {"rollout": True, "train": True, "kv_cache": "none"},
     "fp8_full": {"rollout": True, "train": True, "kv_cache": "calibrated"},
 }
-_OF_ONE_KIND = ("parameters", "columns", "reference_marker")
+_OF_ONE_KIND = ("parameters", "columns", "reference_marker", "split", "subset", "eval_split")
 _OVERRIDE = "override "  # how the text of a problem begins that is an override's alone
 COMMAND_LINE, PYTHON = "command line", "octetrl.train"
 MOST_BYTES = 1 << 20  # size limit of a recipe file

@@ -56,6 +56,28 @@ def _unused_problems(environment: EnvironmentConfig) -> Iterator[Problem]:
         if getattr(environment, name) and kind not in FILES:
             text = f"environment.{name}: kind {kind} reads no file, so it has no effect; remove it"
             yield Problem((f"environment.{name}", "environment.kind"), text)
+    for name in ("split", "subset", "eval_split"):
+        chosen = getattr(environment, name)
+        if chosen != EnvironmentConfig.model_fields[name].default and not _has_splits(environment):
+            text = (
+                f"environment.{name}: '{chosen}' has no effect, because only a Hugging Face data set has"
+                f" {'subsets' if name == 'subset' else 'splits'} (owner/name, or a folder); remove it"
+            )
+            yield Problem((f"environment.{name}", "environment.dataset", "environment.kind"), text)
+    if environment.eval_split == environment.split and environment.eval_split is not None:
+        text = (
+            f"environment.eval_split: '{environment.eval_split}' is also the split of the training tasks, so none would"
+            " be left; give another split, or leave it out to hold out eval_size tasks"
+        )
+        yield Problem(("environment.eval_split", "environment.split"), text)
+
+
+def _has_splits(environment: EnvironmentConfig) -> bool:
+    """Whether the tasks come from a Hugging Face data set: of the hub, or a folder of one."""
+    dataset = environment.dataset
+    if environment.kind not in FILES or dataset is None:
+        return False
+    return not dataset.endswith((".jsonl", ".json", ".parquet"))
 
 
 def _scorer_problems(environment: EnvironmentConfig) -> Iterator[Problem]:

@@ -14,6 +14,7 @@ tokenized when the run starts.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from octetrl.config.schema import DataSource
 from octetrl.config.text import TextTooLong
 from octetrl.data.conversations import Tokenized, TurnTokens, conversation_of
 from octetrl.data.preferences import preference_of
-from octetrl.data.rows import read_rows
+from octetrl.data.rows import find_value, read_rows
 from octetrl.environments.order import EndlessOrder
 from octetrl.records import Sample
 
@@ -59,7 +60,7 @@ def read_source(name: str, config: DataSource, kind: Kind) -> Source:
     """Read all examples of one source. Raises UserError with a line for each of the first ten invalid rows."""
     examples, places, problems = [], [], []
     for row in read_rows(config.path, split=config.split, subset=config.subset):
-        record = {**row.record, **{ours: row.record[key] for ours, key in config.columns.items() if key in row.record}}
+        record = _with_columns(row.record, config.columns)
         try:
             examples.append(_OF_RECORD[kind](record, row.where))
             places.append(row.where)
@@ -71,6 +72,15 @@ def read_source(name: str, config: DataSource, kind: Kind) -> Source:
         more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
         raise UserError("\n  ".join([f"{config.path}: {len(problems)} invalid rows", *problems[:SHOWN], *more]))
     return Source(name, examples, places, config.weight)
+
+
+def _with_columns(record: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
+    """The record with our keys. A column that a row lacks is left out, because a file may mix several forms."""
+    renamed = dict(record)
+    for ours, theirs in columns.items():
+        with contextlib.suppress(KeyError):
+            renamed[ours] = find_value(record, theirs)
+    return renamed
 
 
 def _tokenized(example: Example, place: str, chat: TurnTokens) -> tuple[Tokenized | None, str]:

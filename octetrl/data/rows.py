@@ -2,9 +2,10 @@
 
     *.parquet       needs the extra `parquet`                      chat.parquet, row 17
     a folder        saved by `datasets`, or loadable by it         folder[train], row 17
-    hf:owner/name   a data set of the Hugging Face hub             hf:owner/name[train], row 17
+    owner/name      a data set of the Hugging Face hub             owner/name[train], row 17
     anything else   JSONL: one object per line                     chat.jsonl:17
 
+`hf:owner/name` is the hub's also where there is a folder of this name, and `owner/name@REVISION` is another revision.
 Folder and hub need the extra `datasets`. Rows count from 1. A file is read and checked completely before the run
 starts, so an error in line 90,000 does not stop a running run.
 """
@@ -16,9 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from octetrl.config.errors import UserError, nearest
+from octetrl.config.hub_name import DATASET_PREFIX, HubName, hub_dataset
 from octetrl.config.json_file import kind_of, parse_json, read_text
-
-HUB = "hf:"
 
 
 class Row(NamedTuple):
@@ -34,8 +34,9 @@ def read_rows(path: str | Path, *, split: str = "train", subset: str | None = No
     Raises UserError for a source that is missing, empty or unreadable, and for a line that is not an object.
     """
     path = str(path)
-    if path.startswith(HUB) or Path(path).is_dir():
-        rows = _hugging_face_rows(path, split, subset)
+    hub = hub_dataset(path)
+    if hub is not None or Path(path).is_dir():
+        rows = _hugging_face_rows(path, hub, split, subset)
     elif path.endswith(".parquet"):
         rows = _parquet_rows(path)
     else:
@@ -63,6 +64,18 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if not isinstance(record, dict):
             raise UserError(f"{path}:{number}: {kind_of(record)}, not an object; each line is one JSON object")
         yield number, record
+
+
+def find_value(record: Mapping[str, Any], column: str) -> Any:
+    """Return the value of `record` at `column`, which is a key or several keys joined by dots; KeyError without one."""
+    if column in record:
+        return record[column]
+    value: Any = record
+    for key in column.split("."):
+        if not isinstance(value, Mapping):
+            raise KeyError(key)
+        value = value[key]
+    return value
 
 
 def required_text(record: Mapping[str, Any], key: str, where: str) -> str:
@@ -96,7 +109,8 @@ def _parquet_rows(path: str) -> Iterator[Row]:
         raise UserError(f"{path}: not Parquet ({str(error).splitlines()[0][:120]}); write the file again") from error
 
 
-def _hugging_face_rows(path: str, split: str, subset: str | None) -> Iterator[Row]:
+def _hugging_face_rows(path: str, hub: HubName | None, split: str, subset: str | None) -> Iterator[Row]:
+    path = path.removeprefix(DATASET_PREFIX)
     try:
         import datasets
     except ImportError:
@@ -105,19 +119,28 @@ def _hugging_face_rows(path: str, split: str, subset: str | None) -> Iterator[Ro
         ) from None
     folder = Path(path)
     try:
-        if any((folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        if hub is not None:
+            loaded = datasets.load_dataset(hub.name, name=subset, split=split, revision=hub.revision)
+        elif any((folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
             loaded = datasets.load_from_disk(path)
             if isinstance(loaded, datasets.DatasetDict):
                 if split not in loaded:
                     raise UserError(f"{path}: no split '{split}'; it has {', '.join(loaded)}")
                 loaded = loaded[split]
         else:
-            loaded = datasets.load_dataset(path.removeprefix(HUB), name=subset, split=split)
+            loaded = datasets.load_dataset(path, name=subset, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{path}: datasets can't load it ({reason}); check path, split and subset") from error
+        remedy = "" if hub is None else f"; without a network {_by_hand(hub)}"
+        raise UserError(f"{path}: datasets can't load it ({reason}); check path, split and subset{remedy}") from error
     for number, record in enumerate(loaded, start=1):
         yield Row(number, f"{path}[{split}], row {number}", _without_nulls(record))
+
+
+def _by_hand(hub: HubName) -> str:
+    at = f" --revision {hub.revision}" if hub.revision else ""
+    folder = f"data/{hub.name.rpartition('/')[2]}"
+    return f"bring it from another machine (hf download {hub.name}{at} --repo-type dataset --local-dir {folder})"
 
 
 def _without_nulls(value: Any) -> Any:

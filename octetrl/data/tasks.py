@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from octetrl.config.errors import UserError, nearest
 from octetrl.config.json_file import kind_of
-from octetrl.data.rows import Row, read_rows, required_text
+from octetrl.data.rows import Row, find_value, read_rows, required_text
 from octetrl.environments.answers import extract_answer
 from octetrl.records import Task
 
@@ -33,12 +33,15 @@ def read_tasks(
     *,
     columns: Mapping[Literal["prompt", "answer", "id"], str] = MappingProxyType({}),
     reference_marker: str | None = None,
+    split: str = "train",
+    subset: str | None = None,
 ) -> list[Task]:
     """Read the tasks of a file, in order. `{prompt}` in the template stands for a row's prompt.
 
-    Raises UserError that names the file, and the row if one is invalid.
+    split, subset: of a Hugging Face data set. Raises UserError that names the file, and the row if one is invalid.
     """
-    return make_tasks(read_rows(path), prompt_template, columns=columns, reference_marker=reference_marker)
+    rows = read_rows(path, split=split, subset=subset)
+    return make_tasks(rows, prompt_template, columns=columns, reference_marker=reference_marker)
 
 
 def make_tasks(
@@ -75,17 +78,18 @@ def make_tasks(
 
 
 def _at(record: Mapping[str, Any], column: str, where: str) -> Any:
-    """Return the value of `record` at `column`, which is a key or several keys joined by dots."""
-    if column in record:
-        return record[column]
-    value: Any = record
-    for key in column.split("."):
-        if not isinstance(value, Mapping) or key not in value:
-            known = value if isinstance(value, Mapping) else {}
-            hint = f"{nearest(key, known)}; the keys are {', '.join(known) or 'none'}"
-            raise UserError(f"{where}: there is no '{column}', which environment.columns names{hint}")
-        value = value[key]
-    return value
+    """Return the value of `record` at `column`, with dots for keys inside objects."""
+    try:
+        return find_value(record, column)
+    except KeyError:
+        known: Any = record
+        for key in column.split("."):
+            if not isinstance(known, Mapping) or key not in known:
+                break
+            known = known[key]
+        known = known if isinstance(known, Mapping) else {}
+        hint = f"{nearest(key, known)}; the keys are {', '.join(known) or 'none'}"
+        raise UserError(f"{where}: there is no '{column}', which environment.columns names{hint}") from None
 
 
 def _user_text(prompt: object, where: str) -> object:

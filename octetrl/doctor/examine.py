@@ -34,11 +34,10 @@ from octetrl.doctor.passes import DrawnSequences, EngineLimits, LogprobRule, Pas
 from octetrl.doctor.taps import Tap, engine_tap, trainer_tap
 from octetrl.engine.engine import Engine
 from octetrl.engine.kv_cache import CacheFormat, cache_format
-from octetrl.environments.base import Taskset
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.records import Completion, GenerationRequest, Sample, SamplingParams
-from octetrl.run.build import build_chat, build_environment
+from octetrl.run.build import build_chat, build_environment, build_taskset
 from octetrl.run.device import resolve_device, seed_everything
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.activation_checkpoint import KEPT
@@ -278,7 +277,7 @@ def first_prompts(
     """The first prompts of a run of the recipe, cut to `rollout.max_prompt_tokens`."""
     environment = build_environment(recipe.environment)
     chat = build_chat(recipe, spec, tokenizer, environment)
-    taskset = Taskset(environment.tasks, eval_size=recipe.environment.eval_size, seed=recipe.environment.seed)
+    taskset = build_taskset(environment, recipe.environment)
     limit = recipe.rollout.max_prompt_tokens
     prompts = [chat.first_prompt_tokens(task.prompt, limit) for task in taskset.next_batch(examination.prompts)]
     longest = max(len(prompt) for prompt in prompts) + examination.answer_tokens

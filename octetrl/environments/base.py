@@ -77,14 +77,19 @@ class Taskset:
     """Training tasks in an endless seeded order, and held-out tasks that are never among them.
 
     tasks: all tasks; seed: decides which tasks are held out, and the order of the others; eval_size: number of held-out
-    tasks. Raises UserError if `tasks` has too few different prompts for `eval_size` held-out tasks and one more.
+    tasks. eval_tasks: where these come from, all of which training skips; None: `tasks`. Raises UserError if there are
+    too few different prompts for `eval_size` held-out tasks and one more.
     """
 
-    def __init__(self, tasks: Sequence[Task], *, eval_size: int, seed: int) -> None:
+    def __init__(
+        self, tasks: Sequence[Task], *, eval_size: int, seed: int, eval_tasks: Sequence[Task] | None = None
+    ) -> None:
         self._tasks = tasks
+        self._eval_tasks = eval_tasks
         self._seed = seed
-        self._held_out = _choose_held_out(tasks, eval_size, seed)
-        self._held_out_prompts = frozenset(task.prompt for task in self._held_out)
+        self._held_out = _choose_held_out(tasks if eval_tasks is None else eval_tasks, eval_size, seed)
+        kept = self._held_out if eval_tasks is None else eval_tasks
+        self._held_out_prompts = frozenset(task.prompt for task in kept)
         if all(task.prompt in self._held_out_prompts for task in tasks):
             raise UserError(
                 f"environment.eval_size: {eval_size} held-out tasks leave none of the {len(tasks)} tasks for training"
@@ -112,8 +117,10 @@ class Taskset:
         return self._held_out[:n]
 
     def all_tasks(self) -> list[Task]:
-        """All tasks, held out or not, in their original order; only the first of several tasks with equal prompts."""
-        return list({task.prompt: task for task in reversed(self._tasks)}.values())[::-1]
+        """All tasks, held out or not, in their original order; only the first of several tasks with equal prompts. If
+        the held-out tasks have a source of their own: all tasks of that source."""
+        tasks = self._tasks if self._eval_tasks is None else self._eval_tasks
+        return list({task.prompt: task for task in reversed(tasks)}.values())[::-1]
 
     def state(self) -> dict[str, Any]:
         """The position in the order, as plain data for JSON."""

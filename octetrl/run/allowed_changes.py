@@ -29,6 +29,7 @@ CANNOT_CHANGE = (
     *("precision", "numerics", "model", "fp8", "data", "seed", "critic.path"),
     *("algorithm.name", "algorithm.conversations", "algorithm.teacher", "algorithm.teacher_precision"),
     *("environment.kind", "environment.dataset", "environment.columns", "environment.parameters"),
+    *("environment.split", "environment.subset", "environment.eval_split"),
     *("environment.train_size", "environment.eval_size", "environment.seed", "environment.prompt_template"),
     *("trainer.optimizer.states", "trainer.optimizer.master", "trainer.optimizer.offload"),
     *("critic.optimizer.states", "critic.optimizer.master", "critic.optimizer.offload"),

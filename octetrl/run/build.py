@@ -22,7 +22,7 @@ from octetrl.config.validate import validate_with_spec
 from octetrl.config.validate_environment import refuse_for_turns
 from octetrl.data.mixture import Mixture, read_source
 from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder, tool_family
-from octetrl.environments.base import Environment, NoTasks, Scorer, Taskset
+from octetrl.environments.base import Environment, Scorer, Taskset
 from octetrl.environments.function_rewards import FunctionRewards
 from octetrl.environments.given import Given, can_run_elsewhere
 from octetrl.environments.judge import Judge
@@ -35,7 +35,7 @@ from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.collection_settings import CollectionSettings
 from octetrl.run.device import gpus_beside, resolve_device, seed_everything
-from octetrl.run.environment import NOTHING_GIVEN, build_environment
+from octetrl.run.environment import NOTHING_GIVEN, build_environment, build_taskset
 from octetrl.run.journal import Journal
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.spans import Spans
@@ -221,12 +221,6 @@ def _score_rewards(scorer: Scorer, config: EnvironmentConfig, given: Given) -> R
         load_seconds=config.load_timeout_seconds,
         gives_up=gives_up,
     )
-
-
-def build_taskset(environment: Environment, config: EnvironmentConfig) -> Taskset:
-    if config.dataset is None:
-        return NoTasks()
-    return Taskset(environment.tasks, eval_size=config.eval_size, seed=config.seed)
 
 
 def build_conversations(recipe: Recipe, chat: ChatTokens) -> Mixture | None:

@@ -29,12 +29,11 @@ from octetrl.config.load import load_recipe
 from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
 from octetrl.config.shipped import shipped_path
-from octetrl.environments.base import Taskset
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
 from octetrl.models.hf_weights import save_weights
 from octetrl.records import Task
-from octetrl.run.build import build_environment, full_precision
+from octetrl.run.build import build_environment, build_taskset, full_precision
 from octetrl.run.evaluate import EvalReport, evaluate_checkpoint
 from octetrl.run.export import export_run
 from octetrl.run.loop import train
@@ -103,7 +102,7 @@ def make_model_and_examples(recipe: Recipe, config: dict[str, Any], bare_share: 
     model_folder, conversations = Path(str(recipe.model.path)), Path(recipe.sources["conversations"].path)
     model_folder.mkdir(parents=True)
     environment = build_environment(recipe.environment)
-    taskset = Taskset(environment.tasks, eval_size=recipe.environment.eval_size, seed=recipe.environment.seed)
+    taskset = build_taskset(environment, recipe.environment)
     chance = random.Random(recipe.seed)
     examples = [
         {"prompt": task.prompt, "answer": bare_answer(task) if chance.random() < bare_share else worked_answer(task)}

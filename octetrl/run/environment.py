@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from octetrl.config.environment import EnvironmentConfig
 from octetrl.data.tasks import read_tasks
-from octetrl.environments.base import Environment, Scorer, TaskEnvironment
+from octetrl.environments.base import Environment, NoTasks, Scorer, TaskEnvironment, Taskset
 from octetrl.environments.code.scorer import code_environment
 from octetrl.environments.games import game_environment
 from octetrl.environments.given import Given
@@ -59,8 +60,28 @@ def build_environment(config: EnvironmentConfig, given: Given = NOTHING_GIVEN) -
     return with_tools(environment, config)
 
 
-def _read_tasks(path: str, config: EnvironmentConfig) -> list[Task]:
-    return read_tasks(path, config.prompt_template, columns=config.columns, reference_marker=config.reference_marker)
+def build_taskset(environment: Environment, config: EnvironmentConfig) -> Taskset:
+    """The training tasks in their order, and the held-out ones, of `eval_split` if the recipe names one."""
+    if config.dataset is None:
+        return NoTasks()
+    eval_tasks = None
+    if config.eval_split is not None:
+        read = _read_tasks(config.dataset, config, config.eval_split)
+        eval_tasks = [replace(task, id=f"{config.eval_split}/{task.id}") for task in read]  # rows count from 1 in each
+        if config.kind == "code":
+            eval_tasks = list(code_environment(eval_tasks, config).tasks)
+    return Taskset(environment.tasks, eval_size=config.eval_size, seed=config.seed, eval_tasks=eval_tasks)
+
+
+def _read_tasks(path: str, config: EnvironmentConfig, split: str | None = None) -> list[Task]:
+    return read_tasks(
+        path,
+        config.prompt_template,
+        columns=config.columns,
+        reference_marker=config.reference_marker,
+        split=split or config.split,
+        subset=config.subset,
+    )
 
 
 def _that_brings_its_own(kind: str, name: str, config: EnvironmentConfig) -> Environment:

@@ -11,16 +11,14 @@ that it returns contains the revision's commit, so the recipe that a run saves n
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from octetrl.config.errors import UserError, nearest_file
+from octetrl.config.hub_name import HubName, hub_name
 from octetrl.config.schema import Recipe
 
-HUB_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
 SETTINGS = ("*.json", "*.txt", "*.model", "*.jinja")
 WEIGHTS = "*.safetensors"
-_LOCAL = ("models", "model", "runs", "checkpoints", "output", "outputs", "data")  # never an owner of the hub
 
 
 def found_model(name: str | Path, *, weights: bool = True) -> Path:
@@ -35,7 +33,7 @@ def found_model(name: str | Path, *, weights: bool = True) -> Path:
     if at and (Path(run) / "checkpoints").is_dir():
         return _checkpoint(Path(run), step)
     hub = _hub_name(name)
-    return path if hub is None else _fetched(hub["name"], hub["revision"], weights)  # or the caller reports it
+    return path if hub is None else _fetched(hub.name, hub.revision, weights)  # or the caller reports it
 
 
 def is_of_hub(name: str | Path) -> bool:
@@ -43,12 +41,9 @@ def is_of_hub(name: str | Path) -> bool:
     return _hub_name(name) is not None
 
 
-def _hub_name(name: str | Path) -> re.Match[str] | None:
-    path, hub = Path(name), HUB_NAME.fullmatch(str(name))
+def _hub_name(name: str | Path) -> HubName | None:
     run = Path(str(name).rpartition("@")[0])
-    if hub is None or path.exists() or (run / "checkpoints").is_dir():
-        return None
-    return None if path.parent.exists() or path.parts[0] in _LOCAL else hub
+    return None if (run / "checkpoints").is_dir() else hub_name(name)
 
 
 def with_found_model(recipe: Recipe, *, weights: bool = True) -> Recipe:

@@ -18,14 +18,14 @@ from octetrl.config.environment import EnvironmentConfig
 from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
 from octetrl.config.text import TextTooLong
-from octetrl.environments.base import Environment, Taskset
+from octetrl.environments.base import Environment
 from octetrl.environments.judge import Judge
 from octetrl.environments.python_reward import PythonReward
 from octetrl.environments.scoring import RETURNED_BY, RewardWorkers, Score
 from octetrl.environments.turns.dialogue import is_dialogue, toolbox_of
 from octetrl.records import RolloutStatus, Task
 from octetrl.rollout.chat_tokens import ChatTokens, Tokenizer
-from octetrl.run.environment import build_environment
+from octetrl.run.environment import build_environment, build_taskset
 
 MOST_TASKS, MOST_SECONDS = 64, 5.0  # of the sample: tasks may take long to make
 REFERENCES = 2  # tasks whose reference answers are scored
@@ -89,7 +89,7 @@ def rehearse(recipe: Recipe, tokenizer: Tokenizer | None) -> Rehearsal:
 
 def _sample(environment: Environment, config: EnvironmentConfig) -> list[Task]:
     """The first training tasks, as many as can be made in the time. Raises UserError if there are too few tasks."""
-    taskset = Taskset(environment.tasks, eval_size=config.eval_size, seed=config.seed)
+    taskset = build_taskset(environment, config)
     tasks: dict[str, Task] = {}
     ends = time.monotonic() + MOST_SECONDS
     for _ in range(min(MOST_TASKS, len(environment.tasks))):

@@ -45,6 +45,7 @@ def test_it_runs_under_every_precision_that_its_algorithm_allows(path: Path, pre
 @pytest.mark.parametrize("path", RECIPES, ids=name)
 def test_it_fits_the_shape_in_its_name(path: Path) -> None:
     shape = next((preset for preset in PRESETS if preset in path.stem), "tiny")
+    shape = "qwen3-0.6b" if path.stem.startswith("eval_") else shape  # long answers, of any model
     validate_with_spec(load_recipe(path), spec_from_config(preset_config(shape)))
 
 
