@@ -7,12 +7,16 @@
 The forward is `bf16_gemm`'s straight loop over K, so a row's bits follow from the row and its expert's matrix. How rows
 and experts are laid out, and why no launch reads the host, stands in grouped_fp8_gemm.py.
 
+`part` multiplies by some rows of each expert's matrix, at their place in w: nothing is copied. Latent attention uses it
+for the two parts of each head in `kv_b`.
+
 P rows, X experts, N columns of a weight's product, K depth.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import triton
@@ -28,9 +32,22 @@ WGRAD_TILE = 128
 STAGES = {FEW: 5, SOME: 4, MANY: 3}
 
 
-@triton.jit(do_not_specialize=["num_columns", "depth"])
+class Part(NamedTuple):
+    """Rows of each expert's matrix that are used; `stop` None: to its end."""
+
+    start: int = 0
+    stop: int | None = None
+
+    def of(self, rows: int) -> range:
+        return range(rows)[self.start : self.stop]
+
+
+WHOLE = Part()
+
+
+@triton.jit(do_not_specialize=["num_columns", "depth", "row_step", "row_start"])
 def _grouped_bf16_gemm_kernel(
-    x_desc, w_desc, first_ptr, y_ptr, num_columns, depth,
+    x_desc, w_desc, first_ptr, y_ptr, num_columns, depth, row_step, row_start,
     EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, SWAP: tl.constexpr, TURNED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -39,13 +56,15 @@ def _grouped_bf16_gemm_kernel(
     start_n = tl.program_id(0) % tiles_n * BLOCK_N
     expert, start_m, end_m = find_tile(first_ptr, tile, EXPERTS, EXPERTS_BLOCK, BLOCK_M)
     if expert < EXPERTS:
+        w_row = expert * row_step + row_start
         acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
         for start_k in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
             x_MK = x_desc.load([start_m, start_k])
             if TURNED:
-                w_KN = w_desc.load([expert * depth + start_k, start_n])
+                w_KN = w_desc.load([w_row + start_k, start_n])
             else:
-                w_KN = w_desc.load([expert * num_columns + start_n, start_k]).T
+                w_NK = w_desc.load([w_row + start_n, start_k])
+                w_KN = w_NK.T
             acc = tl.dot(w_KN.T, x_MK.T, acc) if SWAP else tl.dot(x_MK, w_KN, acc)
         if SWAP:
             acc = acc.T
@@ -79,12 +98,20 @@ def _grouped_wgrad_gradient_kernel(
 
 
 def grouped_bf16_gemm_triton(
-    x_PK: Tensor, w: Tensor, first_X1: Tensor, tile: Tile | None = None, *, turned: bool = False
+    x_PK: Tensor,
+    w: Tensor,
+    first_X1: Tensor,
+    tile: Tile | None = None,
+    *,
+    turned: bool = False,
+    part: Part = WHOLE,
 ) -> Tensor:
     """The launcher. N and K multiples of 8."""
     (rows, depth), experts = x_PK.shape, first_X1.numel() - 1
-    columns = w.shape[1] if turned else w.shape[0] // experts
-    assert w.shape == ((experts * depth, columns) if turned else (experts * columns, depth)), f"{tuple(w.shape)}"
+    step = w.shape[0] // experts
+    used = part.of(step)
+    columns = w.shape[1] if turned else len(used)
+    assert w.shape[0] == experts * step and depth == (len(used) if turned else w.shape[1]), f"{tuple(w.shape)}"
     assert depth % 8 == 0 and columns % 8 == 0, f"grouped_bf16_gemm: {columns} x {depth} must be multiples of 8"
     assert x_PK.is_contiguous() and w.is_contiguous(), "grouped_bf16_gemm: operands must be contiguous"
     assert turned is False or depth % DEPTH == 0, "grouped_bf16_gemm: a tile would reach into the next expert"
@@ -98,7 +125,7 @@ def grouped_bf16_gemm_triton(
     _grouped_bf16_gemm_kernel[(tiles * triton.cdiv(columns, tile.columns),)](
         TensorDescriptor(x_PK, [rows, depth], [depth, 1], [tile.rows, DEPTH]),
         TensorDescriptor(w, list(w.shape), [w.shape[1], 1], w_tile),
-        first_X1, y_PN, columns, depth,
+        first_X1, y_PN, columns, depth, step, used.start,
         EXPERTS=experts, EXPERTS_BLOCK=triton.next_power_of_2(experts), BLOCK_M=tile.rows, BLOCK_N=tile.columns,
         BLOCK_K=DEPTH, SWAP=tile.swap, TURNED=turned, STAGES=STAGES[tile],
         num_warps=8 if tile.rows >= 128 else 4, **options,
@@ -118,9 +145,12 @@ def grouped_wgrad_triton(dy_PN: Tensor, x_PK: Tensor, first_X1: Tensor, dtype: t
     return dw_NK
 
 
-def grouped_bf16_gemm_reference(x_PK: Tensor, w: Tensor, first_X1: Tensor, *, turned: bool = False) -> Tensor:
+def grouped_bf16_gemm_reference(
+    x_PK: Tensor, w: Tensor, first_X1: Tensor, *, turned: bool = False, part: Part = WHOLE
+) -> Tensor:
     """Expert by expert, sums in float64, rounded to float32 and then to the dtype."""
-    experts, bounds = w.chunk(first_X1.numel() - 1), first_X1.tolist()
+    bounds = first_X1.tolist()
+    experts = [of_expert[part.start : part.stop] for of_expert in w.chunk(len(bounds) - 1)]
     columns = experts[0].shape[1] if turned else experts[0].shape[0]
     y_PN = torch.empty(x_PK.shape[0], columns, dtype=x_PK.dtype, device=x_PK.device)
     for expert, of_expert in enumerate(experts):
@@ -136,11 +166,12 @@ def grouped_wgrad_reference(dy_PN: Tensor, x_PK: Tensor, first_X1: Tensor, dtype
     return torch.cat(parts).to(dtype)
 
 
-def grouped_bf16_gemm(x_PK: Tensor, w: Tensor, first_X1: Tensor, *, turned: bool = False) -> Tensor:
+def grouped_bf16_gemm(x_PK: Tensor, w: Tensor, first_X1: Tensor, *, turned: bool = False, part: Part = WHOLE) -> Tensor:
     """y [P, N] in x's dtype. w [X N, K], or `turned` [X K, N]; first_X1: int32, rows of expert e are first[e] to
-    first[e + 1]. A GPU takes BF16."""
-    multiply = grouped_bf16_gemm_triton if x_PK.is_cuda else grouped_bf16_gemm_reference
-    return multiply(x_PK, w, first_X1, turned=turned)
+    first[e + 1]. `part`: w has more rows of each expert. A GPU takes BF16."""
+    if x_PK.is_cuda:
+        return grouped_bf16_gemm_triton(x_PK, w, first_X1, turned=turned, part=part)
+    return grouped_bf16_gemm_reference(x_PK, w, first_X1, turned=turned, part=part)
 
 
 def grouped_wgrad(dy_PN: Tensor, x_PK: Tensor, first_X1: Tensor, dtype: torch.dtype) -> Tensor:

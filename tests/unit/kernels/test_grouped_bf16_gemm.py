@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
 from octetrl.kernels.gemm.grouped_bf16_gemm import (
+    Part,
     grouped_bf16_gemm,
     grouped_bf16_gemm_triton,
     grouped_wgrad,
@@ -55,6 +58,25 @@ def test_the_kernels_are_near_the_references(load: tuple[int, ...], tile: Tile) 
     if tile == FEW:
         dw_NK = grouped_wgrad_triton(dy_PN, x_PK, first_X1, torch.float32)
         torch.testing.assert_close(dw_NK, grouped_wgrad(dy_PN, x_PK, first_X1, torch.float32), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("tile", [FEW, MANY])
+def test_a_part_of_each_matrix_is_read_where_it_lies(tile: Tile) -> None:
+    """As `kv_b`'s two parts are: 64 rows and 40 of each expert, both ways, with the bits of a copy of these rows."""
+    load = (3, 0, 70, 1)
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(len(load) * 104, 128, generator=generator).bfloat16()
+    first_X1 = first_rows(load)
+    for part in (Part(0, 64), Part(64), Part(0, 40)):
+        rows = part.of(104)
+        copy = w.view(len(load), 104, 128)[:, rows.start : rows.stop].reshape(-1, 128).contiguous()
+        for turned in (False, True) if len(rows) == 64 else (False,):
+            depth = len(rows) if turned else 128
+            x_PK = torch.randn(sum(load), depth, generator=generator).bfloat16()
+            for multiply in (grouped_bf16_gemm, partial(grouped_bf16_gemm_triton, tile=tile)):
+                found = multiply(x_PK, w, first_X1, turned=turned, part=part)
+                assert torch.equal(found, multiply(x_PK, copy, first_X1, turned=turned))
 
 
 def near(found: Tensor, want: Tensor) -> None:

@@ -29,7 +29,7 @@ from torch import Tensor
 from octetrl.kernels.attention.attention_packed import attention_packed_backward, attention_packed_forward
 from octetrl.kernels.attention.kv_store import ReplayedKV
 from octetrl.kernels.attention.latent_packed import latent_packed
-from octetrl.kernels.gemm.grouped_bf16_gemm import grouped_bf16_gemm
+from octetrl.kernels.gemm.grouped_bf16_gemm import Part, grouped_bf16_gemm
 from octetrl.layers.context import PackedContext
 from octetrl.models.blocks.mla.layout import ordinary_head_size
 
@@ -41,24 +41,20 @@ class HeadSizes(NamedTuple):
 
 def absorb(q_THN: Tensor, kv_b: Tensor, sizes: HeadSizes) -> Tensor:
     """q_latent [T, H, C], a view of [H, T, C]. No gradient."""
-    heads = q_THN.shape[1]
-    wk = kv_b.view(heads, sum(sizes), -1)[:, : sizes.nope].reshape(heads * sizes.nope, -1)
-    return _by_head(q_THN, wk, turned=True)
+    return _by_head(q_THN, kv_b, Part(0, sizes.nope), turned=True)
 
 
 def expand(o_THC: Tensor, kv_b: Tensor, sizes: HeadSizes) -> Tensor:
     """out [T, H * V], contiguous. No gradient."""
-    heads = o_THC.shape[1]
-    wv = kv_b.view(heads, sum(sizes), -1)[:, sizes.nope :].reshape(heads * sizes.value, -1)
-    return _by_head(o_THC, wv, turned=False).reshape(len(o_THC), -1)
+    return _by_head(o_THC, kv_b, Part(sizes.nope), turned=False).reshape(len(o_THC), -1)
 
 
-def _by_head(x_THK: Tensor, w: Tensor, *, turned: bool) -> Tensor:
-    """Each head's rows by its own matrix: [T, H, N], a view of [H, T, N]."""
+def _by_head(x_THK: Tensor, kv_b: Tensor, part: Part, *, turned: bool) -> Tensor:
+    """Each head's rows by its part of `kv_b`, which is read where it lies: [T, H, N], a view of [H, T, N]."""
     tokens, heads, depth = x_THK.shape
     first_H1 = torch.arange(0, heads * tokens + 1, max(1, tokens), dtype=torch.int32, device=x_THK.device)[: heads + 1]
     x_PK = x_THK.transpose(0, 1).reshape(heads * tokens, depth)
-    return grouped_bf16_gemm(x_PK, w, first_H1, turned=turned).view(heads, tokens, -1).transpose(0, 1)
+    return grouped_bf16_gemm(x_PK, kv_b, first_H1, turned=turned, part=part).view(heads, tokens, -1).transpose(0, 1)
 
 
 class Attended(NamedTuple):
