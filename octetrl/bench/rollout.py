@@ -13,11 +13,8 @@ compiled stay in the process; the row counts those on the disk before and after.
 The engine holds only what rollouts need: FP8 weights without the BF16 weights they come from. The weights of a preset
 are created on the device and are the same for every precision. A preset has no tokenizer, so its tokens have no text.
 
-Memory-bandwidth model: a decode step reads every linear's weight, the `lm_head`'s, and the live keys and values once,
-
-    time of a step = (weight bytes + mean live tokens * bytes of K and V a token) / 4.3 TB/s
-
-with a prompt counted for each sibling that reads it. `rollout/floor_share` is the model's time for all decode steps
+The memory-bandwidth model (floors.py) says how long a decode step reads its weights and the live keys and values, with
+a prompt counted for each sibling that reads it. `rollout/floor_share` is the model's time for all decode steps
 over the wall time of the whole call. 4.3 TB/s is what most kernels reach on an H200. It is a model, not a lower bound:
 the L2 cache serves some reads of a shared prompt, so the share can exceed 100%.
 """
@@ -36,10 +33,10 @@ from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from octetrl.algorithms.table import build_algorithm
-from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
+from octetrl.bench.floors import modelled_seconds, weight_bytes
+from octetrl.bench.router_skew import Balance, skew_routers
 from octetrl.bench.turns import compared, take_in_turn
 from octetrl.bench.workload import Workload
 from octetrl.config.algorithm import GrpoConfig
@@ -55,9 +52,7 @@ from octetrl.engine.metrics import EngineMetrics
 from octetrl.engine.stopping import Tokenizer
 from octetrl.fp8.backends import choose_backend
 from octetrl.fp8.kv_scales import KVScales, kv_scales_from_amax
-from octetrl.fp8.policy import precision_policy
-from octetrl.layers.linear import Float8Linear
-from octetrl.layers.unquantized_linear import Linear
+from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import load_spec, spec_from_config
 from octetrl.models.hf_weights import load_weights
@@ -94,6 +89,7 @@ class Bench:
     numerics: tuple[Numerics, ...] = ("parity",)
     kv_cache_tokens: int | None = None  # instead of `kv_fraction` of the free memory
     prefill_chunk: int = EngineConfig().prefill_chunk
+    router_skew: float = 0.0  # Zipf's exponent (router_skew.py)
 
     def rows_of(self, workload: Workload) -> int:
         """Sequences decoded together: at most the number of completions, so that the occupancy has a meaning."""
@@ -105,8 +101,9 @@ class Arm:
     """The engine of one precision and one kind of numerics."""
 
     engine: Engine
-    weight_bytes: int  # of the linears and lm_head, as the engine reads them
+    policy: PrecisionPolicy
     kv_bytes_per_token: float
+    balance: Balance | None = None  # of a mixture's routers
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +115,7 @@ class Turn:
     metrics: EngineMetrics
     startup_seconds: float  # no model yet, but CUDA is up -> first token
     first_token_seconds: float  # the same request again
-    weight_bytes: int
+    weight_bytes: float  # that a decode step reads
     kv_bytes_per_token: float
     max_batch: int
     peak_bytes: int | None  # None on a CPU
@@ -126,6 +123,8 @@ class Turn:
     weights: Literal["drawn", "files"] = "drawn"
     cached_kernels: tuple[int, int] = (0, 0)  # in Triton's cache, before and after
     prefill_chunk: int = EngineConfig().prefill_chunk
+    router_skew: float = 0.0
+    balance: Balance | None = None
 
 
 class NoText:
@@ -179,13 +178,14 @@ def take_turn(bench: Bench, precision: str, workload: Workload, numerics: Numeri
     engine.forget_prefixes()  # the prompts are prefilled in the time that counts
     engine.generate(workload.requests)
     assert engine.metrics is not None, "generate sets the metrics"
+    rows = engine.metrics.batch_occupancy * bench.rows_of(workload)
     turn = Turn(
         precision=precision,
         workload=workload,
         metrics=engine.metrics,
         startup_seconds=up - began,
         first_token_seconds=again - up,
-        weight_bytes=arm.weight_bytes,
+        weight_bytes=weight_bytes(bench.model.spec, arm.policy, rows, bench.router_skew),
         kv_bytes_per_token=arm.kv_bytes_per_token,
         max_batch=bench.rows_of(workload),
         peak_bytes=torch.cuda.max_memory_allocated(bench.device) if on_gpu else None,
@@ -193,6 +193,8 @@ def take_turn(bench: Bench, precision: str, workload: Workload, numerics: Numeri
         weights="drawn" if bench.model.folder is None else "files",
         cached_kernels=(kernels_before, cached_kernels()),
         prefill_chunk=bench.prefill_chunk,
+        router_skew=bench.router_skew,
+        balance=arm.balance,
     )
     engine.sleep()
     del arm, engine
@@ -230,6 +232,7 @@ def build_arm(bench: Bench, precision: str, workload: Workload, numerics: Numeri
     else:
         load_weights(model, bench.model.folder)
     model.requantize()
+    balance = skew_routers(model, bench.router_skew, bench.seed)
     for _, linear in model.float8_linears():
         linear.drop_weight()
     config = EngineConfig(
@@ -253,18 +256,7 @@ def build_arm(bench: Bench, precision: str, workload: Workload, numerics: Numeri
         engine.set_kv_scales(_kv_scales(model, workload, engine.policy_version))
     page = cache_format(spec, policy, torch.bfloat16, config.page_size)
     give_memory_back(device)  # what quantising and calibrating took is the cache's
-    return Arm(engine, weight_bytes(model), page.bytes_per_page / config.page_size)
-
-
-def weight_bytes(model: Decoder) -> int:
-    """Bytes of weights that a decode step reads: linears with scales and biases, and lm_head."""
-    tensors: list[Tensor] = [model.lm_head_weight]
-    for module in model.layers.modules():
-        if isinstance(module, Float8Linear):
-            tensors += [tensor for tensor in (module.codes, module.scale, module.bias) if tensor is not None]
-        elif isinstance(module, Linear):
-            tensors += [tensor for tensor in (module.weight, module.bias) if tensor is not None]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return Arm(engine, policy, page.bytes_per_page / config.page_size, balance)
 
 
 @torch.no_grad()
@@ -358,6 +350,8 @@ def _row(rounds: Sequence[Turn]) -> Row:
     }
     if first.peak_bytes is not None:
         row["memory/peak_gb"] = max(turn.peak_bytes or 0 for turn in rounds) / 1e9
+    if first.balance is not None:
+        row |= {"rollout/router_skew": first.router_skew, "router/load_max_over_mean": first.balance.load_max_over_mean}
     return row | dict(_step_times(metrics)) | dict(_bandwidth_model(rounds))
 
 
@@ -381,14 +375,11 @@ def _bandwidth_model(rounds: Sequence[Turn]) -> Iterator[tuple[str, float]]:
     yield "rollout/live_kv_tokens", live
     modelled = modelled_seconds(turn.weight_bytes, live * turn.kv_bytes_per_token)
     yield "rollout/floor_step_ms", modelled * 1e3
+    rows_of_a_step = [one.metrics.generated_tokens / count for one, count in zip(rounds, steps, strict=True)]
+    yield "rollout/floor_tokens_per_second", statistics.median(rows_of_a_step) / modelled
     if turn.peak_bytes is not None:
         shares = (modelled * count / one.metrics.seconds for one, count in zip(rounds, steps, strict=True))
         yield "rollout/floor_share", statistics.median(shares)
-
-
-def modelled_seconds(num_weight_bytes: float, kv_bytes: float) -> float:
-    """The memory-bandwidth model's time for one decode step."""
-    return (num_weight_bytes + kv_bytes) / MEMORY_BYTES_PER_SECOND
 
 
 def decode_steps(metrics: EngineMetrics, max_batch: int) -> int:

@@ -11,10 +11,12 @@ with a calibrated cache replays it and observes K and V, as in a run.
 
 Model FLOPs do not depend on the precision, and recomputation does not count:
 
-    6 * weights of linears * tokens  +  6 * V * E * trained tokens  +  3.5 * L * 4 * Q * sum of S (S + 1) / 2
+    6 * weights of a token * tokens  +  6 * V * E * trained tokens  +  3.5 * L * 4 * Q * sum of S (S + 1) / 2
 
-That is one forward and two GEMMs of the same size in the backward. Attention has two GEMMs in the forward and five in
-the backward. The rate is compared with 790 TFLOP/s, which a large BF16 GEMM reaches on an H200.
+That is one forward and two GEMMs of the same size in the backward. A token of a mixture counts its chosen experts and
+the router. Attention has two GEMMs in the forward and five in the backward. Latent attention counts as attention over
+keys and values of every head: the absorbed form's further products are not counted, as they save memory, not work. The
+rate is compared with 790 TFLOP/s, which a large BF16 GEMM reaches on an H200.
 
 S tokens of a sequence, V vocabulary, E hidden size, L layers, Q heads * head size.
 """
@@ -40,9 +42,11 @@ from octetrl.bench.memory import checkpointed_layers, estimate, refuse_what_does
 from octetrl.bench.mix import Mix, Work, draw_work
 from octetrl.bench.parts import Trace, kernels_of_parts, part_rows, read_trace
 from octetrl.bench.rollout import BenchModel, Row, draw_weights, give_memory_back
+from octetrl.bench.router_skew import skew_routers
 from octetrl.bench.turns import compared, take_in_turn
 from octetrl.config.algorithm import GrpoConfig
 from octetrl.config.load import PRECISIONS
+from octetrl.config.model_work import pair_products, token_weights
 from octetrl.config.schema import Fp8Config, ModelConfig, Numerics, Recipe, TrainerConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.backends import choose_backend
@@ -75,6 +79,7 @@ class TrainBench:
     profile: bool = False
     seed: int = 0
     numerics: tuple[Numerics, ...] = ("parity",)
+    router_skew: float = 0.0  # Zipf's exponent (router_skew.py)
 
     @property
     def name(self) -> str:
@@ -154,7 +159,7 @@ def build_trainer(bench: TrainBench, precision: str, numerics: Numerics = "parit
     else:
         load_weights(model, bench.model.folder)
     model.requantize()
-    return Trainer(
+    trainer = Trainer(
         model,
         config=bench.trainer,
         algorithm=build_algorithm(GrpoConfig()),
@@ -165,6 +170,8 @@ def build_trainer(bench: TrainBench, precision: str, numerics: Numerics = "parit
         seed=bench.seed,
         trains=bench.optimizer,
     )
+    skew_routers(model, bench.router_skew, bench.seed)  # a bias that it adds is no parameter of the optimizer
+    return trainer
 
 
 def _replay(trainer: Trainer, batch: PackedBatch) -> KVReplay:
@@ -251,10 +258,9 @@ def check_memory(bench: TrainBench) -> None:
 
 def model_flops(spec: ModelSpec, lengths: Sequence[int], trained_tokens: int) -> int:
     """FLOPs of one forward and backward, by the formula of the module's docstring."""
-    weights = sum(linear.num_weights for _, linear in spec.linears())
     pairs = sum(length * (length + 1) // 2 for length in lengths)
-    attention = 14 * spec.num_layers * spec.q_size * pairs
-    return 6 * weights * sum(lengths) + 6 * spec.vocab_size * spec.hidden_size * trained_tokens + attention
+    attention = 2 * pair_products(spec).needed * pairs
+    return 6 * token_weights(spec) * sum(lengths) + 6 * spec.vocab_size * spec.hidden_size * trained_tokens + attention
 
 
 def rows_of(bench: TrainBench, turns: Sequence[TrainTurn]) -> list[Row]:

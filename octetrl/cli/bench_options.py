@@ -70,6 +70,15 @@ NumericsList = Annotated[
         help="parity: one order of sums on both sides. fast: faster forms of some ops. Give both to compare.",
     ),
 ]
+RouterSkew = Annotated[
+    float,
+    typer.Option(
+        metavar="ZIPF",
+        min=0.0,
+        max=4.0,
+        help="Mixtures of experts: loads of experts follow Zipf's law with this exponent. 0: the model's routers.",
+    ),
+]
 LogprobChunk = Annotated[int, typer.Option(min=1, help="Number of trained tokens whose logits exist at once.")]
 
 

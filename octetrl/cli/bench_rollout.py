@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from octetrl.bench.expert_shares import check_skew
 from octetrl.bench.workload import (
     Shape,
     Workload,
@@ -27,6 +28,7 @@ from octetrl.cli.bench_options import (
     Out,
     PrecisionList,
     Rounds,
+    RouterSkew,
     Seed,
     device_of,
     make_folder,
@@ -51,6 +53,7 @@ COLUMNS = {  # key of a row: heading, format
     "rollout/speedup_over_bf16": ("to\nbf16", ".2f"),
     "rollout/step_ms_p50": ("step ms\np50", ".2f"),
     "rollout/step_ms_p99": ("step ms\np99", ".2f"),
+    "rollout/floor_tokens_per_second": ("bandw. model\ntokens/s", ",.0f"),
     "rollout/floor_share": ("of bandw.\nmodel", ".1%"),
     "rollout/kv_capacity_tokens": ("KV cache\ntokens", ",d"),
     "rollout/batch_occupancy": ("occupancy", ".1%"),
@@ -60,14 +63,15 @@ COLUMNS = {  # key of a row: heading, format
     "time/first_token": ("warm s", ".3f"),
     "memory/peak_gb": ("peak GB", ".1f"),
 }
+ROUTER_COLUMNS = {"router/load_max_over_mean": ("expert load\nmax/mean", ".2f")}
 NUMERICS_COLUMNS = {"rollout/cost_of_parity": ("parity\ncosts", ".1%")}
 LEGEND = (
-    "of bandw. model: time of the memory-bandwidth model, as a share of the measured time. The model reads the weights"
-    " of linears and lm_head once a decode step, and the live keys and values once for each sequence, at 4.3 TB/s"
-    " (H200). It is no lower bound: L2 serves some reads of a shared prompt. tail: share of the decode time with less"
-    " than half of the batch running. start: time from an initialised CUDA to the first token: build the model, create"
-    " or read its weights, quantise, calibrate, allocate the cache, compile or load kernels, capture a graph. warm: the"
-    " same request again."
+    "bandw. model: decoding at 4.3 TB/s (H200). A step reads the weights of linears and lm_head once (of a mixture,"
+    " the experts that have a row), and the live keys and values once for each sequence. It is no lower bound: L2"
+    " serves some reads of a shared prompt. of bandw. model: the model's time as a share of the measured one. tail:"
+    " share of the decode time with less than half of the batch running. start: time from an initialised CUDA to the"
+    " first token: build the model, create or read its weights, quantise, calibrate, allocate the cache, compile or"
+    " load kernels, capture a graph. warm: the same request again."
 )
 
 Requests = Annotated[
@@ -142,6 +146,7 @@ def rollout(
     prefill_chunk: PrefillChunk = None,
     hints: Hints = False,
     profile: Profile = False,
+    router_skew: RouterSkew = 0.0,
     numerics: NumericsList = "parity",
     name: Name = None,
     out: Out = None,
@@ -163,6 +168,7 @@ def rollout(
     if profile and not on_gpu:
         raise UserError("--profile: it times kernels on a GPU, and this would run on a CPU; leave it out")
     found = model_of(model, None, on_gpu=on_gpu)
+    check_skew(router_skew, found.name, found.spec)
     remedy = "give a shorter --workload" if shapes else "shorten --prompt or --answer"
     shapes = shapes or _usual_shapes(ON_GPU if on_gpu else ON_CPU, requests, prompt, answer)
     spread = 0.7 if sigma is None else sigma
@@ -178,6 +184,7 @@ def rollout(
         kv_fraction=kv_fraction,
         seed=seed,
         numerics=modes,
+        router_skew=router_skew,
         prefill_chunk=prefill_chunk or EngineConfig().prefill_chunk,
     )
     make_folder(folder)  # now, so that minutes of measuring are not lost
@@ -191,10 +198,12 @@ def _measure(plan: Bench, folder: Path, name: str, profile: bool) -> None:
     rows = rows_of(measure(plan, _say))
     title = f"rollout, {plan.model.name} on {plan.device.type}"
     names, columns = ["precision", "workload"], COLUMNS
+    if any("router/load_max_over_mean" in row for row in rows):
+        columns = columns | ROUTER_COLUMNS
     if plan.numerics != ("parity",):
         names.append("rollout/numerics")
     if len(plan.numerics) > 1:
-        columns = COLUMNS | NUMERICS_COLUMNS
+        columns = columns | NUMERICS_COLUMNS
     print_table(title, names, columns, rows, LEGEND)
     path = write_result("rollout", name, rows, folder)  # before the profile, which might fail
     if profile:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from octetrl.bench.expert_shares import check_skew
 from octetrl.bench.workload import DIGITS, Span
 from octetrl.cli.bench_options import (
     CODES,
@@ -26,6 +27,7 @@ from octetrl.cli.bench_options import (
     Out,
     PrecisionList,
     Rounds,
+    RouterSkew,
     Seed,
     States,
     WeightCodes,
@@ -70,7 +72,8 @@ PART_COLUMNS = {
 }
 LEGEND = (
     "tokens/s: of forward and backward; whole: with update and quantisation. TFLOP/s: the model's own, 6 x weights of"
-    " linears x tokens, lm_head for trained tokens, causal attention 3.5 x its forward; recomputation is not counted."
+    " linears x tokens (of a mixture, the chosen experts'), lm_head for trained tokens, causal attention 3.5 x its"
+    " forward; recomputation is not counted."
     " of 790: share of the TFLOP/s of a large BF16 GEMM on an H200. estimate: the trainer's parts by `octetrl check`."
     " start: time to the first step."
 )
@@ -122,6 +125,7 @@ def train(
     optimizer_states: States = STATES,
     master: Master = MASTER,
     offload: Offload = False,
+    router_skew: RouterSkew = 0.0,
     numerics: NumericsList = "parity",
     layers: Layers = None,
     profile: Profile = None,
@@ -141,8 +145,6 @@ def train(
 
     chosen = device_of(device)
     on_gpu = chosen.type == "cuda"
-    if profile and not on_gpu:
-        raise UserError("--profile: it times kernels on a GPU, and this would run on a CPU; leave it out")
     found = model_of(model, layers, on_gpu=on_gpu)
     usual_tokens, usual_length = ON_GPU if on_gpu else ON_CPU
     config = config.model_copy(update={"tokens_per_micro_batch": tokens or usual_tokens})
@@ -160,9 +162,10 @@ def train(
         rounds=rounds,
         steps=steps,
         optimizer=optimizer,
-        profile=on_gpu if profile is None else profile,
+        profile=_profiles(profile, on_gpu=on_gpu),
         seed=seed,
         numerics=chosen_numerics,
+        router_skew=router_skew,
     )
     _measure(plan, folder, found.name + suffix)
 
@@ -171,6 +174,7 @@ def _measure(plan: TrainBench, folder: Path, name: str) -> None:
     from octetrl.bench.train import check_memory, measure, profile_rows, rows_of
     from octetrl.telemetry.bench_record import write_result
 
+    check_skew(plan.router_skew, plan.model.name, plan.model.spec)
     check_checkpointing(plan.trainer, plan.model)
     check_memory(plan)
     make_folder(folder)  # now, so that minutes of measuring are not lost
@@ -182,6 +186,12 @@ def _measure(plan: TrainBench, folder: Path, name: str) -> None:
     _print_parts(plan, parts)
     path = write_result("train", name, rows, folder, parts=parts, kernels=kernels)
     typer.echo(f"wrote {path}")
+
+
+def _profiles(given: bool | None, *, on_gpu: bool) -> bool:
+    if given and not on_gpu:
+        raise UserError("--profile: it times kernels on a GPU, and this would run on a CPU; leave it out")
+    return on_gpu if given is None else given
 
 
 def _span_of(lengths: str, mean: int | None, sigma: float | None) -> Span | None:

@@ -90,6 +90,11 @@ class LinearLayout:
         return self.num_weights + (self.out_features if self.bias else 0)
 
     @property
+    def active_weights(self) -> int:
+        """Weights that one token is multiplied by."""
+        return self.num_weights
+
+    @property
     def submodule(self) -> str:
         """The prefix of a part's name in a checkpoint: "" or "shared_experts."."""
         return self.name[: self.name.rfind(".") + 1]
@@ -100,10 +105,11 @@ class StackedLinearLayout(LinearLayout):
     """`count` matrices of one shape, such as the experts', as one parameter [count * out_features, in_features].
 
     In a checkpoint each matrix is a separate tensor, such as `experts.7.down_proj.weight`. No 128 x 128 block contains
-    rows of two matrices.
+    rows of two matrices. A token passes through `per_token` of them.
     """
 
     count: int = 1
+    per_token: int = 1
 
     @property
     def num_weights(self) -> int:
@@ -112,6 +118,10 @@ class StackedLinearLayout(LinearLayout):
     @property
     def num_parameters(self) -> int:
         return self.num_weights
+
+    @property
+    def active_weights(self) -> int:
+        return self.per_token * self.in_features * self.out_features
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +211,13 @@ class TrainedAs:
         return 2 * SCALED if self.fp8 else 0
 
 
+class PairProducts(NamedTuple):
+    """Multiplications of attention for one query and one key that it reads, over all heads, forward and backward."""
+
+    needed: int  # of attention's definition in the form with the fewest: two products forward and five backward
+    computed: int  # of our kernels, with the forward's again where their backward runs it
+
+
 class Peak(NamedTuple):
     """Memory at one moment of a block's backward."""
 
@@ -250,6 +267,10 @@ class BlockLayout(ABC):
     def rotary_size(self, spec: ModelSpec) -> int | None:
         """Number of values of a head that RoPE rotates by position. None: the block has no RoPE."""
         return None
+
+    def pair_products(self, spec: ModelSpec) -> PairProducts:
+        """What a pair of query and key costs. A block without attention has none."""
+        return PairProducts(0, 0)
 
     def refused_on_gpu(self) -> str | None:
         """Why the kernels of a GPU do not run this block, as a message; None: they do."""

@@ -2,8 +2,8 @@
 
 The packing plan follows from the recipe and the batch alone, so any number of workers runs the same micro-batches. Here
 they are only dealt out: the most expensive first, each to the worker with the least cost so far. A micro-batch's cost
-is linear in its tokens for GEMMs and quadratic in each sequence's for attention. An optimizer step is dealt by itself,
-because all workers meet at its end.
+is linear in its tokens for GEMMs and quadratic in each sequence's for attention. A token of a mixture costs the experts
+that it passes through. An optimizer step is dealt by itself, because all workers meet at its end.
 """
 
 from __future__ import annotations
@@ -11,22 +11,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from octetrl.config.model_work import pair_products, token_weights
 from octetrl.config.spec import ModelSpec
 from octetrl.records import MicroBatch, PackedBatch
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a micro-batch costs: multiplications for one token in all linears, and for one pair of tokens of a sequence
-    in attention (scores and values, half of them masked)."""
+    """What a micro-batch costs: multiplications for one token in all matrices of its layers, and for one pair of tokens
+    of a sequence in attention. Both are the forward's in ordinary attention (scores and values, half of them masked).
+    Latent attention counts for as many as its forward and backward take, at two of seven products forward."""
 
     token: float
     pair: float
 
     @classmethod
     def of(cls, spec: ModelSpec) -> Costs:
-        linears = sum(linear.num_weights for _, linear in spec.linears())
-        return cls(float(linears), float(spec.num_layers * spec.num_heads * spec.head_size))
+        return cls(float(token_weights(spec)), pair_products(spec).computed / 7)
 
     def micro_batch(self, micro_batch: MicroBatch) -> float:
         lengths_B = micro_batch.cu_seqlens_B1.diff().double()

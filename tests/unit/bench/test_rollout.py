@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from octetrl.bench import rollout as bench_rollout
+from octetrl.bench.floors import weight_bytes
 from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
 from octetrl.bench.profile import BETWEEN_KERNELS, kernel_rows, short_name
 from octetrl.bench.rollout import Bench, build_arm, find_model, measure, rows_of
@@ -226,8 +227,8 @@ def test_the_engine_reads_weights_in_their_format() -> None:
     head = 2 * spec.vocab_size * spec.hidden_size
     scales = 4 * linears // 128**2  # every side of every linear of `tiny` is a multiple of 128
     plain, rollout_only, full = (build_arm(bench(name), name, SMALL) for name in ("bf16", "fp8_rollout", "fp8_full"))
-    assert plain.weight_bytes == 2 * linears + head
-    assert rollout_only.weight_bytes == full.weight_bytes == linears + scales + head
+    read = [weight_bytes(spec, arm.policy, rows=4) for arm in (plain, rollout_only, full)]
+    assert read == [2 * linears + head] + 2 * [linears + scales + head]
     values = 2 * spec.num_layers * spec.num_kv_heads * spec.head_size
     assert (plain.kv_bytes_per_token, rollout_only.kv_bytes_per_token) == (2 * values, 2 * values)
     assert full.kv_bytes_per_token == values
@@ -288,6 +289,7 @@ def test_the_bandwidth_model_is_the_formula() -> None:
     step = (1e9 + 23 * 1e6) / MEMORY_BYTES_PER_SECOND
     assert row["rollout/live_kv_tokens"] == 23
     assert row["rollout/floor_step_ms"] == pytest.approx(step * 1e3)
+    assert row["rollout/floor_tokens_per_second"] == pytest.approx(2 / step)
     assert row["rollout/floor_share"] == pytest.approx(12 * step / 4.0)
     assert row["memory/peak_gb"] == 10.0
 

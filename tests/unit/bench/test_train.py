@@ -109,6 +109,17 @@ def test_flops_are_those_of_a_count_by_hand() -> None:
     assert model_flops(TINY.spec, [3, 3], 4) == 2 * 18_327_552
 
 
+def test_flops_of_a_mixture_count_the_experts_of_a_token_and_of_mla_every_heads_keys() -> None:
+    """tiny-mla-moe: the first of 4 layers is dense; 2 of 8 experts, one shared, of 256; 4 heads of 64 + 16, values 32;
+    latents of 64. One sequence of 3 tokens, none trained."""
+    attention = 128 * 64 + 64 * 4 * 80 + 128 * (64 + 16) + 64 * 4 * (64 + 32) + 4 * 32 * 128
+    experts = 8 * 128 + (2 + 1) * 3 * 128 * 256
+    weights = 4 * attention + 3 * 128 * 512 + 3 * experts
+    forward, backward = 80 + 32, 80 + 32 + 32 + 80 + 80  # a pair of one head: scores, values; again, and dP, dV, dQ, dK
+    pairs = (1 + 2 + 3) * 4 * 4
+    assert model_flops(find_model("tiny-mla-moe").spec, [3], 0) == 6 * 3 * weights + 2 * pairs * (forward + backward)
+
+
 def test_precisions_alternate_and_learn_the_same() -> None:
     said: list[tuple[int, str]] = []
     plan = bench("bf16", "fp8", "fp8_full", rounds=2)

@@ -11,6 +11,7 @@ from octetrl.config.blocks import (
     BlockMemory,
     CachedTensor,
     LinearLayout,
+    PairProducts,
     Part,
     Peak,
     TrainedAs,
@@ -93,6 +94,9 @@ class AttentionLayout(BlockLayout):
 
     def rotary_size(self, spec: ModelSpec) -> int:
         return spec.head_size
+
+    def pair_products(self, spec: ModelSpec) -> PairProducts:
+        return PairProducts(7 * spec.q_size, 7 * spec.q_size)
 
     def build(self, builder: BlockBuilder) -> Attention:
         from octetrl.models.blocks.attention.module import Attention  # needs torch

@@ -12,6 +12,7 @@ from octetrl.config.blocks import (
     CachedTensor,
     LinearLayout,
     MatrixLayout,
+    PairProducts,
     Part,
     Peak,
     TensorLayout,
@@ -106,6 +107,14 @@ class LatentAttentionLayout(BlockLayout):
 
     def rotary_size(self, spec: ModelSpec) -> int:
         return self.rope_size
+
+    def pair_products(self, spec: ModelSpec) -> PairProducts:
+        """Needed: that of keys and values of every head. Computed: the absorbed forward, and a backward in padded heads
+        that runs ordinary attention's forward again."""
+        query, value = spec.head_size, self.value_size
+        padded = ordinary_head_size(max(query, value))
+        absorbed = 2 * self.latent_size + self.rope_size
+        return PairProducts(spec.num_heads * (4 * query + 3 * value), spec.num_heads * (absorbed + 7 * padded))
 
     def refused_on_gpu(self) -> str | None:
         widest, most = max(self.nope_size + self.rope_size, self.value_size), max(SUPPORTED_HEAD_SIZES)

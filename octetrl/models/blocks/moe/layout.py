@@ -68,13 +68,14 @@ class MixtureLayout(BlockLayout):
 
     def tensors(self, spec: ModelSpec) -> tuple[TensorLayout, ...]:
         count, hidden, inner = self.routing.num_experts, spec.hidden_size, self.expert_size
+        chosen, down = self.routing.top_k, (Part(self.down_name, hidden),)
         gate_up = tuple(Part(name, inner) for name in self.gate_up_names)
         bias = (VectorLayout(BIAS, count, has_gradient=False),) if self.routing.corrected else ()
         return (
             MatrixLayout("gate.weight", count, hidden),
             *bias,
-            StackedLinearLayout("experts.gate_up_proj", hidden, gate_up, count=count),
-            StackedLinearLayout("experts.down_proj", inner, (Part(self.down_name, hidden),), count=count),
+            StackedLinearLayout("experts.gate_up_proj", hidden, gate_up, count=count, per_token=chosen),
+            StackedLinearLayout("experts.down_proj", inner, down, count=count, per_token=chosen),
             *self._shared_tensors(spec),
         )
 

@@ -62,7 +62,12 @@ class _RouterFunction(torch.autograd.Function):
 
 def route(logits_TX: Tensor, bias_X: Tensor | None, routing: Routing) -> Routed:
     """Differentiable: weights and scores have gradients, the chosen experts have none."""
-    rule = RoutingRule(
+    return Routed(*_RouteFunction.apply(logits_TX, bias_X, rule_of(routing)))
+
+
+def rule_of(routing: Routing) -> RoutingRule:
+    """The kernel's arguments."""
+    return RoutingRule(
         top_k=routing.top_k,
         softmax=routing.scoring == "softmax",
         renormalise=routing.renormalise,
@@ -70,7 +75,6 @@ def route(logits_TX: Tensor, bias_X: Tensor | None, routing: Routing) -> Routed:
         kept_groups=routing.kept_groups,
         scale=routing.scale,
     )
-    return Routed(*_RouteFunction.apply(logits_TX, bias_X, rule))
 
 
 class _RouteFunction(torch.autograd.Function):

@@ -19,6 +19,15 @@ def test_costs_are_those_of_the_model() -> None:
     assert COSTS.pair == 36 * 4096
 
 
+def test_a_mixture_costs_the_experts_of_a_token_and_latent_attention_its_own_form() -> None:
+    """Moonlight: 27 layers, the first dense; 6 of 64 experts and 2 shared of 1,408; heads of 128 + 64 and 128."""
+    costs = Costs.of(spec_from_config(preset_config("moonlight-16b-a3b")))
+    attention = 2048 * 16 * 192 + 2048 * (512 + 64) + 512 * 16 * 256 + 16 * 128 * 2048
+    experts = 3 * 2048 * 1408 * (6 + 2) + 64 * 2048
+    assert costs.token == 27 * attention + 3 * 2048 * 11264 + 26 * experts
+    assert costs.pair == 27 * 16 * ((512 + 512 + 64) + 7 * 256) / 7
+
+
 def test_every_micro_batch_once_and_the_longest_sequences_apart() -> None:
     weighting: TokenWeighting = "token"
     lengths = [4000, 4000, *[500] * 16, *[100] * 40]

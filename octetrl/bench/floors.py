@@ -1,0 +1,74 @@
+"""The memory-bandwidth model of decoding: what one decode step reads, and how long that takes at 4.3 TB/s.
+
+    time of a step = (bytes of weights + live tokens * bytes that a token caches) / 4.3 TB/s
+
+Weights are those of linears, with scales and biases, of a router and of latent attention's `kv_a` and `kv_b`, and of
+lm_head; each is read once. Of a mixture, only experts that have a row are read. A step with B rows reads the expert
+that has the share q of all tokens with probability 1 - (1 - q)^B: with 128 experts of which a token takes 8, 98% of
+them at 64 rows. It is computed at the mean number of rows of a step.
+
+No torch.
+"""
+
+from __future__ import annotations
+
+from octetrl.bench.expert_shares import expert_shares
+from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
+from octetrl.config.blocks import PLACES, LinearLayout, MatrixLayout, StackedLinearLayout
+from octetrl.config.spec import ModelSpec
+from octetrl.fp8.format import BLOCK
+from octetrl.fp8.policy import PrecisionPolicy
+
+VALUE = 2  # bytes of BF16
+
+
+def weight_bytes(spec: ModelSpec, policy: PrecisionPolicy, rows: float, skew: float = 0.0) -> float:
+    """Bytes of weights that a decode step with `rows` sequences reads. `skew`: of the routers, as Zipf's exponent."""
+    total = float(VALUE * spec.vocab_rows * spec.hidden_size)
+    formats = {linear.name: linear.rollout for linear in policy.linears}
+    for layer in range(spec.num_layers):
+        for place, block in zip(PLACES, spec.blocks_of(layer), strict=True):
+            for tensor in block.tensors(spec):
+                if isinstance(tensor, LinearLayout):
+                    is_fp8 = formats[f"layers.{layer}.{place.name}.{tensor.name}"] == "fp8"
+                    total += _matrix_bytes(tensor, is_fp8) * _matrices_read(tensor, rows, skew)
+                elif isinstance(tensor, MatrixLayout):
+                    total += VALUE * tensor.num_parameters
+    return total
+
+
+def modelled_seconds(num_weight_bytes: float, cached_bytes: float) -> float:
+    """The model's time for one decode step."""
+    return (num_weight_bytes + cached_bytes) / MEMORY_BYTES_PER_SECOND
+
+
+def cached_bytes_per_token(spec: ModelSpec, policy: PrecisionPolicy) -> int:
+    """Bytes that a token caches, in all layers."""
+    total = 0
+    for layer in range(spec.num_layers):
+        for tensor in spec.cached(layer):
+            in_fp8 = policy.cached_as(tensor.name) == "fp8"
+            token_scales = in_fp8 and policy.kv_mode == "dynamic"
+            total += tensor.bytes_per_token(1 if in_fp8 else VALUE, token_scales=token_scales)
+    return total
+
+
+def decode_floor(spec: ModelSpec, policy: PrecisionPolicy, rows: int, context: int, skew: float = 0.0) -> float:
+    """The model's tokens per second for `rows` sequences that each read `context` tokens."""
+    cached = rows * context * cached_bytes_per_token(spec, policy)
+    return rows / modelled_seconds(weight_bytes(spec, policy, rows, skew), cached)
+
+
+def _matrix_bytes(linear: LinearLayout, is_fp8: bool) -> int:
+    """Of one matrix, which a stacked linear has `count` times."""
+    rows, columns = linear.out_features, linear.in_features
+    scales = 4 * -(-rows // BLOCK) * -(-columns // BLOCK)
+    of_bias = VALUE * rows if linear.bias else 0
+    return (rows * columns + scales if is_fp8 else VALUE * rows * columns) + of_bias
+
+
+def _matrices_read(linear: LinearLayout, rows: float, skew: float) -> float:
+    if not isinstance(linear, StackedLinearLayout):
+        return 1.0
+    shares = expert_shares(linear.count, linear.per_token, skew)
+    return sum(1.0 - (1.0 - share) ** rows for share in shares)
