@@ -40,18 +40,25 @@ def write_result(bench: str, name: str, rows: Rows, folder: Path, **further: Row
     path = folder / f"{bench}_{name}.json"
     record = {
         "bench": bench,
-        "commit": _commit(),
-        "source_digest": source_digest(),
-        **_script_digest(),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "machine": _machine(),
-        "versions": dict(_versions("torch", "triton", "transformers")),
+        **provenance(),
         "command": _command(),
         "rows": list(rows),
         **{key: list(more) for key, more in further.items()},
     }
     path.write_text(json.dumps(record, indent=1) + "\n")
     return path
+
+
+def provenance() -> dict[str, object]:
+    """Where and by which files this process measures: the fields of a result from `commit` to `versions`."""
+    return {
+        "commit": _commit(),
+        "source_digest": source_digest(),
+        **_script_digest(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "machine": _machine(),
+        "versions": dict(_versions("torch", "triton", "transformers")),
+    }
 
 
 def _command() -> str:

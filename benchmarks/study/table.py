@@ -1,0 +1,213 @@
+"""Compares the arms of a study: a table, a result file, curves, and the table of docs/study.md.
+
+    python -m benchmarks.study.table tiny-sums [--state runs/study] [--document docs/study.md]
+
+Reads the lines of complete jobs (runs.py). Writes `benchmarks/results/study_TABLE.json` with a row an arm and every
+line, `docs/pictures/study_TABLE.svg` with a panel an arm, and the table between `<!-- study: TABLE -->` and
+`<!-- study: end -->` of the document, if it has these. `--render` reads the result file instead of the lines.
+
+Accuracies are means over seeds with their standard errors, of complete runs; failed ones are counted. A difference is
+that to `bf16`, seed by seed (pairs.py). `start` is the model before training in the arm's own formats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.curves import Curve, panels
+from benchmarks.record import RESULTS, write_result
+from benchmarks.study.arms import ARMS, TABLES
+from benchmarks.study.pairs import Difference, mean_of, paired
+from octetrl.config.errors import UserError
+from octetrl.telemetry.source_digest import BENCHMARKS, SCRIPTS, digest_of_commit
+
+DOCS = Path(__file__).parents[2] / "docs"
+REFERENCE = "bf16"
+MEASURES = ("start/accuracy", "end/accuracy", "end/accuracy_bf16")
+AVERAGED = ("mismatch/gen_kl", "fp8/kv_saturation", "seconds")
+Row = dict[str, Any]
+SHOWN = (
+    ("seeds", "seeds"),
+    ("start", "start/accuracy"),
+    ("end", "end/accuracy"),
+    ("s.e.", "end/error"),
+    ("end, weights in BF16", "end/accuracy_bf16"),
+    ("end − bf16", "difference"),
+    ("95% interval, from", "difference/low"),
+    ("to", "difference/high"),
+)
+
+
+def read_lines(state: Path, table: str) -> list[Row]:
+    """All lines of a table, in the order of arms and seeds. UserError: there are none."""
+    lines: list[Row] = [json.loads(path.read_text()) for path in (state / "lines").glob(f"{table}-*.json")]
+    found = [line for line in lines if line["table"] == table]
+    if not found:
+        raise UserError(f"--state: '{state}' holds no line of table '{table}'; run `benchmarks.study.runs {table}`")
+    order = list(ARMS)
+    return sorted(found, key=lambda line: (order.index(line["arm"]), line["seed"]))
+
+
+def rows_of(lines: Sequence[Row]) -> list[Row]:
+    """A row for each arm that has a line."""
+    complete = [line for line in lines if line["status"] == "complete"]
+
+    def values(arm: str, measure: str) -> dict[int, float]:
+        own = [line for line in complete if line["arm"] == arm]
+        return {line["seed"]: line[measure] for line in own if line.get(measure) is not None}
+
+    rows = []
+    for arm in dict.fromkeys(line["arm"] for line in lines):
+        own = [line for line in lines if line["arm"] == arm]
+        row: Row = {"precision": arm, "workload": own[0]["table"], "arm": arm, "means": ARMS[arm].means}
+        row |= {"seeds": sum(line["status"] == "complete" for line in own)}
+        row |= {"failed": len(own) - row["seeds"]}
+        for measure in MEASURES:
+            found = values(arm, measure)
+            if found:
+                mean = mean_of(list(found.values()))
+                row |= {measure: mean.mean, f"{measure.split('/')[0]}/{_error_name(measure)}": mean.error}
+        for name in AVERAGED:
+            if values(arm, name):
+                row[name] = statistics.fmean(values(arm, name).values())
+        if arm != REFERENCE:
+            for measure, name in (("end/accuracy", "difference"), ("end/accuracy_bf16", "difference_bf16")):
+                row |= _fields(name, paired(values(arm, measure), values(REFERENCE, measure)))
+            row |= _fields(
+                "start_difference", paired(values(arm, "start/accuracy"), values(REFERENCE, "start/accuracy"))
+            )
+        rows.append(row)
+    return rows
+
+
+def _error_name(measure: str) -> str:
+    return "error_bf16" if measure.endswith("_bf16") else "error"
+
+
+def _fields(name: str, difference: Difference | None) -> Row:
+    if difference is None:
+        return {}
+    found: Row = {name: difference.mean, f"{name}/error": difference.error, f"{name}/seeds": difference.count}
+    if difference.low is not None:
+        found |= {f"{name}/low": difference.low, f"{name}/high": difference.high}
+    return found
+
+
+def where_measured(lines: Sequence[Row]) -> Row:
+    """The head of the result: where the jobs ran, not this process. Jobs of different trees are marked dirty."""
+    heads = [line["from"] for line in lines]
+    trees = {(head["commit"], head["source_digest"], head.get("benchmarks_digest")) for head in heads}
+    found = dict(heads[-1])
+    found["date"] = max(head["date"] for head in heads)
+    found["machine"] = ", ".join(sorted({head["machine"] for head in heads}))
+    if len(trees) > 1:
+        found["commit"] = ", ".join(sorted({commit for commit, _, _ in trees})) + "-dirty"
+    return found
+
+
+def save(name: str, lines: Sequence[Row], folder: Path) -> Path:
+    kept = [{field: value for field, value in line.items() if field != "from"} for line in lines]
+    path = write_result("study", name, rows_of(lines), folder, lines=kept)
+    record = json.loads(path.read_text()) | where_measured(lines)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    return path
+
+
+def picture(lines: Sequence[Row]) -> str:
+    """A panel an arm: held-out accuracy over steps, a thin line a seed. Only complete runs have a line."""
+    curves: dict[str, list[Curve]] = {}
+    for line in lines:
+        if line["status"] == "complete" and line["curve"]:
+            begin = [(0, line["start/accuracy"])] if line.get("start/accuracy") is not None else []
+            curves.setdefault(line["arm"], []).append([*begin, *((step, value) for step, value in line["curve"])])
+    whole = {arm: [one for one in own if len(one) == len(own[0])] for arm, own in curves.items()}
+    return panels(whole, x="step", y="held-out accuracy")
+
+
+def is_dirty(record: Row) -> bool:
+    commit = str(record["commit"])
+    package = digest_of_commit(commit), record["source_digest"]
+    scripts = digest_of_commit(commit, BENCHMARKS, SCRIPTS), record["benchmarks_digest"]
+    return commit.endswith("-dirty") or any(held not in (None, found) for held, found in (package, scripts))
+
+
+def document_table(name: str, record: Row) -> str:
+    """The table for docs/study.md, with the marker that the tests of figures check."""
+    fields = " | ".join(["-", *(field for _, field in SHOWN)])
+    lines = [
+        f"<!-- figures: benchmarks/results/study_{name}.json | {fields} -->",
+        "| arm | " + " | ".join(title for title, _ in SHOWN) + " |",
+        "|---" * (len(SHOWN) + 1) + "|",
+    ]
+    dagger = " †" if is_dirty(record) else ""
+    for row in record["rows"]:
+        cells = [_cell(field, row) for _, field in SHOWN]
+        lines.append(f"| `{row['arm']}`{dagger} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(field: str, row: Row) -> str:
+    if row.get(field) is None:
+        return ""
+    if field == "seeds":
+        return f"{row[field]}"
+    return f"{row[field]:+.3f}" if field.startswith("difference") else f"{row[field]:.3f}"
+
+
+def put_table(text: str, name: str, table: str) -> str:
+    """The document with the table between its markers. UserError: the markers are missing."""
+    begin, end = f"<!-- study: {name} -->\n", "<!-- study: end -->"
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise UserError(f"--document: it has no lines '{begin.strip()}' and '{end}'; add them where the table belongs")
+    return f"{before}{begin}\n{table}\n\n{end}{after}"
+
+
+def show(name: str, rows: Sequence[Row]) -> None:
+    table = Table(title=f"{name}: held-out accuracy, means over seeds")
+    for title in ("arm", *(title for title, _ in SHOWN), "failed", "s a job"):
+        table.add_column(title)
+    for row in rows:
+        cells = [_cell(field, row) for _, field in SHOWN]
+        table.add_row(row["arm"], *cells, str(row["failed"]), f"{row.get('seconds', 0):.0f}")
+    Console(width=180).print(table)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", choices=list(TABLES))
+    parser.add_argument("--state", type=Path, default=Path("runs/study"))
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--pictures", type=Path, default=DOCS / "pictures")
+    parser.add_argument("--document", type=Path, help="put the table into it")
+    parser.add_argument("--render", action="store_true", help="from the result file, without the lines")
+    arguments = parser.parse_args(words)
+    path = arguments.out / f"study_{arguments.table}.json"
+    if not arguments.render:
+        path = save(arguments.table, read_lines(arguments.state, arguments.table), arguments.out)
+        print(f"wrote {path}")
+    record = json.loads(path.read_text())
+    show(arguments.table, record["rows"])
+    arguments.pictures.mkdir(parents=True, exist_ok=True)
+    (arguments.pictures / f"study_{arguments.table}.svg").write_text(picture(record["lines"]))
+    if arguments.document is not None:
+        text = put_table(arguments.document.read_text(), arguments.table, document_table(arguments.table, record))
+        arguments.document.write_text(text)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        print(f"benchmarks.study.table: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

@@ -1,0 +1,227 @@
+"""The study's runner and table: killed jobs lose nothing, a resumed job has the same line, pairing and coverage."""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from benchmarks.study import arms, job, pairs, runs, table
+from benchmarks.study.arms import ARMS, TABLES
+from octetrl.config.errors import UserError
+from octetrl.config.load import load_recipe
+from octetrl.config.shipped import shipped_path
+from octetrl.fp8.policy import precision_policy
+from octetrl.run.loop import train
+from octetrl.workers.build import model_spec
+from tests.e2e.tiny_run import make_model
+from tests.house.figures import check_table
+from tests.house.markdown import tables
+
+SMALL = [
+    *("cluster.device=cpu", "cluster.cpu_threads=1", "rollout.prompts_per_step=2", "rollout.group_size=2"),
+    *("rollout.max_prompt_tokens=100", "rollout.max_new_tokens=4", "engine.kv_cache_tokens=2048"),
+    *("environment.kind=jsonl", "environment.parameters={}", "environment.answer_marker=null"),
+    *("environment.reward=tests.e2e.tiny_rewards:by_text", "environment.train_size=16", "environment.eval_size=4"),
+    *("evaluation.every=2", "trainer.tokens_per_micro_batch=512", "failures.max_empty_steps=0", "steps=4"),
+    f"environment.dataset={Path(__file__).parents[2] / 'e2e' / 'sums.jsonl'}",
+]
+FAKE = """
+import json, pathlib, signal, sys, time
+state, name, steps, fails = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4] == "fails"
+if fails:
+    sys.exit("it broke")
+asked = []
+signal.signal(signal.SIGINT, lambda *_: asked.append(1))
+done = state / "runs" / name
+done.mkdir(parents=True, exist_ok=True)
+count = int((done / "step").read_text()) if (done / "step").exists() else 0
+while count < steps:
+    time.sleep(0.05)
+    count += 1
+    (done / "step").write_text(str(count))
+    if asked:
+        sys.exit(3)
+line = {"table": name.split("-")[0], "arm": sys.argv[5], "seed": int(sys.argv[6]), "status": "complete", "seconds": 0.1}
+(state / "lines").mkdir(exist_ok=True)
+(state / "lines" / (name + ".json")).write_text(json.dumps(line))
+"""
+
+
+def fake_jobs(monkeypatch: pytest.MonkeyPatch, steps: int, broken: str = "") -> None:
+    """Jobs that only count; each would take `steps` x 0.05 s."""
+
+    def command(one: runs.Job, arguments: Any) -> list[str]:
+        what = "fails" if one.arm == broken else "runs"
+        return [sys.executable, "-c", FAKE, str(arguments.state), one.name, str(steps), what, one.arm, str(one.seed)]
+
+    monkeypatch.setattr(runs, "command_of", command)
+    monkeypatch.setattr(runs, "WARNING_SECONDS", 0.4)
+    monkeypatch.setattr(runs, "POLL_SECONDS", 0.02)
+
+
+def test_calls_cut_short_complete_every_job_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_jobs(monkeypatch, steps=20)
+    words = f"smollm2-sums --model m --arms bf16,fp8 --seeds 2 --jobs 2 --seconds 1.3 --state {tmp_path}".split()
+    seen: list[set[str]] = []
+    for _ in range(8):
+        runs.main(words)
+        seen.append({path.name for path in (tmp_path / "lines").glob("*.json")})
+        if len(seen[-1]) == 4:
+            break
+    assert len(seen) > 1, "one call was enough: nothing was cut off"
+    assert all(before <= after for before, after in pairwise(seen))
+    assert seen[-1] == {f"smollm2-sums-{arm}-{seed}.json" for arm in ("bf16", "fp8") for seed in (0, 1)}
+
+
+def test_no_job_starts_that_would_not_end(tmp_path: Path) -> None:
+    plan = runs.Plan(tmp_path, runs.jobs_of("smollm2-sums", ["bf16"], [0]), guess=50.0)
+    (only,) = plan.ready([])
+    assert plan.seconds(only) == 50.0
+    plan.note_seconds(only, 70.0)
+    plan.note_seconds(only, 60.0)
+    assert plan.seconds(only) == 70.0
+    (tmp_path / "runs" / only.name).mkdir(parents=True)
+    (tmp_path / "runs" / only.name / "seconds").write_text("30.0")
+    assert plan.seconds(only) == 40.0
+
+
+def test_arms_wait_for_their_start(tmp_path: Path) -> None:
+    plan = runs.Plan(tmp_path, runs.jobs_of("tiny-sums", ["bf16", "fp8"], [0, 1]), guess=1.0)
+    assert [one.name for one in plan.ready([])] == ["tiny-sums-start-0", "tiny-sums-start-1"]
+    job.start_folder(tmp_path, "tiny-sums", 0).mkdir(parents=True)
+    assert [one.name for one in plan.ready([])] == ["tiny-sums-bf16-0", "tiny-sums-fp8-0", "tiny-sums-start-1"]
+
+
+def test_a_job_that_always_fails_has_a_line_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_jobs(monkeypatch, steps=1, broken="fp8")
+    runs.main(f"smollm2-sums --model m --arms bf16,fp8 --seeds 1 --jobs 2 --seconds 20 --state {tmp_path}".split())
+    found = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "lines").glob("*")}
+    assert found["smollm2-sums-fp8-0"]["status"] == "failed" and found["smollm2-sums-fp8-0"]["why"] == "it broke"
+    assert found["smollm2-sums-bf16-0"]["status"] == "complete"
+
+
+def test_the_state_travels_in_pieces(tmp_path: Path) -> None:
+    state, other = tmp_path / "state", tmp_path / "other"
+    job.write_line(state / "lines" / "a.json", {"seed": 1})
+    for name, size in (("one", 3000), ("two", 300_000)):
+        (state / "starts" / name).mkdir(parents=True)
+        (state / "starts" / name / "weights").write_bytes(numpy.random.default_rng(0).bytes(size))
+    left_out = runs.pack(state, tmp_path / "packed", limit_mb=0.1, piece_mb=0.001)
+    assert left_out == ["starts/two"] and len(list((tmp_path / "packed").iterdir())) > 1
+    job.write_line(other / "lines" / "b.json", {"seed": 2})
+    runs.unpack(tmp_path / "packed", other)
+    assert sorted(path.name for path in (other / "lines").iterdir()) == ["a.json", "b.json"]
+    assert (other / "starts/one/weights").read_bytes() == (state / "starts/one/weights").read_bytes()
+    assert not (other / "starts/two").exists()
+    with pytest.raises(UserError, match="--unpack"):
+        runs.unpack(tmp_path / "nothing", other)
+
+
+def test_a_resumed_job_has_the_same_line(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    lines = []
+    for name in ("whole", "cut"):
+        state = tmp_path / name
+        start = job.start_folder(state, "tiny-sums", 0)
+        start.parent.mkdir(parents=True)
+        start.symlink_to(model)
+        if name == "cut":
+            recipe = job.arm_recipe(state, "tiny-sums", "fp8_full", 0, None, [*SMALL, "steps=2"])
+            train(recipe)
+            assert job.has_checkpoint(recipe) and job.steps_done(recipe) == 2
+        job.main([str(state), "tiny-sums", "fp8_full", "0", *SMALL])
+        (path,) = (state / "lines").iterdir()
+        lines.append(json.loads(path.read_text()))
+        assert not list((state / "runs").iterdir())
+    for line in lines:
+        assert line["status"] == "complete" and line["steps"] == 4 and len(line["rewards"]) == 4
+        assert [step for step, _ in line["curve"]] == [2, 4] and line["curve"][-1][1] == line["end/accuracy"]
+        for varies in ("seconds", "from", "time/step"):
+            del line[varies]
+    assert lines[0] == lines[1]
+
+
+def test_every_arm_of_every_table_is_a_recipe(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    digests = {}
+    for name in TABLES:
+        for arm in ARMS:
+            recipe = job.arm_recipe(tmp_path, name, arm, 0, str(model), [])
+            if TABLES[name].start is None:
+                policy = precision_policy(model_spec(recipe), recipe.fp8, recipe.numerics)
+                digests[arm] = (policy, recipe.fp8, recipe.algorithm, recipe.trainer.optimizer, recipe.numerics)
+        start = TABLES[name].start
+        if start is not None:
+            load_recipe(shipped_path(start), list(TABLES[name].start_changes))
+        assert set(TABLES[name].arms) <= ARMS.keys() and "bf16" in TABLES[name].arms
+    for one in digests:
+        twins = [other for other in digests if other != one and digests[other] == digests[one]]
+        assert not twins, f"{one} and {twins} are the same arm"
+    assert arms.ARMS["fp8_full_last"].for_layers(30)[-1] == "fp8.bf16_last_layers=4"
+
+
+def test_pairs_are_of_the_same_seed() -> None:
+    hard = {seed: 0.1 * seed for seed in range(8)}  # seeds differ much more than arms
+    arm = {seed: value + 0.01 + 0.001 * (-1) ** seed for seed, value in hard.items()} | {99: 5.0}
+    found = pairs.paired(arm, hard)
+    assert found is not None and found.count == 8
+    assert found.mean == pytest.approx(0.01) and found.error < 0.001
+    assert found.low is not None and found.high is not None and 0.008 < found.low < 0.01 < found.high < 0.012
+    few = pairs.paired({0: 1.0, 1: 2.0}, {0: 0.0, 1: 0.0})
+    assert few is not None and few.low is None and few.mean == 1.5
+    assert pairs.paired({0: 1.0}, {1: 1.0}) is None
+
+
+def test_an_interval_of_eight_seeds_covers_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs, "RESAMPLES", 1000)
+    draws = numpy.random.default_rng(1).normal(0.3, 2.0, size=(600, 8))
+    ends = [pairs.interval(one, seed) for seed, one in enumerate(draws)]
+    covered = sum(low <= 0.3 <= high for low, high in ends if low is not None and high is not None) / len(ends)
+    assert covered == pytest.approx(pairs.LEVEL, abs=0.025)
+
+
+def line_of(arm: str, seed: int, end: float, status: str = "complete") -> dict[str, Any]:
+    head: dict[str, Any] = {"commit": "abc", "source_digest": "0", "benchmarks_digest": "0", "date": "2026-01-01"}
+    head |= {"machine": "GPU", "versions": {}}
+    said = {"table": "tiny-sums", "arm": arm, "seed": seed, "status": status, "seconds": 10.0, "from": head}
+    if status == "failed":
+        return said | {"why": "collapse"}
+    accuracies = {"start/accuracy": 0.5, "end/accuracy": end, "end/accuracy_bf16": end + 0.01}
+    return said | accuracies | {"curve": [[15, 0.6], [30, end]], "steps": 30}
+
+
+def test_the_table_counts_failures_and_passes_the_check_of_figures(tmp_path: Path) -> None:
+    lines = [line_of("bf16", seed, 0.8 + 0.01 * seed) for seed in range(5)]
+    lines += [line_of("fp8_full", seed, 0.75 + 0.012 * seed) for seed in range(4)]
+    lines += [line_of("fp8_full", 4, 0.0, "failed")]
+    for line in lines:
+        job.write_line(job.line_path(tmp_path, line["table"], line["arm"], line["seed"]), line)
+    document = tmp_path / "study.md"
+    document.write_text("# A\n\n<!-- study: tiny-sums -->\nold\n<!-- study: end -->\n\nEnd.\n")
+    words = f"tiny-sums --state {tmp_path} --out {tmp_path} --pictures {tmp_path} --document {document}"
+    table.main(words.split())
+    record = json.loads((tmp_path / "study_tiny-sums.json").read_text())
+    plain, full = record["rows"]
+    assert (plain["seeds"], full["seeds"], full["failed"]) == (5, 4, 1) and record["machine"] == "GPU"
+    assert full["difference"] == pytest.approx(-0.047) and full["difference/seeds"] == 4
+    assert len(record["lines"]) == 10 and "difference" not in plain
+    text = document.read_text()
+    assert "old" not in text and text.endswith("End.\n") and "`fp8_full`" in text
+    (shown,) = tables(text)
+    check_table(shown, record["rows"])
+    assert (tmp_path / "study_tiny-sums.svg").read_text().count("<polyline") == 5 + 4 + 2
+    with pytest.raises(UserError, match="no lines"):
+        table.put_table("", "tiny-sums", "")
+
+
+def test_jobs_of_different_trees_are_marked() -> None:
+    lines = [line_of("bf16", 0, 0.8), line_of("bf16", 1, 0.8)]
+    assert table.where_measured(lines)["commit"] == "abc"
+    lines[1]["from"]["source_digest"] = "1"
+    assert table.where_measured(lines)["commit"].endswith("-dirty")
