@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any, Literal
 
 from octetrl.api.sampling import SamplingParams
@@ -84,6 +85,7 @@ class LLM:
             kv_cache_tokens=kv_cache_tokens,
             max_batch=max_batch,
         )
+        self._one_call = Lock()  # calls of several threads take turns
         weakref.finalize(self, self._loaded.close).atexit = False
 
     def generate(
@@ -112,7 +114,8 @@ class LLM:
             )
             for place, prompt in enumerate(listed)
         ]
-        completions = self._loaded.generate(requests)
+        with self._one_call:
+            completions = self._loaded.generate(requests)
         return [
             RequestOutput(prompt if isinstance(prompt, str) else None, request.prompt_token_ids, tuple(siblings))
             for prompt, request, siblings in zip(listed, requests, completions, strict=True)
@@ -125,6 +128,8 @@ class LLM:
     def _token_ids(self, place: int, prompt: Prompt, max_tokens: int) -> tuple[int, ...]:
         context = self._loaded.context_length
         remedy = f"the context has {context:,}; shorten one of them, or raise LLM(context_length=...)"
+        if not isinstance(prompt, Sequence):
+            raise UserError(f"LLM.generate: prompt {place} is a {type(prompt).__name__}; give a text, or token ids")
         try:
             tokens = self._loaded.chat.prompt_tokens(prompt) if isinstance(prompt, str) else tuple(prompt)
         except TextTooLong as error:
@@ -142,6 +147,8 @@ class LLM:
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if not isinstance(prompts, Sequence):
+        raise UserError(f"LLM.generate: {type(prompts).__name__} was given; give a text, token ids, or a list of them")
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]  # one prompt, a text or token ids
     return list(prompts)  # type: ignore[arg-type]

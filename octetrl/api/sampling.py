@@ -13,6 +13,7 @@ from typing import Any
 
 from octetrl import records
 from octetrl.config.errors import UserError, nearest
+from octetrl.config.schema import LEAST_TEMPERATURE
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -69,7 +70,8 @@ class SamplingParams:
     def _check(self) -> None:
         _require("n", self.n, "a whole number from 1", _is_whole(self.n, 1))
         _require("max_tokens", self.max_tokens, "a whole number from 1", _is_whole(self.max_tokens, 1))
-        _require("temperature", self.temperature, "a number from 0", _is_within(self.temperature, 0.0, math.inf))
+        usable = self.temperature == 0 or _is_within(self.temperature, LEAST_TEMPERATURE, math.inf)
+        _require("temperature", self.temperature, f"0 (greedy), or a number from {LEAST_TEMPERATURE:g}", usable)
         in_range = _is_within(self.top_p, 0.0, 1.0) and self.top_p > 0
         _require("top_p", self.top_p, "a number above 0 and at most 1", in_range)
         _require("top_k", self.top_k, "a whole number from 0, which keeps all tokens", _is_whole(self.top_k, 0))
@@ -78,7 +80,8 @@ class SamplingParams:
         _require("stop", self.stop, "texts that are not empty", texts)
         tokens = all(_is_whole(token, 0) for token in self.stop_token_ids)
         _require("stop_token_ids", self.stop_token_ids, "token ids, whole numbers from 0", tokens)
-        _require("seed", self.seed, "a whole number from 0", _is_whole(self.seed, 0))
+        in_64_bits = _is_whole(self.seed, 0) and self.seed < 1 << 64
+        _require("seed", self.seed, "a whole number from 0, below 2**64", in_64_bits)
 
     def for_engine(self) -> records.SamplingParams:
         """The engine's form, without `n` and `seed`, which belong to a request."""

@@ -47,7 +47,7 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends a completion; may be given several times.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same text.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=(1 << 64) - 1, help="The same seed gives the same text.")] = 0,
     n: Annotated[int, typer.Option("--n", "-n", min=1, help="Completions of each prompt.")] = 1,
     precision: Annotated[Precision, typer.Option(help="What is FP8.")] = "bf16",
     device: Device = "auto",

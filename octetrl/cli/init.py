@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -92,14 +93,19 @@ def init(
 ) -> None:
     """Create a project: recipe, environment, test and README. It trains a tiny model at once."""
     target = Path(folder)
+    if target.exists() and not target.is_dir():
+        raise UserError(f"init: '{folder}' is a file; give a new folder")
     there = [name for name in (*FILES, TOKENIZER) if (target / name).exists()]
     if there:
         raise UserError(f"init: '{folder}' already has {', '.join(there)}; give a new folder")
     from octetrl.run.tiny_model import save_tokenizer
 
-    target.mkdir(parents=True, exist_ok=True)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"init: '{folder}' can't be created ({error.strerror}); give another folder") from None
     for name, text in FILES.items():
         (target / name).write_text(text, encoding="utf-8")
     save_tokenizer(["Name in small letters."], target / TOKENIZER)
-    typer.echo(f"wrote {', '.join(FILES)} and {TOKENIZER}/ in {folder}")
-    typer.echo(f"next: cd {folder} && octetrl train recipe.yaml")
+    typer.echo(f"wrote {', '.join(FILES)} and {TOKENIZER}/ in {target}")
+    typer.echo(f"next: cd {shlex.quote(str(target))} && octetrl train recipe.yaml")

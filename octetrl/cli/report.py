@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from octetrl.config.errors import UserError
+from octetrl.config.text import ESCAPE
 
 
 def report(
@@ -29,5 +30,5 @@ def report(
     path = runs[0] / "report.html" if out is None else out
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise UserError(f"--out: '{path}' is not a file in a folder that exists; give one, such as report.html")
-    path.write_text(report_page(records), encoding="utf-8")
+    path.write_text(report_page(records), encoding="utf-8", errors=ESCAPE)
     typer.echo(f"wrote {path}")

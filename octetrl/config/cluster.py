@@ -9,6 +9,8 @@ from pydantic import Field
 
 from octetrl.config.section import Problem, Section
 
+LEAST_SILENCE = 2.0  # seconds; of deadlines.silent_seconds
+
 
 class DeadlineConfig(Section):
     """Time limits of workers. If a worker exceeds one, the step ends with an error that names it. Only for Ray."""
@@ -157,3 +159,17 @@ def cluster_problems(cluster: ClusterConfig) -> Iterator[Problem]:
         yield Problem(("cluster.tensor_parallel", "cluster.cpus"), text)
     if cluster.address is not None and not cluster.address.strip():
         yield Problem(("cluster.address",), "cluster.address: is empty; give host:port, auto or local, or leave it out")
+    elif cluster.address not in (None, "auto", "local") and not _is_host_and_port(cluster.address):
+        text = f"cluster.address: '{cluster.address}' is not host:port, auto or local; the usual port is 6379"
+        yield Problem(("cluster.address",), text)
+    if cluster.uses_ray and cluster.deadlines.silent_seconds < LEAST_SILENCE:
+        text = (
+            f"cluster.deadlines.silent_seconds: workers report every second, so {cluster.deadlines.silent_seconds:g}"
+            f" would end a sound run; give {LEAST_SILENCE:g} or more"
+        )
+        yield Problem(("cluster.deadlines.silent_seconds",), text)
+
+
+def _is_host_and_port(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    return bool(host) and port.isascii() and port.isdigit() and int(port[:6]) < 1 << 16

@@ -37,6 +37,8 @@ def read_text(path: Path, remedy: str, *, most_bytes: int | None = None, encodin
         if most_bytes is not None and found.st_size > most_bytes:
             raise UserError(f"{path}: {found.st_size:,} bytes, at most {most_bytes:,} are allowed; {remedy}")
         return path.read_text(encoding=encoding)
+    except UserError:
+        raise  # a ValueError too
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; {remedy}{nearest_file(path)}") from None
     except UnicodeDecodeError as error:

@@ -40,6 +40,19 @@ _WORDS = {
 _PLACEHOLDER_MODEL = {"path": "unknown"}  # replaces a missing model while the other fields are checked
 
 
+def unreadable_texts(value: Any, name: str = "") -> Iterator[Problem]:
+    """Yield the texts that are not UTF-8, such as a path with other bytes in it. JSON has no form for them."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from unreadable_texts(key, name or repr(key))
+            yield from unreadable_texts(part, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list):
+        for part in value:
+            yield from unreadable_texts(part, name)
+    elif isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+        yield Problem((name,), f"{name}: {value!r} is not UTF-8 text; rename it, or give another")
+
+
 def schema_problems(error: ValidationError, tree: dict[str, Any]) -> tuple[list[Problem], dict[str, Any]]:
     """Convert pydantic's errors to problems, and return the tree without the wrong fields for the next stage."""
     sound = json.loads(json.dumps(tree))

@@ -96,6 +96,9 @@ class Fp8Config(Section):
     (correct, but slow). false: never emulate."""
 
 
+LEAST_TEMPERATURE = 1e-8  # besides 0: smaller ones would overflow float32 in logits / temperature
+
+
 class RolloutConfig(Section):
     prompts_per_step: int = Field(default=32, ge=1, le=1_000_000)
     """Number of prompts per step."""

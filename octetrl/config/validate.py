@@ -25,8 +25,8 @@ from octetrl.config.errors import UserError
 from octetrl.config.lora import adapter_elements, projections, targets_of, unknown_target
 from octetrl.config.objective_keys import name_objective
 from octetrl.config.objective_settings import DatasetSettings
-from octetrl.config.problems import schema_problems
-from octetrl.config.schema import CriticConfig, OptimizerConfig, Recipe
+from octetrl.config.problems import schema_problems, unreadable_texts
+from octetrl.config.schema import LEAST_TEMPERATURE, CriticConfig, OptimizerConfig, Recipe
 from octetrl.config.section import Problem
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate_environment import environment_problems
@@ -43,6 +43,8 @@ _ROWS = {
 
 def build_recipe(tree: dict[str, Any], *, training: bool = True) -> tuple[Recipe | None, list[Problem]]:
     """Build the recipe of a merged tree, or return None and all problems. training: see `combination_problems`."""
+    if unreadable := list(unreadable_texts(tree)):
+        return None, unreadable
     tree = name_objective(tree)
     try:
         recipe = Recipe.model_validate_json(json.dumps(tree))
@@ -196,6 +198,10 @@ def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
             f" or algorithm.name: reinforce_pp"
         )
         yield Problem(("rollout.group_size", "algorithm.name"), text)
+    for name, value in (("rollout", rollout.temperature), ("evaluation", recipe.evaluation.temperature)):
+        if 0 < value < LEAST_TEMPERATURE:
+            text = f"{name}.temperature: {value:g} is too small for float32; use {LEAST_TEMPERATURE:g} or more"
+            yield Problem((f"{name}.temperature",), text)
     if rollout.temperature == 0:
         text = "rollout.temperature: 0 is greedy, so all answers of a group are equal and teach nothing; use 1.0"
         yield Problem(("rollout.temperature", "algorithm.name"), text)

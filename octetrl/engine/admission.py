@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from octetrl.config.errors import UserError
+from octetrl.config.schema import LEAST_TEMPERATURE
 from octetrl.engine.block_manager import BlockManager
 from octetrl.engine.grammars import Grammars
 from octetrl.engine.logit_options import LogitOptions, SequenceLogits
@@ -19,6 +20,8 @@ from octetrl.engine.stopping import Decode, Stopping
 from octetrl.records import GenerationRequest, SamplingParams
 
 MOST_TOP = 20  # likeliest tokens reported with each token, as in OpenAI's API
+MOST_TOP_K = 1 << 40
+LEAST_REPETITION = 0.01  # smaller penalties can make a logit infinite, which would end all requests of the engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class Admission:
     def group(self, index: int, request: GenerationRequest) -> RequestGroup:
         """Checks the request. Raises UserError."""
         self._check_prompt(request)
-        _check_sampling(request)
+        _check_sampling(request, self.vocab_size)
         limit = min(len(request.prompt_token_ids) + request.sampling.max_new_tokens, self.context_length)
         return RequestGroup(
             request, index, limit, num_unfinished=request.num_siblings, prompt_scores=self._check_logits(request)
@@ -104,17 +107,20 @@ class Admission:
             )
 
 
-def _check_sampling(request: GenerationRequest) -> None:
+def _check_sampling(request: GenerationRequest, vocab_size: int) -> None:
     sampling: SamplingParams = request.sampling
+    stops = [token for token in sampling.stop_token_ids if not 0 <= token < vocab_size]
+    is_usable = sampling.temperature == 0 or LEAST_TEMPERATURE <= sampling.temperature < math.inf
     rules = (
         (request.num_siblings >= 1, "num_siblings", request.num_siblings, "1 or more"),
         (request.first_sibling >= 0, "first_sibling", request.first_sibling, "0 or more"),
         (sampling.max_new_tokens >= 1, "max_new_tokens", sampling.max_new_tokens, "1 or more"),
-        (0 <= sampling.temperature < math.inf, "temperature", sampling.temperature, "0 (greedy) or more"),
-        (sampling.top_k >= 0, "top_k", sampling.top_k, "0 (all) or more"),
+        (is_usable, "temperature", sampling.temperature, f"0 (greedy), or {LEAST_TEMPERATURE:g} or more"),
+        (0 <= sampling.top_k <= MOST_TOP_K, "top_k", sampling.top_k, "0 (all) or more, at most the vocabulary"),
         (0 < sampling.top_p <= 1, "top_p", sampling.top_p, "above 0 and at most 1"),
         (0 <= sampling.min_p <= 1, "min_p", sampling.min_p, "between 0 and 1"),
         (all(sampling.stop), "stop", sampling.stop, "strings of at least one character"),
+        (not stops, "stop_token_ids", stops, f"token ids below {vocab_size}"),
     )
     for holds, name, given, allowed in rules:
         if not holds:
@@ -125,7 +131,7 @@ def _wrong_options(
     options: LogitOptions, sampling: SamplingParams, vocab_size: int
 ) -> Iterator[tuple[str, object, str]]:
     """Name, value and allowed values of each option that can't be followed."""
-    least = options.min_new_tokens
+    least, penalty = options.min_new_tokens, options.repetition_penalty
     biases = [token for token, _ in options.logit_bias if not 0 <= token < vocab_size]
     rules = (
         (0 <= least <= sampling.max_new_tokens, "min_new_tokens", least, "0 to max_new_tokens"),
@@ -133,7 +139,7 @@ def _wrong_options(
         (not (least and options.grammar), "min_new_tokens", least, "0 with a grammar"),
         (abs(options.presence_penalty) <= 2, "presence_penalty", options.presence_penalty, "-2 to 2"),
         (abs(options.frequency_penalty) <= 2, "frequency_penalty", options.frequency_penalty, "-2 to 2"),
-        (0 < options.repetition_penalty <= 10, "repetition_penalty", options.repetition_penalty, "above 0, at most 10"),
+        (LEAST_REPETITION <= penalty <= 10, "repetition_penalty", penalty, f"{LEAST_REPETITION:g} to 10"),
         (not biases, "logit_bias", biases, f"token ids below {vocab_size}"),
         (all(abs(bias) <= 100 for _, bias in options.logit_bias), "logit_bias", "too large", "-100 to 100"),
         (0 <= options.num_top <= MOST_TOP, "num_top", options.num_top, f"0 to {MOST_TOP}"),

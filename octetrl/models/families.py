@@ -52,7 +52,8 @@ FAMILIES = {
 }
 CAUSAL, SCALAR = "ForCausalLM", "ForSequenceClassification"  # what an architecture's name ends with
 ARCHITECTURES = {family: architecture for architecture, family in FAMILIES.items()}
-DEFAULT_ROPE_THETA = 10_000.0
+DEFAULT_ROPE_THETA = 10_000.0  # of the other families
+ROPE_THETAS = {"mixtral": 1_000_000.0}
 DEFAULT_MAX_POSITIONS = {
     "llama": 2_048,
     "mistral": 131_072,
@@ -179,8 +180,8 @@ def spec_from_config(content: Mapping[str, Any], *, scalar: bool = False) -> Mod
         head_size=given_size if latent is None else latent.nope_size + latent.rope_size,
         vocab_size=vocab_size,
         max_positions=positions,
-        rms_norm_eps=config.number("rms_norm_eps", 1e-5 if family in ("phi3", "mixtral") else 1e-6),
-        rope_theta=rope.number("rope_theta", DEFAULT_ROPE_THETA),
+        rms_norm_eps=config.number("rms_norm_eps", 1e-5 if family in ("phi3", "mixtral", "glm4_moe_lite") else 1e-6),
+        rope_theta=rope.number("rope_theta", ROPE_THETAS.get(family, DEFAULT_ROPE_THETA)),
         rope_scaling=scaling,
         qkv_bias=family == "qwen2" or has_bias,
         qk_norm=family in QK_NORM,

@@ -37,6 +37,7 @@ COUNT_KEYS = {
     **dict.fromkeys(CORRECTED, "n_routed_experts"),
 }
 GROUPS = {"deepseek_v3": (8, 4)}  # n_group and topk_group of a config without them
+SCALES = {"deepseek_v3": 2.5, "glm4_moe_lite": 1.8}  # routed_scaling_factor of a config without it
 LAYER_KINDS = ("dense", "sparse")  # in `mlp_layer_types`
 OTHER_COUNT_KEY = "num_local_experts"  # as transformers 5 writes it
 
@@ -54,7 +55,8 @@ def mixture_blocks(config: JsonObject, family: str, num_layers: int, attention: 
         raise config.wrong("router_jitter_noise", "0 is needed, because noise would change the routes")
     size_key = "intermediate_size" if family == "mixtral" else "moe_intermediate_size"
     expert_size = config.integer(size_key, most=MOST_WIDTH)
-    shared = config.integer("n_shared_experts", 0, most=MOST_HEADS, least=0) if family in CORRECTED else 0
+    left_out = 1 if family in LATENT_FAMILIES else 0
+    shared = config.integer("n_shared_experts", left_out, most=MOST_HEADS, least=0) if family in CORRECTED else 0
     kind = MixtralLayout if family == "mixtral" else MixtureLayout
     mixture = kind(_routing(config, family), expert_size, shared * expert_size)
     dense_layer, sparse_layer = LayerBlocks(attention, MLPLayout()), LayerBlocks(attention, mixture)
@@ -94,7 +96,7 @@ def _routing(config: JsonObject, family: str) -> Routing:
         corrected=family in CORRECTED,
         num_groups=groups,
         kept_groups=kept,
-        scale=config.number("routed_scaling_factor", 1.0) if family in CORRECTED else 1.0,
+        scale=config.number("routed_scaling_factor", SCALES.get(family, 1.0)) if family in CORRECTED else 1.0,
     )
 
 

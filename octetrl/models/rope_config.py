@@ -21,6 +21,10 @@ ORIGINAL = "original_max_position_embeddings"
 def rope_parameters(config: JsonObject) -> JsonObject:
     """Theta and scaling in one mapping, from either spelling. UserError: a part of each head is rotated."""
     merged = {**config.object("rope_scaling"), **config.object("rope_parameters")}
+    if per_layer := [key for key, value in merged.items() if isinstance(value, dict)]:
+        raise UserError(
+            f"RoPE of its own for '{per_layer[0]}' is not supported, only one for all layers; use another model"
+        )
     if "rope_theta" not in merged and config.get("rope_theta") is not None:
         merged["rope_theta"] = config["rope_theta"]
     rotated = merged.get("partial_rotary_factor", config.get("partial_rotary_factor"))

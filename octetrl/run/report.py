@@ -6,6 +6,7 @@ from pathlib import Path
 
 from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
+from octetrl.config.text import ESCAPE
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.report_data import RunRecord, read_run
 from octetrl.telemetry.report_page import report_page
@@ -21,7 +22,7 @@ def leave_report(folder: Path, console: Console) -> None:
     if not last_step(folder / METRICS_FILE):
         return
     try:
-        (folder / REPORT).write_text(report_page([read_run(folder)]), encoding="utf-8")
+        (folder / REPORT).write_text(report_page([read_run(folder)]), encoding="utf-8", errors=ESCAPE)
     except (OSError, UserError, ValueError, TypeError, KeyError) as error:
         console.warn(f"no {REPORT} was written ({error}); `octetrl report {folder}` tries again")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+_NAMES = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens", "num_top": "top_logprobs"}
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 
 
@@ -29,6 +30,15 @@ class ApiError(Exception):
 def wrong(param: str | None, message: str, code: str | None = None) -> ApiError:
     """Create the error for a field with an unsupported value."""
     return ApiError(400, message, code=code, param=param)
+
+
+def refused(message: str) -> ApiError:
+    """Create the error for a request that the engine refuses, with the fields' names in this API."""
+    text = message.partition("': ")[2] if message.startswith("request '") else message
+    for of_engine, name in _NAMES.items():
+        text = text.replace(of_engine, name)
+    field, is_field, _ = text.partition(" is ")
+    return wrong(field if is_field and field.isidentifier() else None, text)
 
 
 def engine_failed(message: str) -> ApiError:

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from octetrl.records import Completion, GenerationRequest, SessionEvent
 from octetrl.server.engine_thread import Accepted, EngineThread, Event, Failed, Refused
-from octetrl.server.errors import ApiError, engine_failed, shutting_down, wrong
+from octetrl.server.errors import ApiError, engine_failed, refused, shutting_down, wrong
 
 
 class ClientGone(Exception):
@@ -73,7 +73,7 @@ class Answer:
                 self._unaccepted -= 1
                 return []
             case Refused(message):
-                raise wrong(None, message)
+                raise refused(message)
             case Failed(message):
                 raise engine_failed(message)
             case _:

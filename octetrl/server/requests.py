@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from octetrl.engine.admission import MOST_TOP
+from octetrl.engine.admission import LEAST_REPETITION, MOST_TOP, MOST_TOP_K
 from octetrl.engine.logit_options import LogitOptions
 from octetrl.environments.tools import Family
 from octetrl.records import SamplingParams
@@ -43,7 +43,7 @@ class GenerationBody(BaseModel):
     n: int = Field(default=1, ge=1)
     temperature: Number = Field(default=1.0, ge=0.0, le=10.0)
     top_p: Number = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = Field(default=0, ge=-1)
+    top_k: int = Field(default=0, ge=-1, le=MOST_TOP_K)
     min_p: Number = Field(default=0.0, ge=0.0, le=1.0)
     max_tokens: int | None = Field(default=None, ge=1)
     stop: list[Annotated[str, Field(min_length=1, max_length=1024)]] = Field(default=[], max_length=16)
@@ -57,7 +57,7 @@ class GenerationBody(BaseModel):
     min_tokens: int = Field(default=0, ge=0)
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    repetition_penalty: Number = Field(default=1.0, gt=0.0, le=10.0)
+    repetition_penalty: Number = Field(default=1.0, ge=LEAST_REPETITION, le=10.0)
     logit_bias: Annotated[dict[TokenId, Annotated[Number, Field(ge=-100, le=100)]], Field(max_length=1024)] = {}
     prompt_logprobs: NumTop | None = None
     skip_special_tokens: Literal[True] | None = None

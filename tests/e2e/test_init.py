@@ -19,6 +19,11 @@ def test_a_new_project_checks_trains_and_is_tested(
     assert "next: cd my/project && octetrl train recipe.yaml" in capsys.readouterr().out
     assert run_command(["init", "grpo", "my/project"]) == 2
     assert "already has recipe.yaml" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert run_command(["init", "grpo", "file"]) == 2
+    assert "init: 'file' is a file; give a new folder" in capsys.readouterr().err
+    assert run_command(["status", "file"]) == 2
+    assert "'file' is a file; give the folder of a run" in capsys.readouterr().err
     assert len((tmp_path / "my/project/README.md").read_text().splitlines()) <= 10
 
     monkeypatch.chdir("my/project")

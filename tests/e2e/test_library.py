@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -141,9 +142,11 @@ def test_what_is_wrong_is_refused_and_leaves_nothing(
         ({"context_length": 10**6}, [], "context_length: 1000000 is out of range, this model has 1024 positions"),
         ({"context_length": 32}, ["a b c d e f g h i j k l m n o p"], r"prompt 0 has \d+ tokens and max_tokens is 16"),
         ({"context_length": 32}, [[1, 2], [1, 10**6]], "prompt 1 holds 1000000"),
+        ({"context_length": 32}, [[1, 2], None], "prompt 1 is a NoneType; give a text, or token ids"),
+        ({"context_length": 32}, {"role": "user"}, "dict was given; give a text, token ids, or a list of them"),
     ],
 )
-def test_llm_refuses(model: Path, settings: dict[str, Any], prompts: list[Any], said: str) -> None:
+def test_llm_refuses(model: Path, settings: dict[str, Any], prompts: Any, said: str) -> None:
     with pytest.raises(octetrl.UserError, match=said):
         octetrl.LLM(model, **{"device": "cpu", **settings}).generate(prompts)
 
@@ -154,6 +157,8 @@ def test_token_ids_are_taken_as_they_are(model: Path) -> None:
     [tokens] = llm.generate(text.prompt_token_ids)
     assert (tokens.prompt, tokens.outputs) == (None, text.outputs)
     assert llm.generate([]) == []
+    with ThreadPoolExecutor(3) as threads:  # a notebook's threads take turns
+        assert all(again == [text] for again in threads.map(llm.generate, ["3 + 1 ="] * 3))
 
 
 def test_importing_needs_no_torch_and_names_are_all_there() -> None:

@@ -154,7 +154,11 @@ def test_values_that_change_nothing_are_accepted(live: Live) -> None:
         ({"logprobs": 21}, "logprobs: 21 is not valid"),
         ({"skip_special_tokens": False}, "skip_special_tokens: False is not supported"),
         ({"logit_bias": {"100000": 1}}, "logit_bias is \\[100000\\]; give token ids below"),
-        ({"min_tokens": 8, "max_tokens": 4}, "min_new_tokens is 8"),
+        ({"min_tokens": 8, "max_tokens": 4}, "400 - min_tokens is 8; give 0 to max_tokens"),
+        ({"stop_token_ids": [100000]}, "stop_token_ids is \\[100000\\]; give token ids below"),
+        ({"temperature": 1e-40}, "temperature is 1e-40; give 0 \\(greedy\\), or 1e-08 or more"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty: 1e-40 is not valid"),
+        ({"top_k": 10**20}, "top_k: 100000000000000000000 is not valid"),
     ],
 )
 def test_what_cannot_be_followed_is_refused(live: Live, fields: dict[str, Any], message: str) -> None:

@@ -82,6 +82,8 @@ def status_lines(folder: Path) -> Iterator[str]:
         raise UserError(
             f"'{folder}' has no {STATUS_FILE}: only a run on several workers writes one, and removes it at its end"
         ) from None
+    except NotADirectoryError:
+        raise UserError(f"'{folder}' is a file; give the folder of a run on several workers") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"'{path}' can't be read ({error}); remove it if no run is live") from error
     if age > STALE_SECONDS:

@@ -30,12 +30,14 @@ def test_the_engine_is_told_the_same() -> None:
         ({"n": True}, "n is True"),
         ({"temperature": -0.1}, "temperature is -0.1"),
         ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": 1e-40}, r"temperature is 1e-40; give 0 \(greedy\), or a number from 1e-08"),
         ({"top_p": 0.0}, "top_p is 0.0; give a number above 0"),
         ({"top_k": -1}, "top_k is -1; give a whole number from 0, which keeps all"),
         ({"min_p": 1.5}, "min_p is 1.5"),
         ({"stop": ["a", ""]}, "stop is"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"seed": None}, "seed is None"),
+        ({"seed": 2**64}, r"seed is 18446744073709551616; give a whole number from 0, below 2\*\*64"),
     ],
 )
 def test_what_is_wrong_is_refused(given: dict[str, Any], said: str) -> None:

@@ -70,6 +70,8 @@ def test_a_missing_base_names_who_wants_it(tmp_path: Path) -> None:
         "gone.yaml: no such file; give the path of a YAML file ("
     )
     assert "it contains a NUL" in refusal(tmp_path, 'extends: "a\\0b"\n')
+    (tmp_path / "folder").mkdir()
+    assert refusal(tmp_path, "extends: folder\n").startswith("folder: this is a folder, not a file; ")
 
 
 def test_a_problem_names_the_file_it_comes_from(tmp_path: Path) -> None:

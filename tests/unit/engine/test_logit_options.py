@@ -153,7 +153,7 @@ def test_no_stop_token_comes_before_the_least_length() -> None:
     [
         (LogitOptions(min_new_tokens=99), "min_new_tokens is 99"),
         (LogitOptions(presence_penalty=2.5), "presence_penalty is 2.5; give -2 to 2"),
-        (LogitOptions(repetition_penalty=0.0), "repetition_penalty"),
+        (LogitOptions(repetition_penalty=1e-40), "repetition_penalty is 1e-40; give 0.01 to 10"),
         (LogitOptions(logit_bias=((50, 1.0),)), r"logit_bias is \[50\]; give token ids below 50"),
         (LogitOptions(num_top=21), "give 0 to 20"),
     ],

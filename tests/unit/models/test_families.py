@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from octetrl.config.errors import UserError
 from octetrl.config.rope import Llama3Scaling, YarnScaling
 from octetrl.config.spec import MOST_TOKENS
+from octetrl.models.blocks.moe.layout import MixtureLayout
 from octetrl.models.families import hf_config, load_spec, spec_from_config
 
 QWEN3 = {
@@ -95,6 +97,22 @@ def test_qwen2_has_a_bias_and_its_unused_window_is_fine() -> None:
     assert spec_from_config({**config, "use_sliding_window": True, "max_window_layers": 28}) == spec
 
 
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "glm4_moe_lite"])
+def test_keys_that_are_left_out_have_the_values_of_transformers(family: str) -> None:
+    theirs = CONFIG_MAPPING[family]()
+    given = {key: value for key, value in theirs.to_dict().items() if isinstance(value, int | str) or value is None}
+    given |= {"model_type": family, "architectures": None}
+    for key in ("rms_norm_eps", "routed_scaling_factor", "n_shared_experts", "rope_theta", "rope_parameters"):
+        given.pop(key, None)
+    spec = spec_from_config(given)
+    assert spec.rms_norm_eps == theirs.rms_norm_eps
+    assert spec.rope_theta == theirs.rope_parameters["rope_theta"]
+    mixture = spec.blocks_of(spec.num_layers - 1).mlp
+    assert isinstance(mixture, MixtureLayout)
+    assert mixture.routing.scale == getattr(theirs, "routed_scaling_factor", 1.0)
+    assert mixture.shared_size == getattr(theirs, "n_shared_experts", 0) * mixture.expert_size
+
+
 @pytest.mark.parametrize("config", [QWEN3, LLAMA, {**QWEN3, "architectures": ["Qwen2ForCausalLM"]}])
 def test_hf_config_round_trips(config: dict[str, Any]) -> None:
     spec = spec_from_config(config)
@@ -131,6 +149,7 @@ def test_hf_config_round_trips(config: dict[str, Any]) -> None:
         ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor 0.25"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "RoPE of its own for 'full_attention' is not"),
         ({"hidden_act": None}, "'hidden_act' is None"),
         ({"torch_dtype": "float99"}, "'torch_dtype' is 'float99'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),

@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console as RichConsole
 
+from octetrl.cli.main import run_command
 from octetrl.cli.rollouts_view import RolloutsView
 from octetrl.config.text import escaped, to_utf8
 from octetrl.environments.base import Taskset
 from octetrl.records import Completion, FinishReason, Reply, Rollout, RolloutGroup, RolloutStatus, Task, Turn
+from octetrl.run.report import leave_report
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.rollout_page import write_page
 from octetrl.telemetry.rollout_reader import Filter, select
@@ -55,6 +57,16 @@ def test_rollouts_are_written_shown_and_read_back(tmp_path: Path) -> None:
     assert b"na\xc3\xafve\\ud800" in shown.buffer.getvalue()  # type: ignore[attr-defined]
     write_page(tmp_path / "page.html", HALF, selection, Filter())
     assert "na\\u00efve\\ud800" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_the_report_of_a_run_is_written(tmp_path: Path) -> None:
+    task = rollout_with(HALF).task
+    RolloutFiles(tmp_path / "rollouts").write(1, [RolloutGroup(task, (rollout_with(HALF),))])
+    (tmp_path / "config.yaml").write_text("model: {path: models/small}\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    leave_report(tmp_path, Console("plain", 1))
+    assert "na\u00efve\\ud800" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert run_command(["report", str(tmp_path), "--out", str(tmp_path / "again.html")]) == 0
 
 
 def test_console_metrics_and_checkpoints(tmp_path: Path) -> None:
