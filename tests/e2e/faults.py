@@ -109,7 +109,7 @@ class Attempt:
 
     def _lines(self) -> int:
         try:
-            return len(read_lines(self.run / "metrics.jsonl"))
+            return (self.run / "metrics.jsonl").read_bytes().count(b"\n")
         except OSError:
             return 0
 
@@ -184,11 +184,11 @@ class Attempt:
         """One line if it failed, and nothing left of it."""
         code, folder = self.driver.returncode, self.ray_folder
         if folder is not None:
-            wait_for(lambda: not folder.exists() and not processes_of(folder, exempt=set()), "Ray to be gone", 40.0)
+            wait_for(lambda: not folder.exists() and not processes_of(folder, exempt=set()), "Ray to be gone", 120.0)
         wait_for(lambda: not any(_parent(name) == self.driver.pid for name, _ in _command_lines()), "children to end")
         mine = f"{self.run}".encode()
-        wait_for(lambda: not any(_mentions(name, mine) for name, _ in _command_lines()), "all processes to end", 40.0)
-        wait_for(lambda: not _plasma() - self.shared_before, "shared memory to be freed", 40.0)
+        wait_for(lambda: not any(_mentions(name, mine) for name, _ in _command_lines()), "all processes to end", 120.0)
+        wait_for(lambda: not _plasma() - self.shared_before, "shared memory to be freed", 120.0)
         assert not list(self.temporary.iterdir()), list(self.temporary.iterdir())
         said = self.said
         assert "Traceback" not in said, said

@@ -30,7 +30,7 @@ class Live:
     def client(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60, **options)
 
-    def until(self, holds: Any, seconds: float = 20.0) -> None:
+    def until(self, holds: Any, seconds: float = 60.0) -> None:
         """Waits until `holds()`; fails when it does not come."""
         end = time.monotonic() + seconds
         while not holds():
@@ -65,7 +65,7 @@ def live_server(model: Path, **options: Any) -> Iterator[Live]:
             yield Live(f"http://127.0.0.1:{listening.getsockname()[1]}", model, intake, engine)
         finally:
             server.should_exit = True
-            thread.join(30)
+            thread.join(60)
             assert not thread.is_alive() and not intake.engine.is_alive
 
 
@@ -100,7 +100,7 @@ def held(engine: Any) -> Iterator[threading.Event]:
     launch = runner.launch
 
     def wait(*inputs: Any) -> Any:
-        assert gate.wait(30)
+        assert gate.wait(120)
         return launch(*inputs)
 
     runner.launch = wait

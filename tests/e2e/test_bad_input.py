@@ -115,7 +115,7 @@ def test_the_installed_command_exits_with_2(here: Path) -> None:
     command = [sys.executable, "-m", "octetrl.cli.main", "train", "gone.yaml"]
     repository = Path(__file__).parents[2]
     environment = os.environ | {"PYTHONPATH": str(repository)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "octetrl: gone.yaml: no such file; give the path of a YAML file\n"
 

@@ -28,6 +28,7 @@ VERBS = {
     "export": ["export", "run", "--to", "out"],
     "demo": ["demo"],
 }
+LONG = ("train", "generate", "serve", "demo")  # with an end of their own after Ctrl-C, or processes to end
 # Stands in for a slow machine: an interpreter whose every import of this project takes a moment, and that says so.
 SLOW = """
 import sys, time, importlib.abc
@@ -71,14 +72,31 @@ def test_while_a_verb_imports_a_library(tmp_path: Path) -> None:
     _assert_stopped(process)
 
 
+# An interpreter that says when the handler is there: before, Ctrl-C is Python's own.
+INSTALLED = """
+import sys
+from octetrl.cli import ctrl_c
+install = ctrl_c.CtrlC.install
+def install_and_say(handler):
+    install(handler)
+    print("installed", flush=True)
+ctrl_c.CtrlC.install = install_and_say
+sys.argv = ["octetrl", *sys.argv[1:]]
+from octetrl.cli.main import main
+main()
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS)
 def test_in_the_first_seconds(verb: str, model: Path, tmp_path: Path) -> None:
     """Once and twice, at moments from the set-up on. A verb that was quicker has ended by itself."""
     (tmp_path / MODEL).symlink_to(model)
     (tmp_path / RECIPE).write_text(yaml.safe_dump(recipe_tree(Path(MODEL), Path("run"), {"steps": 400})))
-    for moment, times in ((0.4, 1), (2.5, 2)):
-        process = _start([sys.executable, "-m", "octetrl.cli.main", *VERBS[verb]], tmp_path)
+    later = ((2.2, 2),) if verb in LONG else ()
+    for moment, times in ((0.2, 1), *later):
+        process = _start([sys.executable, "-c", INSTALLED, *VERBS[verb]], tmp_path)
+        assert process.stdout is not None and process.stdout.readline() == "installed\n"
         time.sleep(moment)
         _press(process, times)
         _assert_stopped(process, may_be_done=True)

@@ -48,7 +48,7 @@ def test_a_score_that_hangs_is_not_waited_for_once_per_rollout(model: Path, tmp_
     (line,) = read_lines(tmp_path / "run/metrics.jsonl")
     assert line["rollout/reward_timeout"] == 32
     assert 1.0 < line["time/reward"] < 2 / 3 * 32 / 4 * 1.5, "it waited for all 32"
-    assert line["time/reward_slowest"] == pytest.approx(1.5, abs=1.0)
+    assert 1.4 < line["time/reward_slowest"] < 8.0
 
 
 def test_check_draws_answers_and_shows_their_rewards(

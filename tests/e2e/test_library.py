@@ -97,10 +97,10 @@ def test_an_environment_object(model: Path, tmp_path: Path) -> None:
 def test_a_reward_that_hangs_is_counted_and_the_run_goes_on(model: Path, tmp_path: Path) -> None:
     def sometimes_hangs(task: octetrl.Task, text: str) -> float:
         if len(text) % 2:
-            time.sleep(1.0)
+            time.sleep(30.0)
         return float(len(text) % 7)
 
-    limits = {"eval_size": 4, "reward_timeout_seconds": 0.05, "max_failure_share": 1.0, "reward_workers": 8}
+    limits = {"eval_size": 4, "reward_timeout_seconds": 1.0, "max_failure_share": 1.0, "reward_workers": 8}
     changes = settings(model, tmp_path / "run", steps=1, environment=limits)
     metrics = octetrl.train(tasks=TASKS, reward=sometimes_hangs, **changes).metrics[0]
     hung = metrics["rollout/reward_timeout"]
@@ -163,9 +163,10 @@ def test_token_ids_are_taken_as_they_are(model: Path) -> None:
 
 def test_importing_needs_no_torch_and_names_are_all_there() -> None:
     script = (
-        "import sys, time; sys.modules['torch'] = None\n"
-        "began = time.perf_counter(); import octetrl; seconds = time.perf_counter() - began\n"
-        "assert 'pydantic' not in sys.modules and seconds < 0.5, seconds\n"
+        "import sys; sys.modules['torch'] = None\n"
+        "before = set(sys.modules); import octetrl; loaded = set(sys.modules) - before\n"
+        "libraries = {name.partition('.')[0] for name in loaded} - sys.stdlib_module_names\n"
+        "assert libraries == {'octetrl'}, libraries\n"
         "octetrl.Task, octetrl.SamplingParams, octetrl.UserError, octetrl.train, octetrl.__version__\n"
         "assert set(octetrl.__all__) <= set(dir(octetrl))\n"
     )

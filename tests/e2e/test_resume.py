@@ -154,7 +154,7 @@ def test_ctrl_c_ends_the_step_and_saves(model: Path, whole: Path, tmp_path: Path
     metrics = tmp_path / "run" / "metrics.jsonl"
     _wait(lambda: process.poll() is None, lambda: metrics.exists() and metrics.stat().st_size > 0)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
     assert "stopping after this step" in err
     assert err.splitlines()[-1] == (

@@ -62,13 +62,13 @@ def test_a_reward_that_raises_or_is_nan(model: Path, tmp_path: Path) -> None:
 def test_a_reward_that_hangs(model: Path, tmp_path: Path) -> None:
     hangs = {
         "environment.reward": f"{REWARDS}:sometimes_hangs",
-        "environment.reward_timeout_seconds": 0.3,
+        "environment.reward_timeout_seconds": 0.8,
         "environment.reward_workers": 2,
     }
     run(model, tmp_path / "run", hangs)
     failed = assert_only_rewards_count(tmp_path / "run", "reward_timeout")
     assert failed
-    assert all("no reward after 0.3 s" in row["detail"] for row in failed)
+    assert all("no reward after 0.8 s" in row["detail"] for row in failed)
 
 
 def unchanged(folder: Path, model: Path) -> bool:

@@ -122,7 +122,7 @@ def test_phases_are_no_more_than_the_step() -> None:
     began = time.perf_counter()
     step = arm.step(0)
     wall = time.perf_counter() - began
-    assert 0.5 * wall < step.total <= wall, "nothing is counted twice: quantising is publishing, not learning"
+    assert 0.2 * wall < step.total <= wall, "nothing is counted twice: quantising is publishing, not learning"
 
 
 class Memory:

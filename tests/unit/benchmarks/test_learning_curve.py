@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -51,9 +52,15 @@ def test_two_steps(tmp_path: Path) -> None:
 def test_the_clock_ends_an_arm(polite: bool, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learning_curve, "LAST_STEP_SECONDS", 1.0)
     arm = arm_of(tmp_path, ENDLESS.format(polite=polite, run=str(tmp_path / "run")))
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    end = time.monotonic() + 60.0
+    while not (metrics.exists() and metrics.stat().st_size):  # it has its handler by now
+        assert time.monotonic() < end
+        time.sleep(0.01)
     began = time.monotonic()
     asked = run_until([arm], began, 2.5)
-    assert asked and abs(time.monotonic() - began - seconds) < 0.9
+    assert asked and seconds <= time.monotonic() - began < 60.0
+    assert arm.process.returncode == (130 if polite else -signal.SIGKILL)
     written = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     row = arm_row(arm, 10**6, asked)
     assert (row["ended"], row["steps"]) == ("clock", len(written))

@@ -21,15 +21,18 @@ class Double:
     asked: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)  # path, body, headers
     under_way: int = 0
     most: int = 0  # under way at once
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def answer(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> tuple[int, str, dict[str, str]]:
-        self.asked.append((path, body, headers))
-        self.under_way += 1
-        self.most = max(self.most, self.under_way)
-        given = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        with self.lock:
+            self.asked.append((path, body, headers))
+            self.under_way += 1
+            self.most = max(self.most, self.under_way)
+            given = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         given = given(body) if callable(given) else given
         time.sleep(given if isinstance(given, float) else 0.01)
-        self.under_way -= 1
+        with self.lock:
+            self.under_way -= 1
         if isinstance(given, tuple):
             return given
         message = {"message": {"content": str(given)}, "finish_reason": "stop"}

@@ -22,13 +22,14 @@ from octetrl.environments.scoring import Explained, RewardWorkers
 from octetrl.records import RolloutStatus, Task
 
 TASK = Task("1", "2 + 3 =", "5")
+released = threading.Event()  # ends what waits
 
 
 def by_text(task: Task, text: str) -> Any:
     """What the text asks for; `wait` hangs."""
     match text:
         case "wait":
-            time.sleep(0.5)
+            released.wait(60.0)
         case "raise":
             raise ValueError("no")
         case "exit":
@@ -58,33 +59,37 @@ def test_statuses_are_those_of_reward_processes() -> None:
 
 
 def test_a_call_that_hangs_is_a_timeout_and_the_others_are_scored() -> None:
-    rewards = FunctionRewards(by_text, timeout_seconds=0.05)
-    began = time.monotonic()
-    scores = rewards.score([(TASK, "fine"), (TASK, "wait"), (TASK, "fine")])
-    assert time.monotonic() - began < 0.4, "nobody waits for it"
+    rewards = FunctionRewards(by_text, timeout_seconds=1.0)
+    released.clear()
+    scores = rewards.score([(TASK, "fine"), (TASK, "wait"), (TASK, "fine")])  # which nobody has released by now
     assert [score.status for score in scores] == [
         RolloutStatus.SCORED, RolloutStatus.REWARD_TIMEOUT, RolloutStatus.SCORED,
     ]  # fmt: skip
     assert "environment.reward_timeout_seconds" in str(scores[1].detail)
-    time.sleep(0.6)
+    hung = [thread for thread in threading.enumerate() if thread.name.startswith("environment call")]
+    released.set()
+    for thread in hung:
+        thread.join(60.0)
     assert [score.reward for score in rewards.score([(TASK, "fine")])] == [1.0], "a late answer goes to nobody"
 
 
 def test_at_most_so_many_run_at_once() -> None:
     running, most, lock = 0, 0, threading.Lock()
+    two = threading.Barrier(2)  # each call waits for a second one
 
     def counted(task: Task, text: str) -> float:
         nonlocal running, most
         with lock:
             running += 1
             most = max(most, running)
+        two.wait(30.0)
         time.sleep(0.02)
         with lock:
             running -= 1
         return 1.0
 
-    FunctionRewards(counted, timeout_seconds=5.0, at_once=2).score([(TASK, str(number)) for number in range(6)])
-    assert most == 2
+    scores = FunctionRewards(counted, timeout_seconds=60.0, at_once=2).score([(TASK, str(n)) for n in range(6)])
+    assert most == 2 and [score.reward for score in scores] == [1.0] * 6
 
 
 def test_it_says_what_was_answered_where_the_scorer_does() -> None:

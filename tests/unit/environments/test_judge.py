@@ -100,10 +100,10 @@ def test_what_will_not_pass_is_tried_once(status: int) -> None:
 
 
 def test_an_endpoint_that_hangs_is_a_timeout() -> None:
-    score, double = scored(0.5, timeout_seconds=0.05, retries=1)
+    score, double = scored(5.0, timeout_seconds=0.5, retries=1)
     assert (score.status, score.reward) == (TIMEOUT, None) and "no answer in" in (score.detail or "")
     assert len(double.asked) == 2
-    assert scored(0.5, "Score: 5", timeout_seconds=0.2)[0] == Score(SCORED, 0.5)
+    assert scored(5.0, "Score: 5", timeout_seconds=0.7)[0] == Score(SCORED, 0.5)
 
 
 def test_an_endpoint_that_is_not_there_is_an_error() -> None:

@@ -59,11 +59,11 @@ def test_tasks_do_not_depend_on_what_was_asked_before() -> None:
     assert [generate(index) for index in reversed(range(40))] == first[::-1]
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("how", "seconds"), [(signal.SIGKILL, 60.0), (signal.SIGSTOP, 5.0)])
 def test_a_generator_that_is_killed_or_stopped_is_replaced(
-    how: signal.Signals, caplog: pytest.LogCaptureFixture
+    how: signal.Signals, seconds: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make = EntryTask(misbehaving_rewards.Entries(), "{prompt}", seconds=1.0)  # type: ignore[arg-type]
+    make = EntryTask(misbehaving_rewards.Entries(), "{prompt}", seconds=seconds)  # type: ignore[arg-type]
     first, again = make(4).metadata["entry"]["metadata"]["pid"], make(4)
     os.kill(first, how)
     task = make(5)
@@ -75,10 +75,12 @@ def test_a_generator_that_is_killed_or_stopped_is_replaced(
 
 
 def test_a_task_that_can_not_be_made_is_one_line() -> None:
-    make = EntryTask(misbehaving_rewards.Entries(hangs=7), "{prompt}", seconds=0.5)  # type: ignore[arg-type]
+    make = EntryTask(misbehaving_rewards.Entries(hangs=7), "{prompt}", seconds=60.0)  # type: ignore[arg-type]
     assert make(3).answer == "3"
+    make._seconds = 0.5  # only for the one that hangs: a process may take longer to start
     with pytest.raises(UserError, match=r"'entries' made no task 8 in 3 processes \(no answer in 0\.5 s\); raise env"):
         make(8)
+    make._seconds = 60.0
     with pytest.raises(UserError, match=r"can't make task 13 \(ValueError: unlucky \(misbehaving_rewards\.py:\d+\)\)"):
         make(13)
     assert make(3).answer == "3"

@@ -27,7 +27,7 @@ TASK = Task(id="task", prompt="?")
 
 @pytest.fixture
 def workers() -> Iterator[RewardWorkers]:
-    with RewardWorkers(misbehaving_rewards.by_name, timeout_seconds=0.5, processes=2) as workers:
+    with RewardWorkers(misbehaving_rewards.by_name, timeout_seconds=30.0, processes=2) as workers:
         yield workers
 
 
@@ -35,7 +35,7 @@ def scores_of(workers: RewardWorkers, *texts: str) -> list[Score]:
     return workers.score([(TASK, text) for text in texts])
 
 
-def has_ended(pid: int, patience: int = 200) -> bool:
+def has_ended(pid: int, patience: int = 1500) -> bool:
     """Whether process `pid` is gone, or dead and only not yet waited for."""
     for _ in range(patience):
         try:
@@ -142,14 +142,15 @@ def test_a_flood_of_prints_is_cut_and_said(capfd: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("text", ["hang", "hang in C"])
-def test_a_hang_is_killed_at_its_time(workers: RewardWorkers, text: str) -> None:
-    started = time.monotonic()
-    before, hung, after = scores_of(workers, "abc", text, "abcd")
-    assert time.monotonic() - started < 3.0
-    assert hung.status is RolloutStatus.REWARD_TIMEOUT
-    assert hung.reward is None
-    assert (before.reward, after.reward) == (3.0, 4.0)
-    assert scores_of(workers, "abcde")[0].reward == 5.0  # a killed worker's successor works
+def test_a_hang_is_killed_at_its_time(text: str) -> None:
+    with RewardWorkers(misbehaving_rewards.by_name, timeout_seconds=1.5, processes=2) as workers:
+        started = time.monotonic()
+        before, hung, after = scores_of(workers, "abc", text, "abcd")
+        assert time.monotonic() - started < 30.0  # it hangs for longer
+        assert hung.status is RolloutStatus.REWARD_TIMEOUT
+        assert hung.reward is None
+        assert (before.reward, after.reward) == (3.0, 4.0)
+        assert scores_of(workers, "abcde")[0].reward == 5.0  # a killed worker's successor works
 
 
 def test_booleans_are_numbers_and_prints_are_harmless(workers: RewardWorkers) -> None:
@@ -164,7 +165,7 @@ def test_a_reward_may_say_why(workers: RewardWorkers) -> None:
 
 def test_a_stopped_keeper_is_ended_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "_END_SECONDS", 0.2)
-    with RewardWorkers(misbehaving_rewards.by_name, timeout_seconds=0.5) as workers:
+    with RewardWorkers(misbehaving_rewards.by_name, timeout_seconds=1.5) as workers:
         pid = int(scores_of(workers, "pid")[0].reward or 0)
         assert scores_of(workers, "stop the keeper")[0].status is RolloutStatus.REWARD_TIMEOUT
         assert has_ended(pid)
@@ -173,7 +174,7 @@ def test_a_stopped_keeper_is_ended_by_force(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_no_process_is_left_after_close(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    with RewardWorkers(misbehaving_rewards.by_name, timeout_seconds=0.5) as workers:
+    with RewardWorkers(misbehaving_rewards.by_name, timeout_seconds=1.5) as workers:
         pids = [int(scores_of(workers, "pid")[0].reward or 0)]
         assert workers.score([(Task(id=str(pid_file), prompt="?"), "child")])[0].reward is None
         pids += [int(pid_file.read_text()), *(int(score.reward or 0) for score in scores_of(workers, "pid", "orphan"))]
@@ -188,14 +189,16 @@ def test_a_worker_killed_from_outside_is_replaced(workers: RewardWorkers) -> Non
     assert [score.reward for score in scores_of(workers, "a", "bc", "def")] == [1.0, 2.0, 3.0]
 
 
-@pytest.mark.parametrize(("how", "seconds"), [(signal.SIGKILL, 10.0), (signal.SIGSTOP, 1.0)])
+@pytest.mark.parametrize(("how", "seconds"), [(signal.SIGKILL, 30.0), (signal.SIGSTOP, 2.0)])
 def test_a_completion_whose_worker_is_killed_or_stopped_from_outside_is_scored_again(
     how: signal.Signals, seconds: float, tmp_path: Path
 ) -> None:
     begun = tmp_path / "begun"
 
     def strike() -> None:
+        until = time.monotonic() + 60.0
         while not begun.exists() or not begun.read_text():
+            assert time.monotonic() < until
             time.sleep(0.005)
         os.kill(int(begun.read_text()), how)
 
@@ -212,7 +215,7 @@ def test_a_worker_killed_while_it_loads_is_replaced(tmp_path: Path) -> None:
     """As it is when it is late; and the reward is not said to be at fault."""
     scorer = misbehaving_rewards.Loading(tmp_path, 60.0, 3)
     killed: list[int] = []
-    with RewardWorkers(scorer, timeout_seconds=20.0, load_seconds=1.5) as workers:
+    with RewardWorkers(scorer, timeout_seconds=30.0, load_seconds=3.0) as workers:
         killer = threading.Thread(target=lambda: killed.append(kill_loading(tmp_path, number=1)))
         killer.start()
         crashed, after = scores_of(workers, "exit at once", "abc")
@@ -223,7 +226,9 @@ def test_a_worker_killed_while_it_loads_is_replaced(tmp_path: Path) -> None:
 
 
 def kill_loading(folder: Path, number: int) -> int:
+    until = time.monotonic() + 60.0
     while not (found := list(folder.glob(f"{number}-*"))):
+        assert time.monotonic() < until
         time.sleep(0.01)
     pid = int(found[0].name.partition("-")[2])
     os.kill(pid, signal.SIGKILL)
@@ -235,7 +240,7 @@ def test_a_scorer_that_never_loads_is_refused_at_its_time(tmp_path: Path) -> Non
     started = time.monotonic()
     with pytest.raises(UserError, match=r"did not load in 0\.5 s; raise environment\.load_timeout_seconds"):
         RewardWorkers(misbehaving_rewards.Loading(tmp_path, 60.0, 9), timeout_seconds=9.0, load_seconds=0.5)
-    assert time.monotonic() - started < 4.0
+    assert time.monotonic() - started < 30.0  # it takes 60 s to load
 
 
 RUN = """
@@ -246,8 +251,9 @@ from octetrl.records import Task
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
 workers = RewardWorkers(misbehaving_rewards.by_name, timeout_seconds=60, processes=2)
 task = Task(id="task", prompt="?")
-print(*{int(score.reward) for score in workers.score([(task, "pid")] * 40 + [(task, "orphan")])}, flush=True)
+pids = {int(score.reward) for score in workers.score([(task, "pid")] * 40 + [(task, "orphan")])}
 try:
+    print(*pids, flush=True)
     workers.score([(task, "hang"), (task, "hang in C")])
 except KeyboardInterrupt:
     print(workers.score([(task, "after")])[0].reward, flush=True)
@@ -262,9 +268,9 @@ def test_a_run_that_is_stopped_leaves_no_orphan(how: signal.Signals) -> None:
     )
     assert run.stdout is not None
     pids = [int(word) for word in run.stdout.readline().split()]
-    time.sleep(0.3)  # both workers hang by now, one of them holding the interpreter's lock
+    time.sleep(0.3)  # both workers usually hang by now, one of them holding the interpreter's lock
     run.send_signal(how)
-    rest, _ = run.communicate(timeout=20)
+    rest, _ = run.communicate(timeout=120)
     assert rest == ("5.0\n" if how is signal.SIGINT else "")
     assert pids
     assert all(has_ended(pid) for pid in pids), pids

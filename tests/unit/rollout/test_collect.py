@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,13 +141,25 @@ def test_how_long_a_tasks_answers_were_is_told_when_it_comes_again(chat: ChatTok
     assert collection.lengths.of_task == {"a": 2}  # nothing was drawn for the prompt that is too long
 
 
-def slow_for_a(task: Task, completion_text: str) -> float:
-    time.sleep(0.3 if task.id == "a" else 0.0)
+def noted_for_a(task: Task, completion_text: str) -> float:
+    """The sibling's number; the scores of task a leave a file each."""
+    sibling = completion_text.rpartition(".")[2]
+    if task.id == "a":
+        Path(task.metadata["folder"], sibling).touch()
+    return float(sibling)
+
+
+def hangs_for_a(task: Task, completion_text: str) -> float:
+    time.sleep(60.0 if task.id == "a" else 0.0)
     return float(completion_text.rpartition(".")[2])
 
 
 class Sampling(EchoWorkers):
-    """Ends one completion every 0.05 s, and calls back 1,000 times a second meanwhile, as forwards do."""
+    """Ends one completion after the other, and calls back meanwhile, as forwards do, `until` something holds."""
+
+    def __init__(self, until: Callable[[], bool] = lambda: True) -> None:
+        super().__init__()
+        self.until = until
 
     def generate(
         self, requests: Sequence[GenerationRequest], on_completions: OnCompletions | None = None
@@ -156,21 +169,22 @@ class Sampling(EchoWorkers):
         for index, completions in enumerate(drawn):
             for sibling, completion in enumerate(completions):
                 on_completions([(index, sibling, completion)])
-                for _ in range(50):
-                    time.sleep(0.001)
-                    on_completions([])
-        self.ended = time.monotonic()
+                on_completions([])
+        end = time.monotonic() + 60.0
+        while not self.until():
+            assert time.monotonic() < end, "it did not come while completions were sampled"
+            time.sleep(0.001)
+            on_completions([])
         return drawn
 
 
-def test_answers_are_scored_while_others_are_sampled(chat: ChatTokens) -> None:
-    tasks = [Task("a", "1 + 2 ="), *(Task(name, "1 + 2 =") for name in "bcdef")]
-    with RewardWorkers(slow_for_a, timeout_seconds=5.0, processes=2) as scores:
-        workers = Sampling()
+def test_answers_are_scored_while_others_are_sampled(chat: ChatTokens, tmp_path: Path) -> None:
+    """The engine's call does not return before the first task's answers are scored."""
+    tasks = [Task("a", "1 + 2 =", metadata={"folder": str(tmp_path)}), *(Task(name, "1 + 2 =") for name in "bc")]
+    with RewardWorkers(noted_for_a, timeout_seconds=60.0, processes=2) as scores:
+        workers = Sampling(until=lambda: len(list(tmp_path.iterdir())) == 4)
         groups = collect_groups(tasks, scores, workers, collection_of(chat))
-        waited = time.monotonic() - workers.ended
-    assert [group.rewards for group in groups] == [(0.0, 1.0, 2.0, 3.0)] * 6
-    assert waited < 0.3  # four scores of 0.3 s in two processes take 0.6 s when they start after the last completion
+    assert [group.rewards for group in groups] == [(0.0, 1.0, 2.0, 3.0)] * 3
 
 
 def test_an_interrupted_collection_ends_its_scores(chat: ChatTokens) -> None:
@@ -182,7 +196,7 @@ def test_an_interrupted_collection_ends_its_scores(chat: ChatTokens) -> None:
             on_completions([(0, 0, self._drawn(requests)[0][0])])
             raise KeyboardInterrupt
 
-    with RewardWorkers(slow_for_a, timeout_seconds=5.0, processes=1) as scores:
+    with RewardWorkers(hangs_for_a, timeout_seconds=60.0, processes=1) as scores:
         with pytest.raises(KeyboardInterrupt):
             collect_groups(TASKS[:1], scores, Interrupted(), collection_of(chat))
         assert scores.restarts == 1

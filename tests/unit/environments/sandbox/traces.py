@@ -32,7 +32,7 @@ def sandbox_processes() -> set[int]:
     return found
 
 
-def that_stay(pids: set[int], seconds: float = 5.0) -> set[int]:
+def that_stay(pids: set[int], seconds: float = 30.0) -> set[int]:
     """Those of `pids` that still live after a while."""
     end = time.monotonic() + seconds
     while pids and time.monotonic() < end:

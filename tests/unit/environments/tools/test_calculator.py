@@ -72,11 +72,11 @@ def test_values(expression: str, shown: str) -> None:
     ],
 )
 def test_what_is_not_computed_is_said_in_one_line_and_at_once(expression: str, said: str) -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(ToolError) as refusal:
         calculate(expression)
     assert said in str(refusal.value) and "\n" not in str(refusal.value)
-    assert time.perf_counter() - began < 1.0
+    assert time.process_time() - began < 1.0
 
 
 @given(st.text(alphabet="0123456789.+-*/%^() ,esqrtpifaclog_'[]\n", max_size=40) | st.text(max_size=40))

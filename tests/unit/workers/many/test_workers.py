@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "changes",
     [
         {"rollout.prompts_per_step": 4, "rollout.stop": ["e", "a", "1"], "steps": 1},
-        {"trainer.optimizer.lr": 0.0, "precision": "bf16", "engine.max_batch": 2, "steps": 5},
+        {"trainer.optimizer.lr": 0.0, "precision": "bf16", "engine.max_batch": 2, "steps": 3},
         {**TALK, "rollout.prompts_per_step": 3, "precision": "fp8", "trainer.optimizer.lr": 0.0, "steps": 2},
     ],
     ids=["learning", "lr 0", "conversations"],
@@ -91,7 +91,7 @@ def test_a_worker_with_other_weights_is_named(precision: str, changed: str, mode
 def test_a_worker_that_accepts_no_request_is_lost_at_the_limit(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = {"cluster.deadlines.first_seconds": 1.0, "cluster.deadlines.least_seconds": 1.0}
+    limits = {"cluster.deadlines.first_seconds": 4.0, "cluster.deadlines.least_seconds": 4.0}
     released = threading.Event()
     with run_on(2, model, tmp_path, precision="bf16", **limits) as run, run.rollout_workers.session() as session:
         late = run.workers._team.workers[1]
@@ -99,8 +99,8 @@ def test_a_worker_that_accepts_no_request_is_lost_at_the_limit(
         for name in ("one", "other"):
             session.submit(GenerationRequest(name, (5, 6, 7), SamplingParams(max_new_tokens=4)))
         try:
-            with pytest.raises(WorkerLost, match=r"worker 1 was lost in phase submit: .* the limit is 1 s"):
-                session.events(5.0)
+            with pytest.raises(WorkerLost, match=r"worker 1 was lost in phase submit: .* the limit is 4 s"):
+                session.events(60.0)
         finally:
             released.set()
 
