@@ -31,7 +31,7 @@ def projections(spec: ModelSpec, *, experts: bool = False) -> tuple[str, ...]:
 
 def targets_of(lora: LoraConfig, spec: ModelSpec) -> tuple[str, ...]:
     """List the projections that get an adapter."""
-    return projections(spec) if lora.targets is None else lora.targets
+    return projections(spec, experts=lora.experts) if lora.targets is None else lora.targets
 
 
 def unknown_target(targets: Sequence[str], spec: ModelSpec) -> str | None:
@@ -43,25 +43,22 @@ def unknown_target(targets: Sequence[str], spec: ModelSpec) -> str | None:
     return None
 
 
-def lora_parts(linear: LinearLayout, targets: Sequence[str] | None) -> tuple[LoraPart, ...]:
-    """List the parts of `linear` that are targets, in the order of its rows. `targets` None: all parts.
-
-    Stacked linears (experts) have no adapters.
-    """
+def lora_parts(linear: LinearLayout, lora: LoraConfig) -> tuple[LoraPart, ...]:
+    """List the parts of `linear` that are targets, in the order of its rows. Of a stacked linear: of each matrix."""
     start, parts = 0, []
-    if isinstance(linear, StackedLinearLayout):
+    if isinstance(linear, StackedLinearLayout) and not lora.experts:
         return ()
     for name, rows in linear.parts:
-        if targets is None or name in targets:
+        if lora.targets is None or name in lora.targets:
             parts.append(LoraPart(name, start, start + rows))
         start += rows
     return tuple(parts)
 
 
 def adapter_elements(spec: ModelSpec, lora: LoraConfig) -> int:
-    """Count the trained parameters: an A [rank, in] and a B [out, rank] for each target of each layer."""
+    """Count the trained parameters: an A [rank, in] and a B [out, rank] for each target of each layer (and expert)."""
     return lora.rank * sum(
-        linear.in_features + part.stop - part.start
+        (linear.in_features + part.stop - part.start) * (linear.count if isinstance(linear, StackedLinearLayout) else 1)
         for _, linear in spec.linears()
-        for part in lora_parts(linear, lora.targets)
+        for part in lora_parts(linear, lora)
     )

@@ -33,6 +33,9 @@ class LoraConfig(Section):
     targets: tuple[str, ...] | None = None
     """Projections that get an adapter in every layer, by their names in a checkpoint, such as `[q_proj, v_proj]`. None:
     all projections of the model's layers."""
+    experts: bool = False
+    """Adapters on each expert of a mixture as well, for the targets that experts have. It multiplies the number of
+    trained parameters; `octetrl check` prints it."""
     path: str | None = None
     """PEFT folder to start from (adapter_config.json, adapter_model.safetensors). None: A is random, B is zero."""
 
@@ -190,7 +193,7 @@ class RouterConfig(Section):
     """Coefficient of the loss on the square of the logits' log-sum-exp; commonly 0.001."""
     bias_rate: float = Field(default=0.0, ge=0.0)
     """Step of the correction bias of each expert towards a balanced load, after each optimizer step; in pretraining
-    commonly 0.001. Only for models that have the bias (dots.llm1)."""
+    commonly 0.001. Only for models that have the bias (Moonlight, DeepSeek-V3, GLM-4.7-Flash, dots.llm1)."""
 
 
 class TrainerConfig(Section):

@@ -345,8 +345,8 @@ def spec_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
     yield from tensor_problems(recipe, spec)
     if lora is not None and unknown is None and not adapter_elements(spec, lora):
         text = (
-            f"model.lora.targets: {', '.join(targets_of(lora, spec))} exist only in experts, which get no adapters;"
-            f" add one of {', '.join(projections(spec))}"
+            f"model.lora.targets: {', '.join(targets_of(lora, spec))} exist only in experts; set"
+            f" model.lora.experts=true, or add one of {', '.join(projections(spec))}"
         )
         yield Problem(("model.lora.targets",), text)
     if not (fp8.rollout or fp8.train):
@@ -377,3 +377,10 @@ def _mixture_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
             f" use trainer.router.balance_loss"
         )
         yield Problem(("trainer.router.bias_rate",), text)
+    lora = recipe.model.lora
+    if lora is not None and lora.experts and not has_experts:
+        yield Problem(("model.lora.experts",), "model.lora.experts: this model has no experts; set it to false")
+    elif lora is not None and lora.experts and lora.rank % 8:
+        multiple = -(-lora.rank // 8) * 8
+        text = f"model.lora.rank: {lora.rank}, but adapters of experts need a multiple of 8; set it to {multiple}"
+        yield Problem(("model.lora.rank", "model.lora.experts"), text)

@@ -42,6 +42,7 @@ from octetrl.layers.embedding import Embedding
 from octetrl.layers.linear import Float8Linear, Projection
 from octetrl.layers.norm import RMSNorm
 from octetrl.layers.stacked import Float8StackedLinear, RowGroups, StackedLinear
+from octetrl.layers.stacked_lora import StackedLoraAdapter
 from octetrl.layers.unquantized_linear import Linear
 from octetrl.models.blocks.block import Block
 from octetrl.models.decoder import Decoder
@@ -232,7 +233,10 @@ def _product(ours: Projection, theirs: Projection, kinds: Kinds) -> Callable[...
             for expert, (start, stop) in enumerate(pairwise(groups.first_X1.tolist())):
                 rows = slice(start, stop)
                 y_TO[rows] = (operand[rows].to(wide) @ _values(weights, expert).to(wide).t()).float()
-            return y_TO.to(x_TI.dtype)
+            y_PO = y_TO.to(x_TI.dtype)
+            adapter = weights.lora
+            assert adapter is None or isinstance(adapter, StackedLoraAdapter)
+            return y_PO if adapter is None else adapter.of_rows(y_PO, x_TI, groups.first_X1)
         y_TO = (operand.to(wide) @ _values(weights).to(wide).t()).float()
         y_TO = (y_TO if weights.bias is None else y_TO + weights.bias).to(x_TI.dtype)
         return y_TO if weights.lora is None else weights.lora(y_TO, x_TI)

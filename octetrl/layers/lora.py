@@ -78,6 +78,18 @@ class LoraAdapter(nn.Module):
         rank = self.rank
         return self.a[index * rank : (index + 1) * rank], self.b[first : first + part.stop - part.start]
 
+    def matrices(self) -> Iterator[tuple[str, LoraPart, Tensor, Tensor]]:
+        """A [R, K] and B [n, R] of each part: views. With experts the name begins with the expert's id: "7."."""
+        for part in self.parts:
+            yield "", part, *self.part_tensors(part)
+
+    @torch.no_grad()
+    def add_to(self, weight: Tensor) -> None:
+        """Adds the branch to its weight in place: round(W + s B A)."""
+        for _, part, a_RK, b_nR in self.matrices():
+            rows_nK = weight[part.start : part.stop]
+            rows_nK.copy_(rows_nK.float() + self.scale * (b_nR.float() @ a_RK.float()))
+
     def forward(self, y_MN: Tensor, x_MK: Tensor) -> Tensor:
         out_MN: Tensor = _LoraFunction.apply(y_MN, x_MK, self.a, self.b, self)
         return out_MN

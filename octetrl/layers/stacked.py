@@ -28,6 +28,8 @@ from octetrl.kernels.gemm.grouped_fp8_gemm import grouped_fp8_gemm
 from octetrl.kernels.quantize.quantize_weight import quantize_weight
 from octetrl.layers.float8_function import ACTIVATION_QUANTIZERS
 from octetrl.layers.linear import Float8Linear
+from octetrl.layers.lora import LoraAdapter
+from octetrl.layers.stacked_lora import StackedLoraAdapter
 from octetrl.layers.unquantized_linear import Linear
 
 
@@ -72,7 +74,7 @@ class StackedLinear(Linear):
     def forward(self, x: Tensor, groups: RowGroups | None = None) -> Tensor:
         assert groups is not None, "experts need to know which rows are theirs"
         y_PN: Tensor = _StackedFunction.apply(x, self.weight, groups.first_X1)
-        return y_PN
+        return _with_branch(self.lora, y_PN, x, groups)
 
 
 class Float8StackedLinear(Float8Linear):
@@ -122,7 +124,7 @@ class Float8StackedLinear(Float8Linear):
         assert groups is not None, "a stacked linear needs the rows of each expert"
         self.check_codes()
         y_PN: Tensor = _Float8StackedFunction.apply(x, self.weight, groups.first_X1, self)
-        return y_PN
+        return _with_branch(self.lora, y_PN, x, groups)
 
     def quantize(
         self,
@@ -149,6 +151,11 @@ class Float8StackedLinear(Float8Linear):
         return Quantized(
             operand.codes[expert * n : (expert + 1) * n], operand.scale[expert * blocks : (expert + 1) * blocks]
         )
+
+
+def _with_branch(adapter: LoraAdapter | None, y_PN: Tensor, x_PK: Tensor, groups: RowGroups) -> Tensor:
+    assert adapter is None or isinstance(adapter, StackedLoraAdapter)
+    return y_PN if adapter is None else adapter.of_rows(y_PN, x_PK, groups.first_X1)
 
 
 class _StackedFunction(torch.autograd.Function):

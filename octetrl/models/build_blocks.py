@@ -23,6 +23,7 @@ from octetrl.layers.cut_linear import CutFloat8Linear, CutLinear
 from octetrl.layers.linear import Float8Linear, Projection
 from octetrl.layers.lora import LoraAdapter
 from octetrl.layers.stacked import Float8StackedLinear, StackedLinear
+from octetrl.layers.stacked_lora import StackedLoraAdapter
 from octetrl.layers.tensor_group import TensorGroup
 from octetrl.layers.unquantized_linear import Linear
 from octetrl.models.blocks.block import Block, BlockBuilder
@@ -83,7 +84,11 @@ class LayerBuilder:
         width, rows = layout.in_features, layout.out_features
         if isinstance(layout, StackedLinearLayout):
             stacked = Float8StackedLinear if is_fp8 else StackedLinear
-            return stacked(width, rows, layout.count, **common, **(fp8 if is_fp8 else {}))
+            experts = stacked(width, rows, layout.count, **common, **(fp8 if is_fp8 else {}))
+            if self.lora is not None and (parts := lora_parts(layout, self.lora)):
+                adapted = width, parts, self.lora.rank, self.lora.alpha, layout.count
+                experts.lora = StackedLoraAdapter(*adapted, **common)
+            return experts
         made: Projection
         if self.group.size > 1:
             cut = {"group": self.group, "joins": layout.joins, **common}
@@ -96,7 +101,7 @@ class LayerBuilder:
             made = Float8Linear(width, rows, layout.bias, **common, **fp8)
         else:
             made = Linear(width, rows, layout.bias, **common, fast=self.policy.numerics == "fast")
-        parts = lora_parts(layout, self.lora.targets) if self.lora is not None else ()
+        parts = lora_parts(layout, self.lora) if self.lora is not None else ()
         if self.lora is not None and parts:
             rank, alpha = self.lora.rank, self.lora.alpha
             made.lora = LoraAdapter(layout.in_features, parts, rank, alpha, dtype=self.dtype, device=self.device)

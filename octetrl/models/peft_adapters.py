@@ -5,7 +5,9 @@
                                   ...                                              lora_B.weight  [out, rank]
                                   base_model.model.score.weight                                   [1, hidden]
 
-The last is the float32 head of a reward model (task_type SEQ_CLS), which is trained whole. PEFT lists it in
+                  ...mlp.experts.7.down_proj.lora_A.weight                                        with lora.experts
+
+`score` is the float32 head of a reward model (task_type SEQ_CLS), which is trained whole. PEFT lists it in
 `modules_to_save`, together with a `classifier` that these models do not have.
 
 Values are saved in the model's dtype, as the policy ran with them. A merged weight is round(W + alpha / rank * B A),
@@ -39,6 +41,7 @@ from octetrl.models.weight_files import SCORE
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model"
 THEIR_MODULES = {place.name: place.hf_name for place in PLACES}
+EXPERTS = "octetrl_experts"  # in the config: whether each expert has adapters
 NAMES_SHOWN = 3
 MOST_RANK = 1024  # as a recipe allows
 CUT_SUFFIX = ".lora_B.weight"  # of tensors of which each tensor-parallel worker has some rows
@@ -92,6 +95,7 @@ def _adapter_config(model: Decoder, base: str | None) -> bytes:
         "init_lora_weights": True,
         "inference_mode": True,
         **UNSUPPORTED,
+        **({EXPERTS: True} if model.lora.experts else {}),
     }
     return (json.dumps(config, indent=2) + "\n").encode()
 
@@ -101,9 +105,8 @@ def _named(model: Decoder) -> Iterator[tuple[str, Tensor]]:
     for name, adapter in model.adapters():
         _, layer, module, linear = name.split(".", 3)  # layers.3.attention.qkv_proj
         submodule = linear[: linear.rfind(".") + 1]  # shared_experts.
-        for part in adapter.parts:
-            theirs = f"{PREFIX}.model.layers.{layer}.{THEIR_MODULES[module]}.{submodule}{part.name}"
-            a_RK, b_nR = adapter.part_tensors(part)
+        for expert, part, a_RK, b_nR in adapter.matrices():
+            theirs = f"{PREFIX}.model.layers.{layer}.{THEIR_MODULES[module]}.{submodule}{expert}{part.name}"
             yield f"{theirs}.lora_A.weight", a_RK
             yield f"{theirs}.lora_B.weight", b_nR
     if model.is_scalar:
@@ -133,7 +136,8 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         raise UserError(f"{file}: modules_to_save {whole} is not supported; only the head of a reward model is")
     if not targets:
         raise UserError(f"{file}: target_modules is empty; fetch the adapter again")
-    lora = LoraConfig(rank=rank, alpha=alpha, targets=tuple(targets), path=str(folder))
+    experts = config.get(EXPERTS) is True
+    lora = LoraConfig(rank=rank, alpha=alpha, targets=tuple(targets), experts=experts, path=str(folder))
     return AdapterConfig(lora, config.text("base_model_name_or_path"), is_scalar)
 
 
@@ -151,6 +155,7 @@ def check_adapter(lora: LoraConfig, folder: Path, spec: ModelSpec, *, is_scalar:
     pairs = {
         "rank": (theirs.rank, lora.rank),
         "alpha": (theirs.alpha, lora.alpha),
+        "experts": (theirs.experts, lora.experts),
         "targets": (sorted(targets_of(theirs, spec)), sorted(targets_of(lora, spec))),
     }
     for field, (saved, wanted) in pairs.items():
@@ -232,9 +237,6 @@ def merge_adapters(model: Decoder) -> None:
     for name, adapter in model.adapters():
         weight_NK: Any = model.get_submodule(name).weight
         assert weight_NK is not None, f"{name}: the weight was dropped; merge into a freshly loaded model"
-        for part in adapter.parts:
-            a_RK, b_nR = adapter.part_tensors(part)
-            rows_nK = weight_NK[part.start : part.stop]
-            rows_nK.copy_(rows_nK.float() + adapter.scale * (b_nR.float() @ a_RK.float()))
+        adapter.add_to(weight_NK)
         adapter.b.zero_()
     model.requantize()

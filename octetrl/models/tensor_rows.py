@@ -51,7 +51,7 @@ def cut_rows_of(spec: ModelSpec, lora: LoraConfig | None = None) -> Mapping[str,
         found[f"{name}.weight"] = rows
         if linear.bias:
             found[f"{name}.bias"] = rows
-        adapted = () if lora is None else lora_parts(linear, lora.targets)
+        adapted = () if lora is None else lora_parts(linear, lora)
         if adapted:
             found[f"{name}.lora.b"] = _equal_parts((part.stop - part.start for part in adapted), cut.rank, cut.size)
     if not spec.tied_embeddings:

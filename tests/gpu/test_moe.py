@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from octetrl.config.blocks import LayerBlocks
+from octetrl.config.schema import LoraConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.quantize import Quantized
 from octetrl.fp8.relative_error import relative_error
 from octetrl.kernels.gemm.bf16_gemm import bf16_gemm_reference, bf16_gemm_straight
 from octetrl.kernels.gemm.fp8_gemm import fp8_gemm
 from octetrl.kernels.gemm.grouped_bf16_gemm import (
+    Part,
     grouped_bf16_gemm,
     grouped_bf16_gemm_triton,
     grouped_wgrad,
@@ -27,9 +29,17 @@ from octetrl.kernels.gemm.grouped_fp8_gemm import FEW, MANY, SOME, grouped_fp8_g
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from octetrl.kernels.quantize.quantize_weight import quantize_weight
 from octetrl.kernels.rows.combine_experts import combine_experts, combine_experts_reference
+from octetrl.kernels.rows.combine_experts_backward import (
+    combine_experts_backward,
+    combine_experts_backward_reference,
+)
 from octetrl.kernels.rows.route_tokens import RoutingRule, route_tokens, route_tokens_reference
+from octetrl.kernels.rows.silu_mul import silu_mul
+from octetrl.layers.stacked import Float8StackedLinear, StackedLinear, group_rows
 from octetrl.models.blocks.attention.layout import AttentionLayout
+from octetrl.models.blocks.moe.experts import run_experts
 from octetrl.models.blocks.moe.layout import MixtureLayout, Routing
+from octetrl.models.blocks.moe.rows import gather
 from octetrl.models.families import DENSE
 from tests.parity.shapes import TINY
 from tests.parity.short_run import assert_equal_in_every_step, assert_learned, assert_same, short_run
@@ -130,6 +140,67 @@ def test_the_sum_of_experts_has_the_references_bits() -> None:
     for shared in (None, shared_TE):
         found = combine_experts(y_PE, weight_TS, row_TS, shared)
         assert torch.equal(found, combine_experts_reference(y_PE, weight_TS, row_TS, shared))
+
+
+def test_the_gradient_of_the_sum_is_the_references() -> None:
+    y_PE, dout_TE = random_matrix(800, 2048, 1), random_matrix(100, 2048, 2)
+    weight_TS, row_TS = torch.rand(100, 8, device="cuda"), torch.randperm(800, device="cuda").view(100, 8)
+    found = combine_experts_backward(dout_TE, y_PE, weight_TS, row_TS)
+    want = combine_experts_backward_reference(dout_TE, y_PE, weight_TS, row_TS)
+    assert torch.equal(found[0], want[0])
+    torch.testing.assert_close(found[1], want[1], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", [StackedLinear, Float8StackedLinear])
+@pytest.mark.parametrize("tokens", [1, 64, 500])
+def test_the_fused_experts_have_the_bits_of_the_separate_ops(
+    tokens: int, kind: type[StackedLinear] | type[Float8StackedLinear]
+) -> None:
+    """Values and gradients; some experts have no row."""
+    fp8 = {"backend": "scaled_mm"} if kind is Float8StackedLinear else {}
+    gate_up, down = (kind(*sizes, EXPERTS, device="cuda", **fp8) for sizes in ((512, 768), (384, 512)))  # type: ignore[arg-type]
+    for linear in (gate_up, down):
+        if isinstance(linear, Float8StackedLinear):
+            linear.requantize()
+    expert_TS = torch.rand(tokens, EXPERTS - 3, device="cuda").topk(4).indices.sort(1).values
+    groups, found = group_rows(expert_TS, EXPERTS), []
+    for fused in (True, False):
+        x_TE = random_matrix(tokens, 512, 1).requires_grad_()
+        if fused:
+            out_PE = run_experts(x_TE, groups, gate_up, down).down_PE
+        else:
+            out_PE = down(silu_mul(gate_up(gather(x_TE, groups), groups)), groups)
+        leaves = [x_TE, gate_up.weight, down.weight]
+        found.append([out_PE, *torch.autograd.grad(out_PE, leaves, random_matrix(4 * tokens, 512, 2))])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_part_of_each_matrix_has_the_bits_of_a_copy() -> None:
+    w, first_X1 = random_matrix(16 * 256, 512, 1), torch.arange(0, 17 * 40, 40, dtype=torch.int32, device="cuda")
+    for part, turned in ((Part(0, 128), True), (Part(128), False)):
+        rows = part.of(256)
+        copy = w.view(16, 256, 512)[:, rows.start : rows.stop].reshape(-1, 512)
+        x_PK = random_matrix(640, 128 if turned else 512, 2)
+        found = grouped_bf16_gemm(x_PK, w, first_X1, turned=turned, part=part)
+        assert torch.equal(found, grouped_bf16_gemm(x_PK, copy, first_X1, turned=turned))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8_full"])
+def test_adapters_of_experts_change_no_parity(precision: str) -> None:
+    spec, draw = MIXTURES["sigmoid"], random.Random(5)
+    calibrate_on = [random_tokens(random.Random(0), spec, 300)]
+    lora = LoraConfig(rank=8, experts=True)
+    sides = Sides(spec, precision, "cuda", calibrate_on=calibrate_on, lora=lora)
+    asked = random_requests(draw, spec, 4, prompts=(1, 200), answers=(20, 40), siblings=(1, 4), temperature=0.9)
+
+    def make(**config: object) -> object:
+        return sides.engine(context_length=320, **{"kv_cache_tokens": 1 << 14} | config)
+
+    answers = make().generate(asked)  # type: ignore[attr-defined]
+    for name in ("one_by_one", "small_chunks", "small_batches"):
+        assert IN_THE_ENGINE[name](make, asked) == answers, name  # type: ignore[arg-type]
+    for name in ("one sequence a micro-batch", "layers run again"):
+        check_trainer(sides, asked, answers, **in_the_trainer(320)[name])
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from octetrl.config.blocks import LayerBlocks
+from octetrl.config.schema import LoraConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.models.blocks.attention.layout import AttentionLayout
 from octetrl.models.blocks.moe.layout import MixtureLayout, Routing
@@ -58,6 +59,19 @@ def test_what_happens_in_the_engine_changes_nothing(routing: str, precision: str
 def test_what_happens_in_the_trainer_changes_nothing(routing: str, precision: str) -> None:
     sides, asked, answers = drawn(routing, precision)
     for name in ("one sequence a micro-batch", "layers run again", "codes quantised again"):
+        check_trainer(sides, asked, answers, **in_the_trainer(LONGEST)[name])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8_full"])
+def test_with_adapters_on_experts(precision: str) -> None:
+    sides, draw = Sides(MIXTURES["sigmoid"], precision, lora=LoraConfig(rank=8, experts=True)), random.Random(3)
+    adapted = {name for name, one in sides.trainer_model.adapters() if ".experts." in name and one.b.any()}
+    assert len(adapted) == 2 * (sides.spec.num_layers - 1), "each has a B that is not zero"
+    asked = random_requests(draw, sides.spec, 3, prompts=(1, 20), answers=(6, 12), siblings=(1, 3), temperature=0.9)
+    answers = sides.engine().generate(asked)
+    for name in ("one_by_one", "small_chunks"):
+        assert IN_THE_ENGINE[name](sides.engine, asked) == answers, name
+    for name in ("one sequence a micro-batch", "layers run again"):
         check_trainer(sides, asked, answers, **in_the_trainer(LONGEST)[name])
 
 

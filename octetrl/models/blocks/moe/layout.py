@@ -90,14 +90,17 @@ class MixtureLayout(BlockLayout):
         )
 
     def memory(self, spec: ModelSpec, how: TrainedAs) -> BlockMemory:
-        """Saved, for each of a token's experts: the input's row, gate and up, their product, the output's row."""
+        """Saved, for each of a token's experts: gate and up, the output's row; beside adapters also the input's row and
+        the product of gate and up."""
         b, hidden = how.value_bytes, spec.hidden_size
-        experts = self.routing.top_k * (2 * hidden + 3 * self.expert_size) + 3 * self.shared_size
+        of_shared = 3 * self.shared_size
+        experts = self.routing.top_k * (2 * hidden + 3 * self.expert_size) + of_shared
+        saved = experts if how.frozen else self.routing.top_k * (hidden + 2 * self.expert_size) + of_shared
         router = 4 * 4 * self.routing.num_experts  # logits, scores, and their gradients
         num_weights = sum(linear.num_weights for linear in self.linears(spec))
         of_weights = 0 if how.frozen else b * (num_weights + self.routing.num_experts * hidden)
         return BlockMemory(
-            saved=b * (experts + hidden) + router,
+            saved=b * (saved + hidden) + router,
             peaks=(Peak(b * experts + 8 * hidden + router, of_weights),),
             of_weights=of_weights,
         )

@@ -28,6 +28,7 @@ from octetrl.models.blocks.block import Block, BlockBuilder
 from octetrl.models.blocks.mlp.module import MLP
 from octetrl.models.blocks.moe import rollout as rollout_form
 from octetrl.models.blocks.moe import training as training_form
+from octetrl.models.blocks.moe.experts import can_fuse_experts, run_experts
 from octetrl.models.blocks.moe.layout import MixtureLayout
 from octetrl.models.blocks.moe.routing import Router
 from octetrl.models.blocks.moe.rows import combine, gather
@@ -63,20 +64,27 @@ class MixtureOfExperts(Block):
         shared_TE = None if self.shared_experts is None else self.shared_experts(x_TE, rotary, context)
         return self.mix(x_TE, shared_TE, context.routers if isinstance(context, PackedContext) else None)
 
-    def mix(self, x_TE: Tensor, shared_TE: Tensor | None, record: RouterRecord | None = None) -> Tensor:
-        """The experts' sum, with what the shared expert returned. `record` gets the loads."""
+    def mix(
+        self, x_TE: Tensor, shared_TE: Tensor | None, record: RouterRecord | None = None, *, fused: bool = False
+    ) -> Tensor:
+        """The experts' sum, with what the shared expert returned. `record` gets the loads. `fused`: the experts as one
+        node (experts.py), with the same bits."""
         logits_TX = self.gate(x_TE)
         routes = self.gate.routes(logits_TX)
         groups = group_rows(routes.expert_TS, self.num_experts)
         if record is not None:
             weight_TS = record.observe(self.layer, logits_TX, routes.score_TX, groups.load_X, routes.weight_TS)
             routes = routes._replace(weight_TS=weight_TS)
-        gate_up_P2F = self.experts.gate_up_proj(gather(x_TE, groups), groups)
-        y_PF = silu_mul(gate_up_P2F)
-        down_PE = self.experts.down_proj(y_PF, groups)
+        gate_up, down = self.experts.gate_up_proj, self.experts.down_proj
+        if fused and can_fuse_experts(gate_up, down):
+            down_PE, gate_up_P2F = run_experts(x_TE, groups, gate_up, down)
+        else:
+            gate_up_P2F = gate_up(gather(x_TE, groups), groups)
+            down_PE = down(silu_mul(gate_up_P2F), groups)
         sum_TE = combine(down_PE, routes.weight_TS, shared_TE, groups)
         if self.probe is not None:
-            self._probe_all(logits_TX, routes, groups, (gate_up_P2F, y_PF, down_PE), sum_TE)
+            of_experts = gate_up_P2F, silu_mul(gate_up_P2F.detach()), down_PE
+            self._probe_all(logits_TX, routes, groups, of_experts, sum_TE)
         return sum_TE
 
     def _probe_all(

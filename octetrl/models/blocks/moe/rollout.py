@@ -1,4 +1,4 @@
-"""The mixture in a rollout's forward: the definition's ops, and the shared expert's fused form."""
+"""The mixture in a rollout's forward: the experts as one node (experts.py), and the shared expert's fused form."""
 
 from __future__ import annotations
 
@@ -16,4 +16,4 @@ if TYPE_CHECKING:
 def rollout(moe: MixtureOfExperts, x: Operand, inputs: RolloutInputs) -> Tensor:
     assert isinstance(x, Tensor), "several ops read the norm's result, so it is not quantised"
     shared_TE = None if moe.shared_experts is None else moe.shared_experts.rollout(x, inputs)
-    return moe.mix(x, shared_TE)
+    return moe.mix(x, shared_TE, fused=True)

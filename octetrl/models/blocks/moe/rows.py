@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from octetrl.kernels.rows.combine_experts import combine_experts
+from octetrl.kernels.rows.combine_experts_backward import combine_experts_backward
 from octetrl.layers.stacked import RowGroups
 
 
@@ -54,9 +55,6 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         y_PE, weight_TS = ctx.saved_tensors
-        dsum_TE = grads[0].float()
-        dy_PE, dweight_TS = torch.empty_like(y_PE), torch.empty_like(weight_TS)
-        for slot, row_T in enumerate(ctx.groups.row_TS.t()):
-            dy_PE[row_T] = (dsum_TE * weight_TS[:, slot, None]).to(y_PE.dtype)
-            dweight_TS[:, slot] = (dsum_TE * y_PE[row_T]).sum(1)
+        row_TS = ctx.groups.row_TS.contiguous()
+        dy_PE, dweight_TS = combine_experts_backward(grads[0].contiguous(), y_PE, weight_TS.contiguous(), row_TS)
         return dy_PE, dweight_TS, grads[0] if ctx.needs_input_grad[2] else None, None

@@ -1,6 +1,6 @@
 """The mixture as a GPU trains it: router and experts under autograd inside the layer's one node.
 
-The shared expert has the gated MLP's own training form.
+The experts are one node (experts.py), and the shared expert has the gated MLP's own training form.
 
 Saved: what autograd keeps of router and experts, and what the shared expert saves.
 """
@@ -39,7 +39,7 @@ def begin(moe: MixtureOfExperts, n: Input, inputs: TrainingInputs, *, costly: An
         shared_TE = moe.shared_experts.finish(of_shared).requires_grad_()
     with torch.enable_grad():
         x_TE = n.rows.detach().requires_grad_()
-        sum_TE = moe.mix(x_TE, shared_TE, inputs.context.routers)
+        sum_TE = moe.mix(x_TE, shared_TE, inputs.context.routers, fused=True)
     return SavedMixture(x_TE, shared_TE, sum_TE, of_shared)
 
 

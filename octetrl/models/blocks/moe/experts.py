@@ -1,0 +1,146 @@
+"""All experts of a layer as one node, for the fused forms of rollout and training: the module's products, with less
+memory traffic between them.
+
+    x8 = quantise(x)                      once for each token, not for each of its experts' rows
+    h  = x8[token] W_gate_up^T            the rows are gathered as codes
+    y  = SiLU(gate) * up, quantised       in one kernel: y never exists in BF16
+    o  = y W_down^T
+
+Quantising works on blocks of one row, so a gathered row of codes has the bits of quantising the gathered row. Values
+and gradients are those of the separate ops (rows.py, layers/stacked.py).
+
+Backward: dgrad in FP8, like the forward, with the codes that are made once an update; wgrad in the model's dtype. It
+gathers x again and computes y again, so the forward saves x of the tokens and h: E values a token and 2 F a row, where
+the separate ops save E + 3 F values a row. No launch reads the host, and nothing loops over experts on a GPU.
+
+Legend: T tokens, P = T S rows sorted by expert, E hidden size, F an expert's intermediate size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octetrl.fp8.format import E4M3
+from octetrl.fp8.quantize import Quantized
+from octetrl.kernels.gemm.grouped_bf16_gemm import grouped_bf16_gemm, grouped_wgrad
+from octetrl.kernels.gemm.grouped_fp8_gemm import grouped_fp8_gemm
+from octetrl.kernels.parts import part
+from octetrl.kernels.rows.combine_experts import combine_experts
+from octetrl.kernels.rows.silu_mul import silu_mul, silu_mul_backward
+from octetrl.kernels.rows.silu_mul_quantize import silu_mul_quantize
+from octetrl.layers.float8_function import ACTIVATION_QUANTIZERS
+from octetrl.layers.linear import Projection
+from octetrl.layers.stacked import Float8StackedLinear, RowGroups
+from octetrl.models.blocks.products import Operand
+
+
+class ExpertValues(NamedTuple):
+    down_PE: Tensor
+    gate_up_P2F: Tensor  # no gradient
+
+
+def can_fuse_experts(gate_up: Projection, down: Projection) -> bool:
+    """An adapter reads the rows in the model's dtype, between the ops that are one here."""
+    return gate_up.lora is None and down.lora is None
+
+
+def run_experts(x_TE: Tensor, groups: RowGroups, gate_up: Projection, down: Projection) -> ExpertValues:
+    """The outputs of all rows, differentiable by x and the weights."""
+    return ExpertValues(*_Experts.apply(x_TE, gate_up.weight, down.weight, groups, gate_up, down))
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TE: Tensor,
+        gate_up_weight: Tensor | None,
+        down_weight: Tensor | None,
+        groups: RowGroups,
+        gate_up: Projection,
+        down: Projection,
+    ) -> tuple[Tensor, Tensor]:
+        with part("quantize"):
+            x = _gathered(_operand(gate_up, x_TE), groups.token_P)
+        with part("gemm_forward"):
+            gate_up_P2F = _product(gate_up, x, groups)
+        del x
+        with part("rows"):
+            y = _gated(down, gate_up_P2F)
+        with part("gemm_forward"):
+            down_PE = _product(down, y, groups)
+        # The weights are saved only so that autograd notices if they change between forward and backward.
+        ctx.save_for_backward(x_TE, gate_up_P2F, gate_up_weight, down_weight)
+        ctx.mark_non_differentiable(gate_up_P2F)
+        ctx.groups, ctx.linears = groups, (gate_up, down)
+        return down_PE, gate_up_P2F
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_TE, gate_up_P2F, gate_up_weight, down_weight = ctx.saved_tensors
+        groups: RowGroups = ctx.groups
+        gate_up, down = ctx.linears
+        need_x, need_gate_up, need_down = ctx.needs_input_grad[:3]
+        ddown_PE, first_X1 = grads[0].contiguous(), groups.first_X1
+        dx_TE = dgate_up_weight = ddown_weight = None
+        if need_down:
+            with part("gemm_wgrad"):
+                ddown_weight = grouped_wgrad(ddown_PE, silu_mul(gate_up_P2F), first_X1, down_weight.dtype)
+        dy_PF = _dgrad(down, ddown_PE, groups)
+        with part("rows"):
+            dgate_up_P2F = silu_mul_backward(gate_up_P2F, dy_PF)
+        del dy_PF
+        if need_gate_up:
+            with part("gemm_wgrad"):
+                x_PE = x_TE.index_select(0, groups.token_P)
+                dgate_up_weight = grouped_wgrad(dgate_up_P2F, x_PE, first_X1, gate_up_weight.dtype)
+        if need_x:
+            dx_PE = _dgrad(gate_up, dgate_up_P2F, groups)
+            with part("rows"):
+                once_TS = torch.ones(groups.row_TS.shape, device=x_TE.device)
+                dx_TE = combine_experts(dx_PE, once_TS, groups.row_TS.contiguous(), None)
+        return dx_TE, dgate_up_weight, ddown_weight, None, None, None
+
+
+def _operand(linear: Projection, x: Tensor) -> Operand:
+    if isinstance(linear, Float8StackedLinear):
+        return ACTIVATION_QUANTIZERS[linear.backend](x, linear.power_of_two)
+    return x
+
+
+def _gathered(x: Operand, token_P: Tensor) -> Operand:
+    if isinstance(x, Tensor):
+        return x.index_select(0, token_P)
+    codes, scale = x.codes, x.scale.t().index_select(1, token_P).t()  # scales of a block stay side by side
+    if codes.dtype != E4M3:  # their values, in the emulation
+        return Quantized(codes.index_select(0, token_P), scale)
+    return Quantized(codes.view(torch.uint8).index_select(0, token_P).view(E4M3), scale)
+
+
+def _gated(down: Projection, gate_up_P2F: Tensor) -> Operand:
+    if isinstance(down, Float8StackedLinear) and down.backend == "scaled_mm":
+        return silu_mul_quantize(gate_up_P2F, down.power_of_two)
+    return _operand(down, silu_mul(gate_up_P2F))
+
+
+def _product(linear: Projection, x: Operand, groups: RowGroups) -> Tensor:
+    if isinstance(linear, Float8StackedLinear):
+        linear.check_codes()
+        assert isinstance(x, Quantized)
+        return grouped_fp8_gemm(x, linear.forward_operand(), groups.first_X1)
+    assert isinstance(x, Tensor) and linear.weight is not None
+    return grouped_bf16_gemm(x, linear.weight.detach(), groups.first_X1)
+
+
+def _dgrad(linear: Projection, dy_PN: Tensor, groups: RowGroups) -> Tensor:
+    if isinstance(linear, Float8StackedLinear):
+        with part("quantize"):
+            dy = ACTIVATION_QUANTIZERS[linear.backend](dy_PN, linear.power_of_two)
+        with part("gemm_dgrad"):
+            return grouped_fp8_gemm(dy, linear.dgrad_operand(), groups.first_X1, turned=True)
+    assert linear.weight is not None
+    with part("gemm_dgrad"):
+        return grouped_bf16_gemm(dy_PN, linear.weight.detach(), groups.first_X1, turned=True)
