@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy
 import pytest
+import reasoning_gym
 
-from benchmarks.study import arms, job, pairs, runs, table
+from benchmarks.study import arms, job, pairs, probe, runs, table
 from benchmarks.study.arms import ARMS, TABLES
 from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
@@ -225,3 +226,10 @@ def test_jobs_of_different_trees_are_marked() -> None:
     assert table.where_measured(lines)["commit"] == "abc"
     lines[1]["from"]["source_digest"] = "1"
     assert table.where_measured(lines)["commit"].endswith("-dirty")
+
+
+@pytest.mark.parametrize("name", probe.CANDIDATES)
+def test_candidates_are_tasks_whose_answers_are_numbers(name: str) -> None:
+    dataset, parameters = probe.CANDIDATES[name]
+    for entry in reasoning_gym.create_dataset(dataset, size=4, seed=0, **parameters):
+        assert float(entry["answer"]) == float(entry["answer"])
