@@ -36,8 +36,9 @@ import torch
 from octetrl.algorithms.table import Algorithm, build_algorithm
 from octetrl.bench.clock import MicroBatchClock, Pace
 from octetrl.bench.memory import estimate, refuse_what_does_not_fit
-from octetrl.bench.rollout import BenchModel, draw_weights, give_memory_back, tokenizer_of
+from octetrl.bench.rollout import BenchModel, give_memory_back
 from octetrl.bench.turns import take_in_turn
+from octetrl.bench.worker import bench_worker
 from octetrl.bench.workload import Workload
 from octetrl.config.algorithm import GrpoConfig
 from octetrl.config.load import PRECISIONS
@@ -52,7 +53,6 @@ from octetrl.config.schema import (
 )
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
-from octetrl.models.hf_weights import load_weights
 from octetrl.records import (
     Completion,
     GenerationRequest,
@@ -169,25 +169,8 @@ def take_turn(bench: StepBench, precision: str, numerics: Numerics) -> StepTurn:
 
 def build_worker(bench: StepBench, precision: str, numerics: Numerics = "parity") -> Worker:
     """Build the worker as a run does. The weights of a preset are created on the device."""
-    spec, folder = bench.model.spec, bench.model.folder
-    recipe = step_recipe(bench, precision, numerics)
-
-    def fill(model: Decoder) -> None:
-        if folder is None:
-            draw_weights(model, bench.seed)
-        else:
-            load_weights(model, folder)
-
-    return Worker(
-        recipe,
-        spec=spec,
-        policy=precision_policy(spec, recipe.fp8, recipe.numerics),
-        tokenizer=tokenizer_of(bench.model),
-        algorithm=build_algorithm(recipe.algorithm),
-        load_weights=fill,
-        device=bench.device,
-        spans=Spans(torch.cuda.synchronize if bench.device.type == "cuda" else None),
-    )
+    spans = Spans(torch.cuda.synchronize if bench.device.type == "cuda" else None)
+    return bench_worker(bench.model, step_recipe(bench, precision, numerics), bench.device, spans)
 
 
 def step_recipe(bench: StepBench, precision: str, numerics: Numerics) -> Recipe:
@@ -259,7 +242,7 @@ class StepArm:
             if few and room < 0:
                 break
             few.append(sample)
-        for last in (few[-1], _shorter(few[-1])):
+        for last in (few[-1], shorter(few[-1])):
             batch = pack([*few[:-1], last], self.worker.layout, self.algorithm.token_weighting)
             self.worker.publish(self.worker.train(batch).policy_version)
 
@@ -384,7 +367,8 @@ def rollout_groups(
     return groups
 
 
-def _shorter(sample: Sample) -> Sample:
+def shorter(sample: Sample) -> Sample:
+    """The sample without its last token."""
     assert sample.generator_logprobs is not None, "an engine drew it"
     return replace(
         sample,

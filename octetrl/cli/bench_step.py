@@ -8,6 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octetrl.bench.workload import Shape, Span, Workload, check_positions, uniform_lengths
+from octetrl.cli.arguments import Address, Cpus, Gpus
+from octetrl.cli.bench_cluster import (
+    Gradients,
+    Workers,
+    cluster_of,
+    device_name,
+    measure_cluster,
+    result_name,
+)
 from octetrl.cli.bench_options import (
     CODES,
     MASTER,
@@ -40,6 +49,7 @@ from octetrl.cli.bench_options import (
     results_folder,
 )
 from octetrl.cli.bench_train import Tokens, trainer_config
+from octetrl.config.cluster import ClusterConfig
 
 if TYPE_CHECKING:
     from octetrl.bench.rollout import BenchModel
@@ -97,9 +107,10 @@ LearnShare = Annotated[
 ]
 KVFraction = Annotated[float, typer.Option(min=0.01, max=0.95, help="Share of the free memory for the KV cache.")]
 Calibration = Annotated[
-    str,
+    str | None,
     typer.Option(
-        metavar=f"{MODES}|none", help="Ways of calibration to compare, where a precision's cache is calibrated."
+        metavar=f"{MODES}|none",
+        help="Ways of calibration to compare, where a precision's cache is calibrated. Default: all, on one worker.",
     ),
 ]
 CalibrationBatches = Annotated[int, typer.Option(min=1, help="Number of micro-batches for measuring calibration.")]
@@ -117,7 +128,7 @@ def step(
     rounds: Rounds = 1,
     warmup: Warmup = 16,
     learn_share: LearnShare = 1.0,
-    calibration: Calibration = MODES,
+    calibration: Calibration = None,
     calibration_micro_batches: CalibrationBatches = 2,
     checkpointing: Checkpointing = "layer",
     weight_codes: WeightCodes = CODES,
@@ -133,25 +144,25 @@ def step(
     name: Name = None,
     device: Device = "auto",
     seed: Seed = 0,
+    gpus: Gpus = None,
+    cpus: Cpus = None,
+    address: Address = None,
+    workers: Workers = None,
+    gradients: Gradients = "local",
 ) -> None:
     """Measure a whole GRPO step under several precisions: produce, learn, publish, and the cost of calibration."""
+    single = {"--learn-share": learn_share < 1.0, "--calibration": calibration not in (None, "none")}
+    cluster = cluster_of(gpus, cpus, address, gradients, workers, refused=single)
     precisions, chosen_numerics, folder = precisions_of(precision), numerics_of(numerics), results_folder(out)
-    suffix = result_suffix(name, chosen_numerics)
-    modes = () if calibration == "none" else choices("--calibration", calibration, MODES.split(","))
     config = trainer_config(checkpointing, weight_codes, logprob_chunk, optimizer_states, master, offload)
     from octetrl.bench.step import StepBench
 
-    chosen = device_of(device)
-    on_gpu = chosen.type == "cuda"
-    usual = ON_GPU if on_gpu else ON_CPU
-    found = model_of(model, layers, on_gpu=on_gpu)
-    num_prompts, group_size, prompt = prompts or usual[0], group or usual[1], prompt_tokens or usual[2]
-    answers = Span.parse(usual[3] if answer_tokens is None else answer_tokens, "--answer-tokens")
+    usual = ON_GPU if (on_gpu := (chosen := device_of(device_name(cluster, device))).type == "cuda") else ON_CPU
     plan = StepBench(
-        model=found,
+        model=(found := model_of(model, layers, on_gpu=on_gpu)),
         precisions=precisions,
-        workload=_workload(found, num_prompts, group_size, prompt, answers, seed),
-        group_size=group_size,
+        workload=_workload(found, usual, prompts, group, prompt_tokens, answer_tokens, seed),
+        group_size=group or usual[1],
         trainer=config.model_copy(update={"tokens_per_micro_batch": tokens or usual[4]}),
         device=chosen,
         rounds=rounds,
@@ -160,22 +171,39 @@ def step(
         learn_share=learn_share,
         max_batch=max_batch,
         kv_fraction=kv_fraction,
-        calibration=modes,
+        calibration=_modes_of(calibration),
         calibration_micro_batches=calibration_micro_batches,
         seed=seed,
         numerics=chosen_numerics,
     )
-    _measure(plan, folder, found.name + suffix)
+    _measure(plan, folder, result_suffix(name, chosen_numerics), cluster, workers)
 
 
-def _workload(model: BenchModel, prompts: int, group: int, prompt: int, answers: Span, seed: int) -> Workload:
+def _modes_of(calibration: str | None) -> tuple[str, ...]:
+    return () if calibration == "none" else choices("--calibration", calibration or MODES, MODES.split(","))
+
+
+def _workload(
+    model: BenchModel,
+    usual: tuple[int, int, int, str, int],
+    num_prompts: int | None,
+    group_size: int | None,
+    prompt_tokens: int | None,
+    answer_tokens: str | None,
+    seed: int,
+) -> Workload:
     """The workload. Raises UserError if a prompt and its answer are longer than the model's context."""
+    prompts, group, prompt = num_prompts or usual[0], group_size or usual[1], prompt_tokens or usual[2]
+    answers = Span.parse(usual[3] if answer_tokens is None else answer_tokens, "--answer-tokens")
     longest = Shape(prompts * group, prompt, answers.longest)
     check_positions(longest, model.spec.max_positions, model.name, "shorten --prompt-tokens or --answer-tokens")
     return uniform_lengths(prompts, group, prompt, answers, model.spec.vocab_size, seed)
 
 
-def _measure(plan: StepBench, folder: Path, name: str) -> None:
+def _measure(plan: StepBench, folder: Path, suffix: str, cluster: ClusterConfig | None, workers: str | None) -> None:
+    model = plan.model.name
+    if cluster is not None:
+        return measure_cluster(plan, cluster, workers, folder, f"{model}_{result_name(cluster)}{suffix}")
     from octetrl.bench.step import check_memory, measure
     from octetrl.bench.step_rows import calibration_rows, rows_of
     from octetrl.telemetry.bench_record import write_result
@@ -194,7 +222,7 @@ def _measure(plan: StepBench, folder: Path, name: str) -> None:
     if costs:
         title = f"calibration, forward and backward of {costs[0]['calibration/tokens']:,} tokens"
         print_table(title, ("precision", "numerics", "calibration"), CALIBRATION_COLUMNS, costs)
-    path = write_result("step", name, rows, folder, calibration=costs)
+    path = write_result("step", f"{model}{suffix}", rows, folder, calibration=costs)
     typer.echo(f"wrote {path}")
 
 

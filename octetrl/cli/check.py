@@ -7,6 +7,7 @@ for a machine elsewhere is checked with that machine's memory: `--memory-gib 140
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Annotated
 
 import typer
@@ -18,6 +19,7 @@ from octetrl.cli.check_files import TokenizerFile, file_problems
 from octetrl.cli.check_memory import MemoryPlan, memory_lines
 from octetrl.cli.check_sample import refuse_sample, show_sample
 from octetrl.cli.check_turns import turns_line
+from octetrl.cli.check_workers import worker_memory_lines
 from octetrl.cli.fitting import Change
 from octetrl.config.algorithm import DistillConfig
 from octetrl.config.errors import UserError
@@ -88,7 +90,7 @@ def check(
             print_lines("model", _model(spec))
             print_lines("precision", _precision(resolved, spec, policy, device))
             plan = MemoryPlan.of(resolved, largest_part(resolved, spec), policy, device)
-            print_lines("memory", memory_lines(plan))
+            print_lines("memory", chain(memory_lines(plan), worker_memory_lines(plan)))
             too_large = plan.problem(lambda changes: _is_allowed(recipe, overrides, changes))
     except UserError as error:
         problems.append(str(error))

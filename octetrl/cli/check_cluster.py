@@ -25,11 +25,10 @@ def worker_lines(recipe: Recipe) -> Iterator[tuple[str, str]]:
     groups, size = cluster.num_groups, cluster.tensor_parallel
     if size > 1:
         yield "", f"{groups} group{'s' if groups > 1 else ''} of {size} workers, which share one model by rows"
-        yield "", "the memory below is that of the worker with the largest part, in a run with one group; each group"
-        yield "", "has the activations of its micro-batches, and owns its share of the optimizer's states"
+        yield "", "the memory below is that of the worker with the largest part of the model"
     elif count > 1:
-        yield "", "the memory below is that of a run with one worker; each worker holds the weights, activations"
-        yield "", "and a KV cache, and its share of the optimizer's states"
+        yield "", "the memory below is that of each worker: codes, activations, a KV cache, and its share of the"
+        yield "", "optimizer's states"
         few = micro_batches_of_longest(recipe)
         if few < LEAST_MICRO_BATCHES * count:
             yield "", f"warning: at their longest, a step's sequences fill {few} micro-batches of an update; {count}"

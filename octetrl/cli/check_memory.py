@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from octetrl.cli.check_device import GIB, Device
-from octetrl.cli.fitting import Change, fits, on_each_worker, smallest_changes
+from octetrl.cli.fitting import Change, fits, smallest_changes
 from octetrl.config.algorithm import DistillConfig
 from octetrl.config.errors import UserError
 from octetrl.config.host_memory import USABLE_HOST, available_host_bytes
@@ -20,6 +20,7 @@ from octetrl.config.memory import (
 from octetrl.config.saved_state import SavedState, saved_state, saves_beside_steps
 from octetrl.config.schema import Fp8Config, Recipe, TrainerConfig
 from octetrl.config.spec import ModelSpec
+from octetrl.config.worker_memory import on_each_worker
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy, scoring_policy
 from octetrl.models.families import load_critic_spec, load_reward_spec, load_spec
 
@@ -54,6 +55,10 @@ class MemoryPlan:
             teacher=self.teacher,
         )
 
+    def of_worker(self, recipe: Recipe) -> MemoryEstimate:
+        """The same for each of its workers."""
+        return on_each_worker(recipe, self.estimate(recipe), self.device.num_bytes)
+
     def problem(self, is_allowed: Callable[[Sequence[Change]], bool]) -> str | None:
         """One line if the recipe needs more than the device has, with the smallest changes that make it fit.
 
@@ -65,7 +70,7 @@ class MemoryPlan:
             return None  # not known, or several workers share it
         if fits(self.recipe, self.estimate(self.recipe), available):
             return None
-        needs = on_each_worker(self.recipe, self.estimate(self.recipe), available)
+        needs = self.of_worker(self.recipe)
         needed, tokens = needs.total_bytes, needs.kv_cache_tokens
         what = f"it needs {size(needed)} of {size(available)}"
         if needed <= available:
@@ -79,9 +84,9 @@ class MemoryPlan:
 
 
 def memory_lines(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
-    """The estimate by part, with what a larger KV cache or fewer checkpointed layers could use."""
+    """The estimate of a worker by part, with what a larger KV cache or fewer checkpointed layers could use."""
     recipe, device = plan.recipe, plan.device
-    estimate = plan.estimate(recipe)
+    estimate = plan.of_worker(recipe)
     for part in estimate.parts:
         yield part.name, f"{size(part.num_bytes):>12}   {part.how}"
     if estimate.kv_cache_tokens is None:
@@ -95,7 +100,7 @@ def memory_lines(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
     if device.num_bytes is not None:
         yield from _room(estimate, device.num_bytes)
         if device.on_gpu:
-            fewest = fewest_checkpointed_layers(recipe, plan.spec.num_layers, device.num_bytes, plan.estimate)
+            fewest = fewest_checkpointed_layers(recipe, plan.spec.num_layers, device.num_bytes, plan.of_worker)
             yield from _less_checkpointing(recipe.trainer, plan.spec.num_layers, fewest)
     if saves_beside_steps(recipe):
         yield from _copy_for_saving(recipe, saved_state(recipe, plan.spec, plan.critic), estimate, device)

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from octetrl.config.memory import MemoryEstimate, MemoryPart
+from octetrl.config.memory import MemoryEstimate
 from octetrl.config.schema import OptimizerConfig, Recipe
 from octetrl.config.section import Section
+from octetrl.config.worker_memory import on_each_worker
 
 MOST_SHOWN = 3
 FREE_SHARE = 0.9  # of the device's memory that training may use: the rest is for what the estimate leaves out
@@ -50,27 +51,6 @@ def fits(recipe: Recipe, estimate: MemoryEstimate, available: int, *, spare: flo
     draws = recipe.algorithm.learns_from == "rollouts" or recipe.evaluation.every > 0
     tokens = estimate.kv_cache_tokens
     return not draws or tokens is None or tokens >= _longest(recipe)
-
-
-def on_each_worker(recipe: Recipe, estimate: MemoryEstimate, available: int) -> MemoryEstimate:
-    """The estimate for one of several workers: it holds a share of the optimizer, and of the gradients if sharded. A
-    KV cache that takes a share of the free memory is larger by what that leaves."""
-    cluster, engine = recipe.cluster, recipe.engine
-    if cluster.num_workers == 1:
-        return estimate
-    shared = {"optimizer"} | ({"gradients"} if cluster.gradients == "sharded" else set())
-    parts = [
-        replace(part, num_bytes=part.num_bytes // cluster.num_workers) if part.name in shared else part
-        for part in estimate.parts
-        if part.name != "KV cache"
-    ]
-    tokens = estimate.kv_cache_tokens
-    if tokens is not None and engine.kv_cache_tokens is None:
-        free = available - sum(part.num_bytes for part in parts if part.when != "training")
-        tokens = int(max(free, 0) * engine.kv_memory_fraction) // estimate.kv_bytes_per_token
-    if tokens is not None:
-        parts.append(MemoryPart("KV cache", tokens * estimate.kv_bytes_per_token, "", "generating"))
-    return replace(estimate, parts=tuple(parts), kv_cache_tokens=tokens)
 
 
 def smallest_changes(

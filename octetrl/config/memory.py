@@ -87,6 +87,7 @@ class MemoryPart:
     num_bytes: int
     how: str  # one phrase that says what it consists of
     when: When = "always"
+    owned_bytes: int = 0  # of weights: rows that only their owner has, of several workers (worker_memory.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,8 @@ def estimate_memory(
     trained = spec.num_parameters if lora is None else adapter_elements(spec, lora) + head
     dropped = 0 if lora is None else _elements(spec, precisions.fp8_train)
     how = f"{recipe.model.dtype}, shared by engine and trainer" + ("; FP8 linears only as codes" if dropped else "")
-    parts = [MemoryPart("weights", weight_bytes * (spec.num_parameters - dropped), how)]
+    owned = weight_bytes * _elements(spec, precisions.fp8_train) if lora is None else 0
+    parts = [MemoryPart("weights", weight_bytes * (spec.num_parameters - dropped), how, owned_bytes=owned)]
     emulated = recipe.fp8.emulate or (recipe.fp8.emulate is None and not on_gpu)
     parts += _fp8_parts(recipe, spec, precisions, emulated=emulated, has_critic=critic is not None)
     if lora is not None:

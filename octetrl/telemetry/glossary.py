@@ -124,6 +124,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("train/tokens_per_second", "tokens/s", "Packed tokens a second, over the update."),
         Metric("train/fused", "0 or 1", "Whether the trainer runs the fused forward."),
         Metric("gradients/rounding_error", "", "Error of BF16 gradient sums, relative to the gradient's norm."),
+        Metric("publish/bytes", "B", "New weights that a worker received from the others, of several workers."),
+        Metric("publish/gb_per_second", "GB/s", "Speed of receiving them, on the slowest worker."),
         Metric("publish/policy_version", "", "Updates so far; the version of the weights that the engine has."),
         Metric("router/entropy", NATS, "Mean entropy of the router's choice of experts."),
         Metric("router/idle_experts", "experts", "Experts that no token chose."),

@@ -11,6 +11,7 @@ scales and the other weights, in place. Engine and trainer read these tensors. C
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -70,6 +71,7 @@ class SharedWeights:
         """`optimizer` has copies of the owned rows of `sharded_linears`, whose whole weights are freed here."""
         self._model, self._optimizer, self._peers = model, optimizer, peers
         self._linears = sharded_linears(model, peers) if optimizer.parameters else {}
+        self._received, self._seconds = 0, 0.0  # gathered since the last `take_exchange`
         for linear in self._linears.values():
             _free_weight(linear)
 
@@ -83,13 +85,34 @@ class SharedWeights:
             return
         error = self._peers.agree(self._quantize_owned(), PHASE)
         if error is None:
-            for bucket in buckets(self._cuts()):
-                self._peers.gather_from_owners(bucket, PHASE)
+            self._gather()
             error = self._first_non_finite()
         for linear in self._linears.values():
             linear.adopt_codes() if error is None else linear.mark_codes_stale()
         if error is not None:
             raise NonFiniteError(error)
+
+    def _gather(self) -> None:
+        began = self._now()
+        for bucket in buckets(self._cuts()):
+            self._peers.gather_from_owners(bucket, PHASE)
+            others = [rank for rank in range(self._peers.share.count) if rank != self._peers.share.rank]
+            self._received += sum(cut.part(rank).nbytes for cut in bucket for rank in others)
+        self._seconds += self._now() - began
+
+    def _now(self) -> float:
+        device = self._model.lm_head_weight.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    def take_exchange(self) -> dict[str, float]:
+        """Bytes received and seconds of gathering since the last call; nothing with one worker."""
+        if self._peers.share.count == 1:
+            return {}
+        taken = {"publish/bytes": float(self._received), "time/gather": self._seconds}
+        self._received, self._seconds = 0, 0.0
+        return taken
 
     def _requantize_whole(self) -> None:
         if self._peers.group.size == 1:

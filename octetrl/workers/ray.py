@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -27,9 +28,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
 from octetrl.trainer.peers import PeersLost
+from octetrl.workers.build import build_worker
 from octetrl.workers.many.deadlines import Deadlines, WorkerLost
 from octetrl.workers.many.hosted import HostedWorker
-from octetrl.workers.many.plan import WorkerPlan, last_lines
+from octetrl.workers.many.plan import BuildWorker, WorkerPlan, last_lines
 from octetrl.workers.many.status import STATUS_FILE, Heard, WorkerStatus, write_status
 from octetrl.workers.many.team import Call
 from octetrl.workers.ray_cluster import RayCluster, connect
@@ -51,9 +53,17 @@ class _RayWorker(HostedWorker):
 class RayTeam:
     """The actors of a run; a `Team` (many/team.py). `folder`: the run's, for logs and status; None: it has none."""
 
-    def __init__(self, recipe: Recipe, folder: Path | None, deadlines: Deadlines, *, trains: bool) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path | None,
+        deadlines: Deadlines,
+        *,
+        trains: bool,
+        build: BuildWorker = build_worker,
+    ) -> None:
         self._folder = None if folder is None else folder.absolute()
-        self._deadlines, self._trains = deadlines, trains
+        self._deadlines, self._trains, self._build = deadlines, trains, build
         self._recipe = recipe
         self._lock = threading.Lock()
         self._actors: list[Any] = []
@@ -103,6 +113,7 @@ class RayTeam:
                 trains=self._trains,
                 directory=os.getcwd(),
                 log=None if self._logs is None else str(self._log_of(rank)),
+                build=self._build,
             )
             if self._places is not None:
                 bundle = rank * cluster.nodes // cluster.num_workers if cluster.nodes else 0
@@ -122,6 +133,8 @@ class RayTeam:
         if self._cluster is not None and self._cluster.answers:
             for actor in self._actors:
                 ray.kill(actor)
+            if self._recipe.cluster.num_gpus:
+                self._await_ends()
             if self._places is not None:
                 remove_placement_group(self._places)
         self._actors, self._places = [], None
@@ -130,6 +143,14 @@ class RayTeam:
             self._cluster = None
         if self._folder is not None:
             (self._folder / STATUS_FILE).unlink(missing_ok=True)
+
+    def _await_ends(self) -> None:
+        """Waits for the processes on this machine: until then they hold memory of their GPUs."""
+        here = socket.gethostname()
+        ends = [status.pid for status in self._heard if status is not None and status.host == here]
+        until = time.monotonic() + DEATH_SECONDS
+        while any(map(_runs, ends)) and time.monotonic() < until:
+            time.sleep(0.05)
 
     def forget_logs(self) -> None:
         """Removes what the workers of a refused run printed."""
@@ -305,6 +326,14 @@ class RayTeam:
 
     def _hear(self, worker: int, status: WorkerStatus) -> None:
         self._heard[worker], self._heard_at[worker] = status, time.monotonic()
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process exists and has not ended. An ended one may wait for its parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def _first(error: Exception) -> str:

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ OBJECT_STORE_BYTES = 1 << 30  # shared memory for records on their way; a batch 
 LEAST_STORE_BYTES = 80 << 20  # that Ray accepts
 CONNECT_SECONDS = 10.0
 WATCHER_SECONDS = 30.0
+FREED_SECONDS = 5.0  # until Ray knows that a GPU is free again
 
 
 @dataclass(slots=True)
@@ -191,11 +193,19 @@ def _join(address: str) -> RayCluster:
     return RayCluster(is_ours=True)
 
 
+def _free_gpus() -> int:
+    return int(ray.available_resources().get("GPU", 0))
+
+
 def _check_places(cluster: ClusterConfig) -> None:
     wanted = cluster.num_gpus
     if not wanted:
         return
-    there, free = (int(resources.get("GPU", 0)) for resources in (ray.cluster_resources(), ray.available_resources()))
+    there, free = int(ray.cluster_resources().get("GPU", 0)), _free_gpus()
+    until = time.monotonic() + FREED_SECONDS
+    while free < wanted <= there and time.monotonic() < until:  # workers that have just ended
+        time.sleep(0.1)
+        free = _free_gpus()
     if there < wanted:
         raise UserError(lacking_gpus(cluster, there, "the Ray cluster", "add machines with GPUs"))
     if free < wanted:

@@ -140,6 +140,19 @@ def test_generate_draws_on_two_workers_what_one_draws(
     assert printed[0] == printed[1] and printed[0].count("--- prompt") == 4
 
 
+def test_the_bench_of_a_step_runs_on_two_workers(
+    running: RayCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_two = ["--cpus", "2", "--address", "auto", "--workers", "embedded,2", "--layers", "1", "--precision", "fp8_full"]
+    assert run_command(["bench", "step", *on_two, "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert "fp8_full, parity, 2 workers: produce" in shown.out and not shown.err
+    embedded, two = json.loads((tmp_path / "step_tiny_1_layers_2_cpus.json").read_text())["rows"]
+    assert (embedded["cluster/kind"], two["cluster/kind"], two["cluster/workers"]) == ("embedded", "ray", 2)
+    assert embedded["rollout/digest"] == two["rollout/digest"] and two["mismatch/max_abs_diff"] == 0.0
+    assert two["publish/gather_ms"] > 0 and two["memory/peak_gb/worker_1"] > 0
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

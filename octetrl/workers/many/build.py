@@ -16,9 +16,11 @@ from octetrl.engine.stopping import decoder_of
 from octetrl.fp8.policy import precision_policy
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.spans import Spans
+from octetrl.workers.build import build_worker
 from octetrl.workers.many.balance import Costs
 from octetrl.workers.many.deadlines import Deadlines
 from octetrl.workers.many.nodes import check_nodes
+from octetrl.workers.many.plan import BuildWorker
 from octetrl.workers.many.workers import ManyLearningWorkers, ManyWorkers
 
 if TYPE_CHECKING:
@@ -52,13 +54,21 @@ def build_many_workers(
         raise
 
 
-def start_team(recipe: Recipe, folder: Path | None, deadlines: Deadlines) -> RayTeam:
-    """The processes of the workers, without a model. `folder`: of a run that trains. Raises UserError."""
+def start_team(
+    recipe: Recipe,
+    folder: Path | None,
+    deadlines: Deadlines,
+    *,
+    trains: bool | None = None,
+    build: BuildWorker = build_worker,
+) -> RayTeam:
+    """The processes of the workers, without a model. `folder`: of a run that trains. `trains`: by default with a folder
+    only. `build`: how a worker is built from the recipe. Raises UserError."""
     if find_spec("ray") is None:
         raise UserError("cluster: several workers, or an address, need Ray; pip install 'octetrl[ray]'")
     from octetrl.workers.ray import RayTeam
 
-    team = RayTeam(recipe, folder, deadlines, trains=folder is not None)
+    team = RayTeam(recipe, folder, deadlines, trains=folder is not None if trains is None else trains, build=build)
     try:
         if not recipe.cluster.starts_ray:
             check_nodes(team, recipe, folder)

@@ -31,7 +31,7 @@ from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.peers import ALONE, Peers, join_store
 from octetrl.trainer.shards import Share
 from octetrl.trainer.tensor_peers import GridPeers, connect_grid
-from octetrl.workers.build import BuiltWorker, build_worker
+from octetrl.workers.build import BuiltWorker
 from octetrl.workers.many.assignment import Room
 from octetrl.workers.many.hosted_session import HostedSession
 from octetrl.workers.many.nodes import Sight, look
@@ -103,7 +103,7 @@ class HostedWorker:
         recipe, device = self._plan.recipe, self._device()
         self._spans = Spans(torch.cuda.synchronize if self._gpu else None)
         peers = ALONE if store is None else self._meet(store, device)
-        self._built = build_worker(recipe, device, self._spans, trains=self._plan.trains, peers=peers)
+        self._built = self._plan.build(recipe, device, self._spans, trains=self._plan.trains, peers=peers)
         return self.state()
 
     def _device(self) -> torch.device:
@@ -168,8 +168,11 @@ class HostedWorker:
         return self._worker.path_metrics()
 
     def times(self) -> dict[str, float]:
-        """Seconds of each phase since the last call, as `time/*`."""
-        return self._spans.take()
+        """Seconds of each phase since the last call, as `time/*`. With several workers also those of gathering new
+        weights, `time/gather`, and the bytes received, `publish/bytes`."""
+        worker = self._worker
+        exchanged = worker.trainer.weights.take_exchange() if isinstance(worker, Worker) else {}
+        return self._spans.take() | exchanged
 
     # ------------------------------------------------------------ an open session
 

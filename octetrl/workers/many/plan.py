@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +10,9 @@ from octetrl.config.schema import Recipe
 from octetrl.engine.metrics import EngineMetrics
 from octetrl.records import GenerationProgress, SessionEvent
 from octetrl.trainer.packing import PackingLayout
+from octetrl.workers.build import BuiltWorker, build_worker
+
+BuildWorker = Callable[..., BuiltWorker]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,7 @@ class WorkerPlan:
     trains: bool
     directory: str  # in which the recipe's relative paths begin
     log: str | None  # file for what the process prints; None: where Ray puts it
+    build: BuildWorker = build_worker  # another function with its arguments, for a bench
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,9 +153,14 @@ class ManyLearningWorkers:
         return {name: choose(part[name] for part in parts) for name, choose in worst.items()}
 
     def time_metrics(self) -> dict[str, float]:
-        """`time/PHASE/worker_N`, and in `time/PHASE/slowest` the number of the slowest worker."""
+        """`time/PHASE/worker_N`, and in `time/PHASE/slowest` the number of the slowest worker. With several workers the
+        bytes of new weights that a worker received, and their speed."""
         parts: list[dict[str, float]] = self._team.ask("state", "times")
         metrics: dict[str, float] = {}
+        received = max(part.pop("publish/bytes", 0.0) for part in parts)
+        if received:
+            slowest = max(part["time/gather"] for part in parts)
+            metrics = {"publish/bytes": received, "publish/gb_per_second": received / 1e9 / slowest}
         for name in sorted({name for part in parts for name in part}):
             seconds = [part.get(name, 0.0) for part in parts]
             metrics |= {f"{name}/worker_{worker}": value for worker, value in enumerate(seconds)}

@@ -184,6 +184,23 @@ WRONG = [
     ("step", ["--calibration", "fuse"], "--calibration: 'fuse' is not one of fused, off, exact"),
     ("step", ["--calibration", "off,off"], "--calibration: 'off,off' names a value twice; name each once"),
     ("step", ["--group", "1"], "--group"),
+    ("step", ["--address", "auto"], "--address: it is for workers on Ray; add --gpus N or --cpus N"),
+    ("step", ["--workers", "1"], "--workers: it is for workers on Ray; add --gpus N or --cpus N"),
+    ("step", ["--cpus", "2", "--gpus", "2"], "--cpus: cannot be combined with --gpus; keep one of the two"),
+    ("step", ["--gpus", "2"], "--device: cpu is not the device of --gpus; leave one of the two out"),
+    ("step", ["--cpus", "2", "--gradients", "x"], "--gradients: 'x' is not one of local, sharded"),
+    ("step", ["--cpus", "2", "--workers", "3"], "--workers: '3' is neither embedded nor a number from 1 to 2"),
+    (
+        "step",
+        ["--cpus", "2", "--learn-share", "0.5"],
+        "--learn-share: it is for the embedded worker alone; leave it out",
+    ),
+    (
+        "step",
+        ["--cpus", "2", "--calibration", "off"],
+        "--calibration: it is for the embedded worker alone; leave it out",
+    ),
+    ("step", ["--cpus", "2", "--weight-codes", "remade"], "--weight-codes: remade needs whole weights"),
     ("step", ["--learn-share", "0"], "--learn-share"),
     (
         "step",

@@ -113,7 +113,7 @@ def test_it_counts_the_workers_and_refuses_gpus_that_are_not_here(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     on_gpus = ("cluster.device=auto", "cluster.gpus=2")
     code, out, err = check(capsys, *on_gpus)
-    assert code == 2 and "cluster 2 workers on 2 GPUs the memory below is that of a run with one worker" in out
+    assert code == 2 and "cluster 2 workers on 2 GPUs the memory below is that of each worker" in out
     assert "cluster.gpus: 2 GPUs were asked for, this machine has 0; use cluster.cpus=2 instead, remove it, or" in err
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert "this machine has 1; lower it, or give the cluster.address of" in check(capsys, *on_gpus)[2]

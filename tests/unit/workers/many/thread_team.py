@@ -20,22 +20,23 @@ from octetrl.run.build import Run, build_run
 from octetrl.run.loop import one_step
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.spans import Spans
-from octetrl.workers.build import model_spec
+from octetrl.workers.build import build_worker, model_spec
 from octetrl.workers.many.balance import Costs
 from octetrl.workers.many.deadlines import Deadlines, WorkerLost
 from octetrl.workers.many.hosted import HostedWorker
-from octetrl.workers.many.plan import WorkerPlan
+from octetrl.workers.many.plan import BuildWorker, WorkerPlan
 from octetrl.workers.many.team import Call
 from octetrl.workers.many.workers import ManyWorkers
 from tests.e2e.test_turns import UNTIMED
 from tests.e2e.tiny_run import timeless, tiny_recipe
 
-SPREAD = UNTIMED | {"fp8/kv_saturation"}  # of all that was written: a prompt once for each worker that sampled it
+# of all that was written: a prompt once for each worker that sampled it; bytes between workers
+SPREAD = UNTIMED | {"fp8/kv_saturation", "publish/bytes"}
 
 
 class ThreadTeam:
-    def __init__(self, recipe: Recipe, count: int, *, trains: bool = True) -> None:
-        plans = [WorkerPlan(recipe, rank, count, trains, os.getcwd(), None) for rank in range(count)]
+    def __init__(self, recipe: Recipe, count: int, *, trains: bool = True, build: BuildWorker = build_worker) -> None:
+        plans = [WorkerPlan(recipe, rank, count, trains, os.getcwd(), None, build) for rank in range(count)]
         self.workers = [HostedWorker(plan, "") for plan in plans]
         self.begun: list[tuple[int, str]] = []  # (worker, verb)
         self._pool = ThreadPoolExecutor(4 * count)

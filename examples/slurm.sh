@@ -1,0 +1,28 @@
+#!/bin/bash
+# A run on Slurm: sbatch examples/slurm.sh RECIPE.yaml [section.key=value ...]
+#
+# One task a machine starts Ray; the script itself, on the first machine, starts the run. All machines need the same
+# environment, and must see the recipe, the model and the run folder under the same path.
+#SBATCH --job-name=octetrl
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+set -euo pipefail
+gpus=8 # as --gpus-per-node above
+export RAY_worker_niceness=0 # Ray's own is 15
+# export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0  # the interface between the machines; `ip -br addr` lists them
+
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+address=$(srun --nodes=1 --ntasks=1 --nodelist="$first" hostname --ip-address | cut -d ' ' -f 1):6379
+
+srun --nodes=1 --ntasks=1 --overlap --nodelist="$first" \
+  ray start --head --node-ip-address="${address%:*}" --port=6379 --num-gpus="$gpus" --block &
+until ray status --address="$address" >/dev/null 2>&1; do sleep 1; done
+if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
+  srun --nodes=$((SLURM_JOB_NUM_NODES - 1)) --ntasks=$((SLURM_JOB_NUM_NODES - 1)) --overlap --exclude="$first" \
+    ray start --address="$address" --num-gpus="$gpus" --block &
+fi
+until [ "$(ray status --address="$address" 2>/dev/null | grep -c ' node_')" -ge "$SLURM_JOB_NUM_NODES" ]; do sleep 1; done
+
+octetrl train "$@" cluster.address="$address" cluster.nodes="$SLURM_JOB_NUM_NODES" cluster.gpus_per_node="$gpus"

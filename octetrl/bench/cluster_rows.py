@@ -1,0 +1,116 @@
+"""Turns the measurements of `octetrl bench step` on several workers into rows."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+
+from octetrl.bench.cluster import EMBEDDED, Arm, ClusterBench, ClusterTurn
+from octetrl.bench.cluster_memory import estimated_bytes
+from octetrl.bench.rollout import Row
+from octetrl.bench.step import DIFFERENCE, MISMATCH
+
+PHASES = ("step", "produce", "learn")
+
+
+def rows_of(bench: ClusterBench, turns: Sequence[ClusterTurn]) -> list[Row]:
+    """A row for each precision, numerics and number of workers: medians over all steps; of memory and mismatch the
+    largest value."""
+    by_arm: dict[Arm, list[ClusterTurn]] = {}
+    for turn in turns:
+        by_arm.setdefault((turn.precision, turn.numerics, turn.workers), []).append(turn)
+    rows = {arm: _row(bench, rounds) for arm, rounds in by_arm.items()}
+    for (precision, numerics, workers), row in rows.items():
+        row |= _compared(row, workers, rows.get((precision, numerics, 1)), rows.get((precision, numerics, EMBEDDED)))
+    return list(rows.values())
+
+
+def _compared(row: Row, workers: int, one: Row | None, embedded: Row | None) -> Row:
+    """Efficiency against one worker on Ray, without one against the embedded worker; and what Ray costs."""
+    found: Row = {}
+    base = one or embedded
+    if workers != EMBEDDED and base is not None:
+        for phase in PHASES:
+            found[f"{phase}/efficiency"] = float(base[f"time/{phase}"]) / float(row[f"time/{phase}"]) / workers
+    if workers == 1 and embedded is not None:
+        found["step/over_embedded"] = float(row["time/step"]) / float(embedded["time/step"]) - 1
+    return found
+
+
+def _row(bench: ClusterBench, rounds: Sequence[ClusterTurn]) -> Row:
+    first, step = rounds[0], bench.step
+    steps = [one for turn in rounds for one in turn.steps]
+    count = max(1, first.workers)
+    phases = {name: statistics.median(getattr(one, name) for one in steps) for name in ("produce", "learn", "publish")}
+    total = statistics.median(one.total for one in steps)
+    tokens = sum(map(sum, step.workload.siblings))
+    row: Row = {
+        "precision": first.precision,
+        "cluster/kind": "embedded" if first.workers == EMBEDDED else "ray",
+        "cluster/workers": count,
+        "cluster/device": step.device.type,
+        "cluster/gradients": bench.cluster.gradients,
+        "workload": step.workload.name,
+        "rounds": len(rounds),
+        "steps": len(steps),
+        "step/layers": step.model.spec.num_layers,
+        "step/micro_batches": steps[0].micro_batches,
+        "step/optimizer_states": step.trainer.optimizer.states,
+        "step/master": step.trainer.optimizer.master,
+        "step/numerics": first.numerics,
+        "time/step": total,
+        "step/tokens_per_second": tokens / total,
+        "step/tokens_per_second_per_worker": tokens / total / count,
+        "produce/tokens_per_second": step.workload.generated_tokens / phases["produce"],
+        "learn/tokens_per_second": tokens / phases["learn"],
+        "step/publish_ms": phases["publish"] * 1e3,
+        "time/calibrate": statistics.median(one.calibrate for one in steps),
+        "time/startup": first.startup_seconds,
+        "rollout/preemptions": max(one.preemptions for one in steps),
+        "rollout/digest": first.digest,
+        "memory/estimate_gb": estimated_bytes(bench, first.precision, first.workers) / 1e9,
+        MISMATCH: max(one.mismatch for one in steps),
+        DIFFERENCE: max(one.max_abs_diff for one in steps),
+        "mismatch/tokens": sum(one.compared_tokens for one in steps),
+    }
+    row |= {f"time/{name}": seconds for name, seconds in phases.items()}
+    row |= _exchange(rounds, phases["publish"])
+    peaks = [max(of_worker) for of_worker in zip(*(turn.peak_gb for turn in rounds), strict=True)]
+    row |= {f"memory/peak_gb/worker_{worker}": peak for worker, peak in enumerate(peaks)}
+    if peaks:
+        row["memory/peak_gb"] = max(peaks)
+    return row
+
+
+def _exchange(rounds: Sequence[ClusterTurn], publish_seconds: float) -> Mapping[str, float]:
+    """Bytes of publishing and their speed: of codes by the embedded worker, of what several workers exchange."""
+    steps = [one for turn in rounds for one in turn.steps]
+    if rounds[0].code_bytes:
+        size = rounds[0].code_bytes / 1e9
+        return {"step/publish_gb": size, "step/publish_gb_per_second": size / publish_seconds}
+    received = max(one.received_bytes for one in steps) / 1e9
+    if not received:
+        return {}
+    gather = statistics.median(one.gather for one in steps)
+    return {
+        "step/publish_gb": received,
+        "step/publish_gb_per_second": received / publish_seconds,
+        "publish/gather_ms": gather * 1e3,
+        "publish/gather_gb_per_second": received / gather,
+    }
+
+
+def digest_warnings(turns: Sequence[ClusterTurn]) -> Iterator[str]:
+    """A line for each turn whose first tokens or log-probs are not those of the first turn of its precision."""
+    firsts: dict[tuple[str, str], ClusterTurn] = {}
+    for turn in turns:
+        first = firsts.setdefault((turn.precision, turn.numerics), turn)
+        if turn.digest != first.digest:
+            yield (
+                f"warning: {turn.precision}, {turn.numerics}: {name_of(turn.workers)} sampled other tokens or log-probs"
+                f" than {name_of(first.workers)} ({turn.digest}, not {first.digest})"
+            )
+
+
+def name_of(workers: int) -> str:
+    return "the embedded worker" if workers == EMBEDDED else f"{workers} worker{'s' if workers > 1 else ''}"

@@ -1,0 +1,49 @@
+"""Builds the worker that a bench measures: as a run does, with the weights of a preset created on the device."""
+
+from __future__ import annotations
+
+import torch
+
+from octetrl.algorithms.table import build_algorithm
+from octetrl.bench.rollout import BenchModel, draw_weights, tokenizer_of
+from octetrl.config.schema import Recipe
+from octetrl.fp8.policy import precision_policy
+from octetrl.models.decoder import Decoder
+from octetrl.models.hf_weights import load_weights
+from octetrl.telemetry.spans import Spans
+from octetrl.trainer.peers import ALONE, Peers
+from octetrl.workers.build import BuiltWorker
+from octetrl.workers.worker import Worker
+
+
+def bench_worker(
+    model: BenchModel, recipe: Recipe, device: torch.device, spans: Spans, *, trains: bool = True, peers: Peers = ALONE
+) -> Worker:
+    """A worker of `model`. Workers with the same seed on the same kind of device have the same weights."""
+    spec = model.spec
+
+    def fill(decoder: Decoder) -> None:
+        if model.folder is None:
+            draw_weights(decoder, recipe.seed)
+        else:
+            load_weights(decoder, model.folder)
+
+    return Worker(
+        recipe,
+        spec=spec,
+        policy=precision_policy(spec, recipe.fp8, recipe.numerics),
+        tokenizer=tokenizer_of(model),
+        algorithm=build_algorithm(recipe.algorithm),
+        load_weights=fill,
+        device=device,
+        spans=spans,
+        trains=trains,
+        peers=peers,
+    )
+
+
+def hosted_bench_worker(
+    model: BenchModel, recipe: Recipe, device: torch.device, spans: Spans, *, trains: bool, peers: Peers
+) -> BuiltWorker:
+    """The same in a process of its own, for `WorkerPlan.build`."""
+    return BuiltWorker(bench_worker(model, recipe, device, spans, trains=trains, peers=peers))

@@ -1,0 +1,160 @@
+"""`octetrl bench step --gpus N` (or `--cpus N`): the step on one and more workers, and the embedded one beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from octetrl.cli.bench_options import check_checkpointing, choice_of, make_folder, print_table
+from octetrl.config.cluster import ClusterConfig
+from octetrl.config.errors import UserError
+
+if TYPE_CHECKING:
+    from octetrl.bench.cluster import ClusterBench, ClusterTurn
+    from octetrl.bench.step import StepBench
+
+COLUMNS = {  # key of a row: heading, format
+    "time/step": ("step\ns", ",.2f"),
+    "step/efficiency": ("effi-\nciency", ".1%"),
+    "step/over_embedded": ("over em-\nbedded", ".1%"),
+    "step/tokens_per_second": ("tokens/s", ",.0f"),
+    "step/tokens_per_second_per_worker": ("tokens/s\neach", ",.0f"),
+    "time/produce": ("produce\ns", ",.2f"),
+    "produce/efficiency": ("effi-\nciency", ".1%"),
+    "time/learn": ("learn\ns", ",.2f"),
+    "learn/efficiency": ("effi-\nciency", ".1%"),
+    "step/publish_ms": ("publish\nms", ",.1f"),
+    "step/publish_gb_per_second": ("GB/s", ",.1f"),
+    "publish/gather_ms": ("gather\nms", ",.1f"),
+    "publish/gather_gb_per_second": ("GB/s", ",.1f"),
+    "mismatch/max_abs_diff": ("largest\ndifference", ".2e"),
+    "memory/peak_gb": ("peak\nGB", ".1f"),
+    "memory/estimate_gb": ("estimate\nGB", ".1f"),
+    "time/startup": ("start\ns", ".1f"),
+}
+LEGEND = (
+    "produce: generation, and samples with random rewards. learn: forward, backward, update, KV scales. publish: new"
+    " weights on all workers, and the engines' check of them; GB/s of what a worker receives. gather: the exchange"
+    " alone. efficiency: speed of each worker compared with one worker on Ray. over embedded: time of a step on Ray"
+    " beyond that of the embedded worker. peak: of the worker with the largest, the KV cache included; on a CPU the"
+    " process. estimate: a worker's training without the KV cache, by `octetrl check`."
+)
+
+Workers = Annotated[
+    str | None,
+    typer.Option(
+        metavar="embedded,1,2,...",
+        help="With --gpus or --cpus: numbers of workers to compare. Default: embedded, 1, 2, 4, ... up to all.",
+    ),
+]
+Gradients = Annotated[
+    str, typer.Option(metavar="local|sharded", help="With --gpus or --cpus: the recipe's cluster.gradients.")
+]
+
+
+def cluster_of(
+    gpus: int | None,
+    cpus: int | None,
+    address: str | None,
+    gradients: str,
+    workers: str | None,
+    *,
+    refused: Mapping[str, bool],
+) -> ClusterConfig | None:
+    """The cluster of the options; None if there are no workers to start. Raises UserError.
+
+    `refused`: options that are for the embedded worker alone, and whether each was given.
+    """
+    if gpus is None and cpus is None:
+        given = {"--address": address, "--workers": workers, "--gradients": gradients if gradients != "local" else None}
+        for option, value in given.items():
+            if value is not None:
+                raise UserError(f"{option}: it is for workers on Ray; add --gpus N or --cpus N, or leave it out")
+        return None
+    if gpus is not None and cpus is not None:
+        raise UserError("--cpus: cannot be combined with --gpus; keep one of the two")
+    for option, is_given in refused.items():
+        if is_given:
+            raise UserError(
+                f"{option}: it is for the embedded worker alone; leave it out, or leave out --gpus and --cpus"
+            )
+    mode: Any = choice_of("--gradients", gradients, ClusterConfig.model_fields["gradients"].annotation.__args__)  # type: ignore[union-attr]
+    return ClusterConfig(gpus=gpus, cpus=cpus, address=address, gradients=mode)
+
+
+def counts_of(text: str | None, cluster: ClusterConfig) -> tuple[int, ...]:
+    """Numbers of workers to compare, 0 for the embedded one. Raises UserError."""
+    most = cluster.num_workers
+    if text is None:
+        doubled = [1 << power for power in range(most.bit_length())]
+        return (0, *doubled, *([] if most in doubled else [most]))
+    counts = []
+    for word in text.split(","):
+        number = 0 if word == "embedded" else int(word) if word.isascii() and word.isdecimal() and len(word) < 6 else -1
+        if not (word == "embedded" or 1 <= number <= most):
+            option = "--gpus" if cluster.cpus is None else "--cpus"
+            raise UserError(
+                f"--workers: '{word[:20]}' is neither embedded nor a number from 1 to {most}; write for example"
+                f" embedded,1,2, or raise {option}"
+            )
+        counts.append(number)
+    if len(set(counts)) < len(counts):
+        raise UserError(f"--workers: '{text}' names a value twice; repeat all of them with --rounds")
+    return tuple(counts)
+
+
+def device_name(
+    cluster: ClusterConfig | None, device: Literal["auto", "cpu", "cuda"]
+) -> Literal["auto", "cpu", "cuda"]:
+    """The device of the workers. Raises UserError if `--device` is another one."""
+    if cluster is None:
+        return device
+    option, kind, other = ("--cpus", "cpu", "cuda") if cluster.cpus is not None else ("--gpus", "cuda", "cpu")
+    if device == other:
+        raise UserError(f"--device: {device} is not the device of {option}; leave one of the two out")
+    return "cpu" if kind == "cpu" else "cuda"
+
+
+def measure_cluster(step: StepBench, cluster: ClusterConfig, workers: str | None, folder: Path, name: str) -> None:
+    """Measure, print and write the file."""
+    from octetrl.bench.cluster import ClusterBench, connected, measure
+    from octetrl.bench.cluster_memory import check_memory
+    from octetrl.bench.cluster_rows import digest_warnings, rows_of
+    from octetrl.telemetry.bench_record import write_result
+
+    plan = ClusterBench(step, cluster, counts_of(workers, cluster))
+    check_checkpointing(step.trainer, step.model)
+    _check_codes(plan)
+    check_memory(plan)
+    make_folder(folder)  # now, so that minutes of measuring are not lost
+    with connected(cluster):
+        turns = measure(plan, _say)
+    rows = rows_of(plan, turns)
+    title = f"step, {step.model.name} on {step.device.type} workers, {step.workload.name}"
+    print_table(title, ("precision", "step/numerics", "cluster/kind", "cluster/workers"), COLUMNS, rows, LEGEND)
+    for line in digest_warnings(turns):
+        typer.echo(line, err=True)
+    path = write_result("step", name, rows, folder)
+    typer.echo(f"wrote {path}")
+
+
+def result_name(cluster: ClusterConfig) -> str:
+    """What the file's name says of the workers: `2_gpus`."""
+    return f"{cluster.num_workers}_{'cpus' if cluster.cpus is not None else 'gpus'}"
+
+
+def _check_codes(plan: ClusterBench) -> None:
+    if max(plan.counts) > 1 and plan.step.trainer.weight_codes == "remade":
+        raise UserError("--weight-codes: remade needs whole weights, which several workers do not have; use kept")
+
+
+def _say(number: int, turn: ClusterTurn) -> None:
+    from octetrl.bench.cluster_rows import name_of
+
+    for step in turn.steps:
+        phases = f"produce {step.produce:.2f} s, learn {step.learn:.2f} s, publish {step.publish * 1e3:.1f} ms"
+        arm = f"round {number}  {turn.precision}, {turn.numerics}, {name_of(turn.workers)}"
+        typer.echo(f"{arm}: {phases}, largest difference {step.max_abs_diff:.2e}, up in {turn.startup_seconds:.1f} s")

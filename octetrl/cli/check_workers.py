@@ -1,0 +1,60 @@
+"""What `octetrl check` says about the memory of a worker for other numbers of GPUs, and about tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from octetrl.cli.check_device import GIB
+from octetrl.cli.check_memory import MemoryPlan
+from octetrl.config.schema import Recipe
+from octetrl.config.tensor_cut import largest_cut, why_not_cut
+
+USUAL_GPUS = (1, 2, 4, 8)
+MOST_GPUS = 65_536  # the most that a recipe may ask for
+SIZES = (2, 4, 8)  # of groups of workers that share a model
+
+
+def worker_memory_lines(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
+    """A worker's memory by number of GPUs, if several are used or one is too small; and whether any number is enough.
+
+    It is that of training without the KV cache, which takes what is left.
+    """
+    cluster, has = plan.recipe.cluster, plan.device.num_bytes
+    if not plan.device.on_gpu or has is None or cluster.cpus is not None:
+        return
+    if cluster.tensor_parallel > 1 or cluster.workers_per_gpu > 1:
+        return
+    if cluster.num_workers == 1 and _training(plan, 1) <= has:
+        return
+    counts = sorted({*USUAL_GPUS, cluster.num_workers})
+    sizes = ", ".join(f"{count}: {_training(plan, count) / GIB:.1f}" for count in counts)
+    yield "each of N GPUs", f"{sizes} GiB while training, with the KV cache freed"
+    least = _training(plan, MOST_GPUS)
+    if least > has:
+        yield from _tensor_parallel(plan, least, has)
+
+
+def _tensor_parallel(plan: MemoryPlan, least: int, has: int) -> Iterator[tuple[str, str]]:
+    whole = f"a whole model takes at least {least / GIB:.1f} GiB on each of any number of GPUs, of {has / GIB:.1f}"
+    yield "tensor parallelism", f"needed: {whole}"
+    for size in SIZES:
+        why = why_not_cut(plan.spec, size)
+        if why is not None:
+            yield "", f"cluster.tensor_parallel={size}: {why}"
+            continue
+        part = replace(plan, spec=plan.spec.cut(largest_cut(plan.spec, size)))
+        gpus = -(-max(USUAL_GPUS[-1], plan.recipe.cluster.num_workers) // size) * size
+        needed = _training(part, gpus, size)
+        fits = "fits" if needed <= has else "does not fit"
+        yield "", f"cluster.tensor_parallel={size}: {needed / GIB:.1f} GiB on each of {gpus} GPUs, which {fits}"
+    yield "", "so far it runs on CPU workers only (docs/scale.md)"
+
+
+def _training(plan: MemoryPlan, gpus: int, size: int = 1) -> int:
+    return plan.of_worker(_on(plan.recipe, gpus, size)).training_bytes
+
+
+def _on(recipe: Recipe, gpus: int, size: int) -> Recipe:
+    update = {"gpus": gpus, "nodes": None, "gpus_per_node": None, "tensor_parallel": size}
+    return recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update=update)})

@@ -1,0 +1,194 @@
+"""Two workers on GPUs of their own: collectives over NCCL, and whole runs on Ray against one worker's.
+
+One Ray serves the file. The model is small; what differs between one GPU and two does not depend on its size.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octetrl.config.cluster import ClusterConfig
+from octetrl.run.build import build_run
+from octetrl.run.loop import train
+from octetrl.trainer.peers import Peers, ProcessGroupPeers, join_store, serve_store
+from octetrl.trainer.shards import Cut, Share, cut_rows
+from octetrl.workers.many.status import STATUS_FILE
+from tests.e2e.tiny_run import make_model, read_lines, tiny_recipe
+from tests.gpu.test_doctor import WIDE
+from tests.required import missing
+from tests.team import run_team
+from tests.unit.workers.many.thread_team import steps_of, unspread
+
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("two GPUs")]
+SHAPES = ((300, 64), (5,), (1100, 3), (128, 2))
+DEADLINE_SECONDS = 60.0
+COUNT = 2
+ON_TWO: dict[str, Any] = {"cluster.device": "auto", "cluster.gpus": COUNT, "cluster.address": "auto"}
+ON_ONE: dict[str, Any] = {"cluster.device": "cuda"}
+RUN: dict[str, Any] = {
+    "engine.kv_cache_tokens": 1 << 14,  # not a share of what is free, as runs stand side by side
+    "rollout.prompts_per_step": 4,
+    "trainer.tokens_per_micro_batch": 128,  # several for each worker
+    "checkpoint.every": 1,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_gpus() -> None:
+    if torch.cuda.device_count() < COUNT:
+        missing("two-gpus", "fewer than two GPUs are visible")
+
+
+@pytest.fixture(scope="module")
+def running(two_gpus: None) -> Iterator[None]:
+    if find_spec("ray") is None:
+        missing("ray", "ray is not installed")
+    from octetrl.workers.ray_cluster import connect
+
+    cluster = connect(ClusterConfig(gpus=COUNT), None)
+    yield
+    cluster.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("two") / "model", tie_word_embeddings=False, **WIDE)
+
+
+@pytest.fixture(scope="module")
+def finished(running: None, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of three steps on two GPUs."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    train(tiny_recipe(model, folder, RUN | ON_TWO))
+    return folder
+
+
+# --- collectives --------------------------------------------------------------------------------------------
+
+
+def exchanged(peers: Peers, device: torch.device) -> list[Any]:
+    """The results of every collective, on the CPU."""
+    rank, count = peers.share.rank, peers.share.count
+
+    def tensors(seed: int, dtype: torch.dtype) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return [torch.randn(shape, generator=generator).to(device, dtype) for shape in SHAPES]
+
+    table = cut_rows(SHAPES, count)
+    found: list[Any] = []
+    sums = peers.sum_to_owners([Cut(*cut) for cut in zip(tensors(rank, torch.float32), table, strict=True)], "sums")
+    found.append([(rank, part.cpu()) for part in sums])
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
+        mine = tensors(rank, dtype)
+        peers.gather_from_owners([Cut(*cut) for cut in zip(mine, table, strict=True)], "rows")
+        found.append([one.cpu().view(torch.uint8) for one in mine])
+    nan = torch.tensor([torch.nan if rank else 0.0, float(rank)], device=device)
+    found += [peers.sum(torch.tensor([1.0, 1e-9 * rank], device=device), "sum").cpu()]
+    found += [peers.maximum(nan, "amax").cpu().nan_to_num(7.0)]
+    found += [[one.cpu() for one in peers.gather(torch.arange(3 * rank + 1, device=device), "tokens")]]
+    found += [peers.gather_records({"rank": rank, "x": 0.1}, "records")]
+    found += [peers.agree("broken" if rank else None, "check"), peers.agree(None, "check")]
+    return found
+
+
+def on_one_gpu(rank: int, address: str, folder: Path) -> None:
+    """The process of one worker, which sees its own GPU alone, as Ray's do."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+    device = torch.device("cuda", 0)
+    peers = ProcessGroupPeers(join_store(address), Share(rank, COUNT), device, deadline_seconds=DEADLINE_SECONDS)
+    torch.save(exchanged(peers, device), folder / f"{rank}.pt")
+    peers.close()
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    if isinstance(one, Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for mine, theirs in zip(one, other, strict=True):
+            assert_equal(mine, theirs)
+    else:
+        assert one == other
+
+
+def test_collectives_over_nccl_have_the_bits_of_gloo(tmp_path: Path) -> None:
+    """The sum of two numbers has one order, so sums are equal as well."""
+    store, address = serve_store("127.0.0.1")
+    torch.multiprocessing.spawn(on_one_gpu, (address, tmp_path), nprocs=COUNT)
+    assert store is not None
+    expected = run_team(COUNT, lambda peers: exchanged(peers, torch.device("cpu")))
+    for rank in range(COUNT):
+        assert_equal(torch.load(tmp_path / f"{rank}.pt", weights_only=False), expected[rank])
+
+
+# --- runs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8_full"])
+def test_two_workers_sample_what_one_samples_and_publish_equal_weights(
+    precision: str, running: None, model: Path, tmp_path: Path
+) -> None:
+    changes = RUN | {"precision": precision, "trainer.optimizer.lr": 0.0, "checkpoint.every": 0}
+    runs = []
+    for name, where in (("one", ON_ONE), ("two", ON_TWO)):
+        run = build_run(tiny_recipe(model, tmp_path / name, changes | where))
+        try:
+            runs.append(steps_of(run, 2))
+            if where is ON_TWO:
+                published = run.workers._team.ask("publish", "publish", run.workers.policy_version)
+                assert len({one.weights_digest for one in published}) == 1 and len(published) == COUNT
+        finally:
+            run.close()
+    (expected, lines), (drawn, shared) = runs
+    assert drawn == expected
+    for line, mine in zip(lines, shared, strict=True):
+        assert mine["mismatch/max_abs_diff"] == line["mismatch/max_abs_diff"] == 0.0
+        assert mine["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-3)
+
+
+def without_step(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return unspread([{name: line[name] for name in line if name != "step"} for line in lines])
+
+
+def test_a_killed_worker_changes_nothing(finished: Path, model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+
+    def kill_one() -> None:
+        until = time.monotonic() + DEADLINE_SECONDS
+        lines = folder / "metrics.jsonl"
+        while not (lines.exists() and read_lines(lines)) and time.monotonic() < until:
+            time.sleep(0.02)
+        os.kill(int(json.loads((folder / STATUS_FILE).read_text())["workers"][1]["pid"]), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    train(tiny_recipe(model, folder, RUN | ON_TWO | {"cluster.max_restarts": 1, "steps": 6}))
+    killer.join()
+    lines = read_lines(folder / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert without_step(lines)[:1] == without_step(read_lines(finished / "metrics.jsonl"))[:1]
+    assert {line["publish/policy_version"] for line in lines} == {1.0, 2.0, 3.0, 4.0, 5.0, 6.0}
+    assert (folder / "logs" / "worker_1.log").exists()
+
+
+def test_what_two_gpus_wrote_goes_on_on_one(finished: Path, model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    train(tiny_recipe(model, folder, RUN | ON_ONE | {"steps": 4}), resume=True)
+    lines = read_lines(folder / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert lines[:3] == read_lines(finished / "metrics.jsonl")
+    assert lines[3]["mismatch/max_abs_diff"] == 0.0

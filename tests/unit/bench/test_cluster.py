@@ -1,0 +1,115 @@
+"""`octetrl bench step` on several workers: what they sample does not depend on their number, and rows compare them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from octetrl.bench.cluster import EMBEDDED, ClusterBench, ClusterTimes, ClusterTurn, measure
+from octetrl.bench.cluster_memory import check_memory, estimated_bytes
+from octetrl.bench.cluster_rows import digest_warnings, rows_of
+from octetrl.bench.rollout import find_model
+from octetrl.bench.step import MISMATCH, StepBench
+from octetrl.bench.workload import Span, uniform_lengths
+from octetrl.cli.bench_cluster import counts_of
+from octetrl.cli.bench_options import with_layers
+from octetrl.config.cluster import ClusterConfig
+from octetrl.config.errors import UserError
+from octetrl.config.schema import OptimizerConfig, Recipe, TrainerConfig
+from tests.unit.workers.many.thread_team import ThreadTeam
+
+TINY = with_layers(find_model("tiny"), 1)
+WORK = uniform_lengths(4, 2, 6, Span(3, 8), TINY.spec.vocab_size, seed=0)
+
+
+def bench(*counts: int, precision: str = "fp8_full") -> ClusterBench:
+    trainer = TrainerConfig(tokens_per_micro_batch=24)
+    step = StepBench(TINY, (precision,), WORK, 2, trainer, torch.device("cpu"), warmup_tokens=2)
+    return ClusterBench(step, ClusterConfig(cpus=max(*counts, 1), cpu_threads=1), counts)
+
+
+def threads(recipe: Recipe, folder: None, deadlines: Any, **how: Any) -> ThreadTeam:
+    return ThreadTeam(recipe, recipe.cluster.num_workers, **how)
+
+
+def test_any_number_of_workers_samples_the_same_and_is_compared_with_one() -> None:
+    plan = bench(EMBEDDED, 1, 2)
+    turns = measure(plan, None, threads)
+    assert [turn.workers for turn in turns] == [0, 1, 2]
+    assert len({turn.digest for turn in turns}) == 1 and not list(digest_warnings(turns))
+    for turn in turns:
+        (step,) = turn.steps
+        assert step.mismatch == 1.0 and step.max_abs_diff == 0.0
+        assert step.compared_tokens == WORK.generated_tokens
+        assert step.produce > 0 and step.learn > 0 and step.micro_batches >= 4
+        assert step.publish > step.gather and (step.gather > 0) == (step.received_bytes > 0) == (turn.workers == 2)
+    embedded, one, two = rows_of(plan, turns)
+    assert one["step/efficiency"] == 1.0 and "step/efficiency" not in embedded
+    assert one["step/over_embedded"] == pytest.approx(one["time/step"] / embedded["time/step"] - 1)
+    assert two["step/efficiency"] == pytest.approx(one["time/step"] / two["time/step"] / 2)
+    assert two["step/tokens_per_second_per_worker"] * 2 == two["step/tokens_per_second"]
+    assert {"memory/peak_gb/worker_0", "memory/peak_gb/worker_1"} <= two.keys()
+    assert [row["cluster/kind"] for row in (embedded, one, two)] == ["embedded", "ray", "ray"]
+    assert two[MISMATCH] == 1.0 and "publish/gather_ms" not in one
+
+
+def test_what_a_worker_receives_is_the_rows_of_the_others() -> None:
+    (turn,) = measure(bench(2, precision="bf16"), None, threads)
+    linears = sum(linear.num_weights for _, linear in TINY.spec.linears())
+    held = 2 * TINY.spec.num_parameters
+    assert turn.steps[0].received_bytes <= held
+    assert turn.steps[0].received_bytes >= 2 * linears / 4, "about half, in blocks of 128 rows"
+
+
+def times(produce: float, learn: float, gather: float = 0.0) -> ClusterTimes:
+    return ClusterTimes(produce, learn, 0.5, gather, 1e9 if gather else 0.0, 0.0, 1.0, 0.0, 7, 8, 0.0)
+
+
+def test_rows_name_a_worker_that_samples_something_else() -> None:
+    plan = bench(1, 2)
+    turns = [
+        ClusterTurn("bf16", "parity", 1, (times(4.0, 3.5),), (10.0,), 0, "a", 1.0),
+        ClusterTurn("bf16", "parity", 2, (times(2.0, 2.0, 0.25), times(2.0, 2.0, 0.25)), (5.0, 6.0), 0, "b", 1.0),
+    ]
+    one, two = rows_of(plan, turns)
+    assert (one["time/step"], two["time/step"], two["step/efficiency"]) == (8.0, 4.5, 8.0 / 9.0)
+    assert (two["produce/efficiency"], two["learn/efficiency"]) == (1.0, 0.875)
+    assert (two["step/publish_gb_per_second"], two["publish/gather_gb_per_second"]) == (2.0, 4.0)
+    assert (two["memory/peak_gb"], two["memory/peak_gb/worker_0"], one["memory/peak_gb"]) == (6.0, 5.0, 10.0)
+    (warning,) = digest_warnings(turns)
+    assert warning == ("warning: bf16, parity: 2 workers sampled other tokens or log-probs than 1 worker (b, not a)")
+
+
+@pytest.mark.parametrize(
+    ("given", "most", "counts"),
+    [(None, 1, (0, 1)), (None, 2, (0, 1, 2)), (None, 6, (0, 1, 2, 4, 6)), ("2,embedded", 2, (2, 0))],
+)
+def test_numbers_of_workers(given: str | None, most: int, counts: tuple[int, ...]) -> None:
+    assert counts_of(given, ClusterConfig(cpus=most)) == counts
+
+
+@pytest.mark.parametrize("given", ["3", "0", "", "1,,2", "embeded", "²", "1,1"])
+def test_other_numbers_of_workers_are_refused(given: str) -> None:
+    with pytest.raises(UserError, match=r"^--workers: '"):
+        counts_of(given, ClusterConfig(gpus=2))
+
+
+H200 = 150_700_000_000  # bytes
+
+
+def test_a_number_of_workers_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen3-8B with float32 states takes 158 GB on one GPU; on two, each has half of the states."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (H200, H200))
+    model = find_model("qwen3-8b")
+    trainer = TrainerConfig(optimizer=OptimizerConfig(states="float32"))
+    work = uniform_lengths(2, 2, 512, Span(2048, 4096), model.spec.vocab_size, seed=0)
+    step = StepBench(model, ("bf16",), work, 2, trainer, torch.device("cuda"))
+    plan = ClusterBench(step, ClusterConfig(gpus=2), (1, 2))
+    one, two = estimated_bytes(plan, "bf16", 1), estimated_bytes(plan, "bf16", 2)
+    assert one - two == pytest.approx(6.0 * model.spec.num_parameters, rel=1e-3), "of 12 bytes a weight"
+    with pytest.raises(UserError, match=r"--workers: 1 in bf16 takes about 158 GB, and there are 151; leave 1 out of"):
+        check_memory(plan)
+    check_memory(replace(plan, counts=(2,)))

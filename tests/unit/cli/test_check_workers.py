@@ -1,0 +1,85 @@
+"""The memory of a worker by number of GPUs: what is shared out, and when no number of GPUs is enough."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from octetrl.cli.check_memory import MemoryPlan, memory_lines
+from octetrl.cli.check_workers import worker_memory_lines
+from octetrl.config.memory import MemoryEstimate
+from tests.unit.cli.test_fitting import plan
+
+NARROW = ("trainer.optimizer.states=8bit", "trainer.optimizer.master=stochastic_rounding")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "r.yaml"
+
+
+def parts(estimate: MemoryEstimate) -> dict[str, int]:
+    return {part.name: part.num_bytes for part in estimate.parts}
+
+
+@pytest.mark.parametrize("gradients", ["local", "sharded"])
+def test_each_worker_has_its_rows_and_everything_else(recipe: Path, gradients: str) -> None:
+    on = plan(recipe, "qwen3-8b", 140, *NARROW, "cluster.gpus=4", f"cluster.gradients={gradients}")
+    whole, each = parts(on.estimate(on.recipe)), parts(on.of_worker(on.recipe))
+    spec = on.spec
+    linears = sum(linear.num_weights for _, linear in spec.linears())  # all are FP8
+    assert each["weights"] == pytest.approx(2 * (spec.num_parameters - linears) + 2 * linears / 4, rel=1e-6)
+    assert each["optimizer"] == pytest.approx((2 + 2 / 128) * spec.num_parameters / 4, rel=1e-6)
+    assert each["gradients"] == pytest.approx(4 * spec.num_parameters / (4 if gradients == "sharded" else 1), rel=1e-6)
+    assert each["KV cache"] > whole["KV cache"], "it takes a share of what the others own"
+    shared = {"weights", "optimizer", "gradients", "KV cache"}
+    assert {name: size for name, size in each.items() if name not in shared} == {
+        name: size for name, size in whole.items() if name not in shared
+    }
+
+
+def test_without_fp8_training_every_worker_has_all_weights(recipe: Path) -> None:
+    on = plan(recipe, "qwen3-8b", 140, *NARROW, "cluster.gpus=4", "precision=bf16")
+    whole, each = parts(on.estimate(on.recipe)), parts(on.of_worker(on.recipe))
+    assert each["weights"] == whole["weights"] and each["optimizer"] == pytest.approx(whole["optimizer"] / 4, rel=1e-6)
+
+
+def lines(on: MemoryPlan) -> list[str]:
+    return [f"{name} {value}".strip() for name, value in worker_memory_lines(on)]
+
+
+def test_numbers_of_gpus_are_listed_if_several_are_used_or_one_is_too_small(recipe: Path) -> None:
+    fits = plan(recipe, "qwen3-8b", 140, *NARROW)
+    assert lines(fits) == [] and lines(plan(recipe, "qwen3-8b", 140, "cluster.cpus=2")) == []
+    (line,) = lines(plan(recipe, "qwen3-8b", 140, *NARROW, "cluster.gpus=6"))
+    sizes = {
+        int(number): float(size)
+        for number, _, size in (
+            pair.partition(": ") for pair in line.split(" GiB")[0].removeprefix("each of N GPUs ").split(", ")
+        )
+    }
+    assert list(sizes) == [1, 2, 4, 6, 8] and sorted(sizes.values(), reverse=True) == list(sizes.values())
+    assert sizes[1] == pytest.approx(fits.estimate(fits.recipe).training_bytes / 2**30, abs=0.05)
+    assert "each of N GPUs" in lines(plan(recipe, "qwen3-8b", 80, *NARROW))[0]
+
+
+def test_a_model_that_does_not_fit_whole_needs_tensor_parallelism(recipe: Path) -> None:
+    """Llama-3.1-70B's shape, in the place of a preset: 70 GB of codes, and its local gradient sums, on each of any."""
+    on = plan(recipe, "llama-3.1-8b", 140, *NARROW, "cluster.gpus=8")
+    spec = replace(on.spec, num_layers=80, hidden_size=8192, intermediate_size=28_672, num_heads=64)
+    told = lines(replace(on, spec=spec))
+    assert told[1].startswith("tensor parallelism needed: a whole model takes at least ")
+    assert [line.split(": ")[0] for line in told[2:5]] == [f"cluster.tensor_parallel={size}" for size in (2, 4, 8)]
+    sizes = [float(line.split(": ")[1].split(" GiB on each of 8 GPUs")[0]) for line in told[2:5]]
+    assert sizes == sorted(sizes, reverse=True)
+    assert ["which fits" in line for line in told[2:5]] == [size <= 140 for size in sizes]
+    assert told[5] == "so far it runs on CPU workers only (docs/scale.md)"
+
+
+def test_the_parts_are_those_of_each_worker(recipe: Path) -> None:
+    shown = dict(memory_lines(plan(recipe, "qwen3-8b", 140, *NARROW, "cluster.gpus=8")))
+    assert "of FP8 linears 1/8" in shown["weights"] and "1/8 of it" in shown["optimizer"]
+    assert "1/8" not in shown["gradients"]
