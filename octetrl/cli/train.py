@@ -36,6 +36,8 @@ def train(
         raise UserError("--allow: it changes a run that is resumed; add --resume, or leave it out")
     changed = [*(overrides or []), *allow]
     resolved = load_recipe(recipe, changed)
+    if resume:
+        _refuse_another_folder(Path(recipe), resolved, changed)
     search_beside(recipe)
     from octetrl.run import loop
 
@@ -46,6 +48,17 @@ def train(
     except RunFailed as error:
         typer.echo(f"octetrl: the run failed: {error}", err=True)
         raise typer.Exit(1) from None
+
+
+def _refuse_another_folder(recipe: Path, resolved: Recipe, overrides: list[str]) -> None:
+    """Refuse the config.yaml of a run folder that was moved or copied: its output_dir is still the old folder."""
+    is_of_run = recipe.name == "config.yaml" and (recipe.parent / "checkpoints").is_dir()
+    is_given = any(override.partition("=")[0].strip() == "output_dir" for override in overrides)
+    if is_of_run and not is_given and Path(resolved.output_dir).resolve() != recipe.parent.resolve():
+        raise UserError(
+            f"--resume: '{recipe}' lies in the folder of a run, but its output_dir is '{resolved.output_dir}'; add"
+            f" output_dir={recipe.parent} to continue the run in '{recipe.parent}', or output_dir={resolved.output_dir}"
+        )
 
 
 def _how_to_go_on(resolved: Recipe, recipe: str, overrides: list[str]) -> str:

@@ -73,8 +73,9 @@ def steps_until(path: Path, last: int) -> list[dict[str, Any]]:
         step = _step_of(line)
         if step is None:
             raise UserError(
-                f"{path}, line {number}: not one step's JSON object; restore the file to resume, or put two steps that"
-                f" share a line on lines of their own"
+                f"{path}, line {number}: not one step's JSON object; restore the file to resume, put two steps that"
+                f" share a line on lines of their own, or remove the checkpoints after step {len(steps)} to resume"
+                " before them"
             )
         if step != len(steps) + 1:
             raise UserError(
@@ -85,7 +86,7 @@ def steps_until(path: Path, last: int) -> list[dict[str, Any]]:
     if len(steps) != last:
         raise UserError(
             f"--resume: '{path}' ends at step {len(steps)}, but the checkpoint is of step {last}; restore the file,"
-            f" or start again in another output_dir"
+            f" or remove the checkpoints after step {len(steps)} to resume before them"
         )
     return steps
 

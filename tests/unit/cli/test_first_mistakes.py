@@ -177,3 +177,16 @@ def test_eval_takes_the_recipe_of_the_first_run(tmp_path: Path) -> None:
     (run / "config.yaml").write_text("a run's")
     for targets in ([run], [model, run], [run / "checkpoints/step_000003"]):
         assert recipe_of([str(target) for target in targets]) == str(run / "config.yaml")
+
+
+def test_the_recipe_of_a_moved_run_does_not_resume_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "moved" / "checkpoints").mkdir(parents=True)
+    config = {"model": {"path": "m"}, "output_dir": "first", "environment": {"kind": "jsonl", "dataset": "t.jsonl"}}
+    (tmp_path / "moved" / "config.yaml").write_text(json.dumps(config))
+    resume = ("train", "moved/config.yaml", "--resume")
+    assert "its output_dir is 'first'; add output_dir=moved to continue the run in 'moved'" in said(capsys, *resume)
+    for folder in ("moved", "first"):
+        assert "add output_dir" not in said(capsys, *resume, f"output_dir={folder}")
