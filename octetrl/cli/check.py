@@ -35,6 +35,7 @@ from octetrl.environments.python_object import search_beside
 from octetrl.fp8.parity import refused_gate, slow_paths, why_not_equal
 from octetrl.fp8.policy import LinearFormat, PrecisionPolicy, Side, precision_policy, tokens_that_pay
 from octetrl.models.families import load_spec, spec_from_config
+from octetrl.models.published_codes import describe_published_codes
 from octetrl.run.model_source import is_of_hub, with_found_model
 from octetrl.run.rehearsal import rehearse
 
@@ -87,7 +88,7 @@ def check(
             problems += filter(None, [refused_gate(resolved, policy, on_gpu=device.on_gpu)])
             problems += filter(None, [spec.refused_on_gpu()] if device.on_gpu else [])
             problems += weight_problems(resolved, policy)
-            print_lines("model", _model(spec))
+            print_lines("model", _model(resolved, spec))
             print_lines("precision", _precision(resolved, spec, policy, device))
             plan = MemoryPlan.of(resolved, largest_part(resolved, spec), policy, device)
             print_lines("memory", chain(memory_lines(plan), worker_memory_lines(plan)))
@@ -171,6 +172,7 @@ def _essentials(recipe: Recipe, device: Device) -> Iterator[tuple[str, str]]:
     if lora is not None:
         beginning = "newly initialised" if lora.path is None else f"from {lora.path}"
         targets = "all projections" if lora.targets is None else ", ".join(lora.targets)
+        targets += " and of each expert" if lora.experts else ""
         yield "LoRA", f"rank {lora.rank}, alpha {lora.alpha:g}, on {targets}; {beginning}"
     yield "lengths", f"{longest}, context {recipe.model.context_length:,}"
     environment = recipe.environment
@@ -198,7 +200,7 @@ def _sandbox(config: SandboxConfig) -> Iterator[tuple[str, str]]:
         yield "", gap
 
 
-def _model(spec: ModelSpec) -> Iterator[tuple[str, str]]:
+def _model(recipe: Recipe, spec: ModelSpec) -> Iterator[tuple[str, str]]:
     yield "parameters", f"{spec.num_parameters:,} ({'tied' if spec.tied_embeddings else 'untied'} embeddings)"
     yield "shape", f"{spec.family}, {spec.num_layers} layers, hidden {spec.hidden_size}, MLP {spec.intermediate_size}"
     if spec.calibrates:
@@ -211,6 +213,9 @@ def _model(spec: ModelSpec) -> Iterator[tuple[str, str]]:
         sizes = " or ".join(f"{size:,}" for size in sorted(set(narrow)))
         yield "windows", f"{sizes} keys in {len(narrow)} of {spec.num_layers} layers; older pages stay in the KV cache"
     yield "vocabulary", f"{spec.vocab_size:,}"
+    weights = describe_published_codes(recipe, spec)
+    if weights is not None:
+        yield "weights", weights
 
 
 def _precision(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device: Device) -> Iterator[tuple[str, str]]:

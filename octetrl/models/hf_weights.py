@@ -1,10 +1,10 @@
 """Reads and writes Hugging Face safetensors: translates names, fused projections and FP8 checkpoints.
 
 In: one `model.safetensors` or shards with their index, in BF16, float16, float32 or block-FP8 (E4M3 codes with a
-`weight_scale_inv` of 128 x 128 blocks). Block-FP8 is dequantised to BF16. A scale is a float, or a power of two in E8M0
-(that dtype, or bytes if config.json has `scale_fmt` "ue8m0"). Every tensor's name, shape and dtype is checked before
-the first tensor is read (models/weight_files.py). A value that is not finite in the model's dtype is an error that
-names its tensor.
+`weight_scale_inv` of 128 x 128 blocks). Block-FP8 is dequantised to BF16; frozen weights may keep the codes
+(`take_published_codes`). A scale is a float, or a power of two in E8M0 (that dtype, or bytes if config.json has
+`scale_fmt` "ue8m0"). Every tensor's name, shape and dtype is checked before the first tensor is read
+(models/weight_files.py). A value that is not finite in the model's dtype is an error that names its tensor.
 
 Out: the same names, BF16 (`save_weights`) or block-FP8 (`save_weights_fp8`), split into shards by size, with
 config.json and generation_config.json. Block-FP8 needs widths that are multiples of 128, because transformers computes
@@ -31,8 +31,10 @@ from octetrl.config.errors import UserError
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.format import BLOCK, E4M3
 from octetrl.fp8.quantize import Quantized, dequantize_weight, quantize_weight_reference
+from octetrl.layers.stacked import Float8StackedLinear
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import hf_config, hf_generation_config, load_spec
+from octetrl.models.published_codes import published_codes
 from octetrl.models.row_shards import WEIGHT, RowShards
 from octetrl.models.tensor_rows import cut_rows_of, pieces_of
 from octetrl.models.weight_files import (
@@ -80,6 +82,32 @@ def load_weights(model: Decoder, folder: str | Path, *, new_head: bool = False) 
     model.requantize()
 
 
+@torch.no_grad()
+def take_published_codes(model: Decoder, folder: str | Path) -> int:
+    """Replace codes and scales of the model's FP8 linears by those of a block-FP8 folder, where they fit
+    (published_codes.py). `model` is loaded from it. Returns how many linears have the folder's codes.
+
+    A linear with a multiplier of 0, which some files have for blocks of zeros, keeps its own codes.
+    """
+    headers = checked_headers(folder, model.spec, scalar=model.is_scalar, new_head=True)
+    fitting = published_codes(model.spec, headers, scalar=model.is_scalar).fitting
+    taken = 0
+    with _Reader(headers) as reader:
+        for name, linear in model.float8_linears():
+            read = [(piece, *reader.codes(piece.name)) for piece in fitting.get(name, ())]
+            if not read or any(bool((scale <= 0).any()) for _, _, scale in read):
+                continue
+            for piece, codes, scale in read:
+                row = piece.start // BLOCK
+                if isinstance(linear, Float8StackedLinear):
+                    row = linear.scale_row(piece.start)
+                linear.codes[piece.start : piece.start + len(codes)] = codes.to(linear.codes.device)
+                linear.scale[row : row + len(scale)] = scale.to(linear.scale.device)
+            linear.adopt_codes()
+            taken += 1
+    return taken
+
+
 def _finite(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """`value` in this dtype. UserError: it has values that are not finite there."""
     cast = value.to(dtype)
@@ -118,13 +146,17 @@ class _Reader:
         value = self._read(name)
         if value.dtype != E4M3:
             return value
-        scale = self._read(name + SCALE_SUFFIX)
-        if scale.dtype == torch.uint8:
-            scale = scale.view(torch.float8_e8m0fnu)
-        scale = scale.float()
+        value, scale = self.codes(name)
         weight = dequantize_weight(Quantized(value, scale)).to(torch.bfloat16)
         _check_multipliers(value, scale, weight, name)
         return weight
+
+    def codes(self, name: str) -> tuple[Tensor, Tensor]:
+        """Codes, and scales in float32."""
+        scale = self._read(name + SCALE_SUFFIX)
+        if scale.dtype == torch.uint8:
+            scale = scale.view(torch.float8_e8m0fnu)
+        return self._read(name), scale.float()
 
 
 class _RowReader:

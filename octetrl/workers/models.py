@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -18,6 +19,8 @@ from octetrl.engine.weights import share_weights
 from octetrl.fp8.backends import BackendName, choose_backend
 from octetrl.fp8.policy import PrecisionPolicy, Side
 from octetrl.models.decoder import Decoder
+from octetrl.models.hf_weights import take_published_codes
+from octetrl.models.published_codes import takes_published_codes
 from octetrl.trainer.critic import Critic
 from octetrl.trainer.peers import ALONE, Peers
 from octetrl.workers.scalar_models import build_critic_model
@@ -48,6 +51,8 @@ class ModelBuilder:
         model = self._model("train", self.device)
         self.load_weights(model)
         model.requantize()
+        if takes_published_codes(self.recipe):
+            take_published_codes(model, Path(str(self.recipe.model.path)))
         if model.lora is not None:
             model.train_adapters_alone()
         return model
