@@ -123,12 +123,10 @@ def test_fp8_in_the_rollout_alone_has_a_mismatch(finished: Finished) -> None:
     "changes",
     [
         {"precision": "fp8", "fp8.kv_cache": "dynamic"},
-        {"fp8.calibration": "exact"},
-        {"fp8.power_of_two": True},
+        {"fp8.calibration": "exact", "rollout.temperature": 0.7},
+        {"fp8.power_of_two": True, "trainer.logprob_chunk": 5, "trainer.tokens_per_micro_batch": 100},
         {"fp8.bf16_first_layers": 1, "fp8.ignore": ["*.down_proj"]},
         {"engine.prefill_chunk": 16, "engine.max_batch": 3, "engine.kv_cache_tokens": 256},
-        {"trainer.logprob_chunk": 5, "trainer.tokens_per_micro_batch": 100},
-        {"rollout.temperature": 0.7},
     ],
 )
 def test_no_mismatch_whatever_the_options(changes: dict[str, Any], model: Path, tmp_path: Path) -> None:
@@ -146,17 +144,13 @@ QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 
 
-@pytest.mark.parametrize(
-    ("config", "precision"),
-    [(QWEN2, "fp8"), (QWEN2, "fp8_full"), (LLAMA, "fp8_full")],
-    ids=["qwen2-fp8", "qwen2-fp8_full", "llama-fp8_full"],
-)
-def test_the_other_families(config: dict[str, Any], precision: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", [QWEN2, LLAMA], ids=["qwen2", "llama"])
+def test_the_other_families(config: dict[str, Any], tmp_path: Path) -> None:
     """Qwen2's K stays BF16 in an FP8 cache."""
     model = make_model(tmp_path / "model", **config)
-    lines = run(model, tmp_path / "run", {"precision": precision})
-    assert of(lines, "mismatch/max_abs_diff") == [0.0] * 3
-    assert len(set(of(lines, "grad_norm"))) == 3
+    lines = run(model, tmp_path / "run", {"steps": 2})
+    assert of(lines, "mismatch/max_abs_diff") == [0.0] * 2
+    assert len(set(of(lines, "grad_norm"))) == 2
 
 
 def test_the_gate_stops_a_run_and_its_line_is_written(model: Path, tmp_path: Path) -> None:
@@ -241,14 +235,11 @@ def test_the_same_seed_gives_the_same_run(plain: Lines, finished: Finished, mode
     assert of(other, "reward/mean")[0] != of(plain, "reward/mean")[0]
 
 
-def test_activation_checkpointing_changes_nothing(plain: Lines, model: Path, tmp_path: Path) -> None:
-    lines = run(model, tmp_path / "run", {"trainer.activation_checkpointing": "none"})
-    assert timeless(lines) == timeless(plain)
-
-
-def test_codes_made_anew_change_nothing(plain: Lines, model: Path, tmp_path: Path) -> None:
-    lines = run(model, tmp_path / "run", {"trainer.weight_codes": "remade"})
-    assert timeless(lines) == timeless(plain)
+def test_neither_activation_checkpointing_nor_codes_made_anew_change_anything(
+    plain: Lines, model: Path, tmp_path: Path
+) -> None:
+    changes = {"trainer.activation_checkpointing": "none", "trainer.weight_codes": "remade"}
+    assert timeless(run(model, tmp_path / "run", changes)) == timeless(plain)
 
 
 def test_several_updates_a_step(plain: Lines, model: Path, tmp_path: Path) -> None:
@@ -262,7 +253,7 @@ def test_several_updates_a_step(plain: Lines, model: Path, tmp_path: Path) -> No
     assert of(plain, "ratio/clip_fraction") == [0.0] * 3
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_kl_to_the_weights_the_run_began_with(estimator: str, model: Path, tmp_path: Path) -> None:
     changes = {"steps": 2, "precision": "fp8", "algorithm.kl_coefficient": 0.1, "algorithm.kl_estimator": estimator}
     lines = run(model, tmp_path / "run", changes)

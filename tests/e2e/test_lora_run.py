@@ -63,7 +63,7 @@ def adapter_of(folder: Path, step: int = 4) -> dict[str, torch.Tensor]:
 # --- both sides see one policy ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8_full"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8_full"])
 def test_both_sides_are_equal_to_the_bit_in_every_step(precision: str, adapted: Finished) -> None:
     folder = adapted(precision)
     lines = read_lines(folder / "metrics.jsonl")
@@ -92,8 +92,8 @@ def test_fp8_in_the_rollout_alone_has_a_mismatch(adapted: Finished) -> None:
     ],
 )
 def test_no_mismatch_whatever_the_options(changes: dict[str, Any], model: Path, tmp_path: Path) -> None:
-    lines = run(model, tmp_path / "run", LORA | {"steps": 3} | changes)
-    assert of(lines, "mismatch/unequal_tokens") == [0.0] * 3
+    lines = run(model, tmp_path / "run", LORA | {"steps": 2} | changes)
+    assert of(lines, "mismatch/unequal_tokens") == [0.0] * 2
 
 
 def test_the_optimizer_holds_the_adapters_alone_and_nothing_else_changes(model: Path, tmp_path: Path) -> None:

@@ -95,10 +95,8 @@ def test_a_reference_that_follows(moving: list[dict[str, Any]]) -> None:
     assert scales[2] > scales[1], "a KL above the target weighs more"
 
 
-@pytest.mark.parametrize("stop", [1, 3])
-def test_a_moving_reference_survives_a_resume(
-    stop: int, moving: list[dict[str, Any]], model: Path, tmp_path: Path
-) -> None:
+def test_a_moving_reference_survives_a_resume(moving: list[dict[str, Any]], model: Path, tmp_path: Path) -> None:
+    stop = 3  # the reference has moved, and is no longer the policy
     run(model, tmp_path / "run", {**MOVING, "steps": stop})
     saved = checkpoint.load(tmp_path / "run" / "checkpoints" / f"step_{stop:06d}")
     assert "kl_scale" in saved.tensors("reference.safetensors")

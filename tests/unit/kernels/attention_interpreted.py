@@ -105,6 +105,8 @@ def compare(
     out_triton, lse2_triton = attention_packed.attention_packed_forward_triton(q, kv, cu_seqlens, *shape)
     errors["packed"] = distance(out_triton, out)
     errors["lse2"] = float((lse2_triton - lse2).abs().max())
+    if kv_mode != "none" and head_size != 80:  # the backward reads the same BF16 whichever cache K and V are from
+        return errors
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
     saved = (dout, q, kv, out, lse2, cu_seqlens, *shape)
     gradients = attention_packed.attention_packed_backward_reference(*saved)

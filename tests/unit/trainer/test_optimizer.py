@@ -215,14 +215,14 @@ def sft_losses(states: str, batches: list[PackedBatch], master: str = "float32")
 
 def test_a_tiny_decoder_learns_alike_in_every_format_and_twice_the_same() -> None:
     layout = tiny_trainer().layout
-    batches = [pack(supervised(random_samples(12, seed % 3)), layout, "token") for seed in range(40)]
+    batches = [pack(supervised(random_samples(12, seed % 3)), layout, "token") for seed in range(25)]
     exact, _ = sft_losses("float32", batches)
     assert exact[-1] < 0.6 * exact[0]
     for states in ("bfloat16", "8bit"):
-        losses, weights = sft_losses(states, batches)
+        losses, _ = sft_losses(states, batches)
         assert losses[-1] == pytest.approx(exact[-1], rel=0.03)
-        again, weights_again = sft_losses(states, batches)
-        assert losses == again and all(map(torch.equal, weights, weights_again))
+        (again, weights), (_, weights_again) = (sft_losses(states, batches[:6]) for _ in range(2))
+        assert losses[:6] == again and all(map(torch.equal, weights, weights_again))
 
 
 @pytest.mark.parametrize("states", STATES[1:])

@@ -15,15 +15,18 @@ from tests.required import VARIABLE, lines_of, missing
 from tests.unit.environments.sandbox.traces import NO_REACH, NOT_READABLE
 
 TESTS = ["test_attacks.py", "test_escapes.py", "test_limits.py", "test_sandbox.py", "../code"]
+# What the judge makes of values, within the program's own process: nothing there depends on the user.
+ONCE = ("tries_to_look_right", "objects_that_lie", "what_tests_may_say", "what_calls_may_return", "test_wire")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_the_same_as_nobody(record_property: Callable[[str, object], None]) -> None:
     if sys.platform != "linux" or os.geteuid() != 0:
         pytest.skip("these tests run without root's rights already")
     here = Path(__file__).parent
     command = [sys.executable, "-m", "tests.unit.environments.sandbox.traces", "-m", "pytest", "-rfs"]
+    command += ["-k", " and ".join(f"not {name}" for name in ONCE)]
     command += ["-p", "no:cacheprovider", "-p", "no:xdist", *(str(here / name) for name in TESTS)]
     environment = {**os.environ, "PYTHONPATH": str(REPO), "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/"}
     environment.pop("PYTEST_XDIST_WORKER", None)
