@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from octetrl.config.schema import Precision
+
 RecipePath = Annotated[
     str,
     typer.Argument(
@@ -23,6 +25,12 @@ Overrides = Annotated[
     ),
 ]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: the GPU if there is one.")]
+ChosenPrecision = Annotated[
+    Precision | None,
+    typer.Option(
+        help="What is FP8. Default: as in the run's recipe; bf16 for a model that is no run.", show_default=False
+    ),
+]
 Gpus = Annotated[int | None, typer.Option(min=1, help="Number of GPUs, each with a worker (docs/scale.md). Needs Ray.")]
 Cpus = Annotated[int | None, typer.Option(min=1, help="Number of workers on the CPU, instead of --gpus. Needs Ray.")]
 Address = Annotated[

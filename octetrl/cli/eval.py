@@ -1,8 +1,9 @@
 """`octetrl eval`: evaluates one or several runs and models on a recipe's tasks.
 
 The table has a row for each number and a column for each model. Means have 95% intervals. With several models, each
-further one has a column with its difference to the first, from a bootstrap over the tasks that they share. `--out`
-writes everything as JSON, with the outcome of every task.
+further one has a column with its difference to the first, from a bootstrap over the tasks that they share. `--out
+FILE.json` writes everything as JSON, with the outcome of every task. `--out FOLDER` also writes what was said
+(cli/eval_folder.py).
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from octetrl.cli.eval_folder import is_json, refuse_folder, write_folder
 from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
 from octetrl.environments.python_object import search_beside
+from octetrl.run.model_source import recipe_of_run
 
 if TYPE_CHECKING:
     from octetrl.config.schema import Recipe
@@ -35,6 +38,16 @@ RecipeOption = Annotated[
         metavar="R",
         help="The recipe with the environment and the length limits. Default: that of the first run.",
         show_default=False,
+    ),
+]
+
+
+OutOption = Annotated[
+    str | None,
+    typer.Option(
+        "--out",
+        metavar="FILE.json|FOLDER",
+        help="Write all results as JSON; into a folder with the answers, for `octetrl rollouts FOLDER`.",
     ),
 ]
 
@@ -61,7 +74,7 @@ def evaluate(
     all_tasks: Annotated[
         bool, typer.Option("--all-tasks", help="Use every task of the environment, not only the held-out ones.")
     ] = False,
-    out: Annotated[str | None, typer.Option("--out", metavar="FILE", help="Write everything as JSON.")] = None,
+    out: OutOption = None,
 ) -> None:
     """Evaluate runs or models by a recipe's tasks."""
     targets = [word for word in words if not _is_override(word)]
@@ -79,7 +92,10 @@ def evaluate(
     reports = evaluate_targets(targets, resolved, all_tasks=all_tasks)
     compared = _compared(reports)
     if out is not None:
-        write_json(Path(out), recipe, resolved, reports, compared)
+        file = Path(out)
+        if not is_json(out):
+            file = write_folder(file, resolved, reports)
+        write_json(file, recipe, resolved, reports, compared)
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = WIDE  # so that a row stays a line
@@ -127,9 +143,8 @@ def _compared(reports: Mapping[str, EvalReport]) -> dict[str, Mapping[str, Estim
 def recipe_of(targets: Sequence[str]) -> str:
     """The recipe that the first run among the targets saved."""
     for target in targets:
-        for folder in (Path(target), Path(target).parent.parent):  # a run, or one of its checkpoints
-            if (folder / "checkpoints").is_dir() and (folder / "config.yaml").is_file():
-                return str(folder / "config.yaml")
+        if (found := recipe_of_run(target)) is not None:
+            return str(found)
     raise UserError("--recipe: none of the targets is a run with a recipe of its own; give --recipe RECIPE.yaml")
 
 
@@ -168,5 +183,7 @@ def _refuse_early(targets: Sequence[str], recipe: str, resolved: Recipe, all_tas
         raise UserError(
             f"{recipe}: environment.eval_size is 0, so no task is held out; set it above 0, or give --all-tasks"
         )
-    if out is not None and (Path(out).is_dir() or not Path(out).absolute().parent.is_dir()):
+    if out is not None and is_json(out) and (Path(out).is_dir() or not Path(out).absolute().parent.is_dir()):
         raise UserError(f"--out: '{out}' is not a file in a folder that exists; give one, such as eval.json")
+    if out is not None and not is_json(out):
+        refuse_folder(out)

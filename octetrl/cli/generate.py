@@ -8,10 +8,9 @@ from typing import Annotated
 
 import typer
 
-from octetrl.cli.arguments import Address, Cpus, Device, Gpus, cluster_section
+from octetrl.cli.arguments import Address, ChosenPrecision, Cpus, Device, Gpus, cluster_section
 from octetrl.cli.generate_rows import prompt_of, read_rows, result_lines
 from octetrl.config.errors import UserError
-from octetrl.config.schema import Precision
 from octetrl.records import Completion, SamplingParams
 
 Input = Annotated[
@@ -49,7 +48,7 @@ def generate(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=(1 << 64) - 1, help="The same seed gives the same text.")] = 0,
     n: Annotated[int, typer.Option("--n", "-n", min=1, help="Completions of each prompt.")] = 1,
-    precision: Annotated[Precision, typer.Option(help="What is FP8.")] = "bf16",
+    precision: ChosenPrecision = None,
     device: Device = "auto",
     gpus: Gpus = None,
     cpus: Cpus = None,

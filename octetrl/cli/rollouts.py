@@ -13,6 +13,7 @@ import typer
 from octetrl.config.errors import UserError, nearest
 from octetrl.records import RolloutStatus
 from octetrl.telemetry.rollout_reader import Filter, Span, matching_rows, select
+from octetrl.telemetry.rollouts import EVALUATIONS
 
 if TYPE_CHECKING:
     from octetrl.cli.rollouts_view import Pieces
@@ -53,6 +54,9 @@ def rollouts(
     ] = None,
     html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write a page for a browser.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all selected rollouts, one JSON line each.")] = False,
+    evaluations: Annotated[
+        bool, typer.Option("--evaluations", help="Those of the held-out tasks, from the evaluations during the run.")
+    ] = False,
 ) -> None:
     """Show the rollouts of a run."""
     wanted = Filter(
@@ -64,31 +68,43 @@ def rollouts(
     )
     if as_json and html is not None:
         raise UserError("--json and --html exclude each other; give one of them")
+    source = _evaluations_of(run) if evaluations else run
     if as_json:
-        for of_step, place, row in matching_rows(run, wanted):
+        for of_step, place, row in matching_rows(source, wanted):
             typer.echo(json.dumps({"step": of_step, "group": place, **row.line}))
     elif html is not None:
-        _write_page(run, wanted, limit or ON_PAGE, Path(html), tokens)
+        _write_page(run, source, wanted, limit or ON_PAGE, Path(html), tokens)
     else:
-        _show(run, wanted, limit or IN_TERMINAL, letters, tokens or False)
+        pieces = _pieces(run) if tokens else None
+        _show(source, wanted, limit or IN_TERMINAL, letters, pieces)
 
 
-def _show(run: str, wanted: Filter, limit: int, letters: int, tokens: bool) -> None:
+def _evaluations_of(run: str) -> str:
+    """The folder of the run's evaluations. Raises UserError if it has none."""
+    folder = Path(run) / EVALUATIONS
+    if not folder.is_dir():
+        raise UserError(
+            f"--evaluations: '{run}' has no {EVALUATIONS}/; give a run with evaluation.every above 0, or"
+            " `octetrl eval RUN --out FOLDER`, then `octetrl rollouts FOLDER`"
+        )
+    return str(folder)
+
+
+def _show(source: str, wanted: Filter, limit: int, letters: int, pieces: Pieces | None) -> None:
     from rich.console import Console
 
     from octetrl.cli.rollouts_view import RolloutsView
 
-    selection = select(run, wanted, limit)
-    pieces = _pieces(run) if tokens else None
+    selection = select(source, wanted, limit)
     RolloutsView(Console(highlight=False), wanted, letters=letters, pieces=pieces).show(selection)
 
 
-def _write_page(run: str, wanted: Filter, limit: int, path: Path, tokens: bool | None) -> None:
+def _write_page(run: str, source: str, wanted: Filter, limit: int, path: Path, tokens: bool | None) -> None:
     from octetrl.telemetry.rollout_page import write_page
 
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise UserError(f"--html: '{path}' is not a file in a folder that exists; give one, such as rollouts.html")
-    selection = select(run, wanted, limit)
+    selection = select(source, wanted, limit)
     pieces, without = None, ""
     if tokens is not False:
         try:

@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from octetrl.cli.arguments import Address, Cpus, Device, Gpus, cluster_section
+from octetrl.cli.arguments import Address, ChosenPrecision, Cpus, Device, Gpus, cluster_section
 from octetrl.config.errors import UserError
-from octetrl.config.schema import Precision
 
 WithoutKey = Annotated[
     bool,
@@ -37,7 +36,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: every one, with a key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: a free one.")] = 8000,
     name: Annotated[str | None, typer.Option(help="The model's name for clients; default: the folder's name.")] = None,
-    precision: Annotated[Precision, typer.Option(help="What is FP8.")] = "bf16",
+    precision: ChosenPrecision = None,
     device: Device = "auto",
     gpus: Gpus = None,
     cpus: Cpus = None,
@@ -90,7 +89,7 @@ def serve(
         calibration_texts=run.CALIBRATION_TEXTS if calibrate_on is None else _texts(calibrate_on),
     )
     _before_it_serves(f"{host}:{port}", without_key and api_key is None, access_log)
-    run.serve(options, host=host, port=port, drain_seconds=drain_seconds, say=partial(_say, precision))
+    run.serve(options, host=host, port=port, drain_seconds=drain_seconds, say=partial(_say, model, precision))
 
 
 def _refuse_empty(api_key: str | None) -> None:
@@ -98,8 +97,11 @@ def _refuse_empty(api_key: str | None) -> None:
         raise UserError("the API key is empty, so every client would have it; give one, or unset OCTETRL_API_KEY")
 
 
-def _say(precision: str, text: str) -> None:
-    typer.echo(f"{text} ({precision})", err=True)
+def _say(model: str, precision: str | None, text: str) -> None:
+    from octetrl.run.model_source import precision_of
+
+    name, of_run = precision_of(model, precision)
+    typer.echo(f"{text} ({name or 'FP8'}{', as the run' if of_run else ''})", err=True)
 
 
 def _before_it_serves(place: str, is_open: bool, access_log: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -29,22 +30,40 @@ def train(
             show_default=False,
         ),
     ] = None,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="RUN[@STEP]",
+            help="Begin with a run's weights: of its last checkpoint, of a step's, or a checkpoint's folder.",
+            show_default=False,
+        ),
+    ] = None,
+    with_optimizer: Annotated[
+        bool, typer.Option("--with-optimizer", help="With --from: begin with the run's optimizer states too.")
+    ] = False,
 ) -> None:
     """Train a model by a recipe: reinforcement learning, SFT, preferences or a reward model."""
     allow = allow or []
     if allow and not resume:
         raise UserError("--allow: it changes a run that is resumed; add --resume, or leave it out")
+    if with_optimizer and source is None:
+        raise UserError("--with-optimizer: it belongs to --from RUN, whose optimizer it is; add that, or leave it out")
     changed = [*(overrides or []), *allow]
-    resolved = load_recipe(recipe, changed)
+    branch = [] if source is None else _weights_of(source, changed)
+    resolved = load_recipe(recipe, [*changed, *branch])
     if resume:
         _refuse_another_folder(Path(recipe), resolved, changed)
     search_beside(recipe)
     from octetrl.run import loop
 
+    fields = [change.partition("=")[0].strip() for change in allow]
     try:
-        loop.train(resolved, resume=resume, allowed=[change.partition("=")[0].strip() for change in allow])
+        loop.train(resolved, resume=resume, allowed=fields, optimizer_of=source if with_optimizer else None)
     except KeyboardInterrupt:
-        raise Stopped(_how_to_go_on(resolved, recipe, changed)) from None
+        words = [*changed, *([] if source is None else ["--from", source])]
+        words += ["--with-optimizer"] if with_optimizer else []
+        raise Stopped(_how_to_go_on(resolved, recipe, words)) from None
     except RunFailed as error:
         typer.echo(f"octetrl: the run failed: {error}", err=True)
         raise typer.Exit(1) from None
@@ -59,6 +78,21 @@ def _refuse_another_folder(recipe: Path, resolved: Recipe, overrides: list[str])
             f"--resume: '{recipe}' lies in the folder of a run, but its output_dir is '{resolved.output_dir}'; add"
             f" output_dir={recipe.parent} to continue the run in '{recipe.parent}', or output_dir={resolved.output_dir}"
         )
+
+
+def _weights_of(source: str, overrides: list[str]) -> list[str]:
+    """What `--from` sets in the recipe. An adapter goes on with its own rank and alpha."""
+    from octetrl.run.model_source import recipe_of_run
+    from octetrl.run.resume import trained_model, weights_folder
+
+    if recipe_of_run(source) is None:
+        raise UserError(f"--from: '{source}' is no run, RUN@STEP or checkpoint; for another model set model.path")
+    given = [one for one in overrides if one.partition("=")[0].strip() in ("model.path", "model.preset", "model.init")]
+    if given:
+        raise UserError(f"--from: '{given[0]}' names other weights; leave one of them out")
+    trained = trained_model(weights_folder(Path(source)))
+    fields = [f"model.path={json.dumps(source)}", "model.preset=null", "model.init=pretrained"]
+    return [*fields, "model.lora=null"] if trained["lora"] is not None else fields
 
 
 def _how_to_go_on(resolved: Recipe, recipe: str, overrides: list[str]) -> str:

@@ -298,7 +298,7 @@ class LoggingConfig(Section):
     wandb_project: str | None = None
     """Weights & Biases project for the metrics. null: none. It needs the `wandb` extra."""
     rollouts: bool = True
-    """Write every rollout to rollouts/step_NNNNNN.jsonl."""
+    """Write every rollout to rollouts/step_NNNNNN.jsonl, and those of evaluations to evaluations/step_NNNNNN.jsonl."""
 
 
 class Recipe(Section):

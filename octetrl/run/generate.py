@@ -17,6 +17,7 @@ from octetrl.models.families import load_spec
 from octetrl.records import Completion, GenerationRequest, SamplingParams
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.run.device import resolve_device
+from octetrl.run.model_source import precision_of
 from octetrl.run.resume import trained_model, weights_folder
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.spans import Spans
@@ -32,7 +33,7 @@ def generate_text(
     prompts: Sequence[str | Sequence[Mapping[str, str]]],
     sampling: SamplingParams,
     *,
-    precision: str = "bf16",
+    precision: str | None = "bf16",
     cluster: Mapping[str, Any] | None = None,
     seed: int = 0,
     n: int = 1,
@@ -41,8 +42,9 @@ def generate_text(
 ) -> list[list[Completion]]:
     """`n` completions of each prompt: a user's message, or a list of messages. plain: prompts without a template.
 
-    `model` is a Hugging Face folder, a run folder or a checkpoint. `cluster`: a recipe's section, for the device or for
-    several workers."""
+    model: a Hugging Face folder, a run folder or a checkpoint. precision: None for the run's own, or bf16 if the model
+    is no run. cluster: a recipe's section, for the device or for several workers.
+    """
     trained = trained_model(weights_folder(Path(model)))
     tokenizer = tokenizer_of(trained)
     positions = load_spec(Path(trained["path"])).max_positions
@@ -52,7 +54,8 @@ def generate_text(
     except TextTooLong as error:
         raise UserError(f"a prompt has {error}, the model's positions; shorten it") from None
     longest = max(len(tokens) for tokens in token_lists)
-    recipe = generation_recipe(trained, precision, cluster or {}, longest + sampling.max_new_tokens)
+    name, sections = precision_of(model, precision)
+    recipe = generation_recipe(trained, name, cluster or {}, longest + sampling.max_new_tokens, **sections)
     spec = model_spec(recipe)
     if longest + sampling.max_new_tokens > spec.max_positions:
         raise UserError(
@@ -83,10 +86,10 @@ def tokenizer_of(trained: Mapping[str, Any]) -> Tokenizer:
 
 def generation_recipe(
     trained: Mapping[str, Any],
-    precision: str,
+    precision: str | None,
     cluster: Mapping[str, Any],
     context_length: int,
-    **sections: Mapping[str, Any],
+    **sections: Any,
 ) -> Recipe:
     """A recipe for workers that generate with a model as `trained_model` describes it."""
     lora = trained["lora"]

@@ -27,7 +27,7 @@ from octetrl.run.journal import Journal
 from octetrl.run.model_source import with_found_model
 from octetrl.run.output_folder import OutputFolder
 from octetrl.run.report import banner, last_line, leave_report
-from octetrl.run.resume import Cursor, restore
+from octetrl.run.resume import Cursor, branch, restore
 from octetrl.run.run_identity import CHECKPOINTS
 from octetrl.run.slow_rewards import SlowRewards, reward_times
 from octetrl.run.sound_checkpoints import SoundCheckpoints
@@ -36,25 +36,32 @@ from octetrl.telemetry.console import Console
 from octetrl.telemetry.fp8_health import kv_saturation_warning
 from octetrl.telemetry.metrics import StepMetrics
 from octetrl.telemetry.mismatch import MismatchGate
-from octetrl.telemetry.rollouts import RolloutFiles
 from octetrl.telemetry.sinks import METRICS_FILE, Sinks, open_sinks, steps_until
 from octetrl.trainer.checkpoint import check_complete, step_of
 from octetrl.workers.kernel_paths import FallbackWatch
 from octetrl.workers.many.deadlines import WorkerLost
 
 
-def train(recipe: Recipe, resume: bool = False, given: Given = NOTHING_GIVEN, *, allowed: Collection[str] = ()) -> None:
+def train(
+    recipe: Recipe,
+    resume: bool = False,
+    given: Given = NOTHING_GIVEN,
+    *,
+    allowed: Collection[str] = (),
+    optimizer_of: str | None = None,
+) -> None:
     """Run a recipe to its last step. Raises UserError for bad input, RunFailed when the run fails.
 
     given: what the recipe names as `given:NAME` (environments/given.py). allowed: fields that differ from those of the
-    run that is resumed (allowed_changes.py).
+    run that is resumed (allowed_changes.py). optimizer_of: a run, RUN@STEP or checkpoint; a new run begins with its
+    weights and optimizer.
     """
     recipe = with_found_model(recipe)
     with OutputFolder(recipe, resume=resume, allowed=allowed) as folder:
         restarts = recipe.cluster.max_restarts
         while True:
             try:
-                return _train(recipe, folder, given, resume=resume)
+                return _train(recipe, folder, given, resume=resume, optimizer_of=optimizer_of)
             except WorkerLost as lost:
                 if not restarts:
                     raise
@@ -62,7 +69,9 @@ def train(recipe: Recipe, resume: bool = False, given: Given = NOTHING_GIVEN, *,
                 Console(recipe.logging.console, recipe.steps).warn(f"{lost}\n  building all workers again")
 
 
-def _train(recipe: Recipe, folder: OutputFolder, given: Given, *, resume: bool) -> None:
+def _train(
+    recipe: Recipe, folder: OutputFolder, given: Given, *, resume: bool, optimizer_of: str | None = None
+) -> None:
     """The steps after the last checkpoint, with everything built for them."""
     checkpoints = Checkpoints(folder.path / CHECKPOINTS, recipe.checkpoint, folder.run_id)
     last = checkpoints.latest() if resume else None
@@ -75,10 +84,12 @@ def _train(recipe: Recipe, folder: OutputFolder, given: Given, *, resume: bool) 
         if last is not None:
             restore(run, last)
             run.console.note(f"resumed after step {start} from {checkpoints.folder}")
+        elif optimizer_of is not None:
+            run.console.note(branch(run, optimizer_of))
         folder.keep()
         run.console.note(banner(recipe, draws=run.conversations is None))
         if recipe.logging.rollouts:
-            run.journal = Journal(RolloutFiles(folder.path / "rollouts", start))
+            run.journal = Journal.in_folder(folder.path, start, evaluates=recipe.evaluation.every > 0)
         with open_sinks(folder.path, recipe.logging, recipe.model_dump(mode="json"), start) as sinks:
             _run_steps(run, start, sinks, checkpoints, past)
         run.console.note(last_line(folder.path))
@@ -143,14 +154,14 @@ def one_step(run: Run, step: int) -> StepMetrics:
     own |= run.spans.take()
     own |= reward_times(run.rewards) if run.conversations is None else {}
     every = run.config.evaluation.every
-    evaluation = _evaluated(run, step) if every and step % every == 0 else {}
+    evaluation = _evaluated(run) if every and step % every == 0 else {}
     return StepMetrics.merge(metrics, rollout, own, evaluation)
 
 
-def _evaluated(run: Run, step: int) -> dict[str, float]:
+def _evaluated(run: Run) -> dict[str, float]:
     """The metrics of an evaluation. Its time and memory are not part of the step's metrics."""
     report = evaluate(run)
-    run.journal.failures[f"evaluation after step {step}"] = report.failures
+    run.journal.record_evaluation(report.groups)
     run.workers.memory_metrics()
     reward_times(run.rewards)
     return {**report.metrics, "time/evaluate": run.spans.take()["time/evaluate"]}

@@ -12,9 +12,11 @@ that it returns contains the revision's commit, so the recipe that a run saves n
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from octetrl.config.errors import UserError, nearest_file
 from octetrl.config.hub_name import HubName, hub_name
+from octetrl.config.load import load_recipe
 from octetrl.config.schema import Recipe
 
 SETTINGS = ("*.json", "*.txt", "*.model", "*.jinja")
@@ -68,6 +70,28 @@ def with_found_model(recipe: Recipe, *, weights: bool = True) -> Recipe:
                 )
             del changed["lora"]
     return recipe.model_copy(update={"model": recipe.model.model_copy(update=changed)}) if changed else recipe
+
+
+def recipe_of_run(name: str | Path) -> Path | None:
+    """The recipe that a run saved: `name` is the run, `RUN@STEP` or one of its checkpoints. None for anything else."""
+    run, at, _ = str(name).rpartition("@")
+    path = Path(name)
+    folders = [Path(run)] if at and not path.exists() else [path, path.parent.parent]
+    for folder in folders:
+        if (folder / "checkpoints").is_dir() and (folder / "config.yaml").is_file():
+            return folder / "config.yaml"
+    return None
+
+
+def precision_of(name: str | Path, given: str | None) -> tuple[str | None, dict[str, Any]]:
+    """What is FP8 in a model for generation: `precision`, and the sections of a recipe that belong to it.
+
+    given: a precision, with the defaults of its fields; None: as in the run's recipe, or bf16 if `name` is no run."""
+    path = None if given is not None else recipe_of_run(name)
+    if path is None:
+        return given or "bf16", {}
+    recipe = load_recipe(path, training=False)
+    return recipe.precision, {"fp8": recipe.fp8.model_dump(mode="json"), "numerics": recipe.numerics}
 
 
 def _checkpoint(run: Path, step: str) -> Path:

@@ -1,6 +1,7 @@
 """The run folder: locks it for one run, and cleans up after a refused run.
 
-    config.yaml  history.jsonl  run.json  metrics.jsonl  rollouts/  checkpoints/  events.out.tfevents.*  lock
+    config.yaml  history.jsonl  run.json  metrics.jsonl  rollouts/  evaluations/  checkpoints/  lock
+    events.out.tfevents.*
 
 A lock of the operating system prevents two live runs in one folder; it ends with the process. The resolved recipe in
 `config.yaml` and the run's id (`run_identity.py`) prevent a mix of two different runs. A new run starts only in a
@@ -37,6 +38,7 @@ from octetrl.run.run_identity import (
     refuse_foreign_checkpoints,
     write_run_id,
 )
+from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS
 from octetrl.telemetry.sinks import METRICS_FILE, last_step
 from octetrl.trainer import checkpoint
 from octetrl.workers.build import model_spec
@@ -183,7 +185,7 @@ class OutputFolder:
             raise UserError(f"--resume: '{self.path}' holds no run (no {RECIPE_FILE}); {remedy}")
         before = load_recipe(str(self.path / RECIPE_FILE))
         self._check_same_recipe(before)
-        for name in ("rollouts", CHECKPOINTS):
+        for name in (ROLLOUTS, EVALUATIONS, CHECKPOINTS):
             if (self.path / name).exists() and not (self.path / name).is_dir():
                 raise UserError(f"--resume: '{self.path / name}' is a file, not a folder; move it out of the way")
         run_id = read_run_id(self.path)

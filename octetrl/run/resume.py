@@ -17,7 +17,7 @@ Everything else (request seeds, stochastic rounding, held-out tasks) follows fro
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,17 @@ def restore(run: Run, path: Path) -> None:
     cursor = Cursor(**saved.json(CURSOR))
     run.workers.load(saved, cursor.policy_version)
     cursor.put_into(run)
+
+
+def branch(run: Run, source: str) -> str:
+    """Loads weights, optimizer and critic of another run, for the first step of this one. Returns a note.
+
+    Schedule, order of data and counts start from the beginning. A calibrated cache is calibrated again, and a reference
+    has these weights."""
+    saved = checkpoint.load(weights_folder(Path(source)))
+    taken = tuple(name for name in saved.files if name not in ("kv_scales.safetensors", "reference.safetensors"))
+    run.workers.load(replace(saved, files=taken), 0)
+    return f"begins with weights and optimizer of {saved.folder}"
 
 
 def weights_folder(path: Path) -> Path:

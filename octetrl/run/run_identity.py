@@ -17,7 +17,8 @@ from octetrl.config.errors import UserError
 from octetrl.trainer import checkpoint
 
 RUN_FILE, CHECKPOINTS = "run.json", "checkpoints"
-RECORDS = ("metrics.jsonl", "rollouts", CHECKPOINTS, "events.out.tfevents.*")  # what a run leaves, besides its recipe
+# What a run leaves, besides its recipe.
+RECORDS = ("metrics.jsonl", "rollouts", "evaluations", CHECKPOINTS, "events.out.tfevents.*")
 _SHOWN = 3
 
 

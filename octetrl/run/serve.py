@@ -40,7 +40,7 @@ AFTER_DRAIN_SECONDS = 5  # for what was told to leave
 class ServeOptions:
     model: str  # a Hugging Face folder, a run folder or a checkpoint
     name: str | None = None  # under which it is asked for; None: the folder's
-    precision: str = "bf16"
+    precision: str | None = "bf16"  # None: as the run was trained
     cluster: Mapping[str, Any] = field(default_factory=dict)  # a recipe's section; several workers are replicas
     context_length: int | None = None  # None: the model's, at most CONTEXT_LENGTH
     kv_cache_tokens: int | None = None

@@ -21,6 +21,7 @@ from octetrl.models.families import load_spec
 from octetrl.records import Completion, GenerationRequest
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.run.generate import generating_workers, generation_recipe, tokenizer_of
+from octetrl.run.model_source import precision_of
 from octetrl.run.resume import trained_model, weights_folder
 from octetrl.workers.build import model_spec
 from octetrl.workers.local import LocalWorkers
@@ -99,7 +100,7 @@ class StandingModel:
 def load_standing_model(
     model: str,
     *,
-    precision: str,
+    precision: str | None,
     cluster: Mapping[str, Any],
     context_length: int | None = None,
     kv_cache_tokens: int | None = None,
@@ -109,7 +110,8 @@ def load_standing_model(
 ) -> StandingModel:
     """Load `model` (a Hugging Face folder, a run folder or a checkpoint) and calibrate its cache if it has to be.
 
-    cluster: a recipe's section. context_length: None for the model's own, at most CONTEXT_LENGTH. kv_cache_tokens: of
+    precision: None: as the run was trained, or bf16 for a model that is no run. cluster: a recipe's section.
+    context_length: None for the model's own, at most CONTEXT_LENGTH. kv_cache_tokens: of
     each worker; None for what the memory allows. spelled: how a message to the user writes the name of one of these
     settings. Raises UserError.
     """
@@ -127,16 +129,22 @@ def load_standing_model(
             f"{spelled('kv_cache_tokens')}: {kv_cache_tokens} do not hold one context of {length} tokens; give as"
             f" many or more, or lower {spelled('context_length')}"
         )
-    recipe = _recipe(trained, precision, cluster, length, {"max_batch": max_batch, "kv_cache_tokens": kv_cache_tokens})
+    name, sections = precision_of(model, precision)
+    recipe = _recipe(
+        trained, name, sections, cluster, length, {"max_batch": max_batch, "kv_cache_tokens": kv_cache_tokens}
+    )
     return StandingModel(recipe, tokenizer, calibration_texts)
 
 
 def _recipe(
     trained: Mapping[str, Any],
-    precision: str,
+    precision: str | None,
+    sections: Mapping[str, Any],
     cluster: Mapping[str, Any],
     context_length: int,
     engine: Mapping[str, Any],
 ) -> Recipe:
-    fp8 = {"calibration_margin": CALIBRATION_MARGIN} if precision == "fp8_full" else {}
-    return generation_recipe(trained, precision, cluster, context_length, engine=engine, fp8=fp8)
+    fp8 = dict(sections.get("fp8", {}))
+    if fp8.get("kv_cache", "calibrated" if precision == "fp8_full" else "none") == "calibrated":
+        fp8["calibration_margin"] = max(CALIBRATION_MARGIN, fp8.get("calibration_margin", 0.0))
+    return generation_recipe(trained, precision, cluster, context_length, **{**sections, "engine": engine, "fp8": fp8})

@@ -23,7 +23,8 @@ from octetrl.telemetry.report_data import (
     mismatch_by_length,
     paired_difference,
 )
-from octetrl.telemetry.rollout_reader import MODEL, Filter, SampledGroup, SampledRow, Span, select
+from octetrl.telemetry.rollout_reader import MODEL, Filter, SampledGroup, SampledRow, Span, rollout_files, select
+from octetrl.telemetry.rollouts import EVALUATIONS
 
 BARS = 60  # of the chart of phases
 CHARACTERS = 1500  # of one answer on the page
@@ -52,7 +53,8 @@ def report_page(runs: Sequence[RunRecord]) -> str:
         f".run-{i}, .phase-{i} {{ --tone: light-dark({light}, {dark}); }}" for i, (light, dark) in enumerate(_TONES)
     )
     body = "".join([*_what_ran(runs), *_look_at(runs), *_differences(runs), *_curves(runs), *_time(runs),
-                    *_mismatch(runs), *(part for run in runs for part in _rollouts(run, len(runs) > 1))])  # fmt: skip
+                    *_mismatch(runs), *(part for run in runs for part in _rollouts(run, len(runs) > 1)),
+                    *(part for run in runs for part in _held_out(run, len(runs) > 1))])  # fmt: skip
     keys = "".join(f'<span class="key"><i class="run-{i % len(_TONES)}"></i>{escape(run.name)}</span>'
                    for i, run in enumerate(runs)) if len(runs) > 1 else ""  # fmt: skip
     return (
@@ -216,17 +218,35 @@ def _rollouts(run: RunRecord, says_name: bool) -> Iterator[str]:
         failed = select(run.folder, Filter(statuses=frozenset(s for s in RolloutStatus if not s.has_reward)), 3)
     except UserError:
         return  # a run without rollouts
-    scored = sorted((group for group in newest if group.rewards), key=lambda one: sum(one.rewards) / len(one.rewards))
-    chosen: list[tuple[str, SampledGroup]] = []
-    if scored:
-        chosen += [("best", scored[-1]), ("worst", scored[0])]
-        rest = scored[1:-1]
-        chosen += [("random", one) for one in random.Random(0).sample(rest, min(2, len(rest)))]
-    chosen += [("failed", group) for group in failed.groups]
+    chosen = [*_examples(newest), *(("failed", group) for group in failed.groups)]
     name = f"{run.name}: r" if says_name else "R"
     if chosen:
         yield f"<h2>{escape(name)}ollouts</h2>"
     yield from (_group(word, group) for word, group in chosen)
+
+
+def _held_out(run: RunRecord, says_name: bool) -> Iterator[str]:
+    """Examples of the run's last evaluation."""
+    folder = run.folder / EVALUATIONS
+    try:
+        last = rollout_files(folder)[-1][0] if folder.is_dir() else None
+        groups = [] if last is None else select(folder, Filter(steps=Span(last, last)), None).groups
+    except UserError:
+        return  # no evaluation yet
+    if chosen := _examples(groups):
+        name = f"{run.name}: h" if says_name else "H"
+        yield f"<h2>{escape(name)}eld-out tasks, evaluated after step {last}</h2>"
+        yield from (_group(word, group) for word, group in chosen)
+
+
+def _examples(groups: Sequence[SampledGroup]) -> list[tuple[str, SampledGroup]]:
+    """The groups with the best and the worst mean reward, and two others."""
+    scored = sorted((group for group in groups if group.rewards), key=lambda one: sum(one.rewards) / len(one.rewards))
+    if not scored:
+        return []
+    rest = scored[1:-1]
+    ends = [("best", scored[-1]), ("worst", scored[0])]
+    return [*ends, *(("random", one) for one in random.Random(0).sample(rest, min(2, len(rest))))]
 
 
 def _group(word: str, group: SampledGroup) -> str:

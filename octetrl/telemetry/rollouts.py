@@ -9,6 +9,8 @@
     turns                            only if the environment replied: prompt_token_ids, text, num_tokens and replies
                                      (role, text) of each turn
 
+`evaluations/step_NNNNNN.jsonl` has the same lines for the held-out tasks, after the steps that were evaluated.
+
 Any text is read back exactly as it was written. Half of a surrogate pair, which UTF-8 cannot encode, is written as its
 JSON escape (config/text.py). The file is written under another name, synced and renamed, so it is always complete. A
 resumed run first removes the files after its checkpoint's step and then writes them again. The folder then equals that
@@ -29,6 +31,8 @@ from octetrl.config.errors import UserError
 from octetrl.config.text import ESCAPE
 from octetrl.records import FinishReason, Rollout, RolloutGroup, RolloutStatus
 from octetrl.telemetry.failures import Failures
+
+ROLLOUTS, EVALUATIONS = "rollouts", "evaluations"  # folders of a run: of its steps, and of the held-out tasks
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:

@@ -31,8 +31,8 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def stand_in(monkeypatch: pytest.MonkeyPatch, behaviour: object) -> None:
     """`octetrl.run.loop` replaced by a module of a few lines."""
 
-    def train(recipe: Recipe, resume: bool, *, allowed: Sequence[str]) -> None:
-        assert not allowed
+    def train(recipe: Recipe, resume: bool, *, allowed: Sequence[str], optimizer_of: str | None) -> None:
+        assert not allowed and optimizer_of is None
         if isinstance(behaviour, BaseException):
             raise behaviour
         assert callable(behaviour)
