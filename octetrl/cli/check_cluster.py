@@ -22,6 +22,9 @@ def worker_lines(recipe: Recipe) -> Iterator[tuple[str, str]]:
     place = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "the CPU"
     joined = "" if cluster.starts_ray else f", of the Ray cluster at {cluster.address}, which is not checked here"
     yield "cluster", f"{count} worker{'s' if count > 1 else ''} on {place}{joined}"
+    if cluster.roles is not None:
+        yield "", f"{cluster.roles[0]} of them train, {cluster.roles[1]} generate"
+        count = cluster.num_trainers
     groups, size = cluster.num_groups, cluster.tensor_parallel
     if size > 1:
         yield "", f"{groups} group{'s' if groups > 1 else ''} of {size} workers, which share one model by rows"

@@ -24,7 +24,7 @@ def find_device(recipe: Recipe, memory_gib: float | None) -> Device:
     """The device the recipe would run on here, or the one it is planned for."""
     if memory_gib is not None:
         return Device(f"a GPU with {memory_gib:g} GiB", True, int(memory_gib * GIB), is_here=False)
-    if recipe.cluster.device != "cpu" and recipe.cluster.cpus is None:
+    if recipe.cluster.device != "cpu" and not recipe.cluster.on_cpus:
         found = _first_gpu()
         if found is not None:
             return found

@@ -66,7 +66,7 @@ class MemoryPlan:
         """
         available = self.device.num_bytes
         cluster = self.recipe.cluster
-        if available is None or cluster.cpus is not None or cluster.workers_per_gpu > 1:
+        if available is None or cluster.on_cpus or cluster.workers_per_gpu > 1:
             return None  # not known, or several workers share it
         if fits(self.recipe, self.estimate(self.recipe), available):
             return None

@@ -10,6 +10,7 @@ from pydantic import Field
 from octetrl.config.section import Problem, Section
 
 LEAST_SILENCE = 2.0  # seconds; of deadlines.silent_seconds
+ROLE_FIELDS = ("cluster.trainer_gpus", "cluster.engine_gpus", "cluster.trainer_cpus", "cluster.engine_cpus")
 
 
 class DeadlineConfig(Section):
@@ -39,6 +40,15 @@ class ClusterConfig(Section):
     """Number of GPUs, with one worker on each. More than one needs the `ray` extra. None: one."""
     cpus: int | None = Field(default=None, ge=1, le=4_096)
     """Number of workers on the CPU, instead of `gpus`. Use it to try a run with many workers on a laptop."""
+    trainer_gpus: int | None = Field(default=None, ge=1, le=65_536)
+    """Number of GPUs that only train, instead of `gpus`. Give `engine_gpus` too. None: every GPU trains and
+    generates."""
+    engine_gpus: int | None = Field(default=None, ge=1, le=65_536)
+    """Number of GPUs that only generate. They receive the weights after every update."""
+    trainer_cpus: int | None = Field(default=None, ge=1, le=4_096)
+    """Number of workers on the CPU that only train, instead of `cpus`. Give `engine_cpus` too."""
+    engine_cpus: int | None = Field(default=None, ge=1, le=4_096)
+    """Number of workers on the CPU that only generate."""
     address: str | None = None
     """Ray cluster to use. `host:port`: a running cluster. `auto`: the one that runs on this machine. `local`: start Ray
     here, also for one worker. None: start Ray here if there are several workers. Ray that the run starts ends with
@@ -65,6 +75,8 @@ class ClusterConfig(Section):
 
     @property
     def num_workers(self) -> int:
+        if self.roles is not None:
+            return sum(self.roles)
         if self.cpus is not None:
             return self.cpus
         gpus = self.gpus or 1
@@ -73,14 +85,33 @@ class ClusterConfig(Section):
         return gpus * self.workers_per_gpu
 
     @property
+    def roles(self) -> tuple[int, int] | None:
+        """Number of workers that only train, and of those that only generate. None: every worker does both."""
+        if self.trainer_cpus is not None and self.engine_cpus is not None:
+            return self.trainer_cpus, self.engine_cpus
+        if self.trainer_gpus is not None and self.engine_gpus is not None:
+            return self.trainer_gpus * self.workers_per_gpu, self.engine_gpus * self.workers_per_gpu
+        return None
+
+    @property
+    def num_trainers(self) -> int:
+        """Number of workers that train."""
+        return self.num_workers if self.roles is None else self.roles[0]
+
+    @property
+    def on_cpus(self) -> bool:
+        """Whether the recipe gives a number of workers on the CPU."""
+        return self.cpus is not None or self.trainer_cpus is not None
+
+    @property
     def num_gpus(self) -> int:
         """Number of GPUs that the workers use. 0: the workers are on the CPU."""
-        return 0 if self.cpus is not None else self.num_workers // self.workers_per_gpu
+        return 0 if self.on_cpus else self.num_workers // self.workers_per_gpu
 
     @property
     def num_groups(self) -> int:
         """Number of groups of `tensor_parallel` workers. Each group has the whole model and trains on its part."""
-        return self.num_workers // self.tensor_parallel
+        return self.num_trainers // self.tensor_parallel
 
     @property
     def starts_ray(self) -> bool:
@@ -119,6 +150,7 @@ def whole_weights_problem(cluster: ClusterConfig, weight_codes: str, *, trains_f
 
 def cluster_problems(cluster: ClusterConfig) -> Iterator[Problem]:
     """Yield the combinations of fields that are not allowed."""
+    yield from _role_problems(cluster)
     if cluster.cpus is not None:
         for name in ("gpus", "nodes", "gpus_per_node"):
             if getattr(cluster, name) is not None:
@@ -145,7 +177,10 @@ def cluster_problems(cluster: ClusterConfig) -> Iterator[Problem]:
         text = "cluster.nodes: several machines need a running Ray cluster; give its cluster.address, or use gpus"
         yield Problem(("cluster.nodes", "cluster.address"), text)
     size = cluster.tensor_parallel
-    if size > 1 and cluster.cpus is None:
+    if size > 1 and cluster.roles is not None:
+        text = "cluster.tensor_parallel: workers that only train or only generate have whole models so far; remove it"
+        yield Problem(("cluster.tensor_parallel", *ROLE_FIELDS), text)
+    elif size > 1 and cluster.cpus is None:
         text = (
             f"cluster.tensor_parallel: {size} workers share a model only on the CPU so far; remove it, or use"
             f" cluster.cpus={size}"
@@ -173,3 +208,28 @@ def cluster_problems(cluster: ClusterConfig) -> Iterator[Problem]:
 def _is_host_and_port(address: str) -> bool:
     host, _, port = address.rpartition(":")
     return bool(host) and port.isascii() and port.isdigit() and int(port[:6]) < 1 << 16
+
+
+def _role_problems(cluster: ClusterConfig) -> Iterator[Problem]:
+    """Workers that only train, and workers that only generate."""
+    given = [name for name in ROLE_FIELDS if getattr(cluster, name.removeprefix("cluster.")) is not None]
+    if not given:
+        return
+    kinds = {name.removesuffix("s")[-3:] for name in given}
+    if len(kinds) > 1:
+        text = f"{given[0]}: all workers are on GPUs or all on the CPU; give trainer_gpus and engine_gpus, or the cpus"
+        yield Problem(tuple(given), text)
+    elif len(given) == 1:
+        kind = kinds.pop()
+        text = f"{given[0]}: needs both cluster.trainer_{kind}s and cluster.engine_{kind}s; give both, or use {kind}s"
+        yield Problem(tuple(given), text)
+    for name in ("gpus", "cpus", "nodes", "gpus_per_node"):
+        if getattr(cluster, name) is not None:
+            text = f"{given[0]}: cannot be combined with cluster.{name}; keep one of the two"
+            yield Problem((given[0], f"cluster.{name}"), text)
+    if cluster.trainer_cpus is not None and cluster.device == "cuda":
+        text = f"{given[0]}: starts workers on the CPU, but cluster.device is cuda; remove device"
+        yield Problem((given[0], "cluster.device"), text)
+    if cluster.trainer_cpus is not None and cluster.workers_per_gpu > 1:
+        text = f"cluster.workers_per_gpu: has no effect with {given[0]}; remove it"
+        yield Problem((given[0], "cluster.workers_per_gpu"), text)

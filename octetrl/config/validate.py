@@ -30,6 +30,7 @@ from octetrl.config.schema import LEAST_TEMPERATURE, CriticConfig, OptimizerConf
 from octetrl.config.section import Problem
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate_environment import environment_problems
+from octetrl.config.validate_roles import role_problems
 from octetrl.config.validate_sandbox import sandbox_problems
 from octetrl.config.validate_tensor import tensor_problems
 from octetrl.config.validate_training_memory import training_memory_problems
@@ -82,6 +83,7 @@ def combination_problems(recipe: Recipe, training: bool = True) -> Iterator[Prob
     yield from sandbox_problems(recipe)
     yield from _trainer_problems(recipe)
     yield from cluster_problems(recipe.cluster)
+    yield from role_problems(recipe)
     yield from _run_problems(recipe)
 
 

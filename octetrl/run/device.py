@@ -24,7 +24,7 @@ def resolve_device(cluster: ClusterConfig) -> torch.device:
         )
     if cluster.cpu_threads is not None:
         torch.set_num_threads(cluster.cpu_threads)
-    return torch.device("cuda" if available and cluster.device != "cpu" and cluster.cpus is None else "cpu")
+    return torch.device("cuda" if available and cluster.device != "cpu" and not cluster.on_cpus else "cpu")
 
 
 def gpus_beside(cluster: ClusterConfig) -> int:

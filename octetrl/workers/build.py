@@ -6,7 +6,7 @@ names. A worker on another machine therefore receives the recipe alone, and must
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -45,15 +45,21 @@ def build_worker(
     *,
     tokenizer: Tokenizer | None = None,
     trains: bool = True,
+    only_draws: bool = False,
+    only_trains: bool = False,
     peers: Peers = ALONE,
 ) -> BuiltWorker:
     """A worker with its weights. `tokenizer`: the recipe's, where it is loaded already. `peers`: the other workers of
-    the run, with which it trains. Raises UserError."""
+    the run, with which it trains. `only_draws`, `only_trains`: other workers do the rest. Raises UserError."""
     algorithm = build_algorithm(recipe.algorithm)
     if algorithm.reward_loss is not None:
         return BuiltWorker(RewardModelWorker(recipe, build_reward_model(recipe, device), algorithm, spans, peers=peers))
     spec = model_spec(recipe)
-    scorer = RewardModelScorer(recipe, device) if model_scores(recipe) else None  # refused before the policy loads
+    if only_draws:
+        algorithm = replace(algorithm, needs_reference=False, needs_teacher=False)
+    scorer = (
+        RewardModelScorer(recipe, device) if model_scores(recipe) and not only_trains else None
+    )  # refused before the policy loads
     worker = Worker(
         recipe,
         spec=spec.cut(TensorCut(peers.group.rank, peers.group.size)),
@@ -63,9 +69,12 @@ def build_worker(
         load_weights=lambda model: fill_weights(model, recipe),
         device=device,
         spans=spans,
-        trains=trains,
+        trains=trains and not only_draws,
         peers=peers,
     )
+    if only_draws:
+        worker.trainer_model.drop_fp8_weights()  # their codes are sent
+        worker.publish(worker.policy_version)
     return BuiltWorker(worker, scorer)
 
 

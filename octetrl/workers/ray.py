@@ -166,13 +166,13 @@ class RayTeam:
     def ask(self, phase: str, verb: str, *arguments: Any) -> list[Any]:
         self._check_ray()
         stored = [ray.put(argument) for argument in arguments]  # once, not once a worker
-        return self._collect(phase, [self.begin(worker, verb, *stored) for worker in range(self.size)])
+        return self.collect(phase, [self.begin(worker, verb, *stored) for worker in range(self.size)])
 
     def ask_each(self, phase: str, verb: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return self._collect(phase, [self.begin(worker, verb, *each) for worker, each in enumerate(arguments)])
+        return self.collect(phase, [self.begin(worker, verb, *each) for worker, each in enumerate(arguments)])
 
     def ask_one(self, worker: int, phase: str, verb: str, *arguments: Any) -> Any:
-        return self._collect(phase, [self.begin(worker, verb, *arguments)])[0]
+        return self.collect(phase, [self.begin(worker, verb, *arguments)])[0]
 
     def begin(self, worker: int, verb: str, *arguments: Any) -> Call:
         self._check_ray()
@@ -223,7 +223,7 @@ class RayTeam:
         error.add_note(f"raised on {self.place(worker)}")
         return error
 
-    def _collect(self, phase: str, calls: Sequence[Call]) -> list[Any]:
+    def collect(self, phase: str, calls: Sequence[Call]) -> list[Any]:
         began, limit = time.monotonic(), self._deadlines.limit(phase)
         by_reference = {call.reference: call for call in calls}
         results: dict[int, Any] = {}

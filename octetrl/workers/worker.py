@@ -247,7 +247,7 @@ class Worker:
     def _put_into_engine(self, policy_version: int) -> str:
         """The digest of what the engine then holds."""
         self.engine.put_weights(weight_set(self.trainer_model, policy_version, self.kv_scales))
-        return self.engine.weights_digest(covers_all=self.peers.share.count > 1)
+        return self.engine.weights_digest(covers_all=self.recipe.cluster.num_workers > 1)
 
     @property
     def promises_parity(self) -> bool:

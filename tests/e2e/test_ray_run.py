@@ -112,6 +112,21 @@ def test_a_worker_that_dies_changes_nothing(
     assert not (folder / STATUS_FILE).exists() and (folder / "logs" / "worker_1.log").exists()
 
 
+def test_workers_with_one_role_each_make_the_run_of_one_worker(
+    running: RayCluster, finished: Callable[[str], Path], model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    roles = {"cluster.cpus": None, "cluster.trainer_cpus": 1, "cluster.engine_cpus": 1}
+    train(tiny_recipe(model, folder, JOINED | roles))
+    lines, expected = (read_lines(run / "metrics.jsonl") for run in (folder, finished("fp8_full")))
+    assert [line.pop("publish/sent_gb") > 0 for line in lines] == [True] * 3
+    assert unspread(lines) == unspread(expected)
+    assert {"time/send_weights", "time/train/worker_0", "time/rollout/worker_1"} <= lines[-1].keys()
+    for step in (1, 2, 3):
+        name = f"rollouts/step_{step:06}.jsonl"
+        assert (folder / name).read_bytes() == (finished("fp8_full") / name).read_bytes()
+
+
 def test_a_worker_that_stalls_ends_the_step_and_is_named(running: RayCluster, model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()

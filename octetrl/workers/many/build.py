@@ -21,6 +21,7 @@ from octetrl.workers.many.balance import Costs
 from octetrl.workers.many.deadlines import Deadlines
 from octetrl.workers.many.nodes import check_nodes
 from octetrl.workers.many.plan import BuildWorker
+from octetrl.workers.many.separate import SeparateWorkers
 from octetrl.workers.many.workers import ManyLearningWorkers, ManyWorkers
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 def build_many_workers(
     recipe: Recipe, spec: ModelSpec, tokenizer: Tokenizer, spans: Spans, console: Console, *, trains: bool
-) -> ManyLearningWorkers:
+) -> ManyLearningWorkers | SeparateWorkers:
     """Starts or joins Ray, and loads the model on every worker. Raises UserError."""
     fp8_training = precision_policy(spec, recipe.fp8, recipe.numerics).uses_fp8("train")
     problem = whole_weights_problem(recipe.cluster, recipe.trainer.weight_codes, trains_fp8=fp8_training)
@@ -46,7 +47,9 @@ def build_many_workers(
             eos_token_ids=frozenset(spec.eos_token_ids),
             decode=decoder_of(tokenizer),
         )
-        size = recipe.cluster.tensor_parallel
+        roles, size = recipe.cluster.roles, recipe.cluster.tensor_parallel
+        if roles is not None and trains:
+            return SeparateWorkers(team, roles, Costs.of(spec), deadlines, console, spans, admission)
         return ManyWorkers(team, Costs.of(spec), deadlines, console, spans, admission, trains=trains, size=size)
     except BaseException:
         team.close()

@@ -37,6 +37,7 @@ from octetrl.workers.many.hosted_session import HostedSession
 from octetrl.workers.many.nodes import Sight, look
 from octetrl.workers.many.plan import RolloutFacts, SessionNews, WorkerPlan, WorkerState, last_lines
 from octetrl.workers.many.status import WorkerStatus
+from octetrl.workers.many.transfer import Transfer, WeightReceiver, WeightSender
 from octetrl.workers.own_engine import own_engine
 from octetrl.workers.reward_model_worker import RewardModelWorker
 from octetrl.workers.worker import Worker
@@ -60,6 +61,8 @@ class HostedWorker:
         self._phase, self._since, self._busy = "start", time.monotonic(), False
         self._built: BuiltWorker | None = None
         self._spans = Spans()
+        self._sender: WeightSender | None = None
+        self._receiver: WeightReceiver | None = None
         self._session: HostedSession | None = None
         self._session_end: Future[None] | None = None
 
@@ -103,8 +106,18 @@ class HostedWorker:
         recipe, device = self._plan.recipe, self._device()
         self._spans = Spans(torch.cuda.synchronize if self._gpu else None)
         peers = ALONE if store is None else self._meet(store, device)
-        self._built = self._plan.build(recipe, device, self._spans, trains=self._plan.trains, peers=peers)
+        roles = {"only_draws": not self._is_trainer, "only_trains": self._is_trainer} if self._has_role else {}
+        self._built = self._plan.build(recipe, device, self._spans, trains=self._plan.trains, peers=peers, **roles)
         return self.state()
+
+    @property
+    def _has_role(self) -> bool:
+        """Whether this worker only trains, or only generates."""
+        return self._plan.trains and self._plan.recipe.cluster.roles is not None
+
+    @property
+    def _is_trainer(self) -> bool:
+        return self._plan.rank < self._plan.recipe.cluster.num_trainers
 
     def _device(self) -> torch.device:
         """The worker's device. It uses its share of the machine's cores."""
@@ -117,7 +130,7 @@ class HostedWorker:
         cluster = self._plan.recipe.cluster
         return connect_grid(
             join_store(store),
-            Share(self._plan.rank, self._plan.count),
+            Share(self._plan.rank, cluster.num_trainers if self._has_role else self._plan.count),
             cluster.tensor_parallel,
             device,
             gradients=cluster.gradients,
@@ -134,6 +147,41 @@ class HostedWorker:
 
     def publish(self, policy_version: int) -> Published:
         return self._compute("publish", lambda: self._worker.publish(policy_version))
+
+    # ------------------------------------------------------------ weights from a trainer to workers that generate
+
+    def meet_for_weights(self, store: str) -> None:
+        """Connects the first trainer and all workers that generate. `store`: the address at which they meet."""
+        cluster = self._plan.recipe.cluster
+        assert cluster.roles is not None, "every worker has the weights that it trains"
+        transfer = Transfer(
+            join_store(store),
+            Share(0 if self._is_trainer else 1 + self._plan.rank - cluster.num_trainers, 1 + cluster.roles[1]),
+            self._device(),
+            deadline_seconds=cluster.deadlines.first_seconds,
+            name="weights",
+        )
+        if self._is_trainer:
+            self._sender = WeightSender(self._policy, transfer)
+        else:
+            self._receiver = WeightReceiver(self._policy, transfer, staged=False)
+
+    def send_weights(self) -> int:
+        """Returns the bytes sent to each worker."""
+        assert self._sender is not None, "`meet_for_weights` comes first"
+        return self._compute("publish", self._sender.send)
+
+    def receive_weights(self) -> None:
+        assert self._receiver is not None, "`meet_for_weights` comes first"
+        self._compute("publish", self._receiver.receive)
+
+    def adopt_weights(self) -> Published:
+        """Generates with the weights received last from now on."""
+        assert self._receiver is not None, "`meet_for_weights` comes first"
+        adopt = self._receiver.adopt
+        return self._compute("publish", lambda: self._policy.publish(adopt()))
+
+    # ------------------------------------------------------------ further verbs
 
     def calibrate(self, token_lists: Sequence[Sequence[int]]) -> None:
         self._compute("calibrate", lambda: self._policy.calibrate(token_lists))

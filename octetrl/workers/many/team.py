@@ -41,6 +41,9 @@ class Team(Protocol):
     def ask_one(self, worker: int, phase: str, verb: str, /, *arguments: Any) -> Any:
         """The result of one worker."""
 
+    def collect(self, phase: str, calls: Sequence[Call], /) -> list[Any]:
+        """The results of calls that were begun, one of each worker, in their order."""
+
     def begin(self, worker: int, verb: str, /, *arguments: Any) -> Call:
         """Starts a call and waits for nothing."""
 
@@ -83,6 +86,9 @@ class Leaders:
     def ask_one(self, worker: int, phase: str, verb: str, *arguments: Any) -> Any:
         return self._team.ask_one(worker * self._size, phase, verb, *arguments)
 
+    def collect(self, phase: str, calls: Sequence[Call]) -> list[Any]:
+        return self._team.collect(phase, [self._theirs(call) for call in calls])
+
     def begin(self, worker: int, verb: str, *arguments: Any) -> Call:
         return replace(self._team.begin(worker * self._size, verb, *arguments), worker=worker)
 
@@ -102,3 +108,53 @@ class Leaders:
 
     def _theirs(self, call: Call) -> Call:
         return replace(call, worker=call.worker * self._size)
+
+
+class Role:
+    """Workers `first` to `first + size - 1` of a team, as a team: those that train, or those that draw."""
+
+    def __init__(self, team: Team, first: int, size: int) -> None:
+        self._team, self._first, self._size = team, first, size
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def host(self) -> str:
+        return self._team.host
+
+    def place(self, worker: int) -> str:
+        return self._team.place(self._first + worker)
+
+    def ask(self, phase: str, verb: str, *arguments: Any) -> list[Any]:
+        return self.ask_each(phase, verb, [arguments] * self.size)
+
+    def ask_each(self, phase: str, verb: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        return self.collect(phase, [self.begin(worker, verb, *each) for worker, each in enumerate(arguments)])
+
+    def ask_one(self, worker: int, phase: str, verb: str, *arguments: Any) -> Any:
+        return self._team.ask_one(self._first + worker, phase, verb, *arguments)
+
+    def collect(self, phase: str, calls: Sequence[Call]) -> list[Any]:
+        return self._team.collect(phase, [self._theirs(call) for call in calls])
+
+    def begin(self, worker: int, verb: str, *arguments: Any) -> Call:
+        return replace(self._team.begin(self._first + worker, verb, *arguments), worker=worker)
+
+    def wait_any(self, calls: Sequence[Call], seconds: float) -> list[Call]:
+        theirs = [self._theirs(call) for call in calls]
+        ended = {id(one) for one in self._team.wait_any(theirs, seconds)}
+        return [call for call, one in zip(calls, theirs, strict=True) if id(one) in ended]
+
+    def result(self, call: Call) -> Any:
+        return self._team.result(self._theirs(call))
+
+    def lose(self, worker: int, phase: str, seconds: float, why: str) -> Exception:
+        return self._team.lose(self._first + worker, phase, seconds, why)
+
+    def close(self) -> None:
+        self._team.close()
+
+    def _theirs(self, call: Call) -> Call:
+        return replace(call, worker=self._first + call.worker)

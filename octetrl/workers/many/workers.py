@@ -144,28 +144,13 @@ class ManyLearningWorkers:
         self._policy_version, self._needs_calibration = state.policy_version, state.needs_calibration
 
     def memory_metrics(self) -> dict[str, float]:
-        return _largest(self._team.ask("state", "memory_metrics"))
+        return memory_of(self._team)
 
     def path_metrics(self) -> dict[str, float]:
-        """The slower path of any worker."""
-        parts: list[dict[str, float]] = self._team.ask("state", "path_metrics")
-        worst = {name: min if name.endswith("/fused") else max for name in parts[0]}
-        return {name: choose(part[name] for part in parts) for name, choose in worst.items()}
+        return paths_of(self._team)
 
     def time_metrics(self) -> dict[str, float]:
-        """`time/PHASE/worker_N`, and in `time/PHASE/slowest` the number of the slowest worker. With several workers the
-        bytes of new weights that a worker received, and their speed."""
-        parts: list[dict[str, float]] = self._team.ask("state", "times")
-        metrics: dict[str, float] = {}
-        received = max(part.pop("publish/bytes", 0.0) for part in parts)
-        if received:
-            slowest = max(part["time/gather"] for part in parts)
-            metrics = {"publish/bytes": received, "publish/gb_per_second": received / 1e9 / slowest}
-        for name in sorted({name for part in parts for name in part}):
-            seconds = [part.get(name, 0.0) for part in parts]
-            metrics |= {f"{name}/worker_{worker}": value for worker, value in enumerate(seconds)}
-            metrics[f"{name}/slowest"] = float(seconds.index(max(seconds)))
-        return metrics
+        return times_of(self._team)
 
     def close(self) -> None:
         self._team.close()
@@ -263,5 +248,30 @@ class ManyWorkers(ManyLearningWorkers):
         return merged(parts).named(scales_are_calibrated=self._rollout[0].scales_are_calibrated)
 
 
-def _largest(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def memory_of(team: Team) -> dict[str, float]:
+    """Of the worker with the largest peak."""
+    parts: list[Mapping[str, float]] = team.ask("state", "memory_metrics")
     return {name: max(part[name] for part in parts) for name in parts[0]}
+
+
+def paths_of(team: Team) -> dict[str, float]:
+    """The slower path of any worker."""
+    parts: list[dict[str, float]] = team.ask("state", "path_metrics")
+    worst = {name: min if name.endswith("/fused") else max for name in parts[0]}
+    return {name: choose(part[name] for part in parts) for name, choose in worst.items()}
+
+
+def times_of(team: Team) -> dict[str, float]:
+    """`time/PHASE/worker_N`, and in `time/PHASE/slowest` the number of the slowest worker. With several workers the
+    bytes of new weights that a worker received, and their speed."""
+    parts: list[dict[str, float]] = team.ask("state", "times")
+    metrics: dict[str, float] = {}
+    received = max(part.pop("publish/bytes", 0.0) for part in parts)
+    if received:
+        slowest = max(part.get("time/gather", 0.0) for part in parts)
+        metrics = {"publish/bytes": received, "publish/gb_per_second": received / 1e9 / slowest}
+    for name in sorted({name for part in parts for name in part}):
+        seconds = [part.get(name, 0.0) for part in parts]
+        metrics |= {f"{name}/worker_{worker}": value for worker, value in enumerate(seconds)}
+        metrics[f"{name}/slowest"] = float(seconds.index(max(seconds)))
+    return metrics

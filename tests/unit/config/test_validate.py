@@ -135,6 +135,20 @@ IMPOSSIBLE = [
     ([("cluster.cpus", 2), ("cluster.gpus", 2)], "cannot be combined with cluster.gpus; keep one"),
     ([("cluster.cpus", 2), ("cluster.device", "cuda")], "use cluster.gpus, or device: cpu"),
     ([("cluster.cpus", 2), ("cluster.workers_per_gpu", 2)], "has no effect with workers on the CPU"),
+    ([("cluster.trainer_cpus", 2)], "needs both cluster.trainer_cpus and cluster.engine_cpus; give both, or use cpus"),
+    ([("cluster.trainer_cpus", 2), ("cluster.engine_gpus", 1)], "all workers are on GPUs or all on the CPU"),
+    (
+        [("cluster.trainer_cpus", 2), ("cluster.engine_cpus", 1), ("cluster.gpus", 2)],
+        "cluster.trainer_cpus: cannot be combined with cluster.gpus; keep one",
+    ),
+    (
+        [("cluster.trainer_gpus", 2), ("cluster.engine_gpus", 1), ("cluster.device", "cpu")],
+        "give the number of workers as cluster.cpus, or remove device",
+    ),
+    (
+        [("cluster.trainer_cpus", 2), ("cluster.engine_cpus", 2), ("cluster.tensor_parallel", 2)],
+        "workers that only train or only generate have whole models so far; remove it",
+    ),
     ([("cluster.gpus", 2), ("cluster.device", "cpu")], "give the number of workers as cluster.cpus"),
     ([("cluster.nodes", 2)], "cluster.nodes: needs cluster.gpus_per_node"),
     (

@@ -25,6 +25,7 @@ from octetrl.workers.many.balance import Costs
 from octetrl.workers.many.deadlines import Deadlines, WorkerLost
 from octetrl.workers.many.hosted import HostedWorker
 from octetrl.workers.many.plan import BuildWorker, WorkerPlan
+from octetrl.workers.many.separate import SeparateWorkers
 from octetrl.workers.many.team import Call
 from octetrl.workers.many.workers import ManyWorkers
 from tests.e2e.test_turns import UNTIMED
@@ -55,6 +56,9 @@ class ThreadTeam:
 
     def ask_each(self, phase: str, verb: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         calls = [self.begin(worker, verb, *each) for worker, each in enumerate(arguments)]
+        return self.collect(phase, calls)
+
+    def collect(self, phase: str, calls: Sequence[Call]) -> list[Any]:
         return [self.result(call) for call in calls]
 
     def ask_one(self, worker: int, phase: str, verb: str, *arguments: Any) -> Any:
@@ -92,7 +96,7 @@ def workers_of(
     console: Console,
     *,
     trains: bool,
-) -> ManyWorkers:
+) -> ManyWorkers | SeparateWorkers:
     admission = Admission(
         vocab_size=spec.vocab_size,
         context_length=recipe.model.context_length,
@@ -100,19 +104,23 @@ def workers_of(
         decode=decoder_of(tokenizer),
     )
     deadlines = Deadlines(recipe.cluster.deadlines)
-    size = recipe.cluster.tensor_parallel
+    roles, size = recipe.cluster.roles, recipe.cluster.tensor_parallel
+    if roles is not None:
+        return SeparateWorkers(team, roles, Costs.of(spec), deadlines, console, spans, admission)
     return ManyWorkers(team, Costs.of(spec), deadlines, console, spans, admission, trains=trains, size=size)
 
 
 @contextmanager
-def run_on(count: int, model: Path, folder: Path, *, size: int = 1, **changes: Any) -> Iterator[Run]:
-    """A run whose workers are `count` threads in groups of `size` that share a model; 0: the embedded worker."""
+def run_on(count: int, model: Path, folder: Path, *, size: int = 1, engines: int = 0, **changes: Any) -> Iterator[Run]:
+    """A run whose workers are `count` threads in groups of `size` that share a model; 0: the embedded worker.
+    `engines`: as many more generate, and the others only train."""
     recipe = tiny_recipe(model, folder / "run", changes)
     run = build_run(recipe)
     if count:
-        cluster = recipe.cluster.model_copy(update={"cpus": count, "tensor_parallel": size})
+        workers = {"trainer_cpus": count, "engine_cpus": engines} if engines else {"cpus": count}
+        cluster = recipe.cluster.model_copy(update={**workers, "tensor_parallel": size})
         recipe = recipe.model_copy(update={"cluster": cluster})
-        team = ThreadTeam(recipe, count)
+        team = ThreadTeam(recipe, count + engines)
         run.workers = workers_of(team, recipe, model_spec(recipe), run.tokenizer, run.spans, run.console, trains=True)
     try:
         yield run

@@ -1,0 +1,153 @@
+"""`Workers` of a run whose workers only train or only generate (`cluster.trainer_gpus`, `cluster.engine_gpus`).
+
+train, save, load      the trainers alone
+generate, score        the others, with the weights that they received
+publish, calibrate     the trainers; then their codes, scales and other weights are sent, and digests are compared
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from octetrl.engine.admission import Admission
+from octetrl.environments.scoring import Score
+from octetrl.records import Completion, GenerationRequest, OnCompletions, PackedBatch, PolicyUpdate, Published, Task
+from octetrl.telemetry.console import Console
+from octetrl.telemetry.spans import Spans
+from octetrl.trainer.checkpoint import Checkpoint
+from octetrl.trainer.file_digests import WrittenFile
+from octetrl.trainer.packing import PackingLayout
+from octetrl.trainer.peers import serve_store
+from octetrl.workers.many.balance import Costs
+from octetrl.workers.many.deadlines import Deadlines
+from octetrl.workers.many.session import ManySession
+from octetrl.workers.many.team import Role, Team
+from octetrl.workers.many.workers import ManyWorkers, WorkersDiffer, memory_of, paths_of, times_of
+
+
+class SeparateWorkers:
+    """`Workers` on the workers of `team`, which have not loaded their model yet."""
+
+    def __init__(
+        self,
+        team: Team,
+        roles: tuple[int, int],
+        costs: Costs,
+        deadlines: Deadlines,
+        console: Console,
+        spans: Spans,
+        admission: Admission,
+    ) -> None:
+        """roles: number of workers that train, and of those that generate; the first workers of `team` train."""
+        self._spans = spans
+        trainer_team, drawer_team = Role(team, 0, roles[0]), Role(team, *roles)
+        self._team, self._trainer_team, self._drawer_team = team, trainer_team, drawer_team
+        self._trainers = ManyWorkers(trainer_team, costs, deadlines, console, spans, admission)
+        self._drawers = ManyWorkers(drawer_team, costs, deadlines, console, spans, admission, trains=False)
+        store, address = serve_store(team.host)
+        meetings = [
+            trainer_team.begin(0, "meet_for_weights", address),
+            *(drawer_team.begin(worker, "meet_for_weights", address) for worker in range(drawer_team.size)),
+        ]
+        trainer_team.collect("load", meetings[:1])
+        drawer_team.collect("load", meetings[1:])
+        del store  # they have met
+
+    # ------------------------------------------------------------ the trainers
+
+    @property
+    def layout(self) -> PackingLayout:
+        return self._trainers.layout
+
+    @property
+    def policy_version(self) -> int:
+        return self._trainers.policy_version
+
+    @property
+    def weights_are_whole(self) -> bool:
+        return self._trainers.weights_are_whole
+
+    def train(self, batch: PackedBatch) -> PolicyUpdate:
+        return self._trainers.train(batch)
+
+    def prepare_saving(self) -> None:
+        self._trainers.prepare_saving()
+
+    def copy_state(self) -> str | None:
+        return self._trainers.copy_state()
+
+    def write_state(self, folder: Path, *, copied: bool) -> Sequence[WrittenFile]:
+        return self._trainers.write_state(folder, copied=copied)
+
+    # ------------------------------------------------------------ new weights
+
+    def publish(self, policy_version: int) -> Published:
+        published = self._trainers.publish(policy_version)
+        with self._spans("send_weights"):
+            num_bytes = self._send(published)
+        return replace(published, metrics={**published.metrics, "publish/sent_gb": num_bytes / 1e9})
+
+    def load(self, saved: Checkpoint, policy_version: int) -> None:
+        self._trainers.load(saved, policy_version)
+        self.publish(policy_version)
+
+    @property
+    def needs_calibration(self) -> bool:
+        return self._trainers.needs_calibration
+
+    def calibrate(self, token_lists: Sequence[Sequence[int]]) -> None:
+        self._trainers.calibrate(token_lists)
+        self.publish(self.policy_version)
+
+    def _send(self, published: Published) -> int:
+        """Sends what the trainers have published, and compares what the other workers then hold. Returns bytes."""
+        sending = self._trainer_team.begin(0, "send_weights")
+        self._drawer_team.ask("publish", "receive_weights")
+        num_bytes: int = self._trainer_team.collect("publish", [sending])[0]
+        held: list[Published] = self._drawer_team.ask("publish", "adopt_weights")
+        for worker, one in enumerate(held):
+            if (one.policy_version, one.weights_digest) != (published.policy_version, published.weights_digest):
+                raise WorkersDiffer(
+                    f"publish: {self._drawer_team.place(worker)} holds other weights than were sent to it (digest"
+                    f" {one.weights_digest[:12]}, not {published.weights_digest[:12]}); its machine may be faulty:"
+                    " leave it out, and continue with --resume"
+                )
+        return num_bytes
+
+    # ------------------------------------------------------------ the workers that generate
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], on_completions: OnCompletions | None = None
+    ) -> list[list[Completion]]:
+        return self._drawers.generate(requests, on_completions)
+
+    @contextmanager
+    def session(self) -> Iterator[ManySession]:
+        with self._drawers.session() as session:
+            yield session
+
+    def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
+        return self._drawers.score(completions)
+
+    def forget_prefixes(self) -> None:
+        self._drawers.forget_prefixes()
+
+    def rollout_metrics(self) -> Mapping[str, float]:
+        return self._drawers.rollout_metrics()
+
+    # ------------------------------------------------------------ all
+
+    def memory_metrics(self) -> Mapping[str, float]:
+        return memory_of(self._team)
+
+    def path_metrics(self) -> Mapping[str, float]:
+        return paths_of(self._team)
+
+    def time_metrics(self) -> Mapping[str, float]:
+        return times_of(self._team)
+
+    def close(self) -> None:
+        self._team.close()

@@ -1,0 +1,138 @@
+"""Weights of the workers that train, sent to workers that only generate.
+
+    first trainer   codes, scales, tensors that are not FP8, KV scales -> buckets of bytes -> broadcast
+    engine worker   the same tensors, in the same order, into its own memory, or beside it until `adopt`
+
+The engine of a worker reads its trainer's tensors (engine/weights.py). So the tensors to send are those that the engine
+has, found by name in the trainer's model. A linear that is FP8 only in the rollout travels as BF16, and the engine
+quantises it. With LoRA only the adapters travel: the frozen weights came from the same file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed import BroadcastOptions
+
+from octetrl.fp8.kv_scales import KVScales
+from octetrl.trainer.peers import ProcessGroupPeers
+from octetrl.workers.worker import Worker
+
+BUCKET_BYTES = 1 << 28
+NONE = -1  # version of scales that are not there
+
+
+class Transfer(ProcessGroupPeers):
+    """Rank 0 is the first of the workers that train, the others generate."""
+
+    def broadcast(self, tensors: Sequence[Tensor]) -> int:
+        """Copies the tensors of rank 0 into those of all others, in place. Returns their bytes."""
+        total = 0
+        for bucket in _buckets(tensors):
+            size = sum(tensor.nbytes for tensor in bucket)
+            bytes_B = torch.empty(size, dtype=torch.uint8, device=self._device)
+            places = bytes_B.split([tensor.nbytes for tensor in bucket])
+            if self.share.rank == 0:
+                for place, tensor in zip(places, bucket, strict=True):
+                    place.copy_(_bytes_of(tensor))
+            self._finish(partial(self._collectives.broadcast, [bytes_B], BroadcastOptions()), "weights")  # from rank 0
+            if self.share.rank:
+                for place, tensor in zip(places, bucket, strict=True):
+                    _bytes_of(tensor).copy_(place)
+            total += size
+        return total
+
+
+class WeightSender:
+    """Of the first trainer."""
+
+    def __init__(self, worker: Worker, transfer: Transfer) -> None:
+        self._worker, self._transfer = worker, transfer
+
+    def send(self) -> int:
+        """Sends the weights and KV scales that the trainer has published. Returns bytes."""
+        worker = self._worker
+        scales = worker.kv_scales
+        header = torch.tensor([worker.policy_version, NONE if scales is None else scales.policy_version])
+        tensors = [*weight_tensors(worker), *([] if scales is None else [scales.scale_LS])]
+        if worker.device.type == "cuda":
+            torch.cuda.synchronize(worker.device)
+        return self._transfer.broadcast([header]) + self._transfer.broadcast(tensors)
+
+
+class WeightReceiver:
+    """Of a worker that only generates. `staged`: new weights wait beside the old ones until `adopt`, so that they may
+    arrive while the engine generates. It needs the memory of both."""
+
+    def __init__(self, worker: Worker, transfer: Transfer, *, staged: bool) -> None:
+        self._worker, self._transfer, self._staged = worker, transfer, staged
+        self._waiting: list[Tensor] | None = None
+        self._version: int | None = None
+        self._scales: KVScales | None = None
+
+    def receive(self) -> None:
+        header = torch.zeros(2, dtype=torch.int64)
+        self._transfer.broadcast([header])
+        version, scales_version = header.tolist()
+        worker = self._worker
+        own = weight_tensors(worker)
+        if self._staged and self._waiting is None:
+            self._waiting = [torch.empty_like(tensor) for tensor in own]
+        targets = list(own if self._waiting is None else self._waiting)
+        if scales_version != NONE:
+            shape = worker.spec.num_layers, worker.spec.num_cache_scales
+            scale_LS = torch.empty(shape, dtype=torch.float32, device=worker.device)
+            self._scales = KVScales(scale_LS, scales_version)
+            targets.append(scale_LS)
+        self._transfer.broadcast(targets)
+        self._version = version
+
+    def adopt(self) -> int:
+        """Puts what was received last into the worker; the engine has it after `publish`. Returns its version."""
+        assert self._version is not None, "`receive` comes first"
+        worker = self._worker
+        if self._waiting is not None:
+            for own, new in zip(weight_tensors(worker), self._waiting, strict=True):
+                _bytes_of(own).copy_(_bytes_of(new))
+        worker.trainer.policy_version = self._version
+        if self._scales is not None:
+            worker.kv_scales = self._scales
+        return self._version
+
+
+def weight_tensors(worker: Worker) -> list[Tensor]:
+    """All tensors that an update changes and the engine reads, in an order that all workers share."""
+    trained = worker.trainer_model
+    of_engine = {name for name, _ in worker.engine_model.named_parameters()}
+    is_lora = worker.recipe.model.lora is not None
+    parameters = [
+        one.detach()
+        for name, one in sorted(trained.named_parameters())
+        if name in of_engine and (one.requires_grad or not is_lora)
+    ]
+    if is_lora:
+        return parameters
+    codes = [tensor for _, linear in trained.float8_linears() for tensor in (linear.codes, linear.scale)]
+    return parameters + codes
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """[bytes], a view."""
+    assert tensor.is_contiguous(), "a tensor that is sent is contiguous"
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    filled = 0
+    for tensor in tensors:
+        if bucket and filled + tensor.nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(tensor)
+        filled += tensor.nbytes
+    if bucket:
+        yield bucket

@@ -1,0 +1,61 @@
+"""Workers that only train and workers that only generate make the run of as many workers that do both, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octetrl.workers.many.workers import WorkersDiffer
+from tests.e2e.tiny_run import make_model
+from tests.unit.workers.many.thread_team import run_on, steps_of
+
+SENT = "publish/sent_gb"  # what only such a run has, beside its times
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.mark.parametrize(
+    ("changes", "trainers", "engines"),
+    [
+        ({"rollout.prompts_per_step": 4}, 2, 2),
+        ({"precision": "fp8_rollout"}, 2, 1),
+        ({"precision": "bf16"}, 1, 1),
+        ({"model.lora.rank": 4, "precision": "fp8"}, 1, 2),
+    ],
+    ids=["fp8", "fp8 rollout", "bf16", "lora"],
+)
+def test_separate_workers_change_no_bit(
+    changes: dict[str, Any], trainers: int, engines: int, model: Path, tmp_path: Path
+) -> None:
+    changes = changes | {"trainer.tokens_per_micro_batch": 64, "steps": 2, "checkpoint.every": 0}
+    with run_on(trainers, model, tmp_path, **changes) as run:
+        expected, lines = steps_of(run, 2)
+    with run_on(trainers, model, tmp_path, engines=engines, **changes) as run:
+        drawn, separate = steps_of(run, 2)
+        team = run.workers._team
+        assert drawn == expected
+        assert [line.pop(SENT) > 0 for line in separate] == [True, True]
+        assert separate == lines
+        assert {worker for worker, verb in team.begun if verb == "submit"} <= set(range(trainers, trainers + engines))
+        assert {worker for worker, verb in team.begun if verb == "train"} == set(range(trainers))
+
+
+def test_a_worker_that_holds_other_weights_than_were_sent_is_named(model: Path, tmp_path: Path) -> None:
+    with run_on(1, model, tmp_path, engines=2, precision="bf16") as run:
+        receiver = run.workers._team.workers[2]._receiver
+        receive = receiver.receive
+
+        def receive_with_a_fault() -> None:
+            receive()
+            held = next(receiver._worker.trainer_model.parameters()).detach()
+            held.view(torch.uint8).flatten()[0] ^= 1
+
+        receiver.receive = receive_with_a_fault
+        with pytest.raises(WorkersDiffer, match="publish: worker 2 holds other weights than were sent to it"):
+            run.workers.publish(0)
