@@ -49,6 +49,10 @@ class ClusterConfig(Section):
     """Number of workers on the CPU that only train, instead of `cpus`. Give `engine_cpus` too."""
     engine_cpus: int | None = Field(default=None, ge=1, le=4_096)
     """Number of workers on the CPU that only generate."""
+    max_staleness: int = Field(default=0, ge=0, le=64)
+    """Number of policy versions that generating may run ahead of training, if workers only train or only generate. 0:
+    each step generates with the weights of the step before it, and one side waits for the other. 1: both work at once,
+    and a batch is one version old when it is trained on. Above 1 evens out steps of unequal length."""
     address: str | None = None
     """Ray cluster to use. `host:port`: a running cluster. `auto`: the one that runs on this machine. `local`: start Ray
     here, also for one worker. None: start Ray here if there are several workers. Ray that the run starts ends with
@@ -214,6 +218,12 @@ def _role_problems(cluster: ClusterConfig) -> Iterator[Problem]:
     """Workers that only train, and workers that only generate."""
     given = [name for name in ROLE_FIELDS if getattr(cluster, name.removeprefix("cluster.")) is not None]
     if not given:
+        if cluster.max_staleness:
+            text = (
+                "cluster.max_staleness: needs workers that only train and workers that only generate; give"
+                " cluster.trainer_gpus and cluster.engine_gpus, or remove it"
+            )
+            yield Problem(("cluster.max_staleness",), text)
         return
     kinds = {name.removesuffix("s")[-3:] for name in given}
     if len(kinds) > 1:

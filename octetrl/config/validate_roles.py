@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from octetrl.config.algorithm import DistillConfig, RftConfig
 from octetrl.config.cluster import ROLE_FIELDS
+from octetrl.config.objective_settings import CorrectionSettings
 from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem
 
@@ -20,6 +22,36 @@ def role_problems(recipe: Recipe) -> Iterator[Problem]:
             " use cluster.gpus or cluster.cpus"
         )
         yield Problem((*ROLE_FIELDS, "algorithm.name"), text)
+    elif recipe.cluster.max_staleness:
+        yield from _stale_problems(recipe)
+
+
+def _stale_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Objectives without a ratio to the log-probs of drawing learn stale answers as if the policy had given them."""
+    algorithm = recipe.algorithm
+    if isinstance(algorithm, RftConfig) or (
+        isinstance(algorithm, DistillConfig) and algorithm.distillation != "sampled"
+    ):
+        what: str = algorithm.name
+        if isinstance(algorithm, DistillConfig):
+            what = f"{what} with algorithm.distillation: {algorithm.distillation}"
+        text = (
+            f"cluster.max_staleness: {recipe.cluster.max_staleness}, but {what} compares no token with the policy that"
+            " sampled it, so stale answers would not be corrected; use 0, or another objective"
+        )
+        yield Problem(("cluster.max_staleness", "algorithm.name"), text)
+        return
+    assert isinstance(algorithm, CorrectionSettings), f"{algorithm.name} has no ratio"
+    several = recipe.trainer.epochs * recipe.trainer.minibatches > 1
+    corrects = {"tis", "sequence_tis"} & set(algorithm.corrections)
+    base_is_own = algorithm.ratio_base == "proximal" or (algorithm.ratio_base == "auto" and several)
+    if base_is_own and not corrects:
+        text = (
+            "cluster.max_staleness: several updates of a step compare a token with the trainer's own log-probs, and"
+            " algorithm.corrections has neither tis nor sequence_tis for stale tokens; add one, or use"
+            " algorithm.ratio_base: generator"
+        )
+        yield Problem(("cluster.max_staleness", "algorithm.corrections", "algorithm.ratio_base"), text)
 
 
 def _first_role(recipe: Recipe) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -45,6 +45,9 @@ from octetrl.workers.many.build import build_many_workers
 from octetrl.workers.protocol import LearningWorkers, Workers
 from octetrl.workers.reward_model_worker import RewardModelWorker
 
+if TYPE_CHECKING:
+    from octetrl.run.ahead import Ahead
+
 Rewards = RewardWorkers | FunctionRewards | Judge | Dialogue | Workers
 
 
@@ -64,6 +67,7 @@ class Run:
     spans: Spans
     base_collection: CollectionSettings
     step: int = field(default=0)
+    ahead: Ahead | None = None  # None: a step generates, then learns
 
     @property
     def rollout_workers(self) -> Workers:
@@ -77,6 +81,8 @@ class Run:
         return self.base_collection.at_step(self.step)
 
     def close(self) -> None:
+        if self.ahead is not None:
+            self.ahead.close()
         self.rewards.close()
         self.workers.close()
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from octetrl.config.schema import Recipe
 from octetrl.environments.given import Given
 from octetrl.fp8.non_finite import NonFiniteError
+from octetrl.run.ahead import ahead_of
 from octetrl.run.build import Run, build_run
 from octetrl.run.checkpoints import Checkpoints
 from octetrl.run.empty_steps import EmptySteps
@@ -80,6 +81,7 @@ def _train(
         check_complete(last)  # refused before anything is built
     past = steps_until(folder.path / METRICS_FILE, start)  # refused before anything is cut off
     run = build_run(recipe, given=given)
+    run.ahead = ahead_of(run)
     try:
         if last is not None:
             restore(run, last)
@@ -144,10 +146,10 @@ def one_step(run: Run, step: int) -> StepMetrics:
     began = time.perf_counter()
     if run.conversations is None:
         _calibrate_first(run)
-        metrics = train_step(run)
+        metrics = train_step(run) if run.ahead is None else run.ahead.step()
     else:
         metrics = supervised_step(run)
-    rollout = {} if run.conversations is not None else run.rollout_workers.rollout_metrics()
+    rollout = {} if run.conversations is not None or run.ahead is not None else run.rollout_workers.rollout_metrics()
     own: dict[str, float] = {"time/step": time.perf_counter() - began, **run.workers.memory_metrics()}
     own |= run.workers.path_metrics()
     own |= run.workers.time_metrics()
@@ -160,7 +162,8 @@ def one_step(run: Run, step: int) -> StepMetrics:
 
 def _evaluated(run: Run) -> dict[str, float]:
     """The metrics of an evaluation. Its time and memory are not part of the step's metrics."""
-    report = evaluate(run)
+    with nullcontext() if run.ahead is None else run.ahead.paused():
+        report = evaluate(run)
     run.journal.record_evaluation(report.groups)
     run.workers.memory_metrics()
     reward_times(run.rewards)

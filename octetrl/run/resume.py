@@ -24,6 +24,7 @@ from typing import Any
 from octetrl.config.errors import UserError
 from octetrl.models.peft_adapters import is_adapter, read_adapter_config
 from octetrl.models.row_shards import STEM
+from octetrl.run.ahead import Place
 from octetrl.run.build import Run
 from octetrl.run.device import random_state, restore_random_state
 from octetrl.run.model_source import found_model
@@ -55,12 +56,13 @@ class Cursor:
 
     @classmethod
     def of(cls, run: Run, step: int) -> Cursor:
+        place = Place.of(run) if run.ahead is None else run.ahead.place
         return cls(
             step=step,
             policy_version=run.workers.policy_version,
-            taskset=run.taskset.state(),
+            taskset=place.taskset,
             conversations=None if run.conversations is None else run.conversations.state(),
-            lengths=run.collection.lengths.state(),
+            lengths=place.lengths,
             random=random_state(),
         )
 

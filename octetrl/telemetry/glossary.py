@@ -60,6 +60,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     ),
     "Rollout": (
         Metric("rollout/count", "rollouts", "Rollouts of the step."),
+        Metric("rollout/staleness", "versions", "Age of the sampled tokens when they are trained on, on average."),
+        Metric("rollout/on_policy_share", SHARE, "Sampled tokens that the trained weights themselves have sampled."),
         Metric("rollout/groups", "groups", "Groups that were sampled."),
         Metric("rollout/kept_groups", "groups", "Groups that are learnt from."),
         Metric("rollout/refills", "", "Further draws of tasks, because too few groups had different rewards."),
@@ -162,6 +164,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("time/reward_slowest", SECONDS, "The slowest call of the reward."),
         Metric("time/train", SECONDS, "Forward, backward and update."),
         Metric("time/requantize", SECONDS, "Quantising the new weights."),
+        Metric("time/wait_for_batch", SECONDS, "The step waited for its batch, which is drawn ahead."),
+        Metric("time/wait_for_weights", SECONDS, "Generating its batch waited for a step to be learnt."),
         Metric("time/send_weights", SECONDS, "Of `time/publish`: the weights' way to workers that only generate."),
         Metric("time/publish", SECONDS, "New weights and scales into the engine, read back and compared."),
         Metric("time/calibrate", SECONDS, "Measuring the scales of an FP8 KV cache."),

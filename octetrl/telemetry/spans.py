@@ -11,6 +11,7 @@ asynchronously, so its time would be counted in the next phase that waits for it
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ class Spans:
     def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
         self._synchronize = synchronize
         self._seconds: dict[str, float] = {}
+        self._lock = threading.Lock()  # phases of several threads may end at once
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -30,13 +32,15 @@ class Spans:
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - begin
+            seconds = self._now() - begin
+            with self._lock:
+                self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def take(self) -> dict[str, float]:
         """Return the seconds of each phase since the last call, as `time/*`, and start again from zero."""
-        taken = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
-        self._seconds = {}
-        return taken
+        with self._lock:
+            taken, self._seconds = self._seconds, {}
+        return {f"time/{name}": seconds for name, seconds in taken.items()}
 
     def _now(self) -> float:
         if self._synchronize is not None:

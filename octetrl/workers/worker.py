@@ -105,6 +105,7 @@ class Worker:
             device=device,
         )
         self.kv_scales: KVScales | None = None
+        self.earlier_scales: dict[int, KVScales] = {}  # by policy version, where batches are drawn ahead
         self._state = StateWriter(self._state_files, device)
         self._put_into_engine(self.trainer.policy_version)
 
@@ -159,7 +160,7 @@ class Worker:
             self.engine.sleep()
         on_policy = batch.policy_version == self.trainer.policy_version
         with self.spans("train"):
-            update = self.trainer.train(batch, self._replay(), self.policy.digest)
+            update = self.trainer.train(batch, self._replay(batch.policy_version), self.policy.digest)
         if self.policy.kv_mode == "calibrated" and batch.minibatches:
             with self.spans("calibrate"):
                 amax_LS = update.kv_amax_LS
@@ -235,12 +236,12 @@ class Worker:
             policy_version=self.trainer.policy_version,
         )
 
-    def _replay(self) -> KVReplay:
+    def _replay(self, drawn_with: int | None = None) -> KVReplay:
         if not self.recipe.fp8.kv_replay or self.policy.kv_mode == "none":
             return KVReplay()
         if self.kv_scales is None:
             return KVReplay(self.policy.kv_mode)
-        return KVReplay(self.policy.kv_mode, self.kv_scales.scale_LS)
+        return KVReplay(self.policy.kv_mode, self.earlier_scales.get(drawn_with or 0, self.kv_scales).scale_LS)
 
     # ------------------------------------------------------------ publishing and measuring
 

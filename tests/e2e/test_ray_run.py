@@ -127,6 +127,45 @@ def test_workers_with_one_role_each_make_the_run_of_one_worker(
         assert (folder / name).read_bytes() == (finished("fp8_full") / name).read_bytes()
 
 
+def test_a_run_that_draws_ahead_takes_every_task_once_when_a_worker_dies(
+    running: RayCluster,
+    finished: Callable[[str], Path],
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tmp_path / "run"
+    roles = {"cluster.cpus": None, "cluster.trainer_cpus": 1, "cluster.engine_cpus": 1, "cluster.max_staleness": 2}
+    changes = JOINED | roles | {"checkpoint.every": 1, "cluster.max_restarts": 1}
+
+    def kill_one() -> None:
+        wait_for((folder / STATUS_FILE).exists)
+        doomed = pid_of(folder, 1)
+        wait_for(lambda: has_a_line(folder))
+        os.kill(doomed, signal.SIGKILL)  # the worker that draws steps 2 and 3
+
+    def step_after_the_kill(run: Run, step: int) -> StepMetrics:
+        if step == 3:
+            assert killed.result(600.0) is None  # the run does not end before
+        return one_step(run, step)
+
+    monkeypatch.setattr(loop, "one_step", step_after_the_kill)
+    with ThreadPoolExecutor(1) as threads:
+        killed = threads.submit(kill_one)
+        train(tiny_recipe(model, folder, changes))
+        killed.result()
+    lines = read_lines(folder / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(0.0 <= line["rollout/staleness"] <= 2.0 for line in lines)
+    for step in (1, 2, 3):
+        name = f"rollouts/step_{step:06}.jsonl"
+        mine, expected = (
+            [row["task_id"] for row in map(json.loads, (run / name).read_text().splitlines())]
+            for run in (folder, finished("fp8_full"))
+        )
+        assert mine == expected
+
+
 def test_a_worker_that_stalls_ends_the_step_and_is_named(running: RayCluster, model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()

@@ -49,7 +49,8 @@ def build_many_workers(
         )
         roles, size = recipe.cluster.roles, recipe.cluster.tensor_parallel
         if roles is not None and trains:
-            return SeparateWorkers(team, roles, Costs.of(spec), deadlines, console, spans, admission)
+            ahead = recipe.cluster.max_staleness > 0
+            return SeparateWorkers(team, roles, Costs.of(spec), deadlines, console, spans, admission, staged=ahead)
         return ManyWorkers(team, Costs.of(spec), deadlines, console, spans, admission, trains=trains, size=size)
     except BaseException:
         team.close()

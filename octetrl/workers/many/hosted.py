@@ -37,7 +37,7 @@ from octetrl.workers.many.hosted_session import HostedSession
 from octetrl.workers.many.nodes import Sight, look
 from octetrl.workers.many.plan import RolloutFacts, SessionNews, WorkerPlan, WorkerState, last_lines
 from octetrl.workers.many.status import WorkerStatus
-from octetrl.workers.many.transfer import Transfer, WeightReceiver, WeightSender
+from octetrl.workers.many.transfer import Transfer, WeightReceiver, WeightSender, keep_scales
 from octetrl.workers.own_engine import own_engine
 from octetrl.workers.reward_model_worker import RewardModelWorker
 from octetrl.workers.worker import Worker
@@ -146,6 +146,8 @@ class HostedWorker:
         return self._compute("train", lambda: self._worker.train(batch))
 
     def publish(self, policy_version: int) -> Published:
+        if self._is_trainer and isinstance(self._worker, Worker):
+            keep_scales(self._worker, policy_version)
         return self._compute("publish", lambda: self._worker.publish(policy_version))
 
     # ------------------------------------------------------------ weights from a trainer to workers that generate
@@ -164,7 +166,7 @@ class HostedWorker:
         if self._is_trainer:
             self._sender = WeightSender(self._policy, transfer)
         else:
-            self._receiver = WeightReceiver(self._policy, transfer, staged=False)
+            self._receiver = WeightReceiver(self._policy, transfer, staged=cluster.max_staleness > 0)
 
     def send_weights(self) -> int:
         """Returns the bytes sent to each worker."""
@@ -172,8 +174,12 @@ class HostedWorker:
         return self._compute("publish", self._sender.send)
 
     def receive_weights(self) -> None:
+        """Beside an open session, if the weights wait beside the old ones."""
         assert self._receiver is not None, "`meet_for_weights` comes first"
-        self._compute("publish", self._receiver.receive)
+        if self._receiver.staged:
+            self._receiver.receive()
+        else:
+            self._compute("publish", self._receiver.receive)
 
     def adopt_weights(self) -> Published:
         """Generates with the weights received last from now on."""

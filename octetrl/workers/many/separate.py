@@ -7,6 +7,7 @@ publish, calibrate     the trainers; then their codes, scales and other weights 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -40,9 +41,14 @@ class SeparateWorkers:
         console: Console,
         spans: Spans,
         admission: Admission,
+        *,
+        staged: bool = False,
     ) -> None:
-        """roles: number of workers that train, and of those that generate; the first workers of `team` train."""
-        self._spans = spans
+        """roles: number of workers that train, and of those that generate; the first workers of `team` train. staged:
+        the weights that `publish` sends wait beside the old ones until `adopt`, so that a session may be open."""
+        self._spans, self._staged = spans, staged
+        self._published: Published | None = None  # and sent, but not adopted
+        self._weights = threading.RLock()  # they are sent and adopted in different threads
         trainer_team, drawer_team = Role(team, 0, roles[0]), Role(team, *roles)
         self._team, self._trainer_team, self._drawer_team = team, trainer_team, drawer_team
         self._trainers = ManyWorkers(trainer_team, costs, deadlines, console, spans, admission)
@@ -86,13 +92,17 @@ class SeparateWorkers:
 
     def publish(self, policy_version: int) -> Published:
         published = self._trainers.publish(policy_version)
-        with self._spans("send_weights"):
-            num_bytes = self._send(published)
+        with self._spans("send_weights"), self._weights:
+            num_bytes = self._send()
+            self._published = published
+            if not self._staged:
+                self.adopt()
         return replace(published, metrics={**published.metrics, "publish/sent_gb": num_bytes / 1e9})
 
     def load(self, saved: Checkpoint, policy_version: int) -> None:
         self._trainers.load(saved, policy_version)
         self.publish(policy_version)
+        self.adopt()
 
     @property
     def needs_calibration(self) -> bool:
@@ -101,12 +111,23 @@ class SeparateWorkers:
     def calibrate(self, token_lists: Sequence[Sequence[int]]) -> None:
         self._trainers.calibrate(token_lists)
         self.publish(self.policy_version)
+        self.adopt()
 
-    def _send(self, published: Published) -> int:
-        """Sends what the trainers have published, and compares what the other workers then hold. Returns bytes."""
+    def _send(self) -> int:
+        """Sends what the trainers have published to the workers that generate. Returns bytes."""
         sending = self._trainer_team.begin(0, "send_weights")
         self._drawer_team.ask("publish", "receive_weights")
         num_bytes: int = self._trainer_team.collect("publish", [sending])[0]
+        return num_bytes
+
+    def adopt(self) -> None:
+        """The workers that generate do so with the weights last sent; no session is open. Compares what they hold."""
+        with self._weights:
+            published, self._published = self._published, None
+            if published is not None:
+                self._adopt(published)
+
+    def _adopt(self, published: Published) -> None:
         held: list[Published] = self._drawer_team.ask("publish", "adopt_weights")
         for worker, one in enumerate(held):
             if (one.policy_version, one.weights_digest) != (published.policy_version, published.weights_digest):
@@ -115,7 +136,6 @@ class SeparateWorkers:
                     f" {one.weights_digest[:12]}, not {published.weights_digest[:12]}); its machine may be faulty:"
                     " leave it out, and continue with --resume"
                 )
-        return num_bytes
 
     # ------------------------------------------------------------ the workers that generate
 

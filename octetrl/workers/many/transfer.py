@@ -68,7 +68,7 @@ class WeightReceiver:
     arrive while the engine generates. It needs the memory of both."""
 
     def __init__(self, worker: Worker, transfer: Transfer, *, staged: bool) -> None:
-        self._worker, self._transfer, self._staged = worker, transfer, staged
+        self._worker, self._transfer, self.staged = worker, transfer, staged
         self._waiting: list[Tensor] | None = None
         self._version: int | None = None
         self._scales: KVScales | None = None
@@ -79,7 +79,7 @@ class WeightReceiver:
         version, scales_version = header.tolist()
         worker = self._worker
         own = weight_tensors(worker)
-        if self._staged and self._waiting is None:
+        if self.staged and self._waiting is None:
             self._waiting = [torch.empty_like(tensor) for tensor in own]
         targets = list(own if self._waiting is None else self._waiting)
         if scales_version != NONE:
@@ -101,6 +101,15 @@ class WeightReceiver:
         if self._scales is not None:
             worker.kv_scales = self._scales
         return self._version
+
+
+def keep_scales(worker: Worker, version: int) -> None:
+    """Keeps the KV scales of a version that may still draw, for the replay of what it draws."""
+    most = worker.recipe.cluster.max_staleness
+    if most and worker.kv_scales is not None:
+        worker.earlier_scales[version] = worker.kv_scales
+        for old in [old for old in worker.earlier_scales if old < version - most]:
+            del worker.earlier_scales[old]
 
 
 def weight_tensors(worker: Worker) -> list[Tensor]:

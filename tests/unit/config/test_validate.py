@@ -39,6 +39,7 @@ SFT = (("algorithm.name", "sft"), ("algorithm.conversations", "c.jsonl"))
 
 RLOO, WHOLE = ("algorithm.name", "rloo"), ("algorithm.rloo_ratio", "sequence")
 IN_REWARD = (("algorithm.kl_coefficient", 0.1), ("algorithm.kl_in", "reward_before_baseline"))
+AHEAD = (("cluster.trainer_cpus", 1), ("cluster.engine_cpus", 1), ("cluster.max_staleness", 1))
 REMADE = ("trainer.weight_codes", "remade")
 REMADE_FP8 = [("fp8.train", True), ("fp8.rollout", True), REMADE]
 
@@ -135,6 +136,13 @@ IMPOSSIBLE = [
     ([("cluster.cpus", 2), ("cluster.gpus", 2)], "cannot be combined with cluster.gpus; keep one"),
     ([("cluster.cpus", 2), ("cluster.device", "cuda")], "use cluster.gpus, or device: cpu"),
     ([("cluster.cpus", 2), ("cluster.workers_per_gpu", 2)], "has no effect with workers on the CPU"),
+    ([("cluster.max_staleness", 1)], "needs workers that only train and workers that only generate; give"),
+    ([*AHEAD, ("algorithm.name", "rft")], "rft compares no token with the policy that sampled it"),
+    (
+        [*AHEAD, ("algorithm.name", "distill"), ("algorithm.distillation", "forward_kl"), ("algorithm.teacher", "t")],
+        "distill with algorithm.distillation: forward_kl compares no token",
+    ),
+    ([*AHEAD, ("trainer.epochs", 2), ("algorithm.corrections", [])], "has neither tis nor sequence_tis for stale"),
     ([("cluster.trainer_cpus", 2)], "needs both cluster.trainer_cpus and cluster.engine_cpus; give both, or use cpus"),
     ([("cluster.trainer_cpus", 2), ("cluster.engine_gpus", 1)], "all workers are on GPUs or all on the CPU"),
     (

@@ -16,6 +16,7 @@ from octetrl.data.tokenizer import Tokenizer
 from octetrl.engine.admission import Admission
 from octetrl.engine.stopping import decoder_of
 from octetrl.records import RolloutGroup
+from octetrl.run.ahead import ahead_of
 from octetrl.run.build import Run, build_run
 from octetrl.run.loop import one_step
 from octetrl.telemetry.console import Console
@@ -106,22 +107,28 @@ def workers_of(
     deadlines = Deadlines(recipe.cluster.deadlines)
     roles, size = recipe.cluster.roles, recipe.cluster.tensor_parallel
     if roles is not None:
-        return SeparateWorkers(team, roles, Costs.of(spec), deadlines, console, spans, admission)
+        ahead = recipe.cluster.max_staleness > 0
+        return SeparateWorkers(team, roles, Costs.of(spec), deadlines, console, spans, admission, staged=ahead)
     return ManyWorkers(team, Costs.of(spec), deadlines, console, spans, admission, trains=trains, size=size)
 
 
 @contextmanager
-def run_on(count: int, model: Path, folder: Path, *, size: int = 1, engines: int = 0, **changes: Any) -> Iterator[Run]:
+def run_on(
+    count: int, model: Path, folder: Path, *, size: int = 1, engines: int = 0, ahead: int = 0, **changes: Any
+) -> Iterator[Run]:
     """A run whose workers are `count` threads in groups of `size` that share a model; 0: the embedded worker.
-    `engines`: as many more generate, and the others only train."""
+    `engines`: as many more generate, and the others only train. `ahead`: by how many versions."""
     recipe = tiny_recipe(model, folder / "run", changes)
     run = build_run(recipe)
     if count:
-        workers = {"trainer_cpus": count, "engine_cpus": engines} if engines else {"cpus": count}
-        cluster = recipe.cluster.model_copy(update={**workers, "tensor_parallel": size})
+        roles = {"trainer_cpus": count, "engine_cpus": engines, "max_staleness": ahead}
+        workers = roles if engines else {"cpus": count, "tensor_parallel": size}
+        cluster = recipe.cluster.model_copy(update=workers)
         recipe = recipe.model_copy(update={"cluster": cluster})
         team = ThreadTeam(recipe, count + engines)
         run.workers = workers_of(team, recipe, model_spec(recipe), run.tokenizer, run.spans, run.console, trains=True)
+        run.config = recipe
+        run.ahead = ahead_of(run)
     try:
         yield run
     finally:

@@ -1,0 +1,257 @@
+"""Produces the next steps' batches in a thread, while the current step learns (`cluster.max_staleness` above 0).
+
+    thread    may the next batch begin?  -> new weights into the engines -> `collect_batch` -> buffer
+    step      buffer -> the batch of this step -> `learn`, which sends new weights beside the old ones
+
+`Lead` has the rule. The batch of step n begins when step n - 1 - K has been learnt. No group is therefore older than K
+versions when it is learnt, and the buffer holds K batches at most. Batches are drawn and learnt in the order of their
+steps. One policy version draws a batch: an engine takes new weights between two batches.
+
+The batch of a step is handed over when the engines have the weights for the next one. With K = 1 the version that draws
+each batch therefore does not depend on the clock, and a run repeats its bits.
+
+What was drawn and not learnt is not saved. `place` is the place in the tasks after the last batch that a step took: a
+resumed run draws the others again, and skips no task.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from octetrl.records import Completion, GenerationRequest, OnCompletions, Sample, SessionEvent
+from octetrl.rollout.backend import RolloutSession
+from octetrl.rollout.collect import CollectedBatch, collect_batch
+from octetrl.rollout.samples import to_samples
+from octetrl.run.step import learn
+from octetrl.telemetry.metrics import StepMetrics
+from octetrl.workers.many.separate import SeparateWorkers
+
+if TYPE_CHECKING:
+    from octetrl.run.build import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """How far producing may run ahead of learning: by `most` policy versions."""
+
+    most: int
+
+    def may_begin(self, step: int, learnt: int) -> bool:
+        """Whether the batch of `step` may be drawn with the weights after step `learnt`."""
+        return learnt >= step - 1 - self.most
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the tasks and the lengths of answers stand after a batch."""
+
+    taskset: Mapping[str, Any]
+    lengths: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, run: Run) -> Place:
+        return cls(run.taskset.state(), run.base_collection.lengths.state())
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    collected: CollectedBatch
+    metrics: Mapping[str, float]
+    place: Place
+
+
+class Stopped(Exception):
+    """The run ends while a batch is drawn."""
+
+
+class Ahead:
+    """Of one run. `step` is `train_step` with batches that were drawn ahead. It starts the thread."""
+
+    def __init__(self, run: Run, workers: SeparateWorkers) -> None:
+        self._run, self._workers = run, workers
+        self._lead = Lead(run.config.cluster.max_staleness)
+        self._changed = threading.Condition()
+        self._buffer: dict[int, _Drawn] = {}  # by step
+        self._learnt = 0
+        self._pauses = self._draws = self._ends = False
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._place: Place | None = None
+
+    @property
+    def place(self) -> Place:
+        """The place after the last batch that a step took."""
+        return self._place or Place.of(self._run)
+
+    # ------------------------------------------------------------ the step
+
+    def step(self) -> StepMetrics:
+        run = self._run
+        if self._thread is None:
+            self._place, self._learnt = self.place, run.step - 1
+            self._thread = threading.Thread(target=self._produce, args=(run.step,), name="produce", daemon=True)
+            self._thread.start()
+        with run.spans("wait_for_batch"):
+            drawn = self._take(run.step)
+        run.journal.record(drawn.collected.groups, drawn.collected.metrics)
+        samples = to_samples(drawn.collected.kept, run.algorithm)
+        stale = staleness(samples, run.workers.policy_version, self._lead.most)
+        metrics = learn(run, samples)
+        with self._changed:
+            self._learnt = run.step
+            self._changed.notify_all()
+        return StepMetrics.merge(metrics, drawn.metrics, stale)
+
+    def _take(self, step: int) -> _Drawn:
+        with self._changed:
+            self._changed.wait_for(lambda: step in self._buffer or self._error is not None)
+            if step not in self._buffer:
+                assert self._error is not None
+                raise self._error
+            drawn = self._buffer.pop(step)
+        self._place = drawn.place
+        return drawn
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """No batch is drawn meanwhile, and the engines have the last version. Waits for the batch that is drawn."""
+        with self._changed:
+            self._pauses = True
+            self._changed.wait_for(lambda: not self._draws)
+        try:
+            self._workers.adopt()
+            yield
+        finally:
+            with self._changed:
+                self._pauses = False
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends the thread, after the engines' next event. A second call does nothing."""
+        with self._changed:
+            self._ends = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    # ------------------------------------------------------------ the thread
+
+    def _produce(self, first: int) -> None:
+        try:
+            finished: tuple[int, _Drawn] | None = None
+            for step in range(first, self._run.config.steps + 1):
+                waited = self._wait_for(step)
+                self._workers.adopt()
+                self._hand_over(finished)
+                finished = step, self._draw(step, waited)
+                with self._changed:
+                    self._draws = False
+                    self._changed.notify_all()
+            self._hand_over(finished)
+        except Stopped:
+            pass
+        except BaseException as error:  # the step that waits for the batch raises it
+            with self._changed:
+                self._error = error
+        finally:
+            with self._changed:
+                self._draws = False
+                self._changed.notify_all()
+
+    def _wait_for(self, step: int) -> float:
+        """Until the batch of `step` may begin. Returns seconds."""
+        began = time.perf_counter()
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._ends or (not self._pauses and self._lead.may_begin(step, self._learnt))
+            )
+            if self._ends:
+                raise Stopped
+            self._draws = True
+        return time.perf_counter() - began
+
+    def _draw(self, step: int, waited: float) -> _Drawn:
+        run = self._run
+        workers = _Stoppable(self._workers, self._check)
+        collected = collect_batch(
+            run.taskset, run.algorithm.keeps, run.rewards, workers, run.base_collection.at_step(step)
+        )
+        metrics = {**self._workers.rollout_metrics(), "time/wait_for_weights": waited}
+        return _Drawn(collected, metrics, Place.of(run))
+
+    def _hand_over(self, finished: tuple[int, _Drawn] | None) -> None:
+        if finished is not None:
+            step, drawn = finished
+            with self._changed:
+                self._buffer[step] = drawn
+                self._changed.notify_all()
+
+    def _check(self) -> None:
+        if self._ends:
+            raise Stopped
+
+
+def staleness(samples: Sequence[Sample], policy_version: int, most: int) -> dict[str, float]:
+    """Metrics of samples that are learnt by the weights of `policy_version`, over their sampled tokens."""
+    ages = [(sum(one.loss_mask), policy_version - (one.policy_version or 0)) for one in samples]
+    assert all(0 <= age <= most for _, age in ages), f"a sample is older than {most} versions: {ages}"
+    tokens = sum(count for count, _ in ages)
+    if not tokens:
+        return {}
+    return {
+        "rollout/staleness": sum(count * age for count, age in ages) / tokens,
+        "rollout/on_policy_share": sum(count for count, age in ages if not age) / tokens,
+    }
+
+
+class _Stoppable:
+    """Generates until `check` raises, which closes the session."""
+
+    def __init__(self, workers: SeparateWorkers, check: Callable[[], None]) -> None:
+        self._workers, self._check = workers, check
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], on_completions: OnCompletions | None = None, /
+    ) -> list[list[Completion]]:
+        def checked(ended: Sequence[tuple[int, int, Completion]]) -> None:
+            self._check()
+            if on_completions is not None:
+                on_completions(ended)
+
+        return self._workers.generate(requests, checked)
+
+    @contextmanager
+    def session(self) -> Iterator[RolloutSession]:
+        with self._workers.session() as session:
+            yield _StoppableSession(session, self._check)
+
+
+class _StoppableSession:
+    def __init__(self, session: RolloutSession, check: Callable[[], None]) -> None:
+        self._session, self._check = session, check
+
+    @property
+    def has_work(self) -> bool:
+        return self._session.has_work
+
+    def submit(self, request: GenerationRequest, /, *, streams: bool = False) -> None:
+        self._session.submit(request, streams=streams)
+
+    def cancel(self, request_id: str, /) -> None:
+        self._session.cancel(request_id)
+
+    def events(self, wait_seconds: float = 0.0, /) -> Sequence[SessionEvent]:
+        self._check()
+        return self._session.events(wait_seconds)
+
+
+def ahead_of(run: Run) -> Ahead | None:
+    """None, if a step of the recipe generates and then learns."""
+    if not run.config.cluster.max_staleness or not isinstance(run.workers, SeparateWorkers):
+        return None
+    return Ahead(run, run.workers)

@@ -1,0 +1,151 @@
+"""Producing ahead of learning: the rule, both sides busy by a simulated clock, and runs of few steps on threads."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octetrl.records import RolloutGroup
+from octetrl.run.ahead import Lead
+from octetrl.run.evaluate import evaluate
+from octetrl.run.loop import one_step
+from octetrl.run.resume import Cursor
+from tests.e2e.test_turns import TALK
+from tests.e2e.tiny_run import make_model
+from tests.unit.workers.many.thread_team import run_on, steps_of
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+def simulated(most: int, produce: list[float], learn: list[float]) -> tuple[float, list[int]]:
+    """Seconds of a run whose step n takes produce[n] and learn[n], and the age of each batch when it is learnt."""
+    lead, learnt_at, drawn_at, ages = Lead(most), [0.0], [0.0], []
+    for step in range(1, len(produce) + 1):
+        needs = next(learnt for learnt in range(step) if lead.may_begin(step, learnt))
+        begins = max(drawn_at[-1], learnt_at[needs])
+        version = max(learnt for learnt in range(step) if learnt_at[learnt] <= begins)
+        drawn_at.append(begins + produce[step - 1])
+        learnt_at.append(max(drawn_at[-1], learnt_at[-1]) + learn[step - 1])
+        ages.append(step - 1 - version)
+    return learnt_at[-1], ages
+
+
+def test_both_sides_are_busy_by_a_simulated_clock() -> None:
+    steps = 200
+    even = [3.0] * steps
+    assert simulated(0, even, even) == (2 * 3.0 * steps, [0] * steps)
+    seconds, ages = simulated(1, even, even)
+    assert seconds == 3.0 * (steps + 1) and set(ages[1:]) == {1}
+    ragged = random.Random(5)
+    produce, learn = ([ragged.choice((1.0, 5.0)) for _ in range(steps)] for _ in range(2))
+    least = max(sum(produce), sum(learn))
+    times = []
+    for most in (0, 1, 2, 4, 8):
+        seconds, ages = simulated(most, produce, learn)
+        assert max(ages) <= most
+        times.append(seconds / least)
+    assert times == sorted(times, reverse=True)
+    assert times[0] > 1.8 and times[2] < times[1] < 1.45 and times[-1] < 1.15
+
+
+def by_task(drawn: list[tuple[RolloutGroup, ...]]) -> list[list[str]]:
+    return [[group.task.id for group in groups] for groups in drawn]
+
+
+@pytest.mark.parametrize("changes", [{}, {**TALK, "precision": "fp8"}], ids=["answers", "conversations"])
+def test_one_version_ahead_repeats_its_bits_and_takes_the_same_tasks(
+    changes: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    changes = changes | {"steps": 3}
+    with run_on(1, model, tmp_path, **changes) as run:
+        synchronous, _ = steps_of(run, 3)
+    runs = []
+    for _ in range(2):
+        with run_on(1, model, tmp_path, engines=1, ahead=1, **changes) as run:
+            runs.append(steps_of(run, 3))
+    drawn, lines = runs[0]
+    assert runs[0] == runs[1]
+    assert by_task(drawn) == by_task(synchronous)
+    assert drawn[:1] == synchronous[:1]  # with the weights that the run began with
+    assert [line["rollout/staleness"] for line in lines] == [0.0, 1.0, 1.0]
+    assert [line["rollout/on_policy_share"] for line in lines] == [1.0, 0.0, 0.0]
+    versions = [
+        {turn.completion.policy_version for group in step for one in group.rollouts for turn in one.turns}
+        for step in drawn
+    ]
+    assert versions == [{0}, {0}, {1}]
+    assert lines[0]["mismatch/max_abs_diff"] == 0.0
+
+
+def test_a_resumed_run_draws_again_what_was_not_learnt(model: Path, tmp_path: Path) -> None:
+    with run_on(1, model, tmp_path, steps=5) as run:
+        expected = by_task(steps_of(run, 5)[0])
+    with run_on(1, model, tmp_path, engines=1, ahead=2, steps=5) as run:
+        one_step(run, 1)
+        one_step(run, 2)
+        assert run.ahead is not None
+        with run.ahead._changed:  # by now the tasks of a later step are taken
+            run.ahead._changed.wait_for(lambda: 3 in run.ahead._buffer, 30.0)
+        assert run.taskset.state() != run.ahead.place.taskset
+        cursor = Cursor.of(run, 2)
+    with run_on(1, model, tmp_path, engines=1, ahead=2, steps=5) as resumed:
+        cursor.put_into(resumed)
+        drawn: list[tuple[RolloutGroup, ...]] = []
+        resumed.journal.record = lambda groups, counts=None: drawn.append(tuple(groups))  # type: ignore[method-assign]
+        for step in (3, 4, 5):
+            one_step(resumed, step)
+    assert by_task(drawn) == expected[2:]
+
+
+def test_an_evaluation_sees_the_last_version_alone(model: Path, tmp_path: Path) -> None:
+    with run_on(1, model, tmp_path, engines=1, ahead=1, precision="bf16", steps=2) as run:
+        one_step(run, 1)
+        assert run.ahead is not None
+        with run.ahead.paused():
+            report = evaluate(run)
+            assert not run.ahead._draws
+        run.spans.take()
+        line = one_step(run, 2)
+    rollouts = [rollout for group in report.groups for rollout in group.rollouts]
+    assert {turn.completion.policy_version for rollout in rollouts for turn in rollout.turns} == {1}
+    assert line["rollout/staleness"] == 1.0
+
+
+def test_a_run_that_ends_early_closes_what_it_draws(model: Path, tmp_path: Path) -> None:
+    with run_on(1, model, tmp_path, engines=1, ahead=1, precision="bf16", steps=50) as run:
+        one_step(run, 1)
+        workers = run.workers
+    assert not [thread for thread in threading.enumerate() if thread.name == "produce" and thread.is_alive()]
+    assert all(worker._session is None for worker in workers._team.workers)
+
+
+def test_an_error_while_drawing_is_raised_by_the_step_that_waits(model: Path, tmp_path: Path) -> None:
+    with run_on(1, model, tmp_path, engines=1, ahead=1, precision="bf16", steps=4) as run:
+        one_step(run, 1)
+
+        def fail(n: int) -> Any:
+            raise RuntimeError("no more tasks")
+
+        run.taskset.next_batch = fail  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="no more tasks"):
+            for step in (2, 3, 4):
+                one_step(run, step)
+
+
+def test_the_cache_is_replayed_with_the_scales_of_drawing(model: Path, tmp_path: Path) -> None:
+    with run_on(1, model, tmp_path, engines=1, ahead=1, steps=3) as run:
+        for step in (1, 2, 3):
+            one_step(run, step)
+        trainer, engine = (one._policy for one in run.workers._team.workers)
+        assert set(trainer.earlier_scales) == {2, 3}
+        scales = {version: trainer.earlier_scales[version].scale_LS for version in (2, 3)}
+        assert trainer._replay(2).kv_scale_LS is scales[2] and trainer._replay(3).kv_scale_LS is scales[3]
+        assert engine.kv_scales.policy_version in (1, 2)
+        assert not scales[2].equal(scales[3])
