@@ -53,6 +53,7 @@ from octetrl.engine.stopping import Tokenizer
 from octetrl.fp8.backends import choose_backend
 from octetrl.fp8.kv_scales import KVScales, kv_scales_from_amax
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
+from octetrl.layers.weight_memory import filling
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import load_spec, spec_from_config
 from octetrl.models.hf_weights import load_weights
@@ -226,7 +227,7 @@ def build_arm(bench: Bench, precision: str, workload: Workload, numerics: Numeri
     spec, device = bench.model.spec, bench.device
     policy = precision_policy(spec, Fp8Config(**PRECISIONS[precision]), numerics)
     backend = choose_backend(device, None) if policy.uses_fp8("rollout") else "emulated"
-    model = Decoder(spec, policy, "rollout", dtype=torch.bfloat16, device=device, backend=backend)
+    model = Decoder(spec, policy, "rollout", dtype=torch.bfloat16, device=device, backend=backend, fp8_weights=False)
     if bench.model.folder is None:
         draw_weights(model, bench.seed)
     else:
@@ -263,12 +264,14 @@ def build_arm(bench: Bench, precision: str, workload: Workload, numerics: Numeri
 def draw_weights(model: Decoder, seed: int) -> None:
     """Like `Decoder.random_init`, but on the device, which creates billions of numbers a second."""
     generator = torch.Generator(model.lm_head_weight.device).manual_seed(seed)
+    fill = filling(model)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
             std = parameter.shape[1] ** -0.5 if name.startswith("layers.") else EMBEDDING_STD
-            parameter.normal_(std=std, generator=generator)
+            with fill(name):
+                parameter.normal_(std=std, generator=generator)
 
 
 def _kv_scales(model: Decoder, workload: Workload, policy_version: int) -> KVScales:

@@ -48,6 +48,7 @@ from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.quantize.quantize_weight import quantize_weight, quantize_weight_transposed
 from octetrl.layers.float8_function import Float8LinearFunction
 from octetrl.layers.lora import LoraAdapter
+from octetrl.layers.own_rows import OwnRows, weight_without_memory
 from octetrl.layers.unquantized_linear import Linear, initial_weight
 
 CODES_ARE_FREED = "the codes are freed during an update; call requantize() to restore them"
@@ -56,7 +57,8 @@ CODES_ARE_FREED = "the codes are freed during an update; call requantize() to re
 class Float8Linear(nn.Module):
     """y = x W^T + b with FP8 operands. x [..., K]; `weight` [N, K] in `dtype`. The GEMMs read `codes` and `scale`.
 
-    `backend` is `choose_backend(device, emulate)`. Call `requantize()` after every change of `weight`.
+    `backend` is `choose_backend(device, emulate)`. Call `requantize()` after every change of `weight`. `has_weight`
+    false: it has no memory (layers/weight_memory.py).
     """
 
     codes: Tensor  # E4M3 [N, K]
@@ -73,6 +75,7 @@ class Float8Linear(nn.Module):
         backend: BackendName = "emulated",
         power_of_two: bool = False,
         square_wgrad: bool = False,
+        has_weight: bool = True,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
@@ -80,7 +83,9 @@ class Float8Linear(nn.Module):
         self.power_of_two = power_of_two
         self.square_wgrad = square_wgrad
         self.weight: nn.Parameter | None
-        self.weight = nn.Parameter(initial_weight(out_features, in_features, dtype, device))
+        make = initial_weight if has_weight else weight_without_memory
+        self.weight = nn.Parameter(make(out_features, in_features, dtype, device))
+        self.own_rows: OwnRows | None = None
         self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
         self.lora: LoraAdapter | None = None
         blocks = (-(-out_features // BLOCK), -(-in_features // BLOCK))
@@ -141,7 +146,7 @@ class Float8Linear(nn.Module):
 
     @property
     def has_weight(self) -> bool:
-        """False where the weight was dropped, or its memory freed (trainer/shared_weights.py)."""
+        """False where the weight was dropped, or has no memory (layers/weight_memory.py)."""
         return self.weight is not None and self.weight.untyped_storage().nbytes() > 0
 
     @torch.no_grad()

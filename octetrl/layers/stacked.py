@@ -91,6 +91,7 @@ class Float8StackedLinear(Float8Linear):
         backend: BackendName = "emulated",
         power_of_two: bool = False,
         square_wgrad: bool = False,
+        has_weight: bool = True,
     ) -> None:
         super().__init__(
             in_features,
@@ -100,6 +101,7 @@ class Float8StackedLinear(Float8Linear):
             backend=backend,
             power_of_two=power_of_two,
             square_wgrad=square_wgrad,
+            has_weight=has_weight,
         )
         if backend == "scaled_mm" and (in_features % BLOCK or out_features % BLOCK):
             raise UserError(

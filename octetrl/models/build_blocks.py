@@ -41,6 +41,7 @@ class LayerBuilder:
     backend: BackendName
     lora: LoraConfig | None
     group: TensorGroup  # `spec` is this worker's part
+    fp8_weights: bool  # false: the weights of FP8 linears have no memory (layers/weight_memory.py)
 
     def __post_init__(self) -> None:
         """UserError: a GPU has no kernels for such a model."""
@@ -79,6 +80,7 @@ class LayerBuilder:
             "backend": self.backend,
             "power_of_two": self.policy.power_of_two,
             "square_wgrad": self.policy.square_wgrad,
+            "has_weight": self.fp8_weights,
         }
         is_fp8 = self.policy.format_of(f"{block}.{name}", self.side) == "fp8"
         width, rows = layout.in_features, layout.out_features

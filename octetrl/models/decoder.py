@@ -114,6 +114,7 @@ class Decoder(nn.Module):
         backend: BackendName = "emulated",
         lora: LoraConfig | None = None,
         group: TensorGroup = ONE_WORKER,  # the workers that share the model, of which `spec` is this one's part
+        fp8_weights: bool = True,  # false: the weights of FP8 linears have no memory (layers/weight_memory.py)
     ) -> None:
         super().__init__()
         self.spec, self.policy, self.side, self.dtype, self.backend = spec, policy, side, dtype, backend
@@ -125,7 +126,7 @@ class Decoder(nn.Module):
         self.rotary = RotaryTable(
             spec.rotary_size, spec.rope_theta, spec.rope_scaling, spec.max_positions, device=device
         )
-        builder = LayerBuilder(spec, policy, side, dtype, device, backend, lora, group)
+        builder = LayerBuilder(spec, policy, side, dtype, device, backend, lora, group, fp8_weights)
         norm = partial(RMSNorm, spec.hidden_size, spec.rms_norm_eps, dtype=dtype, device=device)
         numbers = range(spec.num_layers)
         self.layers = nn.ModuleList(DecoderLayer(one, *builder.blocks(one), norm(), norm()) for one in numbers)
@@ -254,5 +255,5 @@ class Decoder(nn.Module):
 
     def random_init(self, seed: int) -> None:
         """Draws the weights (models/random_weights.py), then `requantize`. Adapters do not change."""
-        draw_weights((one for one in self.named_parameters() if ".lora." not in one[0]), seed, self.spec)
+        draw_weights(self, seed, self.spec)
         self.requantize()

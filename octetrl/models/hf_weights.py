@@ -32,17 +32,19 @@ from octetrl.config.spec import ModelSpec
 from octetrl.fp8.format import BLOCK, E4M3
 from octetrl.fp8.quantize import Quantized, dequantize_weight, quantize_weight_reference
 from octetrl.layers.stacked import Float8StackedLinear
+from octetrl.layers.weight_memory import filling
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import hf_config, hf_generation_config, load_spec
 from octetrl.models.published_codes import published_codes
 from octetrl.models.row_shards import WEIGHT, RowShards
-from octetrl.models.tensor_rows import cut_rows_of, pieces_of
+from octetrl.models.tensor_rows import RowPiece, cut_rows_of, pieces_of
 from octetrl.models.weight_files import (
     INDEX,
     LM_HEAD,
     SCALE_SUFFIX,
     SCORE,
     SINGLE,
+    Piece,
     TensorHeader,
     checked_headers,
     pieces,
@@ -55,28 +57,30 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 @torch.no_grad()
 def load_weights(model: Decoder, folder: str | Path, *, new_head: bool = False) -> None:
-    """Fills `model` from a Hugging Face folder, then calls `requantize`. `new_head`: a missing head becomes zero.
+    """Fills `model` from a Hugging Face folder, one parameter after another, and quantises it. `new_head`: a missing
+    head becomes zero.
 
     UserError, one line: what `checked_headers` refuses; a value that is not finite in the model's dtype (its tensor).
     """
     headers = checked_headers(folder, model.spec.whole, scalar=model.is_scalar, new_head=new_head)
     parameters = dict(model.named_parameters())
     shards = RowShards.find(Path(folder))
-    spec, cut = model.spec.whole, cut_rows_of(model.spec)
+    spec, cut, fill = model.spec.whole, cut_rows_of(model.spec), filling(model)
+    by_parameter: dict[str, list[Piece]] = {}
+    for piece in pieces(spec, scalar=model.is_scalar):
+        by_parameter.setdefault(piece.parameter, []).append(piece)
     reader = _Reader(headers) if shards is None else _RowReader(shards, spec, scalar=model.is_scalar)
     with reader:
-        for piece in pieces(spec, scalar=model.is_scalar):
-            parameter = parameters[piece.parameter]
-            if piece.name not in headers:  # the new head
-                parameter[piece.start : piece.start + piece.shape[0]].zero_()
-                continue
-            name = f"{headers[piece.name].file}: '{piece.name}'"
-            read = _finite(reader.weight(piece.name), parameter.dtype, name)
-            for own in pieces_of(cut.get(piece.parameter), 0, parameter.shape[0]):
-                first, last = max(own.whole, piece.start), min(own.whole + own.rows, piece.start + piece.shape[0])
-                if first < last:
-                    start = own.start + first - own.whole
-                    parameter[start : start + last - first] = read[first - piece.start : last - piece.start]
+        for name, parts in by_parameter.items():
+            parameter = parameters[name]
+            own_rows = pieces_of(cut.get(name), 0, parameter.shape[0])
+            with fill(name):
+                for piece in parts:
+                    if piece.name not in headers:  # the new head
+                        parameter[piece.start : piece.start + piece.shape[0]].zero_()
+                        continue
+                    where = f"{headers[piece.name].file}: '{piece.name}'"
+                    _copy_rows(parameter, own_rows, _finite(reader.weight(piece.name), parameter.dtype, where), piece)
         if model.spec.tied_embeddings and LM_HEAD in headers:
             _check_tied(reader, headers[LM_HEAD].file)
     model.requantize()
@@ -106,6 +110,15 @@ def take_published_codes(model: Decoder, folder: str | Path) -> int:
             linear.adopt_codes()
             taken += 1
     return taken
+
+
+def _copy_rows(parameter: Tensor, own_rows: Sequence[RowPiece], read: Tensor, piece: Piece) -> None:
+    """Copies the rows of a piece, as it was read, that this worker has of the parameter."""
+    for own in own_rows:
+        first, last = max(own.whole, piece.start), min(own.whole + own.rows, piece.start + piece.shape[0])
+        if first < last:
+            start = own.start + first - own.whole
+            parameter[start : start + last - first] = read[first - piece.start : last - piece.start]
 
 
 def _finite(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:

@@ -7,22 +7,24 @@ from (seed, its name), so its values depend neither on the device nor on other t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 
 import torch
 from torch import nn
 
 from octetrl.config.spec import ModelSpec
+from octetrl.layers.weight_memory import filling
 from octetrl.models.tensor_rows import cut_rows_of, pieces_of
 
 EMBEDDING_STD = 0.02
 
 
 @torch.no_grad()
-def draw_weights(named_parameters: Iterable[tuple[str, nn.Parameter]], seed: int, spec: ModelSpec) -> None:
-    """Fills the parameters in place. `seed`: any integer. A part of a model gets its rows of the whole."""
-    cut = cut_rows_of(spec)
-    for name, parameter in named_parameters:
+def draw_weights(model: nn.Module, seed: int, spec: ModelSpec) -> None:
+    """Fills all parameters but adapters in place. `seed`: any integer. A part of a model gets its rows of the whole."""
+    cut, fill = cut_rows_of(spec), filling(model)
+    for name, parameter in model.named_parameters():
+        if ".lora." in name:
+            continue
         if parameter.dim() == 1:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             continue
@@ -32,5 +34,6 @@ def draw_weights(named_parameters: Iterable[tuple[str, nn.Parameter]], seed: int
         rows = cut.get(name)
         whole = parameter.shape if rows is None else (rows.whole_rows, *parameter.shape[1:])
         drawn = torch.empty(whole).normal_(std=std, generator=generator)
-        for piece in pieces_of(rows, 0, parameter.shape[0]):
-            parameter[piece.start : piece.start + piece.rows] = drawn[piece.whole : piece.whole + piece.rows]
+        with fill(name):
+            for piece in pieces_of(rows, 0, parameter.shape[0]):
+                parameter[piece.start : piece.start + piece.rows] = drawn[piece.whole : piece.whole + piece.rows]

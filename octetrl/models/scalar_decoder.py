@@ -53,9 +53,12 @@ class ScalarDecoder(Decoder):
         device: torch.device | str = "cpu",
         backend: BackendName = "emulated",
         lora: LoraConfig | None = None,
+        fp8_weights: bool = True,
     ) -> None:
         trunk = replace(spec, tied_embeddings=True)
-        super().__init__(trunk, policy, "train", dtype=dtype, device=device, backend=backend, lora=lora)
+        super().__init__(
+            trunk, policy, "train", dtype=dtype, device=device, backend=backend, lora=lora, fp8_weights=fp8_weights
+        )
         self.score = ScoreHead(spec.hidden_size, device=device)
 
     def scalars(self, hidden_NE: Tensor) -> Tensor:

@@ -158,10 +158,10 @@ class ShardedGradients(GradientSums):
     ) -> None:
         super().__init__(parameters, rows, peers, rounding)
         self._parameters = parameters
-        self.owned = {
-            name: torch.zeros_like(self._rows[name][self._rank].of(one), dtype=self._dtype)
-            for name, one in parameters.items()
-        }
+        self.owned = {}
+        for name, one in parameters.items():  # some have no memory of their own
+            start, stop = self._rows[name][self._rank]
+            self.owned[name] = torch.zeros(stop - start, *one.shape[1:], dtype=self._dtype, device=one.device)
         layers = groupby(reversed(list(parameters)), key=lambda name: name.split(".")[:2])
         self._layers = [list(names) for _, names in layers]
         self._waiting: dict[str, Tensor] = {}

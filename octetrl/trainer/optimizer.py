@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, prod
 from typing import Literal
 
 import torch
@@ -73,9 +73,9 @@ class Slot:
 class Optimizer:
     """Updates the rows that this worker owns. Build it after the weights are loaded: the masters are copied from them.
 
-    `rows[name]`: the rows of each worker. The weights of the parameters `copied` are copies of the owned rows, so that
-    their whole tensors may be freed (trainer/shared_weights.py). Tensor-parallel workers have different rows of the
-    parameters `cut`, and all others whole. `units`: rows of a block of some parameters, if not 128.
+    `rows[name]`: the rows of each worker (`owned_rows`). `copied[name]`: the owned rows of a parameter whose whole
+    tensor has no memory (trainer/shared_weights.py). Tensor-parallel workers have different rows of the parameters
+    `cut`, and all others whole. `units`: rows of a block of some parameters, if not 128.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Optimizer:
         *,
         seed: int = 0,
         peers: Peers = ALONE,
-        copied: Collection[str] = (),
+        copied: Mapping[str, Tensor] | None = None,
         cut: Collection[str] = (),
         units: Mapping[str, int] | None = None,
         gradients: GradientFormat = "float32",
@@ -93,16 +93,17 @@ class Optimizer:
         self.config, self.seed, self.step_count = config, seed, 0
         self.parameters, self._peers, self._cut = dict(named_parameters), peers, cut
         named, share = self.parameters, peers.share
-        table = _table(named, share.count, units or {})
-        self.rows = dict(zip(named, table, strict=True))
+        self.rows = owned_rows(named, share.count, units or {})
         self._device = next(iter(named.values())).device if named else torch.device("cpu")
         rounding = GradientRounding(seed, self._device) if gradients == "bfloat16" else None
-        self.gradients = gradient_sums(named, table, peers, rounding)
+        self.gradients = gradient_sums(named, list(self.rows.values()), peers, rounding)
         owned = [(name, rows[share.rank]) for name, rows in self.rows.items()]
         owned = [(name, own) for name, own in owned if own.stop > own.start]
         on_host = config.offload and self._device.type == "cuda"
-        self._host = self._host_memory([own.of(named[name]) for name, own in owned]) if on_host else None
-        self.slots = tuple(self._slot(name, own, is_copy=name in copied) for name, own in owned)
+        copied = copied or {}
+        weights = [copied[name] if name in copied else own.of(named[name].detach()) for name, own in owned]
+        self._host = self._host_memory(weights) if on_host else None
+        self.slots = tuple(self._slot(*one, weight) for one, weight in zip(owned, weights, strict=True))
         self._buckets = tuple(_buckets(self.slots))
         self._clip: Tensor | None = None  # the next step multiplies gradients by it; None: by 1
         self._pieces = [piece for slot in self.slots for piece in _pieces(slot)] if self._host is not None else []
@@ -117,16 +118,14 @@ class Optimizer:
                 num_bytes += aligned(4 * weight.numel())
         return HostMemory(num_bytes, self._device)
 
-    def _slot(self, name: str, own: Rows, *, is_copy: bool) -> Slot:
+    def _slot(self, name: str, own: Rows, weight: Tensor) -> Slot:
         parameter = self.parameters[name]
-        weight = own.of(parameter.detach())
-        weight = weight.clone() if is_copy else weight
         return Slot(
             name,
             parameter,
             own,
             weight,
-            own.start * parameter[0].numel(),
+            own.start * prod(parameter.shape[1:]),
             self.gradients.owned[name],
             exp_avg=zero_moment(weight, self.config.states, self._host),
             exp_avg_sq=zero_moment(weight, self.config.states, self._host),
@@ -284,13 +283,14 @@ def copy_all(own: Mapping[str, Tensor], given: Mapping[str, Tensor], *, what: st
         tensor.copy_(given[name])
 
 
-def _table(named: Mapping[str, Tensor], count: int, units: Mapping[str, int]) -> tuple[tuple[Rows, ...], ...]:
-    """The rows of each worker, by parameter. Each begins where a block of 8-bit moments begins."""
+def owned_rows(named: Mapping[str, Tensor], count: int, units: Mapping[str, int]) -> dict[str, tuple[Rows, ...]]:
+    """The rows of each of `count` workers, by parameter. Each begins where a block of 8-bit moments begins. `units`:
+    rows of a block of some parameters, if not 128."""
     rows = [units.get(name, BLOCK_ROWS) for name in named]
     for place, one in enumerate(named.values()):
-        width = one[0].numel() if one.dim() else 1
+        width = prod(one.shape[1:])
         rows[place] *= STATE_BLOCK // gcd(STATE_BLOCK, rows[place] * width)
-    return cut_rows([one.shape for one in named.values()], count, rows)
+    return dict(zip(named, cut_rows([one.shape for one in named.values()], count, rows), strict=True))
 
 
 def _decays(name: str, parameter: Tensor, where: Literal["linears", "matrices", "all"]) -> bool:

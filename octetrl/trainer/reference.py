@@ -6,8 +6,8 @@
 A fixed reference has the weights with which the run began, and a checkpoint does not contain it. With LoRA only the
 adapters of the reference change; the base weights are the policy's.
 
-An FP8 weight of the reference may have been dropped (`Decoder.drop_fp8_weights`), as on each of several workers, where
-nobody has the policy's whole weight. The reference then takes the policy's codes, which that weight would have too.
+The FP8 weights of a reference are dropped (`Decoder.drop_fp8_weights`): it takes the policy's codes, which those
+weights would have too.
 """
 
 from __future__ import annotations

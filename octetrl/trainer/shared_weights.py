@@ -12,8 +12,7 @@ scales and the other weights, in place. Engine and trainer read these tensors. C
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -24,9 +23,10 @@ from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.fp8.quantize import Quantized
 from octetrl.layers.linear import Float8Linear
 from octetrl.layers.stacked import Float8StackedLinear
+from octetrl.layers.weight_memory import keep_rows
 from octetrl.models.decoder import Decoder
 from octetrl.models.tensor_rows import cut_rows_of
-from octetrl.trainer.optimizer import GradientFormat, Optimizer
+from octetrl.trainer.optimizer import GradientFormat, Optimizer, owned_rows
 from octetrl.trainer.peers import Peers
 from octetrl.trainer.shards import Cut, Rows, buckets
 
@@ -40,6 +40,18 @@ def sharded_linears(model: Decoder, peers: Peers) -> dict[str, Float8Linear]:
     linears = {f"{name}.weight": linear for name, linear in model.float8_linears()}
     trained = {name for name, _ in model.trained_parameters()}
     return {name: linear for name, linear in linears.items() if name in trained and linear.weight is not None}
+
+
+def keep_owned_rows(model: Decoder, peers: Peers) -> dict[str, Tensor]:
+    """Frees the `sharded_linears`' weights except for the rows that this worker owns, and returns these, by name.
+
+    Before the model is loaded it never has all weights (layers/weight_memory.py). A second call changes nothing.
+    """
+    linears = sharded_linears(model, peers)
+    if not linears:
+        return {}
+    table = owned_rows(dict(model.trained_parameters()), peers.share.count, _units(linears))
+    return {name: keep_rows(linear, *table[name][peers.share.rank]) for name, linear in linears.items()}
 
 
 def optimizer_of(
@@ -56,10 +68,10 @@ def optimizer_of(
     `trains` false: no parameter is trained, and no state is allocated.
     """
     parameters = model.trained_parameters() if trains else ()
-    linears, cut = sharded_linears(model, peers), cut_rows_of(model.spec, model.lora)
-    units = {name: _rows_per_unit(linear) for name, linear in linears.items()}
+    copied = keep_owned_rows(model, peers) if trains else {}
+    units, cut = _units(sharded_linears(model, peers)), cut_rows_of(model.spec, model.lora)
     optimizer = Optimizer(
-        parameters, config, seed=seed, peers=peers, copied=linears, cut=cut, units=units, gradients=gradients
+        parameters, config, seed=seed, peers=peers, copied=copied, cut=cut, units=units, gradients=gradients
     )
     return optimizer, SharedWeights(model, optimizer, peers)
 
@@ -68,12 +80,10 @@ class SharedWeights:
     """Keeps a model's weights equal on all workers. With one worker it only quantises."""
 
     def __init__(self, model: Decoder, optimizer: Optimizer, peers: Peers) -> None:
-        """`optimizer` has copies of the owned rows of `sharded_linears`, whose whole weights are freed here."""
+        """`optimizer` has the owned rows of `sharded_linears`, whose whole weights have no memory."""
         self._model, self._optimizer, self._peers = model, optimizer, peers
         self._linears = sharded_linears(model, peers) if optimizer.parameters else {}
         self._received, self._seconds = 0, 0.0  # gathered since the last `take_exchange`
-        for linear in self._linears.values():
-            _free_weight(linear)
 
     def renew(self) -> None:
         """Quantise and exchange the weights that an optimizer step has changed.
@@ -155,18 +165,9 @@ class SharedWeights:
         bad = torch.stack([linear.scale.isnan().any() for linear in self._linears.values()]).tolist()
         return next((f"{name} is not finite" for name, is_bad in zip(self._linears, bad, strict=True) if is_bad), None)
 
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Within, the model has memory for all whole weights, to be loaded. Owners take their rows at the end."""
-        for linear in self._linears.values():
-            _allocate_weight(linear)
-        yield
-        with torch.no_grad():
-            for slot in self._optimizer.slots:
-                if slot.name in self._linears:
-                    slot.weight.copy_(slot.rows.of(slot.parameter))
-        for linear in self._linears.values():
-            _free_weight(linear)
+
+def _units(linears: Mapping[str, Float8Linear]) -> dict[str, int]:
+    return {name: _rows_per_unit(linear) for name, linear in linears.items()}
 
 
 def _rows_per_unit(linear: Float8Linear) -> int:
@@ -176,18 +177,6 @@ def _rows_per_unit(linear: Float8Linear) -> int:
 def _scale_row(linear: Float8Linear, row: int) -> int:
     """The row of the scales at which `row` begins: the first of a block, or the end."""
     return linear.scale_row(row) if isinstance(linear, Float8StackedLinear) else -(-row // BLOCK)
-
-
-def _free_weight(linear: Float8Linear) -> None:
-    """Frees the memory of the weight and keeps its parameter, which receives gradients."""
-    assert linear.weight is not None
-    linear.weight.untyped_storage().resize_(0)
-
-
-def _allocate_weight(linear: Float8Linear) -> None:
-    """Undoes `_free_weight`. The values are undefined."""
-    assert linear.weight is not None
-    linear.weight.untyped_storage().resize_(linear.weight.numel() * linear.weight.element_size())
 
 
 @torch.no_grad()

@@ -53,7 +53,9 @@ def build_worker(
     the run, with which it trains. `only_draws`, `only_trains`: other workers do the rest. Raises UserError."""
     algorithm = build_algorithm(recipe.algorithm)
     if algorithm.reward_loss is not None:
-        return BuiltWorker(RewardModelWorker(recipe, build_reward_model(recipe, device), algorithm, spans, peers=peers))
+        return BuiltWorker(
+            RewardModelWorker(recipe, build_reward_model(recipe, device, peers), algorithm, spans, peers=peers)
+        )
     spec = model_spec(recipe)
     if only_draws:
         algorithm = replace(algorithm, needs_reference=False, needs_teacher=False)

@@ -119,8 +119,7 @@ def _load_model(
     model = trainer.model
     shards = RowShards.find(saved.folder)
     if shards is None or model.lora is not None:
-        with trainer.weights.whole():
-            load_trained(model, saved.folder)
+        load_trained(model, saved.folder)
     own = _owned_by(trainer)
     if shards is None:
         return own.weights, own_optimizer(saved.tensors(OPTIMIZER), own)

@@ -23,6 +23,7 @@ from octetrl.models.hf_weights import take_published_codes
 from octetrl.models.published_codes import takes_published_codes
 from octetrl.trainer.critic import Critic
 from octetrl.trainer.peers import ALONE, Peers
+from octetrl.trainer.shared_weights import keep_owned_rows
 from octetrl.workers.scalar_models import build_critic_model
 from octetrl.workers.teacher import load_teacher, teacher_fp8
 
@@ -31,7 +32,10 @@ LoadWeights = Callable[[Decoder], None]
 
 @dataclass(frozen=True, slots=True)
 class ModelBuilder:
-    """`load_weights` fills the trainer's model, and that of a reference."""
+    """`load_weights` fills the trainer's model, and that of a reference. `trains` false: no weight will change.
+
+    Only a worker that updates all rows of the weights has whole weights of FP8 linears (layers/weight_memory.py).
+    """
 
     recipe: Recipe
     spec: ModelSpec
@@ -39,6 +43,7 @@ class ModelBuilder:
     device: torch.device
     load_weights: LoadWeights
     peers: Peers = ALONE
+    trains: bool = True
 
     @property
     def dtype(self) -> torch.dtype:
@@ -48,13 +53,17 @@ class ModelBuilder:
 
     def trainer_model(self) -> Decoder:
         """A model with loaded and quantised weights. With LoRA only the adapters are trained."""
-        model = self._model("train", self.device)
-        self.load_weights(model)
-        model.requantize()
+        updates = self.trains and self.recipe.model.lora is None
+        model = self._model("train", self.device, fp8_weights=updates and self.peers.share.count == 1)
+        if updates:
+            keep_owned_rows(model, self.peers)
+        self._load(model)
         if takes_published_codes(self.recipe):
             take_published_codes(model, Path(str(self.recipe.model.path)))
         if model.lora is not None:
             model.train_adapters_alone()
+        elif not updates:
+            model.drop_fp8_weights()
         return model
 
     def engine_model(self, trainer_model: Decoder) -> Decoder:
@@ -74,9 +83,9 @@ class ModelBuilder:
     def _first_policy(self, trainer_model: Decoder) -> Decoder:
         """The policy at the start of the run. With LoRA it shares the frozen weights and has its own adapters."""
         if self.recipe.model.lora is None:
-            model = self.trainer_model()
-            if self.peers.share.count > 1:
-                model.drop_fp8_weights()  # a fixed reference needs only the codes
+            model = self._model("train", self.device, fp8_weights=False)
+            self._load(model)
+            model.drop_fp8_weights()
             return model
         model = self._model("train", torch.device("meta"))
         share_weights(model, trainer_model)
@@ -87,12 +96,16 @@ class ModelBuilder:
     def critic(self) -> Critic:
         """PPO's value model with its optimizer."""
         recipe = self.recipe
-        model = build_critic_model(recipe, self.spec, self.device)
+        model = build_critic_model(recipe, self.spec, self.device, self.peers)
         return Critic(
             model, recipe.critic, recipe.trainer, total_steps=recipe.steps, seed=recipe.seed, peers=self.peers
         )
 
-    def _model(self, side: Side, device: torch.device) -> Decoder:
+    def _load(self, model: Decoder) -> None:
+        self.load_weights(model)
+        model.requantize()
+
+    def _model(self, side: Side, device: torch.device, *, fp8_weights: bool = True) -> Decoder:
         return Decoder(
             self.spec,
             self.policy,
@@ -102,6 +115,7 @@ class ModelBuilder:
             backend=self._backend,
             lora=self.recipe.model.lora,
             group=self.peers.group,
+            fp8_weights=fp8_weights,
         )
 
     @property

@@ -50,8 +50,9 @@ class RewardModelScorer:
                 load_tokenizer(folder, spec.vocab_size), system_prompt, context_length=spec.max_positions
             )
             policy = scoring_policy(spec, recipe.fp8, recipe.numerics)
-            model = scalar_decoder(recipe, spec, policy, device)
+            model = scalar_decoder(recipe, spec, policy, device, fp8_weights=False)
             load_weights(model, folder)
+            model.drop_fp8_weights()
         except UserError as error:
             raise UserError(f"environment.reward_model: {error}") from None
         trainer = recipe.trainer

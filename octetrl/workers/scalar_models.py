@@ -19,45 +19,67 @@ from octetrl.models.families import load_critic_spec, load_spec, spec_from_confi
 from octetrl.models.hf_weights import load_weights
 from octetrl.models.peft_adapters import begin_adapters
 from octetrl.models.scalar_decoder import ScalarDecoder
+from octetrl.trainer.peers import ALONE, Peers
+from octetrl.trainer.shared_weights import keep_owned_rows
 
 
 def scalar_decoder(
-    recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device: torch.device, lora: LoraConfig | None = None
+    recipe: Recipe,
+    spec: ModelSpec,
+    policy: PrecisionPolicy,
+    device: torch.device,
+    lora: LoraConfig | None = None,
+    *,
+    fp8_weights: bool = True,
 ) -> ScalarDecoder:
-    """Its weights undefined."""
+    """Its weights undefined. `fp8_weights` false: those of FP8 linears have no memory (layers/weight_memory.py)."""
     backend = choose_backend(device, recipe.fp8.emulate) if policy.uses_fp8("train") else "emulated"
     dtype = getattr(torch, recipe.model.dtype)
-    return ScalarDecoder(spec, policy, dtype=dtype, device=device, backend=backend, lora=lora)
+    return ScalarDecoder(spec, policy, dtype=dtype, device=device, backend=backend, lora=lora, fp8_weights=fp8_weights)
 
 
-def build_critic_model(recipe: Recipe, policy_spec: ModelSpec, device: torch.device) -> ScalarDecoder:
+def build_critic_model(
+    recipe: Recipe, policy_spec: ModelSpec, device: torch.device, peers: Peers = ALONE
+) -> ScalarDecoder:
     """PPO's value model, from `critic.path` or from where the policy begins."""
     path = recipe.critic.path
     if path is None:
-        return _of_the_model_section(recipe, device)
+        return _of_the_model_section(recipe, device, peers)
     spec = load_critic_spec(path, policy_spec, recipe.model.context_length)
-    model = scalar_decoder(recipe, spec, precision_policy(spec, recipe.fp8, recipe.numerics), device)
+    model = _trained(recipe, spec, device, peers)
     load_weights(model, path, new_head=True)
     return model
 
 
-def build_reward_model(recipe: Recipe, device: torch.device) -> ScalarDecoder:
+def build_reward_model(recipe: Recipe, device: torch.device, peers: Peers = ALONE) -> ScalarDecoder:
     """What a run trains: of the recipe's `model` section, its adapters and the head alone if it has any."""
-    model = _of_the_model_section(recipe, device, recipe.model.lora)
+    model = _of_the_model_section(recipe, device, peers, recipe.model.lora)
     if model.lora is not None:
         begin_adapters(model, recipe.seed)
         model.train_adapters_alone()
     return model
 
 
-def _of_the_model_section(recipe: Recipe, device: torch.device, lora: LoraConfig | None = None) -> ScalarDecoder:
+def _of_the_model_section(
+    recipe: Recipe, device: torch.device, peers: Peers, lora: LoraConfig | None = None
+) -> ScalarDecoder:
     """With its weights or random ones."""
-    spec = scalar_spec(recipe)
-    model = scalar_decoder(recipe, spec, precision_policy(spec, recipe.fp8, recipe.numerics), device, lora)
+    model = _trained(recipe, scalar_spec(recipe), device, peers, lora)
     if recipe.model.init == "random":
         model.random_init(recipe.seed)
     else:
         load_weights(model, Path(str(recipe.model.path)), new_head=True)
+    return model
+
+
+def _trained(
+    recipe: Recipe, spec: ModelSpec, device: torch.device, peers: Peers, lora: LoraConfig | None = None
+) -> ScalarDecoder:
+    """A model to be trained, before its weights are loaded. It has memory only for the weights that it will keep."""
+    policy = precision_policy(spec, recipe.fp8, recipe.numerics)
+    updates_all = lora is None and peers.share.count == 1
+    model = scalar_decoder(recipe, spec, policy, device, lora, fp8_weights=updates_all)
+    keep_owned_rows(model, peers)
     return model
 
 

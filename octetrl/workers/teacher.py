@@ -47,11 +47,12 @@ def load_teacher(recipe: Recipe, tokenizer: Tokenizer, device: torch.device, bac
         if spec.vocab_size < len(tokenizer):
             raise UserError(f"its vocabulary of {spec.vocab_size} is smaller than the tokenizer's {len(tokenizer)}")
         dtype: torch.dtype = getattr(torch, recipe.model.dtype)
-        model = Decoder(spec, teacher_policy(recipe, spec), "train", dtype=dtype, device=device, backend=backend)
+        policy = teacher_policy(recipe, spec)
+        model = Decoder(spec, policy, "train", dtype=dtype, device=device, backend=backend, fp8_weights=False)
         load_weights(model, folder)
     except UserError as error:
         raise UserError(f"algorithm.teacher: {error}") from None
-    model.requantize()
+    model.drop_fp8_weights()
     return model.requires_grad_(False)
 
 

@@ -31,6 +31,7 @@ from octetrl.fp8.backends import choose_backend
 from octetrl.fp8.kv_scales import KVScales, kv_scales_from_amax
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.context import PackedContext, PagedContext
+from octetrl.layers.weight_memory import filling
 from octetrl.models.decoder import Decoder
 from octetrl.models.rollout_forward import can_fuse, rollout_forward
 from octetrl.models.tensor_rows import cut_rows_of
@@ -289,16 +290,17 @@ def draw_weights(model: Decoder, seed: int) -> None:
     """On the model's device: logits that are neither flat nor certain, norms and biases away from 1 and 0. A part of a
     model gets its rows of the whole model's weights."""
     generator = torch.Generator(model.lm_head_weight.device).manual_seed(seed)
-    cut = cut_rows_of(model.spec, model.lora)
+    cut, fill = cut_rows_of(model.spec, model.lora), filling(model)
     for name, parameter in model.named_parameters():
         rows = cut.get(name)
-        drawn = parameter if rows is None else parameter.new_empty(rows.whole_rows, *parameter.shape[1:])
-        if parameter.dim() == 2:
-            drawn.normal_(std=2.0 * parameter.shape[1] ** -0.5, generator=generator)
-        else:
-            drawn.normal_(std=0.3, generator=generator)
-            if not name.endswith("bias"):
-                drawn.add_(1.0)
-        if rows is not None:
-            parameter.copy_(torch.cat([drawn[one.whole : one.whole + one.rows] for one in rows.pieces]))
+        with fill(name):
+            drawn = parameter if rows is None else parameter.new_empty(rows.whole_rows, *parameter.shape[1:])
+            if parameter.dim() == 2:
+                drawn.normal_(std=2.0 * parameter.shape[1] ** -0.5, generator=generator)
+            else:
+                drawn.normal_(std=0.3, generator=generator)
+                if not name.endswith("bias"):
+                    drawn.add_(1.0)
+            if rows is not None:
+                parameter.copy_(torch.cat([drawn[one.whole : one.whole + one.rows] for one in rows.pieces]))
     model.requantize()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -17,6 +18,7 @@ from octetrl.config.schema import CriticConfig, Fp8Config, OptimizerConfig, Trai
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
+from octetrl.models.hf_weights import load_weights, save_weights
 from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.records import PackedBatch, PolicyUpdate, Sample
 from octetrl.trainer.critic import Critic
@@ -236,16 +238,15 @@ def test_the_state_of_owned_rows_restores_every_bit() -> None:
     run_team(2, work)
 
 
-def test_whole_weights_can_be_loaded_into_shards() -> None:
+def test_whole_weights_can_be_loaded_into_shards(tmp_path: Path) -> None:
     """As a checkpoint of one worker is."""
     wanted = Decoder(ODD, precision_policy(ODD, FP8), "train")
     wanted.random_init(8)
+    save_weights(wanted, tmp_path)
 
     def work(peers: Peers) -> None:
         trainer = _sft_trainer(peers)
-        with trainer.weights.whole(), torch.no_grad():
-            for name, parameter in trainer.model.named_parameters():
-                parameter.copy_(wanted.get_parameter(name))
+        load_weights(trainer.model, tmp_path)
         trainer.load_state(trainer.state())
         for (name, one), (_, other) in zip(trainer.model.float8_linears(), wanted.float8_linears(), strict=True):
             assert not one.has_weight
