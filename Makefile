@@ -27,7 +27,7 @@ test: lint types  ## lint, types and all tests that need no GPU
 	$(PYTHON) -m pytest -n 2 --dist worksteal -m "not gpu"
 
 test-gpu: $(READY)  ## the tests that need a Hopper GPU; fails without one
-	OCTETRL_REQUIRE=gpu $(PYTHON) -m pytest -n 6 -m gpu
+	OCTETRL_REQUIRE=gpu $(PYTHON) -m pytest -n 6 --dist loadgroup -m gpu
 
 test-faults: $(READY)  ## kill a run on several workers at MOMENTS=20 random moments; SEED=n repeats those of a run
 	$(PYTHON) -m tests.e2e.faults --moments $(or $(MOMENTS),20) $(if $(SEED),--seed $(SEED))
