@@ -85,9 +85,10 @@ def make_start(state: Path, name: str, seed: int, changes: Sequence[str]) -> Non
     if not resumes:
         shutil.rmtree(folder, ignore_errors=True)
         make_model_and_examples(recipe, preset_config("tiny") | dict(table.shape))
-    train(recipe, resume=resumes)
-    if steps_done(recipe) < recipe.steps:
-        raise SystemExit(UNFINISHED)
+    try:
+        train(recipe, resume=resumes)
+    except KeyboardInterrupt:
+        raise SystemExit(UNFINISHED) from None
     target = start_folder(state, name, seed)
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.part")
@@ -137,9 +138,6 @@ def run_arm(state: Path, name: str, arm: str, seed: int, model: str | None, chan
     line: Line = {"table": name, "arm": arm, "seed": seed, "of_steps": recipe.steps}
     try:
         train(recipe, resume=resumes)
-        if steps_done(recipe) < recipe.steps:
-            add_seconds(folder, time.monotonic() - began)
-            raise SystemExit(UNFINISHED)
         line |= {"status": "complete", **summary(recipe)}
         last_step, last = line["curve"][-1] if line["curve"] else (0, None)
         plain = in_bf16(recipe)
@@ -148,6 +146,9 @@ def run_arm(state: Path, name: str, arm: str, seed: int, model: str | None, chan
         line["end/accuracy"] = last if last_step == recipe.steps else evaluate_checkpoint(str(folder), recipe).accuracy
         same = plain.fp8 == recipe.fp8
         line["end/accuracy_bf16"] = line["end/accuracy"] if same else evaluate_checkpoint(str(folder), plain).accuracy
+    except KeyboardInterrupt:  # after a step, with a checkpoint
+        add_seconds(folder, time.monotonic() - began)
+        raise SystemExit(UNFINISHED) from None
     except RunFailed as failed:
         line |= {"status": "failed", "why": str(failed), **summary(recipe)}
     line |= {"seconds": add_seconds(folder, time.monotonic() - began), "changes": list(changes), "from": provenance()}
@@ -209,6 +210,7 @@ def has_checkpoint(recipe: Recipe) -> bool:
 
 def add_seconds(folder: Path, seconds: float) -> float:
     """The time that all tries of a job took together, kept in its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "seconds"
     total = seconds + (float(path.read_text()) if path.exists() else 0.0)
     path.write_text(str(total))
