@@ -55,7 +55,7 @@ class Place:
 
     @classmethod
     def of(cls, run: Run) -> Place:
-        return cls(run.taskset.state(), run.base_collection.lengths.state())
+        return cls(run.taskset.state(), run.collection.lengths.state())
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,7 @@ def run(tmp_path: Path) -> Any:
         taskset=NoTasks(),
         conversations=None,
         collection=SimpleNamespace(lengths=ExpectedLengths()),
+        ahead=None,
     )
 
 
