@@ -45,6 +45,7 @@ def evaluate(run: Run, tasks: Sequence[Task] | None = None) -> EvalReport:
     with run.spans("evaluate"), _generators_put_back():
         groups = collect_groups(tasks, run.rewards, run.rollout_workers, collection)
         run.rollout_workers.forget_prefixes()  # so that a step is the same whether an evaluation came before it or not
+        run.journal.record_evaluation(groups)  # which reads prompts: a user's task may draw when it is read
     scoring = Scoring(config.evaluation.k, config.evaluation.right_from, config.seed)
     speed = run.rollout_workers.rollout_metrics().get("rollout/tokens_per_second", 0.0)
     return EvalReport(groups, scoring, speed)

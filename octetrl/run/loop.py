@@ -164,7 +164,6 @@ def _evaluated(run: Run) -> dict[str, float]:
     """The metrics of an evaluation. Its time and memory are not part of the step's metrics."""
     with nullcontext() if run.ahead is None else run.ahead.paused():
         report = evaluate(run)
-    run.journal.record_evaluation(report.groups)
     run.workers.memory_metrics()
     reward_times(run.rewards)
     return {**report.metrics, "time/evaluate": run.spans.take()["time/evaluate"]}

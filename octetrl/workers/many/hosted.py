@@ -211,6 +211,7 @@ class HostedWorker:
 
     def load(self, saved: Checkpoint, policy_version: int) -> None:
         self._compute("load", lambda: self._worker.load(saved, policy_version))
+        self.times()  # what loading took is no step's
 
     def forget_prefixes(self) -> None:
         self._compute("rollout", lambda: self._policy.forget_prefixes())

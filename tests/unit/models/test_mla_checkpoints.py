@@ -174,7 +174,7 @@ def test_sizes_that_a_gpu_cannot_run_are_refused_there() -> None:
     narrow = spec_from_config(preset_config("tiny-mla-moe") | {"qk_nope_head_dim": 32})
     policy = precision_policy(narrow, Fp8Config())
     with pytest.raises(UserError, match=r"qk_nope_head_dim 32, .* does not run on a GPU: the first must be a multiple"):
-        LayerBuilder(narrow, policy, "train", torch.bfloat16, "cuda", "scaled_mm", None, ONE_WORKER)
+        LayerBuilder(narrow, policy, "train", torch.bfloat16, "cuda", "scaled_mm", None, ONE_WORKER, fp8_weights=True)
     for preset in ("tiny-mla-moe", "moonlight-16b-a3b"):
         assert spec_from_config(preset_config(preset)).refused_on_gpu() is None
 

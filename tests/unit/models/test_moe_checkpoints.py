@@ -175,7 +175,15 @@ def test_float32_on_a_gpu_and_adapters_on_experts_alone_are_refused() -> None:
     spec = spec_from_config(preset_config("tiny-moe"))
     with pytest.raises(UserError, match=r"runs on a GPU in bfloat16, and its FP8 is not emulated"):
         LayerBuilder(
-            spec, precision_policy(spec, Fp8Config()), "train", torch.float32, "cuda", "scaled_mm", None, ONE_WORKER
+            spec,
+            precision_policy(spec, Fp8Config()),
+            "train",
+            torch.float32,
+            "cuda",
+            "scaled_mm",
+            None,
+            ONE_WORKER,
+            fp8_weights=True,
         )
     lora = {"targets": ["gate_proj", "down_proj"]}
     recipe = recipe_from_mapping({"model": {"path": "m", "lora": lora}, "environment": {"dataset": "d"}})
