@@ -341,6 +341,6 @@ def _first(error: Exception) -> str:
 
 
 def _why(error: RayActorError) -> str:
-    """Ray's reason in one line, without its advice."""
+    """Ray's reason in one line, without its advice, which names the OOM killer whatever the cause."""
     text = " ".join(str(error).split())
-    return "its process died" + (" (out of memory)" if "memory pressure" in text or "OOM" in text else "")
+    return "its process died" + (" (out of memory)" if "memory pressure" in text or "low on memory" in text else "")

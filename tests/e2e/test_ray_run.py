@@ -80,7 +80,7 @@ def test_a_worker_that_dies_changes_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = tmp_path / "run"
-    changes = JOINED | {"checkpoint.every": 1, "cluster.max_restarts": 1}
+    changes = JOINED | {"checkpoint.every": 1, "cluster.max_restarts": 3}
 
     def kill_one() -> None:
         wait_for((folder / STATUS_FILE).exists)
@@ -136,7 +136,7 @@ def test_a_run_that_draws_ahead_takes_every_task_once_when_a_worker_dies(
 ) -> None:
     folder = tmp_path / "run"
     roles = {"cluster.cpus": None, "cluster.trainer_cpus": 1, "cluster.engine_cpus": 1, "cluster.max_staleness": 2}
-    changes = JOINED | roles | {"checkpoint.every": 1, "cluster.max_restarts": 1}
+    changes = JOINED | roles | {"checkpoint.every": 1, "cluster.max_restarts": 3}
 
     def kill_one() -> None:
         wait_for((folder / STATUS_FILE).exists)
