@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from benchmarks.precisions import WIDE
+
 Changes = tuple[str, ...]
 TIS = "algorithm.corrections=[tis]"
 NONE = "algorithm.corrections=[]"
@@ -109,15 +111,6 @@ class StudyTable:
 
 TWO_TERMS = "environment.parameters={min_terms: 2, max_terms: 3, min_digits: 1, max_digits: 2}"
 SMALL_COMMON = ("environment.eval_size=1024", "evaluation.every=15")
-WIDE_SHAPE = {  # Qwen3-0.6B's width in 8 layers: 126 million parameters besides the embedding
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 4096,
-}
 WIDE_LENGTHS = (
     "model.context_length=512",
     "rollout.max_prompt_tokens=64",
@@ -151,7 +144,7 @@ TABLES: Mapping[str, StudyTable] = {
         60,
         FOUR,
         150.0,
-        WIDE_SHAPE,
+        WIDE,
     ),
     "smollm2-sums": StudyTable(
         "pretrained", 30, SMOLLM2, (*PRETRAINED_COMMON, TWO_TERMS), None, (), 150, EIGHT, job_seconds=900.0

@@ -25,7 +25,7 @@ from octetrl.trainer.peers import serve_store
 from octetrl.workers.many.balance import Costs
 from octetrl.workers.many.deadlines import Deadlines
 from octetrl.workers.many.session import ManySession
-from octetrl.workers.many.team import Role, Team
+from octetrl.workers.many.team import PartOfTeam, Team
 from octetrl.workers.many.workers import ManyWorkers, WorkersDiffer, memory_of, paths_of, times_of
 
 
@@ -49,7 +49,8 @@ class SeparateWorkers:
         self._spans, self._staged = spans, staged
         self._published: Published | None = None  # and sent, but not adopted
         self._weights = threading.RLock()  # they are sent and adopted in different threads
-        trainer_team, drawer_team = Role(team, 0, roles[0]), Role(team, *roles)
+        trainer_team = PartOfTeam(team, range(roles[0]))
+        drawer_team = PartOfTeam(team, range(roles[0], sum(roles)))
         self._team, self._trainer_team, self._drawer_team = team, trainer_team, drawer_team
         self._trainers = ManyWorkers(trainer_team, costs, deadlines, console, spans, admission)
         self._drawers = ManyWorkers(drawer_team, costs, deadlines, console, spans, admission, trains=False)

@@ -60,72 +60,23 @@ class Team(Protocol):
         """Ends all processes. A second call does nothing."""
 
 
-class Leaders:
-    """The first worker of each group of `size`, as a team: whom the driver calls while a session is open."""
+class PartOfTeam:
+    """Some workers of a team, as a team: those that train, those that draw, or the first of each group that shares a
+    model. Worker i of it is `members[i]` of `team`."""
 
-    def __init__(self, team: Team, size: int) -> None:
-        self._team, self._size = team, size
+    def __init__(self, team: Team, members: Sequence[int]) -> None:
+        self._team, self._members = team, members
 
     @property
     def size(self) -> int:
-        return self._team.size // self._size
+        return len(self._members)
 
     @property
     def host(self) -> str:
         return self._team.host
 
     def place(self, worker: int) -> str:
-        return self._team.place(worker * self._size)
-
-    def ask(self, phase: str, verb: str, *arguments: Any) -> list[Any]:
-        return self.ask_each(phase, verb, [arguments] * self.size)
-
-    def ask_each(self, phase: str, verb: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return [self.ask_one(worker, phase, verb, *each) for worker, each in enumerate(arguments)]
-
-    def ask_one(self, worker: int, phase: str, verb: str, *arguments: Any) -> Any:
-        return self._team.ask_one(worker * self._size, phase, verb, *arguments)
-
-    def collect(self, phase: str, calls: Sequence[Call]) -> list[Any]:
-        return self._team.collect(phase, [self._theirs(call) for call in calls])
-
-    def begin(self, worker: int, verb: str, *arguments: Any) -> Call:
-        return replace(self._team.begin(worker * self._size, verb, *arguments), worker=worker)
-
-    def wait_any(self, calls: Sequence[Call], seconds: float) -> list[Call]:
-        theirs = [self._theirs(call) for call in calls]
-        ended = {id(one) for one in self._team.wait_any(theirs, seconds)}
-        return [call for call, one in zip(calls, theirs, strict=True) if id(one) in ended]
-
-    def result(self, call: Call) -> Any:
-        return self._team.result(self._theirs(call))
-
-    def lose(self, worker: int, phase: str, seconds: float, why: str) -> Exception:
-        return self._team.lose(worker * self._size, phase, seconds, why)
-
-    def close(self) -> None:
-        self._team.close()
-
-    def _theirs(self, call: Call) -> Call:
-        return replace(call, worker=call.worker * self._size)
-
-
-class Role:
-    """Workers `first` to `first + size - 1` of a team, as a team: those that train, or those that draw."""
-
-    def __init__(self, team: Team, first: int, size: int) -> None:
-        self._team, self._first, self._size = team, first, size
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    @property
-    def host(self) -> str:
-        return self._team.host
-
-    def place(self, worker: int) -> str:
-        return self._team.place(self._first + worker)
+        return self._team.place(self._members[worker])
 
     def ask(self, phase: str, verb: str, *arguments: Any) -> list[Any]:
         return self.ask_each(phase, verb, [arguments] * self.size)
@@ -134,13 +85,13 @@ class Role:
         return self.collect(phase, [self.begin(worker, verb, *each) for worker, each in enumerate(arguments)])
 
     def ask_one(self, worker: int, phase: str, verb: str, *arguments: Any) -> Any:
-        return self._team.ask_one(self._first + worker, phase, verb, *arguments)
+        return self._team.ask_one(self._members[worker], phase, verb, *arguments)
 
     def collect(self, phase: str, calls: Sequence[Call]) -> list[Any]:
         return self._team.collect(phase, [self._theirs(call) for call in calls])
 
     def begin(self, worker: int, verb: str, *arguments: Any) -> Call:
-        return replace(self._team.begin(self._first + worker, verb, *arguments), worker=worker)
+        return replace(self._team.begin(self._members[worker], verb, *arguments), worker=worker)
 
     def wait_any(self, calls: Sequence[Call], seconds: float) -> list[Call]:
         theirs = [self._theirs(call) for call in calls]
@@ -151,10 +102,10 @@ class Role:
         return self._team.result(self._theirs(call))
 
     def lose(self, worker: int, phase: str, seconds: float, why: str) -> Exception:
-        return self._team.lose(self._first + worker, phase, seconds, why)
+        return self._team.lose(self._members[worker], phase, seconds, why)
 
     def close(self) -> None:
         self._team.close()
 
     def _theirs(self, call: Call) -> Call:
-        return replace(call, worker=self._first + call.worker)
+        return replace(call, worker=self._members[call.worker])

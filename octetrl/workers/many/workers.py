@@ -41,7 +41,7 @@ from octetrl.workers.many.balance import Costs, deal
 from octetrl.workers.many.deadlines import Deadlines, WorkerLost
 from octetrl.workers.many.plan import RolloutFacts, WorkerState
 from octetrl.workers.many.session import ManySession
-from octetrl.workers.many.team import Leaders, Team
+from octetrl.workers.many.team import PartOfTeam, Team
 
 LINGER_SECONDS = 0.05  # of `generate`, whose completions nobody waits for
 SCORING_SECONDS = 0.1  # at most between two calls of `on_completions`
@@ -172,7 +172,7 @@ class ManyWorkers(ManyLearningWorkers):
         size: int = 1,
     ) -> None:
         super().__init__(team, costs, deadlines, console, spans, trains=trains, size=size)
-        self._drawing = team if size == 1 else Leaders(team, size)
+        self._drawing = team if size == 1 else PartOfTeam(team, range(0, team.size, size))
         self._admission = admission
         self._rollout: list[RolloutFacts] = []  # of the last session
 
