@@ -142,7 +142,10 @@ ALONE = Alone()
 
 
 def serve_store(host: str) -> tuple[Store, str]:
-    """A new store for the workers of a run, served by this process, and its address "host:port"."""
+    """A new store for the workers of a run, served while it is referred to, and its address "host:port".
+
+    Keep it while the workers live: NCCL connects through it, and looks into it later.
+    """
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
     return store, f"{host}:{store.port}"
 
@@ -173,6 +176,8 @@ class ProcessGroupPeers(WholeModel):
         self.share, self.gradients = share, gradients
         self._device, self._deadline_seconds = device, deadline_seconds
         self._collectives = self._connected(PrefixStore(name, store))
+        if device.type == "cuda":
+            self._all_gather(torch.zeros(1), "connect")  # NCCL connects in its first collective
 
     def _connected(self, store: Store) -> Any:
         rank, count = self.share.rank, self.share.count

@@ -90,8 +90,9 @@ def test_attention_has_equal_bits_and_right_gradients(head_size: int, window: in
     on_cpu = [x.cpu() if isinstance(x, torch.Tensor) else x for x in arguments]
     on_cpu[2] = packed.ReplayedKV(kv.k_TKD.cpu(), kv.v_TKD.cpu(), None, None)
     exact = packed.attention_packed_backward_reference(*on_cpu)  # type: ignore[arg-type]
+    noise = 1e-4 * arguments[0].float().norm().cpu()  # all there is in dQ and dK where a window holds one key
     for ours, theirs in zip(packed.attention_packed_backward(*arguments), exact, strict=True):
-        assert (ours.cpu().float() - theirs.float()).norm() < 0.02 * theirs.float().norm()
+        assert (ours.cpu().float() - theirs.float()).norm() < 0.02 * (theirs.float().norm() + noise)
 
 
 @pytest.mark.parametrize("hidden_size", [576, 2880, 4000])

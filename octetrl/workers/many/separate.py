@@ -54,14 +54,13 @@ class SeparateWorkers:
         self._team, self._trainer_team, self._drawer_team = team, trainer_team, drawer_team
         self._trainers = ManyWorkers(trainer_team, costs, deadlines, console, spans, admission)
         self._drawers = ManyWorkers(drawer_team, costs, deadlines, console, spans, admission, trains=False)
-        store, address = serve_store(team.host)
+        self._store, address = serve_store(team.host)  # NCCL asks it for as long as the workers live
         meetings = [
             trainer_team.begin(0, "meet_for_weights", address),
             *(drawer_team.begin(worker, "meet_for_weights", address) for worker in range(drawer_team.size)),
         ]
         trainer_team.collect("load", meetings[:1])
         drawer_team.collect("load", meetings[1:])
-        del store  # they have met
 
     # ------------------------------------------------------------ the trainers
 

@@ -69,12 +69,10 @@ class ManyLearningWorkers:
         self._team, self._costs, self._deadlines = team, costs, deadlines
         self._console, self._spans = console, spans
         self._size = size  # of a group of workers that share one model
+        address: str | None = None
         if team.size > 1 and (trains or size > 1):
-            store, address = serve_store(team.host)
-            states: list[WorkerState] = team.ask("load", "build", address)
-            del store  # they have met
-        else:
-            states = team.ask("load", "build", None)
+            self._store, address = serve_store(team.host)  # NCCL asks it for as long as the workers live
+        states: list[WorkerState] = team.ask("load", "build", address)
         self._layout, self._policy_version = states[0].layout, states[0].policy_version
         self._needs_calibration = states[0].needs_calibration
         self._weights_are_whole = True

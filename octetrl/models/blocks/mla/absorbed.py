@@ -53,7 +53,7 @@ def _by_head(x_THK: Tensor, kv_b: Tensor, part: Part, *, turned: bool) -> Tensor
     """Each head's rows by its part of `kv_b`, which is read where it lies: [T, H, N], a view of [H, T, N]."""
     tokens, heads, depth = x_THK.shape
     first_H1 = torch.arange(0, heads * tokens + 1, max(1, tokens), dtype=torch.int32, device=x_THK.device)[: heads + 1]
-    x_PK = x_THK.transpose(0, 1).reshape(heads * tokens, depth)
+    x_PK = x_THK.transpose(0, 1).reshape(heads * tokens, depth).contiguous()  # of one token it is a view
     return grouped_bf16_gemm(x_PK, kv_b, first_H1, turned=turned, part=part).view(heads, tokens, -1).transpose(0, 1)
 
 
