@@ -98,6 +98,7 @@ class Engine:
 
         Raises ValueError naming a weight or scale that is not finite, RuntimeError while a session is open.
         """
+        self._refuse_while_open("put_weights")
         put_weights(self._model, weights)
         if weights.kv_scales is not None:
             self.set_kv_scales(weights.kv_scales)

@@ -95,7 +95,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
                "Above 0 ends the run: `octetrl doctor RECIPE` names the op."),
         Metric("mismatch/tokens", TOKENS, "Trained tokens that were compared."),
         Metric("mismatch/token_mult_prob_error", "", "Mean over tokens of exp(absolute log-prob difference).",
-               "1: equal. Above 1.05: look at precision."),
+               "1: equal. Above 1.03: look at precision."),
         Metric("mismatch/gen_kl", NATS, "KL divergence of the trainer's policy from the engine's (k3 estimate).",
                "0: equal."),
         Metric("mismatch/max_abs_diff", NATS, "Largest absolute difference, engine − trainer, of a token's log-prob."),

@@ -1,6 +1,6 @@
 """The window of a profile on a CPU: which steps are recorded, and what is said where there are too few.
 
-Kernels are recorded on a GPU alone (tests/gpu/test_profile.py).
+Kernels are recorded on a GPU alone (tests/gpu/test_bench_profile.py).
 """
 
 from __future__ import annotations

@@ -7,12 +7,15 @@ import random
 from functools import cache
 
 import pytest
+import torch
 
 from octetrl.config.errors import UserError
 from octetrl.engine.engine import Engine
 from octetrl.engine.session import Session
+from octetrl.engine.weights import weight_set
+from octetrl.models.decoder import Decoder
 from octetrl.records import Completion, GenerationRequest, SessionEvent
-from tests.unit.engine.tiny_engine import CONTEXT_LENGTH, EOS, Graphs, request, tiny_engine
+from tests.unit.engine.tiny_engine import CONTEXT_LENGTH, EOS, SPEC, Graphs, policy_of, request, tiny_engine
 
 STOP = "X"
 ASKED = [
@@ -262,8 +265,15 @@ def test_what_cannot_be_served_is_refused_and_the_others_go_on() -> None:
     assert finished(events) == alone("bf16", [request("good")])
 
 
+def held_bytes(engine: Engine) -> list[bytes]:
+    """All weights, codes and scales of the engine's model."""
+    return [tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in engine._model.state_dict().values()]
+
+
 def test_one_session_at_a_time_and_no_new_weights_meanwhile() -> None:
-    engine = tiny_engine("fp8_full")
+    engine, other = tiny_engine("fp8_full"), Decoder(SPEC, policy_of("fp8_full"), "train")
+    other.random_init(7)
+    before = held_bytes(engine)
     with engine.session() as session:
         session.submit(request())
         session.events()
@@ -271,11 +281,12 @@ def test_one_session_at_a_time_and_no_new_weights_meanwhile() -> None:
         assert scales is not None
         refused = (
             engine.session, lambda: engine.generate([request()]), lambda: engine.publish(1), engine.sleep,
-            lambda: engine.set_kv_scales(scales),
+            lambda: engine.set_kv_scales(scales), lambda: engine.put_weights(weight_set(other, 1, scales)),
         )  # fmt: skip
         for verb in refused:
             with pytest.raises(RuntimeError, match="while the engine has an open session"):
                 verb()
+        assert held_bytes(engine) == before  # refused before anything was copied
     assert engine._blocks is not None and engine._blocks.num_used == 0  # what was unfinished is cancelled
     assert engine.metrics is not None and engine.metrics.cancelled == 1
     engine.publish(1)

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from octetrl.config.schema import OptimizerConfig
 from octetrl.trainer.gradient_rounding import GradientRounding
+from octetrl.trainer.gradients import gradient_sums
 from octetrl.trainer.optimizer import GradientFormat, Optimizer
 from octetrl.trainer.peers import ALONE, Peers
-from octetrl.trainer.shards import GradientMode
+from octetrl.trainer.shards import GradientMode, cut_rows
 from tests.objectives import objective
 from tests.team import run_team
 from tests.unit.trainer.test_many_workers import Run, assert_equal_everywhere, batches, trained
@@ -88,3 +89,25 @@ def test_two_workers_train_as_with_float32_sums_and_repeat_their_bits(mode: Grad
     errors = [[update.metrics["gradients/rounding_error"] for update in run.updates] for run in runs]
     assert errors[0] == errors[1] and all(1e-4 < error < 5e-3 for error in errors[0])
     assert all(gradient.dtype == torch.bfloat16 for gradient in runs[0].gradients.values())
+
+
+def test_sharded_sums_have_the_same_bits_on_any_number_of_workers() -> None:
+    """The bits of an addition are counted from the start of the whole parameter, wherever its rows are. The gradients
+    come from one worker, so that no order of sums differs."""
+    generator = torch.Generator().manual_seed(4)
+    given = [torch.randn(600, 5, generator=generator).bfloat16() for _ in range(3)]
+
+    def work(peers: Peers) -> Tensor:
+        weight = nn.Parameter(torch.zeros(600, 5).bfloat16())
+        rows = cut_rows([weight.shape], peers.share.count)
+        sums = gradient_sums({"weight": weight}, rows, peers, GradientRounding(3, CPU))
+        sums.zero()
+        for one in given:
+            weight.backward(one if peers.share.rank == 0 else torch.zeros_like(one))
+            sums.end_micro_batch()
+        sums.finish()
+        return sums.owned["weight"]
+
+    two, five = (torch.cat(run_team(count, work, gradients="sharded")) for count in (2, 5))
+    nearest = (given[0] + given[1]) + given[2]
+    assert torch.equal(two, five) and not torch.equal(two, nearest)
