@@ -115,6 +115,16 @@ def test_rows_that_changed_places_change_the_digest(other: str) -> None:
     assert digest(engine, trainer, 0) != before
 
 
+@pytest.mark.parametrize("tensor", ["codes", "scale"])
+def test_codes_and_scales_are_in_the_digest(tensor: str) -> None:
+    """A bit that flips in memory that both sides share differs from nothing; other workers have another digest."""
+    engine, trainer = pair("fp8")
+    before = digest(engine, trainer, 0)
+    held = getattr(dict(engine.float8_linears())["layers.1.attention.o_proj"], tensor)
+    held.view(torch.uint8)[0, 0] ^= 1
+    assert digest(engine, trainer, 0) != before
+
+
 def flip_a_code(linear: Float8Linear) -> None:
     linear.codes = linear.codes.clone()
     linear.codes.view(torch.uint8)[3, 5] ^= 1
