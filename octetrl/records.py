@@ -111,7 +111,10 @@ class SessionEvent:
 
 @dataclass(frozen=True, slots=True)
 class GenerationProgress:
-    """Progress of a session after a forward."""
+    """Progress of a session after a forward.
+
+    Example: GenerationProgress(done=3, running=5, waiting=8, generated_tokens=812, seconds=1.5)
+    """
 
     done: int  # completions
     running: int
@@ -204,7 +207,10 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class RolloutGroup:
-    """The `group_size` siblings of one task. Advantages are relative to the rollouts that have a reward."""
+    """The `group_size` siblings of one task. Advantages are relative to the rollouts that have a reward.
+
+    Example: RolloutGroup(task, (right, wrong))
+    """
 
     task: Task
     rollouts: tuple[Rollout, ...]
