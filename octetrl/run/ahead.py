@@ -10,8 +10,8 @@ steps. One policy version draws a batch: an engine takes new weights between two
 The batch of a step is handed over when the engines have the weights for the next one. With K = 1 the version that draws
 each batch therefore does not depend on the clock, and a run repeats its bits.
 
-What was drawn and not learnt is not saved. `place` is the place in the tasks after the last batch that a step took: a
-resumed run draws the others again, and skips no task.
+Batches in the buffer are not saved. `place` is the place in the tasks after the last batch that a step took. A resumed
+run therefore samples the buffered batches again, and skips no task.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class _Drawn:
+class _BufferedBatch:
+    """A step's groups, collected ahead, and the place in the tasks after them."""
+
     collected: CollectedBatch
     metrics: Mapping[str, float]
     place: Place
@@ -76,7 +78,7 @@ class Ahead:
         self._run, self._workers = run, workers
         self._lead = Lead(run.config.cluster.max_staleness)
         self._changed = threading.Condition()
-        self._buffer: dict[int, _Drawn] = {}  # by step
+        self._buffer: dict[int, _BufferedBatch] = {}  # by step
         self._learnt = 0
         self._pauses = self._draws = self._ends = False
         self._error: BaseException | None = None
@@ -107,7 +109,7 @@ class Ahead:
             self._changed.notify_all()
         return StepMetrics.merge(metrics, drawn.metrics, stale)
 
-    def _take(self, step: int) -> _Drawn:
+    def _take(self, step: int) -> _BufferedBatch:
         with self._changed:
             self._changed.wait_for(lambda: step in self._buffer or self._error is not None)
             if step not in self._buffer:
@@ -143,7 +145,7 @@ class Ahead:
 
     def _produce(self, first: int) -> None:
         try:
-            finished: tuple[int, _Drawn] | None = None
+            finished: tuple[int, _BufferedBatch] | None = None
             for step in range(first, self._run.config.steps + 1):
                 waited = self._wait_for(step)
                 self._workers.adopt()
@@ -175,16 +177,16 @@ class Ahead:
             self._draws = True
         return time.perf_counter() - began
 
-    def _draw(self, step: int, waited: float) -> _Drawn:
+    def _draw(self, step: int, waited: float) -> _BufferedBatch:
         run = self._run
         workers = _Stoppable(self._workers, self._check)
         collected = collect_batch(
             run.taskset, run.algorithm.keeps, run.rewards, workers, run.base_collection.at_step(step)
         )
         metrics = {**self._workers.rollout_metrics(), "time/wait_for_weights": waited}
-        return _Drawn(collected, metrics, Place.of(run))
+        return _BufferedBatch(collected, metrics, Place.of(run))
 
-    def _hand_over(self, finished: tuple[int, _Drawn] | None) -> None:
+    def _hand_over(self, finished: tuple[int, _BufferedBatch] | None) -> None:
         if finished is not None:
             step, drawn = finished
             with self._changed:

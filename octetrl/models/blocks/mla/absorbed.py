@@ -10,10 +10,10 @@ values Wv latent. The forward never computes them:
 Decode, prefill and training have this one form, so they have one order of sums (docs/fp8.md §12). Both products with
 `kv_b` add straight along their depth, head by head, like experts' (kernels/gemm/grouped_bf16_gemm.py).
 
-The backward uses the other form, because no gradient has to equal another one bit for bit. That form has a third of the
-multiplications: it computes keys and values of every head, and the gradient of ordinary attention over them. Their log-sum-exp is computed
-again, as P must be normalised in the form in which it is computed. The latents are those of the cache, and their
-gradient passes the quantiser straight through.
+The backward uses the other form, because no gradient has to equal another one bit for bit. That form has a third of
+the multiplications: it computes keys and values of every head, and the gradient of ordinary attention over them. Their
+log-sum-exp is computed again, as P must be normalised in the form in which it is computed. The latents are those of the
+cache, and their gradient passes the quantiser straight through.
 
 T tokens, H heads, N nope size, R rotary size, V value size, C latent size, D the head size of ordinary attention.
 """
