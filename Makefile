@@ -9,7 +9,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-faults lint types fmt schema clean
+.PHONY: help demo test test-gpu test-faults lint types fmt schema docs clean
 
 ifeq ($(origin PYTHON), undefined)
 PYTHON := .venv/bin/python
@@ -42,8 +42,12 @@ fmt: $(READY)  ## rewrite the code as ruff formats it
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 
-schema: $(READY)  ## rewrite recipes/recipe.schema.json, which editors read, from the recipe's schema
-	$(PYTHON) -m octetrl.config.json_schema
+schema: $(READY)  ## rewrite recipes/recipe.schema.json, which editors read, and docs/recipe.md, from the recipe's schema
+	$(PYTHON) -m octetrl.config.recipe_page
+
+docs: $(READY)  ## build the site of docs/ into build/site/; a warning is an error
+	$(PYTHON) -m sphinx --quiet --fail-on-warning --keep-going -b html -d build/doctrees docs build/site
+	@echo "build/site/index.html"
 
 clean:  ## remove the environment and everything that tools left behind; runs/ stays
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

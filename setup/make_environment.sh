@@ -36,4 +36,4 @@ if ! can_build_c "$python"; then
     echo "no C compiler or no Python headers: pycosat is left out, so reasoning_gym's zebra_puzzles will not work"
     pip install -qq setup/pycosat_absent
 fi
-pip install -qq --progress-bar off --constraint constraints.txt --editable '.[dev]'
+pip install -qq --progress-bar off --constraint constraints.txt --editable '.[dev,docs]'

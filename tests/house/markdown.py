@@ -45,6 +45,12 @@ def commands(document: str) -> Iterator[str]:
                     yield command
 
 
+def without_code(document: str) -> str:
+    """The page without its code blocks and without inline code that looks like a link."""
+    text = re.sub(r"^```.*?^```[ \t]*$", "", document, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"`[^`\n]*\]\([^`\n]*`", "", text)
+
+
 def links(document: str) -> list[str]:
     """Targets of links to files of the repository, anchors taken off."""
     targets = re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", document)

@@ -1,0 +1,39 @@
+"""docs/recipe.md is the page of the schema, and has every field."""
+
+from __future__ import annotations
+
+from octetrl.config.algorithm import OBJECTIVES
+from octetrl.config.json_schema import recipe_json_schema
+from octetrl.config.recipe_page import PAGE_FILE, page
+from octetrl.config.schema import Recipe
+
+SCHEMA = recipe_json_schema()
+
+
+def test_it_is_up_to_date() -> None:
+    assert PAGE_FILE.read_text(encoding="utf-8") == page(SCHEMA), "the recipe's schema changed: run `make schema`"
+
+
+def test_every_field_has_a_row() -> None:
+    text = page(SCHEMA)
+    for name in Recipe.model_fields:
+        assert f"| `{name}` |" in text or f"## `{name}`" in text, name
+    for section, schema in SCHEMA["$defs"].items():
+        for name in schema.get("properties", {}):
+            assert f"| `{name}` |" in text or name == "name", f"{section}.{name}"
+    for name in OBJECTIVES:
+        assert f"| `{name}` |" in text
+
+
+def test_defaults_types_and_ranges_are_those_of_the_schema() -> None:
+    rows = dict(line[3:].split("` | ", 1) for line in page(SCHEMA).splitlines() if line.startswith("| `"))
+    assert rows["prompts_per_step"].startswith("integer, 1 to 1,000,000 | `32` | ")
+    assert rows["fail_on_difference"].startswith("`auto`, `true`, `false` | `auto` | ")
+    assert rows["clip_high"].count("`4` | cispo |") == 1
+    assert "except that `lr` is `1e-05` by default" in page(SCHEMA), "the critic's own default"
+
+
+def test_each_row_has_the_columns_of_its_table() -> None:
+    for table in page(SCHEMA).split("\n\n"):
+        columns = {line.replace("\\|", "").count("|") for line in table.splitlines() if line.startswith("|")}
+        assert len(columns) <= 1, table
