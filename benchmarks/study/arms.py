@@ -110,7 +110,8 @@ class StudyTable:
 
 
 TWO_TERMS = "environment.parameters={min_terms: 2, max_terms: 3, min_digits: 1, max_digits: 2}"
-SMALL_COMMON = ("environment.eval_size=1024", "evaluation.every=15")
+# a fixed size of the cache: many jobs share a GPU, and each would take its share of what is free
+SMALL_COMMON = ("environment.eval_size=1024", "evaluation.every=15", "engine.kv_cache_tokens=131072")
 WIDE_LENGTHS = (
     "model.context_length=512",
     "rollout.max_prompt_tokens=64",
@@ -135,7 +136,6 @@ TABLES: Mapping[str, StudyTable] = {
             *WIDE_LENGTHS,
             "rollout.max_new_tokens=192",
             "engine.page_size=128",
-            "engine.kv_cache_tokens=131072",
             "trainer.tokens_per_micro_batch=32768",
             "trainer.optimizer.lr=2e-6",
         ),
