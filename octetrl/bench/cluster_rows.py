@@ -57,6 +57,7 @@ def _row(bench: ClusterBench, rounds: Sequence[ClusterTurn]) -> Row:
         "step/micro_batches": steps[0].micro_batches,
         "step/optimizer_states": step.trainer.optimizer.states,
         "step/master": step.trainer.optimizer.master,
+        "step/gradient_sums": step.trainer.gradients,
         "step/numerics": first.numerics,
         "time/step": total,
         "step/tokens_per_second": tokens / total,

@@ -46,6 +46,7 @@ def _row(bench: StepBench, rounds: Sequence[StepTurn]) -> Row:
         "step/weight_codes": bench.trainer.weight_codes,
         "step/optimizer_states": bench.trainer.optimizer.states,
         "step/master": bench.trainer.optimizer.master,
+        "step/gradient_sums": bench.trainer.gradients,
         "step/numerics": rounds[0].numerics,
         "time/step": total,
         "step/tokens_per_second": sum(map(sum, bench.workload.siblings)) / total,

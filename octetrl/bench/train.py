@@ -305,6 +305,7 @@ def _row(bench: TrainBench, rounds: Sequence[TrainTurn]) -> Row:
     if bench.optimizer:
         row["train/optimizer_states"] = bench.trainer.optimizer.states
         row["train/master"] = bench.trainer.optimizer.master
+        row["train/gradient_sums"] = bench.trainer.gradients
     return row | dict(_further(rounds, steps, flops))
 
 

@@ -54,6 +54,11 @@ States = Annotated[
     typer.Option("--optimizer-states", help="Format of the moments: float32 (a recipe's default), bfloat16 or 8bit."),
 ]
 Master = Annotated[str, typer.Option(help="Master weights: float32 (a recipe's default) or stochastic_rounding.")]
+SUMS = "float32"
+GradientSums = Annotated[
+    str,
+    typer.Option("--gradient-sums", help="Format of the gradient sums: float32, or bfloat16 in half of the memory."),
+]
 CODES = "kept"
 WeightCodes = Annotated[
     str,

@@ -21,8 +21,10 @@ from octetrl.cli.bench_options import (
     CODES,
     MASTER,
     STATES,
+    SUMS,
     Checkpointing,
     Device,
+    GradientSums,
     Layers,
     LogprobChunk,
     Master,
@@ -136,6 +138,7 @@ def step(
     optimizer_states: States = STATES,
     master: Master = MASTER,
     offload: Offload = False,
+    sums: GradientSums = SUMS,
     max_batch: MaxBatch = 256,
     kv_fraction: KVFraction = 0.85,
     numerics: NumericsList = "parity",
@@ -151,10 +154,9 @@ def step(
     gradients: Gradients = "local",
 ) -> None:
     """Measure a whole GRPO step under several precisions: produce, learn, publish, and the cost of calibration."""
-    single = {"--learn-share": learn_share < 1.0, "--calibration": calibration not in (None, "none")}
-    cluster = cluster_of(gpus, cpus, address, gradients, workers, refused=single)
+    cluster = cluster_of(gpus, cpus, address, gradients, workers, refused=_embedded_alone(learn_share, calibration))
     precisions, chosen_numerics, folder = precisions_of(precision), numerics_of(numerics), results_folder(out)
-    config = trainer_config(checkpointing, weight_codes, logprob_chunk, optimizer_states, master, offload)
+    config = trainer_config(checkpointing, weight_codes, logprob_chunk, optimizer_states, master, offload, sums)
     from octetrl.bench.step import StepBench
 
     usual = ON_GPU if (on_gpu := (chosen := device_of(device_name(cluster, device))).type == "cuda") else ON_CPU
@@ -177,6 +179,10 @@ def step(
         numerics=chosen_numerics,
     )
     _measure(plan, folder, result_suffix(name, chosen_numerics), cluster, workers)
+
+
+def _embedded_alone(learn_share: float, calibration: str | None) -> dict[str, bool]:
+    return {"--learn-share": learn_share < 1.0, "--calibration": calibration not in (None, "none")}
 
 
 def _modes_of(calibration: str | None) -> tuple[str, ...]:

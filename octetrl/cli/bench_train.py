@@ -15,8 +15,10 @@ from octetrl.cli.bench_options import (
     CODES,
     MASTER,
     STATES,
+    SUMS,
     Checkpointing,
     Device,
+    GradientSums,
     Layers,
     LogprobChunk,
     Master,
@@ -125,6 +127,7 @@ def train(
     optimizer_states: States = STATES,
     master: Master = MASTER,
     offload: Offload = False,
+    gradient_sums: GradientSums = SUMS,
     router_skew: RouterSkew = 0.0,
     numerics: NumericsList = "parity",
     layers: Layers = None,
@@ -136,9 +139,8 @@ def train(
 ) -> None:
     """Measure training speed under several precisions: forward, backward, update, and the time by part."""
     precisions, chosen_numerics, folder = precisions_of(precision), numerics_of(numerics), results_folder(out)
-    suffix = result_suffix(name, chosen_numerics)
     config = trainer_config(
-        checkpointing, weight_codes, logprob_chunk, optimizer_states, master, offload, updates=optimizer
+        checkpointing, weight_codes, logprob_chunk, optimizer_states, master, offload, gradient_sums, updates=optimizer
     )
     from octetrl.bench.mix import Mix
     from octetrl.bench.train import TrainBench
@@ -167,7 +169,7 @@ def train(
         numerics=chosen_numerics,
         router_skew=router_skew,
     )
-    _measure(plan, folder, found.name + suffix)
+    _measure(plan, folder, found.name + result_suffix(name, chosen_numerics))
 
 
 def _measure(plan: TrainBench, folder: Path, name: str) -> None:
@@ -209,12 +211,15 @@ def trainer_config(
     states: str,
     master: str,
     offload: bool,
+    sums: str = SUMS,
     *,
     updates: bool = True,
 ) -> TrainerConfig:
     """The recipe's section `trainer`, from the options. `updates`: whether there is an optimizer."""
     if offload and not updates:
         raise UserError("--offload: with --no-optimizer there is nothing to keep in the host's memory; leave one out")
+    if sums != SUMS and not updates:
+        raise UserError("--gradient-sums: with --no-optimizer gradients are not summed this way; leave one out")
 
     def given(section: type[Any], field: str, option: str, value: str) -> Any:
         return choice_of(option, value, section.model_fields[field].annotation.__args__)
@@ -237,6 +242,7 @@ def trainer_config(
         activation_checkpointing=keeps,
         checkpointed_layers=int(layers) if colon else None,
         weight_codes=given(TrainerConfig, "weight_codes", "--weight-codes", weight_codes),
+        gradients=given(TrainerConfig, "gradients", "--gradient-sums", sums),
         logprob_chunk=logprob_chunk,
     )
 

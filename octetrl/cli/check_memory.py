@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from octetrl.cli.check_device import GIB, Device
-from octetrl.cli.fitting import Change, fits, smallest_changes
+from octetrl.cli.fitting import Change, fewest_checkpointed_layers, fits, smallest_changes
 from octetrl.config.algorithm import DistillConfig
 from octetrl.config.errors import UserError
 from octetrl.config.host_memory import USABLE_HOST, available_host_bytes
@@ -15,7 +15,6 @@ from octetrl.config.memory import (
     Precisions,
     ScalarModel,
     estimate_memory,
-    fewest_checkpointed_layers,
 )
 from octetrl.config.saved_state import SavedState, saved_state, saves_beside_steps
 from octetrl.config.schema import Fp8Config, Recipe, TrainerConfig

@@ -53,6 +53,22 @@ def fits(recipe: Recipe, estimate: MemoryEstimate, available: int, *, spare: flo
     return not draws or tokens is None or tokens >= _longest(recipe)
 
 
+def fewest_checkpointed_layers(recipe: Recipe, num_layers: int, device_bytes: int, estimate: Estimate) -> int | None:
+    """Find the smallest `checkpointed_layers` whose training fits into nine tenths of a GPU. None: no number fits.
+
+    estimate: estimates the memory of this recipe with another `checkpointed_layers`.
+    """
+    for number in range(num_layers + 1):
+        trainer = recipe.trainer.model_copy(update={"checkpointed_layers": number})
+        found = estimate(recipe.model_copy(update={"trainer": trainer}))
+        training = found.training_bytes
+        if not found.takes_turns:
+            training += found.bytes_when("generating")
+        if training <= FREE_SHARE * device_bytes:
+            return number
+    return None
+
+
 def smallest_changes(
     recipe: Recipe,
     estimate: Estimate,

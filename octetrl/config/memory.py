@@ -23,11 +23,11 @@ Always allocated:
     gradients       4 P                     float32 sums; BF16: 2 P
     optimizer       s P + 4 P               both moments, and the float32 master weights unless `stochastic_rounding`.
                                             `offload`: only two pieces of 2^24 elements
-    reference       weights + FP8 copies    if `kl_coefficient` is above 0, and for dpo and ipo. No transposed codes,
-                                            because it has no backward
-    teacher         weights + FP8 copies    of its own shape, without transposed codes
+    reference       (1 + 4 / 128^2) P8      if `kl_coefficient` is above 0, and for dpo and ipo. It is not updated, so
+                    + b (P - P8)            its FP8 linears are codes alone, without transposed ones
+    teacher         as a reference          of its own shape
     critic          as the policy           PPO's critic, with its own shape and optimizer, without lm_head
-    reward model    weights + FP8 copies    if a reward model scores completions
+    reward model    as a reference          if a reward model scores completions
     CUDA context    0.6 GB                  kernels and the driver's memory. Measured, because torch does not count it
 
 During training:
@@ -60,7 +60,7 @@ free for them. The formulas above are for attention and a gated MLP; other block
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -87,7 +87,7 @@ class MemoryPart:
     num_bytes: int
     how: str  # one phrase that says what it consists of
     when: When = "always"
-    owned_bytes: int = 0  # of weights: rows that only their owner has, of several workers (worker_memory.py)
+    owned_bytes: int = 0  # rows that only their owner has, of several workers (worker_memory.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,23 +166,21 @@ def estimate_memory(
     parts += _fp8_parts(recipe, spec, precisions, emulated=emulated, has_critic=critic is not None)
     if lora is not None:
         parts.append(MemoryPart("adapters", weight_bytes * trained, f"{trained:,} trained parameters"))
-    parts.append(MemoryPart("gradients", recipe.trainer.gradient_bytes * trained, f"{recipe.trainer.gradients} sums"))
+    sums = recipe.trainer.gradient_bytes * trained
+    owned = sums if recipe.cluster.gradients == "sharded" else 0
+    parts.append(MemoryPart("gradients", sums, f"{recipe.trainer.gradients} sums", owned_bytes=owned))
     parts.append(_optimizer(recipe, trained, weight_bytes, on_gpu))
     if teacher is not None:
-        taught = weight_bytes * teacher[0].num_parameters + _fp8_copies(*teacher, emulated=emulated, backward=False)
-        parts.append(MemoryPart("teacher", taught, _teacher(recipe.algorithm)))
+        parts.append(MemoryPart("teacher", _fixed(*teacher, weight_bytes, emulated), _teacher(recipe.algorithm)))
     if recipe.algorithm.keeps_reference:
-        its_copies = _fp8_copies(spec, precisions, emulated=emulated, backward=False) if lora is None else 0
-        reference = weight_bytes * trained + its_copies
-        what = "weights and FP8 copies" if lora is None else "adapters"
+        reference = weight_bytes * trained if lora else _fixed(spec, precisions, weight_bytes, emulated)
+        what = "adapters" if lora else "codes of FP8 linears, other weights,"
         parts.append(MemoryPart("reference model", reference, f"{what} of the initial policy"))
     if on_gpu:
         parts.append(MemoryPart("CUDA context", CUDA_CONTEXT, "kernels and the driver's memory"))
     if scorer is not None:
-        held = weight_bytes * scorer.trunk.num_parameters + _fp8_copies(
-            scorer.trunk, scorer.precisions, emulated=emulated, backward=False
-        )
-        parts.append(MemoryPart("reward model", held, "weights and FP8 copies of the reward model"))
+        held = _fixed(scorer.trunk, scorer.precisions, weight_bytes, emulated)
+        parts.append(MemoryPart("reward model", held, "codes of FP8 linears, and other weights"))
     frozen = lora is not None
     activations = _activations(recipe, spec, precisions, weight_bytes, scalar=trains_scalar, frozen=frozen)
     if critic is not None:
@@ -205,24 +203,6 @@ def estimate_memory(
 def _teacher(algorithm: AlgorithmConfig) -> str:
     assert isinstance(algorithm, DistillConfig), f"{algorithm.name} has no teacher"
     return f"{algorithm.teacher}, {algorithm.teacher_precision}"
-
-
-def fewest_checkpointed_layers(
-    recipe: Recipe, num_layers: int, device_bytes: int, estimate: Callable[[Recipe], MemoryEstimate]
-) -> int | None:
-    """Find the smallest `checkpointed_layers` whose training fits into nine tenths of a GPU. None: no number fits.
-
-    estimate: estimates the memory of this recipe with another `checkpointed_layers`.
-    """
-    for number in range(num_layers + 1):
-        trainer = recipe.trainer.model_copy(update={"checkpointed_layers": number})
-        found = estimate(recipe.model_copy(update={"trainer": trainer}))
-        training = found.training_bytes
-        if not found.takes_turns:
-            training += found.bytes_when("generating")
-        if training <= 0.9 * device_bytes:
-            return number
-    return None
 
 
 def kv_bytes_per_token(recipe: Recipe, spec: ModelSpec, precisions: Precisions) -> int:
@@ -271,6 +251,13 @@ def _fp8_copies(spec: ModelSpec, precisions: Precisions, *, emulated: bool, back
     return codes_and_scales + (_elements(spec, train) if backward else 0)
 
 
+def _fixed(spec: ModelSpec, precisions: Precisions, weight_bytes: int, emulated: bool) -> int:
+    """Bytes of a model in the trainer's format that nobody updates (layers/weight_memory.py)."""
+    own = replace(precisions, fp8_rollout=[])
+    others = spec.num_parameters - _elements(spec, own.fp8_train)
+    return weight_bytes * others + _fp8_copies(spec, own, emulated=emulated, backward=False)
+
+
 def _optimizer(recipe: Recipe, trained: int, weight_bytes: int, on_gpu: bool) -> MemoryPart:
     optimizer = recipe.trainer.optimizer
     own_master = optimizer.master == "float32" and weight_bytes == 2
@@ -281,7 +268,7 @@ def _optimizer(recipe: Recipe, trained: int, weight_bytes: int, on_gpu: bool) ->
     if optimizer.offload and on_gpu:
         held = f"{how}: {each * trained / 2**30:.1f} GiB in host memory, two pieces of it on the device"
         return MemoryPart("optimizer", int(each * min(OFFLOAD_ELEMENTS, trained)), held)
-    return MemoryPart("optimizer", int(each * trained), how)
+    return MemoryPart("optimizer", int(each * trained), how, owned_bytes=int(each * trained))
 
 
 def _critic(recipe: Recipe, critic: ScalarModel, weight_bytes: int, *, on_gpu: bool, emulated: bool) -> MemoryPart:
@@ -289,10 +276,13 @@ def _critic(recipe: Recipe, critic: ScalarModel, weight_bytes: int, *, on_gpu: b
     states = _optimizer(
         recipe.model_copy(update={"trainer": optimizer}), critic.trunk.num_parameters, weight_bytes, on_gpu
     )
-    num_bytes = (weight_bytes + recipe.trainer.gradient_bytes) * critic.trunk.num_parameters + states.num_bytes
+    gradients = recipe.trainer.gradient_bytes * critic.trunk.num_parameters
+    num_bytes = weight_bytes * critic.trunk.num_parameters + gradients + states.num_bytes
     kept = recipe.trainer.weight_codes == "kept"
     num_bytes += _fp8_copies(critic.trunk, critic.precisions, emulated=emulated, backward=kept)
-    return MemoryPart("critic", num_bytes, f"weights, FP8 copies, gradients; {states.how}")
+    owned = weight_bytes * _elements(critic.trunk, critic.precisions.fp8_train)
+    owned += states.owned_bytes + (gradients if recipe.cluster.gradients == "sharded" else 0)
+    return MemoryPart("critic", num_bytes, f"weights, FP8 copies, gradients; {states.how}", owned_bytes=owned)
 
 
 def _activations(

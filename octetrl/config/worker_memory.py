@@ -16,6 +16,8 @@ from dataclasses import replace
 from octetrl.config.memory import MemoryEstimate, MemoryPart
 from octetrl.config.schema import Recipe
 
+PARTLY_OWNED = {"weights": "FP8 linears", "critic": "what an update changes"}
+
 
 def on_each_worker(recipe: Recipe, estimate: MemoryEstimate, available: int | None) -> MemoryEstimate:
     """The estimate for each worker of `recipe`.
@@ -26,7 +28,7 @@ def on_each_worker(recipe: Recipe, estimate: MemoryEstimate, available: int | No
     engine, owners = recipe.engine, recipe.cluster.num_groups
     if owners == 1:
         return estimate
-    parts = [_share(recipe, part, owners) for part in estimate.parts if part.name != "KV cache"]
+    parts = [_share(part, owners) for part in estimate.parts if part.name != "KV cache"]
     tokens = estimate.kv_cache_tokens
     if tokens is not None and engine.kv_cache_tokens is None and available is not None:
         free = available - sum(part.num_bytes for part in parts if part.when != "training")
@@ -37,11 +39,9 @@ def on_each_worker(recipe: Recipe, estimate: MemoryEstimate, available: int | No
     return replace(estimate, parts=tuple(parts), kv_cache_tokens=tokens)
 
 
-def _share(recipe: Recipe, part: MemoryPart, owners: int) -> MemoryPart:
-    cluster, offload = recipe.cluster, recipe.trainer.optimizer.offload
-    all_owned = {"optimizer": not offload, "gradients": cluster.gradients == "sharded"}.get(part.name, False)
-    owned = part.num_bytes if all_owned else part.owned_bytes
-    if not owned:
+def _share(part: MemoryPart, owners: int) -> MemoryPart:
+    if not part.owned_bytes:
         return part
-    how = f"{part.how}; 1/{owners} of it" if all_owned else f"{part.how}; of FP8 linears 1/{owners}"
-    return replace(part, num_bytes=part.num_bytes - owned + -(-owned // owners), how=how)
+    owned = "it" if part.owned_bytes == part.num_bytes else PARTLY_OWNED[part.name]
+    held = part.num_bytes - part.owned_bytes + -(-part.owned_bytes // owners)
+    return replace(part, num_bytes=held, how=f"{part.how}; 1/{owners} of {owned}")

@@ -42,10 +42,12 @@ def test_training_is_measured_beside_bf16(tmp_path: Path, capsys: Capture) -> No
 @pytest.mark.parametrize("mode", ["none", "attention", "layer"])
 def test_checkpointing_and_the_optimizer_are_the_recipes(mode: str, tmp_path: Path, capsys: Capture) -> None:
     chosen = ("--checkpointing", mode, "--optimizer-states", "float32", "--master", "float32")
+    chosen += ("--gradient-sums", "bfloat16")
     _, record = bench("train", tmp_path, capsys, *SMALL_TRAIN, "--precision", "fp8", *chosen)
     (row,) = record["rows"]
     assert (row["train/checkpointing"], row["train/checkpointed_layers"]) == (mode, 0 if mode == "none" else 1)
     assert (row["train/optimizer_states"], row["train/master"]) == ("float32", "float32")
+    assert row["train/gradient_sums"] == "bfloat16"
     _, narrow = bench("train", tmp_path, capsys, *SMALL_TRAIN, "--precision", "fp8")
     (usual,) = narrow["rows"]
     assert (usual["train/optimizer_states"], usual["train/master"]) == ("8bit", "stochastic_rounding")
@@ -163,6 +165,8 @@ WRONG = [
     ("train", ["--checkpointing", "layer:"], "--checkpointing: '' is not a number of layers; give one, as in layer:8"),
     ("train", ["--checkpointing", "layer:-1"], "--checkpointing: '-1' is not a number of layers"),
     ("train", ["--checkpointing", "layer:" + "9" * 5000], "--checkpointing: '99999999999999999999' is not a number"),
+    ("train", ["--no-optimizer", "--gradient-sums", "bfloat16"], "--gradient-sums: with --no-optimizer gradients are"),
+    ("step", ["--gradient-sums", "bf16"], "--gradient-sums: 'bf16' is not one of float32, bfloat16"),
     ("train", ["--no-optimizer", "--offload"], "--offload: with --no-optimizer there is nothing to keep"),
     ("train", ["--numerics", "parity,quick"], "--numerics: 'quick' is not one of parity, fast"),
     ("step", ["--numerics", "fast,fast"], "--numerics: 'fast,fast' names a value twice; name each once"),

@@ -81,5 +81,5 @@ def test_a_model_that_does_not_fit_whole_needs_tensor_parallelism(recipe: Path) 
 
 def test_the_parts_are_those_of_each_worker(recipe: Path) -> None:
     shown = dict(memory_lines(plan(recipe, "qwen3-8b", 140, *NARROW, "cluster.gpus=8")))
-    assert "of FP8 linears 1/8" in shown["weights"] and "1/8 of it" in shown["optimizer"]
+    assert "; 1/8 of FP8 linears" in shown["weights"] and "1/8 of it" in shown["optimizer"]
     assert "1/8" not in shown["gradients"]

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from octetrl.cli.fitting import fewest_checkpointed_layers
 from octetrl.config.load import load_recipe, recipe_from_mapping
 from octetrl.config.memory import (
     MemoryEstimate,
     Precisions,
     ScalarModel,
     estimate_memory,
-    fewest_checkpointed_layers,
 )
 from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
@@ -183,7 +183,10 @@ def test_choices_that_cost_or_save_memory() -> None:
     assert optimizer(states="bfloat16") == 8 * P
     assert optimizer(states="8bit") == int((6 + 2 / 128) * P)
     assert optimizer(states="8bit", master="stochastic_rounding") == int((2 + 2 / 128) * P)
-    assert parts(algorithm={"kl_coefficient": 0.1})["reference model"] == base["weights"] + base["FP8 copies"] - P8
+    assert (
+        parts(algorithm={"kl_coefficient": 0.1})["reference model"]
+        == base["weights"] - 2 * P8 + base["FP8 copies"] - P8
+    )
     assert parts(model={"path": "m", "dtype": "float32"})["optimizer"] == 8 * P
 
 
@@ -205,7 +208,7 @@ def test_codes_that_are_remade_are_there_while_generating_alone() -> None:
     back = estimate("remade", trainer=few)
     assert back.bytes_when("training") < P8 and back.training_bytes == back.bytes_when("always") + P8
     reference = {"kl_coefficient": 0.1}
-    assert parts_of(estimate("remade", algorithm=reference))["reference model"] == 2 * P + P8 + scales
+    assert parts_of(estimate("remade", algorithm=reference))["reference model"] == 2 * (P - P8) + P8 + scales
     emulated = parts_of(estimate("remade", on_gpu=False))
     assert emulated["FP8 copies"] == 8 * P8 + scales and emulated["FP8 codes"] == P8
     shares = [estimate(codes, engine={}) for codes in ("kept", "remade")]
@@ -337,8 +340,8 @@ def test_a_reward_model_has_neither_lm_head_nor_cache() -> None:
     assert estimate.total_bytes == 18 * P + 600_000_000 + estimate.bytes_when("training")
 
 
-def test_a_scorer_is_weights_and_codes() -> None:
+def test_a_scorer_is_codes_and_what_is_not_fp8() -> None:
     scorer = ScalarModel(replace(TINY, tied_embeddings=False), Precisions([], LINEAR_NAMES, []))
     base = estimate_memory(recipe(), TINY, PLAIN, on_gpu=True, device_bytes=None)
     scored = estimate_memory(recipe(), TINY, PLAIN, on_gpu=True, device_bytes=None, scorer=scorer)
-    assert parts_of(scored) == parts_of(base) | {"reward model": 2 * P + P8 + 4 * (P8 // 128**2)}
+    assert parts_of(scored) == parts_of(base) | {"reward model": 2 * (P - P8) + P8 + 4 * (P8 // 128**2)}

@@ -11,9 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from octetrl.config.errors import UserError
 from octetrl.config.presets import preset_config
@@ -29,6 +26,7 @@ from octetrl.trainer.peers import ALONE, Peers
 from octetrl.trainer.shared_weights import keep_owned_rows, optimizer_of
 from octetrl.workers.models import ModelBuilder
 from octetrl.workers.scalar_models import build_critic_model, build_reward_model
+from tests.allocated import Allocated
 from tests.objectives import objective
 from tests.parity.shapes import TINY
 from tests.parity.sides import PRECISIONS
@@ -47,32 +45,6 @@ SPECS = {
 }
 MIXED = PRECISIONS["fp8"].model_copy(update={"bf16_last_layers": 1, "ignore": ("*.o_proj",)})
 FP8 = {**PRECISIONS, "fp8_rollout": Fp8Config(rollout=True), "mixed": MIXED}
-
-
-class Allocated(TorchDispatchMode):
-    """Counts the bytes of the BF16 tensors that this thread allocates while it is active. Files that are mapped into
-    memory are not counted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._storages: dict[int, StorageWeakRef] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {one.untyped_storage()._cdata for one in tree_iter((args, kwargs)) if isinstance(one, Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for one in tree_iter(result):
-            if isinstance(one, Tensor) and one.dtype == torch.bfloat16 and one.device == CPU:
-                storage = one.untyped_storage()
-                if storage._cdata not in given:
-                    self._storages[storage._cdata] = StorageWeakRef(storage)
-        self.peak = max(self.peak, self.now())
-        return result
-
-    def now(self) -> int:
-        self._storages = {key: held for key, held in self._storages.items() if not held.expired()}
-        alive = [torch.UntypedStorage._new_with_weak_ptr(held.cdata) for held in self._storages.values()]
-        return sum(storage.nbytes() for storage in alive if storage is not None)
 
 
 def loaded_whole(spec: ModelSpec, fp8: Fp8Config, folder: Path, lora: LoraConfig | None = None) -> Decoder:
@@ -188,7 +160,7 @@ def test_a_model_that_is_not_updated_has_codes_alone(kind: str, tmp_path: Path) 
     lora = LoraConfig(rank=4) if kind == "lora" else None
     whole = loaded_whole(spec, fp8, saved(spec, tmp_path), lora)
     begin_adapters(whole, 1)
-    with Allocated() as allocated:
+    with Allocated(torch.bfloat16) as allocated:
         built = builder(spec, fp8, tmp_path, lora=lora, trains=kind != "not trained")
         model = built._first_policy(whole) if kind == "reference" else built.trainer_model()
     assert_loaded(model, whole, None)
@@ -221,7 +193,7 @@ def test_no_worker_holds_all_bf16_weights_while_it_loads(tmp_path: Path) -> None
     others = sum(one.nbytes for one in whole.parameters()) - sum(weights)
 
     def work(peers: Peers) -> tuple[int, int]:
-        with Allocated() as allocated:
+        with Allocated(torch.bfloat16) as allocated:
             model = builder(spec, fp8, tmp_path, peers).trainer_model()
             peak = allocated.peak
             load_weights(model, tmp_path)  # as a checkpoint of one worker is
