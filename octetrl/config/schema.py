@@ -269,6 +269,10 @@ class CheckpointConfig(Section):
     """Number of further checkpoints to keep: those with the highest `best_metric`."""
     best_metric: str = "eval/accuracy"
     """Metric that ranks checkpoints for `keep_best`."""
+    batches_ahead: Literal["drawn_again", "saved"] = "drawn_again"
+    """Batches that were generated ahead (`cluster.max_staleness`) when the checkpoint was written. drawn_again: a
+    resumed run generates them again, from the same tasks with the checkpoint's weights. saved: they are in the
+    checkpoint, which waits for the next step's batch; with `max_staleness: 1` the resumed run repeats the bits."""
 
 
 class MismatchConfig(Section):

@@ -10,23 +10,26 @@ steps. One policy version draws a batch: an engine takes new weights between two
 The batch of a step is handed over when the engines have the weights for the next one. With K = 1 the version that draws
 each batch therefore does not depend on the clock, and a run repeats its bits.
 
-Batches in the buffer are not saved. `place` is the place in the tasks after the last batch that a step took. A resumed
-run therefore samples the buffered batches again, and skips no task.
+`place` is the place in the tasks after the last batch that a step took. A checkpoint has it, and a resumed run draws
+the batches after it again: no task is skipped or taken twice. With `checkpoint.batches_ahead: saved` the checkpoint has
+these batches too (`batches_after`), and the resumed run begins with them (`put_back`).
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import count, takewhile
+from typing import TYPE_CHECKING
 
 from octetrl.records import Completion, GenerationRequest, OnCompletions, Sample, SessionEvent
 from octetrl.rollout.backend import RolloutSession
-from octetrl.rollout.collect import CollectedBatch, collect_batch
+from octetrl.rollout.collect import collect_batch
 from octetrl.rollout.samples import to_samples
+from octetrl.run.batches_ahead import BufferedBatch, Place
 from octetrl.run.step import learn
 from octetrl.telemetry.metrics import StepMetrics
 from octetrl.workers.many.separate import SeparateWorkers
@@ -46,27 +49,6 @@ class Lead:
         return learnt >= step - 1 - self.most
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where the tasks and the lengths of answers stand after a batch."""
-
-    taskset: Mapping[str, Any]
-    lengths: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, run: Run) -> Place:
-        return cls(run.taskset.state(), run.collection.lengths.state())
-
-
-@dataclass(frozen=True, slots=True)
-class _BufferedBatch:
-    """A step's groups, collected ahead, and the place in the tasks after them."""
-
-    collected: CollectedBatch
-    metrics: Mapping[str, float]
-    place: Place
-
-
 class Stopped(Exception):
     """The run ends while a batch is drawn."""
 
@@ -78,7 +60,9 @@ class Ahead:
         self._run, self._workers = run, workers
         self._lead = Lead(run.config.cluster.max_staleness)
         self._changed = threading.Condition()
-        self._buffer: dict[int, _BufferedBatch] = {}  # by step
+        self._buffer: dict[int, BufferedBatch] = {}  # by step
+        self._taken: tuple[int, BufferedBatch] | None = None  # of the last step
+        self._first: int | None = None  # the step whose batch is drawn first; None: the run's next step
         self._learnt = 0
         self._pauses = self._draws = self._ends = False
         self._error: BaseException | None = None
@@ -96,12 +80,13 @@ class Ahead:
         run = self._run
         if self._thread is None:
             self._place, self._learnt = self.place, run.step - 1
-            self._thread = threading.Thread(target=self._produce, args=(run.step,), name="produce", daemon=True)
+            first = run.step if self._first is None else self._first
+            self._thread = threading.Thread(target=self._produce, args=(first,), name="produce", daemon=True)
             self._thread.start()
         with run.spans("wait_for_batch"):
             drawn = self._take(run.step)
-        run.journal.record(drawn.collected.groups, drawn.collected.metrics)
-        samples = to_samples(drawn.collected.kept, run.algorithm)
+        run.journal.record(drawn.groups, drawn.counts)
+        samples = to_samples(drawn.kept, run.algorithm)
         stale = staleness(samples, run.workers.policy_version, self._lead.most)
         metrics = learn(run, samples)
         with self._changed:
@@ -109,15 +94,39 @@ class Ahead:
             self._changed.notify_all()
         return StepMetrics.merge(metrics, drawn.metrics, stale)
 
-    def _take(self, step: int) -> _BufferedBatch:
+    def _take(self, step: int) -> BufferedBatch:
         with self._changed:
             self._changed.wait_for(lambda: step in self._buffer or self._error is not None)
             if step not in self._buffer:
                 assert self._error is not None
                 raise self._error
             drawn = self._buffer.pop(step)
-        self._place = drawn.place
+            self._taken, self._place = (step, drawn), drawn.place
         return drawn
+
+    # ------------------------------------------------------------ saving and resuming
+
+    def batches_after(self, step: int, *, waits: bool) -> list[BufferedBatch]:
+        """The batches of the steps after `step`, without a gap. waits: for the first of them, which the run needs next;
+        with one version ahead no other is being drawn then, so that a resumed run repeats the bits."""
+        with self._changed:
+            if waits and self._thread is not None and step < self._run.config.steps:
+                self._changed.wait_for(lambda: step + 1 in self._buffer or self._error is not None or self._ends)
+            found = dict(self._buffer) | ({} if self._taken is None else dict([self._taken]))
+        return [found[one] for one in takewhile(found.__contains__, count(step + 1))]
+
+    def put_back(self, batches: Sequence[BufferedBatch], step: int) -> None:
+        """Begins after `step` with these batches, once the run's cursor has been restored. Those that are too old by
+        now for `cluster.max_staleness`, and those after them, are drawn again."""
+        run = self._run
+        self._place = Place.of(run)
+        for number, drawn in enumerate(batches):
+            oldest = drawn.oldest_version
+            if oldest is not None and run.workers.policy_version + number - oldest > self._lead.most:
+                break
+            self._buffer[step + 1 + number] = drawn
+            drawn.place.put_into(run)
+        self._first = step + 1 + len(self._buffer)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -145,7 +154,7 @@ class Ahead:
 
     def _produce(self, first: int) -> None:
         try:
-            finished: tuple[int, _BufferedBatch] | None = None
+            finished: tuple[int, BufferedBatch] | None = None
             for step in range(first, self._run.config.steps + 1):
                 waited = self._wait_for(step)
                 self._workers.adopt()
@@ -177,16 +186,17 @@ class Ahead:
             self._draws = True
         return time.perf_counter() - began
 
-    def _draw(self, step: int, waited: float) -> _BufferedBatch:
+    def _draw(self, step: int, waited: float) -> BufferedBatch:
         run = self._run
         workers = _Stoppable(self._workers, self._check)
         collected = collect_batch(
             run.taskset, run.algorithm.keeps, run.rewards, workers, run.base_collection.at_step(step)
         )
         metrics = {**self._workers.rollout_metrics(), "time/wait_for_weights": waited}
-        return _BufferedBatch(collected, metrics, Place.of(run))
+        groups, kept = tuple(collected.groups), tuple(collected.kept)
+        return BufferedBatch(groups, kept, collected.metrics, metrics, Place.of(run))
 
-    def _hand_over(self, finished: tuple[int, _BufferedBatch] | None) -> None:
+    def _hand_over(self, finished: tuple[int, BufferedBatch] | None) -> None:
         if finished is not None:
             step, drawn = finished
             with self._changed:

@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from octetrl.config.schema import CheckpointConfig
 from octetrl.data.tokenizer import Tokenizer, save_tokenizer_files
+from octetrl.run.batches_ahead import BATCHES, BufferedBatch, batches_to_bytes
 from octetrl.run.build import Run
 from octetrl.run.resume import CURSOR, Cursor
 from octetrl.trainer import checkpoint
@@ -99,7 +101,8 @@ class Checkpoints:
             run.console.warn(f"each checkpoint stops the run while it is written: {refusal}")
             self._said = True
         copied = not is_last and refusal is None
-        stage = self._stager(run, Cursor.of(run, step), metrics, copied=copied)
+        batches = self._batches_after(run, step, waits=True)
+        stage = self._stager(run, Cursor.of(run, step), metrics, batches, copied=copied)
         if copied:
             self._begin_writing = lambda: self._start(stage)
         else:
@@ -133,26 +136,39 @@ class Checkpoints:
             return f"{at}: step {before.step} was already saved; continue with --resume"
         if not run.workers.weights_are_whole or run.workers.policy_version != before.policy_version:
             return f"{at}, while the weights changed: continue from step {last_step} with --resume"
-        self._commit(self._stager(run, before, {}, copied=False)())
+        batches = self._batches_after(run, before.step, waits=False)
+        self._commit(self._stager(run, before, {}, batches, copied=False)())
         return f"{at}: saved step {before.step}; continue with --resume"
 
+    def _batches_after(self, run: Run, step: int, *, waits: bool) -> Sequence[BufferedBatch]:
+        """What was generated ahead, if the recipe saves it."""
+        if run.ahead is None or self._config.batches_ahead != "saved":
+            return ()
+        return run.ahead.batches_after(step, waits=waits)
+
     def _stager(
-        self, run: Run, cursor: Cursor, metrics: Mapping[str, float], *, copied: bool
+        self,
+        run: Run,
+        cursor: Cursor,
+        metrics: Mapping[str, float],
+        batches: Sequence[BufferedBatch],
+        *,
+        copied: bool,
     ) -> Callable[[], StagedCheckpoint]:
         """What writes the checkpoint of `cursor` under its hidden name, in any thread, and times it."""
         stage = partial(
             checkpoint.stage,
             self.folder,
             cursor.step,
-            {CURSOR: cursor.as_json(), **self._tokenizer_files},
             write_more=partial(run.workers.write_state, copied=copied),
             metrics=dict(metrics),
             run_id=self._run_id,
         )
+        files: dict[str, bytes | Mapping[str, Any]] = {CURSOR: cursor.as_json(), **self._tokenizer_files}
 
         def timed() -> StagedCheckpoint:
             began = time.perf_counter()
-            staged = stage()
+            staged = stage(files | ({BATCHES: batches_to_bytes(batches)} if batches else {}))
             seconds = time.perf_counter() - began
             speed = staged.num_bytes / 1e9 / seconds
             self._figures = {"checkpoint/write_seconds": seconds, "checkpoint/gb_per_second": speed}

@@ -8,6 +8,8 @@
                                                       each worker; critic-00001-of-00004... likewise
     reference.safetensors                             a reference that is updated, and an adaptive KL's coefficient
     kv_scales.safetensors                             the scales for the next rollout's cache
+    earlier_kv_scales.safetensors                     those of the versions before, where batches are generated ahead
+    batches_ahead.json                                these batches, with `checkpoint.batches_ahead: saved`
     cursor.json                                       step, policy version, data order, answers' lengths, state of every
                                                       random generator
 
@@ -24,7 +26,7 @@ from typing import Any
 from octetrl.config.errors import UserError
 from octetrl.models.peft_adapters import is_adapter, read_adapter_config
 from octetrl.models.row_shards import STEM
-from octetrl.run.ahead import Place
+from octetrl.run.batches_ahead import BATCHES, Place, batches_from_json
 from octetrl.run.build import Run
 from octetrl.run.device import random_state, restore_random_state
 from octetrl.run.model_source import found_model
@@ -38,9 +40,12 @@ OF_THE_RUN = (  # not the model's: what their names begin with
     "reference.safetensors",
     "critic",
     "kv_scales.safetensors",
+    "earlier_kv_scales.safetensors",
+    BATCHES,
     CURSOR,
     checkpoint.MANIFEST,
 )
+NOT_OF_A_BRANCH = ("kv_scales.safetensors", "earlier_kv_scales.safetensors", "reference.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,8 @@ def restore(run: Run, path: Path) -> None:
     cursor = Cursor(**saved.json(CURSOR))
     run.workers.load(saved, cursor.policy_version)
     cursor.put_into(run)
+    if run.ahead is not None and BATCHES in saved.files:
+        run.ahead.put_back(batches_from_json(saved.json(BATCHES)), cursor.step)
 
 
 def branch(run: Run, source: str) -> str:
@@ -91,7 +98,7 @@ def branch(run: Run, source: str) -> str:
     Schedule, order of data and counts start from the beginning. A calibrated cache is calibrated again, and a reference
     has these weights."""
     saved = checkpoint.load(weights_folder(Path(source)))
-    taken = tuple(name for name in saved.files if name not in ("kv_scales.safetensors", "reference.safetensors"))
+    taken = tuple(name for name in saved.files if name not in NOT_OF_A_BRANCH)
     run.workers.load(replace(saved, files=taken), 0)
     return f"begins with weights and optimizer of {saved.folder}"
 

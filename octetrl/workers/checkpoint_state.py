@@ -40,9 +40,16 @@ from octetrl.trainer.trainer import Trainer, TrainerState
 
 CRITIC, CRITIC_OPTIMIZER, CRITIC_STEM = "critic.safetensors", "critic_optimizer.safetensors", "critic"
 REFERENCE, KV_SCALES = "reference.safetensors", "kv_scales.safetensors"
+EARLIER_SCALES = "earlier_kv_scales.safetensors"  # by policy version: that of a tensor's name, before the first dot
 
 
-def state_files(trainer: Trainer, model: Decoder, base: str | None, kv_scales: KVScales | None) -> dict[str, Content]:
+def state_files(
+    trainer: Trainer,
+    model: Decoder,
+    base: str | None,
+    kv_scales: KVScales | None,
+    earlier_scales: Mapping[int, KVScales],
+) -> dict[str, Content]:
     """The files of this worker, by name. `model` is the trainer's, `base` the folder that it was loaded from."""
     share, group = trainer.peers.worker, trainer.peers.group
     files = _model_files(model, _owned_by(trainer), base)
@@ -59,6 +66,12 @@ def state_files(trainer: Trainer, model: Decoder, base: str | None, kv_scales: K
         files |= in_shards(REFERENCE, reference)
     if scales is not None:
         files[KV_SCALES] = scales
+    if earlier_scales:  # of whole models alone: with roles no workers share one
+        files[EARLIER_SCALES] = {
+            f"{version}.{name}": tensor
+            for version, one in earlier_scales.items()
+            for name, tensor in one.to_tensors(model.spec).items()
+        }
     return files
 
 
@@ -81,6 +94,17 @@ def saved_scales(
     tensors = saved.tensors(KV_SCALES)
     own = {name: own_columns(group, whole) if whole.dim() == 2 else whole for name, whole in tensors.items()}
     return KVScales.from_tensors(own, spec, device)
+
+
+def saved_earlier_scales(saved: Checkpoint, spec: ModelSpec, device: torch.device) -> dict[int, KVScales]:
+    """The KV scales of a checkpoint by the policy version that generated with them; none if it has no such file."""
+    if EARLIER_SCALES not in saved.files:
+        return {}
+    by_version: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in saved.tensors(EARLIER_SCALES).items():
+        version, _, own = name.partition(".")
+        by_version.setdefault(int(version), {})[own] = tensor
+    return {version: KVScales.from_tensors(tensors, spec, device) for version, tensors in by_version.items()}
 
 
 def reward_model_files(trainer: ScalarTrainer, base: str | None) -> dict[str, Content]:

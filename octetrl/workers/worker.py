@@ -50,7 +50,7 @@ from octetrl.trainer.state_files import Content
 from octetrl.trainer.state_writer import StateWriter
 from octetrl.trainer.trainer import KVReplay, Trainer
 from octetrl.trainer.without_update import observe_kv
-from octetrl.workers.checkpoint_state import load_state, saved_scales, state_files
+from octetrl.workers.checkpoint_state import load_state, saved_earlier_scales, saved_scales, state_files
 from octetrl.workers.kernel_paths import path_metrics
 from octetrl.workers.models import LoadWeights, ModelBuilder
 
@@ -209,7 +209,8 @@ class Worker:
         return self._state.write(folder, copied=copied)
 
     def _state_files(self) -> dict[str, Content]:
-        return state_files(self.trainer, self.trainer_model, self.recipe.model.path, self.kv_scales)
+        base = self.recipe.model.path
+        return state_files(self.trainer, self.trainer_model, base, self.kv_scales, self.earlier_scales)
 
     def load(self, saved: Checkpoint, policy_version: int) -> None:
         """Put a verified checkpoint back, weights, optimizer and scales, and publish it."""
@@ -217,6 +218,7 @@ class Worker:
         scales = saved_scales(saved, self.spec, self.device, self.peers.group)
         if scales is not None:
             self.kv_scales = scales
+        self.earlier_scales = saved_earlier_scales(saved, self.spec, self.device)
         self._put_into_engine(policy_version)
 
     # ------------------------------------------------------------ calibration

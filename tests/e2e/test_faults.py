@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.e2e.installed_ray import ray  # noqa: F401  # isort: skip: the imports of octetrl.workers.ray_* need it
 
-from octetrl.config.schema import Recipe
 from octetrl.run.loop import train
 from tests.e2e.faults import CHANGES, Moment, assert_same_run, moments, struck_run
 from tests.e2e.tiny_run import tiny_recipe
-from tests.unit.workers.many.thread_team import ThreadTeam
-
-
-class Threads(ThreadTeam):
-    """Takes what a `RayTeam` takes."""
-
-    def __init__(self, recipe: Recipe, *_: Any, **__: Any) -> None:
-        super().__init__(recipe, recipe.cluster.num_workers)
-
-    def forget_logs(self) -> None:
-        pass
+from tests.unit.workers.many.thread_team import RunTeam
 
 
 @pytest.mark.slow
@@ -34,7 +22,7 @@ def test_a_run_whose_processes_are_killed_is_the_run_that_nobody_killed(
 ) -> None:
     whole = tmp_path / "whole"
     with monkeypatch.context() as patch:
-        patch.setattr("octetrl.workers.ray.RayTeam", Threads)
+        patch.setattr("octetrl.workers.ray.RayTeam", RunTeam)
         train(tiny_recipe(model, whole, CHANGES | {"cluster.cpus": 2}))
     strikes = [
         Moment("gcs_server", signal.SIGKILL, 1, 0.1),

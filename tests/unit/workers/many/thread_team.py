@@ -88,6 +88,16 @@ class ThreadTeam:
         self._pool.shutdown(wait=False)
 
 
+class RunTeam(ThreadTeam):
+    """In place of `octetrl.workers.many.build.start_team`, or of a `RayTeam`: the workers of a run are threads."""
+
+    def __init__(self, recipe: Recipe, *_: Any, **__: Any) -> None:
+        super().__init__(recipe, recipe.cluster.num_workers)
+
+    def forget_logs(self) -> None:
+        pass
+
+
 def workers_of(
     team: ThreadTeam,
     recipe: Recipe,

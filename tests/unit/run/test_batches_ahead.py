@@ -1,0 +1,40 @@
+"""Batches that were generated ahead, written as JSON and read back."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from octetrl.config.errors import UserError
+from octetrl.records import Completion, FinishReason, Reply, Rollout, RolloutGroup, RolloutStatus, Task, Turn
+from octetrl.run.batches_ahead import BufferedBatch, Place, batches_from_json, batches_to_bytes
+
+
+def answer(text: str, version: int) -> Completion:
+    return Completion((5, 7), (-0.1, -math.pi / 7), text, FinishReason.LENGTH, version, "digest")
+
+
+def batch(task: Task) -> BufferedBatch:
+    talk = (Turn((1, 2), answer("a\ud800", 3), (Reply("tool", "ü"), Reply("user", ""))), Turn((9,), answer("b", 4)))
+    scored = Rollout(task, talk, RolloutStatus.SCORED, 1 / 3, None, None, "7", -0.5, {"form": 0.1}, {"turns": 2.0})
+    failed = Rollout(task, talk[:1], RolloutStatus.REWARD_ERROR, None, "it raised", "Traceback ...")
+    unasked = Rollout(Task("t/2", "long"), (), RolloutStatus.PROMPT_TOO_LONG, None, detail="the prompt has 9 tokens")
+    groups = (RolloutGroup(unasked.task, (unasked,)), RolloutGroup(task, (scored, failed)))
+    return BufferedBatch(groups, groups[1:], {"rollout/groups": 2.0}, {"time/x": 0.1}, Place({"position": 4}, {"t": 3}))
+
+
+def test_what_is_read_equals_what_was_written() -> None:
+    task = Task("t/1", "1 + 2 =", "3", {"level": [1, {"of": None}], "x": 0.1})
+    written = [batch(task), batch(task)]
+    assert batches_from_json(json.loads(batches_to_bytes(written))) == written
+    assert written[0].oldest_version == 3
+
+
+def test_metadata_that_json_cannot_hold_is_refused_in_one_line() -> None:
+    with pytest.raises(
+        UserError, match=r"checkpoint.batches_ahead: saved .* set is not JSON .*; use drawn_again"
+    ) as no:
+        batches_to_bytes([batch(Task("t", "p", metadata={"names": {"a"}}))])
+    assert "\n" not in str(no.value)
