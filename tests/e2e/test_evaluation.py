@@ -42,7 +42,8 @@ def without_evaluation(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ids=["rounded by chance", "dynamic", "few pages", "environment that draws"],
 )
 def test_training_is_the_same_to_the_bit(changes: dict[str, Any], model: Path, tmp_path: Path) -> None:
-    evaluated = {"evaluation.temperature": 1.0, "evaluation.samples": 2, "evaluation.right_from": 0.5} | changes
+    evaluated = {"evaluation.temperature": 1.0, "evaluation.samples": 2, "evaluation.right_from": 0.5, "steps": 2}
+    evaluated |= changes
     if evaluated["evaluation.temperature"] == 0:
         evaluated["evaluation.samples"] = 1
     never = run(model, tmp_path / "never", evaluated)

@@ -200,7 +200,8 @@ def test_a_verdict_survives_the_end_of_the_code() -> None:
     ],
 )
 def test_a_limit_is_a_wrong_answer_with_its_reason(code: str, reason: str) -> None:
-    answer = score(code, ASSERTS)
+    judge = CodeScorer(QUICK.model_copy(update={"cpu_seconds": 1}))
+    answer = judge(Task("t", "p", metadata={"tests": ASSERTS}), fenced(code))
     assert answer == 0.0
     assert reason in str(answer.detail)
 
