@@ -1,4 +1,4 @@
-"""What docs/library.md and the README show in Python runs, on a tiny model and with fewer steps."""
+"""What docs/library.md, docs/index.md and the README show in Python runs, on a tiny model and with fewer steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pages_python(page: str) -> str:
     return "\n".join(text for text in shown if "octetrl." in text or "print(run." in text)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/library.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/library.md", "docs/index.md"])
 def test_it_runs(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -43,7 +43,7 @@ def test_it_runs(
 
     monkeypatch.setattr(octetrl, "train", small)
     text = pages_python(page)
-    assert text.count("octetrl.train(") and "octetrl.LLM(" in text
+    assert text.count("octetrl.train(") and ("octetrl.LLM(" in text or page == "docs/index.md")
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(text, page, "exec"), names)
     assert (tmp_path / "models" / "mine" / "config.json").is_file()

@@ -49,6 +49,8 @@ def check_octetrl(command: str, arguments: list[str]) -> None:
 
     group = typer.main.get_command(app)
     assert isinstance(group, TyperGroup)
+    if arguments == ["--version"]:
+        return
     verb = group.commands.get(arguments[0])
     assert verb is not None, f"'{command}': no such verb; there are {sorted(group.commands)}"
     try:

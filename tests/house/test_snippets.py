@@ -1,0 +1,165 @@
+"""Every snippet of README and docs runs, with its imports, or says in an invisible marker why it does not.
+
+- Python: the blocks of a page run one after another in one namespace. `RUN_ELSEWHERE` names the test that runs a page
+  which needs more than that.
+- YAML: a block is part of a recipe, and its fields resolve. Those of recipes.md are compared with the recipes.
+- Shell: every command of ours parses with the real command line, its files exist, its modules are found.
+- JSON: a block is one value, or several.
+
+A block that cannot run has `<!-- not run: why -->` in the line above it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from octetrl.config.load import recipe_from_mapping
+from tests.house.markdown import commands
+from tests.house.test_readme import check_command
+from tests.house.tree import REPO
+
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (REPO / "docs").glob("*.md"))]
+RUN_ELSEWHERE = {
+    "README.md": "tests/e2e/test_library_page.py",
+    "docs/index.md": "tests/e2e/test_library_page.py",
+    "docs/library.md": "tests/e2e/test_library_page.py",
+    "docs/server.md": "tests/e2e/test_serve_command.py",
+    "docs/algorithms.md": "tests/unit/algorithms/test_worked_example.py",
+    "docs/environment_tools.md": "tests/house/test_environment_tools.py",
+}
+LANGUAGES = {"python", "yaml", "bash", "json", "text", ""}  # the last two: output, file trees
+
+
+class Snippet(NamedTuple):
+    page: str
+    line: int
+    language: str
+    text: str
+    reason: str | None  # of `<!-- not run: reason -->`
+
+
+def snippets_of(page: str, document: str) -> list[Snippet]:
+    found = []
+    for match in re.finditer(r"^```([^\n]*)\n(.*?)^```[ \t]*$", document, flags=re.MULTILINE | re.DOTALL):
+        before = document[: match.start()]
+        reason = re.search(r"<!-- not run: (.+?) -->\n\Z", before, flags=re.DOTALL)
+        line = before.count("\n") + 1
+        found.append(Snippet(page, line, match[1].strip(), match[2], reason[1] if reason else None))
+    return found
+
+
+SNIPPETS = [one for page in PAGES for one in snippets_of(page, (REPO / page).read_text(encoding="utf-8"))]
+
+
+def to_run(language: str) -> list[Snippet]:
+    return [one for one in SNIPPETS if one.language == language and one.reason is None]
+
+
+def name(snippet: Snippet) -> str:
+    return f"{snippet.page}:{snippet.line}"
+
+
+def run_python(page: str, snippets: list[Snippet]) -> dict[str, Any]:
+    """Run the blocks of a page. A failure names the page and the line."""
+    names: dict[str, Any] = {"__name__": "docs"}
+    for one in snippets:
+        exec(compile("\n" * one.line + one.text, page, "exec", dont_inherit=True), names)
+    return names
+
+
+def check_yaml(snippet: Snippet) -> None:
+    for part in yaml.safe_load_all(snippet.text):
+        tree = {"model": {"path": "m"}, "environment": {"dataset": "chain_sum"}, **part}
+        tree["model"] = {"path": "m"} | tree["model"]
+        recipe_from_mapping(tree, name(snippet))
+
+
+def check_shell(command: str) -> None:
+    """A command of ours as the README's test has it; a module or a script that Python runs exists."""
+    words = shlex.split(command)
+    if words[:2] == ["python", "-m"]:
+        assert importlib.util.find_spec(words[2]) is not None, f"'{command}': there is no module {words[2]}"
+    check_command(command)
+
+
+@pytest.mark.parametrize("page", sorted({one.page for one in to_run("python")} - set(RUN_ELSEWHERE)))
+def test_python_runs(page: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_python(page, [one for one in to_run("python") if one.page == page])
+
+
+@pytest.mark.parametrize(("page", "test"), RUN_ELSEWHERE.items())
+def test_the_other_pages_run_in_the_test_that_is_named(page: str, test: str) -> None:
+    text = (REPO / test).read_text(encoding="utf-8")
+    assert page.removeprefix("docs/") in text and ("exec(" in text), f"{test} does not run {page}"
+    assert any(one.page == page for one in to_run("python")), f"{page} has no Python; take it out of RUN_ELSEWHERE"
+
+
+@pytest.mark.parametrize("snippet", [one for one in to_run("yaml") if one.page != "docs/recipes.md"], ids=name)
+def test_yaml_is_a_part_of_a_recipe(snippet: Snippet) -> None:
+    check_yaml(snippet)
+
+
+@pytest.mark.parametrize("snippet", to_run("bash"), ids=name)
+def test_commands_do_as_shown(snippet: Snippet) -> None:
+    if snippet.text.startswith("curl"):  # tests/e2e/test_serve_command.py runs it
+        shlex.split(snippet.text)
+        return
+    for command in commands(f"```bash\n{snippet.text}```\n"):
+        check_shell(command)
+
+
+@pytest.mark.parametrize("snippet", to_run("json"), ids=name)
+def test_json_is_json(snippet: Snippet) -> None:
+    rest = snippet.text.strip()
+    while rest:
+        _, end = json.JSONDecoder().raw_decode(rest)
+        rest = rest[end:].strip()
+
+
+def test_every_snippet_has_a_known_language() -> None:
+    unknown = [f"{name(one)}: {one.language}" for one in SNIPPETS if one.language not in LANGUAGES]
+    assert not unknown
+
+
+def test_a_reason_is_a_sentence() -> None:
+    for one in SNIPPETS:
+        assert one.reason is None or len(one.reason) > 20, f"{name(one)}: say why it is not run"
+
+
+BAD = """\
+```python
+import octetrl.no_such_module
+```
+
+```yaml
+rollout: {group_sze: 4}
+```
+
+```bash
+python -m benchmarks.no_such_script
+```
+
+<!-- not run: it needs the internet -->
+```python
+import no_such_package
+```
+"""
+
+
+def test_wrong_snippets_are_noticed() -> None:
+    python, part, shell, left_out = snippets_of("bad.md", BAD)
+    assert left_out.reason == "it needs the internet" and python.reason is None and shell.line == 9
+    with pytest.raises(ModuleNotFoundError):
+        run_python("bad.md", [python])
+    with pytest.raises(ValueError, match="group_size"):
+        check_yaml(part)
+    with pytest.raises(AssertionError, match="no module"):
+        check_shell(shell.text)
