@@ -17,6 +17,7 @@ from octetrl.config.data import DataConfig, DataSource
 from octetrl.config.environment import EnvironmentConfig
 from octetrl.config.objective_settings import DatasetSettings
 from octetrl.config.section import Fraction, Section
+from octetrl.config.speculation import SpeculationConfig
 
 Precision = Literal["bf16", "fp8_rollout", "fp8", "fp8_full"]
 Numerics = Literal["parity", "fast"]
@@ -147,6 +148,7 @@ class EngineConfig(Section):
     """Largest number of sequences decoded together."""
     prefill_chunk: int = Field(default=2048, ge=16, le=1 << 24)
     """Largest number of prompt tokens in one forward. A longer prompt is prefilled in chunks."""
+    speculation: SpeculationConfig = SpeculationConfig()
 
 
 class OptimizerConfig(Section):

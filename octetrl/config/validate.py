@@ -32,6 +32,7 @@ from octetrl.config.spec import ModelSpec
 from octetrl.config.validate_environment import environment_problems
 from octetrl.config.validate_roles import role_problems
 from octetrl.config.validate_sandbox import sandbox_problems
+from octetrl.config.validate_speculation import speculation_problems
 from octetrl.config.validate_tensor import tensor_problems
 from octetrl.config.validate_training_memory import training_memory_problems
 
@@ -81,6 +82,7 @@ def combination_problems(recipe: Recipe, training: bool = True) -> Iterator[Prob
         yield from training_memory_problems(recipe)
     yield from environment_problems(recipe, training)
     yield from sandbox_problems(recipe)
+    yield from speculation_problems(recipe)
     yield from _trainer_problems(recipe)
     yield from cluster_problems(recipe.cluster)
     yield from role_problems(recipe)

@@ -65,6 +65,20 @@ class BatchRows:
         self._integers_5R.index_copy_(1, integers[:, 0], integers[:, 1:].t())
         self._fractions_3R.index_copy_(1, integers[:, 0], self._to_device(fractions_n3).t())
 
+    def join_drafts(self, owner_D: np.ndarray, row_D: np.ndarray, token_D: np.ndarray, length_D: np.ndarray) -> None:
+        """Makes rows for drafts: the owner's row with another query. `length_D`: tokens up to it."""
+        owner, row, token, length = self._to_device(np.stack((owner_D, row_D, token_D, length_D))).unbind()
+        integers = self._integers_5R.index_select(1, owner)
+        integers[0], integers[1] = token, length
+        self._integers_5R.index_copy_(1, row, integers)
+        self._fractions_3R.index_copy_(1, row, self._fractions_3R.index_select(1, owner))
+        self._table_RW.index_copy_(0, row, self._table_RW.index_select(0, owner))
+
+    def set_queries(self, row_B: np.ndarray, token_B: np.ndarray, length_B: np.ndarray) -> None:
+        """Sets the next query of these rows, and the number of tokens up to it."""
+        row, *query = self._to_device(np.stack((row_B, token_B, length_B))).unbind()
+        self._integers_5R[:2].index_copy_(1, row, torch.stack(query))
+
     def write_pages(self, pages: Sequence[tuple[int, int, int]]) -> None:
         """Writes entries (row, index, page) of the block tables."""
         if pages:

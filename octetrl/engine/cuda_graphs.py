@@ -29,7 +29,7 @@ from octetrl.engine.kv_cache import KVCache
 SMALL_SIZES = (1, 2, 4, 8)
 STEP, LARGE_STEP, LARGE = 16, 32, 128
 
-Decode = Callable[[int, bool, bool, KVCache], Tensor]
+Decode = Callable[[int, bool, bool, KVCache, bool], Tensor]
 
 
 def padded_batch(num_sequences: int, max_batch: int) -> int:
@@ -48,27 +48,27 @@ class _Captured(NamedTuple):
 
 
 class DecodeGraphs:
-    """Graphs of `decode(size, draws, filters, cache)`."""
+    """Graphs of `decode(size, draws, filters, cache, by_row)`."""
 
     def __init__(self, decode: Decode) -> None:
         self.seconds = 0.0  # spent capturing, since the engine was built
         self._decode = decode
         self._stream = torch.cuda.Stream()  # one for all captures: cuBLAS keeps a work space for every stream it met
-        self._captured: dict[tuple[int, bool, bool], _Captured] = {}
+        self._captured: dict[tuple[int, bool, bool, bool], _Captured] = {}
         self._cache: KVCache | None = None
         self._pool = torch.cuda.graph_pool_handle()
 
-    def run(self, size: int, draws: bool, filters: bool, cache: KVCache) -> Tensor:
+    def run(self, size: int, draws: bool, filters: bool, cache: KVCache, by_row: bool = False) -> Tensor:
         """Returns the result of `decode`. The next run overwrites it."""
         if cache is not self._cache:
             self.forget()
             self._cache = cache
-        key = (size, draws, filters)
+        key = (size, draws, filters, by_row)
         if key not in self._captured:
             # The first forward of a size runs kernel by kernel, which compiles and tunes the kernels. Only then is the
             # same work recorded.
             started = time.perf_counter()
-            output = self._decode(size, draws, filters, cache)
+            output = self._decode(size, draws, filters, cache, by_row)
             torch.cuda.synchronize()
             self._captured[key] = self._capture(key, cache)
             self.seconds += time.perf_counter() - started
@@ -82,14 +82,14 @@ class DecodeGraphs:
         self._cache = None
         self._pool = torch.cuda.graph_pool_handle()  # a pool without graphs can't be captured into again
 
-    def _capture(self, key: tuple[int, bool, bool], cache: KVCache) -> _Captured:
+    def _capture(self, key: tuple[int, bool, bool, bool], cache: KVCache) -> _Captured:
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         # Not torch.cuda.graph, which collects garbage and empties the allocator first.
         with _garbage_kept(), torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                output = self._decode(*key, cache)
+                output = self._decode(*key[:3], cache, key[3])
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)

@@ -26,7 +26,9 @@ from octetrl.engine.grammars import Grammars
 from octetrl.engine.kv_cache import KVCache, cache_format, configured_pages, host_pages, smallest_pages
 from octetrl.engine.metrics import EngineMetrics
 from octetrl.engine.model_runner import ModelRunner
+from octetrl.engine.ngram_drafts import NGramDrafts
 from octetrl.engine.session import Session
+from octetrl.engine.speculation import DraftSource
 from octetrl.engine.stopping import Tokenizer, decoder_of, memoised
 from octetrl.engine.weights import put_weights, weights_digest
 from octetrl.fp8.kv_scales import KVScales, same_bits
@@ -88,6 +90,9 @@ class Engine:
             page_size=config.page_size,
             device=self.device,
         )
+        self.draft_source: DraftSource | None = None  # None: no speculation
+        if config.speculation.name == "ngram":
+            self.draft_source = NGramDrafts(config.speculation)
         self._session: Session | None = None  # the open one
         self._cache: KVCache | None = None
         self._blocks: BlockManager | None = None  # of this cache
@@ -229,6 +234,7 @@ class Engine:
             lag=self._lag,
             on_close=self._closed,
             on_progress=on_progress,
+            draft_source=self.draft_source,
         )
         return self._session
 

@@ -125,6 +125,7 @@ class Pool:
 
     def __init__(self, stored: StoredTensor, page: CacheFormat, num_pages: int, device: torch.device) -> None:
         self.row_of = {layer: row for row, layer in enumerate(_layers_with(stored, page))}
+        self.turned = stored.layout.codes_turned and stored.dtype == E4M3
         outer = (len(self.row_of), num_pages)
         shape = (*outer, prod(stored.page_shape(page.page_size)) * stored.dtype.itemsize)
         zeros = torch.zeros(shape, dtype=torch.uint8, device=device)
@@ -137,6 +138,15 @@ class Pool:
         row = self.row_of[layer]
         return CachedPages(self.pages[row], scale, None if self.token_scale is None else self.token_scale[row])
 
+    def clear(self, page_n: Tensor, offset_n: Tensor) -> None:
+        """Zeroes these tokens in every layer. Their scales become 1."""
+        raw = self.pages.view(torch.uint8)
+        raw[
+            (slice(None), page_n, ..., offset_n) if self.turned else (slice(None), page_n, ..., offset_n, slice(None))
+        ] = 0
+        if self.token_scale is not None:
+            self.token_scale[:, page_n, ..., offset_n] = 1
+
 
 def _layers_with(stored: StoredTensor, page: CacheFormat) -> list[int]:
     return [layer for layer, tensors in enumerate(page.layers) if stored in tensors]
@@ -148,7 +158,7 @@ class KVCache:
     def __init__(self, page: CacheFormat, num_pages: int, device: torch.device, scale_LS: Tensor | None = None) -> None:
         self.page, self.num_pages = page, num_pages
         distinct = dict.fromkeys(stored for layer in page.layers for stored in layer)
-        pools = {stored: Pool(stored, page, num_pages, device) for stored in distinct}
+        self._pools = pools = {stored: Pool(stored, page, num_pages, device) for stored in distinct}
         copied = [tensor for pool in pools.values() for tensor in (pool.pages, pool.token_scale) if tensor is not None]
         # wide words: E4M3 has no indexing, bytes are slow
         self._copied = [tensor.flatten(2).view(torch.int64) for tensor in copied]
@@ -157,6 +167,8 @@ class KVCache:
         if scale_LS is not None:
             self.saturated_LS = torch.zeros(scale_LS.shape, dtype=torch.int64, device=device)
         self.layers = tuple(self._layer_cache(layer, pools, scale_LS) for layer in range(len(page.layers)))
+        self._saturated_RLS: Tensor | None = None
+        self._layers_by_row = self.layers
 
     def _layer_cache(self, layer: int, pools: dict[StoredTensor, Pool], scale_LS: Tensor | None) -> LayerCache:
         tensors = self.page.layers[layer]
@@ -170,6 +182,30 @@ class KVCache:
             ),
             None if self.saturated_LS is None else self.saturated_LS[layer],
         )
+
+    def layers_by_row(self, num_rows: int) -> tuple[LayerCache, ...]:
+        """The layers with counters of clamped values for each of `num_rows` rows of a forward; `count_rows` adds them
+        up. Without calibration the layers themselves."""
+        if self.saturated_LS is not None and (self._saturated_RLS is None or len(self._saturated_RLS) < num_rows):
+            rows = torch.zeros(num_rows, *self.saturated_LS.shape, dtype=torch.int64, device=self._device)
+            self._saturated_RLS = rows
+            self._layers_by_row = tuple(
+                LayerCache(layer.tensors, rows[:, index]) for index, layer in enumerate(self.layers)
+            )
+        return self._layers_by_row
+
+    def count_rows(self, rows: Sequence[int]) -> None:
+        """Adds the clamped values of these rows of the last forward to the count, and forgets those of the others."""
+        if self.saturated_LS is not None and self._saturated_RLS is not None:
+            kept_n = to_device(np.array(rows, dtype=np.int64), self._device)
+            self.saturated_LS += self._saturated_RLS.index_select(0, kept_n).sum(0)
+            self._saturated_RLS.zero_()
+
+    def clear_slots(self, slots: Sequence[int]) -> None:
+        """Zeroes what these slots hold in every layer: a NaN behind a sequence's end would reach sums."""
+        slot_n = to_device(np.array(slots, dtype=np.int64), self._device)
+        for pool in self._pools.values():
+            pool.clear(slot_n // self.page.page_size, slot_n % self.page.page_size)
 
     def saturated_share(self, num_tokens: int) -> Tensor | None:
         """Share of the values of `num_tokens` tokens that were clamped, by layer and scale: float64 [L, S] on the CPU.

@@ -15,6 +15,24 @@ from octetrl.engine.model_runner import ModelRunner
 from octetrl.engine.request import Step
 from octetrl.records import GenerationProgress
 
+
+@dataclass(slots=True)
+class DraftTally:
+    """Counts of speculation in one session."""
+
+    forwards: int = 0  # with drafts
+    drafted: int = 0  # tokens
+    accepted: int = 0  # of these, in completions
+    saved: float = 0.0  # decode forwards, in the mean over the sequences that ran
+
+    def named(self) -> dict[str, float]:
+        return {
+            "rollout/drafted_tokens": float(self.drafted),
+            "rollout/accepted_tokens": float(self.accepted),
+            "rollout/forwards_saved": self.saved,
+        }
+
+
 STEPS_KEPT = 1 << 18  # a server's session has no end
 
 
@@ -41,6 +59,7 @@ class EngineMetrics:
     session_capture_seconds: float | None  # of these, in this session; None where nothing is captured, on a CPU
     cancelled: int  # completions
     idle_share: float  # share of the seconds with nothing to do
+    drafts: DraftTally | None = None  # None: no speculation
 
     def named(self, *, scales_are_calibrated: bool) -> dict[str, float]:
         """Metrics by the names of a step. Values that were not measured are left out."""
@@ -57,7 +76,7 @@ class EngineMetrics:
             numbers["time/capture"] = self.session_capture_seconds
         if scales_are_calibrated:
             numbers["fp8/kv_saturation"] = self.kv_saturation
-        return numbers
+        return numbers if self.drafts is None else numbers | self.drafts.named()
 
     @property
     def tokens_per_second(self) -> float:
@@ -79,6 +98,7 @@ class Tally:
     prefilled_tokens: int = 0
     steps: int = 0
     decode_steps: int = 0
+    drafts: DraftTally | None = None
     _last_results: float | None = None  # None: none yet, or something other than a decode forward came between
     _step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
     _batches: deque[int] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))  # sequences in each of these steps
@@ -117,6 +137,14 @@ class Tally:
             self._step_seconds.append(now - self._last_results)
             self._batches.append(num_tokens)
         self._last_results = now
+
+    def count_accepted(self, num_tokens: int, num_sequences: int) -> None:
+        """Counts right drafts that became tokens, in a forward of `num_sequences` sequences."""
+        assert self.drafts is not None, "a draft was accepted without speculation"
+        self.generated_tokens += num_tokens
+        self.decoded_tokens += num_tokens
+        self.drafts.accepted += num_tokens
+        self.drafts.saved += num_tokens / num_sequences
 
     def progress(self, running: int, waiting: int) -> GenerationProgress:
         return GenerationProgress(
@@ -163,6 +191,7 @@ class Tally:
             session_capture_seconds=None if self.captured_before is None else capture_seconds - self.captured_before,
             cancelled=self.cancelled,
             idle_share=min(1.0, idle_seconds / seconds) if seconds > 0 else 0.0,
+            drafts=self.drafts,
         )
 
     def _tail_share(self) -> float:
@@ -209,6 +238,19 @@ def merged(parts: Sequence[EngineMetrics]) -> EngineMetrics:
         session_capture_seconds=max(captured) if captured else None,
         cancelled=total("cancelled"),
         idle_share=weighted("idle_share", seconds),
+        drafts=_drafts_of([part.drafts for part in parts if part.drafts is not None]),
+    )
+
+
+def _drafts_of(parts: Sequence[DraftTally]) -> DraftTally | None:
+    """Sums over workers; of the forwards saved, which they save beside one another, the most."""
+    if not parts:
+        return None
+    return DraftTally(
+        forwards=sum(part.forwards for part in parts),
+        drafted=sum(part.drafted for part in parts),
+        accepted=sum(part.accepted for part in parts),
+        saved=max(part.saved for part in parts),
     )
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from octetrl.engine.batch_rows import BatchRows
 from octetrl.engine.cuda_graphs import DecodeGraphs, padded_batch
+from octetrl.engine.draft_rows import DraftRows
 from octetrl.engine.kv_cache import KVCache
 from octetrl.engine.pinned import to_device
 from octetrl.engine.prompt_scores import score_prompts
@@ -80,6 +81,7 @@ class ModelRunner:
         self._cu_seqlens_B1 = torch.arange(max_batch + 2, dtype=torch.int32, device=device)
         self._batch: Batch | None = None
         self._how = (False, False)
+        self._poisoned_before = self.poisoned_tokens  # of the last forward with drafts
 
     def reset(self) -> None:
         """Prepares for a new call of `generate`, perhaps with another cache."""
@@ -88,31 +90,64 @@ class ModelRunner:
         self._batch = None
 
     @torch.no_grad()
-    def launch(self, step: Step, batch: Batch, cache: KVCache) -> Results | None:
+    def launch(self, step: Step, batch: Batch, cache: KVCache, drafts: DraftRows | None = None) -> Results | None:
         """Launches the step; returns None if it has only chunks. `batch`: the decoding sequences, one object while
-        unchanged."""
+        unchanged. `drafts`: further rows, whose results come behind the batch's."""
         cache.copy_pages(step.page_copies)
         self._rows.write_pages(step.new_pages)
         if not step.decode:
             self._prefill(step.chunks, cache)
             return None
         self._rows.join(step.joined)
+        if drafts is not None:
+            return self._launch_drafts(batch, drafts, cache)
         size = len(batch.sequences) if self.graphs is None else padded_batch(len(batch.sequences), self._max_batch)
         if batch is not self._batch:
             self._rows.activate(batch.row_B, size)
             self._batch, self._how = batch, self._rows.samples_how(batch.row_B)
         if batch.edited:  # kernel by kernel: the host decides what each of these forwards changes
             edits = RowEdits(batch.edited, self.device)
-            return Results(self._decode(size, *self._how, cache, edits), len(batch.sequences), edits)
+            return Results(self._decode(size, *self._how, cache, edits=edits), len(batch.sequences), edits)
         if self.graphs is None:
             return Results(self._decode(size, *self._how, cache), len(batch.sequences))
         return Results(self.graphs.run(size, *self._how, cache), len(batch.sequences))
 
-    def _decode(self, size: int, draws: bool, filters: bool, cache: KVCache, edits: RowEdits | None = None) -> Tensor:
-        """One token for each of the first `size` active rows: int32 [2, B], tokens and the bits of their log-probs."""
+    def _launch_drafts(self, batch: Batch, drafts: DraftRows, cache: KVCache) -> Results:
+        num_rows = len(batch.sequences) + len(drafts.row_D)
+        size = num_rows if self.graphs is None else padded_batch(num_rows, self._max_batch)
+        self._rows.join_drafts(batch.row_B[drafts.owner_D], drafts.row_D, drafts.token_D, drafts.length_D)
+        self._rows.activate(np.concatenate((batch.row_B, drafts.row_D)), size)
+        self._batch = None
+        how = self._rows.samples_how(batch.row_B)
+        self._poisoned_before = self.poisoned_tokens.clone()
+        decode = self._decode if self.graphs is None else self.graphs.run
+        return Results(decode(size, *how, cache, cache.saturated_LS is not None), num_rows)
+
+    def settle(self, batch: Batch, token_B: np.ndarray, length_B: np.ndarray) -> None:
+        """Sets the next query of each sequence, and its number of tokens, after a forward with drafts."""
+        self._rows.set_queries(batch.row_B, token_B, length_B)
+
+    def forget_drafts(self, batch: Batch, drafts: DraftRows, cache: KVCache) -> None:
+        """Undoes a forward with drafts: the next one decodes the same tokens again."""
+        cache.count_rows(())
+        cache.clear_slots(drafts.slot_D.tolist())
+        self.poisoned_tokens.copy_(self._poisoned_before)
+        self.settle(batch, drafts.query_B, drafts.query_length_B)
+
+    def _decode(
+        self,
+        size: int,
+        draws: bool,
+        filters: bool,
+        cache: KVCache,
+        by_row: bool = False,
+        edits: RowEdits | None = None,
+    ) -> Tensor:
+        """One token for each of the first `size` active rows: int32 [2, B], tokens and the bits of their log-probs.
+        by_row: clamped values are counted row by row."""
         inputs = self._rows.gather(size)
         context = PagedContext(
-            layers=cache.layers,
+            layers=cache.layers_by_row(self._max_batch) if by_row else cache.layers,
             slot_mapping_T=inputs.slot_B,
             block_table_BP=inputs.table_BW,
             cu_seqlens_q_B1=self._cu_seqlens_B1[: size + 1],

@@ -230,6 +230,26 @@ class Scheduler:
         step.joined = [sequence for sequence in self._joined if sequence in self._decoding]
         self._joined = []
 
+    # ------------------------------------------------------------ drafts
+
+    @property
+    def free_rows(self) -> list[int]:
+        return self._free_rows
+
+    def grow_for_drafts(self, sequence: RunningSequence, num_drafts: int, step: Step) -> int:
+        """Allocates pages for drafts behind a decoding sequence while every running one keeps a page to grow into.
+        Returns how many of the drafts have a page."""
+        length, page_size = sequence.length(self.clock), self.blocks.page_size
+        spare = max(0, self.blocks.num_free - len(self.running))
+        self._grow(sequence, step, until=min(length + num_drafts, sequence.writable + spare * page_size))
+        return min(num_drafts, sequence.writable - length)
+
+    def accept(self, sequence: RunningSequence, num_drafts: int) -> None:
+        """Records that the last forward added so many tokens more than one, none of them past its pages."""
+        assert sequence.joined_at is not None, "a sequence had drafts that does not decode"
+        sequence.joined_at -= num_drafts
+        self._note_due(sequence)
+
     def _due_at(self, sequence: RunningSequence) -> int:
         """The clock at which it needs a page, or at which it has reached its limit."""
         ahead = min(sequence.writable + 1, sequence.group.limit) - sequence.length(self.clock)
@@ -245,9 +265,10 @@ class Scheduler:
 
     # ------------------------------------------------------------ pages
 
-    def _grow(self, sequence: RunningSequence, step: Step) -> bool:
-        """Allocates own pages for all tokens of the sequence. Returns False if the sequence itself was preempted."""
-        blocks, pages, length = self.blocks, sequence.pages, sequence.length(self.clock)
+    def _grow(self, sequence: RunningSequence, step: Step, until: int | None = None) -> bool:
+        """Allocates own pages for all tokens of the sequence, or for `until`. Returns False if the sequence itself was
+        preempted."""
+        blocks, pages, length = self.blocks, sequence.pages, until or sequence.length(self.clock)
         while sequence.writable < length:
             index = sequence.writable // blocks.page_size
             while index == len(pages) or blocks.is_shared(pages[index]):

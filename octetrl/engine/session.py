@@ -33,12 +33,14 @@ from octetrl.config.errors import UserError
 from octetrl.config.schema import EngineConfig
 from octetrl.engine.admission import Admission, check_fits
 from octetrl.engine.block_manager import BlockManager
+from octetrl.engine.draft_rows import DraftRows
 from octetrl.engine.kv_cache import KVCache
 from octetrl.engine.metrics import EngineMetrics, Tally, session_metrics
-from octetrl.engine.model_runner import ModelRunner, Results
+from octetrl.engine.model_runner import ModelRunner, Results, Sampled
 from octetrl.engine.request import NO_ROW, RequestGroup, RunningSequence
 from octetrl.engine.row_edits import catch_up, event_of
 from octetrl.engine.scheduler import Scheduler, longest_first
+from octetrl.engine.speculation import DraftSource, Speculator
 from octetrl.engine.stopping import Decode
 from octetrl.engine.transcript import Batch, Transcript
 from octetrl.fp8.non_finite import NonFiniteError
@@ -66,6 +68,7 @@ class Session:
         lag: int,
         on_close: Callable[[Session, bool], None],
         on_progress: OnProgress | None = None,
+        draft_source: DraftSource | None = None,
     ) -> None:
         self._cache, self._blocks, self._runner, self._admission = cache, blocks, runner, admission
         self._decode, self._stamp, self._lag = decode, stamp, lag
@@ -78,7 +81,9 @@ class Session:
             keeps_prefixes=config.prefix_cache != "off",
         )
         self._transcript = Transcript(config.max_batch, admission.context_length, admission.eos_token_ids)
-        self._in_flight: deque[tuple[Batch, Results]] = deque()
+        parts = (self._transcript, self._scheduler, runner, cache, self._tally)
+        self._speculator = Speculator(config.speculation, draft_source, *parts) if draft_source else None
+        self._in_flight: deque[tuple[Batch, Results, DraftRows | None]] = deque()
         self._batch = self._transcript.batch(())
         self._submitted: list[RequestGroup] = []  # since the last step
         self._groups: dict[str, RequestGroup] = {}  # unfinished
@@ -134,6 +139,8 @@ class Session:
             if sibling.row != NO_ROW:
                 self._transcript.close(sibling, sibling.row)
             self._scheduler.cancel(sibling)
+            if self._speculator is not None:
+                self._speculator.end(sibling)
             self._reported.pop(sibling, None)
         self._tally.cancelled += len(siblings)
 
@@ -188,22 +195,34 @@ class Session:
             if step.decode is not self._batch.sequences and step.decode:
                 self._batch = transcript.batch(step.decode)
             catch_up(self._batch, transcript, scheduler.clock)
-            results = self._runner.launch(step, self._batch, self._cache)
+            drafts = self._speculator and self._speculator.plan(step, self._batch, bool(self._in_flight))
+            results = self._runner.launch(step, self._batch, self._cache, drafts)
             scheduler.complete(step)
             self._tally.count_launch(step)
             if results is not None:
-                self._in_flight.append((self._batch, results))
+                self._in_flight.append((self._batch, results, drafts))
         ended: list[Ended] = []
-        lag = len(self._in_flight) - 1 if step is None else 0 if self._batch.edited else self._lag
+        lag = len(self._in_flight) - 1 if step is None else 0 if self._reads_at_once else self._lag
         while len(self._in_flight) > max(lag, 0):
             ended += self._take(*self._in_flight.popleft())
         return ended
 
-    def _take(self, batch: Batch, results: Results) -> list[Ended]:
+    @property
+    def _reads_at_once(self) -> bool:
+        """Whether the next forward needs the tokens of this one on the host."""
+        return bool(self._batch.edited) or (self._speculator is not None and self._speculator.is_on(self._batch))
+
+    def _take(self, batch: Batch, results: Results, drafts: DraftRows | None) -> list[Ended]:
         """Reads a forward's results; the sequences that ended with it."""
-        transcript, ended = self._transcript, []
+        if drafts is not None and self._speculator is not None:
+            return [one for part in self._speculator.parts(batch, drafts, results) for one in self._add(*part)]
         sampled = results.read()
-        self._tally.count_results(transcript.num_added(batch))
+        self._tally.count_results(self._transcript.num_added(batch))
+        return self._add(batch, sampled)
+
+    def _add(self, batch: Batch, sampled: Sampled) -> list[Ended]:
+        """Adds one token to each sequence of the batch; those that ended with it."""
+        transcript, ended = self._transcript, []
         for sequence in transcript.add(batch, *sampled):
             token, num_tokens = transcript.last_token(sequence), transcript.num_tokens(sequence)
             if token < 0:
@@ -217,6 +236,8 @@ class Session:
             if reason is not None:
                 transcript.close(sequence, sequence.row)
                 self._scheduler.finish(sequence)
+                if self._speculator is not None:
+                    self._speculator.end(sequence)
                 self._tally.done += 1
                 ended.append((sequence, self._completion(sequence, reason)))
                 if sequence.group.num_unfinished == 0:

@@ -60,7 +60,7 @@ class Transcript:
 
     def add(self, batch: Batch, token_B: np.ndarray, logprob_B: np.ndarray) -> list[RunningSequence]:
         """Stores one forward's results. Returns the sequences that may have ended with it."""
-        (kept_b,) = np.nonzero(self._epoch_R[batch.row_B] == batch.epoch_B)
+        (kept_b,) = np.nonzero(self.is_open(batch))
         row_b, token_b = batch.row_B[kept_b], token_B[kept_b]
         count_b = self._count_R[row_b]
         self._tokens_RN[row_b, count_b] = token_b
@@ -86,9 +86,14 @@ class Transcript:
         """Number of tokens of prompt and completion whose results have arrived."""
         return len(sequence.token_ids) + int(self._count_R[sequence.row])
 
+    def is_open(self, batch: Batch) -> np.ndarray:
+        """bool [B]: which of a batch's sequences still need its results."""
+        is_open_B: np.ndarray = self._epoch_R[batch.row_B] == batch.epoch_B
+        return is_open_B
+
     def num_added(self, batch: Batch) -> int:
         """Number of a batch's sequences that still need its results."""
-        return int((self._epoch_R[batch.row_B] == batch.epoch_B).sum())
+        return int(self.is_open(batch).sum())
 
     def close(self, sequence: RunningSequence, row: int) -> None:
         """Ends the recording in `row`: moves its tokens into the sequence; later results are dropped."""

@@ -56,7 +56,8 @@ class LayerCache:
     """One layer's cache: its tensors in the order of the block's layout."""
 
     tensors: tuple[CachedPages, ...]
-    saturated_S: Tensor | None = None  # int64 counter for each scale: values clamped on the way into the cache
+    saturated_S: Tensor | None = None  # int64 counter for each scale: values clamped on the way into the cache; [T, S]:
+    # of each token of the forward
 
 
 @dataclass(frozen=True, slots=True)

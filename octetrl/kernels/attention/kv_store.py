@@ -21,7 +21,8 @@ How a value becomes a code:
 
 K and V each follow the rule of their own cache: a BF16 K may lie beside an E4M3 V. Before quantisation x is rounded to
 BF16. Divisions are IEEE float32 (`div_rn`), so the bytes equal the reference's. NaN stays NaN (0x7f). Values outside
-the calibrated range, and NaN, are clamped and counted per head in `saturated_2K` (row 0 K, row 1 V).
+the calibrated range, and NaN, are clamped and counted per head in `saturated_2K` (row 0 K, row 1 V). A counter
+[T, 2, K] has a row for each token, so that tokens can be left out of the count afterwards.
 
 `kv_replay` quantises by the same rule. It returns the codes converted, exactly, to the dtype in which the training
 forward multiplies them (`attention_order.operand_dtype`). One conversion per layer is faster than one in the attention
@@ -81,7 +82,8 @@ def kv_store(
 
     k_TKD, v_TKD: [T, K, D], last axis contiguous. k_cache, v_cache: pages in the layout above, each by its dtype.
     slot_mapping_T: int64; -1 skips the token. Per-head scales: float32 [K]. Per-token scales: float32 [num_pages, K,
-    page_size], written here. saturated_2K: int64 counter, added to. Raises ValueError for an FP8 cache without scales.
+    page_size], written here. saturated_2K: int64 counter [2, K] or [T, 2, K], added to. Raises ValueError for an FP8
+    cache without scales.
     """
     caches = (k_cache, v_cache, slot_mapping_T)
     scales = (k_scale_K, v_scale_K, k_token_scale, v_token_scale, saturated_2K)
@@ -115,7 +117,11 @@ def kv_store_reference(
         if head_scale_K is not None:
             codes = quantize_kv_per_head(x_TKD, head_scale_K).codes
             if saturated_2K is not None:
-                saturated_2K[which] += saturated_count(x_TKD, head_scale_K)
+                per_token_TK = saturated_per_token(x_TKD, head_scale_K)
+                if saturated_2K.dim() == 3:
+                    saturated_2K[: len(kept_T), which][kept_T] += per_token_TK
+                else:
+                    saturated_2K[which] += per_token_TK.sum(0)
         else:
             assert token_scale is not None
             codes, scale_TK = quantize_kv_per_token(x_TKD)
@@ -125,8 +131,22 @@ def kv_store_reference(
 
 def saturated_count(x_TKD: Tensor, scale_K: Tensor) -> Tensor:
     """Number of values of each head that are outside the calibrated range, or NaN: int64 [K]."""
+    return saturated_per_token(x_TKD, scale_K).sum(0)
+
+
+def saturated_per_token(x_TKD: Tensor, scale_K: Tensor) -> Tensor:
+    """`saturated_count` of each token: int64 [T, K]."""
     scaled = x_TKD.to(torch.bfloat16).float() * inverse_of(scale_K)[None, :, None]
-    return (~(scaled.abs() <= E4M3_MAX)).sum(dim=(0, 2))
+    return (~(scaled.abs() <= E4M3_MAX)).sum(dim=2)
+
+
+def counter_stride(saturated_2K: Tensor | None) -> int:
+    """Elements between the counters of two tokens; 0: all tokens share one."""
+    if saturated_2K is None:
+        return 0
+    shared = saturated_2K if saturated_2K.dim() == 2 else saturated_2K[0]
+    assert shared.is_contiguous(), "kv_store: the saturation counters of a token must be contiguous"
+    return 0 if saturated_2K.dim() == 2 else saturated_2K.stride(0)
 
 
 class ReplayedKV(NamedTuple):
@@ -244,7 +264,7 @@ def _kv_store_kernel(
     k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_ptr, k_scale_ptr, v_scale_ptr, k_token_ptr, v_token_ptr, saturated_ptr,
     stride_k_token, stride_k_head, stride_v_token, stride_v_head,
     stride_k_page, stride_k_cache_head, stride_k_offset, stride_v_page, stride_v_cache_head, stride_v_offset,
-    stride_v_d, stride_scale_page, stride_scale_head, stride_scale_offset,
+    stride_v_d, stride_scale_page, stride_scale_head, stride_scale_offset, stride_saturated,
     HEADS: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
     K_MODE: tl.constexpr, V_MODE: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
@@ -253,6 +273,8 @@ def _kv_store_kernel(
     if slot >= 0:
         page = slot // PAGE_SIZE
         offset = slot % PAGE_SIZE
+        if COUNT:
+            saturated_ptr += token * stride_saturated
         _store_heads(
             k_ptr + token * stride_k_token, k_cache_ptr, k_scale_ptr, k_token_ptr, saturated_ptr, page, offset,
             stride_k_head, stride_k_page, stride_k_cache_head, stride_k_offset, 1, stride_scale_page, stride_scale_head,
@@ -284,7 +306,6 @@ def kv_store_triton(
     v_mode = mode_of(scale_in_use(v_cache, v_scale_K, v_token_scale))
     assert k_TKD.stride(2) == v_TKD.stride(2) == k_cache.stride(3) == 1, "kv_store: the last axis must be contiguous"
     count = "calibrated" in (k_mode, v_mode) and saturated_2K is not None
-    assert saturated_2K is None or saturated_2K.is_contiguous(), "kv_store: the saturation counter must be contiguous"
     if num_tokens == 0:
         return
     token_scales = [scale for scale in (k_token_scale, v_token_scale) if scale is not None]
@@ -292,7 +313,7 @@ def kv_store_triton(
     _kv_store_kernel[(num_tokens,)](
         k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T, k_scale_K, v_scale_K, k_token_scale, v_token_scale,
         saturated_2K, k_TKD.stride(0), k_TKD.stride(1), v_TKD.stride(0), v_TKD.stride(1), *k_cache.stride()[:3],
-        *by_key(v_cache).stride(), *stride_scale,
+        *by_key(v_cache).stride(), *stride_scale, counter_stride(saturated_2K),
         HEADS=num_heads, BLOCK_K=triton.next_power_of_2(num_heads), HEAD_SIZE=head_size,
         BLOCK_D=triton.next_power_of_2(head_size), PAGE_SIZE=k_cache.shape[2],
         K_MODE=MODE_NUMBER[k_mode], V_MODE=MODE_NUMBER[v_mode], COUNT=count,

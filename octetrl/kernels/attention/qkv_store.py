@@ -33,7 +33,13 @@ from torch import Tensor
 from octetrl.config.spec import SUPPORTED_HEAD_SIZES
 from octetrl.fp8.format import E4M3
 from octetrl.kernels.attention.attention_order import MODE_NUMBER, mode_of
-from octetrl.kernels.attention.kv_store import _quantize_heads, by_key, kv_store_reference, scale_in_use
+from octetrl.kernels.attention.kv_store import (
+    _quantize_heads,
+    by_key,
+    counter_stride,
+    kv_store_reference,
+    scale_in_use,
+)
 from octetrl.kernels.attention.qkv_separate import is_fused, qkv_store_separate
 from octetrl.kernels.rows.rms_norm import rms_norm_reference
 from octetrl.kernels.rows.rope import rope_reference
@@ -83,7 +89,7 @@ def _rotated_heads(
 
 @triton.jit
 def _store_rows(
-    x_ND, target_N, stride_d, scale_ptr, token_scale_N, saturated_ptr, head_N, keep_N,
+    x_ND, target_N, stride_d, scale_ptr, token_scale_N, saturated_N_ptr, head_N, keep_N,
     SIZE: tl.constexpr, MODE: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Write rows (heads of a token, or tokens of a head) to the addresses of their first elements."""
@@ -98,7 +104,7 @@ def _store_rows(
             tl.store(token_scale_N, scale_N, mask=keep_N)
         if COUNT:  # integers: the order of the additions does not matter
             tl.atomic_add(
-                saturated_ptr + head_N, saturated_N.to(tl.int64), mask=keep_N & (saturated_N > 0), sem="relaxed"
+                saturated_N_ptr + head_N, saturated_N.to(tl.int64), mask=keep_N & (saturated_N > 0), sem="relaxed"
             )
 
 
@@ -107,7 +113,7 @@ def _qkv_store_kernel(
     qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, position_ptr, q_ptr, k_cache_ptr, v_cache_ptr, slot_ptr,
     k_scale_ptr, v_scale_ptr, k_token_ptr, v_token_ptr, saturated_ptr, num_tokens, eps, stride_token,
     stride_k_page, stride_k_head, stride_k_offset, stride_v_page, stride_v_head, stride_v_offset, stride_v_d,
-    stride_scale_page, stride_scale_head, stride_scale_offset,
+    stride_scale_page, stride_scale_head, stride_scale_offset, stride_saturated,
     NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, J: tl.constexpr,
     V_N: tl.constexpr, NORM: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
@@ -138,7 +144,8 @@ def _qkv_store_kernel(
         if V_MODE == 2:
             scale_N += page_N * stride_scale_page + head_N * stride_scale_head + offset_N * stride_scale_offset
         _store_rows(
-            x_ND, target_N, stride_v_d, v_scale_ptr, scale_N, saturated_ptr + KV_HEADS if COUNT else saturated_ptr,
+            x_ND, target_N, stride_v_d, v_scale_ptr, scale_N,
+            saturated_ptr + KV_HEADS + token_N * stride_saturated if COUNT else saturated_ptr,
             head_N, keep_N, SIZE, V_MODE, COUNT,
         )  # fmt: skip
     else:
@@ -171,8 +178,10 @@ def _qkv_store_kernel(
                 if K_MODE == 2:
                     scale_J += page * stride_scale_page + head_J * stride_scale_head + offset * stride_scale_offset
                 _store_rows(
-                    k_JD, target_J, 1, k_scale_ptr, scale_J, saturated_ptr, head_J, is_head_J, SIZE, K_MODE, COUNT
-                )
+                    k_JD, target_J, 1, k_scale_ptr, scale_J,
+                    saturated_ptr + token * stride_saturated if COUNT else saturated_ptr,
+                    head_J, is_head_J, SIZE, K_MODE, COUNT,
+                )  # fmt: skip
 
 
 def qkv_store_triton(
@@ -202,7 +211,6 @@ def qkv_store_triton(
     scale_strides = token_scales[0].stride() if token_scales else (0, 0, 0)
     assert k_cache.stride(3) == 1 and all(scale.stride() == scale_strides for scale in token_scales)
     assert cos_SR.is_contiguous() and sin_SR.is_contiguous(), "qkv_store: cos and sin must be contiguous"
-    assert saturated_2K is None or saturated_2K.is_contiguous(), "qkv_store: the counter must be contiguous"
     q_THD = torch.empty(num_tokens, num_heads, size, dtype=qkv_TX.dtype, device=qkv_TX.device)
     turned = v_cache.dtype == E4M3
     heads = max(HEADS_OF_MANY if turned or num_tokens >= MANY_TOKENS else HEADS, 256 // size)
@@ -215,6 +223,7 @@ def qkv_store_triton(
             qkv_TX, q_norm_D, k_norm_D, cos_SR, sin_SR, positions_T, q_THD, k_cache, v_cache, slot_mapping_T,
             k_scale_K, v_scale_K, k_token_scale, v_token_scale, saturated_2K, num_tokens, eps, qkv_TX.stride(0),
             *k_cache.stride()[:3], *by_key(v_cache).stride(), *scale_strides,
+            counter_stride(saturated_2K),
             NUM_HEADS=num_heads, KV_HEADS=kv_heads, SIZE=size, PAGE_SIZE=page_size, J=heads, V_N=v_tokens,
             NORM=q_norm_D is not None, K_MODE=MODE_NUMBER[k_mode], V_MODE=MODE_NUMBER[v_mode],
             COUNT="calibrated" in (k_mode, v_mode) and saturated_2K is not None, num_warps=heads * size // 256,

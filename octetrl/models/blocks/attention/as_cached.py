@@ -49,8 +49,10 @@ def read_back(cache: LayerCache, slot_mapping_T: Tensor) -> tuple[Tensor, Tensor
 
 
 def saturated_of(cache: LayerCache, num_kv_heads: int) -> Tensor | None:
-    """The counters of clamped values of K and V for the kernels: int64 [2, K]."""
-    return None if cache.saturated_S is None else cache.saturated_S[: 2 * num_kv_heads].view(2, -1)
+    """The counters of clamped values of K and V for the kernels: int64 [2, K], or [T, 2, K] with one for each token."""
+    if cache.saturated_S is None:
+        return None
+    return cache.saturated_S[..., : 2 * num_kv_heads].unflatten(-1, (2, num_kv_heads))
 
 
 def _scaled(codes_TKD: Tensor, scale: Tensor | None) -> Tensor:

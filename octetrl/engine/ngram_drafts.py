@@ -1,0 +1,152 @@
+"""Drafts from n-grams: what followed the last tokens when they occurred before.
+
+A prompt's texts are the prompt, its kept answers of earlier calls, and the answers that run now, each beside its
+siblings. For each length n of the recipe a table maps the hash of n tokens to the latest place behind them. A lookup
+tries the longest n first and returns the text from that place on. A hash that collides gives a wrong draft, and a wrong
+draft changes no token (speculation.py).
+
+Ended answers are kept by prompt, as arrays; this costs nothing while a batch is large. A prompt's tables are built when
+its first running answer asks for a draft, and dropped when its last one ends.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from octetrl.config.speculation import SpeculationConfig
+from octetrl.engine.request import RunningSequence
+
+INDEXED_TOKENS = 1 << 16  # of a prompt's kept answers, the latest first
+MULTIPLIER = 0x9E3779B97F4A7C15
+_MASK64 = (1 << 64) - 1
+Prompt = tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Texts:
+    """The indexed texts of one prompt."""
+
+    texts: list[list[int]] = field(default_factory=list)
+    places: list[dict[int, tuple[int, int]]] = field(default_factory=list)  # for each n: hash -> text, place behind it
+    growing: dict[int, int] = field(default_factory=dict)  # the text of each running sibling
+
+
+class NGramDrafts:
+    """Looks up the last `config.ngrams` tokens, and keeps `config.memory_tokens` tokens of answers."""
+
+    def __init__(self, config: SpeculationConfig) -> None:
+        self._lengths = tuple(sorted(set(config.ngrams), reverse=True))
+        self._memory = config.memory_tokens
+        self._answers: OrderedDict[Prompt, list[np.ndarray]] = OrderedDict()  # the prompt answered last is the last
+        self._kept = 0  # tokens of all answers and of their prompts
+        self._texts: dict[Prompt, _Texts] = {}
+
+    @property
+    def kept_tokens(self) -> int:
+        """Number of tokens of the kept answers and their prompts."""
+        return self._kept
+
+    def reset(self) -> None:
+        """Drops the tables. Ended answers stay."""
+        self._texts.clear()
+
+    def extend(self, sequence: RunningSequence, token_ids: Sequence[int]) -> None:
+        """Adds the next tokens of a running answer."""
+        prompt = sequence.group.request.prompt_token_ids
+        texts = self._texts.get(prompt)
+        if texts is None:
+            texts = self._texts[prompt] = self._opened(prompt)
+        if sequence.sibling not in texts.growing:
+            texts.growing[sequence.sibling] = len(texts.texts)
+            texts.texts.append(list(prompt[-self._lengths[0] :]))
+        number = texts.growing[sequence.sibling]
+        text = texts.texts[number]
+        begin = len(text)
+        text += token_ids
+        if len(token_ids) > 64:
+            self._index(texts, number, begin)
+            return
+        for place in range(begin, len(text)):
+            for n, places in zip(self._lengths, texts.places, strict=True):
+                if place >= n:
+                    places[_hash(text[place - n : place])] = (number, place)
+
+    def propose(self, sequence: RunningSequence, most: int) -> Sequence[int]:
+        """At most `most` tokens that followed the last ones when they occurred last."""
+        texts = self._texts[sequence.group.request.prompt_token_ids]
+        text = texts.texts[texts.growing[sequence.sibling]]
+        for n, places in zip(self._lengths, texts.places, strict=True):
+            found = places.get(_hash(text[-n:])) if len(text) >= n else None
+            if found is not None:
+                number, place = found
+                return texts.texts[number][place : place + most]
+        return ()
+
+    def end(self, sequence: RunningSequence) -> None:
+        """Keeps the answer. It stays a text of its siblings."""
+        prompt = sequence.group.request.prompt_token_ids
+        texts = self._texts.get(prompt)
+        if texts is not None:
+            known = len(texts.texts[texts.growing[sequence.sibling]]) if sequence.sibling in texts.growing else 0
+            answer = sequence.token_ids[sequence.prompt_length :]
+            missing = len(answer) + min(len(prompt), self._lengths[0]) - known
+            self.extend(sequence, answer[len(answer) - missing :] if missing > 0 else ())
+            del texts.growing[sequence.sibling]
+            if not texts.growing:
+                del self._texts[prompt]
+        self._keep(prompt, sequence.token_ids[sequence.prompt_length :])
+
+    def _keep(self, prompt: Prompt, answer: Sequence[int]) -> None:
+        if prompt in self._answers:
+            self._answers.move_to_end(prompt)
+        else:
+            self._answers[prompt] = []
+            self._kept += len(prompt)
+        self._answers[prompt].append(np.array(answer, dtype=np.int32))
+        self._kept += len(answer)
+        while self._kept > self._memory and self._answers:
+            oldest, answers = next(iter(self._answers.items()))
+            self._kept -= len(answers.pop(0))
+            if not answers:
+                del self._answers[oldest]
+                self._kept -= len(oldest)
+
+    def _opened(self, prompt: Prompt) -> _Texts:
+        texts = _Texts(places=[{} for _ in self._lengths])
+        room = INDEXED_TOKENS
+        answers: list[np.ndarray] = []
+        for answer in reversed(self._answers.get(prompt, [])):
+            room -= len(answer)
+            if room < 0:
+                break
+            answers.append(answer)
+        tail = list(prompt[-self._lengths[0] :])
+        for text in (list(prompt), *(tail + answer.tolist() for answer in reversed(answers))):
+            texts.texts.append(text)
+            self._index(texts, len(texts.texts) - 1, 0)
+        return texts
+
+    def _index(self, texts: _Texts, number: int, begin: int) -> None:
+        """Enters the places of a text from `begin` on. A place has a token behind its n tokens."""
+        token_N = np.array(texts.texts[number], dtype=np.uint64)
+        for n, places in zip(self._lengths, texts.places, strict=True):
+            first = max(n, begin)
+            if first < len(token_N):
+                hash_N = np.zeros(len(token_N) - first, dtype=np.uint64)
+                for back in range(n, 0, -1):
+                    hash_N = hash_N * np.uint64(MULTIPLIER) + token_N[first - back : len(token_N) - back] + np.uint64(1)
+                places.update(
+                    zip(hash_N.tolist(), ((number, place) for place in range(first, len(token_N))), strict=True)
+                )
+
+
+def _hash(token_ids: Iterable[int]) -> int:
+    """The hash that `_index` computes."""
+    value = 0
+    for token in token_ids:
+        value = value * MULTIPLIER + token + 1 & _MASK64
+    return value

@@ -1,0 +1,355 @@
+"""Speculation: tokens, log-probs, texts and stops are those of decoding one by one, whatever the drafts are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from octetrl.config.speculation import SpeculationConfig
+from octetrl.engine.draft_rows import DraftRows
+from octetrl.engine.engine import Engine
+from octetrl.engine.logit_options import LogitOptions
+from octetrl.engine.ngram_drafts import NGramDrafts
+from octetrl.engine.request import RunningSequence
+from octetrl.engine.speculation import PAUSE, accepted_rows
+from octetrl.fp8.kv_scales import KVScales
+from octetrl.models.decoder import Decoder
+from octetrl.records import Completion, GenerationRequest, SessionEvent
+from tests.unit.engine.tiny_engine import SCALES, SPEC, Graphs, policy_of, request, tiny_engine
+
+ASKED = [
+    request("drawn", prompt_length=21, num_siblings=2, seed=1, max_new_tokens=16),
+    request("short", prompt_length=1, seed=2, max_new_tokens=12, top_k=20, top_p=0.9),
+    request("greedy", prompt_length=33, seed=3, max_new_tokens=20, temperature=0.0),
+    request("cool", prompt_length=16, seed=4, max_new_tokens=14, temperature=0.7, min_p=0.02),
+    request("lettered", prompt_length=5, seed=5, max_new_tokens=20, ignore_eos=True, stop=("A", "CD", "P")),
+    request("stopped", prompt_length=7, seed=6, max_new_tokens=20, stop_token_ids=(9, 10, 11)),
+]
+
+
+class Told:
+    """Drafts from what is right: each token is the right one with probability `p`, given those before it."""
+
+    def __init__(self, answers: dict[tuple[str, int], Sequence[int]], p: float) -> None:
+        self._answers, self._p, self._draw = answers, p, random.Random(0)
+        self._known: dict[tuple[str, int], int] = {}
+        self.ended: list[tuple[str, int]] = []
+
+    def extend(self, sequence: RunningSequence, token_ids: Sequence[int]) -> None:
+        name = (sequence.group.request.id, sequence.sibling)
+        known = self._known.get(name, 0)
+        assert list(token_ids) == list(self._answers[name][known : known + len(token_ids)])
+        self._known[name] = known + len(token_ids)
+
+    def propose(self, sequence: RunningSequence, most: int) -> Sequence[int]:
+        name = (sequence.group.request.id, sequence.sibling)
+        known = self._known[name]
+        right = list(self._answers[name][known : known + most])
+        right += [3] * (most - len(right))  # past the end, so that a stop lies within the drafts
+        return [token if self._draw.random() < self._p else (token + 1) % SPEC.vocab_size for token in right]
+
+    def end(self, sequence: RunningSequence) -> None:
+        self.ended.append((sequence.group.request.id, sequence.sibling))
+
+    def reset(self) -> None:
+        self._known.clear()
+
+
+class Random:
+    """Random drafts of random lengths."""
+
+    def __init__(self) -> None:
+        self._draw = random.Random(1)
+
+    def extend(self, sequence: RunningSequence, token_ids: Sequence[int]) -> None: ...
+
+    def propose(self, sequence: RunningSequence, most: int) -> Sequence[int]:
+        return [self._draw.randrange(SPEC.vocab_size) for _ in range(self._draw.randint(0, most))]
+
+    def end(self, sequence: RunningSequence) -> None: ...
+
+    def reset(self) -> None: ...
+
+
+def speculative(precision: str = "bf16", source: Any = None, draft: int = 8, **config: Any) -> Engine:
+    """An engine that always drafts; `source` None: from n-grams."""
+    settings = SpeculationConfig(
+        name="ngram", max_draft_tokens=draft, max_sequences=64, ngrams=(4, 2), min_gain=0.0, memory_tokens=5_000
+    )
+    engine = tiny_engine(precision, **{"page_size": 16, "max_batch": 24, **config, "speculation": settings})
+    if source is not None:
+        engine.draft_source = source
+    return engine
+
+
+def answers_of(asked: Sequence[GenerationRequest], answers: list[list[Completion]]) -> dict[tuple[str, int], Any]:
+    return {
+        (one.id, sibling): completion.token_ids
+        for one, siblings in zip(asked, answers, strict=True)
+        for sibling, completion in enumerate(siblings)
+    }
+
+
+@pytest.mark.parametrize(
+    ("precision", "p"),
+    [("bf16", 0.0), ("bf16", 1.0), ("fp8", 0.6), ("fp8_dynamic", 0.6), ("fp8_full", 0.0), ("fp8_full", 0.8)],
+)
+def test_answers_keep_their_bits(precision: str, p: float) -> None:
+    plain = tiny_engine(precision, page_size=16, max_batch=24)
+    engine = speculative(precision)
+    if precision == "fp8_full":
+        for one in (plain, engine):
+            one.set_kv_scales(KVScales(0.4 * SCALES.scale_LS, 0))  # some values are clamped
+    expected = plain.generate(ASKED)
+    engine.draft_source = source = Told(answers_of(ASKED, expected), p)
+    assert engine.generate(ASKED) == expected
+    assert plain.metrics is not None and engine.metrics is not None
+    drafts = engine.metrics.drafts
+    assert drafts is not None and drafts.drafted > 30
+    assert (drafts.accepted == 0) if p == 0 else (drafts.accepted > 10)
+    if p == 1:
+        assert engine.metrics.steps < 0.7 * plain.metrics.steps
+    assert engine.metrics.generated_tokens == plain.metrics.generated_tokens
+    if plain.metrics.kv_saturation_LS is not None:
+        assert engine.metrics.kv_saturation_LS is not None and plain.metrics.kv_saturation > 0
+        assert torch.equal(engine.metrics.kv_saturation_LS, plain.metrics.kv_saturation_LS)
+    assert engine.metrics.non_finite_tokens == 0
+    assert sorted(source.ended) == sorted(answers_of(ASKED, expected))
+
+
+def test_random_drafts_in_small_batches_and_chunks() -> None:
+    expected = tiny_engine().generate(ASKED)
+    engine = speculative(source=Random(), max_batch=5, prefill_chunk=16)
+    order = [2, 0, 5, 3, 1, 4]
+    assert engine.generate([ASKED[n] for n in order]) == [expected[n] for n in order]
+    assert engine.generate(ASKED[:2]) == expected[:2], "and again, with cached prefixes"
+
+
+def test_padded_batches() -> None:
+    """As on a GPU: sizes are those of graphs, so idle rows lie behind the drafts."""
+    expected = tiny_engine("fp8_full").generate(ASKED[:3])
+    engine = speculative("fp8_full", Random(), draft=3, max_batch=16)
+    engine._runner.graphs = Graphs(engine)  # type: ignore[assignment]
+    assert engine.generate(ASKED[:3]) == expected
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_pages_that_run_out(lag: int) -> None:
+    """Two sequences do not fit at full length. A draft never preempts, and forwards launched ahead are read first."""
+    asked = [request(str(seed), seed=seed, max_new_tokens=26, ignore_eos=True) for seed in range(2)]
+    expected = tiny_engine(page_size=16, kv_cache_tokens=160).generate(asked)
+    for source, preempted in ((Random(), 1), (Told(answers_of(asked, expected), 0.7), 0)):
+        tight = speculative(source=source, kv_cache_tokens=80)
+        tight._lag = lag
+        assert tight.generate(asked) == expected
+        assert tight.metrics is not None and tight.metrics.preemptions == preempted
+
+
+def test_turns_of_a_conversation_in_an_open_session() -> None:
+    first = request("first", prompt_length=20, num_siblings=2, seed=1, max_new_tokens=20)
+
+    def talk(engine: Engine) -> tuple[list[SessionEvent], int]:
+        """The second turn's events, each answer's as one, and how many tokens were prefilled in both turns."""
+        with engine.session() as session:
+            session.submit(first)
+            answers: dict[int, Completion] = {}
+            while session.has_work:
+                answers |= {event.sibling: event.completion for event in session.events() if event.completion}
+            for n, answer in answers.items():
+                prompt = (*first.prompt_token_ids, *answer.token_ids, 5, 6)
+                session.submit(GenerationRequest(str(n), prompt, first.sampling, seed=7), streams=True)
+            events: dict[str, SessionEvent] = {}
+            while session.has_work:
+                for event in session.events():
+                    before = events.get(event.request_id)
+                    told = event.token_ids if before is None else before.token_ids + event.token_ids
+                    events[event.request_id] = replace(event, token_ids=told, logprobs=())
+        assert engine.metrics is not None
+        return [events[name] for name in sorted(events)], engine.metrics.prefilled_tokens
+
+    expected = talk(tiny_engine(page_size=16))
+    assert all(event.completion and event.token_ids == event.completion.token_ids for event in expected[0])
+    (answers,) = tiny_engine().generate([first])
+    second = {(event.request_id, 0): event.token_ids for event in expected[0]}
+    source = Told(answers_of([first], [answers]) | second, 0.8)
+    assert talk(speculative(source=source)) == expected, "pages of accepted drafts are found too"
+
+
+def test_a_cancelled_request_leaves_no_page_behind() -> None:
+    asked = [replace(one, id=one.id) for one in ASKED]
+    expected = tiny_engine().generate(asked)
+    engine = speculative(source=Random())
+    with engine.session() as session:
+        for one in asked:
+            session.submit(one)
+        for _ in range(12):
+            session.events()
+        session.cancel("drawn")
+        ended = {}
+        while session.has_work:
+            ended |= {(e.request_id, e.sibling): e.completion for e in session.events() if e.completion is not None}
+    assert all(ended[name] == expected[[one.id for one in asked].index(name[0])][name[1]] for name in ended)
+
+
+def test_requests_with_logit_options_are_decoded_one_by_one() -> None:
+    asked = [
+        request("penalised", num_siblings=2, max_new_tokens=20, logits=LogitOptions(frequency_penalty=0.7, num_top=2)),
+        request("free", prompt_length=12, num_siblings=2, max_new_tokens=30, ignore_eos=True),
+    ]
+    expected = tiny_engine().generate(asked)
+    engine = speculative(source=Random())
+    assert engine.generate(asked) == expected
+    assert engine.metrics is not None and engine.metrics.drafts is not None and engine.metrics.drafts.drafted > 0
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8_dynamic", "fp8_full"])
+def test_a_draft_that_is_not_finite_spoils_nothing(precision: str) -> None:
+    """Token 49's embedding is NaN. Where it is drafted, the forward is undone; nothing of it stays in a page."""
+    spec = replace(SPEC, tied_embeddings=False)
+    model = Decoder(spec, policy_of(precision), "rollout")
+    model.random_init(seed=0)
+    with torch.no_grad():
+        model.embedding.weight[49] = float("nan")
+    sampling = {"max_new_tokens": 16, "ignore_eos": True, "stop_token_ids": (49,)}  # as a query it would be an error
+    asked = [request(str(n), prompt_length=9 + n, seed=n, **sampling) for n in range(2)]
+    plain = tiny_engine(precision, model, page_size=16)
+    expected = plain.generate(asked)
+
+    class Poisoned(Told):
+        def propose(self, sequence: RunningSequence, most: int) -> Sequence[int]:
+            drafts = list(super().propose(sequence, most))
+            return [49 if self._draw.random() < 0.2 else token for token in drafts]
+
+    engine = speculative(precision)
+    engine = tiny_engine(precision, model, page_size=16, max_batch=24, speculation=engine._config.speculation)
+    engine.draft_source = Poisoned(answers_of(asked, expected), 0.8)
+    assert engine.generate(asked) == expected
+    assert plain.metrics is not None and engine.metrics is not None and engine.metrics.drafts is not None
+    assert engine.metrics.drafts.accepted > 0
+    assert engine.metrics.non_finite_tokens == plain.metrics.non_finite_tokens == 0
+    assert engine.metrics.kv_saturation == plain.metrics.kv_saturation
+    assert engine._cache is not None
+    for pool in engine._cache._pools.values():
+        assert pool.pages.float().isfinite().all()
+        assert pool.token_scale is None or pool.token_scale.isfinite().all()
+
+
+def test_drafting_pauses_while_it_gains_nothing_or_many_sequences_run() -> None:
+    asked = [request(str(n), seed=n, max_new_tokens=90, ignore_eos=True) for n in range(3)]
+    settings = SpeculationConfig(name="ngram", max_sequences=2, min_gain=0.2)
+    expected = tiny_engine(page_size=16).generate(asked)
+    answers = answers_of(asked, expected)
+
+    def counts(source: Any, asked: list[GenerationRequest]) -> tuple[int, int]:
+        engine = tiny_engine(page_size=16, max_batch=24, speculation=settings)
+        engine.draft_source = source
+        assert engine.generate(asked) == expected[: len(asked)]
+        assert engine.metrics is not None and engine.metrics.drafts is not None
+        return engine.metrics.drafts.forwards, engine.metrics.steps
+
+    assert counts(Told(answers, 0.0), asked[:2])[0] < (90 - PAUSE)
+    assert counts(Told(answers, 1.0), asked[:2])[1] < 25
+    assert counts(Told(answers, 1.0), asked) == (0, 91), "three run until the end"
+
+
+def test_what_is_accepted() -> None:
+    def drafts(owners: list[int], tokens: list[int]) -> DraftRows:
+        nothing = np.zeros(0, dtype=np.int64)
+        owner_D, token_D = (np.array(values, dtype=np.int64) for values in (owners, tokens))
+        return DraftRows(owner_D, nothing, token_D, nothing, nothing, nothing, nothing)
+
+    # sequence 0 has no drafts; 1: the first right, the second wrong, the third right by chance; 2: both right
+    sampled = np.array([5, 6, 7, 60, 61, 62, 70, 71])
+    rounds = accepted_rows(3, drafts([1, 1, 1, 2, 2], [6, 9, 61, 7, 70]), sampled)
+    assert rounds == [([0, 1, 2], [0, 1, 2]), ([1, 2], [3, 6]), ([2], [7])]
+
+
+class Said(SimpleNamespace):
+    """A sequence, as far as drafts look at it."""
+
+    def __init__(self, prompt: Sequence[int], sibling: int = 0) -> None:
+        asked = SimpleNamespace(prompt_token_ids=tuple(prompt))
+        super().__init__(group=SimpleNamespace(request=asked), sibling=sibling, token_ids=list(prompt))
+
+    __hash__ = object.__hash__
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.group.request.prompt_token_ids)
+
+    def say(self, source: NGramDrafts, *token_ids: int) -> None:
+        self.token_ids += token_ids
+        source.extend(self, token_ids)  # type: ignore[arg-type]
+
+
+def ngrams(**config: Any) -> Any:
+    return NGramDrafts(SpeculationConfig(name="ngram", **{"ngrams": (4, 2), **config}))
+
+
+def test_drafts_are_what_followed_the_longest_match() -> None:
+    source, prompt = ngrams(), [1, 2, 3, 4, 5, 6, 2, 3, 9, 9]
+    first = Said(prompt)
+    first.say(source, 2, 3)
+    assert source.propose(first, 3) == [9, 9], "the latest of two places"
+    first.say(source, 4)
+    assert source.propose(first, 3) == [5, 6, 2]
+    first.say(source, 8)
+    assert list(source.propose(first, 3)) == []
+    sibling = Said(prompt, 1)
+    sibling.say(source, 7, 3, 4)
+    assert source.propose(sibling, 4) == [8], "what its sibling said after the same two tokens"
+    sibling.say(source, 8, 30, 31, 32, 33)
+    sibling.say(source, 3, 4)
+    assert source.propose(sibling, 2) == [8, 30]
+
+
+def test_answers_are_kept_for_the_same_prompt_up_to_a_bound() -> None:
+    source = ngrams(memory_tokens=40)
+    prompts = [[n, 1, 2, 3] for n in range(20, 24)]
+    for prompt in prompts:
+        answer = Said(prompt)
+        answer.token_ids += [10, 11, 12, 13, prompt[0], 15]
+        source.end(answer)
+        assert source.kept_tokens <= 40
+    for prompt, is_kept in zip(prompts, (False, False, False, True), strict=True):
+        again = Said(prompt)
+        again.say(source, 11, 12)
+        expected = [13, prompt[0], 15] if is_kept or prompt is not prompts[0] else []
+        assert list(source.propose(again, 5)) == expected
+        source.end(again)
+
+
+def test_bulk_and_single_tokens_have_one_index() -> None:
+    draw = random.Random(0)
+    said = [draw.randrange(6) for _ in range(400)]
+    at_once, one_by_one = Said([1, 2]), Said([1, 2])
+    sources = ngrams(ngrams=(7, 3)), ngrams(ngrams=(7, 3))
+    at_once.say(sources[0], *said)
+    for token in said:
+        one_by_one.say(sources[1], token)
+    assert sources[0]._texts[(1, 2)].places == sources[1]._texts[(1, 2)].places
+    assert len(sources[0].propose(at_once, 4)) == 4
+
+
+def test_ngrams_of_an_engine_over_several_calls() -> None:
+    """The second call knows the first one's answers: with the same seeds all drafts are right."""
+    asked = [request(str(n), 10 + n, num_siblings=2, seed=n, max_new_tokens=30, ignore_eos=True) for n in range(2)]
+    plain = tiny_engine(page_size=16)
+    expected = plain.generate(asked)
+    engine = speculative()
+    assert engine.generate(asked) == expected
+    assert engine.metrics is not None and engine.metrics.drafts is not None
+    first = engine.metrics.drafts
+    engine.forget_prefixes()
+    assert engine.generate(asked) == expected
+    second = engine.metrics.drafts
+    assert second.accepted > 70 > first.accepted and second.accepted > 0.7 * second.drafted
+    assert engine.rollout_metrics()["rollout/forwards_saved"] == pytest.approx(second.saved)
+    assert "rollout/drafted_tokens" not in tiny_engine().rollout_metrics()
