@@ -45,6 +45,7 @@ from octetrl.config.load import PRECISIONS
 from octetrl.config.presets import PRESETS, preset_config
 from octetrl.config.schema import EngineConfig, Fp8Config, Numerics, TrainerConfig
 from octetrl.config.spec import ModelSpec
+from octetrl.config.speculation import SpeculationConfig
 from octetrl.data.tokenizer import VOCABULARIES, load_tokenizer
 from octetrl.engine.engine import Engine
 from octetrl.engine.kv_cache import cache_format
@@ -91,6 +92,7 @@ class Bench:
     kv_cache_tokens: int | None = None  # instead of `kv_fraction` of the free memory
     prefill_chunk: int = EngineConfig().prefill_chunk
     router_skew: float = 0.0  # Zipf's exponent (router_skew.py)
+    speculation: SpeculationConfig | None = None  # drafts take the places of `max_batch` that completions leave
 
     def rows_of(self, workload: Workload) -> int:
         """Sequences decoded together: at most the number of completions, so that the occupancy has a meaning."""
@@ -239,8 +241,9 @@ def build_arm(bench: Bench, precision: str, workload: Workload, numerics: Numeri
     config = EngineConfig(
         kv_cache_tokens=bench.kv_cache_tokens,
         kv_memory_fraction=bench.kv_fraction,
-        max_batch=bench.rows_of(workload),
+        max_batch=bench.rows_of(workload) if bench.speculation is None else bench.max_batch,
         prefill_chunk=bench.prefill_chunk,
+        speculation=bench.speculation or SpeculationConfig(),
     )
     longest = workload.longest
     engine = Engine(

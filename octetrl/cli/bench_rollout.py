@@ -63,6 +63,15 @@ COLUMNS = {  # key of a row: heading, format
     "time/first_token": ("warm s", ".3f"),
     "memory/peak_gb": ("peak GB", ".1f"),
 }
+DRAFT_COLUMNS = {
+    "rollout/tokens_per_second": ("tokens/s", ",.0f"),
+    "rollout/speedup": ("of none", ".2f"),
+    "rollout/steps": ("forwards", ",d"),
+    "rollout/drafted_tokens": ("drafted", ",.0f"),
+    "rollout/accepted_tokens": ("accepted", ",.0f"),
+    "rollout/unequal_answers": ("unequal\nanswers", "d"),
+}
+DRAFT_LEGEND = "of none: speed relative to no drafts. unequal answers: 0 where speculation keeps all bits."
 ROUTER_COLUMNS = {"router/load_max_over_mean": ("expert load\nmax/mean", ".2f")}
 NUMERICS_COLUMNS = {"rollout/cost_of_parity": ("parity\ncosts", ".1%")}
 LEGEND = (
@@ -113,6 +122,15 @@ Hints = Annotated[
         " from earlier rollouts of the task. The longest start first.",
     ),
 ]
+Drafts = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ngram|RATE,...",
+        help="Measure speculation instead: without drafts, with n-gram drafts, or with drafts of which each is right at"
+        " this rate (0 to 1) if those before it are. Every answer is compared with the one without drafts.",
+    ),
+]
+DraftTokens = Annotated[int, typer.Option(min=1, max=16, help="Most drafts of a sequence in a forward.")]
 Profile = Annotated[bool, typer.Option("--profile", help="Also time every kernel of a decode step, on a GPU.")]
 
 
@@ -145,6 +163,8 @@ def rollout(
     kv_fraction: KVFraction = 0.8,
     prefill_chunk: PrefillChunk = None,
     hints: Hints = False,
+    drafts: Drafts = None,
+    draft_tokens: DraftTokens = 8,
     profile: Profile = False,
     router_skew: RouterSkew = 0.0,
     numerics: NumericsList = "parity",
@@ -155,24 +175,22 @@ def rollout(
 ) -> None:
     """Measure generation speed under several precisions, and compare it with a memory-bandwidth model."""
     precisions, folder = precisions_of(precision), results_folder(out)
-    modes = numerics_of(numerics)
+    modes, kinds = numerics_of(numerics), _draft_kinds(drafts, refused=numerics != "parity" or profile or rounds > 1)
     suffix = result_suffix(name, modes)
-    if workload and (requests, prompt, answer) != (None, None, None):
-        raise UserError("--workload: it replaces --requests, --prompt and --answer; give either it or them")
+    _check_shape(workload, (requests, prompt, answer))
     _check_lengths(lengths, sigma, hints, said_otherwise=(workload, prompt, answer, group_size) != (None,) * 4)
     shapes = _shapes(workload or ())
     from octetrl.bench.rollout import Bench
 
-    chosen = device_of(device)
-    on_gpu = chosen.type == "cuda"
+    on_gpu = (chosen := device_of(device)).type == "cuda"
     if profile and not on_gpu:
         raise UserError("--profile: it times kernels on a GPU, and this would run on a CPU; leave it out")
     found = model_of(model, None, on_gpu=on_gpu)
     check_skew(router_skew, found.name, found.spec)
     remedy = "give a shorter --workload" if shapes else "shorten --prompt or --answer"
     shapes = shapes or _usual_shapes(ON_GPU if on_gpu else ON_CPU, requests, prompt, answer)
-    spread = 0.7 if sigma is None else sigma
-    asked = _Asked(shapes, requests, lengths, spread, group_size or (8 if on_gpu else 4), seed, remedy)
+    siblings, spread = group_size or (8 if on_gpu else 4), 0.7 if sigma is None else sigma
+    asked = _Asked(shapes, requests, lengths, spread, siblings, seed, remedy)
     plan = Bench(
         model=found,
         precisions=precisions,
@@ -188,10 +206,40 @@ def rollout(
         prefill_chunk=prefill_chunk or EngineConfig().prefill_chunk,
     )
     make_folder(folder)  # now, so that minutes of measuring are not lost
-    _measure(plan, folder, found.name + suffix, profile)
+    _measure(plan, folder, found.name + suffix, profile, (kinds, draft_tokens))
 
 
-def _measure(plan: Bench, folder: Path, name: str, profile: bool) -> None:
+def _draft_kinds(text: str | None, *, refused: bool) -> list[str]:
+    if text is not None and refused:
+        raise UserError("--drafts: it measures numerics parity, one round and no profile; leave the other options out")
+    kinds = [] if text is None else [kind.strip() for kind in text.split(",")]
+    for kind in kinds:
+        try:
+            is_known = kind == "ngram" or 0 <= float(kind) <= 1
+        except ValueError:
+            is_known = False
+        if not is_known:
+            raise UserError(f"--drafts: '{kind}' is neither 'ngram' nor a rate from 0 to 1; give --drafts ngram,0.6")
+    return kinds
+
+
+def _measure_drafts(plan: Bench, folder: Path, name: str, kinds: Sequence[str], draft_tokens: int) -> None:
+    from octetrl.bench.speculation import measure_speculation
+    from octetrl.telemetry.bench_record import write_result
+
+    rows = measure_speculation(plan, kinds, draft_tokens, typer.echo)
+    title = f"speculation, {plan.model.name} on {plan.device.type}"
+    print_table(title, ["precision", "workload", "rollout/drafts"], DRAFT_COLUMNS, rows, DRAFT_LEGEND)
+    typer.echo(f"wrote {write_result('speculation', name, rows, folder)}")
+    unequal = sum(int(row["rollout/unequal_answers"]) for row in rows)
+    if unequal:
+        raise RuntimeError(f"{unequal} answers differ from those without drafts; `octetrl doctor` finds the op")
+
+
+def _measure(plan: Bench, folder: Path, name: str, profile: bool, drafts: tuple[Sequence[str], int]) -> None:
+    if drafts[0]:
+        _measure_drafts(plan, folder, name, *drafts)
+        return
     from octetrl.bench.rollout import measure, rows_of
     from octetrl.telemetry.bench_record import write_result
 
@@ -213,6 +261,11 @@ def _measure(plan: Bench, folder: Path, name: str, profile: bool) -> None:
         _print_kernels(kernels)
         write_result("rollout", name, rows, folder, kernels=kernels)
     typer.echo(f"wrote {path}")
+
+
+def _check_shape(workload: Sequence[str] | None, shape: tuple[int | None, int | None, int | None]) -> None:
+    if workload and shape != (None, None, None):
+        raise UserError("--workload: it replaces --requests, --prompt and --answer; give either it or them")
 
 
 def _check_lengths(lengths: str, sigma: float | None, hints: bool, *, said_otherwise: bool) -> None:

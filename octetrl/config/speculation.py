@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -20,7 +20,7 @@ class SpeculationConfig(Section):
     max_sequences: int = Field(default=16, ge=1, le=65_536)
     """Largest number of running sequences at which drafts are made. Drafts take places of `engine.max_batch` that are
     free."""
-    ngrams: tuple[int, ...] = Field(default=(8, 5, 3), min_length=1, max_length=8)
+    ngrams: tuple[Annotated[int, Field(ge=1, le=64)], ...] = Field(default=(8, 5, 3), min_length=1, max_length=8)
     """Numbers of last tokens that are looked up, longest first. Shorter ones find more drafts, of which fewer are
     right."""
     min_gain: float = Field(default=0.2, ge=0.0, le=16.0)

@@ -24,7 +24,3 @@ def speculation_problems(recipe: Recipe) -> Iterator[Problem]:
             f" {1 + speculation.max_draft_tokens}, or set engine.speculation.name 'none'"
         )
         yield Problem(("engine.max_batch", "engine.speculation.name"), text)
-    wrong = [n for n in speculation.ngrams if not 1 <= n <= 64]
-    if wrong:
-        text = f"engine.speculation.ngrams: {wrong[0]} is not between 1 and 64; give lengths such as [8, 5, 3]"
-        yield Problem(("engine.speculation.ngrams",), text)

@@ -26,9 +26,8 @@ from octetrl.engine.grammars import Grammars
 from octetrl.engine.kv_cache import KVCache, cache_format, configured_pages, host_pages, smallest_pages
 from octetrl.engine.metrics import EngineMetrics
 from octetrl.engine.model_runner import ModelRunner
-from octetrl.engine.ngram_drafts import NGramDrafts
+from octetrl.engine.ngram_drafts import draft_source_of
 from octetrl.engine.session import Session
-from octetrl.engine.speculation import DraftSource
 from octetrl.engine.stopping import Tokenizer, decoder_of, memoised
 from octetrl.engine.weights import put_weights, weights_digest
 from octetrl.fp8.kv_scales import KVScales, same_bits
@@ -90,9 +89,7 @@ class Engine:
             page_size=config.page_size,
             device=self.device,
         )
-        self.draft_source: DraftSource | None = None  # None: no speculation
-        if config.speculation.name == "ngram":
-            self.draft_source = NGramDrafts(config.speculation)
+        self.draft_source = draft_source_of(config.speculation)  # None: no speculation
         self._session: Session | None = None  # the open one
         self._cache: KVCache | None = None
         self._blocks: BlockManager | None = None  # of this cache

@@ -44,9 +44,11 @@ class Sampled(NamedTuple):
 class Results:
     """A decode forward's tokens and log-probs, while they are copied to the host."""
 
-    def __init__(self, bits_2B: Tensor, num_sequences: int, edits: RowEdits | None = None) -> None:
+    def __init__(
+        self, bits_2B: Tensor, num_sequences: int, edits: RowEdits | None = None, drafts: DraftRows | None = None
+    ) -> None:
         """bits_2B: int32 on the device: tokens, and log-probs bit by bit. It may be overwritten after this."""
-        self._num_sequences, self._edits = num_sequences, edits
+        self._num_sequences, self._edits, self.drafts = num_sequences, edits, drafts
         self._arrived: torch.cuda.Event | None = None
         if bits_2B.is_cuda:
             self._bits_2B = torch.empty(bits_2B.shape, dtype=bits_2B.dtype, pin_memory=True)
@@ -121,7 +123,7 @@ class ModelRunner:
         how = self._rows.samples_how(batch.row_B)
         self._poisoned_before = self.poisoned_tokens.clone()
         decode = self._decode if self.graphs is None else self.graphs.run
-        return Results(decode(size, *how, cache, cache.saturated_LS is not None), num_rows)
+        return Results(decode(size, *how, cache, cache.saturated_LS is not None), num_rows, drafts=drafts)
 
     def settle(self, batch: Batch, token_B: np.ndarray, length_B: np.ndarray) -> None:
         """Sets the next query of each sequence, and its number of tokens, after a forward with drafts."""

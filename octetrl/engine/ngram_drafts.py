@@ -19,8 +19,10 @@ import numpy as np
 
 from octetrl.config.speculation import SpeculationConfig
 from octetrl.engine.request import RunningSequence
+from octetrl.engine.speculation import DraftSource
 
-INDEXED_TOKENS = 1 << 16  # of a prompt's kept answers, the latest first
+INDEXED_TOKENS = 1 << 15  # of a prompt's kept answers, the latest first
+TEXT = 1 << 32
 MULTIPLIER = 0x9E3779B97F4A7C15
 _MASK64 = (1 << 64) - 1
 Prompt = tuple[int, ...]
@@ -31,7 +33,7 @@ class _Texts:
     """The indexed texts of one prompt."""
 
     texts: list[list[int]] = field(default_factory=list)
-    places: list[dict[int, tuple[int, int]]] = field(default_factory=list)  # for each n: hash -> text, place behind it
+    places: list[dict[int, int]] = field(default_factory=list)  # for each n: hash -> text * TEXT + place behind it
     growing: dict[int, int] = field(default_factory=dict)  # the text of each running sibling
 
 
@@ -73,7 +75,7 @@ class NGramDrafts:
         for place in range(begin, len(text)):
             for n, places in zip(self._lengths, texts.places, strict=True):
                 if place >= n:
-                    places[_hash(text[place - n : place])] = (number, place)
+                    places[_hash(text[place - n : place])] = number * TEXT + place
 
     def propose(self, sequence: RunningSequence, most: int) -> Sequence[int]:
         """At most `most` tokens that followed the last ones when they occurred last."""
@@ -82,7 +84,7 @@ class NGramDrafts:
         for n, places in zip(self._lengths, texts.places, strict=True):
             found = places.get(_hash(text[-n:])) if len(text) >= n else None
             if found is not None:
-                number, place = found
+                number, place = divmod(found, TEXT)
                 return texts.texts[number][place : place + most]
         return ()
 
@@ -139,9 +141,13 @@ class NGramDrafts:
                 hash_N = np.zeros(len(token_N) - first, dtype=np.uint64)
                 for back in range(n, 0, -1):
                     hash_N = hash_N * np.uint64(MULTIPLIER) + token_N[first - back : len(token_N) - back] + np.uint64(1)
-                places.update(
-                    zip(hash_N.tolist(), ((number, place) for place in range(first, len(token_N))), strict=True)
-                )
+                start = number * TEXT
+                places.update(zip(hash_N.tolist(), range(start + first, start + len(token_N)), strict=True))
+
+
+def draft_source_of(config: SpeculationConfig) -> DraftSource | None:
+    """The source that a recipe asks for; None without speculation."""
+    return NGramDrafts(config) if config.name == "ngram" else None
 
 
 def _hash(token_ids: Iterable[int]) -> int:

@@ -33,7 +33,6 @@ from octetrl.config.errors import UserError
 from octetrl.config.schema import EngineConfig
 from octetrl.engine.admission import Admission, check_fits
 from octetrl.engine.block_manager import BlockManager
-from octetrl.engine.draft_rows import DraftRows
 from octetrl.engine.kv_cache import KVCache
 from octetrl.engine.metrics import EngineMetrics, Tally, session_metrics
 from octetrl.engine.model_runner import ModelRunner, Results, Sampled
@@ -82,8 +81,8 @@ class Session:
         )
         self._transcript = Transcript(config.max_batch, admission.context_length, admission.eos_token_ids)
         parts = (self._transcript, self._scheduler, runner, cache, self._tally)
-        self._speculator = Speculator(config.speculation, draft_source, *parts) if draft_source else None
-        self._in_flight: deque[tuple[Batch, Results, DraftRows | None]] = deque()
+        self._speculator = Speculator(config.speculation, draft_source, *parts)
+        self._in_flight: deque[tuple[Batch, Results]] = deque()
         self._batch = self._transcript.batch(())
         self._submitted: list[RequestGroup] = []  # since the last step
         self._groups: dict[str, RequestGroup] = {}  # unfinished
@@ -139,8 +138,7 @@ class Session:
             if sibling.row != NO_ROW:
                 self._transcript.close(sibling, sibling.row)
             self._scheduler.cancel(sibling)
-            if self._speculator is not None:
-                self._speculator.end(sibling)
+            self._speculator.end(sibling)
             self._reported.pop(sibling, None)
         self._tally.cancelled += len(siblings)
 
@@ -195,33 +193,22 @@ class Session:
             if step.decode is not self._batch.sequences and step.decode:
                 self._batch = transcript.batch(step.decode)
             catch_up(self._batch, transcript, scheduler.clock)
-            drafts = self._speculator and self._speculator.plan(step, self._batch, bool(self._in_flight))
+            drafts = self._speculator.plan(step, self._batch, bool(self._in_flight))
             results = self._runner.launch(step, self._batch, self._cache, drafts)
             scheduler.complete(step)
             self._tally.count_launch(step)
             if results is not None:
-                self._in_flight.append((self._batch, results, drafts))
+                self._in_flight.append((self._batch, results))
         ended: list[Ended] = []
-        lag = len(self._in_flight) - 1 if step is None else 0 if self._reads_at_once else self._lag
+        reads_at_once = self._batch.edited or self._speculator.is_on(self._batch)
+        lag = len(self._in_flight) - 1 if step is None else 0 if reads_at_once else self._lag
         while len(self._in_flight) > max(lag, 0):
-            ended += self._take(*self._in_flight.popleft())
+            for part in self._speculator.parts(*self._in_flight.popleft()):
+                ended += self._take(*part)
         return ended
 
-    @property
-    def _reads_at_once(self) -> bool:
-        """Whether the next forward needs the tokens of this one on the host."""
-        return bool(self._batch.edited) or (self._speculator is not None and self._speculator.is_on(self._batch))
-
-    def _take(self, batch: Batch, results: Results, drafts: DraftRows | None) -> list[Ended]:
-        """Reads a forward's results; the sequences that ended with it."""
-        if drafts is not None and self._speculator is not None:
-            return [one for part in self._speculator.parts(batch, drafts, results) for one in self._add(*part)]
-        sampled = results.read()
-        self._tally.count_results(self._transcript.num_added(batch))
-        return self._add(batch, sampled)
-
-    def _add(self, batch: Batch, sampled: Sampled) -> list[Ended]:
-        """Adds one token to each sequence of the batch; those that ended with it."""
+    def _take(self, batch: Batch, sampled: Sampled) -> list[Ended]:
+        """Adds a forward's tokens; the sequences that ended with it."""
         transcript, ended = self._transcript, []
         for sequence in transcript.add(batch, *sampled):
             token, num_tokens = transcript.last_token(sequence), transcript.num_tokens(sequence)
@@ -236,8 +223,7 @@ class Session:
             if reason is not None:
                 transcript.close(sequence, sequence.row)
                 self._scheduler.finish(sequence)
-                if self._speculator is not None:
-                    self._speculator.end(sequence)
+                self._speculator.end(sequence)
                 self._tally.done += 1
                 ended.append((sequence, self._completion(sequence, reason)))
                 if sequence.group.num_unfinished == 0:

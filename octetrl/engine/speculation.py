@@ -60,7 +60,7 @@ class Speculator:
     def __init__(
         self,
         config: SpeculationConfig,
-        source: DraftSource,
+        source: DraftSource | None,
         transcript: Transcript,
         scheduler: Scheduler,
         runner: ModelRunner,
@@ -70,16 +70,20 @@ class Speculator:
         self._config, self._source = config, source
         self._transcript, self._scheduler, self._runner, self._cache = transcript, scheduler, runner, cache
         self._tally = tally
-        self._tally.drafts = self._counts = DraftTally()
+        self._counts = DraftTally()
         self._told: dict[RunningSequence, int] = {}  # tokens of each completion that the source has
         self._reach: dict[RunningSequence, int] = {}  # drafts of the next forward, at most
         self._pause = 0
         self._gain = 2 * config.min_gain
-        source.reset()
+        if source is not None:
+            source.reset()
+            tally.drafts = self._counts
 
     def is_on(self, batch: Batch) -> bool:
         """Whether the next decode forward of this batch may have drafts."""
-        return len(batch.sequences) <= self._config.max_sequences and not self._pause and not batch.edited
+        if self._source is None or self._pause or batch.edited:
+            return False
+        return len(batch.sequences) <= self._config.max_sequences
 
     def plan(self, step: Step, batch: Batch, results_pending: bool) -> DraftRows | None:
         """Proposes drafts for the step, which decodes `batch`, and allocates their pages. None: no drafts."""
@@ -111,6 +115,7 @@ class Speculator:
     def _drafts_of(
         self, place: int, sequence: RunningSequence, room: int, step: Step
     ) -> list[tuple[int, int, int, int]]:
+        assert self._source is not None, "drafts need a source"
         told = self._told.get(sequence, 0)
         token_ids, _ = self._transcript.since(sequence, told)
         self._told[sequence] = told + len(token_ids)
@@ -136,13 +141,17 @@ class Speculator:
             return sequence.group.request.prompt_token_ids[-1]
         return self._transcript.since(sequence, known - 1)[0][0]
 
-    def parts(self, batch: Batch, drafts: DraftRows, results: Results) -> Iterator[tuple[Batch, Sampled]]:
+    def parts(self, batch: Batch, results: Results) -> Iterator[tuple[Batch, Sampled]]:
         """Reads a forward's results as those of several forwards without drafts, one after the other.
 
         The caller adds each part to the transcript, and removes the sequences that end, before it asks for the next.
         """
         token_N, logprob_N = results.read()
         self._tally.count_results(self._transcript.num_added(batch))
+        drafts = results.drafts
+        if drafts is None:
+            yield batch, Sampled(token_N, logprob_N)
+            return
         if (token_N < 0).any():  # perhaps of a draft, which then spoilt the rows before it
             self._runner.forget_drafts(batch, drafts, self._cache)
             for place in np.unique(drafts.owner_D):
@@ -196,6 +205,8 @@ class Speculator:
 
     def end(self, sequence: RunningSequence) -> None:
         """Forgets a sequence that has ended; its tokens become drafts of others."""
+        if self._source is None:
+            return
         self._told.pop(sequence, None)
         self._reach.pop(sequence, None)
         self._source.end(sequence)

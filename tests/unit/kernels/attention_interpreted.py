@@ -77,9 +77,13 @@ def compare(
         kv_store.kv_store_reference(k[head], v[head], cache.k, cache.v, slots[head], *cache.scales, count)
     kv_store.kv_store_reference(k[tail], v[tail], want.k, want.v, slots[tail], *want.scales, counts)
     kv_store.kv_store_triton(k[tail], v[tail], got.k, got.v, slots[tail], *got.scales, counts_triton)
+    by_token = torch.zeros(STORED, 2, 2, dtype=torch.int64)
+    kv_store.kv_store_triton(k[tail], v[tail], got.k, got.v, slots[tail], *got.scales, by_token)
+    in_tail = torch.zeros(2, 2, dtype=torch.int64)
+    kv_store.kv_store_reference(k[tail], v[tail], want.k, want.v, slots[tail], *want.scales, in_tail)
     errors = {
         "store": max(distance(got.k, want.k), distance(got.v, want.v)),
-        "saturated": float((counts - counts_triton).abs().sum()),
+        "saturated": float((counts - counts_triton).abs().sum() + (in_tail - by_token.sum(0)).abs().sum()),
     }
     for got_scale, want_scale in ((got.k_token_scale, want.k_token_scale), (got.v_token_scale, want.v_token_scale)):
         if got_scale is not None and want_scale is not None:

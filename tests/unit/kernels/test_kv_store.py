@@ -83,6 +83,10 @@ def test_values_past_the_calibrated_range_are_clamped_and_counted():
     slots = cache.slots([1])
     kv_store(k, v, cache.k, cache.v, slots, *cache.scales, saturated_2K=counter)
     assert counter.tolist() == [[2, 1], [3, 2]]
+    by_token = torch.zeros(3, 2, 2, dtype=torch.int64)
+    nowhere = torch.cat((slots, torch.tensor([-1])))
+    kv_store(k.repeat(2, 1, 1), v.repeat(2, 1, 1), cache.k, cache.v, nowhere, *cache.scales, saturated_2K=by_token)
+    assert by_token.tolist() == [[[1, 0], [2, 1]], [[0, 0], [0, 0]], [[0, 0], [0, 0]]]
     k_codes, v_codes = read_back(cache, slots)
     assert k_codes.tolist() == [[[1.0, -448.0], [448.0, 448.0]]]
     assert v_codes[0, 0, 0].isnan() and v_codes[0, 1].tolist() == [0.0, -448.0]

@@ -124,6 +124,28 @@ def test_padding_has_a_q_and_leaves_the_pages_alone() -> None:
     torch.testing.assert_close(q, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("many", [False, True])
+def test_a_counter_for_each_token_has_the_tokens_own_values(many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MANY_TOKENS", 1 if many else 1024)
+    inputs = _inputs(4, 2, 32, True, torch.float32)
+    cache = _pages(2, 32, "calibrated", True, 8, torch.float32)
+    slots = _slots(cache)
+    for store in (qkv_store, qkv_store_triton):
+        shared = torch.zeros(2, 2, dtype=torch.int64)
+        by_token = torch.zeros(TOKENS + 2, 3, 4, dtype=torch.int64)[:, 1].unflatten(1, (2, 2))  # more rows than tokens
+        first = (inputs[0].flatten(1), *inputs[1:], cache.k, cache.v)
+        store(*first, slots, *cache.scales, saturated_2K=shared)
+        store(*first, slots, *cache.scales, saturated_2K=by_token)
+        assert shared.sum() > 0 and torch.equal(by_token.sum(0), shared)
+        for token in (0, 2, TOKENS - 2):
+            alone = torch.zeros(2, 2, dtype=torch.int64)
+            nowhere = torch.full_like(slots, -1)
+            nowhere[token] = slots[token]
+            store(*first, nowhere, *cache.scales, saturated_2K=alone)
+            assert torch.equal(by_token[token], alone)
+
+
 def test_one_norm_without_the_other_is_refused() -> None:
     qkv, q_norm, _, *rest = _inputs(4, 2, 32, True)
     cache = _pages(2, 32, "none", False)
