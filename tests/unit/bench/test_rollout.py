@@ -16,7 +16,6 @@ from octetrl.bench.floors import weight_bytes
 from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
 from octetrl.bench.profile import BETWEEN_KERNELS, kernel_rows, short_name
 from octetrl.bench.rollout import Bench, build_arm, find_model, measure, rows_of
-from octetrl.bench.speculation import measure_speculation
 from octetrl.bench.workload import (
     Shape,
     Span,
@@ -27,7 +26,6 @@ from octetrl.bench.workload import (
     recorded_lengths,
 )
 from octetrl.cli.bench_options import with_layers
-from octetrl.cli.main import run_command
 from octetrl.config.errors import UserError
 from octetrl.config.schema import EngineConfig
 from octetrl.engine.kv_cache import KVCache
@@ -43,29 +41,6 @@ SMALL = fixed_lengths(Shape(4, 9, 6), 2, VOCAB, seed=0)
 
 def bench(*precisions: str, workload: Workload = SMALL, rounds: int = 1) -> Bench:
     return Bench(TINY, precisions, (workload,), torch.device("cpu"), rounds, warmup_tokens=2)
-
-
-def test_speculation_is_measured_beside_none_and_keeps_every_answer() -> None:
-    said: list[str] = []
-    rows = measure_speculation(bench("bf16"), ["ngram", "0", "1"], 4, said.append)
-    none, ngram, wrong, right = rows
-    assert [row["rollout/drafts"] for row in rows] == ["none", "ngram", "0", "1"] and len(said) == 4
-    assert all(row["rollout/unequal_answers"] == 0 and float(row["rollout/speedup"]) > 0 for row in rows)
-    assert "rollout/drafted_tokens" not in none and none["rollout/speedup"] == 1.0
-    assert ngram["rollout/drafts"] == "ngram" and wrong["rollout/accepted_tokens"] == 0
-    assert right["rollout/accepted_tokens"] == right["rollout/drafted_tokens"] > 0
-    assert int(right["rollout/steps"]) < int(none["rollout/steps"]) == int(wrong["rollout/steps"])
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [(["--drafts", "often"], "--drafts: 'often' is neither"), (["--drafts", "0.5", "--rounds", "2"], "one round")],
-)
-def test_drafts_that_cannot_be_measured_are_refused(
-    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_command(["bench", "rollout", "--device", "cpu", *options]) == 2
-    assert said in capsys.readouterr().err
 
 
 # --- workloads ----------------------------------------------------------------------------------------------
