@@ -112,4 +112,5 @@ def _measured(engine: Engine, workload: Workload, expected: list[list[Completion
         "rollout/steps": metrics.steps,
         "rollout/unequal_answers": unequal,
     }
-    return row if metrics.drafts is None else row | metrics.drafts.named()
+    row.update({} if metrics.drafts is None else metrics.drafts.named())
+    return row

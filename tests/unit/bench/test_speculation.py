@@ -17,12 +17,8 @@ WORKLOAD = fixed_lengths(Shape(2, 9, 10), 2, 384, seed=0)
 
 def test_speculation_is_measured_beside_none_and_keeps_every_answer() -> None:
     said: list[str] = []
-    rows = measure_speculation(
-        Bench(TINY, ("bf16",), (WORKLOAD,), torch.device("cpu"), warmup_tokens=2, max_batch=16),
-        ["ngram", "0", "1"],
-        4,
-        said.append,
-    )
+    one = Bench(TINY, ("bf16",), (WORKLOAD,), torch.device("cpu"), warmup_tokens=2, max_batch=16)
+    rows = measure_speculation(one, ["ngram", "0", "1"], 4, said.append)
     none, ngram, wrong, right = rows
     assert [row["rollout/drafts"] for row in rows] == ["none", "ngram", "0", "1"] and len(said) == 4
     assert all(row["rollout/unequal_answers"] == 0 and float(row["rollout/speedup"]) > 0 for row in rows)
