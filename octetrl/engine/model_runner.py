@@ -92,17 +92,17 @@ class ModelRunner:
         self._batch = None
 
     @torch.no_grad()
-    def launch(self, step: Step, batch: Batch, cache: KVCache, drafts: DraftRows | None = None) -> Results | None:
+    def launch(self, step: Step, batch: Batch, cache: KVCache) -> Results | None:
         """Launches the step; returns None if it has only chunks. `batch`: the decoding sequences, one object while
-        unchanged. `drafts`: further rows, whose results come behind the batch's."""
+        unchanged. The results of drafts come behind the batch's."""
         cache.copy_pages(step.page_copies)
         self._rows.write_pages(step.new_pages)
         if not step.decode:
             self._prefill(step.chunks, cache)
             return None
         self._rows.join(step.joined)
-        if drafts is not None:
-            return self._launch_drafts(batch, drafts, cache)
+        if step.drafts is not None:
+            return self._launch_drafts(batch, step.drafts, cache)
         size = len(batch.sequences) if self.graphs is None else padded_batch(len(batch.sequences), self._max_batch)
         if batch is not self._batch:
             self._rows.activate(batch.row_B, size)

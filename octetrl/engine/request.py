@@ -19,6 +19,7 @@ from octetrl.engine.stopping import Stopping
 from octetrl.records import GenerationRequest
 
 if TYPE_CHECKING:
+    from octetrl.engine.draft_rows import DraftRows
     from octetrl.engine.logit_options import SequenceLogits
     from octetrl.engine.prompt_scores import PromptScores
 
@@ -113,3 +114,4 @@ class Step:
     new_pages: list[tuple[int, int, int]] = field(default_factory=list)  # (row, index in its block table, page)
     joined: list[RunningSequence] = field(default_factory=list)  # decode since this step
     preempted: list[tuple[RunningSequence, int]] = field(default_factory=list)  # and the row each had; none in `decode`
+    drafts: DraftRows | None = None  # further rows of the decode forward

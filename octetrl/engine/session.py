@@ -193,8 +193,8 @@ class Session:
             if step.decode is not self._batch.sequences and step.decode:
                 self._batch = transcript.batch(step.decode)
             catch_up(self._batch, transcript, scheduler.clock)
-            drafts = self._speculator.plan(step, self._batch, bool(self._in_flight))
-            results = self._runner.launch(step, self._batch, self._cache, drafts)
+            step.drafts = self._speculator.plan(step, self._batch, bool(self._in_flight))
+            results = self._runner.launch(step, self._batch, self._cache)
             scheduler.complete(step)
             self._tally.count_launch(step)
             if results is not None:
