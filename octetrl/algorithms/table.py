@@ -24,6 +24,7 @@ from octetrl.algorithms.grpo import grpo_loss
 from octetrl.algorithms.gspo import gspo_loss, gspo_token_loss
 from octetrl.algorithms.kl_control import adapted_kl_scale
 from octetrl.algorithms.kl_reward import compare_less_kl, less_kl
+from octetrl.algorithms.own_objective import load_objective
 from octetrl.algorithms.policy_loss import step_means
 from octetrl.algorithms.ppo import ppo_advantages, ppo_returns
 from octetrl.algorithms.ratios import kl_of_ratio
@@ -36,7 +37,15 @@ from octetrl.algorithms.spread import differences_from_mean
 from octetrl.algorithms.token_loss import LossInputs, TokenLoss
 from octetrl.algorithms.token_rewards import TokenRewards
 from octetrl.algorithms.weighting import TokenWeighting
-from octetrl.config.algorithm import DistillConfig, PolicyConfig, PpoConfig, RewardModelConfig, RftConfig, SftConfig
+from octetrl.config.algorithm import (
+    DistillConfig,
+    OwnObjectiveConfig,
+    PolicyConfig,
+    PpoConfig,
+    RewardModelConfig,
+    RftConfig,
+    SftConfig,
+)
 from octetrl.config.objective_settings import (
     AlgorithmConfig,
     NormalizationSettings,
@@ -75,6 +84,9 @@ class Algorithm:
 
 def build_algorithm(config: AlgorithmConfig) -> Algorithm:
     """The algorithm of the recipe's section."""
+    if isinstance(config, OwnObjectiveConfig):
+        own = load_objective(config)
+        return _policy(own.loss, own.rule)(config)
     return _BUILDERS[config.name](config)
 
 

@@ -37,6 +37,7 @@ from octetrl.fp8.policy import LinearFormat, PrecisionPolicy, Side, precision_po
 from octetrl.models.families import load_spec, spec_from_config
 from octetrl.models.published_codes import describe_published_codes
 from octetrl.run.model_source import is_of_hub, with_found_model
+from octetrl.run.own_objective import try_objective
 from octetrl.run.rehearsal import rehearse
 
 SMALLEST_GIB, LARGEST_GIB = 0.001, 1e6  # of --memory-gib: a petabyte is no device's, infinity no number of bytes
@@ -95,6 +96,7 @@ def check(
             too_large = plan.problem(lambda changes: _is_allowed(recipe, overrides, changes))
     except UserError as error:
         problems.append(str(error))
+    problems += _own_objective(resolved)
     rehearsal = rehearse(resolved, tokenizer.tokenizer)
     problems += [problem for problem in rehearsal.problems if problem not in problems]
     print_lines("rehearsal", iter(rehearsal.lines))
@@ -102,6 +104,16 @@ def check(
     if sample is not None:
         show_sample(resolved, sample)
     typer.echo("no problems")
+
+
+def _own_objective(recipe: Recipe) -> list[str]:
+    """Show the user's own objective, if there is one. Returns what is wrong with it."""
+    try:
+        own = try_objective(recipe)
+    except UserError as error:
+        return [str(error)]
+    print_lines("objective", iter([] if own is None else [(recipe.algorithm.name, own)]))
+    return []
 
 
 def _with_model(recipe: Recipe) -> tuple[Recipe, str | None]:

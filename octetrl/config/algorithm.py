@@ -9,10 +9,11 @@ objective does not have is an error (`config/objective_keys.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal, get_args
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import Field
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from octetrl.config.objective_settings import (
     AlgorithmConfig,
@@ -273,7 +274,30 @@ class DistillConfig(ClipSettings, TokenWeightingSettings, OverlongSettings):
             yield Problem(("algorithm.teacher", "algorithm.name"), f"{text} tokenizer")
 
 
-ChosenAlgorithm = Annotated[
+class OwnObjectiveConfig(NormalizationSettings, ClipSettings, PolicyConfig):
+    """An objective of your own: `name` is `module:name` of its loss (algorithms/own_objective.py, docs/algorithms.md).
+
+    Besides the shared fields the section may have the fields of the loss's dataclass.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+    """`module:name` of the loss, a function of (inputs, fields, shared)."""
+
+    @property
+    def own_fields(self) -> Mapping[str, Any]:
+        """What the recipe gives besides the shared fields."""
+        return dict(self.model_extra or {})
+
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
+        if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", self.name):
+            text = f"algorithm.name: '{self.name}' is not module:name, such as my_losses:leaky"
+            yield Problem(("algorithm.name",), f"{text}; name a function of a module, or a shipped objective")
+
+
+ShippedAlgorithm = Annotated[
     GrpoConfig
     | DapoConfig
     | DualClipConfig
@@ -293,6 +317,17 @@ ChosenAlgorithm = Annotated[
     | DistillConfig,
     Field(discriminator="name"),
 ]
+
+
+def _who_wrote(section: Any) -> str:
+    name = section.get("name") if isinstance(section, dict) else getattr(section, "name", None)
+    return OWN if isinstance(name, str) and ":" in name else SHIPPED
+
+
+SHIPPED, OWN = "shipped", "own"  # tags in the locations of pydantic's errors
+ChosenAlgorithm = Annotated[
+    Annotated[ShippedAlgorithm, Tag(SHIPPED)] | Annotated[OwnObjectiveConfig, Tag(OWN)], Discriminator(_who_wrote)
+]
 OBJECTIVES: dict[str, type[AlgorithmConfig]] = {
-    section.model_fields["name"].default: section for section in get_args(get_args(ChosenAlgorithm)[0])
+    section.model_fields["name"].default: section for section in get_args(get_args(ShippedAlgorithm)[0])
 }

@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from octetrl.config.algorithm import OBJECTIVES
+from octetrl.config.algorithm import OBJECTIVES, OwnObjectiveConfig
 from octetrl.config.schema import Recipe
 
 SCHEMA_FILE = Path(__file__).parents[2] / "recipes" / "recipe.schema.json"
@@ -39,6 +39,9 @@ def _let_name_choose(schema: dict[str, Any]) -> None:
 
     Each field is written out once. Other objectives that have it in the same form refer to it.
     """
+    shipped, own = schema["properties"]["algorithm"]["oneOf"]
+    schema["properties"]["algorithm"] |= {**shipped, "oneOf": [*shipped["oneOf"], own]}
+    schema["$defs"][OwnObjectiveConfig.__name__]["properties"]["name"]["pattern"] = ":"  # else no other choice matches
     written: dict[str, dict[str, str]] = {}
     every: dict[str, Any] = {}
     for section in OBJECTIVES.values():

@@ -10,10 +10,11 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import ValidationError
 
+from octetrl.config.algorithm import SHIPPED
 from octetrl.config.data import DataSource
 from octetrl.config.errors import nearest
 from octetrl.config.objective_keys import DEFAULT_NAME, SECTION, misplaced_fields, owners, unknown_field
@@ -59,8 +60,8 @@ def schema_problems(error: ValidationError, tree: dict[str, Any]) -> tuple[list[
     problems, misplaced = [], []
     for detail in error.errors(include_url=False):
         location = detail["loc"]
-        if location[0] == SECTION and len(location) > 1:  # pydantic inserts the objective's name after the section
-            location = (SECTION, *location[2:])
+        if location[0] == SECTION and len(location) > 1:  # pydantic inserts who wrote the objective, and its name
+            location = (SECTION, *location[3 if location[1] == SHIPPED else 2 :])
         field = _field_of(location)
         if detail["type"] == "extra_forbidden" and field[:-1] == (SECTION,) and owners(field[-1]):
             misplaced.append(field[-1])
@@ -75,7 +76,7 @@ def schema_problems(error: ValidationError, tree: dict[str, Any]) -> tuple[list[
         else:
             problems.append(Problem((".".join(field),), _wrong_value(field, {**detail, "loc": location}, tree)))
         lacking = detail["type"] == "missing" and len(field) > 1  # then the whole section must be removed
-        _remove(sound, field[:-1] if lacking else field)
+        _remove(sound, field[:-1] if lacking or field == (SECTION, "name") else field)
     if misplaced:
         problems.append(misplaced_fields(tree[SECTION]["name"], misplaced))
     sound.setdefault("model", _PLACEHOLDER_MODEL)
@@ -137,17 +138,22 @@ def _wrong_value(field: tuple[str, ...], detail: Any, tree: dict[str, Any]) -> s
         name += "".join(f"[{part}]" for part in detail["loc"][len(field) :] if part != "[key]")
     if detail["type"] == "extra_forbidden":
         return f"{name}: unknown key{nearest(str(detail['loc'][-1]), DataSource.model_fields)}"
-    if detail["type"] == "literal_error":
-        allowed = re.findall(r"'([^']*)'|\b(\d+|True|False)\b", detail["ctx"]["expected"])
-        words = [text or plain.lower() for text, plain in allowed]
-        hint = nearest(str(detail["input"]), words)
-        return f"{name}: {_show(detail['input'])} is not allowed; choose one of {', '.join(words)}{hint}"
     if field == ("trainer", "optimizer", "betas") and detail["type"] in ("missing", "too_long", "too_short"):
         return f"{name}: two numbers are needed, such as [0.9, 0.95]"
     if detail["type"] == "missing":
         return f"{name}: missing"
     kind = "model_type" if detail["type"] == "dict_type" and field == (SECTION,) else detail["type"]
-    words_of_type = _WORDS.get(kind, "is not valid: " + detail["msg"].replace("{", "{{"))
+    return value_problem(name, {**detail, "type": kind})
+
+
+def value_problem(name: str, detail: Any) -> str:
+    """The line for a value that pydantic refuses. name: of the field; detail: pydantic's error."""
+    if detail["type"] == "literal_error":
+        allowed = re.findall(r"'([^']*)'|\b(\d+|True|False)\b", detail["ctx"]["expected"])
+        words = [text or plain.lower() for text, plain in allowed]
+        hint = nearest(str(detail["input"]), words)
+        return f"{name}: {_show(detail['input'])} is not allowed; choose one of {', '.join(words)}{hint}"
+    words_of_type = _WORDS.get(detail["type"], "is not valid: " + detail["msg"].replace("{", "{{"))
     return f"{name}: {_show(detail['input'])} {words_of_type.format(**detail.get('ctx', {}))}"
 
 
@@ -197,9 +203,19 @@ def section_of(schema: type[Section], key: str) -> type[Section] | None:
 def _sections_of(schema: type[Section], key: str) -> Iterator[type[Section]]:
     field = schema.model_fields.get(key)
     annotation = field.annotation if field is not None else None
-    for choice in get_args(annotation) if get_origin(annotation) is UnionType else (annotation,):
+    for choice in _choices(annotation):
         if isinstance(choice, type) and issubclass(choice, Section):
             yield choice
+
+
+def _choices(annotation: Any) -> Iterator[Any]:
+    if get_origin(annotation) is Annotated:
+        yield from _choices(get_args(annotation)[0])
+    elif get_origin(annotation) in (UnionType, Union):
+        for choice in get_args(annotation):
+            yield from _choices(choice)
+    else:
+        yield annotation
 
 
 def may_be_null(schema: type[Section], key: str) -> bool:

@@ -37,6 +37,7 @@ from octetrl.rollout.collection_settings import CollectionSettings
 from octetrl.run.device import gpus_beside, resolve_device, seed_everything
 from octetrl.run.environment import NOTHING_GIVEN, build_environment, build_taskset
 from octetrl.run.journal import Journal
+from octetrl.run.own_objective import try_objective
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.spans import Spans
 from octetrl.workers.build import build_worker, model_scores, model_spec
@@ -104,6 +105,7 @@ def build_run(recipe: Recipe, *, trains: bool = True, given: Given = NOTHING_GIV
     tokenizer = load_tokenizer(tokenizer_folder(recipe), spec.vocab_size)
     environment = build_environment(recipe.environment, given)
     chat = build_chat(recipe, spec, tokenizer, environment)
+    try_objective(recipe)
     algorithm = build_algorithm(recipe.algorithm)
     spans = Spans(torch.cuda.synchronize if on_gpu and not cluster.uses_ray else None)
     console = Console(recipe.logging.console, recipe.steps)

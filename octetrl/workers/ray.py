@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -122,6 +123,7 @@ class RayTeam:
                 directory=os.getcwd(),
                 log=None if self._logs is None else str(self._log_of(rank)),
                 build=self._build,
+                modules=tuple(sys.path),
             )
             if self._places is not None:
                 bundle = rank * cluster.nodes // cluster.num_workers if cluster.nodes else 0

@@ -58,6 +58,7 @@ class HostedWorker:
         if os.path.isdir(plan.directory):
             os.chdir(plan.directory)
         sys.path[:0] = [path for path in (plan.directory,) if path not in sys.path]
+        sys.path += [path for path in plan.modules if path not in sys.path]
         self._computing = ThreadPoolExecutor(1, thread_name_prefix="computing")
         self._phase, self._since, self._busy = "start", time.monotonic(), False
         self._micro_batches = (0, 0)  # done and in all, while it trains

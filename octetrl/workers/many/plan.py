@@ -26,6 +26,7 @@ class WorkerPlan:
     directory: str  # in which the recipe's relative paths begin
     log: str | None  # file for what the process prints; None: where Ray puts it
     build: BuildWorker = build_worker  # another function with its arguments, for a bench
+    modules: tuple[str, ...] = ()  # folders in which modules of the recipe are found, such as the recipe's own
 
 
 @dataclass(frozen=True, slots=True)

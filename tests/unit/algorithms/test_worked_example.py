@@ -18,7 +18,7 @@ DOCUMENT = (REPO / "docs/algorithms.md").read_text(encoding="utf-8")
 
 
 def test_it_works_as_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    loss_file, section = [block for block in code_blocks(DOCUMENT) if block.language == "python"]
+    _, loss_file, section = [block for block in code_blocks(DOCUMENT) if block.language == "python"]
     module: dict[str, Any] = vars(algorithm).copy()  # the section stands in that file
     exec("from __future__ import annotations\n" + section.text, module)
     monkeypatch.setattr(algorithm, "LeakyConfig", module["LeakyConfig"], raising=False)
@@ -33,6 +33,19 @@ def test_it_works_as_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(loss.loss_N, -torch.tensor([1.0, 1.1, 1.2 + 0.08]))
     gradient_N = torch.autograd.grad(loss.loss_N.sum(), logprobs_N)[0]
     torch.testing.assert_close(gradient_N, -torch.tensor([1.0, 1.1, 0.2]))
+
+
+def test_the_example_without_a_change_in_the_package_is_the_file_and_has_the_same_bits() -> None:
+    own, loss_file, _ = [block for block in code_blocks(DOCUMENT) if block.language == "python"]
+    assert own.text in (REPO / "examples/leaky_objective.py").read_text(encoding="utf-8")
+    line = "        return Gain(leaky_N * inputs.advantages_N, (1.0 - fields.leak) * (clipped_N != ratio_N).float())\n"
+    assert line in own.text and line.replace("fields.", "config.")[4:] in loss_file.text
+    config = algorithm.OwnObjectiveConfig(name="examples.leaky_objective:leaky", ratio_base="generator", leak=0.1)
+    logprobs_N = torch.log(torch.tensor([1.0, 1.1, 2.0])).requires_grad_()
+    zeros_N = torch.zeros(3)
+    inputs = LossInputs(logprobs_N, zeros_N, torch.ones(3), zeros_N.long(), 1, generator_logprobs_N=zeros_N)
+    loss_N = table.build_algorithm(config).loss(inputs).loss_N
+    torch.testing.assert_close(loss_N, -torch.tensor([1.0, 1.1, 1.2 + 0.08]))
 
 
 def test_the_table_holds_every_objective() -> None:
