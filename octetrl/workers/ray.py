@@ -221,7 +221,7 @@ class RayTeam:
             ) from None
 
     def _check_ray(self) -> None:
-        """Raises RayLost if Ray itself has lost a process; a call would end this one."""
+        """Waits while a process of Ray is stopped, and raises RayLost if one has ended; a call would end this one."""
         if self._cluster is not None:
             self._cluster.check()
 

@@ -50,9 +50,9 @@ class RayCluster:
     daemons: Daemons | None = None  # of a Ray that we started
 
     def check(self) -> None:
-        """Raises RayLost if a process of our Ray has died. No call of Ray may follow."""
+        """Waits while a process of our Ray is stopped. Raises RayLost if one has died; no call of Ray may follow."""
         if self.daemons is not None:
-            self.daemons.check()
+            self.daemons.await_answer()
 
     @property
     def answers(self) -> bool:

@@ -5,7 +5,8 @@ without raylet it ends this process at the first record that needs shared memory
 their end is known at once. The run then makes no further call and ends the rest of this Ray itself. If Ray is faster,
 ray_watcher.py says what happened.
 
-A daemon that is stopped (SIGSTOP) may block any call. It is killed after `silent_seconds`.
+A daemon that is stopped (SIGSTOP) may block any call, and Ray ends this process if it dies during the call. So no call
+begins while one is stopped. It is killed after `silent_seconds`.
 """
 
 from __future__ import annotations
@@ -63,6 +64,13 @@ class Daemons:
             what = "died" if stopped is None else f"was stopped for {stopped:.0f} s and then ended"
             raise RayLost(f"Ray's process {name} {what}, and all workers with it")
 
+    def await_answer(self) -> None:
+        """Wait while a daemon is stopped. Raise RayLost if one has ended."""
+        self.check()
+        while self._is_stopped:
+            time.sleep(LOOK_SECONDS)
+            self.check()
+
     @property
     def answer(self) -> bool:
         """Whether no daemon has ended or is stopped now."""
@@ -70,7 +78,11 @@ class Daemons:
             self.check()
         except RayLost:
             return False
-        return all(_state(daemon.pid) != "T" for daemon in self._daemons)
+        return not self._is_stopped
+
+    @property
+    def _is_stopped(self) -> bool:
+        return any(_state(daemon.pid) == "T" for daemon in self._daemons)
 
     def close(self) -> None:
         self._ends.set()
