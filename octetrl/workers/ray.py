@@ -12,6 +12,7 @@ names worker, host, GPU, phase and seconds, and ends with the last lines that it
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import sys
@@ -41,6 +42,7 @@ CALLS_AT_ONCE = 8  # of one worker: a verb, a poll, a submission, a status
 LOOK_SECONDS = 0.2  # between two looks at the other workers while a call is in flight
 STATUS_SECONDS = 1.0
 DEATH_SECONDS = 5.0  # until a worker that died is known as dead
+EXIT = re.compile(r"Worker exit type: (?P<kind>\w+) Worker exit detail: (?P<detail>[^.]{1,200})")
 
 
 class _RayWorker(HostedWorker):
@@ -350,6 +352,12 @@ def _first(error: Exception) -> str:
 
 
 def _why(error: RayActorError) -> str:
-    """Ray's reason in one line, without its advice, which names the OOM killer whatever the cause."""
+    """Ray's reason in one line, without its advice, which names the OOM killer whatever the cause. A lost connection
+    says nothing more; if Ray ended the process itself, its own words are the only trace."""
     text = " ".join(str(error).split())
-    return "its process died" + (" (out of memory)" if "memory pressure" in text or "low on memory" in text else "")
+    if "memory pressure" in text or "low on memory" in text:
+        return "its process died (out of memory)"
+    ended = EXIT.search(text)
+    if ended is None or "connection error" in ended["detail"]:
+        return "its process died"
+    return f"its process died (Ray: {ended['kind']}, {ended['detail'].strip()})"
