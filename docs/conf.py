@@ -68,7 +68,7 @@ autodoc_preserve_defaults = True
 
 # The table of contents, in order. tests/house/test_site.py checks that every page is in it once.
 CONTENTS = {
-    "Start": ["start", "recipes"],
+    "Start": ["start", "tutorial", "recipes"],
     "Guides": [
         "library", "environments", "environment_tools", "sandbox", "data", "algorithms", "lora", "critic", "evaluation",
         "collapse", "server", "models", "scale",
@@ -78,6 +78,7 @@ CONTENTS = {
     "Measurements": ["figures", "study", "log"],
 }  # fmt: skip
 SHORT = {
+    "tutorial": "Tutorial",
     "environments": "Environments",
     "environment_tools": "Tools, judges, games",
     "sandbox": "Sandbox",

@@ -1,4 +1,4 @@
-"""docs/recipes.md quotes the recipes as they are, and explains two of them whole."""
+"""docs/recipes.md and docs/tutorial.md quote the recipes as they are; recipes.md explains two of them whole."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 from tests.house.tree import REPO
 
 PAGE = (REPO / "docs/recipes.md").read_text(encoding="utf-8")
-QUOTES = re.findall(r"^<!-- lines of: (\S+) -->\n```yaml\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
+TUTORIAL = (REPO / "docs/tutorial.md").read_text(encoding="utf-8")
+QUOTE = re.compile(r"^<!-- lines of: (\S+) -->\n```yaml\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+QUOTES = QUOTE.findall(PAGE) + QUOTE.findall(TUTORIAL)
 WHOLE = ("recipes/bases/grpo_1gpu.yaml", "recipes/grpo_gsm8k_qwen3-0.6b_1gpu_fp8-full.yaml")
 
 
@@ -26,7 +28,7 @@ def test_the_quoted_lines_are_in_the_recipe(recipe: str, lines: str) -> None:
 
 
 def test_every_yaml_block_names_its_recipe() -> None:
-    assert len(QUOTES) == PAGE.count("```yaml") > 10
+    assert len(QUOTES) == (PAGE + TUTORIAL).count("```yaml") > 10
 
 
 @pytest.mark.parametrize("recipe", WHOLE)
