@@ -52,6 +52,10 @@ class Shape(NamedTuple):
 SHAPES = {"qwen3-30b-a3b": Shape(128, 8, 2048, 768), "moonlight-16b-a3b": Shape(64, 6, 2048, 1408)}
 
 
+def _work(phase: str, tokens: int) -> Row:
+    return {"phase": phase, "tokens": tokens, "workload": f"{phase} of {tokens} tokens"}
+
+
 def linears_of(shape: Shape, precision: str) -> Linears:
     sizes = ((shape.hidden, 2 * shape.inner), (shape.inner, shape.hidden))
     made: list[StackedLinear | Float8StackedLinear] = []
@@ -104,7 +108,7 @@ def measure(name: str, shape: Shape, precision: str) -> Iterator[Row]:
             read = matrix_bytes * int((groups.load_X > 0).sum())
             with torch.no_grad():
                 us = median_us(partial(run, form, x_TE, groups, linears))
-            row = head | {"form": form, "phase": "decode", "tokens": tokens, "us": us}
+            row = head | {"form": form, **_work("decode", tokens), "us": us}
             yield row | {"floor_share": read / MEMORY_BYTES_PER_SECOND * 1e6 / us}
         x_TE, groups = inputs_of(shape, TRAINING)
         before = torch.cuda.memory_allocated()
@@ -112,14 +116,14 @@ def measure(name: str, shape: Shape, precision: str) -> Iterator[Row]:
         us = median_us_with_launches(partial(gradients, form, x_TE, groups, linears))
         peak = (torch.cuda.max_memory_allocated() - before) / 1e9
         flops = 18 * shape.hidden * shape.inner * shape.chosen * TRAINING
-        row = head | {"form": form, "phase": "training", "tokens": TRAINING, "us": us}
+        row = head | {"form": form, **_work("training", TRAINING), "us": us}
         yield row | {"tflop_per_s": flops / us / 1e6, "peak_gb": peak}
     x_TE, groups = inputs_of(shape, TRAINING)
     y_PE = torch.randn(TRAINING * shape.chosen, shape.hidden, dtype=torch.bfloat16, device="cuda")
     weight_TS = torch.rand(TRAINING, shape.chosen, device="cuda")
     for form, backward in (("kernel", combine_experts_backward), ("torch", combine_experts_backward_reference)):
         us = median_us_with_launches(partial(backward, x_TE, y_PE, weight_TS, groups.row_TS))
-        yield head | {"form": form, "phase": "gradient of the sum", "tokens": TRAINING, "us": us}
+        yield head | {"form": form, **_work("gradient of the sum", TRAINING), "us": us}
 
 
 def main() -> None:

@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import reduce
-from typing import Any, Protocol
+from functools import partial, reduce
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,9 +32,10 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore, Wo
 
 from octetrl.config.errors import RunFailed
 from octetrl.layers.tensor_group import ONE_WORKER, TensorGroup
-from octetrl.trainer.shards import Cut, GradientMode, Share
+from octetrl.trainer.shards import BUCKET_ELEMENTS, Cut, GradientMode, Share, buckets
 
 LONGEST_POLL_SECONDS = 1e-3
+BUCKETS_IN_FLIGHT = 4  # of NCCL, whose next exchange waits for no process
 
 
 class PeersLost(RunFailed):
@@ -69,7 +71,7 @@ class Peers(Protocol):
         """For each cut, the sum over all workers of this worker's rows: float32, valid until the next call."""
 
     def gather_from_owners(self, cuts: Sequence[Cut], phase: str) -> None:
-        """Copy the rows of each owner into the tensors of all workers, in place. Any dtype."""
+        """Copy the rows of each owner into the tensors of all workers, in place, bucket by bucket. Any dtype."""
 
     def sum(self, values_N: Tensor, phase: str) -> Tensor:
         """The sum over all workers, float64 [N], on the device of `values_N`."""
@@ -159,8 +161,18 @@ def join_store(address: str, deadline_seconds: float = 60.0) -> Store:
         raise PeersLost(f"no worker serves {address} ({deadline_seconds:g} s): {_first_line(error)}") from error
 
 
+class Running(NamedTuple):
+    """A collective that was started at `began`, of time.monotonic."""
+
+    work: Work
+    began: float
+    phase: str
+
+
 class ProcessGroupPeers(WholeModel):
     """Peers over torch.distributed. Build it in every worker's process, with the same store."""
+
+    bucket_elements = BUCKET_ELEMENTS  # of one exchange of `gather_from_owners`, the same for all workers
 
     def __init__(
         self,
@@ -207,13 +219,22 @@ class ProcessGroupPeers(WholeModel):
         return [piece.view(part.shape) for piece, part in zip(pieces, own, strict=True)]
 
     def gather_from_owners(self, cuts: Sequence[Cut], phase: str) -> None:
-        counts = [[cut.part(rank).nbytes for cut in cuts] for rank in range(self.share.count)]
-        width = max(map(sum, counts))
-        own_R = torch.zeros(width, dtype=torch.uint8, device=self._device)
-        self._copy_parts(cuts, counts, own_R, self.share.rank, out=True)
-        for rank, bytes_R in enumerate(self._all_gather(own_R, phase)):
-            if rank != self.share.rank:
-                self._copy_parts(cuts, counts, bytes_R, rank, out=False)
+        running: deque[Running] = deque()
+        for bucket in buckets(cuts, self.bucket_elements):
+            counts = [[cut.part(rank).nbytes for cut in bucket] for rank in range(self.share.count)]
+            own_R = torch.zeros(max(map(sum, counts)), dtype=torch.uint8, device=self._device)
+            all_CR = own_R.new_empty(self.share.count, own_R.numel())
+            self._copy_parts(bucket, counts, own_R, self.share.rank, out=True)
+            running.append(self._start(partial(self._collectives._allgather_base, all_CR.view(-1), own_R), phase))
+            if self._device.type == "cuda":
+                running[-1].work.wait()  # the copies below come after it on the GPU; this process goes on
+            if self._device.type != "cuda" or len(running) > BUCKETS_IN_FLIGHT:
+                self._complete(running.popleft())
+            for rank, bytes_R in enumerate(all_CR):
+                if rank != self.share.rank:
+                    self._copy_parts(bucket, counts, bytes_R, rank, out=False)
+        for one in running:
+            self._complete(one)
 
     def _copy_parts(
         self, cuts: Sequence[Cut], counts: Sequence[Sequence[int]], bytes_R: Tensor, rank: int, *, out: bool
@@ -255,22 +276,30 @@ class ProcessGroupPeers(WholeModel):
 
     def _finish(self, start: Callable[[], Work], phase: str) -> None:
         """Run a collective to its end. PeersLost names the phase if it fails or takes longer than the deadline."""
+        self._complete(self._start(start, phase))
+
+    def _start(self, start: Callable[[], Work], phase: str) -> Running:
         began = time.monotonic()
         try:
-            work = start()
-            if self._device.type == "cuda":
-                self._poll(work, began, phase)  # NCCL's `wait` does not wait on the host
-            work.wait(timedelta(seconds=self._deadline_seconds))
-        except PeersLost:
-            raise
+            return Running(start(), began, phase)
         except RuntimeError as error:
             raise self._lost(phase, time.monotonic() - began, error) from error
 
-    def _poll(self, work: Work, began: float, phase: str) -> None:
+    def _complete(self, running: Running) -> None:
+        try:
+            if self._device.type == "cuda":
+                self._poll(running)  # NCCL's `wait` does not wait on the host
+            running.work.wait(timedelta(seconds=self._deadline_seconds))
+        except PeersLost:
+            raise
+        except RuntimeError as error:
+            raise self._lost(running.phase, time.monotonic() - running.began, error) from error
+
+    def _poll(self, running: Running) -> None:
         pause = 1e-5
-        while not work.is_completed():
-            if time.monotonic() - began > self._deadline_seconds:
-                raise self._lost(phase, self._deadline_seconds, None)
+        while not running.work.is_completed():
+            if time.monotonic() - running.began > self._deadline_seconds:
+                raise self._lost(running.phase, self._deadline_seconds, None)
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_POLL_SECONDS)
 

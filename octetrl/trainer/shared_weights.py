@@ -28,7 +28,7 @@ from octetrl.models.decoder import Decoder
 from octetrl.models.tensor_rows import cut_rows_of
 from octetrl.trainer.optimizer import GradientFormat, Optimizer, owned_rows
 from octetrl.trainer.peers import Peers
-from octetrl.trainer.shards import Cut, Rows, buckets
+from octetrl.trainer.shards import Cut, Rows
 
 PHASE = "new weights"
 
@@ -103,11 +103,10 @@ class SharedWeights:
             raise NonFiniteError(error)
 
     def _gather(self) -> None:
-        began = self._now()
-        for bucket in buckets(self._cuts()):
-            self._peers.gather_from_owners(bucket, PHASE)
-            others = [rank for rank in range(self._peers.share.count) if rank != self._peers.share.rank]
-            self._received += sum(cut.part(rank).nbytes for cut in bucket for rank in others)
+        began, cuts = self._now(), self._cuts()
+        self._peers.gather_from_owners(cuts, PHASE)
+        others = [rank for rank in range(self._peers.share.count) if rank != self._peers.share.rank]
+        self._received += sum(cut.part(rank).nbytes for cut in cuts for rank in others)
         self._seconds += self._now() - began
 
     def _now(self) -> float:

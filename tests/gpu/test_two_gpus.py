@@ -91,6 +91,8 @@ def exchanged(peers: Peers, device: torch.device) -> list[Any]:
     found: list[Any] = []
     sums = peers.sum_to_owners([Cut(*cut) for cut in zip(tensors(rank, torch.float32), table, strict=True)], "sums")
     found.append([(rank, part.cpu()) for part in sums])
+    assert isinstance(peers, ProcessGroupPeers)
+    peers.bucket_elements = 2000  # more exchanges than are in flight at once
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
         mine = tensors(rank, dtype)
         peers.gather_from_owners([Cut(*cut) for cut in zip(mine, table, strict=True)], "rows")
