@@ -196,6 +196,8 @@ class Attempt:
         if code:
             assert own and said.splitlines()[-1] in (own[-1], *_printed_of_worker(said)), said
             assert code == (-signal.SIGKILL if moment is not None and moment.victim == "driver" else 1), (code, said)
+            if code == -signal.SIGKILL:
+                assert list((self.run / "logs" / "ray").glob("raylet.*")), "Ray's own logs were not kept"
         else:
             assert not own, said
 

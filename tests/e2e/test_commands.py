@@ -66,9 +66,8 @@ def test_a_gate_that_closes_is_exit_code_1(model: Path, tmp_path: Path, capsys: 
 # --- eval ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["fp8", "fp8_full"])
-def test_eval_of_a_run(precision: str, finished: Finished, capsys: Capture) -> None:
-    folder = finished(precision)
+def test_eval_of_a_run(finished: Finished, capsys: Capture) -> None:
+    folder = finished("fp8_full")
     arguments = ["eval", str(folder), "--recipe", str(folder / "config.yaml")]
     report, again = (_rows(printed(capsys, *arguments)) for _ in range(2))
     assert 0 < float(report["reward"].split()[0]) < 1

@@ -231,7 +231,7 @@ def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Lines:
 
 def test_the_same_seed_gives_the_same_run(plain: Lines, finished: Finished, model: Path, tmp_path: Path) -> None:
     assert timeless(read_lines(finished("fp8_full") / "metrics.jsonl")) == timeless(plain)
-    other = run(model, tmp_path / "run", {"seed": 4})
+    other = run(model, tmp_path / "run", {"seed": 4, "steps": 1})
     assert of(other, "reward/mean")[0] != of(plain, "reward/mean")[0]
 
 
@@ -263,13 +263,14 @@ def test_kl_to_the_weights_the_run_began_with(estimator: str, model: Path, tmp_p
 
 
 def test_stochastic_rounding_keeps_no_masters(plain: Lines, model: Path, tmp_path: Path) -> None:
-    changes = {"trainer.optimizer.master": "stochastic_rounding"}
+    changes = {"trainer.optimizer.master": "stochastic_rounding", "steps": 2}
     first, second = (run(model, tmp_path / name, changes) for name in ("first", "second"))
     assert timeless(first) == timeless(second)
     assert of(first, "grad_norm")[0] == of(plain, "grad_norm")[0]
     assert of(first, "grad_norm")[1] != of(plain, "grad_norm")[1]
-    parameters = load_file(tmp_path / "first" / "checkpoints" / "step_000003" / "model.safetensors")
-    state = checkpoint.load(tmp_path / "first" / "checkpoints" / "step_000003").tensors("optimizer.safetensors")
+    saved = tmp_path / "first" / "checkpoints" / "step_000002"
+    parameters = load_file(saved / "model.safetensors")
+    state = checkpoint.load(saved).tensors("optimizer.safetensors")
     assert not any(name.startswith("master") for name in state)
     assert all(tensor.dtype == torch.bfloat16 for tensor in parameters.values())
 
@@ -286,7 +287,7 @@ def test_token_and_sequence_weighting_differ(model: Path, tmp_path: Path) -> Non
 
 
 def test_answers_cut_off_may_be_masked(model: Path, tmp_path: Path) -> None:
-    changes = {"algorithm.overlong": "mask", "rollout.stop": ["e", "a", "1"], "precision": "bf16"}
+    changes = {"algorithm.overlong": "mask", "rollout.stop": ["e", "a", "1"], "precision": "bf16", "steps": 1}
     lines = run(model, tmp_path / "run", changes)
     for line in lines:
         assert 0 < line["rollout/overlong"] < 8

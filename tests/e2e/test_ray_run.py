@@ -1,16 +1,13 @@
 """A run on Ray is that of as many threads, bit for bit, also when a worker dies; and it leaves nothing behind.
 
-One Ray serves the tests of this file but the last, which kills a run that has its own.
+One Ray serves the tests of this file. test_faults.py kills runs that have their own.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +22,6 @@ from tests.e2e.installed_ray import ray  # isort: skip: the imports of octetrl.w
 from octetrl.cli.main import run_command
 from octetrl.config.cluster import ClusterConfig
 from octetrl.config.errors import UserError
-from octetrl.config.load import dump_recipe
 from octetrl.models.weight_files import SINGLE
 from octetrl.run import loop
 from octetrl.run.build import Run, build_run
@@ -35,10 +31,8 @@ from octetrl.telemetry.metrics import StepMetrics
 from octetrl.workers.many.deadlines import WorkerLost
 from octetrl.workers.many.status import STATUS_FILE
 from octetrl.workers.ray_cluster import RayCluster, connect
-from octetrl.workers.ray_watcher import MARK, processes_of
 from tests.e2e.tiny_run import make_model, read_lines, tiny_recipe
 from tests.grid import WIDE
-from tests.house.tree import REPO
 from tests.unit.workers.many.thread_team import run_on, steps_of, unspread
 
 TWO: dict[str, Any] = {"cluster.device": "auto", "cluster.cpus": 2, "cluster.cpu_threads": 1}
@@ -250,44 +244,3 @@ def test_nothing_answers_at_the_address(model: Path, tmp_path: Path) -> None:
         ray.shutdown()
     with pytest.raises(UserError, match=r"no Ray answers at 127\.0\.0\.1:1 .*refused.*; start one with `ray start"):
         train(tiny_recipe(model, tmp_path / "run", TWO | {"cluster.address": "127.0.0.1:1"}))
-
-
-def ray_folder_of(driver: int) -> Path:
-    """Of the Ray that this process started, from the arguments of the watcher beside it."""
-    for child in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, IndexError):
-            words = (child / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            parent = int((child / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
-            if parent == driver and any(word.endswith("ray_watcher.py") for word in words):
-                return Path(next(word for word in words if word.startswith("/tmp/octetrl-")))
-    raise AssertionError(f"process {driver} has no watcher")
-
-
-def shared_by(process: int) -> set[Path]:
-    """Files of shared memory that this process has mapped, those already without a name left out."""
-    with contextlib.suppress(OSError):
-        maps = Path("/proc", str(process), "maps").read_text(errors="replace").splitlines()
-        names = {line.split(maxsplit=5)[5] for line in maps if "/dev/shm/" in line}
-        return {Path(name) for name in names if not name.endswith(" (deleted)")}
-    return set()
-
-
-def test_a_killed_run_leaves_no_process_and_no_file(model: Path, tmp_path: Path) -> None:
-    folder, recipe = tmp_path / "run", tmp_path / "recipe.yaml"
-    recipe.write_text(dump_recipe(tiny_recipe(model, folder, TWO | {"steps": 1000})))
-    driver = subprocess.Popen([sys.executable, "-m", "octetrl", "train", str(recipe)], cwd=REPO)
-    try:
-        wait_for(lambda: has_a_line(folder))
-        own = ray_folder_of(driver.pid)
-        assert (own / "session_latest").exists()
-        processes = processes_of(own, exempt=set())
-        assert len(processes) >= 4  # gcs_server, raylet, two workers
-        shared = {path for process in (driver.pid, *processes) for path in shared_by(process)}
-        os.kill(pid_of(folder, 0), signal.SIGSTOP)  # one that could not end by itself
-    finally:
-        driver.kill()
-        driver.wait()
-    wait_for(lambda: not own.exists())
-    assert processes_of(own, exempt=set()) == []
-    assert not [path for path in shared if path.exists()]
-    assert list((folder / "logs" / "ray").glob("raylet.*")) and MARK not in os.environ

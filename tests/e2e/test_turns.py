@@ -32,9 +32,20 @@ def untimed(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name not in UNTIMED} for line in timeless(lines)]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8_full"])
-def test_the_trainer_sees_what_the_engine_drew(precision: str, model: Path, tmp_path: Path) -> None:
-    lines = run(model, tmp_path / "run", TALK | {"precision": precision})
+@pytest.fixture(scope="module")
+def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run in fp8_full whose environments answer at once. To be read, not written."""
+    folder = tmp_path_factory.mktemp("talk") / "run"
+    run(model, folder, TALK)
+    return folder
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8_full"])
+def test_the_trainer_sees_what_the_engine_drew(precision: str, plain: Path, model: Path, tmp_path: Path) -> None:
+    if precision == "fp8_full":
+        lines = read_lines(plain / "metrics.jsonl")
+    else:
+        lines = run(model, tmp_path / "run", TALK | {"precision": precision})
     assert [line["mismatch/max_abs_diff"] for line in lines] == [0.0] * 3
     assert max(line["environment/turns"] for line in lines) > 1.5
     assert all(line["grad_norm"] > 0 for line in lines)
@@ -46,12 +57,12 @@ def test_the_trainer_sees_what_the_engine_drew(precision: str, model: Path, tmp_
         assert line["environment/letters"] >= 0
 
 
-def test_when_environments_answer_changes_nothing(model: Path, tmp_path: Path) -> None:
-    quick = run(model, tmp_path / "quick", talk("Talk"))
+def test_when_environments_answer_changes_nothing(plain: Path, model: Path, tmp_path: Path) -> None:
+    quick = read_lines(plain / "metrics.jsonl")
     slow = run(model, tmp_path / "slow", talk("SlowTalk", **{"environment.turns": {"max_in_flight": 4}}))
     for step in (1, 2, 3):
         name = f"rollouts/step_{step:06d}.jsonl"
-        assert (tmp_path / "quick" / name).read_bytes() == (tmp_path / "slow" / name).read_bytes()
+        assert (plain / name).read_bytes() == (tmp_path / "slow" / name).read_bytes()
     assert untimed(quick) == untimed(slow)
 
 
@@ -84,22 +95,21 @@ def test_too_many_failures_stop_the_run(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_score_in_a_process_of_its_own_and_a_reward_instead(model: Path, tmp_path: Path) -> None:
-    lines = run(model, tmp_path / "scored", talk("ScoredTalk"))
+    lines = run(model, tmp_path / "scored", talk("ScoredTalk", steps=1))
     assert all(line["reward/count"] == 8 and "reward/component/score" not in line for line in lines)
-    other = talk("Talk", **{"environment.reward": "tests.e2e.tiny_rewards:by_text"})
+    other = talk("Talk", **{"environment.reward": "tests.e2e.tiny_rewards:by_text", "steps": 1})
     for line in run(model, tmp_path / "instead", other):
         assert 0 < line["reward/mean"] < 1  # which `brief` would pull far below
         assert line["environment/brief"] < 0  # a metric now
         assert "reward/component/brief" not in line
 
 
-def test_an_evaluation_speaks_by_turns_too(model: Path, tmp_path: Path) -> None:
+def test_an_evaluation_speaks_by_turns_too(plain: Path, model: Path, tmp_path: Path) -> None:
     changes = talk("Talk", **{"evaluation.every": 1, "evaluation.right_from": 0.3})
-    plain = run(model, tmp_path / "plain", talk("Talk"))
     evaluated = run(model, tmp_path / "evaluated", changes)
     assert all("eval/accuracy" in line and "eval/environment_error" in line for line in evaluated)
     without = [{name: line[name] for name in line if not name.startswith("eval/")} for line in evaluated]
-    assert untimed(without) == untimed(plain)
+    assert untimed(without) == untimed(read_lines(plain / "metrics.jsonl"))
     report = evaluate_checkpoint(str(tmp_path / "evaluated"), tiny_recipe(model, tmp_path / "other", changes))
     assert report.accuracy == evaluated[-1]["eval/accuracy"]
     assert all(len(rollout.turns) >= 1 for group in report.groups for rollout in group.rollouts)

@@ -13,12 +13,13 @@ import pytest
 
 from benchmarks import learning_curve
 from benchmarks.learning_curve import Arm, arm_row, run_until
-from tests.e2e.tiny_run import make_model
+from tests.e2e import tiny_run
 
 SMALL = (
     "cluster.device=cpu cluster.cpu_threads=1 model.context_length=128 rollout.prompts_per_step=2"
     " rollout.group_size=2 rollout.max_prompt_tokens=100 rollout.max_new_tokens=4 engine.page_size=16"
-    " environment.train_size=16 environment.eval_size=2 mismatch.fail_above=null"
+    f" environment.kind=jsonl environment.dataset={Path(tiny_run.__file__).with_name('sums.jsonl')}"
+    " environment.parameters={} environment.eval_size=2 mismatch.fail_above=null"
     " trainer.tokens_per_micro_batch=512 environment.reward=tests.e2e.tiny_rewards:by_text"
 )
 ENDLESS = """
@@ -34,7 +35,7 @@ with (run / "metrics.jsonl").open("w") as file:
 
 
 def test_two_steps(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "Tiny-Model")
+    model = tiny_run.make_model(tmp_path / "Tiny-Model")
     words = f"--model {model} --precision fp8_full --out {tmp_path} --kv-cache-tokens 2048 --steps 2 --eval-every 2"
     assert learning_curve.main([*words.split(), *SMALL.split()]) == 0
     result = json.loads((tmp_path / "learning_tiny-model.json").read_text())

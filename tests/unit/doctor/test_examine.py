@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from octetrl.models.decoder import Decoder
 from tests.e2e import tiny_run
 
 SMALL = Examination(prompts=2, sequences=2, answer_tokens=6)
+PROMPT = "What is {} + 4 - 7 + 1 now?"  # a page of 16 tokens and a bit
+TASKS = [{"prompt": PROMPT.format(number), "answer": str(number - 2)} for number in range(20)]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +32,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def subject(model: Path, precision: str, **changes: Any) -> ExaminedWorker:
+    """Prompts are short: every token of theirs is a forward of the engine's, and each examination takes all ways."""
+    tasks = model.parent / "tasks.jsonl"
+    tasks.write_text("".join(json.dumps(task) + "\n" for task in TASKS))
     changes = {"precision": precision, **{name.replace("__", "."): value for name, value in changes.items()}}
+    changes |= {"environment.dataset": str(tasks)}
     return ExaminedWorker(tiny_run.tiny_recipe(model, model.parent / "run", changes), SMALL)
 
 

@@ -32,7 +32,7 @@ from tests.unit.trainer.test_reward_trainer import pairs
 from tests.unit.trainer.tiny_trainer import random_samples
 from tests.unit.workers.test_checkpoint_state import MOE, SPEC
 
-STEPS = 5
+STEPS = 3
 
 
 class Run(NamedTuple):

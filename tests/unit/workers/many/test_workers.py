@@ -31,8 +31,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "changes",
     [
         {"rollout.prompts_per_step": 4, "rollout.stop": ["e", "a", "1"], "steps": 1},
-        {"trainer.optimizer.lr": 0.0, "precision": "bf16", "engine.max_batch": 2, "steps": 3},
-        {**TALK, "rollout.prompts_per_step": 3, "precision": "fp8", "trainer.optimizer.lr": 0.0, "steps": 2},
+        {"trainer.optimizer.lr": 0.0, "precision": "bf16", "engine.max_batch": 2, "steps": 2},
+        {**TALK, "rollout.prompts_per_step": 3, "precision": "fp8", "trainer.optimizer.lr": 0.0, "steps": 1},
     ],
     ids=["learning", "lr 0", "conversations"],
 )
