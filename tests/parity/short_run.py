@@ -23,6 +23,7 @@ from octetrl.config.schema import (
     TrainerConfig,
 )
 from octetrl.config.spec import ModelSpec
+from octetrl.config.speculation import SpeculationConfig
 from octetrl.config.tensor_cut import TensorCut
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
@@ -66,6 +67,7 @@ def short_run(
     algorithm: AlgorithmConfig | None = None,
     releases: bool = False,
     peers: Peers = ALONE,
+    speculation: SpeculationConfig | None = None,
     **trainer: Any,
 ) -> ShortRun:
     """Prompts and rewards follow from the step. `releases`: the cache is freed for training.
@@ -76,7 +78,12 @@ def short_run(
         fp8=PRECISIONS[precision],
         algorithm=algorithm or objective(),
         rollout=RolloutConfig(temperature=0.9),
-        engine=EngineConfig(kv_cache_tokens=1 << 14, max_batch=32, release_for_training=releases),
+        engine=EngineConfig(
+            kv_cache_tokens=1 << 14,
+            max_batch=32,
+            release_for_training=releases,
+            speculation=speculation or SpeculationConfig(),
+        ),
         trainer=TrainerConfig(optimizer=OptimizerConfig(lr=1e-3), **trainer),
         mismatch=MismatchConfig(fail_on_difference=True),
         steps=steps,

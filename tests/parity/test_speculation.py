@@ -10,12 +10,14 @@ import pytest
 
 from octetrl.config.blocks import LayerBlocks
 from octetrl.config.speculation import SpeculationConfig
+from octetrl.engine.ngram_drafts import NGramDrafts
 from octetrl.engine.request import RunningSequence
 from octetrl.models.blocks.mla.layout import LatentAttentionLayout
 from octetrl.models.blocks.mlp.layout import MLPLayout
 from octetrl.models.blocks.moe.layout import MixtureLayout, Routing
 from octetrl.models.families import DENSE
 from tests.parity.shapes import TINY
+from tests.parity.short_run import assert_same, short_run
 from tests.parity.sides import Sides, random_requests
 
 MIXTURE = MixtureLayout(Routing(6, 2, "softmax", True), 48)
@@ -75,3 +77,23 @@ def test_answers_and_log_probs_keep_their_bits(model: str, precision: str) -> No
     assert engine.metrics.kv_saturation == plain.metrics.kv_saturation
     theirs, ours = sides.logprobs(asked, drawn)
     assert theirs.equal(ours)
+
+
+def test_a_run_with_speculation_is_the_run_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens, log-probs, metrics and weights of two steps, whose drafts come from n-grams of one and two tokens."""
+    proposed: list[int] = []
+    propose = NGramDrafts.propose
+
+    def counted(self: NGramDrafts, sequence: RunningSequence, most: int) -> Sequence[int]:
+        drafts = propose(self, sequence, most)
+        proposed.append(len(drafts))
+        return drafts
+
+    monkeypatch.setattr(NGramDrafts, "propose", counted)
+    with_drafts = SpeculationConfig(name="ngram", ngrams=(2, 1), min_gain=0.0)
+    plain, speculative = (
+        short_run(TINY["qwen3"], "fp8_full", "cpu", 2, answers=10, speculation=speculation)
+        for speculation in (None, with_drafts)
+    )
+    assert_same(plain, speculative)
+    assert sum(proposed) > 20

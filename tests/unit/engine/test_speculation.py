@@ -15,10 +15,13 @@ import torch
 from octetrl.config.speculation import SpeculationConfig
 from octetrl.engine.draft_rows import DraftRows
 from octetrl.engine.engine import Engine
+from octetrl.engine.kv_cache import KVCache
 from octetrl.engine.logit_options import LogitOptions
+from octetrl.engine.model_runner import Results
 from octetrl.engine.ngram_drafts import NGramDrafts
-from octetrl.engine.request import RunningSequence
+from octetrl.engine.request import RunningSequence, Step
 from octetrl.engine.speculation import PAUSE, accepted_rows
+from octetrl.engine.transcript import Batch
 from octetrl.fp8.kv_scales import KVScales
 from octetrl.models.decoder import Decoder
 from octetrl.records import Completion, GenerationRequest, SessionEvent
@@ -230,15 +233,23 @@ def test_a_draft_that_is_not_finite_spoils_nothing(precision: str) -> None:
     engine = speculative(precision)
     engine = tiny_engine(precision, model, page_size=16, max_batch=24, speculation=engine._config.speculation)
     engine.draft_source = Poisoned(answers_of(asked, expected), 0.8)
+    launch, num_undone = engine._runner.launch, 0
+
+    def checked(step: Step, batch: Batch, cache: KVCache) -> Results | None:
+        nonlocal num_undone
+        num_undone += bool(step.decode) and not step.new_pages and not step.joined and step.drafts is None
+        for pool in cache._pools.values():
+            assert pool.pages.float().isfinite().all(), "what was drafted is still in a page"
+            assert pool.token_scale is None or pool.token_scale.isfinite().all()
+        return launch(step, batch, cache)
+
+    engine._runner.launch = checked  # type: ignore[method-assign]
     assert engine.generate(asked) == expected
+    assert num_undone > 0
     assert plain.metrics is not None and engine.metrics is not None and engine.metrics.drafts is not None
     assert engine.metrics.drafts.accepted > 0
     assert engine.metrics.non_finite_tokens == plain.metrics.non_finite_tokens == 0
     assert engine.metrics.kv_saturation == plain.metrics.kv_saturation
-    assert engine._cache is not None
-    for pool in engine._cache._pools.values():
-        assert pool.pages.float().isfinite().all()
-        assert pool.token_scale is None or pool.token_scale.isfinite().all()
 
 
 def test_drafting_pauses_while_it_gains_nothing_or_many_sequences_run() -> None:
