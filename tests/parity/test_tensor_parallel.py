@@ -18,6 +18,7 @@ OPTIONS: dict[str, Any] = {"answers": 3, "tokens_per_micro_batch": 128}
     ("family", "precision", "size", "lora"),
     [
         ("llama", "bf16", 2, None),
+        ("llama", "fp8", 2, None),
         ("qwen3", "fp8_full", 2, None),
         ("qwen2.5", "fp8_full", 2, None),
         ("qwen3", "fp8_dynamic", 4, None),
