@@ -23,6 +23,7 @@ NEEDS = {
     "bubblewrap": "sandboxes of that level",
     "another-user": "root, and an interpreter and a tree that another user can read: sandboxes without root's rights",
     "serve": "the packages of `octetrl serve` and the official client",
+    "verifiers": "verifiers with its classic interface: pip install 'octetrl[verifiers]'",
     "ray": "Ray: runs on several workers",
     "two-gpus": "two GPUs of one machine: workers on GPUs of their own",
 }

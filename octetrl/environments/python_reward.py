@@ -1,5 +1,7 @@
 """A reward that the user wrote as a Python function: `module:name`, called as `reward(task, completion_text) -> float`.
 
+A function of TRL's form, (prompts, completions, **columns) -> list[float], is taken too (environments/trl_rewards.py).
+
 Only the reward workers import it, so that its import cannot affect the run. A misspelt name is an error when the first
 worker loads it. `examples/custom_reward.py` is an example.
 """
@@ -14,6 +16,7 @@ from octetrl.environments.base import Scorer
 from octetrl.environments.given import Given
 from octetrl.environments.python_object import check_path, import_object
 from octetrl.environments.score_signature import check_signature, place_of
+from octetrl.environments.trl_rewards import TrlRewards, has_trl_form
 from octetrl.records import Task
 
 _FIELD = "environment.reward"
@@ -49,6 +52,8 @@ class PythonReward:
         function = import_object(_FIELD, self.path)
         if not callable(function):
             raise UserError(f"{_FIELD}: '{self.path}' is a {type(function).__name__}, not a function")
+        if has_trl_form(function):
+            return TrlRewards([function])
         check_signature(function, f"{_FIELD}: '{self.path}'")
         scorer: Scorer = function
         return scorer

@@ -11,14 +11,21 @@ import pytest
 from octetrl.config.errors import UserError
 from octetrl.environments.verifiers_adapter import VerifiersEnvironment, verifiers_environment
 from octetrl.records import RolloutStatus
+from tests.required import missing
 from tests.unit.environments.playing import play
 
 try:
     import verifiers as vf
 except ImportError:
     vf = None
-classic = pytest.mark.skipif(not hasattr(vf, "MultiTurnEnv"), reason="needs verifiers, 0.1.14 to 0.3")
+classic = pytest.mark.usefixtures("_classic_interface")
 ROWS = [{"question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(4)]
+
+
+@pytest.fixture
+def _classic_interface() -> None:
+    if not hasattr(vf, "MultiTurnEnv"):
+        missing("verifiers", "verifiers is not installed" if vf is None else "this verifiers has no classic interface")
 
 
 def rows() -> Any:

@@ -1,0 +1,136 @@
+"""Reward functions of TRL's form as rewards here: `(prompts, completions, **columns) -> list[float]`.
+
+    environment: {kind: jsonl, dataset: sums.jsonl, reward: "my_rewards:accuracy"}     one function, as it is
+
+    my_reward = TrlRewards([accuracy, polite], weights=[1.0, 0.2])                     several, with weights
+
+TRL calls a function once for a batch. Here each completion is scored as soon as it ends, so each list has one entry. A
+function that compares the completions of a batch needs a method with @reward instead.
+
+A function gets the columns that it names, or all with `**columns`: `answer`, `id`, and each key of the task's metadata,
+which are the other keys of the file's row. Nobody has `trainer_state`, `completion_ids` and the like. Functions may be
+async; they are awaited together. None means that a function does not apply to the completion. If none applies, there
+is no reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from octetrl.config.errors import UserError
+from octetrl.environments.base import finite_number
+from octetrl.environments.score_signature import place_of
+from octetrl.environments.turns import Conversation, reward
+from octetrl.records import Task
+
+TrlReward = Callable[..., Any]  # (prompts, completions, **columns) -> list[float | None], or async
+
+
+class TrlRewards:
+    """The weighted sum of reward functions of TRL's form, as a scorer.
+
+    weights: one for each function; None: all 1. messages: whether prompts and completions are lists of messages, as in
+    TRL's conversational data sets; otherwise they are texts. Raises UserError for a function of another form.
+    """
+
+    def __init__(
+        self, functions: Sequence[TrlReward], weights: Sequence[float] | None = None, *, messages: bool = False
+    ) -> None:
+        self._functions = tuple(functions)
+        self._weights = (1.0,) * len(self._functions) if weights is None else tuple(weights)
+        self._messages = messages
+        if not self._functions:
+            raise UserError("TrlRewards: there is no reward function; give a list of at least one")
+        if len(self._weights) != len(self._functions):
+            raise UserError(
+                f"TrlRewards: {len(self._weights)} weights for {len(self._functions)} functions; give one for each"
+            )
+        for weight in self._weights:
+            finite_number(weight, "weight")
+        for function in self._functions:
+            if not has_trl_form(function):
+                raise UserError(
+                    f"TrlRewards: {place_of(function)} has no parameters named prompts and completions, or **columns;"
+                    " write (prompts, completions, **columns)"
+                )
+
+    def __call__(self, task: Task, completion_text: str) -> float:
+        """The reward of one completion. Raises ValueError or TypeError for a result of another form."""
+        results = [call_trl(function, task, completion_text, messages=self._messages) for function in self._functions]
+        if any(inspect.isawaitable(result) for result in results):
+            results = asyncio.run(_all(results))
+        values = [_value(function, result) for function, result in zip(self._functions, results, strict=True)]
+        pairs = [(weight, value) for weight, value in zip(self._weights, values, strict=True) if value is not None]
+        if not pairs:
+            raise ValueError("every reward function returned None, so the completion has no reward")
+        return sum(weight * value for weight, value in pairs)
+
+
+def trl_reward(function: TrlReward, weight: float = 1.0, *, messages: bool = False) -> Any:
+    """A function of TRL's form as a method with @reward, so that its values are metrics of their own:
+
+        class Sums:
+            tasks = TASKS  # a list of Task
+            accuracy = trl_reward(accuracy)
+            polite = trl_reward(polite, weight=0.2)
+
+    The completion is the model's last message. None counts as 0.
+    """
+    if not has_trl_form(function):
+        raise UserError(f"trl_reward: {place_of(function)} is not of the form (prompts, completions, **columns)")
+
+    async def judge(self: Any, conversation: Conversation) -> float:
+        result = call_trl(function, conversation.task, conversation.text, messages=messages)
+        value = _value(function, await result if inspect.isawaitable(result) else result)
+        return 0.0 if value is None else value
+
+    return reward(weight=weight)(judge)
+
+
+def has_trl_form(function: Any) -> bool:
+    """Whether a function takes prompts and completions by name."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    named = {"prompts", "completions"} & parameters.keys()
+    return "completions" in named and (len(named) == 2 or takes_all)
+
+
+def call_trl(function: TrlReward, task: Task, completion_text: str, *, messages: bool = False) -> Any:
+    """Call `function` for one completion: its list, or an awaitable of it. Raises TypeError for a column that the task
+    lacks."""
+    prompt: Any = [{"role": "user", "content": task.prompt}] if messages else task.prompt
+    completion: Any = [{"role": "assistant", "content": completion_text}] if messages else completion_text
+    columns = {**task.metadata, "id": task.id, "answer": task.answer}
+    given = {"prompts": [prompt], "completions": [completion], **{name: [value] for name, value in columns.items()}}
+    parameters = inspect.signature(function).parameters
+    for name, one in parameters.items():
+        by_name = one.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        if by_name and one.default is inspect.Parameter.empty and name not in given:
+            raise TypeError(
+                f"{place_of(function)} needs the column '{name}', which the task does not have; it has"
+                f" {', '.join(columns)}"
+            )
+    if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+        given = {name: value for name, value in given.items() if name in parameters}
+    return function(**given)
+
+
+async def _all(results: Sequence[Any]) -> list[Any]:
+    async def one(result: Any) -> Any:
+        return await result if isinstance(result, Awaitable) else result
+
+    return list(await asyncio.gather(*(one(result) for result in results)))
+
+
+def _value(function: TrlReward, result: Any) -> float | None:
+    if isinstance(result, str) or not hasattr(result, "__len__") or not hasattr(result, "__getitem__"):
+        raise TypeError(f"{place_of(function)} returned a {type(result).__name__}; return a list of one number")
+    if len(result) != 1:
+        raise ValueError(f"{place_of(function)} returned {len(result)} rewards for 1 completion; return a list of one")
+    return None if result[0] is None else finite_number(result[0], f"reward of {place_of(function)}")
