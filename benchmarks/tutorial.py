@@ -5,6 +5,8 @@
     octetrl eval runs/tutorial --out runs/after
     python -m benchmarks.tutorial runs/tutorial --before runs/before --after runs/after --name smollm2-135m
 
+`python -m benchmarks.tutorial --picture RESULT.json` draws the curve into docs/pictures/tutorial.svg instead.
+
 Nothing runs here: the folders are read. The two evaluations must have the same held-out tasks. Prints the page's tables
 in Markdown and writes `benchmarks/results/tutorial_NAME.json`:
 
@@ -23,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.picture import STYLE
 from benchmarks.record import RESULTS, write_result
 from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
@@ -32,6 +35,7 @@ STEP_FIELDS = (
     "mismatch/max_abs_diff", "mismatch/tokens", "time/step",
 )  # fmt: skip
 EVAL_FIELDS = ("eval/accuracy", "eval/accuracy_low", "eval/accuracy_high", "eval/tasks", "eval/mean_length")
+PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "tutorial.svg"
 Row = dict[str, Any]
 
 
@@ -118,15 +122,54 @@ def show(rows: list[Row], answers: list[Row], most: int) -> None:
         print(f"| {cell(one['prompt'])} | {one['answer']} | {cell(one['before'])} | {cell(one['after'])} |")
 
 
+def draw(rows: list[Row]) -> str:
+    """The mean reward of each step as a line, and held-out accuracy with its 95% interval as dots."""
+    last = rows[-1]["step"]
+
+    def place(step: float, value: float) -> tuple[float, float]:
+        return round(60 + step * 600 / last, 1), round(240 - value * 190, 1)
+
+    parts = [
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 700 290" width="700" height="290" role="img">',
+        STYLE,
+    ]
+    parts.append('<rect width="700" height="290" rx="6" style="fill: var(--ground)"/>')
+    parts.append(
+        '<text class="title" x="20" y="26">Mean reward by step, and held-out accuracy with its 95% interval</text>'
+    )
+    for value in (0.0, 0.25, 0.5, 0.75, 1.0):
+        _, y = place(0, value)
+        parts.append(f'<path class="grid" d="M60 {y}H660"/><text class="tick end" x="52" y="{y + 4}">{value:g}</text>')
+    parts += [f'<text class="tick middle" x="{place(row["step"], 0)[0]}" y="258">{row["step"]}</text>' for row in rows]
+    parts.append('<text class="tick middle" x="360" y="278">step</text>')
+    trained = [place(row["step"], row["reward/mean"]) for row in rows if "reward/mean" in row]
+    points = " ".join(f"{x},{y}" for x, y in trained)
+    parts.append(f'<polyline points="{points}" fill="none" style="stroke: var(--fp8_rollout)" stroke-width="2"/>')
+    for row in rows:
+        if "eval/accuracy" in row:
+            x, y = place(row["step"], row["eval/accuracy"])
+            low, high = (place(0, row[f"eval/accuracy_{end}"])[1] for end in ("low", "high"))
+            beside = f'x="{x + 9}"' if row["step"] == 0 else f'class="end" x="{x - 9}"'
+            parts.append(f'<path d="M{x} {low}V{high}" style="stroke: var(--fp8_full)" stroke-width="1.5"/>')
+            parts.append(f'<circle cx="{x}" cy="{y}" r="5" style="fill: var(--fp8_full)"/>')
+            parts.append(f'<text {beside} y="{y + 20}">{row["eval/accuracy"]:.3f}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="folder of the run")
-    parser.add_argument("--before", type=Path, required=True, help="evaluation of the model before training")
-    parser.add_argument("--after", type=Path, required=True, help="evaluation of the run")
-    parser.add_argument("--name", required=True, help="the JSON is tutorial_NAME.json")
+    parser.add_argument("run", type=Path, nargs="?", default=Path("runs/tutorial"), help="folder of the run")
+    parser.add_argument("--before", type=Path, default=Path("runs/before"), help="evaluation of the model as it was")
+    parser.add_argument("--after", type=Path, default=Path("runs/after"), help="evaluation of the run")
+    parser.add_argument("--name", default="mine", help="the JSON is tutorial_NAME.json")
+    parser.add_argument("--picture", type=Path, metavar="RESULT.json", help="only draw this result")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON")
     parser.add_argument("--tasks", type=int, default=12, help="answers in the printed table")
     arguments = parser.parse_args(words)
+    if arguments.picture is not None:
+        PICTURE.write_text(draw(json.loads(arguments.picture.read_text())["rows"]), encoding="utf-8")
+        print(f"wrote {PICTURE}")
+        return 0
     before, first = evaluation(arguments.before)
     after, last = evaluation(arguments.after)
     rows, answers = curve(arguments.run, before, after), pairs(first, last)

@@ -97,3 +97,8 @@ def test_the_page_quotes_answers_of_the_run() -> None:
     assert (became.count(1.0), became.count(-1.0), len(became)) == (17, 2, 64)
     below_zero = [one for one in result["answers"] if one["answer"].startswith("-")]
     assert below_zero and not any(one["before_reward"] or one["after_reward"] for one in below_zero)
+
+
+def test_the_picture_is_drawn_from_the_result() -> None:
+    result = json.loads((REPO / "benchmarks/results/tutorial_smollm2-135m-instruct_cpu.json").read_text())
+    assert tutorial.PICTURE.read_text(encoding="utf-8") == tutorial.draw(result["rows"])
