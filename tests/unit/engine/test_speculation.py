@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from octetrl.config.speculation import SpeculationConfig
+from octetrl.engine import speculation
 from octetrl.engine.draft_rows import DraftRows
 from octetrl.engine.engine import Engine
 from octetrl.engine.kv_cache import KVCache
@@ -213,8 +214,9 @@ def test_requests_with_logit_options_are_decoded_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8_dynamic", "fp8_full"])
-def test_a_draft_that_is_not_finite_spoils_nothing(precision: str) -> None:
+def test_a_draft_that_is_not_finite_spoils_nothing(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Token 49's embedding is NaN. Where it is drafted, the forward is undone; nothing of it stays in a page."""
+    monkeypatch.setattr(speculation, "PAUSE", 2)
     spec = replace(SPEC, tied_embeddings=False)
     model = Decoder(spec, policy_of(precision), "rollout")
     model.random_init(seed=0)
