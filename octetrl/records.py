@@ -90,8 +90,9 @@ class Completion:
     logprobs: tuple[float, ...]  # float32 log-prob of each token, same length
     text: str  # decoded, stop string removed
     finish_reason: FinishReason
-    policy_version: int  # optimizer steps before the weights that sampled it
+    policy_version: int  # optimizer steps before the weights that sampled it; with `updates`, its first token
     precision_digest: str  # which tensors were FP8 (fp8/policy.py); must equal the trainer's
+    updates: tuple[tuple[int, int], ...] = ()  # (n, version): sampled by that version from token n on, not by the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,8 +244,9 @@ class Sample:
     loss_mask: tuple[bool, ...]
     generator_logprobs: tuple[float, ...] | None  # 0.0 where loss_mask is False; None for SFT
     advantage: float  # of every trained token; 1.0 for SFT
-    policy_version: int | None  # of the weights that sampled it; None for SFT
+    policy_version: int | None  # of the weights that sampled it, the oldest of several; None for SFT
     precision_digest: str | None = None  # of the engine that sampled it; None for SFT
+    token_versions: tuple[int, ...] | None = None  # of each token (a prompt's: its answer's); None: policy_version
     pair: int | None = None  # number of a preference pair: chosen and rejected are neighbours with the same number
     chosen: bool = True  # the better of its pair
     group: int | None = None  # number of the group of siblings within a step; None for SFT and preferences
@@ -277,6 +279,7 @@ class MicroBatch:
     sequence_lengths_N: Tensor  # int64: length of its sequence
     chosen_N: Tensor | None = None  # bool: of the better sequence of its pair; None without pairs
     group_N: Tensor | None = None  # int64: group of siblings of its sequence; None without groups
+    versions_N: Tensor | None = None  # int64: policy version that sampled the target; None: one for the batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +306,7 @@ class TokenLogprobs:
     trainer_N: Tensor  # float32
     target_positions_N: Tensor  # int64
     sequence_lengths_N: Tensor  # int64
+    versions_N: Tensor | None = None  # int64: policy version that sampled each; None: one for the batch
 
 
 @dataclass(frozen=True, slots=True)

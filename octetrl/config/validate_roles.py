@@ -24,6 +24,7 @@ def role_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem((*ROLE_FIELDS, "algorithm.name"), text)
     elif recipe.cluster.max_staleness:
         yield from _stale_problems(recipe)
+        yield from _mixed_scales_problem(recipe)
 
 
 def _stale_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -52,6 +53,17 @@ def _stale_problems(recipe: Recipe) -> Iterator[Problem]:
             " algorithm.ratio_base: generator"
         )
         yield Problem(("cluster.max_staleness", "algorithm.corrections", "algorithm.ratio_base"), text)
+
+
+def _mixed_scales_problem(recipe: Recipe) -> Iterator[Problem]:
+    """New weights have new scales of a calibrated cache; an answer of several versions would have several."""
+    how = recipe.cluster.weights_in_flight
+    if how != "off" and recipe.fp8.kv_cache == "calibrated":
+        text = (
+            f"cluster.weights_in_flight: {how}, but a calibrated KV cache has other scales after each update, and the"
+            " trainer cannot replay a batch with several; use fp8.kv_cache=dynamic or none, or weights_in_flight=off"
+        )
+        yield Problem(("cluster.weights_in_flight", "fp8.kv_cache"), text)
 
 
 def _first_role(recipe: Recipe) -> str:

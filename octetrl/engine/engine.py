@@ -243,7 +243,7 @@ class Engine:
             self.sleep()
 
     def _refuse_while_open(self, what: str) -> None:
-        if self._session is not None:
+        if self._session is not None and not self._session.adopts:
             raise RuntimeError(f"{what} is not possible while the engine has an open session; close it first")
 
     def _check_scales(self) -> None:

@@ -34,6 +34,7 @@ class Prefix:
     pages: list[int]
     num_cached: int = 0
     prompt_scores: PromptScores | None = None  # the group's
+    weights: int = 0  # which of the session's weights its pages begin with
 
     @property
     def num_to_cache(self) -> int:
@@ -77,6 +78,19 @@ class RunningSequence:
     row: int = NO_ROW  # its place in the runner's batch while it runs
     joined_at: int | None = None  # the forward with which it began to decode; None: it does not decode
     logits: SequenceLogits | None = None  # None: its logits are not changed, nor reported
+    weights: int = 0  # which of the session's weights its pages begin with
+    sampled_until: list[tuple[int, int]] = field(default_factory=list)  # (its tokens so far, version), at new weights
+
+    def versions(self, last: int) -> tuple[int, tuple[tuple[int, int], ...]]:
+        """The policy version that sampled its first token, and (n, version) for each that sampled from token n on.
+        `last`: the version that sampled its last token."""
+        begins, start = [], 0
+        for end, version in self.sampled_until:
+            if end > start:
+                begins.append((start, version))
+                start = end
+        begins.append((start, last))
+        return begins[0][1], tuple(begins[1:])
 
     @property
     def prompt_scores(self) -> PromptScores | None:

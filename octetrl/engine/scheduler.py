@@ -56,6 +56,7 @@ class Scheduler:
         self._joined: list[RunningSequence] = []  # since the last decode forward
         self._batch: tuple[RunningSequence, ...] | None = ()  # `_decoding` as a tuple; None: it has changed
         self._results_pending = False
+        self._weights = 0  # how often `change_weights` was called
         self._due: defaultdict[int, list[RunningSequence]] = defaultdict(list)  # by clock: who needs a page or ends
 
     def submit(self, sequences: Iterable[RunningSequence]) -> None:
@@ -111,6 +112,21 @@ class Scheduler:
             self._leave(sequence)
         self._end(sequence.group)
 
+    def change_weights(self, *, keeps_cache: bool) -> list[tuple[RunningSequence, int]]:
+        """Prepares for other weights; all results are read. Nobody who starts later finds pages of the old ones. Unless
+        running sequences keep their pages, preempts them. Returns those, with the row that each had."""
+        self._weights += 1
+        preempted = [] if keeps_cache else [(sequence, sequence.row) for sequence in reversed(self.running)]
+        for sequence, _ in preempted:
+            self._leave(sequence)
+            self.waiting.appendleft(sequence)
+            self._joined = []
+        for group in list(self._prefixed):
+            if not keeps_cache or (group.prefix is not None and group.prefix.is_cached):
+                self._drop_prefix(group)
+        self.blocks.forget()
+        return preempted
+
     def _end(self, group: RequestGroup) -> None:
         group.num_unfinished -= 1
         if group.num_unfinished == 0 and group.prefix is not None:
@@ -148,6 +164,7 @@ class Scheduler:
     def _run(self, sequence: RunningSequence) -> None:
         prefix = sequence.group.prefix
         sequence.row = self._free_rows.pop()
+        sequence.weights = self._weights if prefix is None else prefix.weights
         if prefix is not None:
             sequence.pages = self.blocks.share(prefix.pages)
             sequence.num_cached = prefix.num_to_cache
@@ -328,7 +345,7 @@ class Scheduler:
         pages = self._found(group, token_ids)
         num_cached = len(pages) * self.blocks.page_size
         pages += (self.blocks.allocate() for _ in range(self.blocks.pages_for(len(token_ids)) - len(pages)))
-        group.prefix = Prefix(token_ids, pages, num_cached, group.prompt_scores)
+        group.prefix = Prefix(token_ids, pages, num_cached, group.prompt_scores, self._weights)
         self._prefixed.append(group)
         if not group.prefix.is_cached:
             self._to_prefill.append(group.prefix)
@@ -339,7 +356,7 @@ class Scheduler:
         return self.blocks.find(token_ids) if group.prompt_scores is None else []
 
     def _remember(self, owner: Prefix | RunningSequence) -> None:
-        if self._keeps_prefixes:
+        if self._keeps_prefixes and owner.weights == self._weights:
             self.blocks.remember(owner.token_ids[: owner.num_to_cache], owner.pages)
 
     def _drop_prefix(self, group: RequestGroup) -> None:

@@ -18,8 +18,8 @@ freed at once. Forwards in flight may still write to them, but the device runs i
 only afterwards. Requests submitted between the same two steps start in the order of `longest_first`, behind all earlier
 ones.
 
-One policy version serves a session: while it is open, the engine refuses new weights. A step that fails ends the
-session and frees all pages.
+One policy version serves a session, and the engine refuses new weights while it is open, except within `adopt`. A step
+that fails ends the session and frees all pages.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ class Session:
         self._reported: dict[RunningSequence, int] = {}  # tokens, of those that stream
         self._num_submitted = 0
         self._is_open = True
+        self.adopts = False  # new weights, at this moment
 
     def __enter__(self) -> Self:
         return self
@@ -141,6 +142,20 @@ class Session:
             self._speculator.end(sibling)
             self._reported.pop(sibling, None)
         self._tally.cancelled += len(siblings)
+
+    def adopt(self, put: Callable[[], int], *, keeps_cache: bool) -> list[SessionEvent]:
+        """Continues with other weights: `put` loads them and returns their version. Sequences keep their tokens. Their
+        cache is kept, or computed again. Returns events of the forwards in flight."""
+        ended = [each for launched in self._in_flight for each in self._take(*launched)]
+        self._in_flight.clear()
+        for one in self._unfinished():
+            one.sampled_until.append((self._transcript.num_tokens(one) - one.prompt_length, self._stamp[0]))
+        for sequence, row in self._scheduler.change_weights(keeps_cache=keeps_cache):
+            self._transcript.close(sequence, row)
+        self.adopts = True
+        self._stamp = (put(), self._stamp[1])
+        self.adopts = False
+        return [self._last_event(*each) for each in ended]
 
     # ------------------------------------------------------------ steps
 
@@ -232,13 +247,15 @@ class Session:
 
     def _completion(self, sequence: RunningSequence, reason: FinishReason) -> Completion:
         token_ids = tuple(sequence.token_ids[sequence.prompt_length :])
+        version, updates = sequence.versions(self._stamp[0])
         return Completion(
             token_ids=token_ids,
             logprobs=tuple(sequence.logprobs),
             text=sequence.stopping.text_of(token_ids, self._decode),
             finish_reason=reason,
-            policy_version=self._stamp[0],
+            policy_version=version,
             precision_digest=self._stamp[1],
+            updates=updates,
         )
 
     def _last_event(self, sibling: RunningSequence, completion: Completion) -> SessionEvent:

@@ -84,7 +84,8 @@ class Transcript:
 
     def num_tokens(self, sequence: RunningSequence) -> int:
         """Number of tokens of prompt and completion whose results have arrived."""
-        return len(sequence.token_ids) + int(self._count_R[sequence.row])
+        added = 0 if sequence.row == NO_ROW else int(self._count_R[sequence.row])
+        return len(sequence.token_ids) + added
 
     def is_open(self, batch: Batch) -> np.ndarray:
         """bool [B]: which of a batch's sequences still need its results."""

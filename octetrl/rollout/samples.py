@@ -13,6 +13,7 @@ from typing import Protocol
 
 from octetrl.records import Rollout, RolloutGroup, Sample
 from octetrl.rollout.chat_tokens import conversation_tokens
+from octetrl.rollout.token_versions import versions_of_turns
 
 
 class CreditAssignment(Protocol):
@@ -40,9 +41,9 @@ def _sample(rollout: Rollout, advantage: float, group: int) -> Sample:
     for turn in rollout.turns:
         loss_mask += [False] * len(turn.prompt_token_ids) + [True] * len(turn.completion.token_ids)
         logprobs += [0.0] * len(turn.prompt_token_ids) + list(turn.completion.logprobs)
-    versions = {turn.completion.policy_version for turn in rollout.turns}
+    oldest, versions = versions_of_turns(rollout.turns)
     digests = {turn.completion.precision_digest for turn in rollout.turns}
-    assert len(versions) == len(digests) == 1, f"one rollout drawn by several policies: {versions}, {digests}"
+    assert len(digests) == 1, f"one rollout drawn under several precision tables: {digests}"
     token_ids = conversation_tokens(rollout)
     assert len(logprobs) == len(token_ids), f"{len(token_ids)} tokens with {len(logprobs)} log-probs"
     return Sample(
@@ -50,7 +51,8 @@ def _sample(rollout: Rollout, advantage: float, group: int) -> Sample:
         loss_mask=tuple(loss_mask),
         generator_logprobs=tuple(logprobs),
         advantage=advantage,
-        policy_version=versions.pop(),
+        policy_version=oldest,
         precision_digest=digests.pop(),
+        token_versions=versions,
         group=group,
     )

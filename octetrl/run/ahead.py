@@ -5,7 +5,8 @@
 
 `Lead` has the rule. The batch of step n begins when step n - 1 - K has been learnt. No group is therefore older than K
 versions when it is learnt, and the buffer holds K batches at most. Batches are drawn and learnt in the order of their
-steps. One policy version draws a batch: an engine takes new weights between two batches.
+steps. One policy version draws a batch: an engine takes new weights between two batches. With
+`cluster.weights_in_flight` it takes them between two forwards, and each token has a version of its own.
 
 The batch of a step is handed over when the engines have the weights for the next one. With K = 1 the version that draws
 each batch therefore does not depend on the clock, and a run repeats its bits.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ from octetrl.records import Completion, GenerationRequest, OnCompletions, Sample
 from octetrl.rollout.backend import RolloutSession
 from octetrl.rollout.collect import collect_batch
 from octetrl.rollout.samples import to_samples
+from octetrl.rollout.token_versions import versions_of
 from octetrl.run.batches_ahead import BufferedBatch, Place
 from octetrl.run.step import learn
 from octetrl.telemetry.metrics import StepMetrics
@@ -188,11 +191,13 @@ class Ahead:
 
     def _draw(self, step: int, waited: float) -> BufferedBatch:
         run = self._run
+        in_flight = run.config.cluster.weights_in_flight != "off"  # `publish` has the pause
+        pause = {} if in_flight else {"time/publish_pause": self._workers.pause_seconds}
         workers = _Stoppable(self._workers, self._check)
         collected = collect_batch(
             run.taskset, run.algorithm.keeps, run.rewards, workers, run.base_collection.at_step(step)
         )
-        metrics = {**self._workers.rollout_metrics(), "time/wait_for_weights": waited}
+        metrics = {**self._workers.rollout_metrics(), "time/wait_for_weights": waited, **pause}
         groups, kept = tuple(collected.groups), tuple(collected.kept)
         return BufferedBatch(groups, kept, collected.metrics, metrics, Place.of(run))
 
@@ -210,14 +215,19 @@ class Ahead:
 
 def staleness(samples: Sequence[Sample], policy_version: int, most: int) -> dict[str, float]:
     """Metrics of samples that are learnt by the weights of `policy_version`, over their sampled tokens."""
-    ages = [(sum(one.loss_mask), policy_version - (one.policy_version or 0)) for one in samples]
-    assert all(0 <= age <= most for _, age in ages), f"a sample is older than {most} versions: {ages}"
-    tokens = sum(count for count, _ in ages)
+    ages = Counter(
+        policy_version - version
+        for one in samples
+        for version, trained in zip(versions_of(one), one.loss_mask, strict=True)
+        if trained
+    )
+    assert all(0 <= age <= most for age in ages), f"a token is older than {most} versions: {sorted(ages)}"
+    tokens = ages.total()
     if not tokens:
         return {}
     return {
-        "rollout/staleness": sum(count * age for count, age in ages) / tokens,
-        "rollout/on_policy_share": sum(count for count, age in ages if not age) / tokens,
+        "rollout/staleness": sum(count * age for age, count in ages.items()) / tokens,
+        "rollout/on_policy_share": ages[0] / tokens,
     }
 
 

@@ -126,5 +126,6 @@ def _read_turn(turn: Mapping[str, Any]) -> Turn:
     read["finish_reason"] = FinishReason(read["finish_reason"])
     for name in ("token_ids", "logprobs"):
         read[name] = tuple(read[name])
+    read["updates"] = tuple((begin, version) for begin, version in read["updates"])
     replies = tuple(Reply(**reply) for reply in turn["replies"])
     return Turn(tuple(turn["prompt_token_ids"]), Completion(**read), replies)

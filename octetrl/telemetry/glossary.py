@@ -10,8 +10,6 @@ import re
 from functools import cache
 from typing import NamedTuple
 
-from octetrl.telemetry.step_line import NUMBERS
-
 
 class Metric(NamedTuple):
     """One entry. `unit`: empty for a number without one. `look`: what a good or a bad value is, and what to do."""
@@ -110,6 +108,9 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("mismatch/decile_{n}/token_mult_prob_error", "", "The same for the n-th tenth of each answer.",
                "Growth along the answer: look at the KV cache."),
         Metric("mismatch/decile_{n}/gen_kl", NATS, "The same for the n-th tenth of each answer."),
+        Metric("mismatch/age_{n}/gen_kl", NATS, "The same for tokens that weights n versions older have sampled."),
+        Metric("mismatch/age_{n}/max_abs_diff", NATS, "The largest difference of these tokens.", "0 at age 0."),
+        Metric("mismatch/age_{n}/tokens", TOKENS, "The number of these tokens."),
         Metric("correction/clip_fraction", SHARE, "Trained tokens that a correction of the mismatch changes."),
         Metric("correction/mean_weight", "", "Mean weight of the correction."),
         Metric("correction/mean_square_weight", "", "Mean squared weight of the correction."),
@@ -172,6 +173,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("time/train", SECONDS, "Forward, backward and update."),
         Metric("time/requantize", SECONDS, "Quantising the new weights."),
         Metric("time/wait_for_batch", SECONDS, "The step waited for its batch, which is drawn ahead."),
+        Metric("time/publish_pause", SECONDS, "Nothing could be generated while the engines took new weights."),
         Metric("time/wait_for_weights", SECONDS, "Generating its batch waited for a step to be learnt."),
         Metric("time/send_weights", SECONDS, "Of `time/publish`: the weights' way to workers that only generate."),
         Metric("time/publish", SECONDS, "New weights and scales into the engine, read back and compared."),
@@ -202,28 +204,6 @@ def explained(name: str) -> Metric | None:
     return next((metric for pattern, metric in _patterns() if pattern.fullmatch(name)), None)
 
 
-def _on_the_console() -> list[str]:
-    """What the line of a step shows."""
-    lines = [
-        "",
-        "## On the console",
-        "",
-        "Each step is one line, with as many of these numbers as fit the terminal, and in a pipe 120 columns. At the",
-        "bottom of a terminal are the phases that run now, with the time left. With several workers, each has a line",
-        "there. In a pipe, a phase of more than a minute writes one line a minute. The field `logging.console` changes",
-        "this. Numbers that are 0 in a healthy run appear once they have been above it.",
-        "",
-        "| in the line | metric |",
-        "|---|---|",
-    ]
-    lines += [f"| {number.label} | `{number.metric}` |" for number in NUMBERS]
-    lines += [
-        "| waiting for rewards | `time/reward`, as a share of `time/step`, above 10% |",
-        "| seconds | `time/step` |",
-    ]
-    return lines
-
-
 def page() -> str:
     """docs/metrics.md."""
     lines = [
@@ -241,7 +221,6 @@ def page() -> str:
         "table in `octetrl/telemetry/glossary.py` (`python -m octetrl.telemetry.glossary > docs/metrics.md`); a test",
         "compares the two, and checks that every metric of a run is in it.",
     ]
-    lines += _on_the_console()
     for family, metrics in METRICS.items():
         lines += ["", f"## {family}", "", "| metric | unit | what it is |", "|---|---|---|"]
         lines += [f"| `{m.name}` | {m.unit} | {m.meaning}{f' {m.look}' if m.look else ''} |" for m in metrics]

@@ -13,7 +13,9 @@ the step's first update. In a step with several updates, N excludes later tokens
 
 `token_mult_prob_error` and `gen_kl` are also measured by decile of the token's position in its sequence
 (`mismatch/decile_0/...` is the first tenth). An error that grows along the sequence comes from the KV cache. A constant
-one comes from the linears. A decile without tokens is left out. Sums are in float64, so the metrics add no error.
+one comes from the linears. A decile without tokens is left out. Where several versions sampled a batch
+(`cluster.weights_in_flight`), `gen_kl` and `max_abs_diff` are measured by the age of the tokens as well. Sums are in
+float64, so the metrics add no error.
 
 The loss corrects a small mismatch by importance weights. `MismatchGate` reports a mismatch that is too large for that.
 If parity is promised (fp8/parity.py), the log-probs of on-policy samples are equal. Then even one different token means
@@ -29,10 +31,27 @@ from torch import Tensor
 
 from octetrl.config.errors import RunFailed
 from octetrl.config.schema import MismatchConfig
+from octetrl.records import TokenLogprobs
 
 GATED = "mismatch/token_mult_prob_error"
 UNEQUAL = "mismatch/unequal_tokens"
 DECILES = 10
+
+
+def mismatch_of(
+    logprobs: TokenLogprobs | None, policy_version: int, *, equality_is_promised: bool = False
+) -> dict[str, float]:
+    """All metrics of a batch, also by the age of its tokens. `policy_version`: the trainer's, before the update."""
+    if logprobs is None:
+        return {}
+    metrics = mismatch_metrics(
+        logprobs.generator_N,
+        logprobs.trainer_N,
+        logprobs.target_positions_N,
+        logprobs.sequence_lengths_N,
+        equality_is_promised=equality_is_promised,
+    )
+    return metrics | mismatch_by_age(logprobs, policy_version)
 
 
 def mismatch_metrics(
@@ -80,6 +99,23 @@ def mismatch_metrics(
         if count:
             metrics[f"mismatch/decile_{decile}/token_mult_prob_error"] = error / count
             metrics[f"mismatch/decile_{decile}/gen_kl"] = kl / count
+    return metrics
+
+
+def mismatch_by_age(logprobs: TokenLogprobs, policy_version: int) -> dict[str, float]:
+    """The same by the age of a token: how many versions before `policy_version`, the trainer's, sampled it.
+
+    `mismatch/age_0/...` are tokens of the trainer's own weights. Returns {} if one version sampled the batch."""
+    if logprobs.versions_N is None:
+        return {}
+    metrics: dict[str, float] = {}
+    difference_N = logprobs.trainer_N.double() - logprobs.generator_N.double()
+    for version in sorted(set(logprobs.versions_N.tolist()), reverse=True):
+        of_version_n = difference_N[logprobs.versions_N == version]
+        age = f"mismatch/age_{policy_version - version}"
+        metrics[f"{age}/tokens"] = float(of_version_n.numel())
+        metrics[f"{age}/gen_kl"] = float((of_version_n.expm1() - of_version_n).mean())
+        metrics[f"{age}/max_abs_diff"] = float(of_version_n.abs().max())
     return metrics
 
 

@@ -5,6 +5,7 @@
     task_id prompt answer sibling status reward penalty answered detail trace text policy_version finish_reason
     prompt_token_ids                 of the first turn
     token_ids logprobs               sampled tokens of all completions, concatenated
+    policy_versions                  only if weights changed meanwhile: (token, version) where each version begins
     components metrics               only for environments that have them: each reward, unweighted, and their metrics
     turns                            only if the environment replied: prompt_token_ids, text, num_tokens and replies
                                      (role, text) of each turn
@@ -29,7 +30,7 @@ from typing import Any
 
 from octetrl.config.errors import UserError
 from octetrl.config.text import ESCAPE
-from octetrl.records import FinishReason, Rollout, RolloutGroup, RolloutStatus
+from octetrl.records import Completion, FinishReason, Rollout, RolloutGroup, RolloutStatus
 from octetrl.telemetry.failures import Failures
 
 ROLLOUTS, EVALUATIONS = "rollouts", "evaluations"  # folders of a run: of its steps, and of the held-out tasks
@@ -140,6 +141,9 @@ def _as_json(rollout: Rollout, sibling: int) -> dict[str, Any]:
         "token_ids": [token for completion in completions for token in completion.token_ids],
         "logprobs": [logprob for completion in completions for logprob in completion.logprobs],
     }
+    begins = _version_begins(completions)
+    if len(begins) > 1:
+        fields["policy_versions"] = begins
     for name in ("components", "metrics"):
         if getattr(rollout, name):
             fields[name] = dict(getattr(rollout, name))
@@ -154,3 +158,15 @@ def _as_json(rollout: Rollout, sibling: int) -> dict[str, Any]:
             for turn in rollout.turns
         ]
     return fields
+
+
+def _version_begins(completions: Iterable[Completion]) -> list[tuple[int, int]]:
+    """(token, policy version) where another version begins to sample; tokens of all completions, concatenated."""
+    begins: list[tuple[int, int]] = []
+    first = 0
+    for completion in completions:
+        for token, version in ((0, completion.policy_version), *completion.updates):
+            if not begins or begins[-1][1] != version:
+                begins.append((first + token, version))
+        first += len(completion.token_ids)
+    return begins

@@ -47,7 +47,20 @@ def micro_batch_of(given: Sequence[Sample], chosen: Sequence[int], token_weights
         sequence_lengths_N=lengths_B[sequence_N],
         chosen_N=_chosen(samples, sequence_N),
         group_N=_group(samples, sequence_N),
+        versions_N=_versions(given, samples, positions),
     )
+
+
+def _versions(given: Sequence[Sample], samples: Sequence[Sample], positions: Sequence[Sequence[int]]) -> Tensor | None:
+    """None if each sample of the batch was sampled by one version."""
+    if all(sample.token_versions is None for sample in given):
+        return None
+    versions: list[int] = []
+    for sample, row in zip(samples, positions, strict=True):
+        own = sample.token_versions
+        assert sample.policy_version is not None, "a sample with versions beside one without"
+        versions += [sample.policy_version if own is None else own[t] for t in row]
+    return torch.tensor(versions, dtype=torch.int64)
 
 
 def _chosen(samples: Sequence[Sample], sequence_N: Tensor) -> Tensor | None:

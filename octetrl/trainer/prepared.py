@@ -171,11 +171,13 @@ def token_logprobs(prepared: Sequence[PreparedMicroBatch], peers: Peers = ALONE)
         own_N = torch.cat(own) if own else torch.empty(0, dtype=dtype)
         return torch.cat(peers.gather(own_N, "log-probs"))
 
+    versions_N = joined([one.micro_batch.versions_N for one in seen], torch.int64)
     logprobs = TokenLogprobs(
         generator_N=joined([one.micro_batch.generator_logprobs_N for one in seen], torch.float32),
         trainer_N=joined([one.first_N for one in seen], torch.float32),
         target_positions_N=joined([one.micro_batch.target_positions_N for one in seen], torch.int64),
         sequence_lengths_N=joined([one.micro_batch.sequence_lengths_N for one in seen], torch.int64),
+        versions_N=versions_N if versions_N.numel() else None,
     )
     return logprobs if logprobs.generator_N.numel() else None
 

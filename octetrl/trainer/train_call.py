@@ -1,6 +1,6 @@
 """The records of one call of `Trainer.train`: its optimizer steps and their sums; and the trainer's state.
 
-L layers, S scales of a layer's cache.
+L layers, K KV heads.
 """
 
 from __future__ import annotations

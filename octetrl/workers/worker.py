@@ -37,10 +37,9 @@ from octetrl.records import (
     PackedBatch,
     PolicyUpdate,
     Published,
-    TokenLogprobs,
 )
 from octetrl.rollout.backend import RolloutBackend, RolloutSession
-from octetrl.telemetry.mismatch import mismatch_metrics
+from octetrl.telemetry.mismatch import mismatch_of
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.file_digests import WrittenFile
@@ -167,8 +166,9 @@ class Worker:
                 if self.recipe.fp8.calibration == "exact":
                     amax_LS = observe_kv(self.trainer, batch)  # one more forward, with the new weights
                 self._take_scales(amax_LS)
-        metrics = {**update.metrics, **self._mismatch(update.logprobs, on_policy)}
-        return PolicyUpdate(update.policy_version, metrics)
+        promised = on_policy and self.promises_parity
+        mismatch = mismatch_of(update.logprobs, update.policy_version - 1, equality_is_promised=promised)
+        return PolicyUpdate(update.policy_version, {**update.metrics, **mismatch})
 
     def publish(self, policy_version: int) -> Published:
         """The trainer's weights and scales become the engine's; what the engine then holds is compared."""
@@ -256,14 +256,3 @@ class Worker:
     def promises_parity(self) -> bool:
         """Whether the trainer's log-probs of samples drawn with its weights are the engine's to the bit."""
         return why_not_equal(self.recipe, self.policy, on_gpu=self.device.type == "cuda") is None
-
-    def _mismatch(self, logprobs: TokenLogprobs | None, on_policy: bool) -> dict[str, float]:
-        if logprobs is None:
-            return {}
-        return mismatch_metrics(
-            logprobs.generator_N,
-            logprobs.trainer_N,
-            logprobs.target_positions_N,
-            logprobs.sequence_lengths_N,
-            equality_is_promised=on_policy and self.promises_parity,
-        )

@@ -38,7 +38,6 @@ def build_many_workers(
         raise UserError(problem)
     deadlines = Deadlines(recipe.cluster.deadlines)
     team = start_team(recipe, Path(recipe.output_dir) if trains else None, deadlines)
-    console.workers = team.lines
     try:
         if recipe.algorithm.name == "reward_model":
             return ManyLearningWorkers(team, Costs.of(spec), deadlines, console, spans, trains=trains)
@@ -50,8 +49,11 @@ def build_many_workers(
         )
         roles, size = recipe.cluster.roles, recipe.cluster.tensor_parallel
         if roles is not None and trains:
-            ahead = recipe.cluster.max_staleness > 0
-            return SeparateWorkers(team, roles, Costs.of(spec), deadlines, console, spans, admission, staged=ahead)
+            how = {
+                "staged": recipe.cluster.max_staleness > 0,
+                "in_flight": recipe.cluster.weights_in_flight != "off",
+            }
+            return SeparateWorkers(team, roles, Costs.of(spec), deadlines, console, spans, admission, **how)
         return ManyWorkers(team, Costs.of(spec), deadlines, console, spans, admission, trains=trains, size=size)
     except BaseException:
         team.close()

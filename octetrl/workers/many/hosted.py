@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,14 +34,13 @@ from octetrl.trainer.shards import Share
 from octetrl.trainer.tensor_peers import GridPeers, connect_grid
 from octetrl.workers.build import BuiltWorker
 from octetrl.workers.many.assignment import Room
-from octetrl.workers.many.hosted_session import HostedSession
+from octetrl.workers.many.hosted_session import HostedSession, with_pause
 from octetrl.workers.many.nodes import Sight, look
 from octetrl.workers.many.plan import RolloutFacts, SessionNews, WorkerPlan, WorkerState, last_lines
 from octetrl.workers.many.status import WorkerStatus
 from octetrl.workers.many.transfer import Transfer, WeightReceiver, WeightSender, keep_scales
 from octetrl.workers.own_engine import own_engine
 from octetrl.workers.reward_model_worker import RewardModelWorker
-from octetrl.workers.training_progress import counted
 from octetrl.workers.worker import Worker
 
 Result = TypeVar("Result")
@@ -61,13 +61,13 @@ class HostedWorker:
         sys.path += [path for path in plan.modules if path not in sys.path]
         self._computing = ThreadPoolExecutor(1, thread_name_prefix="computing")
         self._phase, self._since, self._busy = "start", time.monotonic(), False
-        self._micro_batches = (0, 0)  # done and in all, while it trains
         self._built: BuiltWorker | None = None
         self._spans = Spans()
         self._sender: WeightSender | None = None
         self._receiver: WeightReceiver | None = None
         self._session: HostedSession | None = None
         self._session_end: Future[None] | None = None
+        self._opens = threading.Lock()  # held while a session is opened, and while weights are adopted
 
     def status(self) -> WorkerStatus:
         return WorkerStatus(
@@ -80,8 +80,6 @@ class HostedWorker:
             busy=self._busy,
             memory_gb=self._memory_gb(),
             last_lines=() if self._log is None else last_lines(self._log),
-            done=self._micro_batches[0],
-            total=self._micro_batches[1],
         )
 
     def _memory_gb(self) -> float:
@@ -148,17 +146,7 @@ class HostedWorker:
         return WorkerState(worker.layout, worker.policy_version, needs_calibration, worker.weights_are_whole)
 
     def train(self, batch: PackedBatch) -> PolicyUpdate:
-        def count(done: int, total: int) -> None:
-            self._micro_batches = (done, total)
-
-        def work() -> PolicyUpdate:
-            with counted(self._worker.trainer, batch, count):
-                return self._worker.train(batch)
-
-        try:
-            return self._compute("train", work)
-        finally:
-            self._micro_batches = (0, 0)
+        return self._compute("train", lambda: self._worker.train(batch))
 
     def publish(self, policy_version: int) -> Published:
         if self._is_trainer and isinstance(self._worker, Worker):
@@ -197,10 +185,21 @@ class HostedWorker:
             self._compute("publish", self._receiver.receive)
 
     def adopt_weights(self) -> Published:
-        """Generates with the weights received last from now on."""
+        """Generates with the weights received last from now on: within an open session, between two forwards. The
+        metric `time/publish_pause` is how long nothing was generated."""
         assert self._receiver is not None, "`meet_for_weights` comes first"
-        adopt = self._receiver.adopt
-        return self._compute("publish", lambda: self._policy.publish(adopt()))
+        adopt, how = self._receiver.adopt, self._plan.recipe.cluster.weights_in_flight
+
+        def put() -> Published:
+            return self._policy.publish(adopt())
+
+        with self._opens:
+            session = self._session
+            published = None if session is None else session.adopt(put, keeps_cache=how == "keep_cache")
+            if published is None:
+                began = time.perf_counter()
+                published = with_pause(self._compute("publish", put), began)
+        return published
 
     # ------------------------------------------------------------ further verbs
 
@@ -248,12 +247,13 @@ class HostedWorker:
 
     def open_session(self) -> Room:
         """Opens it, and steps it until `close_session`. Ends one that another worker's failure has left open."""
-        if self._session is not None:
-            self._session.close()
         opened: Future[Room] = Future()
         peers = self._policy.peers
-        self._session = HostedSession(peers.group if isinstance(peers, GridPeers) else None)
-        self._session_end = self._computing.submit(self._phased, "rollout", partial(self._run_session, opened))
+        with self._opens:
+            if self._session is not None:
+                self._session.close()
+            self._session = HostedSession(peers.group if isinstance(peers, GridPeers) else None)
+            self._session_end = self._computing.submit(self._phased, "rollout", partial(self._run_session, opened))
         while not opened.done():
             if self._session_end.done():
                 self._session_end.result()  # raises what kept it from opening

@@ -1,6 +1,7 @@
 """An open session of one worker, as its process runs it: requests in, events out, no call a forward.
 
-    submit, cancel, measure -> commands -> [loop of the computing thread: commands, session.events()] -> events -> poll
+    submit, cancel, measure, adopt -> commands
+    commands -> [loop of the computing thread: commands, session.events()] -> events -> poll
 
 The loop sleeps while there is no work. `poll` waits for the first event. A request that is refused, or a session that
 fails, is raised by the next poll.
@@ -14,14 +15,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from octetrl.config.errors import UserError
 from octetrl.engine.metrics import EngineMetrics
 from octetrl.engine.session import Session
-from octetrl.records import GenerationProgress, GenerationRequest, SessionEvent
+from octetrl.records import GenerationProgress, GenerationRequest, Published, SessionEvent
 from octetrl.trainer.tensor_peers import TensorPeers
 from octetrl.workers.many.plan import SessionNews
 
@@ -42,7 +43,14 @@ class _Measure:
     metrics: Future[EngineMetrics | None]
 
 
-_Command = _Submit | _Cancel | _Measure
+@dataclass(frozen=True, slots=True, eq=False)
+class _Adopt:
+    put: Callable[[], Published]
+    keeps_cache: bool
+    published: Future[Published | None]
+
+
+_Command = _Submit | _Cancel | _Measure | _Adopt
 
 
 class HostedSession:
@@ -77,6 +85,17 @@ class HostedSession:
             self._changed.notify_all()
         return asked.result()
 
+    def adopt(self, put: Callable[[], Published], *, keeps_cache: bool) -> Published | None:
+        """Continues with the weights that `put` loads, between two forwards; None if the session has ended. The metric
+        `time/publish_pause` is how long no forward ran."""
+        asked: Future[Published | None] = Future()
+        with self._changed:
+            if self._has_ended or self._closes:
+                return None
+            self._commands.append(_Adopt(put, keeps_cache, asked))
+            self._changed.notify_all()
+        return asked.result()
+
     def _command(self, *commands: _Command) -> None:
         with self._changed:
             self._commands += commands
@@ -107,9 +126,8 @@ class HostedSession:
         """Steps the session until it is closed."""
         try:
             while (commands := self._shared_commands(session.has_work)) is not None:
-                for command in commands:
-                    self._execute(session, command)
-                events = session.events()
+                events = [event for command in commands for event in self._execute(session, command)]
+                events += session.events()
                 if self._leads:
                     self._report(events, session)
         finally:
@@ -118,6 +136,8 @@ class HostedSession:
                 for command in self._commands:
                     if isinstance(command, _Measure):
                         command.metrics.set_result(None)
+                    elif isinstance(command, _Adopt):
+                        command.published.set_result(None)
                 self._changed.notify_all()
 
     @property
@@ -131,7 +151,7 @@ class HostedSession:
         commands = self._next_commands(has_work) if self._leads else []
         if self._group is None:
             return commands
-        requests = None if commands is None else [one for one in commands if not isinstance(one, _Measure)]
+        requests = None if commands is None else [one for one in commands if isinstance(one, _Submit | _Cancel)]
         sent: list[_Submit | _Cancel] | None = self._group.from_first(requests)
         return commands if self._leads else sent
 
@@ -146,13 +166,19 @@ class HostedSession:
             self._commands.clear()
             return commands
 
-    def _execute(self, session: Session, command: _Command) -> None:
+    def _execute(self, session: Session, command: _Command) -> Sequence[SessionEvent]:
+        """The events that are due before the next forward."""
+        if isinstance(command, _Adopt):
+            return _adopt(session, command)
         if isinstance(command, _Cancel):
             session.cancel(command.request_id)
-            return
-        if isinstance(command, _Measure):
+        elif isinstance(command, _Measure):
             command.metrics.set_result(session.metrics())
-            return
+        else:
+            self._submit(session, command)
+        return ()
+
+    def _submit(self, session: Session, command: _Submit) -> None:
         try:
             session.submit(command.request, streams=command.streams)
         except UserError as error:
@@ -166,3 +192,26 @@ class HostedSession:
             self._progress, self._pages_in_use = session.progress(), session.pages_in_use
             if events:
                 self._changed.notify_all()
+
+
+def _adopt(session: Session, command: _Adopt) -> list[SessionEvent]:
+    published: list[Published] = []
+
+    def put() -> int:
+        published.append(command.put())
+        return published[0].policy_version
+
+    began = time.perf_counter()
+    try:
+        events = session.adopt(put, keeps_cache=command.keeps_cache)
+    except BaseException as error:  # it ends the session; the caller waits for the weights
+        command.published.set_exception(error)
+        raise
+    command.published.set_result(with_pause(published[0], began))
+    return events
+
+
+def with_pause(published: Published, began: float) -> Published:
+    """With `time/publish_pause`, the time since `began` (time.perf_counter)."""
+    pause = {"time/publish_pause": time.perf_counter() - began}
+    return replace(published, metrics={**published.metrics, **pause})

@@ -43,10 +43,13 @@ class SeparateWorkers:
         admission: Admission,
         *,
         staged: bool = False,
+        in_flight: bool = False,
     ) -> None:
         """roles: number of workers that train, and of those that generate; the first workers of `team` train. staged:
-        the weights that `publish` sends wait beside the old ones until `adopt`, so that a session may be open."""
-        self._spans, self._staged = spans, staged
+        the weights that `publish` sends wait beside the old ones until `adopt`, so that a session may be open.
+        in_flight: they wait for no `adopt`; an open session continues with them."""
+        self._spans, self._adopts_at_once = spans, in_flight or not staged
+        self.pause_seconds = 0.0  # how long nothing could be generated when weights were last adopted
         self._published: Published | None = None  # and sent, but not adopted
         self._weights = threading.RLock()  # they are sent and adopted in different threads
         trainer_team = PartOfTeam(team, range(roles[0]))
@@ -95,9 +98,11 @@ class SeparateWorkers:
         with self._spans("send_weights"), self._weights:
             num_bytes = self._send()
             self._published = published
-            if not self._staged:
+            metrics = {**published.metrics, "publish/sent_gb": num_bytes / 1e9}
+            if self._adopts_at_once:
                 self.adopt()
-        return replace(published, metrics={**published.metrics, "publish/sent_gb": num_bytes / 1e9})
+                metrics["time/publish_pause"] = self.pause_seconds
+        return replace(published, metrics=metrics)
 
     def load(self, saved: Checkpoint, policy_version: int) -> None:
         self._trainers.load(saved, policy_version)
@@ -121,7 +126,8 @@ class SeparateWorkers:
         return num_bytes
 
     def adopt(self) -> None:
-        """The workers that generate do so with the weights last sent; no session is open. Compares what they hold."""
+        """The workers that generate do so with the weights last sent, also in an open session. Compares what they
+        hold."""
         with self._weights:
             published, self._published = self._published, None
             if published is not None:
@@ -129,6 +135,7 @@ class SeparateWorkers:
 
     def _adopt(self, published: Published) -> None:
         held: list[Published] = self._drawer_team.ask("publish", "adopt_weights")
+        self.pause_seconds = max(one.metrics["time/publish_pause"] for one in held)
         for worker, one in enumerate(held):
             if (one.policy_version, one.weights_digest) != (published.policy_version, published.weights_digest):
                 raise WorkersDiffer(

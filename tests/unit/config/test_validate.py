@@ -144,6 +144,14 @@ IMPOSSIBLE = [
         [*AHEAD, ("algorithm.name", "distill"), ("algorithm.distillation", "forward_kl"), ("algorithm.teacher", "t")],
         "distill with algorithm.distillation: forward_kl compares no token",
     ),
+    (
+        [("cluster.weights_in_flight", "keep_cache")],
+        "has no effect without batches that are generated ahead",
+    ),
+    (
+        [*AHEAD, ("cluster.weights_in_flight", "recompute_cache"), ("precision", "fp8_full")],
+        "the trainer cannot replay a batch with several; use fp8.kv_cache=dynamic or none",
+    ),
     ([*AHEAD, ("trainer.epochs", 2), ("algorithm.corrections", [])], "has neither tis nor sequence_tis for stale"),
     ([("cluster.trainer_cpus", 2)], "needs both cluster.trainer_cpus and cluster.engine_cpus; give both, or use cpus"),
     ([("cluster.trainer_cpus", 2), ("cluster.engine_gpus", 1)], "all workers are on GPUs or all on the CPU"),

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from octetrl.records import RolloutGroup
+from octetrl.engine.session import Session
+from octetrl.records import RolloutGroup, SessionEvent
+from octetrl.rollout.token_versions import versions_by_token
 from octetrl.run.ahead import Lead
 from octetrl.run.evaluate import evaluate
+from octetrl.run.journal import Journal
 from octetrl.run.loop import one_step
 from octetrl.run.resume import Cursor
+from octetrl.telemetry.glossary import explained
+from octetrl.telemetry.rollouts import RolloutFiles
+from octetrl.workers.many.hosted_session import _Adopt
 from tests.e2e.test_turns import TALK
 from tests.e2e.tiny_run import make_model
 from tests.unit.workers.many.thread_team import run_on, steps_of
@@ -149,3 +157,50 @@ def test_the_cache_is_replayed_with_the_scales_of_drawing(model: Path, tmp_path:
         assert trainer._replay(2).kv_scale_LS is scales[2] and trainer._replay(3).kv_scale_LS is scales[3]
         assert engine.kv_scales.policy_version in (1, 2)
         assert not scales[2].equal(scales[3])
+
+
+@pytest.mark.parametrize(("how", "precision"), [("recompute_cache", "fp8"), ("keep_cache", "bf16")])
+@pytest.mark.parametrize("talks", [False, True], ids=["answers", "conversations"])
+def test_weights_in_flight_reach_half_an_answer(
+    how: str, precision: str, talks: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"precision": precision, "steps": 3, **(TALK if talks else {})}
+    with run_on(1, model, tmp_path, engines=1, ahead=1, in_flight=how, **changes) as run:
+        engine = run.workers._team.workers[1]
+        step_of_session, steps_done = Session.events, {"session": None, "count": 0}
+
+        def events(session: Session, wait_seconds: float = 0.0) -> list[SessionEvent]:
+            """From the second batch on, the sixth forward waits for the weights of the step that trains beside it."""
+            if steps_done["session"] is not session:
+                steps_done.update(session=session, count=0, batch=steps_done.get("batch", 0) + 1)
+            steps_done["count"] += 1
+            if steps_done["count"] == 6 and steps_done["batch"] > 1:
+                until = time.monotonic() + 60.0
+                while not any(isinstance(one, _Adopt) for one in engine._session._commands):
+                    assert time.monotonic() < until, "no weights came"
+                    time.sleep(0.002)
+            return step_of_session(session, wait_seconds)
+
+        monkeypatch.setattr(Session, "events", events)
+        journal = Journal(RolloutFiles(tmp_path / "rollouts"))
+        run.journal = journal
+        drawn, lines = steps_of(run, 3)
+    assert lines[0]["rollout/staleness"] == 0.0
+    for step, line in enumerate(lines[1:], 2):
+        versions = [
+            version
+            for group in drawn[step - 1]
+            for rollout in group.rollouts
+            for turn in rollout.turns
+            for version in versions_by_token(turn.completion)
+        ]
+        assert set(versions) == {step - 2, step - 1}
+        stale = versions.count(step - 2)
+        assert line["rollout/staleness"] == pytest.approx(stale / len(versions))
+        assert line["rollout/on_policy_share"] == pytest.approx(1 - stale / len(versions))
+        assert line["mismatch/age_1/tokens"] == stale and line["mismatch/age_1/max_abs_diff"] > 0.0
+        assert (line["mismatch/age_0/max_abs_diff"] == 0.0) == (how == "recompute_cache")
+        assert explained("mismatch/age_1/gen_kl") and explained("time/publish_pause")
+        rows = [json.loads(row) for row in (tmp_path / "rollouts" / f"step_{step:06}.jsonl").read_text().splitlines()]
+        begins = [row["policy_versions"] for row in rows if "policy_versions" in row]
+        assert begins and all([version for _, version in one] == [step - 2, step - 1] for one in begins)

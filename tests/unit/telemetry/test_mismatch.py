@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from octetrl.config.schema import Fp8Config, MismatchConfig
+from octetrl.records import TokenLogprobs
 from octetrl.telemetry.fp8_health import kv_saturation_warning
-from octetrl.telemetry.mismatch import GATED, UNEQUAL, MismatchError, MismatchGate, mismatch_metrics
+from octetrl.telemetry.mismatch import GATED, UNEQUAL, MismatchError, MismatchGate, mismatch_by_age, mismatch_metrics
 
 
 def test_metrics_equal_the_formulas_written_out() -> None:
@@ -92,3 +93,20 @@ def test_saturation_warning_names_share_limit_and_remedy() -> None:
     assert "2.00%" in said and "0.10%" in said and "calibration_margin=1.58" in said and "dynamic" in said
     dynamic = kv_saturation_warning({"fp8/kv_saturation": 0.02}, Fp8Config(kv_cache="dynamic")) or ""
     assert "margin" not in dynamic and "fp8.kv_cache=none" in dynamic
+
+
+def test_tokens_of_several_versions_are_measured_by_their_age() -> None:
+    generator, trainer = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.0, -1.5, -0.75])
+    places = torch.arange(3), torch.full((3,), 4)
+    measured = mismatch_by_age(TokenLogprobs(generator, trainer, *places, torch.tensor([7, 5, 5])), 7)
+    assert measured == pytest.approx(
+        {
+            "mismatch/age_0/tokens": 1.0,
+            "mismatch/age_0/gen_kl": 0.0,
+            "mismatch/age_0/max_abs_diff": 0.0,
+            "mismatch/age_2/tokens": 2.0,
+            "mismatch/age_2/gen_kl": (math.expm1(0.5) - 0.5 + math.expm1(-0.25) + 0.25) / 2,
+            "mismatch/age_2/max_abs_diff": 0.5,
+        }
+    )
+    assert mismatch_by_age(TokenLogprobs(generator, trainer, *places), 7) == {}

@@ -27,7 +27,6 @@ from octetrl.workers.many.deadlines import Deadlines, WorkerLost
 from octetrl.workers.many.hosted import HostedWorker
 from octetrl.workers.many.plan import BuildWorker, WorkerPlan
 from octetrl.workers.many.separate import SeparateWorkers
-from octetrl.workers.many.status import Heard
 from octetrl.workers.many.team import Call
 from octetrl.workers.many.workers import ManyWorkers
 from tests.e2e.test_turns import UNTIMED
@@ -52,9 +51,6 @@ class ThreadTeam:
 
     def place(self, worker: int) -> str:
         return f"worker {worker}"
-
-    def lines(self) -> list[str]:
-        return [Heard(worker.status(), 0.0).line for worker in self.workers]
 
     def ask(self, phase: str, verb: str, *arguments: Any) -> list[Any]:
         return self.ask_each(phase, verb, [arguments] * self.size)
@@ -121,21 +117,33 @@ def workers_of(
     deadlines = Deadlines(recipe.cluster.deadlines)
     roles, size = recipe.cluster.roles, recipe.cluster.tensor_parallel
     if roles is not None:
-        ahead = recipe.cluster.max_staleness > 0
-        return SeparateWorkers(team, roles, Costs.of(spec), deadlines, console, spans, admission, staged=ahead)
+        how = {
+            "staged": recipe.cluster.max_staleness > 0,
+            "in_flight": recipe.cluster.weights_in_flight != "off",
+        }
+        return SeparateWorkers(team, roles, Costs.of(spec), deadlines, console, spans, admission, **how)
     return ManyWorkers(team, Costs.of(spec), deadlines, console, spans, admission, trains=trains, size=size)
 
 
 @contextmanager
 def run_on(
-    count: int, model: Path, folder: Path, *, size: int = 1, engines: int = 0, ahead: int = 0, **changes: Any
+    count: int,
+    model: Path,
+    folder: Path,
+    *,
+    size: int = 1,
+    engines: int = 0,
+    ahead: int = 0,
+    in_flight: str = "off",
+    **changes: Any,
 ) -> Iterator[Run]:
     """A run whose workers are `count` threads in groups of `size` that share a model; 0: the embedded worker.
     `engines`: as many more generate, and the others only train. `ahead`: by how many versions."""
     recipe = tiny_recipe(model, folder / "run", changes)
     run = build_run(recipe)
     if count:
-        roles = {"trainer_cpus": count, "engine_cpus": engines, "max_staleness": ahead}
+        roles: dict[str, Any] = {"trainer_cpus": count, "engine_cpus": engines, "max_staleness": ahead}
+        roles["weights_in_flight"] = in_flight
         workers = roles if engines else {"cpus": count, "tensor_parallel": size}
         cluster = recipe.cluster.model_copy(update=workers)
         recipe = recipe.model_copy(update={"cluster": cluster})
