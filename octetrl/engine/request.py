@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from octetrl.engine.stopping import Stopping
-from octetrl.records import GenerationRequest
+from octetrl.engine.stopping import Decode, Stopping
+from octetrl.records import Completion, FinishReason, GenerationRequest
 
 if TYPE_CHECKING:
     from octetrl.engine.draft_rows import DraftRows
@@ -81,7 +81,14 @@ class RunningSequence:
     weights: int = 0  # which of the session's weights its pages begin with
     sampled_until: list[tuple[int, int]] = field(default_factory=list)  # (its tokens so far, version), at new weights
 
-    def versions(self, last: int) -> tuple[int, tuple[tuple[int, int], ...]]:
+    def completion(self, reason: FinishReason, decode: Decode, version: int, digest: str) -> Completion:
+        """What it generated, with the version that sampled its last token and the digest of the precision table."""
+        token_ids = tuple(self.token_ids[self.prompt_length :])
+        text = self.stopping.text_of(token_ids, decode)
+        first, updates = self._versions(version)
+        return Completion(token_ids, tuple(self.logprobs), text, reason, first, digest, updates)
+
+    def _versions(self, last: int) -> tuple[int, tuple[tuple[int, int], ...]]:
         """The policy version that sampled its first token, and (n, version) for each that sampled from token n on.
         `last`: the version that sampled its last token."""
         begins, start = [], 0

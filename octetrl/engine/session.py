@@ -43,7 +43,7 @@ from octetrl.engine.speculation import DraftSource, Speculator
 from octetrl.engine.stopping import Decode
 from octetrl.engine.transcript import Batch, Transcript
 from octetrl.fp8.non_finite import NonFiniteError
-from octetrl.records import Completion, FinishReason, GenerationProgress, GenerationRequest, OnProgress, SessionEvent
+from octetrl.records import Completion, GenerationProgress, GenerationRequest, OnProgress, SessionEvent
 
 Ended = tuple[RunningSequence, Completion]
 
@@ -146,7 +146,8 @@ class Session:
     def adopt(self, put: Callable[[], int], *, keeps_cache: bool) -> list[SessionEvent]:
         """Continues with other weights: `put` loads them and returns their version. Sequences keep their tokens. Their
         cache is kept, or computed again. Returns events of the forwards in flight."""
-        ended = [each for launched in self._in_flight for each in self._take(*launched)]
+        parts = (part for launched in self._in_flight for part in self._speculator.parts(*launched))
+        ended = [each for part in parts for each in self._take(*part)]
         self._in_flight.clear()
         for one in self._unfinished():
             one.sampled_until.append((self._transcript.num_tokens(one) - one.prompt_length, self._stamp[0]))
@@ -240,23 +241,10 @@ class Session:
                 self._scheduler.finish(sequence)
                 self._speculator.end(sequence)
                 self._tally.done += 1
-                ended.append((sequence, self._completion(sequence, reason)))
+                ended.append((sequence, sequence.completion(reason, self._decode, *self._stamp)))
                 if sequence.group.num_unfinished == 0:
                     self._groups.pop(sequence.group.request.id, None)
         return ended
-
-    def _completion(self, sequence: RunningSequence, reason: FinishReason) -> Completion:
-        token_ids = tuple(sequence.token_ids[sequence.prompt_length :])
-        version, updates = sequence.versions(self._stamp[0])
-        return Completion(
-            token_ids=token_ids,
-            logprobs=tuple(sequence.logprobs),
-            text=sequence.stopping.text_of(token_ids, self._decode),
-            finish_reason=reason,
-            policy_version=version,
-            precision_digest=self._stamp[1],
-            updates=updates,
-        )
 
     def _last_event(self, sibling: RunningSequence, completion: Completion) -> SessionEvent:
         reported = self._reported.pop(sibling, 0)

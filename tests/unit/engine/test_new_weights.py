@@ -29,6 +29,7 @@ MANY = [
     request("streamed", prompt_length=16, num_siblings=1, seed=6, max_new_tokens=20, ignore_eos=True),
 ]
 Answers = dict[tuple[str, int], Completion]
+DRAFTS: dict[str, tuple[dict[str, Any], int]] = {"drafts": ({"page_size": 16, "speculation": {"name": "ngram"}}, 2)}
 
 
 @lru_cache(maxsize=8)
@@ -50,7 +51,7 @@ def weights_of(precision: str, version: int) -> WeightSet:
 
 
 def engine_of(room: str, precision: str, version: int = 0) -> Engine:
-    config, lag = ROOMS[room]
+    config, lag = (ROOMS | DRAFTS)[room]
     model = Decoder(SPEC, policy_of(precision), "rollout")
     engine = tiny_engine(precision, model, **config)
     engine._lag = lag
@@ -111,6 +112,7 @@ def by_prefill(precision: str, version: int, asked: GenerationRequest, completio
         ("crowded", "bf16"),
         ("few pages ahead", "fp8"),
         ("no prefixes", "bf16"),
+        ("drafts", "bf16"),
     ],
 )
 def test_a_recomputed_cache_is_that_of_the_new_weights_alone(room: str, precision: str) -> None:
