@@ -23,7 +23,7 @@ def replayed_beside(what: Callable[[], None]) -> Tensor:
     """What a graph gives whose capture had `what` done in the midst of it."""
     x = torch.arange(1000.0, device="cuda")
 
-    def decode(size: int, draws: bool, filters: bool, cache: KVCache) -> Tensor:
+    def decode(size: int, draws: bool, filters: bool, cache: KVCache, by_row: bool) -> Tensor:
         doubled = 2 * x
         if torch.cuda.is_current_stream_capturing():
             what()
