@@ -75,7 +75,15 @@ def generate(
     cluster = cluster_section(device, gpus, cpus, address)
     prompts = [prompt_of(row) for row in given]
     completions = generate_text(
-        model, prompts, sampling, precision=precision, cluster=cluster, seed=seed, n=n, plain=plain
+        model,
+        prompts,
+        sampling,
+        precision=precision,
+        cluster=cluster,
+        seed=seed,
+        n=n,
+        plain=plain,
+        shows_progress=True,
     )
     for line in [completions_text(completions)] if rows is None else result_lines(given, completions):
         typer.echo(line)

@@ -75,7 +75,7 @@ class Admission:
     @property
     def _compiling(self) -> Grammars:
         if self.grammars is None:
-            raise UserError("grammars are not followed by an engine on several workers; leave the grammar out")
+            raise UserError("grammars are not followed here; leave the grammar out")
         return self.grammars
 
     def _check_logits(self, request: GenerationRequest) -> PromptScores | None:

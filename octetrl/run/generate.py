@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -39,11 +40,12 @@ def generate_text(
     n: int = 1,
     system_prompt: str | None = None,
     plain: bool = False,
+    shows_progress: bool = False,
 ) -> list[list[Completion]]:
     """`n` completions of each prompt: a user's message, or a list of messages. plain: prompts without a template.
 
     model: a Hugging Face folder, a run folder or a checkpoint. precision: None for the run's own, or bf16 if the model
-    is no run. cluster: a recipe's section, for the device or for several workers.
+    is no run. cluster: a recipe's section, for the device or for several workers. shows_progress: on stderr.
     """
     trained = trained_model(weights_folder(Path(model)))
     tokenizer = tokenizer_of(trained)
@@ -66,7 +68,10 @@ def generate_text(
         GenerationRequest(f"prompt {index}", tokens, sampling, num_siblings=n, seed=seed + index)
         for index, tokens in enumerate(token_lists)
     ]
-    with closing(generating_workers(recipe, tokenizer)) as workers:
+    console = Console("auto" if shows_progress else "quiet", total_steps=0, out=sys.stderr)
+    with console.phase("load"):
+        workers = generating_workers(recipe, tokenizer, console)
+    with closing(workers), console.phase("generate"):
         if workers.needs_calibration:
             workers.calibrate(token_lists)
         return workers.generate(requests)
@@ -106,9 +111,11 @@ def generation_recipe(
     )
 
 
-def generating_workers(recipe: Recipe, tokenizer: Tokenizer) -> LocalWorkers | ManyWorkers:
+def generating_workers(
+    recipe: Recipe, tokenizer: Tokenizer, console: Console | None = None
+) -> LocalWorkers | ManyWorkers:
     """Workers that only generate: one in this process, or those of `cluster`. Close them."""
-    spec, console = model_spec(recipe), Console("quiet", total_steps=0)
+    spec, console = model_spec(recipe), console or Console("quiet", total_steps=0)
     validate_with_spec(recipe, spec)
     check_vocabulary(tokenizer, spec.vocab_size)
     if recipe.cluster.uses_ray:

@@ -12,6 +12,7 @@ from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.data.tokenizer import Tokenizer
 from octetrl.engine.admission import Admission
+from octetrl.engine.grammars import Grammars
 from octetrl.engine.stopping import decoder_of
 from octetrl.fp8.policy import precision_policy
 from octetrl.telemetry.console import Console
@@ -41,12 +42,7 @@ def build_many_workers(
     try:
         if recipe.algorithm.name == "reward_model":
             return ManyLearningWorkers(team, Costs.of(spec), deadlines, console, spans, trains=trains)
-        admission = Admission(
-            vocab_size=spec.vocab_size,
-            context_length=recipe.model.context_length,
-            eos_token_ids=frozenset(spec.eos_token_ids),
-            decode=decoder_of(tokenizer),
-        )
+        admission = admission_of(spec, tokenizer, recipe.model.context_length)
         roles, size = recipe.cluster.roles, recipe.cluster.tensor_parallel
         if roles is not None and trains:
             how = {
@@ -59,6 +55,17 @@ def build_many_workers(
         team.close()
         team.forget_logs()
         raise
+
+
+def admission_of(spec: ModelSpec, tokenizer: Tokenizer, context_length: int) -> Admission:
+    """What refuses a request before any worker gets it. Grammars are compiled here too, to refuse a wrong one."""
+    return Admission(
+        vocab_size=spec.vocab_size,
+        context_length=context_length,
+        eos_token_ids=frozenset(spec.eos_token_ids),
+        decode=decoder_of(tokenizer),
+        grammars=Grammars(tokenizer, spec.vocab_size, sorted(spec.eos_token_ids)),
+    )
 
 
 def start_team(

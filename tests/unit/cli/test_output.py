@@ -131,9 +131,8 @@ def test_generate_hands_over_its_options(monkeypatch: pytest.MonkeyPatch, capsys
     assert run_command([*words.split(), "--seed", "3", "--n", "2", "--precision", "fp8_full", "--device", "cpu"]) == 0
     sampling = SamplingParams(9, 0.5, 4, 0.9, 0.1, ("s", "t"))
     on_cpu = {"device": "cpu"}
-    assert seen == [
-        (("m", ["a", "b"], sampling), {"precision": "fp8_full", "cluster": on_cpu, "seed": 3, "n": 2, "plain": False})
-    ]
+    options = {"precision": "fp8_full", "cluster": on_cpu, "seed": 3, "n": 2, "plain": False, "shows_progress": True}
+    assert seen == [(("m", ["a", "b"], sampling), options)]
     assert "completion 2" in capsys.readouterr().out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,20 @@ def test_a_server_of_two_replicas(live: Live, model: Path, teams: list[ThreadTea
     assert engine.num_pages == 8  # of 128 tokens
     session = engine._session
     assert session is not None and session.metrics().completions == 10  # type: ignore[union-attr]
+
+
+def test_replicas_follow_grammars(live: Live, teams: list[ThreadTeam]) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    body: dict[str, Any] = {"model": "tiny", "prompt": "1", "n": 4, "max_tokens": 100, "response_format": form}
+    answer = httpx.post(f"{live.url}/v1/completions", json=body | {"seed": 5}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    ended = [choice["text"] for choice in answer.json()["choices"] if choice["finish_reason"] == "stop"]
+    assert len(ended) >= 2 and all(json.loads(text)["a"] in (1, 2) for text in ended)
+    assert submitted_to(teams[0]) == {0, 1}
+    form["json_schema"] = {"name": "a", "schema": {"type": "object", "properties": {"a": {"type": "nothing"}}}}
+    answer = httpx.post(f"{live.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 400 and "the schema can't be followed" in answer.text
 
 
 def test_an_error_of_one_replica_fails_its_requests_and_the_next_ones_are_served(

@@ -13,8 +13,6 @@ from typing import Any
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.data.tokenizer import Tokenizer
-from octetrl.engine.admission import Admission
-from octetrl.engine.stopping import decoder_of
 from octetrl.records import RolloutGroup
 from octetrl.run.ahead import ahead_of
 from octetrl.run.build import Run, build_run
@@ -23,6 +21,7 @@ from octetrl.telemetry.console import Console
 from octetrl.telemetry.spans import Spans
 from octetrl.workers.build import build_worker, model_spec
 from octetrl.workers.many.balance import Costs
+from octetrl.workers.many.build import admission_of
 from octetrl.workers.many.deadlines import Deadlines, WorkerLost
 from octetrl.workers.many.hosted import HostedWorker
 from octetrl.workers.many.plan import BuildWorker, WorkerPlan
@@ -108,12 +107,7 @@ def workers_of(
     *,
     trains: bool,
 ) -> ManyWorkers | SeparateWorkers:
-    admission = Admission(
-        vocab_size=spec.vocab_size,
-        context_length=recipe.model.context_length,
-        eos_token_ids=frozenset(spec.eos_token_ids),
-        decode=decoder_of(tokenizer),
-    )
+    admission = admission_of(spec, tokenizer, recipe.model.context_length)
     deadlines = Deadlines(recipe.cluster.deadlines)
     roles, size = recipe.cluster.roles, recipe.cluster.tensor_parallel
     if roles is not None:
