@@ -63,10 +63,7 @@ def generate(
         min_p=_finite("--min-p", min_p),
         stop=tuple(stop or ()),
     )
-    if sampling.top_p <= 0:
-        raise UserError(f"--top-p: {top_p:g} would keep no token; give a number above 0 and at most 1")
-    if "" in sampling.stop:
-        raise UserError("--stop: an empty text would stop every completion at once; leave it out")
+    _check(sampling)
     if bool(prompt) == (rows is not None):
         raise UserError("generate: give prompts by --prompt, or a file of them by --input")
     given = read_rows(rows) if rows is not None else [{"prompt": text} for text in prompt or []]
@@ -87,6 +84,13 @@ def generate(
     )
     for line in [completions_text(completions)] if rows is None else result_lines(given, completions):
         typer.echo(line)
+
+
+def _check(sampling: SamplingParams) -> None:
+    if sampling.top_p <= 0:
+        raise UserError(f"--top-p: {sampling.top_p:g} would keep no token; give a number above 0 and at most 1")
+    if "" in sampling.stop:
+        raise UserError("--stop: an empty text would stop every completion at once; leave it out")
 
 
 def completions_text(completions: Sequence[Sequence[Completion]]) -> str:
