@@ -85,6 +85,7 @@ def test_the_reference_has_every_public_name() -> None:
     assert documented == set(octetrl.__all__) - {"__version__"}
 
 
+@pytest.mark.slow
 def test_it_builds_without_a_warning(tmp_path: Path) -> None:
     for module in ("sphinx", "myst_parser", "furo", "sphinx_copybutton"):
         pytest.importorskip(module, reason="pip install '.[docs]'")
