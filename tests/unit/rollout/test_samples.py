@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from octetrl.algorithms.table import build_algorithm
 from octetrl.records import Completion, FinishReason, Reply, Rollout, RolloutGroup, RolloutStatus, Task, Turn
 from octetrl.rollout.samples import to_samples
+from octetrl.rollout.token_versions import versions_of
 from tests.objectives import objective
 
 TASK = Task(id="a", prompt="?")
@@ -54,8 +57,18 @@ def test_only_generated_tokens_are_trained_on_across_turns() -> None:
     assert (sample.policy_version, sample.precision_digest) == (3, "digest")
 
 
-def test_turns_of_two_policies_are_a_bug() -> None:
-    turns = (Turn((1,), completion(5)), Turn((2,), completion(6, version=4)))
+def test_each_token_has_the_policy_that_sampled_it() -> None:
+    first = replace(completion(5, 6, 7), updates=((1, 4), (2, 6)))
+    turns = (Turn((1,), first), Turn((2, 9), completion(8, version=6)))
     group = group_of(Rollout(TASK, turns, RolloutStatus.SCORED, 1.0), rollout(0.0))
-    with pytest.raises(AssertionError, match="several policies"):
+    samples = to_samples([group], build_algorithm(objective()))
+    assert samples[0].token_versions == (3, 3, 4, 6, 6, 6, 6)
+    assert [(sample.policy_version, sample.token_versions is None) for sample in samples] == [(3, False), (3, True)]
+    assert versions_of(samples[1]) == (3,) * 5
+
+
+def test_turns_under_two_precision_tables_are_a_bug() -> None:
+    turns = (Turn((1,), completion(5)), Turn((2,), replace(completion(6), precision_digest="other")))
+    group = group_of(Rollout(TASK, turns, RolloutStatus.SCORED, 1.0), rollout(0.0))
+    with pytest.raises(AssertionError, match="several precision tables"):
         to_samples([group], build_algorithm(objective()))
