@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 INTERRUPTED = 130
-_SHOW_CURSOR = b"\x1b[?25h"  # a live line had hidden it
+_CLEAN = b"\r\x1b[J\x1b[?25h"  # without what a live line left there, and with the cursor that it had hidden
 
 
 class Stopped(BaseException):
@@ -80,10 +80,18 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 def end_at_once() -> None:
-    if os.isatty(2):
-        os.write(2, _SHOW_CURSOR)
-    os.write(2, b"\noctetrl: stopped at once\n")
+    os.write(2, (_CLEAN if os.isatty(2) else b"\n") + b"octetrl: stopped at once\n")
     os._exit(INTERRUPTED)
+
+
+def clear_screen() -> None:
+    """End a live line wherever its command was stopped, so that the next line on the terminal stands alone."""
+    console = sys.modules.get("octetrl.telemetry.console")
+    if console is not None:
+        console.leave_screen()
+    if os.isatty(2):
+        sys.stderr.flush()
+        os.write(2, _CLEAN)
 
 
 def came_of_ctrl_c(error: BaseException) -> bool:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from octetrl.cli.ctrl_c import INTERRUPTED, CtrlC, Stopped, came_of_ctrl_c
+from octetrl.cli.ctrl_c import INTERRUPTED, CtrlC, Stopped, came_of_ctrl_c, clear_screen
 from octetrl.config.text import ESCAPE
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2
@@ -124,6 +124,7 @@ def _refuse(problem: str) -> int:
 
 
 def _stopped(word: str = "stopped") -> int:
+    clear_screen()
     print(f"octetrl: {word}", file=sys.stderr)
     return INTERRUPTED
 

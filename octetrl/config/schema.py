@@ -295,7 +295,7 @@ class FailuresConfig(Section):
 
 class LoggingConfig(Section):
     console: Literal["auto", "plain", "quiet"] = "auto"
-    """Output on the console. auto: progress bars and tables on a terminal, otherwise as plain. plain: one line per
+    """Output on the console. auto: lines and progress bars on a terminal, otherwise as plain. plain: one line per
     step. quiet: only warnings."""
     console_every: int = Field(default=1, ge=1, le=1_000_000_000)
     """Number of steps between lines on the console. Files get every step."""

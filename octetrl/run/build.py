@@ -120,7 +120,8 @@ def build_run(recipe: Recipe, *, trains: bool = True, given: Given = NOTHING_GIV
     if isinstance(rewards, FunctionRewards):
         console.note("the reward runs in this process: a call that hangs is counted, but can't be ended")
     taskset, conversations = build_taskset(environment, recipe.environment), build_conversations(recipe, chat)
-    workers = _build_workers(recipe, spec, tokenizer, spans, console, trains)  # last: it takes the longest
+    with console.phase("load"):
+        workers = _build_workers(recipe, spec, tokenizer, spans, console, trains)  # last: it takes the longest
     return Run(
         config=recipe,
         tokenizer=tokenizer,

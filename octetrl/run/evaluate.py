@@ -42,7 +42,7 @@ def evaluate(run: Run, tasks: Sequence[Task] | None = None) -> EvalReport:
     collection = replace(
         run.base_collection, sampling=sampling, group_size=config.evaluation.samples, step=0, lengths=ExpectedLengths()
     )
-    with run.spans("evaluate"), _generators_put_back():
+    with run.console.phase("evaluate"), run.spans("evaluate"), _generators_put_back():
         groups = collect_groups(tasks, run.rewards, run.rollout_workers, collection)
         run.rollout_workers.forget_prefixes()  # so that a step is the same whether an evaluation came before it or not
         run.journal.record_evaluation(groups)  # which reads prompts: a user's task may draw when it is read

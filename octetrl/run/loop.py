@@ -24,10 +24,10 @@ from octetrl.run.empty_steps import EmptySteps
 from octetrl.run.environment import NOTHING_GIVEN
 from octetrl.run.evaluate import evaluate
 from octetrl.run.interrupt import StopRequest
-from octetrl.run.journal import Journal
+from octetrl.run.journal import EVALUATION, Journal
 from octetrl.run.model_source import with_found_model
 from octetrl.run.output_folder import OutputFolder
-from octetrl.run.report import banner, last_line, leave_report
+from octetrl.run.report import banner, last_screen, leave_report
 from octetrl.run.resume import Cursor, branch, restore
 from octetrl.run.run_identity import CHECKPOINTS
 from octetrl.run.slow_rewards import SlowRewards, reward_times
@@ -37,10 +37,13 @@ from octetrl.telemetry.console import Console
 from octetrl.telemetry.fp8_health import kv_saturation_warning
 from octetrl.telemetry.metrics import StepMetrics
 from octetrl.telemetry.mismatch import MismatchGate
+from octetrl.telemetry.sample_texts import sample_texts
 from octetrl.telemetry.sinks import METRICS_FILE, Sinks, open_sinks, steps_until
 from octetrl.trainer.checkpoint import check_complete, step_of
 from octetrl.workers.kernel_paths import FallbackWatch
 from octetrl.workers.many.deadlines import WorkerLost
+
+SHOWN_SAMPLES = 20  # steps whose rollouts TensorBoard shows
 
 
 def train(
@@ -89,12 +92,13 @@ def _train(
         elif optimizer_of is not None:
             run.console.note(branch(run, optimizer_of))
         folder.keep()
-        run.console.note(banner(recipe, draws=run.conversations is None))
+        run.console.rows(*banner(run))
         if recipe.logging.rollouts:
             run.journal = Journal.in_folder(folder.path, start, evaluates=recipe.evaluation.every > 0)
-        with open_sinks(folder.path, recipe.logging, recipe.model_dump(mode="json"), start) as sinks:
+        sinks = open_sinks(folder.path, recipe.logging, recipe.model_dump(mode="json"), start)
+        with sinks, run.console.steps(start, past):
             _run_steps(run, start, sinks, checkpoints, past)
-        run.console.note(last_line(folder.path))
+        run.console.rows(*last_screen(folder.path, recipe))
     finally:
         run.close()
         leave_report(folder.path, run.console)
@@ -112,13 +116,16 @@ def _run_steps(
                 metrics = one_step(run, step)
             is_last = stop.asked or step == recipe.steps
             if is_last or (recipe.checkpoint.every and step % recipe.checkpoint.every == 0):
-                stopped_for = checkpoints.stage(run, step, metrics, is_last=is_last)
+                with run.console.phase("checkpoint"):
+                    stopped_for = checkpoints.stage(run, step, metrics, is_last=is_last)
                 metrics = StepMetrics.merge(metrics, stopped_for)
             metrics = StepMetrics.merge(metrics, checkpoints.figures())
             sinks.write(step, metrics)
-            if step % recipe.logging.console_every == 0 or step in (start + 1, recipe.steps):
-                run.console.step(step, metrics)
-            checkpoints.write()
+            is_due = step % recipe.logging.console_every == 0 or step in (start + 1, recipe.steps)
+            _write_samples(run, step, sinks)
+            run.console.step(step, metrics, is_due=is_due)
+            with run.console.phase("checkpoint"):
+                checkpoints.write()
             collapse = sound.look(step, metrics)
             sound.prune()
             health = (
@@ -137,6 +144,14 @@ def _run_steps(
             empty.check(step, metrics)
             if is_last and step < recipe.steps:
                 raise KeyboardInterrupt
+
+
+def _write_samples(run: Run, step: int, sinks: Sinks) -> None:
+    """Some rollouts as text, of a few steps, and of each evaluation."""
+    of_step = step == 1 or step % max(1, run.config.steps // SHOWN_SAMPLES) == 0
+    for name, groups in run.journal.samples.items():
+        if of_step or name == EVALUATION:
+            sinks.write_text(step, name, sample_texts(groups))
 
 
 def one_step(run: Run, step: int) -> StepMetrics:

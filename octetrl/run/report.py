@@ -1,19 +1,34 @@
-"""What a run says at its beginning and its end: a banner, a last line, and `report.html` in its folder."""
+"""What a run says at its beginning and its end: a banner, a last screen, and `report.html` in its folder."""
 
 from __future__ import annotations
 
+import os
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
 
 from octetrl.config.errors import UserError
+from octetrl.config.objective_settings import DatasetSettings
 from octetrl.config.schema import Recipe
 from octetrl.config.text import ESCAPE
+from octetrl.run.run_identity import CHECKPOINTS
 from octetrl.telemetry.console import Console
-from octetrl.telemetry.report_data import RunRecord, read_run
+from octetrl.telemetry.report_data import BETWEEN, PHASES, RunRecord, read_run
 from octetrl.telemetry.report_page import report_page
 from octetrl.telemetry.sinks import METRICS_FILE, last_step
+from octetrl.telemetry.step_line import duration
+from octetrl.trainer.checkpoint import latest, step_of
 from octetrl.workers.build import model_spec
 
+if TYPE_CHECKING:
+    from octetrl.run.build import Run
+
 REPORT = "report.html"
+GIB = 2**30
+Screen = tuple[str, list[tuple[str, str]]]  # a title, and rows of a label and a text
 
 
 def leave_report(folder: Path, console: Console) -> None:
@@ -27,14 +42,71 @@ def leave_report(folder: Path, console: Console) -> None:
         console.warn(f"no {REPORT} was written ({error}); `octetrl report {folder}` tries again")
 
 
-def banner(recipe: Recipe, *, draws: bool) -> str:
-    """What runs, in one line. `draws`: it samples answers."""
+# ---------------------------------------------------------------- the beginning
+
+
+def banner(run: Run) -> Screen:
+    """What runs, on what, and where it is written."""
+    recipe = run.config
     settings = dict(RunRecord(Path(recipe.output_dir), recipe.model_dump(mode="json"), []).settings)
-    model = f"{Path(settings['model']).name} ({_millions(model_spec(recipe).num_parameters)} parameters)"
-    answers = recipe.rollout.prompts_per_step * recipe.rollout.group_size
-    drawn = f"{answers} answers a step, " if draws else ""
-    what = f"{model}, {settings['algorithm']}, {settings['precision']}"
-    return f"{what}; {drawn}{recipe.steps} steps, in {recipe.output_dir}"
+    trained = "" if recipe.model.lora is None else f", LoRA of rank {recipe.model.lora.rank}"
+    model = f"{Path(settings['model']).name}, {_millions(model_spec(recipe).num_parameters)} parameters{trained}"
+    rows = [
+        ("precision", settings["precision"]),
+        ("device", _device(recipe, run.console)),
+        ("data", _data(run)),
+        ("step", _step(recipe)),
+        ("run", _plan(recipe)),
+        ("folder", recipe.output_dir),
+    ]
+    return f"{settings['algorithm']}: {model}", [(label, text) for label, text in rows if text]
+
+
+def _device(recipe: Recipe, console: Console) -> str:
+    """Where it runs and how much memory there is, with the models loaded."""
+    cluster = recipe.cluster
+    if cluster.uses_ray:
+        kind = f"{cluster.num_gpus} GPUs" if cluster.num_gpus else f"{cluster.num_workers} CPU processes"
+        loaded = "" if console.workers is None else "; `octetrl status` shows what each worker does"
+        return f"{cluster.num_workers} workers on {kind}{loaded}"
+    if torch.cuda.is_initialized():
+        free, whole = torch.cuda.mem_get_info()
+        name = torch.cuda.get_device_name()
+        return (
+            f"{name}, {whole / GIB:.1f} GiB, of which {(whole - free) / GIB:.1f} GiB are in use with the model loaded"
+        )
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    threads = torch.get_num_threads()
+    emulated = "; FP8 is emulated" if recipe.fp8.rollout or recipe.fp8.train else ""
+    return f"CPU, {threads} thread{'s' * (threads != 1)}, {whole / GIB:.1f} GiB{emulated}"
+
+
+def _data(run: Run) -> str:
+    recipe, environment = run.config, run.config.environment
+    if run.conversations is not None:
+        return ", ".join(str(source.path) for source in recipe.sources.values())
+    names = [environment.kind, str(environment.dataset)] if environment.dataset else [environment.kind]
+    reward = f", reward {environment.reward}" if environment.reward else ""
+    held_out = f", {environment.eval_size} tasks held out" if environment.eval_size else ""
+    return f"{' '.join(names)}{reward}{held_out}"
+
+
+def _step(recipe: Recipe) -> str:
+    algorithm, rollout = recipe.algorithm, recipe.rollout
+    if isinstance(algorithm, DatasetSettings):
+        return f"{algorithm.batch_size} {'pairs' if algorithm.learns_from == 'preferences' else 'conversations'}"
+    answers = rollout.prompts_per_step * rollout.group_size
+    drawn = f"{rollout.prompts_per_step} prompts x {rollout.group_size} = {answers} answers"
+    return f"{drawn} of at most {rollout.max_new_tokens:,} tokens"
+
+
+def _plan(recipe: Recipe) -> str:
+    found = [f"{recipe.steps:,} steps"]
+    if recipe.evaluation.every:
+        found.append(f"an evaluation every {recipe.evaluation.every}")
+    is_saved = 0 < recipe.checkpoint.every < recipe.steps
+    saves = f"a checkpoint every {recipe.checkpoint.every} and" if is_saved else "a checkpoint"
+    return ", ".join([*found, f"{saves} at the end"])
 
 
 def _millions(number: int) -> str:
@@ -43,12 +115,68 @@ def _millions(number: int) -> str:
     return f"{number / 1e6:.1f}M" if number >= 1e5 else f"{number:,}"
 
 
-def last_line(folder: Path) -> str:
-    """What came out, and what to type next."""
+# ---------------------------------------------------------------- the end
+
+
+def last_screen(folder: Path, recipe: Recipe) -> Screen:
+    """What came out, where it is, where the time went, and what to type next."""
     run = read_run(folder)
-    best = max(run.series("eval/accuracy"), key=lambda one: one[2], default=None)
-    told = "" if best is None else f"; best held-out accuracy {best[2]:.3f} at step {best[0]}"
-    hours = run.hours[-1]
-    spent = f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.0f} min" if hours * 60 >= 2 else f"{hours * 3600:.0f} s"
-    then = f"octetrl report {folder}, octetrl rollouts {folder}, octetrl serve {folder}"
-    return f"done: {len(run.rows)} steps in {spent}{told}; {folder / REPORT}. Next: {then}"
+    rows = [*_result(run), ("time", _seconds_by_phase(run)), *_where(folder), ("report", str(folder / REPORT))]
+    next_label = "next"
+    for command, what in _commands(folder, recipe):
+        rows.append((next_label, f"{command}   {what}"))
+        next_label = ""
+    spent = duration(run.hours[-1] * 3600) or "0 s"
+    return f"done: {len(run.rows)} step{'s' * (len(run.rows) != 1)} in {spent}", [
+        (one, text) for one, text in rows if text
+    ]
+
+
+def _result(run: RunRecord) -> Iterator[tuple[str, str]]:
+    evaluations = run.series("eval/accuracy")
+    best = max(evaluations, key=lambda one: one[2], default=None)
+    if best is not None:
+        last = "" if best[0] == evaluations[-1][0] else f" ({evaluations[-1][2]:.3f} at step {evaluations[-1][0]})"
+        yield "best", f"held-out accuracy {best[2]:.3f} at step {best[0]}{last}"
+    for name, label in (("reward/mean", "reward"), ("preference/accuracy", "pairs right"), ("loss", "loss")):
+        values = run.values(name)
+        if values:
+            yield label, f"{values[0]:.3f} in the first step, {values[-1]:.3f} in the last"
+            return
+
+
+def _seconds_by_phase(run: RunRecord) -> str:
+    """Seconds of each phase over all steps, the longest first."""
+    found = {name.removeprefix("time/"): sum(run.values(name)) for name in (*PHASES, *BETWEEN)}
+    in_steps = sum(run.values("time/step"))
+    found["other"] = max(0.0, in_steps - sum(found[name.removeprefix("time/")] for name in PHASES))
+    longest = sorted(found.items(), key=lambda one: -one[1])
+    whole = max(sum(found.values()), 1e-9)
+    shown = [f"{name} {duration(seconds)}" for name, seconds in longest if seconds >= 0.01 * whole]
+    return ", ".join(shown)
+
+
+def _where(folder: Path) -> Iterator[tuple[str, str]]:
+    last = latest(folder / CHECKPOINTS)
+    if last is not None:
+        yield "weights", f"{last} (step {step_of(last)})"
+
+
+def _commands(folder: Path, recipe: Recipe) -> list[tuple[str, str]]:
+    place = shlex.quote(str(folder))
+    kind = recipe.algorithm.learns_from
+    found = []
+    if kind == "rollouts":
+        found.append((f"octetrl rollouts {place}", "what the model said, with rewards"))
+        if recipe.environment.eval_size:
+            found.append((f"octetrl eval {place}", "held-out tasks, with intervals"))
+    if recipe.algorithm.name == "reward_model":
+        out = shlex.quote(str(folder / "export"))
+        found.append((f"octetrl export {place} --to {out}", "a folder for environment.reward_model"))
+    else:
+        found.append((f"octetrl serve {place}", "an OpenAI-compatible server"))
+        found.append((f"octetrl generate {place} -p TEXT", "an answer"))
+    found.append((f"octetrl report {place}", "the report again, or of several runs"))
+    found = found[:3]
+    room = max(len(command) for command, _ in found)
+    return [(command.ljust(room), what) for command, what in found]

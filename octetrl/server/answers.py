@@ -80,6 +80,10 @@ class Form:
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         return {**self._head(self.chunk_kind), "choices": [], "usage": usage.body}
 
+    def closing(self, usage: Usage, *, shows_usage: bool) -> str:
+        """Write the end of a stream."""
+        return (event(self.usage_chunk(usage)) if shows_usage else "") + DONE
+
     def choice(self, piece: Piece) -> dict[str, Any]:
         raise NotImplementedError
 
@@ -251,5 +255,6 @@ class ChatForm(Form):
 
 
 def event(body: dict[str, Any]) -> str:
-    """Format a body as a server-sent event."""
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+    """Format a body as a server-sent event, with its name if it has a type."""
+    name = f"event: {body['type']}\n" if "type" in body else ""
+    return f"{name}data: {json.dumps(body, ensure_ascii=False)}\n\n"

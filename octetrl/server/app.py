@@ -1,6 +1,6 @@
 """The HTTP application: paths, the API key, the size limit of bodies, and errors in OpenAI's form.
 
-    POST /v1/completions  /v1/chat/completions  /tokenize  /detokenize
+    POST /v1/completions  /v1/chat/completions  /v1/responses  /tokenize  /detokenize
     GET  /v1/models  /v1/models/NAME  /health  /metrics  /version
 
 /health and /metrics need no key. The status of /health is 200 while requests are served, and 503 while the server
@@ -26,7 +26,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from octetrl.server.access_log import AccessLog
-from octetrl.server.endpoints import CLIENT_CLOSED_REQUEST, Served, chat, completions, detokenize, tokenize
+from octetrl.server.endpoints import CLIENT_CLOSED_REQUEST, Served, chat, completions, detokenize, responses, tokenize
 from octetrl.server.errors import ApiError
 
 DISCARDED = 8  # up to this multiple of the limit, a too large body is read so that the client receives the error
@@ -86,6 +86,7 @@ def make_app(
             Route("/version", _its_version),
             Route("/v1/completions", generates(completions), methods=["POST"]),
             Route("/v1/chat/completions", generates(chat), methods=["POST"]),
+            Route("/v1/responses", generates(responses), methods=["POST"]),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", models),
             Route("/health", health),

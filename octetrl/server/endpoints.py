@@ -1,4 +1,4 @@
-"""/v1/completions and /v1/chat/completions: convert a body to generation requests, and results to an answer.
+"""/v1/completions, /v1/chat/completions and /v1/responses: a body becomes generation requests, their results an answer.
 
     body -> prompt tokens -> `Answer` of the intake -> whole: one JSON object
                                                     -> stream: server-sent events, [DONE] at the end
@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from octetrl.engine.stopping import Decode, TextStream
 from octetrl.records import GenerationRequest, SessionEvent
-from octetrl.server.answers import DONE, ChatForm, CompletionForm, Echo, Form, Usage, event
+from octetrl.server.answers import ChatForm, CompletionForm, Echo, Form, Usage, event
 from octetrl.server.choices import Choice, Piece
 from octetrl.server.errors import ApiError
 from octetrl.server.intake import Answer, ClientGone, Intake
@@ -40,6 +40,7 @@ from octetrl.server.requests import (
     grammar_of,
     parse_body,
 )
+from octetrl.server.responses import ResponseForm, ResponsesBody, renamed
 
 Generation = TypeVar("Generation", bound=GenerationBody)
 CLIENT_CLOSED_REQUEST = 499  # only for the metrics, because the client is gone
@@ -101,6 +102,18 @@ async def chat(http: Request, body: bytes, served: Served) -> Response:
     )  # fmt: skip
     limit = max_tokens_of(asked)
     return await _respond(http, _call(form, asked, served, limit), served)
+
+
+async def responses(http: Request, body: bytes, served: Served) -> Response:
+    asked = parse_body(ResponsesBody, body)
+    _check_model(asked.model, served)
+    try:
+        chat = asked.chat
+        prompt = await served.prompts.of_chat(chat)
+        call = _call(ResponseForm(asked, served.name, served.spell, prompt), chat, served, asked.max_output_tokens)
+    except ApiError as error:
+        raise renamed(error) from error
+    return await _respond(http, call, served)
 
 
 async def tokenize(http: Request, body: bytes, served: Served) -> Response:
@@ -210,9 +223,7 @@ async def _events(call: Call, answer: Answer, meters: Meters, close: Callable[[]
             chunks = [chunk for piece in call.pieces(batch) for chunk in call.form.chunks(piece)]
             if chunks:
                 yield spelled(chunks)
-        if call.shows_usage:
-            yield event(call.form.usage_chunk(call.usage))
-        yield DONE
+        yield call.form.closing(call.usage, shows_usage=call.shows_usage)
     except ApiError as error:
         yield event(error.body)
     except ClientGone:

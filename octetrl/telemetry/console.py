@@ -1,103 +1,60 @@
 """Show the progress of a run on the console.
 
-    live    (a terminal)  a progress line per phase (spinner, bar, tokens/s), then a small table per step
-    plain   (pipes, CI)   one line per step of at most 120 columns, and one a minute within a phase
+    live    (a terminal)  a line per step, above the phases that run now, which stay at the bottom (progress.py)
+    plain   (pipes, CI)   a line per step of at most 120 columns, and one a minute within a phase
     quiet                 only warnings
 
 `auto` is live on a terminal and plain elsewhere. Warnings go to stderr in every mode, so they are visible even if
-stdout is a pipe. The console only shows metrics. It computes and stores none.
+stdout is a pipe. The console only shows metrics. It computes and stores none. Phases may run in several threads.
 """
 
 from __future__ import annotations
 
+import textwrap
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Literal, NamedTuple, TextIO
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Literal, TextIO
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.console import Group
+from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from octetrl.config.text import escaped
+from octetrl.telemetry.progress import Counts, Phase, bar_line, heartbeat
+from octetrl.telemetry.step_line import WIDTH, Part, StepLine, Tone, duration, evaluation_parts, line
 
 Mode = Literal["auto", "plain", "quiet"]
 
-
-class Headline(NamedTuple):
-    """One number in the step's table or line."""
-
-    metric: str
-    label: str
-    form: str  # format specification
-
-
-COLUMNS: tuple[tuple[Headline, ...], ...] = (
-    (
-        Headline("reward/mean", "reward", ".3f"),
-        Headline("eval/accuracy", "accuracy", ".3f"),
-        Headline("loss", "loss", ".4f"),
-        Headline("grad_norm", "grad norm", ".3f"),
-        Headline("entropy", "entropy", ".3f"),
-    ),
-    (
-        Headline("mismatch/token_mult_prob_error", "log-probs", ""),
-        Headline("mismatch/gen_kl", "gen kl", ".1e"),
-        Headline("correction/clip_fraction", "corrected", ".2%"),
-        Headline("fp8/kv_saturation", "kv saturated", ".3%"),
-        Headline("memory/peak_gb", "memory GB", ".1f"),
-    ),
-    (
-        Headline("rollout/tokens_per_second", "rollout tok/s", ",.0f"),
-        Headline("train/tokens_per_second", "train tok/s", ",.0f"),
-        Headline("rollout/mean_length", "length", ".0f"),
-        Headline("rollout/failure_share", "failed", ".1%"),
-        Headline("rollout/truncated_share", "truncated", ".1%"),
-        Headline("reward/zero_variance_fraction", "equal rewards", ".1%"),
-        Headline("rollout/too_long_share", "too long", ".1%"),
-        Headline("time/reward", "reward s", ".2f"),
-        Headline("time/step", "step s", ".2f"),
-    ),
-)
-
-
-IN_LINE = (  # the order of a plain line, which ends before LINE_WIDTH: what matters most comes first
-    *("reward/mean", "eval/accuracy", "preference/accuracy", "mismatch/token_mult_prob_error", "rollout/failure_share"),
-    *("rollout/too_long_share", "reward/zero_variance_fraction", "rollout/truncated_share", "time/step", "time/reward"),
-    *("loss", "rollout/mean_length", "fp8/kv_saturation", "rollout/tokens_per_second", "entropy", "grad_norm"),
-    *("memory/peak_gb", "train/tokens_per_second", "correction/clip_fraction"),
-)
-ONLY_ABOVE_0 = ("rollout/failure_share", "rollout/too_long_share", "fp8/kv_saturation", "correction/clip_fraction")
-LINE_WIDTH = 120
 HEARTBEAT_SECONDS = 60.0
+FRAMES_PER_SECOND = 4.0
 WHOLE_STEP = ("time/step", "time/evaluate", "time/checkpoint")
 RECENT = 10  # steps from which the time left is extrapolated
+STYLES: dict[Tone, str] = {"plain": "", "good": "green", "warn": "yellow", "bad": "bold red"}
+AFTER = {"rollout": "rewards"}  # what a step does between two phases
+MOST_WORKERS = 8  # with a line each
+
+_on_screen: list[Console] = []  # with phases at the bottom of the terminal
 
 
 class PhaseProgress:
-    """A callback that shows a phase's progress: a bar in live mode, a line a minute in plain mode, otherwise nothing.
+    """A callback that shows a phase's progress."""
 
-    `say` prints a line; None: no lines."""
+    def __init__(self, phase: Phase) -> None:
+        self._phase = phase
 
-    def __init__(
-        self, progress: Progress | None, task: TaskID | None, name: str = "", say: Callable[[str], None] | None = None
+    def __call__(
+        self, done: int, total: int | None = None, tokens: int | None = None, most_tokens: int | None = None
     ) -> None:
-        self._progress, self._task, self._name, self._say = progress, task, name, say
-        self._begin = self._said = time.perf_counter()
+        """Show progress: `done` of `total` units of work (answers, micro-batches).
 
-    def __call__(self, done: int, total: int | None = None, tokens: int | None = None) -> None:
-        """Show progress: `done` of `total` units of work (sequences, micro-batches, tasks).
-
-        tokens: number of tokens since the phase began, for the rate."""
-        now = time.perf_counter()
-        rate = "" if tokens is None else f"{tokens / max(now - self._begin, 1e-9):,.0f} tok/s"
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=done, total=total, rate=rate)
-        elif self._say is not None and now - self._said >= HEARTBEAT_SECONDS:
-            self._said = now
-            told = (f"{done} of {total}", rate, f"{now - self._begin:.0f} s")
-            self._say(f"  {self._name}: {', '.join(filter(None, told))}")
+        tokens: number of tokens since the phase began. most_tokens: as many as it may have."""
+        phase = self._phase
+        phase.done, phase.total, phase.tokens, phase.most_tokens = done, total, tokens, most_tokens
 
 
 class Console:
@@ -106,66 +63,208 @@ class Console:
     def __init__(self, mode: Mode, total_steps: int, out: TextIO | None = None, err: TextIO | None = None) -> None:
         self._out = RichConsole(file=out, highlight=False, soft_wrap=True)
         self._err = RichConsole(file=err, stderr=err is None, highlight=False, soft_wrap=True)
-        self._live = mode == "auto" and self._out.is_terminal
+        self._is_live = mode == "auto" and self._out.is_terminal and not self._out.is_dumb_terminal
+        self._is_ascii = not self._out.encoding.lower().startswith("utf")
         self._quiet = mode == "quiet"
         self._total_steps = total_steps
-        self._in_phase = False  # a bar is on the screen
+        self.workers: Callable[[], Sequence[str]] | None = None  # a line for each of several workers
+        self._phases: dict[int, Phase] = {}  # that run now, by thread
+        self._took: dict[str, float] = {}  # seconds of each phase, the last time
+        self._between: Phase | None = None  # what runs between two phases
+        self._line = StepLine(total_steps)
         self._recent: deque[float] = deque(maxlen=RECENT)  # seconds of steps
+        self._evaluations: dict[int, float] = {}  # accuracy by step
+        self._step: int | None = None  # that runs now
+        self._step_began = 0.0
+        self._live: Live | None = None
+        self._lock = threading.RLock()
+        self._ended = threading.Event()  # ends the thread of heartbeats
+        self._heart: threading.Thread | None = None
+
+    # ------------------------------------------------------------ what runs now
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[PhaseProgress]:
-        """Show a progress line while the block runs: `with console.phase("rollout") as progress: ...`.
-
-        The line disappears when the block ends or raises. Inside another phase it shows nothing."""
-        if not self._live:
-            is_plain = not self._quiet and not self._in_phase
-            yield PhaseProgress(None, None, name, self.note if is_plain else None)
-            return
-        progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description:<10}"),
-            BarColumn(bar_width=30),
-            TextColumn("{task.completed:.0f}/{task.total}"),
-            TextColumn("{task.fields[rate]}"),
-            TimeElapsedColumn(),
-            console=self._out,
-            transient=True,
-        )
-        self._live, self._in_phase = False, True
+    def steps(self, start: int, past: Iterable[Mapping[str, float | None]] = ()) -> Iterator[None]:
+        """Within, the steps after `start` run. `past`: metrics of the steps before."""
+        for row in past:
+            accuracy, step = row.get("eval/accuracy"), row.get("step")
+            if accuracy is not None and step is not None:
+                self._evaluations[int(step)] = accuracy
+        self._next_step(start)
         try:
-            with progress:
-                yield PhaseProgress(progress, progress.add_task(name, total=None, rate=""))
+            with self._shown():
+                yield
         finally:
-            self._live, self._in_phase = True, False
+            self._step = None
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the measured headlines of a step: a table in live mode, otherwise one line."""
+    @contextmanager
+    def phase(self, name: str, counts: Counts | None = None) -> Iterator[PhaseProgress]:
+        """Show the phase while the block runs: `with console.phase("rollout") as progress: ...`.
+
+        A phase within another one of this thread shows its progress as the outer one's. `counts` returns (done, total)
+        for a phase whose work others do; it is asked whenever it is shown, in another thread."""
+        thread = threading.get_ident()
+        outer = self._phases.get(thread)
+        if outer is not None or self._quiet:
+            yield PhaseProgress(outer or Phase(name))
+            return
+        phase = Phase(name, self._took.get(name), counts)
+        with self._shown():
+            with self._lock:
+                self._phases[thread] = phase
+            try:
+                yield PhaseProgress(phase)
+                self._took[name] = phase.seconds
+            finally:
+                with self._lock:
+                    del self._phases[thread]
+                    between = AFTER.get(name)
+                    self._between = None if between is None else Phase(between)
+
+    @contextmanager
+    def _shown(self) -> Iterator[None]:
+        """Within, what runs now is shown: at the bottom of a terminal, in a pipe once a minute."""
+        with self._lock:
+            is_first = not self._quiet and self._live is None and self._heart is None
+            if is_first and self._is_live:
+                frames = FRAMES_PER_SECOND
+                self._live = Live(
+                    get_renderable=self._bottom, console=self._out, transient=True, refresh_per_second=frames
+                )
+            elif is_first:
+                self._ended.clear()
+                self._heart = threading.Thread(target=self._beat, args=(HEARTBEAT_SECONDS,), daemon=True)
+        try:
+            if is_first and self._live is not None:
+                _on_screen.append(self)
+                self._live.start(refresh=True)
+            elif is_first and self._heart is not None:
+                self._heart.start()
+            yield
+        finally:
+            if is_first:
+                self.close()
+
+    def close(self) -> None:
+        """Show no longer what runs now; the screen ends with the last whole line. A second call does nothing."""
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+        if self in _on_screen:
+            _on_screen.remove(self)
+        self._ended.set()
+        self._heart = None
+
+    def _beat(self, seconds: float) -> None:
+        """One line a minute, within a phase that takes longer."""
+        said = time.perf_counter()
+        while not self._ended.wait(max(seconds / 4, 0.005)):
+            with self._lock:
+                phases = list(self._phases.values())
+                old = [phase for phase in phases if time.perf_counter() - max(said, phase.began) >= seconds]
+            for phase in old:
+                phase.ask()
+                step = "" if self._step is None else f"step {self._step}/{self._total_steps}"
+                self.note(heartbeat(phase, step))
+            if old:
+                said = time.perf_counter()
+                for text in self._workers_lines():
+                    self.note(f"    {text}")
+
+    def _bottom(self) -> Group:
+        """The last lines of a terminal."""
+        width = self._out.width - 1
+        with self._lock:
+            phases = list(self._phases.values())
+            if not phases and self._step is not None:
+                phases = [self._between or Phase("")]
+        room = max([10, *(len(phase.name) for phase in phases)])
+        rows: list[Text] = []
+        for phase in phases:
+            if phase.name:
+                phase.ask()
+                facts = [*phase.facts, phase.time_left]
+                rows.append(bar_line(phase.name, phase.share, facts, width, room, plain=self._is_ascii))
+        if self._step is not None:
+            rows.append(self._whole(width, room))
+        rows += [Text(f"    {text}"[:width], style="bright_black", no_wrap=True) for text in self._workers_lines()]
+        return Group(*rows)
+
+    def _whole(self, width: int, room: int) -> Text:
+        """The line of the whole run."""
+        assert self._step is not None
+        done, mean = self._step - 1, sum(self._recent) / max(len(self._recent), 1)
+        spent = time.perf_counter() - self._step_began
+        share = (done + (min(spent / mean, 1.0) if mean else 0.0)) / max(self._total_steps, 1)
+        left = mean * (self._total_steps - done) - spent
+        facts = [f"{duration(left)} left"] if left > 0 else [duration(spent) or "0 s"]
+        return bar_line(f"step {self._step}/{self._total_steps}", share, facts, width, room, plain=self._is_ascii)
+
+    def _workers_lines(self) -> Sequence[str]:
+        if self.workers is None:
+            return ()
+        lines = self.workers()
+        more = len(lines) - MOST_WORKERS
+        return [*lines[:MOST_WORKERS], f"and {more} more: octetrl status shows all"] if more > 0 else lines
+
+    # ------------------------------------------------------------ what stays on the screen
+
+    def step(self, step: int, metrics: Mapping[str, float], *, is_due: bool = True) -> None:
+        """Show the measured numbers of a step in one line, and those of an evaluation after it in another.
+
+        is_due: false if only the evaluation is to be shown."""
+        self._recent.append(sum(metrics.get(name, 0.0) for name in WHOLE_STEP))
+        left = duration(sum(self._recent) / len(self._recent) * (self._total_steps - step))
+        width = min(WIDTH, self._out.width) if self._is_live else WIDTH
+        if is_due:
+            self._print_parts(self._line.parts(step, metrics, left, width))
+        if "eval/accuracy" in metrics:
+            self._print_parts(evaluation_parts(step, self._total_steps, metrics, self._evaluations))
+            self._evaluations[step] = metrics["eval/accuracy"]
+        self._next_step(step)
+
+    def _next_step(self, step: int) -> None:
+        self._step = step + 1 if step < self._total_steps else None
+        self._step_began, self._between = time.perf_counter(), None
+
+    def _print_parts(self, parts: list[Part]) -> None:
         if self._quiet:
             return
-        title = f"step {step}/{self._total_steps}"
-        self._recent.append(sum(metrics.get(name, 0.0) for name in WHOLE_STEP))
-        left = _duration(sum(self._recent) / len(self._recent) * (self._total_steps - step))
-        if not self._live:
-            self._out.print(_line(title, metrics, f"{left} left" if left else ""), markup=False)
+        if not self._is_live:
+            self._out.print(line(parts), markup=False)
             return
-        title += f", {left} left" if left else ""
-        columns = [[line for line in column if line.metric in metrics] for column in COLUMNS]
-        table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
-        for row in range(max(len(column) for column in columns)):
-            cells: list[str] = []
-            for column in columns:
-                cells += (column[row].label, _shown(column[row], metrics)) if row < len(column) else ("", "")
-            table.add_row(*cells)
-        self._out.print(table)
+        text = Text()
+        for number, part in enumerate(parts):
+            text.append("  " if number else "")
+            text.append(f"{part.label} " if part.label else "", style="bright_black")
+            text.append(part.value, style=STYLES[part.tone])
+        self._out.print(text)
 
     def note(self, text: str) -> None:
-        """Show one line of information, such as the run's folder or the step it resumes from."""
+        """Show one line of information, such as the step that a run resumes from."""
         if not self._quiet:
             self._out.print(escaped(text), markup=False)
 
+    def rows(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
+        """Show a title and rows of a label and a text. A label that is empty continues the row before."""
+        if self._quiet:
+            return
+        room = max((len(label) for label, _ in rows), default=0)
+        self._out.print(Text(escaped(title), style="bold" if self._is_live else ""))
+        for label, value in rows:
+            wide = max(self._out.width - room - 5, 20) if self._is_live else 10_000
+            for text in textwrap.wrap(escaped(value), wide, break_long_words=False, break_on_hyphens=False) or [""]:
+                before = Text(f"  {label:<{room}}  ", style="bright_black" if self._is_live else "")
+                self._out.print(before.append(text, style="default" if self._is_live else ""))
+                label = ""
+
     def warn(self, text: str) -> None:
         """Show one line that a person should act on."""
-        self._err.print(escaped(f"warning: {text}"), style="yellow", markup=False)
+        text = escaped(f"warning: {text}")
+        above = (
+            self._out if self._live is not None and self._err.is_terminal else self._err
+        )  # or it would be drawn over
+        above.print(text, style="yellow", markup=False)
 
     def table(self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Show a table, such as the result of a run or of the demo. It is shown in every mode."""
@@ -177,33 +276,8 @@ class Console:
         self._out.print(table)
 
 
-def _line(title: str, metrics: Mapping[str, float], left: str) -> str:
-    """The step's line: as many numbers as fit, in the order of IN_LINE."""
-    by_metric = {line.metric: line for column in COLUMNS for line in column}
-    shown, room = [title], LINE_WIDTH - len(title) - (len(left) + 2 if left else 0)
-    for metric in IN_LINE:
-        if metric not in metrics or metric not in by_metric or (metric in ONLY_ABOVE_0 and metrics[metric] == 0):
-            continue
-        text = f"{by_metric[metric].label} {_shown(by_metric[metric], metrics)}"
-        if len(text) + 2 <= room:
-            shown.append(text)
-            room -= len(text) + 2
-    return "  ".join([*shown, *([left] if left else [])])
-
-
-def _shown(line: Headline, metrics: Mapping[str, float]) -> str:
-    value = metrics[line.metric]
-    if line.metric != "mismatch/token_mult_prob_error":
-        return format(value, line.form)
-    unequal = metrics.get("mismatch/unequal_tokens", 0.0 if value == 1 else None)
-    if unequal is None:
-        return f"{value - 1:.3%} apart"
-    return f"differ in {unequal:,.0f} tokens" if unequal else "equal"
-
-
-def _duration(seconds: float) -> str:
-    """A time in one unit; empty for none."""
-    if seconds <= 0:
-        return ""
-    size, unit = next(((n, unit) for n, unit in ((3600, "h"), (60, "min")) if seconds >= 2 * n), (1, "s"))
-    return f"{seconds / size:.1f} {unit}" if unit == "h" else f"{seconds / size:.0f} {unit}"
+def leave_screen() -> None:
+    """End what a stopped command still shows at the bottom of the terminal, wherever it was stopped."""
+    for console in list(_on_screen):
+        with suppress(Exception):
+            console.close()

@@ -10,6 +10,8 @@ import re
 from functools import cache
 from typing import NamedTuple
 
+from octetrl.telemetry.step_line import NUMBERS
+
 
 class Metric(NamedTuple):
     """One entry. `unit`: empty for a number without one. `look`: what a good or a bad value is, and what to do."""
@@ -204,6 +206,28 @@ def explained(name: str) -> Metric | None:
     return next((metric for pattern, metric in _patterns() if pattern.fullmatch(name)), None)
 
 
+def _on_the_console() -> list[str]:
+    """What the line of a step shows."""
+    lines = [
+        "",
+        "## On the console",
+        "",
+        "Each step is one line, with as many of these numbers as fit the terminal, and in a pipe 120 columns. At the",
+        "bottom of a terminal are the phases that run now, with the time left. With several workers, each has a line",
+        "there. In a pipe, a phase of more than a minute writes one line a minute. The field `logging.console` changes",
+        "this. Numbers that are 0 in a healthy run appear once they have been above it.",
+        "",
+        "| in the line | metric |",
+        "|---|---|",
+    ]
+    lines += [f"| {number.label} | `{number.metric}` |" for number in NUMBERS]
+    lines += [
+        "| waiting for rewards | `time/reward`, as a share of `time/step`, above 10% |",
+        "| seconds | `time/step` |",
+    ]
+    return lines
+
+
 def page() -> str:
     """docs/metrics.md."""
     lines = [
@@ -221,6 +245,7 @@ def page() -> str:
         "table in `octetrl/telemetry/glossary.py` (`python -m octetrl.telemetry.glossary > docs/metrics.md`); a test",
         "compares the two, and checks that every metric of a run is in it.",
     ]
+    lines += _on_the_console()
     for family, metrics in METRICS.items():
         lines += ["", f"## {family}", "", "| metric | unit | what it is |", "|---|---|---|"]
         lines += [f"| `{m.name}` | {m.unit} | {m.meaning}{f' {m.look}' if m.look else ''} |" for m in metrics]

@@ -119,8 +119,8 @@ def _truncate_after(path: Path, resumed_step: int) -> None:
 
 
 class TensorBoard:
-    """Writes scalars, and the recipe as a text, as TensorBoard events in the run's folder. A resumed run hides the
-    events it will write again.
+    """Writes scalars, the recipe and some rollouts as text, as TensorBoard events in the run's folder. A resumed run
+    hides the events it will write again.
 
     The mismatch of each tenth of the answers is left out while it says that the log-probs are equal: twenty constant
     curves would hide the others."""
@@ -137,6 +137,9 @@ class TensorBoard:
         for name, value in metrics.items():
             if not (name.startswith("mismatch/decile_") and value in (0.0, 1.0)):
                 self._writer.add_scalar(escaped(name), value, global_step=step)
+
+    def write_text(self, step: int, name: str, markdown: str) -> None:
+        self._writer.add_text(name, markdown, global_step=step)
 
     def close(self) -> None:
         self._writer.close()
@@ -178,6 +181,12 @@ class Sinks:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         for sink in self._sinks:
             sink.write(step, metrics)
+
+    def write_text(self, step: int, name: str, markdown: str) -> None:
+        """Only TensorBoard shows texts."""
+        for sink in self._sinks:
+            if isinstance(sink, TensorBoard) and markdown:
+                sink.write_text(step, name, markdown)
 
     def close(self) -> None:
         for sink in self._sinks:

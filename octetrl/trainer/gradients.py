@@ -51,6 +51,7 @@ class GradientSums(ABC):
         self._dtype = torch.float32 if rounding is None else rounding.dtype
         self._rows = dict(zip(parameters, rows, strict=True))
         self._found: set[str] | None = None  # of `inspect`
+        self.on_micro_batch: Callable[[], None] | None = None  # called when one has ended, to show progress
         for name, parameter in parameters.items():
             parameter.register_post_accumulate_grad_hook(self._receiver(name))
 
@@ -70,9 +71,14 @@ class GradientSums(ABC):
     def _add(self, name: str, gradient: Tensor) -> None:
         """Take the gradient of one parameter and one micro-batch, [rows, ...] in any dtype."""
 
-    @abstractmethod
     def end_micro_batch(self) -> None:
         """Call it after the backward of each micro-batch."""
+        self._end_micro_batch()
+        if self.on_micro_batch is not None:
+            self.on_micro_batch()
+
+    @abstractmethod
+    def _end_micro_batch(self) -> None: ...
 
     @abstractmethod
     def finish(self) -> None:
@@ -124,7 +130,7 @@ class LocalGradients(GradientSums):
         else:
             self.rounding.add(self._sums[name], gradient, name)
 
-    def end_micro_batch(self) -> None:
+    def _end_micro_batch(self) -> None:
         pass
 
     def finish(self) -> None:
@@ -173,7 +179,7 @@ class ShardedGradients(GradientSums):
         while self._next < len(self._layers) and all(one in self._waiting for one in self._layers[self._next]):
             self._send_layer()
 
-    def end_micro_batch(self) -> None:
+    def _end_micro_batch(self) -> None:
         while self._next < len(self._layers):
             self._send_layer()
         self._next = 0

@@ -28,6 +28,7 @@ from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.packing import PackingLayout
 from octetrl.workers.reward_model_worker import RewardModelWorker
 from octetrl.workers.reward_scorer import RewardModelScorer
+from octetrl.workers.training_progress import counted, most_tokens
 from octetrl.workers.worker import Worker
 
 
@@ -51,11 +52,12 @@ class LocalLearningWorkers:
         return self.worker.weights_are_whole
 
     def train(self, batch: PackedBatch) -> PolicyUpdate:
-        with self._console.phase("train"):
+        with self._console.phase("train") as show, counted(self.worker.trainer, batch, show):
             return self.worker.train(batch)
 
     def publish(self, policy_version: int) -> Published:
-        return self.worker.publish(policy_version)
+        with self._console.phase("publish"):
+            return self.worker.publish(policy_version)
 
     def prepare_saving(self) -> None:
         self.worker.prepare_saving()
@@ -94,12 +96,13 @@ class LocalWorkers(LocalLearningWorkers):
         return self._policy.needs_calibration
 
     def calibrate(self, token_lists: Sequence[Sequence[int]]) -> None:
-        self._policy.calibrate(token_lists)
+        with self._console.phase("calibrate"):
+            self._policy.calibrate(token_lists)
 
     def generate(
         self, requests: Sequence[GenerationRequest], on_completions: OnCompletions | None = None
     ) -> list[list[Completion]]:
-        with self._shown() as on_progress:
+        with self._shown(most_tokens(requests)) as on_progress:
             return self._policy.generate(requests, on_progress, on_completions)
 
     @contextmanager
@@ -118,10 +121,10 @@ class LocalWorkers(LocalLearningWorkers):
         return self._policy.rollout_metrics()
 
     @contextmanager
-    def _shown(self) -> Iterator[OnProgress]:
+    def _shown(self, most: int | None = None) -> Iterator[OnProgress]:
         with self._console.phase("rollout") as show:
 
             def on_progress(progress: GenerationProgress) -> None:
-                show(progress.done, progress.total, progress.generated_tokens)
+                show(progress.done, progress.total, progress.generated_tokens, most)
 
             yield on_progress

@@ -96,6 +96,14 @@ class RayTeam:
         status = self._heard[worker]
         return f"worker {worker}" if status is None else status.place
 
+    def lines(self) -> list[str]:
+        """What each worker does now, by what it last said."""
+        return [one.line for one in self._all_heard()]
+
+    def _all_heard(self) -> list[Heard]:
+        now, said = time.monotonic(), zip(self._heard, self._heard_at, strict=True)
+        return [Heard(status, now - at) for status, at in said if status is not None]
+
     # ------------------------------------------------------------ starting and ending
 
     def _start(self) -> None:
@@ -315,8 +323,7 @@ class RayTeam:
 
     def _write_status(self) -> None:
         if self._folder is not None:
-            now, said = time.monotonic(), zip(self._heard, self._heard_at, strict=True)
-            write_status(self._folder, [Heard(status, now - at) for status, at in said if status is not None])
+            write_status(self._folder, self._all_heard())
 
     def _listen(self, asked: dict[Any, int]) -> None:
         ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=LOOK_SECONDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,12 +38,19 @@ def printed(capsys: Capture, *arguments: str) -> str:
 def test_train_prints_a_line_a_step(model: Path, tmp_path: Path, capsys: Capture) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text(yaml.safe_dump(recipe_tree(model, tmp_path / "run", {"logging.console": "plain"})))
-    banner, *lines, last = printed(capsys, "train", str(recipe), "steps=2").splitlines()
-    assert all(word in banner for word in ("parameters), grpo, linears of rollout and training in FP8", "2 steps"))
-    assert last.startswith("done: 2 steps in ") and "octetrl report" in last and "octetrl rollouts" in last
+    text = printed(capsys, "train", str(recipe), "steps=2")
+    banner, steps, end = re.split(r"^(?=step 1|done: 2 steps in )", text, flags=re.MULTILINE)
+    lines = [line for line in steps.splitlines() if line.startswith("step")]
+    assert text.isascii() and banner.startswith("grpo: ") and " parameters\n" in banner
+    for words in (r"precision  linears of rollout and training in FP8", r"device +CPU, \d+ thread", r"run +2 steps"):
+        assert re.search(words, banner), words
     assert max(map(len, lines)) <= 120
     assert [line.split("  ")[0] for line in lines] == ["step 1/2", "step 2/2"]
-    assert all(word in lines[0] for word in ("reward 0.", "log-probs equal", "step s", " left"))
+    assert all(word in lines[0] for word in ("reward 0.", "log-probs equal", " s ", " left"))
+    folder = tmp_path / "run"
+    assert f"weights  {folder / 'checkpoints' / 'step_000002'} (step 2)" in end and "train " in end
+    commands = [line.partition("octetrl ")[2].split("  ")[0].strip() for line in end.splitlines() if "octetrl " in line]
+    assert commands == [f"rollouts {folder}", f"eval {folder}", f"serve {folder}"]
 
 
 def test_a_gate_that_closes_is_exit_code_1(model: Path, tmp_path: Path, capsys: Capture) -> None:

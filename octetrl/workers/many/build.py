@@ -39,6 +39,7 @@ def build_many_workers(
         raise UserError(problem)
     deadlines = Deadlines(recipe.cluster.deadlines)
     team = start_team(recipe, Path(recipe.output_dir) if trains else None, deadlines)
+    console.workers = team.lines
     try:
         if recipe.algorithm.name == "reward_model":
             return ManyLearningWorkers(team, Costs.of(spec), deadlines, console, spans, trains=trains)

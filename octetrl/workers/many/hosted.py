@@ -41,6 +41,7 @@ from octetrl.workers.many.status import WorkerStatus
 from octetrl.workers.many.transfer import Transfer, WeightReceiver, WeightSender, keep_scales
 from octetrl.workers.own_engine import own_engine
 from octetrl.workers.reward_model_worker import RewardModelWorker
+from octetrl.workers.training_progress import counted
 from octetrl.workers.worker import Worker
 
 Result = TypeVar("Result")
@@ -61,6 +62,7 @@ class HostedWorker:
         sys.path += [path for path in plan.modules if path not in sys.path]
         self._computing = ThreadPoolExecutor(1, thread_name_prefix="computing")
         self._phase, self._since, self._busy = "start", time.monotonic(), False
+        self._micro_batches = (0, 0)  # done and in all, while it trains
         self._built: BuiltWorker | None = None
         self._spans = Spans()
         self._sender: WeightSender | None = None
@@ -80,6 +82,8 @@ class HostedWorker:
             busy=self._busy,
             memory_gb=self._memory_gb(),
             last_lines=() if self._log is None else last_lines(self._log),
+            done=self._micro_batches[0],
+            total=self._micro_batches[1],
         )
 
     def _memory_gb(self) -> float:
@@ -146,7 +150,17 @@ class HostedWorker:
         return WorkerState(worker.layout, worker.policy_version, needs_calibration, worker.weights_are_whole)
 
     def train(self, batch: PackedBatch) -> PolicyUpdate:
-        return self._compute("train", lambda: self._worker.train(batch))
+        def count(done: int, total: int) -> None:
+            self._micro_batches = (done, total)
+
+        def work() -> PolicyUpdate:
+            with counted(self._worker.trainer, batch, count):
+                return self._worker.train(batch)
+
+        try:
+            return self._compute("train", work)
+        finally:
+            self._micro_batches = (0, 0)
 
     def publish(self, policy_version: int) -> Published:
         if self._is_trainer and isinstance(self._worker, Worker):

@@ -33,6 +33,8 @@ class WorkerStatus:
     busy: bool
     memory_gb: float  # of the GPU, or of the process on a CPU
     last_lines: tuple[str, ...] = ()  # of what it printed
+    done: int = 0  # micro-batches of the current `train`
+    total: int = 0  # 0: it does not train
 
     @property
     def place(self) -> str:
@@ -51,7 +53,8 @@ class Heard:
         """For a person: worker 0 (host gpu1, GPU 3): train for 12 s, 61.2 GB"""
         status = self.status
         seconds = status.seconds + self.seconds_ago
-        doing = f"{status.phase} for {seconds:.0f} s"
+        done = f" ({status.done}/{status.total} micro-batches)" if status.total else ""
+        doing = f"{status.phase} for {seconds:.0f} s{done}"
         if not status.busy:
             doing = f"idle for {seconds:.0f} s after {status.phase}"
         silent = f", silent for {self.seconds_ago:.0f} s" if self.seconds_ago > STALE_SECONDS else ""

@@ -42,6 +42,7 @@ from octetrl.workers.many.deadlines import Deadlines, WorkerLost
 from octetrl.workers.many.plan import RolloutFacts, WorkerState
 from octetrl.workers.many.session import ManySession
 from octetrl.workers.many.team import PartOfTeam, Team
+from octetrl.workers.training_progress import most_tokens
 
 LINGER_SECONDS = 0.05  # of `generate`, whose completions nobody waits for
 SCORING_SECONDS = 0.1  # at most between two calls of `on_completions`
@@ -105,7 +106,7 @@ class ManyLearningWorkers:
         return updates[0]
 
     def publish(self, policy_version: int) -> Published:
-        with self._spans("publish"):
+        with self._console.phase("publish"), self._spans("publish"):
             published: list[Published] = self._team.ask("publish", "publish", policy_version)
         for part in range(self._size):  # workers with the same rows of the model
             self._check_equal([one.weights_digest for one in published[part :: self._size]], part)
@@ -179,7 +180,7 @@ class ManyWorkers(ManyLearningWorkers):
         return self._needs_calibration
 
     def calibrate(self, token_lists: Sequence[Sequence[int]]) -> None:
-        with self._spans("calibrate"):
+        with self._console.phase("calibrate"), self._spans("calibrate"):
             self._team.ask("calibrate", "calibrate", token_lists)
         self._take_state()
 
@@ -188,7 +189,7 @@ class ManyWorkers(ManyLearningWorkers):
     ) -> list[list[Completion]]:
         drawn: dict[str, dict[int, Completion]] = {request.id: {} for request in requests}
         places = {request.id: place for place, request in enumerate(requests)}
-        with self._opened(LINGER_SECONDS) as session:
+        with self._opened(LINGER_SECONDS, most_tokens(requests)) as session:
             for request in requests:
                 session.submit(request)
             while session.has_work:
@@ -207,11 +208,11 @@ class ManyWorkers(ManyLearningWorkers):
             yield session
 
     @contextmanager
-    def _opened(self, linger_seconds: float) -> Iterator[ManySession]:
+    def _opened(self, linger_seconds: float, most: int | None = None) -> Iterator[ManySession]:
         with self._console.phase("rollout") as show, self._spans("rollout"):
 
             def on_progress(progress: GenerationProgress) -> None:
-                show(progress.done, progress.total, progress.generated_tokens)
+                show(progress.done, progress.total, progress.generated_tokens, most)
 
             rooms = self._team.ask("rollout", "open_session")[:: self._size]
             try:

@@ -1,75 +1,245 @@
+"""The console: lines at several widths, what runs now, several threads, pipes."""
+
+import re
+import threading
 from io import StringIO
 
 import pytest
 
 from octetrl.telemetry import console as console_module
-from octetrl.telemetry.console import COLUMNS, Console
+from octetrl.telemetry.console import Console, leave_screen
+from octetrl.telemetry.progress import Phase, bar_line
+from octetrl.telemetry.step_line import NUMBERS, TIME, StepLine, duration, evaluation_parts, line
 
 METRICS = {"reward/mean": 0.53125, "loss": -0.0012, "mismatch/token_mult_prob_error": 1.00021, "time/step": 14.2}
+ALL = {number.metric: 12345.678 for number in NUMBERS} | {TIME: 100.0, "mismatch/unequal_tokens": 3.0}
 
 
 class Terminal(StringIO):
+    encoding = "utf-8"
+
     def isatty(self) -> bool:
         return True
 
 
-def test_plain_is_one_line_a_step_and_nothing_for_phases() -> None:
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    return Terminal()
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", text)
+
+
+# ---------------------------------------------------------------- lines
+
+
+def test_plain_is_one_line_a_step_and_nothing_for_short_phases() -> None:
     out = StringIO()
     console = Console("plain", 100, out=out)
     with console.phase("rollout") as progress:
         progress(3, total=8, tokens=120)
     console.step(12, METRICS)
-    assert (
-        out.getvalue() == "step 12/100  reward 0.531  log-probs 0.021% apart  step s 14.20  loss -0.0012  21 min left\n"
-    )
+    assert out.getvalue() == "step  12/100  reward 0.531  log-probs 0.021% apart  14 s  21 min left\n"
 
 
-def test_a_line_fits_and_says_what_its_numbers_mean() -> None:
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_a_line_fits_and_says_what_its_numbers_mean(width: int) -> None:
+    lines = StepLine(10_000)
+    texts = [line(lines.parts(9_000, ALL, "1.5 h", width)), line(lines.parts(9_001, METRICS, "1.4 h", width))]
+    assert all(len(text) <= width for text in texts)
+    assert texts[0].startswith("step  9000/10000  reward 12345.678") == (width > 40)
+    assert texts[0].endswith("1.5 h left")
+    assert ("log-probs differ in 3 tokens" in texts[0]) == (width >= 80)
+    assert width < 80 or "log-probs 0.021% apart" in texts[1]
+
+
+def test_lines_are_columns() -> None:
+    lines = StepLine(20)
+    steps = [
+        {"reward/mean": 0.25, "rollout/truncated_share": 0.0, "time/step": 1.0},
+        {"reward/mean": -1.25, "rollout/truncated_share": 1.0, "time/step": 12.0},
+        {"reward/mean": 0.5, "rollout/truncated_share": 0.0, "time/step": 3.0},
+    ]
+    texts = [line(lines.parts(step, metrics, "9 s")) for step, metrics in enumerate(steps, start=9)]
+    assert texts == [
+        "step  9/20  reward 0.250  1.0 s  9 s left",
+        "step 10/20  reward -1.250  truncated 100%   12 s  9 s left",
+        "step 11/20  reward  0.500  truncated   0%  3.0 s  9 s left",
+    ]
+
+
+def test_waiting_for_rewards_is_said() -> None:
+    waits = line(StepLine(3).parts(1, {"time/step": 10.0, "time/reward": 4.5}))
+    assert waits == "step 1/3  waiting for rewards 45%  10 s"
+    assert line(StepLine(3).parts(1, {"time/step": 10.0, "time/reward": 0.5})) == "step 1/3  10 s"
+
+
+def test_log_probs_are_said_in_words() -> None:
+    def said(**metrics: float) -> str:
+        return line(StepLine(3).parts(1, {f"mismatch/{name}": value for name, value in metrics.items()}))
+
+    assert said(token_mult_prob_error=1.0) == "step 1/3  log-probs equal"
+    assert said(token_mult_prob_error=1.0, unequal_tokens=0.0) == "step 1/3  log-probs equal"
+    assert said(token_mult_prob_error=1.0, unequal_tokens=2.0) == "step 1/3  log-probs differ in 2 tokens"
+    assert said(token_mult_prob_error=1.01) == "step 1/3  log-probs 1.000% apart"
+
+
+def test_an_evaluation_is_compared_with_the_best() -> None:
+    now = {"eval/accuracy": 0.5, "eval/accuracy_low": 0.4, "eval/accuracy_high": 0.6, "time/evaluate": 3.0}
+    first = line(evaluation_parts(10, 20, now, {}))
+    assert first == "eval 10/20  held-out accuracy 0.500  95% interval 0.400 to 0.600  3.0 s"
+    assert "the best so far, +0.250 against step 5" in line(evaluation_parts(10, 20, now, {5: 0.25, 7: 0.1}))
+    assert "best so far 0.750 at step 5" in line(evaluation_parts(10, 20, now, {5: 0.75}))
+
+
+def test_a_resumed_run_knows_its_best(terminal: Terminal) -> None:
     out = StringIO()
-    many = {line.metric: 12345.678 for column in COLUMNS for line in column}
-    Console("plain", 10_000, out=out).step(9_000, {**many, "mismatch/unequal_tokens": 3.0})
-    Console("plain", 3, out=out).step(3, {"mismatch/token_mult_prob_error": 1.0, "rollout/failure_share": 0.0})
-    full, equal = out.getvalue().splitlines()
-    assert 90 < len(full) <= 120 and full.startswith("step 9000/10000  reward") and full.endswith(" h left")
-    assert "log-probs differ in 3 tokens" in full
-    assert equal == "step 3/3  log-probs equal"
+    console = Console("plain", 9, out=out)
+    with console.steps(5, [{"step": 4.0, "eval/accuracy": 0.7}, {"step": 5.0}]):
+        console.step(6, {"eval/accuracy": 0.6}, is_due=False)
+    assert out.getvalue() == "eval 6/9  held-out accuracy 0.600  best so far 0.700 at step 4\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, ""), (0.04, "0.0 s"), (9.4, "9.4 s"), (9.96, "10 s"), (119, "119 s"), (7199, "120 min")]
+)
+def test_a_duration_has_one_unit(seconds: float, text: str) -> None:
+    assert duration(seconds) == text and duration(3 * 3600) == "3.0 h"
+
+
+# ---------------------------------------------------------------- what runs now
+
+
+@pytest.mark.parametrize("width", [20, 40, 79, 119])
+def test_a_bar_fits_any_width(width: int) -> None:
+    phase = Phase("rollout", done=16, total=64, tokens=1_000)
+    text = bar_line("rollout", phase.share, [*phase.facts, "2.0 s left"], width, 10, plain=False).plain
+    assert len(text) <= width
+    assert width < 40 or text.endswith("2.0 s left")
+    bar = re.search("━+─+", text)
+    assert width < 79 or (bar is not None and abs(bar[0].count("━") / len(bar[0]) - 0.25) < 0.05)
+    assert bar_line("rollout", 0.5, [], width, 10, plain=True).plain.isascii()
+
+
+def test_the_share_counts_answers_or_tokens_or_the_last_time() -> None:
+    assert Phase("load").share is None and Phase("load").seconds_left is None
+    assert Phase("rollout", done=8, total=64).share == 0.125
+    assert Phase("rollout", done=8, total=64, tokens=50, most_tokens=100).share == 0.5
+    before = Phase("publish", before=1e-9)
+    assert before.share == 0.99 and before.seconds_left is None
+    half = Phase("train", done=2, total=4, began=Phase("now").began - 10)
+    assert half.seconds_left == pytest.approx(10, abs=1)
+
+
+def test_live_shows_the_phases_of_a_step_and_leaves_only_lines(terminal: Terminal) -> None:
+    console = Console("auto", 100, out=terminal)
+    with console.steps(11):
+        with console.phase("rollout") as progress:
+            progress(3, total=8, tokens=120)
+            with console.phase("inner") as inner:
+                inner(4, total=8)
+            console._live.refresh()  # type: ignore[union-attr]
+        console._live.refresh()  # type: ignore[union-attr]
+        console.step(12, METRICS)
+    shown = plain(terminal.getvalue())
+    assert "rollout" in shown and "4/8 answers" in shown and "inner" not in shown
+    assert "step 12/100" in shown and "rewards" in shown, "what follows a rollout"
+    last = terminal.getvalue().split("step ")[-1]
+    assert "\x1b[?25h" in last and plain(last).split("\n")[-1].strip("\r") == "", (
+        "the cursor is back, the bars are gone"
+    )
+    assert console_module._on_screen == []
+
+
+def test_phases_of_two_threads_have_a_line_each(terminal: Terminal) -> None:
+    console, begun, ends = Console("auto", 3, out=terminal), threading.Event(), threading.Event()
+
+    def draw() -> None:
+        with console.phase("rollout") as progress:
+            progress(1, total=2)
+            begun.set()
+            ends.wait(10)
+
+    thread = threading.Thread(target=draw)
+    with console.steps(0):
+        thread.start()
+        begun.wait(10)
+        with console.phase("train", lambda: (3, 7)):
+            shown = [row.plain for row in console._bottom().renderables]  # type: ignore[union-attr]
+        ends.set()
+        thread.join()
+    assert [text.split()[0] for text in shown] == ["rollout", "train", "step"]
+    assert "1/2 answers" in shown[0] and "3/7 micro-batches" in shown[1]
+
+
+def test_workers_have_a_line_each(terminal: Terminal) -> None:
+    console = Console("auto", 3, out=terminal)
+    console.workers = lambda: [f"worker {rank}: train for 3 s" for rank in range(10)]
+    with console.steps(0):
+        shown = [row.plain for row in console._bottom().renderables]  # type: ignore[union-attr]
+    assert shown[-2].strip() == "worker 7: train for 3 s" and "2 more: octetrl status" in shown[-1]
+
+
+def test_a_stopped_command_leaves_the_screen(terminal: Terminal) -> None:
+    console = Console("auto", 3, out=terminal)
+    context = console.phase("rollout")
+    context.__enter__()
+    leave_screen()
+    assert console._live is None and terminal.getvalue().endswith("\x1b[?25h\r\x1b[1A\x1b[2K")
+
+
+# ---------------------------------------------------------------- pipes
 
 
 def test_a_pipe_gets_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console_module, "HEARTBEAT_SECONDS", 0.0)
+    monkeypatch.setattr(console_module, "HEARTBEAT_SECONDS", 0.02)
     out = StringIO()
-    with Console("plain", 3, out=out).phase("rollout") as progress:
-        progress(3, total=8, tokens=120)
-    assert out.getvalue().startswith("  rollout: 3 of 8, ") and "tok/s" in out.getvalue()
+    console = Console("plain", 3, out=out)
+    console.workers = lambda: ["worker 0: busy"]
+    with console.steps(1), console.phase("train", lambda: (3, 8)):
+        waited = threading.Event()
+        for _ in range(500):
+            if "worker" in out.getvalue():
+                break
+            waited.wait(0.01)
+    first, second, *_ = out.getvalue().splitlines()
+    assert first.startswith("  step 2/3, train: 3/8 micro-batches, 0 s") and second == "    worker 0: busy"
+    assert console._heart is None and console._ended.is_set()
 
 
-def test_auto_is_plain_on_a_pipe() -> None:
-    out = StringIO()
-    Console("auto", 2, out=out).step(1, METRICS)
-    assert len(out.getvalue().splitlines()) == 1
+@pytest.mark.parametrize(("mode", "term"), [("auto", None), ("auto", "dumb"), ("plain", "xterm")])
+def test_auto_is_plain_without_a_terminal(mode: str, term: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", term or "xterm")
+    out = StringIO() if term is None else Terminal()
+    console = Console(mode, 2, out=out)  # type: ignore[arg-type]
+    with console.steps(0), console.phase("rollout"):
+        console.step(1, METRICS)
+    console.rows("grpo: tiny", [("precision", "FP8"), ("", "and " * 60)])
+    text = out.getvalue()
+    assert text.isascii() and "\x1b" not in text and len(text.splitlines()) == 4
+    assert text.splitlines()[2] == "  precision  FP8"
+
+
+def test_rows_wrap_on_a_terminal(terminal: Terminal) -> None:
+    Console("auto", 1, out=terminal).rows("title", [("label", "word " * 30)])
+    lines = plain(terminal.getvalue()).splitlines()
+    assert len(lines) == 4 and all(len(text) < 80 for text in lines)
+    assert lines[1].startswith("  label  word") and lines[2].startswith("         word")
 
 
 def test_quiet_shows_warnings_only() -> None:
     out, err = StringIO(), StringIO()
     console = Console("quiet", 100, out=out, err=err)
-    console.step(1, METRICS)
+    with console.steps(0), console.phase("rollout") as progress:
+        progress(1, 2)
+        console.step(1, METRICS | {"eval/accuracy": 0.5})
+    console.rows("banner", [("a", "b")])
     console.note("resumed")
     console.warn("mismatch [high]")
     assert (out.getvalue(), err.getvalue()) == ("", "warning: mismatch [high]\n")
-
-
-def test_live_shows_the_phase_and_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    out = Terminal()
-    console = Console("auto", 100, out=out)
-    with console.phase("rollout") as progress:
-        progress(3, total=8, tokens=120)
-        with console.phase("inner") as inner:
-            inner(1)
-    console.step(12, METRICS)
-    shown = out.getvalue()
-    assert "rollout" in shown and "tok/s" in shown and "3/8" in shown and "inner" not in shown
-    assert "step 12/100" in shown and "0.531" in shown and "14.20" in shown
 
 
 def test_a_finished_table_is_shown_as_given() -> None:

@@ -6,6 +6,8 @@ import pytest
 
 from octetrl.config.errors import UserError
 from octetrl.config.schema import LoggingConfig
+from octetrl.records import Completion, FinishReason, Rollout, RolloutGroup, RolloutStatus, Task, Turn
+from octetrl.telemetry.sample_texts import as_code, sample_texts
 from octetrl.telemetry.sinks import MetricsFile, open_sinks
 
 
@@ -100,3 +102,49 @@ def test_tensorboard_gets_what_the_file_gets(tmp_path: Path) -> None:
             sinks.write(step, {"reward/mean": step / 4})
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
+
+
+def test_tensorboard_has_the_recipe_and_samples_and_no_constant_curves(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    decile = "mismatch/decile_0/token_mult_prob_error"
+    with open_sinks(tmp_path, LoggingConfig(), {"steps": 7}) as sinks:
+        sinks.write(1, {"reward/mean": 0.5, decile: 1.0})
+        sinks.write_text(1, "rollouts", sample_texts(groups()))
+        sinks.write_text(1, "evaluation", sample_texts([]))
+        sinks.write(2, {decile: 1.5})
+    events = EventAccumulator(str(tmp_path)).Reload()
+    texts = {
+        tag.partition("/")[0]: events.Tensors(tag)[0].tensor_proto.string_val[0].decode()
+        for tag in events.Tags()["tensors"]
+    }
+    assert set(texts) == {"recipe", "rollouts"} and '    {\n      "steps": 7' in texts["recipe"]
+    assert [(event.step, event.value) for event in events.Scalars(decile)] == [(2, 1.5)]
+    assert len(list(tmp_path.glob("events.*"))) == 1
+
+
+def groups() -> list[RolloutGroup]:
+    tasks = [Task(f"sum/{number}", f"{number} + 1 =\n# a heading", str(number + 1)) for number in range(3)]
+    failed = Rollout(tasks[0], (), RolloutStatus.REWARD_ERROR, None)
+    rewards = ((0.25, 1.0), (0.0, 0.5), (0.75,))
+    found = []
+    for task, values in zip(tasks, rewards, strict=True):
+        said = [
+            Turn((1,), Completion((5, 6), (-1.0, -1.0), f"<b>{value}</b>", FinishReason.STOP, 0, ""))
+            for value in values
+        ]
+        rollouts = [
+            Rollout(task, (turn,), RolloutStatus.SCORED, value) for turn, value in zip(said, values, strict=True)
+        ]
+        found.append(RolloutGroup(task, (*rollouts, failed)))
+    return found
+
+
+def test_samples_are_the_best_the_middle_and_the_worst() -> None:
+    text = sample_texts(groups())
+    rewards = [line.partition("**")[2].partition("**")[0] for line in text.splitlines() if line.startswith("**")]
+    assert rewards == ["reward 1.000", "reward 0.500", "reward 0.000"]
+    assert "task sum/0" in text and "reference answer:\n\n    1\n" in text and "2 tokens" in text
+    assert not [line for line in text.splitlines() if line.lstrip().startswith(("#", "<")) and line[:4] != "    "]
+    assert sample_texts([]) == ""
+    assert len(as_code("x" * 10_000)) < 2_100 and "8,000 letters" in as_code("x" * 10_000)

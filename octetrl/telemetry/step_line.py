@@ -1,0 +1,159 @@
+"""The line that a person reads after each step: few numbers, each with its meaning, as many as the width holds.
+
+    step  3/20  reward 0.265  log-probs equal  entropy 5.923  length 16  truncated 97%  1.4 s  23 s left
+
+What is 0 in a healthy run (failed, truncated, ...) is shown only if it is not. Where the width is small, the numbers
+that matter most are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Literal, NamedTuple
+
+Tone = Literal["plain", "good", "warn", "bad"]
+
+WIDTH = 120  # columns at most
+SLOW_REWARDS = 0.1  # of the step's time: a step that waits longer for rewards says so
+
+
+class Part(NamedTuple):
+    """A piece of a line. `label` comes before the value; empty: the value explains itself."""
+
+    label: str
+    value: str
+    tone: Tone = "plain"
+
+    @property
+    def text(self) -> str:
+        return f"{self.label} {self.value}" if self.label else self.value
+
+
+class Number(NamedTuple):
+    """A metric in the line. `form`: format specification. `warn`: above it, a person should look."""
+
+    metric: str
+    label: str
+    form: str
+    only_above_0: bool = False
+    warn: float | None = None
+    tone: Tone = "warn"
+
+
+AGREEMENT = "mismatch/token_mult_prob_error"
+NUMBERS = (  # in the order of the line
+    Number("reward/mean", "reward", ".3f"),
+    Number("preference/accuracy", "pairs right", ".1%"),
+    Number("loss", "loss", ".4f"),
+    Number(AGREEMENT, "log-probs", ""),
+    Number("entropy", "entropy", ".3f"),
+    Number("kl", "kl", ".4f"),
+    Number("grad_norm", "grad norm", ".3f"),
+    Number("rollout/mean_length", "length", ",.0f"),
+    Number("rollout/failure_share", "failed", ".0%", only_above_0=True, warn=0.0, tone="bad"),
+    Number("rollout/too_long_share", "too long", ".0%", only_above_0=True, warn=0.0),
+    Number("reward/zero_variance_fraction", "equal rewards", ".0%", only_above_0=True, warn=0.8),
+    Number("rollout/truncated_share", "truncated", ".0%", only_above_0=True, warn=0.1),
+    Number("fp8/kv_saturation", "clamped KV", ".2%", only_above_0=True, warn=0.001),
+    Number("correction/clip_fraction", "corrected", ".1%", only_above_0=True),
+    Number("rollout/tokens_per_second", "rollout tok/s", ",.0f"),
+    Number("train/tokens_per_second", "train tok/s", ",.0f"),
+    Number("memory/peak_gb", "memory GB", ".1f"),
+)
+TIME, REWARDS = "time/step", "time/reward"
+PRIORITY = (  # which numbers are kept where not all fit
+    *("reward/mean", AGREEMENT, "preference/accuracy", "rollout/failure_share"),
+    *("rollout/too_long_share", "reward/zero_variance_fraction", "rollout/truncated_share", TIME, REWARDS),
+    *("loss", "rollout/mean_length", "entropy", "fp8/kv_saturation", "kl", "grad_norm", "memory/peak_gb"),
+    *("rollout/tokens_per_second", "train/tokens_per_second", "correction/clip_fraction"),
+)
+
+
+class StepLine:
+    """Makes the lines of a run of `total` steps.
+
+    It keeps how wide each number has been, so that the lines stay columns, and shows on what was once above 0."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._widths: dict[str, int] = {}
+        self._seen: set[str] = set()
+
+    def parts(self, step: int, metrics: Mapping[str, float], left: str = "", width: int = WIDTH) -> list[Part]:
+        """The parts of a step's line, which is at most `width` columns wide. `left`: the time left, in words."""
+        title = Part("step", f"{step:>{len(str(self._total))}}/{self._total}")
+        end = [Part("", self._padded("left", f"{left} left"))] if left else []
+        found = {name: part._replace(value=self._padded(name, part.value)) for name, part in self._measured(metrics)}
+        room = width - len(title.text) - (self._widths["left"] + 2 if "left" in self._widths else 0)
+        kept: set[str] = set()
+        for name in PRIORITY:
+            if name in found and len(found[name].text) + 2 <= room:
+                kept.add(name)
+                room -= len(found[name].text) + 2
+        order = [*(number.metric for number in NUMBERS), REWARDS, TIME]
+        return [title, *(found[name] for name in order if name in kept), *end]
+
+    def _padded(self, name: str, text: str) -> str:
+        if name == AGREEMENT:
+            return text  # words
+        self._widths[name] = max(self._widths.get(name, 0), len(text))
+        return text.rjust(self._widths[name])
+
+    def _measured(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, Part]]:
+        for number in NUMBERS:
+            value = metrics.get(number.metric)
+            if value is None or (number.metric == "loss" and "reward/mean" in metrics):
+                continue
+            if number.only_above_0 and value == 0 and number.metric not in self._seen:
+                continue
+            self._seen.add(number.metric)
+            if number.metric == AGREEMENT:
+                yield number.metric, _agreement(value, metrics)
+            else:
+                tone: Tone = number.tone if number.warn is not None and value > number.warn else "plain"
+                yield number.metric, Part(number.label, format(value, number.form), tone)
+        seconds, waited = metrics.get(TIME), metrics.get(REWARDS, 0.0)
+        if seconds:
+            yield TIME, Part("", duration(seconds))
+            if waited > SLOW_REWARDS * seconds:
+                yield REWARDS, Part("waiting for rewards", f"{waited / seconds:.0%}", "warn")
+
+
+def _agreement(error: float, metrics: Mapping[str, float]) -> Part:
+    """Whether the log-probs of engine and trainer are equal. `error`: mean of exp(absolute difference)."""
+    unequal = metrics.get("mismatch/unequal_tokens", 0.0 if error == 1 else None)
+    if unequal is None:
+        return Part("log-probs", f"{error - 1:.3%} apart", "warn" if error > 1.03 else "plain")
+    if unequal:
+        return Part("log-probs", f"differ in {unequal:,.0f} tokens", "bad")
+    return Part("log-probs", "equal", "good")
+
+
+def evaluation_parts(step: int, total: int, metrics: Mapping[str, float], earlier: Mapping[int, float]) -> list[Part]:
+    """The parts of an evaluation's line. `earlier`: accuracy of the evaluations before, by step."""
+    accuracy = metrics["eval/accuracy"]
+    parts = [Part("eval", f"{step:>{len(str(total))}}/{total}"), Part("held-out accuracy", f"{accuracy:.3f}")]
+    if "eval/accuracy_low" in metrics and "eval/accuracy_high" in metrics:
+        interval = f"{metrics['eval/accuracy_low']:.3f} to {metrics['eval/accuracy_high']:.3f}"
+        parts.append(Part("95% interval", interval))
+    if earlier:
+        best = max(earlier, key=lambda one: earlier[one])
+        if accuracy > earlier[best]:
+            parts.append(Part("", f"the best so far, {accuracy - earlier[best]:+.3f} against step {best}", "good"))
+        else:
+            parts.append(Part("best so far", f"{earlier[best]:.3f} at step {best}"))
+    seconds = metrics.get("time/evaluate")
+    return [*parts, Part("", duration(seconds))] if seconds else parts
+
+
+def line(parts: list[Part]) -> str:
+    return "  ".join(part.text for part in parts)
+
+
+def duration(seconds: float) -> str:
+    """A time in one unit; empty for none."""
+    if seconds <= 0:
+        return ""
+    size, unit = next(((n, unit) for n, unit in ((3600, "h"), (60, "min")) if seconds >= 2 * n), (1, "s"))
+    small = unit == "h" or (unit == "s" and seconds < 9.95)
+    return f"{seconds / size:.1f} {unit}" if small else f"{seconds / size:.0f} {unit}"
