@@ -30,7 +30,7 @@ from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
 from octetrl.algorithms.token_loss import LossInputs, TokenLoss
 from octetrl.config.algorithm import OwnObjectiveConfig
-from octetrl.config.errors import UserError, nearest
+from octetrl.config.errors import UserError, nearest, type_of
 from octetrl.config.problems import value_problem
 
 SIGNATURE = "(inputs: LossInputs, fields: YourDataclass, shared: OwnObjectiveConfig) -> TokenLoss"
@@ -177,7 +177,7 @@ def _made_inputs(config: OwnObjectiveConfig) -> LossInputs:
 
 def _wrong_result(result: Any, inputs: LossInputs) -> str | None:
     if not isinstance(result, TokenLoss):
-        return f"a {type(result).__name__}"
+        return type_of(result)
     loss_N, wanted = result.loss_N, tuple(inputs.logprobs_N.shape)
     if not isinstance(loss_N, torch.Tensor):
         return f"a loss_N of type {type(loss_N).__name__}"

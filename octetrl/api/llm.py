@@ -10,7 +10,7 @@ from threading import Lock
 from typing import Any, Literal
 
 from octetrl.api.sampling import SamplingParams
-from octetrl.config.errors import UserError
+from octetrl.config.errors import UserError, type_of
 from octetrl.config.load import PRECISIONS
 from octetrl.config.schema import Precision
 from octetrl.config.text import TextTooLong
@@ -100,7 +100,7 @@ class LLM:
         """
         sampling = sampling_params or SamplingParams()
         if not isinstance(sampling, SamplingParams):
-            raise UserError(f"LLM.generate: {type(sampling).__name__} was given; give an octetrl.SamplingParams")
+            raise UserError(f"LLM.generate: {type_of(sampling)} was given; give an octetrl.SamplingParams")
         listed = _listed(prompts)
         if not listed:
             return []
@@ -129,7 +129,7 @@ class LLM:
         context = self._loaded.context_length
         remedy = f"the context has {context:,}; shorten one of them, or raise LLM(context_length=...)"
         if not isinstance(prompt, Sequence):
-            raise UserError(f"LLM.generate: prompt {place} is a {type(prompt).__name__}; give a text, or token ids")
+            raise UserError(f"LLM.generate: prompt {place} is {type_of(prompt)}; give a text, or token ids")
         try:
             tokens = self._loaded.chat.prompt_tokens(prompt) if isinstance(prompt, str) else tuple(prompt)
         except TextTooLong as error:
@@ -148,7 +148,7 @@ class LLM:
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if not isinstance(prompts, Sequence):
-        raise UserError(f"LLM.generate: {type(prompts).__name__} was given; give a text, token ids, or a list of them")
+        raise UserError(f"LLM.generate: {type_of(prompts)} was given; give a text, token ids, or a list of them")
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]  # one prompt, a text or token ids
     return list(prompts)  # type: ignore[arg-type]

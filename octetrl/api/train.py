@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octetrl.config.errors import UserError
+from octetrl.config.errors import UserError, type_of
 from octetrl.config.load import load_recipe, recipe_from_mapping, recipe_tree
 from octetrl.config.schema import Precision, Recipe
 from octetrl.config.validate_environment import FILES
@@ -141,7 +141,7 @@ def _reward_name(reward: Reward) -> str:
 
 def _check_reward(reward: Reward) -> None:
     if not callable(reward):
-        raise UserError(f"octetrl.train: reward is a {type(reward).__name__}; give a function of (task, text)")
+        raise UserError(f"octetrl.train: reward is {type_of(reward)}; give a function of (task, text)")
     if inspect.iscoroutinefunction(reward):
         raise UserError("octetrl.train: reward is async; give a plain function of (task, text) that returns a number")
     try:
@@ -157,7 +157,7 @@ def _check_reward(reward: Reward) -> None:
 def _checked_list(tasks: Any) -> list[Task | Mapping[str, Any]]:
     if not isinstance(tasks, Iterable) or isinstance(tasks, Mapping | bytes):
         raise UserError(
-            f"octetrl.train: tasks is a {type(tasks).__name__}; give a JSONL file, a list of Task or of dictionaries"
+            f"octetrl.train: tasks is {type_of(tasks)}; give a JSONL file, a list of Task or of dictionaries"
             " with prompt and answer, or an object with tasks and score"
         )
     return list(tasks)
@@ -177,7 +177,7 @@ def _environment(tasks: Sequence[Task | Mapping[str, Any]], recipe: Recipe) -> T
         elif isinstance(task, Mapping):
             made += make_tasks([Row(place, where, dict(task))], config.prompt_template)
         else:
-            raise UserError(f"{where}: a {type(task).__name__}; give a Task or a dictionary with prompt and answer")
+            raise UserError(f"{where}: {type_of(task)}; give a Task or a dictionary with prompt and answer")
     _refuse_equal_ids(made)
     if config.reward is None and config.reward_model is None and config.judge is None:
         for place, task in enumerate(made):

@@ -39,6 +39,12 @@ class RunFailed(RuntimeError):
     """The input is valid, but the run cannot continue."""
 
 
+def type_of(value: object) -> str:
+    """Name a value's Python type with its article, for a message: "an int", "a list"."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
 def nearest_file(path: Path) -> str:
     """Return `; did you mean 'x'?` for the closest name in the folder of a file that is missing, or an empty string."""
     try:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from octetrl.config.errors import UserError, nearest_file
+from octetrl.config.errors import UserError, nearest_file, type_of
 
 MOST_BYTES = 1 << 26  # size limit of a settings file; published ones have at most a few megabytes
 DEEPEST = 100  # levels of nested objects and lists
@@ -76,7 +76,7 @@ def kind_of(value: object) -> str:
     """Name a JSON value's type in words, for a message: "a string", "an object", "null"."""
     if isinstance(value, str):
         return "a string" if value.strip() else "an empty string"
-    return "null" if value is None else _KINDS.get(type(value), f"a {type(value).__name__}")
+    return "null" if value is None else _KINDS.get(type(value), type_of(value))
 
 
 class JsonObject(Mapping[str, Any]):

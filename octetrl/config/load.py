@@ -36,7 +36,7 @@ from typing import Any
 import yaml
 
 from octetrl.config.environment import EnvironmentConfig
-from octetrl.config.errors import UserError
+from octetrl.config.errors import UserError, type_of
 from octetrl.config.json_file import read_text
 from octetrl.config.objective_keys import drop_defaults_of_others
 from octetrl.config.problems import for_command_line, for_python, is_field, may_be_null, section_of
@@ -177,8 +177,7 @@ def _read_file(path: Path, extended_by: str | None) -> Tree:
         raise UserError(f"{path}: the recipe is empty{reader}; it needs at least a `model:` section")
     if not isinstance(tree, dict):
         raise UserError(
-            f"{path}: this is a {type(tree).__name__}, not `section: ...` lines{reader}; `octetrl recipes` lists"
-            " examples"
+            f"{path}: this is {type_of(tree)}, not `section: ...` lines{reader}; `octetrl recipes` lists examples"
         )
     return drop_defaults_of_others(tree)
 

@@ -86,7 +86,7 @@ def unknown_field(name: str, field: str) -> Problem:
 def _listed(names: list[str]) -> str:
     """Name these objectives in the shorter way: list them, or list the exceptions."""
     others = [name for name in OBJECTIVES if name not in names]
-    return ", ".join(names) if len(names) <= len(others) else f"all but {', '.join(others)}"
+    return ", ".join(names) if len(names) <= len(others) else f"every objective except {', '.join(others)}"
 
 
 def _is_foreign(name: Any, field: str) -> bool:

@@ -113,11 +113,20 @@ def _unknown_key(keys: tuple[str, ...]) -> Problem:
     if hint:
         meant = ".".join(filter(None, (parent, hint.split("'")[1])))
     else:
-        elsewhere = [full for full in _all_fields(Recipe) if full.split(".")[-1] == name]
-        hint = f"; did you mean '{elsewhere[0]}'?" if elsewhere else f"; allowed are {', '.join(schema.model_fields)}"
-        meant = elsewhere[0] if elsewhere else ""
+        meant = _elsewhere(name)
+        hint = f"; did you mean '{meant}'?" if meant else f"; allowed are {', '.join(schema.model_fields)}"
     fields = (".".join(keys), meant) if meant else (".".join(keys),)
     return Problem(fields, f"{'.'.join(keys)}: unknown key{hint}")
+
+
+def _elsewhere(name: str) -> str:
+    """The field of any section with this name, or the closest one; its first field if several have it."""
+    by_name: dict[str, str] = {}
+    for full in _all_fields(Recipe):
+        by_name.setdefault(full.split(".")[-1], full)
+    if name not in by_name and (hint := nearest(name, by_name)):
+        name = hint.split("'")[1]
+    return by_name.get(name, "")
 
 
 def _all_fields(schema: type[Section], prefix: str = "") -> Iterator[str]:

@@ -103,7 +103,7 @@ class Report:
         if self.equal:
             return (
                 f"equal: every bit of {self.num_tokens:,} tokens x {self.num_layers} layers, and the log-probs of"
-                f" {self.num_drawn:,} drawn tokens"
+                f" {self.num_drawn:,} sampled tokens"
             )
         if self.first is not None:
             blame = "" if self.at_fault is None else f"; the fault is the {self.at_fault}'s"

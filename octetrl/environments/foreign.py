@@ -15,7 +15,7 @@ from itertools import islice
 from operator import getitem
 from typing import Any, TypeVar
 
-from octetrl.config.errors import UserError
+from octetrl.config.errors import UserError, type_of
 from octetrl.records import Task
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ def check_tasks(environment: Any, path: str) -> None:
     has_places = hasattr(type(tasks), "__len__") and hasattr(type(tasks), "__getitem__")
     if not has_places or isinstance(tasks, str | bytes | Mapping):
         raise UserError(
-            f"environment.dataset: {what}its tasks are a {type(tasks).__name__}; give a list of Task, or another"
+            f"environment.dataset: {what}its tasks are {type_of(tasks)}; give a list of Task, or another"
             " sequence with a length and places"
         )
     number = result_of(lambda: len(tasks), f"{what}len(tasks)")
@@ -86,7 +86,7 @@ def check_tasks(environment: Any, path: str) -> None:
 
 def _check_task(task: Any, where: str) -> None:
     if not isinstance(task, Task):
-        raise UserError(f"{where} is a {type(task).__name__}, not a Task; give Task(id=..., prompt=...)")
+        raise UserError(f"{where} is {type_of(task)}, not a Task; give Task(id=..., prompt=...)")
     for field, kinds, needed in (
         ("id", str, "a text"),
         ("prompt", str, "a text"),
@@ -95,4 +95,4 @@ def _check_task(task: Any, where: str) -> None:
     ):
         value = getattr(task, field)
         if not isinstance(value, kinds):
-            raise UserError(f"{where}: its {field} is a {type(value).__name__}; give {needed}")
+            raise UserError(f"{where}: its {field} is {type_of(value)}; give {needed}")

@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
+from octetrl.config.errors import type_of
+
 _MARK = "~"
 
 
@@ -51,9 +53,7 @@ def _marked(value: Any) -> Any:
         return int(value)
     if isinstance(value, Real):
         return float(value)
-    raise TypeError(
-        f"a {type(value).__name__} is not plain data; give text, numbers, lists, tuples, sets, dictionaries"
-    )
+    raise TypeError(f"{type_of(value)} is not plain data; give text, numbers, lists, tuples, sets, dictionaries")
 
 
 _KINDS: dict[str, Callable[[Any], Any]] = {

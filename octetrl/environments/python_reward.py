@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from octetrl.config.errors import UserError
+from octetrl.config.errors import UserError, type_of
 from octetrl.environments.base import Scorer
 from octetrl.environments.given import Given
 from octetrl.environments.python_object import check_path, import_object
@@ -51,7 +51,7 @@ class PythonReward:
     def _function(self) -> Scorer:
         function = import_object(_FIELD, self.path)
         if not callable(function):
-            raise UserError(f"{_FIELD}: '{self.path}' is a {type(function).__name__}, not a function")
+            raise UserError(f"{_FIELD}: '{self.path}' is {type_of(function)}, not a function")
         if has_trl_form(function):
             return TrlRewards([function])
         check_signature(function, f"{_FIELD}: '{self.path}'")

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from octetrl.config.errors import UserError
+from octetrl.config.errors import UserError, type_of
 from octetrl.environments.tools import Tool
 from octetrl.environments.turns import Conversation, reward
 from octetrl.records import Task
@@ -71,7 +71,7 @@ class VerifiersEnvironment:
         if isinstance(self.environment, verifiers.StatefulToolEnv):
             reason = "its tools have hidden arguments"
         elif not isinstance(self.environment, verifiers.MultiTurnEnv):
-            reason = f"it is a {type(self.environment).__name__}, not a MultiTurnEnv"
+            reason = f"it is {type_of(self.environment)}, not a MultiTurnEnv"
         elif type(self.environment).get_prompt_messages is not verifiers.MultiTurnEnv.get_prompt_messages:
             reason = "it rewrites the conversation between turns (get_prompt_messages)"
         elif self.environment.rubric.has_group_rewards:

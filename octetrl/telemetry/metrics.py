@@ -18,6 +18,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Self
 
+from octetrl.config.errors import type_of
+
 NAME = re.compile(r"[a-z0-9_.-]+(/[a-z0-9_.-]+)*")
 
 
@@ -35,7 +37,7 @@ class StepMetrics(Mapping[str, float]):
             for name, value in mapping.items():
                 assert NAME.fullmatch(name), f"metric name {name!r} is not family/name in lower case"
                 assert name not in merged, f"metric {name!r} is reported twice"
-                assert isinstance(value, int | float), f"metric {name!r} is a {type(value).__name__}, not a number"
+                assert isinstance(value, int | float), f"metric {name!r} is {type_of(value)}, not a number"
                 merged[name] = value
         return cls(merged)
 

@@ -112,9 +112,9 @@ def test_a_reward_that_hangs_is_counted_and_the_run_goes_on(model: Path, tmp_pat
     ("given", "said"),
     [
         ({"tasks": [{"prompt": "a"}, {"answer": "b"}]}, r"tasks\[1\]: .*'prompt'"),
-        ({"tasks": [{"prompt": "a"}, 3]}, r"tasks\[1\]: a int; give a Task or a dictionary"),
+        ({"tasks": [{"prompt": "a"}, 3]}, r"tasks\[1\]: an int; give a Task or a dictionary"),
         ({"tasks": [octetrl.Task("x", "a"), octetrl.Task("x", "b")]}, r"tasks\[1\]: id 'x' is that of tasks\[0\]"),
-        ({"tasks": 3}, "tasks is a int; give a JSONL file"),
+        ({"tasks": 3}, "tasks is an int; give a JSONL file"),
         ({"tasks": TASKS, "reward": lambda text: 1.0}, r"can't be called as reward\(task, text\)"),
         ({"tasks": TASKS, "reward": 1.0}, "reward is a float; give a function"),
         ({"tasks": TASKS, "precision": "fp9"}, "octetrl.train: precision: .*fp8_full"),

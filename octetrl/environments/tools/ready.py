@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octetrl.config.environment import EnvironmentConfig
-from octetrl.config.errors import UserError
+from octetrl.config.errors import UserError, type_of
 from octetrl.environments.base import Environment, Scorer
 from octetrl.environments.python_object import load_object
 from octetrl.environments.tools.calculator import calculator
@@ -46,7 +46,5 @@ def _tool(name: str, config: EnvironmentConfig) -> Tool:
         return search_tool(config.corpus)
     found = load_object("environment.tools", name, config.load_timeout_seconds)
     if not isinstance(found, Tool):
-        raise UserError(
-            f"environment.tools: '{name}' is a {type(found).__name__}, not a tool; put @tool before its def"
-        )
+        raise UserError(f"environment.tools: '{name}' is {type_of(found)}, not a tool; put @tool before its def")
     return found

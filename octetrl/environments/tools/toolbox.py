@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from octetrl.config.errors import UserError, nearest
+from octetrl.config.errors import UserError, nearest, type_of
 from octetrl.environments.tools.calls import Call, MalformedCall
 from octetrl.environments.tools.definition import Tool, ToolError, sentence
 
@@ -36,7 +36,7 @@ class Toolbox:
         self.tools: dict[str, Tool] = {}
         for each in tools:
             if not isinstance(each, Tool):
-                raise UserError(f"tools: {each!r} is a {type(each).__name__}, not a tool; put @tool before its def")
+                raise UserError(f"tools: {each!r} is {type_of(each)}, not a tool; put @tool before its def")
             if each.name in self.tools:
                 raise UserError(f"tools: two are called '{each.name}'; rename one")
             self.tools[each.name] = each

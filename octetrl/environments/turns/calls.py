@@ -5,7 +5,7 @@
 
 An async function runs on one event loop, in a thread of its own, that lives as long as the run, so a client that it
 keeps open serves every step. Any other function gets a thread of its own for each call. Neither runs in the thread that
-steps the engine. That thread checks the time limits in `poll`, so the run continues whatever a call does. An exception,
+runs the rollout. That thread checks the time limits in `poll`, so the run continues whatever a call does. An exception,
 also SystemExit, is the result of its call.
 
 Rewards run in processes instead. Here a conversation's state, open connections and the tools that share them would have

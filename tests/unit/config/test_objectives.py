@@ -134,15 +134,16 @@ SFT = "{name: sft, conversations: c}"
         ),
         (
             "{clip_high: 0.3, tis_cap: 3, overlong: mask}", ["algorithm.name=sapo"],
-            "command line: algorithm.clip_high: sapo has no such field; it belongs to all but sapo, sft, dpo, ipo,"
-            " reward_model, rft; remove it ",
+            "command line: algorithm.clip_high: sapo has no such field; it belongs to every objective"
+            " except sapo, sft, dpo, ipo, reward_model, rft; remove it ",
         ),
         (
             "{clip_high: 0.3, tis_cap: 3}", ["algorithm.name=rft"],
-            "command line: algorithm.clip_high, tis_cap: rft has no such fields; clip_high belongs to all but sapo,",
+            "command line: algorithm.clip_high, tis_cap: rft has no such fields; clip_high belongs to every objective"
+            " except sapo,",
         ),
         ("{name: ipo, conversations: c, label_smoothing: 0.1}", [], "recipe.yaml: algorithm.label_smoothing: ipo has"),
-        (SFT, ["algorithm.kl_coef=0.1"], "did you mean 'kl_coefficient'? It belongs to all but sft, dpo, "),
+        (SFT, ["algorithm.kl_coef=0.1"], "did you mean 'kl_coefficient'? It belongs to every objective except sft, "),
         ("{}", ["algorithm.kl_coef=0.1"], "algorithm.kl_coef: unknown key; did you mean 'kl_coefficient'?"),
         (SFT, ["algorithm.quux=1"], "allowed are name, token_weighting, constant_length, conversations, batch_size"),
         ("{}", ["algorithm.name=grop"], "algorithm.name: 'grop' is not allowed; choose one of grpo, dapo, dual_clip"),

@@ -111,7 +111,11 @@ IMPOSSIBLE = [
         "algorithm.kl_coefficient: ipo has no such field",
     ),
     ([("algorithm.name", "sft")], "algorithm.conversations: sft needs"),
-    ([*SFT, ("algorithm.kl_coefficient", 0.1)], "sft has no such field; it belongs to all but sft, dpo, ipo"),
+    ([("kl_coef", 1)], "kl_coef: unknown key; did you mean 'algorithm.kl_coefficient'?"),
+    (
+        [*SFT, ("algorithm.kl_coefficient", 0.1)],
+        "sft has no such field; it belongs to every objective except sft, dpo, ipo",
+    ),
     ([*SFT, ("trainer.minibatches", 65)], "use at most 64"),
     ([("trainer.minibatches", 257)], "use at most 256"),
     (

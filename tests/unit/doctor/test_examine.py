@@ -73,7 +73,7 @@ def hook_one_ulp(module: nn.Module) -> None:
 def test_every_bit_is_equal(model: Path, precision: str, changes: dict[str, Any]) -> None:
     report = report_of(subject(model, precision, **changes))
     assert report.equal
-    assert report.verdict.startswith("equal: every bit of") and report.verdict.endswith("24 drawn tokens")
+    assert report.verdict.startswith("equal: every bit of") and report.verdict.endswith("24 sampled tokens")
     ways = [name for name, _ in report.passes]
     assert {"trainer, each alone", "engine, decode", "engine, chunked prefill", "engine, other company"} <= set(ways)
     assert "engine, prefix hit" in ways  # siblings share their prompt's pages, small ones if need be

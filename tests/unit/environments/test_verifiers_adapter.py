@@ -158,7 +158,7 @@ def test_what_cannot_be_played_is_refused() -> None:
         (lambda: single(rubric=vf.Rubric(funcs=[together])), "it rewards whole groups"),
         (lambda: VerifiersEnvironment(Hides(dataset=rows(), rubric=rubric)), "have hidden arguments"),
         (lambda: VerifiersEnvironment(Rewrites(dataset=rows(), rubric=rubric)), "rewrites the conversation"),
-        (lambda: VerifiersEnvironment(object()), "it is a object, not a MultiTurnEnv"),
+        (lambda: VerifiersEnvironment(object()), "it is an object, not a MultiTurnEnv"),
         (lambda: single(few_shot=[{"role": "user", "content": "a"}]).tasks, "its prompt is user, user"),
     ]:
         with pytest.raises(UserError, match=said):

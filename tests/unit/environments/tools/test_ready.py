@@ -62,7 +62,7 @@ def test_tools_stay_with_a_reward_of_ones_own(sums: str) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("tests.unit.environments.tools.test_ready:not_a_tool", "is a int, not a tool; put @tool before its def"),
+        ("tests.unit.environments.tools.test_ready:not_a_tool", "is an int, not a tool; put @tool before its def"),
         ("tests.unit.environments.tools.test_ready:doubel", "did you mean 'double'?"),
     ],
 )
