@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -90,13 +91,25 @@ def connect(cluster: ClusterConfig, run_folder: Path | None) -> RayCluster:
     logging.getLogger("ray").setLevel(logging.ERROR)  # what it warns of, it was told
     if hasattr(ray_worker, "print_to_stdstream"):  # Ray's logs have it; a daemon's end is said by us, in one line
         ray_worker.print_to_stdstream = _print_nothing
-    found = _start(cluster, run_folder) if cluster.address in (None, "local") else _join(str(cluster.address))
+    with _own_sigterm():
+        found = _start(cluster, run_folder) if cluster.address in (None, "local") else _join(str(cluster.address))
     try:
         _check_places(cluster)
     except BaseException:
         found.close()
         raise
     return found
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Ray sets a handler of SIGTERM that prints a stack of C++. This puts back the one before, in the main thread."""
+    before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def _print_nothing(*_: object, **__: object) -> None:

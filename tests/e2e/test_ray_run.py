@@ -42,7 +42,9 @@ pytestmark = pytest.mark.timeout(900)  # also on a machine with much other work;
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[RayCluster]:
+    before = signal.getsignal(signal.SIGTERM)
     cluster = connect(ClusterConfig(cpus=2), None)
+    assert signal.getsignal(signal.SIGTERM) is before, "Ray's prints a stack of C++"
     yield cluster
     cluster.close()
     assert cluster.folder is not None and not cluster.folder.exists()
