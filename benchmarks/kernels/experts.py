@@ -23,8 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.kernels.clock import median_us
-from benchmarks.kernels.lm_head import median_us as median_us_with_launches
+from benchmarks.kernels.clock import median_us, median_us_with_launches
 from benchmarks.record import RESULTS, need_hopper, write_result
 from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
 from octetrl.kernels.rows.combine_experts_backward import (

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from multiprocessing import get_context
@@ -32,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.kernels.clock import quick_median_us
 from benchmarks.record import RESULTS, need_hopper, write_result
 from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
 from octetrl.config.presets import PRESETS, preset_config
@@ -55,7 +55,6 @@ MODELS = [name for name in PRESETS if name != "tiny"]
 SIZES = "1,8,16,32,64,128,192,256"
 ROTATED_BYTES = 220e6
 LARGE_BATCH = 4096  # rows; cuBLAS splits nothing here
-REPLAYS, LAUNCHES = 7, 20  # timed replays of a graph, and how many calls it holds at least
 FP8_PER_US = 1.5e9
 
 DEVICE = "cuda"
@@ -175,27 +174,6 @@ class Weight:
         return {**gemm, "tb_per_s": read / us / 1e6, "of_floor": self.floor_us(precision, m) / us}
 
 
-def median_us(calls: Sequence[Callable[[], Any]]) -> float:
-    """Microseconds a call, in a graph that makes all of them, each as often as the others."""
-    calls = list(calls) * -(-LAUNCHES // len(calls))
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end) / len(calls))
-    return statistics.median(times)
-
-
 def verdict(right: int, of: int, what: str) -> None:
     print(f"{'OK  ' if right == of else 'FAIL'} {right} of {of} {what}", flush=True)
 
@@ -212,7 +190,7 @@ def fastest(
         if not torch.equal(run(config, 0), expected_MN):
             print(f"FAIL other bits, dropped: {config.as_json()}")
             continue
-        us = median_us([partial(run, config, copy) for copy in range(copies)])
+        us = quick_median_us([partial(run, config, copy) for copy in range(copies)])
         if best is None or us < best[1]:
             best = (config, us)
     return best
@@ -307,14 +285,16 @@ def measured(weight: Weight, sizes: Sequence[int]) -> list[Row]:
         right_fp8 += torch.equal(fp8_gemm(x, weight.fp8[0]), weight.large_fp8[:m])
         right_bf16 += torch.equal(bf16_gemm(x_MK, weight.bf16[0]), weight.large_bf16[:m])
         label = " ".join(str(value) for value in chosen.as_json().values())
-        rows.append(weight.row("fp8_gemm", m, median_us([partial(fp8_gemm, x, w) for w in weight.fp8]), label))
-        us = median_us([partial(fp8_gemm_nt, x, w, "scaled_mm") for w in weight.fp8])
+        rows.append(weight.row("fp8_gemm", m, quick_median_us([partial(fp8_gemm, x, w) for w in weight.fp8]), label))
+        us = quick_median_us([partial(fp8_gemm_nt, x, w, "scaled_mm") for w in weight.fp8])
         rows.append(weight.row("scaled_mm", m, us, "cuBLAS"))
-        rows.append(weight.row("F.linear", m, median_us([partial(F.linear, x_MK, w) for w in weight.bf16]), "cuBLAS"))
+        rows.append(
+            weight.row("F.linear", m, quick_median_us([partial(F.linear, x_MK, w) for w in weight.bf16]), "cuBLAS")
+        )
         if straight_one is not None:
             label = " ".join(str(value) for value in straight_one.as_json().values())
             rows.append(
-                weight.row("bf16_gemm", m, median_us([partial(bf16_gemm, x_MK, w) for w in weight.bf16]), label)
+                weight.row("bf16_gemm", m, quick_median_us([partial(bf16_gemm, x_MK, w) for w in weight.bf16]), label)
             )
     verdict(right_fp8, len(sizes), f"sizes of fp8 {weight.shape} have the bits of scaled_mm at M={LARGE_BATCH}")
     verdict(right_bf16, len(sizes), f"sizes of bf16 {weight.shape} have the bits of F.linear at M={LARGE_BATCH}")

@@ -15,7 +15,6 @@ whose logits alone would be 20 GB. Medians of CUDA events; every operand is far 
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.kernels.clock import median_us_with_launches
 from benchmarks.record import RESULTS, need_hopper, write_result
 from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
 from octetrl.fp8.relative_error import relative_error
@@ -40,19 +40,6 @@ LONG = 32_768
 TFLOP_PER_S = 700.0
 COLUMNS = ("workload", "part", "us", "tflop_per_s", "gemm_share", "tb_per_s", "memory_share", "peak_gb")
 Row = dict[str, object]
-
-
-def median_us(call: Callable[[], object], repeats: int = 7) -> float:
-    call()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(1e3 * start.elapsed_time(end))
-    return statistics.median(times)
 
 
 def inputs(num_rows: int, vocab_size: int, hidden_size: int = HIDDEN) -> tuple[Tensor, Tensor, Tensor]:
@@ -173,7 +160,7 @@ def parts(num_rows: int, vocab_size: int) -> Iterator[Row]:
         ("dweight to BF16", lambda: dweight_VE.to(torch.bfloat16), 1, 0.0, 6 * vocab_size * HIDDEN),
     ]  # fmt: skip
     for part, call, times, work, moved in timed:
-        yield row_of(name, part, times * median_us(call), work, moved)
+        yield row_of(name, part, times * median_us_with_launches(call), work, moved)
 
 
 def whole(num_rows: int, vocab_size: int, chunk: int, gathered: int, repeats: int = 5) -> Iterator[Row]:
@@ -192,9 +179,9 @@ def whole(num_rows: int, vocab_size: int, chunk: int, gathered: int, repeats: in
         torch.autograd.grad(logprobs_N, (hidden_NE, weight_VE), up_N, retain_graph=True)
 
     try:
-        back = median_us(backward, repeats)
+        back = median_us_with_launches(backward, repeats)
         peak = {"peak_gb": (torch.cuda.max_memory_allocated() - before) / 1e9}
-        ahead = median_us(lambda: linear_logprobs(hidden_NE, weight_VE, targets_N, 1.0, chunk), repeats)
+        ahead = median_us_with_launches(lambda: linear_logprobs(hidden_NE, weight_VE, targets_N, 1.0, chunk), repeats)
     finally:
         module.GATHERED = usual
     part = f"chunk {chunk} x {gathered}"

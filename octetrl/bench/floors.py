@@ -53,12 +53,6 @@ def cached_bytes_per_token(spec: ModelSpec, policy: PrecisionPolicy) -> int:
     return total
 
 
-def decode_floor(spec: ModelSpec, policy: PrecisionPolicy, rows: int, context: int, skew: float = 0.0) -> float:
-    """The model's tokens per second for `rows` sequences that each read `context` tokens."""
-    cached = rows * context * cached_bytes_per_token(spec, policy)
-    return rows / modelled_seconds(weight_bytes(spec, policy, rows, skew), cached)
-
-
 def _matrix_bytes(linear: LinearLayout, is_fp8: bool) -> int:
     """Of one matrix, which a stacked linear has `count` times."""
     rows, columns = linear.out_features, linear.in_features

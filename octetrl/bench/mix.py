@@ -10,7 +10,7 @@ import math
 import random
 from dataclasses import dataclass
 
-from octetrl.bench.workload import Span
+from octetrl.bench.workload import LengthRange
 from octetrl.config.spec import ModelSpec
 from octetrl.records import PackedBatch, Sample
 from octetrl.trainer.packing import PackingLayout, pack
@@ -20,7 +20,7 @@ from octetrl.trainer.packing import PackingLayout, pack
 class Mix:
     """The lengths of a micro-batch's sequences: uniform in a span, or lognormal with this mean."""
 
-    span: Span | None
+    span: LengthRange | None
     mean: int = 2048
     sigma: float = 0.7
 

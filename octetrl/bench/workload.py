@@ -55,7 +55,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class LengthRange:
     """`4096`, or `2048-4096`: lengths drawn uniformly, both ends included."""
 
     shortest: int
@@ -65,7 +65,7 @@ class Span:
         return str(self.shortest) if self.shortest == self.longest else f"{self.shortest}-{self.longest}"
 
     @classmethod
-    def parse(cls, text: str, option: str) -> Span:
+    def parse(cls, text: str, option: str) -> LengthRange:
         match = _SPAN.fullmatch(text)
         if match is not None:
             shortest, longest = int(match[1]), int(match[2] or match[1])
@@ -150,7 +150,7 @@ def lognormal_lengths(
 
 
 def uniform_lengths(
-    num_groups: int, group_size: int, prompt: int, answers: Span, vocab_size: int, seed: int
+    num_groups: int, group_size: int, prompt: int, answers: LengthRange, vocab_size: int, seed: int
 ) -> Workload:
     """Groups of siblings with answer lengths drawn from the span. If all lengths are equal, a group is one request."""
     shape = Shape(num_groups * group_size, prompt, answers.longest)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octetrl.bench.workload import Shape, Span, Workload, check_positions, uniform_lengths
+from octetrl.bench.workload import LengthRange, Shape, Workload, check_positions, uniform_lengths
 from octetrl.cli.arguments import Address, Cpus, Gpus
 from octetrl.cli.bench_cluster import (
     Gradients,
@@ -200,7 +200,7 @@ def _workload(
 ) -> Workload:
     """The workload. Raises UserError if a prompt and its answer are longer than the model's context."""
     prompts, group, prompt = num_prompts or usual[0], group_size or usual[1], prompt_tokens or usual[2]
-    answers = Span.parse(usual[3] if answer_tokens is None else answer_tokens, "--answer-tokens")
+    answers = LengthRange.parse(usual[3] if answer_tokens is None else answer_tokens, "--answer-tokens")
     longest = Shape(prompts * group, prompt, answers.longest)
     check_positions(longest, model.spec.max_positions, model.name, "shorten --prompt-tokens or --answer-tokens")
     return uniform_lengths(prompts, group, prompt, answers, model.spec.vocab_size, seed)

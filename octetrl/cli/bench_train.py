@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octetrl.bench.expert_shares import check_skew
-from octetrl.bench.workload import DIGITS, Span
+from octetrl.bench.workload import DIGITS, LengthRange
 from octetrl.cli.bench_options import (
     CODES,
     MASTER,
@@ -196,12 +196,12 @@ def _profiles(given: bool | None, *, on_gpu: bool) -> bool:
     return on_gpu if given is None else given
 
 
-def _span_of(lengths: str, mean: int | None, sigma: float | None) -> Span | None:
+def _span_of(lengths: str, mean: int | None, sigma: float | None) -> LengthRange | None:
     """The span of `--lengths`; None where lengths are drawn lognormally."""
     if lengths != "lognormal" and (mean, sigma) != (None, None):
         option = "--mean" if mean is not None else "--sigma"
         raise UserError(f"{option}: lengths are not drawn lognormally; add --lengths lognormal, or leave it out")
-    return None if lengths == "lognormal" else Span.parse(lengths, "--lengths")
+    return None if lengths == "lognormal" else LengthRange.parse(lengths, "--lengths")
 
 
 def trainer_config(

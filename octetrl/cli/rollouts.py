@@ -12,7 +12,7 @@ import typer
 
 from octetrl.config.errors import UserError, nearest
 from octetrl.records import RolloutStatus
-from octetrl.telemetry.rollout_reader import Filter, Span, matching_rows, select
+from octetrl.telemetry.rollout_reader import Filter, Interval, matching_rows, select
 from octetrl.telemetry.rollouts import EVALUATIONS
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def rollouts(
 ) -> None:
     """Show the rollouts of a run."""
     wanted = Filter(
-        steps=_span("--step", step, whole=True) or Span(),
+        steps=_span("--step", step, whole=True) or Interval(),
         rewards=_span("--reward", reward, whole=False),
         statuses=_statuses(status or []),
         task=task,
@@ -149,7 +149,7 @@ def _statuses(words: Sequence[str]) -> frozenset[RolloutStatus]:
     return frozenset(RolloutStatus(word) for word in words)
 
 
-def _span(option: str, text: str | None, *, whole: bool) -> Span | None:
+def _span(option: str, text: str | None, *, whole: bool) -> Interval | None:
     """`3` is from 3 to 3, `3:` and `:3` are open."""
     if text is None:
         return None
@@ -158,7 +158,7 @@ def _span(option: str, text: str | None, *, whole: bool) -> Span | None:
     if None in ends or text.strip(" :") == "" or not (low or high):
         kind = "whole numbers" if whole else "numbers"
         raise UserError(f"{option}: '{text}' is no range of {kind}; write 3, 3:10, 3: or :10")
-    span = Span(ends[0] if low else -math.inf, ends[1] if high or not colon else math.inf)  # type: ignore[arg-type]
+    span = Interval(ends[0] if low else -math.inf, ends[1] if high or not colon else math.inf)  # type: ignore[arg-type]
     if span.low > span.high:
         raise UserError(f"{option}: '{text}' ends before it begins; write the smaller number first")
     return span

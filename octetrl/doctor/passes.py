@@ -151,7 +151,7 @@ def _note_logits(tap: Tap, rows_N: Tensor, hidden_NE: Tensor) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PassPiece:
     """Tokens [start, stop) of a sequence in one forward."""
 
     sequence: int
@@ -164,7 +164,7 @@ class Plan:
     """An engine's forwards, and the pages of each sequence."""
 
     way: str
-    forwards: tuple[tuple[Piece, ...], ...]
+    forwards: tuple[tuple[PassPiece, ...], ...]
     tables: tuple[tuple[int, ...], ...]
     page_size: int
 
@@ -199,7 +199,7 @@ def paged_pass(
 
 
 def _paged_forward(
-    tap: Tap, drawn: DrawnSequences, plan: Plan, pieces: Sequence[Piece], cache: KVCache, rule: LogprobRule
+    tap: Tap, drawn: DrawnSequences, plan: Plan, pieces: Sequence[PassPiece], cache: KVCache, rule: LogprobRule
 ) -> None:
     device, size = drawn.device, plan.page_size
     slots = [plan.tables[p.sequence][t // size] * size + t % size for p in pieces for t in range(p.start, p.stop)]
@@ -242,7 +242,7 @@ def engine_plans(drawn: DrawnSequences, limits: EngineLimits) -> list[Plan]:
     size = limits.page_size
     everyone = range(len(drawn.token_ids))
     ends = [len(ids) - 1 for ids in drawn.token_ids]  # the last token is never computed
-    whole = [Piece(b, 0, ends[b]) for b in everyone]
+    whole = [PassPiece(b, 0, ends[b]) for b in everyone]
     chunk = max(SMALL_PAGE, max(ends) * 3 // 8) | 1
     reverse = [*reversed(everyone)]
     alone, rest = reverse[-1:], reverse[:-1]
@@ -259,27 +259,27 @@ def engine_plans(drawn: DrawnSequences, limits: EngineLimits) -> list[Plan]:
 
 def _rollout(
     drawn: DrawnSequences, sequences: Sequence[int], limits: EngineLimits, cached: Sequence[int] | None = None
-) -> Iterator[tuple[Piece, ...]]:
+) -> Iterator[tuple[PassPiece, ...]]:
     """Prefills prompts without their last tokens, then decodes. `cached`: tokens that need no prefill."""
     begins = {b: 0 if cached is None else cached[b] for b in sequences}
     prompts = {b: max(begins[b], drawn.prompt_lengths[b] - 1) for b in sequences}
-    yield from _chunks([Piece(b, begins[b], prompts[b]) for b in sequences], limits.prefill_chunk)
+    yield from _chunks([PassPiece(b, begins[b], prompts[b]) for b in sequences], limits.prefill_chunk)
     for step in range(max((len(drawn.token_ids[b]) for b in sequences), default=0)):
         at = {b: prompts[b] + step for b in sequences if prompts[b] + step < len(drawn.token_ids[b]) - 1}
-        going = [Piece(b, t, t + 1) for b, t in at.items()]
+        going = [PassPiece(b, t, t + 1) for b, t in at.items()]
         for first in range(0, len(going), limits.max_batch):
             yield tuple(going[first : first + limits.max_batch])
 
 
-def _chunks(pieces: Iterable[Piece], chunk: int) -> Iterator[tuple[Piece, ...]]:
+def _chunks(pieces: Iterable[PassPiece], chunk: int) -> Iterator[tuple[PassPiece, ...]]:
     """Forwards of `chunk` tokens that hold the pieces in their order, cut where a forward is full."""
-    forward: list[Piece] = []
+    forward: list[PassPiece] = []
     room = chunk
     for piece in pieces:
         start = piece.start
         while start < piece.stop:
             stop = min(piece.stop, start + room)
-            forward.append(Piece(piece.sequence, start, stop))
+            forward.append(PassPiece(piece.sequence, start, stop))
             room -= stop - start
             start = stop
             if room == 0:

@@ -44,7 +44,7 @@ from octetrl.models.weight_files import (
     SCALE_SUFFIX,
     SCORE,
     SINGLE,
-    Piece,
+    FilePiece,
     TensorHeader,
     checked_headers,
     pieces,
@@ -66,7 +66,7 @@ def load_weights(model: Decoder, folder: str | Path, *, new_head: bool = False) 
     parameters = dict(model.named_parameters())
     shards = RowShards.find(Path(folder))
     spec, cut, fill = model.spec.whole, cut_rows_of(model.spec), filling(model)
-    by_parameter: dict[str, list[Piece]] = {}
+    by_parameter: dict[str, list[FilePiece]] = {}
     for piece in pieces(spec, scalar=model.is_scalar):
         by_parameter.setdefault(piece.parameter, []).append(piece)
     reader = _Reader(headers) if shards is None else _RowReader(shards, spec, scalar=model.is_scalar)
@@ -112,7 +112,7 @@ def take_published_codes(model: Decoder, folder: str | Path) -> int:
     return taken
 
 
-def _copy_rows(parameter: Tensor, own_rows: Sequence[RowPiece], read: Tensor, piece: Piece) -> None:
+def _copy_rows(parameter: Tensor, own_rows: Sequence[RowPiece], read: Tensor, piece: FilePiece) -> None:
     """Copies the rows of a piece, as it was read, that this worker has of the parameter."""
     for own in own_rows:
         first, last = max(own.whole, piece.start), min(own.whole + own.rows, piece.start + piece.shape[0])

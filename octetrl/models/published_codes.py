@@ -17,19 +17,19 @@ from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.policy import precision_policy
-from octetrl.models.weight_files import CODES, SCALE_BLOCK, Piece, TensorHeader, checked_headers, pieces
+from octetrl.models.weight_files import CODES, SCALE_BLOCK, FilePiece, TensorHeader, checked_headers, pieces
 
 
 class PublishedCodes(NamedTuple):
     """Linears by name."""
 
-    fitting: Mapping[str, tuple[Piece, ...]]  # with the folder's tensors
+    fitting: Mapping[str, tuple[FilePiece, ...]]  # with the folder's tensors
     ragged: Collection[str]  # a tensor begins inside one of our blocks
 
 
 def published_codes(spec: ModelSpec, headers: Mapping[str, TensorHeader], *, scalar: bool = False) -> PublishedCodes:
     """The linears of a whole model whose tensors are all codes."""
-    by_linear: dict[str, list[Piece]] = {}
+    by_linear: dict[str, list[FilePiece]] = {}
     for piece in pieces(spec, scalar=scalar):
         if piece.is_linear:
             by_linear.setdefault(piece.parameter.removesuffix(".weight"), []).append(piece)

@@ -34,7 +34,7 @@ NAMES_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FilePiece:
     """A Hugging Face tensor: rows `start ... + rows` of our parameter `parameter`."""
 
     name: str
@@ -45,29 +45,29 @@ class Piece:
     is_bf16_matrix: bool = False  # a matrix of the layers that such a checkpoint leaves as it is
 
 
-def pieces(spec: ModelSpec, *, scalar: bool = False) -> Iterator[Piece]:
+def pieces(spec: ModelSpec, *, scalar: bool = False) -> Iterator[FilePiece]:
     """Every tensor of the checkpoint of `spec`, in the order in which they are written."""
     hidden = spec.hidden_size
-    yield Piece("model.embed_tokens.weight", "embedding.weight", 0, (spec.vocab_size, hidden))
+    yield FilePiece("model.embed_tokens.weight", "embedding.weight", 0, (spec.vocab_size, hidden))
     for layer in range(spec.num_layers):
         ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
         for place, block in zip(PLACES, spec.blocks_of(layer), strict=True):
-            yield Piece(f"{theirs}.{place.hf_norm}.weight", f"{ours}.{place.norm}.weight", 0, (hidden,))
+            yield FilePiece(f"{theirs}.{place.hf_norm}.weight", f"{ours}.{place.norm}.weight", 0, (hidden,))
             for tensor in block.tensors(spec):
                 module = f"{theirs}.{block.hf_name or place.hf_name}"
                 yield from _pieces_of(tensor, module, f"{ours}.{place.name}.{tensor.name}")
-    yield Piece("model.norm.weight", "norm.weight", 0, (hidden,))
+    yield FilePiece("model.norm.weight", "norm.weight", 0, (hidden,))
     if scalar:
-        yield Piece(SCORE, SCORE, 0, (1, hidden))
+        yield FilePiece(SCORE, SCORE, 0, (1, hidden))
     elif not spec.tied_embeddings:
-        yield Piece(LM_HEAD, "lm_head.weight", 0, (spec.vocab_size, hidden))
+        yield FilePiece(LM_HEAD, "lm_head.weight", 0, (spec.vocab_size, hidden))
 
 
-def _pieces_of(tensor: TensorLayout, module: str, parameter: str) -> Iterator[Piece]:
+def _pieces_of(tensor: TensorLayout, module: str, parameter: str) -> Iterator[FilePiece]:
     """Of a block's tensor; `module` is the block's name in the checkpoint."""
     if not isinstance(tensor, LinearLayout):
         is_matrix = isinstance(tensor, MatrixLayout)
-        yield Piece(f"{module}.{tensor.name}", parameter, 0, tensor.shape, is_bf16_matrix=is_matrix)
+        yield FilePiece(f"{module}.{tensor.name}", parameter, 0, tensor.shape, is_bf16_matrix=is_matrix)
         return
     module = f"{module}.{tensor.submodule}"
     numbers = [f"{index}." for index in range(tensor.count)] if isinstance(tensor, StackedLinearLayout) else [""]
@@ -75,9 +75,9 @@ def _pieces_of(tensor: TensorLayout, module: str, parameter: str) -> Iterator[Pi
     for number in numbers:
         for name, rows in tensor.parts:
             theirs, shape = f"{module}{number}{name}", (rows, tensor.in_features)
-            yield Piece(f"{theirs}.weight", f"{parameter}.weight", start, shape, is_linear=True)
+            yield FilePiece(f"{theirs}.weight", f"{parameter}.weight", start, shape, is_linear=True)
             if tensor.bias:
-                yield Piece(f"{theirs}.bias", f"{parameter}.bias", start, (rows,))
+                yield FilePiece(f"{theirs}.bias", f"{parameter}.bias", start, (rows,))
             start += rows
 
 
@@ -143,7 +143,7 @@ def _read_headers(folder: Path, ignored: tuple[str, ...]) -> dict[str, TensorHea
     return headers
 
 
-def _headers_of_rows(shards: RowShards, wanted: Sequence[Piece]) -> Iterator[tuple[str, TensorHeader]]:
+def _headers_of_rows(shards: RowShards, wanted: Sequence[FilePiece]) -> Iterator[tuple[str, TensorHeader]]:
     """Of a checkpoint of several workers, which has our parameters in place of Hugging Face's tensors."""
     for piece in wanted:
         whole = shards.ranges.get(WEIGHT + piece.parameter)
@@ -185,7 +185,7 @@ def _shards(folder: Path, weight_map: Mapping[str, str]) -> list[Path]:
 
 
 def _check(
-    folder: Path, wanted: list[Piece], headers: Mapping[str, TensorHeader], tied: bool, scale_dtypes: set[str]
+    folder: Path, wanted: list[FilePiece], headers: Mapping[str, TensorHeader], tied: bool, scale_dtypes: set[str]
 ) -> None:
     """Raises one UserError with all problems of names, shapes and dtypes."""
     names = {piece.name for piece in wanted}
@@ -222,7 +222,7 @@ def _check(
         )
 
 
-def _expected_shapes(wanted: Iterable[Piece], scales: Container[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _expected_shapes(wanted: Iterable[FilePiece], scales: Container[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
     for piece in wanted:
         yield piece.name, piece.shape
         if piece.name + SCALE_SUFFIX in scales:

@@ -27,7 +27,7 @@ from octetrl.rollout.message_tokens import Message, TokenizedMessages, tokenize_
 _PLACEHOLDER = "PLACEHOLDER-OF-THE-ANSWER"
 
 
-class Tokenizer(Protocol):
+class ChatTokenizer(Protocol):
     """The interface that is needed of a tokenizer; transformers' tokenizers have it."""
 
     chat_template: Any
@@ -57,7 +57,7 @@ class ChatTokens:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: ChatTokenizer,
         system_prompt: str | None = None,
         *,
         tools: Sequence[Any] = (),

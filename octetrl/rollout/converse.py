@@ -42,7 +42,7 @@ RolloutSteps = Generator[Wanted, Any, Rollout]  # sent a Completion, or a CallRe
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RolloutPlace:
     """Identifies a rollout within a run. Its random numbers depend only on this."""
 
     run_seed: int
@@ -82,7 +82,7 @@ def converse(
     task: Task,
     prompt_token_ids: tuple[int, ...],
     completion: Completion,
-    place: Place,
+    place: RolloutPlace,
     speaking: ConversationSettings,
 ) -> RolloutSteps:
     """Runs the rollout of `task` from its first completion on. Its reward does not yet include `dialogue.scorer`."""
@@ -122,7 +122,7 @@ def _speak(
     turns: list[Turn],
     prompt_token_ids: tuple[int, ...],
     completion: Completion,
-    place: Place,
+    place: RolloutPlace,
     speaking: ConversationSettings,
 ) -> Generator[Wanted, Any, RolloutStatus]:
     """Runs the conversation to its end and appends each turn to `turns`."""

@@ -28,7 +28,7 @@ from octetrl.environments.turns.calls import CallResult
 from octetrl.environments.turns.dialogue import Dialogue, RequestedCall
 from octetrl.records import Completion, GenerationRequest, Rollout, SessionEvent, Task
 from octetrl.rollout.backend import RolloutSession
-from octetrl.rollout.converse import ConversationSettings, Place, RolloutSteps, converse
+from octetrl.rollout.converse import ConversationSettings, RolloutPlace, RolloutSteps, converse
 
 _LONG_WAIT = 0.5  # seconds to wait for what can come from one side only
 _SHORT_WAIT = 0.01  # seconds to wait for the session while environments compute
@@ -69,7 +69,7 @@ class _FirstTurn:
 class _RunningRollout:
     """A rollout in flight. `results`: of the environment calls that it waits for; None: not known yet."""
 
-    place: Place
+    place: RolloutPlace
     steps: RolloutSteps
     results: list[CallResult | None] = field(default_factory=list)
 
@@ -133,7 +133,7 @@ class Drive:
             del self._drawing[event.request_id]
             self._advance(drawn, completion)
             return
-        place = Place(run_seed, step, drawn.place, event.sibling)
+        place = RolloutPlace(run_seed, step, drawn.place, event.sibling)
         steps = converse(self._dialogue, drawn.task, drawn.prompt_token_ids, completion, place, self._settings)
         self._advance(_RunningRollout(place, steps), None)
 

@@ -34,7 +34,7 @@ Message = Mapping[str, Any]  # role, content and other keys that the template re
 _PLACEHOLDER = "PLACEHOLDER-OF-THE-ANSWER"
 
 
-class Tokenizer(Protocol):
+class OffsetTokenizer(Protocol):
     """The interface that is needed of a tokenizer; transformers' fast tokenizers have it."""
 
     chat_template: Any
@@ -53,7 +53,7 @@ class TokenizedMessages:
 
 
 def tokenize_messages(
-    tokenizer: Tokenizer,
+    tokenizer: OffsetTokenizer,
     encoder: Encoder,
     messages: Sequence[Message],
     *,
@@ -99,7 +99,9 @@ def tokenize_messages(
     return TokenizedMessages(tuple(ids), tuple(loss_mask), across)
 
 
-def _span(tokenizer: Tokenizer, text: str, messages: Sequence[Message], index: int, render: Any) -> tuple[int, int]:
+def _span(
+    tokenizer: OffsetTokenizer, text: str, messages: Sequence[Message], index: int, render: Any
+) -> tuple[int, int]:
     """The span of the assistant message `index` in `text`, with the end of its turn."""
     placeholder = {"role": "assistant", "content": _PLACEHOLDER}
     before, found, after = render([*messages[:index], placeholder, *messages[index + 1 :]]).partition(_PLACEHOLDER)
@@ -122,7 +124,7 @@ def _span(tokenizer: Tokenizer, text: str, messages: Sequence[Message], index: i
     return start, end + _turn_end(tokenizer, after)
 
 
-def _turn_end(tokenizer: Tokenizer, after: str) -> int:
+def _turn_end(tokenizer: OffsetTokenizer, after: str) -> int:
     """Number of characters that end the turn: blanks, if any, and a special token."""
     blanks = len(after) - len(after.lstrip())
     for special in sorted(tokenizer.all_special_tokens, key=len, reverse=True):

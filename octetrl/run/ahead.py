@@ -32,7 +32,7 @@ from octetrl.rollout.backend import RolloutSession
 from octetrl.rollout.collect import collect_batch
 from octetrl.rollout.samples import to_samples
 from octetrl.rollout.token_versions import versions_of
-from octetrl.run.batches_ahead import BufferedBatch, Place
+from octetrl.run.batches_ahead import BufferedBatch, DataPlace
 from octetrl.run.step import learn
 from octetrl.telemetry.metrics import StepMetrics
 from octetrl.workers.many.separate import SeparateWorkers
@@ -70,12 +70,12 @@ class Ahead:
         self._pauses = self._draws = self._ends = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
-        self._place: Place | None = None
+        self._place: DataPlace | None = None
 
     @property
-    def place(self) -> Place:
+    def place(self) -> DataPlace:
         """The place after the last batch that a step took."""
-        return self._place or Place.of(self._run)
+        return self._place or DataPlace.of(self._run)
 
     # ------------------------------------------------------------ the step
 
@@ -122,7 +122,7 @@ class Ahead:
         """Begins after `step` with these batches, once the run's cursor has been restored. Those that are too old by
         now for `cluster.max_staleness`, and those after them, are drawn again."""
         run = self._run
-        self._place = Place.of(run)
+        self._place = DataPlace.of(run)
         for number, drawn in enumerate(batches):
             oldest = drawn.oldest_version
             if oldest is not None and run.workers.policy_version + number - oldest > self._lead.most:
@@ -199,7 +199,7 @@ class Ahead:
         )
         metrics = {**self._workers.rollout_metrics(), "time/wait_for_weights": waited, **pause}
         groups, kept = tuple(collected.groups), tuple(collected.kept)
-        return BufferedBatch(groups, kept, collected.metrics, metrics, Place.of(run))
+        return BufferedBatch(groups, kept, collected.metrics, metrics, DataPlace.of(run))
 
     def _hand_over(self, finished: tuple[int, BufferedBatch] | None) -> None:
         if finished is not None:

@@ -26,14 +26,14 @@ BATCHES = "batches_ahead.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DataPlace:
     """Where the tasks and the lengths of answers stand after a batch."""
 
     taskset: Mapping[str, Any]
     lengths: Mapping[str, Any]
 
     @classmethod
-    def of(cls, run: Run) -> Place:
+    def of(cls, run: Run) -> DataPlace:
         return cls(run.taskset.state(), run.collection.lengths.state())
 
     def put_into(self, run: Run) -> None:
@@ -49,7 +49,7 @@ class BufferedBatch:
     kept: tuple[RolloutGroup, ...]  # of these
     counts: Mapping[str, float]
     metrics: Mapping[str, float]
-    place: Place
+    place: DataPlace
 
     @property
     def oldest_version(self) -> int | None:
@@ -75,7 +75,7 @@ def batches_from_json(found: Sequence[Mapping[str, Any]]) -> list[BufferedBatch]
     for one in found:
         groups = tuple(_read_group(group) for group in one["groups"])
         kept = tuple(groups[place] for place in one["kept"])
-        batches.append(BufferedBatch(groups, kept, one["counts"], one["metrics"], Place(**one["place"])))
+        batches.append(BufferedBatch(groups, kept, one["counts"], one["metrics"], DataPlace(**one["place"])))
     return batches
 
 

@@ -24,7 +24,7 @@ from octetrl.environments.python_reward import PythonReward
 from octetrl.environments.scoring import RETURNED_BY, RewardWorkers, Score
 from octetrl.environments.turns.dialogue import is_dialogue, toolbox_of
 from octetrl.records import RolloutStatus, Task
-from octetrl.rollout.chat_tokens import ChatTokens, Tokenizer
+from octetrl.rollout.chat_tokens import ChatTokenizer, ChatTokens
 from octetrl.run.environment import build_environment, build_taskset
 
 MOST_TASKS, MOST_SECONDS = 64, 5.0  # of the sample: tasks may take long to make
@@ -51,7 +51,7 @@ class Rehearsal:
             self.problems.append(str(error))
 
 
-def rehearse(recipe: Recipe, tokenizer: Tokenizer | None) -> Rehearsal:
+def rehearse(recipe: Recipe, tokenizer: ChatTokenizer | None) -> Rehearsal:
     """Try tasks, prompts and score. tokenizer: None if it can't be read, then no prompt is tokenized.
 
     An environment that can't be built is no problem here, because the checks of files report it. A reward model's run
@@ -101,7 +101,7 @@ def _sample(environment: Environment, config: EnvironmentConfig) -> list[Task]:
 
 
 def _rehearse_prompts(
-    found: Rehearsal, recipe: Recipe, environment: Environment, tokenizer: Tokenizer, tasks: Sequence[Task]
+    found: Rehearsal, recipe: Recipe, environment: Environment, tokenizer: ChatTokenizer, tasks: Sequence[Task]
 ) -> None:
     system_prompt = recipe.rollout.system_prompt
     if system_prompt is None:

@@ -26,7 +26,7 @@ from typing import Any
 from octetrl.config.errors import UserError
 from octetrl.models.peft_adapters import is_adapter, read_adapter_config
 from octetrl.models.row_shards import STEM
-from octetrl.run.batches_ahead import BATCHES, Place, batches_from_json
+from octetrl.run.batches_ahead import BATCHES, DataPlace, batches_from_json
 from octetrl.run.build import Run
 from octetrl.run.device import random_state, restore_random_state
 from octetrl.run.model_source import found_model
@@ -61,7 +61,7 @@ class Cursor:
 
     @classmethod
     def of(cls, run: Run, step: int) -> Cursor:
-        place = Place.of(run) if run.ahead is None else run.ahead.place
+        place = DataPlace.of(run) if run.ahead is None else run.ahead.place
         return cls(
             step=step,
             policy_version=run.workers.policy_version,

@@ -15,7 +15,7 @@ from typing import Any
 from octetrl.engine.logit_options import Top
 from octetrl.engine.stopping import Decode
 from octetrl.environments.tools import ToolCall
-from octetrl.server.choices import Piece
+from octetrl.server.choices import ChoicePiece
 
 DONE = "data: [DONE]\n\n"
 
@@ -66,10 +66,10 @@ class Form:
     def __post_init__(self) -> None:
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
 
-    def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
+    def whole(self, pieces: Sequence[ChoicePiece], usage: Usage) -> dict[str, Any]:
         return {**self._head(self.kind), "choices": [self.choice(piece) for piece in pieces], "usage": usage.body}
 
-    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+    def chunks(self, piece: ChoicePiece) -> list[dict[str, Any]]:
         """Write the chunks of a piece; an empty list while it holds text back."""
         return [{**self._head(self.chunk_kind), "choices": [choice]} for choice in self.deltas(piece)]
 
@@ -84,19 +84,19 @@ class Form:
         """Write the end of a stream."""
         return (event(self.usage_chunk(usage)) if shows_usage else "") + DONE
 
-    def choice(self, piece: Piece) -> dict[str, Any]:
+    def choice(self, piece: ChoicePiece) -> dict[str, Any]:
         raise NotImplementedError
 
-    def deltas(self, piece: Piece) -> list[dict[str, Any]]:
+    def deltas(self, piece: ChoicePiece) -> list[dict[str, Any]]:
         raise NotImplementedError
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def _ids(self, piece: Piece) -> dict[str, Any]:
+    def _ids(self, piece: ChoicePiece) -> dict[str, Any]:
         return {"token_ids": list(piece.token_ids)} if self.token_ids else {}
 
-    def _prompt_logprobs(self, pieces: Sequence[Piece], prompt: tuple[int, ...]) -> dict[str, Any]:
+    def _prompt_logprobs(self, pieces: Sequence[ChoicePiece], prompt: tuple[int, ...]) -> dict[str, Any]:
         """Log-probs of the prompt's tokens in vLLM's form: an object by token id for each token, null for the first."""
         found = next((piece.prompt for piece in pieces if piece.prompt is not None), None)
         if self.prompt_top is None or found is None:
@@ -114,27 +114,27 @@ class Form:
             )
         return {"prompt_logprobs": entries}
 
-    def _spelled(self, piece: Piece) -> list[str]:
+    def _spelled(self, piece: ChoicePiece) -> list[str]:
         return [self.spell((token,)) for token in piece.token_ids]
 
 
 class CompletionForm(Form):
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
 
-    def choice(self, piece: Piece) -> dict[str, Any]:
+    def choice(self, piece: ChoicePiece) -> dict[str, Any]:
         prompt = self.prompts[piece.index // self.num_siblings]
         prompt_ids = {"prompt_token_ids": list(prompt)} if self.token_ids else {}
         return {**self._choice(piece), **prompt_ids, **self._prompt_logprobs([piece], prompt)}
 
-    def deltas(self, piece: Piece) -> list[dict[str, Any]]:
+    def deltas(self, piece: ChoicePiece) -> list[dict[str, Any]]:
         echoes = self.echoed is not None and piece.is_first
         shows = piece.text or piece.finish_reason or self.logprobs or self.token_ids or echoes
         return [self._choice(piece)] if shows else []
 
-    def _echo(self, piece: Piece) -> Echo | None:
+    def _echo(self, piece: ChoicePiece) -> Echo | None:
         return None if self.echoed is None else self.echoed[piece.index // self.num_siblings]
 
-    def _choice(self, piece: Piece) -> dict[str, Any]:
+    def _choice(self, piece: ChoicePiece) -> dict[str, Any]:
         echo = self._echo(piece)
         return {
             "index": piece.index,
@@ -144,7 +144,7 @@ class CompletionForm(Form):
             **self._ids(piece),
         }
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+    def _logprobs(self, piece: ChoicePiece) -> dict[str, Any]:
         echo = self._echo(piece)
         begin = 0 if echo is None else len(echo.text)
         logprobs: list[float | None] = list(piece.logprobs)
@@ -188,11 +188,11 @@ class CompletionForm(Form):
 class ChatForm(Form):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
+    def whole(self, pieces: Sequence[ChoicePiece], usage: Usage) -> dict[str, Any]:
         prompt_ids = {"prompt_token_ids": list(self.prompts[0])} if self.token_ids else {}
         return {**super().whole(pieces, usage), **prompt_ids, **self._prompt_logprobs(pieces, self.prompts[0])}
 
-    def choice(self, piece: Piece) -> dict[str, Any]:
+    def choice(self, piece: ChoicePiece) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
         if piece.calls:
             message |= {"content": piece.text or None, "tool_calls": self._calls(piece)}
@@ -208,7 +208,7 @@ class ChatForm(Form):
             for index in range(num_choices)
         ]
 
-    def deltas(self, piece: Piece) -> list[dict[str, Any]]:
+    def deltas(self, piece: ChoicePiece) -> list[dict[str, Any]]:
         delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
         if piece.calls:
             calls = self._calls(piece)
@@ -216,7 +216,7 @@ class ChatForm(Form):
         shows = delta or piece.finish_reason or self.logprobs or self.token_ids
         return [{**self._around(piece), "delta": delta}] if shows else []
 
-    def _around(self, piece: Piece) -> dict[str, Any]:
+    def _around(self, piece: ChoicePiece) -> dict[str, Any]:
         return {
             "index": piece.index,
             "logprobs": self._logprobs(piece) if self.logprobs else None,
@@ -224,7 +224,7 @@ class ChatForm(Form):
             **self._ids(piece),
         }
 
-    def _calls(self, piece: Piece) -> list[dict[str, Any]]:
+    def _calls(self, piece: ChoicePiece) -> list[dict[str, Any]]:
         return [self._call(call, f"{piece.index}-{place}") for place, call in enumerate(piece.calls)]
 
     def _call(self, call: ToolCall, place: str) -> dict[str, Any]:
@@ -236,7 +236,7 @@ class ChatForm(Form):
             "function": function,
         }
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+    def _logprobs(self, piece: ChoicePiece) -> dict[str, Any]:
         tops = piece.tops or ((),) * len(piece.token_ids)
         return {
             "content": [

@@ -24,7 +24,7 @@ _CALLS_BEGIN: dict[Family, tuple[str, ...]] = {"hermes": ("<tool_call>",), "llam
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ChoicePiece:
     """The part that one event adds to a choice."""
 
     index: int  # index of the choice
@@ -61,7 +61,7 @@ class Choice:
         self._shown = 0  # characters
         self._begun = False
 
-    def take(self, drawn: SessionEvent) -> Piece:
+    def take(self, drawn: SessionEvent) -> ChoicePiece:
         completion = drawn.completion
         offsets: list[int] = []
         if self._empty:
@@ -76,7 +76,7 @@ class Choice:
             return self._piece(drawn, text if self._family is None else text.strip(), offsets)
         return self._last_piece(drawn, completion, offsets)
 
-    def _last_piece(self, drawn: SessionEvent, completion: Completion, offsets: list[int]) -> Piece:
+    def _last_piece(self, drawn: SessionEvent, completion: Completion, offsets: list[int]) -> ChoicePiece:
         text = completion.text
         calls: tuple[ToolCall, ...] = ()
         reason = completion.finish_reason.value
@@ -95,12 +95,12 @@ class Choice:
         offsets: list[int],
         reason: str | None = None,
         calls: tuple[ToolCall, ...] = (),
-    ) -> Piece:
+    ) -> ChoicePiece:
         new = text[self._shown :]
         self._shown = max(self._shown, len(text))
         is_first, self._begun = not self._begun, True
         details = drawn.details or EventDetails()
-        return Piece(
+        return ChoicePiece(
             self._index, new, drawn.token_ids, drawn.logprobs, tuple(offsets), reason, calls,
             () if self._empty else details.tops, details.prompt, is_first,
         )  # fmt: skip

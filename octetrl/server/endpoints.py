@@ -25,7 +25,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from octetrl.engine.stopping import Decode, TextStream
 from octetrl.records import GenerationRequest, SessionEvent
 from octetrl.server.answers import ChatForm, CompletionForm, Echo, Form, Usage, event
-from octetrl.server.choices import Choice, Piece
+from octetrl.server.choices import Choice, ChoicePiece
 from octetrl.server.errors import ApiError
 from octetrl.server.intake import Answer, ClientGone, Intake
 from octetrl.server.meters import Meters
@@ -70,7 +70,7 @@ class Call:
     streams: bool
     shows_usage: bool
 
-    def pieces(self, drawn: list[SessionEvent]) -> list[Piece]:
+    def pieces(self, drawn: list[SessionEvent]) -> list[ChoicePiece]:
         for one in drawn:
             if one.details is not None and one.details.failure is not None:
                 raise ApiError(500, f"the answer's grammar failed: {one.details.failure}", code="grammar_failed")

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from octetrl.config.text import TextTooLong
 from octetrl.environments.chat_template import TEMPLATE_ERRORS
 from octetrl.environments.tools import Family, family_of
-from octetrl.rollout.chat_tokens import Tokenizer
+from octetrl.rollout.chat_tokens import ChatTokenizer
 from octetrl.rollout.encode import Encoder
 from octetrl.server.errors import ApiError, wrong
 from octetrl.server.requests import ChatBody, CompletionBody, GenerationBody, Message, TokenizeBody
@@ -30,7 +30,7 @@ class Prompts:
     context_length: largest number of tokens of prompt and answer together.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, context_length: int) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, *, vocab_size: int, context_length: int) -> None:
         self._tokenizer = deepcopy(tokenizer)
         self._encoder = Encoder(self._tokenizer, context_length)
         self._vocab_size, self._context_length = vocab_size, context_length

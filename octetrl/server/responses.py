@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from octetrl.server.answers import Form, Usage, event
-from octetrl.server.choices import Piece
+from octetrl.server.choices import ChoicePiece
 from octetrl.server.errors import ApiError
 from octetrl.server.requests import ChatBody, GenerationBody, Message, Number
 
@@ -145,7 +145,7 @@ class ResponseForm(Form):
         self._asked, self._text, self._finish, self._number = asked, "", "stop", 0
         self._message_id = f"msg-{uuid.uuid4().hex}"
 
-    def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
+    def whole(self, pieces: Sequence[ChoicePiece], usage: Usage) -> dict[str, Any]:
         for piece in pieces:
             self._take(piece)
         return self._response(usage)
@@ -159,7 +159,7 @@ class ResponseForm(Form):
             self._event("content_part.added", **self._place, part=self._part()),
         ]
 
-    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+    def chunks(self, piece: ChoicePiece) -> list[dict[str, Any]]:
         self._take(piece)
         return [self._event("output_text.delta", **self._place, delta=piece.text, logprobs=[])] if piece.text else []
 
@@ -178,7 +178,7 @@ class ResponseForm(Form):
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._message_id, "output_index": 0, "content_index": 0}
 
-    def _take(self, piece: Piece) -> None:
+    def _take(self, piece: ChoicePiece) -> None:
         self._text += piece.text
         self._finish = piece.finish_reason or self._finish
 

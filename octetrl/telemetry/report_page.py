@@ -23,7 +23,7 @@ from octetrl.telemetry.report_data import (
     mismatch_by_length,
     paired_difference,
 )
-from octetrl.telemetry.rollout_reader import MODEL, Filter, SampledGroup, SampledRow, Span, rollout_files, select
+from octetrl.telemetry.rollout_reader import MODEL, Filter, Interval, SampledGroup, SampledRow, rollout_files, select
 from octetrl.telemetry.rollouts import EVALUATIONS
 
 BARS = 60  # of the chart of phases
@@ -214,7 +214,7 @@ def _mismatch(runs: Sequence[RunRecord]) -> Iterator[str]:
 def _rollouts(run: RunRecord, says_name: bool) -> Iterator[str]:
     last = max((int(row["step"] or 0) for row in run.rows), default=0)
     try:
-        newest = select(run.folder, Filter(steps=Span(last, last)), None).groups
+        newest = select(run.folder, Filter(steps=Interval(last, last)), None).groups
         failed = select(run.folder, Filter(statuses=frozenset(s for s in RolloutStatus if not s.has_reward)), 3)
     except UserError:
         return  # a run without rollouts
@@ -230,7 +230,7 @@ def _held_out(run: RunRecord, says_name: bool) -> Iterator[str]:
     folder = run.folder / EVALUATIONS
     try:
         last = rollout_files(folder)[-1][0] if folder.is_dir() else None
-        groups = [] if last is None else select(folder, Filter(steps=Span(last, last)), None).groups
+        groups = [] if last is None else select(folder, Filter(steps=Interval(last, last)), None).groups
     except UserError:
         return  # no evaluation yet
     if chosen := _examples(groups):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from octetrl.records import RolloutStatus
-from octetrl.telemetry.rollout_reader import MODEL, Filter, SampledGroup, SampledRow, Selection, Span, Utterance
+from octetrl.telemetry.rollout_reader import MODEL, Filter, Interval, SampledGroup, SampledRow, Selection, Utterance
 from octetrl.telemetry.token_pieces import DISAGREEMENT, UNLIKELY
 
 _PLACE = '{"groups": []}'  # placeholder in the template
@@ -51,14 +51,14 @@ def write_page(path: Path, title: str, selection: Selection, wanted: Filter, pie
 def _filter(wanted: Filter) -> dict[str, Any]:
     return {
         "steps": _span(wanted.steps),
-        "rewards": _span(wanted.rewards or Span()),
+        "rewards": _span(wanted.rewards or Interval()),
         "statuses": sorted(wanted.statuses),
         "task": wanted.task,
         "text": wanted.text,
     }
 
 
-def _span(span: Span) -> list[float | None]:
+def _span(span: Interval) -> list[float | None]:
     return [end if math.isfinite(end) else None for end in (span.low, span.high)]
 
 

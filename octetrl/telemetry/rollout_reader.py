@@ -28,7 +28,7 @@ _REQUIRED = ("task_id", "prompt", "sibling", "status", "reward", "text")
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class Interval:
     """An interval that includes both ends."""
 
     low: float = -math.inf
@@ -42,8 +42,8 @@ class Span:
 class Filter:
     """Conditions on a rollout. It passes if all of them hold."""
 
-    steps: Span = Span()
-    rewards: Span | None = None  # excludes rollouts without a reward
+    steps: Interval = Interval()
+    rewards: Interval | None = None  # excludes rollouts without a reward
     statuses: frozenset[RolloutStatus] = frozenset()  # empty: any
     task: str = ""  # part of the task's id
     text: str = ""  # part of the model's or the environment's text; case is ignored

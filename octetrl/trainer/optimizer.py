@@ -33,7 +33,7 @@ from octetrl.config.schema import OptimizerConfig
 from octetrl.kernels.optimizer.adamw import STATE_BLOCK, AdamScalars, Moment, adamw
 from octetrl.trainer.gradient_rounding import GradientRounding
 from octetrl.trainer.gradients import gradient_sums
-from octetrl.trainer.optimizer_offload import OffloadStream, Piece, pieces_of
+from octetrl.trainer.optimizer_offload import OffloadStream, StatePiece, pieces_of
 from octetrl.trainer.optimizer_states import (
     HostMemory,
     aligned,
@@ -298,7 +298,7 @@ def _decays(name: str, parameter: Tensor, where: Literal["linears", "matrices", 
     return where == "all" or (is_matrix and (where == "matrices" or "embedding" not in name))
 
 
-def _pieces(slot: Slot) -> Iterator[Piece]:
+def _pieces(slot: Slot) -> Iterator[StatePiece]:
     master = slot.master if slot.has_own_master else None
     moments = slot.exp_avg, slot.exp_avg_sq
     return pieces_of(slot.name, slot.weight, slot.gradient, *moments, master, slot.decays, first=slot.first)

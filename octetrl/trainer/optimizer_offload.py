@@ -28,7 +28,7 @@ PIECE_ELEMENTS = 1 << 24  # a multiple of STATE_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StatePiece:
     """Elements `first` and on of one parameter: flat views, `states` in the host's memory."""
 
     weight: Tensor
@@ -59,7 +59,7 @@ def pieces_of(
     decays: bool,
     elements: int | None = None,
     first: int = 0,
-) -> Iterator[Piece]:
+) -> Iterator[StatePiece]:
     """Cut one parameter into pieces of at most `elements` elements, a multiple of STATE_BLOCK.
 
     `first`: number of the first element of `weight` in the whole parameter.
@@ -72,7 +72,7 @@ def pieces_of(
         states += [moment.exponents[blocks] for moment in (exp_avg, exp_avg_sq) if moment.exponents is not None]
         if master is not None:
             states.append(master.view(-1)[piece])
-        yield Piece(
+        yield StatePiece(
             name=name,
             weight=weight.view(-1)[piece],
             gradient=gradient.view(-1)[piece],
@@ -84,7 +84,7 @@ def pieces_of(
         )
 
 
-def update_piece(piece: Piece, states: Sequence[Tensor], clip: Tensor, scalars: AdamScalars, key: int) -> None:
+def update_piece(piece: StatePiece, states: Sequence[Tensor], clip: Tensor, scalars: AdamScalars, key: int) -> None:
     """Update the piece, with `states` in place of its own states."""
     exponents = states[2:4] if piece.has_exponents else (None, None)
     master = states[-1] if piece.has_master else None
@@ -95,7 +95,7 @@ def update_piece(piece: Piece, states: Sequence[Tensor], clip: Tensor, scalars: 
 class OffloadStream:
     """Two streams and two sets of buffers for pieces with the same kinds of states."""
 
-    def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
+    def __init__(self, pieces: Sequence[StatePiece], device: torch.device) -> None:
         self._incoming, self._outgoing = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._device = device
         self._buffers: dict[int, tuple[_Buffers, _Buffers]] = {}
@@ -103,11 +103,13 @@ class OffloadStream:
             largest = max((piece for piece in pieces if len(piece.states) == count), key=lambda p: p.weight.numel())
             self._buffers[count] = self._buffers_like(largest), self._buffers_like(largest)
 
-    def _buffers_like(self, piece: Piece) -> _Buffers:
+    def _buffers_like(self, piece: StatePiece) -> _Buffers:
         states = tuple(torch.empty_like(state, device=self._device) for state in piece.states)
         return _Buffers(states, *(torch.cuda.Event() for _ in range(3)))
 
-    def step(self, pieces: Sequence[Piece], clip: Tensor, scalars: Sequence[AdamScalars], keys: Sequence[int]) -> None:
+    def step(
+        self, pieces: Sequence[StatePiece], clip: Tensor, scalars: Sequence[AdamScalars], keys: Sequence[int]
+    ) -> None:
         """Update every piece. Later work on the current stream finds the new states in the host's memory.
 
         `clip`: float32 scalar on the device. `scalars` and `keys`: one per piece.

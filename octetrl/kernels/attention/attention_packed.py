@@ -33,7 +33,7 @@ from octetrl.kernels.attention.attention_order import LOG2E, KVMode
 from octetrl.kernels.attention.attention_packed_backward import attention_packed_backward_triton
 from octetrl.kernels.attention.attention_reference import (
     KVRows,
-    Piece,
+    PaddedGroup,
     attend_reference,
     fold_heads,
     fold_positions,
@@ -261,10 +261,10 @@ def _lengths(cu_seqlens_B1: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(bounds), tuple(end - start for start, end in itertools.pairwise(bounds))
 
 
-def _packed_rows(cu_seqlens_B1: Tensor, num_kv_heads: int) -> Callable[[Piece], Tensor]:
+def _packed_rows(cu_seqlens_B1: Tensor, num_kv_heads: int) -> Callable[[PaddedGroup], Tensor]:
     """The rows of a piece's keys in K and V, viewed as tables [T * K, D]."""
 
-    def rows_of(piece: Piece) -> Tensor:
+    def rows_of(piece: PaddedGroup) -> Tensor:
         token_JS = cu_seqlens_B1[piece.sequence_J, None].long() + piece.key_JS
         return token_JS[:, None] * num_kv_heads + torch.arange(num_kv_heads)[:, None]
 

@@ -16,7 +16,7 @@ from octetrl.fp8.format import BLOCK, E4M3
 from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.attention.attention_decode import attention_decode_triton
 from octetrl.kernels.attention.attention_order import KV_TILE
-from octetrl.kernels.attention.attention_reference import KVRows, Piece, attend_reference
+from octetrl.kernels.attention.attention_reference import KVRows, PaddedGroup, attend_reference
 from octetrl.kernels.attention.attention_rows import attention_rows
 from octetrl.kernels.attention.kv_store import by_key, scale_in_use
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
@@ -96,7 +96,7 @@ def attention_paged_reference(
         table_scale(scale_in_use(v_cache, v_scale_K, v_token_scale)),
     )
 
-    def rows_of(piece: Piece) -> Tensor:
+    def rows_of(piece: PaddedGroup) -> Tensor:
         page_JS = renamed_BP[piece.sequence_J[:, None], piece.key_JS // page_size]
         head_K = torch.arange(num_kv_heads)[:, None]
         return (page_JS[:, None] * num_kv_heads + head_K) * page_size + (piece.key_JS % page_size)[:, None]

@@ -34,7 +34,7 @@ QUERY_BLOCK = 128
 PIECE_ELEMENTS = 1 << 18  # float64 scores or keys of one piece: about 2 MB, measured fastest on two cores
 
 
-class Span(NamedTuple):
+class QuerySpan(NamedTuple):
     """The queries of one sequence: `num_queries` rows of q from `first_query`; the last is at key `context - 1`."""
 
     sequence: int
@@ -64,7 +64,7 @@ class KVRows:
 
 
 @dataclass(frozen=True)
-class Piece:
+class PaddedGroup:
     """Sequences of similar length, padded to one length. Padding queries are at key 0 and are never written back."""
 
     sequence_J: Tensor
@@ -87,18 +87,20 @@ def _round_up(length: int) -> int:
 
 
 @lru_cache(maxsize=16)
-def pieces(cu_seqlens: tuple[int, ...], contexts: tuple[int, ...], heads: int, head_size: int) -> tuple[Piece, ...]:
+def pieces(
+    cu_seqlens: tuple[int, ...], contexts: tuple[int, ...], heads: int, head_size: int
+) -> tuple[PaddedGroup, ...]:
     """Group sequences of similar size into padded pieces of about `PIECE_ELEMENTS` scores or keys.
 
     The result is cached, because every layer of a forward needs the same pieces. Sequences without queries or keys are
     left out.
     """
     spans = (
-        Span(sequence, first, end - first, context)
+        QuerySpan(sequence, first, end - first, context)
         for sequence, (first, end, context) in enumerate(zip(cu_seqlens[:-1], cu_seqlens[1:], contexts, strict=True))
         if end > first and context > 0
     )
-    groups: dict[tuple[int, int], list[list[Span]]] = {}
+    groups: dict[tuple[int, int], list[list[QuerySpan]]] = {}
     for span in sorted(spans, key=lambda s: (s.context, s.num_queries)):
         size = (_round_up(span.context), _round_up(span.num_queries))
         members = groups.setdefault(size, [[]])
@@ -109,11 +111,11 @@ def pieces(cu_seqlens: tuple[int, ...], contexts: tuple[int, ...], heads: int, h
     return tuple(_piece(group) for members in groups.values() for group in members)
 
 
-def _piece(group: list[Span]) -> Piece:
+def _piece(group: list[QuerySpan]) -> PaddedGroup:
     sequence_J, first_J, count_J, context_J = torch.tensor(group).unbind(1)
     row_1M = torch.arange(int(count_J.max()))[None]
     valid_JM = row_1M < count_J[:, None]
-    return Piece(
+    return PaddedGroup(
         sequence_J=sequence_J,
         query_JM=first_J[:, None] + torch.minimum(row_1M, count_J[:, None] - 1),
         position_JM=torch.where(valid_JM, (context_J - count_J)[:, None] + row_1M, 0),
@@ -122,7 +124,7 @@ def _piece(group: list[Span]) -> Piece:
     )
 
 
-def query_blocks(piece: Piece) -> Iterator[tuple[slice, int]]:
+def query_blocks(piece: PaddedGroup) -> Iterator[tuple[slice, int]]:
     """Blocks of padded queries, each with the number of keys that its last query may attend to."""
     for first in range(0, piece.query_JM.shape[1], QUERY_BLOCK):
         block = slice(first, first + QUERY_BLOCK)
@@ -140,7 +142,7 @@ def fetch(table_ND: Tensor, row: Tensor) -> Tensor:
 def attend_reference(
     q_THD: Tensor,
     kv: KVRows,
-    rows_of: Callable[[Piece], Tensor],
+    rows_of: Callable[[PaddedGroup], Tensor],
     cu_seqlens_q: tuple[int, ...],
     contexts: tuple[int, ...],
     softmax_scale: float,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from octetrl.fp8.format import E4M3
-from octetrl.kernels.attention.attention_reference import KVRows, Piece, attend_reference
+from octetrl.kernels.attention.attention_reference import KVRows, PaddedGroup, attend_reference
 from octetrl.kernels.attention.latent_order import LATENT_TILE
 from octetrl.kernels.attention.latent_store import latent_values
 
@@ -37,7 +37,7 @@ def latent_packed_reference(
     lengths = tuple(end - start for start, end in pairwise(bounds))
     assert max(lengths, default=0) <= max_seqlen, f"a sequence has {max(lengths)} tokens, max_seqlen is {max_seqlen}"
 
-    def rows_of(piece: Piece) -> Tensor:
+    def rows_of(piece: PaddedGroup) -> Tensor:
         return (cu_seqlens_B1[piece.sequence_J, None].long() + piece.key_JS)[:, None]
 
     return _attend(q_latent_THC, q_rotary_THR, value_TC, key_TR, rows_of, bounds, lengths, softmax_scale)
@@ -66,7 +66,7 @@ def latent_paged_reference(
     else:
         value_NC = latent_pages[used_U].flatten(0, 1)
 
-    def rows_of(piece: Piece) -> Tensor:
+    def rows_of(piece: PaddedGroup) -> Tensor:
         page_JS = renamed_BP[piece.sequence_J[:, None], piece.key_JS // page_size]
         return (page_JS * page_size + piece.key_JS % page_size)[:, None]
 
@@ -79,7 +79,7 @@ def _attend(
     q_rotary_THR: Tensor,
     value_NC: Tensor,
     key_NR: Tensor,
-    rows_of: Callable[[Piece], Tensor],
+    rows_of: Callable[[PaddedGroup], Tensor],
     bounds: tuple[int, ...],
     contexts: tuple[int, ...],
     softmax_scale: float,

@@ -32,7 +32,7 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RequestPiece:
     """Siblings of one request for one worker. Its `request` has an id of its own."""
 
     worker: int
@@ -54,7 +54,7 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Running:
-    piece: Piece
+    piece: RequestPiece
     left: int
     tokens: float  # expected, of one sibling
 
@@ -97,7 +97,7 @@ class Assignment:
         self._waiting.append(_Waiting(request, request.num_siblings))
         self._unfinished[request.id] = request.num_siblings
 
-    def give(self) -> Iterator[Piece]:
+    def give(self) -> Iterator[RequestPiece]:
         """The pieces that workers have room for now."""
         self._waiting.sort(key=lambda waiting: _longest_first(waiting.request))
         unplaced: list[_Waiting] = []
@@ -128,10 +128,10 @@ class Assignment:
         load, room = self._loads[worker], self._rooms[worker]
         return load.sequences == 0 or (load.sequences < room.sequences and load.tokens < room.tokens)
 
-    def _place(self, waiting: _Waiting, worker: int, count: int, each: float) -> Piece:
+    def _place(self, waiting: _Waiting, worker: int, count: int, each: float) -> RequestPiece:
         whole, first = waiting.request, waiting.next_sibling
         request = replace(whole, id=f"{whole.id}#{first}", first_sibling=first, num_siblings=count)
-        piece = Piece(worker, request, whole.id)
+        piece = RequestPiece(worker, request, whole.id)
         waiting.left -= count
         load = self._loads[worker]
         load.pieces[request.id] = _Running(piece, count, each)
@@ -161,7 +161,7 @@ class Assignment:
         running = self._loads[worker].pieces.get(piece_id)
         return None if running is None else running.piece.of
 
-    def cancel(self, request_id: str) -> list[Piece]:
+    def cancel(self, request_id: str) -> list[RequestPiece]:
         """Forgets a request; its pieces that a worker has."""
         if self._unfinished.pop(request_id, None) is None:
             return []

@@ -17,7 +17,7 @@ from octetrl.engine.admission import Admission
 from octetrl.engine.metrics import EngineMetrics, merged
 from octetrl.engine.request import RequestGroup
 from octetrl.records import GenerationProgress, GenerationRequest, OnProgress, SessionEvent
-from octetrl.workers.many.assignment import Assignment, Piece, Room
+from octetrl.workers.many.assignment import Assignment, RequestPiece, Room
 from octetrl.workers.many.deadlines import Deadlines
 from octetrl.workers.many.plan import SessionNews
 from octetrl.workers.many.team import Call, Team
@@ -91,7 +91,7 @@ class ManySession:
 
     def _give_out(self) -> None:
         now = time.monotonic()
-        by_worker: dict[tuple[int, bool], list[Piece]] = {}
+        by_worker: dict[tuple[int, bool], list[RequestPiece]] = {}
         for piece in self._assignment.give():
             by_worker.setdefault((piece.worker, piece.of in self._streaming), []).append(piece)
         begun = []

@@ -13,7 +13,7 @@ from octetrl.bench.cluster_memory import check_memory, estimated_bytes
 from octetrl.bench.cluster_rows import digest_warnings, rows_of
 from octetrl.bench.rollout import find_model
 from octetrl.bench.step import MISMATCH, StepBench
-from octetrl.bench.workload import Span, uniform_lengths
+from octetrl.bench.workload import LengthRange, uniform_lengths
 from octetrl.cli.bench_cluster import counts_of
 from octetrl.cli.bench_options import with_layers
 from octetrl.config.cluster import ClusterConfig
@@ -22,7 +22,7 @@ from octetrl.config.schema import OptimizerConfig, Recipe, TrainerConfig
 from tests.unit.workers.many.thread_team import ThreadTeam
 
 TINY = with_layers(find_model("tiny"), 1)
-WORK = uniform_lengths(4, 2, 6, Span(3, 8), TINY.spec.vocab_size, seed=0)
+WORK = uniform_lengths(4, 2, 6, LengthRange(3, 8), TINY.spec.vocab_size, seed=0)
 
 
 def bench(*counts: int, precision: str = "fp8_full") -> ClusterBench:
@@ -105,7 +105,7 @@ def test_a_number_of_workers_that_does_not_fit_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (H200, H200))
     model = find_model("qwen3-8b")
     trainer = TrainerConfig(optimizer=OptimizerConfig(states="float32"))
-    work = uniform_lengths(2, 2, 512, Span(2048, 4096), model.spec.vocab_size, seed=0)
+    work = uniform_lengths(2, 2, 512, LengthRange(2048, 4096), model.spec.vocab_size, seed=0)
     step = StepBench(model, ("bf16",), work, 2, trainer, torch.device("cuda"))
     plan = ClusterBench(step, ClusterConfig(gpus=2), (1, 2))
     one, two = estimated_bytes(plan, "bf16", 1), estimated_bytes(plan, "bf16", 2)

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from octetrl.bench.expert_shares import check_skew, expert_shares
-from octetrl.bench.floors import cached_bytes_per_token, decode_floor, weight_bytes
+from octetrl.bench.floors import cached_bytes_per_token, modelled_seconds, weight_bytes
 from octetrl.bench.rollout import draw_weights, find_model
 from octetrl.bench.router_skew import skew_routers
 from octetrl.cli.main import run_command
 from octetrl.config.errors import UserError
 from octetrl.config.load import PRECISIONS
 from octetrl.config.schema import Fp8Config
+from octetrl.config.spec import ModelSpec
 from octetrl.engine.kv_cache import cache_format
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.layers.linear import Float8Linear
@@ -69,13 +70,18 @@ def test_experts_without_a_row_are_not_read() -> None:
     assert weight_bytes(spec, policy, 64, skew=1.0) < at[64] - 5 * expert
 
 
+def step_seconds(spec: ModelSpec, policy: PrecisionPolicy, rows: int, context: int) -> float:
+    cached = rows * context * cached_bytes_per_token(spec, policy)
+    return modelled_seconds(weight_bytes(spec, policy, rows), cached)
+
+
 def test_floors_of_the_published_shapes() -> None:
     """Tokens per second on an H200 with FP8 weights and cache, as worked out by hand."""
     spec, policy = find_model("qwen3-30b-a3b").spec, policy_of("qwen3-30b-a3b", "fp8_full")
-    assert decode_floor(spec, policy, 128, 2560) == pytest.approx(11_900, rel=0.02)
-    assert decode_floor(spec, policy, 256, 1024) == pytest.approx(25_000, rel=0.02)
+    assert 128 / step_seconds(spec, policy, 128, 2560) == pytest.approx(11_900, rel=0.02)
+    assert 256 / step_seconds(spec, policy, 256, 1024) == pytest.approx(25_000, rel=0.02)
     spec, policy = find_model("moonlight-16b-a3b").spec, policy_of("moonlight-16b-a3b", "fp8_full")
-    assert 128 / decode_floor(spec, policy, 128, 2560) == pytest.approx(5.1e-3, rel=0.02)
+    assert step_seconds(spec, policy, 128, 2560) == pytest.approx(5.1e-3, rel=0.02)
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0, 3.0])

@@ -17,8 +17,8 @@ from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
 from octetrl.bench.profile import BETWEEN_KERNELS, kernel_rows, short_name
 from octetrl.bench.rollout import Bench, build_arm, find_model, measure, rows_of
 from octetrl.bench.workload import (
+    LengthRange,
     Shape,
-    Span,
     Workload,
     check_positions,
     fixed_lengths,
@@ -63,7 +63,7 @@ def test_what_is_no_shape_is_refused(text: str) -> None:
 @pytest.mark.parametrize("text", ["9" * 5000, "\u0664", "4-" + "9" * 5000])
 def test_what_is_no_span_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="2048-4096") as caught:
-        Span.parse(text, "--lengths")
+        LengthRange.parse(text, "--lengths")
     assert len(str(caught.value)) < 250
 
 

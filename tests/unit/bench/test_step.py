@@ -27,7 +27,7 @@ from octetrl.bench.step import (
     rollout_groups,
 )
 from octetrl.bench.step_rows import calibration_rows, rows_of
-from octetrl.bench.workload import Span, uniform_lengths
+from octetrl.bench.workload import LengthRange, uniform_lengths
 from octetrl.cli.bench_options import with_layers
 from octetrl.config.errors import UserError
 from octetrl.config.schema import Numerics, OptimizerConfig, TrainerConfig
@@ -37,7 +37,7 @@ from octetrl.workers.worker import Worker
 from tests.objectives import objective
 
 TINY = with_layers(find_model("tiny"), 1)
-WORK = uniform_lengths(2, 2, 6, Span(3, 8), TINY.spec.vocab_size, seed=0)
+WORK = uniform_lengths(2, 2, 6, LengthRange(3, 8), TINY.spec.vocab_size, seed=0)
 
 
 def bench(*precisions: str) -> StepBench:
@@ -48,30 +48,32 @@ def bench(*precisions: str) -> StepBench:
 # --- the workload -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("text", "span"), [("4096", Span(4096, 4096)), ("2048-4096", Span(2048, 4096))])
-def test_a_span_is_what_it_says(text: str, span: Span) -> None:
-    assert Span.parse(text, "--x") == span and str(span) == text
+@pytest.mark.parametrize(("text", "span"), [("4096", LengthRange(4096, 4096)), ("2048-4096", LengthRange(2048, 4096))])
+def test_a_span_is_what_it_says(text: str, span: LengthRange) -> None:
+    assert LengthRange.parse(text, "--x") == span and str(span) == text
 
 
 @pytest.mark.parametrize("text", ["", "0", "5-4", "0-3", "3-", "-3", "a", "1-2-3", "1.5"])
 def test_what_is_no_span_is_refused(text: str) -> None:
     with pytest.raises(UserError, match=r"--x: .*write for example 4096 or 2048-4096"):
-        Span.parse(text, "--x")
+        LengthRange.parse(text, "--x")
 
 
 def test_siblings_of_a_span_share_their_prompt() -> None:
-    workload = uniform_lengths(50, 4, 6, Span(3, 8), 384, seed=1)
+    workload = uniform_lengths(50, 4, 6, LengthRange(3, 8), 384, seed=1)
     assert workload.name == "200x6+3-8"
     answers = [answer for _, answer in workload.siblings]
     assert len(answers) == 200 and set(answers) == {3, 4, 5, 6, 7, 8}
     prompts = [request.prompt_token_ids for request in workload.requests]
     assert all(len(set(prompts[first : first + 4])) == 1 for first in range(0, 200, 4)) and len(set(prompts)) == 50
-    assert workload == uniform_lengths(50, 4, 6, Span(3, 8), 384, seed=1)
-    assert len(uniform_lengths(50, 4, 6, Span(5, 5), 384, seed=1).requests) == 50, "equal lengths stay one request"
+    assert workload == uniform_lengths(50, 4, 6, LengthRange(3, 8), 384, seed=1)
+    assert len(uniform_lengths(50, 4, 6, LengthRange(5, 5), 384, seed=1).requests) == 50, (
+        "equal lengths stay one request"
+    )
 
 
-@pytest.mark.parametrize("answers", [Span(3, 5), Span(4, 4)])
-def test_every_group_has_advantages(answers: Span) -> None:
+@pytest.mark.parametrize("answers", [LengthRange(3, 5), LengthRange(4, 4)])
+def test_every_group_has_advantages(answers: LengthRange) -> None:
     workload = uniform_lengths(3, 4, 6, answers, 384, seed=0)
     completions = [
         [Completion((index,) * request.sampling.max_new_tokens, (0.0,), "", FinishReason.LENGTH, 0, "")] * siblings
@@ -183,7 +185,7 @@ H200 = 150_700_000_000  # bytes
 
 def for_a_gpu(trainer: TrainerConfig) -> StepBench:
     model = find_model("qwen3-8b")
-    workload = uniform_lengths(2, 2, 512, Span(2048, 4096), model.spec.vocab_size, seed=0)
+    workload = uniform_lengths(2, 2, 512, LengthRange(2048, 4096), model.spec.vocab_size, seed=0)
     precisions = ("bf16", "fp8_rollout", "fp8", "fp8_full")
     return StepBench(model, precisions, workload, 2, trainer, torch.device("cuda"))
 
@@ -249,7 +251,7 @@ def test_learning_from_a_share_takes_the_time_of_the_whole(share: float, monkeyp
     """Where enough micro-batches are learnt from to tell a steady pace. Where they are not (a quarter), what the first
     one costs besides counts as often as the share fits into the whole: an overestimate."""
     clock = VirtualTime(monkeypatch)
-    plan = replace(bench("bf16"), workload=uniform_lengths(8, 2, 6, Span(3, 8), TINY.spec.vocab_size, seed=0))
+    plan = replace(bench("bf16"), workload=uniform_lengths(8, 2, 6, LengthRange(3, 8), TINY.spec.vocab_size, seed=0))
     learnt = []
     for of_all in (share, 1.0):
         arm = StepArm(replace(plan, learn_share=of_all), build_worker(plan, "bf16"))

@@ -27,7 +27,7 @@ from octetrl.bench.train import (
     rows_of,
 )
 from octetrl.bench.turns import compared, in_turn
-from octetrl.bench.workload import Span
+from octetrl.bench.workload import LengthRange
 from octetrl.config.errors import UserError
 from octetrl.config.schema import Fp8Config, Numerics, TrainerConfig
 from octetrl.fp8.policy import precision_policy
@@ -41,13 +41,15 @@ CPU = torch.device("cpu")
 
 def bench(*precisions: str, rounds: int = 1) -> TrainBench:
     trainer = TrainerConfig(tokens_per_micro_batch=48)
-    return TrainBench(TINY, precisions, Mix(Span(5, 20)), trainer, CPU, micro_batches=2, rounds=rounds, steps=1)
+    return TrainBench(TINY, precisions, Mix(LengthRange(5, 20)), trainer, CPU, micro_batches=2, rounds=rounds, steps=1)
 
 
 # --- what is trained on -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mix", [Mix(Span(16, 16)), Mix(Span(2, 90)), Mix(None, mean=40, sigma=1.5), Mix(Span(99, 99))])
+@pytest.mark.parametrize(
+    "mix", [Mix(LengthRange(16, 16)), Mix(LengthRange(2, 90)), Mix(None, mean=40, sigma=1.5), Mix(LengthRange(99, 99))]
+)
 @pytest.mark.parametrize("tokens", [65, 64, 200, 17])
 def test_a_micro_batch_is_full_to_the_last_token(mix: Mix, tokens: int) -> None:
     for seed in range(20):
@@ -64,7 +66,7 @@ def test_lognormal_lengths_have_their_mean() -> None:
 def test_work_is_the_same_for_every_layout_and_trains_on_its_share() -> None:
     for padded in (False, True):
         layout = PackingLayout(tokens_per_micro_batch=80, padded_attention=padded)
-        work = draw_work(Mix(Span(20, 20)), 3, 0.75, layout, TINY.spec, seed=5)
+        work = draw_work(Mix(LengthRange(20, 20)), 3, 0.75, layout, TINY.spec, seed=5)
         (micro_batches,) = work.batch.minibatches
         assert [one.token_ids_T.numel() for one in micro_batches] == [80] * 3
         assert (work.tokens, work.trained_tokens, work.lengths) == (240, 180, (20,) * 12)
@@ -85,7 +87,7 @@ def test_arms_are_compared_with_their_like() -> None:
 
 
 def test_a_sequence_that_is_all_trained_keeps_its_first_token() -> None:
-    work = draw_work(Mix(Span(8, 8)), 1, 1.0, PackingLayout(16), TINY.spec, seed=0)
+    work = draw_work(Mix(LengthRange(8, 8)), 1, 1.0, PackingLayout(16), TINY.spec, seed=0)
     assert work.trained_tokens == 14
 
 
@@ -162,7 +164,7 @@ def test_accumulating_is_training_without_the_update() -> None:
 
 def test_observing_where_the_trainer_would() -> None:
     trainer = build_trainer(bench("fp8_full"), "fp8_full")
-    work = draw_work(Mix(Span(8, 8)), 1, 0.75, PackingLayout(16), TINY.spec, seed=0)
+    work = draw_work(Mix(LengthRange(8, 8)), 1, 0.75, PackingLayout(16), TINY.spec, seed=0)
     _, amax_LS = accumulate_gradients(trainer, work.batch, KVReplay(), collect_kv_amax=True)
     assert amax_LS is not None and bool((amax_LS > 0).all())
     assert accumulate_gradients(trainer, work.batch, KVReplay())[1] is None
@@ -195,7 +197,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, num_bytes: int, **trainer: object)
     """A bench of qwen3-8b for a GPU of so much memory."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (num_bytes, num_bytes))
     config = TrainerConfig.model_validate(trainer)
-    mix = Mix(Span(4096, 4096))
+    mix = Mix(LengthRange(4096, 4096))
     return TrainBench(find_model("qwen3-8b"), ("bf16", "fp8"), mix, config, torch.device("cuda"))
 
 
@@ -278,7 +280,7 @@ def test_codes_that_are_remade_are_a_remedy_in_fp8_and_then_take_what_bf16_takes
 def turn_of(
     seconds: tuple[float, ...], precision: str = "bf16", trace: Trace | None = None, numerics: Numerics = "parity"
 ) -> TrainTurn:
-    work = draw_work(Mix(Span(16, 16)), 1, 0.75, PackingLayout(32), TINY.spec, seed=0)
+    work = draw_work(Mix(LengthRange(16, 16)), 1, 0.75, PackingLayout(32), TINY.spec, seed=0)
     steps = tuple(StepTime(one, 0.25, 0.125) for one in seconds)
     return TrainTurn(precision, numerics, steps, work, 0.5, 1.0, 3 * 10**9, 2 * 10**9, trace)
 

@@ -186,7 +186,7 @@ def old_dump(folder: Path, name: str, **changed: Any) -> Path:
     recipe = recipe_from_mapping(
         {"model": {"path": "m"}, "environment": {"dataset": "d"}, "algorithm": {"name": name, **given}}
     )
-    tree = yaml.safe_load(dump_recipe(recipe))
+    tree = recipe.model_dump(mode="json")
     tree["algorithm"] = {"name": name} | FLAT | OWN.get(name, {}) | given | changed
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(tree))

@@ -15,7 +15,7 @@ import octetrl.engine.model_runner as model_runner
 import octetrl.models.blocks.attention.module as attention
 from octetrl.doctor.examine import Examination, ExaminedWorker, wake_branches
 from octetrl.doctor.findings import Report, examine, first_difference, noted
-from octetrl.doctor.passes import DrawnSequences, EngineLimits, Pass, Piece, engine_plans
+from octetrl.doctor.passes import DrawnSequences, EngineLimits, Pass, PassPiece, engine_plans
 from octetrl.doctor.taps import Fingerprints, Note, Site, fingerprint
 from octetrl.fp8.format import E4M3
 from octetrl.models.decoder import Decoder
@@ -278,4 +278,4 @@ def test_plans_compute_every_token_but_the_last_in_order(page_size: int) -> None
         assert done == [43, 41, 2]
         pages = [page for b, table in enumerate(plan.tables) for page in table[2 * (b == 1 and plan.way == ways[2]) :]]
         assert len(pages) == len(set(pages))
-    assert (Piece(2, 0, 1),) in plans[0].forwards  # two decode together at most
+    assert (PassPiece(2, 0, 1),) in plans[0].forwards  # two decode together at most

@@ -9,7 +9,7 @@ import pytest
 
 from octetrl.config.errors import UserError
 from octetrl.records import Completion, FinishReason, Reply, Rollout, RolloutGroup, RolloutStatus, Task, Turn
-from octetrl.run.batches_ahead import BufferedBatch, Place, batches_from_json, batches_to_bytes
+from octetrl.run.batches_ahead import BufferedBatch, DataPlace, batches_from_json, batches_to_bytes
 
 
 def answer(text: str, version: int) -> Completion:
@@ -22,7 +22,9 @@ def batch(task: Task) -> BufferedBatch:
     failed = Rollout(task, talk[:1], RolloutStatus.REWARD_ERROR, None, "it raised", "Traceback ...")
     unasked = Rollout(Task("t/2", "long"), (), RolloutStatus.PROMPT_TOO_LONG, None, detail="the prompt has 9 tokens")
     groups = (RolloutGroup(unasked.task, (unasked,)), RolloutGroup(task, (scored, failed)))
-    return BufferedBatch(groups, groups[1:], {"rollout/groups": 2.0}, {"time/x": 0.1}, Place({"position": 4}, {"t": 3}))
+    return BufferedBatch(
+        groups, groups[1:], {"rollout/groups": 2.0}, {"time/x": 0.1}, DataPlace({"position": 4}, {"t": 3})
+    )
 
 
 def test_what_is_read_equals_what_was_written() -> None:

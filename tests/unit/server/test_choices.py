@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from octetrl.engine.stopping import Stopping, decoder_of
 from octetrl.environments.tools import Family
 from octetrl.records import Completion, FinishReason, SessionEvent
-from octetrl.server.choices import Choice, Piece
+from octetrl.server.choices import Choice, ChoicePiece
 
 CALL = '<tool_call>{"name": "f", "arguments": {"x": "<tool_call> 🦊"}}</tool_call>'
 LLAMA = '{"name": "f", "parameters": {"x": 1}}'
@@ -44,7 +44,9 @@ def drawn(said: bytes, stops: tuple[str, ...]) -> list[SessionEvent]:
     return [*events, SessionEvent("r", 0, (tokens[-1],), (-1.0,), completion)]
 
 
-def whole_and_pieces(said: bytes, stops: tuple[str, ...], family: Family | None) -> tuple[Piece, list[Piece]]:
+def whole_and_pieces(
+    said: bytes, stops: tuple[str, ...], family: Family | None
+) -> tuple[ChoicePiece, list[ChoicePiece]]:
     events = drawn(said, stops)
     completion = events[-1].completion
     assert completion is not None

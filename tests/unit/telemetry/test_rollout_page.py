@@ -11,7 +11,7 @@ import pytest
 
 from octetrl.records import RolloutStatus
 from octetrl.telemetry.rollout_page import rollout_page, write_page
-from octetrl.telemetry.rollout_reader import Filter, Span, select
+from octetrl.telemetry.rollout_reader import Filter, Interval, select
 from octetrl.telemetry.token_pieces import token_pieces
 from tests.unit.telemetry.sampled_rows import EVIL, Letters, line, write_run
 
@@ -29,7 +29,7 @@ def data(page: str) -> dict[str, Any]:
 
 def test_it_holds_groups_and_filter(run: Path) -> None:
     wanted = Filter(
-        steps=Span(low=2), rewards=Span(0, 1), statuses=frozenset({RolloutStatus.SCORED}), task="s", text="F"
+        steps=Interval(low=2), rewards=Interval(0, 1), statuses=frozenset({RolloutStatus.SCORED}), task="s", text="F"
     )
     content = data(rollout_page("my run", select(run, Filter(), 5), wanted))
     assert (content["title"], content["found"], len(content["groups"])) == ("my run", 7, 5)

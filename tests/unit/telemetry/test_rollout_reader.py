@@ -9,7 +9,7 @@ import pytest
 
 from octetrl.config.errors import UserError
 from octetrl.records import RolloutStatus
-from octetrl.telemetry.rollout_reader import Filter, Span, matching_rows, select
+from octetrl.telemetry.rollout_reader import Filter, Interval, matching_rows, select
 from tests.unit.telemetry.sampled_rows import line, write_run
 
 
@@ -42,16 +42,16 @@ def test_a_task_drawn_twice_in_a_row_is_two_groups(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wanted", "rows"),
     [
-        (Filter(steps=Span(2, 2)), 4),
-        (Filter(rewards=Span(0.5, 0.5)), 3),
-        (Filter(rewards=Span(high=0.0)), 4),
-        (Filter(rewards=Span()), 11),
+        (Filter(steps=Interval(2, 2)), 4),
+        (Filter(rewards=Interval(0.5, 0.5)), 3),
+        (Filter(rewards=Interval(high=0.0)), 4),
+        (Filter(rewards=Interval()), 11),
         (Filter(statuses=frozenset({RolloutStatus.REWARD_ERROR})), 3),
-        (Filter(statuses=frozenset({RolloutStatus.REWARD_ERROR}), rewards=Span()), 0),
+        (Filter(statuses=frozenset({RolloutStatus.REWARD_ERROR}), rewards=Interval()), 0),
         (Filter(task="sum/2"), 2),
         (Filter(text="four"), 3),
         (Filter(text="told you"), 1),
-        (Filter(text="four", task="easy", steps=Span(low=2)), 2),
+        (Filter(text="four", task="easy", steps=Interval(low=2)), 2),
     ],
 )
 def test_all_that_is_asked_must_hold(wanted: Filter, rows: int, run: Path) -> None:

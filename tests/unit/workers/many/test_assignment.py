@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 from octetrl.records import GenerationRequest, SamplingParams
-from octetrl.workers.many.assignment import Assignment, Piece, Room
+from octetrl.workers.many.assignment import Assignment, RequestPiece, Room
 
 LARGE = Room(sequences=256, tokens=1 << 20)
 
@@ -16,7 +16,7 @@ def request(name: str, siblings: int = 1, expected: int | None = 10, **more: obj
     return GenerationRequest(name, (1, 2), sampling, num_siblings=siblings, expected_tokens=expected, **more)  # type: ignore[arg-type]
 
 
-def siblings_of(pieces: list[Piece]) -> Counter[int]:
+def siblings_of(pieces: list[RequestPiece]) -> Counter[int]:
     counts: Counter[int] = Counter()
     for piece in pieces:
         counts[piece.worker] += piece.request.num_siblings
