@@ -78,6 +78,10 @@ class EngineMetrics:
             numbers["fp8/kv_saturation"] = self.kv_saturation
         return numbers if self.drafts is None else numbers | self.drafts.named()
 
+    def merged(self, others: Sequence[EngineMetrics]) -> EngineMetrics:
+        """These and those of sessions that ran at the same time on other workers."""
+        return merged([self, *others])
+
     @property
     def tokens_per_second(self) -> float:
         return self.generated_tokens / self.seconds if self.seconds > 0 else 0.0

@@ -13,14 +13,47 @@ runs a forward: a session in another process works on its own and costs no call 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
-from octetrl.records import Completion, GenerationRequest, OnCompletions, OnProgress, SessionEvent
+from octetrl.records import (
+    Completion,
+    GenerationProgress,
+    GenerationRequest,
+    OnCompletions,
+    OnProgress,
+    SessionEvent,
+)
 
 if TYPE_CHECKING:
     from octetrl.records import WeightSet
+
+
+class GenerationMetrics(Protocol):
+    """What one session did. Engines with more to say have more fields."""
+
+    @property
+    def preemptions(self) -> int:
+        """How often a completion lost its cache to others, and was computed again."""
+
+    @property
+    def batch_occupancy(self) -> float:
+        """Mean share of `engine.max_batch` in use, 0 to 1."""
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the time without work, 0 to 1."""
+
+    @property
+    def kv_saturation(self) -> float:
+        """Share of K and V values that were clamped, 0 to 1."""
+
+    def merged(self, others: Sequence[Self], /) -> Self:
+        """These and the metrics of sessions that ran at the same time on other workers, as one."""
+
+    def named(self, *, scales_are_calibrated: bool) -> dict[str, float]:
+        """By the names of the step's metrics. Values that were not measured are left out."""
 
 
 class RolloutSession(Protocol):
@@ -43,6 +76,36 @@ class RolloutSession(Protocol):
         """New events since the last call. Waits for the first event, at most `wait_seconds`, if others compute."""
 
 
+class MeasuredSession(RolloutSession, Protocol):
+    """A session that says how full it is: for a server, and for the worker that steps it."""
+
+    def progress(self) -> GenerationProgress:
+        """Counts of completions and tokens so far. Any thread may ask; it costs no wait for the device."""
+
+    @property
+    def num_pages(self) -> int:
+        """Capacity of the KV cache in pages of `engine.page_size` tokens."""
+
+    @property
+    def pages_in_use(self) -> int:
+        """Of `num_pages`. Any thread may ask."""
+
+    def metrics(self) -> GenerationMetrics | None:
+        """Of the session so far; it may wait for the device. None: not counted, or the session has ended."""
+
+
+class BackendSession(MeasuredSession, Protocol):
+    """A session of one backend. A session over many workers has no `adopt`."""
+
+    def adopt(self, put: Callable[[], int], /, *, keeps_cache: bool) -> Sequence[SessionEvent]:
+        """Continues with other weights: `put` calls `put_weights` and returns the policy version.
+
+        Unfinished completions keep their tokens. `keeps_cache` false: their cache is computed again. Returns events of
+        the forwards that were in flight. Only `cluster.weights_in_flight` calls it; an engine that cannot do this
+        raises UserError.
+        """
+
+
 class RolloutBackend(Protocol):
     """An engine that generates. One policy version serves a call of `generate` or a session."""
 
@@ -55,7 +118,7 @@ class RolloutBackend(Protocol):
     ) -> list[list[Completion]]:
         """`num_siblings` completions of each request, in the order of the requests."""
 
-    def session(self, on_progress: OnProgress | None = None, /) -> AbstractContextManager[RolloutSession]:
+    def session(self, on_progress: OnProgress | None = None, /) -> AbstractContextManager[BackendSession]:
         """An open session. One at a time; new weights are refused while it is open."""
 
     def put_weights(self, weights: WeightSet, /) -> None:
@@ -79,3 +142,7 @@ class RolloutBackend(Protocol):
 
     def rollout_metrics(self) -> dict[str, float]:
         """Metrics of the last `generate` or session, by the names of the step's metrics; empty before the first."""
+
+    @property
+    def metrics(self) -> GenerationMetrics | None:
+        """The same as a record, to be merged over workers. None before the first, or if it is not counted."""

@@ -16,9 +16,9 @@ from typing import Any
 from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
 from octetrl.data.tokenizer import Tokenizer
-from octetrl.engine.session import Session
 from octetrl.models.families import load_spec
 from octetrl.records import Completion, GenerationRequest
+from octetrl.rollout.backend import MeasuredSession
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.run.generate import generating_workers, generation_recipe, tokenizer_of
 from octetrl.run.model_source import precision_of
@@ -26,7 +26,6 @@ from octetrl.run.resume import trained_model, weights_folder
 from octetrl.workers.build import model_spec
 from octetrl.workers.local import LocalWorkers
 from octetrl.workers.many.deadlines import WorkerLost
-from octetrl.workers.many.session import ManySession
 from octetrl.workers.many.workers import ManyWorkers
 
 CONTEXT_LENGTH = 8192  # tokens at most, where none is asked for
@@ -79,10 +78,9 @@ class StandingModel:
             raise
 
     @contextmanager
-    def session(self) -> Iterator[Session | ManySession]:
+    def session(self) -> Iterator[MeasuredSession]:
         """An open session: requests may arrive while others run."""
         with self._whole() as workers, workers.session() as session:
-            assert isinstance(session, Session | ManySession)
             yield session
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:

@@ -19,12 +19,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Protocol
 
 from octetrl.config.errors import UserError
-from octetrl.engine.metrics import EngineMetrics
 from octetrl.records import GenerationProgress, GenerationRequest, SessionEvent
-from octetrl.rollout.backend import RolloutSession
+from octetrl.rollout.backend import GenerationMetrics, MeasuredSession
 
 METRICS_SECONDS = 10.0  # time between two reads of the metrics that are on the device
 WAIT_SECONDS = 0.005  # for events of replicas in other processes; a new request waits as long at most
@@ -69,38 +67,23 @@ class _Cancel:
 _Command = _Submit | _Cancel | None  # None: stop
 
 
-class ServedSession(RolloutSession, Protocol):
-    """An open session of one engine, or of several replicas. `progress` and pages may be read from any thread."""
-
-    @property
-    def pages_in_use(self) -> int: ...
-
-    @property
-    def num_pages(self) -> int: ...
-
-    def progress(self) -> GenerationProgress: ...
-
-    def metrics(self) -> EngineMetrics | None:
-        """Of the session so far. It may read from the device. None if they cannot be read now."""
-
-
 class EngineThread:
     """The engine's thread. Only this thread calls `open_session` and uses the session that it opens."""
 
     def __init__(
         self,
-        open_session: Callable[[], AbstractContextManager[ServedSession]],
+        open_session: Callable[[], AbstractContextManager[MeasuredSession]],
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_end` is called at the end of the thread."""
         self.error: str | None = None  # the last failure, until a completion has succeeded again
         self.failures = 0
-        self.metrics: EngineMetrics | None = None  # read every METRICS_SECONDS
+        self.metrics: GenerationMetrics | None = None  # read every METRICS_SECONDS
         self._open_session, self._on_end = open_session, on_end
         self._commands: SimpleQueue[_Command] = SimpleQueue()
         self._held: list[_Command] = []  # taken from the queue but not executed yet
         self._deliver: Deliver = lambda events: None
-        self._session: ServedSession | None = None
+        self._session: MeasuredSession | None = None
         self._siblings: dict[str, int] = {}  # number of unfinished siblings of each current request
         self._begun = threading.Event()
         self._stops = False
@@ -171,7 +154,7 @@ class EngineThread:
             finally:
                 self._session = None
 
-    def _serve(self, session: ServedSession) -> None:
+    def _serve(self, session: MeasuredSession) -> None:
         while not self._stops:
             for command in self._taken(wait=not session.has_work):
                 self._obey(command, session)
@@ -196,7 +179,7 @@ class EngineThread:
         except Empty:
             return
 
-    def _obey(self, command: _Command, session: ServedSession) -> None:
+    def _obey(self, command: _Command, session: MeasuredSession) -> None:
         if command is None:
             self._stops = True
         elif isinstance(command, _Cancel):

@@ -21,7 +21,7 @@ from octetrl.records import (
     Published,
     Task,
 )
-from octetrl.rollout.backend import RolloutSession
+from octetrl.rollout.backend import MeasuredSession
 from octetrl.telemetry.console import Console
 from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.file_digests import WrittenFile
@@ -106,7 +106,7 @@ class LocalWorkers(LocalLearningWorkers):
             return self._policy.generate(requests, on_progress, on_completions)
 
     @contextmanager
-    def session(self) -> Iterator[RolloutSession]:
+    def session(self) -> Iterator[MeasuredSession]:
         with self._shown() as on_progress, self._policy.session(on_progress) as session:
             yield session
 

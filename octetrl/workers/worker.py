@@ -38,7 +38,7 @@ from octetrl.records import (
     PolicyUpdate,
     Published,
 )
-from octetrl.rollout.backend import RolloutBackend, RolloutSession
+from octetrl.rollout.backend import BackendSession, RolloutBackend
 from octetrl.telemetry.mismatch import mismatch_of
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.checkpoint import Checkpoint
@@ -140,7 +140,7 @@ class Worker:
             return self.engine.generate(requests, on_progress, on_completions)
 
     @contextmanager
-    def session(self, on_progress: OnProgress | None = None) -> Iterator[RolloutSession]:
+    def session(self, on_progress: OnProgress | None = None) -> Iterator[BackendSession]:
         """An open session: requests may arrive while others run."""
         with self.spans("rollout"), self.engine.session(on_progress) as session:
             yield session

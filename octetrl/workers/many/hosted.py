@@ -22,10 +22,9 @@ from typing import TypeVar
 
 import torch
 
-from octetrl.engine.metrics import EngineMetrics
-from octetrl.engine.session import Session
 from octetrl.environments.scoring import Score
 from octetrl.records import GenerationRequest, PackedBatch, PolicyUpdate, Published, Task
+from octetrl.rollout.backend import GenerationMetrics
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.file_digests import WrittenFile
@@ -39,7 +38,6 @@ from octetrl.workers.many.nodes import Sight, look
 from octetrl.workers.many.plan import RolloutFacts, SessionNews, WorkerPlan, WorkerState, last_lines
 from octetrl.workers.many.status import WorkerStatus
 from octetrl.workers.many.transfer import Transfer, WeightReceiver, WeightSender, keep_scales
-from octetrl.workers.own_engine import own_engine
 from octetrl.workers.reward_model_worker import RewardModelWorker
 from octetrl.workers.training_progress import counted
 from octetrl.workers.worker import Worker
@@ -278,7 +276,6 @@ class HostedWorker:
         assert self._session is not None
         engine = self._plan.recipe.engine
         with self._policy.session() as session:
-            assert isinstance(session, Session)
             pages = session.num_pages
             opened.set_result(Room(engine.max_batch, pages * engine.page_size, pages))
             self._session.run(session)
@@ -296,7 +293,7 @@ class HostedWorker:
             self._session_end.result()
         return news
 
-    def measure(self) -> EngineMetrics | None:
+    def measure(self) -> GenerationMetrics | None:
         """Metrics of the open session so far; None if it has ended."""
         return self._open.measure()
 
@@ -306,7 +303,7 @@ class HostedWorker:
         self._open.close()
         self._session_end.result()
         self._session = self._session_end = None
-        return RolloutFacts(own_engine(self._policy).metrics, self._policy.policy.kv_mode != "none")
+        return RolloutFacts(self._policy.engine.metrics, self._policy.policy.kv_mode != "none")
 
     @property
     def _open(self) -> HostedSession:

@@ -20,11 +20,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from octetrl.config.errors import UserError
-from octetrl.engine.metrics import EngineMetrics
-from octetrl.engine.session import Session
 from octetrl.records import GenerationProgress, GenerationRequest, Published, SessionEvent
+from octetrl.rollout.backend import BackendSession, GenerationMetrics
 from octetrl.trainer.tensor_peers import TensorPeers
 from octetrl.workers.many.plan import SessionNews
+
+WAIT_SECONDS = 0.005  # for events of an engine that computes elsewhere; a command waits as long at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class _Cancel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Measure:
-    metrics: Future[EngineMetrics | None]
+    metrics: Future[GenerationMetrics | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,9 +76,9 @@ class HostedSession:
     def cancel(self, request_ids: Sequence[str]) -> None:
         self._command(*(_Cancel(request_id) for request_id in request_ids))
 
-    def measure(self) -> EngineMetrics | None:
+    def measure(self) -> GenerationMetrics | None:
         """Metrics of the session so far, read between two of its steps; None if it has ended."""
-        asked: Future[EngineMetrics | None] = Future()
+        asked: Future[GenerationMetrics | None] = Future()
         with self._changed:
             if self._has_ended:
                 return None
@@ -122,12 +123,12 @@ class HostedSession:
 
     # ------------------------------------------------------------ the loop
 
-    def run(self, session: Session) -> None:
+    def run(self, session: BackendSession) -> None:
         """Steps the session until it is closed."""
         try:
             while (commands := self._shared_commands(session.has_work)) is not None:
                 events = [event for command in commands for event in self._execute(session, command)]
-                events += session.events()
+                events += session.events(WAIT_SECONDS)
                 if self._leads:
                     self._report(events, session)
         finally:
@@ -166,7 +167,7 @@ class HostedSession:
             self._commands.clear()
             return commands
 
-    def _execute(self, session: Session, command: _Command) -> Sequence[SessionEvent]:
+    def _execute(self, session: BackendSession, command: _Command) -> Sequence[SessionEvent]:
         """The events that are due before the next forward."""
         if isinstance(command, _Adopt):
             return _adopt(session, command)
@@ -178,7 +179,7 @@ class HostedSession:
             self._submit(session, command)
         return ()
 
-    def _submit(self, session: Session, command: _Submit) -> None:
+    def _submit(self, session: BackendSession, command: _Submit) -> None:
         try:
             session.submit(command.request, streams=command.streams)
         except UserError as error:
@@ -186,7 +187,7 @@ class HostedSession:
                 self._refusal = error if self._leads else None
                 self._changed.notify_all()
 
-    def _report(self, events: Sequence[SessionEvent], session: Session) -> None:
+    def _report(self, events: Sequence[SessionEvent], session: BackendSession) -> None:
         with self._changed:
             self._events += events
             self._progress, self._pages_in_use = session.progress(), session.pages_in_use
@@ -194,7 +195,7 @@ class HostedSession:
                 self._changed.notify_all()
 
 
-def _adopt(session: Session, command: _Adopt) -> list[SessionEvent]:
+def _adopt(session: BackendSession, command: _Adopt) -> Sequence[SessionEvent]:
     published: list[Published] = []
 
     def put() -> int:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from octetrl.config.schema import Recipe
-from octetrl.engine.metrics import EngineMetrics
 from octetrl.records import GenerationProgress, SessionEvent
+from octetrl.rollout.backend import GenerationMetrics
 from octetrl.trainer.packing import PackingLayout
 from octetrl.workers.build import BuiltWorker, build_worker
 
@@ -52,7 +52,7 @@ class SessionNews:
 class RolloutFacts:
     """Of a worker's last session."""
 
-    metrics: EngineMetrics | None
+    metrics: GenerationMetrics | None
     scales_are_calibrated: bool
 
 

@@ -14,9 +14,9 @@ from dataclasses import replace
 
 from octetrl.config.errors import UserError
 from octetrl.engine.admission import Admission
-from octetrl.engine.metrics import EngineMetrics, merged
 from octetrl.engine.request import RequestGroup
 from octetrl.records import GenerationProgress, GenerationRequest, OnProgress, SessionEvent
+from octetrl.rollout.backend import GenerationMetrics
 from octetrl.workers.many.assignment import Assignment, RequestPiece, Room
 from octetrl.workers.many.deadlines import Deadlines
 from octetrl.workers.many.plan import SessionNews
@@ -155,10 +155,11 @@ class ManySession:
         """Of all workers, as they last reported."""
         return sum(self._pages_in_use)
 
-    def metrics(self) -> EngineMetrics | None:
+    def metrics(self) -> GenerationMetrics | None:
         """Of the session so far. None if it has ended on a worker."""
-        parts: list[EngineMetrics | None] = self._team.ask("measure", "measure")
-        return merged([part for part in parts if part is not None]) if all(parts) else None
+        parts: list[GenerationMetrics | None] = self._team.ask("measure", "measure")
+        counted = [part for part in parts if part is not None]
+        return counted[0].merged(counted[1:]) if len(counted) == len(parts) else None
 
     def _check_all_move(self) -> None:
         """Raises WorkerLost for a worker that answers, and yet draws no token of what it was given."""

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from octetrl.config.errors import RunFailed
 from octetrl.engine.admission import Admission
-from octetrl.engine.metrics import merged
 from octetrl.environments.scoring import Score
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.records import (
@@ -244,7 +243,7 @@ class ManyWorkers(ManyLearningWorkers):
         parts = [facts.metrics for facts in self._rollout if facts.metrics is not None]
         if not parts:
             return {}
-        return merged(parts).named(scales_are_calibrated=self._rollout[0].scales_are_calibrated)
+        return parts[0].merged(parts[1:]).named(scales_are_calibrated=self._rollout[0].scales_are_calibrated)
 
 
 def memory_of(team: Team) -> dict[str, float]:

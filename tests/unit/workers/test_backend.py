@@ -1,21 +1,48 @@
-"""A worker runs any `RolloutBackend`: it calls nothing but the protocol, and weights may lie in other memory."""
+"""Any `RolloutBackend` serves a worker, several workers, the library and a server: they call nothing but the protocol.
+
+The double's weights lie in other memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
+import httpx
+import pytest
+
+import octetrl
+from octetrl.config.errors import UserError
 from octetrl.config.schema import EngineConfig, ModelConfig, OptimizerConfig, Recipe, RolloutConfig, TrainerConfig
+from octetrl.data.tokenizer import load_tokenizer, tokenizer_folder
 from octetrl.engine.engine import Engine
+from octetrl.engine.session import Session
+from octetrl.engine.stopping import Tokenizer
 from octetrl.fp8.backends import choose_backend
 from octetrl.models.decoder import Decoder
-from octetrl.records import Completion, GenerationRequest, OnCompletions, OnProgress, SamplingParams, WeightSet
-from octetrl.rollout.backend import RolloutSession
+from octetrl.records import (
+    Completion,
+    GenerationProgress,
+    GenerationRequest,
+    OnCompletions,
+    OnProgress,
+    SamplingParams,
+    SessionEvent,
+    WeightSet,
+)
+from octetrl.rollout.backend import BackendSession, GenerationMetrics
 from octetrl.trainer.packing import pack
+from octetrl.workers.build import BuiltWorker, build_worker
+from octetrl.workers.own_engine import own_engine
 from octetrl.workers.worker import Worker
+from tests.e2e.live_server import live_server
+from tests.e2e.tiny_run import make_model
 from tests.parity.shapes import TINY
 from tests.parity.short_run import rewarded, worker_of
 from tests.parity.sides import PRECISIONS, NoText, samples_of
+from tests.unit.workers.many.thread_team import run_on, steps_of
 
 SPEC = TINY["qwen3"]
 RECIPE = Recipe(
@@ -28,20 +55,58 @@ RECIPE = Recipe(
 ASKED = [GenerationRequest("a", (1, 2, 3), SamplingParams(6, temperature=0.9, ignore_eos=True), 2, seed=5)]
 
 
+class ElsewhereSession:
+    """A session with the protocol's members and no other."""
+
+    def __init__(self, session: Session) -> None:
+        self.__session = session
+
+    @property
+    def has_work(self) -> bool:
+        return self.__session.has_work
+
+    def submit(self, request: GenerationRequest, /, *, streams: bool = False) -> None:
+        self.__session.submit(request, streams=streams)
+
+    def cancel(self, request_id: str, /) -> None:
+        self.__session.cancel(request_id)
+
+    def events(self, wait_seconds: float = 0.0, /) -> Sequence[SessionEvent]:
+        return self.__session.events(wait_seconds)
+
+    def progress(self) -> GenerationProgress:
+        return self.__session.progress()
+
+    @property
+    def num_pages(self) -> int:
+        return self.__session.num_pages
+
+    @property
+    def pages_in_use(self) -> int:
+        return self.__session.pages_in_use
+
+    def metrics(self) -> GenerationMetrics | None:
+        return self.__session.metrics()
+
+    def adopt(self, put: Callable[[], int], /, *, keeps_cache: bool) -> Sequence[SessionEvent]:
+        return self.__session.adopt(put, keeps_cache=keeps_cache)
+
+
 class Elsewhere:
     """A backend that has the protocol's methods and no other, over an engine whose weights are its own copies."""
 
-    def __init__(self, worker: Worker) -> None:
-        model = Decoder(SPEC, worker.policy, "rollout", device="cpu", backend=choose_backend("cpu"))
+    def __init__(self, worker: Worker, tokenizer: Tokenizer | None = None) -> None:
+        recipe = worker.recipe
+        model = Decoder(worker.spec, worker.policy, "rollout", device="cpu", backend=choose_backend("cpu"))
         model.requantize()
         model.drop_fp8_weights()
         self.__engine = Engine(
             model,
-            spec=SPEC,
+            spec=worker.spec,
             policy=worker.policy,
-            tokenizer=NoText(),
-            config=RECIPE.engine,
-            context_length=64,
+            tokenizer=tokenizer or NoText(),
+            config=recipe.engine,
+            context_length=recipe.model.context_length,
             dtype=worker.trainer_model.dtype,
             device="cpu",
         )
@@ -57,9 +122,11 @@ class Elsewhere:
         self.called.append("generate")
         return self.__engine.generate(requests, on_progress, on_completions)
 
-    def session(self, on_progress: OnProgress | None = None, /) -> AbstractContextManager[RolloutSession]:
+    @contextmanager
+    def session(self, on_progress: OnProgress | None = None, /) -> Iterator[BackendSession]:
         self.called.append("session")
-        return self.__engine.session(on_progress)
+        with self.__engine.session(on_progress) as session:
+            yield ElsewhereSession(session)
 
     def put_weights(self, weights: WeightSet, /) -> None:
         self.called.append(f"weights of {weights.policy_version}")
@@ -81,6 +148,24 @@ class Elsewhere:
 
     def rollout_metrics(self) -> dict[str, float]:
         return self.__engine.rollout_metrics()
+
+    @property
+    def metrics(self) -> GenerationMetrics | None:
+        return self.__engine.metrics
+
+
+BUILT: list[Elsewhere] = []
+
+
+def built_elsewhere(recipe: Recipe, *args: Any, tokenizer: Tokenizer | None = None, **options: Any) -> BuiltWorker:
+    """`build_worker`, with the other backend."""
+    tokenizer = tokenizer or load_tokenizer(tokenizer_folder(recipe))
+    built = build_worker(recipe, *args, tokenizer=tokenizer, **options)
+    assert isinstance(built.worker, Worker)
+    built.worker.engine = backend = Elsewhere(built.worker, tokenizer)
+    BUILT.append(backend)
+    built.worker.publish(built.worker.policy_version)
+    return built
 
 
 def step_of(worker: Worker) -> tuple[list[list[Completion]], str, list[list[Completion]]]:
@@ -107,3 +192,59 @@ def test_a_worker_asks_a_backend_for_nothing_but_the_protocol_and_gets_the_same_
         found = [event for _ in range(40) for event in session.events()]
     assert not session.has_work and len([event for event in found if event.completion is not None]) == 2
     assert other.rollout_metrics().keys() == own.rollout_metrics().keys()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.mark.parametrize("how", [{}, {"engines": 1, "ahead": 1}], ids=["all", "apart"])
+def test_a_run_on_several_workers(how: dict[str, Any], model: Path, tmp_path: Path) -> None:
+    """The second way trains on two, and generates ahead on a third."""
+    with run_on(2, model, tmp_path, **how) as run:
+        drawn, metrics = steps_of(run, 2)
+    BUILT.clear()
+    with run_on(2, model, tmp_path, build=built_elsewhere, **how) as run:
+        assert steps_of(run, 2) == (drawn, metrics)
+    assert sum("session" in backend.called for backend in BUILT) == (1 if how else 2)
+
+
+def test_an_open_session_takes_weights() -> None:
+    def found(worker: Worker) -> list[SessionEvent]:
+        with worker.session() as session:
+            session.submit(ASKED[0])
+            events = [event for _ in range(4) for event in session.events()]
+            events += session.adopt(lambda: worker.publish(worker.policy_version).policy_version, keeps_cache=False)
+            while session.has_work:
+                events += session.events()
+        return events
+
+    own, other = worker_of(RECIPE, SPEC, "cpu"), worker_of(RECIPE, SPEC, "cpu")
+    other.engine = Elsewhere(other)
+    for worker in (own, other):
+        worker.calibrate([request.prompt_token_ids for request in ASKED])
+    assert found(other) == found(own) != []
+
+
+def test_the_library_and_a_server(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampling = octetrl.SamplingParams(n=2, max_tokens=6, seed=1)
+    expected = octetrl.LLM(model, precision="fp8_full", device="cpu").generate(["3 + 1 ="], sampling)
+    monkeypatch.setattr("octetrl.run.generate.build_worker", built_elsewhere)
+    llm = octetrl.LLM(model, precision="fp8_full", device="cpu")
+    assert llm.generate(["3 + 1 ="], sampling) == expected and "generate" in BUILT[-1].called
+    body = {"model": "tiny", "prompt": "3 + 1 =", "n": 2, "max_tokens": 4, "seed": 5}
+    with live_server(model) as live:
+        answer = httpx.post(f"{live.url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200 and len(answer.json()["choices"]) == 2
+        assert "session" in BUILT[-1].called
+        assert "octetrl_cache_pages " in httpx.get(f"{live.url}/metrics").text
+        live.until(lambda: live.pages_in_use == 0)
+
+
+def test_what_looks_into_the_engine_refuses_another() -> None:
+    worker = worker_of(RECIPE, SPEC, "cpu")
+    assert own_engine(worker) is worker.engine
+    worker.engine = Elsewhere(worker)
+    with pytest.raises(UserError, match="generates with Elsewhere, and the doctor and `bench step` look into"):
+        own_engine(worker)

@@ -133,6 +133,7 @@ def run_on(
     engines: int = 0,
     ahead: int = 0,
     in_flight: str = "off",
+    build: BuildWorker = build_worker,
     **changes: Any,
 ) -> Iterator[Run]:
     """A run whose workers are `count` threads in groups of `size` that share a model; 0: the embedded worker.
@@ -145,7 +146,7 @@ def run_on(
         workers = roles if engines else {"cpus": count, "tensor_parallel": size}
         cluster = recipe.cluster.model_copy(update=workers)
         recipe = recipe.model_copy(update={"cluster": cluster})
-        team = ThreadTeam(recipe, count + engines)
+        team = ThreadTeam(recipe, count + engines, build=build)
         run.workers = workers_of(team, recipe, model_spec(recipe), run.tokenizer, run.spans, run.console, trains=True)
         run.config = recipe
         run.ahead = ahead_of(run)
