@@ -20,7 +20,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from octetrl.config.errors import UserError
+from octetrl.config.errors import UserError, type_of
 from octetrl.environments.base import finite_number
 from octetrl.environments.score_signature import place_of
 from octetrl.environments.turns import Conversation, reward
@@ -130,7 +130,7 @@ async def _all(results: Sequence[Any]) -> list[Any]:
 
 def _value(function: TrlReward, result: Any) -> float | None:
     if isinstance(result, str) or not hasattr(result, "__len__") or not hasattr(result, "__getitem__"):
-        raise TypeError(f"{place_of(function)} returned a {type(result).__name__}; return a list of one number")
+        raise TypeError(f"{place_of(function)} returned {type_of(result)}; return a list of one number")
     if len(result) != 1:
         raise ValueError(f"{place_of(function)} returned {len(result)} rewards for 1 completion; return a list of one")
     return None if result[0] is None else finite_number(result[0], f"reward of {place_of(function)}")
