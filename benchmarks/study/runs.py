@@ -1,6 +1,6 @@
 """Trains the arms of a table of the study, several processes side by side, in calls of limited length.
 
-    python -m benchmarks.study.runs tiny-sums --seeds 8 --jobs 10 --seconds 560 [--arms bf16,fp8_full] [--model FOLDER]
+    python -m benchmarks.study.runs tiny-sums --seeds 8 --jobs 5 --seconds 560 [--arms bf16,fp8_full] [--model FOLDER]
 
 A job is an arm with a seed (job.py). Jobs run seed by seed, so that a study cut short has the same seeds in all arms.
 The cold start of a seed comes before its arms. The same command again goes on where the last one stopped: complete jobs
