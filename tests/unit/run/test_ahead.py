@@ -6,6 +6,7 @@ import json
 import random
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -167,20 +168,31 @@ def test_weights_in_flight_reach_half_an_answer(
     changes = {"precision": precision, "steps": 3, **(TALK if talks else {})}
     with run_on(1, model, tmp_path, engines=1, ahead=1, in_flight=how, **changes) as run:
         engine = run.workers._team.workers[1]
-        step_of_session, steps_done = Session.events, {"session": None, "count": 0}
+        step_of_session, publish = Session.events, run.workers.publish
+        drawing: dict[str, Any] = {"session": None, "batch": 0, "forwards": 0}
+
+        def wait_until(is_so: Callable[[], bool]) -> None:
+            until = time.monotonic() + 60.0
+            while not is_so():
+                assert time.monotonic() < until, f"what the other thread waits for did not come: {drawing}"
+                time.sleep(0.002)
 
         def events(session: Session, wait_seconds: float = 0.0) -> list[SessionEvent]:
             """From the second batch on, the sixth forward waits for the weights of the step that trains beside it."""
-            if steps_done["session"] is not session:
-                steps_done.update(session=session, count=0, batch=steps_done.get("batch", 0) + 1)
-            steps_done["count"] += 1
-            if steps_done["count"] == 6 and steps_done["batch"] > 1:
-                until = time.monotonic() + 60.0
-                while not any(isinstance(one, _Adopt) for one in engine._session._commands):
-                    assert time.monotonic() < until, "no weights came"
-                    time.sleep(0.002)
+            if drawing["session"] is not session:
+                drawing.update(session=session, forwards=0, batch=drawing["batch"] + 1)
+            drawing["forwards"] += 1
+            if drawing["forwards"] == 6 and drawing["batch"] > 1:
+                wait_until(lambda: any(isinstance(one, _Adopt) for one in engine._session._commands))
             return step_of_session(session, wait_seconds)
 
+        def publish_beside_a_batch(policy_version: int) -> Any:
+            """Before the last step, weights wait for the sixth forward of the batch after the one that was learnt."""
+            if policy_version < 3:
+                wait_until(lambda: drawing["batch"] == policy_version + 1 and drawing["forwards"] >= 6)
+            return publish(policy_version)
+
+        run.workers.publish = publish_beside_a_batch  # type: ignore[method-assign]
         monkeypatch.setattr(Session, "events", events)
         journal = Journal(RolloutFiles(tmp_path / "rollouts"))
         run.journal = journal
