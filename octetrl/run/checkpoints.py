@@ -78,6 +78,7 @@ class Checkpoints:
     @contextmanager
     def open(self, run: Run, start: int) -> Iterator[None]:
         """At its end no save is in flight. If the block fails, a failed save is only a warning beside its error."""
+        checkpoint.remove_leftovers(self.folder)  # of a process that was killed; a complete run saves nothing more
         self._tokenizer_files = _tokenizer_files(run.tokenizer)
         every = self._config.every
         if every and (start // every + 1) * every < run.config.steps:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
@@ -65,3 +66,13 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
     if "cuda" in state and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8))
+
+
+@contextmanager
+def generators_put_back() -> Iterator[None]:
+    """Around code that reads a user's objects and is no part of the run: they may draw when they are read."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        restore_random_state(state)

@@ -9,8 +9,7 @@ engine forgets the prompts. The global random generators, which a user's environ
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from octetrl.records import Task
 from octetrl.rollout.collect import collect_groups
 from octetrl.rollout.expected_lengths import ExpectedLengths
 from octetrl.run.build import Run, build_run
-from octetrl.run.device import random_state, restore_random_state
+from octetrl.run.device import generators_put_back
 from octetrl.run.environment import NOTHING_GIVEN
 from octetrl.run.resume import trained_model, weights_folder
 from octetrl.telemetry.eval_report import EvalReport, Scoring
@@ -42,7 +41,7 @@ def evaluate(run: Run, tasks: Sequence[Task] | None = None) -> EvalReport:
     collection = replace(
         run.base_collection, sampling=sampling, group_size=config.evaluation.samples, step=0, lengths=ExpectedLengths()
     )
-    with run.console.phase("evaluate"), run.spans("evaluate"), _generators_put_back():
+    with run.console.phase("evaluate"), run.spans("evaluate"), generators_put_back():
         groups = collect_groups(tasks, run.rewards, run.rollout_workers, collection)
         run.rollout_workers.forget_prefixes()  # so that a step is the same whether an evaluation came before it or not
         run.journal.record_evaluation(groups)  # which reads prompts: a user's task may draw when it is read
@@ -76,12 +75,3 @@ def evaluate_targets(targets: Sequence[str], recipe: Recipe, *, all_tasks: bool 
     for target in targets:
         weights_folder(Path(target))
     return {target: evaluate_checkpoint(target, recipe, all_tasks=all_tasks) for target in targets}
-
-
-@contextmanager
-def _generators_put_back() -> Iterator[None]:
-    state = random_state()
-    try:
-        yield
-    finally:
-        restore_random_state(state)

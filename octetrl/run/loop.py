@@ -20,6 +20,7 @@ from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.run.ahead import ahead_of
 from octetrl.run.build import Run, build_run
 from octetrl.run.checkpoints import Checkpoints
+from octetrl.run.device import generators_put_back
 from octetrl.run.empty_steps import EmptySteps
 from octetrl.run.environment import NOTHING_GIVEN
 from octetrl.run.evaluate import evaluate
@@ -149,9 +150,10 @@ def _run_steps(
 def _write_samples(run: Run, step: int, sinks: Sinks) -> None:
     """Some rollouts as text, of a few steps, and of each evaluation."""
     of_step = step == 1 or step % max(1, run.config.steps // SHOWN_SAMPLES) == 0
-    for name, groups in run.journal.samples.items():
-        if of_step or name == EVALUATION:
-            sinks.write_text(step, name, sample_texts(groups))
+    with generators_put_back():  # a user's task may draw when its prompt is read
+        for name, groups in run.journal.samples.items():
+            if of_step or name == EVALUATION:
+                sinks.write_text(step, name, sample_texts(groups))
 
 
 def one_step(run: Run, step: int) -> StepMetrics:
