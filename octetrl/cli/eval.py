@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from octetrl.cli.eval_folder import is_json, refuse_folder, write_folder
-from octetrl.config.errors import UserError
+from octetrl.config.errors import UserError, nearest_file
 from octetrl.config.load import load_recipe
 from octetrl.environments.python_object import search_beside
 from octetrl.run.model_source import recipe_of_run
@@ -145,6 +145,11 @@ def recipe_of(targets: Sequence[str]) -> str:
     for target in targets:
         if (found := recipe_of_run(target)) is not None:
             return str(found)
+    for target in targets:
+        if not Path(target.partition("@")[0]).exists():
+            raise UserError(
+                f"'{target}' does not exist{nearest_file(Path(target))}; give a run, a checkpoint or a model folder"
+            )
     raise UserError("--recipe: none of the targets is a run with a recipe of its own; give --recipe RECIPE.yaml")
 
 

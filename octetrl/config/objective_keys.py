@@ -70,7 +70,7 @@ def misplaced_fields(name: str, fields: Iterable[str]) -> Problem:
 def unknown_field(name: str, field: str) -> Problem:
     """Report a field that no objective has, and suggest the nearest known field."""
     own = OBJECTIVES[name].model_fields
-    hint = nearest(field, own)
+    hint = nearest("kl_coefficient" if field == "beta" else field, own)  # TRL's name
     meant = hint.split("'")[1] if hint else ""
     if not hint:
         elsewhere = nearest(field, {key for section in OBJECTIVES.values() for key in section.model_fields})

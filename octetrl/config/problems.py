@@ -109,14 +109,27 @@ def _unknown_key(keys: tuple[str, ...]) -> Problem:
     for key in keys[:-1]:
         schema = section_of(schema, key) or schema
     parent, name = ".".join(keys[:-1]), keys[-1]
-    hint, meant = nearest(name, schema.model_fields), ""
-    if hint:
+    hint, meant = nearest(name, schema.model_fields), _NAMES_ELSEWHERE.get(name, "")
+    if meant:
+        hint = f"; did you mean '{meant}'?"
+    elif hint:
         meant = ".".join(filter(None, (parent, hint.split("'")[1])))
     else:
         meant = _elsewhere(name)
         hint = f"; did you mean '{meant}'?" if meant else f"; allowed are {', '.join(schema.model_fields)}"
     fields = (".".join(keys), meant) if meant else (".".join(keys),)
     return Problem(fields, f"{'.'.join(keys)}: unknown key{hint}")
+
+
+_NAMES_ELSEWHERE = {  # of other libraries' settings
+    "num_generations": "rollout.group_size",
+    "n": "rollout.group_size",
+    "learning_rate": "trainer.optimizer.lr",
+    "beta": "algorithm.kl_coefficient",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_response_length": "rollout.max_new_tokens",
+    "max_prompt_length": "rollout.max_prompt_tokens",
+}
 
 
 def _elsewhere(name: str) -> str:

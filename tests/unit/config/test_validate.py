@@ -264,8 +264,12 @@ def test_types_and_ranges(name: str, value: Any, says: str | None) -> None:
     [
         ("modl", "did you mean 'model'?"),
         ("rollout.group_sise", "did you mean 'group_size'?"),
-        ("trainer.optimizer.learning_rate", "allowed are lr, betas"),
+        ("trainer.optimizer.quux", "allowed are lr, betas"),
+        ("trainer.optimizer.learning_rate", "did you mean 'trainer.optimizer.lr'?"),
         ("trainer.lr", "did you mean 'trainer.optimizer.lr'?"),
+        ("trainer.learning_rate", "did you mean 'trainer.optimizer.lr'?"),
+        ("rollout.num_generations", "did you mean 'rollout.group_size'?"),
+        ("algorithm.beta", "did you mean 'kl_coefficient'?"),
         ("logging.quux", "allowed are console, console_every, tensorboard"),
     ],
 )

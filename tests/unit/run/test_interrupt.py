@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import io
 import signal
+from collections.abc import Iterator
 
 import pytest
 
 from octetrl.run.interrupt import StopRequest
 from octetrl.telemetry.console import Console
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_is_heard() -> Iterator[None]:
+    """A shell starts its background jobs with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def quiet_console() -> tuple[Console, io.StringIO]:
