@@ -65,7 +65,7 @@ class Daemons:
             raise RayLost(f"Ray's process {name} {what}, and all workers with it")
 
     def await_answer(self) -> None:
-        """Wait while a daemon is stopped. Raise RayLost if one has ended."""
+        """Wait while a daemon is stopped, or on its way from SIGKILL to its end. Raise RayLost if one has ended."""
         self.check()
         while self._is_stopped:
             time.sleep(LOOK_SECONDS)
@@ -82,7 +82,7 @@ class Daemons:
 
     @property
     def _is_stopped(self) -> bool:
-        return any(_state(daemon.pid) == "T" for daemon in self._daemons)
+        return any(daemon.name in self._killed or _state(daemon.pid) == "T" for daemon in self._daemons)
 
     def close(self) -> None:
         self._ends.set()

@@ -31,7 +31,7 @@ def test_a_run_that_is_stopped(times: int, model: Path, tmp_path: Path) -> None:
     def on_screen(lines: list[str], press: Callable[[], None]) -> None:
         nonlocal pressed
         bottoms.update(re.findall(r"^  (\w+)[ \d/]+[━─]{8}", "\n".join(lines[-4:]), re.MULTILINE))
-        steps = [line for line in lines if line.startswith("step ")]
+        steps = any(line.startswith("step ") for line in lines) and {"rollout", "train", "step"} <= bottoms
         stops = any("stopping after this step" in line for line in lines)
         if (steps and pressed == 0) or (stops and pressed == 1 and times == 2):
             pressed += 1

@@ -113,7 +113,7 @@ def test_ctrl_c_says_how_to_go_on(
         (["trian", "r.yaml"], "Did you mean 'train'?"),
         (["train"], "RECIPE"),
         (["train", "r.yaml", "--resumee"], "--resume"),
-        (["eval", "m"], "--recipe"),
+        (["eval", "m"], "'m' does not exist; give a run, a checkpoint or a model folder"),
         (["generate", "m"], "--prompt"),
         (["generate", "m", "-p", "x", "--top-p", "2"], "--top-p"),
         (["generate", "m", "-p", "x", "--top-p", "0"], "keep no token"),
