@@ -17,6 +17,7 @@ from typing import Any
 from octetrl.config.algorithm import OBJECTIVES, GrpoConfig
 from octetrl.config.errors import nearest
 from octetrl.config.objective_settings import AlgorithmConfig
+from octetrl.config.other_names import OURS
 from octetrl.config.section import Problem
 
 SECTION = "algorithm"
@@ -70,7 +71,7 @@ def misplaced_fields(name: str, fields: Iterable[str]) -> Problem:
 def unknown_field(name: str, field: str) -> Problem:
     """Report a field that no objective has, and suggest the nearest known field."""
     own = OBJECTIVES[name].model_fields
-    hint = nearest("kl_coefficient" if field == "beta" else field, own)  # TRL's name
+    hint = nearest(OURS.get(field, field).removeprefix(f"{SECTION}."), own)
     meant = hint.split("'")[1] if hint else ""
     if not hint:
         elsewhere = nearest(field, {key for section in OBJECTIVES.values() for key in section.model_fields})

@@ -18,6 +18,7 @@ from octetrl.config.algorithm import SHIPPED
 from octetrl.config.data import DataSource
 from octetrl.config.errors import nearest
 from octetrl.config.objective_keys import DEFAULT_NAME, SECTION, misplaced_fields, owners, unknown_field
+from octetrl.config.other_names import OURS
 from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem, Section
 
@@ -109,7 +110,7 @@ def _unknown_key(keys: tuple[str, ...]) -> Problem:
     for key in keys[:-1]:
         schema = section_of(schema, key) or schema
     parent, name = ".".join(keys[:-1]), keys[-1]
-    hint, meant = nearest(name, schema.model_fields), _NAMES_ELSEWHERE.get(name, "")
+    hint, meant = nearest(name, schema.model_fields), OURS.get(name, "")
     if meant:
         hint = f"; did you mean '{meant}'?"
     elif hint:
@@ -119,17 +120,6 @@ def _unknown_key(keys: tuple[str, ...]) -> Problem:
         hint = f"; did you mean '{meant}'?" if meant else f"; allowed are {', '.join(schema.model_fields)}"
     fields = (".".join(keys), meant) if meant else (".".join(keys),)
     return Problem(fields, f"{'.'.join(keys)}: unknown key{hint}")
-
-
-_NAMES_ELSEWHERE = {  # of other libraries' settings
-    "num_generations": "rollout.group_size",
-    "n": "rollout.group_size",
-    "learning_rate": "trainer.optimizer.lr",
-    "beta": "algorithm.kl_coefficient",
-    "max_completion_length": "rollout.max_new_tokens",
-    "max_response_length": "rollout.max_new_tokens",
-    "max_prompt_length": "rollout.max_prompt_tokens",
-}
 
 
 def _elsewhere(name: str) -> str:

@@ -150,9 +150,10 @@ def _run_steps(
 def _write_samples(run: Run, step: int, sinks: Sinks) -> None:
     """Some rollouts as text, of a few steps, and of each evaluation."""
     of_step = step == 1 or step % max(1, run.config.steps // SHOWN_SAMPLES) == 0
-    with generators_put_back():  # a user's task may draw when its prompt is read
-        for name, groups in run.journal.samples.items():
-            if of_step or name == EVALUATION:
+    shown = {name: groups for name, groups in run.journal.samples.items() if of_step or name == EVALUATION}
+    if shown:
+        with generators_put_back():  # a user's task may draw when its prompt is read
+            for name, groups in shown.items():
                 sinks.write_text(step, name, sample_texts(groups))
 
 

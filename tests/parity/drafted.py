@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import Any
 
+from octetrl.bench.speculation import Answers as TokensByAnswer
+from octetrl.bench.speculation import ForcedDrafts
 from octetrl.config.speculation import SpeculationConfig
 from octetrl.engine.metrics import DraftTally
 from octetrl.engine.request import RunningSequence
@@ -13,31 +14,18 @@ from octetrl.records import GenerationRequest
 from tests.parity.sides import Answers, Sides
 
 
-class Mixed:
-    """Each draft is the right token with probability 0.7, else a random one, or sometimes `poison`."""
+class Mixed(ForcedDrafts):
+    """Each draft is the right token with probability 0.7, and the last one sometimes `poison`."""
 
-    def __init__(
-        self, answers: dict[tuple[str, int], tuple[int, ...]], vocab_size: int, poison: int | None = None
-    ) -> None:
-        self._answers, self._vocab_size, self._draw, self._poison = answers, vocab_size, random.Random(0), poison
-        self._known: dict[tuple[str, int], int] = {}
-
-    def extend(self, sequence: RunningSequence, token_ids: Sequence[int]) -> None:
-        name = (sequence.group.request.id, sequence.sibling)
-        self._known[name] = self._known.get(name, 0) + len(token_ids)
+    def __init__(self, answers: TokensByAnswer, vocab_size: int, poison: int | None = None) -> None:
+        super().__init__(answers, 0.7, vocab_size)
+        self._poison = poison
 
     def propose(self, sequence: RunningSequence, most: int) -> Sequence[int]:
-        name = (sequence.group.request.id, sequence.sibling)
-        right = self._answers[name][self._known[name] :][:most]
-        drafts = [token if self._draw.random() < 0.7 else self._draw.randrange(self._vocab_size) for token in right]
+        drafts = list(super().propose(sequence, most))
         if self._poison is not None and drafts and self._draw.random() < 0.1:
             drafts[-1] = self._poison
         return drafts
-
-    def end(self, sequence: RunningSequence) -> None: ...
-
-    def reset(self) -> None:
-        self._known.clear()
 
 
 def assert_drafts_change_nothing(

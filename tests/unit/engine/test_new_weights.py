@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import pytest
-import torch
 
 from octetrl.engine.engine import Engine
 from octetrl.engine.logit_options import LogitOptions
@@ -20,7 +18,7 @@ from octetrl.models.decoder import Decoder
 from octetrl.records import Completion, GenerationRequest, WeightSet
 from octetrl.rollout.token_versions import versions_by_token
 from tests.unit.engine.test_session import ROOMS, drain, finished
-from tests.unit.engine.tiny_engine import SPEC, policy_of, request, tiny_engine
+from tests.unit.engine.tiny_engine import SPEC, policy_of, request, tiny_engine, tiny_model
 
 MANY = [
     request("drawn", prompt_length=21, num_siblings=3, seed=1, max_new_tokens=24, ignore_eos=True),
@@ -32,20 +30,8 @@ Answers = dict[tuple[str, int], Completion]
 DRAFTS: dict[str, tuple[dict[str, Any], int]] = {"drafts": ({"page_size": 16, "speculation": {"name": "ngram"}}, 2)}
 
 
-@lru_cache(maxsize=8)
-def model_of(precision: str, version: int) -> Decoder:
-    model = Decoder(SPEC, policy_of(precision), "rollout")
-    model.random_init(seed=version)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(10)
-    model.requantize()
-    return model
-
-
 def weights_of(precision: str, version: int) -> WeightSet:
-    model = model_of(precision, version)
+    model = tiny_model(precision, seed=version)
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return WeightSet(version, tensors, {})  # the engine quantises them
 

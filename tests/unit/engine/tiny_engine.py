@@ -60,10 +60,10 @@ def policy_of(precision: str) -> PrecisionPolicy:
 
 
 @lru_cache(maxsize=16)
-def tiny_model(precision: str, side: Any = "rollout") -> Decoder:
+def tiny_model(precision: str, side: Any = "rollout", seed: int = 0) -> Decoder:
     """Weights ten times larger than usual, so that the logits are far from flat."""
     model = Decoder(SPEC, policy_of(precision), side)
-    model.random_init(seed=0)
+    model.random_init(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
