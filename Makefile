@@ -19,7 +19,7 @@ endif
 help:  ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
 
-demo: $(READY)  ## train a tiny model by SFT and GRPO in emulated FP8, and print a table (about 6 minutes)
+demo: $(READY)  ## train a tiny model by SFT and GRPO in emulated FP8, and print a table (6 to 13 minutes on two CPU cores)
 	$(PYTHON) -m octetrl demo
 
 test: lint types  ## lint, types and all tests that need no GPU, in JOBS=2 processes

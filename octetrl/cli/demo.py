@@ -13,7 +13,7 @@ def demo(
         str, typer.Option("--to", metavar="DIR", help="The folder for the model and the runs.")
     ] = "runs/demo",
 ) -> None:
-    """Train a tiny model by SFT and GRPO in emulated FP8, and print a table (about 6 minutes on a CPU)."""
+    """Train a tiny model by SFT and GRPO in emulated FP8, and print a table (6 to 13 minutes on two CPU cores)."""
     from octetrl.run.demo import run_demo
 
     run_demo(Path(to))
