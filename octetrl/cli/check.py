@@ -32,7 +32,7 @@ from octetrl.config.spec import ModelSpec
 from octetrl.config.tensor_cut import largest_cut
 from octetrl.config.validate import spec_problems
 from octetrl.environments.python_object import search_beside
-from octetrl.fp8.parity import refused_gate, slow_paths, why_not_equal, why_not_fused
+from octetrl.fp8.parity import refused_gate, slow_paths, why_no_fixed_order, why_not_equal
 from octetrl.fp8.policy import LinearFormat, PrecisionPolicy, Side, precision_policy, tokens_that_pay
 from octetrl.models.families import load_spec, spec_from_config
 from octetrl.models.published_codes import describe_published_codes
@@ -267,7 +267,7 @@ def _numerics(recipe: Recipe, policy: PrecisionPolicy, device: Device) -> Iterat
     if speculation.name != "none" and recipe.algorithm.learns_from == "rollouts":
         most = f"up to {speculation.max_draft_tokens} drafts a sequence while at most {speculation.max_sequences} run"
         yield "speculation", f"{speculation.name}, {most}; answers keep their bits"
-        if device.on_gpu and why_not_fused(recipe, policy, "rollout") is not None:
+        if device.on_gpu and why_no_fixed_order(recipe, policy, "rollout") is not None:
             yield (
                 "warning",
                 "engine.speculation may change answers: without the fused kernels of a GPU a row's bits may",

@@ -71,7 +71,8 @@ class ClusterConfig(Section):
     """Number of workers that share one GPU. Use it to test many workers on one GPU; it is never faster."""
     tensor_parallel: int = Field(default=1, ge=1, le=64)
     """Number of workers that share one model by rows, for a model that is too large for one. The number of workers must
-    be a multiple of it. Only for workers on the CPU so far (`cpus`). 1: every worker has the whole model."""
+    be a multiple of it. On GPUs it launches kernel by kernel so far, which is slow. 1: every worker has the whole
+    model."""
     gradients: Literal["local", "sharded"] = "local"
     """Where the gradient is summed. local: each worker keeps float32 sums of its micro-batches, 4 bytes per weight,
     and the workers add them once per update. sharded: each worker keeps only the sums of its own rows, and the workers
@@ -189,18 +190,19 @@ def cluster_problems(cluster: ClusterConfig) -> Iterator[Problem]:
     if size > 1 and cluster.roles is not None:
         text = "cluster.tensor_parallel: workers that only train or only generate have whole models so far; remove it"
         yield Problem(("cluster.tensor_parallel", *ROLE_FIELDS), text)
-    elif size > 1 and cluster.cpus is None:
+    elif size > 1 and cluster.workers_per_gpu > 1:
         text = (
-            f"cluster.tensor_parallel: {size} workers share a model only on the CPU so far; remove it, or use"
-            f" cluster.cpus={size}"
+            "cluster.workers_per_gpu: workers that share a model exchange values over NCCL, which needs a GPU for each;"
+            " remove it, or use cluster.cpus"
         )
-        yield Problem(("cluster.tensor_parallel", "cluster.cpus"), text)
+        yield Problem(("cluster.workers_per_gpu", "cluster.tensor_parallel"), text)
     elif cluster.num_workers % size:
+        field = "cluster.cpus" if cluster.cpus is not None else "cluster.gpus"
         text = (
             f"cluster.tensor_parallel: {cluster.num_workers} workers do not make groups of {size}; give a multiple of"
-            f" {size} as cluster.cpus"
+            f" {size} as {field}"
         )
-        yield Problem(("cluster.tensor_parallel", "cluster.cpus"), text)
+        yield Problem(("cluster.tensor_parallel", field), text)
     if cluster.address is not None and not cluster.address.strip():
         yield Problem(("cluster.address",), "cluster.address: is empty; give host:port, auto or local, or leave it out")
     elif cluster.address not in (None, "auto", "local") and not _is_host_and_port(cluster.address):

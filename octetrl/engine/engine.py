@@ -169,6 +169,7 @@ class Engine:
         self._cache = self._blocks = None
         if self._runner.graphs is not None:
             self._runner.graphs.forget()
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()  # otherwise the trainer's first tensors would fragment that memory
 
     def rollout_metrics(self) -> dict[str, float]:

@@ -76,7 +76,7 @@ class ModelRunner:
     ) -> None:
         self.model, self.device = model, device
         self.poisoned_tokens = torch.zeros((), dtype=torch.int64, device=device)  # added to by every forward
-        self.graphs = DecodeGraphs(self._decode) if device.type == "cuda" else None
+        self.graphs = DecodeGraphs(self._decode) if device.type == "cuda" and model.group.size == 1 else None
         self.fused = device.type == "cuda" and can_fuse(model)
         self._page_size, self._max_batch, self._max_tokens = page_size, max_batch, max_tokens
         self._rows = BatchRows(max_batch=max_batch, max_tokens=max_tokens, page_size=page_size, device=device)

@@ -24,7 +24,7 @@ def why_not_equal(recipe: Recipe, policy: PrecisionPolicy, *, on_gpu: bool) -> s
     if recipe.engine.prefix_cache == "keep":
         return "cached pages are kept when the weights change (engine.prefix_cache: keep)"
     if on_gpu:
-        return why_not_fused(recipe, policy, "train")
+        return why_no_fixed_order(recipe, policy, "train")
     return None
 
 
@@ -32,6 +32,15 @@ def why_not_fused(recipe: Recipe, policy: PrecisionPolicy, side: Side) -> str | 
     """Why one side of a run on a GPU uses the modules of `models/decoder.py` and not the fused forwards, which are
     faster and keep one order of sums. None if it runs fused. `can_fuse` (models/rollout_forward.py) answers the same
     question for a built model."""
+    why = why_no_fixed_order(recipe, policy, side)
+    size = recipe.cluster.tensor_parallel
+    if why is None and size > 1:
+        why = f"they do not exchange the parts of a model yet (cluster.tensor_parallel: {size})"
+    return why
+
+
+def why_no_fixed_order(recipe: Recipe, policy: PrecisionPolicy, side: Side) -> str | None:
+    """Why a row's bits may depend on the other rows of a forward on a GPU. None if all its sums have one order."""
     if recipe.model.dtype != "bfloat16":
         return f"the fused kernels of a GPU are for BF16 (model.dtype: {recipe.model.dtype})"
     if recipe.fp8.emulate is True and policy.uses_fp8(side):

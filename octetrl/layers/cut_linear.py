@@ -11,7 +11,8 @@ Backward: dx = dy W is a sum over the split rows, added in float32 in the order 
 is each worker's own, with x gathered again. Of an adapter dt = s dy B is added in the same way; then A's gradient is
 equal on all workers, and B's rows are each worker's own.
 
-On a CPU only: a GPU needs kernels whose order of sums does not depend on the width of the part.
+On a GPU the forward's products add along K in the order of the whole model's, whatever the width of the part: the plain
+loop of `bf16_gemm_straight`, and `fp8_gemm`. A bias is added after the product is rounded, as there.
 
 M tokens, K in_features, N rows of all workers, L rows of one, R rank of an adapter, P its parts.
 """
@@ -25,6 +26,8 @@ from torch import Tensor
 
 from octetrl.fp8.backends import fp8_gemm_dgrad, fp8_gemm_nt, fp8_gemm_wgrad
 from octetrl.fp8.quantize import Quantized, quantize_activation_values, quantize_tokens_values
+from octetrl.kernels.gemm.bf16_gemm import bf16_gemm_straight
+from octetrl.kernels.gemm.fp8_gemm import fp8_gemm
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from octetrl.kernels.quantize.quantize_tokens import quantize_tokens
 from octetrl.layers.linear import Float8Linear
@@ -56,7 +59,6 @@ class CutFloat8Linear(Float8Linear):
 
     def __init__(self, *arguments: Any, group: TensorGroup, joins: bool, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        assert self.backend == "emulated", "parts of a model run on a CPU"
         self.group, self.joins = group, joins
 
     def forward(self, x: Tensor) -> Tensor:
@@ -92,7 +94,7 @@ class _CutFunction(torch.autograd.Function):
             y_ML = _float8_rows(linear, x_MK, whole_MK)
         else:
             assert whole_MK is not None
-            y_ML = exact_product(whole_MK, linear.weight, linear.bias)
+            y_ML = _rows(linear, whole_MK)
         t_MPR = None
         if linear.lora is not None:
             assert whole_MK is not None
@@ -125,37 +127,67 @@ def _gathered(linear: CutProjection, x_MK: Tensor) -> Tensor:
     return join_columns(linear.group, x_MK) if linear.joins else x_MK
 
 
+def _rows(linear: CutLinear, whole_MK: Tensor) -> Tensor:
+    """y [M, L] without the adapter."""
+    if not whole_MK.is_cuda:
+        return exact_product(whole_MK, linear.weight, linear.bias)
+    y_ML = bf16_gemm_straight(whole_MK.contiguous(), linear.weight.detach())
+    return y_ML if linear.bias is None else y_ML + linear.bias
+
+
 def _float8_rows(linear: CutFloat8Linear, x_MK: Tensor, whole_MK: Tensor | None) -> Tensor:
     """y [M, L] without the adapter. `whole_MK`: the whole input, if it was gathered already."""
     if whole_MK is not None or not linear.joins:
-        x8 = quantize_activation_values(x_MK if whole_MK is None else whole_MK, linear.power_of_two)
+        x8 = _quantized(linear, x_MK if whole_MK is None else whole_MK)
     else:
-        own = quantize_activation(x_MK, linear.power_of_two)
+        own = quantize_activation(x_MK.contiguous(), linear.power_of_two)
         codes_MK = join_columns(linear.group, own.codes.view(torch.uint8)).view(own.codes.dtype)
-        x8 = Quantized(codes_MK, join_columns(linear.group, own.scale))
+        x8 = Quantized(codes_MK, join_rows(linear.group, own.scale.t()).t())  # strides (1, M), as the GEMM reads it
+    if linear.backend != "emulated":
+        y_ML = fp8_gemm(x8, linear.forward_operand())
+        return y_ML if linear.bias is None else y_ML + linear.bias
     dtype = x_MK.dtype if linear.bias is None else torch.float32
     y_ML = fp8_gemm_nt(x8, linear.forward_operand(), linear.backend, dtype)
     return y_ML if linear.bias is None else y_ML.add_(linear.bias).to(x_MK.dtype)
 
 
+def _quantized(linear: CutFloat8Linear, x_MK: Tensor) -> Quantized:
+    """The operand of the forward or of dgrad: codes, or their values where the GEMM is emulated."""
+    quantize = quantize_activation_values if linear.backend == "emulated" else quantize_activation
+    return quantize(x_MK.contiguous(), linear.power_of_two)
+
+
+def _quantized_tokens(linear: CutFloat8Linear, x_TK: Tensor, square: bool = False) -> Quantized:
+    """The same of wgrad."""
+    quantize = quantize_tokens_values if linear.backend == "emulated" else quantize_tokens
+    return quantize(x_TK.contiguous(), linear.power_of_two, square)
+
+
 def _dgrad(linear: CutProjection, dy_ML: Tensor) -> Tensor:
     """dx, float32: of the whole input, or of this worker's columns if it `joins`."""
     if isinstance(linear, Float8Linear):
-        dy8 = quantize_activation_values(dy_ML, linear.power_of_two)
+        dy8 = _quantized(linear, dy_ML)
         partial_MK = fp8_gemm_dgrad(dy8, linear.dgrad_operand(), linear.backend, torch.float32)
     else:
-        partial_MK = dy_ML.float() @ linear.weight.float()
+        partial_MK = _float_product(dy_ML, linear.weight.detach())
     return (sum_own_columns if linear.joins else sum_over)(linear.group, partial_MK)
 
 
 def _wgrad(linear: CutProjection, dy_ML: Tensor, x_MK: Tensor) -> Tensor:
     if not isinstance(linear, Float8Linear):
-        return dy_ML.float().t() @ _gathered(linear, x_MK).float()
-    dy8 = quantize_tokens_values(dy_ML, linear.power_of_two)
+        return _float_product(dy_ML.t(), _gathered(linear, x_MK))
+    dy8 = _quantized_tokens(linear, dy_ML)
     if linear.joins:
-        own = quantize_tokens(x_MK, linear.power_of_two, linear.square_wgrad)
+        own = quantize_tokens(x_MK.contiguous(), linear.power_of_two, linear.square_wgrad)
         codes_KM = join_rows(linear.group, own.codes.view(torch.uint8)).view(own.codes.dtype)
         x8 = Quantized(codes_KM, join_rows(linear.group, own.scale))
     else:
-        x8 = quantize_tokens_values(x_MK, linear.power_of_two, linear.square_wgrad)
+        x8 = _quantized_tokens(linear, x_MK, linear.square_wgrad)
     return fp8_gemm_wgrad(dy8, x8, linear.backend, torch.float32)
+
+
+def _float_product(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    """a b with float32 sums and result."""
+    if a_MK.is_cuda and a_MK.dtype == torch.bfloat16:
+        return torch.mm(a_MK, b_KN, out_dtype=torch.float32)
+    return a_MK.float() @ b_KN.float()

@@ -10,21 +10,40 @@ also knows the group, where all workers of the run must agree.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import Store
+from torch.distributed import Store, Work
 
-from octetrl.trainer.peers import ALONE, Peers, ProcessGroupPeers
+from octetrl.trainer.peers import ALONE, Peers, ProcessGroupPeers, Running
 from octetrl.trainer.shards import Cut, GradientMode, Share
 
 PHASE = "tensor parallel"
+EXCHANGES_IN_FLIGHT = 64  # of a GPU, before the host waits for the oldest: a few layers of a forward
 
 
 class TensorPeers(ProcessGroupPeers):
-    """A `TensorGroup` (layers/tensor_group.py). NCCL between GPUs, gloo between CPU processes."""
+    """A `TensorGroup` (layers/tensor_group.py). NCCL between GPUs, gloo between CPU processes.
+
+    On a GPU the host does not wait for an exchange; what it launches next does. Requests go over gloo, because a record
+    over NCCL would wait for all launched forwards.
+    """
+
+    def __init__(
+        self, store: Store, share: Share, device: torch.device, *, deadline_seconds: float = 600.0, name: str
+    ) -> None:
+        self._in_flight: deque[Running] = deque()
+        super().__init__(store, share, device, deadline_seconds=deadline_seconds, name=name)
+        while self._in_flight:  # NCCL has connected after this
+            self._complete(self._in_flight.popleft())
+        self._commands: ProcessGroupPeers = self
+        if device.type == "cuda":
+            self._commands = ProcessGroupPeers(
+                store, share, torch.device("cpu"), deadline_seconds=deadline_seconds, name=f"{name} commands"
+            )
 
     @property
     def rank(self) -> int:
@@ -40,7 +59,9 @@ class TensorPeers(ProcessGroupPeers):
     def from_first(self, value: Any) -> Any:
         """The first worker's value, a record of this package, on all workers."""
         sent = pickle.dumps(value) if self.rank == 0 else b""
-        return pickle.loads(bytes(self.gather(torch.tensor(list(sent), dtype=torch.uint8), "commands")[0].tolist()))
+        return pickle.loads(
+            bytes(self._commands.gather(torch.tensor(list(sent), dtype=torch.uint8), "commands")[0].tolist())
+        )
 
     def exchange(self, parts: Tensor) -> Tensor:
         if not parts.numel():
@@ -49,6 +70,22 @@ class TensorPeers(ProcessGroupPeers):
         taken = torch.empty_like(given)
         self._finish(lambda: self._collectives.alltoall_base(taken, given, [], []), PHASE)
         return taken.view(parts.dtype).view(parts.shape).to(parts.device)
+
+    def _finish(self, start: Callable[[], Work], phase: str) -> None:
+        if self._device.type != "cuda":
+            super()._finish(start, phase)
+            return
+        running = self._start(start, phase)
+        running.work.wait()  # later work on the GPU comes after it; this process goes on
+        self._in_flight.append(running)
+        while len(self._in_flight) > EXCHANGES_IN_FLIGHT:
+            self._complete(self._in_flight.popleft())
+
+    def close(self) -> None:
+        self._in_flight.clear()
+        if self._commands is not self:
+            self._commands.close()
+        super().close()
 
 
 class GridPeers:

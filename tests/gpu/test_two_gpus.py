@@ -28,6 +28,7 @@ from octetrl.trainer.shards import Cut, Share, cut_rows
 from octetrl.workers.many.status import STATUS_FILE
 from tests.e2e.tiny_run import make_model, read_lines, tiny_recipe
 from tests.gpu.test_doctor import WIDE
+from tests.grid import WIDE as WIDE_ENOUGH_TO_CUT
 from tests.required import missing
 from tests.team import run_team
 from tests.unit.workers.many.thread_team import steps_of, unspread
@@ -194,3 +195,22 @@ def test_what_two_gpus_wrote_goes_on_on_one(finished: Path, model: Path, tmp_pat
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert lines[:3] == read_lines(finished / "metrics.jsonl")
     assert lines[3]["mismatch/max_abs_diff"] == 0.0
+
+
+def test_workers_that_share_a_model_draw_what_one_gpu_draws(running: None, tmp_path: Path) -> None:
+    """The verbs of a run, and resuming with the whole model on one GPU; the rest is in test_tensor_parallel.py."""
+    shape = WIDE_ENOUGH_TO_CUT | {"vocab_size": 16_424}
+    model = make_model(tmp_path / "model", tie_word_embeddings=False, **shape)
+    changes = RUN | {"precision": "fp8_full", "steps": 3}
+    shared, alone = tmp_path / "shared", tmp_path / "alone"
+    train(tiny_recipe(model, shared, changes | ON_TWO | {"cluster.tensor_parallel": 2}))
+    train(tiny_recipe(model, alone, changes | ON_ONE | {"steps": 1}))
+    lines, (line,) = read_lines(shared / "metrics.jsonl"), read_lines(alone / "metrics.jsonl")
+    assert [one["mismatch/max_abs_diff"] for one in [*lines, line]] == [0.0] * 4
+    assert (lines[0]["rollout/fused"], lines[0]["train/fused"]) == (0.0, 0.0), "kernel by kernel, and said so"
+    assert lines[0]["grad_norm"] == pytest.approx(line["grad_norm"], rel=0.02)
+    first = "rollouts/step_000001.jsonl"
+    assert (shared / first).read_bytes() == (alone / first).read_bytes()
+    train(tiny_recipe(model, shared, changes | ON_ONE | {"steps": 4}), resume=True)
+    last = read_lines(shared / "metrics.jsonl")[-1]
+    assert (last["step"], last["mismatch/max_abs_diff"], last["rollout/fused"]) == (4, 0.0, 1.0)

@@ -39,6 +39,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octetrl.config.tensor_cut import VOCAB_CHUNK
+from octetrl.kernels.gemm.bf16_gemm import bf16_gemm_straight
 from octetrl.kernels.gemm.linear_logprobs_backward import (
     HeadCut,
     linear_logprobs_backward,
@@ -63,7 +64,7 @@ def lm_head_logits(hidden_NE: Tensor, weight_VE: Tensor, fast: bool = False, cut
     """float32 logits [N, V]. hidden and weight have one dtype. A row's bits depend on no other row, except with
     `fast`. `cut`: the weight has only some rows of lm_head, and the others' logits are gathered."""
     if cut is not None:
-        return cut.whole(lm_head_logits(hidden_NE, weight_VE, fast))
+        return cut.whole(_logits_of_rows(hidden_NE, weight_VE))
     assert hidden_NE.dtype == weight_VE.dtype, f"lm_head: hidden {hidden_NE.dtype}, weight {weight_VE.dtype}"
     if hidden_NE.is_cuda:
         if fast:
@@ -75,6 +76,13 @@ def lm_head_logits(hidden_NE: Tensor, weight_VE: Tensor, fast: bool = False, cut
     for weight_PE, logits_NP in pieces:
         logits_NP.copy_(hidden_NE @ weight_PE.double().t())
     return logits_NV
+
+
+def _logits_of_rows(hidden_NE: Tensor, weight_WE: Tensor) -> Tensor:
+    """float32 logits [N, W] of some rows of lm_head. On a GPU not by cuBLAS: its choice depends on their number."""
+    if hidden_NE.is_cuda:
+        return bf16_gemm_straight(hidden_NE.contiguous(), weight_WE, torch.float32)
+    return lm_head_logits(hidden_NE, weight_WE)
 
 
 def padded_rows(num_rows: int, vocab_size: int) -> list[int]:

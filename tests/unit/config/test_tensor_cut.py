@@ -56,15 +56,23 @@ def test_the_parts_are_the_whole(size: int) -> None:
     ("cluster", "message"),
     [
         (
-            {"gpus": 2, "tensor_parallel": 2},
-            "2 workers share a model only on the CPU so far; remove it, or use cluster.cpus=2",
+            {"gpus": 2, "workers_per_gpu": 2, "tensor_parallel": 2},
+            "workers_per_gpu: workers that share a model exchange values over NCCL, which needs a GPU for each; remove"
+            " it, or use cluster.cpus",
         ),
-        ({"cpus": 3, "tensor_parallel": 2}, "3 workers do not make groups of 2; give a multiple of 2 as cluster.cpus"),
+        (
+            {"gpus": 3, "tensor_parallel": 2},
+            "tensor_parallel: 3 workers do not make groups of 2; give a multiple of 2 as cluster.gpus",
+        ),
+        (
+            {"cpus": 3, "tensor_parallel": 2},
+            "tensor_parallel: 3 workers do not make groups of 2; give a multiple of 2 as cluster.cpus",
+        ),
     ],
 )
 def test_what_no_cluster_does(cluster: dict[str, Any], message: str) -> None:
     (problem,) = cluster_problems(ClusterConfig(**cluster))
-    assert problem.text == f"cluster.tensor_parallel: {message}"
+    assert problem.text == f"cluster.{message}"
 
 
 def problems(size: int, **changes: Any) -> list[str]:
