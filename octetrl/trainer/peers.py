@@ -28,14 +28,16 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
 
 from octetrl.config.errors import RunFailed
 from octetrl.layers.tensor_group import ONE_WORKER, TensorGroup
-from octetrl.trainer.shards import BUCKET_ELEMENTS, Cut, GradientMode, Share, buckets
+from octetrl.trainer.shards import BUCKET_ELEMENTS, Cut, GradientMode, Share, buckets, lots
 
 LONGEST_POLL_SECONDS = 1e-3
 BUCKETS_IN_FLIGHT = 4  # of NCCL, whose next exchange waits for no process
+IN_PLACE_BYTES = 1 << 30  # of tensors that are gathered in place by one exchange
 
 
 class PeersLost(RunFailed):
@@ -173,6 +175,7 @@ class ProcessGroupPeers(WholeModel):
     """Peers over torch.distributed. Build it in every worker's process, with the same store."""
 
     bucket_elements = BUCKET_ELEMENTS  # of one exchange of `gather_from_owners`, the same for all workers
+    in_place_from = 1 << 20  # bytes of a tensor that `gather_from_owners` does not copy into a bucket if it is even
 
     def __init__(
         self,
@@ -219,8 +222,11 @@ class ProcessGroupPeers(WholeModel):
         return [piece.view(part.shape) for piece, part in zip(pieces, own, strict=True)]
 
     def gather_from_owners(self, cuts: Sequence[Cut], phase: str) -> None:
-        running: deque[Running] = deque()
-        for bucket in buckets(cuts, self.bucket_elements):
+        large = [cut for cut in cuts if self._is_large(cut)]
+        small = [cut for cut in cuts if not self._is_large(cut)]
+        in_flight = BUCKETS_IN_FLIGHT if self._device.type == "cuda" else 0
+        running = deque(self._start(partial(self._gather_in_place, lot), phase) for lot in lots(large, IN_PLACE_BYTES))
+        for bucket in buckets(small, self.bucket_elements):
             counts = [[cut.part(rank).nbytes for cut in bucket] for rank in range(self.share.count)]
             own_R = torch.zeros(max(map(sum, counts)), dtype=torch.uint8, device=self._device)
             all_CR = own_R.new_empty(self.share.count, own_R.numel())
@@ -228,7 +234,7 @@ class ProcessGroupPeers(WholeModel):
             running.append(self._start(partial(self._collectives._allgather_base, all_CR.view(-1), own_R), phase))
             if self._device.type == "cuda":
                 running[-1].work.wait()  # the copies below come after it on the GPU; this process goes on
-            if self._device.type != "cuda" or len(running) > BUCKETS_IN_FLIGHT:
+            while len(running) > in_flight:
                 self._complete(running.popleft())
             for rank, bytes_R in enumerate(all_CR):
                 if rank != self.share.rank:
@@ -236,13 +242,31 @@ class ProcessGroupPeers(WholeModel):
         for one in running:
             self._complete(one)
 
+    def _is_large(self, cut: Cut) -> bool:
+        return cut.is_even and cut.tensor.nbytes >= self.in_place_from
+
+    def _gather_in_place(self, cuts: Sequence[Cut]) -> Work:
+        """One exchange of even cuts. No row is copied on this worker: each arrives where it belongs."""
+        pairs = [(_bytes(cut.tensor), _bytes(cut.part(self.share.rank))) for cut in cuts]
+        increment_version([cut.tensor for cut in cuts])  # collectives do not tell autograd
+        if self._device.type != "cuda":
+            works = [self._collectives._allgather_base(all_B, own_R) for all_B, own_R in pairs]
+            for work in works[:-1]:
+                work.wait(timedelta(seconds=self._deadline_seconds))
+            return works[-1]
+        self._collectives._start_coalescing()
+        for all_B, own_R in pairs:
+            self._collectives._allgather_base(all_B, own_R)
+        whole: Work = self._collectives._end_coalescing()
+        return whole
+
     def _copy_parts(
         self, cuts: Sequence[Cut], counts: Sequence[Sequence[int]], bytes_R: Tensor, rank: int, *, out: bool
     ) -> None:
         start = 0
         for cut, size in zip(cuts, counts[rank], strict=True):
             if size:
-                part, piece = cut.part(rank).view(-1).view(torch.uint8), bytes_R[start : start + size]
+                part, piece = _bytes(cut.part(rank)), bytes_R[start : start + size]
                 (piece if out else part).copy_(part if out else piece)
             start += size
 
@@ -310,6 +334,10 @@ class ProcessGroupPeers(WholeModel):
 
     def close(self) -> None:
         self._collectives.shutdown()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _first_line(error: Exception) -> str:

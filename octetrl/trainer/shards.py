@@ -84,6 +84,26 @@ class Cut(NamedTuple):
         """The rows of one worker, as a view."""
         return self.rows[rank].of(self.tensor)
 
+    @property
+    def is_even(self) -> bool:
+        """Whether the workers own equally many rows, and together the whole tensor."""
+        each, rest = divmod(len(self.tensor), len(self.rows))
+        return not rest and all(rows == (rank * each, rank * each + each) for rank, rows in enumerate(self.rows))
+
+
+def lots(cuts: Sequence[Cut], num_bytes: int) -> Iterator[list[Cut]]:
+    """The same cuts in lists of at most `num_bytes`, or of one cut."""
+    lot: list[Cut] = []
+    filled = 0
+    for cut in cuts:
+        if lot and filled + cut.tensor.nbytes > num_bytes:
+            yield lot
+            lot, filled = [], 0
+        lot.append(cut)
+        filled += cut.tensor.nbytes
+    if lot:
+        yield lot
+
 
 def buckets(cuts: Sequence[Cut], elements: int = BUCKET_ELEMENTS) -> Iterator[list[Cut]]:
     """The same rows in lists of cuts, with at most `elements` elements each, or 128 rows of every worker.

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from tests.team import run_team
 from tests.unit.workers.many.thread_team import steps_of, unspread
 
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("two GPUs")]
-SHAPES = ((300, 64), (5,), (1100, 3), (128, 2))
+SHAPES = ((300, 64), (5,), (1100, 3), (128, 2), (512, 16), (1024, 8))  # the last two are even
 DEADLINE_SECONDS = 60.0
 COUNT = 2
 ON_TWO: dict[str, Any] = {"cluster.device": "auto", "cluster.gpus": COUNT, "cluster.address": "auto"}
@@ -94,8 +95,9 @@ def exchanged(peers: Peers, device: torch.device) -> list[Any]:
     found.append([(rank, part.cpu()) for part in sums])
     assert isinstance(peers, ProcessGroupPeers)
     peers.bucket_elements = 2000  # more exchanges than are in flight at once
-    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
+    for dtype, in_place_from in product((torch.float32, torch.bfloat16, torch.float8_e4m3fn), (0, 1 << 20)):
         mine = tensors(rank, dtype)
+        peers.in_place_from = in_place_from
         peers.gather_from_owners([Cut(*cut) for cut in zip(mine, table, strict=True)], "rows")
         found.append([one.cpu().view(torch.uint8) for one in mine])
     nan = torch.tensor([torch.nan if rank else 0.0, float(rank)], device=device)

@@ -12,7 +12,7 @@ from octetrl.trainer.peers import Alone, Peers, PeersLost, ProcessGroupPeers, jo
 from octetrl.trainer.shards import Cut, Rows, buckets, cut_rows
 from tests.team import run_team
 
-SHAPES = ((300, 7), (5,), (1100, 3), (128, 2))
+SHAPES = ((300, 7), (5,), (1100, 3), (128, 2), (768, 5))  # the last is even on 2 and on 3 workers
 
 
 def tensors(seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -35,7 +35,8 @@ def test_buckets_have_every_row_once_and_a_limit() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_sums_go_to_owners_and_their_rows_to_everybody(count: int) -> None:
+@pytest.mark.parametrize("in_place_from", [0, 1 << 20])
+def test_sums_go_to_owners_and_their_rows_to_everybody(count: int, in_place_from: int) -> None:
     table = cut_rows(SHAPES, count)
 
     def work(peers: Peers) -> tuple[list[Tensor], list[Tensor]]:
@@ -48,11 +49,11 @@ def test_sums_go_to_owners_and_their_rows_to_everybody(count: int) -> None:
         mine = [torch.full_like(one, torch.nan, dtype=torch.bfloat16) for one in given]
         for whole, rows, parts in zip(mine, table, sums, strict=True):
             rows[peers.share.rank].of(whole).copy_(torch.cat(parts))
-        version = mine[0]._version
+        versions = [one._version for one in (mine[0], mine[-1])]
         assert isinstance(peers, ProcessGroupPeers)
-        peers.bucket_elements = 2000  # several exchanges
+        peers.bucket_elements, peers.in_place_from = 2000, in_place_from  # several exchanges
         peers.gather_from_owners([Cut(*cut) for cut in zip(mine, table, strict=True)], "rows")
-        assert mine[0]._version > version  # autograd can tell
+        assert mine[0]._version > versions[0] and mine[-1]._version > versions[1]  # autograd can tell
         return [torch.cat(parts) for parts in sums], mine
 
     results = run_team(count, work)
@@ -64,6 +65,18 @@ def test_sums_go_to_owners_and_their_rows_to_everybody(count: int) -> None:
             assert torch.equal(gathered[number], together.bfloat16())
     for (sums, _), (again, _) in zip(results, run_team(count, work), strict=True):
         assert all(map(torch.equal, sums, again))
+
+
+def test_an_even_cut_is_shared_equally_and_in_the_order_of_ranks() -> None:
+    whole = torch.zeros(6, 2)
+    assert Cut(whole, (Rows(0, 3), Rows(3, 6))).is_even and Cut(whole, (Rows(0, 6),)).is_even
+    for rows in (
+        (Rows(0, 4), Rows(4, 6)),
+        (Rows(3, 6), Rows(0, 3)),
+        (Rows(0, 2), Rows(2, 4)),
+        (Rows(0, 3), Rows(3, 5)),
+    ):
+        assert not Cut(whole, rows).is_even
 
 
 def test_small_things_are_combined_in_the_order_of_ranks() -> None:
