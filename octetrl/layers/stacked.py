@@ -26,6 +26,7 @@ from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.gemm.grouped_bf16_gemm import grouped_bf16_gemm, grouped_wgrad
 from octetrl.kernels.gemm.grouped_fp8_gemm import grouped_fp8_gemm
 from octetrl.kernels.quantize.quantize_weight import quantize_weight
+from octetrl.kernels.rows.sort_by_expert import sort_by_expert
 from octetrl.layers.float8_function import ACTIVATION_QUANTIZERS
 from octetrl.layers.linear import Float8Linear
 from octetrl.layers.lora import LoraAdapter
@@ -48,12 +49,7 @@ class RowGroups(NamedTuple):
 
 def group_rows(expert_TS: Tensor, num_experts: int) -> RowGroups:
     """Sorts the rows of all tokens by expert. expert_TS: int64, each token's experts. Reads nothing to the host."""
-    slots = expert_TS.shape[1]
-    sorted_P, order_P = torch.sort(expert_TS.flatten(), stable=True)
-    row_P = torch.empty_like(order_P)
-    row_P[order_P] = torch.arange(order_P.numel(), device=order_P.device)
-    first_X1 = torch.searchsorted(sorted_P, torch.arange(num_experts + 1, device=order_P.device))
-    return RowGroups(order_P // slots, row_P.view(-1, slots), first_X1.int())
+    return RowGroups(*sort_by_expert(expert_TS, num_experts))
 
 
 class StackedLinear(Linear):

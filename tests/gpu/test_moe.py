@@ -35,6 +35,7 @@ from octetrl.kernels.rows.combine_experts_backward import (
 )
 from octetrl.kernels.rows.route_tokens import RoutingRule, route_tokens, route_tokens_reference
 from octetrl.kernels.rows.silu_mul import silu_mul
+from octetrl.kernels.rows.sort_by_expert import sort_by_expert, sort_by_expert_reference
 from octetrl.layers.stacked import Float8StackedLinear, StackedLinear, group_rows
 from octetrl.models.blocks.attention.layout import AttentionLayout
 from octetrl.models.blocks.moe.experts import run_experts
@@ -132,6 +133,15 @@ def test_routes_are_the_references_and_a_tokens_own(name: str) -> None:
         assert all(torch.equal(one, whole[rows]) for one, whole in zip(part, routed, strict=True))
     equal = route_tokens(torch.zeros(4, experts, device="cuda"), None, rule).expert_TS
     assert equal.tolist() == [list(range(rule.top_k))] * 4, "ties go to the lowest ids"
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 63, 256, 1023, 1025, 4097, 32768])
+def test_slots_are_sorted_as_by_the_stable_sort(tokens: int) -> None:
+    for experts, slots in ((64, 6), (128, 8), (256, 8), (60, 4)):
+        skewed_TX = torch.rand(tokens, experts, device="cuda") + torch.linspace(0.5, 0, experts, device="cuda")
+        expert_TS = skewed_TX.topk(slots).indices.sort(1).values
+        found, want = sort_by_expert(expert_TS, experts), sort_by_expert_reference(expert_TS, experts)
+        assert all(torch.equal(one, other) for one, other in zip(found, want, strict=True)), (experts, slots)
 
 
 def test_the_sum_of_experts_has_the_references_bits() -> None:

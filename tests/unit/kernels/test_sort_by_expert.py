@@ -1,0 +1,52 @@
+"""The rows of experts: the kernels (interpreted) against a stable sort, and what the numbers mean."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import octetrl.kernels.rows.sort_by_expert as op
+from octetrl.kernels.rows.sort_by_expert import SortedSlots, sort_by_expert_reference, sort_by_expert_triton
+from tests.unit.kernels.interpreting import interpret
+
+CASES = {  # tokens, slots, experts
+    "one token": (1, 8, 128),
+    "one slot": (5, 1, 4),
+    "no token": (0, 6, 8),
+    "odd numbers": (37, 6, 64),
+    "experts without rows": (3, 2, 24),
+    "no power of two": (29, 5, 12),
+}
+
+
+def chosen(tokens: int, slots: int, experts: int) -> Tensor:
+    """Different experts of each token, ascending; low ids are chosen more often."""
+    chance = torch.Generator().manual_seed(tokens)
+    skew_X = torch.linspace(1, 0, experts)
+    return (torch.rand(tokens, experts, generator=chance) + skew_X).topk(slots).indices.sort(1).values
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("blocks", [False, True])
+def test_the_kernels_sort_as_the_stable_sort(name: str, blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch, op)
+    if blocks:  # the way of many slots, with several blocks, and several reads of their counts
+        for constant, value in (("ONE_TILE", -1), ("BLOCK", 16), ("STEP", 8), ("BLOCKS_READ", 4)):
+            monkeypatch.setattr(op, constant, value)
+    tokens, slots, experts = CASES[name]
+    if blocks and tokens == 0:
+        pytest.skip("no slots are few")
+    expert_TS = chosen(tokens, slots, experts)
+    found, want = sort_by_expert_triton(expert_TS, experts), sort_by_expert_reference(expert_TS, experts)
+    for field in SortedSlots._fields:
+        one, other = getattr(found, field), getattr(want, field)
+        assert one.dtype == other.dtype and torch.equal(one, other), field
+
+
+def test_what_the_rows_are() -> None:
+    expert_TS = torch.tensor([[0, 3], [1, 3], [0, 1], [3, 4]])
+    token_P, row_TS, first_X1 = sort_by_expert_reference(expert_TS, 6)
+    assert token_P.tolist() == [0, 2, 1, 2, 0, 1, 3, 3]
+    assert row_TS.tolist() == [[0, 4], [2, 5], [1, 3], [6, 7]]
+    assert first_X1.tolist() == [0, 2, 4, 4, 7, 8, 8]
