@@ -8,8 +8,9 @@ have their line, a job that was cut off resumes from its checkpoint.
 
 The clock: `WARNING_SECONDS` before the end of `--seconds` every job is asked to stop after its step and saves. What
 still runs at the end is killed, and loses at most the steps since its last checkpoint. No job is started that would not
-end in time, by the longest job of its kind so far, unless no call of this length could hold it. A job that fails
-`ATTEMPTS` times leaves a line that says so.
+end in time, by the longest job of its kind so far, unless no call of this length could hold it. On a new machine the
+first jobs also compile the kernels and take several times as long; `--job-seconds` says what later jobs take. A job
+that fails `ATTEMPTS` times leaves a line that says so.
 
 On a machine that is given up after each call, `--pack FOLDER` leaves there what the next call needs, in pieces of
 `--piece-mb` at most: all lines, then starts, then the runs that were cut off, as far as `--pack-mb` allows; what was
@@ -68,6 +69,7 @@ class Plan:
     state: Path
     jobs: list[Job]
     guess: float  # seconds of an arm's job before one has ended
+    expected: float | None = None  # seconds of an arm's job, whatever the earlier ones took
     attempts: dict[str, int] = field(default_factory=dict)
 
     def is_complete(self, job: Job) -> bool:
@@ -85,13 +87,14 @@ class Plan:
                 yield job
 
     def seconds(self, job: Job) -> float:
-        """What the job still takes: the longest of its kind so far, less what it has run."""
+        """What the job still takes: as expected, else the longest of its kind so far; less what it has run."""
         path = self.state / "seconds.json"
         known: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
         kind = f"{job.table}-{'start' if job.arm == START else 'arm'}"
         ran = self.state / "runs" / job.name / "seconds"
         done = float(ran.read_text()) if ran.exists() else 0.0
-        return max(known.get(kind, self.guess) - done, 0.0)
+        whole = self.expected if self.expected is not None and job.arm != START else known.get(kind, self.guess)
+        return max(whole - done, 0.0)
 
     def note_seconds(self, job: Job, seconds: float) -> None:
         path = self.state / "seconds.json"
@@ -254,6 +257,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=8, help="processes side by side")
     parser.add_argument("--seconds", type=float, default=560.0, help="after this time nothing runs any more")
+    parser.add_argument("--job-seconds", type=float, help="of an arm's job; default: the longest so far")
     parser.add_argument("--model", help="folder of the pretrained model, for a table that has one")
     parser.add_argument("--state", type=Path, default=Path("runs/study"))
     parser.add_argument("--unpack", type=Path)
@@ -272,7 +276,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if table.start is None and arguments.model is None:
         raise UserError(f"--model: table '{arguments.table}' needs the folder of a pretrained model")
     jobs = jobs_of(arguments.table, chosen_arms(arguments.table, arguments.arms), seeds)
-    plan = Plan(arguments.state, jobs, table.job_seconds)
+    plan = Plan(arguments.state, jobs, table.job_seconds, arguments.job_seconds)
     try:
         run_jobs(plan, arguments)
     finally:

@@ -90,6 +90,9 @@ def test_no_job_starts_that_would_not_end(tmp_path: Path) -> None:
     (tmp_path / "runs" / only.name).mkdir(parents=True)
     (tmp_path / "runs" / only.name / "seconds").write_text("30.0")
     assert plan.seconds(only) == 40.0
+    plan.expected = 35.0
+    assert plan.seconds(only) == 5.0
+    assert plan.seconds(runs.Job("tiny-sums", job.START, 0)) == 50.0, "the option is about arms"
 
 
 def test_arms_wait_for_their_start(tmp_path: Path) -> None:
