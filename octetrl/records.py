@@ -163,11 +163,11 @@ class Turn:
 
 
 class RolloutStatus(StrEnum):
-    """How a rollout ended. Only SCORED, OVERLONG and TRUNCATED rollouts have a reward."""
+    """How a rollout ended. Only SCORED, TRUNCATED and UNFINISHED rollouts have a reward."""
 
     SCORED = "scored"
-    OVERLONG = "overlong"  # truncated by max_new_tokens; it is scored
-    TRUNCATED = "truncated"  # turns or context ran out before its end; it is scored
+    TRUNCATED = "truncated"  # an answer reached max_new_tokens; it is scored
+    UNFINISHED = "unfinished"  # turns or context ran out before its end; it is scored
     REWARD_ERROR = "reward_error"  # the reward function raised, or returned no finite number
     REWARD_TIMEOUT = "reward_timeout"  # ended after reward_timeout_seconds
     REWARD_CRASH = "reward_crash"  # its process exited, crashed or was killed
@@ -179,7 +179,7 @@ class RolloutStatus(StrEnum):
 
     @property
     def has_reward(self) -> bool:
-        return self in (RolloutStatus.SCORED, RolloutStatus.OVERLONG, RolloutStatus.TRUNCATED)
+        return self in (RolloutStatus.SCORED, RolloutStatus.TRUNCATED, RolloutStatus.UNFINISHED)
 
 
 @dataclass(frozen=True, slots=True)

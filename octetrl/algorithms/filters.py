@@ -27,4 +27,4 @@ def has_variance(group: RolloutGroup) -> bool:
 
 
 def is_not_overlong(rollout: Rollout) -> bool:
-    return rollout.status not in (RolloutStatus.OVERLONG, RolloutStatus.TRUNCATED)
+    return rollout.status not in (RolloutStatus.TRUNCATED, RolloutStatus.UNFINISHED)

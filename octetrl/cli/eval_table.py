@@ -50,17 +50,17 @@ def _caption(reports: list[EvalReport], is_compared: bool) -> str:
 def _cells(report: EvalReport) -> dict[str, str]:
     cells = {"accuracy": "none: no completion could be scored"}
     cells |= {_label(name): _interval(estimate, report.tasks) for name, estimate in report.estimates.items()}
+    counts = {str(status): f"{count:,}" for status, count in report.counts.items() if count}
     if report.lengths:
         cells |= {label: f"{report.lengths[name]:,.0f}" for name, label in LENGTHS.items()}
-        cells["cut off"] = f"{report.lengths['truncated_share']:.1%}"
-    cells |= {str(status): f"{count:,}" for status, count in report.counts.items() if count}
-    return cells | {"tokens/s": f"{report.tokens_per_second:,.0f}"}
+        counts["truncated"] = f"{counts.get('truncated', '0')} ({report.lengths['truncated_share']:.1%})"
+    return cells | counts | {"tokens/s": f"{report.tokens_per_second:,.0f}"}
 
 
 def _labels(reports: Iterable[EvalReport]) -> list[str]:
     """All labels, in the order shown: estimates with k rising, lengths, statuses, speed."""
     labels = [label for report in reports for label in _cells(report)]
-    ranks = ["accuracy", "reward", "pass", "maj", *LENGTHS.values(), "cut off"]
+    ranks = ["accuracy", "reward", "pass", "maj", *LENGTHS.values(), "truncated"]
 
     def rank(label: str) -> tuple[int, int]:
         family, _, k = label.partition("@")

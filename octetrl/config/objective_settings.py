@@ -58,9 +58,9 @@ class TokenWeightingSettings(AlgorithmConfig):
 
 class OverlongSettings(AlgorithmConfig):
     overlong: Literal["keep", "mask"] = "keep"
-    """What to do with answers cut at `max_new_tokens` and conversations that ran out of turns or context. `keep`: train
-    on them as on others. `mask`: count them in the baseline, but do not train on them (DAPO). Use it if many good
-    answers are cut."""
+    """What to do with answers truncated at `max_new_tokens` and conversations that ran out of turns or context.
+    `keep`: train on them as on others. `mask`: count them in the baseline, but do not train on them (DAPO). Use it if
+    many good answers are truncated."""
 
 
 class LengthPenaltySettings(AlgorithmConfig):

@@ -11,7 +11,7 @@ from octetrl.config.section import Section
 
 class TurnsConfig(Section):
     max_turns: int = Field(default=16, ge=1, le=100_000)
-    """Largest number of the model's answers in one rollout. A longer rollout gets the status `truncated` and keeps its
+    """Largest number of the model's answers in one rollout. A longer rollout gets the status `unfinished` and keeps its
     reward. The same holds for one that reaches model.context_length. Each answer has at most rollout.max_new_tokens."""
     reply_timeout_seconds: float = Field(default=60.0, gt=0.0, le=1e6)
     """Time limit in seconds for the environment's start, each reply and finish. A rollout that exceeds it gets the

@@ -48,7 +48,7 @@ def _rollout(
     return Rollout(
         task=task,
         turns=(Turn(request.prompt_token_ids, completion),),
-        status=RolloutStatus.OVERLONG if was_cut else score.status,
+        status=RolloutStatus.TRUNCATED if was_cut else score.status,
         reward=score.reward,
         detail=score.detail,
         penalty=0.0 if penalty is None else penalty(len(completion.token_ids), was_cut=was_cut),

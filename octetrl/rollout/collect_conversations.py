@@ -52,4 +52,4 @@ def _penalized(rollout: Rollout, collection: CollectionSettings) -> Rollout:
     if collection.penalty is None or rollout.reward is None:
         return rollout
     longest = max(len(turn.completion.token_ids) for turn in rollout.turns)
-    return replace(rollout, penalty=collection.penalty(longest, was_cut=rollout.status is RolloutStatus.OVERLONG))
+    return replace(rollout, penalty=collection.penalty(longest, was_cut=rollout.status is RolloutStatus.TRUNCATED))

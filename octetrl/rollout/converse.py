@@ -6,8 +6,8 @@ The rollout is a generator. It yields a `GenerationRequest`, or calls of the env
 receives the results. Its code therefore reads from top to bottom, while one thread runs hundreds of rollouts
 (rollout/drive.py).
 
-It ends in one of four ways. The environment returns no reply. An answer is truncated at max_new_tokens (OVERLONG); the
-environment cannot reply to half an answer. Turns or context run out (TRUNCATED). The environment fails. In each case
+It ends in one of four ways. The environment returns no reply. An answer reaches max_new_tokens (TRUNCATED); the
+environment cannot reply to half an answer. Turns or context run out (UNFINISHED). The environment fails. In each case
 the tokens sampled so far are kept.
 
 The sampled tokens depend on the weights, the task, and (run seed, step, place, sibling, turn). They do not depend on
@@ -138,7 +138,7 @@ def _speak(
         heard = dialogue.hear(conversation, completion)
         if completion.finish_reason is FinishReason.LENGTH:
             has_all = len(completion.token_ids) >= sampling.max_new_tokens
-            return RolloutStatus.OVERLONG if has_all else RolloutStatus.TRUNCATED
+            return RolloutStatus.TRUNCATED if has_all else RolloutStatus.UNFINISHED
         replies = yield from dialogue.answer(conversation, heard)
         turns[-1] = replace(turns[-1], replies=replies)
         if not replies:
@@ -148,10 +148,10 @@ def _speak(
         except ReplyError as error:
             raise Failed(RolloutStatus.ENVIRONMENT_ERROR, f"ReplyError: {error}") from error
         except TextTooLong:  # too long for the context, by its length alone
-            return RolloutStatus.TRUNCATED
+            return RolloutStatus.UNFINISHED
         prompt = token_ids + new
         if len(turns) == dialogue.limits.max_turns or len(prompt) >= speaking.context_length:
-            return RolloutStatus.TRUNCATED
+            return RolloutStatus.UNFINISHED
         turn = len(turns)
         name = f"{place.place}.{place.sibling}.{turn}:{conversation.task.id}"
         completion = yield GenerationRequest(name, prompt, sampling, seed=place.seed(turn), continues=drawn)

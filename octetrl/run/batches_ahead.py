@@ -118,7 +118,11 @@ def _read_group(group: Mapping[str, Any]) -> RolloutGroup:
 
 def _read_rollout(task: Task, rollout: Mapping[str, Any]) -> Rollout:
     turns = tuple(_read_turn(turn) for turn in rollout["turns"])
-    return Rollout(**{**rollout, "task": task, "turns": turns, "status": RolloutStatus(rollout["status"])})
+    return Rollout(**{**rollout, "task": task, "turns": turns, "status": _status(rollout["status"])})
+
+
+def _status(word: str) -> RolloutStatus:
+    return RolloutStatus("truncated" if word == "overlong" else word)  # its name in older checkpoints
 
 
 def _read_turn(turn: Mapping[str, Any]) -> Turn:

@@ -66,7 +66,7 @@ class EmptySteps:
                 " easier or harder tasks, or a larger rollout.group_size"
             )
         if metrics.get("rollout/truncated_share") == 1.0:
-            return f"every answer was cut at its limit ({having}); raise rollout.max_new_tokens, or algorithm.overlong"
+            return f"every answer is truncated ({having}); raise rollout.max_new_tokens, or algorithm.overlong=keep"
         return f"no group had both different rewards and answers to train on ({having})"
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy
 
-from octetrl.records import FinishReason, Rollout, RolloutGroup, RolloutStatus
+from octetrl.records import Rollout, RolloutGroup, RolloutStatus
 from octetrl.telemetry.failures import Failures
 from octetrl.telemetry.sample_estimates import Estimate, Vote, estimate_mean, majority_at_k, pass_at_k
 
@@ -92,19 +92,15 @@ class EvalReport:
 
     @cached_property
     def lengths(self) -> dict[str, float]:
-        """Lengths of rollouts in sampled tokens: mean, quantiles, maximum, and the share cut off by a limit."""
+        """Lengths of rollouts in sampled tokens: mean, quantiles, maximum, and the share of truncated answers."""
         drawn = [rollout for group in self.groups for rollout in group.rollouts if rollout.turns]
         if not drawn:
             return {}
         lengths = numpy.array([_num_tokens(rollout) for rollout in drawn])
-        cut = [
-            rollout.status is RolloutStatus.TRUNCATED
-            or rollout.turns[-1].completion.finish_reason is FinishReason.LENGTH
-            for rollout in drawn
-        ]
+        truncated = sum(rollout.status is RolloutStatus.TRUNCATED for rollout in drawn)
         found = {"mean": float(lengths.mean())}
         found |= {name: float(numpy.quantile(lengths, level)) for name, level in QUANTILES.items()}
-        return found | {"max": float(lengths.max()), "truncated_share": sum(cut) / len(cut)}
+        return found | {"max": float(lengths.max()), "truncated_share": truncated / len(drawn)}
 
     @cached_property
     def failures(self) -> Failures:

@@ -36,7 +36,7 @@ CURVES: tuple[tuple[str, str], ...] = (
     ("log-probs equal", "mismatch/equal_fraction"), ("KL engine to trainer", "mismatch/gen_kl"),
     ("corrected tokens", "correction/clip_fraction"), ("clipped ratios", "ratio/clip_fraction"),
     ("K and V clamped", "fp8/kv_saturation"), ("groups without a signal", "reward/zero_variance_fraction"),
-    ("answers cut off", "rollout/truncated_share"), ("rollouts without a reward", "rollout/failure_share"),
+    ("truncated answers", "rollout/truncated_share"), ("rollouts without a reward", "rollout/failure_share"),
     ("preference accuracy", "preference/accuracy"), ("preference margin", "preference/margin"),
     ("explained variance", "value/explained_variance"), ("rollout, tokens/s", "rollout/tokens_per_second"),
     ("training, tokens/s", "train/tokens_per_second"), ("GPU memory, GB", "memory/peak_gb"),

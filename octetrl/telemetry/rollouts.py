@@ -34,6 +34,11 @@ from octetrl.records import Completion, FinishReason, Rollout, RolloutGroup, Rol
 from octetrl.telemetry.failures import Failures
 
 ROLLOUTS, EVALUATIONS = "rollouts", "evaluations"  # folders of a run: of its steps, and of the held-out tasks
+SHARES = {
+    "rollout/truncated_share": RolloutStatus.TRUNCATED,
+    "rollout/unfinished_share": RolloutStatus.UNFINISHED,
+    "rollout/too_long_share": RolloutStatus.PROMPT_TOO_LONG,
+}
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -41,9 +46,8 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
     `reward/penalty` is the mean length penalty. `reward/mean` does not include it.
     `reward/zero_variance_fraction` is the share of groups whose siblings all got the same reward: they teach nothing.
-    `rollout/truncated_share` and `rollout/too_long_share` are shares of all rollouts: answers that were cut, and
-    prompts that got no answer. `reward/component/*` are the parts of the rewards, unweighted. `environment/*` are
-    metrics of environments.
+    `SHARES` are shares of all rollouts, each of one status. `reward/component/*` are the parts of the rewards,
+    unweighted. `environment/*` are metrics of environments.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [reward for group in groups for reward in group.rewards]
@@ -54,10 +58,8 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
             metrics[f"rollout/{status.value}"] = sum(rollout.status is status for rollout in rollouts)
     metrics["rollout/failure_share"] = Failures.among(groups).share
     if rollouts:
-        cut = (RolloutStatus.OVERLONG, RolloutStatus.TRUNCATED)
-        metrics["rollout/truncated_share"] = statistics.fmean(rollout.status in cut for rollout in rollouts)
-        too_long = metrics[f"rollout/{RolloutStatus.PROMPT_TOO_LONG.value}"]
-        metrics["rollout/too_long_share"] = too_long / len(rollouts)
+        for share, status in SHARES.items():
+            metrics[share] = metrics[f"rollout/{status.value}"] / len(rollouts)
     if rewards:
         metrics["reward/mean"] = statistics.fmean(rewards)
         metrics["reward/std"] = statistics.pstdev(rewards)

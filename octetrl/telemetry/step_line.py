@@ -54,6 +54,7 @@ NUMBERS = (  # in the order of the line
     Number("rollout/too_long_share", "too long", ".0%", only_above_0=True, warn=0.0),
     Number("reward/zero_variance_fraction", "equal rewards", ".0%", only_above_0=True, warn=0.8),
     Number("rollout/truncated_share", "truncated", ".0%", only_above_0=True, warn=0.1),
+    Number("rollout/unfinished_share", "out of turns", ".0%", only_above_0=True, warn=0.1),
     Number("fp8/kv_saturation", "clamped KV", ".2%", only_above_0=True, warn=0.001),
     Number("correction/clip_fraction", "corrected", ".1%", only_above_0=True),
     Number("rollout/tokens_per_second", "rollout tok/s", ",.0f"),
@@ -64,7 +65,8 @@ TIME, REWARDS = "time/step", "time/reward"
 PRIORITY = (  # which numbers are kept where not all fit
     *("reward/mean", AGREEMENT, "preference/accuracy", "rollout/failure_share"),
     *("rollout/too_long_share", "reward/zero_variance_fraction", "rollout/truncated_share", TIME, REWARDS),
-    *("loss", "rollout/mean_length", "entropy", "fp8/kv_saturation", "kl", "grad_norm", "memory/peak_gb"),
+    *("rollout/unfinished_share", "loss", "rollout/mean_length", "entropy", "fp8/kv_saturation", "kl", "grad_norm"),
+    "memory/peak_gb",
     *("rollout/tokens_per_second", "train/tokens_per_second", "correction/clip_fraction"),
 )
 

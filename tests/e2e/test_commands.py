@@ -71,7 +71,7 @@ def test_eval_of_a_run(finished: Finished, capsys: Capture) -> None:
     arguments = ["eval", str(folder), "--recipe", str(folder / "config.yaml")]
     report, again = (_rows(printed(capsys, *arguments)) for _ in range(2))
     assert 0 < float(report["reward"].split()[0]) < 1
-    assert int(report.get("scored", 0)) + int(report.get("overlong", 0)) == 4
+    assert int(report.get("scored", 0)) + int(report["truncated"].split()[0]) == 4
     report.pop("tokens/s")
     assert report.items() <= again.items()
     fewer = printed(capsys, *arguments, "environment.eval_size=2")

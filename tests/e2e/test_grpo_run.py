@@ -97,7 +97,7 @@ def test_rollouts_say_what_was_sampled(finished: Finished) -> None:
             assert row["prompt"] and row["answer"] and row["prompt_token_ids"]
             assert len(row["token_ids"]) == len(row["logprobs"]) <= 12
             assert all(logprob < 0 for logprob in row["logprobs"])
-            assert row["status"] == ("overlong" if row["finish_reason"] == "length" else "scored")
+            assert row["status"] == ("truncated" if row["finish_reason"] == "length" else "scored")
         assert len({row["task_id"] for row in rows}) == 2
         assert len({row["text"] for row in rows}) == 8
 
@@ -290,8 +290,8 @@ def test_answers_cut_off_may_be_masked(model: Path, tmp_path: Path) -> None:
     changes = {"algorithm.overlong": "mask", "rollout.stop": ["e", "a", "1"], "precision": "bf16", "steps": 1}
     lines = run(model, tmp_path / "run", changes)
     for line in lines:
-        assert 0 < line["rollout/overlong"] < 8
-        assert line["train/samples"] == 8 - line["rollout/overlong"]
+        assert 0 < line["rollout/truncated"] < 8
+        assert line["train/samples"] == 8 - line["rollout/truncated"]
 
 
 def test_evaluation_during_a_run_changes_nothing_else(plain: Lines, model: Path, tmp_path: Path) -> None:

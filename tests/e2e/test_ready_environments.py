@@ -26,7 +26,7 @@ def test_a_game_is_played_in_turns(model: Path, tmp_path: Path) -> None:
     (line,) = run(model, tmp_path / "run", changes)
     rows = read_lines(tmp_path / "run" / "rollouts" / "step_000001.jsonl")
     assert len(rows) == 8 and all(row["task_id"].startswith("guess_number/") for row in rows)
-    assert {row["status"] for row in rows} <= {"scored", "overlong"}
+    assert {row["status"] for row in rows} <= {"scored", "truncated"}
     assert all(set(row["components"]) == {"found", "quickness"} for row in rows if row["status"] == "scored")
     assert 1 <= line["environment/guesses_made"] <= 3
 

@@ -86,7 +86,7 @@ def unchanged(folder: Path, model: Path) -> bool:
             {"reward/zero_variance_fraction": 1.0, "reward/mean": 0.5, "reward/std": 0.0},
         ),
         ({"rollout.max_prompt_tokens": 5}, {"rollout/prompt_too_long": 8, "reward/count": 0}),
-        ({"algorithm.overlong": "mask", "rollout.max_new_tokens": 2}, {"rollout/overlong": 8, "reward/count": 8}),
+        ({"algorithm.overlong": "mask", "rollout.max_new_tokens": 2}, {"rollout/truncated": 8, "reward/count": 8}),
     ],
     ids=["every reward fails", "all rewards equal", "every prompt too long", "every answer masked"],
 )

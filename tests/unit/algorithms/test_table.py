@@ -36,7 +36,7 @@ def test_zero_variance_groups_can_be_kept_but_not_those_without_baseline() -> No
 
 def test_overlong_rollouts_are_trained_on_unless_masked() -> None:
     masking = build_algorithm(objective(overlong="mask"))
-    for status in (RolloutStatus.OVERLONG, RolloutStatus.TRUNCATED):
+    for status in (RolloutStatus.TRUNCATED, RolloutStatus.UNFINISHED):
         cut = rollout(0.0, status)
         assert build_algorithm(objective()).trains(cut)
         assert not masking.trains(cut) and masking.trains(rollout(1.0))

@@ -67,7 +67,7 @@ def test_a_report_shows_accuracy_and_every_status() -> None:
     assert cells["accuracy"] == ["0.6667 [0.667, 0.667]"]
     assert cells["pass@2"] == ["1.0000 [1.000, 1.000]"]
     assert (cells["scored"], cells["reward_error"], cells["tokens/s"]) == (["3"], ["1"], ["1,234"])
-    assert (cells["mean length"], cells["cut off"]) == (["2"], ["0.0%"])
+    assert (cells["mean length"], cells["truncated"]) == (["2"], ["0 (0.0%)"])
     assert rows({"x": report(None)})["accuracy"] == ["none: no completion could be scored"]
 
 

@@ -128,7 +128,7 @@ def test_a_page_has_the_tokens_of_the_runs_tokenizer(run: Path, capsys: Capture)
         (["run", "--step", "3:1"], "--step: '3:1' ends before it begins"),
         (["run", "--reward", "0:nan"], "--reward: '0:nan' is no range of numbers"),
         (["run", "--reward", "1:2:3"], "--reward: '1:2:3' is no range"),
-        (["run", "--status", "reward_eror"], "--status: 'reward_eror' is none of scored, overlong,"),
+        (["run", "--status", "reward_eror"], "--status: 'reward_eror' is none of scored, truncated,"),
         (["run", "--limit", "0"], "--limit"),
         (["run", "--tokens"], "--tokens: 'run' has no checkpoint with a tokenizer"),
         (["run", "--html", "no/folder/r.html"], "--html: 'no/folder/r.html' is not a file in a folder that exists"),

@@ -71,7 +71,7 @@ def _speak(runner: asyncio.Runner, dialogue: Dialogue, played: Played, player: P
         if not _led(runner, played, dialogue.answer(conversation, heard)):
             return
         if conversation.turns == dialogue.limits.max_turns:
-            played.status = RolloutStatus.TRUNCATED
+            played.status = RolloutStatus.UNFINISHED
             return
 
 

@@ -46,7 +46,7 @@ def test_actions_by_name_after_a_marker() -> None:
 def test_a_number_that_is_none_is_told(said: str) -> None:
     played = play(made(), lambda conversation: said, max_turns=2)
     assert played.said[2][1].endswith("is no action. The actions are the numbers 0 to 1.")
-    assert played.status is RolloutStatus.TRUNCATED and played.reward == 0.0
+    assert played.status is RolloutStatus.UNFINISHED and played.reward == 0.0
 
 
 def test_a_space_of_texts_takes_the_text() -> None:

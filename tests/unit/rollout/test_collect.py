@@ -88,9 +88,9 @@ def test_groups_come_in_the_order_of_the_tasks_with_a_status_each(chat: ChatToke
     groups = collect_groups(TASKS, scores, workers, collection_of(chat))
     assert [group.task for group in groups] == TASKS
     assert len(workers.calls) == len(scores.calls) == 1
-    scored, overlong, timeout = RolloutStatus.SCORED, RolloutStatus.OVERLONG, RolloutStatus.REWARD_TIMEOUT
+    scored, truncated, timeout = RolloutStatus.SCORED, RolloutStatus.TRUNCATED, RolloutStatus.REWARD_TIMEOUT
     for group in (groups[0], groups[2]):
-        assert [rollout.status for rollout in group.rollouts] == [scored, overlong, timeout, scored]
+        assert [rollout.status for rollout in group.rollouts] == [scored, truncated, timeout, scored]
         assert [rollout.reward for rollout in group.rollouts] == [0.0, 1.0, None, 3.0]
         assert group.rewards == (0.0, 1.0, 3.0)
     assert groups[0].rollouts[3].text == "0:a.3"

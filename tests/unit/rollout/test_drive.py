@@ -165,18 +165,18 @@ def test_turns_context_and_answers_run_out() -> None:
     endless = Echo(turns=99)
     out_of_turns = rollouts_of(endless)
     assert {(one.status, len(one.turns), one.reward is None) for one in out_of_turns} == {
-        (RolloutStatus.TRUNCATED, 5, False)
+        (RolloutStatus.UNFINISHED, 5, False)
     }
     assert all(one.turns[-1].replies for one in out_of_turns)  # said, and never heard
     out_of_context = rollouts_of(endless, context_length=30)
-    assert {one.status for one in out_of_context} == {RolloutStatus.TRUNCATED}
+    assert {one.status for one in out_of_context} == {RolloutStatus.UNFINISHED}
     assert {len(one.turns) for one in out_of_context} < {1, 2, 3, 4}
     cut = rollouts_of(Echo(turns=2), sampling=SamplingParams(3))
     for one in cut:
         is_cut = len(one.turns[-1].completion.token_ids) == 3 and not one.text.endswith(TOKENIZER.eos_token)
-        assert one.status in (RolloutStatus.OVERLONG, RolloutStatus.SCORED)
+        assert one.status in (RolloutStatus.TRUNCATED, RolloutStatus.SCORED)
         assert one.reward is not None and (is_cut or one.status is RolloutStatus.SCORED)
-    assert {one.status for one in cut} == {RolloutStatus.OVERLONG, RolloutStatus.SCORED}
+    assert {one.status for one in cut} == {RolloutStatus.TRUNCATED, RolloutStatus.SCORED}
 
 
 class Tidy(Echo):
@@ -210,7 +210,7 @@ def test_an_answer_that_was_cut_is_penalized_as_such() -> None:
 
     for rollout in rollouts_of(Echo(turns=2), sampling=SamplingParams(4), penalty=penalty):
         longest = max(len(turn.completion.token_ids) for turn in rollout.turns)
-        assert rollout.penalty == (-100.0 if rollout.status is RolloutStatus.OVERLONG else -longest)
+        assert rollout.penalty == (-100.0 if rollout.status is RolloutStatus.TRUNCATED else -longest)
 
 
 def test_a_prompt_that_is_too_long_begins_nothing() -> None:

@@ -43,7 +43,7 @@ def test_a_rollout_without_reward_is_in_neither_baseline_nor_training() -> None:
 
 def test_a_masked_overlong_rollout_counts_in_the_baseline_alone() -> None:
     algorithm = build_algorithm(objective(normalize_advantages=False, overlong="mask"))
-    group = group_of(rollout(1.0), rollout(0.0, RolloutStatus.OVERLONG), rollout(0.0))
+    group = group_of(rollout(1.0), rollout(0.0, RolloutStatus.TRUNCATED), rollout(0.0))
     assert [sample.advantage for sample in to_samples([group], algorithm)] == pytest.approx([2 / 3, -1 / 3])
 
 

@@ -42,7 +42,7 @@ def test_a_first_step_without_any_reward_ends_the_run(metrics: dict[str, float],
     ("metrics", "reason"),
     [
         (EQUAL, "the rewards are equal within every group (8 of 8 rollouts have a reward, on average 0.25)"),
-        (CUT, "every answer was cut at its limit (8 of 8 rollouts have a reward); raise rollout.max_new_tokens"),
+        (CUT, "every answer is truncated (8 of 8 rollouts have a reward); raise rollout.max_new_tokens"),
     ],
 )
 def test_rewards_without_a_signal_end_it_after_three_steps_in_a_row(metrics: dict[str, float], reason: str) -> None:

@@ -16,7 +16,8 @@ from octetrl.telemetry.metrics import NAME
 def rollout(task: Task, reward: float | None, answered: str | None = None, length: int = 2) -> Rollout:
     finish = FinishReason.LENGTH if length > 9 else FinishReason.STOP
     completion = Completion((5,) * length, (-0.1,) * length, "text", finish, 0, "digest")
-    status = RolloutStatus.REWARD_ERROR if reward is None else RolloutStatus.SCORED
+    ended = RolloutStatus.TRUNCATED if finish is FinishReason.LENGTH else RolloutStatus.SCORED
+    status = RolloutStatus.REWARD_ERROR if reward is None else ended
     return Rollout(task, (Turn((1,), completion),), status, reward, answered=answered)
 
 
@@ -65,17 +66,18 @@ def test_metrics_have_lengths_and_statuses() -> None:
     assert all(NAME.fullmatch(name) for name in metrics)
     assert metrics["eval/mean_length"] == pytest.approx((8 * 2 + 4 * 10) / 12)
     assert (metrics["eval/p50_length"], metrics["eval/max_length"]) == (2.0, 10.0)
-    assert metrics["eval/truncated_share"] == pytest.approx(4 / 12)
+    assert metrics["eval/truncated_share"] == pytest.approx(3 / 12)
+    assert metrics["eval/truncated"] == 3.0
     assert (metrics["eval/reward_error"], metrics["eval/tasks"]) == (5.0, 3.0)
     assert metrics["eval/accuracy_low"] <= metrics["eval/accuracy"] <= metrics["eval/accuracy_high"]
 
 
-def test_what_ran_out_of_turns_was_cut_and_has_its_reward() -> None:
-    one = replace(rollout(Task("t", "prompt of t"), 1.0), status=RolloutStatus.TRUNCATED)
+def test_what_ran_out_of_turns_is_not_truncated_and_has_its_reward() -> None:
+    one = replace(rollout(Task("t", "prompt of t"), 1.0), status=RolloutStatus.UNFINISHED)
     report = EvalReport([RolloutGroup(one.task, (one,))], Scoring())
-    assert report.metrics["eval/truncated_share"] == report.metrics["eval/truncated"] == report.accuracy == 1.0
+    assert report.metrics["eval/unfinished"] == report.accuracy == 1.0 and report.metrics["eval/truncated_share"] == 0.0
     cells = [str(cell) for cell in report_table({"m": report}, {}).columns[0].cells]
-    assert "cut off" in cells and "truncated" in cells  # the share, and the status
+    assert "unfinished" in cells and cells.count("truncated") == 1
 
 
 def test_models_are_compared_task_by_task() -> None:

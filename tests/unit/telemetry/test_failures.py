@@ -25,7 +25,7 @@ FAILED = groups(
     rollout(RolloutStatus.REWARD_ERROR, "c", "ValueError: no (r.py:9)", "ValueError: no"),
     rollout(RolloutStatus.REWARD_TIMEOUT, "d", "no reward after 2 s; raise environment.reward_timeout_seconds"),
     rollout(RolloutStatus.SCORED, "e"),
-    rollout(RolloutStatus.OVERLONG, "f"),
+    rollout(RolloutStatus.TRUNCATED, "f"),
     rollout(RolloutStatus.PROMPT_TOO_LONG, "g", "the prompt has 9 tokens"),
 )
 

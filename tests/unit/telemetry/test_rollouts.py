@@ -25,7 +25,7 @@ GROUP = RolloutGroup(
     TASK,
     (
         rollout(RolloutStatus.SCORED, 1.0, turn((7, 9))),
-        rollout(RolloutStatus.OVERLONG, 0.0, turn((8, 8, 8, 8))),
+        rollout(RolloutStatus.TRUNCATED, 0.0, turn((8, 8, 8, 8))),
         rollout(RolloutStatus.REWARD_ERROR, None, turn((6, 9, 9), reply="go on"), turn((5, 9, 9))),
         rollout(RolloutStatus.PROMPT_TOO_LONG, None),
     ),
@@ -39,7 +39,8 @@ def test_metrics_leave_rollouts_without_reward_out_and_count_them() -> None:
     assert metrics["reward/zero_variance_fraction"] == 0.5
     assert metrics["rollout/mean_length"] == pytest.approx((2 + 4 + 6 + 2 + 2) / 5)
     assert metrics["rollout/max_length"] == 6
-    assert metrics["rollout/reward_error"] == 1 and metrics["rollout/overlong"] == 1
+    assert metrics["rollout/reward_error"] == 1 and metrics["rollout/truncated"] == 1
+    assert metrics["rollout/truncated_share"] == 1 / 6 and metrics["rollout/unfinished_share"] == 0
     assert metrics["rollout/prompt_too_long"] == 1 and metrics["rollout/reward_timeout"] == 0
     assert "reward/mean" not in rollout_metrics([])
 
@@ -48,7 +49,7 @@ def test_file_holds_every_rollout_whole(tmp_path: Path) -> None:
     path = RolloutFiles(tmp_path / "rollouts").write(3, [GROUP])
     assert path.name == "step_000003.jsonl" and list(path.parent.iterdir()) == [path]
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["status"] for line in lines] == ["scored", "overlong", "reward_error", "prompt_too_long"]
+    assert [line["status"] for line in lines] == ["scored", "truncated", "reward_error", "prompt_too_long"]
     assert [line["sibling"] for line in lines] == [0, 1, 2, 3]
     first = lines[0]
     assert (first["task_id"], first["prompt"], first["answer"]) == ("chain_sum/17", "3 + 4 =", "7")
