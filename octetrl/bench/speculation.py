@@ -1,8 +1,9 @@
 """Measures speculation: a workload without drafts, with n-gram drafts, and with drafts that are right at a given rate.
 
-One engine serves a precision and a workload. It generates the workload twice without drafts; the second time counts.
-Then it generates it once for each kind of drafts. A rate p means that each draft is the token of the first pass with
-probability p, given that those before it are. Every answer is compared with the first pass, bit for bit.
+Drafts are made where they pay, as in a run, or always. One engine serves a precision and a workload. It generates the
+workload twice without drafts; the second time counts. Then it generates it once for each kind of drafts. A rate p means
+that each draft is the token of the first pass with probability p, given that those before it are. Every answer is
+compared with the first pass, bit for bit.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ class ForcedDrafts:
         right = self._answers[name][self._known[name] :][:most]
         return [token if self._draw.random() < self._rate else (token + 1) % self._vocab_size for token in right]
 
+    def index(self) -> None:
+        """Nothing to do: the answers are known."""
+
     def end(self, sequence: RunningSequence) -> None:
         """Nothing to do: the answers are known."""
 
@@ -49,10 +53,9 @@ class ForcedDrafts:
 
 
 def measure_speculation(
-    bench: Bench, drafts: Sequence[str], draft_tokens: int, say: Callable[[str], None]
+    bench: Bench, drafts: Sequence[str], settings: SpeculationConfig, say: Callable[[str], None]
 ) -> list[Row]:
     """A row for each workload, precision and kind of drafts, "none" first. `drafts`: "ngram", or rates as text."""
-    settings = SpeculationConfig(max_draft_tokens=draft_tokens, max_sequences=bench.max_batch, min_gain=0.0)
     bench = replace(bench, speculation=settings)
     rows: list[Row] = []
     for workload in bench.workloads:

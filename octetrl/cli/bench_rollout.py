@@ -41,6 +41,7 @@ from octetrl.cli.bench_options import (
 )
 from octetrl.config.errors import UserError
 from octetrl.config.schema import EngineConfig
+from octetrl.config.speculation import SpeculationConfig
 
 if TYPE_CHECKING:
     from octetrl.bench.rollout import Bench, BenchModel, Row, Turn
@@ -131,6 +132,10 @@ Drafts = Annotated[
     ),
 ]
 DraftTokens = Annotated[int, typer.Option(min=1, max=16, help="Most drafts of a sequence in a forward.")]
+AlwaysDraft = Annotated[
+    bool,
+    typer.Option("--always-draft", help="With --drafts: draft in every forward, and not only where drafts pay."),
+]
 Profile = Annotated[bool, typer.Option("--profile", help="Also time every kernel of a decode step, on a GPU.")]
 
 
@@ -165,6 +170,7 @@ def rollout(
     hints: Hints = False,
     drafts: Drafts = None,
     draft_tokens: DraftTokens = 8,
+    always_draft: AlwaysDraft = False,
     profile: Profile = False,
     router_skew: RouterSkew = 0.0,
     numerics: NumericsList = "parity",
@@ -176,6 +182,8 @@ def rollout(
     """Measure generation speed under several precisions, and compare it with a memory-bandwidth model."""
     precisions, folder = precisions_of(precision), results_folder(out)
     modes, kinds = numerics_of(numerics), _draft_kinds(drafts, refused=numerics != "parity" or profile or rounds > 1)
+    if always_draft and not kinds:
+        raise UserError("--always-draft: it measures nothing without drafts; add --drafts, for example --drafts 0.6")
     suffix = result_suffix(name, modes)
     _check_shape(workload, (requests, prompt, answer))
     _check_lengths(lengths, sigma, hints, said_otherwise=(workload, prompt, answer, group_size) != (None,) * 4)
@@ -206,7 +214,10 @@ def rollout(
         prefill_chunk=prefill_chunk or EngineConfig().prefill_chunk,
     )
     make_folder(folder)  # now, so that minutes of measuring are not lost
-    _measure(plan, folder, found.name + suffix, profile, (kinds, draft_tokens))
+    settings = SpeculationConfig(
+        max_draft_tokens=draft_tokens, **({"min_gain": 0.0, "max_sequences": max_batch} if always_draft else {})
+    )
+    _measure(plan, folder, found.name + suffix, profile, (kinds, settings))
 
 
 def _draft_kinds(text: str | None, *, refused: bool) -> list[str]:
@@ -223,11 +234,11 @@ def _draft_kinds(text: str | None, *, refused: bool) -> list[str]:
     return kinds
 
 
-def _measure_drafts(plan: Bench, folder: Path, name: str, kinds: Sequence[str], draft_tokens: int) -> None:
+def _measure_drafts(plan: Bench, folder: Path, name: str, kinds: Sequence[str], settings: SpeculationConfig) -> None:
     from octetrl.bench.speculation import measure_speculation
     from octetrl.telemetry.bench_record import write_result
 
-    rows = measure_speculation(plan, kinds, draft_tokens, typer.echo)
+    rows = measure_speculation(plan, kinds, settings, typer.echo)
     title = f"speculation, {plan.model.name} on {plan.device.type}"
     print_table(title, ["precision", "workload", "rollout/drafts"], DRAFT_COLUMNS, rows, DRAFT_LEGEND)
     typer.echo(f"wrote {write_result('speculation', name, rows, folder)}")
@@ -236,7 +247,9 @@ def _measure_drafts(plan: Bench, folder: Path, name: str, kinds: Sequence[str], 
         raise RuntimeError(f"{unequal} answers differ from those without drafts; `octetrl doctor` finds the op")
 
 
-def _measure(plan: Bench, folder: Path, name: str, profile: bool, drafts: tuple[Sequence[str], int]) -> None:
+def _measure(
+    plan: Bench, folder: Path, name: str, profile: bool, drafts: tuple[Sequence[str], SpeculationConfig]
+) -> None:
     if drafts[0]:
         _measure_drafts(plan, folder, name, *drafts)
         return

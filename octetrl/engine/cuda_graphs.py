@@ -28,6 +28,8 @@ from octetrl.engine.kv_cache import KVCache
 
 SMALL_SIZES = (1, 2, 4, 8)
 STEP, LARGE_STEP, LARGE = 16, 32, 128
+DRAFT_SIZES = (*SMALL_SIZES, 16, 32, 48, 64, 96, 128, 192)  # fewer: these graphs come on top of the others
+LARGE_DRAFT_STEP = 128
 
 Decode = Callable[[int, bool, bool, KVCache, bool], Tensor]
 
@@ -42,13 +44,19 @@ def padded_batch(num_sequences: int, max_batch: int) -> int:
     return min(size, max_batch)
 
 
+def padded_drafts(num_rows: int, max_batch: int) -> int:
+    """The size of a forward with drafts: one of `DRAFT_SIZES`, above them in steps of 128; `max_batch` at most."""
+    larger = -(-num_rows // LARGE_DRAFT_STEP) * LARGE_DRAFT_STEP
+    return min(next((size for size in DRAFT_SIZES if size >= num_rows), larger), max_batch)
+
+
 class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     output: Tensor
 
 
 class DecodeGraphs:
-    """Graphs of `decode(size, draws, filters, cache, by_row)`."""
+    """Graphs of `decode(size, draws, filters, cache, drafts)`."""
 
     def __init__(self, decode: Decode) -> None:
         self.seconds = 0.0  # spent capturing, since the engine was built
@@ -58,17 +66,17 @@ class DecodeGraphs:
         self._cache: KVCache | None = None
         self._pool = torch.cuda.graph_pool_handle()
 
-    def run(self, size: int, draws: bool, filters: bool, cache: KVCache, by_row: bool = False) -> Tensor:
+    def run(self, size: int, draws: bool, filters: bool, cache: KVCache, drafts: bool = False) -> Tensor:
         """Returns the result of `decode`. The next run overwrites it."""
         if cache is not self._cache:
             self.forget()
             self._cache = cache
-        key = (size, draws, filters, by_row)
+        key = (size, draws, filters, drafts)
         if key not in self._captured:
             # The first forward of a size runs kernel by kernel, which compiles and tunes the kernels. Only then is the
             # same work recorded.
             started = time.perf_counter()
-            output = self._decode(size, draws, filters, cache, by_row)
+            output = self._decode(size, draws, filters, cache, drafts)
             torch.cuda.synchronize()
             self._captured[key] = self._capture(key, cache)
             self.seconds += time.perf_counter() - started

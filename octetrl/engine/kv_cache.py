@@ -31,6 +31,7 @@ from octetrl.engine.pinned import to_device
 from octetrl.fp8.format import E4M3
 from octetrl.fp8.kv_scales import split_scales
 from octetrl.fp8.policy import PrecisionPolicy
+from octetrl.kernels.rows.count_kept_rows import count_kept_rows
 from octetrl.layers.context import CachedPages, LayerCache
 from octetrl.layers.tensor_group import TensorGroup
 
@@ -193,6 +194,13 @@ class KVCache:
                 LayerCache(layer.tensors, rows[:, index]) for index, layer in enumerate(self.layers)
             )
         return self._layers_by_row
+
+    def count_kept(self, kept_R1: Tensor, num_rows: int) -> None:
+        """`count_rows` on the device alone, as kernels/rows/count_kept_rows.py has `kept_R1`."""
+        if self.saturated_LS is not None:
+            self.layers_by_row(num_rows)
+            assert self._saturated_RLS is not None, "a calibrated cache counts"
+            count_kept_rows(self._saturated_RLS.flatten(1), kept_R1, self.saturated_LS.view(-1))
 
     def count_rows(self, rows: Sequence[int]) -> None:
         """Adds the clamped values of these rows of the last forward to the count, and forgets those of the others."""

@@ -143,7 +143,7 @@ class Tally:
         self._last_results = now
 
     def count_accepted(self, num_tokens: int, num_sequences: int) -> None:
-        """Counts right drafts that became tokens, in a forward of `num_sequences` sequences."""
+        """Counts right drafts that became tokens of a forward of `num_sequences` sequences."""
         assert self.drafts is not None, "a draft was accepted without speculation"
         self.generated_tokens += num_tokens
         self.decoded_tokens += num_tokens
@@ -262,6 +262,7 @@ def session_metrics(
     tally: Tally, cache: KVCache, blocks: BlockManager, runner: ModelRunner, preemptions: int
 ) -> EngineMetrics:
     """Metrics of a session up to now. On a GPU this waits for all launched forwards."""
+    runner.count_kept(cache)
     share_LS = cache.saturated_share(tally.decoded_tokens + tally.prefilled_tokens)
     return tally.metrics(
         preemptions=preemptions,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from octetrl.engine.batch_rows import BatchRows
-from octetrl.engine.cuda_graphs import DecodeGraphs, padded_batch
+from octetrl.engine.cuda_graphs import DecodeGraphs, padded_batch, padded_drafts
 from octetrl.engine.draft_rows import DraftRows
 from octetrl.engine.kv_cache import KVCache
 from octetrl.engine.pinned import to_device
@@ -39,6 +39,9 @@ class Sampled(NamedTuple):
 
     token_B: np.ndarray  # int32; -1: the logits were not finite
     logprob_B: np.ndarray  # float32
+
+
+NOT_COUNTED = (np.zeros(0, dtype=np.int64), 0)
 
 
 class Results:
@@ -83,13 +86,15 @@ class ModelRunner:
         self._cu_seqlens_B1 = torch.arange(max_batch + 2, dtype=torch.int32, device=device)
         self._batch: Batch | None = None
         self._how = (False, False)
-        self._poisoned_before = self.poisoned_tokens  # of the last forward with drafts
+        self._drafted: Batch | None = None  # the batch of the last forward with drafts
+        self._kept: tuple[np.ndarray, int] = NOT_COUNTED  # rows of it, and their number, that `count_kept` adds up
 
     def reset(self) -> None:
         """Prepares for a new call of `generate`, perhaps with another cache."""
         self.poisoned_tokens.zero_()
         self._rows.reset()
-        self._batch = None
+        self._batch = self._drafted = None
+        self._kept = NOT_COUNTED
 
     @torch.no_grad()
     def launch(self, step: Step, batch: Batch, cache: KVCache) -> Results | None:
@@ -106,6 +111,7 @@ class ModelRunner:
         size = len(batch.sequences) if self.graphs is None else padded_batch(len(batch.sequences), self._max_batch)
         if batch is not self._batch:
             self._rows.activate(batch.row_B, size)
+            self._drafted = None
             self._batch, self._how = batch, self._rows.samples_how(batch.row_B)
         if batch.edited:  # kernel by kernel: the host decides what each of these forwards changes
             edits = RowEdits(batch.edited, self.device)
@@ -115,26 +121,34 @@ class ModelRunner:
         return Results(self.graphs.run(size, *self._how, cache), len(batch.sequences))
 
     def _launch_drafts(self, batch: Batch, drafts: DraftRows, cache: KVCache) -> Results:
-        num_rows = len(batch.sequences) + len(drafts.row_D)
-        size = num_rows if self.graphs is None else padded_batch(num_rows, self._max_batch)
-        self._rows.join_drafts(batch.row_B[drafts.owner_D], drafts.row_D, drafts.token_D, drafts.length_D)
-        self._rows.activate(np.concatenate((batch.row_B, drafts.row_D)), size)
+        num_rows = len(drafts.row_N)
+        size = self.padded_rows(num_rows)
+        self._rows.activate_drafts(drafts, size, self._kept)
+        self._kept = NOT_COUNTED
+        if batch is not self._drafted:
+            self._drafted, self._how = batch, self._rows.samples_how(batch.row_B)
         self._batch = None
-        how = self._rows.samples_how(batch.row_B)
-        self._poisoned_before = self.poisoned_tokens.clone()
         decode = self._decode if self.graphs is None else self.graphs.run
-        return Results(decode(size, *how, cache, cache.saturated_LS is not None), num_rows, drafts=drafts)
+        return Results(decode(size, *self._how, cache, True), num_rows, drafts=drafts)
 
-    def settle(self, batch: Batch, token_B: np.ndarray, length_B: np.ndarray) -> None:
-        """Sets the next query of each sequence, and its number of tokens, after a forward with drafts."""
-        self._rows.set_queries(batch.row_B, token_B, length_B)
+    def padded_rows(self, num_rows: int) -> int:
+        """Number of rows of a forward with drafts, idle ones included."""
+        return num_rows if self.graphs is None else padded_drafts(num_rows, self._max_batch)
 
-    def forget_drafts(self, batch: Batch, drafts: DraftRows, cache: KVCache) -> None:
-        """Undoes a forward with drafts: the next one decodes the same tokens again."""
+    def keep_rows(self, row_n: np.ndarray, num_rows: int) -> None:
+        """Records which of the last forward's `num_rows` rows with drafts became tokens. Their clamped values count."""
+        self._kept = (row_n, num_rows)
+
+    def count_kept(self, cache: KVCache) -> None:
+        """Counts the clamped values of the rows that were kept; otherwise the next forward with drafts does."""
+        cache.count_rows(self._kept[0].tolist())
+        self._kept = NOT_COUNTED
+
+    def forget_drafts(self, slots: Sequence[int], cache: KVCache) -> None:
+        """Forgets a forward with drafts that was not finite, after which no row has moved (settle_drafts.py). `slots`:
+        where K and V of its drafts are. The next forward decodes the same tokens again."""
         cache.count_rows(())
-        cache.clear_slots(drafts.slot_D.tolist())
-        self.poisoned_tokens.copy_(self._poisoned_before)
-        self.settle(batch, drafts.query_B, drafts.query_length_B)
+        cache.clear_slots(slots)
 
     def _decode(
         self,
@@ -142,14 +156,16 @@ class ModelRunner:
         draws: bool,
         filters: bool,
         cache: KVCache,
-        by_row: bool = False,
+        drafts: bool = False,
         edits: RowEdits | None = None,
     ) -> Tensor:
         """One token for each of the first `size` active rows: int32 [2, B], tokens and the bits of their log-probs.
-        by_row: clamped values are counted row by row."""
-        inputs = self._rows.gather(size)
+        drafts: some rows verify drafts. Then clamped values are counted row by row."""
+        if drafts:
+            cache.count_kept(self._rows.kept_R, self._max_batch)
+        inputs = self._rows.gather(size, drafts=drafts)
         context = PagedContext(
-            layers=cache.layers_by_row(self._max_batch) if by_row else cache.layers,
+            layers=cache.layers_by_row(self._max_batch) if drafts else cache.layers,
             slot_mapping_T=inputs.slot_B,
             block_table_BP=inputs.table_BW,
             cu_seqlens_q_B1=self._cu_seqlens_B1[: size + 1],
@@ -157,14 +173,14 @@ class ModelRunner:
             max_query_len=1,
             max_context_len=self._max_tokens,
         )
-        hidden_BE = self._forward(inputs.token_B, inputs.position_B, context)
+        hidden_BE = self._forward(inputs.token_B, inputs.position_B, context, counts=not drafts)
         logits_BV = self.model.logits(hidden_BE)
         sampled_BV = logits_BV if edits is None else edits.edited(logits_BV)
         token_B = sample(sampled_BV, SamplingRows.of(inputs, draws=draws, filters=filters))
         if edits is not None:
             edits.note_tops(logits_BV, inputs.divisor_B)
         logprob_B = logprobs_alone(logits_BV, token_B.clamp_min(0), inputs.divisor_B)
-        return self._rows.advance(size, token_B, logprob_B)
+        return self._rows.advance(size, token_B, logprob_B, drafts=drafts)
 
     def _prefill(self, chunks: Sequence[Chunk], cache: KVCache) -> None:
         columns_3T = np.concatenate([self._chunk_columns(chunk) for chunk in chunks], axis=1)
@@ -182,12 +198,14 @@ class ModelRunner:
         )
         score_prompts(self.model, chunks, self._forward(token_T, position_T, context))
 
-    def _forward(self, token_T: Tensor, position_T: Tensor, context: PagedContext) -> Tensor:
+    def _forward(self, token_T: Tensor, position_T: Tensor, context: PagedContext, *, counts: bool = True) -> Tensor:
+        """The last hidden states. `counts`: tokens that are not finite; those of drafts are decoded again."""
         if self.fused:
             hidden_TE = rollout_forward(self.model, token_T, position_T, context)
         else:
             hidden_TE = self.model(token_T, position_T, context)
-        count_poisoned(hidden_TE, self.poisoned_tokens)
+        if counts:
+            count_poisoned(hidden_TE, self.poisoned_tokens)
         return hidden_TE
 
     def _chunk_columns(self, chunk: Chunk) -> np.ndarray:

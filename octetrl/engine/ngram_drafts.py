@@ -2,7 +2,8 @@
 
 A prompt's texts are the prompt, its kept answers of earlier calls, and the answers that run now, each beside its
 siblings. For each length n of the recipe a table maps the hash of n tokens to the latest place behind them. A lookup
-tries the longest n first and returns the text from that place on. A hash that collides gives a wrong draft, and a wrong
+tries the longest n first and returns the text from that place on. New tokens enter the tables while the device works,
+one forward late. A hash that collides gives a wrong draft, and a wrong
 draft changes no token (speculation.py).
 
 Ended answers are kept by prompt, as arrays; this costs nothing while a batch is large. A prompt's tables are built when
@@ -23,6 +24,7 @@ from octetrl.engine.speculation import DraftSource
 
 INDEXED_TOKENS = 1 << 15  # of a prompt's kept answers, the latest first
 TEXT = 1 << 32
+BULK = 64  # tokens from which arrays are faster
 MULTIPLIER = 0x9E3779B97F4A7C15
 _MASK64 = (1 << 64) - 1
 Prompt = tuple[int, ...]
@@ -46,6 +48,7 @@ class NGramDrafts:
         self._answers: OrderedDict[Prompt, list[np.ndarray]] = OrderedDict()  # the prompt answered last is the last
         self._kept = 0  # tokens of all answers and of their prompts
         self._texts: dict[Prompt, _Texts] = {}
+        self._unindexed: list[tuple[_Texts, int, int]] = []  # texts, number of one, where it was extended
 
     @property
     def kept_tokens(self) -> int:
@@ -55,6 +58,7 @@ class NGramDrafts:
     def reset(self) -> None:
         """Drops the tables. Ended answers stay."""
         self._texts.clear()
+        self._unindexed.clear()
 
     def extend(self, sequence: RunningSequence, token_ids: Sequence[int]) -> None:
         """Adds the next tokens of a running answer."""
@@ -67,15 +71,22 @@ class NGramDrafts:
             texts.texts.append(list(prompt[-self._lengths[0] :]))
         number = texts.growing[sequence.sibling]
         text = texts.texts[number]
-        begin = len(text)
-        text += token_ids
-        if len(token_ids) > 64:
-            self._index(texts, number, begin)
-            return
-        for place in range(begin, len(text)):
-            for n, places in zip(self._lengths, texts.places, strict=True):
-                if place >= n:
-                    places[_hash(text[place - n : place])] = number * TEXT + place
+        if token_ids:
+            self._unindexed.append((texts, number, len(text)))
+            text += token_ids
+
+    def index(self) -> None:
+        """Enters what was added since the last call into the tables, in the order in which it was added."""
+        for texts, number, begin in self._unindexed:
+            text = texts.texts[number]
+            if len(text) - begin > BULK:
+                self._index(texts, number, begin)
+                continue
+            for place in range(begin, len(text)):
+                for n, places in zip(self._lengths, texts.places, strict=True):
+                    if place >= n:
+                        places[_hash(text[place - n : place])] = number * TEXT + place
+        self._unindexed.clear()
 
     def propose(self, sequence: RunningSequence, most: int) -> Sequence[int]:
         """At most `most` tokens that followed the last ones when they occurred last."""

@@ -249,16 +249,15 @@ class Scheduler:
 
     # ------------------------------------------------------------ drafts
 
-    @property
-    def free_rows(self) -> list[int]:
-        return self._free_rows
-
     def grow_for_drafts(self, sequence: RunningSequence, num_drafts: int, step: Step) -> int:
         """Allocates pages for drafts behind a decoding sequence while every running one keeps a page to grow into.
         Returns how many of the drafts have a page."""
         length, page_size = sequence.length(self.clock), self.blocks.page_size
         spare = max(0, self.blocks.num_free - len(self.running))
-        self._grow(sequence, step, until=min(length + num_drafts, sequence.writable + spare * page_size))
+        writable = sequence.writable
+        self._grow(sequence, step, until=min(length + num_drafts, writable + spare * page_size))
+        if sequence.writable > writable:
+            self._note_due(sequence)
         return min(num_drafts, sequence.writable - length)
 
     def accept(self, sequence: RunningSequence, num_drafts: int) -> None:

@@ -213,6 +213,7 @@ class Session:
             results = self._runner.launch(step, self._batch, self._cache)
             scheduler.complete(step)
             self._tally.count_launch(step)
+            self._speculator.prepare(self._batch)
             if results is not None:
                 self._in_flight.append((self._batch, results))
         ended: list[Ended] = []

@@ -12,20 +12,24 @@ What wrong drafts leave in the cache lies behind the sequence's end. Attention m
 overwrite it. Only a NaN would survive a product with 0. So if any row of the forward is not finite, the forward is
 undone: its counts are taken back, the drafts' slots are zeroed, and the batch is decoded without drafts.
 
-The host has to know the tokens before it can propose more, so forwards are not launched ahead while drafts are made
-(session.py). Drafts are made while few sequences run and while recent drafts gained enough tokens. Otherwise drafting
-pauses for `PAUSE` forwards. While a sequence with options for its logits runs (logit_options.py), nothing is drafted.
+The device itself moves each sequence on by its right drafts (kernels/rows/settle_drafts.py). But the host has to know
+the tokens before it can propose more, so forwards are not launched ahead while drafts are made (session.py). Whatever
+can wait is done while the device works: `prepare`. Drafts are made while few sequences run and where they pay
+(draft_budget.py). While a sequence with options for its logits runs (logit_options.py), nothing is drafted.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from octetrl.config.speculation import SpeculationConfig
-from octetrl.engine.draft_rows import DraftRows
+from octetrl.engine.cuda_graphs import padded_batch
+from octetrl.engine.draft_budget import DraftBudget, DraftSwitch, ForwardTimes
+from octetrl.engine.draft_rows import DraftRows, num_right
 from octetrl.engine.kv_cache import KVCache
 from octetrl.engine.metrics import DraftTally, Tally
 from octetrl.engine.model_runner import ModelRunner, Results, Sampled
@@ -33,9 +37,7 @@ from octetrl.engine.request import RunningSequence, Step
 from octetrl.engine.scheduler import Scheduler
 from octetrl.engine.transcript import Batch, Transcript
 
-PAUSE = 64  # forwards without drafts after drafts that gained too little
-SMOOTHING = 0.1  # weight of the last forward in the mean gain
-FIRST_DRAFT = 4  # tokens of a sequence's first draft
+PAUSE = 64  # forwards without drafts after one that was not finite
 
 
 class DraftSource(Protocol):
@@ -46,6 +48,9 @@ class DraftSource(Protocol):
 
     def propose(self, sequence: RunningSequence, most: int) -> Sequence[int]:
         """At most `most` tokens that may follow."""
+
+    def index(self) -> None:
+        """Prepares what was taken for later proposals. Called while the device works, after every launch."""
 
     def end(self, sequence: RunningSequence) -> None:
         """The sequence has ended; `token_ids` has all of its tokens."""
@@ -72,163 +77,172 @@ class Speculator:
         self._tally = tally
         self._counts = DraftTally()
         self._told: dict[RunningSequence, int] = {}  # tokens of each completion that the source has
-        self._reach: dict[RunningSequence, int] = {}  # drafts of the next forward, at most
-        self._pause = 0
-        self._gain = 2 * config.min_gain
+        self._switch, self._times = DraftSwitch(config.min_gain), ForwardTimes()
+        self._budget = DraftBudget(config.max_draft_tokens, tally.max_batch, runner.padded_rows, self._times)
+        self._most: tuple[Batch, list[int]] | None = None  # drafts of each sequence in the next forward, at most
+        self._on: Batch | None = None  # the batch of the forward that was launched while drafts are made
+        self._undone = 0  # forwards until drafts are made again
+        self._last_read: tuple[float, float, bool] | None = None  # when, seconds of captures, drafts are made
         if source is not None:
             source.reset()
             tally.drafts = self._counts
 
     def is_on(self, batch: Batch) -> bool:
         """Whether the next decode forward of this batch may have drafts."""
-        if self._source is None or self._pause or batch.edited:
+        if self._source is None or self._undone or batch.edited:
             return False
-        return len(batch.sequences) <= self._config.max_sequences
+        num_sequences = len(batch.sequences)
+        return num_sequences <= self._config.max_sequences and self._switch.is_on(self._size(num_sequences))
+
+    def _size(self, num_sequences: int) -> int:
+        return padded_batch(num_sequences, self._tally.max_batch)
 
     def plan(self, step: Step, batch: Batch, results_pending: bool) -> DraftRows | None:
         """Proposes drafts for the step, which decodes `batch`, and allocates their pages. None: no drafts."""
-        if not step.decode or not self.is_on(batch):
-            self._pause = max(0, self._pause - bool(step.decode))
+        if self._source is None:
+            return None
+        self._on = None
+        if not step.decode:
+            self._last_read = None
+            return None
+        if not self.is_on(batch):
+            self._undone = max(0, self._undone - 1)
             return None
         if results_pending:
             return None
-        drafts: list[tuple[int, int, int, int]] = []  # place, token, tokens up to it, slot
-        rows = self._scheduler.free_rows
-        for place, sequence in enumerate(batch.sequences):
-            room = (len(rows) - len(drafts)) // (len(batch.sequences) - place)
-            drafts += self._drafts_of(place, sequence, room, step)
-        if not drafts:
-            self._learn(0.0)
+        self._on = batch
+        if self._most is None or self._most[0] is not batch:
+            self._choose(batch)
+        assert self._most is not None, "numbers of drafts were chosen"
+        clock, num_new = self._scheduler.clock, self._transcript.num_new(batch)
+        rows: list[int] = []
+        tokens: list[int] = []
+        offsets: list[int] = []
+        first: list[int] = []
+        for sequence, most, new in zip(batch.sequences, self._most[1], num_new, strict=True):
+            drafts = self._drafts_of(sequence, most, new, sequence.length(clock), step)
+            first.append(len(rows))
+            rows += [sequence.row] * (1 + len(drafts))
+            tokens.append(0)
+            tokens += drafts
+            offsets += range(1 + len(drafts))
+        if len(rows) == len(first):
             return None
-        owner_D, token_D, length_D, slot_D = np.array(drafts, dtype=np.int64).T
-        clock = self._scheduler.clock
-        return DraftRows(
-            owner_D,
-            np.array(rows[: len(drafts)], dtype=np.int64),
-            token_D,
-            length_D,
-            slot_D,
-            np.array([self._last_token(sequence) for sequence in batch.sequences], dtype=np.int64),
-            np.array([sequence.length(clock) for sequence in batch.sequences], dtype=np.int64),
-        )
+        arrays = (np.array(values, dtype=np.int64) for values in (rows, tokens, offsets, first))
+        return DraftRows(*arrays)
 
-    def _drafts_of(
-        self, place: int, sequence: RunningSequence, room: int, step: Step
-    ) -> list[tuple[int, int, int, int]]:
+    def _drafts_of(self, sequence: RunningSequence, most: int, new: int, length: int, step: Step) -> Sequence[int]:
+        """`new`: tokens of the completion that the transcript has since the sequence joined; `length`: of all."""
         assert self._source is not None, "drafts need a source"
-        told = self._told.get(sequence, 0)
-        token_ids, _ = self._transcript.since(sequence, told)
-        self._told[sequence] = told + len(token_ids)
+        told, before = self._told.get(sequence, 0), len(sequence.token_ids) - sequence.prompt_length
+        if told >= before:
+            token_ids = self._transcript.new_tokens(sequence.row, told - before, new)
+        else:
+            token_ids = self._transcript.since(sequence, told)[0]
         self._source.extend(sequence, token_ids)
-        length = sequence.length(self._scheduler.clock)
-        most = min(self._reach.get(sequence, FIRST_DRAFT), self._config.max_draft_tokens)
-        most = min(most, room, sequence.group.limit - length - 1)
-        proposed = self._source.propose(sequence, most) if most > 0 else ()
-        if not proposed:
-            return []
-        assert len(proposed) <= most, "the source proposed too many drafts"
-        fitting = self._scheduler.grow_for_drafts(sequence, len(proposed), step)
-        page_size, drafts = self._cache.page.page_size, []
-        for index, token in enumerate(proposed[:fitting]):
-            position = length + index
-            slot = sequence.pages[position // page_size] * page_size + position % page_size
-            drafts.append((place, token, position + 1, slot))
+        self._told[sequence] = before + new
+        most = min(most, sequence.group.limit - length - 1)
+        drafts = self._source.propose(sequence, most) if most > 0 else ()
+        assert len(drafts) <= max(most, 0), "the source proposed too many drafts"
+        if drafts and length + len(drafts) > sequence.writable:
+            return drafts[: self._scheduler.grow_for_drafts(sequence, len(drafts), step)]
         return drafts
 
-    def _last_token(self, sequence: RunningSequence) -> int:
-        known = self._transcript.num_tokens(sequence) - sequence.prompt_length
-        if known == 0:
-            return sequence.group.request.prompt_token_ids[-1]
-        return self._transcript.since(sequence, known - 1)[0][0]
+    def prepare(self, batch: Batch) -> None:
+        """What the next forward needs, as far as it can be known while the device works on this one."""
+        if self._source is not None and self._on is batch:
+            self._source.index()
+            self._choose(batch)
+
+    def _choose(self, batch: Batch) -> None:
+        at_least = int(self._switch.in_trial)
+        self._most = batch, self._budget.drafts(batch.row_B, batch.epoch_B, at_least)
 
     def parts(self, batch: Batch, results: Results) -> Iterator[tuple[Batch, Sampled]]:
         """Reads a forward's results as those of several forwards without drafts, one after the other.
 
         The caller adds each part to the transcript, and removes the sequences that end, before it asks for the next.
+        Sequences that have drafts and do not end are not in any part: their tokens are added here.
         """
         token_N, logprob_N = results.read()
-        self._tally.count_results(self._transcript.num_added(batch))
+        num_open = self._transcript.num_added(batch)
+        self._tally.count_results(num_open)
         drafts = results.drafts
         if drafts is None:
+            self._note_time(batch, None, num_open)
             yield batch, Sampled(token_N, logprob_N)
             return
         if (token_N < 0).any():  # perhaps of a draft, which then spoilt the rows before it
-            self._runner.forget_drafts(batch, drafts, self._cache)
-            for place in np.unique(drafts.owner_D):
-                self._scheduler.accept(batch.sequences[place], 0)
-            self._pause = PAUSE
-            again = self._runner.launch(Step(decode=batch.sequences), batch, self._cache)
-            assert again is not None, "a decode forward has results"
+            again = self._again(batch, drafts)
             yield batch, again.read()
             return
-        rounds = accepted_rows(len(batch.sequences), drafts, token_N)
-        accepted_B = self._accept(batch, drafts, token_N, rounds)
-        kept: list[int] = []
-        for index, (place_b, row_b) in enumerate(rounds):
-            sequences = tuple(batch.sequences[place] for place in place_b)
-            part = Batch(sequences, batch.row_B[place_b], batch.epoch_B[place_b], ())
-            is_open_b = self._transcript.is_open(part)
-            kept += np.array(row_b)[is_open_b].tolist()
-            yield part, Sampled(token_N[row_b], logprob_N[row_b])
-            if index:
-                self._tally.count_accepted(int(is_open_b.sum()), len(batch.sequences))
-        self._cache.count_rows(kept)
-        self._learn(float(accepted_B.mean()))
+        right_B = num_right(drafts, token_N)
+        self._accept(batch, drafts, right_B)
+        row_n, ends_B = self._transcript.add_runs(batch, drafts.first_B, right_B + 1, token_N, logprob_N)
+        if ends_B.any():
+            kept = [row_n]
+            for part, row_b in _rounds(batch, drafts.first_B, right_B, ends_B):
+                is_open_b = self._transcript.is_open(part)
+                kept.append(row_b[is_open_b])
+                yield part, Sampled(token_N[row_b], logprob_N[row_b])
+            row_n = np.concatenate(kept)
+        accepted = len(row_n) - num_open
+        self._tally.count_accepted(accepted, len(batch.sequences))
+        self._runner.keep_rows(row_n, len(token_N))
+        self._note_time(batch, len(token_N), len(row_n))
 
-    def _accept(
-        self, batch: Batch, drafts: DraftRows, token_N: np.ndarray, rounds: list[tuple[list[int], list[int]]]
-    ) -> np.ndarray:
-        """Moves scheduler and rows on by the right drafts. Returns their number for each sequence, int64 [B]."""
-        accepted_B = np.zeros(len(batch.sequences), dtype=np.int64)
-        last_B = np.arange(len(batch.sequences))
-        for place_b, row_b in rounds[1:]:
-            accepted_B[place_b] += 1
-            last_B[place_b] = row_b
-        drafted_B = np.bincount(drafts.owner_D, minlength=len(batch.sequences))
-        for place in np.flatnonzero(drafted_B):
-            sequence, accepted = batch.sequences[place], int(accepted_B[place])
-            self._scheduler.accept(sequence, accepted)
-            all_right = accepted == drafted_B[place]
-            self._reach[sequence] = (
-                2 * max(accepted, self._reach.get(sequence, FIRST_DRAFT)) if all_right else accepted + 1
-            )
-        self._runner.settle(batch, token_N[last_B].astype(np.int64), drafts.query_length_B + 1 + accepted_B)
+    def _again(self, batch: Batch, drafts: DraftRows) -> Results:
+        """Decodes without drafts what a forward with drafts should have decoded."""
+        page_size, clock = self._cache.page.page_size, self._scheduler.clock - 1
+        slots = []
+        for sequence, first, count in zip(batch.sequences, drafts.first_B, drafts.drafted_B, strict=True):
+            query = sequence.length(clock) - 1
+            for position in query + drafts.offset_N[first + 1 : first + 1 + count]:
+                slots.append(sequence.pages[position // page_size] * page_size + position % page_size)
+        self._runner.forget_drafts(slots, self._cache)
+        self._undone, self._last_read, self._on = PAUSE, None, None
+        again = self._runner.launch(Step(decode=batch.sequences), batch, self._cache)
+        assert again is not None, "a decode forward has results"
+        return again
+
+    def _accept(self, batch: Batch, drafts: DraftRows, right_B: np.ndarray) -> None:
+        """Counts right drafts, as the device has."""
+        for place in right_B.nonzero()[0].tolist():
+            self._scheduler.accept(batch.sequences[place], int(right_B[place]))
+        self._budget.note(batch.row_B, batch.epoch_B, drafts.drafted_B, right_B)
         self._counts.forwards += 1
-        self._counts.drafted += len(drafts.owner_D)
-        return accepted_B
+        self._counts.drafted += len(drafts.row_N) - len(drafts.first_B)
 
-    def _learn(self, gain: float) -> None:
-        """`gain`: tokens for each sequence beyond one, in the last forward."""
-        self._gain += SMOOTHING * (gain - self._gain)
-        if self._gain < self._config.min_gain:
-            self._gain, self._pause = 2 * self._config.min_gain, PAUSE
+    def _note_time(self, batch: Batch, num_rows: int | None, num_tokens: int) -> None:
+        """Notes the time since the results of the forward before, if both were forwards of one kind. `num_rows`: of one
+        with drafts."""
+        if self._source is None:
+            return
+        num_sequences, is_on = len(batch.sequences), batch is self._on
+        captured = 0.0 if self._runner.graphs is None else self._runner.graphs.seconds
+        now, last = time.perf_counter(), self._last_read
+        self._last_read = now, captured, is_on
+        seconds = now - last[0] if last is not None and last[1] == captured and (is_on or not last[2]) else None
+        if not is_on:
+            self._switch.count_plain(self._size(num_sequences), seconds)
+            return
+        self._switch.count_drafted(self._size(num_sequences), seconds, num_tokens / num_sequences)
+        if seconds is not None and self._config.min_gain > 0:
+            self._times.add(self._runner.padded_rows(num_rows or num_sequences), seconds)
 
     def end(self, sequence: RunningSequence) -> None:
         """Forgets a sequence that has ended; its tokens become drafts of others."""
         if self._source is None:
             return
         self._told.pop(sequence, None)
-        self._reach.pop(sequence, None)
         self._source.end(sequence)
 
 
-def accepted_rows(num_sequences: int, drafts: DraftRows, token_N: np.ndarray) -> list[tuple[list[int], list[int]]]:
-    """Places and rows of each part of a forward: first all sequences, then those whose first draft is right, and so on.
-
-    token_N: what each row sampled, the drafts' rows behind the batch's.
-    """
-    rounds = [(list(range(num_sequences)), list(range(num_sequences)))]
-    expected = token_N[:num_sequences].tolist()  # the next token of each sequence; None: a draft was wrong
-    count = [0] * num_sequences
-    pairs = zip(drafts.owner_D.tolist(), drafts.token_D.tolist(), strict=True)
-    for row, (place, token) in enumerate(pairs, start=num_sequences):
-        if expected[place] != token:
-            expected[place] = None
-            continue
-        expected[place] = int(token_N[row])
-        count[place] += 1
-        if count[place] == len(rounds):
-            rounds.append(([], []))
-        rounds[count[place]][0].append(place)
-        rounds[count[place]][1].append(row)
-    return rounds
+def _rounds(
+    batch: Batch, first_B: np.ndarray, right_B: np.ndarray, of_B: np.ndarray
+) -> Iterator[tuple[Batch, np.ndarray]]:
+    """Parts of a forward with their rows: these sequences' own, then those whose first draft is right, and so on."""
+    for step in range(int(right_B[of_B].max()) + 1):
+        (place_b,) = (of_B & (right_B >= step)).nonzero()
+        sequences = tuple(batch.sequences[place] for place in place_b)
+        yield Batch(sequences, batch.row_B[place_b], batch.epoch_B[place_b], ()), first_B[place_b] + step

@@ -70,6 +70,46 @@ class Transcript:
         attention_b |= self._stops_at_eos_R[row_b] & np.isin(token_b, self._eos)
         return [batch.sequences[i] for i in kept_b[attention_b]]
 
+    def add_runs(
+        self, batch: Batch, first_B: np.ndarray, count_B: np.ndarray, token_N: np.ndarray, logprob_N: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Stores one forward's results where sequence b has those of `count_B[b]` rows from `first_B[b]` on.
+
+        Returns the rows stored, int64 [n], and bool [B]: sequences that may end within their run. Of those nothing is
+        stored; `add` takes their tokens one by one.
+        """
+        before_B = count_B.cumsum() - count_B
+        own_n = np.arange(int(count_B.sum()))
+        row_n = np.repeat(first_B - before_B, count_B) + own_n
+        token_n, known_B, stops_B = token_N[row_n], self._count_R[batch.row_B], self._stops_at_eos_R[batch.row_B]
+        ends_B = self._watched_R[batch.row_B] | (known_B + count_B >= self._limit_R[batch.row_B])
+        if len(self._eos):
+            is_eos_n = (token_n[:, None] == self._eos).any(axis=1)
+            ends_B |= stops_B & np.logical_or.reduceat(is_eos_n, before_B)
+        is_open_B = self.is_open(batch)
+        ends_B &= is_open_B
+        count_B = np.where(is_open_B & ~ends_B, count_B, 0)
+        if len(own_n) > count_B.sum():
+            before_B = count_B.cumsum() - count_B
+            own_n = np.arange(int(count_B.sum()))
+            row_n = np.repeat(first_B - before_B, count_B) + own_n
+            token_n = token_N[row_n]
+        place_n, column_n = np.repeat(batch.row_B, count_B), np.repeat(known_B - before_B, count_B) + own_n
+        self._tokens_RN[place_n, column_n] = token_n
+        self._logprobs_RN[place_n, column_n] = logprob_N[row_n]
+        self._count_R[batch.row_B] = known_B + count_B
+        return row_n, ends_B
+
+    def num_new(self, batch: Batch) -> list[int]:
+        """For each sequence, the number of tokens whose results arrived since it joined the batch."""
+        counts: list[int] = self._count_R[batch.row_B].tolist()
+        return counts
+
+    def new_tokens(self, row: int, begin: int, end: int) -> list[int]:
+        """Some of the tokens that `num_new` counts, of the sequence in this row."""
+        token_ids: list[int] = self._tokens_RN[row, begin:end].tolist()
+        return token_ids
+
     def last_token(self, sequence: RunningSequence) -> int:
         return int(self._tokens_RN[sequence.row, self._count_R[sequence.row] - 1])
 

@@ -7,6 +7,8 @@
     counter                  = length - prompt                 tokens of the completion so far (for sampling)
     divisor                  = temperature, or 1 if greedy     of the logits whose log-prob is recorded
 
+A row that verifies a draft is its sequence's row with another query: token = the draft, length + the draft's offset.
+
 There is one program per sequence. Values are only copied and computed as integers, so no order of sums matters. At 128
 sequences, the launches of the torch form alone took 3% of a small model's step.
 
@@ -42,16 +44,22 @@ class DecodeRows(NamedTuple):
 
 @triton.jit
 def _gather_rows_kernel(
-    active_ptr, integer_ptr, fraction_ptr, table_ptr, out_integer_ptr, out_length_ptr, out_fraction_ptr, out_table_ptr,
-    num_rows, PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr,
+    active_ptr, draft_ptr, integer_ptr, fraction_ptr, table_ptr, out_integer_ptr, out_length_ptr, out_fraction_ptr,
+    out_table_ptr, num_rows, draft_stride, DRAFTS: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     b, B = tl.program_id(0), tl.num_programs(0)
     row = tl.load(active_ptr + b)
+    token = tl.load(integer_ptr + row)
     length = tl.load(integer_ptr + num_rows + row)
+    if DRAFTS:
+        offset = tl.load(draft_ptr + draft_stride + b)
+        token = tl.where(offset > 0, tl.load(draft_ptr + b), token)
+        length += offset
     position = tl.maximum(length - 1, 0)
     page = tl.load(table_ptr + row * WIDTH + position // PAGE_SIZE).to(tl.int64)
     slot = tl.where(length > 0, page * PAGE_SIZE + position % PAGE_SIZE, -1)
-    tl.store(out_integer_ptr + b, tl.load(integer_ptr + row))
+    tl.store(out_integer_ptr + b, token)
     tl.store(out_integer_ptr + B + b, position)
     tl.store(out_integer_ptr + 2 * B + b, slot)
     tl.store(out_integer_ptr + 3 * B + b, tl.load(integer_ptr + 3 * num_rows + row))
@@ -69,18 +77,25 @@ def _gather_rows_kernel(
 
 
 def gather_rows_triton(
-    active_B: Tensor, integers_5R: Tensor, fractions_3R: Tensor, table_RW: Tensor, page_size: int
+    active_B: Tensor,
+    integers_5R: Tensor,
+    fractions_3R: Tensor,
+    table_RW: Tensor,
+    page_size: int,
+    drafts_2B: Tensor | None = None,
 ) -> DecodeRows:
-    """The kernel's launcher. All contiguous."""
+    """The kernel's launcher. All contiguous; of drafts_2B, each row."""
     batch, width = len(active_B), table_RW.shape[1]
     integers_6B = torch.empty(6, batch, dtype=torch.int64, device=active_B.device)
     length_B = torch.empty(batch, dtype=torch.int32, device=active_B.device)
     fractions_4B = torch.empty(4, batch, dtype=torch.float32, device=active_B.device)
     table_BW = torch.empty(batch, width, dtype=torch.int32, device=active_B.device)
     _gather_rows_kernel[(batch,)](
-        active_B, integers_5R, fractions_3R, table_RW, integers_6B, length_B, fractions_4B, table_BW,
-        integers_5R.shape[1], PAGE_SIZE=page_size, WIDTH=width, BLOCK_W=min(1024, triton.next_power_of_2(width)),
-        num_warps=1, **({"enable_fp_fusion": False} if active_B.is_cuda else {}),
+        active_B, active_B if drafts_2B is None else drafts_2B, integers_5R, fractions_3R, table_RW, integers_6B,
+        length_B, fractions_4B, table_BW, integers_5R.shape[1], 0 if drafts_2B is None else drafts_2B.stride(0),
+        DRAFTS=drafts_2B is not None, PAGE_SIZE=page_size, WIDTH=width,
+        BLOCK_W=min(1024, triton.next_power_of_2(width)), num_warps=1,
+        **({"enable_fp_fusion": False} if active_B.is_cuda else {}),
     )  # fmt: skip
     token_B, position_B, slot_B, key_B, counter_B, top_k_B = integers_6B.unbind()
     temperature_B, top_p_B, min_p_B, divisor_B = fractions_4B.unbind()
@@ -91,10 +106,17 @@ def gather_rows_triton(
 
 
 def gather_rows_reference(
-    active_B: Tensor, integers_5R: Tensor, fractions_3R: Tensor, table_RW: Tensor, page_size: int
+    active_B: Tensor,
+    integers_5R: Tensor,
+    fractions_3R: Tensor,
+    table_RW: Tensor,
+    page_size: int,
+    drafts_2B: Tensor | None = None,
 ) -> DecodeRows:
     """The same in plain torch."""
     token_B, length_B, prompt_B, key_B, top_k_B = integers_5R.index_select(1, active_B).unbind()
+    if drafts_2B is not None:
+        token_B, length_B = torch.where(drafts_2B[1] > 0, drafts_2B[0], token_B), length_B + drafts_2B[1]
     temperature_B, top_p_B, min_p_B = fractions_3R.index_select(1, active_B).unbind()
     position_B = (length_B - 1).clamp_min_(0)
     table_BW = table_RW.index_select(0, active_B)
@@ -108,8 +130,16 @@ def gather_rows_reference(
 
 
 def gather_rows(
-    active_B: Tensor, integers_5R: Tensor, fractions_3R: Tensor, table_RW: Tensor, page_size: int
+    active_B: Tensor,
+    integers_5R: Tensor,
+    fractions_3R: Tensor,
+    table_RW: Tensor,
+    page_size: int,
+    drafts_2B: Tensor | None = None,
 ) -> DecodeRows:
-    """active_B, integers_5R: int64; fractions_3R: float32 (temperature, top-p, min-p); table_RW: int32."""
+    """active_B, integers_5R: int64; fractions_3R: float32 (temperature, top-p, min-p); table_RW: int32.
+
+    drafts_2B: int64, each row's draft and how far it lies behind the sequence's query; 0 there: no draft. None: none.
+    """
     gather = gather_rows_triton if active_B.is_cuda else gather_rows_reference
-    return gather(active_B, integers_5R, fractions_3R, table_RW, page_size)
+    return gather(active_B, integers_5R, fractions_3R, table_RW, page_size, drafts_2B)

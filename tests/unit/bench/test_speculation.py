@@ -10,6 +10,7 @@ from octetrl.bench.speculation import measure_speculation
 from octetrl.bench.workload import Shape, fixed_lengths
 from octetrl.cli.bench_options import with_layers
 from octetrl.cli.main import run_command
+from octetrl.config.speculation import SpeculationConfig
 
 TINY = with_layers(find_model("tiny"), 1)
 WORKLOAD = fixed_lengths(Shape(2, 9, 10), 2, 384, seed=0)
@@ -18,7 +19,8 @@ WORKLOAD = fixed_lengths(Shape(2, 9, 10), 2, 384, seed=0)
 def test_speculation_is_measured_beside_none_and_keeps_every_answer() -> None:
     said: list[str] = []
     one = Bench(TINY, ("bf16",), (WORKLOAD,), torch.device("cpu"), warmup_tokens=2, max_batch=16)
-    rows = measure_speculation(one, ["ngram", "0", "1"], 4, said.append)
+    always = SpeculationConfig(max_draft_tokens=4, max_sequences=16, min_gain=0.0)
+    rows = measure_speculation(one, ["ngram", "0", "1"], always, said.append)
     none, ngram, wrong, right = rows
     assert [row["rollout/drafts"] for row in rows] == ["none", "ngram", "0", "1"] and len(said) == 4
     assert all(row["rollout/unequal_answers"] == 0 and float(row["rollout/speedup"]) > 0 for row in rows)
@@ -30,7 +32,11 @@ def test_speculation_is_measured_beside_none_and_keeps_every_answer() -> None:
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [(["--drafts", "often"], "--drafts: 'often' is neither"), (["--drafts", "0.5", "--rounds", "2"], "one round")],
+    [
+        (["--drafts", "often"], "--drafts: 'often' is neither"),
+        (["--drafts", "0.5", "--rounds", "2"], "one round"),
+        (["--always-draft"], "--always-draft: it measures nothing without drafts; add --drafts"),
+    ],
 )
 def test_drafts_that_cannot_be_measured_are_refused(
     options: list[str], said: str, capsys: pytest.CaptureFixture[str]

@@ -88,3 +88,30 @@ def test_a_sequence_that_comes_back_goes_on_where_it_was() -> None:
     batch = transcript.batch((one,))
     assert add(transcript, batch, 6) == [] and add(transcript, batch, 7) == [one]  # its third is its last
     assert transcript.num_tokens(one) == 6
+
+
+def test_runs_of_tokens_are_stored_at_once_unless_a_sequence_may_end_within_them() -> None:
+    transcript = Transcript(6, 10, EOS)
+    rows = (
+        sequence(0),
+        sequence(1, stop="x"),  # its text is watched
+        sequence(2),  # draws EOS as its second
+        sequence(3),  # has ended meanwhile
+        sequence(4, stop_token_ids=frozenset()),  # ignores EOS
+        sequence(5, new=2),  # reaches its limit
+    )
+    transcript.open(rows)
+    batch = transcript.batch(rows)
+    transcript.close(rows[3], 3)
+    token_N = np.array([5, 6, 7, 2, 3, 4, 1, 8, 9, 1, 2, 3, 4], dtype=np.int32)
+    first_B, count_B = np.array([0, 3, 5, 7, 8, 11]), np.array([2, 1, 2, 1, 3, 2])
+    row_n, ends_B = transcript.add_runs(batch, first_B, count_B, token_N, -token_N.astype(np.float32))
+    assert ends_B.tolist() == [False, True, True, False, False, True]
+    assert row_n.tolist() == [0, 1, 8, 9, 10]
+    assert transcript.num_new(batch) == [2, 0, 0, 0, 3, 0]
+    assert transcript.since(rows[0], 0) == ([5, 6], [-5.0, -6.0])
+    assert transcript.since(rows[4], 1) == ([1, 2], [-1.0, -2.0])
+    assert transcript.new_tokens(4, 1, 3) == [1, 2]
+    row_n, ends_B = transcript.add_runs(batch, first_B, np.array([2, 1, 1, 1, 1, 1]), token_N, np.zeros(13, np.float32))
+    assert ends_B.tolist() == [False, True, False, False, False, False] and row_n.tolist() == [0, 1, 5, 8, 11]
+    assert transcript.since(rows[0], 0)[0] == [5, 6, 5, 6] and transcript.since(rows[5], 0)[0] == [3]

@@ -41,9 +41,31 @@ def test_what_a_query_is() -> None:
     assert got.length_B.tolist() == [80, 1, 33, 16, 17, 0, 0]
 
 
-def test_triton_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+# two drafts behind sequence 3, one behind 1; the stride of the rows is larger than their length
+VERIFYING = torch.tensor([[3, 3, 3, 0, 1, 1, 5], [0, 41, 42, 0, 0, 43, 9], [0, 1, 2, 0, 0, 1, 0]])
+PLAN = torch.cat((VERIFYING, torch.full((3, 2), -7)), dim=1)[:, :7]
+
+
+def test_a_draft_is_its_sequence_with_another_query() -> None:
+    integers_5R, fractions_3R, table_RW = rows()
+    integers_5R[1, 3] = 70
+    got = gather_rows_reference(PLAN[0], integers_5R, fractions_3R, table_RW, PAGE, PLAN[1:])
+    own = integers_5R[0].tolist()
+    assert got.token_B.tolist() == [own[3], 41, 42, own[0], own[1], 43, own[5]]
+    assert got.length_B.tolist() == [70, 71, 72, 1, 16, 17, 0]
+    assert got.position_B.tolist() == [69, 70, 71, 0, 15, 16, 0]
+    assert got.slot_B.tolist()[1] == int(table_RW[3, 4]) * PAGE + 6
+    assert got.slot_B.tolist()[5:] == [int(table_RW[1, 1]) * PAGE, -1]
+    assert got.counter_B.tolist() == [68, 69, 70, 0, 12, 13, 0]
+    assert got.key_B.equal(integers_5R[3, PLAN[0]]) and got.table_BW.equal(table_RW[PLAN[0]])
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_triton_gives_the_same(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op, "_gather_rows_kernel", InterpretedFunction(op._gather_rows_kernel.fn))
-    arguments = (ACTIVE, *rows(), PAGE)
+    state = rows()
+    state[0][1, 3] = 70
+    arguments = (PLAN[0], *state, PAGE, PLAN[1:]) if drafts else (ACTIVE, *rows(), PAGE)
     ours, reference = gather_rows_triton(*arguments), gather_rows_reference(*arguments)
     for name in DecodeRows._fields:
         one, other = getattr(ours, name), getattr(reference, name)
