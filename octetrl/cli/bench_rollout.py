@@ -214,9 +214,9 @@ def rollout(
         prefill_chunk=prefill_chunk or EngineConfig().prefill_chunk,
     )
     make_folder(folder)  # now, so that minutes of measuring are not lost
-    settings = SpeculationConfig(
-        max_draft_tokens=draft_tokens, **({"min_gain": 0.0, "max_sequences": max_batch} if always_draft else {})
-    )
+    settings = SpeculationConfig(max_draft_tokens=draft_tokens)
+    if always_draft:
+        settings = settings.model_copy(update={"min_gain": 0.0, "max_sequences": max_batch})
     _measure(plan, folder, found.name + suffix, profile, (kinds, settings))
 
 

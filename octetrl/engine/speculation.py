@@ -81,7 +81,7 @@ class Speculator:
         self._budget = DraftBudget(config.max_draft_tokens, tally.max_batch, runner.padded_rows, self._times)
         self._most: tuple[Batch, list[int]] | None = None  # drafts of each sequence in the next forward, at most
         self._on: Batch | None = None  # the batch of the forward that was launched while drafts are made
-        self._undone = 0  # forwards until drafts are made again
+        self._undone = 0  # forwards until the next drafts
         self._last_read: tuple[float, float, bool] | None = None  # when, seconds of captures, drafts are made
         if source is not None:
             source.reset()
