@@ -182,8 +182,7 @@ def rollout(
     """Measure generation speed under several precisions, and compare it with a memory-bandwidth model."""
     precisions, folder = precisions_of(precision), results_folder(out)
     modes, kinds = numerics_of(numerics), _draft_kinds(drafts, refused=numerics != "parity" or profile or rounds > 1)
-    if always_draft and not kinds:
-        raise UserError("--always-draft: it measures nothing without drafts; add --drafts, for example --drafts 0.6")
+    settings = _draft_settings(kinds, draft_tokens, max_batch if always_draft else None)
     suffix = result_suffix(name, modes)
     _check_shape(workload, (requests, prompt, answer))
     _check_lengths(lengths, sigma, hints, said_otherwise=(workload, prompt, answer, group_size) != (None,) * 4)
@@ -214,9 +213,6 @@ def rollout(
         prefill_chunk=prefill_chunk or EngineConfig().prefill_chunk,
     )
     make_folder(folder)  # now, so that minutes of measuring are not lost
-    settings = SpeculationConfig(max_draft_tokens=draft_tokens)
-    if always_draft:
-        settings = settings.model_copy(update={"min_gain": 0.0, "max_sequences": max_batch})
     _measure(plan, folder, found.name + suffix, profile, (kinds, settings))
 
 
@@ -232,6 +228,14 @@ def _draft_kinds(text: str | None, *, refused: bool) -> list[str]:
         if not is_known:
             raise UserError(f"--drafts: '{kind}' is neither 'ngram' nor a rate from 0 to 1; give --drafts ngram,0.6")
     return kinds
+
+
+def _draft_settings(kinds: Sequence[str], draft_tokens: int, always_up_to: int | None) -> SpeculationConfig:
+    if always_up_to is None:
+        return SpeculationConfig(max_draft_tokens=draft_tokens)
+    if not kinds:
+        raise UserError("--always-draft: it measures nothing without drafts; add --drafts, for example --drafts 0.6")
+    return SpeculationConfig(max_draft_tokens=draft_tokens, min_gain=0.0, max_sequences=always_up_to)
 
 
 def _measure_drafts(plan: Bench, folder: Path, name: str, kinds: Sequence[str], settings: SpeculationConfig) -> None:
