@@ -182,11 +182,10 @@ def rollout(
     """Measure generation speed under several precisions, and compare it with a memory-bandwidth model."""
     precisions, folder = precisions_of(precision), results_folder(out)
     modes, kinds = numerics_of(numerics), _draft_kinds(drafts, refused=numerics != "parity" or profile or rounds > 1)
-    settings = _draft_settings(kinds, draft_tokens, max_batch if always_draft else None)
-    suffix = result_suffix(name, modes)
+    drafted = (kinds, _draft_settings(kinds, draft_tokens, max_batch if always_draft else None))
     _check_shape(workload, (requests, prompt, answer))
     _check_lengths(lengths, sigma, hints, said_otherwise=(workload, prompt, answer, group_size) != (None,) * 4)
-    shapes = _shapes(workload or ())
+    shapes, suffix = _shapes(workload or ()), result_suffix(name, modes)
     from octetrl.bench.rollout import Bench
 
     on_gpu = (chosen := device_of(device)).type == "cuda"
@@ -213,7 +212,7 @@ def rollout(
         prefill_chunk=prefill_chunk or EngineConfig().prefill_chunk,
     )
     make_folder(folder)  # now, so that minutes of measuring are not lost
-    _measure(plan, folder, found.name + suffix, profile, (kinds, settings))
+    _measure(plan, folder, found.name + suffix, profile, drafted)
 
 
 def _draft_kinds(text: str | None, *, refused: bool) -> list[str]:
