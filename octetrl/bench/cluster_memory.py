@@ -1,33 +1,34 @@
-"""Estimates the memory of each worker of `octetrl bench step`, and refuses what does not fit before Ray starts."""
+"""Estimates the memory of each worker of a bench that trains, and refuses what does not fit before Ray starts."""
 
 from __future__ import annotations
 
 import torch
 
-from octetrl.bench.cluster import EMBEDDED, ClusterBench
 from octetrl.bench.memory import estimate
+from octetrl.bench.on_workers import EMBEDDED, WorkersBench
 from octetrl.config.errors import UserError
 from octetrl.config.host_memory import available_host_bytes
+from octetrl.config.tensor_cut import largest_cut
 from octetrl.config.worker_memory import on_each_worker
 from octetrl.fp8.policy import precision_policy
 
 
-def estimated_bytes(bench: ClusterBench, precision: str, workers: int) -> int:
+def estimated_bytes(bench: WorkersBench, precision: str, workers: int) -> int:
     """The estimate of `octetrl check` for training, of each worker. `workers`: 0 is the embedded one."""
-    recipe, spec = bench.recipe(precision, "parity", workers), bench.step.model.spec
-    on_gpu = bench.step.device.type == "cuda"
-    whole = estimate(recipe, spec, precision_policy(spec, recipe.fp8), on_gpu=on_gpu, engine=True)
+    recipe, spec = bench.recipe(precision, "parity", workers), bench.model.spec
+    part, policy = spec.cut(largest_cut(spec, recipe.cluster.tensor_parallel)), precision_policy(spec, recipe.fp8)
+    whole = estimate(recipe, part, policy, on_gpu=bench.device.type == "cuda", engine=True)
     return on_each_worker(recipe, whole, None).training_bytes
 
 
-def check_memory(bench: ClusterBench) -> None:
+def check_memory(bench: WorkersBench) -> None:
     """Raise UserError if a worker's estimate is more than its GPU has, or the workers of a CPU need more than it has.
     Workers on other machines are assumed to have the GPUs of this one."""
-    on_gpu = bench.step.device.type == "cuda"
-    has = torch.cuda.mem_get_info(bench.step.device)[1] if on_gpu else available_host_bytes()
+    on_gpu = bench.device.type == "cuda"
+    has = torch.cuda.mem_get_info(bench.device)[1] if on_gpu else available_host_bytes()
     if has is None:  # the system does not report it
         return
-    for precision in bench.step.precisions:
+    for precision in bench.precisions:
         for workers in bench.counts:
             needed = estimated_bytes(bench, precision, workers) * (1 if on_gpu else max(1, workers))
             if needed > has:

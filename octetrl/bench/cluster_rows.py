@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from octetrl.bench.cluster import EMBEDDED, Arm, ClusterBench, ClusterTurn
+from octetrl.bench.cluster import ClusterBench, ClusterTurn
 from octetrl.bench.cluster_memory import estimated_bytes
+from octetrl.bench.on_workers import Arm, cluster_fields, compare_workers, peak_fields
 from octetrl.bench.rollout import Row
 from octetrl.bench.step import DIFFERENCE, MISMATCH
 
@@ -20,21 +21,8 @@ def rows_of(bench: ClusterBench, turns: Sequence[ClusterTurn]) -> list[Row]:
     for turn in turns:
         by_arm.setdefault((turn.precision, turn.numerics, turn.workers), []).append(turn)
     rows = {arm: _row(bench, rounds) for arm, rounds in by_arm.items()}
-    for (precision, numerics, workers), row in rows.items():
-        row |= _compared(row, workers, rows.get((precision, numerics, 1)), rows.get((precision, numerics, EMBEDDED)))
+    compare_workers(rows, PHASES)
     return list(rows.values())
-
-
-def _compared(row: Row, workers: int, one: Row | None, embedded: Row | None) -> Row:
-    """Efficiency against one worker on Ray, without one against the embedded worker; and what Ray costs."""
-    found: Row = {}
-    base = one or embedded
-    if workers != EMBEDDED and base is not None:
-        for phase in PHASES:
-            found[f"{phase}/efficiency"] = float(base[f"time/{phase}"]) / float(row[f"time/{phase}"]) / workers
-    if workers == 1 and embedded is not None:
-        found["step/over_embedded"] = float(row["time/step"]) / float(embedded["time/step"]) - 1
-    return found
 
 
 def _row(bench: ClusterBench, rounds: Sequence[ClusterTurn]) -> Row:
@@ -46,10 +34,7 @@ def _row(bench: ClusterBench, rounds: Sequence[ClusterTurn]) -> Row:
     tokens = sum(map(sum, step.workload.siblings))
     row: Row = {
         "precision": first.precision,
-        "cluster/kind": "embedded" if first.workers == EMBEDDED else "ray",
-        "cluster/workers": count,
-        "cluster/device": step.device.type,
-        "cluster/gradients": bench.cluster.gradients,
+        **cluster_fields(bench.cluster, step.device, first.workers),
         "workload": step.workload.name,
         "rounds": len(rounds),
         "steps": len(steps),
@@ -76,11 +61,7 @@ def _row(bench: ClusterBench, rounds: Sequence[ClusterTurn]) -> Row:
     }
     row |= {f"time/{name}": seconds for name, seconds in phases.items()}
     row |= _exchange(rounds, phases["publish"])
-    peaks = [max(of_worker) for of_worker in zip(*(turn.peak_gb for turn in rounds), strict=True)]
-    row |= {f"memory/peak_gb/worker_{worker}": peak for worker, peak in enumerate(peaks)}
-    if peaks:
-        row["memory/peak_gb"] = max(peaks)
-    return row
+    return row | peak_fields([turn.peak_gb for turn in rounds])
 
 
 def _exchange(rounds: Sequence[ClusterTurn], publish_seconds: float) -> Mapping[str, float]:
@@ -99,19 +80,3 @@ def _exchange(rounds: Sequence[ClusterTurn], publish_seconds: float) -> Mapping[
         "publish/gather_ms": gather * 1e3,
         "publish/gather_gb_per_second": received / gather,
     }
-
-
-def digest_warnings(turns: Sequence[ClusterTurn]) -> Iterator[str]:
-    """A line for each turn whose first tokens or log-probs are not those of the first turn of its precision."""
-    firsts: dict[tuple[str, str], ClusterTurn] = {}
-    for turn in turns:
-        first = firsts.setdefault((turn.precision, turn.numerics), turn)
-        if turn.digest != first.digest:
-            yield (
-                f"warning: {turn.precision}, {turn.numerics}: {name_of(turn.workers)} sampled other tokens or log-probs"
-                f" than {name_of(first.workers)} ({turn.digest}, not {first.digest})"
-            )
-
-
-def name_of(workers: int) -> str:
-    return "the embedded worker" if workers == EMBEDDED else f"{workers} worker{'s' if workers > 1 else ''}"

@@ -59,6 +59,7 @@ from octetrl.models.decoder import Decoder
 from octetrl.models.families import load_spec, spec_from_config
 from octetrl.models.hf_weights import load_weights
 from octetrl.models.random_weights import EMBEDDING_STD
+from octetrl.models.tensor_rows import cut_rows_of
 from octetrl.records import GenerationRequest
 from octetrl.run.resume import weights_folder
 from octetrl.trainer.trainer import Trainer
@@ -265,20 +266,36 @@ def build_arm(bench: Bench, precision: str, workload: Workload, numerics: Numeri
 
 @torch.no_grad()
 def draw_weights(model: Decoder, seed: int) -> None:
-    """Like `Decoder.random_init`, but on the device, which creates billions of numbers a second."""
+    """Like `Decoder.random_init`, but on the device, which creates billions of numbers a second. A part of a model gets
+    its rows of the whole weights."""
     generator = torch.Generator(model.lm_head_weight.device).manual_seed(seed)
-    fill = filling(model)
+    fill, cut = filling(model), cut_rows_of(model.spec, model.lora)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
             std = parameter.shape[1] ** -0.5 if name.startswith("layers.") else EMBEDDING_STD
+            rows = cut.get(name)
             with fill(name):
-                parameter.normal_(std=std, generator=generator)
+                drawn = parameter if rows is None else parameter.new_empty(rows.whole_rows, *parameter.shape[1:])
+                drawn.normal_(std=std, generator=generator)
+                if rows is not None:
+                    parameter.copy_(torch.cat([drawn[one.whole : one.whole + one.rows] for one in rows.pieces]))
 
 
 def _kv_scales(model: Decoder, workload: Workload, policy_version: int) -> KVScales:
     """KV scales from some of the workload's prompts, as before a run's first rollout."""
+    algorithm = build_algorithm(GrpoConfig())
+    trainer = Trainer(
+        model, config=TrainerConfig(), algorithm=algorithm, temperature=1.0, total_steps=1, reference=None, trains=False
+    )
+    amax_LS = observe_kv(trainer, calibration_prompts(workload))
+    assert amax_LS is not None, "KV calibration: no forward has observed K and V"
+    return kv_scales_from_amax(amax_LS, model.spec, policy_version=policy_version)
+
+
+def calibration_prompts(workload: Workload) -> list[Sequence[int]]:
+    """The first prompts, `CALIBRATION_TOKENS` tokens of them."""
     prompts: list[Sequence[int]] = []
     room = CALIBRATION_TOKENS
     for request in workload.requests:
@@ -286,13 +303,7 @@ def _kv_scales(model: Decoder, workload: Workload, policy_version: int) -> KVSca
         room -= len(prompts[-1])
         if room <= 0:
             break
-    algorithm = build_algorithm(GrpoConfig())
-    trainer = Trainer(
-        model, config=TrainerConfig(), algorithm=algorithm, temperature=1.0, total_steps=1, reference=None, trains=False
-    )
-    amax_LS = observe_kv(trainer, prompts)
-    assert amax_LS is not None, "KV calibration: no forward has observed K and V"
-    return kv_scales_from_amax(amax_LS, model.spec, policy_version=policy_version)
+    return prompts
 
 
 def tokenizer_of(model: BenchModel) -> Tokenizer:

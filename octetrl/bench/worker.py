@@ -7,6 +7,7 @@ import torch
 from octetrl.algorithms.table import build_algorithm
 from octetrl.bench.rollout import BenchModel, draw_weights, tokenizer_of
 from octetrl.config.schema import Recipe
+from octetrl.config.tensor_cut import TensorCut
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.models.hf_weights import load_weights
@@ -19,8 +20,8 @@ from octetrl.workers.worker import Worker
 def bench_worker(
     model: BenchModel, recipe: Recipe, device: torch.device, spans: Spans, *, trains: bool = True, peers: Peers = ALONE
 ) -> Worker:
-    """A worker of `model`. Workers with the same seed on the same kind of device have the same weights."""
-    spec = model.spec
+    """A worker of `model`, or of its part of it. Workers with the same seed on the same kind of device have the same
+    weights."""
 
     def fill(decoder: Decoder) -> None:
         if model.folder is None:
@@ -30,8 +31,8 @@ def bench_worker(
 
     return Worker(
         recipe,
-        spec=spec,
-        policy=precision_policy(spec, recipe.fp8, recipe.numerics),
+        spec=model.spec.cut(TensorCut(peers.group.rank, peers.group.size)),
+        policy=precision_policy(model.spec, recipe.fp8, recipe.numerics),
         tokenizer=tokenizer_of(model),
         algorithm=build_algorithm(recipe.algorithm),
         load_weights=fill,

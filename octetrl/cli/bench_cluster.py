@@ -1,8 +1,11 @@
-"""`octetrl bench step --gpus N` (or `--cpus N`): the step on one and more workers, and the embedded one beside them."""
+"""`octetrl bench step --gpus N` (or `--cpus N`): the step on one and more workers, and the embedded one beside them.
+
+The options of workers, for all benches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -11,10 +14,12 @@ import typer
 from octetrl.cli.bench_options import check_checkpointing, choice_of, make_folder, print_table
 from octetrl.config.cluster import ClusterConfig
 from octetrl.config.errors import UserError
+from octetrl.config.tensor_cut import MOST_WORKERS
 
 if TYPE_CHECKING:
-    from octetrl.bench.cluster import ClusterBench, ClusterTurn
+    from octetrl.bench.cluster import ClusterTurn
     from octetrl.bench.step import StepBench
+    from octetrl.config.schema import TrainerConfig
 
 COLUMNS = {  # key of a row: heading, format
     "time/step": ("step\ns", ",.2f"),
@@ -53,6 +58,15 @@ Workers = Annotated[
 Gradients = Annotated[
     str, typer.Option(metavar="local|sharded", help="With --gpus or --cpus: the recipe's cluster.gradients.")
 ]
+TensorParallel = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        max=MOST_WORKERS,
+        help="With --gpus or --cpus: number of workers that share one model (cluster.tensor_parallel). One worker, and"
+        " the embedded one, have it whole.",
+    ),
+]
 
 
 def cluster_of(
@@ -61,6 +75,7 @@ def cluster_of(
     address: str | None,
     gradients: str,
     workers: str | None,
+    tensor_parallel: int = 1,
     *,
     refused: Mapping[str, bool],
 ) -> ClusterConfig | None:
@@ -69,7 +84,12 @@ def cluster_of(
     `refused`: options that are for the embedded worker alone, and whether each was given.
     """
     if gpus is None and cpus is None:
-        given = {"--address": address, "--workers": workers, "--gradients": gradients if gradients != "local" else None}
+        given = {
+            "--address": address,
+            "--workers": workers,
+            "--gradients": gradients if gradients != "local" else None,
+            "--tensor-parallel": tensor_parallel if tensor_parallel > 1 else None,
+        }
         for option, value in given.items():
             if value is not None:
                 raise UserError(f"{option}: it is for workers on Ray; add --gpus N or --cpus N, or leave it out")
@@ -82,15 +102,22 @@ def cluster_of(
                 f"{option}: it is for the embedded worker alone; leave it out, or leave out --gpus and --cpus"
             )
     mode: Any = choice_of("--gradients", gradients, ClusterConfig.model_fields["gradients"].annotation.__args__)  # type: ignore[union-attr]
-    return ClusterConfig(gpus=gpus, cpus=cpus, address=address, gradients=mode)
+    most = gpus or cpus or 1
+    if most % tensor_parallel:
+        option = "--gpus" if cpus is None else "--cpus"
+        raise UserError(
+            f"--tensor-parallel: {most} workers do not make groups of {tensor_parallel}; give a multiple as {option}"
+        )
+    return ClusterConfig(gpus=gpus, cpus=cpus, address=address, gradients=mode, tensor_parallel=tensor_parallel)
 
 
 def counts_of(text: str | None, cluster: ClusterConfig) -> tuple[int, ...]:
     """Numbers of workers to compare, 0 for the embedded one. Raises UserError."""
-    most = cluster.num_workers
+    most, size = cluster.num_workers, cluster.tensor_parallel
     if text is None:
         doubled = [1 << power for power in range(most.bit_length())]
-        return (0, *doubled, *([] if most in doubled else [most]))
+        all_counts = (0, *doubled, *([] if most in doubled else [most]))
+        return tuple(count for count in all_counts if count < 2 or count % size == 0)
     counts = []
     for word in text.split(","):
         number = 0 if word == "embedded" else int(word) if word.isascii() and word.isdecimal() and len(word) < 6 else -1
@@ -100,6 +127,8 @@ def counts_of(text: str | None, cluster: ClusterConfig) -> tuple[int, ...]:
                 f"--workers: '{word[:20]}' is neither embedded nor a number from 1 to {most}; write for example"
                 f" embedded,1,2, or raise {option}"
             )
+        if number > 1 and number % size:
+            raise UserError(f"--workers: {number} workers do not make groups of --tensor-parallel {size}; leave it out")
         counts.append(number)
     if len(set(counts)) < len(counts):
         raise UserError(f"--workers: '{text}' names a value twice; repeat all of them with --rounds")
@@ -120,14 +149,16 @@ def device_name(
 
 def measure_cluster(step: StepBench, cluster: ClusterConfig, workers: str | None, folder: Path, name: str) -> None:
     """Measure, print and write the file."""
-    from octetrl.bench.cluster import ClusterBench, connected, measure
+    from octetrl.bench.cluster import ClusterBench, measure
     from octetrl.bench.cluster_memory import check_memory
-    from octetrl.bench.cluster_rows import digest_warnings, rows_of
+    from octetrl.bench.cluster_rows import rows_of
+    from octetrl.bench.on_workers import check_cut, connected, digest_warnings
     from octetrl.telemetry.bench_record import write_result
 
     plan = ClusterBench(step, cluster, counts_of(workers, cluster))
+    check_cut(cluster, step.model)
     check_checkpointing(step.trainer, step.model)
-    _check_codes(plan)
+    check_codes(plan.counts, cluster, step.trainer)
     check_memory(plan)
     make_folder(folder)  # now, so that minutes of measuring are not lost
     with connected(cluster):
@@ -142,17 +173,19 @@ def measure_cluster(step: StepBench, cluster: ClusterConfig, workers: str | None
 
 
 def result_name(cluster: ClusterConfig) -> str:
-    """What the file's name says of the workers: `2_gpus`."""
-    return f"{cluster.num_workers}_{'cpus' if cluster.cpus is not None else 'gpus'}"
+    """What the file's name says of the workers: `2_gpus`, or `2_gpus_shared_by_2`."""
+    shared = f"_shared_by_{cluster.tensor_parallel}" if cluster.tensor_parallel > 1 else ""
+    return f"{cluster.num_workers}_{'cpus' if cluster.cpus is not None else 'gpus'}{shared}"
 
 
-def _check_codes(plan: ClusterBench) -> None:
-    if max(plan.counts) > 1 and plan.step.trainer.weight_codes == "remade":
+def check_codes(counts: Sequence[int], cluster: ClusterConfig, trainer: TrainerConfig) -> None:
+    """Raise UserError if weights would be remade where a worker has only some rows of them."""
+    if max(counts) > cluster.tensor_parallel and trainer.weight_codes == "remade":
         raise UserError("--weight-codes: remade needs whole weights, which several workers do not have; use kept")
 
 
 def _say(number: int, turn: ClusterTurn) -> None:
-    from octetrl.bench.cluster_rows import name_of
+    from octetrl.bench.on_workers import name_of
 
     for step in turn.steps:
         phases = f"produce {step.produce:.2f} s, learn {step.learn:.2f} s, publish {step.publish * 1e3:.1f} ms"

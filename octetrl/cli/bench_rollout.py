@@ -18,6 +18,9 @@ from octetrl.bench.workload import (
     lognormal_lengths,
     recorded_lengths,
 )
+from octetrl.cli.arguments import Address, Cpus, Gpus
+from octetrl.cli.bench_cluster import TensorParallel, Workers, cluster_of, device_name, result_name
+from octetrl.cli.bench_on_workers import measure_rollout
 from octetrl.cli.bench_options import (
     TABLE_WIDTH,
     Device,
@@ -178,8 +181,15 @@ def rollout(
     out: Out = None,
     device: Device = "auto",
     seed: Seed = 0,
+    gpus: Gpus = None,
+    cpus: Cpus = None,
+    address: Address = None,
+    workers: Workers = None,
+    tensor_parallel: TensorParallel = 1,
 ) -> None:
     """Measure generation speed under several precisions, and compare it with a memory-bandwidth model."""
+    alone = {"--profile": profile, "--drafts": drafts is not None, "--router-skew": router_skew > 0}
+    cluster = cluster_of(gpus, cpus, address, "local", workers, tensor_parallel, refused=alone)
     precisions, folder = precisions_of(precision), results_folder(out)
     modes, kinds = numerics_of(numerics), _draft_kinds(drafts, refused=numerics != "parity" or profile or rounds > 1)
     drafted = (kinds, _draft_settings(kinds, draft_tokens, max_batch if always_draft else None))
@@ -188,7 +198,7 @@ def rollout(
     shapes, suffix = _shapes(workload or ()), result_suffix(name, modes)
     from octetrl.bench.rollout import Bench
 
-    on_gpu = (chosen := device_of(device)).type == "cuda"
+    on_gpu = (chosen := device_of(device_name(cluster, device))).type == "cuda"
     if profile and not on_gpu:
         raise UserError("--profile: it times kernels on a GPU, and this would run on a CPU; leave it out")
     found = model_of(model, None, on_gpu=on_gpu)
@@ -212,6 +222,8 @@ def rollout(
         prefill_chunk=prefill_chunk or EngineConfig().prefill_chunk,
     )
     make_folder(folder)  # now, so that minutes of measuring are not lost
+    if cluster is not None:
+        return measure_rollout(plan, cluster, workers, folder, f"{found.name}_{result_name(cluster)}{suffix}")
     _measure(plan, folder, found.name + suffix, profile, drafted)
 
 

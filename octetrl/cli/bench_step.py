@@ -11,6 +11,7 @@ from octetrl.bench.workload import LengthRange, Shape, Workload, check_positions
 from octetrl.cli.arguments import Address, Cpus, Gpus
 from octetrl.cli.bench_cluster import (
     Gradients,
+    TensorParallel,
     Workers,
     cluster_of,
     device_name,
@@ -152,9 +153,11 @@ def step(
     address: Address = None,
     workers: Workers = None,
     gradients: Gradients = "local",
+    tensor_parallel: TensorParallel = 1,
 ) -> None:
     """Measure a whole GRPO step under several precisions: produce, learn, publish, and the cost of calibration."""
-    cluster = cluster_of(gpus, cpus, address, gradients, workers, refused=_embedded_alone(learn_share, calibration))
+    alone = _embedded_alone(learn_share, calibration)
+    cluster = cluster_of(gpus, cpus, address, gradients, workers, tensor_parallel, refused=alone)
     precisions, chosen_numerics, folder = precisions_of(precision), numerics_of(numerics), results_folder(out)
     config = trainer_config(checkpointing, weight_codes, logprob_chunk, optimizer_states, master, offload, sums)
     from octetrl.bench.step import StepBench

@@ -11,6 +11,9 @@ import typer
 
 from octetrl.bench.expert_shares import check_skew
 from octetrl.bench.workload import DIGITS, LengthRange
+from octetrl.cli.arguments import Address, Cpus, Gpus
+from octetrl.cli.bench_cluster import Gradients, TensorParallel, Workers, cluster_of, device_name, result_name
+from octetrl.cli.bench_on_workers import measure_train, micro_batches_of
 from octetrl.cli.bench_options import (
     CODES,
     MASTER,
@@ -95,7 +98,10 @@ Sigma = Annotated[
     typer.Option(min=0.0, max=3.0, help="lognormal: standard deviation of the logarithm of the length. Default: 0.7."),
 ]
 Steps = Annotated[int, typer.Option(min=1, help="Timed steps per round, after one that is not timed.")]
-MicroBatches = Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")]
+MicroBatches = Annotated[
+    int | None,
+    typer.Option(min=1, help="Micro-batches of a step. Default: 2; with --gpus or --cpus 4 for each worker."),
+]
 WithOptimizer = Annotated[
     bool,
     typer.Option("--optimizer/--no-optimizer", help="Without: no update, and gradients stay as BF16 sums."),
@@ -117,7 +123,7 @@ def train(
     mean: Mean = None,
     sigma: Sigma = None,
     trained_share: TrainedShare = 0.875,
-    micro_batches: MicroBatches = 2,
+    micro_batches: MicroBatches = None,
     steps: Steps = 3,
     rounds: Rounds = 2,
     checkpointing: Checkpointing = "layer",
@@ -136,8 +142,16 @@ def train(
     name: Name = None,
     device: Device = "auto",
     seed: Seed = 0,
+    gpus: Gpus = None,
+    cpus: Cpus = None,
+    address: Address = None,
+    workers: Workers = None,
+    gradients: Gradients = "local",
+    tensor_parallel: TensorParallel = 1,
 ) -> None:
     """Measure training speed under several precisions: forward, backward, update, and the time by part."""
+    alone = {"--profile": bool(profile), "--no-optimizer": not optimizer, "--router-skew": router_skew > 0}
+    cluster = cluster_of(gpus, cpus, address, gradients, workers, tensor_parallel, refused=alone)
     precisions, chosen_numerics, folder = precisions_of(precision), numerics_of(numerics), results_folder(out)
     config = trainer_config(
         checkpointing, weight_codes, logprob_chunk, optimizer_states, master, offload, gradient_sums, updates=optimizer
@@ -145,7 +159,7 @@ def train(
     from octetrl.bench.mix import Mix
     from octetrl.bench.train import TrainBench
 
-    chosen = device_of(device)
+    chosen = device_of(device_name(cluster, device))
     on_gpu = chosen.type == "cuda"
     found = model_of(model, layers, on_gpu=on_gpu)
     usual_tokens, usual_length = ON_GPU if on_gpu else ON_CPU
@@ -159,7 +173,7 @@ def train(
         mix=mix,
         trainer=config,
         device=chosen,
-        micro_batches=micro_batches,
+        micro_batches=micro_batches_of(micro_batches, cluster),
         trained_share=trained_share,
         rounds=rounds,
         steps=steps,
@@ -169,7 +183,10 @@ def train(
         numerics=chosen_numerics,
         router_skew=router_skew,
     )
-    _measure(plan, folder, found.name + result_suffix(name, chosen_numerics))
+    suffix = result_suffix(name, chosen_numerics)
+    if cluster is not None:
+        return measure_train(plan, cluster, workers, folder, f"{found.name}_{result_name(cluster)}{suffix}")
+    _measure(plan, folder, found.name + suffix)
 
 
 def _measure(plan: TrainBench, folder: Path, name: str) -> None:

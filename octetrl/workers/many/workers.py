@@ -30,6 +30,7 @@ from octetrl.records import (
     Published,
     Task,
 )
+from octetrl.rollout.backend import GenerationMetrics
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.checkpoint import Checkpoint
@@ -239,11 +240,15 @@ class ManyWorkers(ManyLearningWorkers):
     def forget_prefixes(self) -> None:
         self._team.ask("rollout", "forget_prefixes")
 
-    def rollout_metrics(self) -> dict[str, float]:
+    @property
+    def last_session(self) -> GenerationMetrics | None:
+        """Of all workers, as one. None before the first session."""
         parts = [facts.metrics for facts in self._rollout if facts.metrics is not None]
-        if not parts:
-            return {}
-        return parts[0].merged(parts[1:]).named(scales_are_calibrated=self._rollout[0].scales_are_calibrated)
+        return parts[0].merged(parts[1:]) if parts else None
+
+    def rollout_metrics(self) -> dict[str, float]:
+        session = self.last_session
+        return {} if session is None else session.named(scales_are_calibrated=self._rollout[0].scales_are_calibrated)
 
 
 def memory_of(team: Team) -> dict[str, float]:
