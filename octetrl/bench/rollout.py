@@ -38,7 +38,7 @@ from octetrl.algorithms.table import build_algorithm
 from octetrl.bench.floors import modelled_seconds, weight_bytes
 from octetrl.bench.router_skew import Balance, skew_routers
 from octetrl.bench.turns import compared, take_in_turn
-from octetrl.bench.workload import Workload
+from octetrl.bench.workload import Workload, calibration_prompts
 from octetrl.config.algorithm import GrpoConfig
 from octetrl.config.errors import UserError, nearest
 from octetrl.config.load import PRECISIONS
@@ -65,7 +65,6 @@ from octetrl.run.resume import weights_folder
 from octetrl.trainer.trainer import Trainer
 from octetrl.trainer.without_update import observe_kv
 
-CALIBRATION_TOKENS = 4096
 Row = dict[str, str | int | float]
 
 
@@ -292,18 +291,6 @@ def _kv_scales(model: Decoder, workload: Workload, policy_version: int) -> KVSca
     amax_LS = observe_kv(trainer, calibration_prompts(workload))
     assert amax_LS is not None, "KV calibration: no forward has observed K and V"
     return kv_scales_from_amax(amax_LS, model.spec, policy_version=policy_version)
-
-
-def calibration_prompts(workload: Workload) -> list[Sequence[int]]:
-    """The first prompts, `CALIBRATION_TOKENS` tokens of them."""
-    prompts: list[Sequence[int]] = []
-    room = CALIBRATION_TOKENS
-    for request in workload.requests:
-        prompts.append(request.prompt_token_ids[:room])
-        room -= len(prompts[-1])
-        if room <= 0:
-            break
-    return prompts
 
 
 def tokenizer_of(model: BenchModel) -> Tokenizer:

@@ -25,6 +25,7 @@ from pathlib import Path
 from octetrl.config.errors import UserError
 from octetrl.records import GenerationRequest, SamplingParams
 
+CALIBRATION_TOKENS = 4096
 LONGEST_SHOWN = 60  # characters of what was given, in an error
 DIGITS = 7  # of a number on the command line, at most
 _NUMBER = f"([0-9]{{1,{DIGITS}}})"
@@ -123,6 +124,18 @@ class Workload:
         means = {prompt: round(sum(answers) / len(answers)) for prompt, answers in lengths.items()}
         requests = (replace(request, expected_tokens=means[request.prompt_token_ids]) for request in self.requests)
         return Workload(f"{self.name} hinted", tuple(requests))
+
+
+def calibration_prompts(workload: Workload) -> list[Sequence[int]]:
+    """The first prompts, `CALIBRATION_TOKENS` tokens of them."""
+    prompts: list[Sequence[int]] = []
+    room = CALIBRATION_TOKENS
+    for request in workload.requests:
+        prompts.append(request.prompt_token_ids[:room])
+        room -= len(prompts[-1])
+        if room <= 0:
+            break
+    return prompts
 
 
 def fixed_lengths(shape: Shape, group_size: int, vocab_size: int, seed: int) -> Workload:

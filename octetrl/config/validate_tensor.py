@@ -27,6 +27,12 @@ def tensor_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
         "algorithm.reference_every": bool(getattr(algorithm, "reference_every", 0)),
         "environment.reward_model": recipe.environment.reward_model is not None,
     }
+    if recipe.engine.speculation.name != "none":
+        text = (
+            f"{FIELD}: engine.speculation {recipe.engine.speculation.name} decides by measured times, which differ"
+            " between workers that must run the same forwards; remove engine.speculation, or use tensor_parallel 1"
+        )
+        yield Problem((FIELD, "engine.speculation.name"), text)
     for field, is_asked in needs_whole.items():
         if is_asked:
             what = f"{field} {algorithm.name}" if field == "algorithm.name" else field

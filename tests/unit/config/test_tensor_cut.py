@@ -91,3 +91,5 @@ def test_what_a_recipe_with_shared_models_may_not_ask() -> None:
     ]
     (text,) = problems(2, algorithm={"name": "ppo"})
     assert text.startswith("cluster.tensor_parallel: algorithm.name ppo needs a whole model on every worker so far")
+    (text,) = problems(2, engine={"speculation": {"name": "ngram"}})
+    assert text.startswith("cluster.tensor_parallel: engine.speculation ngram decides by measured times, which differ")
