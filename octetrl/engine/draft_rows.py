@@ -21,11 +21,7 @@ class DraftRows(NamedTuple):
     token_N: np.ndarray  # the draft; 0 in a sequence's own row
     offset_N: np.ndarray  # how far the draft lies behind the sequence's query; 0 in its own row
     first_B: np.ndarray  # a sequence's own row in the forward
-
-    @property
-    def drafted_B(self) -> np.ndarray:
-        """Number of drafts of each sequence."""
-        return np.diff(self.first_B, append=len(self.row_N)) - 1
+    drafted_B: np.ndarray  # number of drafts of each sequence
 
 
 def num_right(drafts: DraftRows, token_N: np.ndarray) -> np.ndarray:

@@ -119,6 +119,7 @@ class Speculator:
         tokens: list[int] = []
         offsets: list[int] = []
         first: list[int] = []
+        drafted: list[int] = []
         for sequence, most, new in zip(batch.sequences, self._most[1], num_new, strict=True):
             drafts = self._drafts_of(sequence, most, new, sequence.length(clock), step)
             first.append(len(rows))
@@ -126,21 +127,19 @@ class Speculator:
             tokens.append(0)
             tokens += drafts
             offsets += range(1 + len(drafts))
+            drafted.append(len(drafts))
         if len(rows) == len(first):
             return None
-        arrays = (np.array(values, dtype=np.int64) for values in (rows, tokens, offsets, first))
+        arrays = (np.array(values, dtype=np.int64) for values in (rows, tokens, offsets, first, drafted))
         return DraftRows(*arrays)
 
     def _drafts_of(self, sequence: RunningSequence, most: int, new: int, length: int, step: Step) -> Sequence[int]:
         """`new`: tokens of the completion that the transcript has since the sequence joined; `length`: of all."""
         assert self._source is not None, "drafts need a source"
-        told, before = self._told.get(sequence, 0), len(sequence.token_ids) - sequence.prompt_length
-        if told >= before:
-            token_ids = self._transcript.new_tokens(sequence.row, told - before, new)
-        else:
-            token_ids = self._transcript.since(sequence, told)[0]
-        self._source.extend(sequence, token_ids)
-        self._told[sequence] = before + new
+        told, known = self._told.get(sequence, -1), len(sequence.token_ids) - sequence.prompt_length + new
+        if told < known:
+            self._source.extend(sequence, self._transcript.since(sequence, max(told, 0))[0])
+            self._told[sequence] = known
         most = min(most, sequence.group.limit - length - 1)
         drafts = self._source.propose(sequence, most) if most > 0 else ()
         assert len(drafts) <= max(most, 0), "the source proposed too many drafts"
@@ -179,6 +178,7 @@ class Speculator:
         right_B = num_right(drafts, token_N)
         self._accept(batch, drafts, right_B)
         row_n, ends_B = self._transcript.add_runs(batch, drafts.first_B, right_B + 1, token_N, logprob_N)
+        self._tell(batch, drafts, right_B, ends_B, token_N)
         if ends_B.any():
             kept = [row_n]
             for part, row_b in _rounds(batch, drafts.first_B, right_B, ends_B):
@@ -190,6 +190,18 @@ class Speculator:
         self._tally.count_accepted(accepted, len(batch.sequences))
         self._runner.keep_rows(row_n, len(token_N))
         self._note_time(batch, len(token_N), len(row_n))
+
+    def _tell(
+        self, batch: Batch, drafts: DraftRows, right_B: np.ndarray, ends_B: np.ndarray, token_N: np.ndarray
+    ) -> None:
+        """Extends the source by a forward's tokens, of sequences that do not end. It has all earlier ones."""
+        assert self._source is not None, "drafts need a source"
+        tokens: list[int] = token_N.tolist()
+        runs = zip(batch.sequences, drafts.first_B.tolist(), right_B.tolist(), ends_B.tolist(), strict=True)
+        for sequence, first, right, may_end in runs:
+            if not may_end and sequence in self._told:
+                self._source.extend(sequence, tokens[first : first + 1 + right])
+                self._told[sequence] += 1 + right
 
     def _again(self, batch: Batch, drafts: DraftRows) -> Results:
         """Decodes without drafts what a forward with drafts should have decoded."""

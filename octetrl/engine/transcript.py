@@ -105,11 +105,6 @@ class Transcript:
         counts: list[int] = self._count_R[batch.row_B].tolist()
         return counts
 
-    def new_tokens(self, row: int, begin: int, end: int) -> list[int]:
-        """Some of the tokens that `num_new` counts, of the sequence in this row."""
-        token_ids: list[int] = self._tokens_RN[row, begin:end].tolist()
-        return token_ids
-
     def last_token(self, sequence: RunningSequence) -> int:
         return int(self._tokens_RN[sequence.row, self._count_R[sequence.row] - 1])
 

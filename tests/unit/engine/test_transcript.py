@@ -111,7 +111,6 @@ def test_runs_of_tokens_are_stored_at_once_unless_a_sequence_may_end_within_them
     assert transcript.num_new(batch) == [2, 0, 0, 0, 3, 0]
     assert transcript.since(rows[0], 0) == ([5, 6], [-5.0, -6.0])
     assert transcript.since(rows[4], 1) == ([1, 2], [-1.0, -2.0])
-    assert transcript.new_tokens(4, 1, 3) == [1, 2]
     row_n, ends_B = transcript.add_runs(batch, first_B, np.array([2, 1, 1, 1, 1, 1]), token_N, np.zeros(13, np.float32))
     assert ends_B.tolist() == [False, True, False, False, False, False] and row_n.tolist() == [0, 1, 5, 8, 11]
     assert transcript.since(rows[0], 0)[0] == [5, 6, 5, 6] and transcript.since(rows[5], 0)[0] == [3]
