@@ -12,8 +12,8 @@ from octetrl.config.load import load_recipe
 from octetrl.config.shipped import shipped_path
 from octetrl.environments.base import Taskset
 from octetrl.records import Task
-from octetrl.run.build import build_environment
 from octetrl.run.demo import worked_answer
+from octetrl.run.environment import build_environment
 
 NUM_PAIRS = 4000
 

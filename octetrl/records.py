@@ -31,6 +31,7 @@ class Task:
     prompt: str  # the user's message, before any chat template
     answer: str | None = None  # the reference answer; None when the scorer needs none
     metadata: Mapping[str, Any] = field(default_factory=dict)  # data for the scorer
+    environment: str = field(default="", kw_only=True)  # its name, in a run of several
 
 
 @dataclass(frozen=True, slots=True)

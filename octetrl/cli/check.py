@@ -15,10 +15,10 @@ import typer
 from octetrl.cli.arguments import Overrides, RecipePath
 from octetrl.cli.check_cluster import weight_problems, worker_lines, worker_problems
 from octetrl.cli.check_device import Device, find_device
+from octetrl.cli.check_environments import environment_lines
 from octetrl.cli.check_files import TokenizerFile, file_problems
 from octetrl.cli.check_memory import MemoryPlan, memory_lines
 from octetrl.cli.check_sample import refuse_sample, show_sample
-from octetrl.cli.check_turns import turns_line
 from octetrl.cli.check_workers import worker_memory_lines
 from octetrl.cli.fitting import Change
 from octetrl.config.algorithm import DistillConfig
@@ -26,7 +26,6 @@ from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
 from octetrl.config.objective_settings import DatasetSettings
 from octetrl.config.presets import preset_config
-from octetrl.config.sandbox import SandboxConfig
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.config.tensor_cut import largest_cut
@@ -187,29 +186,11 @@ def _essentials(recipe: Recipe, device: Device) -> Iterator[tuple[str, str]]:
         targets += " and of each expert" if lora.experts else ""
         yield "LoRA", f"rank {lora.rank}, alpha {lora.alpha:g}, on {targets}; {beginning}"
     yield "lengths", f"{longest}, context {recipe.model.context_length:,}"
-    environment = recipe.environment
     if isinstance(algorithm, DistillConfig):
         yield "teacher", f"{algorithm.teacher}, {algorithm.teacher_precision}, {algorithm.distillation}"
-    if environment.dataset is not None:
-        yield "environment", f"{environment.kind} {environment.dataset}, {environment.eval_size} tasks held out"
-        yield from turns_line(recipe)
-    if environment.kind == "code" or "python" in environment.tools:
-        yield from _sandbox(environment.sandbox)
+    yield from environment_lines(recipe)
     yield "device", device.name
     yield from worker_lines(recipe)
-
-
-def _sandbox(config: SandboxConfig) -> Iterator[tuple[str, str]]:
-    """The level in force, and what it does not protect from. Where there is none, `_file_problems` has said so."""
-    from octetrl.environments.sandbox.sandbox import sandbox_for
-
-    try:
-        sandbox = sandbox_for(config)
-    except UserError:
-        return
-    yield "sandbox", f"level {sandbox.level}, {sandbox.interpreter.executable}; not protected from:"
-    for gap in sandbox.protection.gaps:
-        yield "", gap
 
 
 def _model(recipe: Recipe, spec: ModelSpec) -> Iterator[tuple[str, str]]:

@@ -16,6 +16,7 @@ from octetrl.config.algorithm import DistillConfig
 from octetrl.config.errors import UserError, nearest_file
 from octetrl.config.hub_name import hub_dataset
 from octetrl.config.schema import Recipe
+from octetrl.config.several_environments import alone, renamed
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate_environment import FILES
 from octetrl.models.families import load_reward_spec, load_spec
@@ -33,11 +34,17 @@ def file_problems(recipe: Recipe, spec: ModelSpec | None, tokenizer: TokenizerFi
     yield from _weight_problems(recipe, reports=spec is None)
     yield from _source_problems(recipe)
     read_adapter = partial(_read_adapter, spec=spec)
-    for read in (_look_at_output, read_adapter, _read_dataset, check_turns):
+    for read in (_look_at_output, read_adapter):
         try:
             read(recipe)
         except UserError as error:
             yield str(error)
+    for name, one in alone(recipe).items():
+        for read in (_read_dataset, check_turns):
+            try:
+                read(one)
+            except UserError as error:
+                yield renamed(str(error), name)
 
 
 @dataclass(frozen=True, slots=True)

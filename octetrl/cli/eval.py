@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -80,13 +80,14 @@ def evaluate(
     targets = [word for word in words if not _is_override(word)]
     overrides = [word for word in words if _is_override(word)]
     overrides += _options_as_overrides(samples, k, temperature)
-    overrides += ["environment.eval_size=0", "evaluation.every=0"] if all_tasks else []
     recipe = recipe or recipe_of(targets)
+    overrides += _without_held_out(recipe, overrides) if all_tasks else []
     resolved = load_recipe(recipe, overrides, training=False)
     search_beside(recipe)
     _refuse_early(targets, recipe, resolved, all_tasks, out)
     from octetrl.cli.eval_table import report_table
     from octetrl.run.evaluate import evaluate_targets
+    from octetrl.run.journal import check_failures
     from octetrl.telemetry.failures import FailureShareError
 
     reports = evaluate_targets(targets, resolved, all_tasks=all_tasks)
@@ -104,7 +105,7 @@ def evaluate(
         console.print(f"wrote {out}", markup=False)
     try:
         for target, report in reports.items():
-            report.failures.check(resolved.environment.max_failure_share, target)
+            check_failures(resolved, report.groups, target)
     except FailureShareError as error:
         typer.echo(f"octetrl: the evaluation failed: {error}", err=True)
         raise typer.Exit(1) from None
@@ -122,7 +123,7 @@ def write_json(
     first = next(iter(reports), "")
     content = {
         "recipe": recipe,
-        "environment": resolved.environment.model_dump(mode="json"),
+        **_environments(resolved),
         "evaluation": resolved.evaluation.model_dump(mode="json"),
         "models": [{"target": target, **report.as_json()} for target, report in reports.items()],
         "differences": [
@@ -133,11 +134,33 @@ def write_json(
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
+def _environments(recipe: Recipe) -> dict[str, Any]:
+    if not recipe.environments:
+        return {"environment": recipe.environment.model_dump(mode="json")}
+    return {"environments": {name: one.model_dump(mode="json") for name, one in recipe.environments.items()}}
+
+
+def _without_held_out(recipe: str, overrides: Sequence[str]) -> list[str]:
+    """Overrides for `--all-tasks`: no task is held out, so that a small file leaves some for training."""
+    names = load_recipe(recipe, overrides, training=False).environments
+    sections = [f"environments.{name}" for name in names] or ["environment"]
+    return [*(f"{section}.eval_size=0" for section in sections), "evaluation.every=0"]
+
+
 def _compared(reports: Mapping[str, EvalReport]) -> dict[str, Mapping[str, Estimate]]:
+    from octetrl.cli.eval_table import accuracy_of
     from octetrl.telemetry.eval_report import differences
 
     (_, baseline), *others = reports.items()
-    return {target: differences(report, baseline) for target, report in others}
+    compared: dict[str, Mapping[str, Estimate]] = {}
+    for target, report in others:
+        of_each = {
+            accuracy_of(name): found["accuracy"]
+            for name, of_name in report.by_environment.items()
+            if "accuracy" in (found := differences(of_name, baseline.by_environment[name]))
+        }
+        compared[target] = {**differences(report, baseline), **of_each}
+    return compared
 
 
 def recipe_of(targets: Sequence[str]) -> str:
@@ -184,10 +207,9 @@ def _refuse_early(targets: Sequence[str], recipe: str, resolved: Recipe, all_tas
     twice = [target for place, target in enumerate(targets) if target in targets[:place]]
     if twice:
         raise UserError(f"eval: '{twice[0]}' is given twice, and would not differ from itself; leave one out")
-    if not resolved.environment.eval_size and not all_tasks:
-        raise UserError(
-            f"{recipe}: environment.eval_size is 0, so no task is held out; set it above 0, or give --all-tasks"
-        )
+    if not any(one.eval_size for one in resolved.each_environment.values()) and not all_tasks:
+        name = "environments.NAME.eval_size" if resolved.environments else "environment.eval_size"
+        raise UserError(f"{recipe}: {name} is 0, so no task is held out; set it above 0, or give --all-tasks")
     if out is not None and is_json(out) and (Path(out).is_dir() or not Path(out).absolute().parent.is_dir()):
         raise UserError(f"--out: '{out}' is not a file in a folder that exists; give one, such as eval.json")
     if out is not None and not is_json(out):

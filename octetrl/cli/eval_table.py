@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 LABELS = {"accuracy": "accuracy", "reward_mean": "reward"}
 LENGTHS = {"mean": "mean length", "p50": "median", "p90": "90 %", "p99": "99 %", "max": "longest"}
 
+IN_ENVIRONMENT, MEAN = "accuracy in ", "mean of environments"
+
 Compared = Mapping[str, Mapping[str, Estimate]]  # by target: its differences to the first
 
 
@@ -37,8 +39,15 @@ def report_table(reports: Mapping[str, EvalReport], compared: Compared) -> Table
     return table
 
 
+def accuracy_of(environment: str) -> str:
+    """The label of one of several environments."""
+    return f"{IN_ENVIRONMENT}{environment}"
+
+
 def _caption(reports: list[EvalReport], is_compared: bool) -> str:
     note = f"means of {reports[0].tasks:,} tasks and [their {LEVEL:.0%} intervals]"
+    if reports[0].by_environment:
+        note += f"; accuracy counts every task once, the {MEAN} every environment once"
     if is_compared:
         note += "; * marks a difference whose interval excludes 0"
     says_answers = any("maj_at" in name for report in reports for name in report.estimates)
@@ -51,6 +60,11 @@ def _cells(report: EvalReport) -> dict[str, str]:
     cells = {"accuracy": "none: no completion could be scored"}
     cells |= {_label(name): _interval(estimate, report.tasks) for name, estimate in report.estimates.items()}
     counts = {str(status): f"{count:,}" for status, count in report.counts.items() if count}
+    for name, of_name in report.by_environment.items():
+        accuracy = of_name.estimates.get("accuracy")
+        cells[accuracy_of(name)] = "none" if accuracy is None else _interval(accuracy, of_name.tasks)
+    if report.mean_of_environments is not None:
+        cells[MEAN] = f"{report.mean_of_environments:.4f}"
     if report.lengths:
         cells |= {label: f"{report.lengths[name]:,.0f}" for name, label in LENGTHS.items()}
         counts["truncated"] = f"{counts.get('truncated', '0')} ({report.lengths['truncated_share']:.1%})"
@@ -60,10 +74,11 @@ def _cells(report: EvalReport) -> dict[str, str]:
 def _labels(reports: Iterable[EvalReport]) -> list[str]:
     """All labels, in the order shown: estimates with k rising, lengths, statuses, speed."""
     labels = [label for report in reports for label in _cells(report)]
-    ranks = ["accuracy", "reward", "pass", "maj", *LENGTHS.values(), "truncated"]
+    ranks = ["accuracy", IN_ENVIRONMENT, MEAN, "reward", "pass", "maj", *LENGTHS.values(), "truncated"]
 
     def rank(label: str) -> tuple[int, int]:
         family, _, k = label.partition("@")
+        family = IN_ENVIRONMENT if label.startswith(IN_ENVIRONMENT) else family
         return (ranks.index(family) if family in ranks else len(ranks) + (label == "tokens/s"), int(k or 0))
 
     return sorted(dict.fromkeys(labels), key=rank)

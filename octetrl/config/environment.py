@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -11,6 +11,7 @@ from octetrl.config.sandbox import SandboxConfig
 from octetrl.config.section import Fraction, Section
 from octetrl.config.turns import TurnsConfig
 
+EnvironmentName = Annotated[str, Field(pattern=r"^[a-z0-9_-]+$")]
 Kind = Literal["reasoning_gym", "math", "jsonl", "code", "game", "verifiers", "gymnasium", "python"]
 
 
@@ -85,3 +86,10 @@ class EnvironmentConfig(Section):
     """Share of a step's or an evaluation's rollouts that may fail in the environment. A rollout fails if the
     environment raises or exceeds a time limit. If more fail, the run stops with the first traceback of each kind. 1:
     never stop."""
+
+
+class MixedEnvironmentConfig(EnvironmentConfig):
+    """One environment of several (`environments`)."""
+
+    weight: float = Field(default=1.0, gt=0.0, le=1e6)
+    """Share of the tasks, relative to the other environments' weights."""

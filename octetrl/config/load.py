@@ -16,6 +16,8 @@ Rules:
   objective. Any other field that the objective does not have is an error.
 - `environment.kind` chooses what `parameters`, `columns`, `reference_marker` and the splits mean. A later file or an
   override that changes the kind drops those of the former kind.
+- `environments` (several, by name) takes the place of `environment`. A file with one of them replaces the other of its
+  base files.
 - Values that YAML often misreads: `1e-6` is a number. `1:30`, `010`, `yes` and `2024-01-01` are texts. A key given
   twice, an alias (`*name`) and a number that is not finite are errors.
 
@@ -35,7 +37,7 @@ from typing import Any
 
 import yaml
 
-from octetrl.config.environment import EnvironmentConfig
+from octetrl.config.environment_layers import below_file, below_overrides
 from octetrl.config.errors import UserError, type_of
 from octetrl.config.json_file import read_text
 from octetrl.config.objective_keys import drop_defaults_of_others
@@ -53,7 +55,6 @@ PRECISIONS: dict[str, Tree] = {
     "fp8": {"rollout": True, "train": True, "kv_cache": "none"},
     "fp8_full": {"rollout": True, "train": True, "kv_cache": "calibrated"},
 }
-_OF_ONE_KIND = ("parameters", "columns", "reference_marker", "split", "subset", "eval_split")
 _OVERRIDE = "override "  # how the text of a problem begins that is an override's alone
 COMMAND_LINE, PYTHON = "command line", "octetrl.train"
 MOST_BYTES = 1 << 20  # size limit of a recipe file
@@ -74,11 +75,9 @@ def load_recipe(
         layers.append(_Layer(PYTHON, _plain(fields)))
     tree: Tree = {}
     for layer in layers:
-        tree = _merge(_without_other_kind(tree, layer.tree), _with_precision(layer.tree), Recipe)
+        tree = _merge(below_file(tree, layer.tree), _with_precision(layer.tree), Recipe)
     given, problems = _parse_overrides(overrides)
-    kinds = [value for keys, value in given if keys == ("environment", "kind")]
-    if kinds:
-        tree = _without_other_kind(tree, {"environment": {"kind": kinds[-1]}})
+    tree = below_overrides(tree, given)
     # Sorted so that `precision` comes first: fields written out in the same place override it.
     for keys, value in sorted(given, key=lambda override: override[0] != ("precision",)):
         override = _nest(keys, value)
@@ -96,7 +95,7 @@ def recipe_tree(path: str | Path) -> Tree:
     """Merge the file at `path` and all files that it extends, without checks."""
     tree: Tree = {}
     for layer in _read_chain(find_recipe(path)):
-        tree = _merge(_without_other_kind(tree, layer.tree), _with_precision(layer.tree), Recipe)
+        tree = _merge(below_file(tree, layer.tree), _with_precision(layer.tree), Recipe)
     return tree
 
 
@@ -206,16 +205,6 @@ def _with_precision(tree: Tree) -> Tree:
     if fields is None or not isinstance(written, dict):
         return tree
     return {**tree, "fp8": {**fields, **written}}
-
-
-def _without_other_kind(tree: Tree, top: Tree) -> Tree:
-    """Drop the environment's fields that only its former kind reads, if `top` gives it another kind."""
-    base, new = tree.get("environment"), top.get("environment")
-    if not isinstance(base, dict) or not isinstance(new, dict) or "kind" not in new:
-        return tree
-    if new["kind"] == base.get("kind", EnvironmentConfig().kind):
-        return tree
-    return {**tree, "environment": {key: value for key, value in base.items() if key not in _OF_ONE_KIND}}
 
 
 def _merge(base: Tree, top: Tree, schema: type[Section]) -> Tree:

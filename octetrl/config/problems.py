@@ -16,12 +16,14 @@ from pydantic import ValidationError
 
 from octetrl.config.algorithm import SHIPPED
 from octetrl.config.data import DataSource
+from octetrl.config.environment import MixedEnvironmentConfig
 from octetrl.config.errors import nearest
 from octetrl.config.objective_keys import DEFAULT_NAME, SECTION, misplaced_fields, owners, unknown_field
 from octetrl.config.other_names import OURS
 from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem, Section
 
+SECTION_BY_NAME = "environments"  # a mapping from names to sections
 _LINES = "write `key: value` lines under it"
 _LINES_OF_FIELDS = "write its fields as `key: value` lines under it"
 _WORDS = {
@@ -98,17 +100,23 @@ def _field_of(location: tuple[int | str, ...]) -> tuple[str, ...]:
     keys: list[str] = []
     schema: type[Section] | None = Recipe
     for part in location:
-        if schema is None:
+        if schema is None or part == "[key]":
             break
         keys.append(str(part))
-        schema = section_of(schema, str(part))
+        schema = MixedEnvironmentConfig if _is_name(keys) else section_of(schema, str(part))
+        schema = Section if keys == [SECTION_BY_NAME] else schema
     return tuple(keys)
+
+
+def _is_name(keys: Sequence[str]) -> bool:
+    """Whether the last key is the name of one of several environments."""
+    return len(keys) == 2 and keys[0] == SECTION_BY_NAME
 
 
 def _unknown_key(keys: tuple[str, ...]) -> Problem:
     schema: type[Section] = Recipe
-    for key in keys[:-1]:
-        schema = section_of(schema, key) or schema
+    for depth, key in enumerate(keys[:-1], start=1):
+        schema = MixedEnvironmentConfig if _is_name(keys[:depth]) else section_of(schema, key) or schema
     parent, name = ".".join(keys[:-1]), keys[-1]
     hint, meant = nearest(name, schema.model_fields), OURS.get(name, "")
     if meant:
@@ -165,6 +173,9 @@ def value_problem(name: str, detail: Any) -> str:
         words = [text or plain.lower() for text, plain in allowed]
         hint = nearest(str(detail["input"]), words)
         return f"{name}: {_show(detail['input'])} is not allowed; choose one of {', '.join(words)}{hint}"
+    if detail["type"] == "string_pattern_mismatch" and name.startswith(f"{SECTION_BY_NAME}."):
+        given = "an empty name" if not detail["input"] else f"the name {_show(detail['input'])}"
+        return f"{SECTION_BY_NAME}: {given} is not allowed; use small letters, digits, '_' and '-', as in `sums`"
     words_of_type = _WORDS.get(detail["type"], "is not valid: " + detail["msg"].replace("{", "{{"))
     return f"{name}: {_show(detail['input'])} {words_of_type.format(**detail.get('ctx', {}))}"
 

@@ -14,7 +14,7 @@ from pydantic import Field
 from octetrl.config.algorithm import ChosenAlgorithm, GrpoConfig
 from octetrl.config.cluster import ClusterConfig
 from octetrl.config.data import DataConfig, DataSource
-from octetrl.config.environment import EnvironmentConfig
+from octetrl.config.environment import EnvironmentConfig, EnvironmentName, MixedEnvironmentConfig
 from octetrl.config.objective_settings import DatasetSettings
 from octetrl.config.section import Fraction, Section
 from octetrl.config.speculation import SpeculationConfig
@@ -326,6 +326,10 @@ class Recipe(Section):
     critic: CriticConfig = CriticConfig()
     data: DataConfig = DataConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
+    environments: dict[EnvironmentName, MixedEnvironmentConfig] = Field(default={})
+    """Several environments by name, in place of `environment`: {sums: {dataset: chain_sum, weight: 2}, ...}. Choose the
+    names: small letters, digits, '_' and '-'. Each has the fields of `environment`, and `weight`: its share of the
+    tasks, relative to the others (default 1). See docs/environments.md."""
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     mismatch: MismatchConfig = MismatchConfig()
@@ -341,6 +345,11 @@ class Recipe(Section):
     """Number of steps. Each step produces data, trains on it and publishes the new weights to the engine."""
     output_dir: str = "runs/run"
     """Folder that the run writes its metrics, rollouts and checkpoints to."""
+
+    @property
+    def each_environment(self) -> dict[str, EnvironmentConfig]:
+        """All environments by name. A single one (`environment`) has the empty name."""
+        return dict(self.environments) or {"": self.environment}
 
     @property
     def sources(self) -> dict[str, DataSource]:

@@ -28,6 +28,7 @@ from octetrl.config.objective_settings import DatasetSettings
 from octetrl.config.problems import schema_problems, unreadable_texts
 from octetrl.config.schema import LEAST_TEMPERATURE, CriticConfig, OptimizerConfig, Recipe
 from octetrl.config.section import Problem
+from octetrl.config.several_environments import mixture_problems, problems_of_each
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate_environment import environment_problems
 from octetrl.config.validate_roles import role_problems
@@ -53,6 +54,7 @@ def build_recipe(tree: dict[str, Any], *, training: bool = True) -> tuple[Recipe
     except ValidationError as error:
         problems, sound = schema_problems(error, tree)
         reported = [field for problem in problems for field in problem.fields]
+        reported += ["environment"] if any(field.startswith("environments") for field in reported) else []
         rest = [
             problem
             for problem in combination_problems(Recipe.model_validate_json(json.dumps(sound)), training)
@@ -80,8 +82,9 @@ def combination_problems(recipe: Recipe, training: bool = True) -> Iterator[Prob
         yield from _algorithm_problems(recipe)
         yield from _critic_problems(recipe)
         yield from training_memory_problems(recipe)
-    yield from environment_problems(recipe, training)
-    yield from sandbox_problems(recipe)
+    yield from mixture_problems(recipe)
+    yield from problems_of_each(recipe, lambda one: environment_problems(one, training and not recipe.environments))
+    yield from problems_of_each(recipe, sandbox_problems)
     yield from speculation_problems(recipe)
     yield from _trainer_problems(recipe)
     yield from cluster_problems(recipe.cluster)
@@ -285,8 +288,9 @@ def _run_problems(recipe: Recipe) -> Iterator[Problem]:
     if "" in recipe.rollout.stop:
         text = "rollout.stop: an empty text would stop every answer at once; remove it"
         yield Problem(("rollout.stop",), text)
-    if evaluation.every and not recipe.environment.eval_size:
-        text = "evaluation.every: environment.eval_size 0 leaves no held-out tasks; raise that, or set every to 0"
+    if evaluation.every and not any(one.eval_size for one in recipe.each_environment.values()):
+        where = "environments.NAME.eval_size" if recipe.environments else "environment.eval_size"
+        text = f"evaluation.every: {where} 0 leaves no held-out tasks; raise that, or set every to 0"
         yield Problem(("evaluation.every", "environment.eval_size"), text)
     if evaluation.samples > 1 and evaluation.temperature == 0:
         text = (
@@ -306,7 +310,7 @@ def _run_problems(recipe: Recipe) -> Iterator[Problem]:
             f" set evaluation.every, or checkpoint.keep_best: 0"
         )
         yield Problem(("checkpoint.keep_best", "checkpoint.best_metric", "evaluation.every"), text)
-    if recipe.seed >= 2**63 or not 0 <= recipe.environment.seed < 2**63:
+    if recipe.seed >= 2**63 or not all(0 <= one.seed < 2**63 for one in recipe.each_environment.values()):
         text = "seed: seed and environment.seed must be from 0 to 2^63 - 1; choose others"
         yield Problem(("seed", "environment.seed"), text)
     if "\0" in recipe.output_dir:

@@ -1,12 +1,7 @@
 """Training data of supervised steps: examples from one or several sources, mixed by weight, in a resumable order.
 
-The next example comes from the source that is furthest below its share. Nothing is random:
-
-    argmax_s  w_s (n + 1) - taken_s          n examples taken so far, taken_s of them from s; w sums to 1
-
-After any number of examples each source is within about one example of its share. The same holds for nearly every
-batch. Within a source the order is seeded and endless (environments/order.py). The counts taken_s are the position in
-the mixture.
+The next example comes from the source that is furthest below its share; nothing is random. Within a source the order is
+seeded and endless. environments/order.py has both. The numbers of examples taken are the position in the mixture.
 
 Examples longer than the model's context are refused, or with `too_long: drop` left out and counted. All examples are
 tokenized when the run starts.
@@ -27,7 +22,7 @@ from octetrl.config.text import TextTooLong
 from octetrl.data.conversations import Tokenized, TurnTokens, conversation_of
 from octetrl.data.preferences import preference_of
 from octetrl.data.rows import find_value, read_rows
-from octetrl.environments.order import EndlessOrder
+from octetrl.environments.order import EndlessOrder, furthest_behind, shares_of
 from octetrl.records import Sample
 
 SHOWN = 10  # largest number of invalid rows in one message
@@ -127,8 +122,7 @@ class Mixture:
     ) -> None:
         if not sources:
             raise UserError("data.sources: there are no rows to train on")
-        total = sum(source.weight for source in sources)
-        self._shares = [source.weight / total for source in sources]
+        self._shares = shares_of([source.weight for source in sources])
         self._seed, self._dropped, self._across_borders = seed, 0, 0
         self._orders = []
         for number, source in enumerate(sources):
@@ -176,9 +170,7 @@ class Mixture:
         return sum(order.taken for order in self._orders)
 
     def _furthest_behind(self) -> _Order:
-        due = self._taken + 1
-        behind = [share * due - order.taken for share, order in zip(self._shares, self._orders, strict=True)]
-        return self._orders[behind.index(max(behind))]
+        return self._orders[furthest_behind(self._shares, [order.taken for order in self._orders])]
 
     def _fitting(
         self, source: Source, chat: TurnTokens, context_length: int | None, too_long: Literal["refuse", "drop"]

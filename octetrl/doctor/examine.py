@@ -37,8 +37,9 @@ from octetrl.engine.kv_cache import CacheFormat, cache_format
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.records import Completion, GenerationRequest, Sample, SamplingParams
-from octetrl.run.build import build_chat, build_environment, build_taskset
 from octetrl.run.device import resolve_device, seed_everything
+from octetrl.run.environment import build_environments, build_tasks
+from octetrl.run.environment_parts import build_chats
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.activation_checkpoint import KEPT
 from octetrl.trainer.packing import PackingLayout, pack
@@ -275,11 +276,13 @@ def first_prompts(
     recipe: Recipe, spec: ModelSpec, tokenizer: Tokenizer, examination: Examination
 ) -> list[tuple[int, ...]]:
     """The first prompts of a run of the recipe, cut to `rollout.max_prompt_tokens`."""
-    environment = build_environment(recipe.environment)
-    chat = build_chat(recipe, spec, tokenizer, environment)
-    taskset = build_taskset(environment, recipe.environment)
+    environments = build_environments(recipe)
+    chat = build_chats(recipe, spec, tokenizer, environments)
+    taskset = build_tasks(recipe, environments)
     limit = recipe.rollout.max_prompt_tokens
-    prompts = [chat.first_prompt_tokens(task.prompt, limit) for task in taskset.next_batch(examination.prompts)]
+    prompts = [
+        chat.of(task).first_prompt_tokens(task.prompt, limit) for task in taskset.next_batch(examination.prompts)
+    ]
     longest = max(len(prompt) for prompt in prompts) + examination.answer_tokens
     if longest > recipe.model.context_length:
         raise UserError(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
@@ -90,7 +90,7 @@ class Taskset:
         self._held_out = _choose_held_out(tasks if eval_tasks is None else eval_tasks, eval_size, seed)
         kept = self._held_out if eval_tasks is None else eval_tasks
         self._held_out_prompts = frozenset(task.prompt for task in kept)
-        if all(task.prompt in self._held_out_prompts for task in tasks):
+        if not self._has_training_tasks:
             raise UserError(
                 f"environment.eval_size: {eval_size} held-out tasks leave none of the {len(tasks)} tasks for training"
                 " (tasks with equal prompts count once); lower eval_size or give more tasks"
@@ -107,6 +107,30 @@ class Taskset:
             if task.prompt not in self._held_out_prompts:
                 batch.append(task)
         return batch
+
+    def leave_out(self, prompts: Collection[str]) -> None:
+        """Skip these prompts in training too: other environments of the run hold them out. Raises UserError if no task
+        is left."""
+        self._held_out_prompts |= frozenset(prompts)
+        if not self._has_training_tasks:
+            raise UserError(
+                f"environment.dataset: none of its {len(self._tasks)} tasks is left for training, because it or another"
+                " environment holds out each prompt; lower eval_size or give more tasks"
+            )
+
+    @property
+    def _has_training_tasks(self) -> bool:
+        return not all(task.prompt in self._held_out_prompts for task in self._tasks)
+
+    @property
+    def epoch(self) -> float:
+        """How often the tasks have been used, held-out ones included."""
+        return self._position / len(self._tasks)
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Of the order of the tasks. Empty: there is nothing to say about a single environment."""
+        return {}
 
     def held_out(self, n: int | None = None) -> list[Task]:
         """The first `n` held-out tasks (None: all), all with different prompts and none ever in a training batch."""

@@ -157,6 +157,10 @@ class JudgeRound:
     def advance(self) -> None:
         """Nothing to do: the threads continue."""
 
+    @property
+    def is_done(self) -> bool:
+        return all(score.done() for score in self._scores.values())
+
     def finish(self) -> dict[tuple[int, int], Score]:
         began = time.monotonic()
         scores = {key: score.result() for key, score in self._scores.items()}

@@ -331,10 +331,14 @@ class RewardRound:
         """Reads scores and starts further calls. Does not wait. Raises UserError for a task that can't be sent."""
         self._advance(waits=False)
 
+    @property
+    def is_done(self) -> bool:
+        return not self._queue and not self._running
+
     def finish(self) -> dict[tuple[int, int], Score]:
         """The scores by key, in the order of `submit`. Waits for all of them."""
         began = time.monotonic()
-        while self._queue or self._running:
+        while not self.is_done:
             self._advance(waits=True)
         self._workers.times.waited += time.monotonic() - began
         return {key: self._scores[number] for number, key in enumerate(self._keys)}

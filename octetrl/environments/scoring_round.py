@@ -36,6 +36,10 @@ class ScoringRound(Protocol):
     def advance(self) -> None:
         """Reads scores and starts further calls. Does not wait."""
 
+    @property
+    def is_done(self) -> bool:
+        """Whether `finish` need not wait, or begins the work itself."""
+
     def finish(self) -> dict[Key, Score]:
         """The scores of all completions."""
 
@@ -76,6 +80,8 @@ class _RoundAtTheEnd:
 
     def advance(self) -> None:
         pass
+
+    is_done = True
 
     def finish(self) -> dict[Key, Score]:
         keys = sorted(self._completions)

@@ -14,13 +14,14 @@ a stop string, the end token is added, and masked like the replies.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from octetrl.config.errors import UserError
 from octetrl.config.text import escaped
 from octetrl.environments.chat_template import TEMPLATE_ERRORS, template_fails
-from octetrl.records import Reply, Rollout
+from octetrl.records import Reply, Rollout, Task
 from octetrl.rollout.encode import Encoder
 from octetrl.rollout.message_tokens import Message, TokenizedMessages, tokenize_messages
 
@@ -53,6 +54,7 @@ class ChatTokens:
 
     tools: their schemas, which the template writes into the prompt. ends: further stop tokens of the model.
     context_length: a text that certainly has more tokens is not tokenized; every method then raises TextTooLong.
+    by_environment: the chat tokens of each environment of several, with its own tools and system prompt.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class ChatTokens:
         tools: Sequence[Any] = (),
         ends: Collection[int] = (),
         context_length: int | None = None,
+        by_environment: Mapping[str, ChatTokens] = MappingProxyType({}),
     ) -> None:
         if tokenizer.eos_token_id is None:
             raise UserError(
@@ -73,6 +76,11 @@ class ChatTokens:
         self._system_prompt = system_prompt
         self._tools = {"tools": list(tools)} if tools else {}
         self._ends = frozenset((tokenizer.eos_token_id, *ends))
+        self._by_environment = by_environment
+
+    def of(self, task: Task) -> ChatTokens:
+        """Those of the task's environment."""
+        return self._by_environment.get(task.environment, self)
 
     def prompt_tokens(self, prompt: str, limit: int | None = None) -> tuple[int, ...]:
         """The first turn: system prompt, `prompt` as the user's message, and the opening of the answer.

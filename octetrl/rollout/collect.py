@@ -33,8 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from octetrl.config.text import TextTooLong
-from octetrl.environments.scoring import RewardWorkers
-from octetrl.environments.turns.dialogue import Dialogue
+from octetrl.environments.turns.dialogue import Dialogues
 from octetrl.records import (
     GenerationRequest,
     Rollout,
@@ -65,6 +64,7 @@ class CollectedBatch:
     refills: int
     occupancy: Occupancy = field(default_factory=Occupancy)
     reward_restarts: int = 0  # reward processes that were replaced
+    of_order: Mapping[str, float] = field(default_factory=dict)  # metrics of the order of the tasks
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -74,13 +74,14 @@ class CollectedBatch:
             "refills": self.refills,
             "reward_restarts": self.reward_restarts,
         }
-        return {f"rollout/{name}": float(count) for name, count in counts.items()} | dict(self.occupancy.metrics)
+        metrics = {f"rollout/{name}": float(count) for name, count in counts.items()}
+        return {**metrics, **self.occupancy.metrics, **self.of_order}
 
 
 def collect_batch(
     tasks: Tasks,
     keeps: Callable[[RolloutGroup], bool],
-    environment: Scores | Dialogue,
+    environment: Scores | Dialogues,
     workers: Generates,
     collection: CollectionSettings,
 ) -> CollectedBatch:
@@ -100,17 +101,17 @@ def collect_batch(
         draws += 1
         missing = max(collection.prompts - len(kept), 0)
         wanted = min(-(-missing * len(groups) // max(len(kept), 1)), collection.prompts)
-    return CollectedBatch(groups, kept, draws - 1, occupancy, _reward_restarts(environment) - restarts)
+    return CollectedBatch(groups, kept, draws - 1, occupancy, _reward_restarts(environment) - restarts, tasks.metrics)
 
 
-def _reward_restarts(environment: Scores | Dialogue) -> int:
+def _reward_restarts(environment: Scores | Dialogues) -> int:
     """Since the run began."""
-    scorer = environment.scorer if isinstance(environment, Dialogue) else environment
-    return scorer.restarts if isinstance(scorer, RewardWorkers) else 0
+    scorer = environment.scorer if isinstance(environment, Dialogues) else environment
+    return int(getattr(scorer, "restarts", 0))
 
 
 def collect_groups(
-    tasks: Sequence[Task], environment: Scores | Dialogue, workers: Generates, collection: CollectionSettings
+    tasks: Sequence[Task], environment: Scores | Dialogues, workers: Generates, collection: CollectionSettings
 ) -> list[RolloutGroup]:
     """`group_size` rollouts of each task, scored, in the order of `tasks`."""
     places = range(collection.first_place, collection.first_place + len(tasks))
@@ -120,7 +121,7 @@ def collect_groups(
         for place, task, request in zip(places, tasks, requests, strict=True)
         if isinstance(request, GenerationRequest)
     ]
-    if isinstance(environment, Dialogue):
+    if isinstance(environment, Dialogues):
         rollouts = collect_conversations(answerable, environment, workers, collection)
     else:
         rollouts = collect_answers(answerable, environment, workers, collection)
@@ -139,7 +140,7 @@ def collect_groups(
 def _request(task: Task, place: int, collection: CollectionSettings) -> GenerationRequest | TooLong:
     limit = collection.max_prompt_tokens
     try:
-        prompt_token_ids = collection.chat.prompt_tokens(task.prompt, limit)
+        prompt_token_ids = collection.chat.of(task).prompt_tokens(task.prompt, limit)
     except TextTooLong as error:
         return TooLong(f"the prompt has {error} (rollout.max_prompt_tokens)")
     if len(prompt_token_ids) > limit:

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from octetrl.environments.scoring_round import begin_round
-from octetrl.environments.turns.dialogue import Dialogue
+from octetrl.environments.turns.dialogue import Dialogues
 from octetrl.records import GenerationRequest, Rollout, RolloutStatus, Task
 from octetrl.rollout.collection_settings import CollectionSettings, Generates
 from octetrl.rollout.converse import ConversationSettings, with_score
@@ -17,7 +17,7 @@ from octetrl.rollout.expected_lengths import ExpectedLengths
 
 def collect_conversations(
     requests: Sequence[tuple[int, Task, GenerationRequest]],
-    dialogue: Dialogue,
+    dialogue: Dialogues,
     workers: Generates,
     collection: CollectionSettings,
 ) -> dict[tuple[int, int], Rollout]:

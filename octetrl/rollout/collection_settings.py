@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -20,6 +20,9 @@ class Tasks(Protocol):
     """A source of tasks: `Taskset` (environments/base.py)."""
 
     def next_batch(self, n: int, /) -> list[Task]: ...
+
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
 
 
 class Scores(Protocol):

@@ -92,8 +92,10 @@ def converse(
     components: dict[str, float] = {}
     metrics: dict[str, float] = {}
     detail = trace = None
+    speaking = replace(speaking, chat=speaking.chat.of(task))
+    first = Turn(prompt_token_ids, completion), first_request(place.place, task)
     try:
-        status = yield from _speak(dialogue, conversation, turns, prompt_token_ids, completion, place, speaking)
+        status = yield from _speak(dialogue, conversation, turns, first, place, speaking)
         judged = yield from dialogue.judge(conversation)
         reward, components, metrics = judged.reward, judged.components, judged.metrics
     except Failed as failed:
@@ -120,16 +122,15 @@ def _speak(
     dialogue: Dialogue,
     conversation: Conversation,
     turns: list[Turn],
-    prompt_token_ids: tuple[int, ...],
-    completion: Completion,
+    first: tuple[Turn, str],
     place: RolloutPlace,
     speaking: ConversationSettings,
 ) -> Generator[Wanted, Any, RolloutStatus]:
-    """Runs the conversation to its end and appends each turn to `turns`."""
+    """Runs the conversation to its end and appends each turn to `turns`. `first`: the first one, and its request."""
     chat, sampling = speaking.chat, speaking.sampling
     token_ids: tuple[int, ...] = ()
-    new = prompt_token_ids
-    drawn = (first_request(place.place, conversation.task), place.sibling)
+    new, completion = first[0].prompt_token_ids, first[0].completion
+    drawn = (first[1], place.sibling)
     while True:
         turns.append(Turn(new, completion))
         token_ids += (*new, *completion.token_ids)
@@ -166,4 +167,5 @@ def with_score(rollout: Rollout, score: Score) -> Rollout:
         return replace(rollout, status=score.status, reward=None, detail=score.detail, trace=score.trace)
     components = {"score": score.reward, **rollout.components} if rollout.components else {}
     reward, answered = rollout.reward + score.reward, score.answered or rollout.answered
-    return replace(rollout, reward=reward, components=components, answered=answered)
+    detail = score.detail or rollout.detail
+    return replace(rollout, reward=reward, components=components, answered=answered, detail=detail)

@@ -18,14 +18,14 @@ step.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from octetrl.environments.scoring_round import ScoringRound
 from octetrl.environments.turns.calls import CallResult
-from octetrl.environments.turns.dialogue import Dialogue, RequestedCall
+from octetrl.environments.turns.dialogue import Dialogues, RequestedCall
 from octetrl.records import Completion, GenerationRequest, Rollout, SessionEvent, Task
 from octetrl.rollout.backend import RolloutSession
 from octetrl.rollout.converse import ConversationSettings, RolloutPlace, RolloutSteps, converse
@@ -82,7 +82,7 @@ class Drive:
 
     def __init__(
         self,
-        dialogue: Dialogue,
+        dialogue: Dialogues,
         session: RolloutSession,
         settings: ConversationSettings,
         occupancy: Occupancy,
@@ -91,7 +91,7 @@ class Drive:
         self._dialogue, self._session, self._settings, self._occupancy = dialogue, session, settings, occupancy
         self._drawing: dict[str, _FirstTurn | _RunningRollout] = {}  # by request
         self._calls: dict[int, tuple[_RunningRollout, int]] = {}  # by ticket: whose call, and which of its calls
-        self._in_flight = 0
+        self._in_flight = Counter[str]()  # by environment
         self._with_environment = 0  # of these
         self._clock = time.perf_counter()
         self._scoring = scoring
@@ -101,7 +101,7 @@ class Drive:
         """Runs all conversations, given (place, task, request for its siblings) of each first turn."""
         waiting, calls, abandoned = deque(requests), self._dialogue.calls, self._dialogue.calls.abandoned
         calls.forget()  # left over from an interrupted collection
-        while waiting or self._in_flight:
+        while waiting or self._in_flight.total():
             self._start(waiting)
             results = calls.poll(0.0 if self._session.has_work else _LONG_WAIT)
             self._count()
@@ -117,13 +117,13 @@ class Drive:
         self._occupancy.abandoned_calls += calls.abandoned - abandoned
 
     def _start(self, waiting: deque[tuple[int, Task, GenerationRequest]]) -> None:
-        most = self._dialogue.limits.max_in_flight
         while waiting:
             place, task, request = waiting[0]
-            if most is not None and self._in_flight and self._in_flight + request.num_siblings > most:
+            most, in_flight = self._dialogue.of(task).limits.max_in_flight, self._in_flight[task.environment]
+            if most is not None and in_flight and in_flight + request.num_siblings > most:
                 return
             waiting.popleft()
-            self._in_flight += request.num_siblings
+            self._in_flight[task.environment] += request.num_siblings
             self._drawing[request.id] = _FirstTurn(task, place, request.prompt_token_ids)
             self._session.submit(request)
 
@@ -134,7 +134,8 @@ class Drive:
             self._advance(drawn, completion)
             return
         place = RolloutPlace(run_seed, step, drawn.place, event.sibling)
-        steps = converse(self._dialogue, drawn.task, drawn.prompt_token_ids, completion, place, self._settings)
+        dialogue = self._dialogue.of(drawn.task)
+        steps = converse(dialogue, drawn.task, drawn.prompt_token_ids, completion, place, self._settings)
         self._advance(_RunningRollout(place, steps), None)
 
     def _take_result(self, ticket: int, result: CallResult) -> None:
@@ -159,7 +160,7 @@ class Drive:
 
     def _finish(self, key: tuple[int, int], rollout: Rollout) -> None:
         self.finished[key] = rollout
-        self._in_flight -= 1
+        self._in_flight[rollout.task.environment] -= 1
         if self._scoring is not None and rollout.status.has_reward:
             self._scoring.submit(key, rollout.task, rollout.turns[-1].completion.text)
 
@@ -176,7 +177,7 @@ class Drive:
         now, occupancy = time.perf_counter(), self._occupancy
         seconds, self._clock = now - self._clock, now
         occupancy.seconds += seconds
-        occupancy.in_flight_seconds += seconds * self._in_flight
+        occupancy.in_flight_seconds += seconds * self._in_flight.total()
         occupancy.with_environment_seconds += seconds * self._with_environment
         if self._calls and not self._session.has_work:
             occupancy.waiting_seconds += seconds

@@ -12,6 +12,7 @@ with the old value.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ CANNOT_CHANGE = (
     *("critic.optimizer.states", "critic.optimizer.master", "critic.optimizer.offload"),
 )
 
+_IS_ENVIRONMENT = re.compile(r"^environments\.[^.]+")
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -46,17 +49,19 @@ class Change:
 
     @property
     def text(self) -> str:
+        if _IS_ENVIRONMENT.fullmatch(self.field):
+            return f"{self.field} is {'missing' if self.new is None else 'new'}"
         return f"{self.field} is {json.dumps(self.new)}, was {json.dumps(self.old)}"
 
 
 def changes_between(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     """The differing fields of two recipes as plain data, except those that may always change."""
-    return [change for change in _differences(saved, now, "") if not _is_below(change.field, MAY_CHANGE)]
+    return [change for change in _differences(saved, now, "") if not _is_below(_in_general(change.field), MAY_CHANGE)]
 
 
 def refuse_changes(folder: Path, changes: Collection[Change], allowed: Collection[str], saved: Recipe) -> None:
     """Raise UserError for the changes that are not allowed, with both values of each."""
-    fixed = [change for change in changes if _is_below(change.field, CANNOT_CHANGE)]
+    fixed = [change for change in changes if _is_below(_in_general(change.field), CANNOT_CHANGE)]
     if fixed:
         raise UserError(
             f"--resume: '{folder}' was started with another recipe: {_listed(fixed)}; its checkpoint depends on"
@@ -94,6 +99,13 @@ def _differences(old: Any, new: Any, name: str) -> Iterator[Change]:
             yield from _differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)
     elif old != new:
         yield Change(name, old, new)
+
+
+def _in_general(field: str) -> str:
+    """The field of one of several environments as that of a single one. A whole environment is like its tasks."""
+    if _IS_ENVIRONMENT.fullmatch(field):
+        return "environment.dataset"
+    return _IS_ENVIRONMENT.sub("environment", field)
 
 
 def _is_below(field: str, sections: Collection[str]) -> bool:

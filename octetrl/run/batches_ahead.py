@@ -82,12 +82,17 @@ def batches_from_json(found: Sequence[Mapping[str, Any]]) -> list[BufferedBatch]
 def _batch(one: BufferedBatch) -> dict[str, Any]:
     places = {id(group): place for place, group in enumerate(one.groups)}
     return {
-        "groups": [_fields(group, task=_fields(group.task), rollouts=_rollouts(group)) for group in one.groups],
+        "groups": [_fields(group, task=_task(group.task), rollouts=_rollouts(group)) for group in one.groups],
         "kept": [places[id(group)] for group in one.kept],
         "counts": dict(one.counts),
         "metrics": dict(one.metrics),
         "place": {"taskset": one.place.taskset, "lengths": one.place.lengths},
     }
+
+
+def _task(task: Task) -> dict[str, Any]:
+    """Without the task as its environment made it: a batch that is read back has its rewards."""
+    return _fields(Task(task.id, task.prompt, task.answer, task.metadata, environment=task.environment))
 
 
 def _rollouts(group: RolloutGroup) -> list[dict[str, Any]]:

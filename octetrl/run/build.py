@@ -16,31 +16,27 @@ from octetrl.algorithms.dapo import soft_overlong_penalty
 from octetrl.algorithms.table import Algorithm, build_algorithm
 from octetrl.config.errors import UserError
 from octetrl.config.objective_settings import GroupFilterSettings, LengthPenaltySettings
-from octetrl.config.schema import EnvironmentConfig, Fp8Config, Recipe
+from octetrl.config.schema import Fp8Config, Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate import validate_with_spec
-from octetrl.config.validate_environment import refuse_for_turns
 from octetrl.data.mixture import Mixture, read_source
-from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder, tool_family
-from octetrl.environments.base import Environment, Scorer, Taskset
+from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
+from octetrl.environments.base import Taskset
 from octetrl.environments.function_rewards import FunctionRewards
-from octetrl.environments.given import Given, can_run_elsewhere
-from octetrl.environments.judge import Judge
-from octetrl.environments.python_reward import named_reward
+from octetrl.environments.given import Given
 from octetrl.environments.sandbox.sandbox import sandbox_for
-from octetrl.environments.scoring import RewardWorkers
-from octetrl.environments.turns.dialogue import Dialogue, Limits, is_dialogue, toolbox_of
 from octetrl.fp8.parity import refused_gate, slow_paths
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.collection_settings import CollectionSettings
 from octetrl.run.device import gpus_beside, resolve_device, seed_everything
-from octetrl.run.environment import NOTHING_GIVEN, build_environment, build_taskset
+from octetrl.run.environment import NOTHING_GIVEN, build_environments, build_tasks
+from octetrl.run.environment_parts import Rewards, build_chats, build_scorers
 from octetrl.run.journal import Journal
 from octetrl.run.own_objective import try_objective
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.spans import Spans
-from octetrl.workers.build import build_worker, model_scores, model_spec
+from octetrl.workers.build import build_worker, model_spec
 from octetrl.workers.local import LocalLearningWorkers, LocalWorkers
 from octetrl.workers.many.build import build_many_workers
 from octetrl.workers.protocol import LearningWorkers, Workers
@@ -48,8 +44,6 @@ from octetrl.workers.reward_model_worker import RewardModelWorker
 
 if TYPE_CHECKING:
     from octetrl.run.ahead import Ahead
-
-Rewards = RewardWorkers | FunctionRewards | Judge | Dialogue | Workers
 
 
 @dataclass(slots=True)
@@ -103,8 +97,8 @@ def build_run(recipe: Recipe, *, trains: bool = True, given: Given = NOTHING_GIV
     if trains and refused is not None:
         raise UserError(refused)
     tokenizer = load_tokenizer(tokenizer_folder(recipe), spec.vocab_size)
-    environment = build_environment(recipe.environment, given)
-    chat = build_chat(recipe, spec, tokenizer, environment)
+    environments = build_environments(recipe, given)
+    chat = build_chats(recipe, spec, tokenizer, environments)
     try_objective(recipe)
     algorithm = build_algorithm(recipe.algorithm)
     spans = Spans(torch.cuda.synchronize if on_gpu and not cluster.uses_ray else None)
@@ -114,12 +108,12 @@ def build_run(recipe: Recipe, *, trains: bool = True, given: Given = NOTHING_GIV
     count = gpus_beside(cluster)
     if count > 1:
         console.note(f"this run uses one of {count} GPUs; to use all, add to the recipe: cluster: {{gpus: {count}}}")
-    if recipe.environment.kind == "code":
-        console.note(f"the model's code runs in {sandbox_for(recipe.environment.sandbox)}")
-    rewards = build_rewards(recipe, environment, tokenizer, given)
+    for sandbox in {str(sandbox_for(one.sandbox)) for one in recipe.each_environment.values() if one.kind == "code"}:
+        console.note(f"the model's code runs in {sandbox}")
+    rewards = build_scorers(recipe, environments, tokenizer, given)
     if isinstance(rewards, FunctionRewards):
         console.note("the reward runs in this process: a call that hangs is counted, but can't be ended")
-    taskset, conversations = build_taskset(environment, recipe.environment), build_conversations(recipe, chat)
+    taskset, conversations = build_tasks(recipe, environments), build_conversations(recipe, chat)
     with console.phase("load"):
         workers = _build_workers(recipe, spec, tokenizer, spans, console, trains)  # last: it takes the longest
     return Run(
@@ -130,7 +124,7 @@ def build_run(recipe: Recipe, *, trains: bool = True, given: Given = NOTHING_GIV
         rewards=cast(Workers, workers) if rewards is None else rewards,
         algorithm=algorithm,
         workers=workers,
-        journal=Journal(),
+        journal=Journal.of(recipe),
         console=console,
         spans=spans,
         base_collection=build_collection(recipe, chat),
@@ -163,73 +157,6 @@ def build_collection(recipe: Recipe, chat: ChatTokens) -> CollectionSettings:
         penalty = partial(soft_overlong_penalty, limit=rollout.max_new_tokens, buffer=algorithm.overlong_buffer)
     refills = algorithm.max_refills if isinstance(algorithm, GroupFilterSettings) else 0
     return replace(collection, max_refills=refills, penalty=penalty, context_length=recipe.model.context_length)
-
-
-def build_chat(recipe: Recipe, spec: ModelSpec, tokenizer: Tokenizer, environment: Environment) -> ChatTokens:
-    """The chat tokens with the environment's tools, and with its system prompt if the recipe has none."""
-    system_prompt = recipe.rollout.system_prompt
-    if system_prompt is None:
-        system_prompt = getattr(environment, "system_prompt", None)
-    return ChatTokens(
-        tokenizer,
-        system_prompt,
-        tools=toolbox_of(environment).schemas(),
-        ends=spec.eos_token_ids,
-        context_length=recipe.model.context_length,
-    )
-
-
-def build_rewards(
-    recipe: Recipe,
-    environment: Environment,
-    tokenizer: Tokenizer,
-    given: Given = NOTHING_GIVEN,
-) -> Rewards | None:
-    """The scorer: the environment's in separate processes, or a whole `Dialogue`. None: the workers score."""
-    config = recipe.environment
-    if is_dialogue(environment):
-        refuse_for_turns(recipe)
-        return build_dialogue(config, environment, tokenizer, given)
-    if model_scores(recipe):
-        return None
-    if config.judge is not None:
-        return Judge(config.judge)
-    return _score_rewards(environment.score, config, given)
-
-
-def build_dialogue(
-    config: EnvironmentConfig, environment: Environment, tokenizer: Tokenizer, given: Given = NOTHING_GIVEN
-) -> Dialogue:
-    """An environment with several turns. `environment.reward` replaces its rewards."""
-    scorer: Scorer | None = getattr(environment, "score", None)
-    if config.reward is not None:
-        scorer = named_reward(config.reward, given)
-    scores: RewardWorkers | FunctionRewards | Judge | None = None if config.judge is None else Judge(config.judge)
-    if scores is None and scorer is not None:
-        scores = _score_rewards(scorer, config, given)
-    return Dialogue(
-        environment,
-        Limits.from_config(config),
-        family=tool_family(tokenizer),
-        scorer=scores,
-        only_scorer=config.reward is not None or config.judge is not None,
-    )
-
-
-def _score_rewards(scorer: Scorer, config: EnvironmentConfig, given: Given) -> RewardWorkers | FunctionRewards:
-    """In processes of its own, except what only this process has."""
-    gives_up = config.max_failure_share < 1.0  # a step whose rewards all fail ends the run
-    if given and not can_run_elsewhere(scorer):
-        seconds, at_once = config.reward_timeout_seconds, config.reward_workers or 1
-        return FunctionRewards(scorer, timeout_seconds=seconds, at_once=at_once, gives_up=gives_up)
-    return RewardWorkers(
-        scorer,
-        timeout_seconds=config.reward_timeout_seconds,
-        processes=config.reward_workers,
-        memory_mib=config.reward_memory_mib,
-        load_seconds=config.load_timeout_seconds,
-        gives_up=gives_up,
-    )
 
 
 def build_conversations(recipe: Recipe, chat: ChatTokens) -> Mixture | None:

@@ -33,7 +33,8 @@ from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
 from octetrl.models.hf_weights import save_weights
 from octetrl.records import Task
-from octetrl.run.build import build_environment, build_taskset, full_precision
+from octetrl.run.build import full_precision
+from octetrl.run.environment import build_environment, build_taskset
 from octetrl.run.evaluate import EvalReport, evaluate_checkpoint
 from octetrl.run.export import export_run
 from octetrl.run.loop import train

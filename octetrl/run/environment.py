@@ -1,12 +1,15 @@
-"""Builds the environment of a recipe, of any kind. No torch: `octetrl check` builds it too."""
+"""Builds the environments of a recipe, of any kind, and their tasks. No torch: `octetrl check` builds it too."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from octetrl.config.environment import EnvironmentConfig
+from octetrl.config.schema import Recipe
+from octetrl.config.several_environments import errors_named
 from octetrl.data.tasks import read_tasks
 from octetrl.environments.base import Environment, NoTasks, Scorer, TaskEnvironment, Taskset
 from octetrl.environments.code.scorer import code_environment
@@ -14,6 +17,7 @@ from octetrl.environments.games import game_environment
 from octetrl.environments.given import Given
 from octetrl.environments.jsonl import ExactScorer
 from octetrl.environments.math_answers import MathScorer
+from octetrl.environments.mixed.tasks import MixedTaskset
 from octetrl.environments.python_object import check_environment, load_environment
 from octetrl.environments.python_reward import named_reward
 from octetrl.environments.reasoning_gym import reasoning_gym_environment
@@ -24,6 +28,7 @@ from octetrl.environments.verifiers_adapter import verifiers_environment
 from octetrl.records import Task
 
 NOTHING_GIVEN: Given = MappingProxyType({})
+Environments = Mapping[str, Environment]  # by name; a single one has the empty name
 
 
 def build_environment(config: EnvironmentConfig, given: Given = NOTHING_GIVEN) -> Environment:
@@ -104,3 +109,23 @@ def _that_brings_its_own(kind: str, name: str, config: EnvironmentConfig) -> Env
     else:
         made = load_environment(name, load_seconds)
     return made
+
+
+def build_environments(recipe: Recipe, given: Given = NOTHING_GIVEN) -> Environments:
+    """All environments of the recipe. Raises UserError for what the user can correct, naming the environment."""
+    built = {}
+    for name, config in recipe.each_environment.items():
+        with errors_named(name):
+            built[name] = build_environment(config, given)
+    return built
+
+
+def build_tasks(recipe: Recipe, environments: Environments) -> Taskset:
+    """The training tasks of all environments in their order, and the held-out ones."""
+    tasksets = {}
+    for name, config in recipe.each_environment.items():
+        with errors_named(name):
+            tasksets[name] = build_taskset(environments[name], config)
+    if not recipe.environments:
+        return tasksets[""]
+    return MixedTaskset(tasksets, {name: config.weight for name, config in recipe.environments.items()})

@@ -64,7 +64,7 @@ def evaluate_checkpoint(
         tasks = run.taskset.all_tasks() if all_tasks else run.taskset.held_out()
         if run.rollout_workers.needs_calibration:
             chat, longest = run.base_collection.chat, recipe.model.context_length
-            run.rollout_workers.calibrate([chat.first_prompt_tokens(task.prompt, longest) for task in tasks])
+            run.rollout_workers.calibrate([chat.of(task).first_prompt_tokens(task.prompt, longest) for task in tasks])
         return evaluate(run, tasks)
     finally:
         run.close()

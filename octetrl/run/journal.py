@@ -3,10 +3,13 @@ with the rest."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from octetrl.config.schema import Recipe
+from octetrl.config.several_environments import section_name
 from octetrl.records import RolloutGroup
+from octetrl.telemetry.environment_metrics import by_environment, environment_metrics
 from octetrl.telemetry.failures import Failures
 from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS, RolloutFiles, rollout_metrics
 
@@ -15,36 +18,66 @@ STEP, EVALUATION = "rollouts", "evaluation"
 
 class Journal:
     """Call `record` once a step; `metrics` then belong to that step. `files` None: write no rollouts; `evaluations`
-    likewise, of held-out tasks."""
+    likewise, of held-out tasks. `environments`: names of several, for metrics of each. `right_from`: as in the recipe's
+    `evaluation`."""
 
-    def __init__(self, files: RolloutFiles | None = None, evaluations: RolloutFiles | None = None) -> None:
+    def __init__(
+        self,
+        files: RolloutFiles | None = None,
+        evaluations: RolloutFiles | None = None,
+        *,
+        environments: Collection[str] = (),
+        right_from: float = 1.0,
+    ) -> None:
         self._files, self._evaluations = files, evaluations
+        self._environments, self._right_from = environments, right_from
         self._step = 0
         self.metrics: Mapping[str, float] = {}
-        self.failures: dict[str, Failures] = {}  # of the step's rollouts, and of the evaluation after it
-        self.samples: dict[str, Sequence[RolloutGroup]] = {}  # likewise, by the name under which they are shown
+        # Of the step, and of the evaluation after it, by the name under which they are shown.
+        self.samples: dict[str, Sequence[RolloutGroup]] = {}
 
     @classmethod
-    def in_folder(cls, run_folder: Path, resumed_step: int, *, evaluates: bool) -> Journal:
-        """The files of a run: `rollouts/`, and `evaluations/` if there are any. Removes those after `resumed_step`."""
-        evaluations = run_folder / EVALUATIONS
-        held_out = RolloutFiles(evaluations, resumed_step) if evaluates or evaluations.is_dir() else None
-        return cls(RolloutFiles(run_folder / ROLLOUTS, resumed_step), held_out)
+    def of(cls, recipe: Recipe, run_folder: Path | None = None, resumed_step: int = 0) -> Journal:
+        """Of a run: `rollouts/`, and `evaluations/` if there are any. Removes those after `resumed_step`. run_folder
+        None: write none."""
+        files = held_out = None
+        if run_folder is not None:
+            evaluations = run_folder / EVALUATIONS
+            evaluates = recipe.evaluation.every > 0 or evaluations.is_dir()
+            files = RolloutFiles(run_folder / ROLLOUTS, resumed_step)
+            held_out = RolloutFiles(evaluations, resumed_step) if evaluates else None
+        right_from = recipe.evaluation.right_from
+        return cls(files, held_out, environments=tuple(recipe.environments), right_from=right_from)
 
     def begin(self, step: int) -> None:
-        self._step, self.metrics, self.failures, self.samples = step, {}, {}, {}
+        self._step, self.metrics, self.samples = step, {}, {}
 
     def record(self, groups: Sequence[RolloutGroup], counts: Mapping[str, float] | None = None) -> None:
         """`counts`: further metrics of them."""
         if self._files is not None:
             self._files.write(self._step, groups)
-        self.metrics = rollout_metrics(groups) | dict(counts or {})
-        self.failures[f"step {self._step}"] = Failures.among(groups)
+        of_each = environment_metrics(groups, self._environments, self._right_from)
+        self.metrics = rollout_metrics(groups) | of_each | dict(counts or {})
         self.samples[STEP] = groups
 
     def record_evaluation(self, groups: Sequence[RolloutGroup]) -> None:
         """Of the held-out tasks, after the step."""
         if self._evaluations is not None:
             self._evaluations.write(self._step, groups)
-        self.failures[f"evaluation after step {self._step}"] = Failures.among(groups)
         self.samples[EVALUATION] = groups
+
+    def check_failures(self, recipe: Recipe) -> None:
+        """Raises RunFailed if more rollouts of the step, or of its evaluation, failed than the recipe allows."""
+        for name, groups in self.samples.items():
+            where = f"step {self._step}" if name == STEP else f"{name} after step {self._step}"
+            check_failures(recipe, groups, where)
+
+
+def check_failures(recipe: Recipe, groups: Sequence[RolloutGroup], where: str) -> None:
+    """Raises RunFailed if more rollouts of an environment failed than it allows. where: begins the message."""
+    if not recipe.environments:
+        Failures.among(groups).check(recipe.environment.max_failure_share, where)
+        return
+    for name, of_name in by_environment(groups).items():
+        limit, field = recipe.environments[name].max_failure_share, f"{section_name(name)}.max_failure_share"
+        Failures.among(of_name).check(limit, f"{where}, {name}", field)

@@ -95,7 +95,7 @@ def _train(
         folder.keep()
         run.console.rows(*banner(run))
         if recipe.logging.rollouts:
-            run.journal = Journal.in_folder(folder.path, start, evaluates=recipe.evaluation.every > 0)
+            run.journal = Journal.of(recipe, folder.path, start)
         sinks = open_sinks(folder.path, recipe.logging, recipe.model_dump(mode="json"), start)
         with sinks, run.console.steps(start, past):
             _run_steps(run, start, sinks, checkpoints, past)
@@ -140,8 +140,7 @@ def _run_steps(
             for warning in health:
                 if warning is not None:
                     run.console.warn(warning)
-            for where, failures in run.journal.failures.items():
-                failures.check(recipe.environment.max_failure_share, where)
+            run.journal.check_failures(recipe)
             empty.check(step, metrics)
             if is_last and step < recipe.steps:
                 raise KeyboardInterrupt
@@ -195,7 +194,7 @@ def _calibrate_first(run: Run) -> None:
     tasks = run.taskset.next_batch(run.config.rollout.prompts_per_step)
     run.taskset.restore(place)
     limit = run.config.rollout.max_prompt_tokens
-    prompts = [run.base_collection.chat.first_prompt_tokens(task.prompt, limit) for task in tasks]
+    prompts = [run.base_collection.chat.of(task).first_prompt_tokens(task.prompt, limit) for task in tasks]
     run.rollout_workers.calibrate(prompts)
 
 

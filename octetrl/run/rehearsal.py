@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from octetrl.config.environment import EnvironmentConfig
 from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
+from octetrl.config.several_environments import alone, renamed
 from octetrl.config.text import TextTooLong
 from octetrl.environments.base import Environment
 from octetrl.environments.judge import Judge
@@ -25,7 +26,7 @@ from octetrl.environments.scoring import RETURNED_BY, RewardWorkers, Score
 from octetrl.environments.turns.dialogue import is_dialogue, toolbox_of
 from octetrl.records import RolloutStatus, Task
 from octetrl.rollout.chat_tokens import ChatTokenizer, ChatTokens
-from octetrl.run.environment import build_environment, build_taskset
+from octetrl.run.environment import build_environment, build_environments, build_tasks, build_taskset
 
 MOST_TASKS, MOST_SECONDS = 64, 5.0  # of the sample: tasks may take long to make
 REFERENCES = 2  # tasks whose reference answers are scored
@@ -55,7 +56,26 @@ def rehearse(recipe: Recipe, tokenizer: ChatTokenizer | None) -> Rehearsal:
     """Try tasks, prompts and score. tokenizer: None if it can't be read, then no prompt is tokenized.
 
     An environment that can't be built is no problem here, because the checks of files report it. A reward model's run
-    samples no answers, and is not rehearsed."""
+    samples no answers, and is not rehearsed. Of several environments each is rehearsed."""
+    if not recipe.environments:
+        return _rehearse_alone(recipe, tokenizer)
+    found = Rehearsal()
+    for name, one in alone(recipe).items():
+        of_one = _rehearse_alone(one, tokenizer)
+        found.lines += [(f"{name}: {label}" if label else "", text) for label, text in of_one.lines]
+        found.problems += [renamed(problem, name) for problem in of_one.problems]
+    if found.problems or recipe.algorithm.name == "reward_model":
+        return found
+    try:
+        environments = build_environments(recipe)
+    except UserError:
+        return found
+    with found.collecting():
+        build_tasks(recipe, environments)  # one may hold out all tasks of another
+    return found
+
+
+def _rehearse_alone(recipe: Recipe, tokenizer: ChatTokenizer | None) -> Rehearsal:
     found, config = Rehearsal(), recipe.environment
     if config.dataset is None or recipe.algorithm.name == "reward_model":
         return found

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from octetrl.config.environment import EnvironmentConfig
 from octetrl.config.errors import UserError
 from octetrl.config.objective_settings import DatasetSettings
 from octetrl.config.schema import Recipe
@@ -82,9 +83,14 @@ def _device(recipe: Recipe, console: Console) -> str:
 
 
 def _data(run: Run) -> str:
-    recipe, environment = run.config, run.config.environment
+    recipe = run.config
     if run.conversations is not None:
         return ", ".join(str(source.path) for source in recipe.sources.values())
+    told = [f"{name}: {_tasks(one)}" if name else _tasks(one) for name, one in recipe.each_environment.items()]
+    return "; ".join(told)
+
+
+def _tasks(environment: EnvironmentConfig) -> str:
     names = [environment.kind, str(environment.dataset)] if environment.dataset else [environment.kind]
     reward = f", reward {environment.reward}" if environment.reward else ""
     held_out = f", {environment.eval_size} tasks held out" if environment.eval_size else ""
@@ -168,7 +174,7 @@ def _commands(folder: Path, recipe: Recipe) -> list[tuple[str, str]]:
     found = []
     if kind == "rollouts":
         found.append((f"octetrl rollouts {place}", "what the model said, with rewards"))
-        if recipe.environment.eval_size:
+        if any(one.eval_size for one in recipe.each_environment.values()):
             found.append((f"octetrl eval {place}", "held-out tasks, with intervals"))
     if recipe.algorithm.name == "reward_model":
         out = shlex.quote(str(folder / "export"))

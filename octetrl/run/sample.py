@@ -20,7 +20,7 @@ def sample_answers(recipe: Recipe, number: int) -> list[RolloutGroup]:
         if run.rollout_workers.needs_calibration:
             limit = recipe.rollout.max_prompt_tokens
             chat = run.base_collection.chat
-            run.rollout_workers.calibrate([chat.first_prompt_tokens(task.prompt, limit) for task in tasks])
+            run.rollout_workers.calibrate([chat.of(task).first_prompt_tokens(task.prompt, limit) for task in tasks])
         return collect_groups(tasks, run.rewards, run.rollout_workers, replace(run.collection, group_size=1))
     finally:
         run.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from octetrl.environments.reward_times import RewardTimes
-from octetrl.environments.turns.dialogue import Dialogue
+from octetrl.environments.turns.dialogue import Dialogues
 
 SHARE, SECONDS = 0.5, 1.0  # of the step, and at least, that are worth a warning
 
@@ -45,6 +45,6 @@ class SlowRewards:
 
 
 def _times_of(rewards: object) -> RewardTimes | None:
-    scorer = rewards.scorer if isinstance(rewards, Dialogue) else rewards
+    scorer = rewards.scorer if isinstance(rewards, Dialogues) else rewards
     times = getattr(scorer, "times", None)
     return times if isinstance(times, RewardTimes) else None

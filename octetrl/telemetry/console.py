@@ -26,7 +26,7 @@ from rich.text import Text
 
 from octetrl.config.text import escaped
 from octetrl.telemetry.progress import Counts, Phase, bar_line, heartbeat
-from octetrl.telemetry.step_line import WIDTH, Part, StepLine, Tone, duration, evaluation_parts, line
+from octetrl.telemetry.step_line import WIDTH, Part, StepLine, Tone, duration, environment_parts, evaluation_parts, line
 
 Mode = Literal["auto", "plain", "quiet"]
 
@@ -218,8 +218,11 @@ class Console:
         width = min(WIDTH, self._out.width) if self._is_live else WIDTH
         if is_due:
             self._print_parts(self._line.parts(step, metrics, left, width))
+            self._print_parts(environment_parts(metrics, "  reward by environment", "environments/{}/reward"))
         if "eval/accuracy" in metrics:
             self._print_parts(evaluation_parts(step, self._total_steps, metrics, self._evaluations))
+            each = environment_parts(metrics, "  accuracy by environment", "eval/environments/{}/accuracy")
+            self._print_parts(each)
             self._evaluations[step] = metrics["eval/accuracy"]
         self._next_step(step)
 
@@ -228,7 +231,7 @@ class Console:
         self._step_began, self._between = time.perf_counter(), None
 
     def _print_parts(self, parts: list[Part]) -> None:
-        if self._quiet:
+        if self._quiet or not parts:
             return
         if not self._is_live:
             self._out.print(line(parts), markup=False)

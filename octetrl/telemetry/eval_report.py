@@ -9,6 +9,9 @@ All are means over tasks, and only completions with a reward count. A completion
 hung, or if the prompt was too long. It is neither right nor wrong, and is counted by its status. The estimates for k
 leave out tasks with fewer than k completions. `Estimate.tasks` is the number of tasks that count.
 
+With several environments, these are means over all their tasks. Each environment has a report of its own, and
+`mean_of_environments` is the plain mean of their accuracies.
+
 Two models are compared task by task, on the tasks for which both have a value.
 """
 
@@ -24,6 +27,7 @@ from typing import Any
 import numpy
 
 from octetrl.records import Rollout, RolloutGroup, RolloutStatus
+from octetrl.telemetry.environment_metrics import by_environment
 from octetrl.telemetry.failures import Failures
 from octetrl.telemetry.sample_estimates import Estimate, Vote, estimate_mean, majority_at_k, pass_at_k
 
@@ -85,6 +89,19 @@ class EvalReport:
         return values
 
     @cached_property
+    def by_environment(self) -> dict[str, EvalReport]:
+        """The report of each environment's tasks. Empty for a single environment."""
+        of_each = by_environment(self.groups)
+        return {name: EvalReport(groups, self.scoring) for name, groups in of_each.items()}
+
+    @property
+    def mean_of_environments(self) -> float | None:
+        """The plain mean of the environments' accuracies. None: there is one environment, or no reward in one."""
+        found = [report.accuracy for report in self.by_environment.values()]
+        known = [accuracy for accuracy in found if accuracy is not None]
+        return statistics.fmean(known) if found and len(known) == len(found) else None
+
+    @cached_property
     def counts(self) -> dict[RolloutStatus, int]:
         """Number of completions of each status, zeros included."""
         statuses = [rollout.status for group in self.groups for rollout in group.rollouts]
@@ -114,6 +131,10 @@ class EvalReport:
         accuracy = self.estimates.get("accuracy")
         if accuracy is not None:
             numbers |= {"eval/accuracy_low": accuracy.low, "eval/accuracy_high": accuracy.high}
+        for name, report in self.by_environment.items():
+            numbers |= {f"eval/environments/{name}/{key}": value for key, value in report.numbers_in_mixture.items()}
+        if self.mean_of_environments is not None:
+            numbers["eval/mean_of_environments"] = self.mean_of_environments
         for name, length in self.lengths.items():
             numbers[f"eval/{name}" if name == "truncated_share" else f"eval/{name}_length"] = length
         for status, count in self.counts.items():
@@ -121,8 +142,21 @@ class EvalReport:
                 numbers[f"eval/{status.value}"] = float(count)
         return numbers
 
+    @property
+    def numbers_in_mixture(self) -> dict[str, float]:
+        """What an evaluation of several environments measures of each."""
+        numbers = {name: estimate.mean for name, estimate in self.estimates.items()} | {"tasks": float(self.tasks)}
+        accuracy = self.estimates.get("accuracy")
+        if accuracy is not None:
+            numbers |= {"accuracy_low": accuracy.low, "accuracy_high": accuracy.high}
+        if self.lengths:
+            numbers["truncated_share"] = self.lengths["truncated_share"]
+        return numbers
+
     def as_json(self) -> dict[str, Any]:
+        several = {name: report.numbers_in_mixture for name, report in self.by_environment.items()}
         return {
+            **({"environments": several, "mean_of_environments": self.mean_of_environments} if several else {}),
             "tasks": self.tasks,
             "estimates": {name: _fields(estimate) for name, estimate in self.estimates.items()},
             "lengths": self.lengths,

@@ -62,13 +62,14 @@ class Failures:
     def share(self) -> float:
         return self.count / self.drawn if self.drawn else 0.0
 
-    def check(self, max_share: float, where: str) -> None:
-        """Raise FailureShareError, with the first traceback of each kind, if more than `max_share` failed."""
+    def check(self, max_share: float, where: str, field: str = "environment.max_failure_share") -> None:
+        """Raise FailureShareError, with the first traceback of each kind, if more than `max_share` failed. field: the
+        recipe's field with this limit."""
         if self.share <= max_share:
             return
         head = (
             f"{where}: {self.count} of {self.drawn} rollouts failed in the environment ({self.share:.0%};"
-            f" environment.max_failure_share allows {max_share:.0%}); the first failure of each kind:"
+            f" {field} allows {max_share:.0%}); the first failure of each kind:"
         )
         shown = [_summary_of(kind) for kind in self.kinds[:_SHOWN_KINDS]]
         more = len(self.kinds) - len(shown)

@@ -61,9 +61,18 @@ class RunRecord:
         return [value for _, _, value in self.series(name)]
 
     @property
+    def environments(self) -> Mapping[str, Mapping[str, Any]]:
+        """The sections of several environments, by name. Empty for a run of one."""
+        found = self.recipe.get("environments")
+        return {str(k): v for k, v in found.items() if isinstance(v, Mapping)} if isinstance(found, Mapping) else {}
+
+    @property
     def settings(self) -> list[tuple[str, str]]:
         """The recipe in a few lines."""
         found = [(label, _at(self.recipe, path)) for label, path in _SETTINGS]
+        if several := self.environments:
+            found = [(label, value) for label, value in found if label not in ("tasks", "dataset", "reward")]
+            found += [(f"environment {name}", _told(section)) for name, section in several.items()]
         shown = [(label, str(value)) for label, value in found if value is not None]
         fp8 = _at(self.recipe, "fp8") or {}
         sides = [name for name, key in (("rollout", "rollout"), ("training", "train")) if fp8.get(key)]
@@ -149,6 +158,12 @@ def mismatch_by_length(run: RunRecord) -> list[tuple[str, float, float]]:
         if errors and kls:
             found.append((f"{decile * 10}–{decile * 10 + 10}%", sum(errors) / len(errors), sum(kls) / len(kls)))
     return found
+
+
+def _told(section: Mapping[str, Any]) -> str:
+    """One of several environments in a few words."""
+    reward = f", reward {section['reward']}" if section.get("reward") else ""
+    return f"{section.get('kind', '')} {section.get('dataset', '')}{reward}, weight {section.get('weight', 1):g}"
 
 
 def _at(recipe: Mapping[str, Any], path: str) -> Any:

@@ -139,7 +139,7 @@ def _differences(runs: Sequence[RunRecord]) -> Iterator[str]:
 
 def _curves(runs: Sequence[RunRecord]) -> Iterator[str]:
     cards = []
-    for title, name in CURVES:
+    for title, name in (*CURVES, *_of_environments(runs)):
         charts = []
         for at, x_name in ((0, "step"), (1, "hour")):
             lines = [_line(run, number, name, at) for number, run in enumerate(runs)]
@@ -150,6 +150,14 @@ def _curves(runs: Sequence[RunRecord]) -> Iterator[str]:
             says = f"{entry.meaning} {entry.look}".strip() if entry else ""
             cards.append(f'<div class="card"><h3>{escape(title)}</h3><p>{escape(says)}</p>{"".join(charts)}</div>')
     yield f'<h2>Curves</h2><div class="grid-cards">{"".join(cards)}</div>'
+
+
+def _of_environments(runs: Sequence[RunRecord]) -> Iterator[tuple[str, str]]:
+    """Further curves of runs with several environments."""
+    for name in dict.fromkeys(name for run in runs for name in run.environments):
+        yield f"{name}: reward", f"environments/{name}/reward"
+        yield f"{name}: held-out accuracy", f"eval/environments/{name}/accuracy"
+        yield f"{name}: groups without a signal", f"environments/{name}/zero_variance_fraction"
 
 
 def _line(run: RunRecord, number: int, name: str, at: int) -> Line:

@@ -5,6 +5,7 @@
     task_id prompt answer sibling status reward penalty answered detail trace text policy_version finish_reason
     prompt_token_ids                 of the first turn
     token_ids logprobs               sampled tokens of all completions, concatenated
+    environment                      only in a run of several: its name
     policy_versions                  only if weights changed meanwhile: (token, version) where each version begins
     components metrics               only for environments that have them: each reward, unweighted, and their metrics
     turns                            only if the environment replied: prompt_token_ids, text, num_tokens and replies
@@ -143,6 +144,8 @@ def _as_json(rollout: Rollout, sibling: int) -> dict[str, Any]:
         "token_ids": [token for completion in completions for token in completion.token_ids],
         "logprobs": [logprob for completion in completions for logprob in completion.logprobs],
     }
+    if rollout.task.environment:
+        fields["environment"] = rollout.task.environment
     begins = _version_begins(completions)
     if len(begins) > 1:
         fields["policy_versions"] = begins

@@ -148,6 +148,16 @@ def evaluation_parts(step: int, total: int, metrics: Mapping[str, float], earlie
     return [*parts, Part("", duration(seconds))] if seconds else parts
 
 
+def environment_parts(metrics: Mapping[str, float], label: str, form: str) -> list[Part]:
+    """The parts of a line with a number of each environment. Empty for a single environment.
+
+    form: the metric's name, such as `environments/{}/reward`."""
+    begin, end = form.split("{}")
+    found = {name.removeprefix(begin).removesuffix(end): value for name, value in metrics.items()
+             if name.startswith(begin) and name.endswith(end)}  # fmt: skip
+    return [Part("", label), *(Part(name, f"{value:.3f}") for name, value in found.items())] if found else []
+
+
 def line(parts: list[Part]) -> str:
     return "  ".join(part.text for part in parts)
 

@@ -28,6 +28,7 @@ from typing import Any, Literal, Protocol
 from octetrl.config.errors import UserError
 from octetrl.config.schema import EnvironmentConfig
 from octetrl.environments.base import finite_number
+from octetrl.environments.mixed.named_task import own_task
 from octetrl.environments.scoring import Score
 from octetrl.environments.tools import Family, ParsedMessage, Toolbox, parse_message, to_message, tool_message
 from octetrl.environments.turns.calls import CallResult, Calls
@@ -98,7 +99,25 @@ class RewardParts:
     metrics: dict[str, float]
 
 
-class Dialogue:
+class Dialogues:
+    """What runs the conversations of a step: a `Dialogue`, or one for each environment of several.
+
+    `calls`: runs the environments' code. `scorer`: scores last messages; None: no scorer."""
+
+    calls: Calls
+    scorer: Scores | None
+
+    def of(self, task: Task) -> Dialogue:
+        """The dialogue of this task's environment."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self.calls.close()
+        if self.scorer is not None:
+            self.scorer.close()
+
+
+class Dialogue(Dialogues):
     """`environment` with its tools, rewards and limits. Raises UserError for an incomplete environment.
 
     family: how the model writes tool calls; None: it cannot. scorer: scores the last message, instead of the
@@ -123,15 +142,13 @@ class Dialogue:
             self._components = tuple(replace(one, weight=None) for one in self._components)
         self._family: Family = family or "hermes"
 
-    def close(self) -> None:
-        self.calls.close()
-        if self.scorer is not None:
-            self.scorer.close()
+    def of(self, task: Task) -> Dialogue:
+        return self
 
     # ------------------------------------------------------------ one rollout
 
     def begin(self, task: Task, seed: str) -> Conversation:
-        return Conversation(task, Random(seed))
+        return Conversation(own_task(task), Random(seed))
 
     def hook(self, name: Literal["start", "finish"], conversation: Conversation) -> HookCalls:
         """The environment's method of this name, if it has one."""

@@ -353,4 +353,4 @@ def test_every_whole_number_of_a_recipe_has_an_upper_limit() -> None:
     for section, schema in [("Recipe", recipe_json_schema()), *recipe_json_schema()["$defs"].items()]:
         for key, value in schema.get("properties", {}).items():
             look(f"{section}.{key}", value)
-    assert unlimited == ["Recipe.seed", "EnvironmentConfig.seed"]
+    assert unlimited == ["Recipe.seed", "EnvironmentConfig.seed", "MixedEnvironmentConfig.seed"]

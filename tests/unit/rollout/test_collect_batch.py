@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from octetrl.environments.scoring import Score
 from octetrl.records import (
@@ -20,6 +21,9 @@ from octetrl.rollout.collection_settings import CollectionSettings
 
 
 class Chat:
+    def of(self, task: Task) -> Chat:
+        return self
+
     def prompt_tokens(self, prompt: str, limit: int | None = None) -> tuple[int, ...]:
         return (1,)
 
@@ -45,6 +49,8 @@ class Scores:
 
 
 class Tasks:
+    metrics: Mapping[str, float] = MappingProxyType({})
+
     def __init__(self) -> None:
         self.drawn: list[int] = []
 

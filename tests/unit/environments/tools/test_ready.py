@@ -11,7 +11,7 @@ import pytest
 from octetrl.config.environment import EnvironmentConfig
 from octetrl.config.errors import UserError
 from octetrl.environments.tools import tool
-from octetrl.run.build import build_environment
+from octetrl.run.environment import build_environment
 from tests.unit.environments.playing import play
 
 

@@ -1,0 +1,92 @@
+"""Several environments in one recipe (`environments`): each as a recipe of its own, and what does not go together.
+
+What checks or builds one environment reads `recipe.environment`. For one of several it gets the recipe that has only
+this one (`alone`), and its texts name the section that the user wrote (`renamed`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from octetrl.config.environment import EnvironmentConfig
+from octetrl.config.errors import UserError, nearest
+from octetrl.config.schema import Recipe
+from octetrl.config.section import Problem
+
+SECTIONS = "environments"
+_SECTION = re.compile(r"\benvironment(?=\.[a-z]|:)")
+
+
+def alone(recipe: Recipe) -> dict[str, Recipe]:
+    """By name: the recipe as if this were its only environment. A recipe with `environment` is returned under ""."""
+    if not recipe.environments:
+        return {"": recipe}
+    return {
+        name: recipe.model_copy(update={"environment": config, "environments": {}})
+        for name, config in recipe.environments.items()
+    }
+
+
+def section_name(name: str) -> str:
+    """The section of the environment with this name."""
+    return f"{SECTIONS}.{name}" if name else "environment"
+
+
+def renamed(text: str, name: str) -> str:
+    """A text about `environment` as one about `environments.NAME`. It names the section in any case."""
+    if not name:
+        return text
+    found = _SECTION.sub(section_name(name), text)
+    return found if section_name(name) in found else f"{section_name(name)}: {found}"
+
+
+@contextmanager
+def errors_named(name: str) -> Iterator[None]:
+    """A UserError of what is done inside names the section of this environment."""
+    try:
+        yield
+    except UserError as error:
+        if not name:
+            raise
+        raise UserError(renamed(str(error), name)) from error
+
+
+def problems_of_each(recipe: Recipe, problems: Callable[[Recipe], Iterator[Problem]]) -> Iterator[Problem]:
+    """The problems of each environment alone, with the fields and texts of its own section."""
+    for name, one in alone(recipe).items():
+        for problem in problems(one):
+            fields = tuple(_SECTION.sub(section_name(name), f"{field}:")[:-1] for field in problem.fields)
+            yield Problem(fields, renamed(problem.text, name) + _meant(recipe, name, problem))
+
+
+def mixture_problems(recipe: Recipe) -> Iterator[Problem]:
+    """What several environments together cannot do."""
+    if not recipe.environments:
+        return
+    if recipe.environment != EnvironmentConfig():
+        given = [name for name in EnvironmentConfig.model_fields if _is_given(recipe.environment, name)]
+        text = (
+            f"environment: {', '.join(given)} and {SECTIONS} ({', '.join(recipe.environments)}) exclude each other;"
+            f" keep one of the two sections, and write a field of one environment as {SECTIONS}.NAME.{given[0]}"
+        )
+        yield Problem(("environment", SECTIONS), text)
+    for name, config in recipe.environments.items():
+        section = section_name(name)
+        if config.reward_model is not None:
+            text = (
+                f"{section}.reward_model: one of several environments can't have a reward model yet; use a reward or a"
+                " judge, or a recipe with this environment alone"
+            )
+            yield Problem((f"{section}.reward_model",), text)
+
+
+def _is_given(config: EnvironmentConfig, name: str) -> bool:
+    return bool(getattr(config, name) != getattr(EnvironmentConfig(), name))
+
+
+def _meant(recipe: Recipe, name: str, problem: Problem) -> str:
+    """For an environment without a dataset: perhaps an override misspelt its name."""
+    is_missing = name and problem.fields[0] == "environment.dataset" and recipe.environments[name].dataset is None
+    return nearest(name, [other for other in recipe.environments if other != name]) if is_missing else ""
