@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from octetrl.config.errors import UserError, type_of
 from octetrl.config.load import load_recipe, recipe_from_mapping, recipe_tree
 from octetrl.config.schema import Precision, Recipe
+from octetrl.config.several_environments import alone, errors_named
 from octetrl.config.validate_environment import FILES
 from octetrl.environments.base import Environment, TaskEnvironment
 from octetrl.environments.given import MODULE, can_run_elsewhere, given_name, importable_name
@@ -59,7 +60,9 @@ def train(
     output_dir: the run's folder. None: the recipe's, or without a recipe the first free one of runs/MODEL,
         runs/MODEL-2, ...
     resume: continue the run in `output_dir` from its last checkpoint.
-    sections: any other field of a recipe, sections as dictionaries: rollout={"group_size": 16}, seed=3.
+    sections: any other field of a recipe, sections as dictionaries: rollout={"group_size": 16}, seed=3. Several
+        environments are given by name, each with its own tasks and reward:
+        environments={"sums": {"tasks": [...], "weight": 2}, "words": {"tasks": "words.jsonl", "reward": spelled}}.
 
     Raises UserError for what the caller can correct, before anything is written; RunFailed when a run that began
     well can't continue; KeyboardInterrupt after Ctrl-C, with the last whole step saved.
@@ -81,6 +84,9 @@ def train(
             **_environment_fields(tasks, reward, base, given),
             **_section(sections, "environment"),
         }
+    if "environments" in sections:
+        several = _section(sections, "environments")
+        fields["environments"] = {name: _named_fields(name, one, given) for name, one in several.items()}
     if output_dir is not None:
         fields["output_dir"] = str(output_dir)
     elif recipe is None:
@@ -88,8 +94,11 @@ def train(
             raise UserError("octetrl.train: resume needs output_dir, the folder of the run to continue")
         fields["output_dir"] = str(_free_folder(fields))
     resolved = _recipe(recipe, fields)
-    if _TASKS in given:
-        given[_TASKS] = _environment(given[_TASKS], resolved)
+    for name, one in alone(resolved).items():
+        dataset = one.environment.dataset
+        if dataset is not None and isinstance(given.get(dataset), list):
+            with errors_named(name):
+                given[dataset] = _environment(given[dataset], one)
 
     from octetrl.api.finished_run import FinishedRun
     from octetrl.run.loop import train as run_recipe
@@ -131,6 +140,19 @@ def _environment_fields(
         if fields["reward"].startswith(f"{MODULE}:"):
             given[fields["reward"]] = reward
     return fields
+
+
+def _named_fields(name: str, section: Any, given: dict[str, Any]) -> Any:
+    """The fields of one of several environments, whose `tasks` and `reward` may be objects."""
+    if not isinstance(section, Mapping):
+        return section
+    own: dict[str, Any] = {}
+    found = _environment_fields(section.get("tasks"), section.get("reward"), section, own)
+    for field in ("dataset", "reward"):
+        if found.get(field) in own:  # equal names of several environments are different things
+            key = given_name(None, f"{field}_{name}")
+            given[key], found[field] = own[found[field]], key
+    return {**found, **{key: value for key, value in section.items() if key not in ("tasks", "reward")}}
 
 
 def _reward_name(reward: Reward) -> str:

@@ -28,9 +28,9 @@ MODULE = "given"
 Given = Mapping[str, Any]  # by the name in the recipe: {"given:right_number": <function>}
 
 
-def given_name(thing: object) -> str:
-    """How a recipe names `thing`, such as `given:right_number`."""
-    name = getattr(thing, "__name__", None) or type(thing).__name__
+def given_name(thing: object, name: str | None = None) -> str:
+    """How a recipe names `thing`, such as `given:right_number`. name: None: that of the function or class."""
+    name = name or getattr(thing, "__name__", None) or type(thing).__name__
     return f"{MODULE}:{re.sub(r'[^A-Za-z0-9_]', '', name) or 'function'}"
 
 

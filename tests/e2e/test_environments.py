@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+import octetrl
 from octetrl.cli.main import run_command
 from octetrl.config.errors import RunFailed
 from octetrl.config.schema import Recipe
@@ -132,9 +133,8 @@ def test_weights_may_change_on_resume_and_tasks_may_not(
     assert change == {"step": 3, "field": "environments.exact.weight", "old": 1.0, "new": 5.0}
 
 
-@pytest.mark.parametrize("environments", [TWO, THREE], ids=["answers", "conversations"])
-def test_workers_change_neither_tasks_nor_tokens(environments: dict[str, Any], model: Path, tmp_path: Path) -> None:
-    changes = several(environments, **{"rollout.prompts_per_step": 3, "precision": "fp8", "steps": 2})
+def test_workers_change_neither_tasks_nor_tokens(model: Path, tmp_path: Path) -> None:
+    changes = several(THREE, **{"rollout.prompts_per_step": 3, "precision": "fp8", "steps": 2})
     changes["trainer.tokens_per_micro_batch"] = 64  # several for each worker
     changes["trainer.optimizer.lr"] = 0.0  # sums of gradients round differently
     with run_on(0, model, tmp_path, **changes) as one:
@@ -276,3 +276,22 @@ def test_one_form_replaces_the_other_of_a_base_file(model: Path, tmp_path: Path)
     assert load_recipe(tmp_path / "back.yaml") == load_recipe(tmp_path / "one.yaml")
     (tmp_path / "config.yaml").write_text(dump_recipe(recipe))
     assert load_recipe(tmp_path / "config.yaml") == recipe
+
+
+def test_environments_are_given_in_python(model: Path, tmp_path: Path) -> None:
+    """Two lambdas, two lists: each environment has its own."""
+    sums = [{"prompt": f"{n} + 1 =", "answer": str(n + 1)} for n in range(8)]
+    words = [{"prompt": f"Spell {n}.", "answer": "x"} for n in range(8)]
+    fields = {name: value for name, value in recipe_tree(model, tmp_path / "run").items() if name != "environment"}
+    finished = octetrl.train(
+        **fields | {"output_dir": tmp_path / "run", "steps": 1},
+        environments={
+            "a": {"tasks": sums, "reward": lambda task, text: len(text) / 100, "eval_size": 2},
+            "b-2": {"tasks": words, "reward": lambda task, text: -len(text) / 100, "eval_size": 2},
+        },
+    )
+    rows = read_lines(tmp_path / "run" / "rollouts" / "step_000001.jsonl")
+    for row in rows:
+        assert row["reward"] == pytest.approx((1 if row["environment"] == "a" else -1) * len(row["text"]) / 100)
+    assert {row["prompt"][:5] for row in rows if row["environment"] == "b-2"} == {"Spell"}
+    assert finished.evaluate().by_environment["b-2"].tasks == 2

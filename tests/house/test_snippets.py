@@ -76,7 +76,8 @@ def run_python(page: str, snippets: list[Snippet]) -> dict[str, Any]:
 
 def check_yaml(snippet: Snippet) -> None:
     for part in yaml.safe_load_all(snippet.text):
-        tree = {"model": {"path": "m"}, "environment": {"dataset": "chain_sum"}, **part}
+        single = {} if "environments" in part else {"environment": {"dataset": "chain_sum"}}
+        tree = {"model": {"path": "m"}, **single, **part}
         tree["model"] = {"path": "m"} | tree["model"]
         recipe_from_mapping(tree, name(snippet))
 
