@@ -71,7 +71,7 @@ def test_metrics_by_environment_are_those_of_its_rollouts(whole: Path) -> None:
             assert line[f"environments/{name}/reward"] == pytest.approx(mean)
             assert line[f"environments/{name}/share"] == share
             assert line[f"environments/{name}/zero_variance_fraction"] == float(name == "exact")
-            cut = sum(row["status"] in ("overlong", "truncated") for row in of_name) / len(of_name)
+            cut = sum(row["status"] == "truncated" for row in of_name) / len(of_name)
             assert line[f"environments/{name}/truncated_share"] == cut
         assert all(explained(name) for name in line if name != "step"), "docs/metrics.md lacks one"
         assert line["mismatch/unequal_tokens"] == 0
