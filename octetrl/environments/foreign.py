@@ -96,3 +96,9 @@ def _check_task(task: Any, where: str) -> None:
         value = getattr(task, field)
         if not isinstance(value, kinds):
             raise UserError(f"{where}: its {field} is {type_of(value)}; give {needed}")
+    environment = getattr(task, "environment", None)
+    if not isinstance(environment, str) or environment:
+        raise UserError(
+            f"{where}: its environment is {environment!r}, but the run sets this field of a Task; leave it empty, and"
+            " give a field of your own another name"
+        )

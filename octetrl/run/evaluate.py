@@ -30,7 +30,8 @@ def evaluate(run: Run, tasks: Sequence[Task] | None = None) -> EvalReport:
     """Evaluates `tasks` (None: the held-out ones) with the published weights."""
     config = run.config
     if tasks is None:
-        tasks = run.taskset.held_out()
+        with generators_put_back():  # a user's task may draw when its prompt is read
+            tasks = run.taskset.held_out()
     if not tasks:
         raise UserError("environment.eval_size is 0, so no task is held out to evaluate on; set it above 0")
     sampling = replace(

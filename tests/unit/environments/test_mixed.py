@@ -172,8 +172,53 @@ def test_each_task_goes_to_the_scorer_of_its_environment_as_that_made_it() -> No
     assert all(scorer.is_closed for scorer in scorers.values())
 
 
-def test_scorers_work_at_the_same_time_and_failures_name_their_section() -> None:
-    """One environment's time-outs do not cost another one its rewards, nor their time."""
+class WaitsForOther:
+    """A scorer whose calls end only while the other one's are advanced too."""
+
+    def __init__(self) -> None:
+        self.other: WaitsForOther | None = None
+        self.times_advanced = 0
+        self.keys: list[tuple[int, int]] = []
+
+    def begin(self) -> WaitsForOther:
+        return self
+
+    def __enter__(self) -> WaitsForOther:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def submit(self, key: tuple[int, int], task: Task, completion_text: str) -> None:
+        self.keys.append(key)
+
+    def advance(self) -> None:
+        self.times_advanced += 1
+
+    @property
+    def is_done(self) -> bool:
+        assert self.other is not None
+        return self.other.times_advanced >= 3
+
+    def finish(self) -> dict[tuple[int, int], Score]:
+        assert self.is_done, "this one is waited for, while the other stands still"
+        return {key: Score(RolloutStatus.SCORED, 1.0) for key in self.keys}
+
+    def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
+        raise AssertionError("it has rounds")
+
+    def close(self) -> None:
+        pass
+
+
+def test_scorers_work_at_the_same_time() -> None:
+    one, two = WaitsForOther(), WaitsForOther()
+    one.other, two.other = two, one
+    scores = MixedScorer({"a": one, "b": two}).score([(named(Task("1", "?"), name), "") for name in "aba"])
+    assert [score.reward for score in scores] == [1.0] * 3
+
+
+def test_one_environments_time_outs_do_not_touch_another_and_name_their_section() -> None:
     quick = RewardWorkers(by_text, timeout_seconds=5.0)
     hangs = RewardWorkers(always_hangs, timeout_seconds=0.3, gives_up=False)
     scorer = MixedScorer({"quick": quick, "hangs": hangs, "recorded": Recorded(1.0)})

@@ -8,6 +8,7 @@ import math
 import pytest
 
 from octetrl.config.errors import UserError
+from octetrl.environments.mixed.named_task import named
 from octetrl.records import Completion, FinishReason, Reply, Rollout, RolloutGroup, RolloutStatus, Task, Turn
 from octetrl.run.batches_ahead import BufferedBatch, DataPlace, batches_from_json, batches_to_bytes
 
@@ -32,6 +33,13 @@ def test_what_is_read_equals_what_was_written() -> None:
     written = [batch(task), batch(task)]
     assert batches_from_json(json.loads(batches_to_bytes(written))) == written
     assert written[0].oldest_version == 3
+
+
+def test_a_task_of_several_environments_keeps_its_environment() -> None:
+    written = batch(named(Task("1", "1 + 2 =", "3", {"x": 0.1}), "sums"))
+    (read,) = batches_from_json(json.loads(batches_to_bytes([written])))
+    expected = Task("sums/1", "1 + 2 =", "3", {"x": 0.1}, environment="sums")
+    assert read == batch(expected) and read.kept[0].task.environment == "sums"
 
 
 def test_metadata_that_json_cannot_hold_is_refused_in_one_line() -> None:
