@@ -12,44 +12,19 @@ from octetrl.config.presets import preset_config
 from octetrl.environments.mixed.dialogues import MixedDialogues
 from octetrl.environments.mixed.named_task import named
 from octetrl.environments.mixed.scorer import MixedScorer
-from octetrl.environments.tools import tool
-from octetrl.environments.turns import reward
 from octetrl.models.families import spec_from_config
-from octetrl.records import Task
 from octetrl.run.environment import build_environments, build_tasks
 from octetrl.run.environment_parts import build_chats, build_scorers
 from octetrl.run.tiny_model import TOOL_TEMPLATE, train_tokenizer
+from tests.unit.run.tiny_environments import TASKS
 
-TASKS = [Task(f"{n}", f"{n} + 1 =", str(n + 1)) for n in range(8)]
 SPEC = spec_from_config(preset_config("tiny"))
-
-
-@tool
-def look_up(word: str) -> str:
-    """Looks a word up."""
-    return word
-
-
-class Plain:
-    tasks = TASKS
-
-    def score(self, task: Task, completion_text: str) -> float:
-        return 1.0
-
-
-class Agent:
-    tasks = TASKS
-    tools = (look_up,)
-    system_prompt = "You look words up."
-
-    @reward
-    def right(self, conversation: Any) -> float:
-        return 1.0
 
 
 def several(**datasets: str) -> Any:
     sections = {
-        name: {"kind": "python", "dataset": f"{__name__}:{one}", "eval_size": 1} for name, one in datasets.items()
+        name: {"kind": "python", "dataset": f"tests.unit.run.tiny_environments:{one}", "eval_size": 1}
+        for name, one in datasets.items()
     }
     model = {"path": "unused"}
     return recipe_from_mapping({"model": model, "environments": sections, "fp8": {}})
@@ -88,7 +63,3 @@ def test_a_model_without_tools_is_refused_and_the_environment_is_named() -> None
 def test_a_task_may_not_name_an_environment_itself() -> None:
     with pytest.raises(UserError, match=r"environments\.a\.dataset: .*its environment is 'kitchen', but the run sets"):
         build_environments(several(a="Kitchen"))
-
-
-class Kitchen(Plain):
-    tasks = [Task("1", "?", environment="kitchen"), Task("2", "!")]  # noqa: RUF012
