@@ -20,6 +20,7 @@ from octetrl.cli.eval_folder import is_json, refuse_folder, write_folder
 from octetrl.config.errors import UserError, nearest_file
 from octetrl.config.load import load_recipe
 from octetrl.environments.python_object import search_beside
+from octetrl.run.early import refuse_no_model
 from octetrl.run.model_source import recipe_of_run
 
 if TYPE_CHECKING:
@@ -85,6 +86,8 @@ def evaluate(
     resolved = load_recipe(recipe, overrides, training=False)
     search_beside(recipe)
     _refuse_early(targets, recipe, resolved, all_tasks, out)
+    for target in targets:
+        refuse_no_model(target)
     from octetrl.cli.eval_table import report_table
     from octetrl.run.evaluate import evaluate_targets
     from octetrl.run.journal import check_failures

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from octetrl.run.early import refuse_no_model
+
 
 def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or one of its checkpoints.")],
@@ -15,6 +17,7 @@ def export(
     ] = False,
 ) -> None:
     """Write a run's last weights in Hugging Face format; adapters of LoRA are merged."""
+    refuse_no_model(run)
     from octetrl.run.export import export_run
 
     typer.echo(f"wrote {export_run(run, to, adapter=adapter)}")

@@ -12,13 +12,14 @@ from octetrl.cli.arguments import Address, ChosenPrecision, Cpus, Device, Gpus, 
 from octetrl.cli.generate_rows import prompt_of, read_rows, result_lines
 from octetrl.config.errors import UserError
 from octetrl.records import Completion, SamplingParams
+from octetrl.run.early import refuse_no_model
 
 Input = Annotated[
     str | None,
     typer.Option(
         "--input",
         metavar="FILE",
-        help="JSON lines with prompt or messages; - reads standard input. Completions are JSON lines too.",
+        help="JSON lines with prompt or messages, and n; - reads standard input. Completions are JSON lines too.",
     ),
 ]
 
@@ -67,6 +68,7 @@ def generate(
     if bool(prompt) == (rows is not None):
         raise UserError("generate: give prompts by --prompt, or a file of them by --input")
     given = read_rows(rows) if rows is not None else [{"prompt": text} for text in prompt or []]
+    refuse_no_model(model)
     from octetrl.run.generate import generate_text
 
     cluster = cluster_section(device, gpus, cpus, address)
@@ -78,7 +80,7 @@ def generate(
         precision=precision,
         cluster=cluster,
         seed=seed,
-        n=n,
+        n=[row.get("n", n) if rows is not None else n for row in given],
         plain=plain,
         shows_progress=True,
     )

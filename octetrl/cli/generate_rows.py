@@ -2,6 +2,7 @@
 
     {"prompt": "1 + 1 ="}                                     in: the user's message, or the text itself with --plain
     {"messages": [{"role": "user", "content": "Hi"}]}         in: a conversation that the model continues
+    {"prompt": "1 + 1 =", "n": 4}                             in: 4 completions of this row, whatever --n says
     {"prompt": ..., "sample": 0, "completion": ..., "finish_reason": "stop", "tokens": 7}     out, for each completion
 
 All other keys of a row are written to its lines unchanged.
@@ -64,6 +65,11 @@ def _checked(row: Any, where: str) -> Row:
         raise UserError(f"{where}: 'prompt' is {kind_of(row['prompt'])}, a text is needed; {REMEDY}")
     if "messages" in row and (not isinstance(messages, list) or not messages or not all(map(_is_message, messages))):
         raise UserError(f"{where}: 'messages' is no list of messages with role and content; {REMEDY}")
+    if "n" in row and (not isinstance(row["n"], int) or isinstance(row["n"], bool) or row["n"] < 1):
+        raise UserError(
+            f"{where}: 'n' is {json.dumps(row['n'])}, a whole number from 1 is needed; it is how often to"
+            " complete this row"
+        )
     return row
 
 

@@ -10,6 +10,7 @@ import typer
 
 from octetrl.cli.arguments import Address, ChosenPrecision, Cpus, Device, Gpus, cluster_section
 from octetrl.config.errors import UserError
+from octetrl.run.early import refuse_no_model
 
 WithoutKey = Annotated[
     bool,
@@ -43,7 +44,10 @@ def serve(
     address: Address = None,
     context_length: Annotated[
         int | None,
-        typer.Option(min=16, help="Largest number of tokens in prompt and answer; default: the model's, at most 8192."),
+        typer.Option(
+            min=16,
+            help="Largest number of tokens in prompt and answer; default: the run's, or a model's, at most 8192.",
+        ),
     ] = None,
     kv_cache_tokens: Annotated[
         int | None,
@@ -70,6 +74,7 @@ def serve(
 ) -> None:
     """Serve a model by OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics."""
     _refuse_empty(api_key)
+    refuse_no_model(model)
     from octetrl.run import serve as run
 
     options = run.ServeOptions(

@@ -15,6 +15,7 @@ from octetrl.config.errors import RunFailed, UserError
 from octetrl.config.load import load_recipe
 from octetrl.config.schema import Recipe
 from octetrl.environments.python_object import search_beside
+from octetrl.run.early import refuse_early
 
 
 def train(
@@ -55,6 +56,7 @@ def train(
     if resume:
         _refuse_another_folder(Path(recipe), resolved, changed)
     search_beside(recipe)
+    refuse_early(resolved, resume=resume)
     from octetrl.run import loop
 
     fields = [change.partition("=")[0].strip() for change in allow]
@@ -98,4 +100,7 @@ def _weights_of(source: str, overrides: list[str]) -> list[str]:
 def _how_to_go_on(resolved: Recipe, recipe: str, overrides: list[str]) -> str:
     if not (Path(resolved.output_dir) / "config.yaml").exists():
         return "stopped before the run began; nothing was written"
-    return f"stopped; continue with: {shlex.join(['octetrl', 'train', recipe, *overrides, '--resume'])}"
+    manifests = Path(resolved.output_dir).glob("checkpoints/step_*/manifest.json")
+    steps = [int(manifest.parent.name.removeprefix("step_")) for manifest in manifests]
+    saved = f"step {max(steps)} is saved" if steps else "no step is saved"
+    return f"stopped; {saved}; continue with: {shlex.join(['octetrl', 'train', recipe, *overrides, '--resume'])}"

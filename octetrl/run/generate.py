@@ -37,15 +37,16 @@ def generate_text(
     precision: str | None = "bf16",
     cluster: Mapping[str, Any] | None = None,
     seed: int = 0,
-    n: int = 1,
+    n: int | Sequence[int] = 1,
     system_prompt: str | None = None,
     plain: bool = False,
     shows_progress: bool = False,
 ) -> list[list[Completion]]:
-    """`n` completions of each prompt: a user's message, or a list of messages. plain: prompts without a template.
+    """`n` completions of each prompt: a user's message, or a list of messages. n may have a number for each prompt.
 
     model: a Hugging Face folder, a run folder or a checkpoint. precision: None for the run's own, or bf16 if the model
-    is no run. cluster: a recipe's section, for the device or for several workers. shows_progress: on stderr.
+    is no run. cluster: a recipe's section, for the device or for several workers. shows_progress: on stderr. plain:
+    prompts without a template.
     """
     trained = trained_model(weights_folder(Path(model)))
     tokenizer = tokenizer_of(trained)
@@ -64,9 +65,10 @@ def generate_text(
             f"--max-new-tokens: a prompt of {longest} tokens and an answer of {sampling.max_new_tokens} exceed the"
             f" model's {spec.max_positions} positions; shorten one of them"
         )
+    counts = [n] * len(token_lists) if isinstance(n, int) else n
     requests = [
-        GenerationRequest(f"prompt {index}", tokens, sampling, num_siblings=n, seed=seed + index)
-        for index, tokens in enumerate(token_lists)
+        GenerationRequest(f"prompt {index}", tokens, sampling, num_siblings=siblings, seed=seed + index)
+        for index, (tokens, siblings) in enumerate(zip(token_lists, counts, strict=True))
     ]
     console = Console("auto" if shows_progress else "quiet", total_steps=0, out=sys.stderr)
     with console.phase("load"):

@@ -29,6 +29,7 @@ from octetrl.config.load import dump_recipe, load_recipe
 from octetrl.config.lora import targets_of
 from octetrl.config.schema import Recipe
 from octetrl.run.allowed_changes import Change, changes_between, record_changes, refuse_changes
+from octetrl.run.early import RECIPE_FILE, refuse_held
 from octetrl.run.run_identity import (
     CHECKPOINTS,
     RUN_FILE,
@@ -43,7 +44,7 @@ from octetrl.telemetry.sinks import METRICS_FILE, last_step
 from octetrl.trainer import checkpoint
 from octetrl.workers.build import model_spec
 
-RECIPE_FILE = "config.yaml"
+ATTEMPTS = 1000  # to take a folder that refused runs remove at the same time
 
 
 class OutputFolder:
@@ -105,7 +106,7 @@ class OutputFolder:
     # ------------------------------------------------------------ the lock
 
     def _take_lock(self) -> IO[str]:
-        while True:
+        for _ in range(ATTEMPTS):
             self._make_folders()
             try:
                 lock = self._open_lock()
@@ -125,6 +126,8 @@ class OutputFolder:
             if self._is_in_place(lock):
                 break
             lock.close()
+        else:
+            raise FileNotFoundError(errno.ENOENT, "folders can't be created there")
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
@@ -163,11 +166,7 @@ class OutputFolder:
     # ------------------------------------------------------------ what is in the folder
 
     def _new_run(self) -> str:
-        if (self.path / RECIPE_FILE).exists():
-            raise UserError(
-                f"output_dir: '{self.path}' already holds a run; continue it with --resume,"
-                f" or give another folder: output_dir=..."
-            )
+        refuse_held(self.path)
         found = records_in(self.path)
         if found:
             raise UserError(

@@ -29,6 +29,7 @@ from octetrl.models.row_shards import STEM
 from octetrl.run.batches_ahead import BATCHES, DataPlace, batches_from_json
 from octetrl.run.build import Run
 from octetrl.run.device import random_state, restore_random_state
+from octetrl.run.early import refuse_no_model
 from octetrl.run.model_source import found_model
 from octetrl.run.run_identity import CHECKPOINTS, read_run_id
 from octetrl.trainer import checkpoint
@@ -118,13 +119,7 @@ def weights_folder(path: Path) -> Path:
         return path
     if is_adapter(path):
         return path
-    if not path.exists():
-        raise UserError(
-            f"'{path}' does not exist; give a run folder, a checkpoint, or a Hugging Face model folder with config.json"
-        )
-    raise UserError(
-        f"'{path}' is neither a run folder, nor a checkpoint, nor a Hugging Face model folder with config.json"
-    )
+    return refuse_no_model(path)
 
 
 def trained_model(folder: Path) -> dict[str, Any]:

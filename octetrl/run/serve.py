@@ -42,7 +42,7 @@ class ServeOptions:
     name: str | None = None  # under which it is asked for; None: the folder's
     precision: str | None = "bf16"  # None: as the run was trained
     cluster: Mapping[str, Any] = field(default_factory=dict)  # a recipe's section; several workers are replicas
-    context_length: int | None = None  # None: the model's, at most CONTEXT_LENGTH
+    context_length: int | None = None  # None: the run's; of a model that is no run, its own, at most CONTEXT_LENGTH
     kv_cache_tokens: int | None = None
     max_batch: int = 256
     max_queue: int = 256  # completions that wait

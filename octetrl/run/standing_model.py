@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from octetrl.config.errors import UserError
+from octetrl.config.load import load_recipe
 from octetrl.config.schema import Recipe
 from octetrl.data.tokenizer import Tokenizer
 from octetrl.models.families import load_spec
@@ -21,14 +22,14 @@ from octetrl.records import Completion, GenerationRequest
 from octetrl.rollout.backend import MeasuredSession
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.run.generate import generating_workers, generation_recipe, tokenizer_of
-from octetrl.run.model_source import precision_of
+from octetrl.run.model_source import precision_of, recipe_of_run
 from octetrl.run.resume import trained_model, weights_folder
 from octetrl.workers.build import model_spec
 from octetrl.workers.local import LocalWorkers
 from octetrl.workers.many.deadlines import WorkerLost
 from octetrl.workers.many.workers import ManyWorkers
 
-CONTEXT_LENGTH = 8192  # tokens at most, where none is asked for
+CONTEXT_LENGTH = 8192  # tokens at most of a model that is no run, where none is asked for
 CALIBRATION_MARGIN = 1.5
 CALIBRATION_TEXTS = (
     "Explain in three sentences why the sky is blue and why evenings are red.",
@@ -109,14 +110,14 @@ def load_standing_model(
     """Load `model` (a Hugging Face folder, a run folder or a checkpoint) and calibrate its cache if it has to be.
 
     precision: None: as the run was trained, or bf16 for a model that is no run. cluster: a recipe's section.
-    context_length: None for the model's own, at most CONTEXT_LENGTH. kv_cache_tokens: of
+    context_length: None for that of the run's recipe, or for a model's own, at most CONTEXT_LENGTH. kv_cache_tokens: of
     each worker; None for what the memory allows. spelled: how a message to the user writes the name of one of these
     settings. Raises UserError.
     """
     trained = trained_model(weights_folder(Path(model)))
     tokenizer = tokenizer_of(trained)
     positions = load_spec(Path(trained["path"])).max_positions
-    length = min(positions, CONTEXT_LENGTH) if context_length is None else context_length
+    length = min(positions, default_context_length(model)) if context_length is None else context_length
     if not 1 <= length <= positions:
         raise UserError(
             f"{spelled('context_length')}: {length} is out of range, this model has {positions} positions; give"
@@ -132,6 +133,12 @@ def load_standing_model(
         trained, name, sections, cluster, length, {"max_batch": max_batch, "kv_cache_tokens": kv_cache_tokens}
     )
     return StandingModel(recipe, tokenizer, calibration_texts)
+
+
+def default_context_length(model: str) -> int:
+    """Tokens of prompt and answer together: as the run was trained, or CONTEXT_LENGTH for a model that is no run."""
+    path = recipe_of_run(model)
+    return CONTEXT_LENGTH if path is None else load_recipe(path, training=False).model.context_length
 
 
 def _recipe(

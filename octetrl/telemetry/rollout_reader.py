@@ -156,7 +156,7 @@ def select(run: str | Path, wanted: Filter, limit: int | None) -> Selection:
     run: a run folder, its folder `rollouts`, or one of the files.
     Raises UserError if there are no rollouts, or a line is invalid.
     """
-    files = [(step, path) for step, path in rollout_files(Path(run)) if step in wanted.steps]
+    files = _files_of_steps(run, wanted)
     places = [
         (step, path, place)
         for step, path in files
@@ -178,10 +178,21 @@ def matching_rows(run: str | Path, wanted: Filter) -> Iterator[tuple[int, int, S
     """Yield (step, position of the group in the step, row) for each rollout that `wanted` accepts.
 
     Raises UserError as `select` does."""
-    for step, path in rollout_files(Path(run)):
-        if step in wanted.steps:
-            for group in _groups(step, path):
-                yield from ((step, group.place, row) for row in group.rows if wanted.takes(row))
+    for step, path in _files_of_steps(run, wanted):
+        for group in _groups(step, path):
+            yield from ((step, group.place, row) for row in group.rows if wanted.takes(row))
+
+
+def _files_of_steps(run: str | Path, wanted: Filter) -> list[tuple[int, Path]]:
+    """The files of the wanted steps. Raises UserError if there is none, with the steps that exist."""
+    files = rollout_files(Path(run))
+    found = [(step, path) for step, path in files if step in wanted.steps]
+    if not found:
+        steps = [step for step, _ in files]
+        are_all = steps == list(range(steps[0], steps[-1] + 1))
+        have = f"{steps[0]} to {steps[-1]}" if are_all and len(steps) > 2 else ", ".join(map(str, steps))
+        raise UserError(f"--step: '{run}' has no rollouts of these steps; it has {have}")
+    return found
 
 
 def rollout_files(run: Path) -> list[tuple[int, Path]]:

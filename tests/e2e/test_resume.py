@@ -157,10 +157,10 @@ def test_ctrl_c_ends_the_step_and_saves(model: Path, whole: Path, tmp_path: Path
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
     assert "stopping after this step" in err
-    assert err.splitlines()[-1] == (
-        f"octetrl: stopped; continue with: octetrl train {recipe} logging.console=plain --resume"
-    )
     last = read_lines(metrics)[-1]["step"]
+    assert err.splitlines()[-1] == (
+        f"octetrl: stopped; step {last} is saved; continue with: octetrl train {recipe} logging.console=plain --resume"
+    )
     assert checkpoint.latest(tmp_path / "run" / "checkpoints") == tmp_path / "run" / "checkpoints" / f"step_{last:06d}"
     assert f"step {last:>3}/400" in out
     if last <= STEPS:

@@ -46,5 +46,5 @@ def test_a_run_that_is_stopped(times: int, model: Path, tmp_path: Path) -> None:
     assert ended.shows_cursor and not re.search("[━─]", text), text
     *_, last, empty = ended.screen
     assert empty == "" and "Traceback" not in text
-    assert re.match(r"octetrl: stopped", last) or "octetrl: stopped; continue with" in text.replace("\n", ""), text
+    assert re.match(r"octetrl: stopped", last) or "is saved; continue with" in text.replace("\n", ""), text
     assert pressed == times

@@ -70,6 +70,8 @@ TORCH_FREE_FILES = (
     "octetrl.cli.status",
     "octetrl.models.row_shards",
     "octetrl.api.train",
+    "octetrl.run.early",
+    "octetrl.run.model_source",
 )
 
 

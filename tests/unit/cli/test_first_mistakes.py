@@ -32,6 +32,14 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> 
         (["generate", "x", "-p", "a", "--n", "0"], "octetrl: --n: '0' is out of range; it must be at least 1 (see"),
         (["generate", "x", "-p", "a", "--precision", "fp9"], "--precision: 'fp9' is not allowed; choose one of bf16, "),
         (["recipes", "demo_grpo"], "octetrl: 'demo_grpo' is one argument too many; leave it out"),
+        (
+            ["train", "demo_grpo", "--steps", "5"],
+            "--steps: there is no such option; a field of the recipe has no dashes: steps=5 (",
+        ),
+        (["train", "demo_grpo", "--lr=1e-5"], "has no dashes: trainer.optimizer.lr=1e-5 ("),
+        (["check", "demo_grpo", "--learning-rate"], "has no dashes: trainer.optimizer.lr=VALUE ("),
+        (["generate", "x", "--prompts", "hi"], "--prompts: there is no such option; write -p TEXT (--prompt) for each"),
+        (["generate", "x", "--steps", "5"], "--steps: there is no such option"),
         (["check", "r", "--memory", "3"], "--memory: there is no such option; did you mean '--memory-gib'?"),
         (
             ["train", "demo_sft", "steps"],

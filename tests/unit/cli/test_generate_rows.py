@@ -36,6 +36,8 @@ def test_rows_come_from_a_file_or_standard_input(tmp_path: Path, monkeypatch: py
         ("[]", "line 1: it needs either 'prompt' or 'messages'"),
         ('{"text": "a"}', "line 1: it needs either 'prompt' or 'messages'"),
         ('{"prompt": 3}', "line 1: 'prompt' is a number, a text is needed"),
+        ('{"prompt": "a", "n": 0}', "line 1: 'n' is 0, a whole number from 1 is needed"),
+        ('{"prompt": "a", "n": true}', "line 1: 'n' is true, a whole number"),
         ('{"messages": []}', "line 1: 'messages' is no list of messages with role and content"),
         ('{"messages": [{"role": "user"}]}', "line 1: 'messages' is no list of messages with role and content"),
         ("", "--input: there are no lines"),

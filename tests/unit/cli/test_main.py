@@ -25,6 +25,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A sound recipe in the working directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r.yaml").write_text(RECIPE)
+    (tmp_path / "m").mkdir()  # what is missing is refused before the command runs
     return "r.yaml"
 
 
@@ -100,11 +101,20 @@ def test_our_own_bugs_keep_their_traceback(recipe: str, monkeypatch: pytest.Monk
 def test_ctrl_c_says_how_to_go_on(
     recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path("run").mkdir()
-    Path("run/config.yaml").write_text("")
-    stand_in(monkeypatch, KeyboardInterrupt())
+    def stopped(resolved: Recipe, resume: bool) -> None:
+        Path("run/checkpoints").mkdir(parents=True, exist_ok=True)
+        Path("run/config.yaml").write_text("")
+        raise KeyboardInterrupt
+
+    stand_in(monkeypatch, stopped)
     assert run_command(["train", recipe, "rollout.stop=[a b]"]) == 130
-    assert "octetrl train r.yaml 'rollout.stop=[a b]' --resume" in capsys.readouterr().err
+    how = "continue with: octetrl train r.yaml 'rollout.stop=[a b]' --resume"
+    assert f"octetrl: stopped; no step is saved; {how}" in capsys.readouterr().err
+    for step in (3, 40):
+        Path(f"run/checkpoints/step_{step:06d}").mkdir()
+        Path(f"run/checkpoints/step_{step:06d}/manifest.json").touch()
+    assert run_command(["train", recipe, "rollout.stop=[a b]", "--resume"]) == 130
+    assert f"octetrl: stopped; step 40 is saved; {how}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -113,7 +123,7 @@ def test_ctrl_c_says_how_to_go_on(
         (["trian", "r.yaml"], "Did you mean 'train'?"),
         (["train"], "RECIPE"),
         (["train", "r.yaml", "--resumee"], "--resume"),
-        (["eval", "m"], "'m' does not exist; give a run, a checkpoint or a model folder"),
+        (["eval", "gone"], "'gone' does not exist; give a run, a checkpoint or a model folder"),
         (["generate", "m"], "--prompt"),
         (["generate", "m", "-p", "x", "--top-p", "2"], "--top-p"),
         (["generate", "m", "-p", "x", "--top-p", "0"], "keep no token"),

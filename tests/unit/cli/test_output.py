@@ -41,6 +41,14 @@ def replace_function(monkeypatch: pytest.MonkeyPatch, module: str, name: str, fu
     monkeypatch.setitem(sys.modules, module, stand_in)
 
 
+def make_models(folder: Path, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Folders in `folder`, the new working directory, that look like models: a missing one is refused early."""
+    monkeypatch.chdir(folder)
+    for name in names:
+        (folder / name).mkdir(parents=True)
+        (folder / name / "config.json").touch()
+
+
 def report(*rewards: float | None, length: int = 2) -> EvalReport:
     """Of one task, a completion each reward; None: the reward raised."""
     task = Task("a", "?")
@@ -98,6 +106,7 @@ def test_eval_hands_over_targets_and_recipe(
         )
         return {target: report(1.0, 0.0) for target in targets}
 
+    make_models(tmp_path, monkeypatch, "runs/x", "runs/y")
     replace_function(monkeypatch, "octetrl.run.evaluate", "evaluate_targets", evaluate_targets)
     arguments = ["eval", "runs/x", "rollout.top_p=0.9", "runs/y", "--recipe", str(recipe)]
     assert run_command(arguments) == 0
@@ -117,12 +126,15 @@ def test_one_completion_is_bare_text_and_several_say_whose_they_are() -> None:
     assert text.splitlines()[2:4] == ["--- prompt 1, completion 2: 2 tokens, stop", "b"]
 
 
-def test_generate_hands_over_its_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_hands_over_its_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_models(tmp_path, monkeypatch, "m")
     seen: list[Any] = []
 
     def generate_text(*arguments: Any, **options: Any) -> list[list[Completion]]:
         seen.append((arguments, options))
-        return [[completion("x"), completion("y")]]
+        return [[completion("x"), completion("y")] for _ in arguments[1]]
 
     replace_function(monkeypatch, "octetrl.run.generate", "generate_text", generate_text)
     words = (
@@ -131,12 +143,25 @@ def test_generate_hands_over_its_options(monkeypatch: pytest.MonkeyPatch, capsys
     assert run_command([*words.split(), "--seed", "3", "--n", "2", "--precision", "fp8_full", "--device", "cpu"]) == 0
     sampling = SamplingParams(9, 0.5, 4, 0.9, 0.1, ("s", "t"))
     on_cpu = {"device": "cpu"}
-    options = {"precision": "fp8_full", "cluster": on_cpu, "seed": 3, "n": 2, "plain": False, "shows_progress": True}
+    options = {
+        "precision": "fp8_full",
+        "cluster": on_cpu,
+        "seed": 3,
+        "n": [2, 2],
+        "plain": False,
+        "shows_progress": True,
+    }
     assert seen == [(("m", ["a", "b"], sampling), options)]
     assert "completion 2" in capsys.readouterr().out
+    Path("rows.jsonl").write_text('{"prompt": "a", "n": 2}\n{"prompt": "b"}\n')
+    assert run_command(["generate", "m", "--input", "rows.jsonl", "-n", "3"]) == 0
+    assert seen[-1][1]["n"] == [2, 3]
 
 
-def test_export_says_what_it_wrote(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_says_what_it_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_models(tmp_path, monkeypatch, "runs/x")
     replace_function(
         monkeypatch, "octetrl.run.export", "export_run", lambda run, to, adapter: f"{to} of {run} {adapter}"
     )

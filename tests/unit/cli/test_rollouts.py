@@ -125,6 +125,8 @@ def test_a_page_has_the_tokens_of_the_runs_tokenizer(run: Path, capsys: Capture)
         (["run", "--step", "two"], "--step: 'two' is no range of whole numbers; write 3, 3:10, 3: or :10"),
         (["run", "--step", "1.5"], "--step: '1.5' is no range"),
         (["run", "--step", ":"], "--step: ':' is no range"),
+        (["run", "--step", "99"], "--step: 'run' has no rollouts of these steps; it has 1 to 3"),
+        (["run", "--step", "99", "--json"], "--step: 'run' has no rollouts of these steps; it has 1 to 3"),
         (["run", "--step", "3:1"], "--step: '3:1' ends before it begins"),
         (["run", "--reward", "0:nan"], "--reward: '0:nan' is no range of numbers"),
         (["run", "--reward", "1:2:3"], "--reward: '1:2:3' is no range"),

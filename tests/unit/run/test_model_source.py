@@ -11,6 +11,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from octetrl.config.errors import UserError
 from octetrl.config.load import recipe_from_mapping
 from octetrl.run.model_source import found_model, with_found_model
+from octetrl.run.standing_model import CONTEXT_LENGTH, default_context_length
 
 
 @pytest.fixture(autouse=True)
@@ -74,3 +75,11 @@ def test_without_a_network_it_says_what_to_type(monkeypatch: pytest.MonkeyPatch)
     assert "hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B, then model.path=models/Qwen3-0.6B" in str(
         error.value
     )
+
+
+def test_a_run_is_served_with_its_context_length(tmp_path: Path) -> None:
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    recipe = "model: {path: m, context_length: 320}\nenvironment: {dataset: chain_sum}\n"
+    (tmp_path / "run/config.yaml").write_text(recipe + "rollout: {max_prompt_tokens: 100, max_new_tokens: 100}\n")
+    assert default_context_length(str(tmp_path / "run")) == 320
+    assert default_context_length(str(tmp_path / "model")) == CONTEXT_LENGTH

@@ -1,0 +1,60 @@
+"""What is refused before torch is imported, which takes seconds: a missing model, a folder that can't be written in.
+
+These checks come first for a quick answer. Those that decide come later: `weights_folder`, `load_spec`, `OutputFolder`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from octetrl.config.errors import UserError
+from octetrl.config.schema import Recipe
+from octetrl.run.model_source import found_model, is_of_hub
+
+RECIPE_FILE = "config.yaml"
+PARTS_OF_A_MODEL = ("checkpoints", "manifest.json", "config.json", "adapter_config.json")
+
+
+def refuse_no_model(name: str | Path) -> Path:
+    """The path of a model, run or checkpoint. Raises UserError if there is none. A model of the hub is fetched."""
+    path = found_model(name)
+    if not path.exists():
+        raise UserError(
+            f"'{path}' does not exist; give a run folder, a checkpoint, or a Hugging Face model folder with config.json"
+        )
+    if not any((path / part).exists() for part in PARTS_OF_A_MODEL):
+        raise UserError(
+            f"'{path}' is neither a run folder, nor a checkpoint, nor a Hugging Face model folder with config.json"
+        )
+    return path
+
+
+def refuse_early(recipe: Recipe, *, resume: bool) -> None:
+    """Refuse to train a model that is missing, or in a folder that can't take the run."""
+    folder = Path(recipe.output_dir)
+    if not resume:
+        refuse_held(folder)
+    _refuse_unwritable(folder)
+    if recipe.model.path is not None and not is_of_hub(recipe.model.path):
+        path = found_model(recipe.model.path)
+        if not path.exists():
+            from octetrl.models.families import load_spec
+
+            load_spec(path)  # its message says what to do
+
+
+def refuse_held(folder: Path) -> None:
+    """Refuse a new run in the folder of another one."""
+    if (folder / RECIPE_FILE).exists():
+        raise UserError(
+            f"output_dir: '{folder}' already holds a run; continue it with --resume,"
+            f" or give another folder: output_dir=..."
+        )
+
+
+def _refuse_unwritable(folder: Path) -> None:
+    there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        reason = "Permission denied" if there.is_dir() else "Not a directory"
+        raise UserError(f"output_dir: cannot write in '{folder}' ({reason}); choose another folder")

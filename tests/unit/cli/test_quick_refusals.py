@@ -1,0 +1,63 @@
+"""A missing path or a folder that can't be written in is refused before torch is imported, which takes seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from octetrl.config.errors import UserError
+from octetrl.config.load import load_recipe
+from octetrl.run.output_folder import OutputFolder
+from tests.house.tree import REPO
+
+NO_MODEL = "'gone' does not exist; give a run folder, a checkpoint, or a Hugging Face model folder with config.json"
+COMMANDS = [
+    (["generate", "gone", "-p", "hi"], NO_MODEL),
+    (["generate", "gone@3", "-p", "hi"], NO_MODEL.replace("gone", "gone@3")),
+    (["serve", "gone"], NO_MODEL),
+    (["eval", "gone", "--recipe", "demo_grpo"], NO_MODEL),
+    (["eval", "empty", "--recipe", "demo_grpo"], "'empty' is neither a run folder, nor a checkpoint, nor a Hugging"),
+    (["export", "gone", "--to", "out"], NO_MODEL),
+    (["train", "demo_grpo", "model.path=gone"], "model folder 'gone' does not exist"),
+    (["train", "demo_grpo"], "run `octetrl demo` first"),
+    (["train", "demo_grpo", "output_dir=file/run"], "output_dir: cannot write in 'file/run' (Not a directory)"),
+    (["train", "demo_grpo", "output_dir=held"], "output_dir: 'held' already holds a run; continue it with --resume"),
+]
+SCRIPT = """
+import json, sys
+sys.modules["torch"] = None  # an import of it now raises
+from octetrl.cli.main import run_command
+print(json.dumps([run_command(arguments) for arguments in json.loads(sys.argv[1])]))
+"""
+
+
+def test_torch_is_not_imported_to_refuse(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "held").mkdir()
+    (tmp_path / "held/config.yaml").touch()
+    arguments = json.dumps([command for command, _ in COMMANDS])
+    environment = os.environ | {"PYTHONPATH": str(REPO)}
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, arguments], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout) == [2] * len(COMMANDS), run.stderr
+    said = run.stderr.splitlines()
+    assert len(said) == len(COMMANDS)
+    for line, (command, says) in zip(said, COMMANDS, strict=True):
+        assert says in line, command
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "held"], "nothing was written"
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="a file system without folders of the user's")
+def test_a_folder_that_can_never_be_created_is_refused(tmp_path: Path) -> None:
+    """mkdir in /proc says that the parent is missing, as if another run had just removed it."""
+    recipe = load_recipe("demo_grpo", ["output_dir=/proc/nowhere/run"])
+    with pytest.raises(UserError, match="output_dir: cannot write in '/proc/nowhere/run'"):
+        OutputFolder(recipe, resume=False)
