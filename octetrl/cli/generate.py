@@ -71,14 +71,12 @@ def generate(
     refuse_no_model(model)
     from octetrl.run.generate import generate_text
 
-    cluster = cluster_section(device, gpus, cpus, address)
-    prompts = [prompt_of(row) for row in given]
     completions = generate_text(
         model,
-        prompts,
+        [prompt_of(row) for row in given],
         sampling,
         precision=precision,
-        cluster=cluster,
+        cluster=cluster_section(device, gpus, cpus, address),
         seed=seed,
         n=[row.get("n", n) if rows is not None else n for row in given],
         plain=plain,

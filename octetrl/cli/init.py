@@ -11,19 +11,20 @@ import typer
 from octetrl.config.errors import UserError
 
 RECIPE = """\
-# Trains a tiny model with random weights on the tasks of environment.py, with FP8 emulated on a CPU.
-# For a real model: model: {path: Qwen/Qwen3-0.6B}, or the path of a folder.
+# Trains a tiny model with random weights on the tasks of environment.py, with FP8 emulated on a CPU, in about a minute.
+# For a real model: model: {path: Qwen/Qwen3-0.6B}, or the path of a folder, and lr: 1.0e-6.
 precision: fp8_full
+fp8: {kv_cache: dynamic}  # a scale for each token, because these weights change fast
 model: {preset: tiny, init: random, tokenizer: tokenizer, context_length: 128}
-rollout: {prompts_per_step: 8, group_size: 8, max_prompt_tokens: 64, max_new_tokens: 16}
+rollout: {prompts_per_step: 8, group_size: 8, max_prompt_tokens: 64, max_new_tokens: 8}
 engine: {page_size: 16}
 trainer:
   tokens_per_micro_batch: 4096
-  optimizer: {lr: 1.0e-3}
-algorithm: {name: grpo}
+  optimizer: {lr: 5.0e-3}
+algorithm: {name: grpo, overlong_buffer: 1.0}  # a longer answer has less reward, so the model learns to end
 environment: {kind: python, dataset: "environment:environment", eval_size: 16}
-evaluation: {every: 10, right_from: 0.5}
-steps: 20
+evaluation: {every: 5}
+steps: 30
 output_dir: runs/first
 """
 ENVIRONMENT = '''\
@@ -36,49 +37,56 @@ from octetrl import Task
 ANIMALS = ("ant", "bee", "cat", "dog", "eel", "fox", "gnu", "hen", "owl", "pig")
 
 
-class SmallLetters:
-    """The model is asked for a word. The more of its answer are small letters, the better."""
+class OneLetter:
+    """The model is asked for one small letter. Anything after it lowers the score."""
 
     tasks = [
-        Task(id=f"{animal}-{number}", prompt=f"Name {animal} {number} in small letters.", answer=animal)
+        Task(id=f"{animal}-{number}", prompt=f"Give {animal} {number} a letter.", answer=animal[0])
         for animal in ANIMALS
         for number in range(20)
     ]
 
     def score(self, task, text):
-        """A number; it may not depend on anything but task and text."""
-        return sum(letter in string.ascii_lowercase for letter in text) / max(len(text), 1)
+        """A number; it may not depend on anything but task and text. Here: 1 for "a", 1/3 for "abc", 0 for "Abc"."""
+        return 1 / len(text) if text and text[0] in string.ascii_lowercase else 0.0
 
 
-environment = SmallLetters()
+environment = OneLetter()
 '''
 TEST = '''\
-"""Run it with `pytest` in this folder."""
+"""Run it in this folder: `python test_environment.py`, or `pytest` if it is installed."""
 
 from environment import environment
 
 
-def test_a_good_answer_is_worth_more():
+def test_a_short_answer_is_worth_more():
     task = environment.tasks[0]
     assert environment.score(task, task.answer) == 1.0
-    assert environment.score(task, "ANT!") == 0.0
+    assert environment.score(task, "ab") == 0.5
+    assert environment.score(task, "Ab") == 0.0
     assert environment.score(task, "") == 0.0
 
 
 def test_prompts_differ():
     prompts = [task.prompt for task in environment.tasks]
     assert len(set(prompts)) == len(prompts)
+
+
+if __name__ == "__main__":
+    test_a_short_answer_is_worth_more()
+    test_prompts_differ()
+    print("2 tests passed")
 '''
 README = """\
 # A first run with OctetRL
 
+    python test_environment.py              # the tests of the tasks and the score
     octetrl check recipe.yaml --sample 2    # what the recipe means, and two answers with their rewards
-    octetrl train recipe.yaml               # 20 steps of a tiny model
+    octetrl train recipe.yaml               # 30 steps of a tiny model: the reward rises from about 0 towards 1
     octetrl eval runs/first                 # held-out tasks
     octetrl rollouts runs/first             # what the model said
 
-`environment.py` has the tasks and the score, `test_environment.py` tests them, `recipe.yaml` has everything else.
-`tokenizer/` belongs to the tiny model; a real model brings its own.
+Tasks and score are in `environment.py`, everything else in `recipe.yaml`. `tokenizer/` belongs to the tiny model.
 """
 FILES = {"recipe.yaml": RECIPE, "environment.py": ENVIRONMENT, "test_environment.py": TEST, "README.md": README}
 TOKENIZER = "tokenizer"
@@ -106,6 +114,6 @@ def init(
         raise UserError(f"init: '{folder}' can't be created ({error.strerror}); give another folder") from None
     for name, text in FILES.items():
         (target / name).write_text(text, encoding="utf-8")
-    save_tokenizer(["Name in small letters."], target / TOKENIZER)
+    save_tokenizer(["Give a letter."], target / TOKENIZER)
     typer.echo(f"wrote {', '.join(FILES)} and {TOKENIZER}/ in {target}")
     typer.echo(f"next: cd {shlex.quote(str(target))} && octetrl train recipe.yaml")

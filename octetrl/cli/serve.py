@@ -44,10 +44,7 @@ def serve(
     address: Address = None,
     context_length: Annotated[
         int | None,
-        typer.Option(
-            min=16,
-            help="Largest number of tokens in prompt and answer; default: the run's, or a model's, at most 8192.",
-        ),
+        typer.Option(min=16, help="Tokens of prompt and answer at most; default: the run's, or a model's up to 8192."),
     ] = None,
     kv_cache_tokens: Annotated[
         int | None,
@@ -73,8 +70,7 @@ def serve(
     calibrate_on: CalibrateOn = None,
 ) -> None:
     """Serve a model by OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics."""
-    _refuse_empty(api_key)
-    refuse_no_model(model)
+    _refuse_at_once(model, api_key)
     from octetrl.run import serve as run
 
     options = run.ServeOptions(
@@ -97,7 +93,8 @@ def serve(
     run.serve(options, host=host, port=port, drain_seconds=drain_seconds, say=partial(_say, model, precision))
 
 
-def _refuse_empty(api_key: str | None) -> None:
+def _refuse_at_once(model: str, api_key: str | None) -> None:
+    refuse_no_model(model)
     if api_key == "":
         raise UserError("the API key is empty, so every client would have it; give one, or unset OCTETRL_API_KEY")
 

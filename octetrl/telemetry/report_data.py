@@ -108,6 +108,9 @@ def read_run(folder: Path) -> RunRecord:
     return RunRecord(folder, known if isinstance(known, dict) else {}, rows)
 
 
+OF_THE_END = ("rollout/truncated_share", "reward/zero_variance_fraction")  # of no interest once they are low
+
+
 def findings(run: RunRecord) -> list[str]:
     """What a person should look at, with a remedy, from the metrics of all steps."""
     found = []
@@ -133,6 +136,8 @@ def findings(run: RunRecord) -> list[str]:
     )
     for name, limit, says in checks:
         steps = steps_with(name, limit)
+        if name in OF_THE_END and run.values(name)[-1:] and run.values(name)[-1] <= limit:
+            continue  # the model has learnt it since
         if steps:
             where = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, first in step {steps[0]}"
             found.append(f"{says} ({name}, {where})")

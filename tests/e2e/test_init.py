@@ -28,15 +28,14 @@ def test_a_new_project_checks_trains_and_is_tested(
 
     monkeypatch.chdir("my/project")
     monkeypatch.syspath_prepend(str(tmp_path / "my/project"))
-    tests = runpy.run_path("test_environment.py")
-    for name, test in tests.items():
-        if name.startswith("test_"):
-            test()
+    runpy.run_path("test_environment.py", run_name="__main__")
+    assert "2 tests passed" in capsys.readouterr().out
     assert run_command(["check", "recipe.yaml"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "reference answer reward 1 empty text reward 0" in shown and "0% too long" in shown
-    small = ["steps=2", "rollout.prompts_per_step=2", "evaluation.every=0", "cluster.device=cpu"]
+    small = ["steps=2", "rollout.prompts_per_step=2", "evaluation.every=2", "cluster.device=cpu"]
     assert run_command(["train", "recipe.yaml", *small]) == 0
     lines = read_lines(Path("runs/first/metrics.jsonl"))
     assert len(lines) == 2 and all(line["train/samples"] > 0 for line in lines)
     assert all(line["mismatch/max_abs_diff"] == 0.0 for line in lines)
+    assert lines[0]["reward/mean"] < 0.3 and lines[1]["eval/accuracy"] == 0.0, "it has much to learn"

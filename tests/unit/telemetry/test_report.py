@@ -69,6 +69,9 @@ def test_findings_name_the_steps(tmp_path: Path) -> None:
     assert findings(read_run(make_run(tmp_path / "sound"))) == []
     (line,) = findings(read_run(make_run(tmp_path / "cut", **{"rollout/truncated_share": 0.3})))
     assert "rollout.max_new_tokens" in line and "12 steps, first in step 1" in line
+    learnt = read_run(make_run(tmp_path / "learnt", **{"rollout/truncated_share": 0.3}))
+    learnt.rows[-1]["rollout/truncated_share"] = 0.1
+    assert findings(learnt) == [], "in the end the answers are short enough"
 
 
 def test_the_terminal_gets_the_same_in_short(tmp_path: Path) -> None:
