@@ -25,6 +25,7 @@ from octetrl.telemetry.report_data import (
 )
 from octetrl.telemetry.rollout_reader import MODEL, Filter, Interval, SampledGroup, SampledRow, rollout_files, select
 from octetrl.telemetry.rollouts import EVALUATIONS
+from octetrl.telemetry.step_line import duration
 
 BARS = 60  # of the chart of phases
 CHARACTERS = 1500  # of one answer on the page
@@ -72,8 +73,7 @@ def report_page(runs: Sequence[RunRecord]) -> str:
 def terminal_report(runs: Sequence[RunRecord]) -> Iterator[str]:
     """Lines of the report for a terminal, no wider than 100 columns."""
     for run in runs:
-        hours = f"{run.hours[-1]:.2f} h" if run.hours[-1] >= 0.1 else f"{run.hours[-1] * 3600:.0f} s"
-        yield f"{run.name}: {len(run.rows)} steps in {hours}"
+        yield f"{run.name}: {len(run.rows)} steps in {duration(run.hours[-1] * 3600) or '0 s'}"
         for name in HEADLINES:
             values = run.values(name)
             if len(values) > 0:

@@ -163,9 +163,11 @@ def line(parts: list[Part]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time in one unit; empty for none."""
+    """A time: seconds below a minute, then minutes and seconds (1:57), or hours (2:03:10). Empty for none."""
     if seconds <= 0:
         return ""
-    size, unit = next(((n, unit) for n, unit in ((3600, "h"), (60, "min")) if seconds >= 2 * n), (1, "s"))
-    small = unit == "h" or (unit == "s" and seconds < 9.95)
-    return f"{seconds / size:.1f} {unit}" if small else f"{seconds / size:.0f} {unit}"
+    if seconds < 59.5:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    minutes, whole = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{whole:02}" if hours else f"{minutes}:{whole:02}"

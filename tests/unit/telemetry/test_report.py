@@ -76,7 +76,7 @@ def test_findings_name_the_steps(tmp_path: Path) -> None:
 
 def test_the_terminal_gets_the_same_in_short(tmp_path: Path) -> None:
     lines = list(terminal_report([read_run(make_run(tmp_path / "run"))]))
-    assert lines[0].startswith("run: 12 steps in 0.12 h")
+    assert lines[0].startswith("run: 12 steps in 7:12")
     assert any(line.strip().startswith("reward/mean") and line.endswith("0.1 → 1.2") and "▁" in line for line in lines)
     assert max(map(len, lines)) <= 120
 
