@@ -20,7 +20,8 @@ def field_hint(option: str, arguments: Sequence[str]) -> str:
     fields = list(_fields(Recipe))
     found = [field for field in fields if field == name or field.endswith(f".{name}")]
     trained = [one for one in found if one.startswith("trainer.")]  # before the critic's field of the same name
-    field = name if name in found else (found if len(found) == 1 else trained or [OURS.get(name)])[0]
+    certain = [name] if name in found else found if len(found) == 1 else trained
+    field = certain[0] if certain else OURS.get(name)
     return f"; a field of the recipe has no dashes: {field}={_value(option, arguments)}" if field else ""
 
 

@@ -78,7 +78,7 @@ def generate(
         precision=precision,
         cluster=cluster_section(device, gpus, cpus, address),
         seed=seed,
-        n=[row.get("n", n) if rows is not None else n for row in given],
+        n=[int(row.get("n", n)) for row in given],
         plain=plain,
         shows_progress=True,
     )

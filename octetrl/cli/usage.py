@@ -15,7 +15,7 @@ from typer.core import TyperCommand
 from octetrl.cli.field_hint import field_hint
 from octetrl.config.errors import nearest
 
-SHORT = {("generate", "--prompts"): "; write -p TEXT (--prompt) for each prompt, or --input FILE for many"}
+SHORT = {"generate --prompts": "; write -p TEXT (--prompt) for each prompt, or --input FILE for many"}
 _LABELS = {"int": "N", "float": "X", "str": "TEXT", "bool": "", "list[str]": "TEXT"}
 _SAYS = (
     (r"Input should be a valid number.*", "is not a number"),
@@ -72,7 +72,7 @@ def usage_text(message: str, arguments: Sequence[str]) -> str:
     if unknown is not None:
         possible = re.search(r"\(Possible options: (.*)\)", text)
         hint = nearest(unknown[1], possible[1].split(", ")) if possible else ""
-        hint = field_hint(unknown[1], arguments) or SHORT.get((*arguments[:1], unknown[1]), hint)
+        hint = field_hint(unknown[1], arguments) or SHORT.get(f"{next(iter(arguments), '')} {unknown[1]}", hint)
         return f"{unknown[1]}: there is no such option{hint}"
     return text
 
