@@ -155,7 +155,7 @@ def environment_parts(metrics: Mapping[str, float], label: str, form: str) -> li
     begin, end = form.split("{}")
     found = {name.removeprefix(begin).removesuffix(end): value for name, value in metrics.items()
              if name.startswith(begin) and name.endswith(end)}  # fmt: skip
-    return [Part("", label), *(Part(name, f"{value:.3f}") for name, value in found.items())] if found else []
+    return [Part("", label), *(Part(name, f"{value:.3f}") for name, value in sorted(found.items()))] if found else []
 
 
 def line(parts: list[Part]) -> str:

@@ -199,8 +199,8 @@ def test_what_a_person_sees_names_each_environment(
 ) -> None:
     run(model, tmp_path / "run", several(TWO, **{"steps": 1, "evaluation.every": 1, "logging.console": "plain"}))
     console = capsys.readouterr().out
-    assert "  reward by environment  noise 0." in console and "exact 0.000" in console
-    assert "  accuracy by environment  noise 0.000  exact 0.000" in console
+    assert "  reward by environment  exact 0.000  noise 0." in console
+    assert "  accuracy by environment  exact 0.000  noise 0.000" in console
     report = (whole / "report.html").read_text()
     assert "noise: reward" in report and "talk: held-out accuracy" in report
     assert "environment exact" in report and "weight 1" in report

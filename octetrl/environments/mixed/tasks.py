@@ -1,9 +1,9 @@
 """The tasks of several environments in one order, by their weights.
 
 The next task comes from the environment that is furthest below its share (environments/order.py), so the shares follow
-the weights exactly. Within an environment the tasks come in its own order, with its own seed, epochs and held-out
-tasks. A prompt that one environment holds out is skipped in all of them. The order depends on nothing else: the number
-of workers, a resume, or batches that are drawn ahead change none of it.
+the weights exactly; of equals the first by name. Within an environment the tasks come in its own order, with its own
+seed, epochs and held-out tasks. A prompt that one environment holds out is skipped in all of them. The order depends on
+nothing else: the number of workers, a resume, or batches that are drawn ahead change none of it.
 
 The shares count from the first step, or from the resume that changed a weight. So a new weight holds at once, without
 making up for the earlier one.
@@ -27,9 +27,10 @@ class MixedTaskset(Taskset):
 
     def __init__(self, members: Mapping[str, Taskset], weights: Mapping[str, float]) -> None:
         assert members.keys() == weights.keys(), "each environment has a weight"
-        self._members, self._weights = dict(members), {name: weights[name] for name in members}
+        self._members = dict(sorted(members.items()))  # so that a recipe may list them in any order
+        self._weights = {name: weights[name] for name in self._members}
         self._shares = shares_of(list(self._weights.values()))
-        self._taken = dict.fromkeys(members, 0)  # since the weights are these
+        self._taken = dict.fromkeys(self._members, 0)  # since the weights are these
         held_out = {task.prompt for member in members.values() for task in member.held_out()}
         for name, member in members.items():
             with errors_named(name):

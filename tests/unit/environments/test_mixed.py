@@ -97,6 +97,16 @@ def test_a_resumed_order_is_the_order_never_interrupted(batch: int, killed_after
     assert (before + after)[: len(expected)] == expected
 
 
+def test_the_order_in_which_a_recipe_lists_them_does_not_matter() -> None:
+    members = {name: Taskset(numbered(name, 9), eval_size=2, seed=0) for name in "abc"}
+    weights = {"a": 1.0, "b": 1.0, "c": 1.0}
+    expected = MixedTaskset(members, weights)
+    drawn, held_out, state = expected.next_batch(20), expected.held_out(), expected.state()
+    backwards = {name: Taskset(numbered(name, 9), eval_size=2, seed=0) for name in "cba"}
+    other = MixedTaskset(backwards, weights)
+    assert other.next_batch(20) == drawn and other.held_out() == held_out and other.state() == state
+
+
 def test_a_new_weight_holds_at_once_and_no_task_is_skipped() -> None:
     before = mixed({"a": 1.0, "b": 1.0})
     drawn = before.next_batch(41)
