@@ -1,12 +1,15 @@
-"""Host memory and time of one of several CPU workers while it loads a model for training.
+"""Host memory and time of several CPU workers while they load one model for training.
 
     python -m benchmarks.loading --workers 2
+    python -m benchmarks.loading --workers 2 --whole    each worker reads and quantises the whole model
 
-It makes a model folder of about 1 GB in BF16 with 8,192 tokens, and loads it as the first of so many workers does:
-codes and scales of all FP8 linears, the rows that it owns, and then the optimizer (8-bit moments, no master weights,
-BF16 gradient sums of the owned rows). No other worker runs. `peak` is the largest memory of the process without mapped
-files (RssAnon) above that before loading, sampled every 5 ms; `weights` up to the loaded model, `worker` up to the
-optimizer; `after` what is left then. The seconds are the CPU time up to the loaded model. Nothing stays on the disk.
+It makes a model folder of about 1 GB in BF16 with 8,192 tokens, and loads it in so many processes, which exchange rows
+over gloo: codes and scales of all FP8 linears, the rows that a worker owns, and then the optimizer (8-bit moments, no
+master weights, BF16 gradient sums of the owned rows). `read` is what the worker with the most has read from files,
+`quantised` what it has quantised, in GB of BF16. `peak` is the largest memory of a process without mapped files
+(RssAnon) above that before loading, sampled every 5 ms; `weights` up to the loaded model, `worker` up to the optimizer;
+`after` what is left then. The seconds are those up to the loaded model: of the clock, and of the CPU, the largest of
+all workers. One thread a worker. Nothing stays on the disk.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ import multiprocessing
 import tempfile
 import threading
 import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -24,12 +29,14 @@ from octetrl.config.algorithm import SftConfig
 from octetrl.config.load import PRECISIONS
 from octetrl.config.schema import Fp8Config, ModelConfig, OptimizerConfig, Recipe
 from octetrl.fp8.policy import precision_policy
+from octetrl.layers.weight_memory import Loading
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import load_spec, spec_from_config
 from octetrl.models.hf_weights import load_weights, save_weights
-from octetrl.trainer.peers import Alone
+from octetrl.trainer.peers import join_store, serve_store
 from octetrl.trainer.shards import Share
 from octetrl.trainer.shared_weights import optimizer_of
+from octetrl.trainer.tensor_peers import connect_grid
 from octetrl.workers.models import ModelBuilder
 
 SAMPLE_SECONDS = 0.005
@@ -49,12 +56,13 @@ CONFIG = {
 }
 
 
-class FirstOf(Alone):
-    """The first of `count` workers, of which nothing is asked while a model is loaded."""
-
-    def __init__(self, count: int) -> None:
-        self.share = Share(0, count)
-        self.gradients = "sharded"
+@dataclass(frozen=True)
+class Setting:
+    folder: str
+    precision: str
+    address: str
+    share: Share
+    whole: bool
 
 
 class Memory:
@@ -86,24 +94,55 @@ def make(folder: str) -> None:
     save_weights(model, folder)
 
 
-def load(folder: str, workers: int, precision: str) -> None:
+def load(setting: Setting, found: Connection) -> None:
     torch.set_num_threads(1)
-    spec = load_spec(folder)
-    fp8 = Fp8Config(**PRECISIONS[precision])
-    recipe = Recipe(model=ModelConfig(path=folder), algorithm=SftConfig(name="sft", batch_size=1), fp8=fp8)
-    peers = FirstOf(workers)
+    spec, device = load_spec(setting.folder), torch.device("cpu")
+    fp8 = Fp8Config(**PRECISIONS[setting.precision])
+    recipe = Recipe(model=ModelConfig(path=setting.folder), algorithm=SftConfig(name="sft", batch_size=1), fp8=fp8)
+    peers = connect_grid(join_store(setting.address), setting.share, 1, device, gradients="sharded")
     policy = precision_policy(spec, fp8)
-    memory, began = Memory(), time.process_time()
-    builder = ModelBuilder(recipe, spec, policy, torch.device("cpu"), lambda model: load_weights(model, folder), peers)
+
+    def fill(model: Decoder, loading: Loading) -> None:
+        load_weights(model, setting.folder, loading=Loading(count=loading.count) if setting.whole else loading)
+
+    builder = ModelBuilder(recipe, spec, policy, device, fill, peers)
+    peers.agree(None, "start")
+    memory, cpu, began = Memory(), time.process_time(), time.perf_counter()
     model = builder.trainer_model()
-    seconds, weights = time.process_time() - began, memory.gb
+    seconds, cpu, weights = time.perf_counter() - began, time.process_time() - cpu, memory.gb
     optimizer = OptimizerConfig(states="8bit", master="stochastic_rounding")
     held = optimizer_of(model, optimizer, seed=0, peers=peers, gradients="bfloat16")
     time.sleep(2 * SAMPLE_SECONDS)
     after = (anonymous_bytes() - memory.before) / 1e9
-    peaks = f"peak GB: weights {weights:.2f}, worker {memory.gb:.2f}; after {after:.2f}"
-    print(f"{precision}, {workers} workers: {peaks}; {seconds:.1f} s of CPU time")
+    count = builder.count
+    found.send((count.read_bytes / 1e9, count.quantized_bytes / 1e9, weights, memory.gb, after, seconds, cpu))
+    peers.agree(None, "end")
     del held
+
+
+def measure(folder: str, workers: int, precision: str, *, whole: bool) -> None:
+    store, address = serve_store("127.0.0.1")
+    spawn = multiprocessing.get_context("spawn")
+    pipes = [spawn.Pipe(duplex=False) for _ in range(workers)]
+    settings = [Setting(folder, precision, address, Share(rank, workers), whole) for rank in range(workers)]
+    processes = [
+        spawn.Process(target=load, args=(setting, pipe[1])) for setting, pipe in zip(settings, pipes, strict=True)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
+        raise SystemExit(1)
+    read, quantized, weights, worker, after, seconds, cpu = (
+        max(values) for values in zip(*(pipe[0].recv() for pipe in pipes), strict=True)
+    )
+    print(
+        f"{precision}, {workers} workers{', each the whole model' if whole else ''}: read {read:.2f} GB, quantised"
+        f" {quantized:.2f} GB; peak GB: weights {weights:.2f}, worker {worker:.2f}; after {after:.2f};"
+        f" {seconds:.1f} s, {cpu:.1f} s of CPU time"
+    )
+    del store
 
 
 def in_process(target: object, *arguments: object) -> None:
@@ -118,11 +157,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[2])
     parser.add_argument("--precision", choices=sorted(PRECISIONS), default="fp8_full")
+    parser.add_argument("--whole", action="store_true", help="each worker reads and quantises everything")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         in_process(make, folder)
         for workers in arguments.workers:
-            in_process(load, folder, workers, arguments.precision)
+            measure(folder, workers, arguments.precision, whole=arguments.whole)
 
 
 if __name__ == "__main__":

@@ -218,7 +218,7 @@ def build_worker(recipe: Recipe, tokenizer: Tokenizer) -> Worker:
         policy=precision_policy(spec, recipe.fp8),
         tokenizer=tokenizer,
         algorithm=build_algorithm(recipe.algorithm),
-        load_weights=lambda model: fill_weights(model, recipe),
+        load_weights=lambda model, loading: fill_weights(model, recipe, loading),
         device=resolve_device(recipe.cluster),
         spans=Spans(),
         trains=False,

@@ -9,6 +9,7 @@ from octetrl.bench.rollout import BenchModel, draw_weights, tokenizer_of
 from octetrl.config.schema import Recipe
 from octetrl.config.tensor_cut import TensorCut
 from octetrl.fp8.policy import precision_policy
+from octetrl.layers.weight_memory import Loading
 from octetrl.models.decoder import Decoder
 from octetrl.models.hf_weights import load_weights
 from octetrl.telemetry.spans import Spans
@@ -23,11 +24,11 @@ def bench_worker(
     """A worker of `model`, or of its part of it. Workers with the same seed on the same kind of device have the same
     weights."""
 
-    def fill(decoder: Decoder) -> None:
+    def fill(decoder: Decoder, loading: Loading) -> None:
         if model.folder is None:
             draw_weights(decoder, recipe.seed)
         else:
-            load_weights(decoder, model.folder)
+            load_weights(decoder, model.folder, loading=loading)
 
     return Worker(
         recipe,
@@ -47,4 +48,5 @@ def hosted_bench_worker(
     model: BenchModel, recipe: Recipe, device: torch.device, spans: Spans, *, trains: bool, peers: Peers
 ) -> BuiltWorker:
     """The same in a process of its own, for `WorkerPlan.build`."""
-    return BuiltWorker(bench_worker(model, recipe, device, spans, trains=trains, peers=peers))
+    worker = bench_worker(model, recipe, device, spans, trains=trains, peers=peers)
+    return BuiltWorker(worker, loaded=worker.loaded)

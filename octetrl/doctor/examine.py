@@ -124,7 +124,7 @@ class ExaminedWorker:
                 needs_values=False,
                 returns=None,
             ),
-            load_weights=lambda model: fill_weights(model, recipe),
+            load_weights=lambda model, loading: fill_weights(model, recipe, loading),
             device=self.device,
             spans=Spans(),
             trains=False,

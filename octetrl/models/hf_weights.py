@@ -29,16 +29,16 @@ from torch import Tensor
 
 from octetrl.config.errors import UserError
 from octetrl.config.spec import ModelSpec
-from octetrl.fp8.format import BLOCK, E4M3
+from octetrl.fp8.format import BLOCK
 from octetrl.fp8.quantize import Quantized, dequantize_weight, quantize_weight_reference
-from octetrl.layers.stacked import Float8StackedLinear
-from octetrl.layers.weight_memory import filling
+from octetrl.layers.weight_memory import Loading, filling, scale_row
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import hf_config, hf_generation_config, load_spec
 from octetrl.models.published_codes import published_codes
 from octetrl.models.row_shards import WEIGHT, RowShards
 from octetrl.models.tensor_rows import RowPiece, cut_rows_of, pieces_of
 from octetrl.models.weight_files import (
+    CODES,
     INDEX,
     LM_HEAD,
     SCALE_SUFFIX,
@@ -51,74 +51,85 @@ from octetrl.models.weight_files import (
 )
 
 MAX_SHARD_BYTES = 5_000_000_000
+EMBEDDING = "embedding.weight"
 
 # ---------------------------------------------------------------- in
 
 
 @torch.no_grad()
-def load_weights(model: Decoder, folder: str | Path, *, new_head: bool = False) -> None:
+def load_weights(model: Decoder, folder: str | Path, *, new_head: bool = False, loading: Loading | None = None) -> None:
     """Fills `model` from a Hugging Face folder, one parameter after another, and quantises it. `new_head`: a missing
-    head becomes zero.
+    head becomes zero. `loading`: which rows are read, all of them by default; a part of a model reads its own.
 
     UserError, one line: what `checked_headers` refuses; a value that is not finite in the model's dtype (its tensor).
     """
+    loading = loading or Loading()
     headers = checked_headers(folder, model.spec.whole, scalar=model.is_scalar, new_head=new_head)
     parameters = dict(model.named_parameters())
     shards = RowShards.find(Path(folder))
-    spec, cut, fill = model.spec.whole, cut_rows_of(model.spec), filling(model)
+    spec, cut, fill = model.spec.whole, cut_rows_of(model.spec), filling(model, loading)
     by_parameter: dict[str, list[FilePiece]] = {}
     for piece in pieces(spec, scalar=model.is_scalar):
         by_parameter.setdefault(piece.parameter, []).append(piece)
     reader = _Reader(headers) if shards is None else _RowReader(shards, spec, scalar=model.is_scalar)
     with reader:
         for name, parts in by_parameter.items():
-            parameter = parameters[name]
-            own_rows = pieces_of(cut.get(name), 0, parameter.shape[0])
-            with fill(name):
+            with fill(name) as (first, filled):
+                own_rows = pieces_of(cut.get(name), first, first + len(filled))
                 for piece in parts:
-                    if piece.name not in headers:  # the new head
-                        parameter[piece.start : piece.start + piece.shape[0]].zero_()
-                        continue
-                    where = f"{headers[piece.name].file}: '{piece.name}'"
-                    _copy_rows(parameter, own_rows, _finite(reader.weight(piece.name), parameter.dtype, where), piece)
+                    for rows in _rows_of_piece(own_rows, piece):
+                        own = filled[rows.start - first : rows.start - first + rows.rows]
+                        if piece.name not in headers:  # the new head
+                            own.zero_()
+                            continue
+                        where = f"{headers[piece.name].file}: '{piece.name}'"
+                        read = reader.weight(piece.name, rows.whole, rows.whole + rows.rows)
+                        own.copy_(_finite(read, own.dtype, where))
         if model.spec.tied_embeddings and LM_HEAD in headers:
-            _check_tied(reader, headers[LM_HEAD].file)
+            start, stop = loading.rows_of(EMBEDDING, parameters[EMBEDDING])
+            _check_tied(reader, headers[LM_HEAD].file, pieces_of(cut.get(EMBEDDING), start, stop))
+    loading.count.read_bytes += reader.read_bytes
     model.requantize()
 
 
 @torch.no_grad()
-def take_published_codes(model: Decoder, folder: str | Path) -> int:
+def take_published_codes(model: Decoder, folder: str | Path, loading: Loading | None = None) -> int:
     """Replace codes and scales of the model's FP8 linears by those of a block-FP8 folder, where they fit
-    (published_codes.py). `model` is loaded from it. Returns how many linears have the folder's codes.
+    (published_codes.py). `model` is loaded from it. Returns how many linears have the folder's codes. `loading`: which
+    rows are read, all of them by default.
 
     A linear with a multiplier of 0, which some files have for blocks of zeros, keeps its own codes.
     """
+    loading = loading or Loading()
     headers = checked_headers(folder, model.spec, scalar=model.is_scalar, new_head=True)
     fitting = published_codes(model.spec, headers, scalar=model.is_scalar).fitting
     taken = 0
     with _Reader(headers) as reader:
         for name, linear in model.float8_linears():
-            read = [(piece, *reader.codes(piece.name)) for piece in fitting.get(name, ())]
-            if not read or any(bool((scale <= 0).any()) for _, _, scale in read):
+            scales = {piece: reader.scale(piece.name) for piece in fitting.get(name, ())}
+            if not scales or any(bool((scale <= 0).any()) for scale in scales.values()):
                 continue
-            for piece, codes, scale in read:
-                row = piece.start // BLOCK
-                if isinstance(linear, Float8StackedLinear):
-                    row = linear.scale_row(piece.start)
-                linear.codes[piece.start : piece.start + len(codes)] = codes.to(linear.codes.device)
-                linear.scale[row : row + len(scale)] = scale.to(linear.scale.device)
+            start, stop = loading.rows_of(f"{name}.weight", linear.codes)
+            own_rows = pieces_of(None, start, stop)
+            for piece, scale in scales.items():
+                for rows in _rows_of_piece(own_rows, piece):
+                    end, row = rows.whole + rows.rows, scale_row(linear, rows.start)
+                    own = scale[rows.whole // BLOCK : -(-end // BLOCK)]
+                    codes = reader.read(piece.name, rows.whole, end)
+                    linear.codes[rows.start : rows.start + rows.rows] = codes.to(linear.codes.device)
+                    linear.scale[row : row + len(own)] = own.to(linear.scale.device)
             linear.adopt_codes()
             taken += 1
+    loading.count.read_bytes += reader.read_bytes
     return taken
 
 
-def _copy_rows(parameter: Tensor, own_rows: Sequence[RowPiece], read: Tensor, piece: FilePiece) -> None:
-    """Copies the rows of a piece, as it was read, that this worker has of the parameter."""
+def _rows_of_piece(own_rows: Sequence[RowPiece], piece: FilePiece) -> Iterator[RowPiece]:
+    """What of `own_rows` a tensor of the folder has. `whole` is then the number of its row in that tensor."""
     for own in own_rows:
         first, last = max(own.whole, piece.start), min(own.whole + own.rows, piece.start + piece.shape[0])
         if first < last:
-            start = own.start + first - own.whole
-            parameter[start : start + last - first] = read[first - piece.start : last - piece.start]
+            yield RowPiece(own.start + first - own.whole, first - piece.start, last - first)
 
 
 def _finite(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
@@ -135,11 +146,12 @@ def _finite(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 
 class _Reader:
-    """Reads tensors by name from whichever file has them; block-FP8 comes out as BF16."""
+    """Reads rows of tensors by name from whichever file has them; block-FP8 comes out as BF16."""
 
     def __init__(self, headers: Mapping[str, TensorHeader]) -> None:
         self._headers = headers
         self._handles: dict[Path, Any] = {}
+        self.read_bytes = 0
 
     def __enter__(self) -> _Reader:
         return self
@@ -148,36 +160,43 @@ class _Reader:
         for handle in self._handles.values():
             handle.__exit__(None, None, None)
 
-    def _read(self, name: str) -> Tensor:
-        file = self._headers[name].file
-        if file not in self._handles:
-            self._handles[file] = safe_open(file, framework="pt").__enter__()
-        tensor: Tensor = self._handles[file].get_tensor(name)
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows `start` to `stop` of a tensor as it is in its file; all of them if `stop` is None."""
+        header = self._headers[name]
+        if header.file not in self._handles:
+            self._handles[header.file] = safe_open(header.file, framework="pt").__enter__()
+        handle = self._handles[header.file]
+        is_whole = stop is None or (start, stop) == (0, header.shape[0])
+        tensor: Tensor = handle.get_tensor(name) if is_whole else handle.get_slice(name)[start:stop]
+        self.read_bytes += tensor.nbytes
         return tensor
 
-    def weight(self, name: str) -> Tensor:
-        value = self._read(name)
-        if value.dtype != E4M3:
-            return value
-        value, scale = self.codes(name)
-        weight = dequantize_weight(Quantized(value, scale)).to(torch.bfloat16)
-        _check_multipliers(value, scale, weight, name)
-        return weight
+    def weight(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop`. Of block-FP8 whole blocks are read."""
+        if self._headers[name].dtype != CODES:
+            return self.read(name, start, stop)
+        first, last = start // BLOCK, -(-stop // BLOCK)
+        codes = self.read(name, first * BLOCK, min(last * BLOCK, self._headers[name].shape[0]))
+        scale = self.scale(name)[first:last]
+        weight = dequantize_weight(Quantized(codes, scale)).to(torch.bfloat16)
+        _check_multipliers(codes, scale, weight, name)
+        return weight[start - first * BLOCK : stop - first * BLOCK]
 
-    def codes(self, name: str) -> tuple[Tensor, Tensor]:
-        """Codes, and scales in float32."""
-        scale = self._read(name + SCALE_SUFFIX)
+    def scale(self, name: str) -> Tensor:
+        """All scales of a tensor of codes, in float32."""
+        scale = self.read(name + SCALE_SUFFIX)
         if scale.dtype == torch.uint8:
             scale = scale.view(torch.float8_e8m0fnu)
-        return self._read(name), scale.float()
+        return scale.float()
 
 
 class _RowReader:
-    """Reads the tensors of a checkpoint of several workers, by Hugging Face name."""
+    """Reads rows of the tensors of a checkpoint of several workers, by Hugging Face name."""
 
     def __init__(self, shards: RowShards, spec: ModelSpec, *, scalar: bool) -> None:
         self._shards = shards
         self._pieces = {piece.name: piece for piece in pieces(spec, scalar=scalar)}
+        self.read_bytes = 0
 
     def __enter__(self) -> _RowReader:
         return self
@@ -185,9 +204,13 @@ class _RowReader:
     def __exit__(self, *_: object) -> None:
         self._shards.close()
 
-    def weight(self, name: str) -> Tensor:
+    def weight(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows `start` to `stop`; all of them if `stop` is None."""
         piece = self._pieces[name]
-        return self._shards.rows(WEIGHT + piece.parameter, piece.start, piece.start + piece.shape[0])
+        stop = piece.shape[0] if stop is None else stop
+        rows = self._shards.rows(WEIGHT + piece.parameter, piece.start + start, piece.start + stop)
+        self.read_bytes += rows.nbytes
+        return rows
 
 
 def _check_multipliers(codes: Tensor, scale: Tensor, weight: Tensor, name: str) -> None:
@@ -203,11 +226,14 @@ def _check_multipliers(codes: Tensor, scale: Tensor, weight: Tensor, name: str) 
         )
 
 
-def _check_tied(reader: _Reader | _RowReader, file: Path) -> None:
-    if not torch.equal(reader.weight(LM_HEAD), reader.weight("model.embed_tokens.weight")):
-        raise UserError(
-            f"{file}: {LM_HEAD} differs from the embedding though config.json says tie_word_embeddings; set it false"
-        )
+def _check_tied(reader: _Reader | _RowReader, file: Path, own_rows: Sequence[RowPiece]) -> None:
+    for own in own_rows:
+        rows = own.whole, own.whole + own.rows
+        if not torch.equal(reader.weight(LM_HEAD, *rows), reader.weight("model.embed_tokens.weight", *rows)):
+            raise UserError(
+                f"{file}: {LM_HEAD} differs from the embedding though config.json says tie_word_embeddings; set it"
+                f" false"
+            )
 
 
 # ---------------------------------------------------------------- out

@@ -34,6 +34,7 @@ from octetrl.config.lora import targets_of, unknown_target
 from octetrl.config.schema import LoraConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.layers.tensor_group import join_rows
+from octetrl.layers.weight_memory import Loading
 from octetrl.models.decoder import Decoder
 from octetrl.models.hf_weights import hf_files, load_weights
 from octetrl.models.weight_files import SCORE
@@ -220,12 +221,12 @@ def trained_files(model: Decoder, base: str | None) -> dict[str, bytes | dict[st
     return {WEIGHTS: _adapter_tensors(model), CONFIG: _adapter_config(model, base)}
 
 
-def load_trained(model: Decoder, folder: Path) -> None:
-    """The inverse of `trained_files`."""
+def load_trained(model: Decoder, folder: Path, loading: Loading | None = None) -> None:
+    """The inverse of `trained_files`. `loading`: which rows of whole weights are read."""
     if model.lora is not None:
         load_adapter(model, folder)
     else:
-        load_weights(model, folder)
+        load_weights(model, folder, loading=loading)
 
 
 # ---------------------------------------------------------------- merged

@@ -12,16 +12,17 @@ import torch
 from torch import nn
 
 from octetrl.config.spec import ModelSpec
-from octetrl.layers.weight_memory import filling
+from octetrl.layers.weight_memory import Loading, filling
 from octetrl.models.tensor_rows import cut_rows_of, pieces_of
 
 EMBEDDING_STD = 0.02
 
 
 @torch.no_grad()
-def draw_weights(model: nn.Module, seed: int, spec: ModelSpec) -> None:
-    """Fills all parameters but adapters in place. `seed`: any integer. A part of a model gets its rows of the whole."""
-    cut, fill = cut_rows_of(spec), filling(model)
+def draw_weights(model: nn.Module, seed: int, spec: ModelSpec, loading: Loading | None = None) -> None:
+    """Fills all parameters but adapters in place, or the rows of `loading`. `seed`: any integer. A part of a model gets
+    its rows of the whole."""
+    cut, fill = cut_rows_of(spec), filling(model, loading)
     for name, parameter in model.named_parameters():
         if ".lora." in name:
             continue
@@ -34,6 +35,7 @@ def draw_weights(model: nn.Module, seed: int, spec: ModelSpec) -> None:
         rows = cut.get(name)
         whole = parameter.shape if rows is None else (rows.whole_rows, *parameter.shape[1:])
         drawn = torch.empty(whole).normal_(std=std, generator=generator)
-        with fill(name):
-            for piece in pieces_of(rows, 0, parameter.shape[0]):
-                parameter[piece.start : piece.start + piece.rows] = drawn[piece.whole : piece.whole + piece.rows]
+        with fill(name) as (first, filled):
+            for piece in pieces_of(rows, first, first + len(filled)):
+                start = piece.start - first
+                filled[start : start + piece.rows] = drawn[piece.whole : piece.whole + piece.rows]

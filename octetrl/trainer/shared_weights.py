@@ -18,12 +18,9 @@ import torch
 from torch import Tensor
 
 from octetrl.config.schema import OptimizerConfig
-from octetrl.fp8.format import BLOCK
 from octetrl.fp8.non_finite import NonFiniteError
-from octetrl.fp8.quantize import Quantized
 from octetrl.layers.linear import Float8Linear
-from octetrl.layers.stacked import Float8StackedLinear
-from octetrl.layers.weight_memory import keep_rows
+from octetrl.layers.weight_memory import keep_rows, quantize_rows, rows_per_unit, scale_row
 from octetrl.models.decoder import Decoder
 from octetrl.models.tensor_rows import cut_rows_of
 from octetrl.trainer.optimizer import GradientFormat, Optimizer, owned_rows
@@ -50,7 +47,7 @@ def keep_owned_rows(model: Decoder, peers: Peers) -> dict[str, Tensor]:
     linears = sharded_linears(model, peers)
     if not linears:
         return {}
-    table = owned_rows(dict(model.trained_parameters()), peers.share.count, _units(linears))
+    table = owned_rows(dict(model.trained_parameters()), peers.share.count, units_of(linears))
     return {name: keep_rows(linear, *table[name][peers.share.rank]) for name, linear in linears.items()}
 
 
@@ -69,7 +66,7 @@ def optimizer_of(
     """
     parameters = model.trained_parameters() if trains else ()
     copied = keep_owned_rows(model, peers) if trains else {}
-    units, cut = _units(sharded_linears(model, peers)), cut_rows_of(model.spec, model.lora)
+    units, cut = units_of(sharded_linears(model, peers)), cut_rows_of(model.spec, model.lora)
     optimizer = Optimizer(
         parameters, config, seed=seed, peers=peers, copied=copied, cut=cut, units=units, gradients=gradients
     )
@@ -142,7 +139,7 @@ class SharedWeights:
         for slot in self._optimizer.slots:
             if slot.name in self._linears:
                 try:
-                    _quantize_rows(self._linears[slot.name], slot.rows.start, slot.weight, slot.name)
+                    quantize_rows(self._linears[slot.name], slot.rows.start, slot.weight, slot.name)
                 except NonFiniteError as error:
                     return str(error)
         return None
@@ -151,9 +148,7 @@ class SharedWeights:
         cuts = []
         for name, rows in self._optimizer.rows.items():
             if name in self._linears:
-                linear = self._linears[name]
-                blocks = tuple(Rows(_scale_row(linear, start), _scale_row(linear, stop)) for start, stop in rows)
-                cuts += [Cut(linear.codes, rows), Cut(linear.scale, blocks)]
+                cuts += cuts_of_codes(self._linears[name], rows)
             else:
                 cuts.append(Cut(self._optimizer.parameters[name].detach(), rows))
         return cuts
@@ -165,26 +160,12 @@ class SharedWeights:
         return next((f"{name} is not finite" for name, is_bad in zip(self._linears, bad, strict=True) if is_bad), None)
 
 
-def _units(linears: Mapping[str, Float8Linear]) -> dict[str, int]:
-    return {name: _rows_per_unit(linear) for name, linear in linears.items()}
+def cuts_of_codes(linear: Float8Linear, rows: tuple[Rows, ...]) -> list[Cut]:
+    """Codes and scales of the weight's rows of each worker."""
+    blocks = tuple(Rows(scale_row(linear, start), scale_row(linear, stop)) for start, stop in rows)
+    return [Cut(linear.codes, rows), Cut(linear.scale, blocks)]
 
 
-def _rows_per_unit(linear: Float8Linear) -> int:
-    return linear.rows_per_unit if isinstance(linear, Float8StackedLinear) else BLOCK
-
-
-def _scale_row(linear: Float8Linear, row: int) -> int:
-    """The row of the scales at which `row` begins: the first of a block, or the end."""
-    return linear.scale_row(row) if isinstance(linear, Float8StackedLinear) else -(-row // BLOCK)
-
-
-@torch.no_grad()
-def _quantize_rows(linear: Float8Linear, first: int, rows_RK: Tensor, name: str) -> None:
-    """Quantises rows into their place in the linear's codes and scales. `first`: the first row, which begins a block.
-
-    Raises NonFiniteError naming the weight if it is not finite on a CPU. On a GPU its scales are then NaN.
-    """
-    assert first % _rows_per_unit(linear) == 0, f"row {first} does not begin a block"
-    stop = first + rows_RK.shape[0]
-    held = Quantized(linear.codes[first:stop], linear.scale[_scale_row(linear, first) : _scale_row(linear, stop)])
-    linear.quantize(rows_RK, name=name, out=held)
+def units_of(linears: Mapping[str, Float8Linear]) -> dict[str, int]:
+    """By weight: how many rows are quantised together at least."""
+    return {name: rows_per_unit(linear) for name, linear in linears.items()}

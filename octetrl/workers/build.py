@@ -6,7 +6,7 @@ names. A worker on another machine therefore receives the recipe alone, and must
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -18,10 +18,12 @@ from octetrl.config.spec import ModelSpec
 from octetrl.config.tensor_cut import TensorCut
 from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
 from octetrl.fp8.policy import precision_policy
+from octetrl.layers.weight_memory import LoadCount, Loading
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import load_spec, spec_from_config
 from octetrl.models.hf_weights import load_weights
 from octetrl.models.peft_adapters import begin_adapters
+from octetrl.models.random_weights import draw_weights
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.peers import ALONE, Peers
 from octetrl.workers.reward_model_worker import RewardModelWorker
@@ -36,6 +38,7 @@ class BuiltWorker:
 
     worker: Worker | RewardModelWorker
     scorer: RewardModelScorer | None = None
+    loaded: LoadCount = field(default_factory=LoadCount)  # what building `worker` has read and quantised
 
 
 def build_worker(
@@ -53,14 +56,14 @@ def build_worker(
     the run, with which it trains. `only_draws`, `only_trains`: other workers do the rest. Raises UserError."""
     algorithm = build_algorithm(recipe.algorithm)
     if algorithm.reward_loss is not None:
-        return BuiltWorker(
-            RewardModelWorker(recipe, build_reward_model(recipe, device, peers), algorithm, spans, peers=peers)
-        )
+        count = LoadCount()
+        model = build_reward_model(recipe, device, peers, count)
+        return BuiltWorker(RewardModelWorker(recipe, model, algorithm, spans, peers=peers), loaded=count)
     spec = model_spec(recipe)
     if only_draws:
         algorithm = replace(algorithm, needs_reference=False, needs_teacher=False)
     scorer = (
-        RewardModelScorer(recipe, device) if model_scores(recipe) and not only_trains else None
+        RewardModelScorer(recipe, device, peers) if model_scores(recipe) and not only_trains else None
     )  # refused before the policy loads
     worker = Worker(
         recipe,
@@ -68,7 +71,7 @@ def build_worker(
         policy=precision_policy(spec, recipe.fp8, recipe.numerics),
         tokenizer=tokenizer or load_tokenizer(tokenizer_folder(recipe), spec.vocab_size),
         algorithm=algorithm,
-        load_weights=lambda model: fill_weights(model, recipe),
+        load_weights=lambda model, loading: fill_weights(model, recipe, loading),
         device=device,
         spans=spans,
         trains=trains and not only_draws,
@@ -77,7 +80,7 @@ def build_worker(
     if only_draws:
         worker.trainer_model.drop_fp8_weights()  # their codes are sent
         worker.publish(worker.policy_version)
-    return BuiltWorker(worker, scorer)
+    return BuiltWorker(worker, scorer, worker.loaded)
 
 
 def model_scores(recipe: Recipe) -> bool:
@@ -93,12 +96,15 @@ def model_spec(recipe: Recipe) -> ModelSpec:
     return load_spec(_folder(recipe), scalar=recipe.algorithm.name == "reward_model")
 
 
-def fill_weights(model: Decoder, recipe: Recipe) -> None:
-    """The model from `model.path`, or random from the seed; adapters likewise from `model.lora.path`, or new."""
+def fill_weights(model: Decoder, recipe: Recipe, loading: Loading | None = None) -> None:
+    """The model from `model.path`, or random from the seed; adapters likewise from `model.lora.path`, or new.
+
+    `loading`: which rows of the model this worker fills, all of them by default."""
     if recipe.model.init == "random":
-        model.random_init(recipe.seed)
+        draw_weights(model, recipe.seed, model.spec, loading)
+        model.requantize()
     else:
-        load_weights(model, _folder(recipe))
+        load_weights(model, _folder(recipe), loading=loading)
     begin_adapters(model, recipe.seed)
 
 

@@ -35,6 +35,7 @@ from octetrl.trainer.sharded_state import (
     read_weights,
     shard_files,
 )
+from octetrl.trainer.shared_loading import load_shared
 from octetrl.trainer.state_files import Content, in_shards
 from octetrl.trainer.trainer import Trainer, TrainerState
 
@@ -142,8 +143,10 @@ def _load_model(
     """The saved weights and optimizer state of the rows that this worker owns. Whole weights are loaded in place."""
     model = trainer.model
     shards = RowShards.find(saved.folder)
-    if shards is None or model.lora is not None:
+    if model.lora is not None:
         load_trained(model, saved.folder)
+    elif shards is None:
+        load_shared(model, trainer.peers, lambda one, rows: load_trained(one, saved.folder, rows))
     own = _owned_by(trainer)
     if shards is None:
         return own.weights, own_optimizer(saved.tensors(OPTIMIZER), own)

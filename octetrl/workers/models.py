@@ -6,7 +6,7 @@ All but the critic are a `Decoder` under one `PrecisionPolicy`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -18,16 +18,18 @@ from octetrl.data.tokenizer import Tokenizer
 from octetrl.engine.weights import share_weights
 from octetrl.fp8.backends import BackendName, choose_backend
 from octetrl.fp8.policy import PrecisionPolicy, Side
+from octetrl.layers.weight_memory import LoadCount, Loading
 from octetrl.models.decoder import Decoder
 from octetrl.models.hf_weights import take_published_codes
 from octetrl.models.published_codes import takes_published_codes
 from octetrl.trainer.critic import Critic
 from octetrl.trainer.peers import ALONE, Peers
+from octetrl.trainer.shared_loading import load_shared
 from octetrl.trainer.shared_weights import keep_owned_rows
 from octetrl.workers.scalar_models import build_critic_model
 from octetrl.workers.teacher import load_teacher, teacher_fp8
 
-LoadWeights = Callable[[Decoder], None]
+LoadWeights = Callable[[Decoder, Loading], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class ModelBuilder:
     """`load_weights` fills the trainer's model, and that of a reference. `trains` false: no weight will change.
 
     Only a worker that updates all rows of the weights has whole weights of FP8 linears (layers/weight_memory.py).
+    Several workers fill a model together (trainer/shared_loading.py). `count`: what this one has loaded.
     """
 
     recipe: Recipe
@@ -44,6 +47,7 @@ class ModelBuilder:
     load_weights: LoadWeights
     peers: Peers = ALONE
     trains: bool = True
+    count: LoadCount = field(default_factory=LoadCount)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -57,9 +61,7 @@ class ModelBuilder:
         model = self._model("train", self.device, fp8_weights=updates and self.peers.share.count == 1)
         if updates:
             keep_owned_rows(model, self.peers)
-        self._load(model)
-        if takes_published_codes(self.recipe):
-            take_published_codes(model, Path(str(self.recipe.model.path)))
+        self._load(model, published=takes_published_codes(self.recipe))
         if model.lora is not None:
             model.train_adapters_alone()
         elif not updates:
@@ -77,7 +79,7 @@ class ModelBuilder:
         if algorithm.needs_teacher:
             uses_fp8 = teacher_fp8(self.recipe).train
             backend = choose_backend(self.device, self.recipe.fp8.emulate) if uses_fp8 else self._backend
-            return load_teacher(self.recipe, tokenizer, self.device, backend)
+            return load_teacher(self.recipe, tokenizer, self.device, backend, self.peers, self.count)
         return self._first_policy(trainer_model) if algorithm.needs_reference else None
 
     def _first_policy(self, trainer_model: Decoder) -> Decoder:
@@ -96,14 +98,19 @@ class ModelBuilder:
     def critic(self) -> Critic:
         """PPO's value model with its optimizer."""
         recipe = self.recipe
-        model = build_critic_model(recipe, self.spec, self.device, self.peers)
+        model = build_critic_model(recipe, self.spec, self.device, self.peers, self.count)
         return Critic(
             model, recipe.critic, recipe.trainer, total_steps=recipe.steps, seed=recipe.seed, peers=self.peers
         )
 
-    def _load(self, model: Decoder) -> None:
-        self.load_weights(model)
-        model.requantize()
+    def _load(self, model: Decoder, *, published: bool = False) -> None:
+        def load(model: Decoder, loading: Loading) -> None:
+            self.load_weights(model, loading)
+            model.requantize()
+            if published:
+                take_published_codes(model, Path(str(self.recipe.model.path)), loading)
+
+        load_shared(model, self.peers, load, self.count)
 
     def _model(self, side: Side, device: torch.device, *, fp8_weights: bool = True) -> Decoder:
         return Decoder(

@@ -32,15 +32,18 @@ from octetrl.models.hf_weights import load_weights
 from octetrl.records import RolloutStatus, Task
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.trainer.packing import PackingLayout, pack_to_score
+from octetrl.trainer.peers import ALONE, Peers
 from octetrl.trainer.prepared import on_device
 from octetrl.trainer.scalar_trainer import ScalarTrainer
+from octetrl.trainer.shared_loading import load_shared
 from octetrl.workers.scalar_models import scalar_decoder
 
 
 class RewardModelScorer:
     """Holds `environment.reward_model`. UserError for a folder that holds no reward model with its tokenizer."""
 
-    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+    def __init__(self, recipe: Recipe, device: torch.device, peers: Peers = ALONE) -> None:
+        """`peers`: the workers that load it together."""
         assert recipe.environment.reward_model is not None, "built for a recipe with a reward model"
         folder = Path(recipe.environment.reward_model)
         spec = load_reward_spec(folder)
@@ -51,7 +54,7 @@ class RewardModelScorer:
             )
             policy = scoring_policy(spec, recipe.fp8, recipe.numerics)
             model = scalar_decoder(recipe, spec, policy, device, fp8_weights=False)
-            load_weights(model, folder)
+            load_shared(model, peers, lambda model, rows: load_weights(model, folder, loading=rows))
             model.drop_fp8_weights()
         except UserError as error:
             raise UserError(f"environment.reward_model: {error}") from None

@@ -6,8 +6,6 @@ has a scalar head already. A reward model may have adapters (`model.lora`); a cr
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from octetrl.config.presets import preset_config
@@ -15,11 +13,13 @@ from octetrl.config.schema import LoraConfig, Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.backends import choose_backend
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
+from octetrl.layers.weight_memory import LoadCount
 from octetrl.models.families import load_critic_spec, load_spec, spec_from_config
 from octetrl.models.hf_weights import load_weights
 from octetrl.models.peft_adapters import begin_adapters
 from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.trainer.peers import ALONE, Peers
+from octetrl.trainer.shared_loading import load_shared
 from octetrl.trainer.shared_weights import keep_owned_rows
 
 
@@ -39,21 +39,28 @@ def scalar_decoder(
 
 
 def build_critic_model(
-    recipe: Recipe, policy_spec: ModelSpec, device: torch.device, peers: Peers = ALONE
+    recipe: Recipe,
+    policy_spec: ModelSpec,
+    device: torch.device,
+    peers: Peers = ALONE,
+    count: LoadCount | None = None,
 ) -> ScalarDecoder:
-    """PPO's value model, from `critic.path` or from where the policy begins."""
+    """PPO's value model, from `critic.path` or from where the policy begins. `count` is added to."""
     path = recipe.critic.path
     if path is None:
-        return _of_the_model_section(recipe, device, peers)
+        return _of_the_model_section(recipe, device, peers, count=count)
     spec = load_critic_spec(path, policy_spec, recipe.model.context_length)
     model = _trained(recipe, spec, device, peers)
-    load_weights(model, path, new_head=True)
+    _load(model, path, peers, count)
     return model
 
 
-def build_reward_model(recipe: Recipe, device: torch.device, peers: Peers = ALONE) -> ScalarDecoder:
-    """What a run trains: of the recipe's `model` section, its adapters and the head alone if it has any."""
-    model = _of_the_model_section(recipe, device, peers, recipe.model.lora)
+def build_reward_model(
+    recipe: Recipe, device: torch.device, peers: Peers = ALONE, count: LoadCount | None = None
+) -> ScalarDecoder:
+    """What a run trains: of the recipe's `model` section, its adapters and the head alone if it has any. `count` is
+    added to."""
+    model = _of_the_model_section(recipe, device, peers, recipe.model.lora, count)
     if model.lora is not None:
         begin_adapters(model, recipe.seed)
         model.train_adapters_alone()
@@ -61,15 +68,23 @@ def build_reward_model(recipe: Recipe, device: torch.device, peers: Peers = ALON
 
 
 def _of_the_model_section(
-    recipe: Recipe, device: torch.device, peers: Peers, lora: LoraConfig | None = None
+    recipe: Recipe,
+    device: torch.device,
+    peers: Peers,
+    lora: LoraConfig | None = None,
+    count: LoadCount | None = None,
 ) -> ScalarDecoder:
     """With its weights or random ones."""
     model = _trained(recipe, scalar_spec(recipe), device, peers, lora)
     if recipe.model.init == "random":
         model.random_init(recipe.seed)
     else:
-        load_weights(model, Path(str(recipe.model.path)), new_head=True)
+        _load(model, str(recipe.model.path), peers, count)
     return model
+
+
+def _load(model: ScalarDecoder, folder: str, peers: Peers, count: LoadCount | None) -> None:
+    load_shared(model, peers, lambda one, rows: load_weights(one, folder, new_head=True, loading=rows), count)
 
 
 def _trained(

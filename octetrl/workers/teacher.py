@@ -18,9 +18,12 @@ from octetrl.config.validate import validate_with_spec
 from octetrl.data.tokenizer import VOCABULARIES, Tokenizer, load_tokenizer
 from octetrl.fp8.backends import BackendName
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
+from octetrl.layers.weight_memory import LoadCount
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import load_spec
 from octetrl.models.hf_weights import load_weights
+from octetrl.trainer.peers import ALONE, Peers
+from octetrl.trainer.shared_loading import load_shared
 
 
 def teacher_fp8(recipe: Recipe) -> Fp8Config:
@@ -34,8 +37,16 @@ def teacher_policy(recipe: Recipe, spec: ModelSpec) -> PrecisionPolicy:
     return precision_policy(spec, teacher_fp8(recipe), recipe.numerics)
 
 
-def load_teacher(recipe: Recipe, tokenizer: Tokenizer, device: torch.device, backend: BackendName) -> Decoder:
-    """The teacher, loaded and quantised. UserError when the folder holds none that can teach this policy."""
+def load_teacher(
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    device: torch.device,
+    backend: BackendName,
+    peers: Peers = ALONE,
+    count: LoadCount | None = None,
+) -> Decoder:
+    """The teacher, loaded and quantised by all `peers` together. `count` is added to. UserError when the folder holds
+    none that can teach this policy."""
     teacher = _distillation(recipe).teacher
     assert teacher is not None, "validated: distill has a teacher"
     folder = Path(teacher)
@@ -49,7 +60,7 @@ def load_teacher(recipe: Recipe, tokenizer: Tokenizer, device: torch.device, bac
         dtype: torch.dtype = getattr(torch, recipe.model.dtype)
         policy = teacher_policy(recipe, spec)
         model = Decoder(spec, policy, "train", dtype=dtype, device=device, backend=backend, fp8_weights=False)
-        load_weights(model, folder)
+        load_shared(model, peers, lambda model, rows: load_weights(model, folder, loading=rows), count)
     except UserError as error:
         raise UserError(f"algorithm.teacher: {error}") from None
     model.drop_fp8_weights()

@@ -78,6 +78,7 @@ class Worker:
         self.recipe, self.spec, self.policy, self.device, self.spans = recipe, spec, policy, device, spans
         self.peers = peers
         models = ModelBuilder(recipe, spec, policy, device, load_weights, peers, trains)
+        self.loaded = models.count
         self.trainer_model = models.trainer_model()
         self.engine_model = models.engine_model(self.trainer_model)
         self.trainer = Trainer(

@@ -23,6 +23,7 @@ from typing import TypeVar
 import torch
 
 from octetrl.environments.scoring import Score
+from octetrl.layers.weight_memory import LoadCount
 from octetrl.records import GenerationRequest, PackedBatch, PolicyUpdate, Published, Task
 from octetrl.rollout.backend import GenerationMetrics
 from octetrl.telemetry.spans import Spans
@@ -82,7 +83,13 @@ class HostedWorker:
             last_lines=() if self._log is None else last_lines(self._log),
             done=self._micro_batches[0],
             total=self._micro_batches[1],
+            read_gb=self._loaded.read_bytes / 1e9,
+            quantized_gb=self._loaded.quantized_bytes / 1e9,
         )
+
+    @property
+    def _loaded(self) -> LoadCount:
+        return LoadCount() if self._built is None else self._built.loaded
 
     def _memory_gb(self) -> float:
         if self._gpu:
@@ -145,7 +152,8 @@ class HostedWorker:
     def state(self) -> WorkerState:
         worker = self._worker
         needs_calibration = isinstance(worker, Worker) and worker.needs_calibration
-        return WorkerState(worker.layout, worker.policy_version, needs_calibration, worker.weights_are_whole)
+        whole = worker.weights_are_whole
+        return WorkerState(worker.layout, worker.policy_version, needs_calibration, whole, self._loaded)
 
     def train(self, batch: PackedBatch) -> PolicyUpdate:
         def count(done: int, total: int) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from octetrl.config.schema import Recipe
+from octetrl.layers.weight_memory import LoadCount
 from octetrl.records import GenerationProgress, SessionEvent
 from octetrl.rollout.backend import GenerationMetrics
 from octetrl.trainer.packing import PackingLayout
@@ -37,6 +38,7 @@ class WorkerState:
     policy_version: int
     needs_calibration: bool
     weights_are_whole: bool
+    loaded: LoadCount = field(default_factory=LoadCount)  # when it was built
 
 
 @dataclass(frozen=True, slots=True)

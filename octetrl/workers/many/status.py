@@ -35,6 +35,8 @@ class WorkerStatus:
     last_lines: tuple[str, ...] = ()  # of what it printed
     done: int = 0  # micro-batches of the current `train`
     total: int = 0  # 0: it does not train
+    read_gb: float = 0.0  # of weights, from files, when it was built
+    quantized_gb: float = 0.0  # of weights, in the model's dtype
 
     @property
     def place(self) -> str:
@@ -50,7 +52,7 @@ class Heard:
 
     @property
     def line(self) -> str:
-        """For a person: worker 0 (host gpu1, GPU 3): train for 12 s, 61.2 GB"""
+        """For a person: worker 0 (host gpu1, GPU 3): train for 12 s, 61.2 GB, process 77, read 4.1 GB of weights"""
         status = self.status
         seconds = status.seconds + self.seconds_ago
         done = f" ({status.done}/{status.total} micro-batches)" if status.total else ""
@@ -58,7 +60,10 @@ class Heard:
         if not status.busy:
             doing = f"idle for {seconds:.0f} s after {status.phase}"
         silent = f", silent for {self.seconds_ago:.0f} s" if self.seconds_ago > STALE_SECONDS else ""
-        return f"{status.place}: {doing}, {status.memory_gb:.1f} GB, process {status.pid}{silent}"
+        read = ""
+        if status.read_gb:
+            read = f", read {status.read_gb:.2g} GB and quantised {status.quantized_gb:.2g} GB of weights"
+        return f"{status.place}: {doing}, {status.memory_gb:.1f} GB, process {status.pid}{read}{silent}"
 
 
 def write_status(folder: Path, heard: Sequence[Heard]) -> None:

@@ -77,6 +77,8 @@ class ManyLearningWorkers:
         self._layout, self._policy_version = states[0].layout, states[0].policy_version
         self._needs_calibration = states[0].needs_calibration
         self._weights_are_whole = True
+        if trains:
+            _say_what_was_read(console, states)
 
     @property
     def layout(self) -> PackingLayout:
@@ -249,6 +251,16 @@ class ManyWorkers(ManyLearningWorkers):
     def rollout_metrics(self) -> dict[str, float]:
         session = self.last_session
         return {} if session is None else session.named(scales_are_calibrated=self._rollout[0].scales_are_calibrated)
+
+
+def _say_what_was_read(console: Console, states: Sequence[WorkerState]) -> None:
+    read = max(state.loaded.read_bytes for state in states) / 1e9
+    if read:  # not of random weights
+        quantized = max(state.loaded.quantized_bytes for state in states) / 1e9
+        seconds = max(state.loaded.seconds for state in states)
+        console.note(
+            f"each worker read at most {read:.2g} GB of weights and quantised {quantized:.2g} GB, in {seconds:.1f} s"
+        )
 
 
 def memory_of(team: Team) -> dict[str, float]:

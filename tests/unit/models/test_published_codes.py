@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from octetrl.config.schema import Fp8Config, LoraConfig, Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.engine.weights import weight_set, weights_digest
 from octetrl.fp8.policy import precision_policy
+from octetrl.layers.weight_memory import Loading
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
 from octetrl.models.hf_weights import load_weights, save_weights_fp8, take_published_codes
@@ -80,7 +80,10 @@ def test_frozen_weights_keep_them_and_trained_ones_are_quantised_again(tmp_path:
     for lora, kept in (({"rank": 8}, True), (None, False)):
         recipe = recipe_of(tmp_path, lora=lora)
         policy = precision_policy(SPEC, recipe.fp8)
-        fill = partial(load_weights, folder=tmp_path)
+
+        def fill(model: Decoder, loading: Loading) -> None:
+            load_weights(model, tmp_path, loading=loading)
+
         builder = ModelBuilder(recipe, SPEC, policy, torch.device("cpu"), fill)
         model = builder.trainer_model()
         engine = builder.engine_model(model)

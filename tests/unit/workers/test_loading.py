@@ -17,12 +17,14 @@ from octetrl.config.presets import preset_config
 from octetrl.config.schema import Fp8Config, LoraConfig, ModelConfig, OptimizerConfig, Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.policy import precision_policy
+from octetrl.layers.weight_memory import Loading
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
 from octetrl.models.hf_weights import load_weights, save_weights, save_weights_fp8
-from octetrl.models.peft_adapters import begin_adapters
+from octetrl.models.peft_adapters import begin_adapters, load_trained
 from octetrl.models.weight_files import SINGLE
 from octetrl.trainer.peers import ALONE, Peers
+from octetrl.trainer.shared_loading import load_shared
 from octetrl.trainer.shared_weights import keep_owned_rows, optimizer_of
 from octetrl.workers.models import ModelBuilder
 from octetrl.workers.scalar_models import build_critic_model, build_reward_model
@@ -63,8 +65,8 @@ def builder(spec: ModelSpec, fp8: Fp8Config, folder: Path, peers: Peers = ALONE,
         **options.pop("recipe", {}),
     )
 
-    def fill(model: Decoder) -> None:
-        load_weights(model, folder)
+    def fill(model: Decoder, loading: Loading) -> None:
+        load_weights(model, folder, loading=loading)
         begin_adapters(model, 1)
 
     return ModelBuilder(recipe, spec, precision_policy(spec, fp8), CPU, fill, peers, **options)
@@ -196,7 +198,7 @@ def test_no_worker_holds_all_bf16_weights_while_it_loads(tmp_path: Path) -> None
         with Allocated(torch.bfloat16) as allocated:
             model = builder(spec, fp8, tmp_path, peers).trainer_model()
             peak = allocated.peak
-            load_weights(model, tmp_path)  # as a checkpoint of one worker is
+            load_shared(model, peers, lambda model, rows: load_trained(model, tmp_path, rows))  # of one worker's run
         assert allocated.peak == peak
         return allocated.now(), peak
 

@@ -58,7 +58,7 @@ def test_a_reference_is_codes_and_what_is_not_fp8(precision: str) -> None:
     policy = precision_policy(SPEC, recipe.fp8)
 
     def build() -> tuple[Decoder, None]:
-        built = ModelBuilder(recipe, SPEC, policy, CPU, lambda model: fill_weights(model, recipe), ALONE)
+        built = ModelBuilder(recipe, SPEC, policy, CPU, lambda model, rows: fill_weights(model, recipe, rows), ALONE)
         return built._first_policy(Decoder(SPEC, policy, "train", device="meta")), None
 
     assert allocated_by(build) == pytest.approx(estimated(recipe, "reference model"), rel=0.005)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from octetrl.trainer.packing import pack
@@ -28,3 +30,5 @@ def test_a_workers_line_says_how_far_it_is() -> None:
     status = WorkerStatus(0, "gpu1", "3", 77, "train", 12.0, True, 61.25, done=3, total=8)
     line = "worker 0 (host gpu1, GPU 3): train for 12 s (3/8 micro-batches), 61.2 GB, process 77"
     assert Heard(status, 0.0).line == line
+    loaded = replace(status, read_gb=4.123, quantized_gb=3.5)
+    assert Heard(loaded, 0.0).line == line + ", read 4.1 GB and quantised 3.5 GB of weights"
