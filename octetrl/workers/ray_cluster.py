@@ -33,6 +33,7 @@ from octetrl.config.cluster import ClusterConfig, lacking_gpus, local_lack
 from octetrl.config.errors import RunFailed, UserError
 from octetrl.workers import ray_watcher
 from octetrl.workers.ray_daemons import Daemons
+from octetrl.workers.ray_start import StartGuard
 
 OBJECT_STORE_BYTES = 1 << 30  # shared memory for records on their way; a batch is tens of megabytes
 LEAST_STORE_BYTES = 80 << 20  # that Ray accepts
@@ -66,21 +67,32 @@ class RayCluster:
         if self.daemons is not None:
             self.daemons.close()
             self.daemons = None
-        if self.folder is not None and self.watcher is not None and not answers:
-            for process in ray_watcher.processes_of(self.folder, exempt={os.getpid(), self.watcher.pid}):
+        if not answers:
+            for process in self.processes():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
         if self.is_ours:
             self.is_ours = False
             ray.shutdown()
-        if self.watcher is not None and self.watcher.stdin is not None:
-            watcher, self.watcher = self.watcher, None
-            assert watcher.stdin is not None
+        watcher = self.watcher
+        if watcher is not None:
+            self.dismiss_watcher()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                watcher.wait(WATCHER_SECONDS)
+
+    def processes(self) -> list[int]:
+        """Ids of the processes of a Ray that we started, except this one and the watcher."""
+        if self.folder is None or self.watcher is None:
+            return []
+        return ray_watcher.processes_of(self.folder, exempt={os.getpid(), self.watcher.pid})
+
+    def dismiss_watcher(self) -> None:
+        """Lets it remove what is left, without a word about our end."""
+        watcher, self.watcher = self.watcher, None
+        if watcher is not None and watcher.stdin is not None:
             with contextlib.suppress(OSError):
                 watcher.stdin.write(ray_watcher.BYE)
                 watcher.stdin.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                watcher.wait(WATCHER_SECONDS)
 
 
 def connect(cluster: ClusterConfig, run_folder: Path | None) -> RayCluster:
@@ -131,9 +143,10 @@ def _start(cluster: ClusterConfig, run_folder: Path | None) -> RayCluster:
         start_new_session=True,
     )
     started = RayCluster(is_ours=True, folder=folder, watcher=watcher)
+    guard = StartGuard(cluster.deadlines.silent_seconds, started.processes, started.dismiss_watcher)
     try:
         settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}  # Ray's own niceness for workers is 15
-        with _environment({**settings, ray_watcher.MARK: str(folder)}):
+        with guard, _environment({**settings, ray_watcher.MARK: str(folder)}):
             ray.init(
                 address="local",
                 num_cpus=max(cluster.num_workers, os.cpu_count() or 1),
@@ -147,7 +160,7 @@ def _start(cluster: ClusterConfig, run_folder: Path | None) -> RayCluster:
         started.daemons = Daemons(cluster.deadlines.silent_seconds)
     except Exception as error:
         started.close()
-        raise RunFailed(f"Ray did not start: {str(error).strip().splitlines()[0]}") from error
+        raise RunFailed(f"Ray did not start: {guard.why or str(error).strip().splitlines()[0]}") from error
     except BaseException:
         started.close()
         raise

@@ -44,7 +44,7 @@ class Daemons:
 
     def __init__(self, silent_seconds: float) -> None:
         self._silent_seconds = silent_seconds
-        self._daemons = [_Daemon(name, pid, os.pidfd_open(pid)) for pid, name in _children()]
+        self._daemons = [_Daemon(name, pid, os.pidfd_open(pid)) for pid, name in children()]
         self._poll = select.poll()
         for daemon in self._daemons:
             self._poll.register(daemon.handle, select.POLLIN)
@@ -82,7 +82,7 @@ class Daemons:
 
     @property
     def _is_stopped(self) -> bool:
-        return any(daemon.name in self._killed or _state(daemon.pid) == "T" for daemon in self._daemons)
+        return any(daemon.name in self._killed or state_of(daemon.pid) == "T" for daemon in self._daemons)
 
     def close(self) -> None:
         self._ends.set()
@@ -97,7 +97,7 @@ class Daemons:
         while not self._ends.wait(LOOK_SECONDS):
             now = time.monotonic()
             for daemon in self._daemons:
-                if _state(daemon.pid) != "T":
+                if state_of(daemon.pid) != "T":
                     daemon.stopped_since = None
                 elif daemon.stopped_since is None:
                     daemon.stopped_since = now
@@ -106,7 +106,7 @@ class Daemons:
                     signal.pidfd_send_signal(daemon.handle, signal.SIGKILL)
 
 
-def _state(pid: int) -> str:
+def state_of(pid: int) -> str:
     """The letter of /proc for a process's state; empty if it has ended."""
     try:
         return Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
@@ -114,7 +114,7 @@ def _state(pid: int) -> str:
         return ""
 
 
-def _children() -> Iterator[tuple[int, str]]:
+def children() -> Iterator[tuple[int, str]]:
     """Ids and names of the daemons among this process's children. None where the system can't watch them."""
     if not hasattr(os, "pidfd_open"):
         return

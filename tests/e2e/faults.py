@@ -124,9 +124,7 @@ class Attempt:
     def find_ray(self) -> Path | None:
         """Ray's folder, from the arguments of the watcher beside the run."""
         if self.ray_folder is None:
-            for name, arguments in _command_lines():
-                if _parent(name) == self.driver.pid and any(part.endswith("ray_watcher.py") for part in arguments):
-                    self.ray_folder = Path(arguments[arguments.index(next(a for a in arguments if "watcher" in a)) + 1])
+            self.ray_folder = ray_folder_of(self.driver.pid)
         return self.ray_folder
 
     def victims(self, kind: str) -> list[int]:
@@ -134,17 +132,17 @@ class Attempt:
             return [self.driver.pid]
         if kind == "reward":
             keepers = [
-                name for name, parts in _command_lines()
-                if _parent(name) == self.driver.pid and "keeper import keep" in " ".join(parts) and _scores(name)
+                name for name, parts in command_lines()
+                if parent_of(name) == self.driver.pid and "keeper import keep" in " ".join(parts) and _scores(name)
             ]  # fmt: skip
-            return [name for name, _ in _command_lines() if _parent(name) in keepers]
+            return [name for name, _ in command_lines() if parent_of(name) in keepers]
         folder = self.find_ray()
         if folder is None:
             return []
         title = "ray::_RayWorker" if kind == "worker" else kind
         mine = set(processes_of(folder, exempt={self.driver.pid}))
         return [
-            name for name, parts in _command_lines()
+            name for name, parts in command_lines()
             if name in mine and (parts[0].startswith(title) or Path(parts[0]).name == title)
         ]  # fmt: skip
 
@@ -185,9 +183,9 @@ class Attempt:
         code, folder = self.driver.returncode, self.ray_folder
         if folder is not None:
             wait_for(lambda: not folder.exists() and not processes_of(folder, exempt=set()), "Ray to be gone", 120.0)
-        wait_for(lambda: not any(_parent(name) == self.driver.pid for name, _ in _command_lines()), "children to end")
+        wait_for(lambda: not any(parent_of(name) == self.driver.pid for name, _ in command_lines()), "children to end")
         mine = f"{self.run}".encode()
-        wait_for(lambda: not any(_mentions(name, mine) for name, _ in _command_lines()), "all processes to end", 120.0)
+        wait_for(lambda: not any(_mentions(name, mine) for name, _ in command_lines()), "all processes to end", 120.0)
         wait_for(lambda: not _plasma() - self.shared_before, "shared memory to be freed", 120.0)
         assert not list(self.temporary.iterdir()), list(self.temporary.iterdir())
         said = self.said
@@ -207,7 +205,15 @@ def _printed_of_worker(said: str) -> list[str]:
     return [line for line in said.splitlines() if line.startswith("    ")]
 
 
-def _command_lines() -> Iterator[tuple[int, list[str]]]:
+def ray_folder_of(driver: int) -> Path | None:
+    """The temporary folder of the Ray that a process started, from the arguments of the watcher beside it."""
+    for name, arguments in command_lines():
+        if parent_of(name) == driver and any(part.endswith("ray_watcher.py") for part in arguments):
+            return Path(arguments[arguments.index(next(a for a in arguments if "watcher" in a)) + 1])
+    return None
+
+
+def command_lines() -> Iterator[tuple[int, list[str]]]:
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError):
@@ -216,7 +222,7 @@ def _command_lines() -> Iterator[tuple[int, list[str]]]:
                     yield int(name), parts
 
 
-def _parent(pid: int) -> int:
+def parent_of(pid: int) -> int:
     try:
         return int(Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
     except (OSError, IndexError):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +13,20 @@ import pytest
 from tests.e2e.installed_ray import ray  # noqa: F401  # isort: skip: the imports of octetrl.workers.ray_* need it
 
 from octetrl.run.loop import train
-from tests.e2e.faults import CHANGES, Moment, assert_same_run, moments, struck_run
+from octetrl.workers.ray_watcher import processes_of
+from tests.e2e.faults import (
+    CHANGES,
+    Moment,
+    assert_same_run,
+    command_lines,
+    moments,
+    parent_of,
+    ray_folder_of,
+    struck_run,
+    wait_for,
+)
 from tests.e2e.tiny_run import tiny_recipe
+from tests.house.tree import REPO
 from tests.unit.workers.many.thread_team import RunTeam
 
 
@@ -37,3 +52,36 @@ def test_a_run_whose_processes_are_killed_is_the_run_that_nobody_killed(
 def test_a_seed_names_its_moments_and_strikes_everything() -> None:
     assert moments(7, 20) == moments(7, 20) != moments(8, 20)
     assert len({(moment.victim, moment.signal) for moment in moments(7, 10)}) == 10
+
+
+STARTS = """
+from octetrl.config.cluster import ClusterConfig, DeadlineConfig
+from octetrl.workers import ray_start
+from octetrl.workers.ray_cluster import connect
+ray_start.RAISE_SECONDS = 1.0
+connect(ClusterConfig(cpus=2, deadlines=DeadlineConfig(silent_seconds=2.0)), None)
+"""
+
+
+@pytest.mark.slow
+def test_a_start_whose_gcs_server_stops_ends_with_one_line_and_leaves_nothing() -> None:
+    """`ray.init` alone would never return."""
+    driver = subprocess.Popen([sys.executable, "-c", STARTS], stderr=subprocess.PIPE, text=True, cwd=REPO)
+
+    def child(name: str) -> int | None:
+        found = (pid for pid, parts in command_lines() if parent_of(pid) == driver.pid and Path(parts[0]).name == name)
+        return next(found, None)
+
+    try:
+        wait_for(lambda: driver.poll() is not None or child("raylet") is not None, "raylet to appear", 60.0)
+        gcs_server = child("gcs_server")
+        assert gcs_server is not None
+        folder = ray_folder_of(driver.pid)
+        os.kill(gcs_server, signal.SIGSTOP)
+        _, said = driver.communicate(timeout=60)
+    finally:
+        driver.kill()
+    assert (driver.returncode, len(said.splitlines())) == (1, 1), said
+    assert said.startswith("octetrl: Ray did not start: its process gcs_server was stopped for ")
+    assert folder is not None
+    wait_for(lambda: not folder.exists() and not processes_of(folder, exempt=set()), "Ray to be gone", 60.0)

@@ -1,18 +1,24 @@
-"""Ray's daemons as children of this process: while one is stopped no call begins, and it goes on or is killed."""
+"""Ray's daemons as children of this process: while one is stopped no call begins, and it goes on or is killed.
+
+While Ray starts, one that stops or dies ends the start.
+"""
 
 from __future__ import annotations
 
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from octetrl.workers import ray_start
 from octetrl.workers.ray_daemons import Daemons, RayLost
+from octetrl.workers.ray_start import StartGuard
 
 
 @pytest.fixture
@@ -61,3 +67,55 @@ def test_a_daemon_that_stays_stopped_is_killed_and_named(raylet: subprocess.Pope
     finally:
         daemons.close()
     assert raylet.wait(30) == -signal.SIGKILL
+
+
+# --- while Ray starts ----------------------------------------------------------------------------------------
+
+
+def why_it_ended(strike: Callable[[], None], silent_seconds: float = 600.0) -> tuple[str | None, list[int]]:
+    """Why a start is given up after `strike`, and the processes that are then killed. `ray.init` is the inner block,
+    which raises."""
+    other = subprocess.Popen([shutil.which("sleep") or "/bin/sleep", "600"])
+    guard = StartGuard(silent_seconds, lambda: [other.pid], lambda: None)
+    with guard:
+        time.sleep(2 * ray_start.LOOK_SECONDS)  # it has seen the daemon
+        strike()
+        code = other.wait(30)
+    return guard.why, [code]
+
+
+def test_a_daemon_that_dies_or_stays_stopped_ends_the_start(raylet: subprocess.Popen[bytes]) -> None:
+    stopped = why_it_ended(lambda: stop(raylet), silent_seconds=0.2)
+    assert stopped == ("its process raylet was stopped for 1 s; start the run again", [-signal.SIGKILL])
+    raylet.send_signal(signal.SIGCONT)
+    assert why_it_ended(raylet.kill) == ("its process raylet died; start the run again", [-signal.SIGKILL])
+
+
+def test_a_start_that_takes_too_long_names_what_is_missing(
+    raylet: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_start, "START_SECONDS", 1.0)
+    why, _ = why_it_ended(lambda: None)
+    assert why in [f"its process gcs_server was awaited for {seconds} s; start the run again" for seconds in (1, 2)]
+
+
+def test_a_start_that_ends_well_leaves_everything_alone(raylet: subprocess.Popen[bytes]) -> None:
+    with StartGuard(0.1, lambda: [raylet.pid], lambda: None) as guard:
+        time.sleep(2 * ray_start.LOOK_SECONDS)
+    assert guard.why is None and raylet.poll() is None
+
+
+HANGS = """
+import os, sys, time
+from octetrl.workers import ray_start
+ray_start.RAISE_SECONDS, ray_start.START_SECONDS = 0.1, 0.1
+with ray_start.StartGuard(600, lambda: [], lambda: os.write(1, b"dismissed")):
+    time.sleep(600)
+"""
+
+
+def test_a_start_that_does_not_raise_ends_the_process_with_one_line() -> None:
+    ended = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (1, "dismissed")
+    said = "octetrl: Ray did not start: its process gcs_server was awaited for 1 s; start the run again\n"
+    assert ended.stderr in (said, said.replace("1 s", "0 s"))
