@@ -15,7 +15,13 @@ if TYPE_CHECKING:
     from octetrl.telemetry.eval_report import EvalReport
 
 LABELS = {"accuracy": "accuracy", "reward_mean": "reward"}
-LENGTHS = {"mean": "mean length", "p50": "median", "p90": "90 %", "p99": "99 %", "max": "longest"}
+LENGTHS = {
+    "mean": "mean length",
+    "p50": "median length",
+    "p90": "90% of lengths",
+    "p99": "99% of lengths",
+    "max": "longest",
+}
 
 IN_ENVIRONMENT, MEAN = "accuracy in ", "mean of environments"
 

@@ -89,7 +89,8 @@ def read_run(folder: Path) -> RunRecord:
     """Read a run's folder. Raises UserError if it has no metrics."""
     path = folder / METRICS_FILE
     if not path.is_file():
-        raise UserError(f"report: '{folder}' has no {METRICS_FILE}; give the folder of a run")
+        missing = f"has no {METRICS_FILE}" if folder.is_dir() else "does not exist"
+        raise UserError(f"report: '{folder}' {missing}; give the folder of a run")
     rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:

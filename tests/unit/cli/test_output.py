@@ -33,9 +33,11 @@ def completion(text: str) -> Completion:
 
 
 def replace_function(monkeypatch: pytest.MonkeyPatch, module: str, name: str, function: Any) -> None:
-    import octetrl.cli.verbs  # noqa: F401 (it imports modules of the package that is replaced)
+    import octetrl.cli.verbs
+    import octetrl.run
 
     package, stand_in = ModuleType("octetrl.run"), ModuleType(module)
+    package.__path__ = octetrl.run.__path__  # its other modules are the real ones
     setattr(stand_in, name, function)
     monkeypatch.setitem(sys.modules, "octetrl.run", package)
     monkeypatch.setitem(sys.modules, module, stand_in)
@@ -115,7 +117,7 @@ def test_eval_hands_over_targets_and_recipe(
         (["runs/x", "runs/y"], 0.9, 1, (), 0.0, False),
         (["runs/x", "runs/y"], 0.9, 4, (1, 4), 0.5, True),
     ]
-    assert "accuracy      0.5000 [" in capsys.readouterr().out
+    assert "accuracy         0.5000 [" in capsys.readouterr().out
     assert run_command([*arguments, "environment.eval_size=0"]) == 2
     assert "no task is held out" in capsys.readouterr().err
 

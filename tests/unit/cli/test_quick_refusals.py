@@ -23,6 +23,8 @@ COMMANDS = [
     (["eval", "gone", "--recipe", "demo_grpo"], NO_MODEL),
     (["eval", "empty", "--recipe", "demo_grpo"], "'empty' is neither a run folder, nor a checkpoint, nor a Hugging"),
     (["export", "gone", "--to", "out"], NO_MODEL),
+    (["report", "gone"], "report: 'gone' does not exist; give the folder of a run"),
+    (["report", "empty"], "report: 'empty' has no metrics.jsonl; give the folder of a run"),
     (["train", "demo_grpo", "model.path=gone"], "model folder 'gone' does not exist"),
     (["train", "demo_grpo"], "run `octetrl demo` first"),
     (["train", "demo_grpo", "output_dir=file/run"], "output_dir: cannot write in 'file/run' (Not a directory)"),
