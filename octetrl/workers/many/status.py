@@ -62,8 +62,13 @@ class Heard:
         silent = f", silent for {self.seconds_ago:.0f} s" if self.seconds_ago > STALE_SECONDS else ""
         read = ""
         if status.read_gb:
-            read = f", read {status.read_gb:.2g} GB and quantised {status.quantized_gb:.2g} GB of weights"
+            read = f", read {size(status.read_gb)} and quantised {size(status.quantized_gb)} of weights"
         return f"{status.place}: {doing}, {status.memory_gb:.1f} GB, process {status.pid}{read}{silent}"
+
+
+def size(gb: float) -> str:
+    """4.1 GB, or 33 MB."""
+    return f"{gb:.1f} GB" if gb >= 0.1 else f"{1e3 * gb:.2g} MB"
 
 
 def write_status(folder: Path, heard: Sequence[Heard]) -> None:

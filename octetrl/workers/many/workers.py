@@ -41,6 +41,7 @@ from octetrl.workers.many.balance import Costs, deal
 from octetrl.workers.many.deadlines import Deadlines, WorkerLost
 from octetrl.workers.many.plan import RolloutFacts, WorkerState
 from octetrl.workers.many.session import ManySession
+from octetrl.workers.many.status import size
 from octetrl.workers.many.team import PartOfTeam, Team
 from octetrl.workers.training_progress import most_tokens
 
@@ -259,7 +260,7 @@ def _say_what_was_read(console: Console, states: Sequence[WorkerState]) -> None:
         quantized = max(state.loaded.quantized_bytes for state in states) / 1e9
         seconds = max(state.loaded.seconds for state in states)
         console.note(
-            f"each worker read at most {read:.2g} GB of weights and quantised {quantized:.2g} GB, in {seconds:.1f} s"
+            f"each worker read at most {size(read)} of weights and quantised {size(quantized)}, in {seconds:.1f} s"
         )
 
 

@@ -32,3 +32,5 @@ def test_a_workers_line_says_how_far_it_is() -> None:
     assert Heard(status, 0.0).line == line
     loaded = replace(status, read_gb=4.123, quantized_gb=3.5)
     assert Heard(loaded, 0.0).line == line + ", read 4.1 GB and quantised 3.5 GB of weights"
+    small = replace(status, read_gb=0.041, quantized_gb=0.033)
+    assert Heard(small, 0.0).line == line + ", read 41 MB and quantised 33 MB of weights"
