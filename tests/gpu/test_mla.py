@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from octetrl.fp8.relative_error import relative_error
 from octetrl.kernels.attention.latent_decode import latent_decode
 from octetrl.kernels.attention.latent_packed import latent_packed
 from octetrl.kernels.attention.latent_paged import latent_paged
+from octetrl.kernels.attention.latent_rows import latent_rows
 from octetrl.kernels.attention.latent_store import latent_replay, latent_replay_reference
+from octetrl.kernels.gluon import fallbacks
 from octetrl.kernels.rows.rope import rope_reference, rope_triton
 from octetrl.layers.context import PackedContext
 from octetrl.layers.rotary import RotaryTable
@@ -71,6 +74,86 @@ def test_decode_prefill_and_packed_forward_have_the_same_bits(heads: int, dtype:
             if max(counts) == 1:
                 tables = *moved[:6], moved[7], SCALE
                 assert all(torch.equal(latent_decode(*tables, split=split), found) for split in (False, True))
+
+
+BORDERS = (0, 1, 2, 63, 64, 65, 127, 129, 640, 1_023, 1_024, 1_025, 2_047, 2_049, 3_001)
+
+
+def decode_tables(
+    contexts: list[int], heads: int, page_size: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, float]:
+    """Sequences read random pages, some of them the same; the table has -1 past each sequence's last page."""
+    generator = torch.Generator("cuda").manual_seed(len(contexts) + heads)
+    count, pages, columns = len(contexts), 300, -(-max(*contexts, 1) // page_size) + 1
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda").bfloat16()
+
+    q_latent_BHC, q_rotary_BHR = draw(heads, count, LATENT).transpose(0, 1), draw(count, heads, ROTARY)
+    scale = torch.rand(pages, 1, page_size, generator=generator, device="cuda") + 0.5 if dtype == E4M3 else None
+    context_B = torch.tensor(contexts, dtype=torch.int32, device="cuda")
+    table_BP = torch.randint(pages, (count, columns), generator=generator, device="cuda", dtype=torch.int32)
+    first_P = torch.arange(columns, device="cuda") * page_size
+    table_BP = torch.where(first_P < context_B[:, None], table_BP, -1)
+    latents, keys = draw(pages, page_size, LATENT).to(dtype), draw(pages, page_size, ROTARY)
+    return q_latent_BHC, q_rotary_BHR, latents, keys, scale, table_BP, context_B, SCALE
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("count", "heads", "page_size"),
+    [(1, 16, 128), (15, 5, 32), (17, 20, 64), (131, 16, 128), (512, 16, 128)],
+)
+def test_every_way_to_decode_has_the_same_bits(count: int, heads: int, page_size: int, dtype: torch.dtype) -> None:
+    contexts = [BORDERS[(7 * i + 8) % len(BORDERS)] for i in range(count)]
+    tables = decode_tables(contexts, heads, page_size, dtype)
+    want = latent_decode(*tables, split=True, gluon=False)
+    ways = ((False, False), (False, True), (True, True), ("chosen", True))
+    found = {way: latent_decode(*tables, way[0], gluon=way[1]) for way in ways}  # type: ignore[arg-type]
+    assert not fallbacks and want.isfinite().all()
+    assert [how for how, out in found.items() if not torch.equal(out, want)] == []
+    for b in range(0, count, 37):
+        latent_BHC, rotary_BHR, latents, keys, scale, table_BP = tables[:6]
+        at = torch.arange(contexts[b], device="cuda")
+        page, slot = table_BP[b, at // page_size].long(), at % page_size
+        value_SC = latents.float()[page, slot].double() * (
+            1.0 if scale is None else scale[page, 0, slot, None].double()
+        )
+        scores_HS = latent_BHC[b].double() @ value_SC.T + rotary_BHR[b].double() @ keys[page, slot].double().T
+        expected = (SCALE * scores_HS).softmax(1) @ value_SC
+        assert not contexts[b] or relative_error(want[b], expected) < 1e-2, contexts[b]
+
+
+@DTYPES
+def test_a_captured_decode_takes_other_lengths(dtype: torch.dtype) -> None:
+    tables = decode_tables([3_001] * 140, HEADS, 128, dtype)
+    latent_decode(*tables)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = latent_decode(*tables)
+    tables[6].copy_(torch.tensor([BORDERS[i % len(BORDERS)] for i in range(140)], dtype=torch.int32))
+    graph.replay()
+    assert torch.equal(out, latent_decode(*tables, split=False, gluon=False))
+
+
+@pytest.mark.parametrize("heads", [16, 20])
+def test_every_way_to_compute_packed_rows_has_the_same_bits(heads: int) -> None:
+    """A sequence of no token, and tokens after the last sequence, too. No sequence reads another's latents."""
+    lengths = (1, 0, 2, 5, 63, 64, 65, 129, 640, 1_023, 1_025, 2_049)
+    generator = torch.Generator("cuda").manual_seed(heads)
+    tokens = sum(lengths) + 7
+    shapes = (heads, tokens, LATENT), (tokens, heads, ROTARY), (tokens, LATENT), (tokens, ROTARY)
+    q_latent, *others = (torch.randn(*shape, generator=generator, device="cuda").bfloat16() for shape in shapes)
+    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda"), max(lengths), SCALE
+    want = latent_rows(q_latent.transpose(0, 1), *others, *bounds, gluon=False)
+    found = latent_rows(q_latent.transpose(0, 1), *others, *bounds)
+    assert not fallbacks and torch.equal(found, want) and not found[-7:].any() and found[:-7].any(2).all()
+    others[1][sum(lengths[:-1]) :] = torch.nan
+    poisoned = latent_rows(q_latent.transpose(0, 1), *others, *bounds)
+    assert torch.equal(poisoned[: sum(lengths[:-1])], want[: sum(lengths[:-1])])
+    assert poisoned[sum(lengths[:-1]) : sum(lengths)].isnan().all()
+    one = latent_rows(q_latent[:, :1].transpose(0, 1), *(x[:1] for x in others), bounds[0][:2], 1, SCALE)
+    assert torch.equal(one, want[:1])
 
 
 def test_rows_have_the_bits_of_the_references() -> None:

@@ -48,5 +48,8 @@ def functions(path: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunct
 
 
 def is_triton(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether a function is compiled for the device: decorated with `triton.jit`, bare or with arguments."""
-    return any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+    """Whether a function is compiled for the device: decorated with `triton.jit` or `gluon.jit`, bare or with
+    arguments."""
+    return any(
+        jit in ast.unparse(decorator) for decorator in function.decorator_list for jit in ("triton.jit", "gluon.jit")
+    )

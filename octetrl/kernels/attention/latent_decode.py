@@ -9,13 +9,17 @@ reads a sequence's latents once for these heads, and each latent is key and valu
 context return at once, so a captured grid needs no lengths. A second kernel merges the chunks in ascending order. Both
 ways have the same bits, because the order is defined by chunks.
 
+Pages of E4M3 latents of 512 elements run in Gluon on Hopper (latent_decode_gluon.py), mostly by chunks, with the same
+bits. On one H200, decode of 256 sequences of 640 tokens took 63 microseconds instead of 141, of 64 sequences of up to
+4,096 tokens 88 instead of 386. BF16 pages need 4 warps: 68 and 163 microseconds instead of 85 and 221.
+
 B sequences, P pages of the longest block table, H heads, C query columns, N keys of a tile, L latent elements, S
 chunks.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
@@ -38,7 +42,8 @@ from octetrl.kernels.attention.latent_order import (
     load_values,
     update_latent_columns,
 )
-from octetrl.kernels.attention.latent_rows import SMALLEST_BLOCK
+from octetrl.kernels.attention.latent_rows import GLUON_SIZES, SMALLEST_BLOCK
+from octetrl.kernels.gluon import COMPILER_ERRORS, can_run, give_up
 
 COLUMNS = 16  # heads of one program
 
@@ -142,8 +147,11 @@ def latent_decode(
     context_lens_B: Tensor,
     softmax_scale: float,
     split: bool | Literal["chosen"] = "chosen",
+    *,
+    gluon: bool = True,
 ) -> Tensor:
-    """One query per sequence; out [B, H, C]. `split`: whether chunks are computed apart; no bit depends on it."""
+    """One query per sequence; out [B, H, C]. `split`: whether chunks are computed apart. `gluon`: whether Gluon may
+    run. No bit depends on either."""
     (sequences, heads, latent), rotary = q_latent_BHC.shape, q_rotary_BHR.shape[2]
     page_size = latent_pages.shape[1]
     assert sequences == context_lens_B.shape[0], "decode takes exactly one query a sequence"
@@ -152,28 +160,50 @@ def latent_decode(
     assert LATENT_TILE % page_size == 0 or page_size % LATENT_TILE == 0, f"page size {page_size}"
     max_chunks = triton.cdiv(block_table_BP.shape[1] * page_size, KV_CHUNK)
     blocks = triton.cdiv(heads, COLUMNS)
+    codes = latent_pages.dtype == E4M3
+    gluon = (
+        gluon and codes and (latent, rotary) == GLUON_SIZES and page_size % LATENT_TILE == 0
+        and q_latent_BHC.dtype == q_rotary_BHR.dtype == torch.bfloat16
+        and can_run("latent_decode_gluon", latent_pages, key_pages)
+    )  # fmt: skip
     if split == "chosen":
-        fits = 4 * sequences * max_chunks * heads * latent <= SPLIT_BYTES
-        split = max_chunks > 1 and sequences * blocks < MULTIPROCESSORS and fits
+        few = sequences * blocks < MULTIPROCESSORS
+        gains = max_chunks > 1 or not few if gluon else max_chunks > 1 and few
+        split = gains and 4 * sequences * max_chunks * heads * latent <= SPLIT_BYTES
     out_BHC = torch.empty(sequences, heads, latent, dtype=q_latent_BHC.dtype, device=latent_pages.device)
     m_BSH = l_BSH = o_BSHC = None
     if split:
         m_BSH, l_BSH = torch.empty(2, sequences, max_chunks, heads, device=latent_pages.device).unbind()
         o_BSHC = torch.empty(sequences, max_chunks, heads, latent, device=latent_pages.device)
+    if sequences == 0:
+        return out_BHC
     shape = {"HEADS": heads, "LATENT": latent, "CHUNK": KV_CHUNK}
     block_l = max(2 * SMALLEST_BLOCK, triton.next_power_of_2(latent))
     options = {"enable_fp_fusion": False} if latent_pages.is_cuda else {}
-    if sequences:
+    operands = q_latent_BHC, q_rotary_BHR, latent_pages, key_pages, token_scale
+    chunks = (m_BSH, l_BSH, o_BSHC) if split else None
+    if not (gluon and _run_gluon(*operands, block_table_BP, context_lens_B, softmax_scale, out_BHC, chunks)):
         _latent_decode_kernel[(blocks, sequences, max_chunks if split else 1)](
-            q_latent_BHC, q_rotary_BHR, latent_pages, key_pages, token_scale, out_BHC, block_table_BP, context_lens_B,
-            m_BSH, l_BSH, o_BSHC, *q_latent_BHC.stride()[:2], *q_rotary_BHR.stride()[:2], block_table_BP.stride(0),
+            *operands, out_BHC, block_table_BP, context_lens_B, m_BSH, l_BSH, o_BSHC,
+            *q_latent_BHC.stride()[:2], *q_rotary_BHR.stride()[:2], block_table_BP.stride(0),
             max_chunks, softmax_scale * LOG2E, BLOCK_L=block_l, ROTARY=rotary,
             BLOCK_R=max(SMALLEST_BLOCK, triton.next_power_of_2(rotary)), PAGE_SIZE=page_size, COLUMNS=COLUMNS,
-            N=LATENT_TILE, CODES=latent_pages.dtype == E4M3, SPLIT=split, STAGES=2,
-            num_warps=8, **shape, **options,
+            N=LATENT_TILE, CODES=codes, SPLIT=split, STAGES=2, num_warps=8 if codes or split else 4, **shape, **options,
         )  # fmt: skip
-    if sequences and split:
+    if split:
         _latent_merge_kernel[(heads, sequences)](
             m_BSH, l_BSH, o_BSHC, out_BHC, context_lens_B, max_chunks, BLOCK_L=block_l, **shape, **options
         )
     return out_BHC
+
+
+def _run_gluon(*operands: Any) -> bool:
+    """Whether it ran."""
+    try:
+        from octetrl.kernels.attention.latent_decode_gluon import latent_decode_gluon
+
+        latent_decode_gluon(*operands)
+    except COMPILER_ERRORS as error:
+        give_up("latent_decode_gluon", error)
+        return False
+    return True

@@ -7,10 +7,15 @@ A row's output has C = 512 elements, and an order by chunks needs two accumulato
 multiprocessor's registers twice. A launch therefore computes one half of the output's columns: scores twice, values
 once, 1.5 times the multiplications. No bit depends on it, because a column's sum does not depend on other columns.
 
+Packed latents of 512 elements run in Gluon on Hopper, whole rows in one launch (latent_rows_gluon.py). Its bits are the
+same.
+
 R rows, N keys of a tile, T tokens, H heads, C latent size, L half of it, padded.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -25,9 +30,11 @@ from octetrl.kernels.attention.latent_order import (
     load_values,
     update_latent_rows,
 )
+from octetrl.kernels.gluon import COMPILER_ERRORS, can_run, give_up
 
 ROWS = 64
 SMALLEST_BLOCK = 16  # of a product's depth
+GLUON_SIZES = 512, 64  # latent and rotary key of the models that have this attention
 
 
 @triton.jit
@@ -129,10 +136,13 @@ def latent_rows(
     token_scale: Tensor | None = None,
     block_table_BP: Tensor | None = None,
     context_lens_B: Tensor | None = None,
+    *,
+    gluon: bool = True,
 ) -> Tensor:
     """Launch for packed latents [T, C] and keys [T, R] or, with a block table, for pages of `latent_store`.
 
-    Returns out [T, H, C], a view of [H, T, C], zero outside every sequence.
+    Returns out [T, H, C], a view of [H, T, C], zero outside every sequence. `gluon`: whether Gluon may run; no bit
+    depends on it.
     """
     (tokens, heads, latent), rotary = q_latent_THC.shape, q_rotary_THR.shape[2]
     assert q_latent_THC.stride(2) == q_rotary_THR.stride(2) == 1, "latent attention: the last axis must be contiguous"
@@ -141,6 +151,10 @@ def latent_rows(
     page_size = 0 if block_table_BP is None else latents.shape[1]
     assert page_size == 0 or LATENT_TILE % page_size == 0 or page_size % LATENT_TILE == 0, f"page size {page_size}"
     out_THC = torch.zeros(heads, tokens, latent, dtype=q_latent_THC.dtype, device=latents.device).transpose(0, 1)
+    if gluon and page_size == 0 and (latent, rotary) == GLUON_SIZES and latents.dtype == torch.bfloat16 and tokens:
+        operands = q_latent_THC, q_rotary_THR, latents, keys, cu_seqlens_B1, max_query_len, softmax_scale
+        if _run_gluon(*operands, out_THC):
+            return out_THC
     grid = (triton.cdiv(max_query_len * heads, ROWS), cu_seqlens_B1.numel() - 1)
     options = {"enable_fp_fusion": False} if latents.is_cuda else {}
     block_l = max(SMALLEST_BLOCK, triton.next_power_of_2(latent) // 2)
@@ -154,3 +168,17 @@ def latent_rows(
             N=LATENT_TILE, CHUNK=KV_CHUNK, CODES=latents.dtype == E4M3, HALF=half, STAGES=2, num_warps=8, **options,
         )  # fmt: skip
     return out_THC
+
+
+def _run_gluon(q_latent_THC: Tensor, q_rotary_THR: Tensor, latents: Tensor, keys: Tensor, *others: Any) -> bool:
+    """Whether it ran."""
+    if not can_run("latent_rows_gluon", latents, keys):
+        return False
+    try:
+        from octetrl.kernels.attention.latent_rows_gluon import latent_rows_gluon
+
+        latent_rows_gluon(q_latent_THC, q_rotary_THR, latents, keys, *others)
+    except COMPILER_ERRORS as error:
+        give_up("latent_rows_gluon", error)
+        return False
+    return True

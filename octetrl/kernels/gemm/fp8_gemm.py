@@ -37,13 +37,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.compiler.errors import CompilationError
-from triton.runtime.errors import OutOfResources, PTXASError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octetrl.fp8.backends import fp8_gemm_nt
 from octetrl.fp8.format import BLOCK
 from octetrl.fp8.quantize import Quantized
+from octetrl.kernels.gluon import COMPILER_ERRORS, is_of_compiler
 
 gluon_launcher: Callable[..., Tensor] | None
 try:
@@ -149,19 +148,13 @@ def fp8_gemm(x: Quantized, w: Quantized) -> Tensor:
     if config not in fallbacks:
         try:
             return run_config(config, x, w)
-        except (ImportError, CompilationError, OutOfResources, PTXASError, RuntimeError) as error:
-            if not _is_of_compiler(error):
+        except COMPILER_ERRORS as error:
+            if not is_of_compiler(error):
                 raise
             fallbacks[config] = f"{type(error).__name__}: {error}".splitlines()[0]
             said = f"fp8_gemm: {config} does not compile on this machine, so plain Triton runs ({fallbacks[config]})"
             warnings.warn(said, stacklevel=2)
     return run_config(plain_config(m), x, w)
-
-
-def _is_of_compiler(error: Exception) -> bool:
-    """Whether Gluon is missing or could not be compiled; plain Triton then gives the same bits. MLIR's passes raise a
-    plain RuntimeError. A failed launch, or missing memory, is an error of its own and not a reason to fall back."""
-    return not isinstance(error, RuntimeError) or (type(error) is RuntimeError and "PassManager" in str(error))
 
 
 def fp8_gemm_reference(x: Quantized, w: Quantized) -> Tensor:

@@ -7,6 +7,9 @@ the expert has. Rows are sorted by expert; `first_X1` says where each expert's b
 follows from the number of rows and experts alone: ceil(P / tile) + X tiles are enough for any distribution, and those
 that are not needed return at once. Nothing is read by the host, so the launch can be captured.
 
+For few rows an expert, `sort_by_expert` says which tile has which rows, and a program reads three numbers in place of
+searching `first_X1` (one layer of Qwen3-30B-A3B at 256 tokens on an H200: 165 microseconds instead of 196).
+
 `turned` multiplies by the transposed codes, for dgrad: dx[P, K] = dy[P, N] w_e[N, K] with codes [K, X N].
 
 P rows, X experts, N columns of y, K depth.
@@ -25,6 +28,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from octetrl.fp8.backends import fp8_gemm_dgrad, fp8_gemm_nt
 from octetrl.fp8.format import BLOCK
 from octetrl.fp8.quantize import Quantized
+from octetrl.kernels.rows.sort_by_expert import OWNED_ROWS
 
 
 class Tile(NamedTuple):
@@ -37,6 +41,8 @@ class Tile(NamedTuple):
 
 
 FEW, SOME, MANY = Tile(16, 64, 6, swap=True), Tile(64, 64, 4), Tile(128, 128, 3)
+
+OWNED = Tile(OWNED_ROWS, 128, 4, swap=True)  # if `owner_O3` is given
 
 
 def choose_tile(rows: int, experts: int) -> Tile:
@@ -65,15 +71,19 @@ def find_tile(first_ptr, tile, EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexp
 
 @triton.jit(do_not_specialize=["num_columns", "num_blocks", "x_scale_stride"])
 def _grouped_fp8_gemm_kernel(
-    x_desc, w_desc, x_scale_ptr, w_scale_ptr, first_ptr, y_ptr, num_columns, num_blocks, x_scale_stride,
+    x_desc, w_desc, x_scale_ptr, w_scale_ptr, first_ptr, owner_ptr, y_ptr, num_columns, num_blocks, x_scale_stride,
     row_step, block_step, w_scale_row, w_scale_column,
     EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SWAP: tl.constexpr, STAGES: tl.constexpr,
+    SWAP: tl.constexpr, STAGES: tl.constexpr, OWNED: tl.constexpr,
 ):  # fmt: skip
     tiles_n = tl.cdiv(num_columns, BLOCK_N)
     tile = tl.program_id(0) // tiles_n
     start_n = tl.program_id(0) % tiles_n * BLOCK_N
-    expert, start_m, end_m = find_tile(first_ptr, tile, EXPERTS, EXPERTS_BLOCK, BLOCK_M)
+    if OWNED:
+        owner_ptr += 3 * tile
+        expert, start_m, end_m = tl.load(owner_ptr), tl.load(owner_ptr + 1), tl.load(owner_ptr + 2)
+    else:
+        expert, start_m, end_m = find_tile(first_ptr, tile, EXPERTS, EXPERTS_BLOCK, BLOCK_M)
     if expert < EXPERTS:
         row_M, column_N = start_m + tl.arange(0, BLOCK_M), start_n + tl.arange(0, BLOCK_N)
         w_row, w_block = expert * row_step + start_n, expert * block_step
@@ -96,9 +106,15 @@ def _grouped_fp8_gemm_kernel(
 
 
 def grouped_fp8_gemm_triton(
-    x: Quantized, w: Quantized, first_X1: Tensor, tile: Tile | None = None, *, turned: bool = False
+    x: Quantized,
+    w: Quantized,
+    first_X1: Tensor,
+    tile: Tile | None = None,
+    *,
+    turned: bool = False,
+    owner_O3: Tensor | None = None,
 ) -> Tensor:
-    """The launcher. N and K multiples of 128. x.scale with strides (1, room)."""
+    """The launcher. N and K multiples of 128. x.scale with strides (1, room). `owner_O3`: only without `tile`."""
     rows, depth = x.codes.shape
     experts = first_X1.numel() - 1
     columns = w.codes.shape[0] if turned else w.codes.shape[0] // experts
@@ -106,20 +122,24 @@ def grouped_fp8_gemm_triton(
     assert w.codes.shape[1] == (experts * depth if turned else depth), f"grouped_fp8_gemm: {tuple(w.codes.shape)}"
     assert x.codes.is_contiguous() and w.codes.is_contiguous(), "grouped_fp8_gemm: codes must be contiguous"
     assert rows <= 1 or x.scale.stride(0) == 1, f"grouped_fp8_gemm: x.scale has strides {x.scale.stride()}"
+    if owner_O3 is not None:
+        assert tile is None, "grouped_fp8_gemm: owners are of tiles of one size"
+        tile = OWNED
     tile = choose_tile(rows, experts) if tile is None else tile
     y_PN = torch.empty(rows, columns, dtype=torch.bfloat16, device=x.codes.device)
     if rows == 0:
         return y_PN
     blocks = depth // BLOCK
-    tiles = triton.cdiv(rows, tile.rows) + min(experts, rows)
+    tiles = triton.cdiv(rows, tile.rows) + min(experts, rows) if owner_O3 is None else len(owner_O3)
     options = {"enable_fp_fusion": False} if x.codes.is_cuda else {}
     _grouped_fp8_gemm_kernel[(tiles * triton.cdiv(columns, tile.columns),)](
         TensorDescriptor(x.codes, [rows, depth], [depth, 1], [tile.rows, BLOCK]),
         TensorDescriptor(w.codes, list(w.codes.shape), [w.codes.shape[1], 1], [tile.columns, BLOCK]),
-        x.scale, w.scale, first_X1, y_PN, columns, blocks, x.scale.stride(1) if blocks > 1 else rows,
+        x.scale, w.scale, first_X1, owner_O3, y_PN, columns, blocks, x.scale.stride(1) if blocks > 1 else rows,
         0 if turned else columns, blocks if turned else 0, w.scale.stride(0), w.scale.stride(1),
         EXPERTS=experts, EXPERTS_BLOCK=triton.next_power_of_2(experts), BLOCK_M=tile.rows, BLOCK_N=tile.columns,
-        SWAP=tile.swap, STAGES=tile.stages, num_warps=8 if tile.rows >= 128 else 4, **options,
+        SWAP=tile.swap, STAGES=tile.stages, OWNED=owner_O3 is not None, num_warps=8 if tile.rows >= 128 else 4,
+        **options,
     )  # fmt: skip
     return y_PN
 
@@ -140,9 +160,12 @@ def grouped_fp8_gemm_reference(x: Quantized, w: Quantized, first_X1: Tensor, *, 
     return y_PN
 
 
-def grouped_fp8_gemm(x: Quantized, w: Quantized, first_X1: Tensor, *, turned: bool = False) -> Tensor:
+def grouped_fp8_gemm(
+    x: Quantized, w: Quantized, first_X1: Tensor, *, turned: bool = False, owner_O3: Tensor | None = None
+) -> Tensor:
     """y [P, N] in BF16. x: codes [P, K], scale [P, K/128]; w: codes [X N, K] and scale [X N/128, K/128], or `turned`
-    [N, X K] and [N/128, X K/128]; first_X1: int32, rows of expert e are first[e] to first[e + 1]."""
+    [N, X K] and [N/128, X K/128]; first_X1: int32, rows of expert e are first[e] to first[e + 1]. `owner_O3`: as
+    `sort_by_expert` gives it; no bit depends on it."""
     if not x.codes.is_cuda:
         return grouped_fp8_gemm_reference(x, w, first_X1, turned=turned)
-    return grouped_fp8_gemm_triton(x, w, first_X1, turned=turned)
+    return grouped_fp8_gemm_triton(x, w, first_X1, turned=turned, owner_O3=owner_O3)

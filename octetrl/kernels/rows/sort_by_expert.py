@@ -4,6 +4,14 @@
     row[t, s] = first[e] + number of earlier slots with the same expert e = expert[t, s]
     token[row[t, s]] = t
 
+For few rows an expert it also says which tiles of `OWNED_ROWS` rows the experts' products are computed by. Tiles of
+expert e begin at
+
+    start[e] = min(first[e], first[e] // OWNED_ROWS + e)
+
+and not all of them need have rows. An expert with n rows has room for at least ceil(n / OWNED_ROWS) tiles before the
+next one's. Its start depends on its first row alone, so the program that counts its rows knows its tiles too.
+
 Slots are counted token by token, so an expert's rows are in the order of their tokens, as a stable sort has them. The
 numbers are integers and nothing is atomic: every slot and every row is written once, with one possible value.
 
@@ -16,7 +24,7 @@ block adds the counts of all blocks before it, then places its slots, some at a 
 The same by torch (`sort_by_expert_reference`) took eleven launches and 45 microseconds for 2,048 slots on an H200.
 Grids follow from shapes alone and the host reads nothing, so all of it can be captured.
 
-T tokens, S experts a token, P = T S slots or rows, X experts, B blocks of slots.
+T tokens, S experts a token, P = T S slots or rows, X experts, B blocks of slots, O tiles.
 """
 
 from __future__ import annotations
@@ -28,6 +36,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+OWNED_ROWS = 16  # of a tile of `owner_O3`
 ONE_TILE = 8192  # slots that a program reads at once
 BLOCK = 1024  # slots of a block, if there are more
 STEP = 64  # slots that a program counts at a time
@@ -38,12 +47,21 @@ class SortedSlots(NamedTuple):
     token_P: Tensor  # int64: the token of each row
     row_TS: Tensor  # int64: the row of each slot
     first_X1: Tensor  # int32: rows of expert e are first[e] to first[e + 1]
+    owner_O3: Tensor | None = None  # int32: a tile's expert (X: none), first row, and the end of its expert's rows
+
+
+def number_of_tiles(num_slots: int, num_experts: int) -> int:
+    """O; 0 if experts have more rows than a tile on average, and thus tiles of another size."""
+    if num_slots > min(ONE_TILE, OWNED_ROWS * num_experts):
+        return 0
+    return min(num_slots, num_slots // OWNED_ROWS + num_experts)
 
 
 @triton.jit(do_not_specialize=["num_slots"])
 def _sort_by_expert_kernel(
-    expert_ptr, token_ptr, row_ptr, first_ptr, num_slots, SLOTS: tl.constexpr, BLOCK_P: tl.constexpr
-):
+    expert_ptr, token_ptr, row_ptr, first_ptr, owner_ptr, num_slots,
+    SLOTS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_O: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """All rows of one expert."""
     expert = tl.program_id(0)
     slot_P = tl.arange(0, BLOCK_P)
@@ -56,6 +74,17 @@ def _sort_by_expert_kernel(
     tl.store(first_ptr + expert, first)
     if expert == tl.num_programs(0) - 1:
         tl.store(first_ptr + expert + 1, num_slots)
+    if BLOCK_O > 0:
+        end = first + tl.sum(is_it_P.to(tl.int32), 0)
+        start = tl.minimum(first, first // ROWS + expert)
+        tile_O = tl.arange(0, BLOCK_O)
+        row_O = first + tile_O * ROWS
+        is_mine_O = start + tile_O < tl.minimum(end, end // ROWS + expert + 1)
+        has_rows_O = row_O < end
+        owner_ptrs = owner_ptr + (start + tile_O) * 3
+        tl.store(owner_ptrs, tl.where(has_rows_O, expert, tl.num_programs(0)), mask=is_mine_O)
+        tl.store(owner_ptrs + 1, tl.where(has_rows_O, row_O, 0), mask=is_mine_O)
+        tl.store(owner_ptrs + 2, tl.where(has_rows_O, end, 0), mask=is_mine_O)
 
 
 @triton.jit
@@ -122,11 +151,15 @@ def sort_by_expert_triton(expert_TS: Tensor, num_experts: int) -> SortedSlots:
     options = {"enable_fp_fusion": False} if expert_TS.is_cuda else {}
     if num_slots <= ONE_TILE:
         block_p = max(16, triton.next_power_of_2(num_slots))
+        tiles, owner_O3 = number_of_tiles(num_slots, num_experts), None
+        if tiles:
+            owner_O3 = torch.empty(tiles, 3, dtype=torch.int32, device=device)
         _sort_by_expert_kernel[(num_experts,)](
-            expert_TS, token_P, row_TS, first_X1, num_slots, SLOTS=slots, BLOCK_P=block_p,
+            expert_TS, token_P, row_TS, first_X1, owner_O3, num_slots, SLOTS=slots, BLOCK_P=block_p,
+            BLOCK_O=triton.next_power_of_2(tiles) if tiles else 0, ROWS=OWNED_ROWS,
             num_warps=8 if block_p > 1024 else 4, **options,
         )  # fmt: skip
-        return SortedSlots(token_P, row_TS, first_X1)
+        return SortedSlots(token_P, row_TS, first_X1, owner_O3)
     blocks = triton.cdiv(num_slots, BLOCK)
     count_BX = torch.empty(blocks, num_experts, dtype=torch.int32, device=device)
     shape = {"EXPERTS": num_experts, "BLOCK_X": triton.next_power_of_2(num_experts), "BLOCK": BLOCK, "STEP": STEP}
@@ -145,7 +178,23 @@ def sort_by_expert_reference(expert_TS: Tensor, num_experts: int) -> SortedSlots
     row_P = torch.empty_like(order_P)
     row_P[order_P] = torch.arange(order_P.numel(), device=order_P.device)
     first_X1 = torch.searchsorted(sorted_P, torch.arange(num_experts + 1, device=order_P.device))
-    return SortedSlots(order_P // slots, row_P.view(-1, slots), first_X1.int())
+    owner_O3 = owners_of_tiles(first_X1.int(), number_of_tiles(order_P.numel(), num_experts))
+    return SortedSlots(order_P // slots, row_P.view(-1, slots), first_X1.int(), owner_O3)
+
+
+def owners_of_tiles(first_X1: Tensor, tiles: int) -> Tensor | None:
+    """`owner_O3` of `SortedSlots`, by torch."""
+    if not tiles:
+        return None
+    number_X1 = torch.arange(len(first_X1), device=first_X1.device)
+    start_X1 = torch.minimum(first_X1, first_X1 // OWNED_ROWS + number_X1)
+    tile_O = torch.arange(tiles, device=first_X1.device)
+    expert_O = torch.searchsorted(start_X1[1:].contiguous(), tile_O, right=True)
+    row_O = first_X1[expert_O] + (tile_O - start_X1[expert_O]) * OWNED_ROWS
+    end_O = first_X1[expert_O + 1]
+    none_3 = torch.tensor([len(first_X1) - 1, 0, 0], device=first_X1.device)
+    owner_O3 = torch.stack((expert_O, row_O, end_O), 1)
+    return torch.where((row_O < end_O)[:, None], owner_O3, none_3).int()
 
 
 def sort_by_expert(expert_TS: Tensor, num_experts: int) -> SortedSlots:

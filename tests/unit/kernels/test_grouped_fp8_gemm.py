@@ -11,6 +11,7 @@ from octetrl.fp8.backends import fp8_gemm_dgrad, fp8_gemm_nt, transposed
 from octetrl.fp8.quantize import Quantized, quantize_activation_reference, quantize_weight_reference
 from octetrl.fp8.relative_error import relative_error
 from octetrl.kernels.gemm.grouped_fp8_gemm import FEW, MANY, SOME, Tile, grouped_fp8_gemm, grouped_fp8_gemm_triton
+from octetrl.kernels.rows.sort_by_expert import OWNED_ROWS, owners_of_tiles
 from tests.unit.kernels.gemm_cases import interpreted  # noqa: F401
 from tests.unit.kernels.grouped_cases import LOADS, first_rows
 
@@ -51,6 +52,16 @@ def test_the_kernel_is_near_the_reference(load: tuple[int, ...], tile: Tile) -> 
     assert y_PN.shape == (sum(load), N)
     want_PN = grouped_fp8_gemm(x, w, first_rows(load)).float()
     assert not sum(load) or ((y_PN.float() - want_PN).norm(dim=1) <= 8e-3 * want_PN.norm(dim=1)).all()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_tiles_with_owners_compute_the_same_rows() -> None:
+    load = LOADS["ragged"]
+    x, w = operands(load, K)
+    room = min(sum(load), sum(load) // OWNED_ROWS + len(load))
+    owner_O3 = owners_of_tiles(first_rows(load), room)
+    want_PN = grouped_fp8_gemm_triton(x, w, first_rows(load))
+    assert torch.equal(grouped_fp8_gemm_triton(x, w, first_rows(load), owner_O3=owner_O3), want_PN)
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -130,7 +130,7 @@ def _product(linear: Projection, x: Operand, groups: RowGroups) -> Tensor:
     if isinstance(linear, Float8StackedLinear):
         linear.check_codes()
         assert isinstance(x, Quantized)
-        return grouped_fp8_gemm(x, linear.forward_operand(), groups.first_X1)
+        return grouped_fp8_gemm(x, linear.forward_operand(), groups.first_X1, owner_O3=groups.owner_O3)
     assert isinstance(x, Tensor) and linear.weight is not None
     return grouped_bf16_gemm(x, linear.weight.detach(), groups.first_X1)
 

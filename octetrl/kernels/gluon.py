@@ -1,0 +1,46 @@
+"""Kernels in Gluon: where they can run, and what happens where they do not compile.
+
+Gluon is an experimental part of Triton, and its kernels here are written for Hopper. Each has a kernel in plain Triton
+beside it, slower and with the same bits, which runs everywhere else.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+
+import torch
+from torch import Tensor
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
+
+COMPILER_ERRORS = (ImportError, CompilationError, OutOfResources, PTXASError, RuntimeError)
+ALIGNMENT = 16  # bytes: of the rows that a Gluon kernel copies
+fallbacks: dict[str, str] = {}  # kernels that do not compile here, with the reason
+
+
+def is_of_compiler(error: Exception) -> bool:
+    """Whether Gluon is missing or could not be compiled; plain Triton then gives the same bits. MLIR's passes raise a
+    plain RuntimeError. A failed launch, or missing memory, is an error of its own and not a reason to fall back."""
+    return not isinstance(error, RuntimeError) or (type(error) is RuntimeError and "PassManager" in str(error))
+
+
+def can_run(kernel: str, *tensors: Tensor) -> bool:
+    """Whether `kernel` may be tried on these tensors: on Hopper, aligned, and not given up before."""
+    if kernel in fallbacks or not all(x.is_cuda and x.data_ptr() % ALIGNMENT == 0 for x in tensors):
+        return False
+    return _is_hopper(tensors[0].device)
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
+def give_up(kernel: str, error: Exception) -> None:
+    """Notes that `kernel` does not compile here, with a warning; raises `error` if it is another one."""
+    if not is_of_compiler(error):
+        raise error
+    fallbacks[kernel] = f"{type(error).__name__}: {error}".splitlines()[0]
+    said = f"{kernel} does not compile on this machine, so plain Triton runs, slower ({fallbacks[kernel]})"
+    warnings.warn(said, stacklevel=3)

@@ -1,0 +1,28 @@
+"""Where kernels in Gluon run: nowhere without a GPU, and an error that is no compiler's is not hidden."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton.runtime.errors import OutOfResources
+
+from octetrl.kernels import gluon
+
+
+def test_a_cpu_runs_none() -> None:
+    assert not gluon.can_run("some_gluon", torch.zeros(4))
+
+
+def test_what_does_not_compile_is_named_once_and_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gluon, "fallbacks", {})
+    with pytest.warns(UserWarning, match="some_gluon does not compile on this machine, so plain Triton runs"):
+        gluon.give_up("some_gluon", OutOfResources(300_000, 232_448, "shared memory"))
+    assert list(gluon.fallbacks) == ["some_gluon"] and not gluon.can_run("some_gluon")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error"), torch.OutOfMemoryError("no memory")])
+def test_other_errors_stay_errors(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gluon, "fallbacks", {})
+    with pytest.raises(type(error)):
+        gluon.give_up("some_gluon", error)
+    assert not gluon.fallbacks
