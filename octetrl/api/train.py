@@ -79,6 +79,9 @@ def train(
         if value is not None:
             fields[name] = value
     if tasks is not None or reward is not None:
+        if sections.get("environments"):
+            text = f"octetrl.train: {'reward' if tasks is None else 'tasks'} and environments exclude each other; give"
+            raise UserError(f"{text} each environment its own tasks and reward")
         base = {} if recipe is None else recipe_tree(recipe).get("environment") or {}
         fields["environment"] = {
             **_environment_fields(tasks, reward, base, given),
@@ -116,7 +119,8 @@ def _recipe(recipe: str | Path | None, fields: dict[str, Any]) -> Recipe:
 def _section(sections: Mapping[str, Any], name: str) -> dict[str, Any]:
     section = sections.get(name) or {}
     if not isinstance(section, Mapping):
-        raise UserError(f"octetrl.train: {name} is {section!r}; give its fields as a dictionary")
+        what = "a dictionary of environments by name" if name == "environments" else "its fields as a dictionary"
+        raise UserError(f"octetrl.train: {name} is {type_of(section)}; give {what}")
     return dict(section)
 
 
@@ -144,10 +148,16 @@ def _environment_fields(
 
 def _named_fields(name: str, section: Any, given: dict[str, Any]) -> Any:
     """The fields of one of several environments, whose `tasks` and `reward` may be objects."""
+    if not isinstance(name, str):
+        raise UserError(f"octetrl.train: environments: the name {name!r} is {type_of(name)}; give a text, as 'sums'")
     if not isinstance(section, Mapping):
         return section
     own: dict[str, Any] = {}
-    found = _environment_fields(section.get("tasks"), section.get("reward"), section, own)
+    try:
+        found = _environment_fields(section.get("tasks"), section.get("reward"), section, own)
+    except UserError as error:
+        text = str(error).removeprefix("octetrl.train: ")
+        raise UserError(f"octetrl.train: environments.{name}: {text}") from None
     for field in ("dataset", "reward"):
         if found.get(field) in own:  # equal names of several environments are different things
             key = given_name(None, f"{field}_{name}")

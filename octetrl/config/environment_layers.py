@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from octetrl.config.environment import EnvironmentConfig
+from octetrl.config.errors import nearest
+from octetrl.config.section import Problem
 
 Tree = dict[str, Any]
 _OF_ONE_KIND = ("parameters", "columns", "reference_marker", "split", "subset", "eval_split")
@@ -32,6 +34,25 @@ def below_overrides(tree: Tree, overrides: Sequence[tuple[tuple[str, ...], Any]]
         if keys[-1] == "kind" and (keys[:-1] == (_ONE,) or (len(keys) == 3 and keys[0] == _SEVERAL)):
             tree = _with_kind(tree, keys[:-1], value)
     return tree
+
+
+def unknown_names(tree: Tree, overrides: Sequence[tuple[tuple[str, ...], Any]]) -> list[Problem]:
+    """Overrides of environments that a tree with `environments` does not have, unless one gives the dataset."""
+    known = tree.get(_SEVERAL)
+    if not isinstance(known, dict) or not known:
+        return []
+    named = {keys[1]: None for keys, _ in overrides if len(keys) > 2 and keys[0] == _SEVERAL and keys[1] not in known}
+    begun = {
+        keys[1] for keys, _ in overrides if keys[:1] == (_SEVERAL,) and keys[2:] in ((), ("dataset",)) and keys[1:]
+    }
+    return [
+        Problem(
+            (f"{_SEVERAL}.{name}",),
+            f"there is no environment '{name}'; the recipe has {', '.join(known)}{nearest(name, known)}",
+        )
+        for name in named
+        if name not in begun and (_SEVERAL,) not in [keys for keys, _ in overrides]
+    ]
 
 
 def _with_kind(tree: Tree, path: tuple[str, ...], kind: Any) -> Tree:

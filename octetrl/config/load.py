@@ -37,7 +37,7 @@ from typing import Any
 
 import yaml
 
-from octetrl.config.environment_layers import below_file, below_overrides
+from octetrl.config.environment_layers import below_file, below_overrides, unknown_names
 from octetrl.config.errors import UserError, type_of
 from octetrl.config.json_file import read_text
 from octetrl.config.objective_keys import drop_defaults_of_others
@@ -78,11 +78,14 @@ def load_recipe(
         tree = _merge(below_file(tree, layer.tree), _with_precision(layer.tree), Recipe)
     given, problems = _parse_overrides(overrides)
     tree = below_overrides(tree, given)
+    unknown = unknown_names(tree, given)
+    problems += unknown
     # Sorted so that `precision` comes first: fields written out in the same place override it.
     for keys, value in sorted(given, key=lambda override: override[0] != ("precision",)):
         override = _nest(keys, value)
         layers.append(_Layer(COMMAND_LINE, override))
-        problems += _assign(tree, keys, value)
+        if ".".join(keys[:2]) not in [problem.fields[0] for problem in unknown]:
+            problems += _assign(tree, keys, value)
     recipe, found = build_recipe(tree, training=training)
     problems += found
     if problems:
@@ -113,8 +116,23 @@ def _plain(tree: Mapping[str, Any]) -> Tree:
     try:
         plain: Tree = json.loads(json.dumps(tree, allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise UserError(f"recipe: {error}; a recipe's fields are text, finite numbers, lists and mappings") from error
+        field = _field_that_is_not_plain(tree)
+        raise UserError(
+            f"{field or 'recipe'}: {error}; a recipe's fields are text, finite numbers, lists and mappings"
+        ) from error
     return plain
+
+
+def _field_that_is_not_plain(value: Any, name: str = "") -> str:
+    """The first field that JSON has no form for; "" if it is none of them alone."""
+    if isinstance(value, Mapping):
+        fields = (_field_that_is_not_plain(part, f"{name}.{key}".lstrip(".")) for key, part in value.items())
+        return next(filter(None, fields), "")
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return name
+    return ""
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from octetrl.config.algorithm import SHIPPED
 from octetrl.config.data import DataSource
-from octetrl.config.environment import MixedEnvironmentConfig
+from octetrl.config.environment import EnvironmentConfig, MixedEnvironmentConfig
 from octetrl.config.errors import nearest
 from octetrl.config.objective_keys import DEFAULT_NAME, SECTION, misplaced_fields, owners, unknown_field
 from octetrl.config.other_names import OURS
@@ -34,12 +34,17 @@ _WORDS = {
     "bool_type": "is neither true nor false",
     "string_pattern_mismatch": "may only contain small letters, digits, '_', '-' and '.'; rename it",
     "tuple_type": "is not a list; write [a, b]",
+    "too_short": "has too few values; give at least {min_length:,}",
+    "too_long": "has too many values; give at most {max_length:,}",
     "dict_type": f"is not a mapping; {_LINES}",
     "model_type": f"is not a section; {_LINES_OF_FIELDS}",
     "greater_than": "is out of range; it must be above {gt:,.10g}",
     "greater_than_equal": "is out of range; it must be at least {ge:,.10g}",
     "less_than": "is out of range; it must be below {lt:,.10g}",
     "less_than_equal": "is out of range; it must be at most {le:,.10g}",
+}
+_OF_SEVERAL = {
+    ("environment", name) for name in MixedEnvironmentConfig.model_fields if name not in EnvironmentConfig.model_fields
 }
 _PLACEHOLDER_MODEL = {"path": "unknown"}  # replaces a missing model while the other fields are checked
 
@@ -61,7 +66,11 @@ def schema_problems(error: ValidationError, tree: dict[str, Any]) -> tuple[list[
     """Convert pydantic's errors to problems, and return the tree without the wrong fields for the next stage."""
     sound = json.loads(json.dumps(tree))
     problems, misplaced = [], []
-    for detail in error.errors(include_url=False):
+    details = error.errors(include_url=False)
+    containers = {detail["loc"][:-1] for detail in details}
+    for detail in details:
+        if detail["type"] == "too_short" and detail["loc"] in containers:
+            continue  # only because of the wrong parts, which are reported themselves
         location = detail["loc"]
         if location[0] == SECTION and len(location) > 1:  # pydantic inserts who wrote the objective, and its name
             location = (SECTION, *location[3 if location[1] == SHIPPED else 2 :])
@@ -119,6 +128,9 @@ def _unknown_key(keys: tuple[str, ...]) -> Problem:
         schema = MixedEnvironmentConfig if _is_name(keys[:depth]) else section_of(schema, key) or schema
     parent, name = ".".join(keys[:-1]), keys[-1]
     hint, meant = nearest(name, schema.model_fields), OURS.get(name, "")
+    if keys in _OF_SEVERAL:
+        text = f"{name} belongs to one of several environments: {SECTION_BY_NAME}.NAME.{name}"
+        return Problem((".".join(keys),), f"{'.'.join(keys)}: unknown key; {text}")
     if meant:
         hint = f"; did you mean '{meant}'?"
     elif hint:
@@ -192,8 +204,9 @@ def for_python(text: str) -> str:
     """The text of a problem of `octetrl.train`: it names arguments instead of lines of a file."""
     if text == _missing(("model",)):
         return "model: missing; give a Hugging Face folder, such as model='models/Qwen3-0.6B'"
-    if text.startswith("environment.dataset: missing; "):
-        return "tasks: missing; give a JSONL file, or a list of {'prompt': ..., 'answer': ...}"
+    if dataset := re.match(r"(environments\.[^.:]+\.|environment\.)dataset: missing; ", text):
+        section = dataset[1].removeprefix("environment.")
+        return section + "tasks: missing; give a JSONL file, or a list of {'prompt': ..., 'answer': ...}"
     name = text.partition(":")[0].rpartition(".")[2]
     return text.replace(_LINES_OF_FIELDS, f"give {name}={{...}}").replace(_LINES, f"give {name}={{...}}")
 

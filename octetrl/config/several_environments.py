@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from octetrl.config.environment import EnvironmentConfig
-from octetrl.config.errors import UserError, nearest
+from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem
 
@@ -58,7 +58,7 @@ def problems_of_each(recipe: Recipe, problems: Callable[[Recipe], Iterator[Probl
     for name, one in alone(recipe).items():
         for problem in problems(one):
             fields = tuple(_SECTION.sub(section_name(name), f"{field}:")[:-1] for field in problem.fields)
-            yield Problem(fields, renamed(problem.text, name) + _meant(recipe, name, problem))
+            yield Problem(fields, renamed(problem.text, name))
 
 
 def mixture_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -84,9 +84,3 @@ def mixture_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _is_given(config: EnvironmentConfig, name: str) -> bool:
     return bool(getattr(config, name) != getattr(EnvironmentConfig(), name))
-
-
-def _meant(recipe: Recipe, name: str, problem: Problem) -> str:
-    """For an environment without a dataset: perhaps an override misspelt its name."""
-    is_missing = name and problem.fields[0] == "environment.dataset" and recipe.environments[name].dataset is None
-    return nearest(name, [other for other in recipe.environments if other != name]) if is_missing else ""

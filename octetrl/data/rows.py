@@ -13,10 +13,11 @@ starts, so an error in line 90,000 does not stop a running run.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from octetrl.config.errors import UserError, nearest
+from octetrl.config.errors import UserError
 from octetrl.config.hub_name import DATASET_PREFIX, HubName, hub_dataset
 from octetrl.config.json_file import kind_of, parse_json, read_text
 
@@ -81,7 +82,9 @@ def find_value(record: Mapping[str, Any], column: str) -> Any:
 def required_text(record: Mapping[str, Any], key: str, where: str) -> str:
     """Read `record[key]`, a string that is not blank. Raises UserError that begins with `where`."""
     if key not in record:
-        raise UserError(f"{where}: no '{key}'{nearest(key, record)}; the line has {', '.join(record) or 'no keys'}")
+        misspelt = get_close_matches(key, record, n=1)
+        hint = f"'{misspelt[0]}' is not read; did you mean '{key}'?" if misspelt else ""
+        raise UserError(f"{where}: no '{key}'; {hint or 'the line has ' + (', '.join(record) or 'no keys')}")
     value = record[key]
     if not isinstance(value, str) or not value.strip():
         raise UserError(f"{where}: '{key}' is {kind_of(value)}; it must be a string that is not empty")

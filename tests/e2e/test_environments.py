@@ -231,8 +231,11 @@ def test_check_rehearses_each(model: Path, tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("environments", "words", "line"),
     [
-        (TWO, ("environments.nose.weight=2",), "environments.nose.dataset: missing;"),
-        (TWO, ("environments.nose.weight=2",), "did you mean 'noise'?"),
+        (
+            TWO,
+            ("environments.nose.weight=2",),
+            "command line: there is no environment 'nose'; the recipe has exact, noise; did you mean 'noise'?",
+        ),
         (TWO, ("environments.noise.weight=0",), "environments.noise.weight: 0 is out of range; it must be above 0"),
         (TWO, ("environments.noise.wieght=2",), "environments.noise.wieght: unknown key; did you mean 'weight'?"),
         ({"A": SUMS}, (), "environments: the name 'A' is not allowed; use small letters, digits, '_' and '-'"),

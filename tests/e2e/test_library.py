@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -124,6 +125,13 @@ def test_a_reward_that_hangs_is_counted_and_the_run_goes_on(model: Path, tmp_pat
         ({"tasks": TASKS, "resume": True}, "resume needs output_dir"),
         ({"tasks": TASKS}, "model.context_length: 4096 exceeds the model's 1024 positions"),
         ({}, "octetrl.train: tasks: missing; give a JSONL file"),
+        ({"environments": {"a": {}}}, r"octetrl.train: environments\.a\.tasks: missing; give a JSONL file"),
+        ({"environments": [TASKS]}, "environments is a list; give a dictionary of environments by name"),
+        ({"environments": {"a": {"tasks": TASKS, "reward": 3}}}, "train: environments.a: reward is an int; give a"),
+        ({"environments": {"a": {"tasks": TASKS, "weight": math.nan}}}, "environments.a.weight: Out of range float"),
+        ({"environments": {1: {"tasks": TASKS}}}, "environments: the name 1 is an int; give a text"),
+        ({"environments": {"a": {}}, "tasks": TASKS}, "train: tasks and environments exclude each other"),
+        ({"environments": {"a": {}}, "reward": math.cos}, "train: reward and environments exclude each other"),
     ],
 )
 def test_what_is_wrong_is_refused_and_leaves_nothing(

@@ -245,6 +245,9 @@ WRONG_VALUES = [
     ("data.sources", {"chat": {}}, "data.sources[chat][path]: missing"),
     ("data.sources", {"chat": {"path": "c", "wieght": 2}}, "unknown key; did you mean 'weight'?"),
     ("data.sources", {"chat": {"path": "c", "weight": 0}}, "it must be above 0"),
+    ("engine.speculation.ngrams", [], "engine.speculation.ngrams: [] has too few values; give at least 1"),
+    ("engine.speculation.ngrams", [3] * 9, "has too many values; give at most 8"),
+    ("engine.speculation.ngrams", [0], "engine.speculation.ngrams[0]: 0 is out of range; it must be at least 1"),
     ("output_dir", "x" * 30 + "\n", None),
 ]
 
@@ -270,6 +273,7 @@ def test_types_and_ranges(name: str, value: Any, says: str | None) -> None:
         ("trainer.learning_rate", "did you mean 'trainer.optimizer.lr'?"),
         ("rollout.num_generations", "did you mean 'rollout.group_size'?"),
         ("algorithm.beta", "did you mean 'kl_coefficient'?"),
+        ("environment.weight", "weight belongs to one of several environments: environments.NAME.weight"),
         ("logging.quux", "allowed are console, console_every, tensorboard"),
     ],
 )
