@@ -14,6 +14,7 @@ import typer
 from octetrl.cli.bench_options import check_checkpointing, choice_of, make_folder, print_table
 from octetrl.config.cluster import ClusterConfig
 from octetrl.config.errors import UserError
+from octetrl.config.limits import MOST_CPUS, MOST_GPUS
 from octetrl.config.tensor_cut import MOST_WORKERS
 
 if TYPE_CHECKING:
@@ -102,6 +103,9 @@ def cluster_of(
                 f"{option}: it is for the embedded worker alone; leave it out, or leave out --gpus and --cpus"
             )
     mode: Any = choice_of("--gradients", gradients, ClusterConfig.model_fields["gradients"].annotation.__args__)  # type: ignore[union-attr]
+    for option, count, limit in (("--gpus", gpus, MOST_GPUS), ("--cpus", cpus, MOST_CPUS)):
+        if count is not None and count > limit:
+            raise UserError(f"{option}: {count} is out of range; it must be at most {limit:,}")
     most = gpus or cpus or 1
     if most % tensor_parallel:
         option = "--gpus" if cpus is None else "--cpus"

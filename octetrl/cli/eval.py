@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 from octetrl.cli.eval_folder import is_json, refuse_folder, write_folder
+from octetrl.cli.out_file import refuse_file, writes
 from octetrl.config.errors import UserError, nearest_file
 from octetrl.config.load import load_recipe
 from octetrl.environments.python_object import search_beside
@@ -95,16 +96,15 @@ def evaluate(
 
     reports = evaluate_targets(targets, resolved, all_tasks=all_tasks)
     compared = _compared(reports)
-    if out is not None:
-        file = Path(out)
-        if not is_json(out):
-            file = write_folder(file, resolved, reports)
-        write_json(file, recipe, resolved, reports, compared)
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = WIDE  # so that a row stays a line
     console.print(report_table(reports, compared))
     if out is not None:
+        file = Path(out)
+        if not is_json(out):
+            file = write_folder(file, resolved, reports)
+        write_json(file, recipe, resolved, reports, compared)
         console.print(f"wrote {out}", markup=False)
     try:
         for target, report in reports.items():
@@ -134,7 +134,8 @@ def write_json(
             for target, found in compared.items()
         ],
     }
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    with writes("--out", path):
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def _environments(recipe: Recipe) -> dict[str, Any]:
@@ -213,7 +214,7 @@ def _refuse_early(targets: Sequence[str], recipe: str, resolved: Recipe, all_tas
     if not any(one.eval_size for one in resolved.each_environment.values()) and not all_tasks:
         name = "environments.NAME.eval_size" if resolved.environments else "environment.eval_size"
         raise UserError(f"{recipe}: {name} is 0, so no task is held out; set it above 0, or give --all-tasks")
-    if out is not None and is_json(out) and (Path(out).is_dir() or not Path(out).absolute().parent.is_dir()):
-        raise UserError(f"--out: '{out}' is not a file in a folder that exists; give one, such as eval.json")
-    if out is not None and not is_json(out):
+    if out is not None and is_json(out):
+        refuse_file("--out", Path(out), "eval.json")
+    elif out is not None:
         refuse_folder(out)

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from octetrl.cli.out_file import refuse_unmakeable
 from octetrl.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def refuse_folder(out: str) -> None:
         raise UserError(f"--out: '{out}' {what}; give a new folder, or a file such as eval.json")
     if not path.absolute().parent.is_dir():
         raise UserError(f"--out: '{out}' is not in a folder that exists; create '{path.parent}', or give another")
+    refuse_unmakeable("--out", path)
 
 
 def write_folder(folder: Path, recipe: Recipe, reports: Mapping[str, EvalReport]) -> Path:

@@ -11,6 +11,7 @@ import typer
 from octetrl.cli.arguments import Address, ChosenPrecision, Cpus, Device, Gpus, cluster_section
 from octetrl.cli.generate_rows import prompt_of, read_rows, result_lines
 from octetrl.config.errors import UserError
+from octetrl.config.limits import MOST_COMPLETIONS
 from octetrl.records import Completion, SamplingParams
 from octetrl.run.early import refuse_no_model
 
@@ -48,7 +49,7 @@ def generate(
         list[str] | None, typer.Option(help="Text that ends a completion; may be given several times.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=(1 << 64) - 1, help="The same seed gives the same text.")] = 0,
-    n: Annotated[int, typer.Option("--n", "-n", min=1, help="Completions of each prompt.")] = 1,
+    n: Annotated[int, typer.Option("--n", "-n", min=1, max=MOST_COMPLETIONS, help="Completions of each prompt.")] = 1,
     precision: ChosenPrecision = None,
     device: Device = "auto",
     gpus: Gpus = None,

@@ -17,6 +17,7 @@ from typing import Any
 
 from octetrl.config.errors import UserError
 from octetrl.config.json_file import kind_of, parse_json
+from octetrl.config.limits import MOST_COMPLETIONS
 from octetrl.data.rows import read_jsonl
 from octetrl.records import Completion
 
@@ -69,6 +70,10 @@ def _checked(row: Any, where: str) -> Row:
         raise UserError(
             f"{where}: 'n' is {json.dumps(row['n'])}, a whole number from 1 is needed; it is how often to"
             " complete this row"
+        )
+    if row.get("n", 1) > MOST_COMPLETIONS:
+        raise UserError(
+            f"{where}: 'n' is out of range; it must be at most {MOST_COMPLETIONS:,}, or write the row several times"
         )
     return row
 

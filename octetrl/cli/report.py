@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from octetrl.cli.out_file import refuse_file, writes
 from octetrl.config.errors import UserError
 from octetrl.config.text import ESCAPE
 
@@ -28,7 +29,8 @@ def report(
             typer.echo(line)
         return
     path = runs[0] / "report.html" if out is None else out
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise UserError(f"--out: '{path}' is not a file in a folder that exists; give one, such as report.html")
-    path.write_text(report_page(records), encoding="utf-8", errors=ESCAPE)
+    refuse_file("--out", path, "report.html")
+    page = report_page(records)
+    with writes("--out", path):
+        path.write_text(page, encoding="utf-8", errors=ESCAPE)
     typer.echo(f"wrote {path}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from octetrl.cli.out_file import refuse_file, writes
 from octetrl.config.errors import UserError, nearest
 from octetrl.records import RolloutStatus
 from octetrl.telemetry.rollout_reader import Filter, Interval, matching_rows, select
@@ -102,8 +103,7 @@ def _show(source: str, wanted: Filter, limit: int, letters: int, pieces: Pieces 
 def _write_page(run: str, source: str, wanted: Filter, limit: int, path: Path, tokens: bool | None) -> None:
     from octetrl.telemetry.rollout_page import write_page
 
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise UserError(f"--html: '{path}' is not a file in a folder that exists; give one, such as rollouts.html")
+    refuse_file("--html", path, "rollouts.html")
     selection = select(source, wanted, limit)
     pieces, without = None, ""
     if tokens is not False:
@@ -113,7 +113,8 @@ def _write_page(run: str, source: str, wanted: Filter, limit: int, path: Path, t
             if tokens:
                 raise
             without = f", tokens unmarked ({error})"
-    write_page(path, Path(run).resolve().name, selection, wanted, pieces)
+    with writes("--html", path):
+        write_page(path, Path(run).resolve().name, selection, wanted, pieces)
     typer.echo(f"wrote {path}: {len(selection.groups):,} of {selection.found:,} groups{without}")
 
 

@@ -157,6 +157,7 @@ def _parsed(kind: type[Generation], body: bytes, served: Served) -> Generation:
 
 
 def _call(form: Form, asked: GenerationBody, served: Served, limit: int | None) -> Call:
+    served.intake.check_size(len(form.prompts) * asked.n)  # before an object is made for each of them
     seed, family = asked.drawn_seed(), None
     if isinstance(asked, ChatBody) and asked.tool_schemas is not None:
         family = served.prompts.family

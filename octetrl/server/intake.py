@@ -109,8 +109,7 @@ class Intake:
 
     def enter(self, requests: Sequence[GenerationRequest], *, streams: bool) -> Answer:
         """Admit the requests and pass them to the engine. Raises ApiError if there is no capacity."""
-        wanted = sum(request.num_siblings for request in requests)
-        self._check_room(wanted)
+        self._check_room(sum(request.num_siblings for request in requests))
         answer = Answer(requests, self)
         self._inside[answer] = set(answer.request_ids)
         self._empty.clear()
@@ -120,13 +119,17 @@ class Intake:
             self.engine.submit(request, streams=streams)
         return answer
 
+    def check_size(self, wanted: int) -> None:
+        """Raise ApiError if one request asks for more completions than are ever admitted."""
+        if wanted > self.capacity:
+            raise wrong("n", f"{wanted} completions in one request; this server allows {self.capacity}; ask for fewer")
+
     def _check_room(self, wanted: int) -> None:
         if self.draining:
             raise shutting_down()
         if not self.engine.is_alive:
             raise engine_failed("its thread has ended")
-        if wanted > self.capacity:
-            raise wrong("n", f"{wanted} completions in one request; this server allows {self.capacity}; ask for fewer")
+        self.check_size(wanted)
         if self.num_completions + wanted > self.capacity:
             raise ApiError(
                 429,

@@ -27,6 +27,7 @@ from octetrl.cli.bench_options import with_layers
 from octetrl.cli.main import run_command
 from octetrl.config.cluster import ClusterConfig
 from octetrl.config.errors import UserError
+from octetrl.config.limits import MOST_CPUS, MOST_GPUS
 from octetrl.config.schema import Recipe, TrainerConfig
 from tests.grid import smallest_shape
 from tests.unit.workers.many.thread_team import ThreadTeam
@@ -120,6 +121,12 @@ def test_options_that_do_not_fit_are_refused_in_one_line() -> None:
     assert refused(None, 3, None, "local", None, tensor_parallel=2) == (
         "--tensor-parallel: 3 workers do not make groups of 2; give a multiple as --cpus"
     )
+    assert refused(None, MOST_CPUS + 1, None, "local", None) == (
+        "--cpus: 4097 is out of range; it must be at most 4,096"
+    )
+    assert refused(MOST_GPUS + 1, None, None, "local", None).startswith("--gpus: 65537 is out of range")
+    assert cluster_of(MOST_GPUS, None, None, "local", None, refused={}) == ClusterConfig(gpus=MOST_GPUS)
+    assert cluster_of(None, MOST_CPUS, None, "local", None, refused={}) == ClusterConfig(cpus=MOST_CPUS)
     assert refused(2, None, None, "local", None, profile=True).startswith("--profile: it is for the embedded worker")
     four = ClusterConfig(cpus=4, tensor_parallel=2)
     assert counts_of(None, four) == (0, 1, 2, 4)

@@ -30,6 +30,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> 
         (["check", "demo_grpo", "--memory-gib=abc"], "octetrl: --memory-gib: 'abc' is not a number (see"),
         (["generate", "x", "-p", "a", "-n", "1.5"], "octetrl: --n: '1.5' is not a whole number (see"),
         (["generate", "x", "-p", "a", "--n", "0"], "octetrl: --n: '0' is out of range; it must be at least 1 (see"),
+        (["generate", "x", "-p", "a", "--n", "100001"], "octetrl: --n: '100001' is out of range; it must be at most 1"),
         (["generate", "x", "-p", "a", "--precision", "fp9"], "--precision: 'fp9' is not allowed; choose one of bf16, "),
         (["recipes", "demo_grpo"], "octetrl: 'demo_grpo' is one argument too many; leave it out"),
         (

@@ -12,6 +12,8 @@ import pytest
 from octetrl.cli.generate_rows import prompt_of, read_rows, result_lines
 from octetrl.cli.main import run_command
 from octetrl.config.errors import UserError
+from octetrl.config.limits import MOST_COMPLETIONS
+from octetrl.config.schema import RolloutConfig
 from octetrl.records import Completion, FinishReason
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.run.tiny_model import ASSISTANT, END, USER, train_tokenizer
@@ -37,6 +39,7 @@ def test_rows_come_from_a_file_or_standard_input(tmp_path: Path, monkeypatch: py
         ('{"text": "a"}', "line 1: it needs either 'prompt' or 'messages'"),
         ('{"prompt": 3}', "line 1: 'prompt' is a number, a text is needed"),
         ('{"prompt": "a", "n": 0}', "line 1: 'n' is 0, a whole number from 1 is needed"),
+        ('{"prompt": "a", "n": 1000000000}', "line 1: 'n' is out of range; it must be at most 100,000"),
         ('{"prompt": "a", "n": true}', "line 1: 'n' is true, a whole number"),
         ('{"messages": []}', "line 1: 'messages' is no list of messages with role and content"),
         ('{"messages": [{"role": "user"}]}', "line 1: 'messages' is no list of messages with role and content"),
@@ -84,3 +87,9 @@ def test_messages_are_written_by_the_template_and_plain_text_is_not() -> None:
 def test_prompts_come_from_one_place(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["generate", "model", *options]) == 2
     assert "generate: give prompts by --prompt, or a file of them by --input" in capsys.readouterr().err
+
+
+def test_a_row_has_at_most_as_many_completions_as_a_recipes_group() -> None:
+    assert RolloutConfig(group_size=MOST_COMPLETIONS).group_size == MOST_COMPLETIONS
+    with pytest.raises(ValueError, match="group_size"):
+        RolloutConfig(group_size=MOST_COMPLETIONS + 1)

@@ -134,6 +134,7 @@ def test_a_page_has_the_tokens_of_the_runs_tokenizer(run: Path, capsys: Capture)
         (["run", "--limit", "0"], "--limit"),
         (["run", "--tokens"], "--tokens: 'run' has no checkpoint with a tokenizer"),
         (["run", "--html", "no/folder/r.html"], "--html: 'no/folder/r.html' is not a file in a folder that exists"),
+        (["run", "--html", "/proc/r.html"], "--html: cannot write '/proc/r.html' ("),
         (["run", "--html", "."], "--html: '.' is not a file"),
         (["run", "--html", "r.html", "--json"], "give one of them"),
     ],

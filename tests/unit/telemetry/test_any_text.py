@@ -67,6 +67,7 @@ def test_the_report_of_a_run_is_written(tmp_path: Path) -> None:
     leave_report(tmp_path, Console("plain", 1))
     assert "na\u00efve\\ud800" in (tmp_path / "report.html").read_text(encoding="utf-8")
     assert run_command(["report", str(tmp_path), "--out", str(tmp_path / "again.html")]) == 0
+    assert run_command(["report", str(tmp_path), "--out", "/proc/x.html"]) == 2
 
 
 def test_console_metrics_and_checkpoints(tmp_path: Path) -> None:
