@@ -40,6 +40,7 @@ import yaml
 from octetrl.config.environment_layers import below_file, below_overrides, unknown_names
 from octetrl.config.errors import UserError, type_of
 from octetrl.config.json_file import read_text
+from octetrl.config.model_layers import below_model, below_model_overrides
 from octetrl.config.objective_keys import drop_defaults_of_others
 from octetrl.config.problems import for_command_line, for_python, is_field, may_be_null, section_of
 from octetrl.config.schema import Recipe
@@ -75,9 +76,9 @@ def load_recipe(
         layers.append(_Layer(PYTHON, _plain(fields)))
     tree: Tree = {}
     for layer in layers:
-        tree = _merge(below_file(tree, layer.tree), _with_precision(layer.tree), Recipe)
+        tree = _merge(below_model(below_file(tree, layer.tree), layer.tree), _with_precision(layer.tree), Recipe)
     given, problems = _parse_overrides(overrides)
-    tree = below_overrides(tree, given)
+    tree = below_model_overrides(below_overrides(tree, given), given)
     unknown = unknown_names(tree, given)
     problems += unknown
     # Sorted so that `precision` comes first: fields written out in the same place override it.
@@ -98,7 +99,7 @@ def recipe_tree(path: str | Path) -> Tree:
     """Merge the file at `path` and all files that it extends, without checks."""
     tree: Tree = {}
     for layer in _read_chain(find_recipe(path)):
-        tree = _merge(below_file(tree, layer.tree), _with_precision(layer.tree), Recipe)
+        tree = _merge(below_model(below_file(tree, layer.tree), layer.tree), _with_precision(layer.tree), Recipe)
     return tree
 
 

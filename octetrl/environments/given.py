@@ -34,9 +34,14 @@ def given_name(thing: object, name: str | None = None) -> str:
     return f"{MODULE}:{re.sub(r'[^A-Za-z0-9_]', '', name) or 'function'}"
 
 
+def is_given(path: str) -> bool:
+    """Whether `path` names an object that only the caller of `octetrl.train` has."""
+    return path.partition(":")[0] == MODULE
+
+
 def refuse_given(field: str, path: str) -> None:
     """Raises UserError if `path` names an object that only the caller of `octetrl.train` has."""
-    if path.partition(":")[0] == MODULE:
+    if is_given(path):
         raise UserError(
             f"{field}: '{path}' was given to octetrl.train in Python, so this command can't find it; use the run in"
             " Python, or put it into a module and name it as 'module:name'"

@@ -20,7 +20,7 @@ from octetrl.environments.base import Environment
 from octetrl.environments.foreign import OPTIONAL, check_tasks, result_of
 from octetrl.environments.given import refuse_given
 from octetrl.environments.process import CallableProcess, CallFailed, NoAnswer, ProcessDied
-from octetrl.environments.score_signature import check_signature
+from octetrl.environments.score_signature import check_call_with_conversation, check_signature
 from octetrl.environments.tracebacks import error_line
 from octetrl.environments.turns.components import components_of
 
@@ -146,4 +146,7 @@ def check_environment(environment: Any, path: str) -> None:
         )
     if "score" in found:
         check_signature(environment.score, f"environment.dataset: the score of '{path}'")
+    for name in ("start", "reply", "finish"):
+        if callable(function := getattr(environment, name, None)):
+            check_call_with_conversation(function, f"environment.dataset: the {name} of '{path}'")
     check_tasks(environment, path)

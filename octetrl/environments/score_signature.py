@@ -1,4 +1,5 @@
-"""What a score looks like from outside: whether it can be called as score(task, completion_text), and where it is."""
+"""What functions of an environment look like from outside: whether they can be called as they will be, and where they
+are."""
 
 from __future__ import annotations
 
@@ -27,6 +28,21 @@ def check_signature(score: Any, what: str) -> None:
         raise UserError(
             f"{what} ({place_of(score)}) takes {signature}, but is called with (task, completion_text): {error}; take"
             " these two arguments"
+        ) from None
+
+
+def check_call_with_conversation(function: Any, what: str) -> None:
+    """Raises UserError unless `function` can be called with a conversation alone. what: its name in the message."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a function of C has no signature
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise UserError(
+            f"{what} ({place_of(function)}) takes {signature}, but is called with (conversation): {error}; take this"
+            " argument"
         ) from None
 
 

@@ -15,6 +15,7 @@ from octetrl.config.errors import UserError
 from octetrl.config.objective_settings import DatasetSettings
 from octetrl.config.schema import Recipe
 from octetrl.config.text import ESCAPE
+from octetrl.environments.given import is_given
 from octetrl.run.run_identity import CHECKPOINTS
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.report_data import BETWEEN, PHASES, RunRecord, read_run
@@ -174,7 +175,9 @@ def _commands(folder: Path, recipe: Recipe) -> list[tuple[str, str]]:
     found = []
     if kind == "rollouts":
         found.append((f"octetrl rollouts {place}", "what the model said, with rewards"))
-        if any(one.eval_size for one in recipe.each_environment.values()):
+        environments = recipe.each_environment.values()
+        python_only = any(is_given(name) for one in environments for name in (one.dataset or "", one.reward or ""))
+        if any(one.eval_size for one in environments) and not python_only:
             found.append((f"octetrl eval {place}", "held-out tasks, with intervals"))
     if recipe.algorithm.name == "reward_model":
         out = shlex.quote(str(folder / "export"))

@@ -16,6 +16,7 @@ import pytest
 import octetrl
 from octetrl.cli.main import run_command
 from octetrl.run.generate import generate_text
+from octetrl.run.report import last_screen
 from tests.e2e import tiny_rewards
 from tests.e2e.tiny_run import RECIPE, read_lines
 
@@ -63,6 +64,8 @@ def test_from_a_closure_to_text(model: Path, tmp_path: Path, capsys: pytest.Capt
     recipe = str(run.folder / "config.yaml")
     assert run_command(["eval", str(exported), "--recipe", recipe]) == 2
     assert "was given to octetrl.train in Python" in capsys.readouterr().err
+    proposed = [text for label, text in last_screen(run.folder, run.recipe)[1] if label in ("next", "")]
+    assert proposed and not any("octetrl eval" in text for text in proposed), "eval can't find these tasks"
     resumed = octetrl.train(tasks=TASKS, reward=noise, resume=True, **settings(model, run.folder, steps=3))
     assert [line["step"] for line in resumed.metrics] == [1, 2, 3]
 

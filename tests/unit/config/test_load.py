@@ -50,6 +50,16 @@ def test_an_empty_section_keeps_the_defaults(tmp_path: Path) -> None:
 # --- extends ------------------------------------------------------------------------------------------------
 
 
+def test_a_path_takes_the_place_of_a_preset_and_its_random_weights(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("model: {preset: tiny, init: random}\nenvironment: {dataset: chain_sum}\n")
+    extending = "extends: base.yaml\nmodel: {path: models/m}\n"
+    for recipe in (load(tmp_path, extending), load(tmp_path, "extends: base.yaml\n", "model.path=models/m")):
+        assert (recipe.model.path, recipe.model.preset, recipe.model.init) == ("models/m", None, "pretrained")
+    named = load(tmp_path, "extends: base.yaml\n", "model.init=random", "model.path=models/m")
+    assert (named.model.path, named.model.init) == ("models/m", "random")
+    assert "exclude each other" in refusal(tmp_path, "extends: base.yaml\nmodel: {path: m, preset: tiny}\n")
+
+
 def test_extends_merges_sections_and_replaces_everything_else(tmp_path: Path) -> None:
     (tmp_path / "bases").mkdir()
     (tmp_path / "bases/far.yaml").write_text(BASE + "rollout: {group_size: 4, stop: [a, b]}\nseed: 3\n")

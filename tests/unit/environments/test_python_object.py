@@ -129,3 +129,22 @@ def test_an_environments_own_keyboard_interrupt_is_no_ctrl_c() -> None:
             result_of(lambda: signal.raise_signal(signal.SIGINT), "making it")
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("name", ["start", "reply", "finish"])
+def test_what_is_called_with_a_conversation_must_take_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"talk_{name}.py").write_text(
+        "from octetrl import Task\n"
+        "class Talk:\n"
+        "    tasks = (Task('a', 'hello'),)\n"
+        "    def score(self, task, text): return 0.0\n"
+        f"    def {name}(self): return None\n"
+        "class Works(Talk):\n"
+        f"    def {name}(self, conversation, quietly=True): return None\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=rf"the {name} of 'talk_{name}:Talk' .*takes \(\), but is called with"):
+        load_environment(f"talk_{name}:Talk")
+    assert load_environment(f"talk_{name}:Works") is not None
