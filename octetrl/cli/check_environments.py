@@ -8,7 +8,7 @@ from octetrl.cli.check_turns import turns_line
 from octetrl.config.errors import UserError
 from octetrl.config.sandbox import SandboxConfig
 from octetrl.config.schema import Recipe
-from octetrl.config.several_environments import alone
+from octetrl.config.several_environments import alone, never_drawn
 
 
 def environment_lines(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -23,6 +23,8 @@ def environment_lines(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield from turns_line(one)
         if config.kind == "code" or "python" in config.tools:
             yield from _sandbox(config.sandbox)
+    for line in never_drawn(recipe):
+        yield "warning", line
 
 
 def _sandbox(config: SandboxConfig) -> Iterator[tuple[str, str]]:

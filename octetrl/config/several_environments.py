@@ -82,5 +82,24 @@ def mixture_problems(recipe: Recipe) -> Iterator[Problem]:
             yield Problem((f"{section}.reward_model",), text)
 
 
+def never_drawn(recipe: Recipe) -> list[str]:
+    """A line for each environment whose weight is too small for a single task in the run.
+
+    Before task n an environment with the share s that had none is behind by s n, and the other K - 1 together by
+    1 - s n. So one of them is further behind while s n < 1/K (environments/order.py).
+    """
+    if recipe.algorithm.learns_from != "rollouts":
+        return []
+    steps, prompts = recipe.steps, recipe.rollout.prompts_per_step
+    tasks = steps * prompts * (1 + getattr(recipe.algorithm, "max_refills", 0))
+    total = sum(one.weight for one in recipe.environments.values())
+    return [
+        f"{section_name(name)}.weight: {one.weight:g} of {total:g} gives '{name}' no task in {steps} steps of {prompts}"
+        " tasks; raise it, or steps"
+        for name, one in recipe.environments.items()
+        if one.weight / total * tasks < 1 / len(recipe.environments)
+    ]
+
+
 def _is_given(config: EnvironmentConfig, name: str) -> bool:
     return bool(getattr(config, name) != getattr(EnvironmentConfig(), name))

@@ -17,6 +17,7 @@ from octetrl.algorithms.table import Algorithm, build_algorithm
 from octetrl.config.errors import UserError
 from octetrl.config.objective_settings import GroupFilterSettings, LengthPenaltySettings
 from octetrl.config.schema import Fp8Config, Recipe
+from octetrl.config.several_environments import never_drawn
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate import validate_with_spec
 from octetrl.data.mixture import Mixture, read_source
@@ -103,7 +104,7 @@ def build_run(recipe: Recipe, *, trains: bool = True, given: Given = NOTHING_GIV
     algorithm = build_algorithm(recipe.algorithm)
     spans = Spans(torch.cuda.synchronize if on_gpu and not cluster.uses_ray else None)
     console = Console(recipe.logging.console, recipe.steps)
-    for line in slow_paths(recipe, policy, on_gpu=on_gpu, trains=trains):
+    for line in (*slow_paths(recipe, policy, on_gpu=on_gpu, trains=trains), *(never_drawn(recipe) if trains else ())):
         console.warn(line)
     count = gpus_beside(cluster)
     if count > 1:

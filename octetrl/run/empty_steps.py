@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from octetrl.config.errors import RunFailed
 from octetrl.config.schema import Recipe
+from octetrl.config.several_environments import section_name
 
 
 class EmptySteps:
@@ -22,12 +23,13 @@ class EmptySteps:
         self._most = recipe.failures.max_empty_steps
         self._in_a_row = 0
         self._has_trained = False
+        self._failing_so_far: set[str] = set()  # environments without a reward, of which a warning told
 
     def warning(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """A line that says why the step taught nothing. None: it did."""
+        """A line that says why the step taught nothing, or which of several environments fails. None: neither."""
         if "train/skipped" not in metrics:
             self._in_a_row, self._has_trained = 0, True
-            return None
+            return self._failing(step, metrics)
         self._in_a_row += 1
         where = f"; look at rollouts/step_{step:06d}.jsonl" if "rollout/count" in metrics else ""
         return f"step {step}: no update, because {self._reason(metrics)}{where}"
@@ -44,6 +46,19 @@ class EmptySteps:
                 f"{self._in_a_row} steps in a row have no trained token (failures.max_empty_steps); in the last one"
                 f" {self._reason(metrics)}"
             )
+
+    def _failing(self, step: int, metrics: Mapping[str, float]) -> str | None:
+        """A line, once for each, for environments whose rollouts all failed."""
+        failing = [
+            name
+            for name in sorted(self._recipe.environments)
+            if metrics.get(f"environments/{name}/failure_share") == 1.0 and name not in self._failing_so_far
+        ]
+        self._failing_so_far |= set(failing)
+        if not failing:
+            return None
+        names, look = ", ".join(map(section_name, failing)), f"look at rollouts/step_{step:06d}.jsonl"
+        return f"step {step}: every rollout of {names} failed, so nothing is learned there; {look}"
 
     def _reason(self, metrics: Mapping[str, float]) -> str:
         if "rollout/count" not in metrics:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from octetrl.config.several_environments import section_name
+from octetrl.environments.mixed.scorer import MixedTimes
 from octetrl.environments.reward_times import RewardTimes
 from octetrl.environments.turns.dialogue import Dialogues
 
@@ -34,14 +36,22 @@ class SlowRewards:
         if self._has_warned or waited < SECONDS or waited < SHARE * whole:
             return None
         self._has_warned = True
+        said = f"step {step}: {waited:.1f} of {whole:.1f} s were spent waiting for rewards"
         last = None if self._times is None else self._times.last
-        slowest = ""
+        slowest = 0.0 if last is None else last.slowest
+        crashed, replaced = metrics.get("rollout/reward_crash", 0.0), metrics.get("rollout/reward_restarts", 0.0)
+        if crashed and slowest < SHARE * waited:
+            return (
+                f"{said}, in which {replaced:.0f} reward processes were replaced ({crashed:.0f} reward_crash: the score"
+                f" ended its process); rollouts/step_{step:06d}.jsonl says why"
+            )
+        section = "environment"
         if last is not None and last.slowest_task:
-            slowest = f" (the slowest call, {last.slowest:.1f} s, was task '{last.slowest_task}')"
-        return (
-            f"step {step}: {waited:.1f} of {whole:.1f} s were spent waiting for rewards{slowest}; make the score"
-            " faster, or raise environment.reward_workers"
-        )
+            said += f" (the slowest call, {slowest:.1f} s, was task '{last.slowest_task}')"
+        if isinstance(self._times, MixedTimes):
+            name = last.slowest_task.partition("/")[0] if last is not None else ""
+            section = section_name(name or "NAME")
+        return f"{said}; make the score faster, or raise {section}.reward_workers"
 
 
 def _times_of(rewards: object) -> RewardTimes | None:

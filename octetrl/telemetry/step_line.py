@@ -149,13 +149,18 @@ def evaluation_parts(step: int, total: int, metrics: Mapping[str, float], earlie
 
 
 def environment_parts(metrics: Mapping[str, float], label: str, form: str) -> list[Part]:
-    """The parts of a line with a number of each environment. Empty for a single environment.
+    """The parts of a line with a number of each environment, - if no rollout has a reward. Empty for a single one.
 
     form: the metric's name, such as `environments/{}/reward`."""
     begin, end = form.split("{}")
     found = {name.removeprefix(begin).removesuffix(end): value for name, value in metrics.items()
              if name.startswith(begin) and name.endswith(end)}  # fmt: skip
-    return [Part("", label), *(Part(name, f"{value:.3f}") for name, value in sorted(found.items()))] if found else []
+    shown = {name: Part(name, f"{value:.3f}") for name, value in found.items()}
+    for metric in metrics:
+        if metric.startswith(begin) and metric.endswith("/failure_share"):
+            name = metric.removeprefix(begin).removesuffix("/failure_share")
+            shown.setdefault(name, Part(name, "-", "bad"))
+    return [Part("", label), *(shown[name] for name in sorted(shown))] if shown else []
 
 
 def line(parts: list[Part]) -> str:

@@ -225,6 +225,8 @@ def test_check_rehearses_each(model: Path, tmp_path: Path, capsys: pytest.Captur
     assert said.startswith("0 ") and said.endswith("no problems")
     assert "environment noise jsonl" in said and "50.0% of the tasks, 4 tasks held out" in said
     assert "exact: reference answer reward 1" in said and "noise: prompts 64 tried" in said
+    rare = " ".join(check(model, tmp_path, THREE, capsys, "environments.exact.weight=1e-9").split())
+    assert "warning environments.exact.weight: 1e-09 of 3 gives 'exact' no task in" in rare
     assert "environment talk python" in said and "turns at most 16, rewarded by score" in said
 
 

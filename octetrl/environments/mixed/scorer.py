@@ -34,7 +34,8 @@ class MixedTimes(RewardTimes):
     def take(self) -> RewardTimes:
         for name, member in self.members.items():
             taken = member.take()
-            self.called(f"{name}/{taken.slowest_task}", taken.slowest)
+            if taken.slowest_task:
+                self.called(f"{name}/{taken.slowest_task}", taken.slowest)
         return RewardTimes.take(self)
 
 

@@ -6,6 +6,9 @@ import pytest
 
 from octetrl.config.errors import RunFailed
 from octetrl.config.load import recipe_from_mapping
+from octetrl.config.several_environments import never_drawn
+from octetrl.environments.mixed.scorer import MixedTimes
+from octetrl.environments.order import furthest_behind, shares_of
 from octetrl.environments.reward_times import GROW_SECONDS, LEAST_TRIED, Growth, Patience, RewardTimes
 from octetrl.run.empty_steps import EmptySteps
 from octetrl.run.slow_rewards import SlowRewards, reward_times
@@ -57,6 +60,58 @@ def test_rewards_without_a_signal_end_it_after_three_steps_in_a_row(metrics: dic
         steps.check(6, metrics)
     assert str(error.value).startswith("3 steps in a row have no trained token (failures.max_empty_steps); in the last")
     assert reason in str(error.value)
+
+
+def test_an_environment_that_always_fails_is_told_once() -> None:
+    tree = {"model": {"path": "m"}, "environments": {name: {"dataset": "chain_sum"} for name in "abc"}}
+    steps = EmptySteps(recipe_from_mapping(tree))
+    metrics = TRAINED | {
+        f"environments/{name}/failure_share": share for name, share in zip("abc", (1.0, 0.5, 0.0), strict=True)
+    }
+    warning = steps.warning(1, metrics)
+    assert warning is not None and warning.startswith("step 1: every rollout of environments.a failed, so nothing")
+    assert steps.warning(2, metrics) is None
+    later = steps.warning(3, metrics | {"environments/b/failure_share": 1.0})
+    assert later is not None and "every rollout of environments.b failed" in later
+
+
+@pytest.mark.parametrize(
+    ("weights", "steps", "never"),
+    [
+        ({"a": 5e-324, "b": 1.0}, 20, ["a"]),
+        ({"a": 0.01, "b": 1.0, "c": 1.0}, 20, []),
+        ({"a": 0.01, "b": 0.02, "c": 1.0}, 4, ["a", "b"]),
+    ],
+)
+def test_a_weight_that_gives_no_task_is_told(weights: dict[str, float], steps: int, never: list[str]) -> None:
+    tree = {"model": {"path": "m"}, "steps": steps, "rollout": {"prompts_per_step": 4}}
+    several = {name: {"dataset": "chain_sum", "weight": weight} for name, weight in weights.items()}
+    lines = never_drawn(recipe_from_mapping(tree | {"environments": several}))
+    assert [text.partition(".weight: ")[0] for text in lines] == [f"environments.{name}" for name in never]
+    assert all(f"no task in {steps} steps of 4 tasks" in text for text in lines)
+    shares, taken = shares_of(list(weights.values())), [0] * len(weights)
+    for _ in range(4 * steps):
+        taken[furthest_behind(shares, taken)] += 1
+    assert [name for name, number in zip(weights, taken, strict=True) if number == 0] == never
+
+
+def test_slow_rewards_of_several_environments_name_the_section_and_crashes() -> None:
+    class Scorer:
+        times = MixedTimes(members={"a": RewardTimes(), "b": RewardTimes()})
+
+    seconds = {"time/reward": 3.0, "time/step": 4.0}
+    scorer = Scorer()
+    scorer.times.members["b"].called("x/7", 2.5)
+    reward_times(scorer)
+    warning = SlowRewards(scorer).warning(2, seconds)
+    assert warning is not None and "was task 'b/x/7'" in warning
+    assert warning.endswith("or raise environments.b.reward_workers")
+    reward_times(scorer)
+    assert (SlowRewards(scorer).warning(3, seconds) or "").endswith("or raise environments.NAME.reward_workers")
+    crashes = seconds | {"rollout/reward_crash": 6.0, "rollout/reward_restarts": 6.0}
+    crashed = SlowRewards(scorer).warning(3, crashes)
+    assert crashed is not None and "6 reward processes were replaced (6 reward_crash" in crashed
+    assert "faster" not in crashed and crashed.endswith("rollouts/step_000003.jsonl says why")
 
 
 def test_zero_never_ends_it() -> None:

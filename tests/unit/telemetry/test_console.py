@@ -9,7 +9,7 @@ import pytest
 from octetrl.telemetry import console as console_module
 from octetrl.telemetry.console import Console, leave_screen
 from octetrl.telemetry.progress import Phase, bar_line
-from octetrl.telemetry.step_line import NUMBERS, TIME, StepLine, duration, evaluation_parts, line
+from octetrl.telemetry.step_line import NUMBERS, TIME, StepLine, duration, environment_parts, evaluation_parts, line
 
 METRICS = {"reward/mean": 0.53125, "loss": -0.0012, "mismatch/token_mult_prob_error": 1.00021, "time/step": 14.2}
 ALL = {number.metric: 12345.678 for number in NUMBERS} | {TIME: 100.0, "mismatch/unequal_tokens": 3.0}
@@ -75,6 +75,14 @@ def test_waiting_for_rewards_is_said() -> None:
     waits = line(StepLine(3).parts(1, {"time/step": 10.0, "time/reward": 4.5}))
     assert waits == "step 1/3  waiting for rewards 45%  10 s"
     assert line(StepLine(3).parts(1, {"time/step": 10.0, "time/reward": 0.5})) == "step 1/3  10 s"
+
+
+def test_an_environment_without_any_reward_stays_in_the_line() -> None:
+    metrics = {"environments/b/reward": 0.5, "environments/b/failure_share": 0.0, "environments/c/share": 0.0}
+    metrics |= {"environments/a/failure_share": 1.0, "eval/environments/b/accuracy": 0.25}
+    assert line(environment_parts(metrics, "each", "environments/{}/reward")) == "each  a -  b 0.500"
+    assert line(environment_parts(metrics, "each", "eval/environments/{}/accuracy")) == "each  b 0.250"
+    assert environment_parts({"reward/mean": 1.0}, "each", "environments/{}/reward") == []
 
 
 def test_log_probs_are_said_in_words() -> None:
