@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 RESULTS = Path("benchmarks/results")
 TABLE_WIDTH = 150
 NUMERICS: tuple[Numerics, ...] = ("parity", "fast")
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_NAME = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,64}")
 
 Model = Annotated[
     str | None,
@@ -115,7 +115,7 @@ def result_suffix(name: str | None, numerics: tuple[Numerics, ...] = ("parity",)
         return "" if numerics == ("parity",) else "_" + "_".join(numerics)
     if _NAME.fullmatch(name) is None:
         given = f"--name: {name[:60]!r} cannot be part of a file name"
-        raise UserError(f"{given}; give 1 to 64 letters, digits, '-', '_' or '.', such as 256")
+        raise UserError(f"{given}; give 1 to 64 letters, digits, '-', '_' or '.', not only dots, such as 256")
     return f"_{name}"
 
 
@@ -123,6 +123,9 @@ def results_folder(out: Path | None) -> Path:
     folder = out or (RESULTS if RESULTS.is_dir() else Path())
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out: '{folder}' is a file; give a folder")
+    there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    if not there.is_dir():
+        raise UserError(f"--out: cannot create the folder '{folder}' ('{there}' is a file); give another")
     return folder
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from octetrl.config.errors import UserError
 from octetrl.run.early import refuse_no_model
 
 
@@ -18,6 +20,19 @@ def export(
 ) -> None:
     """Write a run's last weights in Hugging Face format; adapters of LoRA are merged."""
     refuse_no_model(run)
+    _refuse_target(to)
     from octetrl.run.export import export_run
 
     typer.echo(f"wrote {export_run(run, to, adapter=adapter)}")
+
+
+def _refuse_target(to: str) -> None:
+    """Raise UserError for a folder that can't be written, before torch is imported."""
+    if not to.strip():
+        raise UserError("--to: is empty; give the folder to write, such as exported")
+    target = Path(to)
+    if target.is_dir() and any(target.iterdir()):
+        raise UserError(f"--to: '{target}' exists and is not empty; give a new folder")
+    there = next(one for one in (target, *target.absolute().parents) if one.exists())
+    if not there.is_dir():
+        raise UserError(f"--to: cannot write in '{target}' (Not a directory); choose another folder")

@@ -119,7 +119,8 @@ def _texts(path: Path) -> list[str]:
     try:
         texts = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--calibrate-on: '{path}' can't be read as text ({error}); give a UTF-8 file") from error
+        reason = error.strerror if isinstance(error, OSError) else f"byte {error.start} is not UTF-8"
+        raise UserError(f"--calibrate-on: '{path}' can't be read as text ({reason}); give a UTF-8 file") from error
     if not texts:
         raise UserError(f"--calibrate-on: '{path}' has no text; give prompts, one a line")
     return texts

@@ -85,13 +85,14 @@ def _refuse_another_folder(recipe: Path, resolved: Recipe, overrides: list[str])
 def _weights_of(source: str, overrides: list[str]) -> list[str]:
     """What `--from` sets in the recipe. An adapter goes on with its own rank and alpha."""
     from octetrl.run.model_source import recipe_of_run
-    from octetrl.run.resume import trained_model, weights_folder
 
     if recipe_of_run(source) is None:
         raise UserError(f"--from: '{source}' is no run, RUN@STEP or checkpoint; for another model set model.path")
     given = [one for one in overrides if one.partition("=")[0].strip() in ("model.path", "model.preset", "model.init")]
     if given:
         raise UserError(f"--from: '{given[0]}' names other weights; leave one of them out")
+    from octetrl.run.resume import trained_model, weights_folder
+
     trained = trained_model(weights_folder(Path(source)))
     fields = [f"model.path={json.dumps(source)}", "model.preset=null", "model.init=pretrained"]
     return [*fields, "model.lora=null"] if trained["lora"] is not None else fields

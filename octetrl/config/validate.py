@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -317,6 +318,9 @@ def _run_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(("output_dir",), f"output_dir: {recipe.output_dir!r} is not a path, it contains a NUL; remove it")
     if not recipe.output_dir.strip():
         yield Problem(("output_dir",), "output_dir: is empty; give the folder that the run writes, such as runs/first")
+    elif not Path(recipe.output_dir).name and Path(recipe.output_dir).is_absolute():
+        text = f"output_dir: '{recipe.output_dir}' is the root; give a folder of the run's, such as runs/first"
+        yield Problem(("output_dir",), text)
 
 
 def validate_with_spec(recipe: Recipe, spec: ModelSpec) -> None:

@@ -78,7 +78,8 @@ def load_spec(folder: str | Path, *, scalar: bool = False) -> ModelSpec:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"model folder '{folder}' does not exist; {_way_to(folder)}")
+        what = "is not a folder" if folder.exists() else "does not exist"
+        raise UserError(f"model folder '{folder}' {what}; {_way_to(folder)}")
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"model folder '{folder}' has no config.json; give a Hugging Face folder, as export writes it")

@@ -18,6 +18,8 @@ PARTS_OF_A_MODEL = ("checkpoints", "manifest.json", "config.json", "adapter_conf
 
 def refuse_no_model(name: str | Path) -> Path:
     """The path of a model, run or checkpoint. Raises UserError if there is none. A model of the hub is fetched."""
+    if not str(name).strip():  # which a path would take for the folder we are in
+        raise UserError(f"'{name}' names no model; give a run folder, a checkpoint, or a Hugging Face model folder")
     path = found_model(name)
     if not path.exists():
         raise UserError(
@@ -33,12 +35,15 @@ def refuse_no_model(name: str | Path) -> Path:
 def refuse_early(recipe: Recipe, *, resume: bool) -> None:
     """Refuse to train a model that is missing, or in a folder that can't take the run."""
     folder = Path(recipe.output_dir)
-    if not resume:
-        refuse_held(folder)
-    _refuse_unwritable(folder)
+    try:
+        if not resume:
+            refuse_held(folder)
+        _refuse_unwritable(folder)
+    except OSError as error:  # a name that is too long, links in a circle
+        raise UserError(f"output_dir: '{folder}' can't be a folder ({error.strerror}); choose another") from None
     if recipe.model.path is not None and not is_of_hub(recipe.model.path):
         path = found_model(recipe.model.path)
-        if not path.exists():
+        if not path.is_dir():
             from octetrl.models.families import load_spec
 
             load_spec(path)  # its message says what to do

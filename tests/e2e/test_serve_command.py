@@ -138,7 +138,10 @@ def test_a_text_to_calibrate_on_ends_with_its_line(
     [
         (["--context-length", "100000"], "--context-length: 100000 is out of range, this model has 1024 positions"),
         (["--kv-cache-tokens", "64"], "--kv-cache-tokens: 64 do not hold one context of"),
-        (["--calibrate-on", "no_such_file"], "--calibrate-on: 'no_such_file' can't be read as text"),
+        (
+            ["--calibrate-on", "no_such_file"],
+            "--calibrate-on: 'no_such_file' can't be read as text (No such",
+        ),
         (["--api-key", ""], "the API key is empty"),
         (["--precision", "fp4"], "'fp4' is not allowed; choose one of"),
         (["--host", "192.0.2.1", "--api-key", "k"], "--port: 192.0.2.1:8000 can't be listened on"),

@@ -171,6 +171,7 @@ WRONG = [
     ("train", ["--numerics", "parity,quick"], "--numerics: 'quick' is not one of parity, fast"),
     ("step", ["--numerics", "fast,fast"], "--numerics: 'fast,fast' names a value twice; name each once"),
     ("train", ["--name", "a/b"], "--name: 'a/b' cannot be part of a file name; give 1 to 64 letters, digits, '-', '_'"),
+    ("train", ["--name", ".."], "--name: '..' cannot be part of a file name"),
     ("train", ["--name", ""], "--name: '' cannot be part of a file name"),
     ("step", ["--name", "a b"], "--name: 'a b' cannot be part of a file name"),
     ("step", ["--name", "é"], "--name: 'é' cannot be part of a file name"),

@@ -30,6 +30,19 @@ COMMANDS = [
     (["report", "gone"], "report: 'gone' does not exist; give the folder of a run"),
     (["report", "empty"], "report: 'empty' has no metrics.jsonl; give the folder of a run"),
     (["train", "demo_grpo", "model.path=gone"], "model folder 'gone' does not exist"),
+    (["train", "demo_grpo", "model.path=file"], "model folder 'file' is not a folder; give a Hugging Face folder"),
+    (["train", "demo_grpo", "--from", "gone"], "--from: 'gone' is no run, RUN@STEP or checkpoint"),
+    (["train", "demo_grpo", f"output_dir={'n' * 300}"], "can't be a folder (File name too long); choose another"),
+    (["train", "demo_grpo", "output_dir=/"], "output_dir: '/' is the root; give a folder of the run's"),
+    (
+        ["generate", "", "-p", "hi"],
+        "'' names no model; give a run folder, a checkpoint, or a",
+    ),
+    (["export", "model", "--to", ""], "--to: is empty; give the folder to write"),
+    (["export", "model", "--to", "held"], "--to: 'held' exists and is not empty; give a new folder"),
+    (["export", "model", "--to", "file"], "--to: cannot write in 'file' (Not a directory); choose another folder"),
+    (["export", "model", "--to", "file/x"], "--to: cannot write in 'file/x' (Not a directory); choose another folder"),
+    (["bench", "step", "--out", "file/x/y"], "--out: cannot create the folder 'file/x/y' ('"),
     (["train", "demo_grpo"], "run `octetrl demo` first"),
     (["train", "demo_grpo", "output_dir=file/run"], "output_dir: cannot write in 'file/run' (Not a directory)"),
     (["train", "demo_grpo", "output_dir=held"], "output_dir: 'held' already holds a run; continue it with --resume"),
@@ -46,6 +59,8 @@ def test_torch_is_not_imported_to_refuse(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
     (tmp_path / "held").mkdir()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").touch()
     (tmp_path / "held/config.yaml").touch()
     arguments = json.dumps([command for command, _ in COMMANDS])
     environment = os.environ | {"PYTHONPATH": str(REPO)}
@@ -58,7 +73,7 @@ def test_torch_is_not_imported_to_refuse(tmp_path: Path) -> None:
     assert len(said) == len(COMMANDS)
     for line, (command, says) in zip(said, COMMANDS, strict=True):
         assert says in line, command
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "held"], "nothing was written"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "held", "model"], "nothing was written"
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="a file system without folders of the user's")
