@@ -26,7 +26,13 @@ RECIPES = sorted(
 def tiny(path: Path, model: Path, output: Path, **changes: Any) -> Recipe:
     """The recipe of `path` on the tiny model, two prompts a step."""
     tree = recipe_tree(model, output, changes)
-    words = [f"{key}={value}" for key, value in dotted(tree) if not key.startswith("algorithm.")]
+    several = [f"environments.{name}." for name in load_recipe(path).environments]
+    words = [
+        f"{key.replace('environment.', section)}={value}"
+        for key, value in dotted(tree)
+        if not key.startswith("algorithm.")
+        for section in (several if several and key.startswith("environment.") else ["environment."])
+    ]
     return load_recipe(path, [*words, "rollout.group_size=4", "rollout.prompts_per_step=2", "steps=1"])
 
 
