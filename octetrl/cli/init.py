@@ -38,10 +38,10 @@ ANIMALS = ("ant", "bee", "cat", "dog", "eel", "fox", "gnu", "hen", "owl", "pig")
 
 
 class OneLetter:
-    """The model is asked for one small letter. Anything after it lowers the score."""
+    """The model is asked for one small letter. Any will do; anything after it lowers the score."""
 
     tasks = [
-        Task(id=f"{animal}-{number}", prompt=f"Give {animal} {number} a letter.", answer=animal[0])
+        Task(id=f"{animal}-{number}", prompt=f"Give {animal} {number} a letter.", answer="a")
         for animal in ANIMALS
         for number in range(20)
     ]
