@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-Tree = dict[str, Any]
+from octetrl.config.environment_layers import Tree
 
 
 def below_model(tree: Tree, top: Tree) -> Tree:

@@ -129,7 +129,7 @@ class Taskset:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Of the order of the tasks. Empty: there is nothing to say about a single environment."""
+        """How the tasks are shared among several environments, by name. A single environment has no such metrics."""
         return {}
 
     def held_out(self, n: int | None = None) -> list[Task]:

@@ -18,31 +18,24 @@ def check_signature(score: Any, what: str) -> None:
             f"{what} ({place_of(score)}) is async; write a plain function of (task, completion_text) that returns a"
             " number"
         )
-    try:
-        signature = inspect.signature(score)
-    except (TypeError, ValueError):  # a function of C has no signature
-        return
-    try:
-        signature.bind(Task("", ""), "")
-    except TypeError as error:
-        raise UserError(
-            f"{what} ({place_of(score)}) takes {signature}, but is called with (task, completion_text): {error}; take"
-            " these two arguments"
-        ) from None
+    _check_call(score, what, (Task("", ""), ""), "task, completion_text", "take these two arguments")
 
 
 def check_call_with_conversation(function: Any, what: str) -> None:
     """Raises UserError unless `function` can be called with a conversation alone. what: its name in the message."""
+    _check_call(function, what, (None,), "conversation", "take this argument")
+
+
+def _check_call(function: Any, what: str, arguments: tuple[Any, ...], names: str, remedy: str) -> None:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a function of C has no signature
         return
     try:
-        signature.bind(None)
+        signature.bind(*arguments)
     except TypeError as error:
         raise UserError(
-            f"{what} ({place_of(function)}) takes {signature}, but is called with (conversation): {error}; take this"
-            " argument"
+            f"{what} ({place_of(function)}) takes {signature}, but is called with ({names}): {error}; {remedy}"
         ) from None
 
 

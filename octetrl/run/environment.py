@@ -22,6 +22,7 @@ from octetrl.environments.python_object import check_environment, load_environme
 from octetrl.environments.python_reward import named_reward
 from octetrl.environments.reasoning_gym import reasoning_gym_environment
 from octetrl.environments.reset_step import gymnasium_environment
+from octetrl.environments.scoring import RewardWorkers
 from octetrl.environments.tools.ready import with_tools
 from octetrl.environments.turns.dialogue import is_dialogue
 from octetrl.environments.verifiers_adapter import verifiers_environment
@@ -129,3 +130,15 @@ def build_tasks(recipe: Recipe, environments: Environments) -> Taskset:
     if not recipe.environments:
         return tasksets[""]
     return MixedTaskset(tasksets, {name: config.weight for name, config in recipe.environments.items()})
+
+
+def reward_processes(scorer: Scorer, config: EnvironmentConfig, *, gives_up: bool = True) -> RewardWorkers:
+    """Processes that call `scorer`, with the limits of `config`."""
+    return RewardWorkers(
+        scorer,
+        timeout_seconds=config.reward_timeout_seconds,
+        processes=config.reward_workers,
+        memory_mib=config.reward_memory_mib,
+        load_seconds=config.load_timeout_seconds,
+        gives_up=gives_up,
+    )

@@ -22,7 +22,7 @@ from octetrl.environments.python_reward import named_reward
 from octetrl.environments.scoring import RewardWorkers
 from octetrl.environments.turns.dialogue import Dialogue, Dialogues, Limits, is_dialogue, toolbox_of
 from octetrl.rollout.chat_tokens import ChatTokens
-from octetrl.run.environment import NOTHING_GIVEN, Environments
+from octetrl.run.environment import NOTHING_GIVEN, Environments, reward_processes
 from octetrl.workers.build import model_scores
 from octetrl.workers.protocol import Workers
 
@@ -133,11 +133,4 @@ def _score_rewards(scorer: Scorer, config: EnvironmentConfig, given: Given) -> R
     if given and not can_run_elsewhere(scorer):
         seconds, at_once = config.reward_timeout_seconds, config.reward_workers or 1
         return FunctionRewards(scorer, timeout_seconds=seconds, at_once=at_once, gives_up=gives_up)
-    return RewardWorkers(
-        scorer,
-        timeout_seconds=config.reward_timeout_seconds,
-        processes=config.reward_workers,
-        memory_mib=config.reward_memory_mib,
-        load_seconds=config.load_timeout_seconds,
-        gives_up=gives_up,
-    )
+    return reward_processes(scorer, config, gives_up=gives_up)

@@ -26,7 +26,7 @@ from octetrl.environments.scoring import RETURNED_BY, RewardWorkers, Score
 from octetrl.environments.turns.dialogue import is_dialogue, toolbox_of
 from octetrl.records import RolloutStatus, Task
 from octetrl.rollout.chat_tokens import ChatTokenizer, ChatTokens
-from octetrl.run.environment import build_environment, build_environments, build_tasks, build_taskset
+from octetrl.run.environment import build_environment, build_environments, build_tasks, build_taskset, reward_processes
 
 MOST_TASKS, MOST_SECONDS = 64, 5.0  # of the sample: tasks may take long to make
 REFERENCES = 2  # tasks whose reference answers are scored
@@ -96,13 +96,7 @@ def _rehearse_alone(recipe: Recipe, tokenizer: ChatTokenizer | None) -> Rehearsa
         if scores is None or not tasks:
             _load_reward(config)
         else:
-            with RewardWorkers(
-                scores,
-                timeout_seconds=config.reward_timeout_seconds,
-                processes=config.reward_workers,
-                memory_mib=config.reward_memory_mib,
-                load_seconds=config.load_timeout_seconds,
-            ) as workers:
+            with reward_processes(scores, config) as workers:
                 _rehearse_score(found, config, workers, tasks)
     return found
 
