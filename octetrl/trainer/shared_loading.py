@@ -21,7 +21,7 @@ from octetrl.config.errors import UserError
 from octetrl.layers.weight_memory import LoadCount, Loading
 from octetrl.models.decoder import Decoder
 from octetrl.trainer.optimizer import owned_rows
-from octetrl.trainer.peers import Peers
+from octetrl.trainer.peers import Peers, PeersLost
 from octetrl.trainer.shards import Cut, Rows
 from octetrl.trainer.shared_weights import cuts_of_codes, units_of
 
@@ -34,18 +34,28 @@ def load_shared(model: Decoder, peers: Peers, load: Load, count: LoadCount | Non
     """Fills `model` on all workers, which call this together. `load` fills the rows that it is given; filling more is
     allowed. `count` is added to.
 
-    UserError, on all workers, is the first that `load` raised on any of them.
+    UserError, on all workers, is the first that `load` raised on any of them. Any other error is raised where it
+    happened; the other workers raise PeersLost with its text.
     """
     began = time.perf_counter()
     table = _rows_to_share(model, peers)
     rows = {name: (own[peers.share.rank].start, own[peers.share.rank].stop) for name, own in table.items()}
     loading = Loading(rows, count or LoadCount())
-    error = None
+    error: str | None = None
+    failure: Exception | None = None
     try:
         load(model, loading)
     except UserError as found:
         error = str(found)
+    except Exception as found:  # the others must not wait for this worker
+        failure = found
     error = peers.agree(error, PHASE)
+    text = None if failure is None else f"a worker failed in loading: {type(failure).__name__}: {failure}"
+    told = peers.agree(text, PHASE)
+    if failure is not None:
+        raise failure
+    if told is not None:
+        raise PeersLost(told)
     if error is not None:
         raise UserError(error)
     _gather(model, table, peers)

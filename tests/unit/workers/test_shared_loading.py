@@ -27,7 +27,7 @@ from octetrl.models.families import spec_from_config
 from octetrl.models.hf_weights import hf_config, load_weights, save_weights
 from octetrl.models.peft_adapters import begin_adapters
 from octetrl.models.weight_files import LM_HEAD, SINGLE
-from octetrl.trainer.peers import ALONE, Peers
+from octetrl.trainer.peers import ALONE, Peers, PeersLost
 from octetrl.trainer.shared_loading import load_shared
 from octetrl.trainer.shared_weights import keep_owned_rows
 from octetrl.workers.models import ModelBuilder
@@ -247,6 +247,23 @@ def test_what_one_worker_finds_wrong_ends_all_with_its_line(
     began = time.monotonic()
     alone, lines = work(ALONE), run_team(2, work)
     assert said in alone and lines == [alone, alone] and time.monotonic() - began < 20
+
+
+def test_nobody_waits_for_a_worker_that_fails_in_loading() -> None:
+    def work(peers: Peers) -> str:
+        def load(model: Decoder, loading: Loading) -> None:
+            if peers.share.rank == 1:
+                raise MemoryError("no room")
+
+        with pytest.raises((MemoryError, PeersLost)) as error:
+            load_shared(Decoder(SPECS["tied"], precision_policy(SPECS["tied"], FP8["fp8"]), "train"), peers, load)
+        return f"{type(error.value).__name__}: {error.value}"
+
+    began = time.monotonic()
+    waiting, failing = run_team(2, work)
+    assert failing == "MemoryError: no room"
+    assert waiting == "PeersLost: a worker failed in loading: MemoryError: no room"
+    assert time.monotonic() - began < 20
 
 
 def test_a_checkpoint_of_other_workers_is_read_by_rows(folders: dict[str, Path], tmp_path: Path) -> None:
