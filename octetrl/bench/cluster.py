@@ -5,6 +5,7 @@ A turn builds the workers of one precision, runs a short untimed step, then `ste
 are those of `octetrl bench step` (step.py); these belong to several workers:
 
     gather        part of publish: all workers receive the new codes, scales and other weights
+    link          speed of an exchange alone, measured when the workers start
     efficiency    tokens a second and worker, compared with one worker on Ray
     over embedded time of a step of one worker on Ray, compared with the embedded worker
 
@@ -82,6 +83,7 @@ class ClusterTimes:
     publish: float
     gather: float  # part of publish, on the slowest worker
     received_bytes: float  # of new weights, by a worker from the others
+    link_gb_per_second: float  # at which a worker receives, measured at the start; 0: nothing is exchanged
     calibrate: float  # part of learn
     mismatch: float
     max_abs_diff: float  # of log-probs, engine to trainer
@@ -181,6 +183,7 @@ class ClusterSteps:
             publish=ended - learnt + requantize,
             gather=slowest("time/gather", exchanged),
             received_bytes=exchanged.get("publish/bytes", 0.0),
+            link_gb_per_second=exchanged.get("publish/link_gb_per_second", 0.0),
             calibrate=slowest("time/calibrate", exchanged),
             mismatch=update.metrics[MISMATCH],
             max_abs_diff=update.metrics[DIFFERENCE],

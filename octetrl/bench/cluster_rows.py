@@ -79,4 +79,5 @@ def _exchange(rounds: Sequence[ClusterTurn], publish_seconds: float) -> Mapping[
         "step/publish_gb_per_second": received / publish_seconds,
         "publish/gather_ms": gather * 1e3,
         "publish/gather_gb_per_second": received / gather,
+        "publish/link_gb_per_second": statistics.median(one.link_gb_per_second for one in steps),
     }

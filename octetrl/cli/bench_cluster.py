@@ -36,6 +36,7 @@ COLUMNS = {  # key of a row: heading, format
     "step/publish_gb_per_second": ("GB/s", ",.1f"),
     "publish/gather_ms": ("gather\nms", ",.1f"),
     "publish/gather_gb_per_second": ("GB/s", ",.1f"),
+    "publish/link_gb_per_second": ("link\nGB/s", ",.1f"),
     "mismatch/max_abs_diff": ("largest\ndifference", ".2e"),
     "memory/peak_gb": ("peak\nGB", ".1f"),
     "memory/estimate_gb": ("estimate\nGB", ".1f"),
@@ -44,9 +45,10 @@ COLUMNS = {  # key of a row: heading, format
 LEGEND = (
     "produce: generation, and samples with random rewards. learn: forward, backward, update, KV scales. publish: new"
     " weights on all workers, and the engines' check of them; GB/s of what a worker receives. gather: the exchange"
-    " alone. efficiency: speed of each worker compared with one worker on Ray. over embedded: time of a step on Ray"
-    " beyond that of the embedded worker. peak: of the worker with the largest, the KV cache included; on a CPU the"
-    " process. estimate: a worker's training without the KV cache, by `octetrl check`."
+    " alone. link: speed of one large exchange, measured when the workers start. efficiency: speed of each worker"
+    " compared with one worker on Ray. over embedded: time of a step on Ray beyond that of the embedded worker. peak:"
+    " of the worker with the largest, the KV cache included; on a CPU the process. estimate: a worker's training"
+    " without the KV cache, by `octetrl check`."
 )
 
 Workers = Annotated[

@@ -9,14 +9,29 @@ import torch
 from torch import Tensor
 
 
+SMALL_BYTES = 1 << 20
+
+
 def digest_of(version: int, tensors: Iterable[Tensor]) -> str:
     """Of policy version `version` and the bytes of these tensors, in their order."""
-    return digest_of_rows(version, [row_sums(tensor) for tensor in tensors])
+    return hashlib.sha256(repr((version, _sum_of_rows(rows_of(list(tensors))))).encode()).hexdigest()[:16]
 
 
-def digest_of_rows(version: int, rows: Sequence[Tensor]) -> str:
-    """The same from `row_sums` of the tensors."""
-    return hashlib.sha256(repr((version, _sum_of_rows(rows))).encode()).hexdigest()[:16]
+def rows_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """`row_sums` of each. Small ones of equal shape are added together: a model has hundreds of scales and norms, and
+    each sum is a few launches."""
+    rows: dict[int, Tensor] = {}
+    alike: dict[tuple[torch.dtype, torch.Size], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        if tensor.nbytes < SMALL_BYTES:
+            alike.setdefault((tensor.dtype, tensor.shape), []).append(place)
+        else:
+            rows[place] = row_sums(tensor)
+    for places in alike.values():
+        together = torch.stack([tensors[place].contiguous().view(torch.uint8) for place in places])
+        sums = row_sums(together if together.dim() == 2 else together.flatten(0, 1)).view(len(places), -1)
+        rows |= dict(zip(places, sums.unbind(), strict=True))
+    return [rows[place] for place in range(len(tensors))]
 
 
 def row_sums(tensor: Tensor) -> Tensor:

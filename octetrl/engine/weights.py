@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octetrl.engine.weight_digest import digest_of_rows, row_sums
+from octetrl.engine.weight_digest import digest_of
 from octetrl.fp8.kv_scales import KVScales
 from octetrl.kernels.quantize.quantize_weight import check_scales
 from octetrl.layers.linear import Float8Linear
@@ -79,7 +79,7 @@ def weights_digest(model: Decoder, weights: WeightSet, *, covers_all: bool = Fal
     version = weights.policy_version
     linears = list(model.float8_linears())
     compared: list[tuple[str, Tensor]] = []  # the name, and whether all bytes are equal
-    rows: list[Tensor] = []  # sums over what an engine reads and a trainer updates
+    read: list[Tensor] = []  # what an engine reads and a trainer updates
     for index, (name, linear) in enumerate(linears):
         held = linear.quantized
         if name in weights.codes:
@@ -88,18 +88,18 @@ def weights_digest(model: Decoder, weights: WeightSet, *, covers_all: bool = Fal
         if index == version % len(linears) and weight is not None:
             fresh = linear.quantize(weight)
             compared += [(name, equal) for equal in _equal_bytes(held, (fresh.codes, fresh.scale))]
-        rows += [row_sums(tensor) for tensor in held]
+        read += held
     for name, parameter in model.named_parameters():
         compared += [(name, equal) for equal in _equal_bytes((parameter.detach(),), (weights.tensors[name],))]
     adapters = [tensor for _, adapter in model.adapters() for tensor in adapter.parameters()]
-    rows += [row_sums(tensor.detach()) for tensor in (model.parameters() if covers_all else adapters)]
+    read += [tensor.detach() for tensor in (model.parameters() if covers_all else adapters)]
     if compared:
         for (name, _), equal in zip(compared, torch.stack([equal for _, equal in compared]).tolist(), strict=True):
             if not equal:
                 raise RuntimeError(
                     f"publish: the engine's '{name}' differs from the trainer's at policy version {version}; stopping"
                 )
-    return digest_of_rows(version, rows)
+    return digest_of(version, read)
 
 
 def weight_set(trainer_model: Decoder, version: int, kv_scales: KVScales | None = None) -> WeightSet:

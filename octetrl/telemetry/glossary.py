@@ -156,6 +156,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("gradients/rounding_error", "", "Error of BF16 gradient sums, relative to the gradient's norm."),
         Metric("publish/bytes", "B", "New weights that a worker received from the others, of several workers."),
         Metric("publish/gb_per_second", "GB/s", "Speed of receiving them, on the slowest worker."),
+        Metric("publish/link_gb_per_second", "GB/s", "Speed of the link between the workers, measured at their start.",
+               "`publish/gb_per_second` far below it: the exchange waits for something else than the link."),
         Metric("publish/sent_gb", "GB", "Weights and scales sent to workers that only generate."),
         Metric("publish/policy_version", "", "Updates so far; the version of the weights that the engine has."),
         Metric("router/entropy", NATS, "Mean entropy of the router's choice of experts."),

@@ -38,6 +38,8 @@ from octetrl.trainer.shards import BUCKET_ELEMENTS, Cut, GradientMode, Share, bu
 LONGEST_POLL_SECONDS = 1e-3
 BUCKETS_IN_FLIGHT = 4  # of NCCL, whose next exchange waits for no process
 IN_PLACE_BYTES = 1 << 30  # of tensors that are gathered in place by one exchange
+LINK_BYTES = {"cuda": 1 << 29, "cpu": 1 << 23}  # of the tensor whose exchange shows the link's speed
+LINK_ROUNDS = 4  # the fastest counts; the first may connect
 
 
 class PeersLost(RunFailed):
@@ -90,6 +92,9 @@ class Peers(Protocol):
     def agree(self, error: str | None, phase: str) -> str | None:
         """The first error in the order of ranks; None if no worker has one."""
 
+    def link_speed(self) -> float:
+        """GB/s at which this worker receives, measured by a short exchange; 0 if it is alone."""
+
     def close(self) -> None:
         """End the connections."""
 
@@ -137,6 +142,9 @@ class Alone(WholeModel):
 
     def agree(self, error: str | None, phase: str) -> str | None:
         return error
+
+    def link_speed(self) -> float:
+        return 0.0
 
     def close(self) -> None:
         pass
@@ -227,8 +235,8 @@ class ProcessGroupPeers(WholeModel):
         in_flight = BUCKETS_IN_FLIGHT if self._device.type == "cuda" else 0
         running = deque(self._start(partial(self._gather_in_place, lot), phase) for lot in lots(large, IN_PLACE_BYTES))
         for bucket in buckets(small, self.bucket_elements):
-            counts = [[cut.part(rank).nbytes for cut in bucket] for rank in range(self.share.count)]
-            own_R = torch.zeros(max(map(sum, counts)), dtype=torch.uint8, device=self._device)
+            counts = [[cut.num_bytes(rank) for cut in bucket] for rank in range(self.share.count)]
+            own_R = torch.empty(max(map(sum, counts)), dtype=torch.uint8, device=self._device)
             all_CR = own_R.new_empty(self.share.count, own_R.numel())
             self._copy_parts(bucket, counts, own_R, self.share.rank, out=True)
             running.append(self._start(partial(self._collectives._allgather_base, all_CR.view(-1), own_R), phase))
@@ -263,12 +271,16 @@ class ProcessGroupPeers(WholeModel):
     def _copy_parts(
         self, cuts: Sequence[Cut], counts: Sequence[Sequence[int]], bytes_R: Tensor, rank: int, *, out: bool
     ) -> None:
-        start = 0
-        for cut, size in zip(cuts, counts[rank], strict=True):
-            if size:
-                part, piece = _bytes(cut.part(rank)), bytes_R[start : start + size]
-                (piece if out else part).copy_(part if out else piece)
-            start += size
+        sizes = [size for size in counts[rank] if size]
+        parts = [_bytes(cut.part(rank)) for cut, size in zip(cuts, counts[rank], strict=True) if size]
+        pieces = bytes_R[: sum(sizes)].split(sizes)
+        pairs = list(zip(*((pieces, parts) if out else (parts, pieces)), strict=True))
+        for target, source in pairs:
+            if source.nbytes >= self.in_place_from:
+                target.copy_(source)
+        small = [pair for pair in pairs if pair[1].nbytes < self.in_place_from]
+        if small:  # few launches: a bucket has the scales and norms of all layers
+            torch._foreach_copy_([target for target, _ in small], [source for _, source in small])
 
     def sum(self, values_N: Tensor, phase: str) -> Tensor:
         return self._all_gather(values_N.double(), phase).sum(0)
@@ -288,6 +300,35 @@ class ProcessGroupPeers(WholeModel):
 
     def agree(self, error: str | None, phase: str) -> str | None:
         return next((one for one in self.gather_records(error, phase) if one is not None), None)
+
+    def link_speed(self) -> float:
+        """Measured by the fastest of a few all-gathers in place. Their memory is freed."""
+        each = LINK_BYTES[self._device.type] // self.share.count
+        all_B = torch.zeros(each * self.share.count, dtype=torch.uint8, device=self._device)
+        own_B = all_B[each * self.share.rank :][:each]
+        exchange = partial(self._collectives._allgather_base, all_B, own_B)
+        seconds = min(self._seconds_of(exchange, "link") for _ in range(LINK_ROUNDS))
+        if self._device.type == "cuda":
+            del all_B, own_B, exchange
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self._device)
+        return each * (self.share.count - 1) / 1e9 / seconds
+
+    def _seconds_of(self, start: Callable[[], Work], phase: str) -> float:
+        """Of a collective; on a GPU by the GPU's clock, because `_poll` notices the end up to a millisecond late."""
+        if self._device.type != "cuda":
+            began = time.perf_counter()
+            self._finish(start, phase)
+            return time.perf_counter() - began
+        stream = torch.cuda.current_stream(self._device)
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record(stream)
+        running = self._start(start, phase)
+        running.work.wait()  # the stream goes on after it
+        last.record(stream)
+        self._complete(running)
+        last.synchronize()
+        return first.elapsed_time(last) / 1e3
 
     def _all_gather(self, values: Tensor, phase: str) -> Tensor:
         """[C, ...] on the device of `values`: those of all workers, of one shape and dtype."""

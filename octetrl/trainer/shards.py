@@ -84,6 +84,11 @@ class Cut(NamedTuple):
         """The rows of one worker, as a view."""
         return self.rows[rank].of(self.tensor)
 
+    def num_bytes(self, rank: int) -> int:
+        """Of the rows of one worker."""
+        start, stop = self.rows[rank]
+        return (stop - start) * (self.tensor.nbytes // len(self.tensor))
+
     @property
     def is_even(self) -> bool:
         """Whether the workers own equally many rows, and together the whole tensor."""

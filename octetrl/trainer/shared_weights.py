@@ -103,7 +103,7 @@ class SharedWeights:
         began, cuts = self._now(), self._cuts()
         self._peers.gather_from_owners(cuts, PHASE)
         others = [rank for rank in range(self._peers.share.count) if rank != self._peers.share.rank]
-        self._received += sum(cut.part(rank).nbytes for cut in cuts for rank in others)
+        self._received += sum(cut.num_bytes(rank) for cut in cuts for rank in others)
         self._seconds += self._now() - began
 
     def _now(self) -> float:
@@ -156,8 +156,9 @@ class SharedWeights:
     def _first_non_finite(self) -> str | None:
         if not self._linears:
             return None
-        bad = torch.stack([linear.scale.isnan().any() for linear in self._linears.values()]).tolist()
-        return next((f"{name} is not finite" for name, is_bad in zip(self._linears, bad, strict=True) if is_bad), None)
+        if not torch.cat([linear.scale.flatten() for linear in self._linears.values()]).isnan().any():
+            return None
+        return next(f"{name} is not finite" for name, linear in self._linears.items() if linear.scale.isnan().any())
 
 
 def cuts_of_codes(linear: Float8Linear, rows: tuple[Rows, ...]) -> list[Cut]:

@@ -128,6 +128,10 @@ class GridPeers:
         """The first error of any worker of the run."""
         return self.group.agree(self._same_part.agree(error, phase), phase)
 
+    def link_speed(self) -> float:
+        """Between the workers with the same part of a model, which exchange new weights."""
+        return self._same_part.link_speed()
+
     def sum_in_group(self, values_N: Tensor, phase: str) -> Tensor:
         return self.group.sum(values_N, phase)
 

@@ -100,6 +100,7 @@ def test_a_worker_that_dies_changes_nothing(
         _, expected = steps_of(threads, 3)
     assert unspread([{name: line[name] for name in line if name != "step"} for line in lines]) == expected
     assert {"time/train/worker_0", "time/train/worker_1", "time/rollout/slowest"} <= lines[-1].keys()
+    assert all(line["publish/link_gb_per_second"] > 0 and line["publish/gb_per_second"] > 0 for line in lines)
     first = "rollouts/step_000001.jsonl"
     assert (folder / first).read_bytes() == (finished("fp8_full") / first).read_bytes()
     shown = capsys.readouterr()
@@ -200,7 +201,7 @@ def test_the_bench_of_a_step_runs_on_two_workers(
     embedded, two = json.loads((tmp_path / "step_tiny_1_layers_2_cpus.json").read_text())["rows"]
     assert (embedded["cluster/kind"], two["cluster/kind"], two["cluster/workers"]) == ("embedded", "ray", 2)
     assert embedded["rollout/digest"] == two["rollout/digest"] and two["mismatch/max_abs_diff"] == 0.0
-    assert two["publish/gather_ms"] > 0 and two["memory/peak_gb/worker_1"] > 0
+    assert two["publish/gather_ms"] > 0 and two["publish/link_gb_per_second"] > 0 and two["memory/peak_gb/worker_1"] > 0
 
 
 @pytest.mark.parametrize(

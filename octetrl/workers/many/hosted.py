@@ -62,6 +62,7 @@ class HostedWorker:
         self._computing = ThreadPoolExecutor(1, thread_name_prefix="computing")
         self._phase, self._since, self._busy = "start", time.monotonic(), False
         self._micro_batches = (0, 0)  # done and in all, while it trains
+        self._link_gb_per_second = 0.0
         self._built: BuiltWorker | None = None
         self._spans = Spans()
         self._sender: WeightSender | None = None
@@ -118,6 +119,7 @@ class HostedWorker:
         recipe, device = self._plan.recipe, self._device()
         self._spans = Spans(torch.cuda.synchronize if self._gpu else None)
         peers = ALONE if store is None else self._meet(store, device)
+        self._link_gb_per_second = peers.link_speed()
         roles = {"only_draws": not self._is_trainer, "only_trains": self._is_trainer} if self._has_role else {}
         self._built = self._plan.build(recipe, device, self._spans, trains=self._plan.trains, peers=peers, **roles)
         return self.state()
@@ -152,8 +154,8 @@ class HostedWorker:
     def state(self) -> WorkerState:
         worker = self._worker
         needs_calibration = isinstance(worker, Worker) and worker.needs_calibration
-        whole = worker.weights_are_whole
-        return WorkerState(worker.layout, worker.policy_version, needs_calibration, whole, self._loaded)
+        whole, link = worker.weights_are_whole, self._link_gb_per_second
+        return WorkerState(worker.layout, worker.policy_version, needs_calibration, whole, self._loaded, link)
 
     def train(self, batch: PackedBatch) -> PolicyUpdate:
         def count(done: int, total: int) -> None:

@@ -39,6 +39,7 @@ class WorkerState:
     needs_calibration: bool
     weights_are_whole: bool
     loaded: LoadCount = field(default_factory=LoadCount)  # when it was built
+    link_gb_per_second: float = 0.0  # at which it receives weights from the others, measured before; 0 if it is alone
 
 
 @dataclass(frozen=True, slots=True)

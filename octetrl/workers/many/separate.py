@@ -174,7 +174,7 @@ class SeparateWorkers:
         return paths_of(self._team)
 
     def time_metrics(self) -> Mapping[str, float]:
-        return times_of(self._team)
+        return times_of(self._team, self._trainers.link_gb_per_second)
 
     def close(self) -> None:
         self._team.close()

@@ -77,6 +77,7 @@ class ManyLearningWorkers:
         states: list[WorkerState] = team.ask("load", "build", address)
         self._layout, self._policy_version = states[0].layout, states[0].policy_version
         self._needs_calibration = states[0].needs_calibration
+        self.link_gb_per_second = min(state.link_gb_per_second for state in states)  # 0: no weights are exchanged
         self._weights_are_whole = True
         if trains:
             _say_what_was_read(console, states)
@@ -152,7 +153,7 @@ class ManyLearningWorkers:
         return paths_of(self._team)
 
     def time_metrics(self) -> dict[str, float]:
-        return times_of(self._team)
+        return times_of(self._team, self.link_gb_per_second)
 
     def close(self) -> None:
         self._team.close()
@@ -277,15 +278,16 @@ def paths_of(team: Team) -> dict[str, float]:
     return {name: choose(part[name] for part in parts) for name, choose in worst.items()}
 
 
-def times_of(team: Team) -> dict[str, float]:
+def times_of(team: Team, link_gb_per_second: float) -> dict[str, float]:
     """`time/PHASE/worker_N`, and in `time/PHASE/slowest` the number of the slowest worker. With several workers the
-    bytes of new weights that a worker received, and their speed."""
+    bytes of new weights that a worker received, their speed, and that of the link."""
     parts: list[dict[str, float]] = team.ask("state", "times")
     metrics: dict[str, float] = {}
     received = max(part.pop("publish/bytes", 0.0) for part in parts)
     if received:
         slowest = max(part.get("time/gather", 0.0) for part in parts)
         metrics = {"publish/bytes": received, "publish/gb_per_second": received / 1e9 / slowest}
+        metrics["publish/link_gb_per_second"] = link_gb_per_second
     for name in sorted({name for part in parts for name in part}):
         seconds = [part.get(name, 0.0) for part in parts]
         metrics |= {f"{name}/worker_{worker}": value for worker, value in enumerate(seconds)}

@@ -47,6 +47,7 @@ def test_any_number_of_workers_samples_the_same_and_is_compared_with_one() -> No
         assert step.compared_tokens == WORK.generated_tokens
         assert step.produce > 0 and step.learn > 0 and step.micro_batches >= 4
         assert step.publish > step.gather and (step.gather > 0) == (step.received_bytes > 0) == (turn.workers == 2)
+        assert (step.link_gb_per_second > 0) == (turn.workers == 2)
     embedded, one, two = rows_of(plan, turns)
     assert one["step/efficiency"] == 1.0 and "step/efficiency" not in embedded
     assert one["step/over_embedded"] == pytest.approx(one["time/step"] / embedded["time/step"] - 1)
@@ -66,7 +67,8 @@ def test_what_a_worker_receives_is_the_rows_of_the_others() -> None:
 
 
 def times(produce: float, learn: float, gather: float = 0.0) -> ClusterTimes:
-    return ClusterTimes(produce, learn, 0.5, gather, 1e9 if gather else 0.0, 0.0, 1.0, 0.0, 7, 8, 0.0)
+    received, link = (1e9, 16.0) if gather else (0.0, 0.0)
+    return ClusterTimes(produce, learn, 0.5, gather, received, link, 0.0, 1.0, 0.0, 7, 8, 0.0)
 
 
 def test_rows_name_a_worker_that_samples_something_else() -> None:
@@ -79,6 +81,7 @@ def test_rows_name_a_worker_that_samples_something_else() -> None:
     assert (one["time/step"], two["time/step"], two["step/efficiency"]) == (8.0, 4.5, 8.0 / 9.0)
     assert (two["produce/efficiency"], two["learn/efficiency"]) == (1.0, 0.875)
     assert (two["step/publish_gb_per_second"], two["publish/gather_gb_per_second"]) == (2.0, 4.0)
+    assert two["publish/link_gb_per_second"] == 16.0 and "publish/link_gb_per_second" not in one
     assert (two["memory/peak_gb"], two["memory/peak_gb/worker_0"], one["memory/peak_gb"]) == (6.0, 5.0, 10.0)
     (warning,) = digest_warnings(turns)
     assert warning == ("warning: bf16, parity: 2 workers sampled other tokens or log-probs than 1 worker (b, not a)")

@@ -117,3 +117,29 @@ def test_a_worker_that_stalls_is_an_error_that_names_phase_and_seconds() -> None
     assert "worker 0 of 2, phase 'new weights': no answer" in message and "2.5 s" in message
     with pytest.raises(PeersLost, match=r"no worker serves 127\.0\.0\.1:1 "):
         join_store("127.0.0.1:1", deadline_seconds=0.2)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_speed_of_the_link_counts_what_a_worker_receives(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(0 < speed < 1000 for speed in run_team(count, lambda peers: peers.link_speed()))
+    assert Alone().link_speed() == 0.0
+    taken = {rank: iter([1.0, 0.5, 2.0, 0.7]) for rank in range(count)}  # seconds; the fastest counts
+    exchanges: list[str] = []
+
+    def seconds_of(peers: ProcessGroupPeers, start: object, phase: str) -> float:
+        exchanges.append(phase)
+        return next(taken[peers.share.rank])
+
+    monkeypatch.setattr(ProcessGroupPeers, "_seconds_of", seconds_of)
+    (speed, *_) = run_team(count, lambda peers: peers.link_speed())
+    assert speed == pytest.approx(2 * (8 << 20) * (count - 1) / count / 1e9, rel=1e-6)
+    assert exchanges == ["link"] * 4 * count
+
+
+def test_a_worker_that_does_not_answer_ends_the_measurement_of_the_link() -> None:
+    def work(peers: Peers) -> None:
+        if peers.share.rank == 0:
+            with pytest.raises(PeersLost, match="phase 'link'"):
+                peers.link_speed()
+
+    run_team(2, work, deadline_seconds=1.0)
