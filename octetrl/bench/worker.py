@@ -19,7 +19,14 @@ from octetrl.workers.worker import Worker
 
 
 def bench_worker(
-    model: BenchModel, recipe: Recipe, device: torch.device, spans: Spans, *, trains: bool = True, peers: Peers = ALONE
+    model: BenchModel,
+    recipe: Recipe,
+    device: torch.device,
+    spans: Spans,
+    *,
+    trains: bool = True,
+    peers: Peers = ALONE,
+    loaders: Peers | None = None,
 ) -> Worker:
     """A worker of `model`, or of its part of it. Workers with the same seed on the same kind of device have the same
     weights."""
@@ -41,12 +48,20 @@ def bench_worker(
         spans=spans,
         trains=trains,
         peers=peers,
+        loaders=loaders,
     )
 
 
 def hosted_bench_worker(
-    model: BenchModel, recipe: Recipe, device: torch.device, spans: Spans, *, trains: bool, peers: Peers
+    model: BenchModel,
+    recipe: Recipe,
+    device: torch.device,
+    spans: Spans,
+    *,
+    trains: bool,
+    peers: Peers,
+    loaders: Peers,
 ) -> BuiltWorker:
     """The same in a process of its own, for `WorkerPlan.build`."""
-    worker = bench_worker(model, recipe, device, spans, trains=trains, peers=peers)
+    worker = bench_worker(model, recipe, device, spans, trains=trains, peers=peers, loaders=loaders)
     return BuiltWorker(worker, loaded=worker.loaded)

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-
 SMALL_BYTES = 1 << 20
 
 

@@ -195,7 +195,8 @@ class ProcessGroupPeers(WholeModel):
         deadline_seconds: float = 600.0,
         name: str = "peers",
     ) -> None:
-        """`device`: where tensors are exchanged; NCCL for a GPU, gloo for the CPU. `name`: unique within the store."""
+        """`device`: where tensors are exchanged; NCCL for a GPU, gloo for the CPU, by which tensors of a GPU may travel
+        too. `name`: unique within the store."""
         self.share, self.gradients = share, gradients
         self._device, self._deadline_seconds = device, deadline_seconds
         self._collectives = self._connected(PrefixStore(name, store))
@@ -227,7 +228,7 @@ class ProcessGroupPeers(WholeModel):
         self._finish(lambda: self._collectives._reduce_scatter_base(sum_R, parts_CR.view(-1)), phase)
         own = [cut.part(self.share.rank) for cut in cuts]
         pieces = sum_R[: sum(part.numel() for part in own)].split([part.numel() for part in own])
-        return [piece.view(part.shape) for piece, part in zip(pieces, own, strict=True)]
+        return [piece.view(part.shape).to(part.device) for piece, part in zip(pieces, own, strict=True)]
 
     def gather_from_owners(self, cuts: Sequence[Cut], phase: str) -> None:
         large = [cut for cut in cuts if self._is_large(cut)]
@@ -251,7 +252,8 @@ class ProcessGroupPeers(WholeModel):
             self._complete(one)
 
     def _is_large(self, cut: Cut) -> bool:
-        return cut.is_even and cut.tensor.nbytes >= self.in_place_from
+        here = cut.tensor.device.type == self._device.type  # not where workers that share a GPU exchange on the host
+        return here and cut.is_even and cut.tensor.nbytes >= self.in_place_from
 
     def _gather_in_place(self, cuts: Sequence[Cut]) -> Work:
         """One exchange of even cuts. No row is copied on this worker: each arrives where it belongs."""

@@ -7,7 +7,7 @@
 Owned rows are whole blocks of the FP8 scales, so codes and scales have the bits that one worker computes. A worker that
 updates a weight keeps its rows in BF16. Of a weight that nobody updates it keeps the codes alone.
 
-One worker, and workers that are not connected because nothing is trained, read the whole model.
+Workers that train nothing load together too, and then end their connection. One worker alone reads the whole model.
 """
 
 from __future__ import annotations

@@ -51,9 +51,11 @@ def build_worker(
     only_draws: bool = False,
     only_trains: bool = False,
     peers: Peers = ALONE,
+    loaders: Peers | None = None,
 ) -> BuiltWorker:
     """A worker with its weights. `tokenizer`: the recipe's, where it is loaded already. `peers`: the other workers of
-    the run, with which it trains. `only_draws`, `only_trains`: other workers do the rest. Raises UserError."""
+    the run, with which it trains. `loaders`: those with which it only loads the model; `peers` by default.
+    `only_draws`, `only_trains`: other workers do the rest. Raises UserError."""
     algorithm = build_algorithm(recipe.algorithm)
     if algorithm.reward_loss is not None:
         count = LoadCount()
@@ -63,7 +65,7 @@ def build_worker(
     if only_draws:
         algorithm = replace(algorithm, needs_reference=False, needs_teacher=False)
     scorer = (
-        RewardModelScorer(recipe, device, peers) if model_scores(recipe) and not only_trains else None
+        RewardModelScorer(recipe, device, loaders or peers) if model_scores(recipe) and not only_trains else None
     )  # refused before the policy loads
     worker = Worker(
         recipe,
@@ -76,6 +78,7 @@ def build_worker(
         spans=spans,
         trains=trains and not only_draws,
         peers=peers,
+        loaders=loaders,
     )
     if only_draws:
         worker.trainer_model.drop_fp8_weights()  # their codes are sent

@@ -58,7 +58,7 @@ class Worker:
     """Built once. `load_weights` fills the trainer's model (and the reference's); the engine's shares its tensors.
 
     `trains` false makes no optimizer state: for evaluation and generation. `peers`: the other workers of the run, with
-    which it trains one model; all of them call `train`, `calibrate` and `load` together.
+    which it trains one model; all call `train`, `calibrate` and `load` together. `loaders`: those that load together.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class Worker:
         spans: Spans,
         trains: bool = True,
         peers: Peers = ALONE,
+        loaders: Peers | None = None,
     ) -> None:
         self.recipe, self.spec, self.policy, self.device, self.spans = recipe, spec, policy, device, spans
-        self.peers = peers
-        models = ModelBuilder(recipe, spec, policy, device, load_weights, peers, trains)
-        self.loaded = models.count
+        models = ModelBuilder(recipe, spec, policy, device, load_weights, loaders or peers, trains)
+        self.peers, self.loaded = peers, models.count
         self.trainer_model = models.trainer_model()
         self.engine_model = models.engine_model(self.trainer_model)
         self.trainer = Trainer(

@@ -109,7 +109,8 @@ class HostedWorker:
         return self._compute(phase, lambda: work(self._device()))
 
     def build(self, store: str | None) -> WorkerState:
-        """Loads the model. `store`: address at which the workers meet to train one model. None: it trains alone.
+        """Loads the model. `store`: address at which the workers meet that load it together, and train it if they do.
+        None: this worker is alone.
 
         Raises UserError.
         """
@@ -118,10 +119,16 @@ class HostedWorker:
     def _build(self, store: str | None) -> WorkerState:
         recipe, device = self._plan.recipe, self._device()
         self._spans = Spans(torch.cuda.synchronize if self._gpu else None)
-        peers = ALONE if store is None else self._meet(store, device)
-        self._link_gb_per_second = peers.link_speed()
+        met = ALONE if store is None else self._meet(store, device)
         roles = {"only_draws": not self._is_trainer, "only_trains": self._is_trainer} if self._has_role else {}
-        self._built = self._plan.build(recipe, device, self._spans, trains=self._plan.trains, peers=peers, **roles)
+        only_loads = roles.get("only_draws", not self._plan.trains) and met.group.size == 1
+        if not only_loads:
+            self._link_gb_per_second = met.link_speed()
+        peers = ALONE if only_loads else met
+        trains = self._plan.trains
+        self._built = self._plan.build(recipe, device, self._spans, trains=trains, peers=peers, loaders=met, **roles)
+        if only_loads:
+            met.close()
         return self.state()
 
     @property
@@ -141,15 +148,22 @@ class HostedWorker:
         return torch.device("cuda", 0) if self._gpu else torch.device("cpu")
 
     def _meet(self, store: str, device: torch.device) -> Peers:
-        cluster = self._plan.recipe.cluster
+        cluster, share = self._plan.recipe.cluster, Share(self._plan.rank, self._plan.count)
+        if self._has_role:
+            first, last = (0, cluster.num_trainers) if self._is_trainer else (cluster.num_trainers, self._plan.count)
+            share = Share(self._plan.rank - first, last - first)
         return connect_grid(
             join_store(store),
-            Share(self._plan.rank, cluster.num_trainers if self._has_role else self._plan.count),
+            share,
             cluster.tensor_parallel,
-            device,
+            self._exchanges_on(device),
             gradients=cluster.gradients,
             deadline_seconds=cluster.deadlines.first_seconds,
         )
+
+    def _exchanges_on(self, device: torch.device) -> torch.device:
+        """Where tensors are exchanged. NCCL refuses two workers on one GPU; these exchange through the host."""
+        return torch.device("cpu") if self._plan.recipe.cluster.workers_per_gpu > 1 else device
 
     def state(self) -> WorkerState:
         worker = self._worker
@@ -184,7 +198,7 @@ class HostedWorker:
         transfer = Transfer(
             join_store(store),
             Share(0 if self._is_trainer else 1 + self._plan.rank - cluster.num_trainers, 1 + cluster.roles[1]),
-            self._device(),
+            self._exchanges_on(self._device()),
             deadline_seconds=cluster.deadlines.first_seconds,
             name="weights",
         )

@@ -72,7 +72,7 @@ class ManyLearningWorkers:
         self._console, self._spans = console, spans
         self._size = size  # of a group of workers that share one model
         address: str | None = None
-        if team.size > 1 and (trains or size > 1):
+        if team.size > 1:
             self._store, address = serve_store(team.host)  # NCCL asks it for as long as the workers live
         states: list[WorkerState] = team.ask("load", "build", address)
         self._layout, self._policy_version = states[0].layout, states[0].policy_version

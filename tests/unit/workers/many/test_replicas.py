@@ -15,9 +15,11 @@ from octetrl.cli.main import run_command
 from octetrl.config.schema import ClusterConfig, Recipe
 from octetrl.data.tokenizer import Tokenizer
 from octetrl.fp8.non_finite import NonFiniteError
+from octetrl.models.weight_files import SINGLE
 from octetrl.records import SamplingParams
 from octetrl.run import device
 from octetrl.run.generate import generate_text
+from octetrl.trainer.peers import ALONE
 from octetrl.workers.many.workers import ManyWorkers
 from tests.e2e.live_server import Live, live_server
 from tests.e2e.tiny_run import make_model
@@ -60,6 +62,10 @@ def test_text_and_log_probs_are_those_of_one_worker(precision: str, model: Path,
     )
     assert one == two
     assert submitted_to(teams[0]) == {0, 1}
+    whole = (model / SINGLE).stat().st_size
+    for worker in teams[0].workers:
+        assert worker._loaded.read_bytes < 0.75 * whole, "the workers load the model together"
+        assert worker._policy.peers is ALONE and worker.state().link_gb_per_second == 0.0, "and then go on alone"
 
 
 def test_the_library_and_a_worker_that_is_lost(model: Path, teams: list[ThreadTeam]) -> None:

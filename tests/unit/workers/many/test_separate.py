@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from octetrl.models.weight_files import SINGLE
 from octetrl.workers.many.workers import WorkersDiffer
 from tests.e2e.tiny_run import make_model
 from tests.unit.workers.many.thread_team import run_on, steps_of
@@ -44,6 +45,9 @@ def test_separate_workers_change_no_bit(
         assert separate == lines
         assert {worker for worker, verb in team.begun if verb == "submit"} <= set(range(trainers, trainers + engines))
         assert {worker for worker, verb in team.begun if verb == "train"} == set(range(trainers))
+        if engines > 1:  # they load the model together
+            read = max(worker._loaded.read_bytes for worker in team.workers[trainers:])
+            assert read < 0.75 * (model / SINGLE).stat().st_size
 
 
 def test_a_worker_that_holds_other_weights_than_were_sent_is_named(model: Path, tmp_path: Path) -> None:
