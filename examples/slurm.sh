@@ -11,6 +11,7 @@
 set -euo pipefail
 gpus=8 # as --gpus-per-node above
 export RAY_worker_niceness=0 # Ray's own is 15
+RAY_AUTH_TOKEN=$(ray get-auth-token --generate 2>/dev/null) && export RAY_AUTH_TOKEN RAY_AUTH_MODE=token # of Ray 2.52 on
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0  # the interface between the machines; `ip -br addr` lists them
 
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

@@ -42,6 +42,7 @@ CALLS_AT_ONCE = 8  # of one worker: a verb, a poll, a submission, a status
 LOOK_SECONDS = 0.2  # between two looks at the other workers while a call is in flight
 STATUS_SECONDS = 1.0
 DEATH_SECONDS = 5.0  # until a worker that died is known as dead
+IMPORT_ERROR = re.compile(r"^(?:AttributeError|ImportError|ModuleNotFoundError): (.{1,200})", re.MULTILINE)
 EXIT = re.compile(r"Worker exit type: (?P<kind>\w+) Worker exit detail: (?P<detail>[^.]{1,200})")
 
 
@@ -279,7 +280,13 @@ class RayTeam:
             time.sleep(LOOK_SECONDS)
         return self.lose(worker, *self._doing(worker), str(error))
 
-    def _dead(self, worker: int, error: RayActorError) -> WorkerLost:
+    def _dead(self, worker: int, error: RayActorError) -> Exception:
+        lacks = lacking_module(error)
+        if lacks is not None:
+            return UserError(
+                f"cluster.address: {self.place(worker)} cannot import this machine's OctetRL ({lacks}); install the"
+                " same OctetRL and packages on all machines, for the Python that starts Ray there"
+            )
         phase, seconds = self._doing(worker)
         return self.lose(worker, phase, seconds, _why(error))
 
@@ -349,6 +356,14 @@ def _runs(pid: int) -> bool:
 
 def _first(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def lacking_module(error: RayActorError) -> str | None:
+    """What a worker's machine could not import. None: the worker died of something else."""
+    text = str(error)
+    if "failed to import on the worker" not in text:
+        return None
+    return (IMPORT_ERROR.findall(text) or ["an import failed"])[-1].strip()
 
 
 def _why(error: RayActorError) -> str:

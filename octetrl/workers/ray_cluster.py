@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,23 +201,64 @@ def _join(address: str) -> RayCluster:
             socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
         except (OSError, OverflowError) as error:
             raise UserError(f"cluster.address: no Ray answers at {address} ({error}); {remedy}") from error
-    try:
-        ray.init(address=address, log_to_driver=False, configure_logging=False)
-    except AuthenticationError as error:
-        raise UserError(
-            f"cluster.address: the Ray at {address} wants its token; set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
-        ) from error
-    except ConnectionError as error:
-        raise UserError(f"cluster.address: no Ray answers at {address}; {remedy}") from error
-    except RuntimeError as error:
-        if "ersion mismatch" not in str(error):
-            raise UserError(f"cluster.address: no Ray answers at {address} ({error}); {remedy}") from error
-        ours = f"Ray {ray.__version__} and Python {'.'.join(map(str, sys.version_info[:3]))}"
-        raise UserError(
-            f"cluster.address: the cluster at {address} has another Ray or Python than this machine ({ours}); install"
-            f" the same on both: {error}"
-        ) from error
+    _use_token_of_user()
+    token = "set RAY_AUTH_TOKEN_PATH to its token, or RAY_AUTH_MODE=disabled if it was started so"
+    with _kept_stderr() as printed:
+        try:
+            ray.init(address=address, log_to_driver=False, configure_logging=False)
+        except AuthenticationError as error:
+            raise UserError(f"cluster.address: the Ray at {address} wants its token; {token}") from error
+        except ConnectionError as error:
+            if "InvalidAuthToken" in printed():
+                raise UserError(f"cluster.address: the Ray at {address} wants another token; {token}") from error
+            raise UserError(f"cluster.address: no Ray answers at {address}; {remedy}") from error
+        except RuntimeError as error:
+            if "ersion mismatch" in str(error):
+                raise UserError(other_versions(address, error)) from error
+            raise UserError(f"cluster.address: no Ray answers at {address} ({_one_line(error)}); {remedy}") from error
     return RayCluster(is_ours=True)
+
+
+def _use_token_of_user() -> None:
+    """`ray start` asks for the token in the user's home if there is one. Ray uses it at `auto`, and at no other
+    address."""
+    with contextlib.suppress(ImportError):  # an older Ray has no tokens
+        from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+
+
+@contextmanager
+def _kept_stderr() -> Iterator[Callable[[], str]]:
+    """Keeps what is printed to stderr, also by libraries. It is shown at the end, unless an exception passes."""
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as kept, contextlib.ExitStack() as stack:
+        real = os.dup(2)
+        stack.callback(os.close, real)
+        stack.callback(os.dup2, real, 2)
+        os.dup2(kept.fileno(), 2)
+
+        def printed() -> str:
+            sys.stderr.flush()
+            kept.seek(0)
+            return kept.read().decode(errors="replace")
+
+        yield printed
+        os.write(real, printed().encode())
+
+
+def other_versions(address: str, error: RuntimeError) -> str:
+    """Say that the cluster has another Ray or Python. `error`: Ray's, which lists the cluster's before ours."""
+    theirs = " and ".join(" ".join(pair) for pair in re.findall(r"\b(Ray|Python): (\S+)", str(error))[:2])
+    ours = f"Ray {ray.__version__} and Python {'.'.join(map(str, sys.version_info[:3]))}"
+    return (
+        f"cluster.address: the cluster at {address} has {theirs or _one_line(error)}, this machine has {ours}; install"
+        " the same on both"
+    )
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _free_gpus() -> int:

@@ -113,12 +113,14 @@ def assert_equal_everywhere(runs: Sequence[Run]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fp8", "tied", "gradients", "counts", "dtype", "norm_tolerance"),
+    ("fp8", "tied", "gradients", "counts", "dtype", "norm_tolerance", "loss_tolerance"),
     [
-        (BF16, False, "local", (2, 4), torch.float32, 1e-5),
-        (BF16, True, "sharded", (3,), torch.bfloat16, 1e-5),
-        # Another order of sums rounds a weight to another code here and there.
-        (FP8, True, "local", (2,), torch.bfloat16, 1e-3),
+        (BF16, False, "local", (2, 4), torch.float32, 1e-5, 1e-5),
+        (BF16, True, "sharded", (3,), torch.bfloat16, 1e-5, 1e-5),
+        # Another order of sums rounds a weight to another code here and there. Measured over 20 steps, in which the
+        # loss falls from 5.7 to 2.1: 3e-7 up to the first such code, then at most 3e-4; of the norm 3e-3.
+        (FP8, False, "sharded", (2, 4), torch.float32, 1e-2, 1e-3),
+        (FP8, True, "local", (2,), torch.bfloat16, 1e-3, 1e-5),
     ],
 )
 def test_sft_has_the_losses_of_one_worker_and_repeats_every_bit(
@@ -128,6 +130,7 @@ def test_sft_has_the_losses_of_one_worker_and_repeats_every_bit(
     counts: tuple[int, ...],
     dtype: torch.dtype,
     norm_tolerance: float,
+    loss_tolerance: float,
 ) -> None:
     """With four workers and three micro-batches, one worker has none."""
     given = batches(20 if dtype == torch.float32 else 6, sft=True)
@@ -141,7 +144,8 @@ def test_sft_has_the_losses_of_one_worker_and_repeats_every_bit(
         runs = run_team(count, work, gradients=gradients)
         assert_equal_everywhere(runs)
         assert runs[0].losses[0] == pytest.approx(alone.losses[0], rel=1e-6)
-        assert runs[0].losses == pytest.approx(alone.losses, rel=1e-5)
+        assert runs[0].losses[:4] == pytest.approx(alone.losses[:4], rel=1e-5)
+        assert runs[0].losses == pytest.approx(alone.losses, rel=loss_tolerance)
         for one, other in zip(runs[0].updates, alone.updates, strict=True):
             assert one.metrics.keys() == other.metrics.keys()
             assert one.metrics["grad_norm"] == pytest.approx(other.metrics["grad_norm"], rel=norm_tolerance)

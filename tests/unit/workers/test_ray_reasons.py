@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
 
-from tests.e2e.installed_ray import ray  # noqa: F401  # isort: skip: the imports of octetrl.workers.ray need it
+from tests.e2e.installed_ray import ray  # isort: skip: the imports of octetrl.workers.ray need it
 
 from ray.exceptions import RayActorError
 
-from octetrl.workers.ray import _why
+from octetrl.workers.ray import _why, lacking_module
+from octetrl.workers.ray_cluster import _kept_stderr, other_versions
 
 DEAD = """The actor died unexpectedly before finishing this task.
 \tclass_name: _RayWorker
@@ -42,3 +46,43 @@ def test_only_what_ray_itself_did_is_repeated(kind: str, detail: str, said: str)
 
 def test_no_reason_is_none() -> None:
     assert _why(RayActorError(error_msg="The actor died because of an error.")) == "its process died"
+
+
+def test_a_machine_without_this_package_is_told_from_a_worker_that_died() -> None:
+    text = """The actor died because of an error raised in its creation task
+RuntimeError: The actor with name _RayWorker failed to import on the worker. This may be because needed library:
+
+Traceback (most recent call last):
+  File "function_manager.py", line 1, in _load_actor_class_from_gcs
+ModuleNotFoundError: No module named 'octetrl'"""
+    assert lacking_module(RayActorError(error_msg=text)) == "No module named 'octetrl'"
+    assert lacking_module(RayActorError(error_msg="The actor died.\nModuleNotFoundError: in its own work")) is None
+
+
+def test_another_ray_is_refused_in_one_line() -> None:
+    """As Ray 2.60 says it of a cluster of Ray 2.49."""
+    text = """Version mismatch: The cluster was started with:
+    Ray: 2.49.2
+    Python: 3.12.1
+This process on node 192.0.2.2 was started with:
+    Ray: 2.60.0
+    Python: 3.11.7
+"""
+    here = f"Ray {ray.__version__} and Python {'.'.join(map(str, sys.version_info[:3]))}"
+    assert other_versions("head:6379", RuntimeError(text)) == (
+        f"cluster.address: the cluster at head:6379 has Ray 2.49.2 and Python 3.12.1, this machine has {here}; install"
+        " the same on both"
+    )
+    assert "\n" not in other_versions("head:6379", RuntimeError("Version mismatch:\nother words"))
+
+
+def test_what_a_library_prints_while_it_connects_is_shown_unless_it_fails(capfd: pytest.CaptureFixture[str]) -> None:
+    with _kept_stderr() as printed:
+        os.write(2, b"a warning\n")
+        assert printed() == "a warning\n"
+        os.write(2, b"another\n")
+    assert capfd.readouterr().err == "a warning\nanother\n"
+    with pytest.raises(ConnectionError), _kept_stderr():
+        os.write(2, b"InvalidAuthToken\n")
+        raise ConnectionError
+    assert capfd.readouterr().err == ""
