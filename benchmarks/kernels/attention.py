@@ -35,10 +35,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.kernels.clock import median_us
 from benchmarks.record import RESULTS, need_hopper, write_result
 from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
-from octetrl.fp8.format import E4M3
+from octetrl.config.blocks import KVMode
+from octetrl.fp8.format import E4M3, is_code
 from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.attention.attention_decode import attention_decode_triton
-from octetrl.kernels.attention.attention_order import KVMode
 from octetrl.kernels.attention.attention_packed import attention_packed, attention_packed_forward
 from octetrl.kernels.attention.attention_packed_backward import attention_packed_backward_triton
 from octetrl.kernels.attention.attention_paged import attention_paged
@@ -52,6 +52,7 @@ CACHES: dict[str, tuple[KVMode, bool]] = {  # kv_mode, and whether K is quantise
     "bf16": ("none", False),
     "fp8_calibrated": ("calibrated", True),
     "fp8_dynamic": ("dynamic", True),
+    "int8": ("int8", True),
     "fp8_v_calibrated": ("calibrated", False),
     "fp8_v_dynamic": ("dynamic", False),
 }
@@ -106,14 +107,14 @@ class Pages:
         kv_mode, quantize_k = CACHES[precision]
         counts = [-(-context // PAGE_SIZE) for context in contexts]
         rows = (sum(counts), scale_2K.shape[1], PAGE_SIZE)
-        v_dtype = torch.bfloat16 if kv_mode == "none" else E4M3
-        k_dtype = E4M3 if quantize_k else torch.bfloat16
+        v_dtype = {"none": torch.bfloat16, "int8": torch.int8}.get(kv_mode, E4M3)
+        k_dtype = v_dtype if quantize_k else torch.bfloat16
         table = torch.full((len(contexts), max(counts)), -1, dtype=torch.int32)
         for row, pages in zip(table, torch.randperm(sum(counts)).int().split(counts), strict=True):
             row[: len(pages)] = pages
 
         def scale_of(dtype: torch.dtype, scale_K: Tensor) -> Tensor | None:
-            if dtype != E4M3:
+            if not is_code(dtype):
                 return None
             return scale_K if kv_mode == "calibrated" else torch.ones(rows, device=device)
 

@@ -31,8 +31,8 @@ from torch import Tensor
 from triton.testing import do_bench
 
 from benchmarks.record import RESULTS, need_hopper, write_result
+from octetrl.config.blocks import KVMode
 from octetrl.kernels.attention.attention_backward_tiles import BackwardTiles, Tile, backward_tiles
-from octetrl.kernels.attention.attention_order import KVMode
 from octetrl.kernels.attention.attention_packed import attention_packed_forward_triton
 from octetrl.kernels.attention.attention_packed_backward import (
     attention_packed_backward_triton,

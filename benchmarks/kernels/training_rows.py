@@ -26,9 +26,9 @@ from torch import Tensor
 from benchmarks.kernels.clock import median_us
 from benchmarks.record import RESULTS, need_hopper, write_result
 from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
+from octetrl.config.blocks import KVMode
 from octetrl.kernels.attention import qkv_rotate as rotate_module
 from octetrl.kernels.attention import qkv_rotate_backward as rotate_back_module
-from octetrl.kernels.attention.attention_order import KVMode
 from octetrl.kernels.attention.kv_store import kv_replay
 from octetrl.kernels.attention.qkv_rotate import qkv_rotate
 from octetrl.kernels.attention.qkv_rotate_backward import qkv_rotate_backward

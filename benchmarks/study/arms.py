@@ -54,8 +54,10 @@ ARMS: Mapping[str, Arm] = {
     "fp8": _arm("fp8", "FP8 linears in rollout and training"),
     "fp8_full": _arm("fp8_full", "FP8 linears and a calibrated FP8 KV cache"),
     "fp8_full_dynamic": _arm("fp8_full", "FP8 linears and a dynamic FP8 KV cache", "fp8.kv_cache=dynamic"),
+    "fp8_full_int8": _arm("fp8_full", "FP8 linears and an int8 KV cache", "fp8.kv_cache=int8"),
     "bf16_kv_calibrated": _arm("bf16", "BF16 linears and a calibrated FP8 KV cache", "fp8.kv_cache=calibrated"),
     "bf16_kv_dynamic": _arm("bf16", "BF16 linears and a dynamic FP8 KV cache", "fp8.kv_cache=dynamic"),
+    "bf16_kv_int8": _arm("bf16", "BF16 linears and an int8 KV cache", "fp8.kv_cache=int8"),
     "all_rollout_tis": _arm(
         "fp8_rollout",
         "FP8 linears and KV cache in the rollout, BF16 training without KV replay, TIS",

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from octetrl.bench.expert_shares import expert_shares
 from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
-from octetrl.config.blocks import PLACES, LinearLayout, MatrixLayout, StackedLinearLayout
+from octetrl.config.blocks import PLACES, SCALE_PER_TOKEN, LinearLayout, MatrixLayout, StackedLinearLayout
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.format import BLOCK
 from octetrl.fp8.policy import PrecisionPolicy
@@ -48,7 +48,7 @@ def cached_bytes_per_token(spec: ModelSpec, policy: PrecisionPolicy) -> int:
     for layer in range(spec.num_layers):
         for tensor in spec.cached(layer):
             in_fp8 = policy.cached_as(tensor.name) == "fp8"
-            token_scales = in_fp8 and policy.kv_mode == "dynamic"
+            token_scales = in_fp8 and policy.kv_mode in SCALE_PER_TOKEN
             total += tensor.bytes_per_token(1 if in_fp8 else VALUE, token_scales=token_scales)
     return total
 

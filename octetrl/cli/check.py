@@ -218,9 +218,12 @@ def _precision(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device:
     if policy.kv_mode == "none":
         yield "KV cache", recipe.model.dtype
     else:
-        scales = f"calibrated scales ({recipe.fp8.calibration})" if policy.kv_mode == "calibrated" else "dynamic scales"
+        scales = "dynamic scales" if policy.kv_mode == "dynamic" else "a scale for each token"
+        if policy.kv_mode == "calibrated":
+            scales = f"calibrated scales ({recipe.fp8.calibration})"
+        codes = "int8" if policy.kv_mode == "int8" else "fp8"
         replay = "replayed in training" if recipe.fp8.kv_replay else "not replayed in training"
-        formats = ", ".join(f"{name} {stored}" for name, stored in policy.cache)
+        formats = ", ".join(f"{name} {codes if stored == 'fp8' else stored}" for name, stored in policy.cache)
         yield "KV cache", f"{formats}, {scales}, {replay}"
         cached = dict.fromkeys(tensor for layer in range(spec.num_layers) for tensor in spec.cached(layer))
         for tensor in cached:

@@ -31,11 +31,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from octetrl.config.spec import ModelSpec
 
+KVMode = Literal["none", "calibrated", "dynamic", "int8"]  # the KV cache's format, as `fp8.kv_cache` names it
+SCALE_PER_TOKEN: Final = frozenset({"dynamic", "int8"})  # modes whose scales follow from the token alone
 SCALED = 1 + 4 / 128  # bytes of an FP8 code and its share of a float32 scale
 
 

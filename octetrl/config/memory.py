@@ -65,7 +65,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from octetrl.config.algorithm import DistillConfig
-from octetrl.config.blocks import BlockMemory, CachedTensor, TrainedAs
+from octetrl.config.blocks import SCALE_PER_TOKEN, BlockMemory, CachedTensor, TrainedAs
 from octetrl.config.lora import adapter_elements
 from octetrl.config.objective_settings import AlgorithmConfig
 from octetrl.config.schema import Recipe
@@ -208,7 +208,7 @@ def _teacher(algorithm: AlgorithmConfig) -> str:
 def kv_bytes_per_token(recipe: Recipe, spec: ModelSpec, precisions: Precisions) -> int:
     """Bytes of one token in the KV cache, over all layers."""
     wide = 2 if recipe.model.dtype == "bfloat16" else 4
-    dynamic = recipe.fp8.kv_cache == "dynamic" or not spec.calibrates
+    dynamic = recipe.fp8.kv_cache in SCALE_PER_TOKEN or not spec.calibrates
 
     def num_bytes(tensor: CachedTensor) -> int:
         is_fp8 = tensor.name in precisions.fp8_cache

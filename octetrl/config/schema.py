@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from octetrl.config.algorithm import ChosenAlgorithm, GrpoConfig
+from octetrl.config.blocks import KVMode
 from octetrl.config.cluster import ClusterConfig
 from octetrl.config.data import DataConfig, DataSource
 from octetrl.config.environment import EnvironmentConfig, EnvironmentName, MixedEnvironmentConfig
@@ -72,9 +73,10 @@ class Fp8Config(Section):
     """Use FP8 block-scaled linears in the engine."""
     train: bool = False
     """Use FP8 block-scaled linears in the trainer: forward, dgrad and wgrad."""
-    kv_cache: Literal["none", "calibrated", "dynamic"] = "none"
+    kv_cache: KVMode = "none"
     """Format of the KV cache. none: the model's dtype. calibrated: E4M3 with one scale per layer and KV head. dynamic:
-    E4M3 with one scale per token and KV head. Latent attention (MLA) has one scale per token in either case."""
+    E4M3 with one scale per token and KV head. int8: 8-bit integers with one scale per token and KV head. Latent
+    attention (MLA) has one scale per token with calibrated and dynamic, and no int8."""
     calibration: Literal["fused", "exact"] = "fused"
     """Source of a calibrated cache's amax. fused: the training forward. exact: an extra forward with the new
     weights."""

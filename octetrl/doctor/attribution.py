@@ -33,11 +33,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from octetrl.config.blocks import KVMode
 from octetrl.doctor.findings import Examined, forward_logprobs
 from octetrl.doctor.taps import shadow
 from octetrl.fp8.quantize import dequantize_activation, dequantize_weight
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
-from octetrl.layers.context import CacheTreatment, KVMode, PackedContext
+from octetrl.layers.context import CacheTreatment, PackedContext
 from octetrl.layers.embedding import Embedding
 from octetrl.layers.linear import Float8Linear, Projection
 from octetrl.layers.norm import RMSNorm

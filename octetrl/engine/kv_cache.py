@@ -5,7 +5,8 @@ A block's layout says what its layer caches of a token, and how a page of it is 
 
     calibrated   E4M3 codes and float32 scales per layer, in a buffer that stays when the pages are freed
     dynamic      E4M3 codes and float32 scales per token, in pages of their own
-    none         the model's dtype; also that of a tensor that FP8 would ruin, beside E4M3 ones
+    int8         the same with 8-bit integers as codes
+    none         the model's dtype; also that of a tensor that FP8 would ruin, beside codes
 
 All layers share page numbers, so a page is copied in every layer at once. Pages start as zeros: decode multiplies the
 values past the end of a sequence by 0, and stray bytes could be NaN.
@@ -24,11 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octetrl.config.blocks import CachedTensor
+from octetrl.config.blocks import SCALE_PER_TOKEN, CachedTensor
 from octetrl.config.schema import EngineConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.engine.pinned import to_device
-from octetrl.fp8.format import E4M3
+from octetrl.fp8.format import E4M3, is_code
 from octetrl.fp8.kv_scales import split_scales
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.kernels.rows.count_kept_rows import count_kept_rows
@@ -42,7 +43,7 @@ class StoredTensor:
 
     layout: CachedTensor
     dtype: torch.dtype
-    token_scales: bool  # "dynamic", of a tensor in E4M3
+    token_scales: bool  # "dynamic" and "int8", of a tensor in codes
 
     @property
     def is_clamped(self) -> bool:
@@ -55,7 +56,7 @@ class StoredTensor:
 
     def page_shape(self, page_size: int) -> tuple[int, ...]:
         *outer, inner = self.layout.shape
-        if self.layout.codes_turned and self.dtype == E4M3:
+        if self.layout.codes_turned and is_code(self.dtype):
             return (*outer, inner, page_size)
         return (*outer, page_size, inner)
 
@@ -90,8 +91,10 @@ def cache_format(spec: ModelSpec, policy: PrecisionPolicy, dtype: torch.dtype, p
     """The format of a page under the precision policy. `dtype`: the model's."""
 
     def stored(tensor: CachedTensor) -> StoredTensor:
-        is_fp8 = policy.cached_as(tensor.name) == "fp8"
-        return StoredTensor(tensor, E4M3 if is_fp8 else dtype, is_fp8 and policy.kv_mode == "dynamic")
+        if policy.cached_as(tensor.name) == "bf16":
+            return StoredTensor(tensor, dtype, token_scales=False)
+        codes = torch.int8 if policy.kv_mode == "int8" else E4M3
+        return StoredTensor(tensor, codes, token_scales=policy.kv_mode in SCALE_PER_TOKEN)
 
     layers = tuple(tuple(stored(tensor) for tensor in spec.cached(layer)) for layer in range(spec.num_layers))
     return CacheFormat(layers, page_size)
@@ -126,7 +129,7 @@ class Pool:
 
     def __init__(self, stored: StoredTensor, page: CacheFormat, num_pages: int, device: torch.device) -> None:
         self.row_of = {layer: row for row, layer in enumerate(_layers_with(stored, page))}
-        self.turned = stored.layout.codes_turned and stored.dtype == E4M3
+        self.turned = stored.layout.codes_turned and is_code(stored.dtype)
         outer = (len(self.row_of), num_pages)
         shape = (*outer, prod(stored.page_shape(page.page_size)) * stored.dtype.itemsize)
         zeros = torch.zeros(shape, dtype=torch.uint8, device=device)

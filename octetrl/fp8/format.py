@@ -18,6 +18,7 @@ from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
+INT8_MAX = 127.0  # of an integer code; -128 is not used
 BLOCK = 128
 NAN_CODE = 0x7F  # the one NaN code our quantisers write
 
@@ -45,7 +46,7 @@ def encode_e4m3(x: Tensor) -> Tensor:
 
 
 def decode_e4m3(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values of E4M3 bytes; values that are already decoded (floating, not E4M3) only change dtype.
+    """The values of E4M3 bytes; int8 codes and values that are already decoded only change dtype.
 
     On a CPU it uses a table of the 256 values, because torch's own cast is six times slower.
     """
@@ -53,6 +54,11 @@ def decode_e4m3(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         return codes.to(dtype)
     index = codes.contiguous().view(torch.uint8).view(-1).int()
     return _E4M3_VALUES.to(dtype).index_select(0, index).view(codes.shape)
+
+
+def is_code(dtype: torch.dtype) -> bool:
+    """Whether a tensor of this dtype holds codes of one byte, whose values need scales."""
+    return dtype in (E4M3, torch.int8)
 
 
 _E4M3_VALUES = torch.arange(256, dtype=torch.uint8).view(E4M3).to(torch.float64)

@@ -16,6 +16,7 @@ import json
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from octetrl.config.blocks import KVMode
 from octetrl.config.errors import UserError
 from octetrl.config.memory import Precisions
 from octetrl.config.schema import Fp8Config, Numerics
@@ -41,7 +42,7 @@ class CachedFormat(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class PrecisionPolicy:
     linears: tuple[LinearFormat, ...]
-    kv_mode: Literal["none", "calibrated", "dynamic"]
+    kv_mode: KVMode
     cache: tuple[CachedFormat, ...]  # of what the layers cache; BF16 where FP8 would ruin it (`CachedTensor.never_fp8`)
     power_of_two: bool
     square_wgrad: bool  # wgrad's activations in blocks of 128 tokens x 128 channels, not 128 x 1
@@ -107,6 +108,11 @@ def precision_policy(spec: ModelSpec, fp8: Fp8Config, numerics: Numerics = "pari
                 f"fp8.ignore: '{pattern}' matches no linear of this model; names look like '{names[0]}'"
                 f" and '*' stands for anything: correct the pattern or remove it"
             )
+    if fp8.kv_cache == "int8" and not spec.calibrates:
+        raise UserError(
+            "fp8.kv_cache: 'int8' is not available for latent attention (MLA); use 'dynamic' (E4M3 with one scale per"
+            " token) or 'none'"
+        )
     linears = []
     for name in names:
         high = _stays_bf16(name, spec, fp8)

@@ -7,6 +7,7 @@
     tokens     [T, K]   128 x 1 along T      codes [K, T'], scale [K, T'/128]  operand of wgrad, which sums over T
                `square`: 128 x 128           codes [K, T'], scale [ceil(K/128), T'/128], a weight's layout
     KV         [T, K, D]  a scale per head (calibrated) or per token and head (dynamic)
+               `int8`     a scale per token and head, amax / 127, and integer codes
 
 The amax is taken in float32 over BF16-rounded values. A BF16 tensor and the float32 tensor that it was rounded from
 therefore have the same codes. An incomplete last block counts as padded with zeros. Both divisions are IEEE divisions
@@ -36,7 +37,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octetrl.fp8.format import BLOCK, E4M3, E4M3_MAX, decode_e4m3, encode_e4m3, round_to_e4m3
+from octetrl.config.blocks import KVMode
+from octetrl.fp8.format import BLOCK, E4M3, E4M3_MAX, INT8_MAX, decode_e4m3, encode_e4m3, round_to_e4m3
 from octetrl.fp8.non_finite import NonFiniteError
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -56,16 +58,17 @@ class Quantized(NamedTuple):
 # ---------------------------------------------------------------- one rule for every block
 
 
-def scale_and_inverse(amax: Tensor, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
-    """Scale and inverse of blocks with these float32 amax values. Both are NaN if amax is not finite."""
-    largest = torch.full_like(amax, E4M3_MAX)
-    scale = torch.div(amax, largest)
+def scale_and_inverse(amax: Tensor, power_of_two: bool = False, *, largest: float = E4M3_MAX) -> tuple[Tensor, Tensor]:
+    """Scale and inverse of blocks with these float32 amax values, which become the code `largest`. Both are NaN if amax
+    is not finite."""
+    largest_code = torch.full_like(amax, largest)
+    scale = torch.div(amax, largest_code)
     if power_of_two:
         bits = ((scale.view(torch.int32) + _MANTISSA_BITS) & _EXPONENT_BITS).clamp_max_(_LARGEST_POWER_BITS)
         scale = bits.view(torch.float32)
         inverse = torch.div(torch.ones_like(scale), scale)
     else:
-        inverse = torch.div(largest, amax)
+        inverse = torch.div(largest_code, amax)
     zero = amax == 0
     scale = scale.masked_fill(zero, 1.0)
     inverse = inverse.masked_fill(zero, 1.0).clamp_max(_FLOAT32_MAX)
@@ -227,6 +230,22 @@ def quantize_kv_per_token(x_TKD: Tensor) -> Quantized:
     x = _bf16_rounded(x_TKD)
     scale, inverse = scale_and_inverse(x.abs().amax(2))
     return Quantized(encode_e4m3((x * inverse[:, :, None]).clamp(-E4M3_MAX, E4M3_MAX)), scale)
+
+
+def quantize_kv_int8(x_TKD: Tensor) -> Quantized:
+    """[T, K, D] -> codes int8 [T, K, D], scale [T, K] = amax / 127: code = round(x * 127 / amax), ties to even.
+
+    The codes of a head with a value that is not finite are 0, and its scale is NaN.
+    """
+    x = _bf16_rounded(x_TKD)
+    scale, inverse = scale_and_inverse(x.abs().amax(2), largest=INT8_MAX)
+    codes = (x * inverse[:, :, None]).round_().clamp_(-INT8_MAX, INT8_MAX).nan_to_num_(nan=0.0)
+    return Quantized(codes.to(torch.int8), scale)
+
+
+def quantize_kv(x_TKD: Tensor, kv_mode: KVMode) -> Quantized:
+    """`quantize_kv_int8` or `quantize_kv_per_token`, by the mode. Both have a scale for each token and head."""
+    return quantize_kv_int8(x_TKD) if kv_mode == "int8" else quantize_kv_per_token(x_TKD)
 
 
 # ---------------------------------------------------------------- back to float32

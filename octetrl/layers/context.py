@@ -10,13 +10,12 @@ layer (`ModelSpec.num_cache_scales`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
+from octetrl.config.blocks import KVMode
 from octetrl.layers.router_record import RouterRecord
-
-KVMode = Literal["none", "calibrated", "dynamic"]
 
 
 class CacheTreatment(NamedTuple):
@@ -30,7 +29,7 @@ class CacheTreatment(NamedTuple):
 class PackedContext:
     """Training. `cu_seqlens_B1`: bounds of the sequences.
 
-    `kv_mode` is the mode of the rollout's cache. With "calibrated" or "dynamic", cached tensors pass through the same
+    `kv_mode` is the mode of the rollout's cache. Except with "none", cached tensors pass through the same
     quantiser in training (docs/fp8.md §6). `kv_amax_LS` collects the largest magnitude for each scale, in place.
     """
 
@@ -46,9 +45,9 @@ class PackedContext:
 class CachedPages:
     """The pages of one cached tensor in one layer. Shapes: `CachedTensor` in config/blocks.py."""
 
-    pages: Tensor  # [num_pages, ...] in BF16, float32 or E4M3
+    pages: Tensor  # [num_pages, ...] in BF16, float32, E4M3 or int8
     scale: Tensor | None = None  # E4M3, "calibrated": float32, of the layer
-    token_scale: Tensor | None = None  # E4M3, "dynamic": float32 [num_pages, ..., page_size]
+    token_scale: Tensor | None = None  # "dynamic", "int8": float32 [num_pages, ..., page_size]
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,8 @@ class RunRecord:
         linears = f"linears of {' and '.join(sides)} in FP8" if sides else "linears in BF16"
         exceptions = {key: fp8.get(key) for key in ("bf16_first_layers", "bf16_last_layers", "ignore") if fp8.get(key)}
         kept = "".join(f", {key} {value}" for key, value in exceptions.items())
-        shown.append(("precision", f"{linears}, KV cache {'in BF16' if cache == 'none' else f'in FP8, {cache}'}{kept}"))
+        stored = {"none": "BF16", "int8": "8-bit integers"}.get(cache, f"FP8, {cache}")
+        shown.append(("precision", f"{linears}, KV cache in {stored}{kept}"))
         shown.append(("steps", f"{len(self.rows)} of {self.recipe.get('steps', '?')}"))
         return shown
 

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from octetrl.config.blocks import KVMode
 from octetrl.config.schema import TrainerConfig
 from octetrl.kernels.quantize.count_poisoned import count_poisoned
-from octetrl.layers.context import KVMode, PackedContext
+from octetrl.layers.context import PackedContext
 from octetrl.layers.router_record import RouterRecord
 from octetrl.models.decoder import Decoder
 from octetrl.records import MicroBatch

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from octetrl.algorithms.table import Algorithm
+from octetrl.config.blocks import SCALE_PER_TOKEN
 from octetrl.fp8.quantize import Quantized
 from octetrl.models.decoder import Decoder
 from octetrl.trainer.optimizer import copy_all
@@ -52,7 +53,7 @@ class Reference:
 
     def replays(self, kv_mode: str) -> bool:
         """Whether its forward quantises K and V as the policy's does. Calibrated scales belong to the policy only."""
-        return kv_mode == "dynamic" and self.model is not None and self.model.policy.kv_mode == "dynamic"
+        return kv_mode in SCALE_PER_TOKEN and self.model is not None and self.model.policy.kv_mode == kv_mode
 
     def state(self) -> dict[str, Tensor]:
         """The tensors for a checkpoint: weights and scale, each only if it changes during the run."""

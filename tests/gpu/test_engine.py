@@ -41,6 +41,7 @@ FP8 = {
     "fp8": Fp8Config(rollout=True, train=True),
     "fp8_full": Fp8Config(rollout=True, train=True, kv_cache="calibrated"),
     "fp8_dynamic": Fp8Config(rollout=True, train=True, kv_cache="dynamic"),
+    "fp8_int8": Fp8Config(rollout=True, train=True, kv_cache="int8"),
 }
 PRECISIONS = {"bf16": Fp8Config(), **FP8}
 

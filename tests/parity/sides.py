@@ -47,6 +47,7 @@ PRECISIONS = {
     "fp8": Fp8Config(rollout=True, train=True),
     "fp8_full": Fp8Config(rollout=True, train=True, kv_cache="calibrated"),
     "fp8_dynamic": Fp8Config(rollout=True, train=True, kv_cache="dynamic"),
+    "fp8_int8": Fp8Config(rollout=True, train=True, kv_cache="int8"),
 }
 Answers = list[list[Completion]]
 Piece = tuple[int, int, int]  # (sequence, first position, end)

@@ -36,7 +36,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octetrl.config.spec import SUPPORTED_HEAD_SIZES
-from octetrl.fp8.format import BLOCK, E4M3
+from octetrl.fp8.format import BLOCK, E4M3, is_code
 from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.attention.attention_order import (
     CLASSES,
@@ -46,6 +46,7 @@ from octetrl.kernels.attention.attention_order import (
     LOWEST,
     MODE_NUMBER,
     TRITON_DTYPE,
+    as_operand,
     block_of_head,
     comes_by_tma,
     interleaved,
@@ -182,11 +183,12 @@ def _attend(
         if TMA:
             matrix = here * (HEADS // GROUP) + kv_head  # one page of one head
             k_ND = k_pages.load([matrix * N, 0])
-            k_ND = (interleaved(k_ND, N, HEAD_SIZE) if K_INTERLEAVED else k_ND).to(K_OPERAND)
+            k_ND = as_operand(interleaved(k_ND, N, HEAD_SIZE) if K_INTERLEAVED else k_ND, K_OPERAND)
         else:
             row_N = here.to(tl.int64) * stride_k_page + kv_head * stride_k_head + key_N % PAGE_SIZE * stride_k_token
             k_mask_ND = present_N[:, None] & head_D[None, :]
-            k_ND = tl.load(k_pages + row_N[:, None] + d_D[None, :], mask=k_mask_ND, other=0.0).to(K_OPERAND)
+            k_ND = tl.load(k_pages + row_N[:, None] + d_D[None, :], mask=k_mask_ND, other=0.0)
+            k_ND = as_operand(k_ND, K_OPERAND)
         scale_N = here.to(tl.int64) * stride_scale_page + kv_head * stride_scale_head
         scale_N += key_N % PAGE_SIZE * stride_scale_token
         v_scale_N = score_scale
@@ -208,7 +210,7 @@ def _attend(
             m_chunk_C = tl.full([COLUMNS], LOWEST, tl.float32)
         if TMA:
             if V_TURNED:
-                v_DN = interleaved(v_pages.load([matrix * HEAD_SIZE, 0]), HEAD_SIZE, N).to(V_OPERAND)
+                v_DN = as_operand(interleaved(v_pages.load([matrix * HEAD_SIZE, 0]), HEAD_SIZE, N), V_OPERAND)
             else:
                 v_DN = tl.trans(v_pages.load([matrix * N, 0]).to(V_OPERAND))
         else:
@@ -218,7 +220,7 @@ def _attend(
             row_N += key_N % PAGE_SIZE * stride_v_token
             v_ptr_DN = v_pages + row_N[None, :] + d_D[:, None] * stride_v_d
             v_mask_DN = head_D[:, None] if V_TURNED else head_D[:, None] & present_N[None, :]
-            v_DN = tl.load(v_ptr_DN, mask=v_mask_DN, other=0.0).to(V_OPERAND)
+            v_DN = as_operand(tl.load(v_ptr_DN, mask=v_mask_DN, other=0.0), V_OPERAND)
         m_chunk_C, l_chunk_XC, o_chunk_DC = update_columns(
             s_NC, m_chunk_C, l_chunk_XC, o_chunk_DC, v_DN, v_scale_N, COLUMNS, N, V_MODE, TMA and V_TURNED
         )
@@ -373,7 +375,7 @@ def attention_decode_triton(
             KEPT=min(columns, max(8, triton.next_power_of_2(group))), N=KV_TILE, K_MODE=MODE_NUMBER[k_mode],
             K_OPERAND=TRITON_DTYPE[operand_dtype(k_cache.dtype, k_mode)],
             V_OPERAND=TRITON_DTYPE[operand_dtype(v_cache.dtype, v_mode)],
-            TMA=tma, V_TURNED=v_cache.dtype == E4M3, QUANTIZE=quantize and split is None,
+            TMA=tma, V_TURNED=is_code(v_cache.dtype), QUANTIZE=quantize and split is None,
             SEQUENCES=0 if split is None else max(COUNTED, triton.next_power_of_2(num_sequences)),
             STAGES=tile.stages, **shape, **({"maxnreg": tile.registers} if q_BHD.is_cuda else {}),
         )  # fmt: skip

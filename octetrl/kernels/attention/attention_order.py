@@ -36,8 +36,9 @@ K and V each have their own scales (`mode_of`). K may stay BF16 beside an E4M3 V
 
 Operand dtypes (`operand_dtype`; K's for q and K, V's for P and V). A BF16 cache multiplies as BF16. E4M3 codes with
 per-head scales multiply as float16, which holds every code exactly and gives P 11 bits; q must then stay below 65504.
-With per-token scales, P contains the scale of V, whose range is unknown. These codes multiply as bfloat16, which also
-holds every code exactly. float32 (CPU only, to compare with other implementations) is not rounded in between.
+With per-token scales, P contains the scale of V, whose range is unknown. These codes, E4M3 or integers up to 127,
+multiply as bfloat16, which also holds every code exactly. float32 (CPU only, to compare with other implementations) is
+not rounded in between.
 
 There are two Triton forms. `update_rows` has the queries on the tensor core's long side (prefill, training).
 `update_columns` has the keys there and a few queries on the short side (decode). On a Hopper GPU both sum S and O in
@@ -52,29 +53,30 @@ R query rows, C query columns, N keys of a tile, X classes, K kv heads, D head s
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from octetrl.config.blocks import KVMode
+
 KV_TILE = 128
 KV_CHUNK = 1024
 FLOOR = -3.0e38  # below every score
 CLASSES = tl.constexpr(16)  # of a tile's keys; the weights of each class are summed apart
 LOG2E = 1.4426950408889634
-KVMode = Literal["none", "calibrated", "dynamic"]
 
-MODE_NUMBER: dict[KVMode, int] = {"none": 0, "calibrated": 1, "dynamic": 2}
+MODE_NUMBER: dict[KVMode, int] = {"none": 0, "calibrated": 1, "dynamic": 2, "int8": 3}  # 3 for quantisers alone
 TRITON_DTYPE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 LOWEST = tl.constexpr(FLOOR)
 TMA_HEAD_SIZES = (64, 128)
 
 
 def mode_of(scale: Tensor | None) -> KVMode:
-    """How K or V is scaled, by the shape of its scales: [K] is calibrated; one for each token and head is dynamic."""
+    """How K or V is scaled, by the shape of its scales: [K] is calibrated; one for each token and head is dynamic.
+
+    Attention treats integer codes like E4M3 ones with the same scales."""
     if scale is None:
         return "none"
     return "calibrated" if scale.dim() == 1 else "dynamic"
@@ -227,6 +229,14 @@ def update_columns(
         p_NC = tl.reshape(p_NC, [N, COLUMNS])
     o_DC = tl.dot(v_DN, p_NC, o_DC * alpha_C[None, :])
     return m_new_C, l_XC, o_DC
+
+
+@triton.jit
+def as_operand(x, DTYPE: tl.constexpr):
+    """K or V as stored, in the dtype in which they are multiplied. Exact for codes."""
+    if x.dtype == tl.int8:
+        x = x.to(tl.float32)
+    return x.to(DTYPE)
 
 
 @triton.jit

@@ -29,7 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octetrl.kernels.attention.attention_order import LOG2E, KVMode
+from octetrl.config.blocks import KVMode
+from octetrl.kernels.attention.attention_order import LOG2E
 from octetrl.kernels.attention.attention_packed_backward import attention_packed_backward_triton
 from octetrl.kernels.attention.attention_reference import (
     KVRows,

@@ -38,6 +38,7 @@ from octetrl.kernels.attention.attention_order import (
     MODE_NUMBER,
     TMA_HEAD_SIZES,
     TRITON_DTYPE,
+    as_operand,
     block_of_head,
     comes_by_tma,
     load_pages,
@@ -107,7 +108,7 @@ def _rows_tile(
         stride_k_page, stride_k_token, stride_v_page, stride_v_token, stride_v_d,
         N, HEAD_SIZE, BLOCK_D, KV_HEADS, PAGE_SIZE, V_TURNED, TMA, MASKED,
     )  # fmt: skip
-    v_ND = v_ND.to(V_OPERAND)
+    v_ND = as_operand(v_ND, V_OPERAND)
     if TMA and MASKED:  # what lies past the sequence may be NaN
         v_ND = tl.where((key_N < num_keys)[:, None], v_ND, 0.0)
     if PAGE_SIZE == 0:
@@ -119,7 +120,7 @@ def _rows_tile(
         k_scale_N = tl.load(k_scale_ptr + scale_N, mask=key_N < num_keys, other=0.0)
     if V_MODE == 2:
         v_scale_N = tl.load(v_scale_ptr + scale_N, mask=key_N < num_keys, other=0.0)
-    s_RN = tl.dot(q_RD, tl.trans(k_ND.to(q_RD.dtype)))
+    s_RN = tl.dot(q_RD, tl.trans(as_operand(k_ND, q_RD.dtype)))
     s_RN = s_RN * (k_scale_N * score_scale)[None, :] if K_MODE == 2 else s_RN * score_scale
     if MASKED:
         s_RN = tl.where(position_R[:, None] >= key_N[None, :], s_RN, float("-inf"))

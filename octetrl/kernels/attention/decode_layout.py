@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import triton
 from torch import Tensor
 
-from octetrl.fp8.format import E4M3
+from octetrl.fp8.format import is_code
 from octetrl.kernels.attention.attention_order import KV_CHUNK
 
 MULTIPROCESSORS = 132  # of an H100 or H200
@@ -35,11 +35,11 @@ class DecodeTile:
         still better than a last wave of programs that leaves most multiprocessors idle.
         """
         if k_cache.shape[3] > 128:
-            return cls(columns=16, stages=2 if v_cache.dtype == E4M3 else 1)  # two BF16 tiles do not fit
-        if k_cache.dtype == v_cache.dtype == E4M3:
+            return cls(columns=16, stages=2 if is_code(v_cache.dtype) else 1)  # two BF16 tiles do not fit
+        if is_code(k_cache.dtype) and is_code(v_cache.dtype):
             by_three, by_two = (_filled(num_programs, each * MULTIPROCESSORS) for each in (3, 2))
             return cls(columns=16, stages=4) if by_two > 1.25 * by_three else cls(columns=16, stages=3, registers=168)
-        if v_cache.dtype == E4M3 or k_cache.shape[3] in PADDED_HEAD_SIZES:
+        if is_code(v_cache.dtype) or k_cache.shape[3] in PADDED_HEAD_SIZES:
             return cls(columns=16, stages=2)
         return cls(columns=8, stages=3)
 
@@ -66,7 +66,7 @@ class KeySplit:
         """
         num_sequences, num_heads, head_size = q_BHD.shape
         num_kv_heads, page_size = k_cache.shape[1:3]
-        codes = k_cache.dtype == v_cache.dtype == E4M3
+        codes = is_code(k_cache.dtype) and is_code(v_cache.dtype)
         enough, programs = (3 * MULTIPROCESSORS, 2 * MULTIPROCESSORS) if codes else (64, 3 * MULTIPROCESSORS)
         max_chunks = triton.cdiv(num_pages * page_size, KV_CHUNK)
         size = 4 * num_sequences * max_chunks * num_heads * head_size

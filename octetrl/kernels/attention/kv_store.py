@@ -6,9 +6,9 @@ loads:
 
     K, in any dtype        [num_pages, K, page_size, D]
     V, BF16 or float32     [num_pages, K, page_size, D]
-    V, E4M3                [num_pages, K, D, page_size]
+    V, E4M3 or int8        [num_pages, K, D, page_size]
 
-E4M3 V is transposed because codes are converted in registers and V is multiplied from the left with D as rows. Its
+V in codes is transposed because codes are converted in registers and V is multiplied from the left with D as rows. Its
 codes then load in the needed layout, which is worth 7-12% of a decode on an H200 (128 x 2,560 keys). The cost is that
 this kernel stores single bytes. Only this file knows the layout: `v_pages_shape` gives V's shape, and `by_key` a view
 with the layout of K.
@@ -17,6 +17,7 @@ How a value becomes a code:
 
     calibrated   code = e4m3(clamp(x * inverse, -448, 448)), inverse = min(1 / scale[head], FLT_MAX)
     dynamic      amax over the head's D; scale and inverse by the rule of every block (fp8/quantize.py)
+    int8         amax over the head's D; code = round(x * 127 / amax), ties to even
     none         the value, cast to the cache's dtype
 
 K and V each follow the rule of their own cache: a BF16 K may lie beside an E4M3 V. Before quantisation x is rounded to
@@ -40,30 +41,40 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octetrl.fp8.format import E4M3, E4M3_MAX, decode_e4m3
-from octetrl.fp8.quantize import inverse_of, quantize_kv_per_head, quantize_kv_per_token
-from octetrl.kernels.attention.attention_order import MODE_NUMBER, KVMode, mode_of, operand_dtype
-from octetrl.kernels.quantize.quantize_activation import held_inverse
+from octetrl.config.blocks import SCALE_PER_TOKEN, KVMode
+from octetrl.fp8.format import E4M3, E4M3_MAX, decode_e4m3, is_code
+from octetrl.fp8.quantize import inverse_of, quantize_kv, quantize_kv_per_head
+from octetrl.kernels.attention.attention_order import MODE_NUMBER, mode_of, operand_dtype
+from octetrl.kernels.attention.kv_codes import quantize_heads
 
 
 def v_pages_shape(num_pages: int, num_heads: int, page_size: int, head_size: int, dtype: torch.dtype) -> torch.Size:
-    """The shape of a V cache in this dtype. E4M3 pages are transposed (see the module's docstring)."""
-    rows = (head_size, page_size) if dtype == E4M3 else (page_size, head_size)
+    """The shape of a V cache in this dtype. Pages of codes are transposed (see the module's docstring)."""
+    rows = (head_size, page_size) if is_code(dtype) else (page_size, head_size)
     return torch.Size((num_pages, num_heads, *rows))
 
 
 def by_key(v_cache: Tensor) -> Tensor:
     """View [num_pages, K, page_size, D] of a V cache in its own layout."""
-    return v_cache.transpose(2, 3) if v_cache.dtype == E4M3 else v_cache
+    return v_cache.transpose(2, 3) if is_code(v_cache.dtype) else v_cache
 
 
 def scale_in_use(cache: Tensor, head_scale_K: Tensor | None, token_scale: Tensor | None) -> Tensor | None:
-    """The scales for reading K's or V's cache; None unless it is E4M3. ValueError unless exactly one kind is given."""
-    if cache.dtype != E4M3:
+    """The scales for reading K's or V's cache; None unless it holds codes. ValueError unless exactly one kind is given,
+    and for int8 the one for each token."""
+    if not is_code(cache.dtype):
         return None
+    if cache.dtype == torch.int8 and token_scale is None:
+        raise ValueError("an int8 KV cache needs scales for each token")
     if (head_scale_K is None) == (token_scale is None):
         raise ValueError("an FP8 KV cache needs either per-head scales (calibrated) or per-token scales (dynamic)")
     return head_scale_K if token_scale is None else token_scale
+
+
+def stored_mode(cache: Tensor, head_scale_K: Tensor | None, token_scale: Tensor | None) -> KVMode:
+    """How values become the codes of this cache. ValueError as `scale_in_use`."""
+    mode = mode_of(scale_in_use(cache, head_scale_K, token_scale))
+    return "int8" if cache.dtype == torch.int8 else mode
 
 
 def kv_store(
@@ -124,7 +135,7 @@ def kv_store_reference(
                     saturated_2K[which] += per_token_TK.sum(0)
         else:
             assert token_scale is not None
-            codes, scale_TK = quantize_kv_per_token(x_TKD)
+            codes, scale_TK = quantize_kv(x_TKD, "int8" if cache.dtype == torch.int8 else "dynamic")
             token_scale[page_T, :, offset_T] = scale_TK
         cache.view(torch.uint8)[page_T, :, offset_T] = codes.view(torch.uint8)
 
@@ -152,7 +163,7 @@ def counter_stride(saturated_2K: Tensor | None) -> int:
 class ReplayedKV(NamedTuple):
     """K and V as the attention kernels multiply them: codes in the operand dtype [T, K, D], and the codes' scales.
 
-    Scales are float32 [K] for "calibrated", [T, K] for "dynamic", None for unquantised values.
+    Scales are float32 [K] for "calibrated", [T, K] for "dynamic" and "int8", None for unquantised values.
     """
 
     k_TKD: Tensor
@@ -175,7 +186,7 @@ def kv_replay(
     """
     if kv_mode == "none":
         return ReplayedKV(k_TKD, v_TKD, None, None)
-    if kv_mode == "dynamic":
+    if kv_mode in SCALE_PER_TOKEN:
         k_scale_K = v_scale_K = None
     elif v_scale_K is None or (quantize_k and k_scale_K is None):
         raise ValueError("calibrated KV replay needs the scales of K and V, but they were not given")
@@ -194,7 +205,7 @@ def kv_replay_reference(
     """`kv_replay` in plain torch."""
 
     def replayed(x_TKD: Tensor, scale_K: Tensor | None) -> tuple[Tensor, Tensor]:
-        codes, scale = quantize_kv_per_token(x_TKD) if scale_K is None else quantize_kv_per_head(x_TKD, scale_K)
+        codes, scale = quantize_kv(x_TKD, kv_mode) if scale_K is None else quantize_kv_per_head(x_TKD, scale_K)
         return decode_e4m3(codes, operand_dtype(E4M3, kv_mode)), scale
 
     k_TKD, k_scale = replayed(k_TKD, k_scale_K) if quantize_k else (k_TKD, None)
@@ -203,28 +214,6 @@ def kv_replay_reference(
 
 
 # ---------------------------------------------------------------- Triton
-
-
-@triton.jit
-def _quantize_heads(x_KD, scale_ptr, head_K, is_head_K, MODE: tl.constexpr):
-    """Codes, scales and saturated counts of one token's heads. x is float32, zero past the head's end."""
-    if MODE == 1:
-        scale_K = tl.load(scale_ptr + head_K, mask=is_head_K, other=1.0)
-        inverse_K = held_inverse(scale_K)
-    else:
-        amax_K = tl.max(tl.abs(x_KD), 1)
-        scale_K = tl.div_rn(amax_K, tl.full(amax_K.shape, 448.0, tl.float32))
-        inverse_K = tl.div_rn(tl.full(amax_K.shape, 448.0, tl.float32), amax_K)
-        inverse_K = tl.minimum(inverse_K, 3.4028234663852886e38)
-        scale_K = tl.where(amax_K == 0.0, 1.0, scale_K)
-        inverse_K = tl.where(amax_K == 0.0, 1.0, inverse_K)
-        finite_K = tl.min((tl.abs(x_KD) < float("inf")).to(tl.int32), 1) == 1
-        scale_K = tl.where(finite_K, scale_K, float("nan"))
-        inverse_K = tl.where(finite_K, inverse_K, float("nan"))
-    scaled_KD = x_KD * inverse_K[:, None]
-    saturated_K = tl.sum((tl.abs(scaled_KD) <= 448.0).to(tl.int32) ^ 1, 1)
-    codes_KD = tl.clamp(scaled_KD, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
-    return codes_KD, scale_K, saturated_K
 
 
 @triton.jit
@@ -246,9 +235,9 @@ def _store_heads(
         tl.store(target_KD, x_KD.to(cache_ptr.dtype.element_ty), mask=inside_KD)
     else:
         x_KD = x_KD.to(tl.bfloat16).to(tl.float32)
-        codes_KD, scale_K, saturated_K = _quantize_heads(x_KD, scale_ptr, head_K, is_head_K, MODE)
-        tl.store(target_KD, codes_KD, mask=inside_KD)
-        if MODE == 2:
+        codes_KD, scale_K, saturated_K = quantize_heads(x_KD, scale_ptr, head_K, is_head_K, MODE)
+        tl.store(target_KD, codes_KD.to(cache_ptr.dtype.element_ty), mask=inside_KD)
+        if MODE >= 2:
             target_K = (
                 token_scale_ptr + page * stride_scale_page + head_K * stride_scale_head + offset * stride_scale_offset
             )
@@ -302,8 +291,8 @@ def kv_store_triton(
 ) -> None:
     """`kv_store` as one kernel: a program writes all heads of one token's K and V."""
     num_tokens, num_heads, head_size = k_TKD.shape
-    k_mode = mode_of(scale_in_use(k_cache, k_scale_K, k_token_scale))
-    v_mode = mode_of(scale_in_use(v_cache, v_scale_K, v_token_scale))
+    k_mode = stored_mode(k_cache, k_scale_K, k_token_scale)
+    v_mode = stored_mode(v_cache, v_scale_K, v_token_scale)
     assert k_TKD.stride(2) == v_TKD.stride(2) == k_cache.stride(3) == 1, "kv_store: the last axis must be contiguous"
     count = "calibrated" in (k_mode, v_mode) and saturated_2K is not None
     if num_tokens == 0:
@@ -332,10 +321,10 @@ def _replay_heads(
     inside_KD = is_head_K[:, None] & (d_D < HEAD_SIZE)[None, :]
     x_offset_KD = token * stride_token + head_K[:, None] * stride_head + d_D[None, :]
     x_KD = tl.load(x_ptr + x_offset_KD, mask=inside_KD, other=0.0).to(tl.bfloat16).to(tl.float32)
-    codes_KD, scale_K, _saturated_K = _quantize_heads(x_KD, scale_ptr, head_K, is_head_K, MODE)
+    codes_KD, scale_K, _saturated_K = quantize_heads(x_KD, scale_ptr, head_K, is_head_K, MODE)
     out_offset_KD = (token * HEADS + head_K[:, None]) * HEAD_SIZE + d_D[None, :]
     tl.store(out_ptr + out_offset_KD, codes_KD.to(out_ptr.dtype.element_ty), mask=inside_KD)
-    if MODE == 2:
+    if MODE >= 2:
         tl.store(scale_ptr + token * HEADS + head_K, scale_K, mask=is_head_K)
 
 

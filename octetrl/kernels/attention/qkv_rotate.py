@@ -30,9 +30,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octetrl.config.blocks import SCALE_PER_TOKEN, KVMode
 from octetrl.config.spec import SUPPORTED_HEAD_SIZES
 from octetrl.fp8.format import E4M3
-from octetrl.kernels.attention.attention_order import MODE_NUMBER, KVMode, operand_dtype
+from octetrl.kernels.attention.attention_order import MODE_NUMBER, operand_dtype
+from octetrl.kernels.attention.kv_codes import int8_code, int8_scale
 from octetrl.kernels.attention.kv_store import ReplayedKV, kv_replay_reference
 from octetrl.kernels.attention.qkv_separate import is_fused, qkv_rotate_separate
 from octetrl.kernels.attention.qkv_store import _normed
@@ -133,14 +135,17 @@ def _observe_and_replay(
     if MODE != 0:
         first_JR, second_JR = first_JR.to(tl.bfloat16).to(tl.float32), second_JR.to(tl.bfloat16).to(tl.float32)
         if MODE == 1:
-            scale_J = tl.load(scale_ptr + head_J, mask=inside_J, other=1.0)
-            inverse_J = held_inverse(scale_J)
+            inverse_J = held_inverse(tl.load(scale_ptr + head_J, mask=inside_J, other=1.0))
         else:
-            scale_J, inverse_J = block_scale(_amax_bits(first_JR, second_JR), False)
+            bits_J = _amax_bits(first_JR, second_JR)
+            scale_J, inverse_J = int8_scale(bits_J) if MODE == 3 else block_scale(bits_J, False)
             tl.store(scale_ptr + token_J * HEADS + head_J, scale_J, mask=inside_J)
-        first_JR = tl.clamp(first_JR * inverse_J[:, None], -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-        second_JR = tl.clamp(second_JR * inverse_J[:, None], -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-        first_JR, second_JR = first_JR.to(tl.float8e4nv), second_JR.to(tl.float8e4nv)
+        first_JR, second_JR = first_JR * inverse_J[:, None], second_JR * inverse_J[:, None]
+        if MODE == 3:
+            first_JR, second_JR = int8_code(first_JR), int8_code(second_JR)
+        else:
+            first_JR = tl.clamp(first_JR, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+            second_JR = tl.clamp(second_JR, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
     if STORE:
         start_J = (token_J * HEADS + head_J) * (2 * PLANES)
         _store_halves(out_ptr, first_JR, second_JR, start_J, inside_J, PLANES)
@@ -222,7 +227,7 @@ def qkv_rotate_triton(
     def output(heads: int, mode: KVMode, scale_K: Tensor | None) -> tuple[Tensor, Tensor | None]:
         dtype = qkv_TXD.dtype if mode == "none" else operand_dtype(E4M3, mode)
         out = torch.empty(num_tokens, heads, size, dtype=dtype, device=qkv_TXD.device)
-        by_token = mode == "dynamic"
+        by_token = mode in SCALE_PER_TOKEN
         return out, torch.empty(num_tokens, heads, device=qkv_TXD.device) if by_token else scale_K
 
     q_THD, _ = output(num_heads, "none", None)
@@ -302,7 +307,7 @@ def qkv_rotate(
     assert (q_weight_D is None) == (k_weight_D is None), "qkv_rotate: only one of q and k has a norm weight"
     assert cos_TR.shape == sin_TR.shape == (num_tokens, size // 2), f"qkv_rotate: cos {tuple(cos_TR.shape)}"
     assert amax_2K is None or (amax_2K.shape == (2, num_kv_heads) and amax_2K.stride(1) == 1), "qkv_rotate: amax"
-    if kv_mode == "dynamic":
+    if kv_mode in SCALE_PER_TOKEN:
         k_scale_K = v_scale_K = None
     elif kv_mode == "calibrated" and (v_scale_K is None or (quantize_k and k_scale_K is None)):
         raise ValueError("calibrated KV replay needs the scales of K and V, but they were not given")

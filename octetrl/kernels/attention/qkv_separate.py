@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octetrl.kernels.attention.attention_order import KVMode
+from octetrl.config.blocks import KVMode
 from octetrl.kernels.attention.kv_store import ReplayedKV, kv_replay_triton, kv_store_triton
 from octetrl.kernels.rows.rms_norm import rms_norm_triton
 from octetrl.kernels.rows.rms_norm_backward import rms_norm_backward_triton

@@ -11,7 +11,7 @@ The bits equal those of these calls one after the other, for two reasons:
   both are normed. Threads exchange nothing, and the sum keeps its order. `a * cos - b * sin` is written as `a * cos + b
   * (-sin)`, which has the same bits, including the sign of a zero.
 
-An E4M3 V is transposed in its page, `[num_pages, K, D, page_size]`, so a token's V is D single bytes that are far
+A V in codes is transposed in its page, `[num_pages, K, D, page_size]`, so a token's V is D single bytes that are far
 apart. For few tokens they are written in that way. For many tokens, a program takes one head of a few tokens, with
 neighbouring lanes on neighbouring tokens. Their bytes share a sector if their slots are neighbours. All other work has
 one program per token and a few heads. V comes first in the grid, because it takes longest.
@@ -31,14 +31,14 @@ import triton.language as tl
 from torch import Tensor
 
 from octetrl.config.spec import SUPPORTED_HEAD_SIZES
-from octetrl.fp8.format import E4M3
-from octetrl.kernels.attention.attention_order import MODE_NUMBER, mode_of
+from octetrl.fp8.format import is_code
+from octetrl.kernels.attention.attention_order import MODE_NUMBER
+from octetrl.kernels.attention.kv_codes import quantize_heads
 from octetrl.kernels.attention.kv_store import (
-    _quantize_heads,
     by_key,
     counter_stride,
     kv_store_reference,
-    scale_in_use,
+    stored_mode,
 )
 from octetrl.kernels.attention.qkv_separate import is_fused, qkv_store_separate
 from octetrl.kernels.rows.rms_norm import rms_norm_reference
@@ -98,9 +98,9 @@ def _store_rows(
         tl.store(target_ND, x_ND.to(target_N.dtype.element_ty), mask=keep_N[:, None])
     else:
         x_ND = x_ND.to(tl.bfloat16).to(tl.float32)
-        codes_ND, scale_N, saturated_N = _quantize_heads(x_ND, scale_ptr, head_N, keep_N, MODE)
-        tl.store(target_ND, codes_ND, mask=keep_N[:, None])
-        if MODE == 2:
+        codes_ND, scale_N, saturated_N = quantize_heads(x_ND, scale_ptr, head_N, keep_N, MODE)
+        tl.store(target_ND, codes_ND.to(target_N.dtype.element_ty), mask=keep_N[:, None])
+        if MODE >= 2:
             tl.store(token_scale_N, scale_N, mask=keep_N)
         if COUNT:  # integers: the order of the additions does not matter
             tl.atomic_add(
@@ -141,7 +141,7 @@ def _qkv_store_kernel(
         x_ND = tl.load(x_N[:, None] + tl.arange(0, SIZE)[None, :], mask=keep_N[:, None], other=0.0)
         target_N = v_cache_ptr + page_N * stride_v_page + head_N * stride_v_head + offset_N * stride_v_offset
         scale_N = v_token_ptr
-        if V_MODE == 2:
+        if V_MODE >= 2:
             scale_N += page_N * stride_scale_page + head_N * stride_scale_head + offset_N * stride_scale_offset
         _store_rows(
             x_ND, target_N, stride_v_d, v_scale_ptr, scale_N,
@@ -175,7 +175,7 @@ def _qkv_store_kernel(
                 offset = slot % PAGE_SIZE
                 target_J = k_cache_ptr + page * stride_k_page + head_J * stride_k_head + offset * stride_k_offset
                 scale_J = k_token_ptr
-                if K_MODE == 2:
+                if K_MODE >= 2:
                     scale_J += page * stride_scale_page + head_J * stride_scale_head + offset * stride_scale_offset
                 _store_rows(
                     k_JD, target_J, 1, k_scale_ptr, scale_J,
@@ -205,14 +205,14 @@ def qkv_store_triton(
     num_tokens, (kv_heads, page_size, size) = qkv_TX.shape[0], k_cache.shape[1:]
     num_heads = qkv_TX.shape[1] // size - 2 * kv_heads
     assert size in SUPPORTED_HEAD_SIZES and is_fused(size), f"qkv_store: head size {size} is not a power of two"
-    k_mode = mode_of(scale_in_use(k_cache, k_scale_K, k_token_scale))
-    v_mode = mode_of(scale_in_use(v_cache, v_scale_K, v_token_scale))
+    k_mode = stored_mode(k_cache, k_scale_K, k_token_scale)
+    v_mode = stored_mode(v_cache, v_scale_K, v_token_scale)
     token_scales = [scale for scale in (k_token_scale, v_token_scale) if scale is not None]
     scale_strides = token_scales[0].stride() if token_scales else (0, 0, 0)
     assert k_cache.stride(3) == 1 and all(scale.stride() == scale_strides for scale in token_scales)
     assert cos_SR.is_contiguous() and sin_SR.is_contiguous(), "qkv_store: cos and sin must be contiguous"
     q_THD = torch.empty(num_tokens, num_heads, size, dtype=qkv_TX.dtype, device=qkv_TX.device)
-    turned = v_cache.dtype == E4M3
+    turned = is_code(v_cache.dtype)
     heads = max(HEADS_OF_MANY if turned or num_tokens >= MANY_TOKENS else HEADS, 256 // size)
     v_tokens = heads if turned else 1
     kv_tiles = triton.cdiv(kv_heads, heads)

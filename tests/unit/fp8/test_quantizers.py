@@ -20,6 +20,7 @@ from octetrl.fp8.quantize import (
     non_finite_count,
     quantize_activation_reference,
     quantize_activation_values,
+    quantize_kv_int8,
     quantize_kv_per_head,
     quantize_kv_per_token,
     quantize_tokens_reference,
@@ -257,6 +258,28 @@ def test_kv_per_token_is_the_block_rule_over_the_head() -> None:
             want_codes, want_scale = block_by_the_contract(x[token, head], False)
             assert torch.equal(codes[token, head].view(torch.uint8), want_codes)
             assert scale[token, head].item() == float(want_scale)
+
+
+def test_int8_codes_are_the_nearest_integers_of_float64() -> None:
+    x = 3 * torch.randn(40, 2, 16, generator=torch.Generator().manual_seed(3)).bfloat16()
+    x[3, 1], x[4, 0] = 0, torch.tensor([127.0, 0.5, 1.5, -2.5] * 4)  # halves go to the even neighbour
+    codes, scale = quantize_kv_int8(x)
+    assert codes.dtype == torch.int8 and codes[4, 0, :4].tolist() == [127, 0, 2, -2]
+    assert not codes[3, 1].any() and scale[3, 1] == 1.0
+    exact = x.double() * 127 / x.double().abs().amax(2, keepdim=True).clamp_min(1e-9)
+    assert ((codes.double() - exact).abs() <= 0.5 + 1e-4).all()
+    back = codes.float() * scale[..., None]
+    assert ((back - x.float()).abs() <= 0.501 * scale[..., None]).all()
+    assert (codes.abs().amax(2)[scale != 1.0] == 127).all(), "the largest of a head becomes the largest code"
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_value_that_is_not_finite_makes_its_head_nan_in_int8(bad: float) -> None:
+    x = torch.ones(2, 2, 8).bfloat16()
+    x[1, 0, 5] = bad
+    codes, scale = quantize_kv_int8(x)
+    assert scale.isnan().tolist() == [[False, False], [True, False]]
+    assert not codes[1, 0].any() and (codes[1, 1] == 127).all()
 
 
 def test_power_of_two_scale_is_the_next_power_and_costs_range_not_correctness() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octetrl.config.blocks import SCALE_PER_TOKEN
 from octetrl.fp8.format import E4M3
 from octetrl.kernels.attention.kv_store import v_pages_shape
 
@@ -18,6 +19,8 @@ CACHES = [  # kv_mode, quantize_k
     pytest.param("dynamic", True, id="dynamic"),
     pytest.param("calibrated", False, id="calibrated-v"),
     pytest.param("dynamic", False, id="dynamic-v"),
+    pytest.param("int8", True, id="int8"),
+    pytest.param("int8", False, id="int8-v"),
 ]
 
 
@@ -69,12 +72,12 @@ class PagedCache:
     def __post_init__(self) -> None:
         counts = [-(-length // self.page_size) for length in self.lengths]
         shape = (sum(counts) + 1, self.kv_heads, self.page_size, self.head_size)
-        v_dtype = self.dtype if self.kv_mode == "none" else E4M3
+        v_dtype = {"none": self.dtype, "int8": torch.int8}.get(self.kv_mode, E4M3)
         k_dtype = v_dtype if self.quantize_k else self.dtype
         self.k = torch.zeros(shape, device=self.device).to(k_dtype)
         self.v = torch.zeros(v_pages_shape(*shape, v_dtype), device=self.device).to(v_dtype)
         self.k_token_scale = self.v_token_scale = None
-        if self.kv_mode == "dynamic":
+        if self.kv_mode in SCALE_PER_TOKEN:
             self.v_token_scale = torch.ones(shape[:3], device=self.device)
             self.k_token_scale = self.v_token_scale.clone() if self.quantize_k else None
         order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(1)).to(torch.int32)

@@ -158,6 +158,8 @@ if __name__ == "__main__":
         "dynamic": ("dynamic", True, 32, 32, 1),
         "calibrated-v": ("calibrated", False, 32, 32, 1),
         "dynamic-v": ("dynamic", False, 16, 128, 1),
+        "int8": ("int8", True, 32, 32, 1),
+        "int8-v": ("int8", False, 16, 128, 1),
         "head-80": ("calibrated", True, 80, 32, 1),
         "head-96-window-2": ("none", False, 96, 128, 1, 2),
     }
@@ -167,6 +169,8 @@ if __name__ == "__main__":
         "decode-dynamic": ("dynamic", True, 64, 128),
         "decode-calibrated-v": ("calibrated", False, 128, 128),
         "decode-dynamic-v": ("dynamic", False, 128, 128),
+        "decode-int8": ("int8", True, 64, 128),
+        "decode-int8-v": ("int8", False, 128, 32),
         "decode-small-pages": ("calibrated", True, 128, 32),
         "decode-192": ("dynamic", True, 192, 128),
         "decode-80-window-100": ("calibrated", True, 80, 32, 100),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import octetrl.kernels.attention.kv_codes as kv_codes
 import octetrl.kernels.attention.kv_store as kv_store
 import octetrl.kernels.attention.qkv_store as qkv_store
 import octetrl.kernels.instructions as instructions
@@ -21,7 +22,9 @@ from octetrl.fp8.format import E4M3
 from octetrl.fp8.quantize import Quantized
 from tests.unit.kernels.interpreting import interpret
 
-KERNELS = (add_rms_norm, count_poisoned, instructions, kv_store, qkv_store, quantize_activation, silu_mul_quantize)
+KERNELS = (
+    add_rms_norm, count_poisoned, instructions, kv_codes, kv_store, qkv_store, quantize_activation, silu_mul_quantize,
+)  # fmt: skip
 
 
 @pytest.fixture

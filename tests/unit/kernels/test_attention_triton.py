@@ -39,7 +39,7 @@ def errors():
     return json.loads(result.stdout)
 
 
-CACHES = ["none", "calibrated", "dynamic", "calibrated-v", "dynamic-v"]
+CACHES = ["none", "calibrated", "dynamic", "calibrated-v", "dynamic-v", "int8", "int8-v"]
 
 
 SHAPES = ["head-80", "head-96-window-2", "decode-192", "decode-80-window-100"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octetrl.kernels.attention.attention_order import KVMode
+from octetrl.config.blocks import KVMode
 from octetrl.kernels.attention.kv_store import ReplayedKV, kv_replay
 from octetrl.kernels.attention.qkv_rotate import qkv_rotate, qkv_rotate_triton
 from octetrl.kernels.rows.rms_norm import rms_norm
@@ -27,6 +27,8 @@ REPLAYS: list[tuple[KVMode, bool]] = [
     ("calibrated", False),
     ("dynamic", True),
     ("dynamic", False),
+    ("int8", True),
+    ("int8", False),
 ]
 SHAPES = [(6, 3, 32, True), (9, 5, 64, False), (10, 5, 128, True), (2, 1, 16, True)]
 

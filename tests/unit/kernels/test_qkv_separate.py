@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from octetrl.config.blocks import KVMode
 from octetrl.kernels.attention import kv_store, qkv_rotate, qkv_rotate_backward, qkv_separate, qkv_store
-from octetrl.kernels.attention.attention_order import KVMode
 from octetrl.kernels.attention.kv_store import by_key
 from octetrl.kernels.rows import rms_norm, rms_norm_backward, rope
 from octetrl.layers.rotary import RotaryTable
@@ -59,7 +59,7 @@ def test_store_writes_the_references_pages(size: int, norm: bool, kv_mode: str, 
 @pytest.mark.usefixtures("separate")
 @pytest.mark.filterwarnings("ignore:.* encountered in divide")
 @SHAPES
-@pytest.mark.parametrize("kv_mode", ["none", "calibrated", "dynamic"])
+@pytest.mark.parametrize("kv_mode", ["none", "calibrated", "dynamic", "int8"])
 def test_rotate_replays_and_observes_as_the_reference(size: int, norm: bool, kv_mode: KVMode) -> None:
     cos_TR, sin_TR = RotaryTable(size, 1e4, None, 64, device="cpu")(torch.arange(TOKENS) * 7)
     inputs = (*_inputs(size, norm), cos_TR, sin_TR, HEADS, KV_HEADS, kv_mode, kv_mode != "none", *_scales(kv_mode))

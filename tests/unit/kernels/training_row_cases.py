@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import triton.runtime.interpreter as interpreter
 
+import octetrl.kernels.attention.kv_codes as kv_codes
 import octetrl.kernels.attention.qkv_rotate as qkv_rotate
 import octetrl.kernels.attention.qkv_rotate_backward as qkv_rotate_backward
 import octetrl.kernels.attention.qkv_store as qkv_store
@@ -18,7 +19,7 @@ import octetrl.kernels.quantize.quantize_activation as quantize_activation
 import octetrl.kernels.rows.rms_norm_backward as rms_norm_backward
 from tests.unit.kernels.interpreting import interpret
 
-MODULES = (qkv_rotate, qkv_rotate_backward, qkv_store, quantize_activation, rms_norm_backward)
+MODULES = (kv_codes, qkv_rotate, qkv_rotate_backward, qkv_store, quantize_activation, rms_norm_backward)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octetrl.fp8.format import E4M3, decode_e4m3
+from octetrl.fp8.format import decode_e4m3, is_code
 from octetrl.kernels.attention.kv_store import ReplayedKV, by_key, kv_replay
 from octetrl.layers.context import CacheTreatment, LayerCache
 
@@ -36,9 +36,9 @@ def read_back(cache: LayerCache, slot_mapping_T: Tensor) -> tuple[Tensor, Tensor
     page_T, offset_T = slot_mapping_T // page_size, slot_mapping_T % page_size
 
     def values(pages: Tensor, scale_K: Tensor | None, token_scale: Tensor | None) -> Tensor:
-        if pages.dtype != E4M3:
+        if not is_code(pages.dtype):
             return pages[page_T, :, offset_T].float()
-        codes_TKD = pages.view(torch.uint8)[page_T, :, offset_T].view(E4M3)
+        codes_TKD = pages.view(torch.uint8)[page_T, :, offset_T].view(pages.dtype)
         scale = token_scale[page_T, :, offset_T] if token_scale is not None else scale_K
         return _scaled(decode_e4m3(codes_TKD), scale)
 
