@@ -224,6 +224,18 @@ def test_sliding_windows_are_shown(folder: Path, capsys: pytest.CaptureFixture[s
     assert "100 keys in 3 of 4 layers; older pages stay in the KV cache" in out
 
 
+def test_an_integer_cache_differs_from_a_dynamic_one_in_its_codes_alone(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {}
+    for cache in ("dynamic", "int8"):
+        code, found[cache], err = check(capsys, f"fp8.kv_cache={cache}", "engine.kv_cache_tokens=4096")
+        assert code == 0, err
+    assert "K int8, V int8, a scale for each token, replayed in training" in found["int8"]
+    as_dynamic = found["int8"].replace("K int8, V int8, a scale for each token", "K fp8, V fp8, dynamic scales")
+    assert as_dynamic == found["dynamic"], "the estimate of memory as well"
+
+
 def test_latent_attention_is_shown_and_its_sizes_refused_for_a_gpu(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -232,6 +244,8 @@ def test_latent_attention_is_shown_and_its_sizes_refused_for_a_gpu(
     assert "4 of 48 with latent attention; all share latent of 64, rotary key of 16" in out
     assert "latent fp8, rotary key bf16, dynamic scales" in out and "of 400 bytes" in out
     assert code == 0, err
+    code, _, err = check(capsys, "precision=fp8_full", "fp8.kv_cache=int8")
+    assert code == 2 and "'int8' is not available for latent attention" in err
     code, _, err = check(capsys, "precision=fp8_full", "--memory-gib", "80")
     assert code == 2 and "qk_nope_head_dim 32" in err and "does not run on a GPU" in err
 
