@@ -40,9 +40,8 @@ from octetrl.bench.router_skew import Balance, skew_routers
 from octetrl.bench.turns import compared, take_in_turn
 from octetrl.bench.workload import Workload, calibration_prompts
 from octetrl.config.algorithm import GrpoConfig
-from octetrl.config.errors import UserError, nearest
 from octetrl.config.load import PRECISIONS
-from octetrl.config.presets import PRESETS, preset_config
+from octetrl.config.presets import PRESETS, preset_config, refuse_unknown_model
 from octetrl.config.schema import EngineConfig, Fp8Config, Numerics, TrainerConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.config.speculation import SpeculationConfig
@@ -143,11 +142,7 @@ def find_model(model: str) -> BenchModel:
     """A preset, or a Hugging Face folder, run or checkpoint. Raises UserError."""
     if model in PRESETS:
         return BenchModel(model, spec_from_config(preset_config(model)), None)
-    if not Path(model).is_dir():
-        raise UserError(
-            f"--model: '{model}' is neither a folder nor one of the presets {', '.join(PRESETS)}"
-            f"{nearest(model, PRESETS)}"
-        )
+    refuse_unknown_model(model)
     folder = weights_folder(Path(model))
     return BenchModel(Path(model).resolve().name, load_spec(folder), folder)
 

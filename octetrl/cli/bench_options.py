@@ -12,7 +12,6 @@ import typer
 
 from octetrl.config.errors import UserError, nearest
 from octetrl.config.load import PRECISIONS
-from octetrl.config.presets import PRESETS
 from octetrl.config.schema import Numerics, TrainerConfig
 
 if TYPE_CHECKING:
@@ -148,8 +147,6 @@ def device_of(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
 def model_of(model: str | None, layers: int | None, *, on_gpu: bool) -> BenchModel:
     from octetrl.bench.rollout import find_model
 
-    if model == "":  # which a path would take for the folder we are in
-        raise UserError(f"--model: '' names nothing; give one of {', '.join(PRESETS)}, or a folder with a config.json")
     try:
         found = find_model(model if model is not None else "qwen3-8b" if on_gpu else "tiny")
     except UserError as error:

@@ -13,7 +13,7 @@ from typing import Any
 
 from octetrl.cli.check_turns import check_turns
 from octetrl.config.algorithm import DistillConfig
-from octetrl.config.errors import UserError, nearest_file
+from octetrl.config.errors import UserError
 from octetrl.config.hub_name import hub_dataset
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import alone, renamed
@@ -21,6 +21,7 @@ from octetrl.config.spec import ModelSpec
 from octetrl.config.validate_environment import FILES
 from octetrl.models.families import load_reward_spec, load_spec
 from octetrl.models.weight_files import checked_headers
+from octetrl.run.early import missing_files
 
 TASKS_TRIED = 16  # of an environment in Python: whether they can be sent to a reward process
 
@@ -32,6 +33,7 @@ def file_problems(recipe: Recipe, spec: ModelSpec | None, tokenizer: TokenizerFi
     if tokenizer.problem is not None:
         yield tokenizer.problem
     yield from _weight_problems(recipe, reports=spec is None)
+    yield from missing_files(recipe)
     yield from _source_problems(recipe)
     read_adapter = partial(_read_adapter, spec=spec)
     for read in (_look_at_output, read_adapter):
@@ -134,11 +136,8 @@ def _source_problems(recipe: Recipe) -> Iterator[str]:
     if kind == "rollouts":
         return
     for name, source in recipe.sources.items():
-        field = f"data.sources.{name}.path" if recipe.data.sources else "algorithm.conversations"
         if hub_dataset(source.path) is None and not Path(source.path).exists():
-            hint = nearest_file(Path(source.path))
-            yield f"{field}: no file '{source.path}'; give a JSONL or Parquet file, or a folder{hint}"
-            continue
+            continue  # reported as missing
         try:
             read_source(name, source, kind)
         except UserError as error:
@@ -153,8 +152,7 @@ def _read_dataset(recipe: Recipe) -> None:
     if environment.dataset is None:
         return  # validated: nothing is drawn
     if environment.kind in FILES and hub_dataset(dataset) is None and not Path(dataset).exists():
-        hint = nearest_file(Path(dataset))
-        raise UserError(f"environment.dataset: no file '{dataset}'; give a JSONL or Parquet file, or a folder{hint}")
+        return  # reported as missing
     built = build_environment(environment.model_copy(update={"reward": None}))  # which has a check of its own
     scores_elsewhere = environment.reward_model is not None or environment.judge is not None
     in_processes = not scores_elsewhere and (environment.reward is not None or hasattr(built, "score"))

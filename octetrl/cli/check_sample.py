@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from octetrl.config.errors import UserError
-from octetrl.config.text import escaped
+from octetrl.config.text import counted, escaped
+from octetrl.telemetry.sample_texts import said_in
 
 if TYPE_CHECKING:
     from octetrl.config.schema import Recipe
@@ -38,11 +39,12 @@ def show_sample(recipe: Recipe, number: int) -> None:
 def _lines(place: int, rollout: Rollout) -> Iterator[str]:
     tokens = sum(len(turn.completion.token_ids) for turn in rollout.turns)
     reward = "no reward" if rollout.reward is None else f"reward {rollout.reward:g}"
-    yield f"  {place}. task {rollout.task.id}: {reward}, {rollout.status}, {tokens} tokens"
+    yield f"  {place}. task {rollout.task.id}: {reward}, {rollout.status}, {counted(tokens, 'token')}"
     if rollout.task.answer is not None:
         yield f"     reference  {_shortened(rollout.task.answer)}"
     yield f"     prompt     {_shortened(rollout.task.prompt)}"
-    yield f"     answer     {_shortened(rollout.text)}"
+    for by, text in said_in(rollout):
+        yield f"     {by:<11}{_shortened(text)}"
     if rollout.detail is not None:
         yield f"     detail     {_shortened(rollout.detail)}"
 

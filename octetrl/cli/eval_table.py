@@ -102,7 +102,8 @@ def _label(name: str) -> str:
 
 def _interval(estimate: Estimate, tasks: int) -> str:
     over = "" if estimate.tasks == tasks else f" over {estimate.tasks:,}"
-    return f"{estimate.mean:.4f} [{estimate.low:.3f}, {estimate.high:.3f}]{over}"
+    ends = "" if estimate.low == estimate.high else f" [{estimate.low:.3f}, {estimate.high:.3f}]"  # equal rewards
+    return f"{estimate.mean:.4f}{ends}{over}"
 
 
 def _difference(estimate: Estimate) -> str:

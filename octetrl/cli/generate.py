@@ -12,6 +12,7 @@ from octetrl.cli.arguments import Address, ChosenPrecision, Cpus, Device, Gpus, 
 from octetrl.cli.generate_rows import prompt_of, read_rows, result_lines
 from octetrl.config.errors import UserError
 from octetrl.config.limits import MOST_COMPLETIONS
+from octetrl.config.text import counted
 from octetrl.records import Completion, SamplingParams
 from octetrl.run.early import refuse_no_model
 
@@ -99,7 +100,7 @@ def completions_text(completions: Sequence[Sequence[Completion]]) -> str:
     if len(completions) == 1 and len(completions[0]) == 1:
         return completions[0][0].text
     blocks = [
-        f"--- prompt {which + 1}, completion {sibling + 1}: {len(completion.token_ids)} tokens,"
+        f"--- prompt {which + 1}, completion {sibling + 1}: {counted(len(completion.token_ids), 'token')},"
         f" {completion.finish_reason}\n{completion.text}"
         for which, siblings in enumerate(completions)
         for sibling, completion in enumerate(siblings)

@@ -2,7 +2,7 @@
 
 Exit codes: 0 done; 1 the run failed; 2 the user's input is wrong (one line on stderr, no traceback, nothing written);
 130 stopped by Ctrl-C. Nothing here imports torch: a verb imports what it runs when it runs, so `--help`, `check` and
-every error in a recipe appear at once. The commands are imported after Ctrl-C has its handler.
+every error in a recipe appear at once. Only the command that is asked for is imported, after Ctrl-C has its handler.
 """
 
 from __future__ import annotations
@@ -63,11 +63,12 @@ def _run_verb(arguments: Sequence[str]) -> int:
     import typer
 
     from octetrl.cli.usage import usage_text
-    from octetrl.cli.verbs import app
+    from octetrl.cli.verbs import command_line, named_verb
     from octetrl.config.errors import RunFailed, UserError
 
     usage_error: type[typer.BadParameter] = typer.BadParameter.__bases__[0]  # click's, wherever typer keeps its click
     try:
+        app = command_line(named_verb(arguments))
         code = app(list(arguments) or ["--help"], prog_name="octetrl", standalone_mode=False)
         if code == INTERRUPTED:  # typer's answer to a KeyboardInterrupt
             return _stopped()

@@ -15,7 +15,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from octetrl.config.text import escaped
+from octetrl.config.text import counted, escaped
 from octetrl.telemetry.rollout_reader import MODEL, Filter, SampledGroup, SampledRow, Selection, Utterance
 from octetrl.telemetry.token_pieces import DISAGREEMENT, UNLIKELY, VERY_UNLIKELY
 
@@ -73,7 +73,7 @@ class RolloutsView:
             (f"{row.line['sibling']} ", "dim"),
             (reward, f"bold {colour}"),
             f"  {clean(row.status)}",
-            (f"  {len(row.token_ids):,} tokens", "dim"),
+            (f"  {counted(len(row.token_ids), 'token')}", "dim"),
         )
         if not self._wanted.takes(row):
             head.stylize("dim")

@@ -1,16 +1,35 @@
-"""`octetrl status`: what each worker of a run does now, from the run's folder."""
+"""`octetrl status`: what a run does now, from its folder: each of its workers, or its last step."""
 
 from __future__ import annotations
 
+import shlex
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from octetrl.workers.many.status import status_lines
+from octetrl.workers.many.status import STATUS_FILE, status_lines
 
 
-def status(run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run on several workers.")]) -> None:
-    """Show what each worker of a run does, for how long, and its memory."""
-    for line in status_lines(Path(run)):
+def status(run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")]) -> None:
+    """Show what a run does: each of its workers and its memory, or the last step."""
+    folder = Path(run)
+    is_alone = not (folder / STATUS_FILE).exists() and (folder / "metrics.jsonl").is_file()
+    for line in _last_step(folder) if is_alone else status_lines(folder):
         typer.echo(line)
+
+
+def _last_step(folder: Path) -> Iterator[str]:
+    """Of a run in one process, or of one that has ended."""
+    from octetrl.telemetry.report_data import read_run
+    from octetrl.telemetry.sinks import METRICS_FILE
+    from octetrl.telemetry.step_line import StepLine, duration, line
+
+    record = read_run(folder)
+    row = {name: value for name, value in record.rows[-1].items() if value is not None}
+    step, total = int(row["step"]), record.recipe.get("steps")
+    yield line(StepLine(total if isinstance(total, int) else step).parts(step, row))
+    ago = duration(time.time() - (folder / METRICS_FILE).stat().st_mtime) or "0 s"
+    yield f"written {ago} ago; `octetrl report {shlex.quote(str(folder))} --terminal` shows all steps"

@@ -12,7 +12,6 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from octetrl.cli.field_hint import field_hint
 from octetrl.config.errors import nearest
 
 SHORT = {"generate --prompts": "; write -p TEXT (--prompt) for each prompt, or --input FILE for many"}
@@ -71,6 +70,8 @@ def usage_text(message: str, arguments: Sequence[str]) -> str:
     unknown = re.match(r"No such option: (\S+)", text)
     if unknown is not None:
         possible = re.search(r"\(Possible options: (.*)\)", text)
+        from octetrl.cli.field_hint import field_hint  # imports the recipe's schema, which takes a moment
+
         hint = nearest(unknown[1], possible[1].split(", ")) if possible else ""
         hint = field_hint(unknown[1], arguments) or SHORT.get(f"{next(iter(arguments), '')} {unknown[1]}", hint)
         return f"{unknown[1]}: there is no such option{hint}"

@@ -1,48 +1,85 @@
-"""The app with all commands; each command has its own file."""
+"""The app with all commands; each command has its own file, which is imported when the command is asked for."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Collection
+from importlib import import_module
+from typing import Annotated, NamedTuple
 
 import typer
 
 import octetrl
-from octetrl.cli.bench import bench
-from octetrl.cli.check import check
-from octetrl.cli.demo import demo
-from octetrl.cli.doctor import doctor
-from octetrl.cli.eval import evaluate
-from octetrl.cli.export import export
-from octetrl.cli.generate import generate
-from octetrl.cli.init import init
-from octetrl.cli.metrics import metrics
-from octetrl.cli.recipes import recipes
-from octetrl.cli.report import report
-from octetrl.cli.rollouts import rollouts
-from octetrl.cli.serve import serve
-from octetrl.cli.status import status
-from octetrl.cli.train import train
 from octetrl.cli.usage import Command
 
-app = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-app.command("train", cls=Command)(train)
-app.command("recipes", cls=Command)(recipes)
-app.command("init", cls=Command)(init)
-app.command("eval", cls=Command)(evaluate)
-app.command("rollouts", cls=Command)(rollouts)
-app.command("metrics", cls=Command)(metrics)
-app.command("report", cls=Command)(report)
-app.command("generate", cls=Command)(generate)
-app.command("serve", cls=Command)(serve)
-app.command("check", cls=Command)(check)
-app.command("status", cls=Command)(status)
-app.command("doctor", cls=Command)(doctor)
-app.command("export", cls=Command)(export)
-app.command("demo", cls=Command)(demo)
-app.add_typer(bench, name="bench")
+
+class Verb(NamedTuple):
+    """Where a command is, `module:function`, and its line in `octetrl --help`: its docstring."""
+
+    place: str
+    summary: str
+
+
+VERBS = {
+    "train": Verb(
+        "train:train", "Train a model by a recipe: reinforcement learning, SFT, preferences or a reward model."
+    ),
+    "recipes": Verb(
+        "recipes:recipes", "List the shipped recipes, or copy one. `octetrl train NAME` runs a shipped recipe as it is."
+    ),
+    "init": Verb(
+        "init:init", "Create a project: recipe, environment, test and README. It trains a tiny model at once."
+    ),
+    "eval": Verb("eval:evaluate", "Evaluate runs or models by a recipe's tasks."),
+    "rollouts": Verb("rollouts:rollouts", "Show the rollouts of a run."),
+    "metrics": Verb("metrics:metrics", "Explain the metrics of a run: their units, and what good and bad values are."),
+    "report": Verb(
+        "report:report",
+        "Write a page about runs: what ran, curves, times, rollouts, differences. It needs no network.",
+    ),
+    "generate": Verb("generate:generate", "Generate text from a model or a run."),
+    "serve": Verb(
+        "serve:serve",
+        "Serve a model by OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics.",
+    ),
+    "check": Verb("check:check", "Show what a recipe means, what it needs, and every problem it has."),
+    "status": Verb("status:status", "Show what a run does: each of its workers and its memory, or the last step."),
+    "doctor": Verb(
+        "doctor:doctor",
+        "Name the first op whose bits differ between engine and trainer; exit code 0 if none does, 1 if one does.",
+    ),
+    "export": Verb("export:export", "Write a run's last weights in Hugging Face format; adapters of LoRA are merged."),
+    "demo": Verb(
+        "demo:demo",
+        "Train a tiny model by SFT and GRPO in emulated FP8, and print a table (6 to 13 minutes on two CPU cores).",
+    ),
+    "bench": Verb("bench:bench", "Measure a part of the system: a table, and JSON."),
+}
+
+
+def command_line(verbs: Collection[str] = VERBS) -> typer.Typer:
+    """The app. Only the commands named in `verbs` are imported and run; of the others `--help` has the summaries."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.callback()(root)
+    for name, (place, summary) in VERBS.items():
+        if name not in verbs:
+            app.command(name, help=summary)(_is_not_imported)
+            continue
+        module, _, function = place.partition(":")
+        found = getattr(import_module(f"octetrl.cli.{module}"), function)
+        if isinstance(found, typer.Typer):
+            app.add_typer(found, name=name)
+        else:
+            app.command(name, cls=Command)(found)
+    return app
+
+
+def named_verb(arguments: Collection[str]) -> tuple[str, ...]:
+    """The verb that a command line names, for `command_line`: its first word that is no option."""
+    return tuple(word for word in arguments if not word.startswith("-"))[:1]
+
+
+def _is_not_imported() -> None:
+    raise AssertionError("a command that is not imported was run")
 
 
 def _print_version(asked: bool) -> None:
@@ -51,7 +88,6 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def root(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)

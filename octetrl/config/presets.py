@@ -8,6 +8,7 @@ latent attention, routing and shared expert. The others are the published shapes
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from octetrl.config.errors import UserError, nearest
@@ -185,3 +186,14 @@ def preset_config(name: str) -> dict[str, Any]:
     if name not in _PRESETS:
         raise UserError(f"model.preset: '{name}' is not one of {', '.join(_PRESETS)}{nearest(name, _PRESETS)}")
     return dict(_PRESETS[name])
+
+
+def refuse_unknown_model(model: str | None) -> None:
+    """Raise UserError if `--model` of a bench is neither a preset nor a folder. None: it was not given."""
+    if model == "":  # which a path would take for the folder we are in
+        raise UserError(f"--model: '' names nothing; give one of {', '.join(PRESETS)}, or a folder with a config.json")
+    if model is not None and model not in PRESETS and not Path(model).is_dir():
+        raise UserError(
+            f"--model: '{model}' is neither a folder nor one of the presets {', '.join(PRESETS)}"
+            f"{nearest(model, PRESETS)}"
+        )

@@ -11,6 +11,7 @@ Example:
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -38,14 +39,25 @@ def shipped_path(name: str) -> Path:
 def find_recipe(path: str | Path) -> Path:
     """Return `path`, or the shipped recipe of that bare name if no such file exists.
 
-    Raises UserError for a bare name without a suffix that is neither a file nor a shipped recipe."""
+    Raises UserError for a run's folder, and for a bare name without a suffix that is neither a file nor a shipped
+    recipe."""
     path = Path(path)
     if path.name != str(path) or path.suffix in (".yaml", ".yml") or "\0" in path.name or path.is_file():
+        _refuse_run(path)
         return path
     try:
         return shipped_path(path.name)
     except UserError as error:
+        _refuse_run(path)
         raise UserError(f"{path}: no such file, and {str(error).partition(': ')[2]}") from None
+
+
+def _refuse_run(path: Path) -> None:
+    if os.path.isfile(path / "config.yaml"):
+        raise UserError(
+            f"{path}: this is the folder of a run; its recipe is {path / 'config.yaml'}. `octetrl status {path}` and"
+            f" `octetrl report {path}` show the run"
+        )
 
 
 def copy_recipe(name: str, to: Path) -> list[Path]:

@@ -21,6 +21,11 @@ def escaped(text: str) -> str:
     return text if text.isascii() else to_utf8(text).decode("utf-8")
 
 
+def counted(number: int, thing: str) -> str:
+    """A number with its noun: `1 token`, `1,200 tokens`."""
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
+
+
 class TextTooLong(ValueError):
     """A text whose length alone shows that it has more than `limit` tokens. `tokens`: the fewest that it can have."""
 

@@ -1,15 +1,20 @@
-"""What is refused before torch is imported, which takes seconds: a missing model, a folder that can't be written in.
+"""What is refused before torch is imported, which takes seconds: missing models, tasks and runs, bad folders.
 
-These checks come first for a quick answer. Those that decide come later: `weights_folder`, `load_spec`, `OutputFolder`.
+These checks come first for a quick answer. Those that decide come later: `weights_folder`, `load_spec`, `OutputFolder`,
+and the readers of tasks and conversations.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
-from octetrl.config.errors import UserError
+from octetrl.config.errors import UserError, nearest_file
+from octetrl.config.hub_name import hub_dataset
 from octetrl.config.schema import Recipe
+from octetrl.config.several_environments import alone, renamed
+from octetrl.config.validate_environment import FILES
 from octetrl.run.model_source import found_model, is_of_hub
 
 RECIPE_FILE = "config.yaml"
@@ -33,20 +38,42 @@ def refuse_no_model(name: str | Path) -> Path:
 
 
 def refuse_early(recipe: Recipe, *, resume: bool) -> None:
-    """Refuse to train a model that is missing, or in a folder that can't take the run."""
+    """Refuse to train a model that is missing, on files that are missing, or in a folder that can't take the run."""
     folder = Path(recipe.output_dir)
     try:
-        if not resume:
+        if resume:
+            _refuse_no_run(folder)
+        else:
             refuse_held(folder)
         _refuse_unwritable(folder)
     except OSError as error:  # a name that is too long, links in a circle
         raise UserError(f"output_dir: '{folder}' can't be a folder ({error.strerror}); choose another") from None
     if recipe.model.path is not None and not is_of_hub(recipe.model.path):
         path = found_model(recipe.model.path)
-        if not path.is_dir():
+        if not any((path / part).exists() for part in PARTS_OF_A_MODEL):
             from octetrl.models.families import load_spec
 
             load_spec(path)  # its message says what to do
+    missing = next(missing_files(recipe), None)
+    if missing is not None:
+        raise UserError(missing)
+
+
+def missing_files(recipe: Recipe) -> Iterator[str]:
+    """What is wrong with the names of the recipe's files of tasks, conversations and pairs: there is no such file."""
+    if recipe.algorithm.learns_from != "rollouts":
+        for name, source in recipe.sources.items():
+            field = f"data.sources.{name}.path" if recipe.data.sources else "algorithm.conversations"
+            yield from _missing_file(field, source.path)
+    for name, one in alone(recipe).items():
+        if one.environment.dataset is not None and one.environment.kind in FILES:
+            for problem in _missing_file("environment.dataset", one.environment.dataset):
+                yield renamed(problem, name)
+
+
+def _missing_file(field: str, path: str) -> Iterator[str]:
+    if hub_dataset(path) is None and not Path(path).exists():
+        yield f"{field}: no file '{path}'; give a JSONL or Parquet file, or a folder{nearest_file(Path(path))}"
 
 
 def refuse_held(folder: Path) -> None:
@@ -56,6 +83,12 @@ def refuse_held(folder: Path) -> None:
             f"output_dir: '{folder}' already holds a run; continue it with --resume,"
             f" or give another folder: output_dir=..."
         )
+
+
+def _refuse_no_run(folder: Path) -> None:
+    """Refuse to resume where nothing is. Of a folder with a part of a run, `OutputFolder` says what is left."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"--resume: '{folder}' holds no run (no {RECIPE_FILE}); leave --resume out to start one there")
 
 
 def _refuse_unwritable(folder: Path) -> None:

@@ -14,7 +14,7 @@ from octetrl.config.environment import EnvironmentConfig
 from octetrl.config.errors import UserError
 from octetrl.config.objective_settings import DatasetSettings
 from octetrl.config.schema import Recipe
-from octetrl.config.text import ESCAPE
+from octetrl.config.text import ESCAPE, counted
 from octetrl.environments.given import is_given
 from octetrl.run.run_identity import CHECKPOINTS
 from octetrl.telemetry.console import Console
@@ -104,7 +104,7 @@ def _step(recipe: Recipe) -> str:
         return f"{algorithm.batch_size} {'pairs' if algorithm.learns_from == 'preferences' else 'conversations'}"
     answers = rollout.prompts_per_step * rollout.group_size
     drawn = f"{rollout.prompts_per_step} prompts x {rollout.group_size} = {answers} answers"
-    return f"{drawn} of at most {rollout.max_new_tokens:,} tokens"
+    return f"{drawn} of at most {counted(rollout.max_new_tokens, 'token')}"
 
 
 def _plan(recipe: Recipe) -> str:

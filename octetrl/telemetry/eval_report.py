@@ -65,7 +65,10 @@ class EvalReport:
     def estimates(self) -> dict[str, Estimate]:
         """Estimates by name. One that cannot be computed is left out."""
         seed = self.scoring.seed
-        found = {name: estimate_mean(list(values.values()), seed) for name, values in self.values_by_task.items()}
+        found = {
+            name: estimate_mean(list(values.values()), seed, is_share=name != "reward_mean")
+            for name, values in self.values_by_task.items()
+        }
         return {name: estimate for name, estimate in found.items() if estimate is not None}
 
     @cached_property

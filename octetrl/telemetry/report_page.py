@@ -13,6 +13,7 @@ from html import escape
 from importlib.resources import files
 
 from octetrl.config.errors import UserError
+from octetrl.config.text import counted
 from octetrl.records import RolloutStatus
 from octetrl.telemetry.charts import Line, line_chart, shown_number, sparkline, stacked_chart
 from octetrl.telemetry.glossary import explained
@@ -286,7 +287,7 @@ def _sibling(row: SampledRow) -> str:
     return (
         f'<section style="--tone: var(--{tone})"><div class="facts"><span class="reward">{reward}</span>'
         f'<span class="status{failed}">{escape(row.status)}</span><span class="number soft">'
-        f'{len(row.token_ids):,} tokens</span></div>{detail}<div class="said">{said}</div></section>'
+        f'{counted(len(row.token_ids), "token")}</span></div>{detail}<div class="said">{said}</div></section>'
     )
 
 

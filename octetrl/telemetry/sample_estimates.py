@@ -13,12 +13,16 @@ chosen with the same probability. A completion without an answer does not vote. 
 The interval of a mean over tasks is a percentile bootstrap: tasks are resampled with replacement `RESAMPLES` times,
 with a seed. To compare two models on the same tasks, the differences per task are resampled. Differences between tasks
 then cancel out. With few tasks (fewer than about 30) the intervals are too narrow.
+
+If all tasks have the same value, resampling shows no spread. A share then has Wilson's score interval: 16 right answers
+of 16 leave 0.806 to 1 (E. B. Wilson, Journal of the American Statistical Association 22, 1927).
 """
 
 from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -29,6 +33,7 @@ import numpy
 SUBSETS = 2_000
 RESAMPLES = 10_000
 LEVEL = 0.95
+_NORMAL = statistics.NormalDist().inv_cdf((1 + LEVEL) / 2)
 _DRAWN_AT_ONCE = 2**22  # number of indices sampled together
 
 
@@ -83,13 +88,23 @@ def _majority_is_right(votes: Sequence[Vote]) -> float:
     return sum(leaders) / len(leaders)
 
 
-def estimate_mean(values: Sequence[float], seed: int) -> Estimate | None:
-    """Compute mean and interval of one value per task. None: there are no tasks."""
+def estimate_mean(values: Sequence[float], seed: int, *, is_share: bool = False) -> Estimate | None:
+    """Compute mean and interval of one value per task. None: there are no tasks. is_share: values are in [0, 1]."""
     if not values:
         return None
+    if is_share and min(values) == max(values):
+        return Estimate(values[0], *_score_interval(values[0], len(values)), len(values))
     means = _resampled_means(numpy.asarray(values, dtype=numpy.float64), seed)
     low, high = numpy.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Estimate(math.fsum(values) / len(values), float(low), float(high), len(values))
+
+
+def _score_interval(share: float, tasks: int) -> tuple[float, float]:
+    """Wilson's score interval of a share of `tasks` values."""
+    weight = _NORMAL**2 / tasks
+    middle = (share + weight / 2) / (1 + weight)
+    half = math.sqrt(weight * share * (1 - share) + weight**2 / 4) / (1 + weight)
+    return min(share, max(0.0, middle - half)), max(share, min(1.0, middle + half))
 
 
 def _resampled_means(values: numpy.ndarray, seed: int) -> numpy.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from octetrl.config.text import escaped
+from octetrl.config.text import counted, escaped
 from octetrl.records import Rollout, RolloutGroup
 
 LETTERS = 2_000  # of a prompt or an answer; the middle of a longer one is left out
@@ -21,10 +21,19 @@ def sample_texts(groups: Sequence[RolloutGroup]) -> str:
 
 
 def _shown(rollout: Rollout) -> str:
-    number = sum(len(turn.completion.token_ids) for turn in rollout.turns)
-    told = f"**reward {rollout.reward:.3f}**, {rollout.status.value}, {number:,} tokens, task {rollout.task.id}"
+    size = counted(sum(len(turn.completion.token_ids) for turn in rollout.turns), "token")
+    told = f"**reward {rollout.reward:.3f}**, {rollout.status.value}, {size}, task {rollout.task.id}"
+    said = "\n\n".join(f"{by}:\n\n{as_code(text)}" for by, text in said_in(rollout))
     reference = "" if rollout.task.answer is None else f"\n\nreference answer:\n\n{as_code(rollout.task.answer)}"
-    return f"{told}\n\n{as_code(rollout.task.prompt)}\n\nanswer:\n\n{as_code(rollout.text)}{reference}\n\n---"
+    return f"{told}\n\n{as_code(rollout.task.prompt)}\n\n{said}{reference}\n\n---"
+
+
+def said_in(rollout: Rollout) -> list[tuple[str, str]]:
+    """What was said after the prompt, in order: who (`answer`, or the role of a reply) and the text."""
+    said: list[tuple[str, str]] = []
+    for turn in rollout.turns:
+        said += [("answer", turn.completion.text), *((reply.role, reply.text) for reply in turn.replies)]
+    return said
 
 
 def as_code(text: str) -> str:

@@ -18,12 +18,14 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from octetrl.config.errors import UserError
-from octetrl.config.schema import LoggingConfig
 from octetrl.config.text import escaped
 from octetrl.telemetry.rollouts import no_space
+
+if TYPE_CHECKING:
+    from octetrl.config.schema import LoggingConfig
 
 METRICS_FILE = "metrics.jsonl"
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 
+from octetrl.config.text import counted
+
 Tone = Literal["plain", "good", "warn", "bad"]
 
 WIDTH = 120  # columns at most
@@ -127,7 +129,7 @@ def _agreement(error: float, metrics: Mapping[str, float]) -> Part:
     if unequal is None:
         return Part("log-probs", f"{error - 1:.3%} apart", "warn" if error > 1.03 else "plain")
     if unequal:
-        return Part("log-probs", f"differ in {unequal:,.0f} tokens", "bad")
+        return Part("log-probs", f"differ in {counted(round(unequal), 'token')}", "bad")
     return Part("log-probs", "equal", "good")
 
 

@@ -44,10 +44,10 @@ def check_octetrl(command: str, arguments: list[str]) -> None:
     from typer.core import TyperGroup
     from typer.exceptions import TyperException
 
-    from octetrl.cli.verbs import app
+    from octetrl.cli.verbs import command_line
     from octetrl.config.load import load_recipe
 
-    group = typer.main.get_command(app)
+    group = typer.main.get_command(command_line())
     assert isinstance(group, TyperGroup)
     if arguments == ["--version"]:
         return

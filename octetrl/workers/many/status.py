@@ -91,12 +91,10 @@ def status_lines(folder: Path) -> Iterator[str]:
         heard = [Heard(_status(worker), float(worker["seconds_ago"]) + age) for worker in written["workers"]]
     except FileNotFoundError:
         if not folder.exists():
-            raise UserError(f"'{folder}' does not exist; give the folder of a run on several workers") from None
-        raise UserError(
-            f"'{folder}' has no {STATUS_FILE}: only a run on several workers writes one, and removes it at its end"
-        ) from None
+            raise UserError(f"'{folder}' does not exist; give the folder of a run") from None
+        raise UserError(f"'{folder}' has no finished step and no workers; give the folder of a run") from None
     except NotADirectoryError:
-        raise UserError(f"'{folder}' is a file; give the folder of a run on several workers") from None
+        raise UserError(f"'{folder}' is a file; give the folder of a run") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"'{path}' can't be read ({error}); remove it if no run is live") from error
     if age > STALE_SECONDS:

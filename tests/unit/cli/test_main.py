@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 import octetrl
 from octetrl.cli.main import run_command
+from octetrl.cli.verbs import VERBS, command_line
 from octetrl.config.errors import RunFailed, UserError
 from octetrl.config.schema import Recipe
 
@@ -25,7 +27,8 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A sound recipe in the working directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r.yaml").write_text(RECIPE)
-    (tmp_path / "m").mkdir()  # what is missing is refused before the command runs
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m/config.json").touch()  # what is missing is refused before the command runs
     return "r.yaml"
 
 
@@ -41,7 +44,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, behaviour: object) -> None:
 
     loop = ModuleType("octetrl.run.loop")
     loop.train = train  # type: ignore[attr-defined]
-    import octetrl.cli.verbs  # noqa: F401 (it imports modules of the package that is replaced)
+    import octetrl.cli.train  # noqa: F401 (it imports modules of the package that is replaced)
 
     run = ModuleType("octetrl.run")
     run.loop = loop  # type: ignore[attr-defined]
@@ -57,6 +60,8 @@ def test_sys_exit_of_foreign_code_is_no_success(recipe: str, monkeypatch: pytest
 
 def test_train_hands_over_the_resolved_recipe(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[Recipe, bool]] = []
+    Path("run").mkdir()
+    Path("run/config.yaml").touch()  # a run to resume
     stand_in(monkeypatch, lambda resolved, resume: seen.append((resolved, resume)))
     assert run_command(["train", recipe, "seed=7", "--resume", "precision=fp8"]) == 0
     [(resolved, resume)] = seen
@@ -134,7 +139,8 @@ def test_ctrl_c_says_how_to_go_on(
         (["generate", "m", "-p", "x", "--stop", ""], "--stop"),
         (["export", "run"], "--to"),
         (["export", "gone", "--to", "x"], "'gone' does not exist; give a run folder, a checkpoint, or a Hugging Face"),
-        (["status", "gone"], "'gone' does not exist; give the folder of a run on several workers"),
+        (["status", "gone"], "'gone' does not exist; give the folder of a run"),
+        (["status", "m"], "'m' has no finished step and no workers; give the folder of a run"),
     ],
 )
 def test_wrong_words_on_the_command_line(
@@ -147,6 +153,29 @@ def test_wrong_words_on_the_command_line(
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("verb", ["train", "check", "doctor"])
+def test_the_folder_of_a_run_is_no_recipe(verb: str, recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in ("runs/mine", "mine"):
+        Path(folder).mkdir(parents=True)
+        Path(folder, "config.yaml").write_text(RECIPE)
+        assert run_command([verb, folder]) == 2
+        error = capsys.readouterr().err
+        says = (
+            f"this is the folder of a run; its recipe is {folder}/config.yaml. `octetrl status {folder}` and `octetrl"
+        )
+        assert says in error and error.count("\n") == 1
+
+
+def test_status_of_a_run_without_workers_is_its_last_step(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("m/config.yaml").write_text("steps: 30\n")
+    rows = [{"step": 1, "reward/mean": 0.1}, {"step": 2, "reward/mean": 0.5, "time/step": 3.0, "loss": None}]
+    Path("m/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run_command(["status", "m"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "step  2/30  reward 0.500  3.0 s"
+    assert second.startswith("written ") and second.endswith(" ago; `octetrl report m --terminal` shows all steps")
+
+
 def test_help_and_refusals_come_without_torch(tmp_path: Path) -> None:
     code = (
         "import sys\n"
@@ -157,6 +186,29 @@ def test_help_and_refusals_come_without_torch(tmp_path: Path) -> None:
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=240)
+
+
+def test_a_cheap_command_imports_no_other(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from octetrl.cli.main import run_command\n"
+        "words = (['--version'], ['--help'], ['recipes'], ['metrics', 'reward/mean'], ['status', 'gone'])\n"
+        "codes = [run_command(one) for one in words]\n"
+        "assert codes == [0, 0, 0, 0, 2], codes\n"
+        "heavy = {'octetrl.config.schema', 'octetrl.cli.train', 'octetrl.cli.bench', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=240)
+
+
+def test_each_verb_has_the_summary_of_its_docstring() -> None:
+    whole = command_line()
+    for command in whole.registered_commands:
+        assert command.callback is not None and command.callback.__doc__ == VERBS[str(command.name)].summary
+    [bench] = whole.registered_groups
+    assert bench.typer_instance is not None and bench.typer_instance.registered_callback is not None
+    assert bench.typer_instance.registered_callback.callback is not None
+    assert bench.typer_instance.registered_callback.callback.__doc__ == VERBS["bench"].summary
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

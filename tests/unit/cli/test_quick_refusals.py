@@ -31,6 +31,13 @@ COMMANDS = [
     (["report", "empty"], "report: 'empty' has no metrics.jsonl; give the folder of a run"),
     (["train", "demo_grpo", "model.path=gone"], "model folder 'gone' does not exist"),
     (["train", "demo_grpo", "model.path=file"], "model folder 'file' is not a folder; give a Hugging Face folder"),
+    (["train", "demo_grpo", "model.path=empty"], "model folder 'empty' has no config.json; give a Hugging Face folder"),
+    (["train", "tasks.yaml", "environment.dataset=sums.jsonl"], "environment.dataset: no file 'sums.jsonl'; give a"),
+    (["train", "demo_sft", "model.path=model", "algorithm.conversations=gone.jsonl"], "no file 'gone.jsonl'; give a"),
+    (["train", "demo_grpo", "--resume", "output_dir=gone"], "--resume: 'gone' holds no run (no config.yaml); leave"),
+    (["bench", "rollout", "--model", "nomodel"], "--model: 'nomodel' is neither a folder nor one of the presets"),
+    (["bench", "train", "--model", "qwen3-8"], "did you mean 'qwen3-8b'"),
+    (["bench", "step", "--model", "nomodel"], "--model: 'nomodel' is neither a folder nor one of the presets"),
     (["train", "demo_grpo", "--from", "gone"], "--from: 'gone' is no run, RUN@STEP or checkpoint"),
     (["train", "demo_grpo", f"output_dir={'n' * 300}"], "can't be a folder (File name too long); choose another"),
     (["train", "demo_grpo", "output_dir=/"], "output_dir: '/' is the root; give a folder of the run's"),
@@ -47,6 +54,7 @@ COMMANDS = [
     (["train", "demo_grpo", "output_dir=file/run"], "output_dir: cannot write in 'file/run' (Not a directory)"),
     (["train", "demo_grpo", "output_dir=held"], "output_dir: 'held' already holds a run; continue it with --resume"),
 ]
+TASKS = "model: {path: model}\nenvironment: {kind: jsonl, dataset: sum.jsonl}\noutput_dir: run\n"
 SCRIPT = """
 import json, sys
 sys.modules["torch"] = None  # an import of it now raises
@@ -59,6 +67,7 @@ def test_torch_is_not_imported_to_refuse(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
     (tmp_path / "held").mkdir()
+    (tmp_path / "tasks.yaml").write_text(TASKS)
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").touch()
     (tmp_path / "held/config.yaml").touch()
@@ -73,7 +82,9 @@ def test_torch_is_not_imported_to_refuse(tmp_path: Path) -> None:
     assert len(said) == len(COMMANDS)
     for line, (command, says) in zip(said, COMMANDS, strict=True):
         assert says in line, command
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "held", "model"], "nothing was written"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "held", "model", "tasks.yaml"], (
+        "nothing was written"
+    )
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="a file system without folders of the user's")

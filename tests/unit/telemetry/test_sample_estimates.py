@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from fractions import Fraction
@@ -85,3 +86,17 @@ def test_intervals_follow_from_the_seed_and_not_from_pieces(monkeypatch: pytest.
     assert first != estimate_mean(values, 4)
     monkeypatch.setattr(sample_estimates, "_DRAWN_AT_ONCE", 64)
     assert estimate_mean(values, 3) == first
+
+
+@pytest.mark.parametrize("tasks", [1, 16, 200])
+def test_equal_shares_have_wilsons_interval(tasks: int) -> None:
+    """Its ends are the shares p for which |share - p| = z * sqrt(p (1 - p) / tasks)."""
+    z = 1.959963984540054
+    for share in (0.0, 0.5, 1.0):
+        estimate = estimate_mean([share] * tasks, 0, is_share=True)
+        assert estimate is not None and 0 <= estimate.low <= share <= estimate.high <= 1
+        for end in (estimate.low, estimate.high):
+            assert abs(share - end) == pytest.approx(z * math.sqrt(end * (1 - end) / tasks), abs=1e-9)
+        assert estimate.high - estimate.low > 0.01
+    plain = estimate_mean([1.0] * tasks, 0)
+    assert plain is not None and plain.low == plain.high == 1.0, "a reward may have any range"

@@ -7,7 +7,7 @@ import pytest
 from octetrl.config.errors import UserError
 from octetrl.config.schema import LoggingConfig
 from octetrl.records import Completion, FinishReason, Rollout, RolloutGroup, RolloutStatus, Task, Turn
-from octetrl.telemetry.sample_texts import as_code, sample_texts
+from octetrl.telemetry.sample_texts import as_code, said_in, sample_texts
 from octetrl.telemetry.sinks import MetricsFile, open_sinks
 
 
@@ -148,3 +148,16 @@ def test_samples_are_the_best_the_middle_and_the_worst() -> None:
     assert not [line for line in text.splitlines() if line.lstrip().startswith(("#", "<")) and line[:4] != "    "]
     assert sample_texts([]) == ""
     assert len(as_code("x" * 10_000)) < 2_100 and "8,000 letters" in as_code("x" * 10_000)
+
+
+def test_a_conversation_is_shown_turn_by_turn() -> None:
+    task = Task("guess", "Guess my number.", "3")
+    first, second = (Completion((5,), (-1.0,), text, FinishReason.STOP, 0, "") for text in ("2", "3"))
+    turns = (Turn((1,), first, (Reply("user", "Higher."), Reply("tool", "41"))), Turn((2,), second))
+    rollout = Rollout(task, turns, RolloutStatus.SCORED, 1.0)
+    assert said_in(rollout) == [("answer", "2"), ("user", "Higher."), ("tool", "41"), ("answer", "3")]
+    text = sample_texts([RolloutGroup(task, (rollout,))])
+    assert (
+        "answer:\n\n    2\n\nuser:\n\n    Higher.\n\ntool:\n\n    41\n\nanswer:\n\n    3\n" in text
+        and "2 tokens" in text
+    )
