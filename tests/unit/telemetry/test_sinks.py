@@ -6,7 +6,7 @@ import pytest
 
 from octetrl.config.errors import UserError
 from octetrl.config.schema import LoggingConfig
-from octetrl.records import Completion, FinishReason, Rollout, RolloutGroup, RolloutStatus, Task, Turn
+from octetrl.records import Completion, FinishReason, Reply, Rollout, RolloutGroup, RolloutStatus, Task, Turn
 from octetrl.telemetry.sample_texts import as_code, said_in, sample_texts
 from octetrl.telemetry.sinks import MetricsFile, open_sinks
 
