@@ -6,8 +6,7 @@ In a recipe: `environment: {kind: python, dataset: examples.number_game:NumberGa
 import random
 import re
 
-from octetrl.environments.turns import Conversation, metric, reward
-from octetrl.records import Task
+from octetrl import Conversation, Task, metric, reward
 
 HIGHEST, GUESSES = 20, 6
 

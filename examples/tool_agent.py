@@ -5,9 +5,7 @@ In a recipe: `environment: {kind: python, dataset: examples.tool_agent:Shop}`; r
 
 import random
 
-from octetrl.environments.tools import ToolError, tool
-from octetrl.environments.turns import Conversation, metric, reward
-from octetrl.records import Task
+from octetrl import Conversation, Task, ToolError, metric, reward, tool
 
 THINGS = ("bread", "cheese", "honey", "milk", "olives", "plums", "rice", "tea")
 

@@ -8,7 +8,8 @@
     llm = octetrl.LLM("models/mine", precision="fp8_full")
     print(llm.generate(["2+2="], octetrl.SamplingParams(max_tokens=16))[0].text)
 
-docs/library.md explains it. Every name is imported when it is first used: `import octetrl` takes no time, and torch is
+docs/library.md explains it. `reward`, `metric`, `tool`, `Conversation` and `ToolError` are for environments of your own
+(docs/environments.md). Every name is imported when it is first used: `import octetrl` takes no time, and torch is
 not imported before a model is needed.
 """
 
@@ -23,29 +24,41 @@ if TYPE_CHECKING:
     from octetrl.api.sampling import SamplingParams
     from octetrl.api.train import train
     from octetrl.config.errors import RunFailed, UserError
+    from octetrl.environments.tools import ToolError, tool
+    from octetrl.environments.turns import Conversation, metric, reward
     from octetrl.records import Task
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "Conversation",
     "FinishedRun",
     "RequestOutput",
     "RunFailed",
     "SamplingParams",
     "Task",
+    "ToolError",
     "UserError",
     "__version__",
+    "metric",
+    "reward",
+    "tool",
     "train",
 ]
 
 _HOMES = {
+    "Conversation": "octetrl.environments.turns",
     "FinishedRun": "octetrl.api.finished_run",
     "LLM": "octetrl.api.llm",
     "RequestOutput": "octetrl.api.llm",
     "RunFailed": "octetrl.config.errors",
     "SamplingParams": "octetrl.api.sampling",
     "Task": "octetrl.records",
+    "ToolError": "octetrl.environments.tools",
     "UserError": "octetrl.config.errors",
+    "metric": "octetrl.environments.turns",
+    "reward": "octetrl.environments.turns",
+    "tool": "octetrl.environments.tools",
     "train": "octetrl.api.train",
 }
 

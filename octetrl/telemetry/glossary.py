@@ -50,7 +50,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("grad_norm", "", "Norm of the gradient before clipping.", "Sudden growth: lower the learning rate."),
         Metric("lr", "", "Learning rate of the step."),
         Metric("entropy", NATS, "Mean entropy of the policy over the trained tokens.",
-               "Near 0: the policy always says the same (collapse.md)."),
+               "Near 0: the policy always says the same (docs/collapse.md)."),
         Metric("kl", NATS, "Mean KL divergence from the reference model, estimated on the sampled tokens."),
         Metric("kl/scale", "", "Factor of the KL penalty in this step."),
         Metric("ratio/clip_fraction", SHARE, "Trained tokens whose gradient the clipping of the ratio removes."),
@@ -73,7 +73,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("eval/truncated_share", SHARE, "Rollouts with an answer that reached its token limit.",
                "Above some %: raise evaluation.max_new_tokens."),
         Metric("eval/{statistic}_length", TOKENS, "Mean, percentile or maximum of the answers' lengths."),
-        Metric("eval/{status}", "rollouts", "Held-out rollouts that ended with this status (environments.md)."),
+        Metric("eval/{status}", "rollouts", "Held-out rollouts that ended with this status (docs/environments.md)."),
     ),
     "Rollout": (
         Metric("rollout/count", "rollouts", "Rollouts of the step."),
@@ -110,11 +110,11 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/with_environment", "rollouts", "Mean number of conversations that waited for an environment."),
         Metric("rollout/waiting_share", SHARE, "Part of the rollout in which no conversation was answered."),
         Metric("rollout/abandoned_calls", "", "Calls of the environment that had not returned at the time-out."),
-        Metric("rollout/{status}", "rollouts", "Rollouts that ended with this status (environments.md)."),
+        Metric("rollout/{status}", "rollouts", "Rollouts that ended with this status (docs/environments.md)."),
     ),
     "Engine against trainer": (
         Metric("mismatch/equal_fraction", SHARE, "Trained tokens whose log-probs are equal bit for bit.",
-               "1: parity holds (parity.md)."),
+               "1: parity holds (docs/parity.md)."),
         Metric("mismatch/unequal_tokens", TOKENS, "Trained tokens whose log-probs differ, where parity is promised.",
                "Above 0 ends the run: `octetrl doctor RECIPE` names the op."),
         Metric("mismatch/tokens", TOKENS, "Trained tokens that were compared."),
@@ -268,7 +268,8 @@ def page() -> str:
     lines += _on_the_console()
     for family, metrics in METRICS.items():
         lines += ["", f"## {family}", "", "| metric | unit | what it is |", "|---|---|---|"]
-        lines += [f"| `{m.name}` | {m.unit} | {m.meaning}{f' {m.look}' if m.look else ''} |" for m in metrics]
+        rows = [f"| `{m.name}` | {m.unit} | {m.meaning}{f' {m.look}' if m.look else ''} |" for m in metrics]
+        lines += [re.sub(r"docs/((\w+)\.md)", r"[\2](\1)", row) for row in rows]
     return "\n".join(lines) + "\n"
 
 
