@@ -12,6 +12,7 @@ import typer
 
 from octetrl.config.errors import UserError, nearest
 from octetrl.config.load import PRECISIONS
+from octetrl.config.presets import refuse_unknown_model
 from octetrl.config.schema import Numerics, TrainerConfig
 
 if TYPE_CHECKING:
@@ -24,9 +25,19 @@ TABLE_WIDTH = 150
 NUMERICS: tuple[Numerics, ...] = ("parity", "fast")
 _NAME = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,64}")
 
+
+def _known_model(model: str | None) -> str | None:
+    if model is not None:
+        refuse_unknown_model(model)  # before torch is imported, which takes seconds
+    return model
+
+
 Model = Annotated[
     str | None,
-    typer.Option(help="A preset (random weights) or a Hugging Face folder. Default: qwen3-8b; on a CPU tiny."),
+    typer.Option(
+        help="A preset (random weights) or a Hugging Face folder. Default: qwen3-8b; on a CPU tiny.",
+        callback=_known_model,
+    ),
 ]
 PrecisionList = Annotated[str, typer.Option("--precision", help="Precisions to compare.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Rounds per precision; the order is A B, then B A.")]

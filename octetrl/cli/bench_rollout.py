@@ -43,7 +43,6 @@ from octetrl.cli.bench_options import (
     results_folder,
 )
 from octetrl.config.errors import UserError
-from octetrl.config.presets import refuse_unknown_model
 from octetrl.config.schema import EngineConfig
 from octetrl.config.speculation import SpeculationConfig
 
@@ -192,7 +191,6 @@ def rollout(
     alone = {"--profile": profile, "--drafts": drafts is not None, "--router-skew": router_skew > 0}
     cluster = cluster_of(gpus, cpus, address, "local", workers, tensor_parallel, refused=alone)
     precisions, folder = precisions_of(precision), results_folder(out)
-    refuse_unknown_model(model)
     modes, kinds = numerics_of(numerics), _draft_kinds(drafts, refused=numerics != "parity" or profile or rounds > 1)
     drafted = (kinds, _draft_settings(kinds, draft_tokens, max_batch if always_draft else None))
     _check_shape(workload, (requests, prompt, answer))

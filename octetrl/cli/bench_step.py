@@ -53,7 +53,6 @@ from octetrl.cli.bench_options import (
 )
 from octetrl.cli.bench_train import Tokens, trainer_config
 from octetrl.config.cluster import ClusterConfig
-from octetrl.config.presets import refuse_unknown_model
 
 if TYPE_CHECKING:
     from octetrl.bench.rollout import BenchModel
@@ -160,7 +159,6 @@ def step(
     alone = _embedded_alone(learn_share, calibration)
     cluster = cluster_of(gpus, cpus, address, gradients, workers, tensor_parallel, refused=alone)
     precisions, chosen_numerics, folder = precisions_of(precision), numerics_of(numerics), results_folder(out)
-    refuse_unknown_model(model)
     config = trainer_config(checkpointing, weight_codes, logprob_chunk, optimizer_states, master, offload, sums)
     from octetrl.bench.step import StepBench
 

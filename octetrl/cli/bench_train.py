@@ -48,7 +48,6 @@ from octetrl.cli.bench_options import (
     results_folder,
 )
 from octetrl.config.errors import UserError
-from octetrl.config.presets import refuse_unknown_model
 from octetrl.config.schema import OptimizerConfig, TrainerConfig
 
 if TYPE_CHECKING:
@@ -154,7 +153,6 @@ def train(
     alone = {"--profile": bool(profile), "--no-optimizer": not optimizer, "--router-skew": router_skew > 0}
     cluster = cluster_of(gpus, cpus, address, gradients, workers, tensor_parallel, refused=alone)
     precisions, chosen_numerics, folder = precisions_of(precision), numerics_of(numerics), results_folder(out)
-    refuse_unknown_model(model)
     config = trainer_config(
         checkpointing, weight_codes, logprob_chunk, optimizer_states, master, offload, gradient_sums, updates=optimizer
     )

@@ -100,10 +100,17 @@ def _refuse_at_once(model: str, api_key: str | None) -> None:
 
 
 def _say(model: str, precision: str | None, text: str) -> None:
+    """Show a line of the server. `serving at URL` gets the precision, and a request to try in the next line."""
     from octetrl.run.model_source import precision_of
 
+    _, serves, url = text.partition("serving at ")
+    if not serves:
+        typer.echo(text, err=True)
+        return
     name, of_run = precision_of(model, precision)
     typer.echo(f"{text} ({name or 'FP8'}{', as the run' if of_run else ''})", err=True)
+    body = """'{"messages": [{"role": "user", "content": "Hello"}]}'"""
+    typer.echo(f"try: curl {url}/chat/completions -H 'Content-Type: application/json' -d {body}", err=True)
 
 
 def _before_it_serves(place: str, is_open: bool, access_log: bool) -> None:

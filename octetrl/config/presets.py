@@ -188,11 +188,11 @@ def preset_config(name: str) -> dict[str, Any]:
     return dict(_PRESETS[name])
 
 
-def refuse_unknown_model(model: str | None) -> None:
-    """Raise UserError if `--model` of a bench is neither a preset nor a folder. None: it was not given."""
-    if model == "":  # which a path would take for the folder we are in
+def refuse_unknown_model(model: str) -> None:
+    """Raise UserError if `--model` of a bench is neither a preset nor a folder."""
+    if not model:  # which a path would take for the folder we are in
         raise UserError(f"--model: '' names nothing; give one of {', '.join(PRESETS)}, or a folder with a config.json")
-    if model is not None and model not in PRESETS and not Path(model).is_dir():
+    if model not in PRESETS and not Path(model).is_dir():
         raise UserError(
             f"--model: '{model}' is neither a folder nor one of the presets {', '.join(PRESETS)}"
             f"{nearest(model, PRESETS)}"

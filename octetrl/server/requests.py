@@ -39,7 +39,7 @@ class GenerationBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    model: str
+    model: str | None = None  # None: the server's
     n: int = Field(default=1, ge=1)
     temperature: Number = Field(default=1.0, ge=0.0, le=10.0)
     top_p: Number = Field(default=1.0, gt=0.0, le=1.0)

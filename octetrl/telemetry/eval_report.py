@@ -31,6 +31,7 @@ from octetrl.telemetry.environment_metrics import by_environment
 from octetrl.telemetry.failures import Failures
 from octetrl.telemetry.sample_estimates import Estimate, Vote, estimate_mean, majority_at_k, pass_at_k
 
+REWARD = "reward_mean"  # the one estimate whose values may have any range
 QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
@@ -66,7 +67,7 @@ class EvalReport:
         """Estimates by name. One that cannot be computed is left out."""
         seed = self.scoring.seed
         found = {
-            name: estimate_mean(list(values.values()), seed, is_share=name != "reward_mean")
+            name: estimate_mean(list(values.values()), seed, None if name == REWARD else (0.0, 1.0))
             for name, values in self.values_by_task.items()
         }
         return {name: estimate for name, estimate in found.items() if estimate is not None}
@@ -74,7 +75,7 @@ class EvalReport:
     @cached_property
     def values_by_task(self) -> dict[str, dict[int, float]]:
         """Values of each estimate, by the position of the task."""
-        values: dict[str, dict[int, float]] = {"accuracy": {}, "reward_mean": {}}
+        values: dict[str, dict[int, float]] = {"accuracy": {}, REWARD: {}}
         says_answers = any(rollout.answered is not None for group in self.groups for rollout in group.rollouts)
         for place, group in enumerate(self.groups):
             if not group.rewards:
@@ -82,7 +83,7 @@ class EvalReport:
             votes = [Vote(rollout.answered, self._is_right(rollout)) for rollout in group.scored]
             right = sum(vote.is_right for vote in votes)
             values["accuracy"][place] = right / len(votes)
-            values["reward_mean"][place] = statistics.fmean(group.rewards)
+            values[REWARD][place] = statistics.fmean(group.rewards)
             for k in self.scoring.ks:
                 if k <= len(votes):
                     values.setdefault(f"pass_at_{k}", {})[place] = pass_at_k(len(votes), right, k)
@@ -191,7 +192,7 @@ def differences(report: EvalReport, baseline: EvalReport) -> Mapping[str, Estima
     for name, values in report.values_by_task.items():
         others = baseline.values_by_task.get(name, {})
         pairs = [value - others[place] for place, value in values.items() if place in others]
-        estimate = estimate_mean(pairs, report.scoring.seed)
+        estimate = estimate_mean(pairs, report.scoring.seed, None if name == REWARD else (-1.0, 1.0))
         if estimate is not None:
             found[name] = estimate
     return found

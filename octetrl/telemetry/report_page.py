@@ -109,7 +109,7 @@ def _what_ran(runs: Sequence[RunRecord]) -> Iterator[str]:
     labels = list(dict.fromkeys(label for one in settings for label in one))
     rows = [[label, *(one.get(label, "–") for one in settings)] for label in labels]
     rows.append(["folder", *(str(run.folder) for run in runs)])
-    rows.append(["hours", *(f"{run.hours[-1]:.2f}" for run in runs)])
+    rows.append(["time of its steps", *(duration(run.hours[-1] * 3600) or "0 s" for run in runs)])
     yield "<h2>What ran</h2>" + _table(["", *(run.name for run in runs)], rows, " settings")
 
 
@@ -139,18 +139,29 @@ def _differences(runs: Sequence[RunRecord]) -> Iterator[str]:
 
 
 def _curves(runs: Sequence[RunRecord]) -> Iterator[str]:
-    cards = []
+    cards, constant = [], []
     for title, name in (*CURVES, *_of_environments(runs)):
+        values = {row.get(name) for run in runs for row in run.rows}
+        if len(values) == 1 and name not in HEADLINES and all(len(run.rows) > 1 for run in runs):
+            constant += [[title, shown_number(value), _meaning(name)] for value in values if value is not None]
+            continue
         charts = []
         for at, x_name in ((0, "step"), (1, "hour")):
             lines = [_line(run, number, name, at) for number, run in enumerate(runs)]
             if any(line.x for line in lines):
                 charts.append(f'<div class="by-{x_name}s">{line_chart(lines, x_name)}</div>')
         if charts:
-            entry = explained(name)
-            says = f"{entry.meaning} {entry.look}".strip() if entry else ""
-            cards.append(f'<div class="card"><h3>{escape(title)}</h3><p>{escape(says)}</p>{"".join(charts)}</div>')
+            cards.append(
+                f'<div class="card"><h3>{escape(title)}</h3><p>{escape(_meaning(name))}</p>{"".join(charts)}</div>'
+            )
     yield f'<h2>Curves</h2><div class="grid-cards">{"".join(cards)}</div>'
+    if constant:
+        yield "<h2>The same in every step</h2>" + _table(["", "value", ""], constant, " settings")
+
+
+def _meaning(name: str) -> str:
+    entry = explained(name)
+    return f"{entry.meaning} {entry.look}".strip() if entry else ""
 
 
 def _of_environments(runs: Sequence[RunRecord]) -> Iterator[tuple[str, str]]:

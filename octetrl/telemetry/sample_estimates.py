@@ -14,8 +14,9 @@ The interval of a mean over tasks is a percentile bootstrap: tasks are resampled
 with a seed. To compare two models on the same tasks, the differences per task are resampled. Differences between tasks
 then cancel out. With few tasks (fewer than about 30) the intervals are too narrow.
 
-If all tasks have the same value, resampling shows no spread. A share then has Wilson's score interval: 16 right answers
-of 16 leave 0.806 to 1 (E. B. Wilson, Journal of the American Statistical Association 22, 1927).
+If all n tasks have the same value, resampling shows no spread. Where the range of the values is known, the interval
+then allows a share z^2 / (n + z^2) of tasks at either end of the range: the upper end of Wilson's score interval of 0
+tasks in n (E. B. Wilson, Journal of the American Statistical Association 22, 1927). 16 right of 16 give 0.806 to 1.
 """
 
 from __future__ import annotations
@@ -88,23 +89,17 @@ def _majority_is_right(votes: Sequence[Vote]) -> float:
     return sum(leaders) / len(leaders)
 
 
-def estimate_mean(values: Sequence[float], seed: int, *, is_share: bool = False) -> Estimate | None:
-    """Compute mean and interval of one value per task. None: there are no tasks. is_share: values are in [0, 1]."""
+def estimate_mean(values: Sequence[float], seed: int, within: tuple[float, float] | None = None) -> Estimate | None:
+    """Compute mean and interval of one value per task. None: there are no tasks. within: the range of the values."""
     if not values:
         return None
-    if is_share and min(values) == max(values):
-        return Estimate(values[0], *_score_interval(values[0], len(values)), len(values))
+    if within is not None and min(values) == max(values):
+        others = _NORMAL**2 / (len(values) + _NORMAL**2)
+        low, high = (values[0] + others * (end - values[0]) for end in within)
+        return Estimate(values[0], low, high, len(values))
     means = _resampled_means(numpy.asarray(values, dtype=numpy.float64), seed)
     low, high = numpy.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Estimate(math.fsum(values) / len(values), float(low), float(high), len(values))
-
-
-def _score_interval(share: float, tasks: int) -> tuple[float, float]:
-    """Wilson's score interval of a share of `tasks` values."""
-    weight = _NORMAL**2 / tasks
-    middle = (share + weight / 2) / (1 + weight)
-    half = math.sqrt(weight * share * (1 - share) + weight**2 / 4) / (1 + weight)
-    return min(share, max(0.0, middle - half)), max(share, min(1.0, middle + half))
 
 
 def _resampled_means(values: numpy.ndarray, seed: int) -> numpy.ndarray:

@@ -53,6 +53,7 @@ def serving(model: Path, *options: str) -> Iterator[Serving]:
         line = process.stderr.readline()
         found = re.match(r"serving at (http://127\.0\.0\.1:\d+/v1) \(\w+\)", line)
         assert found, line + process.stderr.read()
+        assert process.stderr.readline().startswith(f"try: curl {found[1]}/chat/completions -H ")
         yield Serving(process, found[1])
     finally:
         process.kill()

@@ -74,8 +74,8 @@ def rows(reports: dict[str, EvalReport]) -> dict[str, list[str]]:
 
 def test_a_report_shows_accuracy_and_every_status() -> None:
     cells = rows({"runs/x": report(1.0, 0.0, 1.0, None)})
-    assert cells["accuracy"] == ["0.6667 [0.667, 0.667]"]
-    assert cells["pass@2"] == ["1.0000 [1.000, 1.000]"]
+    assert cells["accuracy"] == ["0.6667 [0.138, 0.931]"]
+    assert cells["pass@2"] == ["1.0000 [0.207, 1.000]"]
     assert (cells["scored"], cells["reward_error"], cells["tokens/s"]) == (["3"], ["1"], ["1,234"])
     assert (cells["mean length"], cells["truncated"]) == (["2"], ["0 (0.0%)"])
     assert rows({"x": report(None)})["accuracy"] == ["none: no completion could be scored"]
@@ -85,11 +85,11 @@ def test_reports_stand_side_by_side_with_their_difference() -> None:
     cells = rows({"runs/a": report(1.0, 0.0), "runs/b[bold]": report(1.0, 1.0, length=4), "c": report(0.0, 1.0)})
     assert cells["a"] == ["b[bold]", "less the first", "c", "less the first"]
     assert cells["accuracy"] == [
-        "0.5000 [0.500, 0.500]",
-        "1.0000 [1.000, 1.000]",
-        "+0.5000 [+0.500, +0.500] *",
-        "0.5000 [0.500, 0.500]",
-        "+0.0000 [+0.000, +0.000]",
+        "0.5000 [0.103, 0.897]",
+        "1.0000 [0.207, 1.000]",
+        "+0.5000 [-0.690, +0.897]",
+        "0.5000 [0.103, 0.897]",
+        "+0.0000 [-0.793, +0.793]",
     ]
     assert cells["mean length"] == ["2", "4", "2"]
 

@@ -56,6 +56,15 @@ def test_curves_are_over_steps_and_hours_and_runs_lie_on_one_another(tmp_path: P
     assert "two − one" in page
 
 
+def test_what_never_changed_is_a_line_of_a_table(tmp_path: Path) -> None:
+    one, two = (read_run(make_run(tmp_path / str(rate), lr=rate, kl=0.25)) for rate in (0.5, 0.125))
+    curves, _, constant = report_page([one]).partition("<h2>The same in every step</h2>")
+    assert "<h3>learning rate</h3>" not in curves and "<h3>reward</h3>" in curves
+    assert "<td>learning rate</td><td>0.5</td>" in constant and "<td>log-probs equal</td><td>1</td>" in constant
+    curves, _, constant = report_page([one, two]).partition("<h2>The same in every step</h2>")
+    assert "<h3>learning rate</h3>" in curves and "<td>log-probs equal</td><td>1</td>" in constant, "they differ"
+
+
 def test_differences_are_paired_by_step(tmp_path: Path) -> None:
     one = read_run(make_run(tmp_path / "one"))
     two = read_run(make_run(tmp_path / "two", **{"reward/mean": 2.0}))

@@ -89,14 +89,16 @@ def test_intervals_follow_from_the_seed_and_not_from_pieces(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("tasks", [1, 16, 200])
-def test_equal_shares_have_wilsons_interval(tasks: int) -> None:
-    """Its ends are the shares p for which |share - p| = z * sqrt(p (1 - p) / tasks)."""
+def test_equal_values_leave_room_for_what_was_not_seen(tasks: int) -> None:
+    """Wilson's interval of a share: its ends are the p for which |share - p| = z * sqrt(p (1 - p) / tasks)."""
     z = 1.959963984540054
-    for share in (0.0, 0.5, 1.0):
-        estimate = estimate_mean([share] * tasks, 0, is_share=True)
-        assert estimate is not None and 0 <= estimate.low <= share <= estimate.high <= 1
+    for share in (0.0, 1.0):
+        estimate = estimate_mean([share] * tasks, 0, (0.0, 1.0))
+        assert estimate is not None and 0 <= estimate.low <= share == estimate.mean <= estimate.high <= 1
         for end in (estimate.low, estimate.high):
             assert abs(share - end) == pytest.approx(z * math.sqrt(end * (1 - end) / tasks), abs=1e-9)
         assert estimate.high - estimate.low > 0.01
+    same = estimate_mean([0.0] * tasks, 0, (-1.0, 1.0))
+    assert same is not None and -same.low == same.high == 1 - estimate.low, "of a difference, to both sides"
     plain = estimate_mean([1.0] * tasks, 0)
     assert plain is not None and plain.low == plain.high == 1.0, "a reward may have any range"
