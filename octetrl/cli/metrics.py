@@ -32,4 +32,6 @@ def metrics(
         shown = True
     if not shown:
         names = [one.name for entries in METRICS.values() for one in entries]
-        raise UserError(f"metrics: no metric has '{word}' in its name{nearest(word or '', names)}; `octetrl metrics`")
+        raise UserError(
+            f"metrics: no metric has '{word}' in its name; `octetrl metrics` lists all{nearest(word or '', names)}"
+        )

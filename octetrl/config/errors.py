@@ -55,6 +55,18 @@ def nearest_file(path: Path) -> str:
     return f"; did you mean '{path.parent / matches[0]}'?" if matches else ""
 
 
+def runs_in(folder: Path) -> str:
+    """Return `; it holds the run x` for a folder of runs that was given in place of a run, or an empty string."""
+    try:
+        names = sorted(
+            entry.name for entry in islice(folder.iterdir(), MOST_NAMES) if (entry / "config.yaml").is_file()
+        )
+    except (OSError, ValueError):
+        return ""
+    shown = ", ".join(str(folder / name) for name in names[:3]) + (", ..." if len(names) > 3 else "")
+    return f"; it holds the run{'s' if len(names) > 1 else ''} {shown}" if names else ""
+
+
 def nearest(word: str, allowed: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` for the closest allowed word, or an empty string if no word is close."""
     matches = difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.6)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from octetrl.config.errors import UserError, nearest_file
+from octetrl.config.errors import UserError, nearest_file, runs_in
 from octetrl.config.hub_name import hub_dataset
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import alone, renamed
@@ -29,10 +29,12 @@ def refuse_no_model(name: str | Path) -> Path:
     if not path.exists():
         raise UserError(
             f"'{path}' does not exist; give a run folder, a checkpoint, or a Hugging Face model folder with config.json"
+            f"{nearest_file(path)}"
         )
     if not any((path / part).exists() for part in PARTS_OF_A_MODEL):
         raise UserError(
             f"'{path}' is neither a run folder, nor a checkpoint, nor a Hugging Face model folder with config.json"
+            f"{runs_in(path)}"
         )
     return path
 

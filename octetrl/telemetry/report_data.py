@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from octetrl.config.errors import UserError
+from octetrl.config.errors import UserError, nearest_file, runs_in
 from octetrl.telemetry.sample_estimates import Estimate, estimate_mean
 from octetrl.telemetry.sinks import METRICS_FILE
 
@@ -91,7 +91,8 @@ def read_run(folder: Path) -> RunRecord:
     path = folder / METRICS_FILE
     if not path.is_file():
         missing = f"has no {METRICS_FILE}" if folder.is_dir() else "does not exist"
-        raise UserError(f"report: '{folder}' {missing}; give the folder of a run")
+        hint = runs_in(folder) or nearest_file(folder)
+        raise UserError(f"report: '{folder}' {missing}; give the folder of a run{hint}")
     rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:

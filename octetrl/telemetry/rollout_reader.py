@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from octetrl.config.errors import UserError
+from octetrl.config.errors import UserError, nearest_file, runs_in
 from octetrl.config.json_file import parse_json
 from octetrl.records import RolloutStatus
 
@@ -204,12 +204,12 @@ def rollout_files(run: Path) -> list[tuple[int, Path]]:
     elif run.is_dir():
         paths = list(run.iterdir())
     else:
-        raise UserError(f"'{run}' does not exist; give a run folder")
+        raise UserError(f"'{run}' does not exist; give a run folder{nearest_file(run)}")
     files = sorted((int(match[1]), path) for path in paths if (match := _FILE.fullmatch(path.name)))
     if not files:
         raise UserError(
             f"'{run}' has no rollouts (files step_NNNNNN.jsonl); give the folder of a run with at least one step and"
-            f" logging.rollouts: true"
+            f" logging.rollouts: true{runs_in(run)}"
         )
     return files
 

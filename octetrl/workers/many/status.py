@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from octetrl.config.errors import UserError
+from octetrl.config.errors import UserError, nearest_file, runs_in
 
 STATUS_FILE = "workers.json"
 STALE_SECONDS = 10.0
@@ -91,8 +91,10 @@ def status_lines(folder: Path) -> Iterator[str]:
         heard = [Heard(_status(worker), float(worker["seconds_ago"]) + age) for worker in written["workers"]]
     except FileNotFoundError:
         if not folder.exists():
-            raise UserError(f"'{folder}' does not exist; give the folder of a run") from None
-        raise UserError(f"'{folder}' has no finished step and no workers; give the folder of a run") from None
+            raise UserError(f"'{folder}' does not exist; give the folder of a run{nearest_file(folder)}") from None
+        raise UserError(
+            f"'{folder}' has no finished step and no workers; give the folder of a run{runs_in(folder)}"
+        ) from None
     except NotADirectoryError:
         raise UserError(f"'{folder}' is a file; give the folder of a run") from None
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -200,3 +200,15 @@ def test_the_recipe_of_a_moved_run_does_not_resume_another_folder(
     assert "its output_dir is 'first'; add output_dir=moved to continue the run in 'moved'" in said(capsys, *resume)
     for folder in ("moved", "first"):
         assert "add output_dir" not in said(capsys, *resume, f"output_dir={folder}")
+
+
+@pytest.mark.parametrize("command", ["report", "rollouts", "status", "serve", "export"])
+def test_a_folder_of_runs_is_no_run(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("first", "second"):
+        (tmp_path / f"runs/{name}").mkdir(parents=True)
+        (tmp_path / f"runs/{name}/config.yaml").touch()
+    further = ["--to", str(tmp_path / "out")] if command == "export" else []
+    assert said(capsys, command, str(tmp_path / "runs"), *further).endswith(
+        f"; it holds the runs {tmp_path}/runs/first, {tmp_path}/runs/second\n"
+    )
+    assert f"; did you mean '{tmp_path}/runs/first'?" in said(capsys, command, str(tmp_path / "runs/firs"), *further)
