@@ -12,7 +12,7 @@ from octetrl.config.errors import UserError
 
 RECIPE = """\
 # Trains a tiny model with random weights on the tasks of environment.py, with FP8 emulated on a CPU, in about a minute.
-# For a real model: model: {path: Qwen/Qwen3-0.6B}, or the path of a folder, and lr: 1.0e-6.
+# For a real model: model: {path: Qwen/Qwen3-0.6B}, or the path of a folder, lr: 1.0e-6, and no cpu_threads.
 precision: fp8_full
 fp8: {kv_cache: dynamic}  # a scale for each token, because these weights change fast
 model: {preset: tiny, init: random, tokenizer: tokenizer, context_length: 128}
@@ -21,9 +21,12 @@ engine: {page_size: 16}
 trainer:
   tokens_per_micro_batch: 4096
   optimizer: {lr: 5.0e-3}
-algorithm: {name: grpo, overlong_buffer: 1.0}  # a longer answer has less reward, so the model learns to end
+algorithm:
+  name: grpo
+  overlong_buffer: 1.0  # a longer answer has less reward, so the model learns to end; 0 where long answers are right
 environment: {kind: python, dataset: "environment:environment", eval_size: 16}
-evaluation: {every: 5}
+evaluation: {every: 10}
+cluster: {cpu_threads: 1}  # a model this small gains nothing from more
 steps: 30
 output_dir: runs/first
 """
@@ -85,6 +88,7 @@ README = """\
     octetrl train recipe.yaml               # 30 steps of a tiny model: the reward rises from about 0 towards 1
     octetrl eval runs/first                 # held-out tasks
     octetrl rollouts runs/first             # what the model said
+    octetrl report runs/first               # a page with curves, times and answers
 
 Tasks and score are in `environment.py`, everything else in `recipe.yaml`. `tokenizer/` belongs to the tiny model.
 """

@@ -30,3 +30,5 @@ def recipes(
     width = max(len(name) for name in found)
     for name, summary in found.items():
         typer.echo(f"{name:<{width}}  {summary}")
+    hint = "octetrl check NAME explains a recipe, octetrl train NAME runs it; before a demo_ recipe, run octetrl demo"
+    typer.echo(hint, err=True)

@@ -291,8 +291,8 @@ class MismatchConfig(Section):
 
 class FailuresConfig(Section):
     max_empty_steps: int = Field(default=3, ge=0, le=1_000_000_000)
-    """Number of steps in a row without a trained token after which the run ends. A first step without any reward ends
-    it at once. 0: never end it."""
+    """Number of steps in a row without a trained token after which the run ends. Steps whose tasks a trained model
+    solves do not count. A first step without any reward ends the run at once. 0: never end it."""
 
 
 class LoggingConfig(Section):

@@ -3,7 +3,8 @@
     no rollout has a reward          at the first step the run ends: its prompts are too long, or its score fails
     rewards, but no trained token    a warning, because the next tasks may give a signal
 
-After `failures.max_empty_steps` such steps in a row the run ends, whatever the reason.
+After `failures.max_empty_steps` such steps in a row the run ends, whatever the reason. A step that has nothing to learn
+because a model that was trained solves its tasks does not count.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class EmptySteps:
         if "train/skipped" not in metrics:
             self._in_a_row, self._has_trained = 0, True
             return self._failing(step, metrics)
+        if self._is_solved(metrics):
+            return f"step {step}: no update, because {self._reason(metrics)}"
         self._in_a_row += 1
         where = f"; look at rollouts/step_{step:06d}.jsonl" if "rollout/count" in metrics else ""
         return f"step {step}: no update, because {self._reason(metrics)}{where}"
@@ -46,6 +49,11 @@ class EmptySteps:
                 f"{self._in_a_row} steps in a row have no trained token (failures.max_empty_steps); in the last one"
                 f" {self._reason(metrics)}"
             )
+
+    def _is_solved(self, metrics: Mapping[str, float]) -> bool:
+        """Whether the rewards of every group are equal, and as high as of right answers, after updates of this run."""
+        equal = metrics.get("reward/zero_variance_fraction") == 1.0
+        return self._has_trained and equal and metrics["reward/mean"] >= self._recipe.evaluation.right_from
 
     def _failing(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """A line, once for each, for environments whose rollouts all failed."""
@@ -75,6 +83,8 @@ class EmptySteps:
             ]
             return f"none of {count:.0f} rollouts has a reward ({', '.join(failed)})"
         having = f"{rewards:.0f} of {count:.0f} rollouts have a reward"
+        if self._is_solved(metrics):
+            return f"the answers are right ({having}, on average {metrics['reward/mean']:.3g}); give harder tasks"
         if metrics.get("reward/zero_variance_fraction") == 1.0:
             return (
                 f"the rewards are equal within every group ({having}, on average {metrics['reward/mean']:.3g}); give"

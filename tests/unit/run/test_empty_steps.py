@@ -62,6 +62,20 @@ def test_rewards_without_a_signal_end_it_after_three_steps_in_a_row(metrics: dic
     assert reason in str(error.value)
 
 
+def test_solved_tasks_are_no_failure_of_a_model_that_was_trained() -> None:
+    solved = EQUAL | {"reward/mean": 1.0}
+    steps = empty_steps()
+    for step, now in enumerate((TRAINED, solved, solved, solved, solved), start=1):
+        warning = steps.warning(step, now)
+        assert warning is None or "no update, because the answers are right (8 of 8 rollouts have a reward" in warning
+        steps.check(step, now)
+    untrained = empty_steps()
+    for step in (1, 2, 3):
+        assert "the rewards are equal within every group" in str(untrained.warning(step, solved))
+    with pytest.raises(RunFailed, match="the rewards are equal within every group"):
+        untrained.check(3, solved)
+
+
 def test_an_environment_that_always_fails_is_told_once() -> None:
     tree = {"model": {"path": "m"}, "environments": {name: {"dataset": "chain_sum"} for name in "abc"}}
     steps = EmptySteps(recipe_from_mapping(tree))
