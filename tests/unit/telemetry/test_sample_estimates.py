@@ -99,6 +99,6 @@ def test_equal_values_leave_room_for_what_was_not_seen(tasks: int) -> None:
             assert abs(share - end) == pytest.approx(z * math.sqrt(end * (1 - end) / tasks), abs=1e-9)
         assert estimate.high - estimate.low > 0.01
     same = estimate_mean([0.0] * tasks, 0, (-1.0, 1.0))
-    assert same is not None and -same.low == same.high == 1 - estimate.low, "of a difference, to both sides"
+    assert same is not None and -same.low == same.high == pytest.approx(1 - estimate.low), "to both sides"
     plain = estimate_mean([1.0] * tasks, 0)
     assert plain is not None and plain.low == plain.high == 1.0, "a reward may have any range"
