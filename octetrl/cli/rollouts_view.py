@@ -70,7 +70,7 @@ class RolloutsView:
         reward = "no reward" if row.reward is None else f"{row.reward:.3f}"
         colour = "red" if row.reward is None else "green" if row.reward > 0 else "default"
         head = Text.assemble(
-            (f"{row.line['sibling']} ", "dim"),
+            (f"#{row.line['sibling']} ", "dim"),
             (reward, f"bold {colour}"),
             f"  {clean(row.status)}",
             (f"  {counted(len(row.token_ids), 'token')}", "dim"),

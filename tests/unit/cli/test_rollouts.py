@@ -40,7 +40,7 @@ def test_siblings_stand_side_by_side(run: Path, capsys: Capture) -> None:
         "step 2  sum/2  mean reward 0.000 of 1",
     ]
     heads = [line for line in text.splitlines() if "tokens" in line]
-    assert "0 1.000  scored  9 tokens" in heads[0] and "1 0.500  scored  12 tokens" in heads[0]
+    assert "#0 1.000  scored  9 tokens" in heads[0] and "#1 0.500  scored  12 tokens" in heads[0]
     assert "no reward  reward_error" in heads[1]
     assert "KeyError: 'x' (r.py:3)" in text and "answered 3" in text and "reference 3" in text
     assert "2 of 2 groups from 1 steps" in text
