@@ -70,6 +70,7 @@ class GenerationRequest:
     """Expected length of its completions, for example that of the last time. The longest start first. None: not known.
     It changes the order of computation, never the result."""
     first_sibling: int = 0  # number of its first sibling, so that several workers can draw one request's siblings
+    answer_limits: tuple[int, ...] = ()  # by number of the sibling, at most max_new_tokens; empty: max_new_tokens
     continues: tuple[str, int] | None = None
     """Request and sibling that drew the beginning of the prompt: its pages may be found there. None: a new prompt. It
     changes where the request runs, never the result."""

@@ -1,11 +1,12 @@
 """The requests of `octetrl bench rollout`: random prompts, siblings, and answers of a given length.
 
-    fixed        every answer has the same length; the siblings of a group are one request
+    fixed        every answer has the same length
     lognormal    lengths drawn with the given mean and sigma (of the logarithm), cut at the model's positions
     a file       prompt and answer lengths of a run's rollouts/step_NNNNNN.jsonl, in its order
 
-Answers end only at their length (`ignore_eos`). A request has one length for all its siblings. If lengths differ, each
-sibling is a request of its own with its group's prompt, which is then prefilled for each sibling.
+Answers end only at their length (`ignore_eos`). The siblings of a group are one request, as in a run: their prompt is
+prefilled once. If their lengths differ, each has a limit of its own (`answer_limits`), and the workload's name ends
+with "grouped". `separate` makes a request of each sibling instead, as these benchmarks did before, without that word.
 
 The memory-bandwidth model needs the tokens that are live in each decode step, a shared prompt counted per sibling.
 Token t of the answer to a prompt of P tokens reads P + t - 1 keys, its own included. A tokens therefore read
@@ -20,13 +21,16 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
+from statistics import fmean
 
 from octetrl.config.errors import UserError
 from octetrl.records import GenerationRequest, SamplingParams
 
 CALIBRATION_TOKENS = 4096
 LONGEST_SHOWN = 60  # characters of what was given, in an error
+GROUPED = " grouped"  # at the end of a workload's name
 DIGITS = 7  # of a number on the command line, at most
 _NUMBER = f"([0-9]{{1,{DIGITS}}})"
 _SHAPE = re.compile(rf"{_NUMBER}x{_NUMBER}\+{_NUMBER}")
@@ -88,11 +92,7 @@ class Workload:
     @property
     def siblings(self) -> list[tuple[int, int]]:
         """(tokens of the prompt, tokens of the answer) of every completion."""
-        return [
-            (len(request.prompt_token_ids), request.sampling.max_new_tokens)
-            for request in self.requests
-            for _ in range(request.num_siblings)
-        ]
+        return [(len(request.prompt_token_ids), answer) for request in self.requests for answer in _lengths_of(request)]
 
     @property
     def longest(self) -> Shape:
@@ -111,7 +111,11 @@ class Workload:
     def cut(self, tokens: int) -> tuple[GenerationRequest, ...]:
         """The same requests with answers of at most `tokens` tokens, for a warm-up."""
         return tuple(
-            replace(request, sampling=_answers(min(tokens, request.sampling.max_new_tokens)))
+            replace(
+                request,
+                sampling=_answers(min(tokens, request.sampling.max_new_tokens)),
+                answer_limits=tuple(min(tokens, limit) for limit in request.answer_limits),
+            )
             for request in self.requests
         )
 
@@ -120,10 +124,24 @@ class Workload:
         rollout."""
         lengths: dict[tuple[int, ...], list[int]] = {}
         for request in self.requests:
-            lengths.setdefault(request.prompt_token_ids, []).append(request.sampling.max_new_tokens)
+            lengths.setdefault(request.prompt_token_ids, []).extend(_lengths_of(request))
         means = {prompt: round(sum(answers) / len(answers)) for prompt, answers in lengths.items()}
         requests = (replace(request, expected_tokens=means[request.prompt_token_ids]) for request in self.requests)
         return Workload(f"{self.name} hinted", tuple(requests))
+
+    def separate(self) -> Workload:
+        """Each sibling as a request of its own with its group's prompt."""
+        requests: list[GenerationRequest] = []
+        first = self.requests[0].seed
+        for request in self.requests:
+            for answer in _lengths_of(request):
+                requests.append(_request(len(requests), request.prompt_token_ids, (answer,), seed=first))
+        return Workload(self.name.removesuffix(GROUPED), tuple(requests))
+
+
+def _lengths_of(request: GenerationRequest) -> tuple[int, ...]:
+    """Of the answers of all siblings."""
+    return request.answer_limits or (request.sampling.max_new_tokens,) * request.num_siblings
 
 
 def calibration_prompts(workload: Workload) -> list[Sequence[int]]:
@@ -142,7 +160,8 @@ def fixed_lengths(shape: Shape, group_size: int, vocab_size: int, seed: int) -> 
     _check_groups(shape, group_size)
     rng = random.Random(seed)
     prompts = [_random_tokens(rng, vocab_size, shape.prompt) for _ in range(shape.requests // group_size)]
-    requests = (_request(index, prompt, shape.answer, group_size, seed=seed) for index, prompt in enumerate(prompts))
+    lengths = (shape.answer,) * group_size
+    requests = (_request(index, prompt, lengths, seed=seed) for index, prompt in enumerate(prompts))
     return Workload(str(shape), tuple(requests))
 
 
@@ -153,13 +172,13 @@ def lognormal_lengths(
     _check_groups(shape, group_size)
     rng = random.Random(seed)
     mu = math.log(shape.answer) - sigma**2 / 2
+    room = max_positions - shape.prompt
     requests: list[GenerationRequest] = []
-    for _ in range(shape.requests // group_size):
+    for index in range(shape.requests // group_size):
         prompt = _random_tokens(rng, vocab_size, shape.prompt)
-        for _ in range(group_size):
-            answer = min(max(1, round(rng.lognormvariate(mu, sigma))), max_positions - shape.prompt)
-            requests.append(_request(len(requests), prompt, answer, seed=seed))
-    return Workload(f"{shape} lognormal {sigma:g}", tuple(requests))
+        answers = [min(max(1, round(rng.lognormvariate(mu, sigma))), room) for _ in range(group_size)]
+        requests.append(_request(index, prompt, answers, seed=seed))
+    return Workload(f"{shape} lognormal {sigma:g}{GROUPED}", tuple(requests))
 
 
 def uniform_lengths(
@@ -175,26 +194,27 @@ def uniform_lengths(
         tokens = _random_tokens(rng, vocab_size, prompt)
         for _ in range(group_size):
             answer = rng.randint(answers.shortest, answers.longest)
-            requests.append(_request(len(requests), tokens, answer, seed=seed))
+            requests.append(_request(len(requests), tokens, (answer,), seed=seed))
     return Workload(f"{shape.requests}x{prompt}+{answers}", tuple(requests))
 
 
 def recorded_lengths(path: Path, most: int | None, vocab_size: int, seed: int) -> Workload:
-    """The lengths of the first `most` rollouts of the file (None: all). Prompts are random tokens, one per task."""
+    """The lengths of the first `most` rollouts of the file (None: all). Prompts are random tokens, one per task, and
+    neighbours with one prompt are siblings."""
     lengths = _read_lengths(path)
     if most is not None and most > len(lengths):
         raise UserError(f"--requests: {most} were requested, but '{path}' holds {len(lengths)} rollouts; ask for fewer")
     rng = random.Random(seed)
     prompts: dict[tuple[str, int], tuple[int, ...]] = {}
     requests: list[GenerationRequest] = []
-    for index, (task, prompt, answer) in enumerate(lengths[:most]):
+    for (task, prompt), siblings in groupby(lengths[:most], key=lambda one: one[:2]):
         if (task, prompt) not in prompts:
             prompts[task, prompt] = _random_tokens(rng, vocab_size, prompt)
-        requests.append(_request(index, prompts[task, prompt], answer, seed=seed))
-    mean_prompt, mean_answer = (
-        round(sum(column) / len(requests)) for column in list(zip(*lengths[:most], strict=True))[1:]
-    )
-    return Workload(f"{Shape(len(requests), mean_prompt, mean_answer)} {path.stem}", tuple(requests))
+        answers = [answer for *_, answer in siblings]
+        requests.append(_request(len(requests), prompts[task, prompt], answers, seed=seed))
+    _, prompt_lengths, answer_lengths = zip(*lengths[:most], strict=True)
+    shape = Shape(len(answer_lengths), round(fmean(prompt_lengths)), round(fmean(answer_lengths)))
+    return Workload(f"{shape} {path.stem}{GROUPED}", tuple(requests))
 
 
 def _read_lengths(path: Path) -> list[tuple[str, int, int]]:
@@ -250,8 +270,11 @@ def _random_tokens(rng: random.Random, vocab_size: int, length: int) -> tuple[in
     return tuple(rng.choices(range(vocab_size), k=length))
 
 
-def _request(index: int, prompt: Sequence[int], answer: int, num_siblings: int = 1, *, seed: int) -> GenerationRequest:
-    return GenerationRequest(f"bench {index}", tuple(prompt), _answers(answer), num_siblings, seed=seed + index)
+def _request(index: int, prompt: Sequence[int], answers: Sequence[int], *, seed: int) -> GenerationRequest:
+    """`answers`: the length of each sibling's."""
+    limits = () if len(set(answers)) == 1 else tuple(answers)
+    name, sampling = f"bench {index}", _answers(max(answers))
+    return GenerationRequest(name, tuple(prompt), sampling, len(answers), seed=seed + index, answer_limits=limits)
 
 
 def _answers(tokens: int) -> SamplingParams:

@@ -104,8 +104,15 @@ Lengths = Annotated[
     str,
     typer.Option(
         metavar="fixed|lognormal|FILE.jsonl",
-        help="Lengths of the answers. A run's rollouts/step_NNNNNN.jsonl sets the prompt lengths too. If lengths"
-        " differ, each sibling is a request of its own, and its prompt is prefilled for each sibling.",
+        help="Lengths of the answers. A run's rollouts/step_NNNNNN.jsonl sets the prompt lengths too.",
+    ),
+]
+Separate = Annotated[
+    bool,
+    typer.Option(
+        "--separate-siblings",
+        help="For unequal lengths: each sibling is a request of its own, and its prompt is prefilled for each sibling."
+        " Without it siblings share their prompt, as in a run.",
     ),
 ]
 Sigma = Annotated[
@@ -153,6 +160,12 @@ class _Asked:
     group_size: int
     seed: int
     remedy: str  # where a shape is too long for the model
+    hints: bool
+    separate: bool  # siblings
+
+    def finish(self, workload: Workload) -> Workload:
+        workload = workload.separate() if self.separate else workload
+        return workload.hinted() if self.hints else workload
 
 
 def rollout(
@@ -171,6 +184,7 @@ def rollout(
     kv_fraction: KVFraction = 0.8,
     prefill_chunk: PrefillChunk = None,
     hints: Hints = False,
+    separate_siblings: Separate = False,
     drafts: Drafts = None,
     draft_tokens: DraftTokens = 8,
     always_draft: AlwaysDraft = False,
@@ -194,7 +208,7 @@ def rollout(
     modes, kinds = numerics_of(numerics), _draft_kinds(drafts, refused=numerics != "parity" or profile or rounds > 1)
     drafted = (kinds, _draft_settings(kinds, draft_tokens, max_batch if always_draft else None))
     _check_shape(workload, (requests, prompt, answer))
-    _check_lengths(lengths, sigma, hints, said_otherwise=(workload, prompt, answer, group_size) != (None,) * 4)
+    _check_lengths(lengths, sigma, (hints, separate_siblings), (workload, prompt, answer, group_size))
     shapes, suffix = _shapes(workload or ()), result_suffix(name, modes)
     from octetrl.bench.rollout import Bench
 
@@ -206,11 +220,11 @@ def rollout(
     remedy = "give a shorter --workload" if shapes else "shorten --prompt or --answer"
     shapes = shapes or _usual_shapes(ON_GPU if on_gpu else ON_CPU, requests, prompt, answer)
     siblings, spread = group_size or (8 if on_gpu else 4), 0.7 if sigma is None else sigma
-    asked = _Asked(shapes, requests, lengths, spread, siblings, seed, remedy)
+    asked = _Asked(shapes, requests, lengths, spread, siblings, seed, remedy, hints, separate_siblings)
     plan = Bench(
         model=found,
         precisions=precisions,
-        workloads=tuple(one.hinted() if hints else one for one in _workloads(asked, found)),
+        workloads=tuple(_workloads(asked, found)),
         device=chosen,
         rounds=rounds,
         warmup_tokens=warmup,
@@ -296,10 +310,13 @@ def _check_shape(workload: Sequence[str] | None, shape: tuple[int | None, int | 
         raise UserError("--workload: it replaces --requests, --prompt and --answer; give either it or them")
 
 
-def _check_lengths(lengths: str, sigma: float | None, hints: bool, *, said_otherwise: bool) -> None:
+def _check_lengths(lengths: str, sigma: float | None, unequal: tuple[bool, bool], shape: tuple[object, ...]) -> None:
+    """`unequal`: `--hints` and `--separate-siblings`, which are for unequal lengths. `shape`: options that a file of
+    rollouts replaces."""
+    hints, separate = unequal
     if sigma is not None and lengths != "lognormal":
         raise UserError(f"--sigma: {sigma} spreads drawn lengths and --lengths is '{lengths}'; add --lengths lognormal")
-    if lengths not in DRAWN and said_otherwise:
+    if lengths not in DRAWN and any(given is not None for given in shape):
         raise UserError(
             f"--lengths: '{lengths}' says how long prompts and answers are and who shares a prompt; give with it"
             " --requests alone"
@@ -307,6 +324,10 @@ def _check_lengths(lengths: str, sigma: float | None, hints: bool, *, said_other
     if hints and lengths == "fixed":
         raise UserError(
             "--hints: all answers have one length, so the order does not matter; add --lengths lognormal or a file"
+        )
+    if separate and lengths == "fixed":
+        raise UserError(
+            "--separate-siblings: siblings of one length are always one request; add --lengths lognormal or a file"
         )
 
 
@@ -332,16 +353,17 @@ def _workloads(asked: _Asked, model: BenchModel) -> Iterator[Workload]:
         found = recorded_lengths(Path(asked.lengths), asked.requests, vocab_size, asked.seed)
         remedy = f"'{asked.lengths}' says so: give another step's file, or a model with more positions"
         check_positions(found.longest, positions, model.name, remedy)
-        yield found
+        yield asked.finish(found)
         return
     for shape in asked.shapes:
         check_positions(shape, positions, model.name, asked.remedy)
         if asked.lengths == "fixed":
             yield fixed_lengths(shape, asked.group_size, vocab_size, asked.seed)
         else:
-            yield lognormal_lengths(
+            drawn = lognormal_lengths(
                 shape, asked.group_size, vocab_size, asked.seed, sigma=asked.sigma, max_positions=positions
             )
+            yield asked.finish(drawn)
 
 
 def _say(number: int, turn: Turn) -> None:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from octetrl.bench.workload import LengthRange, Shape, Workload, check_positions, uniform_lengths
+from octetrl.bench.workload import (
+    LengthRange,
+    Shape,
+    Workload,
+    check_positions,
+    lognormal_lengths,
+    uniform_lengths,
+)
 from octetrl.cli.arguments import Address, Cpus, Gpus
 from octetrl.cli.bench_cluster import (
     Gradients,
@@ -53,12 +60,14 @@ from octetrl.cli.bench_options import (
 )
 from octetrl.cli.bench_train import Tokens, trainer_config
 from octetrl.config.cluster import ClusterConfig
+from octetrl.config.errors import UserError
 
 if TYPE_CHECKING:
     from octetrl.bench.rollout import BenchModel
     from octetrl.bench.step import StepBench, StepTurn
 
 ON_GPU, ON_CPU = (64, 8, 512, "2048-4096", 16_384), (2, 2, 8, "4-12", 64)  # prompts, group, prompt, answers, tokens
+MEAN_OF = {ON_GPU: 2048, ON_CPU: 8}  # tokens of an answer, of log-normal lengths
 MODES = "fused,off,exact"  # of calibration
 COLUMNS = {  # key of a row: heading, format
     "time/step": ("step\ns", ",.2f"),
@@ -100,7 +109,16 @@ Group = Annotated[int | None, typer.Option(min=2, help="Siblings of a prompt. De
 PromptTokens = Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt. Default: 512; on a CPU 8.")]
 AnswerTokens = Annotated[
     str | None,
-    typer.Option(metavar="N|N-M", help="Tokens of an answer, drawn uniformly. Default: 2048-4096; on a CPU 4-12."),
+    typer.Option(
+        metavar="N|N-M",
+        help="Tokens of an answer, drawn uniformly; of log-normal lengths the mean N. Default: 2048-4096, or 2048; on a"
+        " CPU 4-12, or 8.",
+    ),
+]
+Lengths = Annotated[Literal["uniform", "lognormal"], typer.Option(help="Lengths of the answers.")]
+Sigma = Annotated[
+    float | None,
+    typer.Option(min=0.0, max=3.0, help="lognormal: standard deviation of the logarithm of the length. Default: 0.7."),
 ]
 Steps = Annotated[int, typer.Option(min=1, help="Timed steps per round, after a short one that is not timed.")]
 Warmup = Annotated[int, typer.Option(min=0, help="Tokens of each answer in the untimed step; 0: no such step.")]
@@ -126,6 +144,8 @@ def step(
     group: Group = None,
     prompt_tokens: PromptTokens = None,
     answer_tokens: AnswerTokens = None,
+    lengths: Lengths = "uniform",
+    sigma: Sigma = None,
     tokens: Tokens = None,
     steps: Steps = 1,
     rounds: Rounds = 1,
@@ -166,7 +186,7 @@ def step(
     plan = StepBench(
         model=(found := model_of(model, layers, on_gpu=on_gpu)),
         precisions=precisions,
-        workload=_workload(found, usual, prompts, group, prompt_tokens, answer_tokens, seed),
+        workload=_workload(found, usual, (prompts, group, prompt_tokens), answer_tokens, (lengths, sigma), seed),
         group_size=group or usual[1],
         trainer=config.model_copy(update={"tokens_per_micro_batch": tokens or usual[4]}),
         device=chosen,
@@ -192,21 +212,39 @@ def _modes_of(calibration: str | None) -> tuple[str, ...]:
     return () if calibration == "none" else choices("--calibration", calibration or MODES, MODES.split(","))
 
 
+def _sigma(lengths: str, sigma: float | None) -> float | None:
+    """Sigma of log-normal lengths; None: uniform ones."""
+    if lengths == "lognormal":
+        return 0.7 if sigma is None else sigma
+    if sigma is not None:
+        raise UserError(f"--sigma: {sigma} spreads log-normal lengths; add --lengths lognormal, or leave it out")
+    return None
+
+
 def _workload(
     model: BenchModel,
     usual: tuple[int, int, int, str, int],
-    num_prompts: int | None,
-    group_size: int | None,
-    prompt_tokens: int | None,
+    shape: tuple[int | None, int | None, int | None],
     answer_tokens: str | None,
+    spread: tuple[str, float | None],
     seed: int,
 ) -> Workload:
-    """The workload. Raises UserError if a prompt and its answer are longer than the model's context."""
-    prompts, group, prompt = num_prompts or usual[0], group_size or usual[1], prompt_tokens or usual[2]
+    """The workload. `shape`: prompts, siblings, tokens of a prompt. `spread`: `--lengths` and `--sigma`.
+    Raises UserError if a prompt and its answer are longer than the model's context."""
+    sigma = _sigma(*spread)
+    prompts, group, prompt = (given or default for given, default in zip(shape, usual[:3], strict=True))
     answers = LengthRange.parse(usual[3] if answer_tokens is None else answer_tokens, "--answer-tokens")
+    if sigma is not None:
+        if answer_tokens is None:
+            answers = LengthRange(MEAN_OF[usual], MEAN_OF[usual])
+        elif answers.shortest != answers.longest:
+            raise UserError(f"--answer-tokens: '{answers}' is a span; log-normal lengths have one mean, such as 2048")
     longest = Shape(prompts * group, prompt, answers.longest)
-    check_positions(longest, model.spec.max_positions, model.name, "shorten --prompt-tokens or --answer-tokens")
-    return uniform_lengths(prompts, group, prompt, answers, model.spec.vocab_size, seed)
+    positions, vocab_size = model.spec.max_positions, model.spec.vocab_size
+    check_positions(longest, positions, model.name, "shorten --prompt-tokens or --answer-tokens")
+    if sigma is None:
+        return uniform_lengths(prompts, group, prompt, answers, vocab_size, seed)
+    return lognormal_lengths(longest, group, vocab_size, seed, sigma=sigma, max_positions=positions)
 
 
 def _measure(plan: StepBench, folder: Path, suffix: str, cluster: ClusterConfig | None, workers: str | None) -> None:

@@ -53,7 +53,7 @@ class Admission:
             RunningSequence(
                 group,
                 sibling,
-                Stopping(stop_token_ids, sampling.stop, group.limit, self.decode),
+                Stopping(stop_token_ids, sampling.stop, group.limit_of(sibling), self.decode),
                 list(group.request.prompt_token_ids),
                 logits=self._sequence_logits(group, stop_token_ids),
             )
@@ -115,6 +115,7 @@ def _check_sampling(request: GenerationRequest, vocab_size: int) -> None:
         (request.num_siblings >= 1, "num_siblings", request.num_siblings, "1 or more"),
         (request.first_sibling >= 0, "first_sibling", request.first_sibling, "0 or more"),
         (sampling.max_new_tokens >= 1, "max_new_tokens", sampling.max_new_tokens, "1 or more"),
+        (_has_limits(request), "answer_limits", request.answer_limits, "1 to max_new_tokens for every sibling"),
         (is_usable, "temperature", sampling.temperature, f"0 (greedy), or {LEAST_TEMPERATURE:g} or more"),
         (0 <= sampling.top_k <= MOST_TOP_K, "top_k", sampling.top_k, "0 (all) or more, at most the vocabulary"),
         (0 < sampling.top_p <= 1, "top_p", sampling.top_p, "above 0 and at most 1"),
@@ -125,6 +126,12 @@ def _check_sampling(request: GenerationRequest, vocab_size: int) -> None:
     for holds, name, given, allowed in rules:
         if not holds:
             raise UserError(f"request '{request.id}': {name} is {given!r}; give {allowed}")
+
+
+def _has_limits(request: GenerationRequest) -> bool:
+    limits = request.answer_limits
+    covers = len(limits) >= request.first_sibling + request.num_siblings
+    return not limits or (covers and all(1 <= one <= request.sampling.max_new_tokens for one in limits))
 
 
 def _wrong_options(

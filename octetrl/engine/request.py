@@ -51,12 +51,17 @@ class RequestGroup:
 
     request: GenerationRequest
     index: int  # among the requests of this session
-    limit: int  # largest number of tokens of prompt and completion together
+    limit: int  # largest number of tokens of prompt and completion together, of any sibling
     num_unfinished: int
     num_running: int = 0
     prefix: Prefix | None = None
     streams: bool = False  # its tokens are reported as they are read
     prompt_scores: PromptScores | None = None  # None: nobody wants the log-probs of its prompt
+
+    def limit_of(self, sibling: int) -> int:
+        """Largest number of tokens of prompt and completion of one sibling."""
+        limits = self.request.answer_limits
+        return min(self.limit, len(self.request.prompt_token_ids) + limits[sibling]) if limits else self.limit
 
     @property
     def shares_prefix(self) -> bool:
@@ -106,6 +111,11 @@ class RunningSequence:
     @property
     def num_to_cache(self) -> int:
         return len(self.token_ids) - 1
+
+    @property
+    def limit(self) -> int:
+        """Largest number of its tokens, prompt included."""
+        return self.group.limit_of(self.sibling)
 
     @property
     def prompt_length(self) -> int:

@@ -236,7 +236,7 @@ class Scheduler:
         for sequence in self._due.pop(self.clock, ()):
             if sequence not in self._decoding or self._due_at(sequence) != self.clock:
                 continue  # it has left the batch, or has rejoined it since
-            if sequence.length(self.clock) == sequence.group.limit:
+            if sequence.length(self.clock) == sequence.limit:
                 self._stop_decoding(sequence)  # its last results are in flight
             elif self._grow(sequence, step):
                 self._note_due(sequence)
@@ -268,7 +268,7 @@ class Scheduler:
 
     def _due_at(self, sequence: RunningSequence) -> int:
         """The clock at which it needs a page, or at which it has reached its limit."""
-        ahead = min(sequence.writable + 1, sequence.group.limit) - sequence.length(self.clock)
+        ahead = min(sequence.writable + 1, sequence.limit) - sequence.length(self.clock)
         return self.clock + ahead
 
     def _note_due(self, sequence: RunningSequence) -> None:

@@ -259,6 +259,14 @@ class Session:
 
     # ------------------------------------------------------------ what it did
 
+    def answer_lengths(self) -> dict[str, int]:
+        """Tokens read so far of each unfinished request's longest unfinished answer."""
+        lengths = dict.fromkeys(self._groups, 0)
+        for one in self._unfinished():
+            name, tokens = one.group.request.id, self._transcript.num_tokens(one) - one.prompt_length
+            lengths[name] = max(lengths[name], tokens)
+        return lengths
+
     def progress(self) -> GenerationProgress:
         return self._tally.progress(len(self._scheduler.running), len(self._scheduler.waiting))
 

@@ -47,7 +47,7 @@ class Transcript:
         for sequence in sequences:
             row, stopping = sequence.row, sequence.stopping
             self._count_R[row] = 0
-            self._limit_R[row] = sequence.group.limit - len(sequence.token_ids)
+            self._limit_R[row] = sequence.limit - len(sequence.token_ids)
             self._stops_at_eos_R[row] = stopping.stop_token_ids == self._eos_token_ids
             self._watched_R[row] = stopping.watches_text or not (
                 self._stops_at_eos_R[row] or not stopping.stop_token_ids

@@ -51,7 +51,7 @@ def test_every_precision_is_measured_beside_bf16(tmp_path: Path, capsys: Capture
 def test_a_folder_with_several_workloads_of_ragged_answers(model: Path, tmp_path: Path, capsys: Capture) -> None:
     arguments = ["--model", str(model), "--precision", "fp8_rollout", "--lengths", "lognormal", "--group-size", "2"]
     _, record = bench(tmp_path, capsys, *arguments, "--workload", "2x4+6", "--workload", "4x5+3", "--max-batch", "2")
-    assert [row["workload"] for row in record["rows"]] == ["2x4+6 lognormal 0.7", "4x5+3 lognormal 0.7"]
+    assert [row["workload"] for row in record["rows"]] == ["2x4+6 lognormal 0.7 grouped", "4x5+3 lognormal 0.7 grouped"]
     assert all("rollout/speedup_over_bf16" not in row for row in record["rows"])
     assert record["rows"][1]["rollout/max_batch"] == 2
     assert all(row["weights"] == "files" for row in record["rows"])
@@ -60,7 +60,7 @@ def test_a_folder_with_several_workloads_of_ragged_answers(model: Path, tmp_path
 def test_hints_and_chunks(tmp_path: Path, capsys: Capture) -> None:
     sizes = ("--workload", "4x40+6", "--group-size", "2", "--precision", "bf16", "--lengths", "lognormal")
     _, record = bench(tmp_path, capsys, *sizes, "--hints", "--prefill-chunk", "16")
-    assert [row["workload"] for row in record["rows"]] == ["4x40+6 lognormal 0.7 hinted"]
+    assert [row["workload"] for row in record["rows"]] == ["4x40+6 lognormal 0.7 grouped hinted"]
 
 
 def test_numerics_side_by_side(tmp_path: Path, capsys: Capture) -> None:
@@ -143,6 +143,7 @@ def test_a_long_name_costs_no_figures(tmp_path: Path, capsys: Capture) -> None:
         (["--lengths", "step_000001.jsonl", "--group-size", "4"], "give with it --requests alone"),
         (["--sigma", "0.5"], "add --lengths lognormal"),
         (["--hints"], "--hints: all answers have one length"),
+        (["--separate-siblings"], "--separate-siblings: siblings of one length are always one request"),
         (["--prefill-chunk", "8"], "--prefill-chunk"),
         (["--numerics", "parity,exact"], "--numerics: 'exact' is not one of parity, fast"),
         (["--numerics", "fast,fast"], "names a value twice"),

@@ -150,7 +150,12 @@ def test_every_worker_has_micro_batches() -> None:
 @pytest.mark.parametrize(
     ("verb", "module", "options", "told"),
     [
-        ("rollout", cluster_rollout, ["--lengths", "lognormal", "--requests", "8"], "lognormal 0.7  bf16, parity, 2 "),
+        (
+            "rollout",
+            cluster_rollout,
+            ["--lengths", "lognormal", "--requests", "8"],
+            "lognormal 0.7 grouped  bf16, parity, 2 ",
+        ),
         ("train", cluster_train, ["--layers", "1", "--steps", "1", "--rounds", "1"], "bf16, parity, 2 workers: "),
     ],
     ids=["rollout", "train"],

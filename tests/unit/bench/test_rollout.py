@@ -95,9 +95,14 @@ def test_lognormal_lengths_have_their_mean_and_their_spread() -> None:
     assert statistics.fmean(answers) == pytest.approx(400, rel=0.05)
     assert statistics.median(answers) == pytest.approx(400 * 2.718281828 ** (-(0.7**2) / 2), rel=0.05)
     prompts = [request.prompt_token_ids for request in workload.requests]
-    assert prompts[0] == prompts[7] != prompts[8]
-    assert {request.num_siblings for request in workload.requests} == {1}
-    assert len({request.seed for request in workload.requests}) == 4000
+    assert len(prompts) == 500 and {request.num_siblings for request in workload.requests} == {8}
+    assert len({request.seed for request in workload.requests}) == 500
+    separate = workload.separate()
+    assert separate.siblings == workload.siblings and separate.name == "4000x2+400 lognormal 0.7"
+    assert workload.name == "4000x2+400 lognormal 0.7 grouped"
+    assert {request.num_siblings for request in separate.requests} == {1}
+    assert len({request.seed for request in separate.requests}) == 4000
+    assert [request.prompt_token_ids for request in separate.requests] == [one for one in prompts for _ in range(8)]
 
 
 def test_lognormal_lengths_end_with_the_models_positions() -> None:
@@ -111,11 +116,14 @@ def test_lognormal_lengths_end_with_the_models_positions() -> None:
 def test_hints_are_the_mean_length_of_the_answers_to_a_prompt() -> None:
     workload = lognormal_lengths(Shape(8, 10, 40), 4, VOCAB, 0, sigma=1.0, max_positions=1024)
     hinted = workload.hinted()
-    assert hinted.siblings == workload.siblings and hinted.name == "8x10+40 lognormal 1 hinted"
+    assert hinted.siblings == workload.siblings and hinted.name == "8x10+40 lognormal 1 grouped hinted"
     answers = [answer for _, answer in workload.siblings]
     hints = [request.expected_tokens for request in hinted.requests]
-    assert hints == [round(statistics.fmean(answers[:4]))] * 4 + [round(statistics.fmean(answers[4:]))] * 4
-    assert hints[0] != hints[4] and {request.expected_tokens for request in workload.requests} == {None}
+    assert hints == [round(statistics.fmean(answers[:4])), round(statistics.fmean(answers[4:]))]
+    assert [request.expected_tokens for request in workload.separate().hinted().requests] == [
+        hint for hint in hints for _ in range(4)
+    ]
+    assert hints[0] != hints[1] and {request.expected_tokens for request in workload.requests} == {None}
 
 
 def test_a_warm_up_is_the_same_prompts_with_shorter_answers() -> None:
@@ -123,6 +131,9 @@ def test_a_warm_up_is_the_same_prompts_with_shorter_answers() -> None:
     assert cut.siblings == [(9, 4)] * 4
     assert [r.prompt_token_ids for r in cut.requests] == [r.prompt_token_ids for r in SMALL.requests]
     assert Workload("cut", SMALL.cut(100)).siblings == SMALL.siblings
+    ragged = lognormal_lengths(Shape(8, 11, 20), 4, VOCAB, 0, sigma=0.8, max_positions=1024)
+    expected = [(prompt, min(answer, 15)) for prompt, answer in ragged.siblings]
+    assert Workload("cut", ragged.cut(15)).siblings == expected
 
 
 def rollout(task: str, prompt: int, answers: tuple[int, ...]) -> Rollout:
@@ -142,8 +153,8 @@ def test_recorded_lengths_are_those_of_a_runs_file(tmp_path: Path) -> None:
     workload = recorded_lengths(path, None, VOCAB, seed=0)
     assert workload.siblings == [(3, 7), (3, 6), (3, 1)], "a prompt that was too long has no answer to measure"
     prompts = [request.prompt_token_ids for request in workload.requests]
-    assert prompts[0] == prompts[1] != prompts[2]
-    assert workload.name == "3x3+5 step_000012"
+    assert len(prompts) == 2 and prompts[0] != prompts[1], "siblings share their prompt"
+    assert workload.name == "3x3+5 step_000012 grouped"
     assert recorded_lengths(path, 2, VOCAB, seed=0).siblings == [(3, 7), (3, 6)]
     with pytest.raises(UserError, match="holds 3 rollouts"):
         recorded_lengths(path, 4, VOCAB, seed=0)

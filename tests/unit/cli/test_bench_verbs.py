@@ -98,7 +98,9 @@ def test_the_whole_step_by_phase(tmp_path: Path, capsys: Capture) -> None:
 
 def test_a_step_has_its_own_file(tmp_path: Path, capsys: Capture) -> None:
     short = ("--precision", "bf16", "--warmup", "0", "--numerics", "fast,parity", "--name", "both")
-    _, record = bench("step", tmp_path, capsys, *short)
+    _, record = bench("step", tmp_path, capsys, *short, "--lengths", "lognormal", "--sigma", "0.4")
+    assert [row["workload"] for row in record["rows"]] == ["4x8+8 lognormal 0.4 grouped"] * 2
+    assert {row["mismatch/token_mult_prob_error"] for row in record["rows"] if row["step/numerics"] == "parity"} == {1}
     assert [row["step/numerics"] for row in record["rows"]] == ["fast", "parity"]
     assert [path.name for path in tmp_path.iterdir()] == ["step_tiny_1_layers_both.json"]
 
@@ -166,6 +168,8 @@ WRONG = [
     ("train", ["--checkpointing", "layer:-1"], "--checkpointing: '-1' is not a number of layers"),
     ("train", ["--checkpointing", "layer:" + "9" * 5000], "--checkpointing: '99999999999999999999' is not a number"),
     ("train", ["--no-optimizer", "--gradient-sums", "bfloat16"], "--gradient-sums: with --no-optimizer gradients are"),
+    ("step", ["--sigma", "0.5"], "--sigma: 0.5 spreads log-normal lengths; add --lengths lognormal"),
+    ("step", ["--lengths", "lognormal", "--answer-tokens", "4-12"], "--answer-tokens: '4-12' is a span"),
     ("step", ["--gradient-sums", "bf16"], "--gradient-sums: 'bf16' is not one of float32, bfloat16"),
     ("train", ["--no-optimizer", "--offload"], "--offload: with --no-optimizer there is nothing to keep"),
     ("train", ["--numerics", "parity,quick"], "--numerics: 'quick' is not one of parity, fast"),

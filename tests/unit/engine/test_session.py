@@ -4,6 +4,7 @@ pages at once."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -86,6 +87,21 @@ def test_whoever_comes_late_draws_what_he_would_alone(room: str, precision: str)
     assert finished(events) == all_alone(precision)
     if "few" in room:
         assert engine.metrics is not None and engine.metrics.preemptions > 0
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_siblings_with_limits_of_their_own_end_there_and_keep_their_tokens(room: str) -> None:
+    whole = request("group", prompt_length=21, num_siblings=4, seed=1, max_new_tokens=30, ignore_eos=True)
+    limits = (30, 1, 17, 16)
+    (expected,) = tiny_engine(page_size=16).generate([whole])
+    (found,) = engine_of(room).generate([replace(whole, answer_limits=limits)])
+    assert [one.token_ids for one in found] == [one.token_ids[:n] for one, n in zip(expected, limits, strict=True)]
+    assert [one.logprobs for one in found] == [one.logprobs[:n] for one, n in zip(expected, limits, strict=True)]
+    part = replace(whole, first_sibling=2, num_siblings=2, answer_limits=limits)  # of one of several workers
+    assert engine_of(room).generate([part])[0] == found[2:]
+    for wrong in ((30, 1, 17), (30, 1, 17, 0), (30, 1, 17, 31)):
+        with pytest.raises(UserError, match=r"answer_limits is .*; give 1 to max_new_tokens for every sibling"):
+            engine_of(room).generate([replace(whole, answer_limits=wrong)])
 
 
 @pytest.mark.parametrize("room", ["roomy", "crowded", "few pages ahead"])
