@@ -32,6 +32,7 @@ from octetrl.config.section import Problem
 from octetrl.config.several_environments import mixture_problems, problems_of_each
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate_environment import environment_problems
+from octetrl.config.validate_overdraw import overdraw_problems
 from octetrl.config.validate_roles import role_problems
 from octetrl.config.validate_sandbox import sandbox_problems
 from octetrl.config.validate_speculation import speculation_problems
@@ -87,6 +88,7 @@ def combination_problems(recipe: Recipe, training: bool = True) -> Iterator[Prob
     yield from problems_of_each(recipe, lambda one: environment_problems(one, training and not recipe.environments))
     yield from problems_of_each(recipe, sandbox_problems)
     yield from speculation_problems(recipe)
+    yield from overdraw_problems(recipe)
     yield from _trainer_problems(recipe)
     yield from cluster_problems(recipe.cluster)
     yield from role_problems(recipe)

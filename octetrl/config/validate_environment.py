@@ -114,6 +114,11 @@ def refuse_for_turns(recipe: Recipe) -> None:
             "environment.reward_model: it scores one answer to one prompt, but this environment has several turns;"
             " set it to null, or use environment.reward"
         )
+    if recipe.rollout.overdraw > 1.0:
+        raise UserError(
+            f"rollout.overdraw: {recipe.rollout.overdraw:g} compares lengths of single answers, but this environment"
+            " has several turns; set it to 1"
+        )
     tokens, context = recipe.engine.kv_cache_tokens, recipe.model.context_length
     if tokens is not None and tokens < context:
         raise UserError(

@@ -13,9 +13,9 @@ runs a forward: a session in another process works on its own and costs no call 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 from octetrl.records import (
     Completion,
@@ -74,6 +74,14 @@ class RolloutSession(Protocol):
 
     def events(self, wait_seconds: float = 0.0, /) -> Sequence[SessionEvent]:
         """New events since the last call. Waits for the first event, at most `wait_seconds`, if others compute."""
+
+
+@runtime_checkable
+class KnowsLengths(Protocol):
+    """A session that knows how long unfinished answers are. Only over-drawing (overdraw.py) needs it."""
+
+    def answer_lengths(self) -> Mapping[str, int]:
+        """Tokens so far of each unfinished request's longest unfinished answer."""
 
 
 class MeasuredSession(RolloutSession, Protocol):

@@ -24,58 +24,24 @@ each rollout to its end, in one open session. The scorer then sees the last mess
         `prompts`
 
 The taskset's state records the tasks that a step took, so a resumed run continues after them. The last refill may give
-more groups than `prompts`; all of them are trained on. With `max_refills` 0 there is no refill.
+more groups than `prompts`; all of them are trained on. With `max_refills` 0 there is no refill. `overdraw` draws more
+tasks and leaves out the slowest groups instead (overdraw.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from octetrl.config.text import TextTooLong
 from octetrl.environments.turns.dialogue import Dialogues
-from octetrl.records import (
-    GenerationRequest,
-    Rollout,
-    RolloutGroup,
-    RolloutStatus,
-    Task,
-)
+from octetrl.records import GenerationRequest, RolloutGroup, Task
 from octetrl.rollout.collect_answers import collect_answers
 from octetrl.rollout.collect_conversations import collect_conversations
+from octetrl.rollout.collected import CollectedBatch as CollectedBatch
 from octetrl.rollout.collection_settings import CollectionSettings, Generates, Scores, Tasks
-from octetrl.rollout.converse import first_request, seed_of
 from octetrl.rollout.drive import Occupancy
-
-
-@dataclass(frozen=True, slots=True)
-class TooLong:
-    """A prompt that gets no answer, and the reason."""
-
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class CollectedBatch:
-    """The groups that a step collected."""
-
-    groups: list[RolloutGroup]  # all of them, in the order drawn
-    kept: list[RolloutGroup]
-    refills: int
-    occupancy: Occupancy = field(default_factory=Occupancy)
-    reward_restarts: int = 0  # reward processes that were replaced
-    of_order: Mapping[str, float] = field(default_factory=dict)  # metrics of the order of the tasks
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        counts = {
-            "groups": len(self.groups),
-            "kept_groups": len(self.kept),
-            "refills": self.refills,
-            "reward_restarts": self.reward_restarts,
-        }
-        metrics = {f"rollout/{name}": float(count) for name, count in counts.items()}
-        return {**metrics, **self.occupancy.metrics, **self.of_order}
+from octetrl.rollout.first_requests import TooLong, request_of, without_answers
+from octetrl.rollout.overdraw import collect_overdrawn
 
 
 def collect_batch(
@@ -87,6 +53,9 @@ def collect_batch(
 ) -> CollectedBatch:
     """Collects at least `collection.prompts` groups that are kept, or as many as `collection.max_refills` refills
     give."""
+    if collection.overdraw > 1.0:
+        assert not isinstance(environment, Dialogues), "`refuse_for_turns` comes first"
+        return collect_overdrawn(tasks, keeps, environment, workers, collection)
     groups: list[RolloutGroup] = []
     kept: list[RolloutGroup] = []
     wanted, draws, occupancy = collection.prompts, 0, Occupancy()
@@ -115,7 +84,7 @@ def collect_groups(
 ) -> list[RolloutGroup]:
     """`group_size` rollouts of each task, scored, in the order of `tasks`."""
     places = range(collection.first_place, collection.first_place + len(tasks))
-    requests = [_request(task, place, collection) for place, task in zip(places, tasks, strict=True)]
+    requests = [request_of(task, place, collection) for place, task in zip(places, tasks, strict=True)]
     answerable = [
         (place, task, request)
         for place, task, request in zip(places, tasks, requests, strict=True)
@@ -129,31 +98,9 @@ def collect_groups(
     return [
         RolloutGroup(
             task,
-            (_too_long(task, request),) * collection.group_size
+            without_answers(task, request, collection)
             if isinstance(request, TooLong)
             else tuple(rollouts[place, sibling] for sibling in siblings),
         )
         for place, task, request in zip(places, tasks, requests, strict=True)
     ]
-
-
-def _request(task: Task, place: int, collection: CollectionSettings) -> GenerationRequest | TooLong:
-    limit = collection.max_prompt_tokens
-    try:
-        prompt_token_ids = collection.chat.of(task).prompt_tokens(task.prompt, limit)
-    except TextTooLong as error:
-        return TooLong(f"the prompt has {error} (rollout.max_prompt_tokens)")
-    if len(prompt_token_ids) > limit:
-        return TooLong(f"the prompt has {len(prompt_token_ids)} tokens, rollout.max_prompt_tokens is {limit}")
-    return GenerationRequest(
-        id=first_request(place, task),
-        prompt_token_ids=prompt_token_ids,
-        sampling=collection.sampling,
-        num_siblings=collection.group_size,
-        seed=seed_of(collection.seed, collection.step, place),
-        expected_tokens=collection.lengths.estimate(task, len(prompt_token_ids)),
-    )
-
-
-def _too_long(task: Task, prompt: TooLong) -> Rollout:
-    return Rollout(task=task, turns=(), status=RolloutStatus.PROMPT_TOO_LONG, reward=None, detail=prompt.detail)

@@ -34,15 +34,16 @@ def collect_answers(
         mean = sum(len(one.token_ids) for one in completions) // len(completions)
         collection.lengths.record(task, len(request.prompt_token_ids), mean)
     return {
-        (place, sibling): _rollout(task, request, completion, scores[place, sibling], collection)
+        (place, sibling): rollout_of(task, request, completion, scores[place, sibling], collection)
         for (place, task, request), completions in zip(requests, generated, strict=True)
         for sibling, completion in enumerate(completions)
     }
 
 
-def _rollout(
+def rollout_of(
     task: Task, request: GenerationRequest, completion: Completion, score: Score, collection: CollectionSettings
 ) -> Rollout:
+    """One answer with its score and its length penalty."""
     was_cut = score.status is RolloutStatus.SCORED and completion.finish_reason is FinishReason.LENGTH
     penalty = collection.penalty
     return Rollout(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from octetrl.config.schema import RolloutConfig
+from octetrl.config.validate_overdraw import overdrawn
 from octetrl.environments.scoring import Score
 from octetrl.records import Completion, GenerationRequest, OnCompletions, SamplingParams, Task
 from octetrl.rollout.backend import RolloutSession
@@ -60,6 +61,8 @@ class CollectionSettings:
     first_place: int = 0  # in the step, of the first task: seeds follow from it too
     prompts: int = 1  # groups that a step wants (`collect_batch`)
     max_refills: int = 0  # further draws to get them
+    overdraw: float = 1.0  # tasks that a step draws, of `prompts` (overdraw.py)
+    long_steps: bool = False  # tasks that were put back are drawn in steps of their own, not in the next
     penalty: LengthPenalty | None = None  # added to the reward for its length; None: none
     lengths: ExpectedLengths = field(default_factory=ExpectedLengths)
     context_length: int = 1 << 30  # tokens that a conversation may have
@@ -76,7 +79,21 @@ class CollectionSettings:
             min_p=config.min_p,
             stop=config.stop,
         )
-        return cls(chat, sampling, config.group_size, config.max_prompt_tokens, seed, prompts=config.prompts_per_step)
+        return cls(
+            chat,
+            sampling,
+            config.group_size,
+            config.max_prompt_tokens,
+            seed,
+            prompts=config.prompts_per_step,
+            overdraw=config.overdraw,
+            long_steps=config.overdraw_return == "long_step",
+        )
+
+    @property
+    def drawn_prompts(self) -> int:
+        """Tasks that a step draws."""
+        return overdrawn(self.prompts, self.overdraw)
 
     def at_step(self, step: int) -> CollectionSettings:
         return replace(self, step=step)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import section_name
-from octetrl.records import RolloutGroup
+from octetrl.records import RolloutGroup, Task
 from octetrl.telemetry.environment_metrics import by_environment, environment_metrics
 from octetrl.telemetry.failures import Failures
+from octetrl.telemetry.put_back import PUT_BACK, PutBackFile
 from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS, RolloutFiles, rollout_metrics
 
 STEP, EVALUATION = "rollouts", "evaluation"
@@ -25,11 +26,12 @@ class Journal:
         self,
         files: RolloutFiles | None = None,
         evaluations: RolloutFiles | None = None,
+        put_back: PutBackFile | None = None,
         *,
         environments: Collection[str] = (),
         right_from: float = 1.0,
     ) -> None:
-        self._files, self._evaluations = files, evaluations
+        self._files, self._evaluations, self._put_back = files, evaluations, put_back
         self._environments, self._right_from = environments, right_from
         self._step = 0
         self.metrics: Mapping[str, float] = {}
@@ -40,22 +42,30 @@ class Journal:
     def of(cls, recipe: Recipe, run_folder: Path | None = None, resumed_step: int = 0) -> Journal:
         """Of a run: `rollouts/`, and `evaluations/` if there are any. Removes those after `resumed_step`. run_folder
         None: write none."""
-        files = held_out = None
+        files = held_out = put_back = None
         if run_folder is not None:
             evaluations = run_folder / EVALUATIONS
             evaluates = recipe.evaluation.every > 0 or evaluations.is_dir()
             files = RolloutFiles(run_folder / ROLLOUTS, resumed_step)
             held_out = RolloutFiles(evaluations, resumed_step) if evaluates else None
+            put_back = PutBackFile(run_folder / PUT_BACK, resumed_step)
         right_from = recipe.evaluation.right_from
-        return cls(files, held_out, environments=tuple(recipe.environments), right_from=right_from)
+        return cls(files, held_out, put_back, environments=tuple(recipe.environments), right_from=right_from)
 
     def begin(self, step: int) -> None:
         self._step, self.metrics, self.samples = step, {}, {}
 
-    def record(self, groups: Sequence[RolloutGroup], counts: Mapping[str, float] | None = None) -> None:
-        """`counts`: further metrics of them."""
+    def record(
+        self,
+        groups: Sequence[RolloutGroup],
+        counts: Mapping[str, float] | None = None,
+        put_back: Sequence[Task] = (),
+    ) -> None:
+        """`counts`: further metrics of them. `put_back`: tasks that the next step draws again (rollout/overdraw.py)."""
         if self._files is not None:
             self._files.write(self._step, groups)
+        if self._put_back is not None and put_back:
+            self._put_back.write(self._step, [task.id for task in put_back])
         of_each = environment_metrics(groups, self._environments, self._right_from)
         self.metrics = rollout_metrics(groups) | of_each | dict(counts or {})
         self.samples[STEP] = groups

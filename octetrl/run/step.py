@@ -36,7 +36,7 @@ def supervised_step(run: Run) -> StepMetrics:
 def produce(run: Run) -> list[Sample]:
     """Tasks -> scored groups -> samples with their advantages."""
     collected = collect_batch(run.taskset, run.algorithm.keeps, run.rewards, run.rollout_workers, run.collection)
-    run.journal.record(collected.groups, collected.metrics)
+    run.journal.record(collected.groups, collected.metrics, collected.put_back)
     return to_samples(collected.kept, run.algorithm)
 
 

@@ -90,6 +90,11 @@ class Assignment:
     def knows(self, request_id: str) -> bool:
         return request_id in self._unfinished
 
+    @property
+    def unfinished(self) -> list[str]:
+        """Ids of the requests with unfinished siblings."""
+        return list(self._unfinished)
+
     def busy(self, worker: int) -> bool:
         return bool(self._loads[worker].pieces)
 

@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -320,6 +320,10 @@ class HostedWorker:
     def measure(self) -> GenerationMetrics | None:
         """Metrics of the open session so far; None if it has ended."""
         return self._open.measure()
+
+    def answer_lengths(self) -> Mapping[str, int]:
+        """Tokens so far of each unfinished request's longest unfinished answer."""
+        return self._open.answer_lengths()
 
     def close_session(self) -> RolloutFacts:
         """Cancels what is unfinished."""

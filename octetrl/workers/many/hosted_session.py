@@ -1,6 +1,6 @@
 """An open session of one worker, as its process runs it: requests in, events out, no call a forward.
 
-    submit, cancel, measure, adopt -> commands
+    submit, cancel, measure, answer_lengths, adopt -> commands
     commands -> [loop of the computing thread: commands, session.events()] -> events -> poll
 
 The loop sleeps while there is no work. `poll` waits for the first event. A request that is refused, or a session that
@@ -15,13 +15,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import Any
 
 from octetrl.config.errors import UserError
 from octetrl.records import GenerationProgress, GenerationRequest, Published, SessionEvent
-from octetrl.rollout.backend import BackendSession, GenerationMetrics
+from octetrl.rollout.backend import BackendSession, GenerationMetrics, KnowsLengths
 from octetrl.trainer.tensor_peers import TensorPeers
 from octetrl.workers.many.plan import SessionNews
 
@@ -40,8 +41,9 @@ class _Cancel:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Measure:
-    metrics: Future[GenerationMetrics | None]
+class _Read:
+    of: Callable[[BackendSession], Any]
+    answer: Future[Any]  # None if the session has ended
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +53,7 @@ class _Adopt:
     published: Future[Published | None]
 
 
-_Command = _Submit | _Cancel | _Measure | _Adopt
+_Command = _Submit | _Cancel | _Read | _Adopt
 
 
 class HostedSession:
@@ -78,11 +80,19 @@ class HostedSession:
 
     def measure(self) -> GenerationMetrics | None:
         """Metrics of the session so far, read between two of its steps; None if it has ended."""
-        asked: Future[GenerationMetrics | None] = Future()
+        metrics: GenerationMetrics | None = self._read(lambda session: session.metrics())
+        return metrics
+
+    def answer_lengths(self) -> Mapping[str, int]:
+        """Of the session (rollout/overdraw.py), read between two of its steps; empty if it has ended."""
+        return self._read(_answer_lengths) or {}
+
+    def _read(self, of: Callable[[BackendSession], Any]) -> Any:
+        asked: Future[Any] = Future()
         with self._changed:
             if self._has_ended:
                 return None
-            self._commands.append(_Measure(asked))
+            self._commands.append(_Read(of, asked))
             self._changed.notify_all()
         return asked.result()
 
@@ -135,8 +145,8 @@ class HostedSession:
             with self._changed:
                 self._has_ended = True
                 for command in self._commands:
-                    if isinstance(command, _Measure):
-                        command.metrics.set_result(None)
+                    if isinstance(command, _Read):
+                        command.answer.set_result(None)
                     elif isinstance(command, _Adopt):
                         command.published.set_result(None)
                 self._changed.notify_all()
@@ -173,8 +183,8 @@ class HostedSession:
             return _adopt(session, command)
         if isinstance(command, _Cancel):
             session.cancel(command.request_id)
-        elif isinstance(command, _Measure):
-            command.metrics.set_result(session.metrics())
+        elif isinstance(command, _Read):
+            command.answer.set_result(command.of(session))
         else:
             self._submit(session, command)
         return ()
@@ -193,6 +203,10 @@ class HostedSession:
             self._progress, self._pages_in_use = session.progress(), session.pages_in_use
             if events:
                 self._changed.notify_all()
+
+
+def _answer_lengths(session: BackendSession) -> Mapping[str, int]:
+    return session.answer_lengths() if isinstance(session, KnowsLengths) else {}
 
 
 def _adopt(session: BackendSession, command: _Adopt) -> Sequence[SessionEvent]:

@@ -13,7 +13,7 @@ from typing import Any
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.data.tokenizer import Tokenizer
-from octetrl.records import RolloutGroup
+from octetrl.records import RolloutGroup, Task
 from octetrl.run.ahead import ahead_of
 from octetrl.run.build import Run, build_run
 from octetrl.run.loop import one_step
@@ -161,9 +161,9 @@ def steps_of(run: Run, steps: int) -> tuple[list[tuple[RolloutGroup, ...]], list
     drawn: list[tuple[RolloutGroup, ...]] = []
     record = run.journal.record
 
-    def keep(groups: Sequence[RolloutGroup], metrics: Mapping[str, float]) -> None:
+    def keep(groups: Sequence[RolloutGroup], metrics: Mapping[str, float], put_back: Sequence[Task] = ()) -> None:
         drawn.append(tuple(groups))
-        record(groups, metrics)
+        record(groups, metrics, put_back)
 
     run.journal.record = keep  # type: ignore[method-assign]
     return drawn, unspread([dict(one_step(run, step)) for step in range(1, steps + 1)])

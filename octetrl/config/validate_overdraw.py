@@ -1,0 +1,48 @@
+"""Check that a step can leave out its slowest groups (`rollout.overdraw`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from octetrl.config.schema import Recipe
+from octetrl.config.section import Problem
+
+_FIELD = "rollout.overdraw"
+
+
+def overdrawn(prompts: int, overdraw: float) -> int:
+    """Prompts that a step draws."""
+    return int(prompts * overdraw + 1e-9)
+
+
+def overdraw_problems(recipe: Recipe) -> Iterator[Problem]:
+    overdraw, prompts = recipe.rollout.overdraw, recipe.rollout.prompts_per_step
+    if overdraw == 1.0:
+        if recipe.rollout.overdraw_return != "next_step":
+            text = f"rollout.overdraw_return: it has no effect while {_FIELD} is 1; set that to 1.2, or remove this"
+            yield Problem(("rollout.overdraw_return", _FIELD), text)
+        return
+    given = f"{_FIELD}: {overdraw:g}"
+    if overdrawn(prompts, overdraw) == prompts:
+        text = f"{given} of {prompts} prompts is no prompt more; raise rollout.prompts_per_step, or set it to 1"
+        yield Problem((_FIELD, "rollout.prompts_per_step"), text)
+    refills = getattr(recipe.algorithm, "max_refills", 0)
+    if refills:
+        text = (
+            f"{given} leaves out slow groups, and algorithm.max_refills: {refills} draws until enough groups are kept;"
+            " they exclude each other, so set overdraw to 1, or max_refills to 0"
+        )
+        yield Problem((_FIELD, "algorithm.max_refills"), text)
+    if recipe.cluster.max_staleness:
+        text = (
+            f"{given} puts slow groups into the next step, and with cluster.max_staleness:"
+            f" {recipe.cluster.max_staleness} that step is already drawn beside this one; set overdraw to 1, or"
+            " max_staleness to 0"
+        )
+        yield Problem((_FIELD, "cluster.max_staleness"), text)
+    if recipe.environments:
+        text = (
+            f"{given} would move the shares of several environments towards those with short answers; set it to 1, or"
+            " give one environment"
+        )
+        yield Problem((_FIELD, "environments"), text)

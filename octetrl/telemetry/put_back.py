@@ -1,0 +1,41 @@
+"""A run's `put_back.jsonl`: the tasks whose groups a step left out because they were the slowest (`rollout.overdraw`).
+
+One line for each step that left some out: {"step": 3, "task_ids": [...]}. The next step draws them again. A resumed run
+first removes the lines after its checkpoint's step. Without such steps there is no file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from octetrl.config.text import ESCAPE
+from octetrl.telemetry.rollouts import no_space
+
+PUT_BACK = "put_back.jsonl"
+
+
+class PutBackFile:
+    """resumed_step: step of the checkpoint that the run resumes from, 0 for a new run."""
+
+    def __init__(self, path: Path, resumed_step: int = 0) -> None:
+        self.path = path
+        if path.is_file():
+            lines = path.read_bytes().splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= resumed_step]
+            aside = path.with_suffix(".jsonl.partial")
+            aside.write_bytes(b"".join(kept))
+            aside.replace(path)
+
+    def write(self, step: int, task_ids: Sequence[str]) -> None:
+        """Append a step's line and sync it to the disk. Raises UserError if the disk is full."""
+        line = json.dumps({"step": step, "task_ids": list(task_ids)}, ensure_ascii=False)
+        try:
+            with self.path.open("a", encoding="utf-8", errors=ESCAPE) as file:
+                file.write(line + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise no_space(self.path, error) from error
