@@ -35,7 +35,7 @@ def is_required(need: str) -> bool:
 
 
 def check_names() -> None:
-    """Raises UsageError for a need that there is not: a misspelt one would ask for nothing."""
+    """Raises UsageError for an unknown need: a misspelt one would require nothing."""
     if unknown := _required() - NEEDS.keys():
         known = ", ".join(NEEDS)
         raise pytest.UsageError(f"{VARIABLE}: '{', '.join(sorted(unknown))}' is not one of {known}; give some of these")

@@ -13,10 +13,10 @@ compiled stay in the process; the row counts those on the disk before and after.
 The engine holds only what rollouts need: FP8 weights without the BF16 weights they come from. The weights of a preset
 are created on the device and are the same for every precision. A preset has no tokenizer, so its tokens have no text.
 
-The memory-bandwidth model (floors.py) says how long a decode step reads its weights and the live keys and values, with
-a prompt counted for each sibling that reads it. `rollout/floor_share` is the model's time for all decode steps
-over the wall time of the whole call. 4.3 TB/s is what most kernels reach on an H200. It is a model, not a lower bound:
-the L2 cache serves some reads of a shared prompt, so the share can exceed 100%.
+The memory-bandwidth model (bandwidth_model.py) says how long a decode step reads its weights and the live keys and
+values, with a prompt counted for each sibling that reads it. `rollout/floor_share` is the model's time for all decode
+steps over the wall time of the whole call. 4.3 TB/s is what most kernels reach on an H200. It is a model, not a lower
+bound: the L2 cache serves some reads of a shared prompt, so the share can exceed 100%.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import numpy as np
 import torch
 
 from octetrl.algorithms.table import build_algorithm
-from octetrl.bench.floors import modelled_seconds, weight_bytes
+from octetrl.bench.bandwidth_model import modelled_seconds, weight_bytes
 from octetrl.bench.router_skew import Balance, skew_routers
 from octetrl.bench.turns import compared, take_in_turn
 from octetrl.bench.workload import Workload, calibration_prompts

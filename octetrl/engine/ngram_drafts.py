@@ -50,11 +50,6 @@ class NGramDrafts:
         self._texts: dict[Prompt, _Texts] = {}
         self._unindexed: list[tuple[_Texts, int, int]] = []  # texts, number of one, where it was extended
 
-    @property
-    def kept_tokens(self) -> int:
-        """Number of tokens of the kept answers and their prompts."""
-        return self._kept
-
     def reset(self) -> None:
         """Drops the tables. Ended answers stay."""
         self._texts.clear()

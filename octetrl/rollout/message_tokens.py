@@ -113,13 +113,13 @@ def _span(
     else:
         raise UserError(
             f"tokenizer: its chat template does not show answer {index + 1} of a conversation at a place of its own,"
-            f" so its tokens can't be told from the rest; use a template that does"
+            f" so the answer's tokens can't be found; use a template that does"
         )
     end = len(text) - len(after)
     if end < start or not text.endswith(after):
         raise UserError(
             f"tokenizer: what its chat template writes after answer {index + 1} depends on the answer, so the answer's"
-            f" tokens can't be told from the rest; use a template that writes the same after each"
+            f" tokens can't be found; use a template that writes the same after each"
         )
     return start, end + _turn_end(tokenizer, after)
 

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 def itersolve(*_: object, **__: object) -> NoReturn:
     raise ImportError(
-        "this dataset needs pycosat, which was left out for want of a C compiler: "
+        "this dataset needs pycosat, which was left out because there is no C compiler: "
         "install gcc and python3-dev, then `make clean` and `make test`"
     )
 

@@ -1,7 +1,7 @@
 """Whatever is in a recipe, a model folder, a tokenizer or a file of rows: it is used, or refused in one line.
 
 Anything but a UserError fails. Deterministic; OCTETRL_FUZZ=20 takes twenty times as many examples, drawn
-anew each time.
+again each time.
 What was found once stands in `@example`.
 """
 

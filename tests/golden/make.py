@@ -5,7 +5,7 @@ for byte.
 
 Inputs come from a small integer generator written out here, so they do not depend on any library's random
 numbers. The file is made once, by the plain-torch reference; a CPU test holds the reference to it ever after
-and a GPU test holds the Triton kernels to it. Make it anew only when the contract itself (rounding, scales,
+and a GPU test holds the Triton kernels to it. Make it once more only when the contract itself (rounding, scales,
 layout) is changed.
 """
 

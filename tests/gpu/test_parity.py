@@ -1,6 +1,6 @@
 """Parity on a Hopper GPU, asked of the product's kernels at the published widths and 8,192 tokens: the trainer's packed
-forward is prefill, prefill is decode, decode is decode in other company; the trainer's log-probs are the engine's
-whatever befalls either; and a run repeats its bits. The same is asked of the references in tests/parity.
+forward is prefill, prefill is decode, decode is decode in another batch; the trainer's log-probs are the engine's
+whatever happens to either; and a run repeats its bits. The same is asked of the references in tests/parity.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ Each number of a column is that field of some row of the file, rounded as it is 
 - in a column whose header names a workload (`128 × 512+4096`), and in those to its right up to the next such header,
   those of that workload.
 
-A cell with as many numbers as rows count shows them in the file's order. The path may be a pattern (`rollout_*.json`).
+A cell with as many numbers as rows count shows them in the file's order. A cell `8,100 to 8,409` shows the lowest and
+the highest of them. The path may be a pattern (`rollout_*.json`).
 Behind its bench a file's name is a value of its rows too: `qwen3-0.6b` of those in `rollout_qwen3-0.6b.json`.
 
 **Prose** with measured numbers (those with %, ms, µs, GB, tokens/s, TFLOP/s, TB/s, and decimals with `times`), a table
@@ -49,6 +50,7 @@ WORKLOAD = re.compile(r"\d+x\d+\+\d+(?:-\d+)?")
 FIELD = re.compile(r"(?P<name>[^\s\[\]]+)(?:\[(?P<key>\w+)=(?P<value>[^\]]+)\])?")
 UNIT = r"(?:%|\s?(?:ms|µs|GB|GB/s|TB/s|TFLOP/s|tokens/s|tokens a second)\b)"
 MEASURED = re.compile(rf"(?<![\w.])(\d[\d,]*(?:\.\d+)?)(?:({UNIT})|(?<=\.\d)\stimes\b|(?<=\.\d\d)\stimes\b)")
+RANGE = re.compile(r"\s*[-−+\d.,e%k]+ to [-−+\d.,e%k]+\s*")
 PURE = re.compile(r"[-−+]?\d[\d,]*(?:\.\d+)?%?")
 Row = dict[str, Any]
 
@@ -78,7 +80,8 @@ def measured_rows(pattern: str) -> list[Row]:
 
 def is_dirty(result: Row) -> bool:
     """Whether other files were measured than those of the commit that the result names, as far as git can say: of the
-    package, and for a script of `benchmarks/` of those."""
+    package, and for a script of `benchmarks/` of those. `test_results_name_commits_that_git_has` finds commits of which
+    git can't say it."""
     commit = str(result["commit"])
     counted = {"source_digest": (), "benchmarks_digest": (BENCHMARKS, SCRIPTS)}
     return commit.endswith("-dirty") or any(
@@ -122,10 +125,11 @@ def check_table(table: Table, rows: list[Row]) -> None:
         for cell, field, workload in list(zip(cells, table.columns, workloads(table.header), strict=True))[1:]:
             where = f"row '{cells[0]}'" + (f", workload {workload}" if workload else "")
             held = [row for row in named if workload in (None, row["workload"])]
-            _check_cell(NUMBER.findall(cell), field, held, f"{table.marker}, {where}")
+            _check_cell(cell, field, held, f"{table.marker}, {where}")
 
 
-def _check_cell(numbers: list[str], field: str, rows: list[Row], where: str) -> None:
+def _check_cell(cell: str, field: str, rows: list[Row], where: str) -> None:
+    numbers = NUMBER.findall(cell)
     if field == "-" or not numbers:
         assert not numbers, f"{where}: the marker says that a column with {numbers} holds no measurement"
         return
@@ -134,7 +138,9 @@ def _check_cell(numbers: list[str], field: str, rows: list[Row], where: str) -> 
     if parts["key"] is not None:
         rows = [row for row in rows if str(row.get(parts["key"])) == parts["value"]]
     values = [float(row[parts["name"]]) for row in rows if isinstance(row.get(parts["name"]), int | float)]
-    if len(numbers) == len(values):
+    if values and RANGE.fullmatch(cell):
+        agrees = [shown_as(extreme(values), number) for extreme, number in zip((min, max), numbers, strict=True)]
+    elif len(numbers) == len(values):
         agrees = [shown_as(value, number) for value, number in zip(values, numbers, strict=True)]
     else:
         agrees = [any(shown_as(value, number) for value in values) for number in numbers]

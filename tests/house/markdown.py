@@ -27,7 +27,7 @@ class Paragraph(NamedTuple):
     fields: list[str]
     by_hand: bool  # `<!-- by hand: ... -->`, or the whole page is
     is_table: bool
-    columns_of_cells: list[tuple[str, ...]]  # of a table, but for its header and first column
+    columns_of_cells: list[tuple[str, ...]]  # of a table, without its header and first column
 
 
 def code_blocks(document: str) -> Iterator[Block]:

@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from octetrl.run.allowed_changes import MAY_CHANGE
 from tests.house.tree import REPO, python_files, syntax, text_files
 
 FORBIDDEN = {
@@ -39,3 +40,9 @@ def test_modules_tell_their_story() -> None:
 @pytest.mark.parametrize("name", ["LICENSE", "README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/fp8.md"])
 def test_documents_are_there(name: str) -> None:
     assert (REPO / name).is_file()
+
+
+def test_architecture_lists_what_a_resumed_run_may_change() -> None:
+    text = (REPO / "docs/architecture.md").read_text(encoding="utf-8")
+    listed = text.split("These fields may differ from the saved recipe:", 1)[1].split(". `--allow", 1)[0]
+    assert re.findall(r"`([\w.]+)`", listed) == list(MAY_CHANGE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -15,6 +16,13 @@ from tests.house.tree import REPO
 
 HEAD = {"bench", "commit", "date", "machine", "versions", "command", "rows"}
 LAST_WITHOUT_DIGEST = "2026-11-22"
+BEFORE_A_REBASE = {  # measured at a commit that a rebase replaced, so git has no files to compare the digest with
+    "learning_smollm2-135m-instruct.json",
+    "rollout_qwen3-8b_chunks_256.json",
+    "rollout_qwen3-8b_lognormal_chunks_hints.json",
+    "rollout_qwen3-8b_numerics_256.json",
+    "step_qwen3-8b_16x8_chunks.json",
+}
 README = REPO / "README.md"
 DOCUMENTS = (README, *sorted((REPO / "docs").glob("*.md")))
 
@@ -55,6 +63,20 @@ def test_results_say_where_they_come_from() -> None:
             assert {"precision", "workload"} <= set(row), f"{path.name}: a row names its precision and workload"
 
 
+@pytest.mark.skipif(digest_of_commit("HEAD") is None, reason="needs the repository's git")
+def test_results_name_commits_that_git_has() -> None:
+    shallow = subprocess.run(
+        ["git", "-C", str(REPO), "rev-parse", "--is-shallow-repository"], capture_output=True, text=True, check=True
+    )
+    if shallow.stdout.strip() == "true":
+        pytest.skip("a shallow clone has no older commits")
+    results = {path.name: json.loads(path.read_text()) for path in (REPO / "benchmarks/results").glob("*.json")}
+    unknown = {
+        name for name, result in results.items() if digest_of_commit(result["commit"].removesuffix("-dirty")) is None
+    }
+    assert unknown == BEFORE_A_REBASE, "git does not have the commit of a result, or the list above names too many"
+
+
 ROWS = [
     {"precision": "bf16", "workload": "64x512+1024", "tokens": 12345.6, "share": 0.0123},
     {"precision": "fp8", "workload": "64x512+1024", "tokens": 20001, "share": 1e-6},
@@ -88,6 +110,12 @@ def test_wrong_figures_are_noticed(cells: tuple[str, str]) -> None:
     (table,) = tables(DOCUMENT.format(*cells))
     with pytest.raises(AssertionError, match="does not hold"):
         check_table(table, ROWS)
+
+
+def test_a_range_is_from_the_lowest_to_the_highest() -> None:
+    for shown, right in (("777 to 20,001", True), ("12,346 to 20,001", False), ("777 to 12,346", False)):
+        with nullcontext() if right else pytest.raises(AssertionError, match="does not hold"):
+            check_table(table_of(["", "tokens"], ["-", "tokens"], "all", shown), ROWS)
 
 
 def test_a_marker_mirrors_its_table() -> None:

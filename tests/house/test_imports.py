@@ -11,7 +11,7 @@ import pytest
 
 from tests.house.tree import REPO, python_files, syntax
 
-BASE = {"config", "records"}  # whoever imports a room may import these
+BASE = {"config", "records"}  # every room with an entry below may import these
 ARROWS: dict[str, set[str]] = {
     "records": set(),
     "config": set(),

@@ -18,7 +18,7 @@ from tests.parity.sides import Answers, Sides
 
 Asked = Sequence[GenerationRequest]
 MakeEngine = Callable[..., Engine]
-ROOM = 1 << 14  # tokens of a cache that outlives a call: on a CPU it would be made anew for each
+ROOM = 1 << 14  # tokens of a cache that outlives a call: on a CPU each call would allocate it
 
 
 def one_by_one(make: MakeEngine, asked: Asked) -> Answers:

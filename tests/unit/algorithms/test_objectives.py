@@ -156,7 +156,7 @@ def test_the_papers_formula(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("name", PAPERS)
 def test_the_clip_that_is_counted_is_the_one_that_acts(name: str) -> None:
-    """Where `clip_fraction` is 1 a token has no gradient of its own, but for CISPO, which bounds its weight."""
+    """Where `clip_fraction` is 1 a token has no gradient of its own, except with CISPO, which bounds its weight."""
     changes, _ = PAPERS[name]
     config = objective(**{"name": name, "corrections": ()} | changes)
     inputs = inputs_of(0)

@@ -93,7 +93,7 @@ def test_the_whole_step_by_phase(tmp_path: Path, capsys: Capture) -> None:
         shares = [row[f"step/{phase}_share"] for phase in ("produce", "learn", "publish")]
         assert sum(shares) == pytest.approx(1) and row["mismatch/token_mult_prob_error"] == 1.0
     assert [row["calibration"] for row in record["calibration"]] == ["fused", "off"]
-    assert "reckoned" not in text
+    assert "extrapolated" not in text
 
 
 def test_a_step_has_its_own_file(tmp_path: Path, capsys: Capture) -> None:
@@ -133,7 +133,7 @@ def test_on_a_gpu_what_does_not_fit_is_refused_and_the_defaults_do(
     assert run_command(["bench", verb, "--out", str(out), *wide, "--layers", "4"]) == 0
 
 
-def test_a_step_reckoned_from_a_share_says_so(tmp_path: Path, capsys: Capture) -> None:
+def test_a_step_extrapolated_from_a_share_says_so(tmp_path: Path, capsys: Capture) -> None:
     short = ("--precision", "fp8_full", "--learn-share", "0.5", "--calibration", "none", "--warmup", "0")
     text, record = bench("step", tmp_path, capsys, *short)
     assert "learning time extrapolated from 50% of the groups" in text and record["calibration"] == []

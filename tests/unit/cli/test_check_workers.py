@@ -67,7 +67,7 @@ def test_numbers_of_gpus_are_listed_if_several_are_used_or_one_is_too_small(reci
 
 
 def test_a_model_that_does_not_fit_whole_needs_tensor_parallelism(recipe: Path) -> None:
-    """Llama-3.1-70B's shape, in the place of a preset: 70 GB of codes, and its local gradient sums, on each of any."""
+    """Llama-3.1-70B's shape, instead of a preset: 70 GB of codes, and its local gradient sums, on each of any."""
     on = plan(recipe, "llama-3.1-8b", 140, *NARROW, "cluster.gpus=8")
     spec = replace(on.spec, num_layers=80, hidden_size=8192, intermediate_size=28_672, num_heads=64)
     told = lines(replace(on, spec=spec))

@@ -1,4 +1,4 @@
-"""A request gets the same tokens and log-probs, bit for bit, whoever else is there; and they are the trainer's."""
+"""A request gets the same tokens and log-probs, bit for bit, in any batch; and they are the trainer's."""
 
 from __future__ import annotations
 

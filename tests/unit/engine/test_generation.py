@@ -176,7 +176,7 @@ def test_saturation_is_counted_by_layer_and_head() -> None:
     narrow = SCALES.scale_LS.clone()
     narrow[1, 2] = 1e-6
     engine.set_kv_scales(KVScales(narrow, 0))
-    for _ in range(2):  # counted anew in each call
+    for _ in range(2):  # each call counts from zero
         engine.generate([request()])
         share = engine.metrics.kv_saturation_LS
         assert share is not None

@@ -20,7 +20,7 @@ class Double:
     url: str = ""
     asked: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)  # path, body, headers
     under_way: int = 0
-    most: int = 0  # under way at once
+    most: int = 0  # in flight at once
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def answer(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> tuple[int, str, dict[str, str]]:

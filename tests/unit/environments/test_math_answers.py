@@ -47,7 +47,7 @@ def test_a_missing_reference_is_an_error() -> None:
 
 
 def test_its_own_alarm_is_off_so_that_a_time_out_is_told_from_a_wrong_answer() -> None:
-    alarm_is_set = signal.getitimer(signal.ITIMER_REAL)[0] > 0  # by whoever limits the time of this test
+    alarm_is_set = signal.getitimer(signal.ITIMER_REAL)[0] > 0  # by what limits the time of this test
     score("7", "7")
     assert (signal.getitimer(signal.ITIMER_REAL)[0] > 0) == alarm_is_set
     task = Task(id="t", prompt="?", answer="7")

@@ -65,7 +65,7 @@ def assert_same_bytes(got: Quantized, want: Quantized) -> None:
 
 
 def assert_nearly_same_codes(got: Quantized, want: Quantized) -> None:
-    """Equal scales; codes equal but for the interpreter's rounding."""
+    """Equal scales; codes equal except the interpreter's rounding."""
     assert_same_scale(got, want)
     assert (got.codes.view(torch.uint8) != want.codes.view(torch.uint8)).float().mean() < 0.1
 

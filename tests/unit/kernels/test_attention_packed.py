@@ -39,7 +39,7 @@ def plain_attention(q, k, v, lengths):
 
 
 def dequantised(x, kv_mode, scale):
-    """What the cache gives back for x, with a straight-through gradient."""
+    """What the cache returns for x, with a straight-through gradient."""
     if kv_mode == "none":
         return x
     quantised = quantize_kv_per_head(x, scale) if kv_mode == "calibrated" else quantize_kv(x, kv_mode)

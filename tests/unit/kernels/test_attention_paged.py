@@ -1,4 +1,4 @@
-"""Decode and chunked prefill against plain softmax attention over what the cache gives back, in every KV mode.
+"""Decode and chunked prefill against plain softmax attention over what the cache returns, in every KV mode.
 
 That their bits are the packed forward's is for test_attention_parity; the Triton kernels are for test_attention_triton.
 """

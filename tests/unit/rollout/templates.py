@@ -1,4 +1,4 @@
-"""Tokenizers with the chat templates of the families, written anew: what matters is what theirs do to a conversation.
+"""Tokenizers with the chat templates of the families, in our own words: they do the same to a conversation.
 
 chatml      roles as they are, no tools
 qwen2.5     tools in the system prompt, calls in tags, results of tools together in one turn of the user's

@@ -36,4 +36,5 @@ def test_a_link_is_removed_and_not_followed(tmp_path: Path) -> None:
     prepare_folder(folder)
     (folder / "grpo").symlink_to(tmp_path / "elsewhere")
     prepare_folder(folder)
+    assert not (folder / "grpo").is_symlink()
     assert (tmp_path / "elsewhere" / "mine").exists()

@@ -294,7 +294,7 @@ def test_a_run_that_lost_its_checkpoints_does_not_start_over_its_metrics() -> No
     given = recipe(checkpoint={"every": 5})
     begin(given)
     put_metrics(5)
-    begin(given, resume=True)  # cut off before the first checkpoint was whole: it starts anew
+    begin(given, resume=True)  # cut off before the first checkpoint was whole: it starts from the beginning
     put_metrics(9)
     begin(given, resume=True)  # steps ran while it was written
     put_metrics(10)

@@ -158,9 +158,9 @@ def test_one_that_never_ends(sandbox: Box, program: str) -> None:
 def test_one_that_burns_time(sandbox: Box) -> None:
     result = sandbox.run("while True: pass")
     assert result.status is SandboxStatus.CPU_LIMIT
-    # Linux holds the limit by counting ticks, which go to whoever runs when one comes, and reports nanoseconds: beside
-    # other processes a bare one with a limit of 1 s ends after 0.75 to 0.87 s by its own account. So less than 0.9 is
-    # right only where Linux ended it and it shared its processor.
+    # Linux holds the limit by counting ticks, which go to the process that runs when one comes, and reports
+    # nanoseconds: beside other processes a bare one with a limit of 1 s ends after 0.75 to 0.87 s by its own account.
+    # So less than 0.9 is right only where Linux ended it and it shared its processor.
     shared = result.cpu_seconds < 0.8 * result.seconds
     ended_by_linux = result.exit_code == -signal.SIGXCPU
     assert result.cpu_seconds >= 0.9 or (ended_by_linux and shared and result.cpu_seconds > 0.5)

@@ -7,6 +7,9 @@ lm_head; each is read once. Of a mixture, only experts that have a row are read.
 that has the share q of all tokens with probability 1 - (1 - q)^B: with 128 experts of which a token takes 8, 98% of
 them at 64 rows. It is computed at the mean number of rows of a step.
 
+It is a model and not a lower bound (bench/rollout.py says why). The rows of results call its values `rollout/floor_*`:
+those keys are in the committed results and did not change with the name of this file.
+
 No torch.
 """
 
@@ -14,7 +17,7 @@ from __future__ import annotations
 
 from octetrl.bench.expert_shares import expert_shares
 from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
-from octetrl.config.blocks import PLACES, SCALE_PER_TOKEN, LinearLayout, MatrixLayout, StackedLinearLayout
+from octetrl.config.blocks import PLACES, LinearLayout, MatrixLayout, StackedLinearLayout
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.format import BLOCK
 from octetrl.fp8.policy import PrecisionPolicy
@@ -40,17 +43,6 @@ def weight_bytes(spec: ModelSpec, policy: PrecisionPolicy, rows: float, skew: fl
 def modelled_seconds(num_weight_bytes: float, cached_bytes: float) -> float:
     """The model's time for one decode step."""
     return (num_weight_bytes + cached_bytes) / MEMORY_BYTES_PER_SECOND
-
-
-def cached_bytes_per_token(spec: ModelSpec, policy: PrecisionPolicy) -> int:
-    """Bytes that a token caches, in all layers."""
-    total = 0
-    for layer in range(spec.num_layers):
-        for tensor in spec.cached(layer):
-            in_fp8 = policy.cached_as(tensor.name) == "fp8"
-            token_scales = in_fp8 and policy.kv_mode in SCALE_PER_TOKEN
-            total += tensor.bytes_per_token(1 if in_fp8 else VALUE, token_scales=token_scales)
-    return total
 
 
 def _matrix_bytes(linear: LinearLayout, is_fp8: bool) -> int:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from octetrl.bench.bandwidth_model import modelled_seconds, weight_bytes
 from octetrl.bench.expert_shares import check_skew, expert_shares
-from octetrl.bench.floors import cached_bytes_per_token, modelled_seconds, weight_bytes
 from octetrl.bench.rollout import draw_weights, find_model
 from octetrl.bench.router_skew import skew_routers
 from octetrl.cli.main import run_command
@@ -55,8 +55,6 @@ def test_bytes_are_those_of_the_tensors(name: str, precision: str) -> None:
     model = model_of(name, precision)
     held = sum(tensor.numel() * tensor.element_size() for tensor in tensors_read(model))
     assert weight_bytes(model.spec, model.policy, rows=10_000) == pytest.approx(held, rel=1e-9)
-    cached = cached_bytes_per_token(model.spec, model.policy)
-    assert cached == cache_format(model.spec, model.policy, torch.bfloat16, 16).bytes_per_page / 16
     assert any(isinstance(module, Float8Linear) for module in model.modules()) == (precision != "bf16")
 
 
@@ -71,11 +69,11 @@ def test_experts_without_a_row_are_not_read() -> None:
 
 
 def step_seconds(spec: ModelSpec, policy: PrecisionPolicy, rows: int, context: int) -> float:
-    cached = rows * context * cached_bytes_per_token(spec, policy)
+    cached = rows * context * cache_format(spec, policy, torch.bfloat16, 16).bytes_per_page / 16
     return modelled_seconds(weight_bytes(spec, policy, rows), cached)
 
 
-def test_floors_of_the_published_shapes() -> None:
+def test_modelled_speed_of_the_published_shapes() -> None:
     """Tokens per second on an H200 with FP8 weights and cache, as worked out by hand."""
     spec, policy = find_model("qwen3-30b-a3b").spec, policy_of("qwen3-30b-a3b", "fp8_full")
     assert 128 / step_seconds(spec, policy, 128, 2560) == pytest.approx(11_900, rel=0.02)
